@@ -16,7 +16,7 @@ class RunConfig:
 
     SAME_RUN: ClassVar[tuple[str, ...]] = ("batch_size", "learning_rate", "seed")
     """Where these differ, a run is another run and not the continuation of one."""
-    POSITIVE: ClassVar[tuple[str, ...]] = ("batch_size", "save_every", "keep", "log_every")
+    POSITIVE: ClassVar[tuple[str, ...]] = ("batch_size", "save_every", "keep", "log_every", "min_nproc")
     """Integers of at least 1; a field that may be none may also be none."""
 
     batch_size: int
@@ -35,6 +35,12 @@ class RunConfig:
     """Checkpoints that stay."""
     log_every: int = 50
     """Steps between two looks at the loss."""
+    max_restarts: int = 0
+    """How often the run is started again from its last checkpoint when a rank dies, hangs or raises."""
+    min_nproc: int | None = None
+    """Ranks that are enough, where the run fails again before another checkpoint. None: all of them."""
+    timeout_seconds: float = 60.0
+    """How long a rank waits for the others in one collective; one that lets them wait longer hangs."""
 
     def __post_init__(self) -> None:
         for name in self.POSITIVE:
@@ -44,8 +50,11 @@ class RunConfig:
                 continue
             if value < 1:
                 raise ValueError(f"{name} is {value}, expected 1 or more{', or none' if may_be_none else ''}")
-        if not 0 < self.learning_rate < inf:
-            raise ValueError(f"learning_rate is {self.learning_rate}, expected a number above 0")
+        for name in ("learning_rate", "timeout_seconds"):
+            if not 0 < getattr(self, name) < inf:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected a number above 0")
+        if self.max_restarts < 0:
+            raise ValueError(f"max_restarts is {self.max_restarts}, expected 0 or more")
         if not self.checkpoint:
             raise ValueError("checkpoint is empty, expected a folder")
         if "://" in self.checkpoint:

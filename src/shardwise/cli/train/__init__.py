@@ -40,7 +40,23 @@ def add_parser(subparsers: SubParsers) -> None:
         "--resume", action="store_true", help="continue a run from its latest checkpoint, on any number of ranks"
     )
     parser.add_argument(
+        "--auto-resume",
+        action="store_true",
+        help="continue the run of --run if it has a checkpoint, else begin it: for what starts a command again when it "
+        "fails, such as torchrun",
+    )
+    parser.add_argument(
         "--overwrite", action="store_true", help="let a new run replace the checkpoints of one of the same name"
+    )
+    parser.add_argument(
+        "--max-restarts",
+        metavar="N",
+        help="start the ranks again from the last checkpoint when one dies or hangs, at most so often (default: 0)",
+    )
+    parser.add_argument(
+        "--min-nproc",
+        metavar="N",
+        help="where they fail again before another checkpoint, go on with fewer ranks, at least so many (default: all)",
     )
     parser.add_argument("--config", metavar="FILE", help="a TOML file with any of the values that --print-config shows")
     parser.add_argument(

@@ -1,6 +1,8 @@
 """`shardwise train dlrm`: will an ad be clicked? From Criteo's lines, or a sample of invented ones."""
 
 import argparse
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from shardwise.cli.exits import Exit
@@ -26,13 +28,19 @@ def run(args: argparse.Namespace) -> int:
     from shardwise.demos.dlrm.training import data_set
 
     num_ranks = common.ranks_of_torchrun() or config.nproc
+
+    def prepare(num_ranks: int) -> "Callable[[bool], Outcome]":
+        data_set(config.data, config, 0, num_ranks, training=True)
+        return partial(on_rank, config)
+
     data = data_set(config.data, config, 0, num_ranks, training=True)
+    fewer = common.fewer_ranks(config, prepare, num_ranks)
     if config.test_data is not None:
         data_set(config.test_data, config, 0, num_ranks, training=False)
     config, resumed_step = common.begun(config, args, data.fingerprint)
     if common.speaks():
         view.show_start(config, len(data.files), num_ranks, resumed_step)
-    outcome = common.launched(config.folder, on_rank, config, args.resume, nproc=num_ranks)
+    outcome = common.trained(config, prepare, num_ranks, fewer, resumed_step is not None)
     if common.speaks():
         view.show_outcome(outcome)
         print(f"\nNext: {_next_command(args, config)}")
@@ -56,4 +64,6 @@ def _next_command(args: argparse.Namespace, config: "DlrmConfig") -> str:
     words = ["dlrm", "--resume"]
     if config.steps is None:
         words += ["--epochs", str(config.epochs + 1)]
-    return common.next_command(args, words, ("nproc", "data", "test_data", "plan", "checkpoint", "run"))
+    return common.next_command(
+        args, words, ("nproc", "data", "test_data", "plan", "checkpoint", "run", *common.RESTARTS)
+    )

@@ -1,6 +1,8 @@
 """`shardwise train lm`: a language model of the help pages, byte by byte, on a mesh."""
 
 import argparse
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from shardwise.cli.exits import Exit
@@ -29,10 +31,16 @@ def run(args: argparse.Namespace) -> int:
     num_ranks = common.ranks_of_torchrun() or config.num_ranks
     mesh, data = config.mesh_of(num_ranks), load_pydoc_topics()
     check(config, data)
+
+    def prepare(num_ranks: int) -> "Callable[[bool], Outcome]":
+        config.mesh_of(num_ranks)
+        return partial(on_rank, config)
+
+    fewer = common.fewer_ranks(config, prepare, num_ranks)
     config, resumed_step = common.begun(config, args, data.fingerprint)
     if common.speaks():
         view.show_start(config, data, mesh, resumed_step)
-    outcome = common.launched(config.folder, on_rank, config, args.resume, nproc=num_ranks)
+    outcome = common.trained(config, prepare, num_ranks, fewer, resumed_step is not None)
     if common.speaks():
         view.show_outcome(outcome, data, config)
         if config.last_step < config.steps:

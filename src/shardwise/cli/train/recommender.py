@@ -1,6 +1,8 @@
 """`shardwise train recommender`: which identifier is missing from a function of the Python library?"""
 
 import argparse
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from shardwise.cli.exits import Exit
@@ -33,10 +35,17 @@ def run(args: argparse.Namespace) -> int:
     model = outline(config, data)
     plan = plans.plan_for(config.plan, model, num_ranks)
     placed = plans.placed(model, plan, num_ranks)
+
+    def prepare(num_ranks: int) -> "Callable[[bool], Outcome]":
+        plan = plans.plan_for(config.plan, model, num_ranks)
+        plans.placed(model, plan, num_ranks)
+        return partial(on_rank, config, plan)
+
+    fewer = common.fewer_ranks(config, prepare, num_ranks)
     config, resumed_step = common.begun(config, args, data.fingerprint)
     if common.speaks():
         view.show_start(config, data, placed, resumed_step)
-    outcome = common.launched(config.folder, on_rank, config, plan, args.resume, nproc=num_ranks)
+    outcome = common.trained(config, prepare, num_ranks, fewer, resumed_step is not None)
     if common.speaks():
         view.show_outcome(outcome, popularity_baseline(data))
         print(f"\nNext: {_next_command(args, config)}")
@@ -63,4 +72,4 @@ def _next_command(args: argparse.Namespace, config: "TrainConfig") -> str:
     words = ["--resume", "--nproc", str(config.nproc + (config.plan in NAMED))]
     if config.steps is None:
         words += ["--epochs", str(config.epochs + 1)]
-    return common.next_command(args, words, ("plan", "checkpoint", "run"))
+    return common.next_command(args, words, ("plan", "checkpoint", "run", *common.RESTARTS))

@@ -16,6 +16,7 @@ from rich.text import Text
 from shardwise.checkpoint import latest
 from shardwise.demos.ledger import Communication, Progress
 from shardwise.demos.loop import Taken
+from shardwise.errors import printable
 from shardwise.pictures.labels import aligned, bytes_text, count_text
 
 P = TypeVar("P", bound=Progress)
@@ -68,6 +69,14 @@ def live(line: Callable[[P], str]) -> Iterator[Callable[[P], None]]:
 
     with Live(Text("starting …"), console=console, auto_refresh=False) as screen:
         yield lambda progress: screen.update(drawn(progress), refresh=True)
+
+
+def show_restart(line: str) -> None:
+    """What happened, and what follows."""
+    console = _console()
+    if not _is_plain(console):
+        console.show_cursor()  # the line that was live may have hidden it
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def show_interruption(folder: Path) -> None:
