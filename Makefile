@@ -1,7 +1,7 @@
 # make train   train the recommender demo        (make train ARGS="--nproc 4"; a language model: make train ARGS=lm)
 # make check   format check, lint, types
 # make quick   the tests on simulated ranks
-# make test    check, and all tests              (make test ARGS="-k layering")
+# make test    check, all tests, a soak          (make test ARGS="-k layering")
 # make test-torch TORCH=2.14.1   the tests on simulated ranks and the surveys of ops with another torch (6 GB)
 # Each prepares .venv when pyproject.toml or constraints.txt changed; otherwise it starts at once.
 
@@ -31,13 +31,14 @@ check: $(DEV_READY)
 quick: $(DEV_READY)
 	$(BIN)/pytest -m "not processes and not survey and not slow" $(or $(ARGS),$(PARALLEL))
 
-# Surveys of the op table keep all cores busy by themselves, so they run apart from the other tests.
+# Surveys of the op table and the soak keep all cores busy by themselves, so they run apart from the other tests.
 test: check
 ifdef ARGS
 	$(BIN)/pytest $(ARGS)
 else
 	$(BIN)/pytest -m "not survey" $(PARALLEL)
 	$(BIN)/pytest -m survey $(SURVEYS)
+	$(BIN)/python -m tools.soak --seconds 60
 endif
 
 TORCH_ENV := .venv-torch-$(TORCH)

@@ -1,0 +1,360 @@
+"""Training that is killed, stopped and resumed at random takes the steps of a run that is not: `python -m tools.soak`.
+
+    python -m tools.soak --seconds 60 --seed 0
+
+Each round is a run of `shardwise train --max-restarts … --auto-resume` that is disturbed until it has taken its last
+step: SIGKILL of a rank or of all processes; SIGSTOP of a rank, which is continued soon or never; SIGTERM, which saves.
+That happens after some steps and a random time; every third time, while a checkpoint is being written.
+In half of the rounds it always has the ranks and the plan of the uninterrupted run: every loss has to be equal to the
+bit. In the others each start has some number of ranks and some plan: the losses may differ by `TOLERANCE`.
+
+The disturbances end after `--seconds`; the round that is under way then goes to its end. The exit code is 1 if a loss
+differs, if a step is missing, or if the command ends, hangs or fails as it should not.
+"""
+
+import argparse
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import cycle
+from math import inf
+from pathlib import Path
+from time import monotonic, sleep
+
+ROOT = Path(__file__).parents[1]
+
+# Other ranks and layouts add the same float32 numbers in another order. Each sum then differs by some 6e-8 of it, and
+# training carries that on from step to step: after 150 steps of these jobs, losses differ by up to 2e-7.
+TOLERANCE = 1e-6  # of a loss, relative
+
+TIMEOUT_SECONDS = 8.0  # of a collective: a rank that is stopped for longer hangs
+PATIENCE_SECONDS = 240.0  # without a step: neither the command nor its timeouts do what they should
+POLL_SECONDS = 0.02
+SAVING_POLL_SECONDS = 0.001  # a save takes some 20 ms
+AT_A_SAVE, SOON_SECONDS = 1 / 3, 0.3
+SAVE_EVERY = 10  # steps
+KILLED_ALL, GAVE_UP, TERMINATED = -signal.SIGKILL, 5, 143
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How many, and the options that say how the model is sharded over them."""
+
+    count: int
+    plan: str = ""
+    least: int | None = None
+
+    @property
+    def options(self) -> str:
+        return f"--nproc {self.count} {self.plan}" + (f" --min-nproc {self.least}" if self.least else "")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained.
+
+    Attributes:
+        options: of every start.
+        same: those of the uninterrupted run.
+        others: further ones.
+    """
+
+    options: str
+    same: Ranks
+    others: tuple[Ranks, ...]
+
+
+JOBS = {
+    "recommender": Job(
+        "--steps 150 --set dim=16 --set batch_size=512 --set negatives=64",
+        Ranks(2, "--plan row"),
+        (Ranks(3, "--plan table", 1), Ranks(1, "--plan replicate"), Ranks(2, "--plan column", 1)),
+    ),
+    "lm": Job(
+        "--steps 150 --set dim=24 --set heads=2 --set layers=2 --set context=24 --set batch_size=6 --set dropout=0.1 "
+        "--set warmup_steps=20 --set learning_rate=0.001 --set sample_bytes=0",
+        Ranks(2),
+        (Ranks(3, least=1), Ranks(1), Ranks(2, "--mesh tp=2"), Ranks(2, "--mesh dp=2 --fully-shard")),
+    ),
+    "dlrm": Job(
+        "--steps 150 --epochs 20 --set batch_size=36 --set hidden=16 --set learning_rate=0.0003 "
+        "--set table_learning_rate=0.002",
+        Ranks(2, "--plan row"),
+        (Ranks(3, "--plan table", 1), Ranks(1, "--plan row"), Ranks(2, "--plan replicate", 1)),
+    ),
+}  # column-wise tables of dlrm are left out: row-wise Adagrad then has a number of each shard of a row
+SHARED = (
+    f"--set log_every=1 --set save_every={SAVE_EVERY} --set timeout_seconds={TIMEOUT_SECONDS:g} "
+    "--checkpoint runs --run soak"
+)
+ROUNDS = tuple((name, (turn + place) % 2 == 0) for turn in range(2) for place, name in enumerate(JOBS))
+WEIGHTS = {"kill a rank": 4, "kill all": 2, "stop and continue": 2, "stop for good": 1, "SIGTERM": 2}
+
+
+class SoakError(Exception):
+    """The run did not survive."""
+
+
+@dataclass
+class Counts:
+    """What was done, and what came of it."""
+
+    events: Counter[str] = field(default_factory=Counter)
+    saving: int = 0
+    restarts: int = 0
+    resumes: int = 0
+    other_ranks: int = 0
+    other_plans: int = 0
+    runs: int = 0
+    steps: int = 0
+    again: int = 0
+    largest: dict[bool, float] = field(default_factory=lambda: {True: 0.0, False: 0.0})
+
+    def add(self, said: str, ranks: Ranks, before: Ranks | None) -> None:
+        """Count what a command said of itself."""
+        restarts = re.findall(r"^Restart \d.*$", said, re.MULTILINE)
+        resumed = re.search(r"^Going on from step", said, re.MULTILINE) is not None
+        self.restarts += len(restarts)
+        self.resumes += resumed + sum("from step" in line for line in restarts)
+        self.other_ranks += sum("from step" in line and "instead of" in line for line in restarts)
+        if before is not None:
+            self.other_ranks += resumed and before.count != ranks.count
+            self.other_plans += resumed and before.plan != ranks.plan
+
+    def __str__(self) -> str:
+        rows = {f"disturbances: {name}": self.events[name] for name in WEIGHTS} | {
+            "of these, while a checkpoint was written": self.saving,
+            "restarts by `--max-restarts`": self.restarts,
+            "resumes from a checkpoint": self.resumes,
+            "of these, on another number of ranks": self.other_ranks,
+            "of these, with another plan": self.other_plans,
+            "runs that ended": self.runs,
+            "steps, with those taken again": self.steps,
+            "steps taken again": self.again,
+            "largest difference of a loss, same ranks": f"{self.largest[True]:.1e}",
+            "largest difference of a loss, changing ranks and plans": f"{self.largest[False]:.1e}",
+        }
+        return "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+
+
+class Command:
+    """`shardwise train` in a session of its own, in a folder."""
+
+    def __init__(self, folder: Path, name: str, options: str) -> None:
+        self._folder, self.losses, self._said = folder, folder / "losses", folder / "said"
+        words = f"{JOBS[name].options} {SHARED} {options}".split()
+        with self._said.open("ab") as said:
+            self._begin = said.tell()
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tools.soak_job", str(self.losses), name, *words],
+                cwd=folder,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                start_new_session=True,
+            )
+
+    @property
+    def said(self) -> str:
+        return self._said.read_bytes()[self._begin :].decode(errors="replace")
+
+    def num_losses(self) -> int:
+        return self.losses.read_bytes().count(b"\n") if self.losses.exists() else 0
+
+    def drafts(self) -> set[Path]:
+        """The checkpoints that are being written or removed, or were when a rank was killed."""
+        return set(self._folder.glob("runs/soak/.tmp-step-*"))
+
+    def wait_for_save(self, earlier: set[Path]) -> None:
+        """Return while a checkpoint is being written, if one is soon."""
+        until = monotonic() + PATIENCE_SECONDS / 20
+        while self.process.poll() is None and monotonic() < until and self.drafts() <= earlier:
+            sleep(SAVING_POLL_SECONDS)
+
+    def ranks(self) -> list[int]:
+        """The process ids of the ranks."""
+        with suppress(OSError):
+            children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+            return [pid for pid in map(int, children.split()) if "spawn_main" in _command_line(pid)]
+        return []
+
+    def wait(self, num_losses: float = inf) -> int | None:
+        """The exit code, or None when there are so many losses."""
+        seen, until = self.num_losses(), monotonic() + PATIENCE_SECONDS
+        while self.process.poll() is None and seen < num_losses:
+            if (found := self.num_losses()) != seen:
+                seen, until = found, monotonic() + PATIENCE_SECONDS
+            if monotonic() > until:
+                raise SoakError(f"no step in {PATIENCE_SECONDS:g} s:\n{self.said}")
+            sleep(POLL_SECONDS)
+        return self.process.poll()
+
+    def kill(self) -> None:
+        """All processes, at once."""
+        ranks = self.ranks()
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        until = monotonic() + PATIENCE_SECONDS
+        while any(map(_lives, ranks)) and monotonic() < until:
+            sleep(POLL_SECONDS)
+
+
+@contextmanager
+def started(folder: Path, name: str, options: str) -> Iterator[Command]:
+    """A command; no process of it outlives the block."""
+    command = Command(folder, name, options)
+    try:
+        yield command
+    finally:
+        command.kill()
+
+
+def disturb(command: Command, event: str, rng: random.Random) -> bool:
+    """Do it; False where the command has no ranks at the moment."""
+    ranks = command.ranks()
+    if not ranks or (event == "stop for good" and len(ranks) == 1):  # nobody waits for a rank that is alone
+        return False
+    rank = rng.choice(ranks)
+    if event == "kill all":
+        command.kill()
+    elif event == "SIGTERM":
+        command.process.terminate()
+    else:
+        with suppress(ProcessLookupError):
+            os.kill(rank, signal.SIGKILL if event == "kill a rank" else signal.SIGSTOP)
+            if event == "stop and continue":
+                sleep(rng.uniform(0.1, TIMEOUT_SECONDS / 8))
+                os.kill(rank, signal.SIGCONT)
+    return True
+
+
+def survive(folder: Path, name: str, same: bool, until: float, rng: random.Random, counts: Counts) -> None:
+    """Train to the last step through all that happens."""
+    job, before = JOBS[name], None
+    code: int | None = None
+    while code != 0:
+        ranks = job.same if same else rng.choice([job.same, *job.others])
+        with started(folder, name, f"{ranks.options} --auto-resume --max-restarts 1000") as command:
+            code, event = None, ""
+            while code is None:
+                earlier = command.drafts()
+                more = rng.randint(2, 35) if monotonic() < until else inf
+                code = command.wait(command.num_losses() + more)
+                if code is None and monotonic() < until:
+                    if rng.random() < AT_A_SAVE:
+                        command.wait_for_save(earlier)
+                    else:
+                        sleep(rng.uniform(0, SOON_SECONDS))
+                    event = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+                    if disturb(command, event, rng):
+                        counts.events[event] += 1
+                        counts.saving += not command.drafts() <= earlier
+                        if event in ("kill all", "SIGTERM"):
+                            code = command.wait()
+            counts.add(command.said, ranks, before)
+            before = ranks
+            if code not in {0, GAVE_UP} and (event, code) not in {("kill all", KILLED_ALL), ("SIGTERM", TERMINATED)}:
+                raise SoakError(f"{name} ended with {code} after {event or 'nothing'}:\n{command.said}")
+
+
+def recorded(losses: Path) -> list[tuple[int, float]]:
+    """The steps that were taken, some of them several times, with their losses."""
+    lines = [line.split() for line in losses.read_text(encoding="ascii").splitlines()]
+    return [(int(step), float.fromhex(loss)) for step, loss in lines]
+
+
+def difference(found: Sequence[tuple[int, float]], wanted: Mapping[int, float]) -> float:
+    """The largest relative difference of a loss.
+
+    Raises:
+        SoakError: another set of steps was taken; or a complete checkpoint was passed over.
+    """
+    highest = 0
+    for step, _ in found:
+        saved = (highest - 1) // SAVE_EVERY * SAVE_EVERY  # before the step that was taken next
+        if step <= saved:
+            raise SoakError(f"step {step} was taken again, although a checkpoint of step {saved} was complete")
+        highest = max(highest, step)
+    if {step for step, _ in found} != wanted.keys():
+        raise SoakError(f"steps {sorted({step for step, _ in found} ^ wanted.keys())} were taken in one run only")
+    return max(abs(loss - wanted[step]) / abs(wanted[step]) for step, loss in found)
+
+
+def uninterrupted(folder: Path, name: str) -> dict[int, float]:
+    """The losses of a run that nothing happens to."""
+    folder.mkdir()
+    with started(folder, name, JOBS[name].same.options) as command:
+        if command.wait() != 0:
+            raise SoakError(f"{name} failed on its own:\n{command.said}")
+    return dict(recorded(folder / "losses"))
+
+
+def soak(folder: Path, seconds: float, seed: int, counts: Counts) -> None:
+    """Round after round.
+
+    Raises:
+        SoakError: a run did not survive, or a loss differs.
+    """
+    rng, until = random.Random(seed), monotonic() + seconds
+    wanted: dict[str, dict[int, float]] = {}
+    for name, same in cycle(ROUNDS):
+        if name not in wanted:
+            wanted[name] = uninterrupted(folder / name, name)
+        run = folder / f"{name}-{counts.runs}"
+        run.mkdir()
+        survive(run, name, same, until, rng, counts)
+        found = recorded(run / "losses")
+        largest = difference(found, wanted[name])
+        counts.runs, counts.steps = counts.runs + 1, counts.steps + len(found)
+        counts.again += len(found) - len(wanted[name])
+        counts.largest[same] = max(counts.largest[same], largest)
+        print(
+            f"{name}, {'the same ranks' if same else 'changing ranks'}: {len(found)} steps, {largest:.1e}", flush=True
+        )
+        if largest > (0 if same else TOLERANCE):
+            raise SoakError(f"{name}: a loss differs by {largest:.1e} from that of the uninterrupted run")
+        if monotonic() >= until:
+            return
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Soak, and say in a table what was done."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(arguments)
+    counts = Counts()
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        try:
+            soak(Path(folder), args.seconds, args.seed, counts)
+        except SoakError as error:
+            print(f"{counts}\nSoakError: {error}")
+            return 1
+    print(counts)
+    return 0
+
+
+def _command_line(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
+def _lives(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
