@@ -78,7 +78,7 @@ def verify(folder: str | PathLike[str], progress: Progress | None = None) -> tup
     try:
         version, manifest = stores.find(store)
     except CheckpointError as error:
-        version = "."  # if this one lacks files, all of them are named
+        version = store.own_version() or "."  # if this one lacks files, all of them are named
         try:
             manifest = stores.stored_manifest(store, version)
         except CheckpointError:

@@ -5,9 +5,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from shardwise.checkpoint import drafts
 from shardwise.checkpoint.files import Checksum, content, file_layout
 from shardwise.checkpoint.locations import store_at
-from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor, as_bytes, file_name
+from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor, file_name
 from shardwise.checkpoint.offline.layouts import planned_layouts
 from shardwise.checkpoint.offline.outputs import reported
 from shardwise.checkpoint.offline.progress import Progress
@@ -15,7 +16,7 @@ from shardwise.checkpoint.offline.reading import CheckpointSource
 from shardwise.checkpoint.offline.sources import Source
 from shardwise.checkpoint.saving import package_versions
 from shardwise.checkpoint.state import held_boxes, key_of
-from shardwise.checkpoint.stores import CheckpointStore, check_files
+from shardwise.checkpoint.stores import CheckpointStore
 from shardwise.checkpoint.writer_lock import lock
 from shardwise.errors import ArgumentError
 from shardwise.layout import Box, Layout, checked
@@ -85,7 +86,7 @@ def _written(
     metadata: Mapping[str, Any],
     overwrite: bool,
 ) -> str:
-    draft = store.begin(step, overwrite)
+    draft = drafts.begin(store, step, overwrite)
     try:
         chunks: dict[str, list[Chunk]] = {name: [] for name in layouts}
         not_finite = set()
@@ -102,10 +103,9 @@ def _written(
         values = dict(sorted(source.values.items()))
         flagged = tuple(name for name in tensors if name in not_finite)
         manifest = Manifest(step, world_size, tensors, values, metadata, package_versions(), flagged)
-        check_files(store, draft, manifest)
-        return store.commit(draft, as_bytes(manifest))
+        return drafts.commit(store, draft, manifest)
     except BaseException:
-        store.remove(draft)
+        store.discard(draft)
         raise
 
 
