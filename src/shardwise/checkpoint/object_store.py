@@ -11,8 +11,8 @@
       .lock                                     which process saves here, while it does
       .lock-renewed                             anything; something else whenever the lock is renewed
 
-Nothing is renamed, and no object is written twice but the last one. A save is there from one request on, which writes an
-object without bytes, so that it cannot be there in part. The number of a save is the time at which it was begun, in
+Nothing is renamed, and no object is written twice but the last one. A save is there from one request on, which writes
+an object without bytes, so that it cannot be there in part. The number of a save is the time at which it was begun, in
 microseconds, or more, so that it is larger than that of any save that was there before: the committed one with the
 largest number is the checkpoint of its step, and that of all steps the one saved last.
 """
@@ -20,13 +20,13 @@ largest number is the checkpoint of its step, and that of all steps the one save
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from time import time_ns
 
 from shardwise.checkpoint.files import StoredFile
-from shardwise.checkpoint.objects import REQUEST_BYTES, Objects
+from shardwise.checkpoint.objects import REQUEST_BYTES, Objects, reading
 from shardwise.checkpoint.stores import LockFile, step_name, step_of
-from shardwise.errors import CheckpointError, UnreachableError
+from shardwise.errors import CheckpointError
 
 COMMITTED, DRAFT = ".committed", ".draft"
 LOCK, RENEWED = ".lock", ".lock-renewed"
@@ -34,7 +34,7 @@ _SAVE = re.compile(r"(\d{16}-[0-9a-f]{8})(\.committed|\.draft|)", re.ASCII)
 
 
 class ObjectStore:
-    """A URL, as a `CheckpointStore`. Versions and drafts are saves, called `step-00000100/1764156852123456-1f3a90bc`."""
+    """A URL, as a `CheckpointStore`. Versions and drafts are saves, as `step-00000100/1764156852123456-1f3a90bc`."""
 
     def __init__(self, url: str) -> None:
         self._objects = Objects(url)
@@ -43,11 +43,11 @@ class ObjectStore:
     # ---- reading ------------------------------------------------------------------------------------------
 
     def own_version(self) -> str | None:
-        with _reading():
+        with reading():
             return _newest(self._saves(""))
 
     def versions(self) -> dict[int, str]:
-        with _reading():
+        with reading():
             found = {step: newest for step, saves in self._steps() if (newest := _newest(saves))}
         return dict(sorted(found.items(), key=lambda entry: _number(entry[1]), reverse=True))
 
@@ -58,7 +58,7 @@ class ObjectStore:
         return _Object(self._objects, file if version == "." else f"{version}/{file}")
 
     def sizes(self, version: str) -> dict[str, int]:
-        with _reading():
+        with reading():
             return {name: size for name, size in self._objects.entries(version).items() if size is not None}
 
     def _steps(self) -> Iterator[tuple[int, dict[str, set[str]]]]:
@@ -87,7 +87,7 @@ class ObjectStore:
     # ---- writing ------------------------------------------------------------------------------------------
 
     def tidy(self) -> dict[int, str]:
-        found = {}
+        found: dict[int, str] = {}
         for step, saves in self._steps():
             is_settled = [*saves.values()] == [{COMMITTED, ""}]
             committed = [save for save in saves if is_settled or self._is_committed(save)]
@@ -96,7 +96,7 @@ class ObjectStore:
             for save, there in saves.items():
                 with suppress(OSError):  # the next save tries it again
                     if save != newest:
-                        self.remove(save)
+                        self._drop(save)
                     elif DRAFT in there:
                         self._objects.delete(save + DRAFT)
         return found
@@ -136,21 +136,29 @@ class ObjectStore:
             raise
         with suppress(OSError):  # what is left is removed by the next `tidy`
             self._objects.delete(draft + DRAFT)
-            for save in self._saves(draft.partition("/")[0]):
-                if save < draft:
-                    self.remove(save)
+            self._drop_older(draft)
         return draft
 
     def discard(self, draft: str) -> None:
         with suppress(OSError):
             if not self._is_committed(draft):
-                self.remove(draft)
+                self._drop(draft)
 
     def remove(self, version: str) -> None:
-        self._objects.delete(version + COMMITTED)
+        self._drop_older(version)  # which would be the checkpoint of the step again
+        self._drop(version)
+
+    def _drop_older(self, save: str) -> None:
+        """Remove the saves of the same step that were begun before."""
+        for other in self._saves(save.partition("/")[0]):
+            if other < save:
+                self._drop(other)
+
+    def _drop(self, save: str) -> None:
+        self._objects.delete(save + COMMITTED)
         with suppress(OSError):
-            self._objects.delete_below(version)
-            self._objects.delete(version + DRAFT)
+            self._objects.delete_below(save)
+            self._objects.delete(save + DRAFT)
 
     # ---- the lock -----------------------------------------------------------------------------------------
 
@@ -198,30 +206,20 @@ def _number(save: str) -> str:
     return save.rpartition("/")[2]
 
 
-@contextmanager
-def _reading() -> Iterator[None]:
-    """What reading raises: CheckpointError for what is not there, UnreachableError where nothing is known."""
-    try:
-        yield
-    except OSError as error:
-        kind = CheckpointError if isinstance(error, FileNotFoundError | IsADirectoryError) else UnreachableError
-        raise kind(f"{error.filename}: cannot be read: {error.strerror}") from error
-
-
 class _Object:
     """An object, as a `StoredFile`."""
 
     def __init__(self, objects: Objects, name: str) -> None:
         self.name = objects.location(name)
         self._objects, self._name = objects, name
-        with _reading():
+        with reading():
             self.size = objects.size(name)
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         done = 0
         while done < len(buffer):
             stop = min(len(buffer), done + REQUEST_BYTES)
-            with _reading():
+            with reading():
                 block = self._objects.read(self._name, offset + done, offset + stop)
             if not block:
                 raise CheckpointError(f"{self.name}: ends at byte {offset + done}, expected {len(buffer) - done} more")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, UnreachableError
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -141,6 +141,16 @@ class Objects:
             yield
         except Exception as error:
             raise _os_error(error, self.location(name)) from error
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Turn an OSError of `Objects` into CheckpointError if there is no such object, else into UnreachableError."""
+    try:
+        yield
+    except OSError as error:
+        kind = CheckpointError if isinstance(error, FileNotFoundError | IsADirectoryError) else UnreachableError
+        raise kind(f"{error.filename}: cannot be read: {error.strerror}") from error
 
 
 def _os_error(error: Exception, url: str) -> OSError:

@@ -87,7 +87,7 @@ class Job(ABC, Generic[B]):
         self.step = manifest.step
         return manifest
 
-    def save(self) -> Path:
+    def save(self) -> Path | str:
         """A checkpoint of this step.
 
         Raises:
@@ -154,7 +154,7 @@ class Job(ABC, Generic[B]):
         if not math.isfinite(loss):
             raise self._diverged(loss, not_finite(self._model))
 
-    def _save_finite(self, loss: float) -> Path:
+    def _save_finite(self, loss: float) -> Path | str:
         self._check(loss)
         try:
             return self.save()
@@ -199,7 +199,7 @@ class Taken:
     seconds: float
     """Of training, without evaluation and saving."""
     communication: Communication
-    checkpoint: Path
+    checkpoint: Path | str
     peak_bytes: tuple[int, ...]
     """The most memory that the process of each rank had."""
 

@@ -49,15 +49,18 @@ def _in_files(tensor: StoredTensor, layouts: Mapping[str, FileLayout]) -> Source
 
 
 @checked
-def find(folder: str | PathLike[str]) -> tuple[Path, Manifest]:
+def find(folder: str | PathLike[str]) -> tuple[Path | str, Manifest]:
     """The checkpoint `folder`, or the latest one that was saved to it, and its manifest.
+
+    Returns:
+        A path; a URL if `folder` is one.
 
     Raises:
         CheckpointError: there is none that is complete.
     """
     store = store_at(folder)
     version, manifest = stores.find(store)
-    return Path(store.location(version)), manifest
+    return store.location(version), manifest
 
 
 @checked

@@ -31,7 +31,7 @@ def reshard(
     *,
     overwrite: bool = False,
     progress: Progress | None = None,
-) -> Path:
+) -> Path | str:
     """Write a checkpoint anew, as `world_size` ranks whose parameters have the layouts of `plan` would have saved it.
 
         reshard("runs/1", "runs/1-of-8", 8, {"items.weight": Layout(Mesh((8,)), [Shard(0)], (1000, 16))})
@@ -41,13 +41,13 @@ def reshard(
 
     Args:
         source: a checkpoint, or the folder that it was saved to, which means its latest one.
-        target: the folder for the new one, which gets the name of its step there.
+        target: the folder or URL for the new one, which gets the name of its step there.
         plan: layouts by the name of a parameter. States of optimizers follow their parameter; all else is replicated,
             so that each tensor is in one file.
         overwrite: replace a checkpoint of that step in `target`.
 
     Returns:
-        The folder of the new checkpoint.
+        The path or URL of the new checkpoint.
 
     Raises:
         CheckpointError: `source` is damaged, or `target` has this step already. Then nothing is written.
@@ -66,15 +66,15 @@ def write_checkpoint(
     step: int,
     metadata: Mapping[str, Any],
     overwrite: bool,
-) -> Path:
+) -> Path | str:
     """All that `source` has as a checkpoint of `world_size` ranks."""
     if world_size < 1:
         raise ArgumentError(f"A checkpoint has one rank or more, got {world_size}. Fix: a positive number.")
     layouts = planned_layouts(source.tensors, plan, world_size)
     source.progress.begin(source.num_bytes(layouts) + source.num_bytes_verified(layouts))
-    with reported(Path(target)), lock(target):
+    with reported(target), lock(target):
         store = store_at(target)
-        return Path(store.location(_written(source, store, layouts, world_size, step, metadata, overwrite)))
+        return store.location(_written(source, store, layouts, world_size, step, metadata, overwrite))
 
 
 def _written(

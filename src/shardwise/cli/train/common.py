@@ -81,7 +81,7 @@ def begun(config: C, args: argparse.Namespace, data: str) -> tuple[C, int | None
     return launch(begin_run, config, args.overwrite, nproc=num_ranks), None  # in this process, one of the ranks
 
 
-def launched(folder: "Path", fn: Callable[[*Args], T], *args: *Args, nproc: int) -> T:
+def launched(folder: "Path | str", fn: Callable[[*Args], T], *args: *Args, nproc: int) -> T:
     """`launch`; if it is interrupted, say which checkpoint in `folder` there is.
 
     Raises:

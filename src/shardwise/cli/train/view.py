@@ -44,7 +44,7 @@ def print_table(rows: Sequence[Sequence[str]], left: int) -> None:
     console.print(table)
 
 
-def show_beginning(folder: Path, resumed_step: int | None) -> None:
+def show_beginning(folder: Path | str, resumed_step: int | None) -> None:
     """What becomes of checkpoints that are there."""
     if resumed_step is not None:
         print(f"Going on from step {resumed_step:,} in {folder}.")
@@ -70,7 +70,7 @@ def live(line: Callable[[P], str]) -> Iterator[Callable[[P], None]]:
         yield lambda progress: screen.update(drawn(progress), refresh=True)
 
 
-def show_interruption(folder: Path) -> None:
+def show_interruption(folder: Path | str) -> None:
     """Where to go on; the line that was live may have hidden the cursor."""
     console = _console()
     if not _is_plain(console):
