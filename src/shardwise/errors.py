@@ -92,6 +92,10 @@ class CheckpointError(ShardwiseError, RuntimeError):
     """A checkpoint that is incomplete, damaged or does not fit."""
 
 
+class UnreachableError(CheckpointError):
+    """A checkpoint that may be sound: the place where it is stored does not answer."""
+
+
 class NotFiniteError(CheckpointError):
     """A state with infinite values or NaN, which was to be saved only without them."""
 

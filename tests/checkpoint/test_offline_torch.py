@@ -37,7 +37,7 @@ def block_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(windows, "WINDOW_BYTES", request.param)
 
 
-def assert_loads(folder: Path) -> None:
+def assert_loads(folder: Path | str) -> None:
     expected = dcp_jobs.tensors()
     state: dict[str, Any] = {name: torch.zeros_like(x).contiguous() for name, x in expected.items()}
     load(folder, {"model": state}, subset=True)

@@ -292,7 +292,7 @@ def test_a_run_that_another_job_trains_is_refused(tmp_path: Path) -> None:
         (["--run", "step-00000001"], 2, "run is 'step-00000001', expected a name"),
         (["--run", ".."], 2, "run is '..', expected a name"),
         (["--run", ""], 2, "run is '', expected a name"),
-        (["--checkpoint", "s3://x"], 2, "checkpoint is 's3://x', expected a folder and no URL"),
+        (["--checkpoint", "nowhere://x"], 4, "nowhere://x cannot be opened: Protocol not known: nowhere. Fix: install"),
     ],
 )
 def test_a_run_that_cannot_begin_is_refused_before_any_rank_starts(

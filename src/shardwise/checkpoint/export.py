@@ -12,6 +12,7 @@ from shardwise import collectives
 from shardwise.checkpoint.collective_errors import all_ranks, digest, on_all_ranks, require_same
 from shardwise.checkpoint.files import byte_blocks, file_layout
 from shardwise.checkpoint.folder_store import FileDraft
+from shardwise.checkpoint.locations import local_path
 from shardwise.checkpoint.state import LocalBoxes, holders, storable_boxes
 from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection
 from shardwise.embedding.sharded import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
@@ -48,7 +49,7 @@ def export_table(collection: Collection | Tensor, table: str, path: str | PathLi
             that was there is not damaged. The same text on every rank.
         MismatchError: ranks passed different tables, layouts or paths.
     """
-    what, target = f"Exporting {table} to {path}", Path(path)
+    what, target = f"Exporting {table} to {path}", local_path(path)
     key, tensor = _prepared(what, collection, table, target)
     drafts: list[FileDraft] = []  # on the first rank
 

@@ -22,24 +22,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shardwise.checkpoint.manifest import MANIFEST
-from shardwise.checkpoint.stores import LockFile, why_incomplete
-from shardwise.errors import CheckpointError
+from shardwise.checkpoint.stores import LockFile, step_name, step_of, why_incomplete
+from shardwise.errors import CheckpointError, UnreachableError
 
 LATEST = "latest"
+_PASSING = (errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT)  # of the system
 LOCK = ".lock"
-_STEP = re.compile(r"step-(\d{8,18})", re.ASCII)
 _OLD = re.compile(r"\.old-(step-\d{8,18})-[0-9a-f]{8}", re.ASCII)
 _TEMP = re.compile(r"\.tmp-(step-\d{8,18}|latest|lock)-[0-9a-f]{8}", re.ASCII)
-
-
-def _step_name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
-def _step_of(name: str) -> int | None:
-    """The step of a checkpoint folder; None if `name` is not of one."""
-    match = _STEP.fullmatch(name)
-    return int(match[1]) if match and name == _step_name(int(match[1])) else None
 
 
 def _temp_name(kind: str, name: str) -> str:
@@ -53,23 +43,29 @@ class FolderStore:
         self.folder = Path(folder)
         self.name = str(self.folder)
 
-    def is_checkpoint(self) -> bool:
-        return os.path.lexists(self.folder / MANIFEST) or _step_of(self.folder.name) is not None
-
-    def named_latest(self) -> str | None:
-        with suppress(OSError, ValueError):
-            return (self.folder / LATEST).read_text(encoding="utf-8").strip()
-        return None
+    def own_version(self) -> str | None:
+        is_one = os.path.lexists(self.folder / MANIFEST) or step_of(self.folder.name) is not None
+        return "." if is_one else None
 
     def versions(self) -> dict[int, str]:
-        """The folder of each step; while one is being replaced, the previous one counts."""
+        """The folder of each step, the one saved last before those of higher steps.
+
+        While one is being replaced, the previous one counts.
+        """
         found: dict[int, str] = {}
         for path in sorted(self.folder.iterdir()) if self.folder.is_dir() else ():  # ".old-…" before "step-…"
             old = _OLD.fullmatch(path.name)
-            step = _step_of(old[1] if old else path.name)
+            step = step_of(old[1] if old else path.name)
             if step is not None:
                 found[step] = path.name
-        return found
+        last = self._last_step()
+        return {step: found[step] for step in sorted(found, key=lambda step: (step == last, step), reverse=True)}
+
+    def _last_step(self) -> int | None:
+        """The step that was saved last, as far as the folder says."""
+        with suppress(OSError, ValueError):
+            return step_of((self.folder / LATEST).read_text(encoding="utf-8").strip())
+        return None
 
     def location(self, version: str) -> Path:
         return self.folder / version
@@ -77,13 +73,18 @@ class FolderStore:
     def open(self, version: str, file: str) -> "_LocalFile":
         return _LocalFile(self.folder / version / file)
 
-    def begin(self, step: int, overwrite: bool) -> str:
+    def sizes(self, version: str) -> dict[str, int]:
+        found: dict[str, int] = {}
+        with suppress(OSError), os.scandir(self.folder / version) as entries:
+            for entry in entries:
+                status = entry.stat(follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode):
+                    found[entry.name] = status.st_size
+        return found
+
+    def draft(self, step: int, after: Iterable[str]) -> str:
         self._make()
-        self._tidy()
-        final = self.folder / _step_name(step)
-        if os.path.lexists(final) and not overwrite:
-            raise CheckpointError(f"{final} exists already. Fix: save with overwrite=True, or to another folder")
-        draft = _temp_name("tmp", final.name)
+        draft = _temp_name("tmp", step_name(step))
         (self.folder / draft).mkdir()
         return draft
 
@@ -93,13 +94,14 @@ class FolderStore:
         for path in missing:
             _sync_folder(path.parent)
 
-    def _tidy(self) -> None:
-        for path in list(self.folder.iterdir()):
+    def tidy(self) -> dict[int, str]:
+        for path in list(self.folder.iterdir()) if self.folder.is_dir() else ():
             old = _OLD.fullmatch(path.name)
             if old and not os.path.lexists(self.folder / old[1]) and why_incomplete(self, path.name) is None:
                 path.rename(self.folder / old[1])  # a save was interrupted while it replaced this one
             elif old or _TEMP.fullmatch(path.name):
                 _remove(path)
+        return self.versions()
 
     def join(self, draft: str) -> None:
         if not (self.folder / draft).is_dir():
@@ -120,12 +122,11 @@ class FolderStore:
     def erase(self, draft: str, file: str) -> None:
         (self.folder / draft / file).unlink()
 
-    def commit(self, draft: str, manifest: bytes) -> str:
+    def publish(self, draft: str) -> str:
         match = _TEMP.fullmatch(draft)
         assert match is not None
         final, pointer = self.folder / match[1], self.folder / _temp_name("tmp", LATEST)
         old = self.folder / _temp_name("old", final.name)
-        self.write(draft, MANIFEST, len(manifest), [manifest])
         _sync_folder(self.folder / draft)
         moves = [(self.folder / draft, final)]
         if os.path.lexists(final):
@@ -146,11 +147,11 @@ class FolderStore:
         _remove(old)
         return final.name
 
+    def discard(self, draft: str) -> None:
+        _remove(self.folder / draft)
+
     def remove(self, version: str) -> None:
-        path = self.folder / version
-        if not _TEMP.fullmatch(version):
-            path = path.rename(self.folder / _temp_name("tmp", version))
-        _remove(path)
+        _remove((self.folder / version).rename(self.folder / _temp_name("tmp", version)))
 
     def take_lock(self, content: bytes) -> bool:
         self._make()
@@ -298,7 +299,7 @@ class _LocalFile:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             why = "is a symbolic link" if error.errno == errno.ELOOP else str(error.strerror)
-            raise CheckpointError(f"{path}: cannot be read: {why}") from error
+            raise _unreadable(self.name, error, why) from error
         status = os.fstat(self._descriptor)
         self.size = status.st_size
         if not stat.S_ISREG(status.st_mode):
@@ -311,10 +312,15 @@ class _LocalFile:
             try:
                 count = os.preadv(self._descriptor, [buffer[done:]], offset + done)
             except OSError as error:
-                raise CheckpointError(f"{self.name}: cannot be read: {error.strerror}") from error
+                raise _unreadable(self.name, error, str(error.strerror)) from error
             if not count:
                 raise CheckpointError(f"{self.name}: ends at byte {offset + done}, expected {len(buffer) - done} more")
             done += count
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+def _unreadable(name: str, error: OSError, why: str) -> CheckpointError:
+    kind = UnreachableError if error.errno in _PASSING else CheckpointError
+    return kind(f"{name}: cannot be read: {why}")

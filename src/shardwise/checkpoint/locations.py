@@ -1,20 +1,54 @@
 """Where checkpoints are: a folder, or a URL of an object store."""
 
+import re
 from os import PathLike
 from pathlib import Path
 from typing import TypeAlias, overload
 
 from shardwise.checkpoint.folder_store import FolderStore
 from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.object_store import ObjectStore
 from shardwise.checkpoint.stores import CheckpointStore, find_latest, stored_manifest
+from shardwise.errors import CheckpointError
 from shardwise.layout import checked
 
 Location: TypeAlias = str | PathLike[str]
 
+_URL = re.compile(r"[A-Za-z][\w+.:-]*://")
+_NORMALISED_URL = re.compile(r"([A-Za-z][\w+.-]+):/([^/].*)", re.DOTALL)
+
 
 def store_at(location: Location) -> CheckpointStore:
-    """The store that is there."""
+    """The store that is there.
+
+    Raises:
+        CheckpointError: a URL that cannot be opened, or that a `Path` has changed.
+    """
+    if is_url(location):
+        return ObjectStore(str(location))
+    if changed := _NORMALISED_URL.fullmatch(str(location)):
+        raise CheckpointError(
+            f"{location} is neither a folder nor a URL. Fix: pass a URL as a string, {changed[1]}://{changed[2]}"
+        )
     return FolderStore(location)
+
+
+def is_url(location: Location) -> bool:
+    """Whether it has a protocol, as s3://bucket/run; else it is a folder."""
+    return _URL.match(str(location)) is not None
+
+
+def local_path(location: Location) -> Path:
+    """The path of a file or folder of another format than that of checkpoints.
+
+    Raises:
+        CheckpointError: it is a URL.
+    """
+    if is_url(location):
+        raise CheckpointError(
+            f"{location} is a URL, which only a checkpoint can have. Fix: name a local path, and copy from or to there"
+        )
+    return Path(location)
 
 
 @overload
@@ -23,11 +57,14 @@ def latest(folder: PathLike[str]) -> Path | None: ...
 def latest(folder: str | PathLike[str]) -> Path | str | None: ...
 @checked
 def latest(folder: str | PathLike[str]) -> Path | str | None:
-    """The checkpoint that was saved last to `folder`, or None.
+    """The checkpoint that was saved last to `folder`, which may be a URL, or None.
 
     That is the one `folder/latest` names; if that is not there or not complete, the complete one of the highest
-    step. Folders being written, and those that lack files or have a damaged manifest, are passed over; the data
-    is verified when it is loaded.
+    step; at a URL, the last complete one. Folders being written, and those that lack files or have a damaged manifest,
+    are passed over; the data is verified when it is loaded.
+
+    Raises:
+        UnreachableError: the place where they are stored does not answer.
     """
     store = store_at(folder)
     found = find_latest(store)
@@ -36,9 +73,10 @@ def latest(folder: str | PathLike[str]) -> Path | str | None:
 
 @checked
 def read_manifest(path: str | PathLike[str]) -> Manifest:
-    """The manifest of the checkpoint folder `path`, fully validated.
+    """The manifest of the checkpoint `path`, a folder or a URL, fully validated.
 
     Raises:
         CheckpointError: it is missing, damaged, of another version, or says something that cannot be.
     """
-    return stored_manifest(store_at(path), ".")
+    store = store_at(path)
+    return stored_manifest(store, store.own_version() or ".")

@@ -80,3 +80,5 @@ def keep_only(store: CheckpointStore, saved: int, keep: Keep) -> None:
             store.remove(versions[step])
     except OSError as error:
         warnings.warn(f"{error.filename}: an old checkpoint cannot be removed: {error.strerror}", stacklevel=2)
+    except CheckpointError as error:
+        warnings.warn(f"old checkpoints cannot be removed: {error}", stacklevel=2)

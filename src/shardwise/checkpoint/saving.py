@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from shardwise import collectives
+from shardwise.checkpoint import drafts
 from shardwise.checkpoint.collective_errors import digest, listed, on_all_ranks, require_same
 from shardwise.checkpoint.files import METADATA_KEY, Checksum, byte_blocks, checksum, content, file_layout
 from shardwise.checkpoint.locations import store_at
-from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor, as_bytes, check_chunks, file_name
+from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor, check_chunks, file_name
 from shardwise.checkpoint.pending import finish_pending
 from shardwise.checkpoint.retention import Keep, keep_only
 from shardwise.checkpoint.state import LocalBoxes, as_json, flatten, held_boxes, key_of, storable_boxes
-from shardwise.checkpoint.stores import CheckpointStore, check_files
+from shardwise.checkpoint.stores import CheckpointStore
 from shardwise.checkpoint.writer_lock import WriterLock
 from shardwise.errors import CheckpointError, NotFiniteError
 from shardwise.layout import Box, checked
@@ -139,7 +140,7 @@ class Saving:
 
     def begin(self) -> str:
         """The name of a new draft; this job has the lock until `release`."""
-        return self._lock.take(self.what, lambda: self.store.begin(self.step, self.overwrite))
+        return self._lock.take(self.what, lambda: drafts.begin(self.store, self.step, self.overwrite))
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -160,10 +161,7 @@ class Saving:
         manifest = self.contents.manifest(self.step, sums)
         if not self.is_first:
             return ""
-        check_files(self.store, draft, manifest)
-        data = as_bytes(manifest)
-        self._lock.check()
-        version = self.store.commit(draft, data)
+        version = drafts.commit(self.store, draft, manifest)
         if self.keep is not None:
             keep_only(self.store, self.step, self.keep if isinstance(self.keep, Keep) else Keep(last=self.keep))
         return version
@@ -171,7 +169,7 @@ class Saving:
     def abandon(self, draft: str) -> None:
         """Remove the draft."""
         if self.is_first:
-            self.store.remove(draft)
+            self.store.discard(draft)
 
     def release(self) -> None:
         """Give back the lock, if this rank has it."""

@@ -28,7 +28,7 @@ from shardwise.checkpoint.collective_errors import on_all_ranks, text_of
 from shardwise.checkpoint.pending import finish_pending, set_pending
 from shardwise.checkpoint.retention import Keep
 from shardwise.checkpoint.saving import AllSums, Contents, Saving, Sums
-from shardwise.errors import CheckpointError, NotFiniteError
+from shardwise.errors import CheckpointError, NotFiniteError, UnreachableError
 from shardwise.layout import Owner, checked
 
 POLL_SECONDS = 0.05  # between two looks for reports
@@ -232,6 +232,8 @@ def _read_report(saving: Saving, draft: str, rank: int) -> dict[str, Any] | None
         with closing(saving.store.open(draft, _report_name(rank))) as file:
             data = bytearray(file.size)
             file.read_into(memoryview(data), 0)
+    except UnreachableError:
+        raise
     except CheckpointError:
         return None
     if not data.endswith(b"\n"):

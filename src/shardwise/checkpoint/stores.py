@@ -1,22 +1,34 @@
 """What saving and loading need of the place where checkpoints are stored: `FolderStore`, `ObjectStore`.
 
-A store holds one version per step: a manifest and the files that it names. A version being written is a draft.
-One rank begins, commits and removes, and has the lock; all ranks write and read. An OSError or CheckpointError of a
-method is reported on all ranks.
+A store holds one version per step: a manifest and the files that it names. A version being written is a draft; how it
+becomes a version is in `drafts.py`. All ranks write and read; the rank that has the lock does the rest. An OSError or
+CheckpointError of a method is reported on all ranks.
 """
 
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from shardwise.checkpoint.files import StoredFile, check_size
 from shardwise.checkpoint.manifest import MANIFEST, MANIFEST_LIMIT, Manifest, parse, too_long
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, UnreachableError
 
+_STEP = re.compile(r"step-(\d{8,18})", re.ASCII)
 _ANY_STEP = re.compile(r"step-(\d{1,18})(-[0-9a-f]{8})?", re.ASCII)  # also of a folder that was renamed
+
+
+def step_name(step: int) -> str:
+    """What the folder of a step is called."""
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step of a folder; None if `name` is not of one."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match and name == step_name(int(match[1])) else None
 
 
 @dataclass(frozen=True)
@@ -36,23 +48,29 @@ class CheckpointStore(Protocol):
 
     name: str
 
-    def is_checkpoint(self) -> bool:
-        """Whether this is a checkpoint itself, the version "."."""
-
-    def named_latest(self) -> str | None:
-        """The version that was saved last, as far as the store remembers; it may have gone."""
+    def own_version(self) -> str | None:
+        """The version that this is, if it is a checkpoint itself."""
 
     def versions(self) -> Mapping[int, str]:
-        """The version of each step, complete or not."""
+        """The version of each step, complete or not, in the order in which to look for the one to load."""
 
     def location(self, version: str) -> Path | str:
         """Where a version is, as `load` takes it."""
 
     def open(self, version: str, file: str) -> StoredFile:
-        """A file to read; CheckpointError if it is missing."""
+        """A file of a version or draft to read; CheckpointError if it is missing.
 
-    def begin(self, step: int, overwrite: bool) -> str:
-        """A new draft of `step`. Removes what interrupted saves left; CheckpointError if the step exists."""
+        UnreachableError if that is not known.
+        """
+
+    def sizes(self, version: str) -> Mapping[str, int]:
+        """The files of a version or draft by one listing, which may lack some that are there, and their sizes."""
+
+    def tidy(self) -> Mapping[int, str]:
+        """Remove what interrupted saves left. What is there then, as `versions`."""
+
+    def draft(self, step: int, after: Iterable[str]) -> str:
+        """A new draft of `step`, to become the version saved last, after the versions `after`."""
 
     def join(self, draft: str) -> None:
         """Raise CheckpointError unless this rank sees `draft`, which another rank began."""
@@ -63,14 +81,17 @@ class CheckpointStore(Protocol):
     def erase(self, draft: str, file: str) -> None:
         """Remove a file of a draft."""
 
-    def commit(self, draft: str, manifest: bytes) -> str:
-        """Make a draft with all its files the version of its step and the last one saved, at once.
+    def publish(self, draft: str) -> str:
+        """Make a draft with all its files the version of its step and the one saved last, at once.
 
         If this raises, the store is as it was before, but for the draft.
         """
 
+    def discard(self, draft: str) -> None:
+        """Remove a draft as far as possible; nothing if it is a version by now."""
+
     def remove(self, version: str) -> None:
-        """Remove a version or draft. A version disappears at once; what is left of it is removed by a later `begin`."""
+        """Remove a version, which disappears at once; what is left of it is removed by a later `tidy`."""
 
     def take_lock(self, content: bytes) -> bool:
         """Make the lock, with this content, unless there is one: then False."""
@@ -91,8 +112,9 @@ def find(store: CheckpointStore) -> tuple[str, Manifest]:
     Raises:
         CheckpointError: none is complete.
     """
-    if store.is_checkpoint():
-        return ".", complete_manifest(store, ".")
+    own = store.own_version()
+    if own is not None:
+        return own, complete_manifest(store, own)
     found = find_latest(store)
     if found is not None:
         return found
@@ -101,11 +123,18 @@ def find(store: CheckpointStore) -> tuple[str, Manifest]:
 
 
 def find_latest(store: CheckpointStore) -> tuple[str, Manifest] | None:
-    """The complete version that was saved last, else that of the highest step, and its manifest; None if none is."""
-    found, named = store.versions(), store.named_latest()
-    for step in sorted(found, key=lambda step: (found[step] == named, step), reverse=True):
-        with suppress(CheckpointError):
-            return found[step], complete_manifest(store, found[step])
+    """The complete version to load, the one saved last if that is, and its manifest; None if none is.
+
+    Raises:
+        UnreachableError: it is not known whether the one saved last is complete.
+    """
+    for version in store.versions().values():
+        try:
+            return version, complete_manifest(store, version)
+        except UnreachableError:
+            raise
+        except CheckpointError:
+            continue
     return None
 
 
@@ -137,9 +166,11 @@ def stored_manifest(store: CheckpointStore, version: str) -> Manifest:
 
 def check_files(store: CheckpointStore, version: str, manifest: Manifest) -> None:
     """Raise CheckpointError unless all files of a version or draft are there in full; their data is not read."""
+    listed = store.sizes(version)
     for name, layout in manifest.file_layouts().items():
-        with closing(store.open(version, name)) as file:
-            check_size(file, layout)
+        if listed.get(name) != layout.size:
+            with closing(store.open(version, name)) as file:
+                check_size(file, layout)
 
 
 def complete_manifest(store: CheckpointStore, version: str) -> Manifest:

@@ -139,12 +139,27 @@ _guard = threading.RLock()  # of `_held`
 os.register_at_fork(after_in_child=_held.clear)
 
 
+def _key(store: CheckpointStore) -> str:
+    return os.path.abspath(store.name)  # noqa: PTH100 - may be a URL
+
+
+def require_lock(store: CheckpointStore) -> None:
+    """Raise CheckpointError if another job has taken the lock from this process, which took it before."""
+    if not _held[_key(store)].is_there():
+        found = store.read_lock()
+        now = f"held by {_parsed(found.content) or 'another job'}" if found else "gone"
+        raise CheckpointError(
+            f"{store.name}: the lock of this job is {now}: a job that does not renew it for "
+            f"{SILENT_SECONDS:g} s counts as ended. Fix: end one of the two jobs"
+        )
+
+
 class WriterLock:
     """The lock of a store: taken by rank 0, for all ranks. One process may hold it several times."""
 
     def __init__(self, store: CheckpointStore) -> None:
         self._store = store
-        self._key = os.path.abspath(store.name)  # noqa: PTH100 - may be a URL
+        self._key = _key(store)
         self._held: _Held | None = None
         self._seen: tuple[bytes, str] | None = None
         self._seen_at = 0.0
@@ -206,17 +221,6 @@ class WriterLock:
             f"{self._store.name} is being written to: its lock is held by {writer}. "
             f"Fix: end that job, or save to another folder"
         )
-
-    def check(self) -> None:
-        """Raise CheckpointError if another job has taken the lock from this one; called on rank 0 before it commits."""
-        assert self._held is not None
-        if not self._held.is_there():
-            found = self._store.read_lock()
-            now = f"held by {_parsed(found.content) or 'another job'}" if found else "gone"
-            raise CheckpointError(
-                f"{self._store.name}: the lock of this job is {now}: a job that does not renew it for "
-                f"{SILENT_SECONDS:g} s counts as ended. Fix: end one of the two jobs"
-            )
 
     def release(self) -> None:
         """Give it back, if this rank took it."""

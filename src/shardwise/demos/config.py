@@ -26,7 +26,7 @@ class RunConfig:
     seed: int = 0
     """Of the initial values and of the order of the examples."""
     checkpoint: str
-    """Folder of the runs, which have folders of their own there; relative to where the command runs."""
+    """Folder of the runs, which have folders of their own there; relative to where the command runs. Or a URL."""
     run: str | None = None
     """Name of the run and its folder. None: a new run takes the next number, --resume the run that saved last."""
     save_every: int = 200
@@ -57,14 +57,14 @@ class RunConfig:
             raise ValueError(f"max_restarts is {self.max_restarts}, expected 0 or more")
         if not self.checkpoint:
             raise ValueError("checkpoint is empty, expected a folder")
-        if "://" in self.checkpoint:
-            raise ValueError(f"checkpoint is {self.checkpoint!r}, expected a folder and no URL")
         if self.run is not None and (self.run in ("", "latest") or "/" in self.run or self.run.startswith(NO_RUN)):
             raise ValueError(f"run is {self.run!r}, expected a name such as baseline or 3")
 
     @property
-    def folder(self) -> Path:
-        """That of the checkpoints."""
+    def folder(self) -> Path | str:
+        """That of the checkpoints; a URL if `checkpoint` is one."""
+        if "://" in self.checkpoint:
+            return f"{self.checkpoint}/{self.run}" if self.run else self.checkpoint
         return Path(self.checkpoint, self.run or "")
 
 

@@ -125,7 +125,7 @@ class Job(ABC, Generic[B]):
             raise CheckpointError(f"there is no checkpoint of a training run in {path or self._config.folder}")
         return json.dumps([str(path), stored.shape])
 
-    def save(self) -> Path:
+    def save(self) -> Path | str:
         """A checkpoint of this step.
 
         Raises:
@@ -194,7 +194,7 @@ class Job(ABC, Generic[B]):
         if not math.isfinite(loss):
             raise self._diverged(loss, not_finite(self._model))
 
-    def _save_finite(self, loss: float) -> Path:
+    def _save_finite(self, loss: float) -> Path | str:
         self._check(loss)
         try:
             return self.save()
@@ -246,7 +246,7 @@ class Taken:
     seconds: float
     """Of training, without evaluation and saving."""
     communication: Communication
-    checkpoint: Path
+    checkpoint: Path | str
     peak_bytes: tuple[int, ...]
     """The most memory that the process of each rank had."""
 

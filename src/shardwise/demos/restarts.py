@@ -73,7 +73,7 @@ class Restarts:
 
 
 def run_with_restarts(
-    start: Callable[[int, bool], T], restarts: Restarts, folder: Path, resume: bool, say: Callable[[str], object]
+    start: Callable[[int, bool], T], restarts: Restarts, folder: Path | str, resume: bool, say: Callable[[str], object]
 ) -> T:
     """What `start(num_ranks, resume)` returns in the end; where ranks fail, it is called again as `restarts` decides.
 
@@ -115,7 +115,7 @@ def _final_errors() -> set[str]:
     return found
 
 
-def last_saved(folder: Path) -> Manifest | None:
+def last_saved(folder: Path | str) -> Manifest | None:
     """What the last complete checkpoint of a folder says of itself."""
     path = latest(folder)
     return None if path is None else read_manifest(path)

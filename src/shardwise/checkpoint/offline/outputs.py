@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shardwise.checkpoint.files import METADATA_KEY
 from shardwise.checkpoint.folder_store import FileDraft, FolderDraft
+from shardwise.checkpoint.locations import Location
 from shardwise.checkpoint.offline.sources import Source
 from shardwise.errors import CheckpointError
 
@@ -47,7 +48,7 @@ def new_folder(path: Path, overwrite: bool) -> Iterator[FolderDraft]:
 
 
 @contextmanager
-def reported(path: Path) -> Iterator[None]:
+def reported(path: Location) -> Iterator[None]:
     """Raise a CheckpointError for an OSError: what is not there yet cannot be written to."""
     try:
         yield

@@ -49,15 +49,18 @@ def _in_files(tensor: StoredTensor, layouts: Mapping[str, FileLayout]) -> Source
 
 
 @checked
-def find(folder: str | PathLike[str]) -> tuple[Path, Manifest]:
+def find(folder: str | PathLike[str]) -> tuple[Path | str, Manifest]:
     """The checkpoint `folder`, or the latest one that was saved to it, and its manifest.
+
+    Returns:
+        A path; a URL if `folder` is one.
 
     Raises:
         CheckpointError: there is none that is complete.
     """
     store = store_at(folder)
     version, manifest = stores.find(store)
-    return Path(store.location(version)), manifest
+    return store.location(version), manifest
 
 
 @checked
@@ -78,7 +81,7 @@ def verify(folder: str | PathLike[str], progress: Progress | None = None) -> tup
     try:
         version, manifest = stores.find(store)
     except CheckpointError as error:
-        version = "."  # if this one lacks files, all of them are named
+        version = store.own_version() or "."  # if this one lacks files, all of them are named
         try:
             manifest = stores.stored_manifest(store, version)
         except CheckpointError:

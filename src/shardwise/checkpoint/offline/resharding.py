@@ -5,9 +5,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from shardwise.checkpoint import drafts
 from shardwise.checkpoint.files import Checksum, content, file_layout
 from shardwise.checkpoint.locations import store_at
-from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor, as_bytes, file_name
+from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor, file_name
 from shardwise.checkpoint.offline.layouts import planned_layouts
 from shardwise.checkpoint.offline.outputs import reported
 from shardwise.checkpoint.offline.progress import Progress
@@ -15,7 +16,7 @@ from shardwise.checkpoint.offline.reading import CheckpointSource
 from shardwise.checkpoint.offline.sources import Source
 from shardwise.checkpoint.saving import package_versions
 from shardwise.checkpoint.state import held_boxes, key_of
-from shardwise.checkpoint.stores import CheckpointStore, check_files
+from shardwise.checkpoint.stores import CheckpointStore
 from shardwise.checkpoint.writer_lock import lock
 from shardwise.errors import ArgumentError
 from shardwise.layout import Box, Layout, checked
@@ -30,7 +31,7 @@ def reshard(
     *,
     overwrite: bool = False,
     progress: Progress | None = None,
-) -> Path:
+) -> Path | str:
     """Write a checkpoint anew, as `world_size` ranks whose parameters have the layouts of `plan` would have saved it.
 
         reshard("runs/1", "runs/1-of-8", 8, {"items.weight": Layout(Mesh((8,)), [Shard(0)], (1000, 16))})
@@ -40,13 +41,13 @@ def reshard(
 
     Args:
         source: a checkpoint, or the folder that it was saved to, which means its latest one.
-        target: the folder for the new one, which gets the name of its step there.
+        target: the folder or URL for the new one, which gets the name of its step there.
         plan: layouts by the name of a parameter. States of optimizers follow their parameter; all else is replicated,
             so that each tensor is in one file.
         overwrite: replace a checkpoint of that step in `target`.
 
     Returns:
-        The folder of the new checkpoint.
+        The path or URL of the new checkpoint.
 
     Raises:
         CheckpointError: `source` is damaged, or `target` has this step already. Then nothing is written.
@@ -65,15 +66,15 @@ def write_checkpoint(
     step: int,
     metadata: Mapping[str, Any],
     overwrite: bool,
-) -> Path:
+) -> Path | str:
     """All that `source` has as a checkpoint of `world_size` ranks."""
     if world_size < 1:
         raise ArgumentError(f"A checkpoint has one rank or more, got {world_size}. Fix: a positive number.")
     layouts = planned_layouts(source.tensors, plan, world_size)
     source.progress.begin(source.num_bytes(layouts) + source.num_bytes_verified(layouts))
-    with reported(Path(target)), lock(target):
+    with reported(target), lock(target):
         store = store_at(target)
-        return Path(store.location(_written(source, store, layouts, world_size, step, metadata, overwrite)))
+        return store.location(_written(source, store, layouts, world_size, step, metadata, overwrite))
 
 
 def _written(
@@ -85,7 +86,7 @@ def _written(
     metadata: Mapping[str, Any],
     overwrite: bool,
 ) -> str:
-    draft = store.begin(step, overwrite)
+    draft = drafts.begin(store, step, overwrite)
     try:
         chunks: dict[str, list[Chunk]] = {name: [] for name in layouts}
         not_finite = set()
@@ -102,10 +103,9 @@ def _written(
         values = dict(sorted(source.values.items()))
         flagged = tuple(name for name in tensors if name in not_finite)
         manifest = Manifest(step, world_size, tensors, values, metadata, package_versions(), flagged)
-        check_files(store, draft, manifest)
-        return store.commit(draft, as_bytes(manifest))
+        return drafts.commit(store, draft, manifest)
     except BaseException:
-        store.remove(draft)
+        store.discard(draft)
         raise
 
 

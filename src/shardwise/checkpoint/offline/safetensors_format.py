@@ -16,6 +16,7 @@ import torch
 
 from shardwise.checkpoint.files import DTYPES, HEADER_LIMIT, METADATA_KEY, FileLayout, StoredFile, content, file_layout
 from shardwise.checkpoint.folder_store import FolderStore
+from shardwise.checkpoint.locations import local_path
 from shardwise.checkpoint.manifest import LARGEST, MANIFEST_LIMIT
 from shardwise.checkpoint.offline.outputs import chosen, new_file, new_folder
 from shardwise.checkpoint.offline.progress import Progress
@@ -57,7 +58,7 @@ def export_file(
         CheckpointError: `source` is damaged, has no such tensor, or `target` is there or cannot be written. Then
             nothing is written.
     """
-    path = Path(target)
+    path = local_path(target)
     with CheckpointSource(source, progress or Progress()) as found:
         exported = chosen(found, names, prefix)
         found.progress.begin(found.num_bytes(exported.values()) + found.num_bytes_verified(exported.values()))
@@ -96,7 +97,7 @@ def export_hugging_face(
     """
     if shard_bytes < 1:
         raise ArgumentError(f"shard_bytes must be positive, got {shard_bytes}. Fix: such as 5_000_000_000.")
-    path = Path(target)
+    path = local_path(target)
     with CheckpointSource(source, progress or Progress()) as found:
         exported = chosen(found, names, prefix)
         num_bytes = found.num_bytes(exported.values())
@@ -148,7 +149,7 @@ def import_safetensors(
     step: int = 0,
     overwrite: bool = False,
     progress: Progress | None = None,
-) -> Path:
+) -> Path | str:
     """Make a checkpoint of safetensors: a file, or a folder of Hugging Face with or without an index.
 
         import_safetensors("downloaded", "runs/pretrained")
@@ -158,20 +159,20 @@ def import_safetensors(
 
     Args:
         source: a file, or a folder with `model.safetensors.index.json` or `model.safetensors`.
-        target: the folder for the checkpoint, which gets the name of its step there.
+        target: the folder or URL for the checkpoint, which gets the name of its step there.
         world_size: how many ranks it is written for, as in `reshard`; so is `plan`.
         prefix: what is put before the names. `restore` expects "model." before those of the module's `state_dict`.
         overwrite: replace a checkpoint of that step in `target`.
 
     Returns:
-        The folder of the checkpoint.
+        The path or URL of the checkpoint.
 
     Raises:
         CheckpointError: a file is missing or says what cannot be, or `target` has this step already. Then nothing is
             written.
         PlanError: the plan does not fit.
     """
-    with _source(Path(source), prefix, progress or Progress()) as found:
+    with _source(local_path(source), prefix, progress or Progress()) as found:
         return write_checkpoint(found, target, world_size, plan or {}, step, {}, overwrite)
 
 

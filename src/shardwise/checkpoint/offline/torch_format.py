@@ -19,6 +19,7 @@ import torch
 
 from shardwise.checkpoint.files import StoredFile
 from shardwise.checkpoint.folder_store import FolderStore
+from shardwise.checkpoint.locations import local_path
 from shardwise.checkpoint.manifest import MANIFEST_LIMIT
 from shardwise.checkpoint.offline.outputs import chosen, new_folder
 from shardwise.checkpoint.offline.progress import Progress
@@ -66,7 +67,7 @@ def export_torch(
     Raises:
         CheckpointError: as `export_file`.
     """
-    path = Path(target)
+    path = local_path(target)
     with CheckpointSource(source, progress or Progress()) as found:
         exported = chosen(found, names, prefix)
         values = {name.removeprefix(prefix): value for name, value in found.values.items() if name.startswith(prefix)}
@@ -126,14 +127,14 @@ def import_torch(
     step: int = 0,
     overwrite: bool = False,
     progress: Progress | None = None,
-) -> Path:
+) -> Path | str:
     """Make a checkpoint of a folder that `torch.distributed.checkpoint.save` wrote.
 
         import_torch("theirs", "runs/imported", allow_pickle_metadata=True)
 
     Args:
         source: the folder, with its `.metadata`.
-        target: the folder for the checkpoint, which gets the name of its step there.
+        target: the folder or URL for the checkpoint, which gets the name of its step there.
         world_size: how many ranks it is written for, as in `reshard`; so is `plan`.
         allow_pickle_metadata: `.metadata` is a pickle, and so is what describes each tensor. They are read by an
             unpickler that calls no code of theirs: any class or function beside those of this format is an error.
@@ -141,14 +142,14 @@ def import_torch(
         overwrite: replace a checkpoint of that step in `target`.
 
     Returns:
-        The folder of the checkpoint.
+        The path or URL of the checkpoint.
 
     Raises:
         CheckpointError: pickles are not allowed, or have what is not admitted; a file is missing or damaged; a value is
             not JSON; or `target` has this step already. Then nothing is written.
         PlanError: the plan does not fit.
     """
-    folder = Path(source)
+    folder = local_path(source)
     if not allow_pickle_metadata:
         raise CheckpointError(
             f"{folder / METADATA} is a pickle. Fix: allow_pickle_metadata=True (--allow-pickle-metadata) reads it by "

@@ -45,7 +45,7 @@ def print_table(rows: Sequence[Sequence[str]], left: int) -> None:
     console.print(table)
 
 
-def show_beginning(folder: Path, resumed_step: int | None) -> None:
+def show_beginning(folder: Path | str, resumed_step: int | None) -> None:
     """What becomes of checkpoints that are there."""
     if resumed_step is not None:
         print(f"Going on from step {resumed_step:,} in {folder}.")
@@ -79,7 +79,7 @@ def show_restart(line: str) -> None:
     print(printable(line), file=sys.stderr, flush=True)
 
 
-def show_interruption(folder: Path) -> None:
+def show_interruption(folder: Path | str) -> None:
     """Where to go on; the line that was live may have hidden the cursor."""
     console = _console()
     if not _is_plain(console):
