@@ -6,7 +6,7 @@ Each round is a run of `shardwise train --max-restarts … --auto-resume` that i
 step: SIGKILL of a rank or of all processes; SIGSTOP of a rank, which is continued soon or never; SIGTERM, which saves.
 That happens after some steps and a random time; every third time, while a checkpoint is being written.
 In half of the rounds it always has the ranks and the plan of the uninterrupted run: every loss has to be equal to the
-bit. In the others each start has some number of ranks and some plan: the losses may differ by `TOLERANCE`.
+bit. In the others each start has another number of ranks or another plan: the losses may differ by `TOLERANCE`.
 
 The disturbances end after `--seconds`; the round that is under way then goes to its end. The exit code is 1 if a loss
 differs, if a step is missing, or if the command ends, hangs or fails as it should not.
@@ -95,8 +95,8 @@ SHARED = (
     f"--set log_every=1 --set save_every={SAVE_EVERY} --set timeout_seconds={TIMEOUT_SECONDS:g} "
     "--checkpoint runs --run soak"
 )
-ROUNDS = tuple((name, (turn + place) % 2 == 0) for turn in range(2) for place, name in enumerate(JOBS))
-WEIGHTS = {"kill a rank": 4, "kill all": 2, "stop and continue": 2, "stop for good": 1, "SIGTERM": 2}
+ROUNDS = tuple((name, (turn + place) % 2 == 1) for turn in range(2) for place, name in enumerate(JOBS))
+EVENTS = ("kill a rank", "kill a rank", "kill all", "stop and continue", "stop for good", "SIGTERM")
 
 
 class SoakError(Exception):
@@ -116,7 +116,8 @@ class Counts:
     runs: int = 0
     steps: int = 0
     again: int = 0
-    largest: dict[bool, float] = field(default_factory=lambda: {True: 0.0, False: 0.0})
+    largest: dict[bool, float] = field(default_factory=dict[bool, float])
+    """The largest difference of a loss, on the same ranks or not."""
 
     def add(self, said: str, ranks: Ranks, before: Ranks | None) -> None:
         """Count what a command said of itself."""
@@ -130,7 +131,8 @@ class Counts:
             self.other_plans += resumed and before.plan != ranks.plan
 
     def __str__(self) -> str:
-        rows = {f"disturbances: {name}": self.events[name] for name in WEIGHTS} | {
+        same, other = (f"{self.largest[same]:.1e}" if same in self.largest else "no run" for same in (True, False))
+        rows = {f"disturbances: {name}": self.events[name] for name in dict.fromkeys(EVENTS)} | {
             "of these, while a checkpoint was written": self.saving,
             "restarts by `--max-restarts`": self.restarts,
             "resumes from a checkpoint": self.resumes,
@@ -139,10 +141,10 @@ class Counts:
             "runs that ended": self.runs,
             "steps, with those taken again": self.steps,
             "steps taken again": self.again,
-            "largest difference of a loss, same ranks": f"{self.largest[True]:.1e}",
-            "largest difference of a loss, changing ranks and plans": f"{self.largest[False]:.1e}",
+            "largest relative difference of a loss, same ranks": same,
+            "largest relative difference of a loss, changing ranks and plans": other,
         }
-        return "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+        return "\n| | |\n| --- | --- |\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
 
 
 class Command:
@@ -238,12 +240,21 @@ def disturb(command: Command, event: str, rng: random.Random) -> bool:
     return True
 
 
-def survive(folder: Path, name: str, same: bool, until: float, rng: random.Random, counts: Counts) -> None:
+def shuffled(rng: random.Random) -> Iterator[str]:
+    """All events in a random order, then in another: a short soak has each of them."""
+    while True:
+        yield from rng.sample(EVENTS, len(EVENTS))
+
+
+def survive(
+    folder: Path, name: str, same: bool, until: float, rng: random.Random, events: Iterator[str], counts: Counts
+) -> None:
     """Train to the last step through all that happens."""
-    job, before = JOBS[name], None
+    job = JOBS[name]
+    before: Ranks | None = None
     code: int | None = None
     while code != 0:
-        ranks = job.same if same else rng.choice([job.same, *job.others])
+        ranks = job.same if same else rng.choice([ranks for ranks in (job.same, *job.others) if ranks != before])
         with started(folder, name, f"{ranks.options} --auto-resume --max-restarts 1000") as command:
             code, event = None, ""
             while code is None:
@@ -255,7 +266,7 @@ def survive(folder: Path, name: str, same: bool, until: float, rng: random.Rando
                         command.wait_for_save(earlier)
                     else:
                         sleep(rng.uniform(0, SOON_SECONDS))
-                    event = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+                    event = next(events)
                     if disturb(command, event, rng):
                         counts.events[event] += 1
                         counts.saving += not command.drafts() <= earlier
@@ -306,20 +317,25 @@ def soak(folder: Path, seconds: float, seed: int, counts: Counts) -> None:
         SoakError: a run did not survive, or a loss differs.
     """
     rng, until = random.Random(seed), monotonic() + seconds
+    events = shuffled(rng)
     wanted: dict[str, dict[int, float]] = {}
+    print("| job | ranks and plans | steps | last loss | uninterrupted | largest relative difference |")
+    print("| --- | --- | --- | --- | --- | --- |")
     for name, same in cycle(ROUNDS):
         if name not in wanted:
             wanted[name] = uninterrupted(folder / name, name)
         run = folder / f"{name}-{counts.runs}"
         run.mkdir()
-        survive(run, name, same, until, rng, counts)
+        survive(run, name, same, until, rng, events, counts)
         found = recorded(run / "losses")
         largest = difference(found, wanted[name])
         counts.runs, counts.steps = counts.runs + 1, counts.steps + len(found)
         counts.again += len(found) - len(wanted[name])
-        counts.largest[same] = max(counts.largest[same], largest)
+        counts.largest[same] = max(counts.largest.get(same, 0.0), largest)
+        last, kind = max(wanted[name]), "same" if same else "changing"
         print(
-            f"{name}, {'the same ranks' if same else 'changing ranks'}: {len(found)} steps, {largest:.1e}", flush=True
+            f"| {name} | {kind} | {len(found)} | {dict(found)[last]:.9f} | {wanted[name][last]:.9f} | {largest:.1e} |",
+            flush=True,
         )
         if largest > (0 if same else TOLERANCE):
             raise SoakError(f"{name}: a loss differs by {largest:.1e} from that of the uninterrupted run")
@@ -328,7 +344,7 @@ def soak(folder: Path, seconds: float, seed: int, counts: Counts) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Soak, and say in a table what was done."""
+    """Soak, and say in tables what was done."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
