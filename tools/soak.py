@@ -133,11 +133,11 @@ class Counts:
     def __str__(self) -> str:
         same, other = (f"{self.largest[same]:.1e}" if same in self.largest else "no run" for same in (True, False))
         rows = {f"disturbances: {name}": self.events[name] for name in dict.fromkeys(EVENTS)} | {
-            "of these, while a checkpoint was written": self.saving,
+            "disturbances while a checkpoint was written": self.saving,
             "restarts by `--max-restarts`": self.restarts,
             "resumes from a checkpoint": self.resumes,
-            "of these, on another number of ranks": self.other_ranks,
-            "of these, with another plan": self.other_plans,
+            "resumes on another number of ranks": self.other_ranks,
+            "resumes with another plan": self.other_plans,
             "runs that ended": self.runs,
             "steps, with those taken again": self.steps,
             "steps taken again": self.again,
