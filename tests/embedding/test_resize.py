@@ -558,9 +558,9 @@ def refused_on_one(reason: str) -> str:
             sharded.zero_grad()
     if reason == "converted" and rank == 1:
         sharded.to(torch.float16)
-    with sharded.accumulate() if reason == "accumulate" and rank == 1 else nullcontext():
-        with pytest.raises(MismatchError) as error:
-            sharded.resize_({"t0": 20})
+    block = sharded.accumulate() if reason == "accumulate" and rank == 1 else nullcontext()
+    with block, pytest.raises(MismatchError) as error:
+        sharded.resize_({"t0": 20})
     return str(error.value)
 
 

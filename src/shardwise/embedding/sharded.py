@@ -132,7 +132,7 @@ class _Sharded(nn.Module):
         Raises:
             ConfigError: a table that is not there, no row, or a table with a gradient of its old rows.
             PlanError: placements that do not fit, or in `accumulate()`.
-            MismatchError: ranks pass different arguments, or only some raise one of these. In all cases, nothing changes.
+            MismatchError: ranks pass different arguments, or only some raise one of these. Nothing changes then.
         """
         given, old, engine = plan or {}, self._plan, self._engine
         refusal = self._refusal(sizes)
@@ -279,7 +279,7 @@ class _Sharded(nn.Module):
         return SentBatch(None, (), batch, batch, None, self._engine, requesting)
 
     def refuse(self, error: ShardwiseError) -> NoReturn:
-        """Take part in a lookup of the other ranks without a batch, because of `error`; they raise a RemoteRankError."""
+        """Take part in a lookup without a batch, because of `error`; the other ranks raise a RemoteRankError."""
         self.arrive(self.prepare_no_batch(NO_BATCH, ahead=0))
         raise error
 
