@@ -1,5 +1,6 @@
 """`balanced_rows` and `count_rows` beside every division of few rows."""
 
+from collections.abc import Iterator
 from itertools import combinations_with_replacement, pairwise
 from typing import Any
 
@@ -79,6 +80,20 @@ def test_an_id_that_is_an_error_is_one_on_all_ranks() -> None:
         return error.type
 
     assert world(3).run(count) == [RemoteRankError, IdError, RemoteRankError]
+
+
+def test_a_loader_that_raises_is_an_error_on_all_ranks() -> None:
+    def broken() -> Iterator[KeyedJaggedTensor]:
+        yield from batches_of(1)
+        if rank() == 1:
+            raise OSError("no more disk")
+
+    def count() -> type[Exception]:
+        with pytest.raises((OSError, RemoteRankError)) as error:
+            count_rows(ITEMS, broken())
+        return error.type
+
+    assert world(3).run(count) == [RemoteRankError, OSError, RemoteRankError]
 
 
 def test_a_collection_is_sharded_by_load() -> None:

@@ -200,3 +200,9 @@ def test_negative_numbers_are_refused(name: str) -> None:
     argument, value = WRONG[name]
     with pytest.raises(ConfigError, match=f"Adam: {name} is .*, expected 0 or more"):
         replace(Adam(0.1), **{argument: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("betas", [(1.0, 0.9), (0.9, 1.0)])
+def test_betas_of_one_are_refused(betas: tuple[float, float]) -> None:
+    with pytest.raises(ConfigError, match=r"RowWiseAdam: betas is \(.*\), expected less than 1"):
+        RowWiseAdam(0.1, betas=betas)

@@ -1,6 +1,8 @@
 """Tables that get another number of rows in training: sharded beside one process."""
 
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -537,3 +539,33 @@ def refused() -> None:
 
 def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     world(2).run(refused)
+
+
+REFUSED_ON_ONE = {
+    "gradient": "Table t0 has a gradient of its 7 rows",
+    "accumulate": r"resize_ in accumulate\(\)",
+    "converted": "Table t0 was moved, converted or replaced",
+}
+
+
+def refused_on_one(reason: str) -> str:
+    fused = None if reason == "gradient" else SGD(0.1)
+    sharded = shard_embeddings(collection(), plan_of("row", 2), Mesh((2,)), fused)
+    rank = collectives.rank()
+    if reason == "gradient":
+        loss_of(sharded(batch_of(rank, 0))).backward()
+        if rank == 0:
+            sharded.zero_grad()
+    if reason == "converted" and rank == 1:
+        sharded.to(torch.float16)
+    block = sharded.accumulate() if reason == "accumulate" and rank == 1 else nullcontext()
+    with block, pytest.raises(MismatchError) as error:
+        sharded.resize_({"t0": 20})
+    return str(error.value)
+
+
+@pytest.mark.parametrize("reason", REFUSED_ON_ONE)
+def test_what_one_rank_refuses_all_ranks_refuse(reason: str) -> None:
+    one, other = world(2).run(refused_on_one, reason)
+    assert one == other
+    assert re.search(rf'rank 0: {{"refused": ""}}\n  rank 1: {{"refused": "{REFUSED_ON_ONE[reason]}', one)

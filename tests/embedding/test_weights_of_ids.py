@@ -20,7 +20,7 @@ from shardwise.embedding import (
     prefetch,
     shard_embeddings,
 )
-from shardwise.errors import ConfigError, IdError, IdTypeError, JaggedError
+from shardwise.errors import ConfigError, IdError, IdTypeError, JaggedError, RemoteRankError
 from shardwise.layout import Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise.testing import world
 
@@ -239,3 +239,21 @@ def test_what_does_not_fit_is_refused() -> None:
         processor(features)
     weights = processor(KeyedJaggedTensor(["a", "f"], torch.arange(4), lengths=torch.tensor([1, 0, 2, 1]))).weights()
     assert weights.tolist() == [1.0] * 4
+
+
+def too_long() -> str:
+    """One rank has a bag with more ids than weights: no rank looks anything up, and all can go on."""
+    rank, plan, bags = collectives.rank(), plan_of("row", 2), collection()
+    sharded = model(shard_embeddings(bags, plan, Mesh((2,)), SGD(lr=0.1)))
+    lengths = torch.tensor([1 + LONGEST * rank, 1, 1, 1])
+    ids = torch.zeros(int(lengths.sum()), dtype=torch.int64)
+    with pytest.raises((JaggedError, RemoteRankError)) as error:
+        sharded(KeyedJaggedTensor(["f0", "f1", "g1", "f2"], ids, lengths=lengths))
+    loss_of(sharded(batch_of(rank, 0))).backward()
+    return f"{error.type.__name__}: {error.value}"
+
+
+def test_a_bag_that_is_too_long_is_an_error_on_all_ranks() -> None:
+    one, other = world(2).run(too_long)
+    assert one.startswith("RemoteRankError: Rank 1 could not take its batch")
+    assert other.startswith("JaggedError: Feature f0: sample 0 has 6 ids, but weights are of the first 5 positions")

@@ -9,7 +9,7 @@ from shardwise import collectives
 from shardwise.embedding.batch import IdRules, features_of
 from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig
 from shardwise.embedding.jagged.keyed_jagged_tensor import JaggedFeatures
-from shardwise.errors import ArgumentError, RemoteRankError, ShardwiseError
+from shardwise.errors import ArgumentError, RemoteRankError
 from shardwise.layout import Shard, checked
 
 MOST_RANKS = 1 << 16
@@ -29,7 +29,7 @@ def count_rows(config: EmbeddingConfig, batches: Iterable[JaggedFeatures]) -> Te
         ArgumentError: a tensor as `batches`.
         IdError: an id that the table does not have, if its `bad_ids` is "error".
         IdTypeError: a batch without the table's features.
-        RemoteRankError: another rank raised one of these.
+        RemoteRankError: another rank raised one of these, or its loader raised.
     """
     if isinstance(batches, Tensor):
         raise ArgumentError("count_rows: batches is a tensor. Fix: a list, or a loader, of KeyedJaggedTensors.")
@@ -42,7 +42,7 @@ def count_rows(config: EmbeddingConfig, batches: Iterable[JaggedFeatures]) -> Te
             batch, verdict = rules.apply(features.batch(given, False, device))
             rules.raise_for([verdict])
             counts += torch.bincount(batch.values, minlength=counts.numel()).cpu()
-    except ShardwiseError as raised:
+    except Exception as raised:  # noqa: BLE001 - of a loader as well: other ranks wait for the counts
         error = raised
         counts[-1] = 1  # ranks that raised
     ranks = tuple(range(collectives.world_size()))

@@ -46,7 +46,7 @@ class RowOptimizer:
         of_elements, of_rows: names of states with a number for each element, or for each row.
 
     Raises:
-        ConfigError: negative numbers.
+        ConfigError: negative numbers, or betas of 1 or more.
     """
 
     of_elements: ClassVar[tuple[str, ...]] = ()
@@ -171,6 +171,11 @@ class Adam(RowOptimizer):
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if max(self.betas) >= 1:
+            raise ConfigError(f"{type(self).__name__}: betas is {self.betas}, expected less than 1.")
 
     def change(self, states: dict[str, Tensor], rows: Tensor, gradient: Tensor, step: int) -> Tensor:
         beta1, beta2 = self.betas

@@ -9,7 +9,7 @@ from shardwise.embedding.collections import EmbeddingBagCollection
 from shardwise.embedding.jagged import KeyedJaggedTensor, KeyedTensor
 from shardwise.embedding.jagged.keyed_jagged_tensor import JaggedFeatures
 from shardwise.embedding.sharded import ShardedEmbeddingBagCollection
-from shardwise.errors import ConfigError, JaggedError
+from shardwise.errors import ConfigError, JaggedError, ShardwiseError
 from shardwise.layout import checked_init
 
 
@@ -93,6 +93,17 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
         self._embedding_bag_collection, self._feature_processors = embedding_bag_collection, feature_processors
 
     def forward(self, features: JaggedFeatures) -> KeyedTensor:
-        """The weighted sums or means of bags; see the collection."""
-        out: KeyedTensor = self._embedding_bag_collection(self._feature_processors(features))
+        """The weighted sums or means of bags; see the collection.
+
+        Raises:
+            JaggedError: a bag that has more ids than its feature may; ranks without one raise a RemoteRankError.
+        """
+        collection = self._embedding_bag_collection
+        try:
+            weighted = self._feature_processors(features)
+        except ShardwiseError as error:
+            if isinstance(collection, ShardedEmbeddingBagCollection):
+                collection.refuse(error)
+            raise
+        out: KeyedTensor = collection(weighted)
         return out

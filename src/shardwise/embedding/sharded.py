@@ -39,7 +39,7 @@ from shardwise.embedding.plan import Plan, Table, make_plan
 from shardwise.embedding.resizing import refuse_old_rows, resized_plan, resized_stacks
 from shardwise.embedding.sent_batch import ReadyBatch, SentBatch, versions_of
 from shardwise.embedding.view_of_stack import ViewOfStack
-from shardwise.errors import IdError, PlanError, RemoteRankError, ShardwiseError
+from shardwise.errors import ConfigError, IdError, PlanError, RemoteRankError, ShardwiseError
 from shardwise.layout import Layout, Placements, checked
 from shardwise.tensor import DTensor
 
@@ -131,17 +131,20 @@ class _Sharded(nn.Module):
 
         Raises:
             ConfigError: a table that is not there, no row, or a table with a gradient of its old rows.
-            PlanError: placements that do not fit, or in `accumulate()`. In all cases, nothing changes.
+            PlanError: placements that do not fit, or in `accumulate()`.
+            MismatchError: ranks pass different arguments, or only some raise one of these. Nothing changes then.
         """
         given, old, engine = plan or {}, self._plan, self._engine
-        facts = {"sizes": dict(sizes), "plan": {name: repr(placements) for name, placements in given.items()}}
-        collectives.agree("what resize_ gets", facts, old.ranks, "pass the same sizes and plan on all ranks.")
-        self._check_tables()
-        if self._collected is not None:
-            raise PlanError("resize_ in accumulate(): gradients wait there. Fix: resize_ after the block.")
+        refusal = self._refusal(sizes)
+        facts = {
+            "sizes": dict(sizes),
+            "plan": {name: repr(placements) for name, placements in given.items()},
+            "refused": str(refusal or ""),
+        }
+        collectives.agree("what resize_ gets", facts, old.ranks, "the same sizes, plan and gradients on all ranks.")
+        if refusal is not None:
+            raise refusal
         configs, changed = resized(self._configs, sizes), [t for t, c in enumerate(self._configs) if c.name in sizes]
-        for number in changed:
-            check_no_gradient(configs[number].name, self._tables[number].weight)
         optimizers = [] if self.fused_optimizer is None else self.fused_optimizer.optimizers()
         new = resized_plan(old, configs, changed, given, optimizers)
         stacks = resized_stacks(old, new, engine.stacks, changed, configs, optimizers, seed_of_first(old.ranks))
@@ -154,6 +157,19 @@ class _Sharded(nn.Module):
             self.fused_optimizer.replace_states(lambda number: self._states(order[number], optimizers))
         self._set_configs(configs)
         self._choose_requests()
+
+    def _refusal(self, sizes: Mapping[str, int]) -> ShardwiseError | None:
+        """Why this rank cannot resize tables; or None."""
+        try:
+            self._check_tables()
+            if self._collected is not None:
+                raise PlanError("resize_ in accumulate(): gradients wait there. Fix: resize_ after the block.")
+            for table in self._tables:
+                if table.name in sizes:
+                    check_no_gradient(table.name, table.weight)
+        except (ConfigError, PlanError) as error:
+            return error
+        return None
 
     def _choose_requests(self) -> None:
         """Begin to choose what is requested of the present engine."""
@@ -261,6 +277,11 @@ class _Sharded(nn.Module):
         outgoing = request_bags(self._engine.batch_index(batch.bags), batch)
         requesting = self._engine.prepare(outgoing, verdict, ahead)
         return SentBatch(None, (), batch, batch, None, self._engine, requesting)
+
+    def refuse(self, error: ShardwiseError) -> NoReturn:
+        """Take part in a lookup without a batch, because of `error`; the other ranks raise a RemoteRankError."""
+        self.arrive(self.prepare_no_batch(NO_BATCH, ahead=0))
+        raise error
 
     def arrive(self, sent: SentBatch) -> Arrived:
         """Wait for message 1 of all ranks."""
