@@ -140,9 +140,8 @@ class ObjectStore:
         return draft
 
     def discard(self, draft: str) -> None:
-        with suppress(OSError):
-            if not self._is_committed(draft):
-                self._drop(draft)
+        if not self._is_committed(draft):
+            self._drop(draft)
 
     def remove(self, version: str) -> None:
         self._drop_older(version)  # which would be the checkpoint of the step again

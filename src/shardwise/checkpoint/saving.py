@@ -169,7 +169,7 @@ class Saving:
     def abandon(self, draft: str) -> None:
         """Remove the draft."""
         if self.is_first:
-            self.store.discard(draft)
+            drafts.abandon(self.store, draft)
 
     def release(self) -> None:
         """Give back the lock, if this rank has it."""

@@ -88,7 +88,7 @@ class CheckpointStore(Protocol):
         """
 
     def discard(self, draft: str) -> None:
-        """Remove a draft as far as possible; nothing if it is a version by now."""
+        """Remove a draft; nothing if it is a version by now."""
 
     def remove(self, version: str) -> None:
         """Remove a version, which disappears at once; what is left of it is removed by a later `tidy`."""

@@ -105,7 +105,7 @@ def _written(
         manifest = Manifest(step, world_size, tensors, values, metadata, package_versions(), flagged)
         return drafts.commit(store, draft, manifest)
     except BaseException:
-        store.discard(draft)
+        drafts.abandon(store, draft)
         raise
 
 
