@@ -1,4 +1,4 @@
-"""Whatever operation of a store fails, or is the last one of the process, the last good checkpoint loads, to the bit."""
+"""Whatever operation of a store fails, or is the last of the process: the last good checkpoint loads, to the bit."""
 
 import shutil
 from collections.abc import Callable, Iterator
