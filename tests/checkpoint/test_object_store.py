@@ -132,9 +132,12 @@ def test_steps_the_last_one_and_those_that_stay(url: str) -> None:
     assert read_manifest(f"{url}/step-00000010").step == 10
     assert find(url)[0] == f"{url}/step-00000003"
     x = torch.ones(SHAPE)
-    for step in (12, 13):
-        world(2).run(lambda step=step: save(f"{url}/kept", {"x": x}, step=step * 5, keep=Keep(last=1, every=60)))
-    world(2).run(lambda: save(f"{url}/kept", {"x": x}, step=66, keep=Keep(last=1, every=60)))
+
+    def save_and_keep() -> None:
+        for step in (60, 65, 66):
+            save(f"{url}/kept", {"x": x}, step=step, keep=Keep(last=1, every=60))
+
+    world(2).run(save_and_keep)
     assert [*store_at(f"{url}/kept").versions()] == [66, 60]
     with pytest.raises(CheckpointError, match=f"there is no complete checkpoint in {url}/nowhere"):
         load(f"{url}/nowhere", {"x": torch.zeros(SHAPE)})
@@ -221,7 +224,7 @@ def test_a_file_that_vanishes_before_the_commit_is_no_success(url: str, monkeypa
 
 
 def test_training_is_saved_in_the_background_and_restored_on_other_ranks(url: str) -> None:
-    def model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    def model() -> tuple[nn.Linear, torch.optim.Optimizer]:
         torch.manual_seed(0)
         layer = nn.Linear(4, 3)
         return layer, torch.optim.Adam(layer.parameters(), lr=0.1)
