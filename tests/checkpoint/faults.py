@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from shardwise.checkpoint import lock
 from shardwise.checkpoint.objects import Objects
 from shardwise.checkpoint.stores import CheckpointStore
 
@@ -82,6 +83,28 @@ def killed_at(operation: int, folder: Path, body: Callable[[], object]) -> bool:
         return True
     assert os.WEXITSTATUS(status) == 0
     return False
+
+
+@contextmanager
+def another_job(folder: Path | str) -> Iterator[int]:
+    """A process that holds the lock of `folder` until it is killed; it is not waited for before."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with lock(folder):
+                os.write(write, b"!")
+                signal.pause()
+        finally:
+            os._exit(1)
+    os.close(write)
+    try:
+        assert os.read(read, 1) == b"!"
+        yield child
+    finally:
+        os.close(read)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 class WatchedStore:

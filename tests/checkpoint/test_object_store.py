@@ -3,8 +3,10 @@
 import errno
 import os
 import re
+import signal
 import threading
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -49,6 +51,7 @@ from shardwise.checkpoint.offline import (
 from shardwise.errors import CheckpointError, UnreachableError
 from shardwise.layout import Layout, Mesh, Shard
 from shardwise.testing import world
+from tests.checkpoint.faults import another_job, killed_at
 from tests.checkpoint.states import bits, blank, distributed, error_on_every_rank, layouts, values
 
 SHAPE = (5, 3)
@@ -544,3 +547,92 @@ def test_a_lock_is_renewed_while_it_is_held(url: str, monkeypatch: pytest.Monkey
         assert first.content == now.content
     assert store.read_lock() is None
     assert names(url) == []
+
+
+# ---- real processes ---------------------------------------------------------------------------------------
+
+
+def real_saves(url: str) -> list[int]:
+    """Saves in every way, while another checkpoint is read; what is loaded after each."""
+    size, seeds = collectives.world_size(), []
+
+    def loaded_here() -> int:
+        target: dict[str, Any] = {"x": blank(rows(size)), "seed": -1}
+        load(url, target)
+        assert bits(target["x"]) == bits(distributed(values(SHAPE, target["seed"]), rows(size)))
+        return int(target["seed"])
+
+    with lock(url):
+        for seed in (1, 2):
+            save_rows(url, seed, step=1, overwrite=True)
+            seeds.append(loaded_here())
+        x = distributed(values(SHAPE, 3), rows(size))
+        pending = save_async(url, {"x": x, "seed": 3}, step=3, keep=1)
+        seeds.append(loaded_here())  # waits for it
+        assert pending.wait() == f"{url}/step-00000003"
+        try:
+            save_rows(url, 4, step=3)
+        except CheckpointError as error:
+            assert f"{url}/step-00000003 exists already" in str(error)  # noqa: PT017 - on each rank
+            seeds.append(loaded_here())
+    return seeds
+
+
+@pytest.mark.processes
+def test_ranks_that_are_processes(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/run"
+    assert world(2, real=True).run(real_saves, url) == [[1, 2, 3, 3]] * 2
+    assert loaded(url) == 3
+    world(3).run(save_rows, url, 5)
+    assert loaded(url) == 5
+
+
+def real_memory(url: str) -> str:
+    try:
+        save(url, {"x": torch.ones(3)}, step=1)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.processes
+def test_processes_do_not_share_a_memory() -> None:
+    (text,) = set(world(2, real=True).run(real_memory, "memory://run"))
+    assert "rank 1: memory://run/step-00000001/" in text
+    assert text.endswith("each process has a memory:// of its own")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("options", [{"step": 2}, {"step": 1, "overwrite": True}, {"step": 2, "keep": 1}], ids=str)
+def test_killed_at_any_moment_leaves_the_old_or_the_new_checkpoint(tmp_path: Path, options: dict[str, Any]) -> None:
+    seeds = []
+    for moment in count(1):
+        folder = tmp_path / str(moment)
+        url = f"file://{folder}"
+        world(2).run(save_rows, url, 1)
+        killed = killed_at(moment, folder, lambda: world(2).run(save_rows, url, 2, **options))  # noqa: B023
+        seeds.append(loaded(url))
+        for version in ObjectStore(url).versions().values():
+            assert loaded(f"{url}/{version.partition('/')[0]}") in (1, 2)
+        if not killed:
+            break
+        world(2).run(save_rows, url, 3)
+        assert loaded(url) == 3
+        saves = {name.removesuffix(".committed") for name in names(url) if name.endswith(".committed")}
+        assert {name.partition("SAVE")[0] + "SAVE" for name in names(url)} == saves
+    assert len(seeds) > 15
+    assert seeds == sorted(seeds)
+    assert {*seeds} == {1, 2}
+
+
+@pytest.mark.processes
+def test_a_second_job_is_told_who_writes_until_that_process_is_killed(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/run"
+    with another_job(url) as pid:
+        text = error_on_every_rank(2, CheckpointError, lambda: save_rows(url, 1))
+        assert f"rank 0: {url} is being written to: its lock is held by process {pid} on" in text
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        world(2).run(save_rows, url, 1)
+    assert loaded(url) == 1
+    assert not [name for name in names(url) if "lock" in name]
