@@ -48,13 +48,17 @@ sys.addaudithook(_trap)
 
 
 @contextmanager
-def failing_at(operation: int, folder: Path) -> Iterator[Callable[[], bool]]:
-    """Inside, the given operation below `folder` (1 is the first) meets a full disk; ask whether it came to that."""
+def failing_at(operation: int, folder: Path, number: int = errno.ENOSPC) -> Iterator[Callable[[], bool]]:
+    """Inside, the given operation below `folder` (1 is the first) meets a full disk; ask whether it came to that.
 
-    def disk_full() -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+    Args:
+        number: of another error.
+    """
 
-    _trap.folder, _trap.countdown, _trap.spring = str(folder), operation, disk_full
+    def fail() -> None:
+        raise OSError(number, os.strerror(number), str(folder))
+
+    _trap.folder, _trap.countdown, _trap.spring = str(folder), operation, fail
     try:
         yield lambda: _trap.spring is None
     finally:

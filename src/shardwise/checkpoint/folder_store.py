@@ -26,7 +26,7 @@ from shardwise.checkpoint.stores import LockFile, step_name, step_of, why_incomp
 from shardwise.errors import CheckpointError, UnreachableError
 
 LATEST = "latest"
-_PASSING = (errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT)  # of the system
+_NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)  # the last one: a socket
 LOCK = ".lock"
 _OLD = re.compile(r"\.old-(step-\d{8,18})-[0-9a-f]{8}", re.ASCII)
 _TEMP = re.compile(r"\.tmp-(step-\d{8,18}|latest|lock)-[0-9a-f]{8}", re.ASCII)
@@ -322,5 +322,5 @@ class _LocalFile:
 
 
 def _unreadable(name: str, error: OSError, why: str) -> CheckpointError:
-    kind = UnreachableError if error.errno in _PASSING else CheckpointError
+    kind = CheckpointError if error.errno in _NO_SUCH_FILE else UnreachableError
     return kind(f"{name}: cannot be read: {why}")

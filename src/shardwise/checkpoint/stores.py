@@ -185,9 +185,15 @@ def complete_manifest(store: CheckpointStore, version: str) -> Manifest:
 
 
 def why_incomplete(store: CheckpointStore, version: str) -> str | None:
-    """What keeps `version` from being complete, without reading its data; None if nothing does."""
+    """What keeps `version` from being complete, without reading its data; None if nothing does.
+
+    Raises:
+        UnreachableError: it is not known whether it is.
+    """
     try:
         complete_manifest(store, version)
+    except UnreachableError:
+        raise
     except CheckpointError as error:
         return str(error)
     return None
