@@ -74,13 +74,13 @@ class FolderStore:
         return _LocalFile(self.folder / version / file)
 
     def sizes(self, version: str) -> dict[str, int]:
-        found: dict[str, int] = {}
-        with suppress(OSError), os.scandir(self.folder / version) as entries:
-            for entry in entries:
-                status = entry.stat(follow_symlinks=False)
-                if stat.S_ISREG(status.st_mode):
-                    found[entry.name] = status.st_size
-        return found
+        folder = self.folder / version
+        try:
+            with os.scandir(folder) as entries:
+                found = {entry.name: entry.stat(follow_symlinks=False) for entry in entries}
+        except OSError as error:
+            raise _unreadable(str(folder), error, str(error.strerror)) from error
+        return {name: status.st_size for name, status in found.items() if stat.S_ISREG(status.st_mode)}
 
     def draft(self, step: int, after: Iterable[str]) -> str:
         self._make()
