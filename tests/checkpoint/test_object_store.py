@@ -31,6 +31,7 @@ from shardwise.checkpoint import (
     restore,
     save,
     save_async,
+    saving,
     state_of,
     writer_lock,
 )
@@ -221,6 +222,47 @@ def test_a_file_that_vanishes_before_the_commit_is_no_success(url: str, monkeypa
     assert text.endswith("/rank-0001.safetensors: cannot be read: No such file or directory")
     assert loaded(url) == 1
     assert not [name for name in names(url) if "step-00000002" in name]
+
+
+def test_a_committed_checkpoint_stays_whatever_fails_afterwards(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world(2).run(save_rows, url, 1)
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("after the commit")
+
+    monkeypatch.setattr(saving, "keep_only", fail)
+    text = error_on_every_rank(2, CheckpointError, lambda: save_rows(url, 2, step=1, overwrite=True, keep=1))
+    assert "after the commit" in text
+    assert loaded(url) == 2
+
+
+def test_with_a_checkpoint_go_the_saves_that_it_replaced(url: str) -> None:
+    """Else the step would be there again, as it was before."""
+    world(2).run(save_rows, url, 1)
+    store = ObjectStore(url)
+    old = store.versions()[1]
+    Objects(url).put(f"step-00000001/{'9' * 16}-00000000.committed", b"")
+    store.remove(store.versions()[1])
+    assert old not in store.versions().values()
+    assert store.versions() == {}
+    assert names(url) == []
+
+
+def test_nothing_is_taken_from_listings_that_fsspec_remembers(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    file_system = type(fsspec.core.url_to_fs(url)[0])
+    remembered: dict[str, Any] = {}
+    listing = file_system.ls
+
+    def remembering(self: Any, path: str, detail: bool = False, **options: Any) -> Any:
+        if path not in remembered:
+            remembered[path] = listing(self, path, detail=detail, **options)
+        return remembered[path]
+
+    monkeypatch.setattr(file_system, "ls", remembering)
+    monkeypatch.setattr(file_system, "invalidate_cache", lambda self, path=None: remembered.clear())
+    for seed in (1, 2):
+        world(2).run(save_rows, url, seed, keep=1)
+        assert loaded(url) == seed
 
 
 # ---- every entry ------------------------------------------------------------------------------------------
@@ -500,6 +542,18 @@ def test_of_writers_that_take_the_lock_at_once_one_has_it(tmp_path: Path) -> Non
     found = stores[0].read_lock()
     assert found is not None
     assert [f"job {number}".encode() for number in got] == [found.content]
+
+
+def test_a_lock_that_another_job_has_overwritten_is_not_taken(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    create = Objects.create
+
+    def overwritten(self: Objects, name: str, data: bytes) -> bool:
+        created = create(self, name, data)
+        self.put(name, b"of another job")
+        return created
+
+    monkeypatch.setattr(Objects, "create", overwritten)
+    assert not ObjectStore(url).take_lock(b"mine")
 
 
 def test_a_lock_without_exclusive_creation_is_that_of_the_last_writer(

@@ -166,14 +166,14 @@ class ObjectStore:
         try:
             if not self._objects.create(LOCK, content):
                 return False
+            found = self.read_lock()
+            return found is not None and found.content == content  # else another job has made one at the same time
         except BaseException:
             with suppress(OSError):  # it may be there all the same, or a part of it
                 found = self.read_lock()
                 if found is not None and content.startswith(found.content):
                     self._objects.delete(LOCK)
             raise
-        found = self.read_lock()
-        return found is not None and found.content == content  # else another job has made one at the same time
 
     def read_lock(self) -> LockFile | None:
         try:
