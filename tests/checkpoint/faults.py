@@ -1,20 +1,24 @@
-"""File system operations that fail, or at which the process is killed, at a chosen moment.
+"""Operations of file systems and stores that fail, or at which the process is killed, at a chosen moment.
 
-The interpreter itself announces each operation before it happens (`sys.addaudithook`), and gives up the
-operation when the hook raises: what the code under test meets is a real OSError, or the end of its process.
+Of a file system, the interpreter itself announces each operation before it happens (`sys.addaudithook`), and gives up
+the operation when the hook raises: what the code under test meets is a real OSError, or the end of its process. Stores
+are wrapped (`FaultyStore`, `FaultyObjects`).
 """
 
 import errno
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+from shardwise.checkpoint import lock
+from shardwise.checkpoint.objects import Objects
 from shardwise.checkpoint.stores import CheckpointStore
 
 OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"}
@@ -44,13 +48,17 @@ sys.addaudithook(_trap)
 
 
 @contextmanager
-def failing_at(operation: int, folder: Path) -> Iterator[Callable[[], bool]]:
-    """Inside, the given operation below `folder` (1 is the first) meets a full disk; ask whether it came to that."""
+def failing_at(operation: int, folder: Path, number: int = errno.ENOSPC) -> Iterator[Callable[[], bool]]:
+    """Inside, the given operation below `folder` (1 is the first) meets a full disk; ask whether it came to that.
 
-    def disk_full() -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+    Args:
+        number: of another error.
+    """
 
-    _trap.folder, _trap.countdown, _trap.spring = str(folder), operation, disk_full
+    def fail() -> None:
+        raise OSError(number, os.strerror(number), str(folder))
+
+    _trap.folder, _trap.countdown, _trap.spring = str(folder), operation, fail
     try:
         yield lambda: _trap.spring is None
     finally:
@@ -81,6 +89,28 @@ def killed_at(operation: int, folder: Path, body: Callable[[], object]) -> bool:
     return False
 
 
+@contextmanager
+def another_job(folder: Path | str) -> Iterator[int]:
+    """A process that holds the lock of `folder` until it is killed; it is not waited for before."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with lock(folder):
+                os.write(write, b"!")
+                signal.pause()
+        finally:
+            os._exit(1)
+    os.close(write)
+    try:
+        assert os.read(read, 1) == b"!"
+        yield child
+    finally:
+        os.close(read)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
 class WatchedStore:
     """A store that calls `before(method, arguments)` before each call; what that raises is what the call raises."""
 
@@ -97,3 +127,137 @@ class WatchedStore:
             return found(*args)
 
         return call
+
+
+# ---- stores -----------------------------------------------------------------------------------------------
+
+FAULTS = {
+    "no space": errno.ENOSPC,
+    "input/output error": errno.EIO,
+    "no permission": errno.EACCES,
+    "timeout": errno.ETIMEDOUT,
+    "torn": errno.EIO,
+    "dies": errno.ECONNRESET,
+    "dies, torn": errno.ECONNRESET,
+}
+"""What happens at an operation: it fails with this number. A torn write has stored half of the bytes before, another
+operation was carried out. A process that has died fails in all later operations as well."""
+
+
+class Fault:
+    """One of FAULTS at the `countdown`-th operation of any rank; nothing before `arm` and after `disarm`."""
+
+    def __init__(self) -> None:
+        self.kind, self.countdown, self.came_to_it = "", 0, False
+        self._turn = threading.Lock()  # operations of saves in the background come from several threads
+
+    def arm(self, kind: str, countdown: int) -> None:
+        self.kind, self.countdown, self.came_to_it = kind, countdown, False
+
+    def disarm(self) -> None:
+        self.kind = ""
+
+    def at(self, where: str, half_of_it: Callable[[], object]) -> None:
+        """Call this before an operation: raises if it is its turn."""
+        with self._turn:
+            if not self.kind:
+                return
+            self.countdown -= 1
+            fails = self.countdown == 0 or (self.countdown < 0 and self.kind.startswith("dies"))
+            if self.countdown == 0:
+                self.came_to_it = True
+            torn = self.countdown == 0 and self.kind.endswith("torn")
+        if torn:
+            half_of_it()
+        if fails:
+            number = FAULTS[self.kind]
+            raise OSError(number, os.strerror(number), where)
+
+
+class FaultyStore:
+    """A `CheckpointStore` whose methods meet a `Fault`."""
+
+    def __init__(self, store: CheckpointStore, fault: Fault) -> None:
+        self._store, self._fault = store, fault
+
+    def __getattr__(self, method: str) -> Any:
+        found = getattr(self._store, method)
+        if not callable(found) or method == "location":
+            return found
+
+        def call(*args: Any) -> Any:
+            self._fault.at(self._store.name, lambda: self._half(method, args))
+            return found(*args)
+
+        return call
+
+    def _half(self, method: str, args: tuple[Any, ...]) -> None:
+        """What else is torn than a file is undone by the store itself."""
+        if method == "write":
+            draft, file, size, content = args
+            self._store.write(draft, file, size // 2, [b"".join(content)[: size // 2]])
+
+
+class FaultyObjects(Objects):
+    """Objects whose operations meet a `Fault`, and listings that lag: inside `stale`, they are those of before."""
+
+    def __init__(self, url: str, fault: Fault) -> None:
+        super().__init__(url)
+        self._fault = fault
+
+    listed: ClassVar[dict[str, dict[str, int | None]] | None] = None
+
+    @classmethod
+    @contextmanager
+    def stale(cls, url: str) -> Iterator[None]:
+        """Inside, listings below `url` are those of the beginning."""
+        objects, cls.listed = Objects(url), None
+        found, waiting = dict[str, dict[str, int | None]](), [""]
+        while waiting:
+            name = waiting.pop()
+            entries = found[objects.location(name)] = objects.entries(name)
+            waiting += [f"{name}/{entry}".lstrip("/") for entry, size in entries.items() if size is None]
+        cls.listed = found
+        try:
+            yield
+        finally:
+            cls.listed = None
+
+    def _meet(self, name: str, operation: Callable[[], object]) -> None:
+        self._fault.at(self.location(name), operation)
+
+    def entries(self, name: str = "") -> dict[str, int | None]:
+        self._meet(name, lambda: None)
+        return super().entries(name) if self.listed is None else self.listed.get(self.location(name), {})
+
+    def size(self, name: str) -> int:
+        self._meet(name, lambda: None)
+        return super().size(name)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        self._meet(name, lambda: None)
+        return super().read(name, start, stop)
+
+    def make(self, name: str) -> None:
+        self._meet(name, lambda: super(FaultyObjects, self).make(name))
+        super().make(name)
+
+    def put(self, name: str, data: bytes) -> None:
+        self._meet(name, lambda: super(FaultyObjects, self).put(name, data[: len(data) // 2]))
+        super().put(name, data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        self._meet(name, lambda: super(FaultyObjects, self).create(name, data[: len(data) // 2]))
+        return super().create(name, data)
+
+    def stream(self, name: str, content: Iterable[memoryview | bytes]) -> None:
+        self._meet(name, lambda: super(FaultyObjects, self).stream(name, [*content][:-1]))
+        super().stream(name, content)
+
+    def delete(self, name: str) -> None:
+        self._meet(name, lambda: super(FaultyObjects, self).delete(name))
+        super().delete(name)
+
+    def delete_below(self, name: str) -> None:
+        self._meet(name, lambda: super(FaultyObjects, self).delete_below(name))
+        super().delete_below(name)

@@ -1,10 +1,12 @@
 """A checkpoint appears at once and complete, or not at all; earlier ones stay as they are."""
 
+import errno
 import os
 import resource
+import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -120,6 +122,24 @@ def test_an_operation_that_fails_is_the_same_error_on_all_ranks_and_changes_noth
     assert failures > 5, "the sweep met hardly any operation"
     assert bool(complaints) == ("keep" in options)
     assert all("an old checkpoint cannot be removed: No space left" in complaint for complaint in complaints)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.EMFILE])
+def test_what_cannot_be_read_for_a_moment_is_not_removed(tmp_path: Path, number: int) -> None:
+    """A save that was interrupted while it replaced a step has left the only copy of it under another name."""
+    folder = tmp_path / "run"
+    for moment in count(1):
+        world(2).run(save_sevens, folder, 1)
+        (folder / "step-00000001").rename(folder / ".old-step-00000001-01234567")
+        with failing_at(moment, folder, number) as failed:
+            with suppress(CheckpointError):
+                world(2).run(save_sevens, folder, 2)
+            came_to_it = failed()
+        assert loaded_seed(folder / "step-00000001" if (folder / "step-00000001").exists() else folder) == 1
+        shutil.rmtree(folder)
+        if not came_to_it:
+            break
+    assert moment > 10
 
 
 def test_what_an_interrupted_save_left_behind_is_ignored_and_then_removed(tmp_path: Path) -> None:

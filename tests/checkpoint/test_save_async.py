@@ -364,6 +364,35 @@ def test_a_program_whose_last_checkpoint_failed_has_failed(tmp_path: Path) -> No
     assert latest(tmp_path) is None
 
 
+EXECUTOR = """
+    import time
+    from concurrent.futures import ThreadPoolExecutor
+    import torch
+    from shardwise.checkpoint import latest, save_async
+    from shardwise.checkpoint.objects import Objects
+
+    put, executor = Objects.put, ThreadPoolExecutor()
+
+    def put_by_executor(*args):
+        time.sleep(0.3)  # the program has ended before
+        executor.submit(put, *args).result()
+
+    Objects.put = put_by_executor
+    save_async("file://" + __import__("sys").argv[1], {"x": torch.ones(3)}, step=1)
+    print("end")
+"""
+
+
+@pytest.mark.processes
+def test_a_program_that_ends_waits_for_a_store_that_uses_an_executor(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", dedent(EXECUTOR), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+    state = {"x": torch.zeros(3)}
+    load(f"file://{tmp_path}", state)
+    assert state["x"].tolist() == [1, 1, 1]
+
+
 def run_program(folder: Path, how: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", dedent(PROGRAM), str(folder), how]
     return subprocess.run(command, capture_output=True, text=True, check=False)

@@ -6,8 +6,6 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
@@ -24,7 +22,7 @@ from shardwise.checkpoint.writer_lock import Writer, this_process
 from shardwise.errors import CheckpointError
 from shardwise.layout import Layout, Mesh, Shard
 from shardwise.testing import world
-from tests.checkpoint.faults import WatchedStore
+from tests.checkpoint.faults import WatchedStore, another_job
 from tests.checkpoint.states import content, distributed, error_on_every_rank
 
 
@@ -43,28 +41,6 @@ def loaded(folder: Path) -> float:
     load(folder, state)
     (value,) = set(state["x"].tolist())
     return float(value)
-
-
-@contextmanager
-def another_job(folder: Path) -> Iterator[int]:
-    """A process that holds the lock of `folder` until it is killed; it is not waited for before."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            with lock(folder):
-                os.write(write, b"!")
-                signal.pause()
-        finally:
-            os._exit(1)
-    os.close(write)
-    try:
-        assert os.read(read, 1) == b"!"
-        yield child
-    finally:
-        os.close(read)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
 
 
 def leave_lock(folder: Path, writer: Writer) -> None:

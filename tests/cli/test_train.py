@@ -272,6 +272,26 @@ def test_a_new_run_leaves_the_others_alone_and_one_that_goes_on_finds_the_latest
     assert sorted(path.name for path in runs.iterdir()) == ["1", "2", "latest", "mine"]
 
 
+def test_runs_at_a_url(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/runs/"
+    few = ["--checkpoint", url, "--set", "dim=4", "--set", "keep=1"]
+    for argv, said in [
+        (["--steps", "2", "--nproc", "2"], "1/step-00000002"),
+        (["--steps", "3", "--nproc", "1", "--resume"], "1/step-00000003"),
+        (["--steps", "1", "--nproc", "1"], "2/step-00000001"),
+    ]:
+        done = shell(*argv, *few, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert f"Checkpoint: {url}{said}\n" in done.stdout
+        assert latest(f"{url}{said[0]}") == f"{url}{said}"
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["1", "2", "latest"]
+    assert (tmp_path / "runs" / "latest").read_text() == "2\n"
+    assert shell("--run", "2", *few, cwd=tmp_path).stderr.endswith(
+        f"{url}2/step-00000001 is of an earlier run. "
+        f"Fix: go on with it (--resume), replace it (--overwrite), or name this run otherwise (--run)\n"
+    )
+
+
 def test_a_run_that_another_job_trains_is_refused(tmp_path: Path) -> None:
     with session([*COMMAND, *LONG_RUN, "--set", "save_every=1"], tmp_path, PLAIN) as process:
         until_it_trains(process)

@@ -2,8 +2,10 @@
 
 draft = begin(store, step, overwrite=False)
 ...                                       # all ranks: store.write(draft, …)
-version = commit(store, draft, manifest)  # or store.discard(draft)
+version = commit(store, draft, manifest)  # or abandon(store, draft)
 """
+
+from contextlib import suppress
 
 from shardwise.checkpoint.manifest import MANIFEST, Manifest, as_bytes
 from shardwise.checkpoint.stores import CheckpointStore, check_files
@@ -34,3 +36,9 @@ def commit(store: CheckpointStore, draft: str, manifest: Manifest) -> str:
     store.write(draft, MANIFEST, len(data), [data])
     require_lock(store)
     return store.publish(draft)
+
+
+def abandon(store: CheckpointStore, draft: str) -> None:
+    """Remove the draft as far as possible, after an error that is raised next; a version stays."""
+    with suppress(OSError, CheckpointError):
+        store.discard(draft)

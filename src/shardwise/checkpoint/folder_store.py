@@ -26,7 +26,7 @@ from shardwise.checkpoint.stores import LockFile, step_name, step_of, why_incomp
 from shardwise.errors import CheckpointError, UnreachableError
 
 LATEST = "latest"
-_PASSING = (errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT)  # of the system
+_NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)  # the last one: a socket
 LOCK = ".lock"
 _OLD = re.compile(r"\.old-(step-\d{8,18})-[0-9a-f]{8}", re.ASCII)
 _TEMP = re.compile(r"\.tmp-(step-\d{8,18}|latest|lock)-[0-9a-f]{8}", re.ASCII)
@@ -74,13 +74,13 @@ class FolderStore:
         return _LocalFile(self.folder / version / file)
 
     def sizes(self, version: str) -> dict[str, int]:
-        found: dict[str, int] = {}
-        with suppress(OSError), os.scandir(self.folder / version) as entries:
-            for entry in entries:
-                status = entry.stat(follow_symlinks=False)
-                if stat.S_ISREG(status.st_mode):
-                    found[entry.name] = status.st_size
-        return found
+        folder = self.folder / version
+        try:
+            with os.scandir(folder) as entries:
+                found = {entry.name: entry.stat(follow_symlinks=False) for entry in entries}
+        except OSError as error:
+            raise _unreadable(str(folder), error, str(error.strerror)) from error
+        return {name: status.st_size for name, status in found.items() if stat.S_ISREG(status.st_mode)}
 
     def draft(self, step: int, after: Iterable[str]) -> str:
         self._make()
@@ -322,5 +322,5 @@ class _LocalFile:
 
 
 def _unreadable(name: str, error: OSError, why: str) -> CheckpointError:
-    kind = UnreachableError if error.errno in _PASSING else CheckpointError
+    kind = CheckpointError if error.errno in _NO_SUCH_FILE else UnreachableError
     return kind(f"{name}: cannot be read: {why}")

@@ -39,7 +39,7 @@ def load(
     wrong on any of them, all raise and `state` is as it was.
 
     Args:
-        folder: a checkpoint, or the folder that it was saved to, which means its latest one.
+        folder: a checkpoint, or the folder or URL that it was saved to, which means its latest one.
         state: nested mappings as they were given to `save`: tensors receive the stored values, JSON values
             are replaced.
         subset: whether the checkpoint may hold more than `state` names.

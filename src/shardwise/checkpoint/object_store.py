@@ -140,9 +140,8 @@ class ObjectStore:
         return draft
 
     def discard(self, draft: str) -> None:
-        with suppress(OSError):
-            if not self._is_committed(draft):
-                self._drop(draft)
+        if not self._is_committed(draft):
+            self._drop(draft)
 
     def remove(self, version: str) -> None:
         self._drop_older(version)  # which would be the checkpoint of the step again
@@ -167,14 +166,14 @@ class ObjectStore:
         try:
             if not self._objects.create(LOCK, content):
                 return False
+            found = self.read_lock()
+            return found is not None and found.content == content  # else another job has made one at the same time
         except BaseException:
             with suppress(OSError):  # it may be there all the same, or a part of it
                 found = self.read_lock()
                 if found is not None and content.startswith(found.content):
                     self._objects.delete(LOCK)
             raise
-        found = self.read_lock()
-        return found is not None and found.content == content  # else another job has made one at the same time
 
     def read_lock(self) -> LockFile | None:
         try:

@@ -71,7 +71,8 @@ def save(
     appears all at once, when every file is on disk, or not at all; earlier ones are never touched.
 
     Args:
-        folder: on a file system that all ranks see; made if need be. One job at a time saves to it (`lock`).
+        folder: on a file system that all ranks see, made if need be; or a URL, such as s3://bucket/run. One job at a
+            time saves to it (`lock`).
         state: nested mappings with string keys; the leaves are DTensors of any layout without Partial,
             plain tensors and JSON values. What several ranks hold must be equal there, to the bit.
         step: names the checkpoint.
@@ -83,7 +84,7 @@ def save(
         require_finite: save nothing if a tensor has infinite values or NaN.
 
     Returns:
-        The folder of the checkpoint.
+        The folder or URL of the checkpoint.
 
     Raises:
         CheckpointError: nothing was saved, because another job saves there or for another reason; the same text on
@@ -169,7 +170,7 @@ class Saving:
     def abandon(self, draft: str) -> None:
         """Remove the draft."""
         if self.is_first:
-            self.store.discard(draft)
+            drafts.abandon(self.store, draft)
 
     def release(self) -> None:
         """Give back the lock, if this rank has it."""

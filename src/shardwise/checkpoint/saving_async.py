@@ -9,6 +9,7 @@ data, each puts a report into the draft. The thread of rank 0 commits when all r
 """
 
 import atexit
+import concurrent.futures.thread  # noqa: F401 - registers its end before the one below
 import json
 import os
 import sys
@@ -180,7 +181,7 @@ class PendingSave:
                 report = _read_report(self._saving, self._draft, rank)
                 if report is not None:
                     found[rank] = report
-            if ended is None and not threading.main_thread().is_alive():
+            if ended is None and _program_has_ended.is_set():
                 ended = monotonic()
             if self._given_up.is_set() or (ended is not None and monotonic() - ended > EXIT_SECONDS):
                 raise CheckpointError(f"there is no report of ranks {', '.join(map(str, missing))}")
@@ -194,17 +195,32 @@ class PendingSave:
 
     # ---- at exit ------------------------------------------------------------------------------------------
 
-    def unknown_error(self) -> Exception | None:
-        """Why it failed, when its thread has ended, if no call has raised it."""
+    def join(self) -> None:
+        """Wait until its thread has ended."""
         self._thread.join()
+
+    def unknown_error(self) -> Exception | None:
+        """Why it failed, if no call has raised it; its thread has ended."""
         return None if self._is_known else self._error
 
 
 _unfinished: set[PendingSave] = set()
+_program_has_ended = threading.Event()
+
+
+def _join_at_exit() -> None:
+    """Runs at the end of the main thread, before executors refuse work, which drivers of object stores give them."""
+    _program_has_ended.set()
+    for save in _unfinished:
+        save.join()
+
+
+# The executors of `concurrent.futures` know of the end by the same call; what is registered last runs first.
+threading._register_atexit(_join_at_exit)  # type: ignore[attr-defined]
 
 
 @atexit.register
-def _finish_at_exit() -> None:
+def _exit_with_failure() -> None:
     failed = [(save, error) for save in _unfinished if (error := save.unknown_error()) is not None]
     for save, error in failed:
         sys.stderr.write(f"{save.what} failed: {text_of(error)}\n")

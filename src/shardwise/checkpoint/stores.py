@@ -88,7 +88,7 @@ class CheckpointStore(Protocol):
         """
 
     def discard(self, draft: str) -> None:
-        """Remove a draft as far as possible; nothing if it is a version by now."""
+        """Remove a draft; nothing if it is a version by now."""
 
     def remove(self, version: str) -> None:
         """Remove a version, which disappears at once; what is left of it is removed by a later `tidy`."""
@@ -185,9 +185,15 @@ def complete_manifest(store: CheckpointStore, version: str) -> Manifest:
 
 
 def why_incomplete(store: CheckpointStore, version: str) -> str | None:
-    """What keeps `version` from being complete, without reading its data; None if nothing does."""
+    """What keeps `version` from being complete, without reading its data; None if nothing does.
+
+    Raises:
+        UnreachableError: it is not known whether it is.
+    """
     try:
         complete_manifest(store, version)
+    except UnreachableError:
+        raise
     except CheckpointError as error:
         return str(error)
     return None

@@ -91,7 +91,7 @@ def restore(
     collection becomes the mean over these shards if there is another number of them.
 
     Args:
-        folder: a checkpoint, or the folder that it was saved to, which means its latest one.
+        folder: a checkpoint, or the folder or URL that it was saved to, which means its latest one.
         optimizer, schedulers: as for `state_of`.
         extra: what else was saved beside `state_of(...)`; filled in place.
         subset: whether the checkpoint may hold more, for example the optimizer when only the module is wanted.

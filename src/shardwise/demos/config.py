@@ -64,7 +64,7 @@ class RunConfig:
     def folder(self) -> Path | str:
         """That of the checkpoints; a URL if `checkpoint` is one."""
         if "://" in self.checkpoint:
-            return f"{self.checkpoint}/{self.run}" if self.run else self.checkpoint
+            return f"{self.checkpoint.rstrip('/')}/{self.run}" if self.run else self.checkpoint
         return Path(self.checkpoint, self.run or "")
 
 

@@ -31,7 +31,7 @@ def diff(first: str | PathLike[str], second: str | PathLike[str], progress: Prog
     Compared are names, dtypes, shapes, every bit of every element, and JSON values; not steps or metadata.
 
     Args:
-        first: a checkpoint, or the folder that it was saved to, which means its latest one.
+        first: a checkpoint, or the folder or URL that it was saved to, which means its latest one.
         second: the same.
 
     Raises:

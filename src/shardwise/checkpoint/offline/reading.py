@@ -68,7 +68,7 @@ def verify(folder: str | PathLike[str], progress: Progress | None = None) -> tup
     """Read all data of a checkpoint and compare it with its checksums.
 
     Args:
-        folder: a checkpoint, or the folder that it was saved to, which means its latest one.
+        folder: a checkpoint, or the folder or URL that it was saved to, which means its latest one.
 
     Returns:
         The manifest, and one line for each file that is missing or misshapen and each chunk that is damaged.

@@ -40,7 +40,7 @@ def reshard(
     a rank, and each of its bytes once.
 
     Args:
-        source: a checkpoint, or the folder that it was saved to, which means its latest one.
+        source: a checkpoint, or the folder or URL that it was saved to, which means its latest one.
         target: the folder or URL for the new one, which gets the name of its step there.
         plan: layouts by the name of a parameter. States of optimizers follow their parameter; all else is replicated,
             so that each tensor is in one file.
@@ -105,7 +105,7 @@ def _written(
         manifest = Manifest(step, world_size, tensors, values, metadata, package_versions(), flagged)
         return drafts.commit(store, draft, manifest)
     except BaseException:
-        store.discard(draft)
+        drafts.abandon(store, draft)
         raise
 
 

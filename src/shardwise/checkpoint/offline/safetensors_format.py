@@ -49,7 +49,7 @@ def export_file(
         export_file("runs/1", "items.safetensors", ["items.weight"], prefix="model.")
 
     Args:
-        source: a checkpoint, or the folder that it was saved to, which means its latest one.
+        source: a checkpoint, or the folder or URL that it was saved to, which means its latest one.
         names: of the tensors without `prefix`; None is all that have it.
         prefix: of the names in the checkpoint; the file has them without.
         overwrite: replace a file that is there.
@@ -86,7 +86,7 @@ def export_hugging_face(
     Its tensors have the names of the module's `state_dict`, so `from_pretrained` loads them beside a `config.json`.
 
     Args:
-        source: a checkpoint, or the folder that it was saved to, which means its latest one.
+        source: a checkpoint, or the folder or URL that it was saved to, which means its latest one.
         names: of the tensors without `prefix`; None is all that have it.
         prefix: of the names in the checkpoint; the files have them without. `state_of` puts "model." before them.
         shard_bytes: of the data of one file; a larger tensor has a file of its own.

@@ -59,7 +59,7 @@ def export_torch(
         torch.distributed.checkpoint.load({"model": model.state_dict()}, checkpoint_id="exported")
 
     Args:
-        source: a checkpoint, or the folder that it was saved to, which means its latest one.
+        source: a checkpoint, or the folder or URL that it was saved to, which means its latest one.
         names: of the tensors without `prefix`; None is all that have it, and all values.
         prefix: of the names in the checkpoint; the folder has them without.
         overwrite: replace a folder that is there.

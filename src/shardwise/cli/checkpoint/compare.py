@@ -15,7 +15,7 @@ def add_verify(verbs: SubParsers) -> None:
         description="Read every byte of a checkpoint and compare it with its checksums. Each file and tensor that is "
         "damaged is named, and the command exits with 4.",
     )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder step-…, or the one above: its latest")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder or URL step-…, or the one above: its latest")
     parser.set_defaults(command=run_verify)
 
 
@@ -47,7 +47,7 @@ def add_diff(verbs: SubParsers) -> None:
         description="Print each name, dtype, shape, tensor and value that is not the same. Exits with 1 if there is "
         "one, as diff does.",
     )
-    parser.add_argument("first", metavar="CHECKPOINT", help="a folder step-…, or the one above: its latest")
+    parser.add_argument("first", metavar="CHECKPOINT", help="a folder or URL step-…, or the one above: its latest")
     parser.add_argument("second", metavar="CHECKPOINT", help="the same")
     parser.set_defaults(command=run_diff)
 

@@ -21,7 +21,7 @@ def add_reshard(verbs: SubParsers) -> None:
         description="Write a checkpoint anew, with the files that this many ranks with this plan would have saved. "
         "States of optimizers follow their parameter; what the plan does not name is replicated, in one file.",
     )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder step-…, or the one above: its latest")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder or URL step-…, or the one above: its latest")
     parser.add_argument("target", metavar="FOLDER", help="where the new one gets the name of its step")
     _add_ranks(parser, required=True)
     parser.set_defaults(command=run_reshard)
@@ -47,7 +47,7 @@ def add_export(verbs: SubParsers) -> None:
         description="Write tensors of a checkpoint: to one safetensors file; as a folder of them with the index of "
         "Hugging Face; or as a folder that torch.distributed.checkpoint loads.",
     )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder step-…, or the one above: its latest")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder or URL step-…, or the one above: its latest")
     parser.add_argument("target", metavar="TARGET", help="the file or folder to write")
     parser.add_argument("--format", choices=("file", "hugging-face", "torch"), default="file", help="(default: file)")
     parser.add_argument(

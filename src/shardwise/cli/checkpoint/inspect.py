@@ -26,7 +26,7 @@ def add_parser(verbs: SubParsers) -> None:
         help="list the tensors and values of a checkpoint",
         description="Print what a checkpoint holds. Only its manifest is read; verify reads the data.",
     )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder step-…, or the one above: its latest")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder or URL step-…, or the one above: its latest")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--tree", action="store_true", help="by the parts of names, with sums")
     how.add_argument("--json", action="store_true", help="everything, with each chunk, as JSON")

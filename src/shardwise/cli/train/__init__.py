@@ -31,7 +31,7 @@ def add_parser(subparsers: SubParsers) -> None:
     parser.add_argument(
         "--checkpoint",
         metavar="DIR",
-        help="folder of the runs, each in a folder of its own (default: runs/pyident, runs/lm or runs/dlrm)",
+        help="folder or URL of the runs, each in a folder of its own (default: runs/pyident, runs/lm or runs/dlrm)",
     )
     parser.add_argument(
         "--run", metavar="NAME", help="name of the run (default: the next number; with --resume, the latest run)"

@@ -1,0 +1,692 @@
+"""Checkpoints at URLs: every function that takes the place of a checkpoint takes one, and reads what it needs only."""
+
+import errno
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from safetensors.torch import load_file
+from torch import nn
+
+from shardwise import cli, collectives
+from shardwise.checkpoint import (
+    Keep,
+    export_table,
+    latest,
+    load,
+    lock,
+    object_store,
+    objects,
+    read_manifest,
+    restore,
+    save,
+    save_async,
+    saving,
+    state_of,
+    writer_lock,
+)
+from shardwise.checkpoint.locations import store_at
+from shardwise.checkpoint.object_store import ObjectStore
+from shardwise.checkpoint.objects import Objects
+from shardwise.checkpoint.offline import (
+    diff,
+    export_file,
+    export_hugging_face,
+    export_torch,
+    find,
+    import_safetensors,
+    import_torch,
+    reshard,
+    verify,
+)
+from shardwise.errors import CheckpointError, UnreachableError
+from shardwise.layout import Layout, Mesh, Shard
+from shardwise.testing import world
+from tests.checkpoint.faults import another_job, killed_at
+from tests.checkpoint.states import bits, blank, distributed, error_on_every_rank, layouts, values
+
+SHAPE = (5, 3)
+
+
+@pytest.fixture(params=["memory://", "file://"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    base = f"{request.param}{tmp_path}/{uuid4().hex}"
+    yield base
+    for name in [name for name in MemoryFileSystem.store if str(tmp_path) in name]:
+        del MemoryFileSystem.store[name]
+
+
+def rows(size: int) -> Layout:
+    return Layout(Mesh((size,)), [Shard(0)], SHAPE)
+
+
+def save_rows(url: str, seed: int, **options: Any) -> Path | str:
+    x = distributed(values(SHAPE, seed), rows(collectives.world_size()))
+    return save(url, {"x": x, "seed": seed}, **({"step": seed} | options))
+
+
+def loaded(url: str | Path) -> int:
+    found: dict[str, Any] = {"x": torch.zeros(SHAPE), "seed": -1}
+    load(url, found)
+    assert bits(found["x"]) == bits(values(SHAPE, found["seed"]))
+    return int(found["seed"])
+
+
+def names(url: str) -> list[str]:
+    """Of all objects, from the URL on; saves are called SAVE."""
+    file_system, root = fsspec.core.url_to_fs(url)
+    found = [name.removeprefix(root).lstrip("/") for name in file_system.find(root)]
+    return sorted(re.sub(r"\d{16}-[0-9a-f]{8}", "SAVE", name) for name in found)
+
+
+# ---- what is there ----------------------------------------------------------------------------------------
+
+
+def test_the_layout_is_that_of_the_documentation(url: str) -> None:
+    with lock(url):
+        path = world(2).run(save_rows, url, 100)[0]
+        assert path == f"{url}/step-00000100"
+        assert ".lock" in names(url)
+    assert names(url) == [
+        "step-00000100/SAVE.committed",
+        "step-00000100/SAVE/manifest.json",
+        "step-00000100/SAVE/rank-0000.safetensors",
+        "step-00000100/SAVE/rank-0001.safetensors",
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_layout_of_every_world_is_loaded_by_every_other(url: str, size: int) -> None:
+    full = values(SHAPE)
+
+    def write() -> None:
+        for number, layout in enumerate(layouts(size, SHAPE)):
+            save(f"{url}/{number}", {"x": distributed(full, layout), "empty": torch.empty(0, 2)}, step=number)
+
+    def read(number: int) -> list[bool]:
+        same = []
+        for layout in layouts(collectives.world_size(), SHAPE):
+            target = {"x": blank(layout), "empty": torch.empty(0, 2)}
+            load(f"{url}/{number}", target)
+            same.append(bits(target["x"]) == bits(distributed(full, layout)))
+        return same
+
+    world(size).run(write)
+    for number in range(0, len(layouts(size, SHAPE)), 3):
+        assert all(all(same) for same in world(2).run(read, number))
+
+
+def test_steps_the_last_one_and_those_that_stay(url: str) -> None:
+    assert latest(url) is None
+    for step in (9, 10, 3):
+        world(2).run(save_rows, url, step)
+    assert latest(url) == f"{url}/step-00000003"
+    assert loaded(url) == 3
+    assert loaded(f"{url}/step-00000010/") == 10
+    assert read_manifest(f"{url}/step-00000010").step == 10
+    assert find(url)[0] == f"{url}/step-00000003"
+    x = torch.ones(SHAPE)
+
+    def save_and_keep() -> None:
+        for step in (60, 65, 66):
+            save(f"{url}/kept", {"x": x}, step=step, keep=Keep(last=1, every=60))
+
+    world(2).run(save_and_keep)
+    assert [*store_at(f"{url}/kept").versions()] == [66, 60]
+    with pytest.raises(CheckpointError, match=f"there is no complete checkpoint in {url}/nowhere"):
+        load(f"{url}/nowhere", {"x": torch.zeros(SHAPE)})
+
+
+def test_a_step_that_exists_is_replaced_on_demand_only(url: str) -> None:
+    world(2).run(save_rows, url, 1)
+    before = names(url)
+    text = error_on_every_rank(2, CheckpointError, lambda: save_rows(url, 2, step=1))
+    assert text == (
+        f"Saving step 1 to {url} failed:\n  rank 0: {url}/step-00000001 exists already. "
+        f"Fix: save with overwrite=True, or to another folder"
+    )
+    assert names(url) == before
+    assert loaded(url) == 1
+    world(2).run(save_rows, url, 2, step=1, overwrite=True)
+    assert names(url) == before
+    assert loaded(url) == 2
+
+
+def test_a_save_counts_after_those_that_were_there_whatever_the_clock_says(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed, now in ((5, 3000), (4, 2000), (3, 1000)):
+        monkeypatch.setattr(object_store, "time_ns", lambda now=now: now * 10**6)
+        world(2).run(save_rows, url, seed)
+        assert loaded(url) == seed
+    for seed in (6, 7):
+        world(2).run(save_rows, url, seed, step=5, overwrite=True)
+        assert loaded(url) == seed
+    assert loaded(f"{url}/step-00000005") == 7
+
+
+def test_what_was_not_committed_is_not_there(url: str) -> None:
+    """Not even if all of it is: only the object that is written last makes a checkpoint."""
+    world(2).run(save_rows, url, 1)
+    world(2).run(save_rows, url, 2)
+    store = ObjectStore(url)
+    version = store.versions()[2]
+    Objects(url).delete(f"{version}.committed")
+    assert loaded(url) == 1
+    assert latest(f"{url}/step-00000002") is None
+    with pytest.raises(CheckpointError, match=r"there is no complete checkpoint in .*step-00000002"):
+        loaded(f"{url}/step-00000002")
+    assert verify(url)[0].step == 1
+    Objects(url).put(f"{version}.committed", b"")
+    assert loaded(url) == 2
+
+
+@pytest.mark.parametrize("damage", ["gone", "shorter"])
+def test_a_checkpoint_that_lacks_a_file_is_passed_over_and_named(url: str, damage: str) -> None:
+    for seed in (1, 2):
+        world(2).run(save_rows, url, seed)
+    version = ObjectStore(url).versions()[2]
+    file = f"{version}/rank-0001.safetensors"
+    Objects(url).delete(file) if damage == "gone" else Objects(url).put(file, b"short")
+    assert loaded(url) == 1
+    with pytest.raises(CheckpointError) as caught:
+        loaded(f"{url}/step-00000002")
+    assert f"{url}/{file}: " in str(caught.value)
+    assert ("No such file" if damage == "gone" else "has 5 bytes, the manifest says") in str(caught.value)
+    (problem,) = verify(f"{url}/step-00000002")[1]
+    assert problem.startswith(f"{url}/{file}: ")
+
+
+def test_a_file_that_vanishes_before_the_commit_is_no_success(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world(2).run(save_rows, url, 1)
+
+    class Losing(ObjectStore):
+        def write(self, draft: str, file: str, size: int, content: Any) -> None:
+            super().write(draft, file, size, content)
+            if file.startswith("rank-0001"):
+                self.erase(draft, file)
+
+    monkeypatch.setattr("shardwise.checkpoint.locations.ObjectStore", Losing)
+    text = error_on_every_rank(2, CheckpointError, lambda: save_rows(url, 2))
+    assert text.startswith(f"Saving step 2 to {url} failed:\n  rank 0: {url}/step-00000002/")
+    assert text.endswith("/rank-0001.safetensors: cannot be read: No such file or directory")
+    assert loaded(url) == 1
+    assert not [name for name in names(url) if "step-00000002" in name]
+
+
+def test_a_committed_checkpoint_stays_whatever_fails_afterwards(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world(2).run(save_rows, url, 1)
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("after the commit")
+
+    monkeypatch.setattr(saving, "keep_only", fail)
+    text = error_on_every_rank(2, CheckpointError, lambda: save_rows(url, 2, step=1, overwrite=True, keep=1))
+    assert "after the commit" in text
+    assert loaded(url) == 2
+
+
+def test_with_a_checkpoint_go_the_saves_that_it_replaced(url: str) -> None:
+    """Else the step would be there again, as it was before."""
+    world(2).run(save_rows, url, 1)
+    store = ObjectStore(url)
+    old = store.versions()[1]
+    Objects(url).put(f"step-00000001/{'9' * 16}-00000000.committed", b"")
+    store.remove(store.versions()[1])
+    assert old not in store.versions().values()
+    assert store.versions() == {}
+    assert names(url) == []
+
+
+def test_nothing_is_taken_from_listings_that_fsspec_remembers(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    file_system = type(fsspec.core.url_to_fs(url)[0])
+    remembered: dict[str, Any] = {}
+    listing = file_system.ls
+
+    def remembering(self: Any, path: str, detail: bool = False, **options: Any) -> Any:
+        if path not in remembered:
+            remembered[path] = listing(self, path, detail=detail, **options)
+        return remembered[path]
+
+    monkeypatch.setattr(file_system, "ls", remembering)
+    monkeypatch.setattr(file_system, "invalidate_cache", lambda self, path=None: remembered.clear())
+    for seed in (1, 2):
+        world(2).run(save_rows, url, seed, keep=1)
+        assert loaded(url) == seed
+
+
+# ---- every entry ------------------------------------------------------------------------------------------
+
+
+def test_training_is_saved_in_the_background_and_restored_on_other_ranks(url: str) -> None:
+    def model() -> tuple[nn.Linear, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 3)
+        return layer, torch.optim.Adam(layer.parameters(), lr=0.1)
+
+    def train() -> None:
+        layer, adam = model()
+        layer(torch.ones(2, 4)).sum().backward()
+        adam.step()
+        save_async(url, state_of(layer, adam) | {"epoch": 3}, step=7)
+        with torch.no_grad():
+            layer.weight.zero_()
+        restore(url, layer, adam, subset=True)  # waits for it
+        assert layer.weight.abs().sum() > 0
+
+    def resume() -> tuple[int, int]:
+        layer, adam = model()
+        progress = {"epoch": 0}
+        manifest = restore(url, layer, adam, extra=progress)
+        assert next(iter(adam.state.values()))["step"] == 1
+        return manifest.step, progress["epoch"]
+
+    world(3).run(train)
+    assert world(2).run(resume) == [(7, 3)] * 2
+
+
+def test_offline_tools_take_urls(url: str, tmp_path: Path) -> None:
+    world(3).run(save_rows, url, 4)
+    path = reshard(url, f"{url}-1", 2, {"x": Layout(Mesh((2,)), [Shard(1, sizes=(1, 2))], SHAPE)})
+    assert path == f"{url}-1/step-00000004"
+    manifest, problems = verify(path)
+    assert not problems
+    assert [chunk.box.sizes for chunk in manifest.tensors["x"].chunks] == [(5, 1), (5, 2)]
+    assert diff(url, path) == []
+    local = reshard(path, tmp_path / "local", 1)
+    assert diff(local, url) == []
+    file = export_file(url, tmp_path / "x.safetensors")
+    assert bits(load_file(file)["x"]) == bits(values(SHAPE, 4))
+    export_hugging_face(url, tmp_path / "hf", prefix="")
+    imported = import_safetensors(tmp_path / "hf", f"{url}-2", step=5, prefix="")
+    assert imported == f"{url}-2/step-00000005"
+    assert [one.name for one in diff(imported, url)] == ["seed"]
+    export_torch(url, tmp_path / "dcp")
+    imported = import_torch(tmp_path / "dcp", f"{url}-3", allow_pickle_metadata=True)
+    assert diff(imported, url) == []
+
+
+def test_the_command_line_takes_urls(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    world(2).run(save_rows, url, 4)
+    assert cli.main(["checkpoint", "inspect", url]) == 0
+    assert capsys.readouterr().out.startswith(f"{url}/step-00000004\n")
+    assert cli.main(["checkpoint", "reshard", url, f"{url}-1", "--ranks", "1"]) == 0
+    assert capsys.readouterr().out == f"Wrote {url}-1/step-00000004.\n"
+    assert cli.main(["checkpoint", "diff", url, f"{url}-1"]) == 0
+    assert cli.main(["checkpoint", "verify", f"{url}-1"]) == 0
+    assert cli.main(["checkpoint", "export", url, f"{url}/x.safetensors"]) == 4
+    assert "is a URL, which only a checkpoint can have. Fix: name a local path" in capsys.readouterr().err
+    assert cli.main(["checkpoint", "import", f"{url}/x.safetensors", str(tmp_path / "x")]) == 4
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda url: export_table(torch.ones(2, 2), "x", url),
+        lambda url: export_file("saved", url),
+        lambda url: export_hugging_face("saved", url),
+        lambda url: export_torch("saved", url),
+        lambda url: import_safetensors(url, "there"),
+        lambda url: import_torch(url, "there", allow_pickle_metadata=True),
+    ],
+    ids=["export_table", "export_file", "export_hugging_face", "export_torch", "import_safetensors", "import_torch"],
+)
+def test_files_of_other_formats_are_local(
+    tmp_path: Path, call: Callable[[str], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save("saved", {"x": torch.ones(2)}, step=1)
+    with pytest.raises(CheckpointError, match=r"s3://b/x is a URL, which only a checkpoint can have\. Fix: name a"):
+        call("s3://b/x")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
+
+
+# ---- reading ----------------------------------------------------------------------------------------------
+
+
+class Counted(Objects):
+    """Objects that note what is asked of them."""
+
+    noted: list[tuple[str, str, int]]
+
+    def entries(self, name: str = "") -> dict[str, int | None]:
+        self.noted.append(("list", name, 0))
+        return super().entries(name)
+
+    def size(self, name: str) -> int:
+        self.noted.append(("size", name, 0))
+        return super().size(name)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        data = super().read(name, start, stop)
+        self.noted.append(("read", name, len(data)))
+        return data
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
+    Counted.noted = []
+    monkeypatch.setattr(object_store, "Objects", Counted)
+    return Counted.noted
+
+
+def test_a_rank_reads_the_bytes_that_it_needs(url: str, noted: list[tuple[str, str, int]]) -> None:
+    """Of 64 MiB in two files, a rank that holds the first 1 MiB reads a block of 4 MiB to verify and 1 MiB to copy."""
+    full = torch.arange(1 << 24, dtype=torch.float32).view(-1, 256)
+    layout = Layout(Mesh((2,)), [Shard(0)], full.shape)
+    world(2).run(lambda: save(url, {"x": distributed(full, layout)}, step=1))
+    noted.clear()
+    part = Layout(Mesh((2,)), [Shard(0, sizes=(1024, len(full) - 1024))], full.shape)
+
+    def body() -> list[int]:
+        target = blank(part)
+        load(url, {"x": target})
+        return [int(target.to_local()[0, 0]), int(target.to_local()[-1, -1])]
+
+    assert world(2).run(body) == [[0, 1024 * 256 - 1], [1024 * 256, (1 << 24) - 1]]
+    data = [count for kind, name, count in noted if kind == "read" and name.endswith(".safetensors")]
+    assert max(data) <= objects.REQUEST_BYTES
+    mebibytes = sum(data) >> 20
+    first_rank, second_rank = 4 + 1, 64 + 63
+    assert mebibytes == first_rank + second_rank
+
+
+def test_finding_a_checkpoint_takes_a_request_a_step_and_none_a_file(
+    url: str, noted: list[tuple[str, str, int]]
+) -> None:
+    for step in range(5):
+        world(4).run(save_rows, url, step)
+    noted.clear()
+    assert latest(url) == f"{url}/step-00000004"
+    kinds = [kind for kind, _, _ in noted]
+    assert kinds.count("list") == 1 + 5 + 1  # the steps; each of them; the files of the last one
+    assert kinds.count("size") == kinds.count("read") == 1  # the manifest
+
+
+def test_a_large_file_is_written_in_blocks(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "REQUEST_BYTES", 16)
+    world(2).run(save_rows, url, 1)
+    assert loaded(url) == 1
+
+
+# ---- errors -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "reason"),
+    [
+        (FileNotFoundError("/some/key"), FileNotFoundError, "No such file or directory"),
+        (PermissionError("Forbidden"), PermissionError, "Permission denied"),
+        (PermissionError(errno.EACCES, "Access Denied"), PermissionError, "Access Denied"),
+        (TimeoutError(), TimeoutError, "Connection timed out"),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), OSError, "No space left on device"),
+        (RuntimeError("SlowDown"), OSError, "RuntimeError: SlowDown"),
+        (OSError("unable to connect"), OSError, "OSError: unable to connect"),
+    ],
+    ids=lambda value: repr(value) if isinstance(value, Exception) else "",
+)
+def test_whatever_fsspec_raises_names_the_url_and_the_reason(
+    monkeypatch: pytest.MonkeyPatch, raised: Exception, kind: type[OSError], reason: str
+) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise raised
+
+    there = Objects(f"memory://{uuid4().hex}")
+    methods: dict[str, Callable[[], object]] = {
+        "ls": lambda: there.entries("a"),
+        "info": lambda: there.size("a"),
+        "cat_file": lambda: there.read("a"),
+        "makedirs": lambda: there.make("a"),
+        "pipe_file": lambda: there.put("a", b""),
+        "open": lambda: there.create("a", b""),
+        "rm_file": lambda: there.delete("a"),
+        "rm": lambda: there.delete_below("a"),
+    }
+    for method, call in methods.items():
+        with monkeypatch.context() as patched:
+            patched.setattr(MemoryFileSystem, method, fail)
+            if isinstance(raised, FileNotFoundError) and method in ("ls", "rm_file", "rm"):
+                assert not call()
+                continue
+            with pytest.raises(kind) as caught:
+                call()
+            assert (caught.value.filename, caught.value.strerror) == (f"{there.url}/a", reason)
+
+
+def test_a_place_that_cannot_be_opened_is_named_with_what_to_install() -> None:
+    def body() -> None:
+        save("nowhere://bucket/run", {"x": 1}, step=1)
+
+    assert error_on_every_rank(2, CheckpointError, body) == (
+        "nowhere://bucket/run cannot be opened: Protocol not known: nowhere. Fix: install shardwise[fsspec], and the "
+        "package for the protocol 'nowhere', such as s3fs for s3"
+    )
+
+
+def test_a_url_in_a_path_is_refused() -> None:
+    with pytest.raises(CheckpointError) as caught:
+        latest(Path("s3://bucket/run"))
+    assert str(caught.value) == (
+        "s3:/bucket/run is neither a folder nor a URL. Fix: pass a URL as a string, s3://bucket/run"
+    )
+
+
+def test_a_store_that_does_not_answer_is_no_missing_checkpoint(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world(2).run(save_rows, url, 1)
+    file_system = type(fsspec.core.url_to_fs(url)[0])
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(file_system, "cat_file", fail)
+    with pytest.raises(UnreachableError, match=r"/manifest.json: cannot be read: Connection timed out"):
+        latest(url)
+    text = error_on_every_rank(2, CheckpointError, lambda: load(url, {"x": torch.zeros(SHAPE)}, subset=True))
+    assert text.startswith(f"Loading {url} failed:\n  rank 0: {url}/step-00000001/")
+
+
+def test_a_failure_on_one_rank_is_that_of_all(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world(2).run(save_rows, url, 1)
+    put = Objects.put
+
+    def full(self: Objects, name: str, data: bytes) -> None:
+        if name.endswith("rank-0001.safetensors"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.location(name))
+        put(self, name, data)
+
+    monkeypatch.setattr(Objects, "put", full)
+    text = error_on_every_rank(2, CheckpointError, lambda: save_rows(url, 2))
+    assert text.startswith(f"Saving step 2 to {url} failed:\n  rank 1: No space left on device: {url}/step-00000002/")
+    assert loaded(url) == 1
+
+
+def test_ranks_that_do_not_share_a_place_are_refused(url: str) -> None:
+    def body() -> None:
+        save(f"{url}/{collectives.rank()}", {"x": torch.ones(2)}, step=1)
+
+    text = error_on_every_rank(2, CheckpointError, body)
+    assert f"rank 1: {url}/1/step-00000001/" in text
+    assert text.endswith(
+        ".draft is not there. Fix: save to a place that all ranks share; each process has a memory:// of its own"
+    )
+
+
+# ---- the lock ---------------------------------------------------------------------------------------------
+
+
+def test_of_writers_that_take_the_lock_at_once_one_has_it(tmp_path: Path) -> None:
+    """With memory:// it may be more: its exclusive creation is for one thread."""
+    stores = [ObjectStore(f"file://{tmp_path}/run") for _ in range(8)]
+    gate, got = threading.Barrier(8), list[int]()
+
+    def take(number: int) -> None:
+        gate.wait()
+        if stores[number].take_lock(f"job {number}".encode()):
+            got.append(number)
+
+    threads = [threading.Thread(target=take, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = stores[0].read_lock()
+    assert found is not None
+    assert [f"job {number}".encode() for number in got] == [found.content]
+
+
+def test_a_lock_that_another_job_has_overwritten_is_not_taken(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    create = Objects.create
+
+    def overwritten(self: Objects, name: str, data: bytes) -> bool:
+        created = create(self, name, data)
+        self.put(name, b"of another job")
+        return created
+
+    monkeypatch.setattr(Objects, "create", overwritten)
+    assert not ObjectStore(url).take_lock(b"mine")
+
+
+def test_a_lock_without_exclusive_creation_is_that_of_the_last_writer(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has lost it learns it before the commit."""
+    file_system = type(fsspec.core.url_to_fs(url)[0])
+    opened = file_system.open
+
+    def without_x(self: Any, path: str, mode: str = "rb", **options: Any) -> Any:
+        if "x" in mode:
+            raise NotImplementedError("File mode not supported")
+        return opened(self, path, mode, **options)
+
+    monkeypatch.setattr(file_system, "open", without_x)
+    if url.startswith("memory://"):
+        monkeypatch.setattr(file_system, "pipe_file", lambda self, path, data: self.open(path, "wb").write(data))
+    store = ObjectStore(url)
+    assert store.take_lock(b"mine")
+    assert not store.take_lock(b"yours")
+    store.drop_lock(b"yours")
+    store.drop_lock(b"mine")
+    assert store.read_lock() is None
+
+    def body() -> None:
+        with lock(url):
+            Objects(url).put(".lock", b"{}")
+            save_rows(url, 1)
+
+    text = error_on_every_rank(2, CheckpointError, body)
+    assert "the lock of this job is held by another job" in text
+    assert latest(url) is None
+
+
+def test_a_lock_is_renewed_while_it_is_held(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_lock, "BEAT_SECONDS", 0.02)
+    store = ObjectStore(url)
+    with lock(url):
+        first = store.read_lock()
+        while store.read_lock() == first:
+            pass
+        now = store.read_lock()
+        assert first is not None
+        assert now is not None
+        assert first.content == now.content
+    assert store.read_lock() is None
+    assert names(url) == []
+
+
+# ---- real processes ---------------------------------------------------------------------------------------
+
+
+def real_saves(url: str) -> list[int]:
+    """Saves in every way, while another checkpoint is read; what is loaded after each."""
+    size, seeds = collectives.world_size(), []
+
+    def loaded_here() -> int:
+        target: dict[str, Any] = {"x": blank(rows(size)), "seed": -1}
+        load(url, target)
+        assert bits(target["x"]) == bits(distributed(values(SHAPE, target["seed"]), rows(size)))
+        return int(target["seed"])
+
+    with lock(url):
+        for seed in (1, 2):
+            save_rows(url, seed, step=1, overwrite=True)
+            seeds.append(loaded_here())
+        x = distributed(values(SHAPE, 3), rows(size))
+        pending = save_async(url, {"x": x, "seed": 3}, step=3, keep=1)
+        seeds.append(loaded_here())  # waits for it
+        assert pending.wait() == f"{url}/step-00000003"
+        try:
+            save_rows(url, 4, step=3)
+        except CheckpointError as error:
+            assert f"{url}/step-00000003 exists already" in str(error)  # noqa: PT017 - on each rank
+            seeds.append(loaded_here())
+    return seeds
+
+
+@pytest.mark.processes
+def test_ranks_that_are_processes(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/run"
+    assert world(2, real=True).run(real_saves, url) == [[1, 2, 3, 3]] * 2
+    assert loaded(url) == 3
+    world(3).run(save_rows, url, 5)
+    assert loaded(url) == 5
+
+
+def real_memory(url: str) -> str:
+    try:
+        save(url, {"x": torch.ones(3)}, step=1)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.processes
+def test_processes_do_not_share_a_memory() -> None:
+    (text,) = set(world(2, real=True).run(real_memory, "memory://run"))
+    assert "rank 1: memory://run/step-00000001/" in text
+    assert text.endswith("each process has a memory:// of its own")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("options", [{"step": 2}, {"step": 1, "overwrite": True}, {"step": 2, "keep": 1}], ids=str)
+def test_killed_at_any_moment_leaves_the_old_or_the_new_checkpoint(tmp_path: Path, options: dict[str, Any]) -> None:
+    seeds = []
+    for moment in count(1):
+        folder = tmp_path / str(moment)
+        url = f"file://{folder}"
+        world(2).run(save_rows, url, 1)
+        killed = killed_at(moment, folder, lambda: world(2).run(save_rows, url, 2, **options))  # noqa: B023
+        seeds.append(loaded(url))
+        for version in ObjectStore(url).versions().values():
+            assert loaded(f"{url}/{version.partition('/')[0]}") in (1, 2)
+        if not killed:
+            break
+        world(2).run(save_rows, url, 3)
+        assert loaded(url) == 3
+        saves = {name.removesuffix(".committed") for name in names(url) if name.endswith(".committed")}
+        assert {name.partition("SAVE")[0] + "SAVE" for name in names(url)} == saves
+    assert len(seeds) > 15
+    assert seeds == sorted(seeds)
+    assert {*seeds} == {1, 2}
+
+
+@pytest.mark.processes
+def test_a_second_job_is_told_who_writes_until_that_process_is_killed(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/run"
+    with another_job(url) as pid:
+        text = error_on_every_rank(2, CheckpointError, lambda: save_rows(url, 1))
+        assert f"rank 0: {url} is being written to: its lock is held by process {pid} on" in text
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        world(2).run(save_rows, url, 1)
+    assert loaded(url) == 1
+    assert not [name for name in names(url) if "lock" in name]

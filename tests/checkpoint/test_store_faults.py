@@ -1,0 +1,274 @@
+"""Whatever operation of a store fails, or is the last of the process: the last good checkpoint loads, to the bit."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+from shardwise import collectives
+from shardwise.checkpoint import load, locations, object_store, save, save_async, writer_lock
+from shardwise.checkpoint.folder_store import FolderStore
+from shardwise.checkpoint.locations import store_at
+from shardwise.checkpoint.objects import Objects
+from shardwise.checkpoint.stores import find
+from shardwise.errors import CheckpointError
+from shardwise.layout import Layout, Mesh, Shard
+from shardwise.testing import world
+from tests.checkpoint.faults import FAULTS, Fault, FaultyObjects, FaultyStore
+from tests.checkpoint.states import bits, distributed, values
+
+LAYOUT = Layout(Mesh((2,)), [Shard(0, sizes=(1, 2))], (3, 2))
+SAVED = 9  # the step of a later save, and the seed of its values
+
+
+@dataclass
+class Place:
+    """Where checkpoints are, and the fault that its stores meet."""
+
+    location: str
+    fault: Fault
+
+    def names(self) -> list[str]:
+        """Every file or object, by its name from there on."""
+        if "://" not in self.location:
+            return sorted(str(p.relative_to(self.location)) for p in Path(self.location).rglob("*") if p.is_file())
+        objects, found, waiting = Objects(self.location), list[str](), [""]
+        while waiting:
+            name = waiting.pop()
+            for entry, size in objects.entries(name).items():
+                (waiting if size is None else found).append(f"{name}/{entry}".lstrip("/"))
+        return sorted(found)
+
+
+@pytest.fixture(params=["folder", "memory://", "file://"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    fault = Fault()
+    monkeypatch.setattr(locations, "FolderStore", lambda folder: FaultyStore(FolderStore(folder), fault))
+    monkeypatch.setattr(object_store, "Objects", lambda url: FaultyObjects(url, fault))
+    for name, seconds in {"SILENT_SECONDS": 0.05, "POLL_SECONDS": 0.01}.items():  # of a lock written in part
+        monkeypatch.setattr(writer_lock, name, seconds)
+    where = {"folder": f"{tmp_path}/run", "memory://": f"memory://{uuid4().hex}", "file://": f"file://{tmp_path}/run"}
+    yield Place(where[request.param], fault)
+    for name in [name for name in MemoryFileSystem.store if name.startswith(where["memory://"][len("memory:/") :])]:
+        del MemoryFileSystem.store[name]
+    shutil.rmtree(tmp_path / "run", ignore_errors=True)
+
+
+def state(seed: int) -> dict[str, Any]:
+    full = values((3, 2), seed)
+    return {"sharded": distributed(full, LAYOUT), "replicated": full[0], "seed": seed}
+
+
+def save_state(location: str, seed: int, **options: Any) -> str:
+    """Save on this rank; the text of the error, "" if there is none."""
+    try:
+        save(location, state(seed), **({"step": seed} | options))
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def save_state_async(location: str, seed: int, **options: Any) -> str:
+    try:
+        save_async(location, state(seed), **({"step": seed} | options)).wait()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def loaded_seed(location: str) -> int:
+    """What a checkpoint holds, to the bit; fails if that is a mixture."""
+    found: dict[str, Any] = {"sharded": torch.zeros(3, 2), "replicated": torch.zeros(2), "seed": -1}
+    load(location, found)
+    expected = values((3, 2), found["seed"])
+    assert bits(found["sharded"]) == bits(expected)
+    assert bits(found["replicated"]) == bits(expected[0])
+    return int(found["seed"])
+
+
+def latest_seed(location: str) -> int | None:
+    return loaded_seed(location) if locations.latest(location) else None
+
+
+SAVES: dict[str, tuple[int | None, Callable[..., str], dict[str, Any]]] = {
+    "the first one": (None, save_state, {}),
+    "a new step, the old one removed": (1, save_state, {"keep": 1}),
+    "an old step replaced": (1, save_state, {"step": 1, "overwrite": True}),
+    "in the background": (1, save_state_async, {"step": 1, "overwrite": True}),
+}
+
+
+def sweeps() -> Iterator[Any]:
+    """Every fault while a step is replaced, and those of each sort in other saves; a few for `make quick`."""
+    for save_name in SAVES:
+        replaces = save_name == "an old step replaced"
+        for kind in FAULTS if replaces else ("timeout", "torn", "dies"):
+            is_quick = kind in ("torn", "dies") and (replaces or save_name == "in the background")
+            yield pytest.param(save_name, kind, marks=() if is_quick else pytest.mark.slow)
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be removed")
+@pytest.mark.parametrize(("save_name", "kind"), [*sweeps()])
+def test_a_save_that_meets_a_fault_is_an_error_on_all_ranks_or_a_checkpoint_and_never_a_part_of_one(
+    place: Place, save_name: str, kind: str
+) -> None:
+    before, do, options = SAVES[save_name]
+    seeds, failures = [], 0
+    for operation in count(1):
+        location = f"{place.location}/{operation}"
+        if before is not None:
+            assert world(2).run(save_state, location, before) == ["", ""]
+        place.fault.arm(kind, operation)
+        (text,) = set(world(2).run(do, location, 2, **options))
+        place.fault.disarm()
+        if text:
+            failures += 1
+            assert text.startswith(f"Saving step {options.get('step', 2)} to {location} failed")
+            assert any(said in text for said in ("No space", "Input/output", "Permission", "timed out", "reset by"))
+            assert text.count(location) > 1, text
+        seeds.append(latest_seed(location))
+        if not kind.startswith("dies"):
+            assert seeds[-1] == (before if text else 2)
+        if text and not kind.startswith("dies"):
+            assert not [name for name in Place(location, place.fault).names() if name.startswith(".lock")]
+        for version in store_at(location).versions().values():
+            assert loaded_seed(str(store_at(location).location(version))) in {before, 2}
+        if not place.fault.came_to_it:
+            break
+        assert world(2).run(save_state, location, SAVED, keep=1) == ["", ""]
+        assert loaded_seed(location) == SAVED
+        assert_nothing_left(Place(location, place.fault))
+    assert not text
+    assert failures > 5
+    assert seeds == sorted(seeds, key=lambda seed: seed == 2) or do is save_state_async  # whose threads take any turn
+    assert {*seeds} == {before, 2}
+
+
+def assert_nothing_left(place: Place) -> None:
+    names = place.names()
+    if "://" not in place.location:
+        assert [name for name in names if name.startswith(".")] == []
+        return
+    saves = {name.removesuffix(".committed") for name in names if name.endswith(".committed")}
+    assert saves
+    assert {name.rpartition("/")[0] for name in names if not name.endswith(".committed")} == saves
+
+
+@pytest.mark.parametrize("kind", ["input/output error", "dies"])
+def test_a_load_that_meets_a_fault_is_an_error_on_all_ranks_or_succeeds(place: Place, kind: str) -> None:
+    world(2).run(save_state, place.location, 1)
+
+    def body() -> tuple[str, str, int]:
+        target = state(2)
+        before = [bits(x) for x in (target["sharded"], target["replicated"])]
+        try:
+            load(place.location, target)
+        except CheckpointError as error:
+            held = [bits(x) for x in (target["sharded"], target["replicated"])]
+            if "when all was verified and the state was being filled" not in str(error):
+                assert held == before
+                assert target["seed"] == 2
+            return str(error), "", collectives.rank()
+        assert bits(target["sharded"]) == bits(state(1)["sharded"])
+        assert bits(target["replicated"]) == bits(state(1)["replicated"])
+        return "", "loaded", collectives.rank()
+
+    failures = 0
+    for operation in count(1):
+        place.fault.arm(kind, operation)
+        found = world(2).run(body)
+        place.fault.disarm()
+        assert len({text for text, _, _ in found}) == 1
+        text = found[0][0]
+        failures += bool(text)
+        assert not text or text.startswith(f"Loading {place.location}")
+        assert not text or text.count(place.location) > 1
+        if not place.fault.came_to_it:
+            break
+    assert not text
+    assert failures > 4 or place.location.startswith("/")
+
+
+def test_a_store_that_does_not_answer_is_not_an_older_checkpoint(place: Place) -> None:
+    """It is not known whether the last one is complete, so nothing older is taken for the last one."""
+    for seed in (1, 2):
+        world(2).run(save_state, place.location, seed)
+
+    def found() -> str:
+        try:
+            return str(find(store_at(place.location))[1].step)
+        except (CheckpointError, OSError) as error:
+            return str(error)
+
+    for operation in count(1):
+        place.fault.arm("timeout", operation)
+        text = found()
+        place.fault.disarm()
+        assert text == "2" or "timed out" in text
+        if not place.fault.came_to_it:
+            break
+
+
+# ---- listings that lag ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["memory://", "file://"])
+def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(object_store, "Objects", lambda url: FaultyObjects(url, Fault()))
+    return f"{request.param}{tmp_path}"
+
+
+def test_before_a_listing_shows_a_save_there_is_the_one_before(url: str) -> None:
+    world(2).run(save_state, url, 1)
+    with FaultyObjects.stale(url):
+        assert world(2).run(save_state, url, 2) == ["", ""]
+        assert loaded_seed(url) == 1
+        assert world(2).run(save_state, url, 3) == ["", ""]
+    assert loaded_seed(url) == 3
+    world(2).run(save_state, url, 4)
+    assert sorted(store_at(url).versions()) == [1, 2, 3, 4]
+    assert_nothing_left(Place(url, Fault()))
+
+
+def test_a_save_that_a_listing_does_not_show_as_committed_is_not_removed(url: str) -> None:
+    """What is removed is what has no object ".committed" when that is looked for itself."""
+    world(2).run(save_state, url, 1)
+    (marker,) = [name for name in Place(url, Fault()).names() if name.endswith(".committed")]
+    Objects(url).delete(marker)
+    with FaultyObjects.stale(url):
+        Objects(url).put(marker, b"")
+        assert world(2).run(save_state, url, 2) == ["", ""]
+    assert loaded_seed(f"{url}/step-00000001") == 1
+
+
+def test_a_step_replaced_while_listings_lag_is_the_new_one_when_they_do_not(url: str) -> None:
+    with FaultyObjects.stale(url):
+        for seed in (1, 2):
+            assert world(2).run(save_state, url, seed, step=7) == ["", ""]  # the first one is not seen
+        assert locations.latest(url) is None
+    assert loaded_seed(url) == 2
+    with FaultyObjects.stale(url):
+        assert world(2).run(save_state, url, 3, step=7, overwrite=True) == ["", ""]
+        with pytest.raises(CheckpointError, match=r"there is no complete checkpoint in .*\n.*manifest.json: cannot be"):
+            loaded_seed(url)  # only the one that was replaced is listed
+    assert loaded_seed(url) == 3
+    world(2).run(save_state, url, 4, step=8)
+    assert_nothing_left(Place(url, Fault()))
+
+
+def test_a_marker_that_a_listing_shows_after_it_was_removed_does_not_cost_the_save_before(url: str) -> None:
+    world(2).run(save_state, url, 1)
+    objects, step = Objects(url), "step-00000001"
+    objects.put(f"{step}/9999999999999998-00000000.committed", b"")
+    with FaultyObjects.stale(url):
+        objects.delete(f"{step}/9999999999999998-00000000.committed")
+        assert world(2).run(save_state, url, 2) == ["", ""]
+    assert loaded_seed(f"{url}/{step}") == 1
+    assert loaded_seed(url) == 2
