@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
@@ -272,6 +273,7 @@ def test_a_folder_renamed_after_another_step_is_refused(tmp_path: Path, name: st
     with pytest.raises(CheckpointError) as caught:
         read_manifest(renamed)
     assert str(caught.value) == said
-    assert latest(tmp_path) == first
+    with pytest.warns(UserWarning, match="is named after step 7") if len(name) > 8 else nullcontext():
+        assert latest(tmp_path) == first
     elsewhere = renamed.rename(tmp_path / "mine")
     assert loaded(elsewhere) == 2

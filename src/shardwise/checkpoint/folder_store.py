@@ -12,13 +12,14 @@ Names change by renaming, which is atomic; so whoever is killed when, a `step-` 
 """
 
 import errno
+import glob
 import os
 import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from shardwise.checkpoint.manifest import MANIFEST
@@ -28,6 +29,8 @@ from shardwise.errors import CheckpointError, UnreachableError
 LATEST = "latest"
 _NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)  # the last one: a socket
 LOCK = ".lock"
+_SHORT_BYTES = 4096  # of `latest` and the lock
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)  # of file systems without hard links
 _OLD = re.compile(r"\.old-(step-\d{8,18})-[0-9a-f]{8}", re.ASCII)
 _TEMP = re.compile(r"\.tmp-(step-\d{8,18}|latest|lock)-[0-9a-f]{8}", re.ASCII)
 
@@ -131,17 +134,15 @@ class FolderStore:
         moves = [(self.folder / draft, final)]
         if os.path.lexists(final):
             moves.insert(0, (final, old))
-        done: list[tuple[Path, Path]] = []
-        try:
-            _write_synced(pointer, [f"{final.name}\n".encode()])
-            for source, target in moves:
-                source.rename(target)
-                done.append((source, target))
+
+        def point() -> None:
             _sync_folder(self.folder)
             pointer.rename(self.folder / LATEST)  # the last thing that can fail, because it cannot be undone
+
+        try:
+            _write_synced(pointer, [f"{final.name}\n".encode()])
+            _move_all(moves, then=point)
         except BaseException:
-            for source, target in reversed(done):
-                target.rename(source)
             _remove(pointer)
             raise
         _remove(old)
@@ -155,25 +156,33 @@ class FolderStore:
 
     def take_lock(self, content: bytes) -> bool:
         self._make()
-        path = self.folder / LOCK
+        path, draft = self.folder / LOCK, self.folder / _temp_name("tmp", "lock")
         try:
-            file = path.open("xb")
+            _write_synced(draft, [content])
+            os.link(draft, path)  # so that nobody sees an empty one
         except FileExistsError:
             return False
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            return self._create_lock(path, content)
+        finally:
+            _remove(draft)
+        return True
+
+    def _create_lock(self, path: Path, content: bytes) -> bool:
         try:
-            with _naming(path), file:
-                file.write(content)
+            _write_synced(path, [content])
+        except FileExistsError:
+            return False
         except BaseException:
             _remove(path)
             raise
         return True
 
     def read_lock(self) -> LockFile | None:
-        try:
-            with (self.folder / LOCK).open("rb") as file:  # opening it lets NFS ask for its attributes
-                return LockFile(file.read(), str(os.fstat(file.fileno()).st_mtime_ns))
-        except FileNotFoundError:
-            return None
+        found = _short_file(self.folder / LOCK)
+        return None if found is None else LockFile(found[0], str(found[1]))
 
     def renew_lock(self, content: bytes) -> None:
         os.utime(self.folder / LOCK)
@@ -184,10 +193,31 @@ class FolderStore:
             (self.folder / LOCK).rename(aside)
         except FileNotFoundError:
             return
-        if aside.read_bytes() != content:  # another job has made one since
+        found = _short_file(aside)
+        if found is None or found[0] != content:  # another job has made one since
             with suppress(OSError):
                 os.link(aside, self.folder / LOCK)
         _remove(aside)
+
+
+def _short_file(path: Path) -> tuple[bytes, int] | None:
+    """The content of a regular file and when it changed (ns); None if it is not there.
+
+    Raises:
+        CheckpointError: it cannot be read, or is too long.
+    """
+    try:
+        file = _LocalFile(path)
+    except CheckpointError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise
+    with closing(file):
+        if file.size > _SHORT_BYTES:
+            raise CheckpointError(f"{path}: has {file.size:,} bytes, expected {_SHORT_BYTES:,} at most. Fix: remove it")
+        content = bytearray(file.size)
+        file.read_into(memoryview(content), 0)
+    return bytes(content), file.changed
 
 
 def _remove(path: Path) -> None:
@@ -226,11 +256,31 @@ def _naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-class FileDraft:
-    """A file that appears at `path` when all of it is on disk."""
+class _Draft:
+    """What appears at `path` when it is on disk, and replaces what is there."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._draft = path, path.with_name(_temp_name("tmp", path.name))
+        _tidy_beside(path)
+
+    def _commit(self) -> None:
+        old = self.path.with_name(_temp_name("old", self.path.name))
+        moves = [(self._draft, self.path)]
+        if os.path.lexists(self.path):
+            moves.insert(0, (self.path, old))
+        _move_all(moves, then=lambda: _sync_folder(self.path.parent))
+        _remove(old)
+
+    def discard(self) -> None:
+        """Remove it, unless it was committed."""
+        _remove(self._draft)
+
+
+class FileDraft(_Draft):
+    """A file that appears at `path` when all of it is on disk."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
         self._file = self._draft.open("xb")
 
     def append(self, blocks: Iterable[memoryview | bytes]) -> None:
@@ -245,21 +295,19 @@ class FileDraft:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-        self._draft.replace(self.path)
-        _sync_folder(self.path.parent)
+        self._commit()
 
     def discard(self) -> None:
-        """Remove it, unless it was committed."""
         with suppress(OSError):  # what a full disk could not take
             self._file.close()
-        _remove(self._draft)
+        super().discard()
 
 
-class FolderDraft:
+class FolderDraft(_Draft):
     """A folder that appears at `path` when all its files are on disk."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._draft = path, path.with_name(_temp_name("tmp", path.name))
+        super().__init__(path)
         self._draft.mkdir()
 
     def write(self, file: str, content: Iterable[memoryview | bytes]) -> None:
@@ -269,25 +317,31 @@ class FolderDraft:
     def commit(self) -> None:
         """Let it take the place of what may be at `path`."""
         _sync_folder(self._draft)
-        old = self.path.with_name(_temp_name("old", self.path.name))
-        moves = [(self._draft, self.path)]
-        if os.path.lexists(self.path):
-            moves.insert(0, (self.path, old))
-        done: list[tuple[Path, Path]] = []
-        try:
-            for source, target in moves:
-                source.rename(target)
-                done.append((source, target))
-            _sync_folder(self.path.parent)
-        except BaseException:
-            for source, target in reversed(done):
-                target.rename(source)
-            raise
-        _remove(old)
+        self._commit()
 
-    def discard(self) -> None:
-        """Remove it, unless it was committed."""
-        _remove(self._draft)
+
+def _tidy_beside(path: Path) -> None:
+    """Remove what interrupted drafts of `path` left; what was there before is put back if it was moved aside."""
+    for kind in ("old", "tmp"):
+        for left in path.parent.glob(f".{kind}-{glob.escape(path.name)}-{'[0-9a-f]' * 8}"):
+            if kind == "old" and not os.path.lexists(path):
+                left.rename(path)
+            else:
+                _remove(left)
+
+
+def _move_all(moves: Iterable[tuple[Path, Path]], then: Callable[[], object]) -> None:
+    """Rename, then call `then`; all names are as before if anything fails."""
+    done: list[tuple[Path, Path]] = []
+    try:
+        for source, target in moves:
+            source.rename(target)
+            done.append((source, target))
+        then()
+    except BaseException:
+        for source, target in reversed(done):
+            target.rename(source)
+        raise
 
 
 class _LocalFile:
@@ -301,7 +355,7 @@ class _LocalFile:
             why = "is a symbolic link" if error.errno == errno.ELOOP else str(error.strerror)
             raise _unreadable(self.name, error, why) from error
         status = os.fstat(self._descriptor)
-        self.size = status.st_size
+        self.size, self.changed = status.st_size, status.st_mtime_ns
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise CheckpointError(f"{path}: is not a regular file")

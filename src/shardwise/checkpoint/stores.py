@@ -6,6 +6,7 @@ CheckpointError of a method is reported on all ranks.
 """
 
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -115,26 +116,38 @@ def find(store: CheckpointStore) -> tuple[str, Manifest]:
     own = store.own_version()
     if own is not None:
         return own, complete_manifest(store, own)
-    found = find_latest(store)
-    if found is not None:
-        return found
-    reasons = [f"\n  {why_incomplete(store, version)}" for version in store.versions().values()]
-    raise CheckpointError(f"there is no complete checkpoint in {store.name}" + "".join(reasons))
+    reasons: list[str] = []
+    found = find_latest(store, reasons)
+    if found is None:
+        raise CheckpointError("\n  ".join([f"there is no complete checkpoint in {store.name}", *reasons]))
+    return found
 
 
-def find_latest(store: CheckpointStore) -> tuple[str, Manifest] | None:
+def find_latest(store: CheckpointStore, reasons: list[str] | None = None) -> tuple[str, Manifest] | None:
     """The complete version to load, the one saved last if that is, and its manifest; None if none is.
+
+    Versions that come before the one that is found, and are not complete, are warned about.
+
+    Args:
+        reasons: what keeps these from being complete is appended.
 
     Raises:
         UnreachableError: it is not known whether the one saved last is complete.
     """
-    for version in store.versions().values():
+    reasons = [] if reasons is None else reasons
+    for step, version in store.versions().items():
         try:
-            return version, complete_manifest(store, version)
+            manifest = complete_manifest(store, version)
         except UnreachableError:
             raise
-        except CheckpointError:
+        except CheckpointError as error:
+            reasons.append(str(error))
             continue
+        for reason in reasons:
+            warnings.warn(
+                f"{store.name}: step {step} is the latest checkpoint that is complete: {reason}", stacklevel=2
+            )
+        return version, manifest
     return None
 
 

@@ -118,7 +118,7 @@ class _Held:
 
     def _renew(self) -> None:
         while not self._stop.wait(BEAT_SECONDS):
-            with suppress(OSError):  # the next time may be in time
+            with suppress(OSError, CheckpointError):  # the next time may be in time
                 if self.is_there():
                     self.store.renew_lock(self.content)
 
@@ -130,7 +130,7 @@ class _Held:
     def end(self) -> None:
         """Remove the lock. If that fails, it is taken from a process that has ended."""
         self._stop.set()
-        with suppress(OSError):
+        with suppress(OSError, CheckpointError):
             self.store.drop_lock(self.content)
 
 
