@@ -275,7 +275,7 @@ def test_what_is_no_short_file_in_place_of_one_is_refused_at_once(tmp_path: Path
     changes: list[Callable[[], object]] = [
         lambda: os.mkfifo(path),
         lambda: path.symlink_to("/dev/zero"),
-        lambda: path.mkdir(),
+        path.mkdir,
         lambda: (path.touch(), os.truncate(path, 2**40)),
     ]
     for change in changes:

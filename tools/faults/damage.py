@@ -46,8 +46,8 @@ class _TooLong(BaseException):
     pass
 
 
-def judged(kind: str, what: str, names: tuple[str, ...], read: Callable[[], bool]) -> Found:
-    """Whether a reader refuses, naming one of `names`, or returns whether what it read is right."""
+def judged(kind: str, what: str, names: tuple[str, ...], read: Callable[[], bool], limit: int = LIMIT_BYTES) -> Found:
+    """Whether a reader refuses, naming one of `names`, or returns whether what it read is right; `limit`: bytes."""
     previous = signal.signal(signal.SIGALRM, _too_long)
     signal.alarm(LIMIT_SECONDS)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -66,7 +66,7 @@ def judged(kind: str, what: str, names: tuple[str, ...], read: Callable[[], bool
         signal.alarm(0)
         signal.signal(signal.SIGALRM, previous)
     grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-    if grown > LIMIT_BYTES:
+    if grown > limit:
         outcome, detail = "memory", f"{grown:,} bytes"
     return Found(kind, what, outcome, detail)
 

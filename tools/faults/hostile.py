@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint import latest, load, offline, save
+from shardwise.checkpoint.manifest import MANIFEST_LIMIT
 from shardwise.errors import CheckpointError
-from tools.faults.damage import Found, judged
+from tools.faults.damage import LIMIT_BYTES, Found, judged
 from tools.faults.operations import values
 
 
@@ -138,10 +139,16 @@ def _tried(name: str, parent: Path, change: Callable[[Path], object], *, in_step
         (elsewhere / "precious").write_text("precious")
         save(folder, values(1), step=1)
         change(folder / "step-00000001" if in_step else folder)
-        found = judged("hostile folder", f"{name}: {how}", (str(folder),), partial(read, folder))
+        found = judged("hostile folder", f"{name}: {how}", (str(folder),), partial(read, folder), _limit(folder))
         if (elsewhere / "precious").read_text() != "precious":
             found = Found(found.kind, found.what, "silent", "a file elsewhere is gone")
         yield found
+
+
+def _limit(folder: Path) -> int:
+    """Bytes that a reader may allocate: JSON takes up to eight times as many as its text."""
+    texts = [path.stat().st_size for path in folder.glob("step-*/manifest.json") if path.is_file()]
+    return LIMIT_BYTES + 8 * sum(size for size in texts if size <= MANIFEST_LIMIT)
 
 
 def _load(folder: Path) -> bool:
