@@ -125,6 +125,8 @@ def _exported_file(folder: Path) -> None:
 def _of_files(folder: Path) -> dict[str, Tensor]:
     """What the safetensors files of an export hold, read by the library of the format."""
     path = folder / "run"
+    if not path.exists():  # while a folder is replaced, it has another name for a moment
+        path = next(folder.glob(".old-run-*"), path)
     if not path.exists():
         raise CheckpointError("there is nothing")
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]

@@ -138,6 +138,15 @@ def _wait(processes: list[Rank], seconds: float) -> bool:
     return True
 
 
+def _wait_for_stop(process: Rank) -> None:
+    """Until the process has stopped or ended."""
+    until = monotonic() + PATIENCE_SECONDS
+    while not process.ended() and monotonic() < until:
+        if Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "T":
+            return
+        sleep(POLL_SECONDS)
+
+
 def prepared(operation: Operation, folder: Path) -> Path:
     """A folder in the old state."""
     folder.mkdir(parents=True)
@@ -191,7 +200,7 @@ def _watched(processes: list[Rank], fault: Fault) -> tuple[list[dict[str, object
             in_time = _wait(others, PATIENCE_SECONDS)
         else:
             in_time = True
-            _wait(processes, 0.3)
+            _wait_for_stop(processes[0])
         with suppress(ProcessLookupError):
             if not processes[fault.rank].ended():
                 os.kill(processes[fault.rank].pid, signal.SIGCONT)

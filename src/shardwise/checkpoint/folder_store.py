@@ -18,7 +18,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
@@ -55,20 +55,37 @@ class FolderStore:
 
         While one is being replaced, the previous one counts.
         """
+        names = self._names()
         found: dict[int, str] = {}
-        for path in sorted(self.folder.iterdir()) if self.folder.is_dir() else ():  # ".old-…" before "step-…"
-            old = _OLD.fullmatch(path.name)
-            step = step_of(old[1] if old else path.name)
+        for name in names:  # ".old-…" before "step-…"
+            old = _OLD.fullmatch(name)
+            step = step_of(old[1] if old else name)
             if step is not None:
-                found[step] = path.name
-        last = self._last_step()
+                found[step] = name
+        last = self._last_step(names)
         return {step: found[step] for step in sorted(found, key=lambda step: (step == last, step), reverse=True)}
 
-    def _last_step(self) -> int | None:
+    def _names(self) -> list[str]:
+        """What is in the folder; nothing if that is not there."""
+        try:
+            return sorted(os.listdir(self.folder))  # noqa: PTH208 - iterdir names no path in its errors
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise _unreadable(self.name, error, str(error.strerror)) from error
+
+    def _last_step(self, names: Sequence[str]) -> int | None:
         """The step that was saved last, as far as the folder says."""
-        with suppress(OSError, ValueError):
-            return step_of((self.folder / LATEST).read_text(encoding="utf-8").strip())
-        return None
+        interrupted = next((name for name in names if self._is_published(name)), None)
+        found = _short_file(self.folder / (interrupted or LATEST))
+        return None if found is None else step_of(_text(found[0]))
+
+    def _is_published(self, name: str) -> bool:
+        """Whether it is the next `latest` of a save that was interrupted when its checkpoint was there."""
+        if not name.startswith(f".tmp-{LATEST}-"):
+            return False
+        found = _short_file(self.folder / name)
+        return found is not None and step_of(_text(found[0])) is not None and (self.folder / _text(found[0])).is_dir()
 
     def location(self, version: str) -> Path:
         return self.folder / version
@@ -98,7 +115,10 @@ class FolderStore:
             _sync_folder(path.parent)
 
     def tidy(self) -> dict[int, str]:
-        for path in list(self.folder.iterdir()) if self.folder.is_dir() else ():
+        names = self._names()
+        for name in filter(self._is_published, names):
+            (self.folder / name).rename(self.folder / LATEST)
+        for path in (self.folder / name for name in names):
             old = _OLD.fullmatch(path.name)
             if old and not os.path.lexists(self.folder / old[1]) and why_incomplete(self, path.name) is None:
                 path.rename(self.folder / old[1])  # a save was interrupted while it replaced this one
@@ -131,17 +151,14 @@ class FolderStore:
         final, pointer = self.folder / match[1], self.folder / _temp_name("tmp", LATEST)
         old = self.folder / _temp_name("old", final.name)
         _sync_folder(self.folder / draft)
-        moves = [(self.folder / draft, final)]
-        if os.path.lexists(final):
-            moves.insert(0, (final, old))
-
-        def point() -> None:
-            _sync_folder(self.folder)
-            pointer.rename(self.folder / LATEST)  # the last thing that can fail, because it cannot be undone
-
         try:
-            _write_synced(pointer, [f"{final.name}\n".encode()])
-            _move_all(moves, then=point)
+            with _undone_on_error() as move:
+                if os.path.lexists(final):
+                    move(final, old)
+                _write_synced(pointer, [f"{final.name}\n".encode()])
+                move(self.folder / draft, final)  # from here on it is the last one, by `_is_published`
+                _sync_folder(self.folder)
+                pointer.rename(self.folder / LATEST)  # the last thing that can fail, because it cannot be undone
         except BaseException:
             _remove(pointer)
             raise
@@ -220,6 +237,10 @@ def _short_file(path: Path) -> tuple[bytes, int] | None:
     return bytes(content), file.changed
 
 
+def _text(content: bytes) -> str:
+    return content.decode(errors="replace").strip()
+
+
 def _remove(path: Path) -> None:
     """Remove a file or folder as far as possible; the next save tries what is left again."""
     with suppress(OSError):
@@ -263,14 +284,6 @@ class _Draft:
         self.path, self._draft = path, path.with_name(_temp_name("tmp", path.name))
         _tidy_beside(path)
 
-    def _commit(self) -> None:
-        old = self.path.with_name(_temp_name("old", self.path.name))
-        moves = [(self._draft, self.path)]
-        if os.path.lexists(self.path):
-            moves.insert(0, (self.path, old))
-        _move_all(moves, then=lambda: _sync_folder(self.path.parent))
-        _remove(old)
-
     def discard(self) -> None:
         """Remove it, unless it was committed."""
         _remove(self._draft)
@@ -295,7 +308,18 @@ class FileDraft(_Draft):
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-        self._commit()
+        old = self.path.with_name(_temp_name("old", self.path.name))
+        with suppress(OSError):  # nothing is there, or it cannot have a second name: then it cannot be put back
+            os.link(self.path, old)
+        try:
+            self._draft.replace(self.path)
+            _sync_folder(self.path.parent)
+        except BaseException:
+            if not self._draft.exists():
+                old.replace(self.path) if old.exists() else self.path.rename(self._draft)
+            _remove(old)
+            raise
+        _remove(old)
 
     def discard(self) -> None:
         with suppress(OSError):  # what a full disk could not take
@@ -304,7 +328,10 @@ class FileDraft(_Draft):
 
 
 class FolderDraft(_Draft):
-    """A folder that appears at `path` when all its files are on disk."""
+    """A folder that appears at `path` when all its files are on disk.
+
+    There is no way to exchange two folders: one that is replaced has another name for a moment, `.old-NAME-…`.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -317,7 +344,13 @@ class FolderDraft(_Draft):
     def commit(self) -> None:
         """Let it take the place of what may be at `path`."""
         _sync_folder(self._draft)
-        self._commit()
+        old = self.path.with_name(_temp_name("old", self.path.name))
+        with _undone_on_error() as move:
+            if os.path.lexists(self.path):
+                move(self.path, old)
+            move(self._draft, self.path)
+            _sync_folder(self.path.parent)
+        _remove(old)
 
 
 def _tidy_beside(path: Path) -> None:
@@ -330,14 +363,17 @@ def _tidy_beside(path: Path) -> None:
                 _remove(left)
 
 
-def _move_all(moves: Iterable[tuple[Path, Path]], then: Callable[[], object]) -> None:
-    """Rename, then call `then`; all names are as before if anything fails."""
+@contextmanager
+def _undone_on_error() -> Iterator[Callable[[Path, Path], None]]:
+    """A function that renames; if the block raises, all names are as before."""
     done: list[tuple[Path, Path]] = []
+
+    def move(source: Path, target: Path) -> None:
+        source.rename(target)
+        done.append((source, target))
+
     try:
-        for source, target in moves:
-            source.rename(target)
-            done.append((source, target))
-        then()
+        yield move
     except BaseException:
         for source, target in reversed(done):
             target.rename(source)
@@ -354,6 +390,8 @@ class _LocalFile:
         except OSError as error:
             why = "is a symbolic link" if error.errno == errno.ELOOP else str(error.strerror)
             raise _unreadable(self.name, error, why) from error
+        except ValueError as error:  # a name that no file can have
+            raise CheckpointError(f"{self.name!r}: cannot be read: {error}") from error
         status = os.fstat(self._descriptor)
         self.size, self.changed = status.st_size, status.st_mtime_ns
         if not stat.S_ISREG(status.st_mode):

@@ -92,6 +92,9 @@ class PendingSave:
         self.what = saving.what
         self._saving, self._draft, self._world_size = saving, draft, world_size
         self._error: Exception | None = None
+        self._unsent: Exception | None = (
+            None  # why the report of this rank could not be written; others may have read it all the same
+        )
         self._version = ""
         self._reported = threading.Event()  # this rank has written its part and the report of it, or failed
         self._given_up = threading.Event()  # some rank has failed
@@ -112,8 +115,12 @@ class PendingSave:
             NotFiniteError: so for `require_finite`.
         """
         try:
-            on_all_ranks(self.what, self._own_part)
-            kind, text = on_all_ranks(self.what, self._outcome)[0]
+            all_sent = all(on_all_ranks(self.what, self._own_part))
+            if not all_sent:
+                self._given_up.set()
+            kind, text = on_all_ranks(self.what, lambda: self._outcome(all_sent))[0]
+            if kind == "unsent":
+                on_all_ranks(self.what, self._raise_unsent)
         except BaseException:
             self._given_up.set()
             raise
@@ -125,12 +132,18 @@ class PendingSave:
             raise NotFiniteError(text)
         return self._saving.store.location(text)
 
-    def _own_part(self) -> None:
+    def _own_part(self) -> bool:
+        """Whether the report of this rank was written."""
         self._reported.wait()
         if self._error is not None and not isinstance(self._error, NotFiniteError):
             raise self._error
+        return self._unsent is None
 
-    def _outcome(self) -> tuple[str, str]:
+    def _raise_unsent(self) -> None:
+        if self._unsent is not None:
+            raise self._unsent
+
+    def _outcome(self, all_sent: bool) -> tuple[str, str]:
         """On rank 0, what became of the save: all ranks have reported, so this does not take long."""
         if not self._saving.is_first:
             return "", ""
@@ -138,6 +151,8 @@ class PendingSave:
         if isinstance(self._error, NotFiniteError):
             return "not finite", str(self._error)
         if self._error is not None:
+            if not all_sent:
+                return "unsent", ""
             raise self._error
         return "saved", self._version
 
@@ -148,8 +163,7 @@ class PendingSave:
         sums: Sums = []
         try:
             sums = saving.contents.write(saving.store, self._draft)
-            if not saving.is_first:
-                _write_report(saving, self._draft, {"sums": sums})
+            self._send(sums)
         except Exception as error:  # noqa: BLE001 - whatever it is, `wait` raises it
             self._error = error
             with suppress(Exception):  # then rank 0 learns it in `wait`
@@ -159,6 +173,13 @@ class PendingSave:
             if saving.is_first:
                 self._finish(sums)
                 saving.release()
+
+    def _send(self, sums: Sums) -> None:
+        if not self._saving.is_first:
+            try:
+                _write_report(self._saving, self._draft, {"sums": sums})
+            except (OSError, CheckpointError) as error:
+                self._unsent = error
 
     def _finish(self, sums: Sums) -> None:
         """On rank 0: commit, or remove the draft, when all ranks have written."""
@@ -201,7 +222,9 @@ class PendingSave:
 
     def unknown_error(self) -> Exception | None:
         """Why it failed, if no call has raised it; its thread has ended."""
-        return None if self._is_known else self._error
+        if self._is_known:
+            return None
+        return self._error or self._unsent
 
 
 _unfinished: set[PendingSave] = set()

@@ -209,7 +209,7 @@ def _files(folder: Path) -> Mapping[str, set[str] | None]:
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{index}: is not an index of tensors: {error!r}") from error
     for file in files:
-        if not isinstance(file, str) or Path(file).name != file:
+        if not isinstance(file, str) or Path(file).name != file or not file.isprintable():
             raise CheckpointError(f"{index}: {file!r} is not the name of a file beside it")
     return files
 
@@ -255,6 +255,8 @@ def _bytes(file: StoredFile, start: int, count: int) -> bytearray:
 def _entry(key: str, said: Mapping[str, Any]) -> tuple[str, torch.dtype, tuple[int, ...], int, int]:
     """Key, dtype, shape, and the first and last byte of the data; ValueError if they cannot be."""
     dtype, shape, (begin, end) = _DTYPES[said["dtype"]], tuple(said["shape"]), said["data_offsets"]
+    if not key:
+        raise ValueError("a tensor has no name")
     if len(shape) > 64 or any(type(n) is not int or not 0 <= n <= LARGEST for n in (*shape, begin, end)):
         raise ValueError(f"{key!r} has numbers that cannot be")
     if end - begin != dtype.itemsize * prod(shape):

@@ -6,6 +6,7 @@ Source: torch/distributed/checkpoint/metadata.py and filesystem.py, torch/_utils
 
 import io
 import pickle
+import pickletools
 import reprlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +76,13 @@ class _Unpickler(pickle.Unpickler):
         return pid
 
 
+def _check_numbers(data: bytes) -> None:
+    """Raise ValueError for a length or an index beyond the pickle: the unpickler would allocate memory for it."""
+    for opcode, argument, _ in pickletools.genops(data):
+        if "PUT" in opcode.name and isinstance(argument, int) and argument > len(data):
+            raise ValueError(f"{opcode.name} {argument} is beyond its {len(data):,} bytes")
+
+
 def unpickled(data: bytes, what: str) -> object:
     """What a pickle has, with records in place of objects.
 
@@ -82,6 +90,7 @@ def unpickled(data: bytes, what: str) -> object:
         CheckpointError: it is none, or has other classes or functions than those of the format.
     """
     try:
+        _check_numbers(data)
         return _Unpickler(data).load()
     except CheckpointError as error:
         raise CheckpointError(f"{what}: {error}") from error
