@@ -268,6 +268,31 @@ def test_latest_is_the_one_saved_last_and_else_the_highest_complete_one(tmp_path
         assert load(tmp_path, {"x": torch.tensor(0)}).step == 9
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_checkpoint_whose_saver_died_before_it_was_named_latest_is_the_last_one(
+    tmp_path: Path, overwrite: bool
+) -> None:
+    """The run was taken back to step 3 before, so the highest step is not the last one."""
+    saved, moment = set(), 0
+    while None not in saved:
+        moment += 1
+        folder = tmp_path / str(moment)
+        for step in (9, 4, 3) if overwrite else (9, 3):
+            save_sevens_alone(folder, step)
+        if not killed_at(moment, folder, lambda: save_sevens_alone(folder, 4, overwrite=overwrite)):  # noqa: B023
+            saved.add(None)
+        last = latest(folder)
+        assert last is not None
+        state = {"x": torch.tensor(0)}
+        assert load(folder, state).step == state["x"] == int(last.name[-8:])
+        assert last.name in ("step-00000003", "step-00000004")
+        saved.add(last.name)
+        save_sevens_alone(folder, 5)
+        assert sorted(path.name for path in folder.iterdir() if path.name.startswith(".")) == []
+        assert latest(folder) == folder / "step-00000005"
+    assert saved == {None, "step-00000003", "step-00000004"}
+
+
 @pytest.mark.parametrize("file", ["latest", ".lock"])
 def test_what_is_no_short_file_in_place_of_one_is_refused_at_once(tmp_path: Path, file: str) -> None:
     save_sevens_alone(tmp_path, 1)
@@ -276,7 +301,7 @@ def test_what_is_no_short_file_in_place_of_one_is_refused_at_once(tmp_path: Path
         lambda: os.mkfifo(path),
         lambda: path.symlink_to("/dev/zero"),
         path.mkdir,
-        lambda: (path.touch(), os.truncate(path, 2**40)),
+        lambda: path.write_bytes(bytes(5000)),
     ]
     for change in changes:
         path.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ import platform
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
 from multiprocessing import get_context
@@ -102,7 +102,7 @@ def _hostile(folder: Path) -> list[Found]:
 
 def table(head: list[str], rows: Iterable[list[object]]) -> list[str]:
     """Lines of Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
+    lines: list[Sequence[object]] = [head, ["---"] * len(head), *rows]
     return [
         "| " + " | ".join(f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in line) + " |" for line in lines
     ]

@@ -15,10 +15,11 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_by_torch
 
 from shardwise.checkpoint import load, offline
 from shardwise.errors import ShardwiseError
@@ -271,7 +272,7 @@ def pickles(folder: Path, count: int, seed: int) -> Iterator[Found]:
     full = values(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(full, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+        save_by_torch(full, storage_writer=FileSystemWriter(path), no_dist=True)
     files = [file for file in sorted(path.iterdir()) if file.is_file()]
     payload = pickle.dumps(_Canary(str(canary)))
 

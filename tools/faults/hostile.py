@@ -40,6 +40,11 @@ def _pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
 def _socket(path: Path) -> None:
     path.unlink()
     with socket.socket(socket.AF_UNIX) as made:
@@ -50,7 +55,7 @@ def _socket(path: Path) -> None:
 
 
 def _sparse(path: Path, size: int) -> None:
-    with path.open("r+b") as file:
+    with path.open("ab") as file:
         file.truncate(size)
 
 
@@ -79,13 +84,13 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "data file is a link to itself": lambda step: _link(step, RANK, step / RANK),
     "data file is a pipe": lambda step: _pipe(step / RANK),
     "data file is a socket": lambda step: _socket(step / RANK),
-    "data file is a folder": lambda step: ((step / RANK).unlink(), (step / RANK).mkdir()),
+    "data file is a folder": lambda step: _folder(step / RANK),
     "data file is sparse, 1 TB": lambda step: _sparse(step / RANK, 1 << 40),
     "data file has a header of 2^63 bytes": lambda step: (step / RANK).write_bytes((2**63).to_bytes(8, "little") * 9),
     "manifest is a pipe": lambda step: _pipe(step / "manifest.json"),
     "manifest is a link to /dev/zero": lambda step: _link(step, "manifest.json", Path("/dev/zero")),
     "manifest is sparse, 1 TB": lambda step: _sparse(step / "manifest.json", 1 << 40),
-    "manifest is a folder": lambda step: ((step / "manifest.json").unlink(), (step / "manifest.json").mkdir()),
+    "manifest is a folder": lambda step: _folder(step / "manifest.json"),
     "manifest names ../ as a file": lambda step: _resealed(step, lambda m: _chunk(m).update(file="../x")),
     "manifest names an absolute file": lambda step: _resealed(step, lambda m: _chunk(m).update(file="/etc/passwd")),
     "manifest names a file with NUL": lambda step: _resealed(step, lambda m: _chunk(m).update(file="rank-0000\0")),
@@ -101,20 +106,20 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     ),
     "world of 2^62 ranks": lambda step: _resealed(step, lambda m: m.update(world_size=2**62, step=99)),
     "step is a link to itself": _loop,
-    "step is a link to /": lambda step: (step.rename(step.with_name("moved")), step.symlink_to("/")),
-    "step is a pipe": lambda step: (step.rename(step.with_name("moved")), _pipe(step)),
+    "step is a link to /": lambda step: step.rename(step.with_name("moved")).with_name(step.name).symlink_to("/"),
+    "step is a pipe": lambda step: _pipe(step.rename(step.with_name("moved")).with_name(step.name)),
     "step holds another step": lambda step: step.rename(step.with_name("step-00000009")),
 }
 OF_FOLDER: dict[str, Callable[[Path], object]] = {
     "latest is a pipe": lambda folder: _pipe(folder / "latest"),
     "latest names ../": lambda folder: (folder / "latest").write_text("../../etc\n"),
     "latest is 1 TB": lambda folder: _sparse(folder / "latest", 1 << 40),
-    "latest is a folder": lambda folder: ((folder / "latest").unlink(), (folder / "latest").mkdir()),
+    "latest is a folder": lambda folder: _folder(folder / "latest"),
     "latest is a link to /dev/zero": lambda folder: _link(folder, "latest", Path("/dev/zero")),
     "latest is not UTF-8": lambda folder: (folder / "latest").write_bytes(b"\xff\xfe"),
     "lock is a pipe": lambda folder: _pipe(folder / ".lock"),
     "lock is a link to /dev/zero": lambda folder: (folder / ".lock").symlink_to("/dev/zero"),
-    "lock is 1 TB": lambda folder: ((folder / ".lock").touch(), _sparse(folder / ".lock", 1 << 40)),
+    "lock is 1 TB": lambda folder: _sparse(folder / ".lock", 1 << 40),
     "lock is a folder": lambda folder: (folder / ".lock").mkdir(),
     "a draft is a link to a folder elsewhere": lambda folder: (folder / ".tmp-step-00000003-0123abcd").symlink_to(
         folder.parent / "elsewhere"
