@@ -30,6 +30,10 @@ _FILE = re.compile(r"rank-(\d{4,9})\.safetensors", re.ASCII)
 _NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
+class NewerVersionError(CheckpointError):
+    """A manifest of a version that is not known yet. Its checkpoint may be complete, so it is not passed over."""
+
+
 def file_name(rank: int) -> str:
     """The file that `rank` writes."""
     return f"rank-{rank:04d}.safetensors"
@@ -151,12 +155,24 @@ def parse(data: bytes) -> Manifest:
         raise CheckpointError("is damaged: its content does not match its checksum")
     content = _parse_json(data)
     version = content.get("version")
-    if content.get("format") != FORMAT or (version != VERSION and version not in [*OLDER]):
+    known = type(version) is int and (version == VERSION or version in OLDER)
+    if content.get("format") == FORMAT and type(version) is int and version > VERSION:
+        raise NewerVersionError(
+            f"is version {version} of the format, and this shardwise reads versions up to {VERSION}. "
+            f"Fix: install {_writer(content.get('versions'))}"
+        )
+    if content.get("format") != FORMAT or not known:
         raise CheckpointError(
-            f"is {content.get('format')!r} version {version!r}, expected {FORMAT!r} version {VERSION} or older. "
-            f"Fix: read it with what wrote it: {_short(content.get('versions'))}"
+            f"is {content.get('format')!r} version {version!r}, expected {FORMAT!r} version {VERSION} or older"
         )
     return _manifest(content)
+
+
+def _writer(versions: object) -> str:
+    """The shardwise that wrote a manifest with these `versions`, as far as it says."""
+    found = versions.get("shardwise") if isinstance(versions, dict) else None
+    known = isinstance(found, str) and re.fullmatch(r"\d[\w.+]{0,40}", found, re.ASCII)
+    return f"shardwise {found} or newer" if known else "a newer shardwise"
 
 
 # ---- validation -------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from shardwise.checkpoint.files import StoredFile, check_size
-from shardwise.checkpoint.manifest import MANIFEST, MANIFEST_LIMIT, Manifest, parse, too_long
+from shardwise.checkpoint.manifest import MANIFEST, MANIFEST_LIMIT, Manifest, NewerVersionError, parse, too_long
 from shardwise.errors import CheckpointError, UnreachableError
 
 _STEP = re.compile(r"step-(\d{8,18})", re.ASCII)
@@ -133,12 +133,13 @@ def find_latest(store: CheckpointStore, reasons: list[str] | None = None) -> tup
 
     Raises:
         UnreachableError: it is not known whether the one saved last is complete.
+        NewerVersionError: one that would be it is of a version of the format that is not known yet.
     """
     reasons = [] if reasons is None else reasons
     for step, version in store.versions().items():
         try:
             manifest = complete_manifest(store, version)
-        except UnreachableError:
+        except (UnreachableError, NewerVersionError):
             raise
         except CheckpointError as error:
             reasons.append(str(error))
@@ -167,7 +168,7 @@ def stored_manifest(store: CheckpointStore, version: str) -> Manifest:
         try:
             manifest = parse(bytes(data))
         except CheckpointError as error:
-            raise CheckpointError(f"{file.name}: {error}") from error
+            raise type(error)(f"{file.name}: {error}") from error
     named = _ANY_STEP.fullmatch(Path(location).absolute().name)
     if named and int(named[1]) != manifest.step:
         raise CheckpointError(
@@ -202,10 +203,11 @@ def why_incomplete(store: CheckpointStore, version: str) -> str | None:
 
     Raises:
         UnreachableError: it is not known whether it is.
+        NewerVersionError: its version of the format is not known yet.
     """
     try:
         complete_manifest(store, version)
-    except UnreachableError:
+    except (UnreachableError, NewerVersionError):
         raise
     except CheckpointError as error:
         return str(error)
