@@ -226,6 +226,5 @@ def test_peak_memory(tmp_path: Path, code: str, count: int, limit: int) -> None:
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert not done.returncode, done.stderr
     peaks = {what: int(found) for what, found in (line.split(": ") for line in done.stdout.splitlines())}
-    print({k: f"{v / 2**20:.1f}" for k, v in peaks.items()})
     assert len(peaks) == count
     assert {what: found for what, found in peaks.items() if found > limit} == {}

@@ -74,9 +74,9 @@ def _install() -> None:
             return io.BufferedWriter(_Raw(os.fspath(file), mode))
         return real_open(file, mode, *args, **kwargs)
 
-    def fsync(file: Any) -> None:
-        _trap.reach("fsync", _path_of(file))
-        real_fsync(file)
+    def fsync(fd: Any) -> None:
+        _trap.reach("fsync", _path_of(fd))
+        real_fsync(fd)
 
     def preadv(descriptor: int, *args: Any) -> int:
         _trap.reach("read", _path_of(descriptor))
