@@ -199,8 +199,10 @@ def find_checkpoint(folder: Path) -> Path:
         digits = (match[1] or match[2]) if match else ""
         if digits and digits == f"{int(digits):08d}":
             steps[int(digits)] = path  # ".old-" is sorted before "step-"
-    pointer = folder / "latest"
-    named = pointer.read_text().strip() if pointer.exists() else ""
+    named = ""
+    for pointer in (folder / "latest", *folder.glob(".tmp-latest-*")):
+        said = pointer.read_text().strip() if pointer.exists() else ""
+        named = said if pointer.name == "latest" or (folder / said).is_dir() else named
     latest = int(named[5:]) if re.fullmatch("step-[0-9]{8,}", named) else None
     return _first_complete([steps[step] for step in sorted(steps, key=lambda n: (n == latest, n), reverse=True)])
 

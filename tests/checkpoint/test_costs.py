@@ -219,7 +219,7 @@ OFFLINE = """
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("code", "count", "limit"), [(RANKS, 8, 64 << 20), (OFFLINE, 10, 24 << 20)])
+@pytest.mark.parametrize(("code", "count", "limit"), [(RANKS, 8, 64 << 20), (OFFLINE, 10, 64 << 20)])
 def test_peak_memory(tmp_path: Path, code: str, count: int, limit: int) -> None:
     """Beside the tensors, of each step with 128 MiB."""
     command = [sys.executable, "-c", dedent(PEAKS) + dedent(code), str(tmp_path)]

@@ -305,13 +305,22 @@ def test_library_and_reader_find_the_same_checkpoint(tmp_path: Path) -> None:
     look()
     (tmp_path / ".old-step-00000007-0123abcd").mkdir()
     look()
+    interrupted = tmp_path / ".tmp-latest-0123abcd"
+    for name in ("step-00000005", "step-00000003"):  # the second one is not there under this name
+        interrupted.write_text(f"{name}\n")
+        look()
+    interrupted.unlink()
     pointer.unlink()
     look()
     (tmp_path / "step-00000007" / "rank-0000.safetensors").unlink()
-    look()
+    with pytest.warns(UserWarning, match="step 5 is the latest checkpoint that is complete: .*/step-00000007/"):
+        look()
     shutil.rmtree(tmp_path / "step-00000005")
-    look()
-    assert [re.sub("step-0*", "", name)[:6] for name in found] == ["5", "3", ".old-3", ".old-3", "7", "5", ".old-3"]
+    with pytest.warns(UserWarning, match="step 3 is the latest checkpoint that is complete: .*/step-00000007/"):
+        look()
+    assert [re.sub("step-0*", "", name)[:6] for name in found] == [
+        *("5", "3", ".old-3", ".old-3", "5", ".old-3", "7", "5", ".old-3")
+    ]
 
 
 def test_library_and_reader_find_the_same_checkpoint_of_an_object_store(tmp_path: Path) -> None:
@@ -331,10 +340,12 @@ def test_library_and_reader_find_the_same_checkpoint_of_an_object_store(tmp_path
     save(url, {"x": torch.full((2,), 3.0)}, step=3, overwrite=True)
     assert look() == 3
     (find_in_object_store(tmp_path) / "rank-0000.safetensors").unlink()
-    assert look() == 2
+    with pytest.warns(UserWarning, match="step 2 is the latest checkpoint that is complete: .*/step-00000003/"):
+        assert look() == 2
     (draft,) = (path.with_suffix("") for path in (tmp_path / "step-00000002").glob("*.committed"))
     shutil.copytree(draft, draft.with_name("9999999999999999-0123abcd"))
-    assert look() == 2
+    with pytest.warns(UserWarning, match="step 2 is the latest checkpoint that is complete: .*/step-00000003/"):
+        assert look() == 2
 
 
 # ---- versions to come -----------------------------------------------------------------------------------------
@@ -414,11 +425,12 @@ def test_writers_do_what_the_page_says_in_that_order(tmp_path: Path, monkeypatch
     monkeypatch.setattr(os, "rename", recorded_rename)
     save(tmp_path, {"x": torch.ones(2)}, step=5, overwrite=True)
     assert done == [
+        "sync .tmp-lock-X",
         "sync .tmp-step-00000005-X/rank-0000.safetensors",
         "sync .tmp-step-00000005-X/manifest.json",
         "sync .tmp-step-00000005-X",
-        "sync .tmp-latest-X",
         "rename step-00000005 to .old-step-00000005-X",
+        "sync .tmp-latest-X",
         "rename .tmp-step-00000005-X to step-00000005",
         "sync .",
         "rename .tmp-latest-X to latest",

@@ -21,7 +21,7 @@ from shardwise.layout import Box, checked
 
 Collection = EmbeddingBagCollection | EmbeddingCollection | ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
 
-MOST_BYTES = 1 << 24  # of the file that are sent at a time
+MOST_BYTES = 1 << 23  # of the file that are sent at a time
 
 
 @checked

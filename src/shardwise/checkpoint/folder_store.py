@@ -8,7 +8,8 @@
       .tmp-step-00000300-1f3a90bc/   one being written or removed; a leftover if nobody does
       .old-step-00000200-5e11d0aa/   the previous one of that step while it is being replaced
 
-Names change by renaming, which is atomic; so whoever is killed when, a `step-` folder is complete.
+Names change by renaming, which is atomic; so whoever is killed when, a `step-` folder is complete. The
+order is told in docs/checkpoint-format.md.
 """
 
 import errno
