@@ -9,7 +9,7 @@
       .old-step-00000200-5e11d0aa/   the previous one of that step while it is being replaced
 
 Names change by renaming, which is atomic; so whoever is killed when, a `step-` folder is complete. The
-order is told in docs/checkpoint-format.md.
+order is in docs/checkpoint-format.md.
 """
 
 import errno
