@@ -1,6 +1,6 @@
 """Disturb and damage checkpoints, and write a table of what came of it.
 
-    python -m tools.faults                                 # everything: about 20 minutes on 2 cores
+    python -m tools.faults                                 # everything: about 7 minutes on 2 cores
     python -m tools.faults --runs 60 --flips 100 --mutations 500
     python -m tools.faults --page docs/reliability.md      # the table there
 

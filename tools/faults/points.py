@@ -56,12 +56,17 @@ _trap = _Trap()
 
 
 class _Raw(io.FileIO):
-    """Half of a write is done before it fails."""
+    """Half of a write is done before it fails: a system call that writes a part says so, and the next one fails."""
+
+    _has_half = False
 
     def write(self, data: Any) -> int:
         path = str(self.name)
-        if _trap.will_fail() and path.startswith(_trap.folder):
-            super().write(memoryview(data)[: len(data) // 2])
+        if _trap.will_fail() and path.startswith(_trap.folder) and not self._has_half:
+            self._has_half = True
+            done = super().write(memoryview(data)[: len(data) // 2])
+            if done and _trap.kind != "kill":
+                return done
         _trap.reach("write", path)
         return super().write(data)
 

@@ -277,5 +277,8 @@ def _read_report(saving: Saving, draft: str, rank: int) -> dict[str, Any] | None
         return None
     if not data.endswith(b"\n"):
         return None
-    report: dict[str, Any] = json.loads(data)
+    try:
+        report: dict[str, Any] = json.loads(data)
+    except ValueError:  # a write failed in its middle; that rank says so in `wait`
+        return None
     return report
