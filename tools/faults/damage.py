@@ -85,10 +85,9 @@ def flips(folder: Path, count: int, seed: int) -> Iterator[Found]:
     random, files = Random(seed), sorted(path for path in folder.rglob("*") if path.suffix in (".json", ".safetensors"))
     for _ in range(count):
         file = random.choice(files)
-        sound = file.read_bytes()
-        kind, damaged = random.choice((_flipped, _flipped, _cut, _grown, _zeroed, _moved))(bytearray(sound), random)
-        if damaged == sound:
-            continue
+        damaged = sound = file.read_bytes()
+        while damaged == sound:
+            kind, damaged = random.choice((_flipped, _flipped, _cut, _grown, _zeroed, _moved))(bytearray(sound), random)
         file.write_bytes(damaged)
         yield judged(f"bytes: {kind}", f"{file.name} {kind}", (file.name,), lambda: _loads(folder, "refused"))
         file.write_bytes(sound)
@@ -208,7 +207,7 @@ def manifests(folder: Path, count: int, seed: int) -> Iterator[Found]:
         for _ in range(random.choice((1, 1, 1, 2, 3))):
             said = mutated(said, random)
         if not isinstance(said, dict):
-            continue
+            said = {"x": said}
         rest = _as_text(said, random).lstrip(b"{")
         path.write_bytes(b'{"sha256":"%b",\n%b' % (hashlib.sha256(rest).hexdigest().encode(), rest))
         yield judged("manifest", json.dumps(said), (path.name, str(folder)), lambda: _loads(folder, "right or refused"))
