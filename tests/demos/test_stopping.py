@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -9,6 +10,14 @@ from shardwise.collectives import rank
 from shardwise.demos import stopping
 from shardwise.demos.stopping import postponed_signals
 from shardwise.testing import world
+
+
+@pytest.fixture(autouse=True)
+def heard_signals() -> Iterator[None]:
+    """SIGINT as a terminal has it: background jobs of a shell ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_a_signal_waits_for_the_end_of_the_block_if_the_ranks_agreed_to_stop() -> None:

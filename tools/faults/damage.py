@@ -114,7 +114,7 @@ def _flipped(data: bytearray, random: Random) -> tuple[str, bytes]:
 
 
 def _cut(data: bytearray, random: Random) -> tuple[str, bytes]:
-    return "cut", bytes(data[: random.randrange(len(data))])
+    return "truncated", bytes(data[: random.randrange(len(data))])
 
 
 def _grown(data: bytearray, random: Random) -> tuple[str, bytes]:

@@ -181,6 +181,8 @@ class FolderStore:
         except FileExistsError:
             return False
         except OSError as error:
+            if error.errno == errno.ENOENT and os.path.lexists(path):
+                return False  # the job that has it tidied the draft away
             if error.errno not in _NO_LINKS:
                 raise
             return self._create_lock(path, content)

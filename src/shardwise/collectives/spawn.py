@@ -72,7 +72,7 @@ class RankProcesses:
         context = mp.get_context("spawn")
         resource_tracker.ensure_running()  # its first start would unblock SIGINT
         try:
-            with _sigint_blocked():  # processes inherit the mask until they ignore the signal
+            with _sigint_postponed():
                 for rank in range(size):
                     ours, theirs = context.Pipe()
                     self.connections.append(ours)
@@ -170,12 +170,26 @@ def _end_with_parent() -> None:
 
 
 @contextmanager
-def _sigint_blocked() -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _sigint_postponed() -> Iterator[None]:
+    """Let Ctrl-C have its effect when the block ends, so that no process is left half started.
+
+    Processes started inside inherit the blocked signal until they ignore it. Blocking it is not enough for this
+    one: another thread of it may receive the signal.
+    """
+    received: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    has_handler = threading.current_thread() is threading.main_thread() and callable(before)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    if has_handler:
+        signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if has_handler:
+            signal.signal(signal.SIGINT, before)
+        if received:
+            signal.raise_signal(signal.SIGINT)
 
 
 class MemoryFile:
