@@ -131,8 +131,8 @@ def test_modules_that_are_imported_after_the_first_dtensor_are_patched_then() ->
 import importlib, inspect, json, pkgutil, shardwise
 finders = list(sys.meta_path)
 shardwise.distribute_tensor(torch.ones(2), shardwise.Mesh((1,)), [shardwise.Shard(0)])
+assert not {set(modules)} & {{*sys.modules}}
 for module in {modules}:
-    assert module not in sys.modules
     assert inspect.getsource(importlib.import_module(module))
 replaced = [getattr(pkgutil.resolve_name(owner), name) for owner, name in {targets}]
 shardwise.tensor.torch_patches.uninstall()
@@ -141,7 +141,7 @@ print(json.dumps([[f.__code__.co_name for f in replaced], [f.__name__ for f in o
     [f.__code__.co_name for f in originals], finders == sys.meta_path]))
 """
     replaced, names, originals, undone = run_python(code)
-    assert replaced == ["check_first"] * len(targets)
+    assert set(replaced) == {"check_first", "iterate", "offload"}
     assert originals == names == [name for _, name in targets]
     assert undone
 

@@ -1,16 +1,49 @@
 """How tensors, modules and placements read in the errors of `checked` functions."""
 
 import os
+from collections.abc import Sequence
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
+from shardwise import collectives
 from shardwise.errors import LayoutError
 from shardwise.layout import Kind, Layout, describe
 from shardwise.tensor.dtensor import DTensor
 
 
-def is_torch_dtensor(x: object) -> bool:
+class TorchPlacement(Protocol):
+    """A placement of `torch.distributed.tensor`."""
+
+    def is_shard(self) -> bool: ...
+
+
+class TorchDTensor(Protocol):
+    """A DTensor of `torch.distributed.tensor`, which takes long to import."""
+
+    is_meta: bool
+    shape: torch.Size
+    device_mesh: collectives.DeviceMesh
+    placements: tuple[TorchPlacement, ...]
+
+    def detach(self) -> "TorchDTensor": ...
+    def to_local(self) -> Tensor: ...
+    def full_tensor(self) -> Tensor: ...
+    def stride(self) -> tuple[int, ...]: ...
+    @staticmethod
+    def from_local(
+        local_tensor: Tensor,
+        device_mesh: collectives.DeviceMesh,
+        placements: Sequence[TorchPlacement],
+        *,
+        run_check: bool,
+        shape: torch.Size,
+        stride: tuple[int, ...],
+    ) -> Tensor: ...
+
+
+def is_torch_dtensor(x: object) -> TypeGuard[TorchDTensor]:
     """Whether `x` is a DTensor of `torch.distributed.tensor`, which knows nothing of ours."""
     return any(cls.__name__ == "DTensor" and cls.__module__.startswith("torch.distributed.") for cls in type(x).__mro__)
 

@@ -25,11 +25,12 @@ from shardwise.tensor.autograd.functions import (
     with_layouts,
 )
 from shardwise.tensor.dtensor import DTensor, before_first_dtensor
-from shardwise.tensor.handlers.assigned_state import keeping_layouts
 from shardwise.tensor.handlers.lists import total_norm_in_one_exchange
+from shardwise.tensor.handlers.loaded_state import keeping_layouts, sharding_states
 from shardwise.tensor.handlers.optimisers import step_on_locals
 from shardwise.tensor.handlers.replicas import checking
 from shardwise.tensor.handlers.scripts import calling_scripts, without_attributes, without_dtensors, without_elements
+from shardwise.tensor.handlers.state_dicts import staging_locals, with_dtensors
 from shardwise.tensor.handlers.unasked import (
     asking,
     data_of_alike,
@@ -197,10 +198,34 @@ PATCHES = (
     ),
     Patch(
         "torch.nn.modules.module.Module._load_from_state_dict",
-        "With `assign=True` a plain tensor in the place of a DTensor is sharded as that is.",
-        "torch assigns it without any call of a tensor; hooks of modules are registered one by one.",
+        "A DTensor of torch in the place of a DTensor, or the reverse, is converted. With `assign=True` a plain tensor "
+        "in the place of a DTensor is sharded as that is.",
+        "torch assigns or copies it without any call that knows both; hooks of modules are registered one by one.",
         "`load_state_dict(full, assign=True)` of a sharded module silently makes its parameters plain",
         keeping_layouts,
+    ),
+    Patch(
+        "torch.optim.optimizer.Optimizer._process_value_according_to_param_policy",
+        "A state with the shape of its parameter gets the sharding of that.",
+        "Hooks of optimizers see states before they are assigned to parameters, or after, without the parameters.",
+        "`optimizer.load_state_dict(full)` keeps full states on all ranks, and DTensors of torch beside ours",
+        sharding_states,
+    ),
+    Patch(
+        "torch.distributed._state_dict_utils._iterate_state_dict",
+        "Gathers, copies and offloads DTensors; if and when it is imported.",
+        "It knows torch's DTensor only.",
+        "`get_model_state_dict(full_state_dict=True)` returns DTensors",
+        with_dtensors,
+        "torch.distributed._state_dict_utils",
+    ),
+    Patch(
+        "torch.distributed.checkpoint._state_dict_stager.StateDictStager._offload_tensor",
+        "Copies the local tensor of a DTensor; if and when it is imported.",
+        "It copies storages by address, and new tensors into these.",
+        "`torch.distributed.checkpoint.async_save` refuses a DTensor",
+        staging_locals,
+        "torch.distributed.checkpoint._state_dict_stager",
     ),
     Patch(
         "torch.distributed._verify_params_across_processes",
