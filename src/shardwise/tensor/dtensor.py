@@ -23,6 +23,8 @@ from shardwise.tensor.transforms import check_no_transform
 from shardwise.trace.comm_trace import EXPLICIT, Cause
 
 _local_shape: Any = torch._C.TensorBase.shape
+_local_dim: Callable[..., int] = torch._C.TensorBase.dim
+_local_stride: Callable[..., Any] = torch._C.TensorBase.stride
 _as_subclass: Any = torch._C.TensorBase.as_subclass
 _detach: Any = torch._C.TensorBase.detach
 
@@ -207,10 +209,6 @@ class DTensor(torch.Tensor):
         return torch.Size(self._layout.shape)
 
     @property
-    def ndim(self) -> int:  # type: ignore[override]
-        return len(self._layout.shape)
-
-    @property
     def nbytes(self) -> int:  # type: ignore[override]
         return self.numel() * self.element_size()
 
@@ -222,9 +220,10 @@ class DTensor(torch.Tensor):
         return shape if dim is None else shape[dim]
 
     def dim(self) -> int:
-        return len(self._layout.shape)
+        return len(self._layout.shape) if torch._C._is_torch_function_enabled() else _local_dim(self)
 
     ndimension = dim
+    ndim = property(dim)
 
     def numel(self) -> int:
         return torch.Size(self._layout.shape).numel()
@@ -233,7 +232,7 @@ class DTensor(torch.Tensor):
 
     def stride(self, dim: int | None = None) -> Any:
         """The strides of the global tensor, in elements; those of local tensors are in the same order."""
-        strides = self._layout.stride()
+        strides = self._layout.stride() if torch._C._is_torch_function_enabled() else _local_stride(self)
         return strides if dim is None else strides[dim]
 
     def __len__(self) -> int:

@@ -199,6 +199,7 @@ def empty_results(func: Op, layouts: Any, mesh: Mesh, args: Args, kwargs: Kwargs
         versions = versions_of(saved, operands)
         leaves, form = pytree.tree_flatten(results)
         sources: list[Tensor] = []
+        device = _device(func, args, kwargs) or operands[0].device
         together = len({x.grad_fn for x in tensors_in(results)}) == 1 and not isinstance(results, Tensor)
 
         def empty(index: int, x: Any) -> Any:
@@ -214,7 +215,7 @@ def empty_results(func: Op, layouts: Any, mesh: Mesh, args: Args, kwargs: Kwargs
             shape = layout.local_shape(collectives.rank())
             if viewed is not None and x.dtype == viewed.dtype and not copies:
                 return tag(_empty_view(viewed, shape, x, together), layout)
-            local = torch.empty(shape, dtype=x.dtype, device=operands[0].device)
+            local = torch.empty(shape, dtype=x.dtype, device=device)
             if x.requires_grad:
                 sources.extend(map(_source, operands[len(sources) :]))
                 meta = tuple(x.shape), x.stride(), x.dtype, True
@@ -225,6 +226,13 @@ def empty_results(func: Op, layouts: Any, mesh: Mesh, args: Args, kwargs: Kwargs
         out = pytree.tree_unflatten([empty(i, x) for i, x in enumerate(leaves)], form)
         _check(func, out, saved, versions)
         return copies_of(operands[0], out) if copies else out
+
+
+def _device(func: Op, args: Args, kwargs: Kwargs) -> torch.device | str | int | None:
+    """The device that a call names; the meta device does not say where its results are."""
+    given = args[1] if func is Tensor.to and len(args) > 1 else kwargs.get("device")
+    named = given if isinstance(given, torch.device | str | int) else None
+    return "cpu" if func is Tensor.cpu else named
 
 
 def _empty_view(x: DTensor, shape: tuple[int, ...], view: Tensor, together: bool) -> Tensor:

@@ -50,7 +50,7 @@ class Index(NamedTuple):
 
     def ndim(self, x: DTensor) -> int:
         """The number of dims of the result."""
-        left = x.ndim - sum(item is not None for item in self.items)
+        left = x.dim() - sum(item is not None for item in self.items)
         basic = sum(not isinstance(item, int) for item in self.items)
         indexed = [1 if t.dtype == torch.bool else t.ndim for t in self.tensors.values()]
         return left + basic - sum(map(_consumed, self.tensors.values())) + max(indexed, default=0)

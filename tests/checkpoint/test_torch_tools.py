@@ -1,0 +1,74 @@
+"""`torch.distributed.checkpoint`, its state-dict tools and `load_state_dict`, of sharded modules and optimizers."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from shardwise.testing import world
+from tests.checkpoint import torch_tool_jobs as jobs
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(params=[2, 4], ids=["2 ranks", "4 ranks"])
+def size(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture(params=jobs.OPTIMIZERS)
+def optimizer(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_states_are_gathered_and_offloaded(size: int, optimizer: str) -> None:
+    world(size, real=True).run(jobs.get, optimizer)
+
+
+def test_full_states_are_set(size: int, optimizer: str) -> None:
+    world(size, real=True).run(jobs.set_full, optimizer)
+
+
+def test_full_states_are_set_on_the_meta_device(size: int) -> None:
+    world(size, real=True).run(jobs.set_on_meta)
+
+
+def test_plain_modules_and_optimizers_load_into_sharded_ones_and_back(size: int, optimizer: str) -> None:
+    world(size, real=True).run(jobs.load_plain, optimizer)
+
+
+@pytest.mark.parametrize("sharding", ["rows", "last dim"])
+def test_modules_of_torch_dtensors_load_into_sharded_ones_and_back(size: int, optimizer: str, sharding: str) -> None:
+    world(size, real=True).run(jobs.load_of_torch, optimizer, sharding)
+
+
+def test_tensor_parallel_modules_under_fully_shard_load_into_sharded_ones_and_back(optimizer: str) -> None:
+    world(4, real=True).run(jobs.load_of_torch, optimizer, "tp in fsdp")
+
+
+@pytest.mark.parametrize("asynchronously", [False, True], ids=["save", "async_save"])
+def test_what_dcp_saved_is_loaded_in_any_sharding(
+    size: int, optimizer: str, asynchronously: bool, tmp_path: Path
+) -> None:
+    world(size, real=True).run(jobs.save, tmp_path / "dcp", optimizer, asynchronously)
+    for loading in (1, 2, 4):
+        world(loading, real=True).run(jobs.load, tmp_path / "dcp", optimizer)
+
+
+SIZES = r"torch.Size\(\[10, 4\]\).*torch.Size\(\[9, 4\]\)"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("processes", "^RuleError: A DTensor cannot be pickled: a rank holds only its local shard."),
+        ("differing parameters", r"^MismatchError: load_state_dict: items.weight of shape \(9, 4\)"),
+        ("differing states", "^MismatchError: load_state_dict of an optimizer: state exp_avg of parameter 2 of shape"),
+        ("shape", f"^RuntimeError: (?s:.*)size mismatch for items.weight: .*{SIZES}"),
+        ("full shape", f"^RuntimeError: (?s:.*)size mismatch for items.weight: .*{SIZES}"),
+        ("saved shape", f"^CheckpointException: (?s:.*)Size mismatch between saved {SIZES} for model.items.weight"),
+    ],
+)
+def test_bad_input_is_an_error_on_all_ranks(size: int, kind: str, text: str, tmp_path: Path) -> None:
+    for found in world(size, real=True).run(jobs.bad_input, kind, tmp_path / "dcp"):
+        assert re.search(text, found), found
