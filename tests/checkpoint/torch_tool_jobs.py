@@ -29,7 +29,6 @@ from tests.checkpoint.states import distributed
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1, amsgrad=True),
-    "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
 }
 FULL = StateDictOptions(full_state_dict=True)
@@ -352,7 +351,7 @@ def bad_input(kind: str, folder: Path) -> str:
             saving.result()
         elif kind == "differing parameters":
             model.load_state_dict(
-                plain.state_dict() | {"items.weight": torch.full((9, 4), dist.get_rank())}, assign=True
+                plain.state_dict() | {"items.weight": torch.full((9, 4), float(dist.get_rank()))}, assign=True
             )
             full(model.items.weight)
         elif kind == "differing states":
