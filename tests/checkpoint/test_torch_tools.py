@@ -55,6 +55,15 @@ def test_what_dcp_saved_is_loaded_in_any_sharding(
         world(loading, real=True).run(jobs.load, tmp_path / "dcp", optimizer)
 
 
+def test_a_rank_outside_the_mesh_of_a_parameter_cannot_gather_it(size: int, tmp_path: Path) -> None:
+    *outside, inside = world(size, real=True).run(jobs.on_the_last_rank, tmp_path / "dcp")
+    assert inside == ["2"] * 4
+    for loaded, *texts in outside:
+        assert loaded == "2"
+        for text in texts:
+            assert re.search(r"rank \d is outside Mesh\(.*and has no elements of it", text), text
+
+
 SIZES = r"torch.Size\(\[10, 4\]\).*torch.Size\(\[9, 4\]\)"
 
 

@@ -16,7 +16,7 @@ from shardwise.layout import Layout
 from shardwise.tensor.arguments import is_torch_dtensor
 from shardwise.tensor.autograd import gradients
 from shardwise.tensor.dtensor import DTensor, to_layout
-from shardwise.tensor.handlers.torch_dtensors import from_torch, to_torch
+from shardwise.tensor.handlers.torch_dtensors import from_torch, full_here, to_torch
 from shardwise.trace.comm_trace import Cause
 
 P = ParamSpec("P")
@@ -50,7 +50,9 @@ def _for_module(name: str, value: Tensor, like: Tensor, assign: bool) -> Tensor:
     what = f"load_state_dict: {name}"
     if is_torch_dtensor(like):
         return to_torch(value, like, what) if type(value) is DTensor else value
-    if type(like) is not DTensor or type(value) is DTensor:
+    if type(like) is not DTensor:
+        return full_here(value, what) if type(value) is DTensor and not assign else value
+    if type(value) is DTensor:
         return value
     if not is_torch_dtensor(value) and not assign:
         return value  # `copy_` takes a full tensor
@@ -90,7 +92,9 @@ def _for_parameter(what: str, state: Tensor, like: Tensor | None) -> Tensor:
         return state if type(state) is DTensor else _sharded(what, state, like._layout)
     if is_torch_dtensor(like):
         return to_torch(state, like, what) if type(state) is DTensor else state
-    return state.full_tensor() if type(state) is DTensor or is_torch_dtensor(state) else state
+    if type(state) is DTensor:
+        return full_here(state, what)
+    return state.full_tensor() if is_torch_dtensor(state) else state
 
 
 def _is_distributed(x: Tensor) -> bool:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from shardwise.rules.row import Op
 from shardwise.tensor.dtensor import DTensor, plain, tag
+from shardwise.tensor.handlers.torch_dtensors import full_here
 
 
 def with_dtensors(original: Op) -> Op:
@@ -34,7 +35,7 @@ def _converted(x: DTensor, dtensor_func: Op, tensor_func: Op, options: dict[str,
     if _is_identity(dtensor_func):
         return x
     if _is_identity(tensor_func):  # it gathers DTensors
-        return x.detach().full_tensor()
+        return full_here(x, f"a full state dict: {x._name or 'a tensor'}")
     copied: Tensor = tensor_func(plain(x.detach()), options.get("pg"), options.get("device"), None)
     return like(x, copied)
 

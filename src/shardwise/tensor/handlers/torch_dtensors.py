@@ -7,7 +7,7 @@ from math import prod
 from torch import Tensor
 
 from shardwise import collectives
-from shardwise.errors import LayoutError
+from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import Layout, Mesh, Shard, as_placement, shown
 from shardwise.tensor.arguments import TorchDTensor, TorchPlacement
 from shardwise.tensor.autograd.gradients import tag_full
@@ -35,11 +35,26 @@ def to_torch(x: DTensor, like: TorchDTensor, what: str) -> Tensor:
     mesh = collectives.as_mesh(like.device_mesh)
     wanted = torch_layout(mesh, like.placements, like.shape)
     if sorted(mesh.ranks) != sorted(x._layout.mesh.ranks):
-        x = tag_full(x.full_tensor(), wanted, what)
+        x = tag_full(full_here(x, what), wanted, what)
     local = plain(to_layout(x, wanted, Cause("explicit", "load_state_dict", what)))
     return like.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def full_here(x: DTensor, what: str) -> Tensor:
+    """The full tensor on this rank, without history; `what` names it in errors.
+
+    Raises:
+        RuleError: this rank is outside the mesh, where `full_tensor` has no elements.
+    """
+    mesh = x._layout.mesh
+    if mesh.coordinate(collectives.rank()) is None:
+        raise RuleError(
+            f"{what}: rank {collectives.rank()} is outside {mesh} and has no elements of it. "
+            f"Fix: redistribute it to a mesh of all ranks first."
+        )
+    return x.detach().full_tensor()
 
 
 def torch_layout(mesh: Mesh, placements: Sequence[TorchPlacement], shape: Sequence[int]) -> Layout:
