@@ -14,7 +14,7 @@ from isal.isal_zlib import crc32 as isal_crc32
 
 from shardwise import collectives
 from shardwise.checkpoint import files, load, manifest, read_manifest, save
-from shardwise.checkpoint.folder_store import _LocalFile
+from shardwise.checkpoint.local_files import LocalFile
 from shardwise.errors import CheckpointError
 from shardwise.layout import Layout, Mesh, Shard
 from shardwise.testing import world
@@ -64,14 +64,14 @@ def test_a_rank_reads_only_what_it_needs(tmp_path: Path, monkeypatch: pytest.Mon
     """Twice: to verify it, in blocks, and to copy it."""
     path = world(1).run(save_rows, tmp_path, 1)[0]
     count: dict[int, int] = {}
-    read_into = _LocalFile.read_into
+    read_into = LocalFile.read_into
 
-    def counted(file: _LocalFile, buffer: memoryview, offset: int) -> None:
+    def counted(file: LocalFile, buffer: memoryview, offset: int) -> None:
         if file.name.endswith(".safetensors"):
             count[collectives.rank()] = count.get(collectives.rank(), 0) + len(buffer)
         read_into(file, buffer, offset)
 
-    monkeypatch.setattr(_LocalFile, "read_into", counted)
+    monkeypatch.setattr(LocalFile, "read_into", counted)
     layout = Layout(Mesh((4,)), [Shard(0, sizes=(1, 0, 20, 2))], (ROWS, COLUMNS))
     world(4).run(load_rows, path, layout)
     header = 8 + int.from_bytes(next(path.glob("*.safetensors")).read_bytes()[:8], "little")

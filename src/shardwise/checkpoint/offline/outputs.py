@@ -7,9 +7,9 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from shardwise.checkpoint.files import METADATA_KEY
-from shardwise.checkpoint.folder_store import FileDraft, FolderDraft
 from shardwise.checkpoint.locations import Location
 from shardwise.checkpoint.offline.sources import Source
+from shardwise.checkpoint.path_drafts import FileDraft, FolderDraft
 from shardwise.errors import CheckpointError
 
 

@@ -1,0 +1,130 @@
+"""Files of a file system: written to disk, read without following links, renamed, removed."""
+
+import errno
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+from shardwise.errors import CheckpointError, UnreachableError
+
+_SHORT_BYTES = 4096
+_NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)  # the last one: a socket
+
+
+def temp_name(kind: str, name: str) -> str:
+    return f".{kind}-{name}-{secrets.token_hex(4)}"
+
+
+class LocalFile:
+    """An open regular file, as a `StoredFile`: no link was followed to it, no pipe waited for."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            why = "is a symbolic link" if error.errno == errno.ELOOP else str(error.strerror)
+            raise unreadable(self.name, error, why) from error
+        except ValueError as error:  # a name that no file can have
+            raise CheckpointError(f"{self.name!r}: cannot be read: {error}") from error
+        status = os.fstat(self._descriptor)
+        self.size, self.changed = status.st_size, status.st_mtime_ns
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise CheckpointError(f"{path}: is not a regular file")
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(buffer):
+            try:
+                count = os.preadv(self._descriptor, [buffer[done:]], offset + done)
+            except OSError as error:
+                raise unreadable(self.name, error, str(error.strerror)) from error
+            if not count:
+                raise CheckpointError(f"{self.name}: ends at byte {offset + done}, expected {len(buffer) - done} more")
+            done += count
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def unreadable(name: str, error: OSError, why: str) -> CheckpointError:
+    kind = CheckpointError if error.errno in _NO_SUCH_FILE else UnreachableError
+    return kind(f"{name}: cannot be read: {why}")
+
+
+def short_file(path: Path) -> tuple[bytes, int] | None:
+    """The content of a regular file and when it changed (ns); None if it is not there.
+
+    Raises:
+        CheckpointError: it cannot be read, or is too long.
+    """
+    try:
+        file = LocalFile(path)
+    except CheckpointError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise
+    with closing(file):
+        if file.size > _SHORT_BYTES:
+            raise CheckpointError(f"{path}: has {file.size:,} bytes, expected {_SHORT_BYTES:,} at most. Fix: remove it")
+        content = bytearray(file.size)
+        file.read_into(memoryview(content), 0)
+    return bytes(content), file.changed
+
+
+def write_synced(path: Path, content: Iterable[memoryview | bytes]) -> None:
+    with naming(path), path.open("xb") as file:
+        for block in content:
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in `folder` are on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with naming(folder):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name `path` in an OSError: writing to a descriptor and fsync do not."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def remove(path: Path) -> None:
+    """Remove a file or folder as far as possible; the next save tries what is left again."""
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def undone_on_error() -> Iterator[Callable[[Path, Path], None]]:
+    """A function that renames; if the block raises, all names are as before."""
+    done: list[tuple[Path, Path]] = []
+
+    def move(source: Path, target: Path) -> None:
+        source.rename(target)
+        done.append((source, target))
+
+    try:
+        yield move
+    except BaseException:
+        for source, target in reversed(done):
+            target.rename(source)
+        raise
