@@ -148,6 +148,23 @@ def test_a_scalar_is_one_element() -> None:
     )
 
 
+PINWHEEL = [
+    Box(*box) for box in (((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1)))
+]
+
+
+def test_boxes_that_no_straight_cut_separates_are_compared() -> None:
+    rows = [Box((3 + i, 0), (1, 3)) for i in range(3)]
+    check_cover(labelled([*PINWHEEL, *rows]), (6, 3))
+    wider = Box((1, 1), (1, 2))  # it takes what is to the right of the centre as well
+    assert complaint(labelled([*PINWHEEL[:4], wider, *rows]), (6, 3)) == (
+        "Boxes overlap: [0:2, 2:3] (rank 1) and [1:2, 1:3] (rank 4) share [1:2, 2:3]."
+    )
+    assert complaint(labelled([*rows, *PINWHEEL[:4]]), (6, 3)).startswith(
+        "Boxes leave a gap: nobody holds [1:2, 1:2]; the boxes around it are "
+    )
+
+
 def test_thousands_of_boxes_side_by_side_are_checked_along_any_dim() -> None:
     count = 4096
     rows = [Box((i, 0), (1, 3)) for i in range(count)]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.checkpoint.collection import collection_off
 from shardwise.checkpoint.collective_errors import digest, listed, on_all_ranks, on_first_rank, require_same
 from shardwise.checkpoint.files import ChunkFile, span
 from shardwise.checkpoint.locations import store_at
@@ -170,6 +171,7 @@ class _Reading:
                 leaf.holder[leaf.key] = self.manifest.values[name]
 
 
+@collection_off()
 def _copies(target: LocalBoxes, stored: StoredTensor) -> list[_Copy]:
     index = BoxIndex([[chunk.box] for chunk in stored.chunks])
     return [_Copy(stored.chunks[number], box, view) for box, view in target.views for number, _ in index.touching(box)]

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.collection import collection_off
 from shardwise.checkpoint.files import CRC_BYTES, DTYPES, METADATA_KEY, FileLayout, file_layout
 from shardwise.errors import CheckpointError, LayoutError
 from shardwise.layout import Box, check_cover
@@ -39,7 +40,7 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:04d}.safetensors"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """One stored box of a tensor: the tensor `key` of the safetensors file `file`.
 
@@ -51,6 +52,9 @@ class Chunk:
     key: str
     box: Box
     crcs: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.file}, {self.key!r}"
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,7 @@ class Manifest:
     not_finite: tuple[str, ...] = ()
     sha256: str = field(default="", compare=False)
 
+    @collection_off()
     def file_layouts(self) -> dict[str, FileLayout]:
         """The files of the checkpoint, byte for byte but for the data."""
         entries: dict[str, list[tuple[str, torch.dtype, tuple[int, ...]]]] = {}
@@ -95,6 +100,7 @@ class Manifest:
         return {file: file_layout(content) for file, content in entries.items()}
 
 
+@collection_off()
 def as_bytes(manifest: Manifest) -> bytes:
     """The content of `manifest.json`.
 
@@ -145,6 +151,7 @@ def too_long(what: str, num_bytes: int) -> CheckpointError:
     return CheckpointError(f"{what} has {num_bytes:,} bytes, more than the {MANIFEST_LIMIT:,} allowed")
 
 
+@collection_off()
 def parse(data: bytes) -> Manifest:
     """A manifest from the bytes of its file."""
     seal = _SEAL.match(data)
@@ -247,7 +254,7 @@ def _tensor(name: str, said: object) -> StoredTensor:
     dtype = _NAMES.get(said["dtype"])
     if dtype is None:
         raise CheckpointError(f"{where}unknown dtype {said['dtype']!r}")
-    shape = _counts(said["shape"], f"{where}shape")
+    shape = _dims(said["shape"], f"{where}shape")
     if dtype.itemsize * prod(max(n, 1) for n in shape) > LARGEST:
         raise CheckpointError(f"{where}a tensor of shape {shape} is too large to exist")
     tensor = StoredTensor(dtype, shape, tuple(_chunk(where, chunk, dtype.itemsize) for chunk in said["chunks"]))
@@ -261,18 +268,27 @@ def check_chunks(name: str, tensor: StoredTensor) -> None:
     if stored < needed:  # compared first: to name the gap takes long where there are many chunks
         raise CheckpointError(f"tensor {name!r}: its chunks hold {stored:,} of {needed:,} elements")
     try:
-        check_cover([(f"{chunk.file}, {chunk.key!r}", chunk.box) for chunk in tensor.chunks], tensor.shape)
+        check_cover([(chunk, chunk.box) for chunk in tensor.chunks], tensor.shape)
     except LayoutError as error:
         raise CheckpointError(f"tensor {name!r}: {error}") from error
 
 
+_CHUNK: Mapping[str, type | tuple[type, ...]] = {
+    "file": str,
+    "key": str,
+    "offsets": list,
+    "sizes": list,
+    "crc32": (int, list),
+}
+
+
 def _chunk(where: str, said: object, itemsize: int) -> Chunk:
     where += "chunk: "
-    said = _fields(where, said, {"file": str, "key": str, "offsets": list, "sizes": list, "crc32": (int, list)})
+    said = _fields(where, said, _CHUNK)
     _rank_of(said["file"])
     if said["key"] == METADATA_KEY:
         raise CheckpointError(f"{where}{METADATA_KEY} cannot be the key of a tensor")
-    box = Box(_counts(said["offsets"], f"{where}offsets"), _counts(said["sizes"], f"{where}sizes"))
+    box = Box(_dims(said["offsets"], f"{where}offsets"), _dims(said["sizes"], f"{where}sizes"))
     if not box.numel:
         raise CheckpointError(f"{where}{said['key']!r} is empty")
     crcs = _crcs(f"{where}crc32", said["crc32"], box.numel * itemsize)
@@ -282,7 +298,7 @@ def _chunk(where: str, said: object, itemsize: int) -> Chunk:
 def _crcs(where: str, said: int | list[Any], num_bytes: int) -> tuple[int, ...]:
     if isinstance(said, list) and (len(said) == 1 or len(said) != -(-num_bytes // CRC_BYTES)):
         raise CheckpointError(f"{where}: {len(said)} numbers do not fit {num_bytes:,} bytes")
-    crcs = tuple(_count(crc, where) for crc in (said if isinstance(said, list) else [said]))
+    crcs = _counts(said if isinstance(said, list) else [said], where)
     if max(crcs) > 0xFFFFFFFF:
         raise CheckpointError(f"{where} has more than 32 bits: {max(crcs)}")
     return crcs
@@ -300,22 +316,28 @@ def _fields(where: str, said: object, kinds: Mapping[str, type | tuple[type, ...
     """`said`, which must be an object of exactly these fields, each of its type or one of its types."""
     if not isinstance(said, dict):
         raise CheckpointError(f"{where}expected an object, got {_short(said)}")
-    wrong = sorted(said.keys() ^ kinds.keys())
-    if wrong:
-        what = "lacks" if wrong[0] in kinds else "has an unknown"
-        raise CheckpointError(f"{where}{what} field {wrong[0]!r}")
+    if said.keys() != kinds.keys():
+        wrong = min(said.keys() ^ kinds.keys())
+        what = "lacks" if wrong in kinds else "has an unknown"
+        raise CheckpointError(f"{where}{what} field {wrong!r}")
     for name, kind in kinds.items():
-        allowed = kind if isinstance(kind, tuple) else (kind,)
-        if type(said[name]) not in allowed:
-            names = " or ".join(one.__name__ for one in allowed)
+        found = type(said[name])
+        if found is not kind and not (isinstance(kind, tuple) and found in kind):
+            names = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
             raise CheckpointError(f"{where}{name} must be of type {names}, got {_short(said[name])}")
     return said
 
 
-def _counts(values: list[Any], where: str) -> tuple[int, ...]:
+def _dims(values: list[Any], where: str) -> tuple[int, ...]:
     if len(values) > 64:  # as many dims as torch allows
         raise CheckpointError(f"{where}: {len(values)} dims are too many")
-    return tuple(_count(value, where) for value in values)
+    return _counts(values, where)
+
+
+def _counts(values: list[Any], where: str) -> tuple[int, ...]:
+    for value in values:
+        _count(value, where)
+    return tuple(values)
 
 
 def _count(value: object, where: str, least: int = 0) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardwise import collectives
 from shardwise.checkpoint import drafts
+from shardwise.checkpoint.collection import collection_off
 from shardwise.checkpoint.collective_errors import digest, listed, on_all_ranks, require_same
 from shardwise.checkpoint.files import METADATA_KEY, Checksum, byte_blocks, checksum, content, file_layout
 from shardwise.checkpoint.locations import store_at
@@ -159,10 +160,10 @@ class Saving:
 
     def commit(self, draft: str, sums: AllSums) -> str:
         """Make the draft a version, unless what ranks have written is not there any more; on rank 0, its name."""
-        manifest = self.contents.manifest(self.step, sums)
+        self.contents.check_equal(sums)
         if not self.is_first:
             return ""
-        version = drafts.commit(self.store, draft, manifest)
+        version = drafts.commit(self.store, draft, self.contents.manifest(self.step, sums))
         if self.keep is not None:
             keep_only(self.store, self.step, self.keep if isinstance(self.keep, Keep) else Keep(last=self.keep))
         return version
@@ -269,27 +270,39 @@ class Contents:
         }
         return tuple(name for name in self.tensors if name in found)
 
+    @collection_off()
+    def check_equal(self, sums: AllSums) -> None:
+        """Raise CheckpointError unless all ranks that hold a box have written or compared the same, by the crc32s."""
+        first: dict[tuple[str, Box], Sequence[int]] = {}  # of the first rank that holds a box
+        differing: dict[tuple[str, Box], dict[tuple[int, ...], list[int]]] = {}
+        for rank, values in enumerate(sums):
+            for (name, box, _), (crcs, _) in zip(self._boxes(rank), values, strict=True):
+                if list(first.setdefault((name, box), crcs)) != list(crcs):
+                    differing[name, box] = {}
+        if not differing:
+            return
+        for rank, values in enumerate(sums):
+            for (name, box, _), (crcs, _) in zip(self._boxes(rank), values, strict=True):
+                if (name, box) in differing:
+                    differing[name, box].setdefault(tuple(crcs), []).append(rank)
+        lines = [
+            f"  {name!r} {box}: " + " against ".join(f"rank {', '.join(map(str, who))}" for who in by_crc.values())
+            for (name, box), by_crc in differing.items()
+        ]
+        raise CheckpointError(
+            "ranks that should hold the same do not:\n" + listed(lines) + "\n  Fix: make what they hold equal, "
+            "for example distribute_tensor(x.to_local(), mesh, placements) takes one rank's; "
+            "what differs by rank on purpose belongs in a sharded DTensor"
+        )
+
+    @collection_off()
     def manifest(self, step: int, sums: AllSums) -> Manifest:
-        """What was written, checked: every element once, and equal on all ranks that hold it."""
-        ranks: dict[tuple[str, Box], dict[tuple[int, ...], list[int]]] = {}  # that hold a box, by its crc32s
+        """What was written, checked: every element once."""
         chunks: dict[str, list[Chunk]] = {name: [] for name in self.tensors}
         for rank, values in enumerate(sums):
-            for (name, box, writes), (said, _) in zip(self._boxes(rank), values, strict=True):
-                crcs = tuple(said)
-                ranks.setdefault((name, box), {}).setdefault(crcs, []).append(rank)
+            for (name, box, writes), (crcs, _) in zip(self._boxes(rank), values, strict=True):
                 if writes:
-                    chunks[name].append(Chunk(file_name(rank), self._key(name, box), box, crcs))
-        differing = [
-            f"  {name!r} {box}: " + " against ".join(f"rank {', '.join(map(str, who))}" for who in by_crc.values())
-            for (name, box), by_crc in ranks.items()
-            if len(by_crc) > 1
-        ]
-        if differing:
-            raise CheckpointError(
-                "ranks that should hold the same do not:\n" + listed(differing) + "\n  Fix: make what they hold equal, "
-                "for example distribute_tensor(x.to_local(), mesh, placements) takes one rank's; "
-                "what differs by rank on purpose belongs in a sharded DTensor"
-            )
+                    chunks[name].append(Chunk(file_name(rank), self._key(name, box), box, tuple(crcs)))
         tensors = {}
         for name, tensor in self.tensors.items():
             in_order = sorted(chunks[name], key=lambda chunk: chunk.box)

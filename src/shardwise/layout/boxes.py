@@ -50,7 +50,7 @@ class Box(NamedTuple):
     def __str__(self) -> str:
         if len(self.offsets) != len(self.sizes):
             return f"offsets {self.offsets}, sizes {self.sizes}"
-        return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(self.offsets, self.sizes, strict=True)) + "]"
+        return "[" + ", ".join([f"{a}:{a + n}" for a, n in zip(self.offsets, self.sizes, strict=True)]) + "]"
 
 
 def split_by_boxes(local: "Tensor", boxes: Sequence[Box]) -> "list[Tensor]":
@@ -101,13 +101,14 @@ class BoxIndex:
                 yield at, own
 
 
-Labelled = tuple[str, Box]  # where the box is, for errors, and the box
+Labelled = tuple[object, Box]  # where the box is, as `str` says in errors, and the box
 
 
 def check_cover(labelled: Sequence[Labelled], shape: tuple[int, ...]) -> None:
     """Raise LayoutError, naming two boxes, unless the boxes cover `shape` exactly once.
 
-    Empty boxes are allowed anywhere inside the shape. Cost: a sweep along the dim with most offsets.
+    Empty boxes are allowed anywhere inside the shape. Cost: a few sorts where boundaries through the full tensor,
+    then through its parts, and so on, separate all boxes, as in every grid. A sweep compares what they leave together.
     """
     for where, box in labelled:
         _check_inside(where, box, shape)
@@ -120,18 +121,46 @@ def check_cover(labelled: Sequence[Labelled], shape: tuple[int, ...]) -> None:
         raise LayoutError(_describe_gap(full, shape))
 
 
-def _check_inside(where: str, box: Box, shape: tuple[int, ...]) -> None:
+def _check_inside(where: object, box: Box, shape: tuple[int, ...]) -> None:
     if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):
         raise LayoutError(f"Box {box} ({where}) needs {len(shape)} offsets and sizes for shape {shape}.")
-    inside = all(a >= 0 and n >= 0 and a + n <= size for a, n, size in zip(*box, shape, strict=True))
-    if not inside:
-        full = Box((0,) * len(shape), shape)
-        raise LayoutError(f"Box {box} ({where}) is out of range: the tensor is {full}.")
+    for start, size, end in zip(*box, shape, strict=True):
+        if start < 0 or size < 0 or start + size > end:
+            full = Box((0,) * len(shape), shape)
+            raise LayoutError(f"Box {box} ({where}) is out of range: the tensor is {full}.")
 
 
 def _overlap(full: Sequence[Labelled]) -> tuple[Labelled, Labelled] | None:
-    if len(full) < 2:
-        return None
+    groups = [full]
+    while groups:
+        group = groups.pop()
+        if len(group) < 2:
+            continue
+        parts = _parts(group)
+        if len(parts) > 1:
+            groups += reversed(parts)
+        elif (clash := _overlap_by_sweep(group)) is not None:
+            return clash
+    return None
+
+
+def _parts(group: Sequence[Labelled]) -> list[Sequence[Labelled]]:
+    """The parts between all boundaries along the first dim that has some which cross no box; else one part."""
+    for dim in range(len(group[0][1].sizes)):
+        order = sorted(group, key=lambda item: item[1].offsets[dim])
+        first = order[0][1]
+        starts, end = [0], first.offsets[dim] + first.sizes[dim]
+        for number, (_, box) in enumerate(order):
+            offset = box.offsets[dim]
+            if offset >= end and number:
+                starts.append(number)
+            end = max(end, offset + box.sizes[dim])
+        if len(starts) > 1:
+            return [order[i:j] for i, j in zip(starts, [*starts[1:], len(order)], strict=True)]
+    return [group]
+
+
+def _overlap_by_sweep(full: Sequence[Labelled]) -> tuple[Labelled, Labelled] | None:
     ndim = len(full[0][1].sizes)
     if not ndim:  # every box is the one element
         return full[0], full[1]

@@ -41,7 +41,7 @@ def steps(per_rank: Sequence[Sequence[CriteoBatch]]) -> list[list[Number]]:
 FILES = st.lists(st.tuples(st.integers(0, 23), st.booleans()), min_size=1, max_size=4)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     files=FILES,
     ranks=st.integers(1, 5),
