@@ -1,0 +1,86 @@
+"""What saving and loading compute for many boxes, beside what they read and write; one process, no data.
+
+On saving, each rank compares the checksums of all ranks and rank 0 makes the manifest; on loading, each rank parses it
+and finds the chunks that it needs.
+
+    python benchmarks/checkpoint_planning.py [--boxes 100000]
+"""
+
+import argparse
+from collections.abc import Callable
+from time import perf_counter
+from typing import TypeVar
+
+import torch
+from measure import machine, print_table
+
+from shardwise.checkpoint.loading import _copies
+from shardwise.checkpoint.manifest import as_bytes, parse
+from shardwise.checkpoint.saving import AllSums, Contents
+from shardwise.checkpoint.state import LocalBoxes
+from shardwise.layout import Box, Boxes, Layout, Mesh, Shard
+
+T = TypeVar("T")
+WRITERS, READERS = 64, 8
+
+
+def cases(boxes: int) -> dict[str, dict[str, Layout]]:
+    """Layouts with about this number of boxes on `WRITERS` ranks."""
+    side = int(boxes**0.5)
+    rows: list[list[Box]] = [[] for _ in range(WRITERS)]
+    grid: list[list[Box]] = [[] for _ in range(WRITERS)]
+    for i in range(boxes):
+        rows[i % WRITERS].append(Box((2 * i, 0), (2, 8)))
+    for i in range(side):
+        for j in range(side):
+            grid[(i + j) % WRITERS].append(Box((3 * i, 4 * j), (3, 4)))
+    mesh = Mesh((WRITERS,))
+    return {
+        "one tensor, blocks of rows": {"x": Layout(mesh, [Boxes(rows)], (2 * boxes, 8))},
+        "one tensor, a grid": {"x": Layout(mesh, [Boxes(grid)], (3 * side, 4 * side))},
+        "a box a rank of each tensor": {
+            f"layer.{i}": Layout(mesh, [Shard(0)], (1000, 8)) for i in range(boxes // WRITERS)
+        },
+    }
+
+
+def timed(seconds: list[float], work: Callable[[], T]) -> T:
+    start = perf_counter()
+    found = work()
+    seconds.append(perf_counter() - start)
+    return found
+
+
+def measure(layouts: dict[str, Layout]) -> list[float]:
+    """Seconds of each step."""
+    seconds: list[float] = []
+    contents = Contents({name: torch.zeros(()) for name in layouts}, None)
+    contents.tensors = {name: LocalBoxes(layout, torch.float32, ()) for name, layout in layouts.items()}
+    sums: AllSums = [[((1,), True) for _ in contents._boxes(rank)] for rank in range(WRITERS)]
+    timed(seconds, lambda: contents.check_equal(sums))
+    manifest = timed(seconds, lambda: contents.manifest(1, sums))
+    data = timed(seconds, lambda: as_bytes(manifest))
+    read = timed(seconds, lambda: parse(data))
+    timed(seconds, read.file_layouts)
+
+    def find_chunks() -> None:
+        for stored in read.tensors.values():
+            target = Layout(Mesh((READERS,)), [Shard(0)], stored.shape)
+            views = tuple((box, torch.empty(0)) for box in target.boxes(0))
+            _copies(LocalBoxes(target, stored.dtype, views), stored)
+
+    timed(seconds, find_chunks)
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--boxes", type=int, default=100_000)
+    boxes = parser.parse_args().boxes
+    columns = ("layouts", "compare", "manifest", "to bytes", "parse", "files", f"chunks of 1 of {READERS} ranks")
+    rows = [(name, *(f"{s:.2f} s" for s in measure(layouts))) for name, layouts in cases(boxes).items()]
+    print_table(f"About {boxes:,} boxes on {WRITERS} ranks; {machine()}", columns, rows)
+
+
+if __name__ == "__main__":
+    main()
