@@ -13,14 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise import collectives
 from shardwise.checkpoint import Keep, latest, load, lock, read_manifest, save, save_async, saving, saving_async
 from shardwise.checkpoint.folder_store import FolderStore
-from shardwise.checkpoint.manifest import Manifest
 from shardwise.errors import CheckpointError, MismatchError, NotFiniteError
 from shardwise.layout import Layout, Mesh, Shard
 from shardwise.tensor import DTensor, plain
@@ -403,66 +400,6 @@ def run_program(folder: Path, how: str) -> subprocess.CompletedProcess[str]:
 
 def steps(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
-
-
-def test_rules_of_what_stays(tmp_path: Path) -> None:
-    losses = {10: 5.0, 20: 1.0, 30: 4.0, 40: None, 50: 1.0, 55: True, 60: 3.0}
-    stay = []
-    for step, loss in losses.items():
-        keep = Keep(last=2, every=30, best=1, metric="loss")
-        save(tmp_path, {"x": torch.ones(1)}, step=step, metadata={} if loss is None else {"loss": loss}, keep=keep)
-        stay.append(steps(tmp_path))
-    assert stay == [
-        *([10], [10, 20], [20, 30], [20, 30, 40]),  # 20 is the best, 30 a multiple
-        [30, 40, 50],  # as good as 20, and later
-        [30, 50, 55],
-        [30, 50, 55, 60],
-    ]
-
-
-def test_the_largest_is_the_best(tmp_path: Path) -> None:
-    keep = Keep(best=2, metric="auc", largest=True)
-    for step, auc in enumerate([0.5, 0.9, 0.7, 0.6, 0.65]):
-        save(tmp_path, {"x": torch.ones(1)}, step=step, metadata={"auc": auc}, keep=keep)
-    assert steps(tmp_path) == [1, 2, 4]
-
-
-@given(
-    st.dictionaries(st.integers(0, 40), st.none() | st.integers(0, 3), min_size=1),
-    st.data(),
-    st.integers(1, 4),
-    st.none() | st.integers(1, 7),
-    st.none() | st.integers(1, 3),
-)
-def test_what_stays_is_what_the_rules_say(
-    metrics: dict[int, int | None], data: st.DataObject, last: int, every: int | None, best: int | None
-) -> None:
-    """Steps after the one that is saved are of a run that was taken back: only a place in `last` keeps them."""
-    manifests = {s: Manifest(s, 1, {}, {}, {} if m is None else {"m": m}, {}) for s, m in metrics.items()}
-    saved = data.draw(st.sampled_from(sorted(metrics)))
-    before, after = [s for s in sorted(metrics) if s <= saved], [s for s in sorted(metrics) if s > saved]
-    newest = [*before[::-1], *after[::-1]][:last]
-    multiples = [step for step in before if every and step % every == 0]
-    ranked = sorted((m, -step) for step in before if (m := metrics[step]) is not None)
-    chosen = [-negative for _, negative in ranked[: best or 0]]
-    stay = Keep(last, every, best, None if best is None else "m").staying(manifests, saved)
-    assert stay == {*newest, *multiples, *chosen}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"last": 0}, "Keep: last must be a positive integer, got 0"),
-        ({"every": 1.5}, "Keep: every must be a positive integer, got 1.5"),
-        ({"best": True, "metric": "x"}, "Keep: best must be a positive integer, got True"),
-        ({"best": 1}, "Keep: best is 1 and metric None. Fix: give both"),
-        ({"metric": "loss"}, "Keep: best is None and metric 'loss'. Fix: give both"),
-    ],
-)
-def test_rules_that_cannot_be(arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(CheckpointError) as caught:
-        Keep(**arguments)
-    assert said in str(caught.value)
 
 
 def test_the_best_stays_of_what_is_saved_in_the_background(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ MANIFEST = "manifest.json"
 MANIFEST_LIMIT = 1 << 28  # bytes; a million chunks take about 200 each
 LARGEST = 2**63 - 1
 
+SEAL_BYTES = 78  # of the first line
 _SEAL = re.compile(rb'\{"sha256":"([0-9a-f]{64})",\n')
 _FILE = re.compile(r"rank-(\d{4,9})\.safetensors", re.ASCII)
 _NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
@@ -38,6 +39,11 @@ class NewerVersionError(CheckpointError):
 def file_name(rank: int) -> str:
     """The file that `rank` writes."""
     return f"rank-{rank:04d}.safetensors"
+
+
+def is_file_of_rank(name: str) -> bool:
+    """Whether `name` is that of a file that some rank writes."""
+    return _FILE.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,17 @@
 """Which checkpoints of a folder stay when a new one is complete."""
 
+import hashlib
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from typing import Any
 
-from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.manifest import MANIFEST, SEAL_BYTES, is_file_of_rank
 from shardwise.checkpoint.stores import CheckpointStore, complete_manifest
 from shardwise.errors import CheckpointError
+
+KNOWN = 4096  # checkpoints whose facts a process remembers
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Keep:
                 f"Fix: give both: how many, and the name of a number in metadata"
             )
 
-    def staying(self, complete: Mapping[int, Manifest], saved: int) -> set[int]:
+    def staying(self, complete: Mapping[int, "Facts"], saved: int) -> set[int]:
         """The steps that stay of those in `complete`, of which `saved` is new.
 
         Those of later steps are left from a run that was taken back: they stay only where `last` names more than there
@@ -54,7 +58,7 @@ class Keep:
         """
         in_order = sorted(complete, key=lambda step: (step != saved, step > saved, -step))
         before = [step for step in complete if step <= saved]
-        good = min(before, key=lambda step: (len(complete[step].not_finite), -step), default=saved)
+        good = min(before, key=lambda step: (complete[step].num_not_finite, -step), default=saved)
         staying = {*in_order[: self.last], good, saved}
         if self.every is not None:
             staying.update(step for step in before if step % self.every == 0)
@@ -64,9 +68,52 @@ class Keep:
             staying.update(sorted(metrics, key=lambda step: (sign * metrics[step], -step))[: self.best])
         return staying
 
-    def _metric(self, manifest: Manifest) -> float | None:
-        found = manifest.metadata.get(self.metric or "")
+    def _metric(self, facts: "Facts") -> float | None:
+        found = facts.metadata.get(self.metric or "")
         return found if isinstance(found, int | float) and not isinstance(found, bool) else None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What rules need to know of a complete checkpoint.
+
+    Attributes:
+        files: a digest of the names and sizes of its files.
+    """
+
+    num_not_finite: int
+    metadata: Mapping[str, Any]
+    files: bytes
+
+
+_known: dict[tuple[bytes, int], Facts] = {}  # by the first line of the manifest, which has its checksum, and its length
+
+
+def facts_of(store: CheckpointStore, version: str) -> Facts:
+    """The facts of a version, all files of which are there.
+
+    A manifest is parsed once in a process: a run that keeps a hundred checkpoints would parse a hundred at each save.
+
+    Raises:
+        CheckpointError: it is not complete.
+    """
+    with closing(store.open(version, MANIFEST)) as file:
+        seal = bytearray(min(file.size, SEAL_BYTES))
+        file.read_into(memoryview(seal), 0)
+        key = bytes(seal), file.size
+    files = _digest(store.sizes(version))
+    known = _known.get(key)
+    if known is None or known.files != files:
+        manifest = complete_manifest(store, version)
+        if len(_known) >= KNOWN:
+            _known.clear()
+        known = _known[key] = Facts(len(manifest.not_finite), manifest.metadata, files)
+    return known
+
+
+def _digest(sizes: Mapping[str, int]) -> bytes:
+    listing = sorted(f"{name} {size}" for name, size in sizes.items() if is_file_of_rank(name))
+    return hashlib.sha256("\n".join(listing).encode()).digest()
 
 
 def keep_only(store: CheckpointStore, saved: int, keep: Keep) -> None:
@@ -75,7 +122,7 @@ def keep_only(store: CheckpointStore, saved: int, keep: Keep) -> None:
         versions, complete = store.versions(), {}
         for step, name in versions.items():
             with suppress(CheckpointError):
-                complete[step] = complete_manifest(store, name)
+                complete[step] = facts_of(store, name)
         for step in sorted(complete.keys() - keep.staying(complete, saved)):
             store.remove(versions[step])
     except OSError as error:
