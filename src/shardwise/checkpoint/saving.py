@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from importlib import metadata as packages
 from os import PathLike
 from pathlib import Path
@@ -203,12 +204,13 @@ class Contents:
             raise CheckpointError("state and metadata must be mappings with string keys")
         self.metadata = as_json(self.given_metadata, "metadata")
         self.facts["metadata"] = json.dumps(self.metadata, sort_keys=True)
+        text_of = cache(repr)  # thousands of tensors have few layouts
         for name, leaf in flatten(self.state).items():
             if isinstance(leaf.value, Tensor):
                 if name == METADATA_KEY:
                     raise CheckpointError(f"no tensor can be called {METADATA_KEY!r}. Fix: rename it")
                 boxes = self.tensors[name] = storable_boxes(name, leaf.value)
-                self.facts[f"state {name}"] = f"{boxes.dtype} {boxes.layout!r}"
+                self.facts[f"state {name}"] = f"{boxes.dtype} {text_of(boxes.layout)}"
             else:
                 value = self.values[name] = as_json(leaf.value, name)
                 self.facts[f"state {name}"] = json.dumps(value, sort_keys=True)
