@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint import _async_process_executor as executor
 from torch.distributed.checkpoint import state_dict as tools
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -386,7 +387,10 @@ def bad_input(kind: str, folder: Path) -> str:
             in_processes = AsyncCheckpointerType.PROCESS
             saving = async_save({"m": model.state_dict()}, checkpoint_id=folder, async_checkpointer_type=in_processes)
             assert isinstance(saving, Future)
-            saving.result()
+            try:
+                saving.result()
+            finally:  # or its process reports that this one has ended
+                executor._CHECKPOINT_PROCESS = None
         elif kind == "differing parameters":
             model.load_state_dict(
                 plain.state_dict() | {"items.weight": torch.full((9, 4), float(dist.get_rank()))}, assign=True
