@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shardwise.layout import REPLICATE, Mesh, Partial, Placement, Shard
+from shardwise.layout import REPLICATE, Layout, Mesh, Partial, Placement, Shard
 from shardwise.testing.judge import Layouts, Sample, layout_of
 from shardwise.testing.local_shards import SEED
 from tools.op_judge import OpJudge, Verdict
@@ -63,27 +63,29 @@ def operators() -> dict[str, Any]:
     return {op.formatted_name: op for op in op_db}
 
 
-def dtypes_of(op: Any) -> list[torch.dtype]:
-    """The dtype to try an op with, then integers and truth values where it takes them; [] without any on the CPU."""
-    supported = op.supported_dtypes("cpu")
+def dtypes_of(op: Any, device: str) -> list[torch.dtype]:
+    """The dtype to try an op with, then integers and truth values where it takes them; [] without any on the device."""
+    supported = op.supported_dtypes(device)
     first = [dtype for dtype in DTYPES[op.name in ROUGH :] if dtype in supported][:1]
     return first + [dtype for dtype in (torch.int64, torch.bool) if dtype in supported and dtype not in first]
 
 
-def samples_of(op: Any, count: int) -> list[Any]:
+def samples_of(op: Any, count: int, device: str) -> list[Any]:
     """`count` samples of the first dtype, and one of each other."""
     return [
-        sample for number, dtype in enumerate(dtypes_of(op)) for sample in _chosen(op, dtype, 1 if number else count)
+        sample
+        for number, dtype in enumerate(dtypes_of(op, device))
+        for sample in _chosen(op, dtype, 1 if number else count, device)
     ]
 
 
-def _chosen(op: Any, dtype: torch.dtype, count: int) -> list[Any]:
+def _chosen(op: Any, dtype: torch.dtype, count: int, device: str) -> list[Any]:
     """Samples that show the most kinds of arguments, in torch's order where they show as many."""
     torch.manual_seed(SEED)
     random.seed(SEED)
     np.random.seed(SEED)  # noqa: NPY002 - what torch's samples draw from
     differentiable = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
-    left = list(op.sample_inputs("cpu", dtype, requires_grad=differentiable))
+    left = list(op.sample_inputs(device, dtype, requires_grad=differentiable))
     left = [s for s in left if _largest(s) <= LARGEST] or left
     with_dims = [s for s in left if any(x.ndim and x.numel() for x in _tensors(s))]
     left = with_dims or [s for s in left if _tensors(s)]
@@ -115,13 +117,13 @@ def _features(sample: Any) -> set[object]:
     return found
 
 
-def calls_of(name: str, count: int, variants: Sequence[str]) -> Iterator[tuple[str, int, Sample]]:
+def calls_of(name: str, count: int, variants: Sequence[str], device: str = "cpu") -> Iterator[tuple[str, int, Sample]]:
     """Variant, number of the sample, and call."""
     op = operators()[name]
     functions = {"function": op.op, "method": op.get_method(), "in place": op.get_inplace()}
     if functions["method"] is op.op:
         functions["method"] = None
-    for number, sample in enumerate(samples_of(op, count)):
+    for number, sample in enumerate(samples_of(op, count, device)):
         call = Sample(
             op.op,
             (sample.input, *sample.args),
@@ -180,13 +182,17 @@ Labelled = Iterator[tuple[str, Layouts]]
 
 
 def _with(tensors: Sequence[Tensor], mesh: Mesh, choose: Choose) -> Layouts:
-    return tuple(layout_of(x, mesh, choose(x)) for x in tensors)
+    return tuple(_layout(x, mesh, choose(x)) for x in tensors)
+
+
+def _layout(x: Tensor, mesh: Mesh, placements: Sequence[Placement]) -> Layout | None:
+    return layout_of(x, replace(mesh, device_type=x.device.type), placements)
 
 
 def _only(tensors: Sequence[Tensor], chosen: int, mesh: Mesh, placements: Sequence[Placement]) -> Layouts:
     """One operand with `placements`, the others replicated."""
     replicated = [REPLICATE] * mesh.ndim
-    return tuple(layout_of(x, mesh, placements if i == chosen else replicated) for i, x in enumerate(tensors))
+    return tuple(_layout(x, mesh, placements if i == chosen else replicated) for i, x in enumerate(tensors))
 
 
 def _replicated(tensors: Sequence[Tensor]) -> Labelled:
@@ -247,9 +253,9 @@ _OF_FAMILY: dict[str, Callable[[Sequence[Tensor]], Labelled]] = dict(
 # ---- cases -----------------------------------------------------------------------------------------------------
 
 
-def cases_of(name: str, samples: int, families: Sequence[str] = FAMILIES) -> Iterator[Case]:
+def cases_of(name: str, samples: int, families: Sequence[str] = FAMILIES, device: str = "cpu") -> Iterator[Case]:
     """Every case of an op; none where no sample has a tensor to lay out. The same in every process."""
-    for variant, number, call in calls_of(name, samples, ("function", "method", "in place")):
+    for variant, number, call in calls_of(name, samples, ("function", "method", "in place"), device):
         wanted = [f for f in families if variant != "method" or f in SHORT_FAMILIES]
         if not any(x.layout == torch.strided for x in call.tensors()):
             continue
@@ -257,10 +263,10 @@ def cases_of(name: str, samples: int, families: Sequence[str] = FAMILIES) -> Ite
             yield Case(name, variant, number, label, call, layouts)
 
 
-def few_cases_of(name: str) -> Iterator[Case]:
+def few_cases_of(name: str, device: str = "cpu") -> Iterator[Case]:
     """What represents an op: its first sample, out of place and in place, with unevenly sharded dim 0."""
     seen: set[str] = set()
-    for case in cases_of(name, 1, ("sizes",)):
+    for case in cases_of(name, 1, ("sizes",), device):
         if case.variant != "method" and case.variant not in seen:
             seen.add(case.variant)
             yield case

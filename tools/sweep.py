@@ -4,6 +4,7 @@
     python tools/sweep.py --ops '^(sort|cum.*)$' --layouts one,sizes --samples 2
     python tools/sweep.py --table sweep.md --json sweep.json
     python tools/sweep.py --accuracy                        # who is farther from float64 than plain torch
+    python tools/sweep.py --few --device cuda               # beside plain torch on a GPU, which all ranks share
     python tools/sweep.py --few --shrink                    # strike from tests/sweep_known.json what now passes
 
 Ops run in worker processes, so that a crash or an endless loop in C++ is one case and not the end. The exit status is
@@ -69,6 +70,7 @@ class Plan:
     families: tuple[str, ...] = ()
     few: bool = False
     peer: bool = False  # torch.distributed.tensor instead of this library
+    device: str = "cpu"
     accuracy: bool = False  # the distance to float64, on inputs of several scales, beside that of plain torch
 
 
@@ -83,6 +85,7 @@ def work(connection: Connection, plan: Plan) -> None:
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False  # it has three digits, and convolutions of shards round otherwise
     connection.send(list(opinfo.operators()))
     while True:
         name, start = connection.recv()
@@ -91,20 +94,35 @@ def work(connection: Connection, plan: Plan) -> None:
             for number, begun, judge in _judged(name, start, plan):
                 connection.send((number, begun))
                 result, is_late = judge()
+                if plan.device != "cpu":
+                    _end_if_broken()
                 connection.send((number, result))
                 late = late or is_late
         except Exception as error:  # noqa: BLE001 - a broken op must not end the sweep
+            if plan.device != "cpu":
+                _end_if_broken()
             connection.send((0, Result(name, outcome=Outcome.CRASH, message=f"{type(error).__name__}: {error}")))
         connection.send(late)
         if late:
             os._exit(0)  # a rank may run for ever in a thread of this process
 
 
+def _end_if_broken() -> None:
+    """End the process if a kernel failed: an accelerator then refuses every other call of the process."""
+    import torch
+
+    try:
+        torch.accelerator.synchronize()
+    except RuntimeError as error:
+        print(error, file=sys.stderr, flush=True)
+        os._exit(1)
+
+
 def _judged(name: str, start: int, plan: Plan) -> Iterator[tuple[int, Result, Callable[[], tuple[Result, bool]]]]:
     from tools import accuracy, opinfo
 
-    every = opinfo.cases_of(name, plan.samples, plan.families or opinfo.FAMILIES)
-    cases = opinfo.few_cases_of(name) if plan.few else every
+    every = opinfo.cases_of(name, plan.samples, plan.families or opinfo.FAMILIES, plan.device)
+    cases = opinfo.few_cases_of(name, plan.device) if plan.few else every
     if plan.accuracy:
         cases = accuracy.scaled_cases_of(name, plan.samples, plan.families or accuracy.FAMILIES)
     for number, case, judge in opinfo.judged(cases, start, _judge_of(plan)):
@@ -188,7 +206,7 @@ class Worker:
             return f"silent for {CASE_SECONDS:g} s"
         try:
             return self.connection.recv()  # type: ignore[no-any-return]
-        except EOFError:
+        except (EOFError, ConnectionError):
             self.process.join()
             return f"the process ended with exit code {self.process.exitcode}"
 
@@ -306,6 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layouts", default="", metavar="FAMILIES", help="such as one,sizes,nested; default all")
     parser.add_argument("--few", action="store_true", help="only what the tests run: one sample in one layout")
     parser.add_argument("--peer", action="store_true", help="sweep torch.distributed.tensor, in layouts that it has")
+    parser.add_argument("--device", default="cpu", help="of the tensors, such as cuda (default cpu)")
     parser.add_argument("--accuracy", action="store_true", help="compare the distance to float64 with plain torch's")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every result that is not right")
@@ -315,12 +334,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     families = tuple(filter(None, options.layouts.split(",")))
     if unknown := set(families) - set(FAMILIES):
         parser.error(f"--layouts knows {', '.join(FAMILIES)}, got {', '.join(sorted(unknown))}")
+    if options.device != "cpu" and (options.peer or options.accuracy):
+        parser.error("--peer and --accuracy run on the cpu")
     if options.shrink and not options.few:
         parser.error("--shrink needs --few: the list is about the few cases that the tests run")
     began = time.monotonic()
     if options.peer:
         families = families or ("replicated", "one", "all")  # one axis, sharded as by torch.chunk
-    plan = Plan(options.samples, families, options.few, options.peer, options.accuracy)
+    plan = Plan(options.samples, families, options.few, options.peer, options.device, options.accuracy)
     results = sweep(plan, options.jobs, options.ops, lambda line: print(line, file=sys.stderr, flush=True))
     if not results:
         parser.error(f"--ops: no op with a tensor operand matches {options.ops!r}")

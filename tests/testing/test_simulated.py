@@ -10,7 +10,7 @@ from torch import Tensor
 from shardwise import collectives
 from shardwise.collectives import all_reduce, all_to_all, count_comms, draw_from_torch, rank, world_size
 from shardwise.errors import ArgumentError
-from shardwise.testing import World, world
+from shardwise.testing import World, generators, world
 
 COUNTS = {
     "even": [[1, 1], [1, 1]],
@@ -205,6 +205,53 @@ def test_ranks_start_where_the_callers_generator_is_and_leave_it_there() -> None
     results = world(3).run(numbers, None)
     assert torch.equal(torch.get_rng_state(), before)
     assert results == [numbers(None)] * 3
+
+
+class Accelerator:
+    """A second generator, as a GPU has one, that is made at its first use."""
+
+    def __init__(self) -> None:
+        self.generator: torch.Generator | None = None
+
+    def is_initialized(self) -> bool:
+        return self.generator is not None
+
+    def draw(self) -> int:
+        self.generator = self.generator or torch.Generator().manual_seed(torch.initial_seed())
+        return int(torch.randint(1 << 40, (), generator=self.generator))
+
+    def get_rng_state(self) -> Tensor:
+        assert self.generator is not None
+        return self.generator.get_state()
+
+    def set_rng_state(self, state: Tensor) -> None:
+        assert self.generator is not None
+        self.generator.set_state(state)
+
+    def manual_seed(self, seed: int) -> None:
+        assert self.generator is not None
+        self.generator.manual_seed(seed)
+
+
+@pytest.mark.parametrize("used_before", [False, True])
+def test_each_rank_has_an_accelerators_generator_to_itself(used_before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(5)
+    alone, shared = Accelerator(), Accelerator()
+    if used_before:
+        assert alone.draw() == shared.draw()
+    expected = [alone.draw() for _ in range(3)]
+    monkeypatch.setattr(generators, "_accelerator", lambda: shared)
+
+    def drawn() -> list[int]:
+        numbers = []
+        for _ in range(3):
+            numbers.append(shared.draw())
+            all_reduce(torch.ones(1), "sum", (0, 1, 2))
+        return numbers
+
+    assert world(3).run(drawn) == [expected] * 3
+    if used_before:
+        assert shared.draw() == expected[0]
 
 
 def test_the_generator_of_the_caller_survives_a_failing_run() -> None:

@@ -200,8 +200,31 @@ def plain_lookup(ids: Tensor, rows: Tensor, bags: Bags | None, sparse: bool = Fa
     """torch's own lookup, with its own gradient."""
     if bags is None:
         return F.embedding(ids, rows, sparse=sparse)
-    offsets, last = None if bags.offsets is None else bags.offsets.to(ids.dtype), bags.include_last_offset
-    return F.embedding_bag(ids, rows, offsets, mode=bags.mode, sparse=sparse, include_last_offset=last)
+    offsets = None if bags.offsets is None else bags.offsets.to(ids.dtype)
+    return pool(ids, rows, offsets, bags.mode, sparse=sparse, include_last_offset=bags.include_last_offset)
+
+
+def pool(
+    ids: Tensor,
+    rows: Tensor,
+    offsets: Tensor | None,
+    mode: str,
+    weights: Tensor | None = None,
+    padding_idx: int | None = None,
+    sparse: bool = False,
+    include_last_offset: bool = False,
+) -> Tensor:
+    """`F.embedding_bag`, also of rows without columns, on which torch's CUDA kernels read invalid memory."""
+    if rows.shape[1]:
+        return F.embedding_bag(
+            ids, rows, offsets, mode=mode, sparse=sparse, per_sample_weights=weights, padding_idx=padding_idx,
+            include_last_offset=include_last_offset,
+        )  # fmt: skip
+    bags = len(ids) if offsets is None else len(offsets) - include_last_offset
+    nothing = F.embedding(ids.reshape(-1)[:0], rows, sparse=sparse).sum(0)  # has a gradient, and no kernel runs
+    if weights is not None:
+        nothing = nothing + weights.reshape(-1)[:0].sum()
+    return nothing.expand(bags, 0)
 
 
 def _summed(grad: Tensor, distinct: DistinctIds, ids: Tensor, bags: Bags | None) -> Tensor:
@@ -216,7 +239,7 @@ def _summed(grad: Tensor, distinct: DistinctIds, ids: Tensor, bags: Bags | None)
         row_of = bags.bag_of(ids)[distinct.order]
     if not row_of.numel():
         return grad[:0]
-    return F.embedding_bag(row_of, grad, distinct.starts, mode="sum")
+    return pool(row_of, grad, distinct.starts, "sum")
 
 
 @checked

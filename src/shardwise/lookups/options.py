@@ -22,6 +22,7 @@ from torch import Tensor
 from shardwise.errors import IdError
 from shardwise.layout import Boxes, Shard
 from shardwise.lookups import bad_ids, lookup
+from shardwise.lookups.ids import pool
 from shardwise.lookups.local import table_boxes
 from shardwise.rules.local_context import LocalContext
 from shardwise.rules.row import arguments
@@ -61,12 +62,12 @@ def embedding_bag(ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
     if weights is not None:
         weights = ctx.fetch(weights, 2 + (offsets is not None), lambda rank: ctx.layouts[0].boxes(rank)[0])
     positions, bags = bags.without_end(positions)
-    return F.embedding_bag(
+    return pool(
         positions,
         F.pad(rows, (0, 0, 0, 1)),  # the last row is that of padded positions
         None if bags.offsets is None else bags.offsets.long(),
-        mode=mode,
-        per_sample_weights=None if weights is None else weights[: len(positions)],
+        mode,
+        None if weights is None else weights[: len(positions)],
         padding_idx=ids.numel(),
     )
 

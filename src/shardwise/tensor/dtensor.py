@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
+from torch._ops import OpOverload
 
 from shardwise import collectives
 from shardwise.collectives import DeviceMesh
@@ -25,8 +26,14 @@ from shardwise.trace.comm_trace import EXPLICIT, Cause
 _local_shape: Any = torch._C.TensorBase.shape
 _local_dim: Callable[..., int] = torch._C.TensorBase.dim
 _local_stride: Callable[..., Any] = torch._C.TensorBase.stride
+_is_excluded: Callable[..., bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
 _as_subclass: Any = torch._C.TensorBase.as_subclass
 _detach: Any = torch._C.TensorBase.detach
+
+
+def _is_below_autograd() -> bool:
+    """Whether a `TorchDispatchMode` passes on an op of backward, which autograd runs on local tensors."""
+    return _is_excluded(torch._C.DispatchKey.AutogradFunctionality) and not torch.is_inference_mode_enabled()
 
 
 class Registered:
@@ -94,6 +101,9 @@ class DTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Op, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+        if type(func) is OpOverload and _is_below_autograd():
+            with DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
         return cls._dispatch(func, args, kwargs or {})
 
     if TYPE_CHECKING:  # torch declares that these return a Tensor

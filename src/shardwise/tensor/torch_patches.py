@@ -37,6 +37,7 @@ from shardwise.tensor.handlers.unasked import (
     full_gradients,
     new_without_dtensors,
     refusing_anywhere,
+    refusing_kernels,
     refusing_lists,
     taking_numbers,
 )
@@ -319,6 +320,11 @@ PATCHES = (
         "torch.Tensor.as_subclass",
     ),
     *_made_of_local_shards(new_without_dtensors, "Refuses a DTensor with an error.", "torch.Tensor.__new__"),
+    *_made_of_local_shards(
+        refusing_kernels,
+        "Refuses DTensors with an error, in functions that `torch.cuda.jiterator` makes.",
+        "torch.cuda.jiterator._JittedFunction.__call__",
+    ),
     *_made_of_local_shards(
         refusing_lists,
         "Refuses DTensors with an error.",

@@ -18,6 +18,7 @@ from shardwise.layout import REPLICATE, Layout, Mesh, Partial
 from shardwise.rules.registry import rule_of
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor import DTensor
+from shardwise.testing.generators import generator_states
 from shardwise.testing.local_shards import SEED, dtensor_from_full
 from shardwise.testing.worlds import world
 
@@ -190,7 +191,7 @@ def cotangent(out: Tensor) -> Tensor:
     """A plain gradient for `out`, without regularity; of so few digits that it is equal in all dtypes."""
     numbers = torch.arange(1, out.numel() + 1, dtype=torch.float64).view(out.shape)
     sin, cos = ((x * 128).round() / 128 for x in (numbers.sin(), numbers.cos()))
-    values = (torch.complex(sin, cos) if out.is_complex() else sin).to(out.dtype)
+    values = (torch.complex(sin, cos) if out.is_complex() else sin).to(out.device, out.dtype)
     return values.to_sparse() if out.layout == torch.sparse_coo else values
 
 
@@ -229,7 +230,7 @@ def observe_rank(sample: Sample, layouts: Layouts, backward: bool = True) -> Obs
 
 
 def _leaves_on(sample: Sample, layouts: Layouts) -> list[Tensor]:
-    torch.default_generator.manual_seed(SEED)
+    torch.manual_seed(SEED)
     pairs = zip(sample.tensors(), layouts, strict=True)
     return [sample.leaf(dtensor_from_full(x.detach(), layout), i) for i, (x, layout) in enumerate(pairs)]
 
@@ -261,9 +262,9 @@ def draws_random(sample: Sample) -> bool:
         def __torch_dispatch__(
             self, func: Callable[..., object], types: object, args: Args = (), kwargs: Kwargs | None = None
         ) -> object:
-            before = torch.get_rng_state()
+            before = generator_states()
             out = func(*args, **(kwargs or {}))
-            if not torch.equal(before, torch.get_rng_state()):
+            if not all(map(torch.equal, before, generator_states())):
                 drew.append(func)
             return out
 

@@ -140,7 +140,7 @@ def partial_values(x: Tensor, layout: Layout, seed: int = SEED) -> dict[tuple[in
     if len(keys) == 1:
         return {keys[0]: x}
     generator = torch.Generator().manual_seed(seed)
-    roles = torch.rand((len(keys), *x.shape), generator=generator).argsort(0)
+    roles = torch.rand((len(keys), *x.shape), generator=generator).argsort(0).to(x.device)
     if not reductions <= {"sum", "avg"}:
         finite = x.nan_to_num()
         (reduction,) = reductions
@@ -148,7 +148,7 @@ def partial_values(x: Tensor, layout: Layout, seed: int = SEED) -> dict[tuple[in
         return {key: torch.where(role == 0, x, neutral[reduction]) for key, role in zip(keys, roles, strict=True)}
     averaged = (n for n, p in zip(layout.mesh.shape, layout.placements, strict=True) if p == Partial("avg"))
     scale = prod(averaged)
-    noise = torch.randint(-3, 4, x.shape, generator=generator).to(x.dtype)
+    noise = torch.randint(-3, 4, x.shape, generator=generator).to(x.device, x.dtype)
     noise = torch.where((x.abs() < 16) & ((8 * x).round() == 8 * x) if not x.is_complex() else x == 0, noise, 0)
     safe = (2 * x).isfinite()
     first, second = scale * torch.where(safe, 2 * x + noise, x), scale * torch.where(safe, -x - noise, 0)

@@ -40,6 +40,7 @@ from shardwise.errors import MismatchError, RemoteRankError, ShardwiseError, Thr
 from shardwise.layout import Owner
 from shardwise.testing.assertions import note_values
 from shardwise.testing.failures import DeadlockError, first_error
+from shardwise.testing.generators import generator_states, set_generator_states
 from shardwise.testing.rank_threads import threads_belong_to_ranks
 from shardwise.trace.user_stack import StackFrame, format_call_sites, format_running, frames_of
 
@@ -83,7 +84,7 @@ class _Rank:
         self.ended = False
         self.result: object = None
         self.error: BaseException | None = None
-        self.generator_state = torch.get_rng_state()
+        self.generator_states = generator_states()
         self.thread = threading.Thread(
             target=contextvars.copy_context().run,
             args=(simulation.live, self),
@@ -183,7 +184,7 @@ class _Simulation:
 
     def run(self, timeout: float) -> list[Any]:
         __tracebackhide__ = True
-        state = torch.get_rng_state()
+        states = generator_states()
         with threads_belong_to_ranks():
             for rank in self.ranks:
                 rank.thread.start()
@@ -193,7 +194,7 @@ class _Simulation:
             finally:
                 self.stop()
                 self.join()
-                torch.set_rng_state(state)
+                set_generator_states(states)
         for rank in self.ranks:
             if rank.error is None and rank.threads.failed:  # in a thread that the rank still waits for
                 rank.error = ThreadError(rank.threads.failed)
@@ -266,7 +267,7 @@ class _Simulation:
         rank.turn.acquire()
         if self.stopped:
             raise _Stopped
-        torch.set_rng_state(rank.generator_state)
+        set_generator_states(rank.generator_states)
 
     def exchange(self, rank: _Rank, call: CollectiveCall, tensor: Tensor, ranks: Ranks) -> Tensor:
         """Take part in the next collective of `ranks`; return when all of them have joined it."""
@@ -296,7 +297,7 @@ class _Simulation:
         if len(calls) == len(ranks):
             self.complete(ranks, number)
         del calls  # what others sent is theirs to free while this rank waits
-        rank.generator_state = torch.get_rng_state()
+        rank.generator_states = generator_states()
         self.pass_turn()
         self.await_turn(rank)
         received, rank.received = rank.received, None

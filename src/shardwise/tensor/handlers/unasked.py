@@ -11,7 +11,7 @@ dispatcher if a DTensor is among the arguments, so the handlers below answer, an
 from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from types import GetSetDescriptorType
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -112,6 +112,26 @@ def refusing_anywhere(original: Op) -> Op:
         if kwargs:
             check(kwargs.values())
         return method(*args, **kwargs)
+
+    return function
+
+
+class _Jitted(Protocol):
+    kernel_name: str
+
+
+def refusing_kernels(original: Op) -> Op:
+    """The call of a function that `torch.cuda.jiterator` made, refusing DTensors."""
+
+    @wraps(original)
+    def function(jitted: _Jitted, *tensors: object, **kwargs: object) -> object:
+        if any(type(x) is DTensor for x in tensors):
+            raise RuleError(
+                f"{jitted.kernel_name}() of torch.cuda.jiterator would use the local tensor of a DTensor as if it were "
+                f"the global one. Fix: call it on to_local() or full_tensor(), or inside "
+                f"shardwise.experimental.local_map."
+            )
+        return original(jitted, *tensors, **kwargs)
 
     return function
 
