@@ -14,3 +14,10 @@ def pytest_collection_finish() -> None:
     """Modules and tests stay to the end: no garbage collection needs to visit their million objects again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_earlier_tests_left_is_not_visited_again() -> None:
+    """Caches and reports grow, and some tests collect garbage a hundred times."""
+    gc.collect()
+    gc.freeze()
