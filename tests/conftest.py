@@ -9,15 +9,8 @@ from hypothesis import settings
 settings.register_profile("many", max_examples=5000, deadline=None, database=None, print_blob=True)
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish() -> None:
-    """Modules and tests stay to the end: no garbage collection needs to visit their million objects again."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _what_earlier_tests_left_is_not_visited_again() -> None:
-    """Caches and reports grow, and some tests collect garbage a hundred times."""
+    """Modules, tests, caches and reports: a million objects, and some tests collect garbage a hundred times."""
     gc.collect()
     gc.freeze()

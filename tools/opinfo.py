@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shardwise.layout import REPLICATE, Layout, Mesh, Partial, Placement, Shard
+from shardwise.layout import REPLICATE, Mesh, Partial, Placement, Shard
 from shardwise.testing.judge import Layouts, Sample, layout_of
 from shardwise.testing.local_shards import SEED
 from tools.op_judge import OpJudge, Verdict
@@ -182,17 +182,13 @@ Labelled = Iterator[tuple[str, Layouts]]
 
 
 def _with(tensors: Sequence[Tensor], mesh: Mesh, choose: Choose) -> Layouts:
-    return tuple(_layout(x, mesh, choose(x)) for x in tensors)
-
-
-def _layout(x: Tensor, mesh: Mesh, placements: Sequence[Placement]) -> Layout | None:
-    return layout_of(x, replace(mesh, device_type=x.device.type), placements)
+    return tuple(layout_of(x, mesh, choose(x)) for x in tensors)
 
 
 def _only(tensors: Sequence[Tensor], chosen: int, mesh: Mesh, placements: Sequence[Placement]) -> Layouts:
     """One operand with `placements`, the others replicated."""
     replicated = [REPLICATE] * mesh.ndim
-    return tuple(_layout(x, mesh, placements if i == chosen else replicated) for i, x in enumerate(tensors))
+    return tuple(layout_of(x, mesh, placements if i == chosen else replicated) for i, x in enumerate(tensors))
 
 
 def _replicated(tensors: Sequence[Tensor]) -> Labelled:

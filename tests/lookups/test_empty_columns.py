@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise import DTensor, Mesh, Shard, distribute_tensor
+from shardwise import DTensor, Mesh, Replicate, Shard, distribute_tensor
 from shardwise.layout import Placement
 from shardwise.lookups.ids import pool
 from shardwise.testing import world
@@ -76,6 +76,29 @@ def test_no_kernel_gets_rows_without_columns(placements: list[Placement], option
         table = distribute_tensor(FULL, Mesh((2, 2)), placements).requires_grad_()
         with RefuseEmptyColumns():  # type: ignore[no-untyped-call]
             out = F.embedding_bag(IDS, table, OFFSETS, per_sample_weights=weights, **options)
+            out.square().sum().backward()
+        assert isinstance(out, DTensor)
+        torch.testing.assert_close(out.full_tensor(), expected)
+        assert table.grad is not None
+        torch.testing.assert_close(table.grad.full_tensor(), plain.grad)
+
+    on_ranks()
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("placements", [[Shard(0), Shard(1, [5, 0])], [Shard(1), Shard(0, [0, 7])]], ids=str)
+def test_no_kernel_gets_rows_without_columns_of_sharded_ids(placements: list[Placement], mode: str) -> None:
+    plain, ids = FULL.clone().requires_grad_(), IDS.view(2, 3)
+    expected = F.embedding_bag(ids, plain, mode=mode)
+    expected.square().sum().backward()
+
+    @world(4)
+    def on_ranks() -> None:
+        mesh = Mesh((2, 2))
+        table = distribute_tensor(FULL, mesh, placements).requires_grad_()
+        sharded = distribute_tensor(ids, mesh, [Shard(0), Replicate()])
+        with RefuseEmptyColumns():  # type: ignore[no-untyped-call]
+            out = F.embedding_bag(sharded, table, mode=mode)
             out.square().sum().backward()
         assert isinstance(out, DTensor)
         torch.testing.assert_close(out.full_tensor(), expected)

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import (
@@ -409,31 +408,6 @@ def test_aliases_of_the_local_part_are_refused() -> None:
     x = distribute_tensor(FULL, Mesh((2,)), [Partial()])
     with pytest.raises(RuleError, match=r"as_subclass\(\) would show only the local shard"):
         x.as_subclass(torch.Tensor)
-
-
-class PassOn(TorchDispatchMode):
-    """A mode of a user, as torch's counters of FLOPs and memory are."""
-
-    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-@pytest.mark.parametrize("loss_is_plain", [False, True])
-def test_forward_and_backward_run_under_dispatch_modes(placement: Placement, loss_is_plain: bool) -> None:
-    plain = FULL.clone().requires_grad_()
-    (plain.sin().square() @ FULL.t()).square().sum().backward()
-
-    @world(3)
-    def on_ranks() -> None:
-        x = leaf(placement)
-        with PassOn():  # type: ignore[no-untyped-call]
-            loss = (x.sin().square() @ distribute_tensor(FULL, Mesh((3,)), [R]).t()).square().sum()
-            (as_dtensor(loss).full_tensor() if loss_is_plain else loss).backward()
-        assert x.grad is not None
-        assert_close(x.grad.full_tensor(), plain.grad)
-
-    on_ranks()
 
 
 def test_kernels_of_jiterator_are_refused() -> None:

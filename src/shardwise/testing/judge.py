@@ -333,7 +333,9 @@ class Judge:
 
 def layout_of(x: Tensor, mesh: Mesh, placements: Sequence[Any] = (REPLICATE,)) -> Layout | None:
     """The layout of an operand; None for one that cannot be laid out, such as a sparse one."""
-    return Layout(mesh, placements, x.shape) if x.layout == torch.strided else None
+    if x.layout != torch.strided:
+        return None
+    return Layout(replace(mesh, device_type=x.device.type), placements, x.shape)
 
 
 def _has_gradient(layout: Layout | None) -> bool:

@@ -261,7 +261,11 @@ def refuse(func: Any, args: Args, kwargs: Kwargs) -> NoReturn:
             "torch.compile cannot trace a DTensor. Fix: shardwise.capture(module, backend='inductor'), which "
             "captures the step and compiles its local ops."
         )
+    refuse_local(f"{name_of(func)}()")
+
+
+def refuse_local(call: str) -> NoReturn:
     raise RuleError(
-        f"{name_of(func)}() would use the local tensor of a DTensor as if it were the global one. "
+        f"{call} would use the local tensor of a DTensor as if it were the global one. "
         f"Fix: call it on to_local() or full_tensor(), or inside shardwise.experimental.local_map."
     )

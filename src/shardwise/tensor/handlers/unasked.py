@@ -23,7 +23,7 @@ from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dispatch.fallback import run_decomposed
 from shardwise.tensor.dispatch.promotion import is_strict
 from shardwise.tensor.dtensor import DTensor, call
-from shardwise.tensor.handlers.attributes import refuse, set_
+from shardwise.tensor.handlers.attributes import refuse, refuse_local, set_
 
 _dispatches = torch._C._is_torch_function_enabled
 Device = torch.device | str | int | None
@@ -126,11 +126,7 @@ def refusing_kernels(original: Op) -> Op:
     @wraps(original)
     def function(jitted: _Jitted, *tensors: object, **kwargs: object) -> object:
         if any(type(x) is DTensor for x in tensors):
-            raise RuleError(
-                f"{jitted.kernel_name}() of torch.cuda.jiterator would use the local tensor of a DTensor as if it were "
-                f"the global one. Fix: call it on to_local() or full_tensor(), or inside "
-                f"shardwise.experimental.local_map."
-            )
+            refuse_local(f"{jitted.kernel_name}() of torch.cuda.jiterator")
         return original(jitted, *tensors, **kwargs)
 
     return function
