@@ -20,6 +20,7 @@ from shardwise.errors import MeshError, RuleError
 from shardwise.layout import Box, Layout, Mesh, Placement, Placements, checked, placements_text
 from shardwise.redistribute.run_plan import known_redistribution, redistribution, with_placements
 from shardwise.rules.row import Args, Handler, Kwargs, Op
+from shardwise.tensor.descriptors import NotOffered, Registered
 from shardwise.tensor.transforms import check_no_transform
 from shardwise.trace.comm_trace import EXPLICIT, Cause
 
@@ -34,29 +35,6 @@ _detach: Any = torch._C.TensorBase.detach
 def _is_below_autograd() -> bool:
     """Whether a `TorchDispatchMode` passes on an op of backward, which autograd runs on local tensors."""
     return _is_excluded(torch._C.DispatchKey.AutogradFunctionality) and not torch.is_inference_mode_enabled()
-
-
-class Registered:
-    """A method of `DTensor` that a higher module gives with `register_method`."""
-
-    def __init__(self, module: str) -> None:
-        self.module = module
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, x: object, owner: type | None = None) -> Any:
-        raise AttributeError(f"DTensor.{self.name} is registered by {self.module}. Fix: import {self.module}.")
-
-
-class NotOffered:
-    """An attribute of `torch.Tensor` that `DTensor` does not have."""
-
-    def __init__(self, why: str) -> None:
-        self.why = why
-
-    def __get__(self, x: object, owner: type | None = None) -> NoReturn:
-        raise AttributeError(self.why)
 
 
 class Tiling(Protocol):

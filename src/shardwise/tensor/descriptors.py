@@ -1,0 +1,26 @@
+"""Attributes of `DTensor` that raise: registered by a module that is not imported yet, or not offered."""
+
+from typing import Any, NoReturn
+
+
+class Registered:
+    """A method of `DTensor` that a higher module gives with `register_method`."""
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, x: object, owner: type | None = None) -> Any:
+        raise AttributeError(f"DTensor.{self.name} is registered by {self.module}. Fix: import {self.module}.")
+
+
+class NotOffered:
+    """An attribute of `torch.Tensor` that `DTensor` does not have."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+    def __get__(self, x: object, owner: type | None = None) -> NoReturn:
+        raise AttributeError(self.why)
