@@ -87,12 +87,9 @@ def under_torchrun() -> bool:
 
 
 def _run_in_place(fn: Callable[[*Args], T], args: tuple[*Args], timeout_seconds: float) -> T:
-    import atexit
-
     from shardwise import collectives
 
     collectives.init_from_environment(timeout_seconds)
-    atexit.register(collectives.shutdown)
     return fn(*args)
 
 

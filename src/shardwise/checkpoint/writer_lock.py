@@ -14,6 +14,7 @@ import os
 import secrets
 import socket
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -172,15 +173,19 @@ class WriterLock:
         """
 
         def attempt() -> str:
-            return json.dumps(then()) if self._attempt() else ""
+            return json.dumps(then()) if self.attempt() else ""
 
         while not (answer := on_all_ranks(what, lambda: on_first_rank(attempt))[0]):
             pass  # the ranks ask again together, so none of them waits long in a collective
         result: str = json.loads(answer)
         return result
 
-    def _attempt(self) -> bool:
-        """Whether this process has the lock; else ask again: it is not known yet whether the holder lives."""
+    def attempt(self) -> bool:
+        """Whether this process has the lock; else ask again: it is not known yet whether the holder lives.
+
+        Raises:
+            CheckpointError: another job writes.
+        """
         with _guard:
             held = _held.get(self._key)
             if held is not None:
@@ -210,6 +215,11 @@ class WriterLock:
             if self._seen is not None and self._seen[0] == found.content:
                 raise self._refused(str(writer or "another job"))
             self._seen, self._seen_at = (found.content, found.stamp), monotonic()
+            warnings.warn(
+                f"{self._store.name}: its lock is held by {writer or 'another job'}, which cannot be looked up from "
+                f"here: watching for {SILENT_SECONDS:g} s whether it is renewed",
+                stacklevel=2,
+            )
             return False
         elif monotonic() - self._seen_at < SILENT_SECONDS:
             return False
@@ -249,6 +259,18 @@ def lock(folder: str | PathLike[str]) -> AbstractContextManager[None]:
         CheckpointError: another job holds it; the same text on every rank says which process on which host.
     """
     return _locked(folder)
+
+
+@contextmanager
+def lock_alone(folder: Location) -> Iterator[None]:
+    """As `lock`, in a process that works alone, whatever world it belongs to."""
+    writer_lock = WriterLock(store_at(folder))
+    try:
+        while not writer_lock.attempt():
+            pass
+        yield
+    finally:
+        writer_lock.release()
 
 
 @contextmanager

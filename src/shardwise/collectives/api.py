@@ -31,6 +31,7 @@ from shardwise.collectives.cost_tables import (
     used_costs,
 )
 from shardwise.collectives.failures.reports import report_failure
+from shardwise.collectives.joining import check_joined
 from shardwise.collectives.processes import TORCH_TRANSPORT, current_world
 from shardwise.collectives.transport import Allocate, Finish, SingleRankTransport, Transport
 from shardwise.collectives.value_notes import Note
@@ -53,6 +54,9 @@ def transport() -> Transport:
     A process that a rank started has the rank and world size of that rank, and cannot communicate.
 
     The process group belongs to the process, so threads of autograd use it as well.
+
+    Raises:
+        MeshError: torchrun started this process as one of several ranks, and it has not joined them.
     """
     simulated = _thread.transport
     if simulated is not None:
@@ -62,11 +66,17 @@ def transport() -> Transport:
 
 @cache  # a process that multiprocessing starts is another one while it imports its modules
 def _single_rank(process: BaseProcess) -> SingleRankTransport:
-    return SingleRankTransport(*inherited_rank())
+    inherited = inherited_rank()
+    if inherited is None:
+        check_joined()
+    return SingleRankTransport(*(inherited or (0, 1)))
 
 
-def _rank_and_size() -> RankAndSize:
-    here = transport()
+def _rank_and_size() -> RankAndSize | None:
+    try:
+        here = transport()
+    except MeshError:  # the process that is being started may never ask
+        return None
     return here.rank, here.world_size
 
 

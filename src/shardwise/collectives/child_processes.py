@@ -20,28 +20,28 @@ _KEY = "shardwise: rank and world size of the parent"
 class _OfStartingThread:
     """Is pickled as the rank and world size of the thread that starts a process: a simulated rank is a thread."""
 
-    def __init__(self, rank_and_size: Callable[[], RankAndSize]) -> None:
+    def __init__(self, rank_and_size: Callable[[], RankAndSize | None]) -> None:
         self._rank_and_size = rank_and_size
 
-    def __reduce__(self) -> tuple[type, tuple[RankAndSize]]:
-        return tuple, (self._rank_and_size(),)  # of plain numbers: a process that needs no shardwise imports none
+    def __reduce__(self) -> tuple[type, tuple[RankAndSize | tuple[()]]]:
+        return tuple, (self._rank_and_size() or (),)  # of plain numbers: a process that needs no shardwise imports none
 
 
-def share_rank(rank_and_size: Callable[[], RankAndSize]) -> None:
+def share_rank(rank_and_size: Callable[[], RankAndSize | None]) -> None:
     """Send rank and world size to the processes that this one starts from here on.
 
     Args:
-        rank_and_size: gives those of the calling thread.
+        rank_and_size: gives those of the calling thread; None if it is no rank.
     """
     _config()[_KEY] = _OfStartingThread(rank_and_size)
 
 
-def inherited_rank() -> RankAndSize:
-    """The rank and world size of the process that started this one; (0, 1) if that was no rank."""
+def inherited_rank() -> RankAndSize | None:
+    """The rank and world size of the process that started this one; None if that was no rank."""
     match _config().get(_KEY):
         case (int(rank), int(size)):
             return rank, size
-    return 0, 1
+    return None
 
 
 def _config() -> dict[str, object]:

@@ -1,5 +1,6 @@
 """Joining and leaving worlds of `torch.distributed`."""
 
+import atexit
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from shardwise.collectives.failures.reports import report_exit
 from shardwise.collectives.failures.store import FailureStore
 from shardwise.collectives.processes import TORCH_TRANSPORT
-from shardwise.errors import RemoteRankError
+from shardwise.errors import MeshError, RemoteRankError
 
 
 def init_processes(
@@ -42,7 +43,7 @@ def init_processes(
 
 
 def init_from_environment(timeout_seconds: float = 60.0) -> bool:
-    """Join the world that torchrun describes in the environment; False where there is none."""
+    """Join the world that torchrun describes in the environment until this process ends; False where there is none."""
     if dist.is_initialized() or not dist.is_torchelastic_launched():
         return dist.is_initialized()
     timeout = timedelta(seconds=timeout_seconds)
@@ -57,7 +58,19 @@ def init_from_environment(timeout_seconds: float = 60.0) -> bool:
     else:
         dist.init_process_group(timeout=timeout)
     TORCH_TRANSPORT.attach()
+    atexit.register(shutdown)
     return True
+
+
+def check_joined() -> None:
+    """Raise MeshError if torchrun started this process, which has no process group, as one of several ranks."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if dist.is_torchelastic_launched() and size != "1":
+        raise MeshError(
+            f"torchrun started this process as rank {os.environ.get('RANK')} of {size}, but it has no process group: "
+            "each process would work as rank 0 of 1. Fix: first call torch.distributed.init_process_group() or "
+            "shardwise.init_device_mesh(…), or run the program in shardwise.launch(…)."
+        )
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
 from shardwise.collectives.api import is_simulated, rank, world_size
+from shardwise.collectives.joining import init_from_environment
 from shardwise.collectives.processes import TORCH_TRANSPORT, timeout_of
 from shardwise.errors import MeshError
 from shardwise.layout import Kind, Mesh, checked, describe, entered_mesh, mesh_of, shown
@@ -95,7 +96,8 @@ def init_device_mesh(
 ) -> Any:
     """A mesh of all ranks: torch's DeviceMesh where processes run, a plain `Mesh` on simulated ranks.
 
-    Its process groups wait as long as the world does; torch alone would give them half an hour.
+    Under torchrun it joins the ranks, as torch's function does, if the program has not done so. Its process groups wait
+    as long as the world does; torch alone would give them half an hour.
 
     Args:
         device_type: "cpu", "cuda", ….
@@ -105,6 +107,8 @@ def init_device_mesh(
     Raises:
         MeshError: the shape needs more ranks than the world has.
     """
+    if not is_simulated():
+        init_from_environment()
     names = None if mesh_dim_names is None else tuple(mesh_dim_names)
     mesh = _checked(Mesh(tuple(mesh_shape), (), names, device_type))
     if is_simulated() or not dist.is_initialized():

@@ -17,7 +17,7 @@ from shardwise.checkpoint.offline.sources import Source
 from shardwise.checkpoint.saving import package_versions
 from shardwise.checkpoint.state import held_boxes, key_of
 from shardwise.checkpoint.stores import CheckpointStore
-from shardwise.checkpoint.writer_lock import lock
+from shardwise.checkpoint.writer_lock import lock_alone
 from shardwise.errors import ArgumentError
 from shardwise.layout import Box, Layout, checked
 
@@ -72,7 +72,7 @@ def write_checkpoint(
         raise ArgumentError(f"A checkpoint has one rank or more, got {world_size}. Fix: a positive number.")
     layouts = planned_layouts(source.tensors, plan, world_size)
     source.progress.begin(source.num_bytes(layouts) + source.num_bytes_verified(layouts))
-    with reported(target), lock(target):
+    with reported(target), lock_alone(target):
         store = store_at(target)
         return store.location(_written(source, store, layouts, world_size, step, metadata, overwrite))
 
