@@ -13,7 +13,9 @@ from multiprocessing import active_children, resource_tracker
 from pathlib import Path
 
 import pytest
+import torch
 
+from shardwise.checkpoint import save
 from shardwise.errors import ArgumentError, LaunchError, RankFailedError
 from shardwise.launch import launch, under_torchrun
 from tests.launch_jobs import facts, fail_on, unpicklable
@@ -238,6 +240,55 @@ def test_ranks_end_with_a_killed_agent_of_torchrun(tmp_path: Path) -> None:
         ranks = pids_of_ranks(agent)
         agent.kill()
         wait_until(lambda: not living(ranks))
+
+
+JOINING = """
+import multiprocessing, sys, torch, shardwise as sw
+from shardwise.checkpoint import latest, offline, save
+from shardwise.errors import MeshError
+
+def length(text):
+    return len(text)
+
+def tried(work):
+    try:
+        work()
+    except MeshError as error:
+        print(error)
+
+if __name__ == "__main__":
+    source, own = sys.argv[1], sys.argv[2]
+    tried(lambda: save(own, {"w": torch.ones(3)}, step=1))
+    tried(lambda: sw.distribute_tensor(torch.ones(3)))
+    offline.reshard(source, f"{own}/{__import__('os').environ['RANK']}", 2)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(length, ("abc",)) == 3
+    mesh = sw.init_device_mesh("cpu", (2,))
+    if sw.rank() == 0:
+        offline.reshard(source, f"{own}/joined", 3)
+    print(f"rank {sw.rank()} holds {sw.distribute_tensor(torch.arange(3.0), mesh, [sw.Shard(0)]).to_local().tolist()}")
+"""
+
+
+def test_a_process_of_torchrun_that_has_not_joined_is_no_world_of_its_own(tmp_path: Path) -> None:
+    save(tmp_path / "source", {"w": torch.ones(3)}, step=1)
+    script = tmp_path / "joining.py"
+    script.write_text(JOINING)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [*command, str(script), str(tmp_path / "source"), str(tmp_path / "own")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for rank, held in enumerate(([0.0, 1.0], [2.0])):
+        said = f"torchrun started this process as rank {rank} of 2, but it has no process group: each process would"
+        assert done.stdout.count(said) == 2
+        assert f"rank {rank} holds {held}" in done.stdout
+    assert sorted(path.name for path in (tmp_path / "own").iterdir()) == ["0", "1", "joined"]
 
 
 def test_torchrun_is_known_by_its_run_id(monkeypatch: pytest.MonkeyPatch) -> None:

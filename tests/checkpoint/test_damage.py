@@ -25,6 +25,7 @@ from tests.checkpoint.states import bits, blank, content, distributed, error_on_
 
 CUT = Layout(Mesh((2,)), [Shard(0)], (5, 3))
 OTHER = Layout(Mesh((2,)), [Shard(1)], (5, 3))
+ROWS = "Fix: resize={'cut': 7} loads the rows that both have"
 CONVERT = "Fix: load into torch.float32, then convert"
 STEP = "step-00000001"
 
@@ -283,10 +284,16 @@ def test_ranks_that_see_different_checkpoints_are_told_so(saved: Path, tmp_path:
             {"whole": torch.zeros(4, dtype=torch.int8)},
             ["  'whole': torch.float32 in the checkpoint, torch.int8 in the state. " + CONVERT],
         ),
+        (
+            {"cut": torch.zeros(7, 3)},
+            [
+                "  'cut': shape (5, 3) in the checkpoint, (7, 3) in the state. " + ROWS,
+            ],
+        ),
         ({"whole": 4.0}, ["  'whole': a tensor in the checkpoint, a float in the state"]),
         ({"epoch": torch.zeros(())}, ["  'epoch': a tensor in the state, a JSON value in the checkpoint"]),
     ],
-    ids=["misspelt", "unexpected", "missing", "shape", "dtype", "value for tensor", "tensor for value"],
+    ids=["misspelt", "unexpected", "missing", "shape", "dtype", "rows", "value for tensor", "tensor for value"],
 )
 def test_a_state_that_does_not_fit_is_refused_with_every_difference(
     saved: Path, change: dict[str, Any], lines: list[str]

@@ -153,7 +153,7 @@ def test_a_step_that_exists_is_replaced_on_demand_only(url: str) -> None:
     text = error_on_every_rank(2, CheckpointError, lambda: save_rows(url, 2, step=1))
     assert text == (
         f"Saving step 1 to {url} failed:\n  rank 0: {url}/step-00000001 exists already. "
-        f"Fix: save with overwrite=True, or to another folder"
+        f"Fix: overwrite=True (--overwrite), or another folder"
     )
     assert names(url) == before
     assert loaded(url) == 1

@@ -397,8 +397,8 @@ def test_a_table_of_another_number_of_rows_names_resize(tmp_path: Path) -> None:
     text = error_on_every_rank(2, CheckpointError, second)
     assert (
         "'model.tables.embedding_bags.t0.weight': shape (11, 6) in the checkpoint, (9, 6) in the state. "
-        "Fix: collection.resize_({'t0': 11}) before restore, or "
-        "restore(…, resize={'tables.embedding_bags.t0.weight': 9})" in text
+        "Fix: restore(…, resize={'tables.embedding_bags.t0.weight': 9}), or "
+        "collection.resize_({'t0': 11}) before restore" in text
     )
     assert "of tables.embedding_bags.t0.weight: shape (11, 1) in the checkpoint, expected (9, 1)" in text
     world(2).run(third)

@@ -13,6 +13,7 @@ from shardwise.checkpoint.folder_store import FolderStore
 from shardwise.checkpoint.retention import Facts, facts_of
 from shardwise.checkpoint.stores import complete_manifest
 from shardwise.errors import CheckpointError
+from tests.checkpoint.states import error_on_every_rank
 
 
 def steps(folder: Path) -> list[int]:
@@ -20,11 +21,11 @@ def steps(folder: Path) -> list[int]:
 
 
 def test_rules_of_what_stays(tmp_path: Path) -> None:
-    losses = {10: 5.0, 20: 1.0, 30: 4.0, 40: None, 50: 1.0, 55: True, 60: 3.0}
+    losses = {10: 5.0, 20: 1.0, 30: 4.0, 40: None, 50: 1.0, 55: None, 60: 3.0}
     stay = []
     for step, loss in losses.items():
         keep = Keep(last=2, every=30, best=1, metric="loss")
-        save(tmp_path, {"x": torch.ones(1)}, step=step, metadata={} if loss is None else {"loss": loss}, keep=keep)
+        save(tmp_path, {"x": torch.ones(1)}, step=step, metadata={"loss": loss}, keep=keep)
         stay.append(steps(tmp_path))
     assert stay == [
         *([10], [10, 20], [20, 30], [20, 30, 40]),  # 20 is the best, 30 a multiple
@@ -32,6 +33,31 @@ def test_rules_of_what_stays(tmp_path: Path) -> None:
         [30, 50, 55],
         [30, 50, 55, 60],
     ]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        ({"loss": 1.0}, "is not there, only ['loss']"),
+        (None, "is not there, only []"),
+        ({"los": "1.0"}, "is '1.0' there"),
+        ({"los": True}, "is True there"),
+    ],
+)
+def test_a_metric_that_the_new_checkpoint_leaves_out_removes_no_other(
+    tmp_path: Path, metadata: dict[str, Any] | None, said: str
+) -> None:
+    save(tmp_path, {"x": torch.ones(1)}, step=1, metadata={"los": 0.5})
+    text = error_on_every_rank(
+        2,
+        CheckpointError,
+        lambda: save(tmp_path, {"x": torch.ones(1)}, step=2, metadata=metadata, keep=Keep(best=1, metric="los")),
+    )
+    assert text.endswith(
+        f"failed: keep needs the number 'los' of metadata, which {said}. "
+        f"Fix: metadata={{'los': …}}, None if this checkpoint has no such number"
+    )
+    assert steps(tmp_path) == [1]
 
 
 def test_the_largest_is_the_best(tmp_path: Path) -> None:

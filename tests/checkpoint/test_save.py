@@ -207,7 +207,7 @@ def test_a_step_that_exists_is_replaced_only_on_demand(tmp_path: Path) -> None:
     before = content(tmp_path)
     assert fails(tmp_path, 2, step=1) == (
         f"Saving step 1 to {tmp_path} failed:\n  rank 0: {tmp_path}/step-00000001 exists already. "
-        f"Fix: save with overwrite=True, or to another folder"
+        f"Fix: overwrite=True (--overwrite), or another folder"
     )
     assert content(tmp_path) == before
     world(2).run(save_sevens, tmp_path, 2, step=1, overwrite=True)

@@ -284,6 +284,21 @@ def test_extra_values_cannot_hide_the_module_s(tmp_path: Path) -> None:
         restore(tmp_path, model, extra={"model.bias": torch.zeros(3)}, subset=True)
 
 
+def test_a_module_that_does_not_fit_is_told_what_helps_it_and_not_what_helps_optimizers(tmp_path: Path) -> None:
+    layer = nn.Linear(3, 2)
+    save(tmp_path, state_of(layer, Adam(layer.parameters())) | {"config": {"lr": 0.1, "seed": 3}}, step=1)
+    larger = nn.Linear(3, 4)
+    with pytest.raises(CheckpointError) as caught:
+        restore(tmp_path, larger, SGD(larger.parameters()), extra={"config": None})
+    text = str(caught.value)
+    assert "  missing in the checkpoint: 'config', which has 'config.lr' and 1 more below it. Fix: name each" in text
+    assert "'model.bias': shape (2,) in the checkpoint, (4,) in the state. Fix: restore(…, resize={'bias': 4})" in text
+    assert "strict=False" not in text
+    extra: dict[str, Any] = {"config": {"lr": None, "seed": None}}
+    restore(tmp_path, layer, Adam(layer.parameters()), extra=extra)
+    assert extra == {"config": {"lr": 0.1, "seed": 3}}
+
+
 def test_a_learning_rate_that_is_a_tensor_is_kept_as_one(tmp_path: Path) -> None:
     model = Model(torch.clone)
     save(tmp_path, state_of(model, Adam(model.parameters(), lr=torch.tensor(0.25), capturable=False)), step=1)

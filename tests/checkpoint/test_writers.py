@@ -277,3 +277,8 @@ def test_a_folder_renamed_after_another_step_is_refused(tmp_path: Path, name: st
         assert latest(tmp_path) == first
     elsewhere = renamed.rename(tmp_path / "mine")
     assert loaded(elsewhere) == 2
+
+
+def test_an_empty_text_is_no_folder() -> None:
+    with pytest.raises(CheckpointError, match="is an empty text"):
+        save("", {"x": torch.ones(1)}, step=1)

@@ -106,7 +106,7 @@ def test_what_is_no_checkpoint_is_an_error_in_one_line(tmp_path: Path, capsys: C
 def test_verify_names_what_is_damaged(path: Path, capsys: Captured) -> None:
     assert cli.main(["checkpoint", "verify", str(path)]) == 0
     out, err = capsys.readouterr()
-    assert re.fullmatch(rf"{path}: 3 tensors in 2 files, \d+ B: complete and as it was written.\n", out)
+    assert re.fullmatch(rf"{path}: step 7, 3 tensors in 2 files, \d+ B: complete and as it was written.\n", out)
     assert not err
     file = path / "rank-0001.safetensors"
     data = bytearray(file.read_bytes())
@@ -115,9 +115,27 @@ def test_verify_names_what_is_damaged(path: Path, capsys: Captured) -> None:
     assert cli.main(["checkpoint", "verify", str(path)]) == 4
     out, err = capsys.readouterr()
     assert not out
+    heading = rf"CheckpointError: {path} is damaged \(step 7 was read\):\n"
+    assert re.fullmatch(rf"{heading}  tensor 'model\.\S+': {file}: the data of .* is damaged: .*\n", err)
+
+
+def test_verify_names_a_later_checkpoint_that_is_not_complete(path: Path, capsys: Captured) -> None:
+    save(path.parent, {"x": torch.ones(3)}, step=9)
+    (later := path.parent / "step-00000009" / "rank-0000.safetensors").write_bytes(b"")
+    assert cli.main(["checkpoint", "verify", str(path.parent)]) == 4
     assert re.fullmatch(
-        rf"CheckpointError: {path} is damaged:\n  tensor 'model\.\S+': {file}: the data of .* is damaged: .*\n", err
+        rf"CheckpointError: {path.parent} is damaged \(step 7 was read\):\n  {later}: has 0 bytes, .*\n",
+        capsys.readouterr().err,
     )
+
+
+def test_bytes_of_a_shard_are_written_as_the_help_writes_them(path: Path, tmp_path: Path, capsys: Captured) -> None:
+    argv = ["checkpoint", "export", str(path), str(tmp_path / "hf"), "--format", "hugging-face", "--shard-bytes"]
+    for text in ("2.5", "many", "nan", "1e999"):
+        assert cli.main([*argv, text]) == 2
+        assert "argument --shard-bytes: invalid number of bytes value" in capsys.readouterr().err
+    assert cli.main([*argv, "6e1"]) == 0
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) == 2
 
 
 def test_diff_prints_and_exits_as_diff_does(path: Path, tmp_path: Path, capsys: Captured) -> None:

@@ -6,7 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from shardwise.checkpoint import Manifest, read_manifest, save
 from shardwise.cli.train import recommender_view, view
 from shardwise.demos.data import Quality, load_pyident
 from shardwise.demos.ledger import Communication, Progress
@@ -138,3 +140,19 @@ def test_a_span_that_reads_the_same_at_both_ends_is_one_number(capsys: pytest.Ca
     sent = Communication({"all_to_all": 10.0}, (2048.0, 2050.0))
     recommender_view.show_outcome(replace(OUTCOME, taken=replace(TAKEN, communication=sent)), OUTCOME.quality)
     assert "each rank sends 2.0 KiB.\n" in capsys.readouterr().out
+
+
+def test_an_interruption_names_no_checkpoint_of_a_run_that_was_to_be_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(earlier: Manifest | None) -> str:
+        view.show_interruption(tmp_path, earlier)
+        return capsys.readouterr().err
+
+    assert said(None) == "No checkpoint was saved.\n"
+    path = save(tmp_path, {"x": torch.ones(2)}, step=3)
+    earlier = read_manifest(path)
+    assert said(None) == f"Last checkpoint: {path}; go on with --resume.\n"
+    assert said(earlier) == f"No checkpoint was saved. {path} is of the earlier run, which was not replaced.\n"
+    save(tmp_path, {"x": torch.zeros(2)}, step=3, overwrite=True)
+    assert said(earlier) == f"Last checkpoint: {path}; go on with --resume.\n"

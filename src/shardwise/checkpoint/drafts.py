@@ -22,7 +22,7 @@ def begin(store: CheckpointStore, step: int, overwrite: bool) -> str:
     found = store.tidy()
     if step in found and not overwrite:
         where = store.location(found[step])
-        raise CheckpointError(f"{where} exists already. Fix: save with overwrite=True, or to another folder")
+        raise CheckpointError(f"{where} exists already. Fix: overwrite=True (--overwrite), or another folder")
     return store.draft(step, found.values())
 
 

@@ -55,7 +55,11 @@ def load(
         CheckpointError: there is none, it is damaged, or it does not fit `state` in names, shapes or dtypes;
             the same text on every rank.
     """
-    return load_into(folder, lambda manifest: Wanted(state, resize=as_rows(resize)), subset)
+
+    def choose(manifest: Manifest) -> Wanted:
+        return Wanted(state, fixes=_row_fixes(manifest, flatten(state)), resize=as_rows(resize))
+
+    return load_into(folder, choose, subset)
 
 
 @dataclass(frozen=True)
@@ -213,7 +217,7 @@ def _check_fit(manifest: Manifest, leaves: Mapping[str, Leaf], wanted: Wanted, s
         f"  {name!r}: resize names it, and the state does not" for name in wanted.resize if name not in leaves
     ]
     fixes = ["\n  Fix: subset=True passes over what the state does not name"] if unexpected and not missing else []
-    if wanted.differences and wanted.fix:
+    if wanted.differences and wanted.fix and not (missing or unexpected or different):
         fixes.append(f"\n  Fix: {wanted.fix}")
     problems = [*missing, *unexpected, *different, *(f"  {line}" for line in wanted.differences)]
     if problems:
@@ -221,8 +225,24 @@ def _check_fit(manifest: Manifest, leaves: Mapping[str, Leaf], wanted: Wanted, s
 
 
 def _did_you_mean(name: str, others: set[str]) -> str:
+    if below := sorted(other for other in others if other.startswith(f"{name}.")):
+        return f", which has {below[0]!r} and {len(below) - 1} more below it. Fix: name each of them in the state"
     close = get_close_matches(name, sorted(others), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def differ_in_rows(stored: Sequence[int], here: Sequence[int]) -> bool:
+    """Whether two shapes have other rows and are equal otherwise."""
+    return len(stored) == len(here) > 0 and tuple(stored[1:]) == tuple(here[1:]) and stored[0] != here[0]
+
+
+def _row_fixes(manifest: Manifest, leaves: Mapping[str, Leaf]) -> dict[str, str]:
+    found = {}
+    for name, stored in manifest.tensors.items():
+        x = leaves[name].value if name in leaves else None
+        if isinstance(x, Tensor) and differ_in_rows(stored.shape, x.shape):
+            found[name] = f". Fix: resize={{{name!r}: {x.shape[0]}}} loads the rows that both have"
+    return found
 
 
 def _misfit(leaf: Leaf, stored: StoredTensor | None, fitted: StoredTensor | None) -> str | None:

@@ -22,8 +22,10 @@ def store_at(location: Location) -> CheckpointStore:
     """The store that is there.
 
     Raises:
-        CheckpointError: a URL that cannot be opened, or that a `Path` has changed.
+        CheckpointError: a URL that cannot be opened, or that a `Path` has changed; nothing.
     """
+    if not str(location):
+        raise CheckpointError("The folder of checkpoints is an empty text. Fix: name it; '.' is the current one")
     if is_url(location):
         return ObjectStore(str(location))
     if changed := _NORMALISED_URL.fullmatch(str(location)):

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from shardwise.checkpoint.manifest import MANIFEST, SEAL_BYTES, is_file_of_rank
 from shardwise.checkpoint.stores import CheckpointStore, complete_manifest
@@ -21,13 +21,15 @@ class Keep:
         save("runs/1", state, step=step, metadata={"loss": loss}, keep=Keep(last=2, every=1000, best=1, metric="loss"))
 
     The new one always stays, and so does the last one with the fewest tensors that are not finite: what a run that
-    diverges can go back to.
+    diverges can go back to. Those of later steps than the new one are left from a run that was taken back to an earlier
+    step. They are removed, whatever `every` and `best` say, where `last` names no more than there are before them.
 
     Args:
         last: how many of the last steps, the new one included.
         every: those whose step is a multiple of this.
         best: how many of the best by `metric`; of equal ones, those of later steps.
-        metric: the name of a number in the `metadata` of checkpoints. One without it is none of the best.
+        metric: the name of a number in the `metadata` of checkpoints. One without it is none of the best; a new one
+            that has no number says so, with None.
         largest: whether the largest number is the best; else the smallest.
 
     Raises:
@@ -50,6 +52,18 @@ class Keep:
                 f"Fix: give both: how many, and the name of a number in metadata"
             )
 
+    def check(self, metadata: Mapping[str, Any]) -> None:
+        """Raise CheckpointError if a new checkpoint with this metadata leaves out `metric`."""
+        if self.metric is None:
+            return
+        found = metadata.get(self.metric, "none")
+        if found is not None and not _is_number(found):
+            said = f"is {found!r} there" if self.metric in metadata else f"is not there, only {sorted(metadata)}"
+            raise CheckpointError(
+                f"keep needs the number {self.metric!r} of metadata, which {said}. "
+                f"Fix: metadata={{{self.metric!r}: …}}, None if this checkpoint has no such number"
+            )
+
     def staying(self, complete: Mapping[int, "Facts"], saved: int) -> set[int]:
         """The steps that stay of those in `complete`, of which `saved` is new.
 
@@ -70,7 +84,11 @@ class Keep:
 
     def _metric(self, facts: "Facts") -> float | None:
         found = facts.metadata.get(self.metric or "")
-        return found if isinstance(found, int | float) and not isinstance(found, bool) else None
+        return found if _is_number(found) else None
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def save(
     """Save `state` as `folder/step-<step>`; all ranks of the world call it.
 
     Each element is written once: boxes that several ranks hold are shared out among them. The checkpoint
-    appears all at once, when every file is on disk, or not at all; earlier ones are never touched.
+    appears all at once, when every file is on disk, or not at all; then `keep` decides which others stay.
 
     Args:
         folder: on a file system that all ranks see, made if need be; or a URL, such as s3://bucket/run. One job at a
@@ -80,8 +80,8 @@ def save(
         step: names the checkpoint.
         metadata: JSON to keep with it, such as the configuration.
         keep: how many checkpoints may stay in `folder` after this one is complete, itself included, or other rules
-            (`Keep`); None keeps all. If this one has more tensors with infinite values or NaN than an earlier one, the
-            last one with the fewest of them stays as well.
+            (`Keep`, which also says what becomes of those of later steps); None keeps all. If this one has more tensors
+            with infinite values or NaN than an earlier one, the last one with the fewest of them stays as well.
         overwrite: replace a checkpoint of the same step.
         require_finite: save nothing if a tensor has infinite values or NaN.
 
@@ -136,6 +136,8 @@ class Saving:
         def prepare() -> str:
             _check_arguments(self.step, self.keep)
             self.contents.prepare()
+            if isinstance(self.keep, Keep):
+                self.keep.check(self.contents.metadata)
             return digest(arguments | self.contents.facts)
 
         digests = on_all_ranks(self.what, prepare)

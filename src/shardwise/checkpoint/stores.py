@@ -116,27 +116,43 @@ def find(store: CheckpointStore) -> tuple[str, Manifest]:
     own = store.own_version()
     if own is not None:
         return own, complete_manifest(store, own)
-    reasons: list[str] = []
-    found = find_latest(store, reasons)
+    found, reasons = _find_with_warnings(store)
     if found is None:
-        raise CheckpointError("\n  ".join([f"there is no complete checkpoint in {store.name}", *reasons]))
+        raise none_complete(store, reasons)
     return found
 
 
-def find_latest(store: CheckpointStore, reasons: list[str] | None = None) -> tuple[str, Manifest] | None:
+def none_complete(store: CheckpointStore, reasons: Iterable[str]) -> CheckpointError:
+    """The error where no version is complete, for these reasons."""
+    return CheckpointError("\n  ".join([f"there is no complete checkpoint in {store.name}", *reasons]))
+
+
+def find_latest(store: CheckpointStore) -> tuple[str, Manifest] | None:
     """The complete version to load, the one saved last if that is, and its manifest; None if none is.
 
     Versions that come before the one that is found, and are not complete, are warned about.
-
-    Args:
-        reasons: what keeps these from being complete is appended.
 
     Raises:
         UnreachableError: it is not known whether the one saved last is complete.
         NewerVersionError: one that would be it is of a version of the format that is not known yet.
     """
-    reasons = [] if reasons is None else reasons
-    for step, version in store.versions().items():
+    return _find_with_warnings(store)[0]
+
+
+def _find_with_warnings(store: CheckpointStore) -> tuple[tuple[str, Manifest] | None, list[str]]:
+    found, reasons = find_complete(store)
+    if found is not None:
+        step = found[1].step
+        for reason in reasons:
+            text = f"{store.name}: step {step} is the latest checkpoint that is complete: {reason}"
+            warnings.warn(text, stacklevel=4)
+    return found, reasons
+
+
+def find_complete(store: CheckpointStore) -> tuple[tuple[str, Manifest] | None, list[str]]:
+    """As `find_latest`, without a warning; and what keeps each version that comes before it from being complete."""
+    reasons: list[str] = []
+    for version in store.versions().values():
         try:
             manifest = complete_manifest(store, version)
         except (UnreachableError, NewerVersionError):
@@ -144,12 +160,8 @@ def find_latest(store: CheckpointStore, reasons: list[str] | None = None) -> tup
         except CheckpointError as error:
             reasons.append(str(error))
             continue
-        for reason in reasons:
-            warnings.warn(
-                f"{store.name}: step {step} is the latest checkpoint that is complete: {reason}", stacklevel=2
-            )
-        return version, manifest
-    return None
+        return (version, manifest), reasons
+    return None, reasons
 
 
 def stored_manifest(store: CheckpointStore, version: str) -> Manifest:

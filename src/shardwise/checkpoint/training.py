@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.checkpoint.export import Collection
-from shardwise.checkpoint.loading import Wanted, load_into
+from shardwise.checkpoint.loading import Wanted, differ_in_rows, load_into
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.optimizers import (
     PREFIX,
@@ -186,18 +186,17 @@ def _model_state(module: nn.Module) -> dict[str, Any]:
 
 
 def _resizes(module: nn.Module, manifest: Manifest) -> dict[str, str]:
-    """How to get the rows that tables have in the checkpoint, or to load those that are here, by name there."""
+    """How to load parameters that have other rows in the checkpoint, by name there."""
     fixes = {}
-    for path, table in module.named_modules():
-        stored = manifest.tensors.get(name := f"model.{path}.weight")
-        if not isinstance(table, TableWeight) or stored is None or stored.shape == table.weight.shape:
+    tables = {f"{path}.weight": path for path, table in module.named_modules() if isinstance(table, TableWeight)}
+    for name, parameter in module.named_parameters():
+        stored = manifest.tensors.get(f"model.{name}")
+        if stored is None or not differ_in_rows(stored.shape, parameter.shape):
             continue
-        if stored.shape[1:] == table.weight.shape[1:]:
-            own = path.rpartition(".")[2]
-            fixes[name] = (
-                f". Fix: collection.resize_({{{own!r}: {stored.shape[0]}}}) before restore, or "
-                f"restore(…, resize={{'{path}.weight': {table.weight.shape[0]}}})"
-            )
+        fixes[f"model.{name}"] = f". Fix: restore(…, resize={{{name!r}: {parameter.shape[0]}}})"
+        if name in tables:
+            own = tables[name].rpartition(".")[2]
+            fixes[f"model.{name}"] += f", or collection.resize_({{{own!r}: {stored.shape[0]}}}) before restore"
     return fixes
 
 

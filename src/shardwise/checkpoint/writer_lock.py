@@ -14,7 +14,6 @@ import os
 import secrets
 import socket
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -215,11 +214,6 @@ class WriterLock:
             if self._seen is not None and self._seen[0] == found.content:
                 raise self._refused(str(writer or "another job"))
             self._seen, self._seen_at = (found.content, found.stamp), monotonic()
-            warnings.warn(
-                f"{self._store.name}: its lock is held by {writer or 'another job'}, which cannot be looked up from "
-                f"here: watching for {SILENT_SECONDS:g} s whether it is renewed",
-                stacklevel=2,
-            )
             return False
         elif monotonic() - self._seen_at < SILENT_SECONDS:
             return False

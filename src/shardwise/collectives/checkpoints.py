@@ -59,20 +59,28 @@ class StoredItem:
     length: int
 
 
-def flat_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values under the names that `torch.distributed.checkpoint` gives them: nested mappings and lists have names."""
+def flat_values(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[str | int, ...]]]:
+    """Values under the names that `torch.distributed.checkpoint` gives them, and the path of each in `values`.
+
+    Lists of mappings are divided: {"groups": [{"lr": 0.1}]} has "groups.0.lr", at the path ("groups", 0, "lr").
+    """
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-    flat, _ = flatten_state_dict(dict(values))
-    return dict(flat)
+    flat, paths = flatten_state_dict(dict(values))
+    return dict(flat), dict(paths)
 
 
-def pickled_metadata(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], items: Sequence[StoredItem]) -> bytes:
+def pickled_metadata(
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    items: Sequence[StoredItem],
+    paths: Mapping[str, tuple[str | int, ...]],
+) -> bytes:
     """The content of `.metadata`.
 
     Args:
         tensors: dtype and shape by name.
         items: of all tensors and values.
+        paths: of values, as `flat_values` gives them.
     """
     from torch.distributed.checkpoint import metadata as classes
     from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -91,5 +99,5 @@ def pickled_metadata(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     for name, (dtype, shape) in tensors.items():
         properties = classes.TensorProperties(dtype=dtype)
         described[name] = classes.TensorStorageMetadata(properties, torch.Size(shape), chunks(boxes[name]))
-    paths = {name: (name,) for name in described}
-    return pickle.dumps(classes.Metadata(described, paths, storage), protocol=4)
+    all_paths = {name: paths.get(name, (name,)) for name in described}
+    return pickle.dumps(classes.Metadata(described, all_paths, storage), protocol=4)

@@ -53,7 +53,8 @@ def reported(path: Location) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        where = f": {error.filename}" if error.filename else ""
+        ours = error.filename is None or Path(error.filename).parent == Path(path).parent  # a draft of `path`
+        where = "" if ours else f": {error.filename}"
         raise CheckpointError(
             f"{path} cannot be written: {error.strerror}{where}. Fix: name a place that exists and has room."
         ) from error

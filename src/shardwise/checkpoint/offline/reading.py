@@ -11,6 +11,7 @@ from shardwise.checkpoint.locations import store_at
 from shardwise.checkpoint.manifest import Manifest, StoredTensor
 from shardwise.checkpoint.offline.progress import Progress
 from shardwise.checkpoint.offline.sources import Extent, RangeChecksum, Source, SourceTensor
+from shardwise.checkpoint.stores import CheckpointStore
 from shardwise.errors import CheckpointError
 from shardwise.layout import checked
 
@@ -68,29 +69,23 @@ def verify(folder: str | PathLike[str], progress: Progress | None = None) -> tup
     """Read all data of a checkpoint and compare it with its checksums.
 
     Args:
-        folder: a checkpoint, or the folder or URL that it was saved to, which means its latest one.
+        folder: a checkpoint, or the folder or URL that it was saved to, which means its latest complete one.
 
     Returns:
-        The manifest, and one line for each file that is missing or misshapen and each chunk that is damaged.
+        The manifest, and one line for each file that is missing or misshapen, each chunk that is damaged, and each
+        later checkpoint of the folder that is not complete.
 
     Raises:
         CheckpointError: there is no checkpoint, or its manifest is damaged.
     """
     shown = progress or Progress()
     store = store_at(folder)
-    try:
-        version, manifest = stores.find(store)
-    except CheckpointError as error:
-        version = store.own_version() or "."  # if this one lacks files, all of them are named
-        try:
-            manifest = stores.stored_manifest(store, version)
-        except CheckpointError:
-            raise error from None
+    version, manifest, problems = _to_verify(store)
     chunks: dict[str, list[tuple[str, StoredTensor, int]]] = {}
     for name, tensor in manifest.tensors.items():
         for number, chunk in enumerate(tensor.chunks):
             chunks.setdefault(chunk.file, []).append((name, tensor, number))
-    layouts, problems = manifest.file_layouts(), []
+    layouts = manifest.file_layouts()
     shown.begin(sum(layout.size - len(layout.header) for layout in layouts.values()))
     for name, layout in layouts.items():
         try:
@@ -99,6 +94,17 @@ def verify(folder: str | PathLike[str], progress: Progress | None = None) -> tup
         except CheckpointError as error:
             problems.append(str(error))
     return manifest, problems
+
+
+def _to_verify(store: CheckpointStore) -> tuple[str, Manifest, list[str]]:
+    """The version to verify, its manifest, and what keeps later ones from being complete."""
+    own = store.own_version()
+    if own is not None:
+        return own, stores.stored_manifest(store, own), []  # if it lacks files, all of them are named
+    found, reasons = stores.find_complete(store)
+    if found is None:
+        raise stores.none_complete(store, reasons)
+    return *found, reasons
 
 
 def _damaged(file: ChunkFile, chunks: list[tuple[str, StoredTensor, int]], progress: Progress) -> list[str]:

@@ -21,6 +21,7 @@ from shardwise.checkpoint.files import StoredFile
 from shardwise.checkpoint.folder_store import FolderStore
 from shardwise.checkpoint.locations import local_path
 from shardwise.checkpoint.manifest import MANIFEST_LIMIT
+from shardwise.checkpoint.offline.nested_values import with_lists
 from shardwise.checkpoint.offline.outputs import chosen, new_folder
 from shardwise.checkpoint.offline.progress import Progress
 from shardwise.checkpoint.offline.reading import CheckpointSource
@@ -74,10 +75,11 @@ def export_torch(
         found.progress.begin(found.num_bytes(exported.values()) + found.num_bytes_verified(exported.values()))
         items: list[StoredItem] = []
         tensors = {name: found.tensors[of] for name, of in exported.items()}
+        flat, paths = flat_values(values if names is None else {})
         with new_folder(path, overwrite) as draft:
-            draft.write(DATA, _items(found, exported, flat_values(values) if names is None else {}, items))
+            draft.write(DATA, _items(found, exported, flat, items))
             described = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-            draft.write(METADATA, [pickled_metadata(described, items)])
+            draft.write(METADATA, [pickled_metadata(described, items, paths)])
     return path
 
 
@@ -138,7 +140,8 @@ def import_torch(
         world_size: how many ranks it is written for, as in `reshard`; so is `plan`.
         allow_pickle_metadata: `.metadata` is a pickle, and so is what describes each tensor. They are read by an
             unpickler that calls no code of theirs: any class or function beside those of this format is an error.
-        prefix: what is put before the names.
+        prefix: what is put before the names. torch divides a list of mappings into values with names such as
+            optimizer.param_groups.0.lr; the checkpoint has the list, unless it had tensors or empty mappings.
         overwrite: replace a checkpoint of that step in `target`.
 
     Returns:
@@ -177,15 +180,18 @@ def _source(folder: Path, prefix: str, progress: Progress) -> Source:
                 files[entry.file] = stack.enter_context(closing(open_file(entry.file)))
             return _Slice(files[entry.file], entry.offset, entry.length)
 
-        for name, dtype, shape, found in entries(bytes(data), str(folder / METADATA)):
+        described, paths = entries(bytes(data), str(folder / METADATA))
+        for name, dtype, shape, found in described:
             try:
                 if dtype is None:
-                    values[prefix + name] = _value(name, item_of(found[0]))
+                    values[name] = _value(name, item_of(found[0]))
                 else:
                     extents = [_extent(entry, dtype, item_of(entry)) for entry in found]
-                    tensors[prefix + name] = SourceTensor(dtype, shape, extents)
+                    tensors[name] = SourceTensor(dtype, shape, extents)
             except CheckpointError as error:
                 raise CheckpointError(f"{name!r}: {error}") from error
+    values = {prefix + name: value for name, value in with_lists(values, paths, tensors).items()}
+    tensors = {prefix + name: tensor for name, tensor in tensors.items()}
     return Source(str(folder), tensors, values, open_file, progress)
 
 

@@ -16,6 +16,7 @@ import torch
 
 from shardwise.checkpoint.files import DTYPES
 from shardwise.checkpoint.manifest import LARGEST
+from shardwise.checkpoint.offline.nested_values import KeyPath, as_path
 from shardwise.errors import CheckpointError, LayoutError
 from shardwise.layout import Box, check_cover
 
@@ -135,8 +136,8 @@ def sizes_of(said: object) -> tuple[int, ...]:
     return said
 
 
-def entries(data: bytes, what: str) -> list[Described]:
-    """What `.metadata` describes.
+def entries(data: bytes, what: str) -> tuple[list[Described], dict[str, KeyPath]]:
+    """What `.metadata` describes, and the paths that names have in the nested state.
 
     Raises:
         CheckpointError: `data` is no such pickle, or says what cannot be.
@@ -159,9 +160,15 @@ def entries(data: bytes, what: str) -> list[Described]:
             dtype, shape, boxes = _tensor(said)
             check_cover([(name, box) for box in boxes], shape)
             found.append((name, dtype, shape, [Entry(box, *places[name, box.offsets]) for box in boxes]))
-        return found
+        return found, _paths(metadata)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError, LayoutError) as error:
         raise CheckpointError(f"{what}: is no metadata of torch.distributed.checkpoint: {error!r}") from error
+
+
+def _paths(metadata: object) -> dict[str, KeyPath]:
+    said = _state(metadata, "Metadata").get("planner_data")
+    given = said.items() if isinstance(said, dict) else ()
+    return {name: path for name, one in given if type(name) is str and (path := as_path(one)) is not None}
 
 
 def _place(info: object) -> tuple[str, int, int]:

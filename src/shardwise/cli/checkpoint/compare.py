@@ -31,11 +31,13 @@ def run_verify(args: argparse.Namespace) -> int:
     with progress_bar() as progress:
         manifest, problems = verify(args.checkpoint, progress)
     if problems:
-        raise CheckpointError("\n  ".join([f"{args.checkpoint} is damaged:", *problems]))
+        raise CheckpointError(
+            "\n  ".join([f"{args.checkpoint} is damaged (step {manifest.step} was read):", *problems])
+        )
     layouts = manifest.file_layouts()
     size = bytes_text(sum(layout.size for layout in layouts.values()))
     tensors, files = count_text(len(manifest.tensors), "tensor"), count_text(len(layouts), "file")
-    print(f"{args.checkpoint}: {tensors} in {files}, {size}: complete and as it was written.")
+    print(f"{args.checkpoint}: step {manifest.step}, {tensors} in {files}, {size}: complete and as it was written.")
     return Exit.OK
 
 

@@ -58,9 +58,21 @@ def add_export(verbs: SubParsers) -> None:
         metavar="TEXT",
         help="export the tensors whose names begin with it, without it (default: model. for hugging-face, else none)",
     )
-    parser.add_argument("--shard-bytes", type=int, metavar="N", help="of one file of hugging-face (default: 5e9)")
+    parser.add_argument(
+        "--shard-bytes", type=_num_bytes, metavar="N", help="of one file of hugging-face, such as 2e9 (default: 5e9)"
+    )
     _add_overwrite(parser)
     parser.set_defaults(command=run_export)
+
+
+def _num_bytes(text: str) -> int:
+    value = float(text)
+    if not value.is_integer():
+        raise ValueError
+    return int(value)
+
+
+_num_bytes.__name__ = "number of bytes"  # argparse calls the type so
 
 
 def run_export(args: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.checkpoint import latest
+from shardwise.checkpoint import Manifest, latest, read_manifest
 from shardwise.demos.ledger import Communication, Progress
 from shardwise.demos.loop import Taken
 from shardwise.errors import printable
@@ -79,13 +79,23 @@ def show_restart(line: str) -> None:
     print(printable(line), file=sys.stderr, flush=True)
 
 
-def show_interruption(folder: Path | str) -> None:
-    """Where to go on; the line that was live may have hidden the cursor."""
+def show_interruption(folder: Path | str, earlier: Manifest | None) -> None:
+    """Where to go on; the line that was live may have hidden the cursor.
+
+    Args:
+        earlier: the last checkpoint of the run that this one replaces.
+    """
     console = _console()
     if not _is_plain(console):
         console.show_cursor()
     found = latest(folder)
-    print(f"Last checkpoint: {found}; go on with --resume." if found else "No checkpoint was saved.", file=sys.stderr)
+    if found is None:
+        said = "No checkpoint was saved."
+    elif earlier is not None and read_manifest(found).sha256 == earlier.sha256:
+        said = f"No checkpoint was saved. {found} is of the earlier run, which was not replaced."
+    else:
+        said = f"Last checkpoint: {found}; go on with --resume."
+    print(said, file=sys.stderr)
 
 
 def show_pace(taken: Taken) -> None:
