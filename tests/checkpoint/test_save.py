@@ -192,7 +192,8 @@ def test_a_folder_that_cannot_be_made_is_reported_by_the_system_s_reason(tmp_pat
         f"Saving step 1 to {tmp_path}/file/run failed:\n  rank 0: Not a directory: {tmp_path}/file/run"
     )
     assert fails(tmp_path / "file", 1) == (
-        f"Saving step 1 to {tmp_path}/file failed:\n  rank 0: File exists: {tmp_path}/file"
+        f"Saving step 1 to {tmp_path}/file failed:\n  rank 0: {tmp_path}/file is a file. "
+        f"Fix: name a folder: a checkpoint, step-…, or the one above"
     )
     assert "rank 0: File name too long" in fails(tmp_path / ("x" * 300), 1)
     (tmp_path / "loop").symlink_to("loop")
@@ -415,7 +416,7 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path: Path, state: Any, tex
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"step": -1}, "step must be an integer from 0, got -1"),
+        ({"step": -1}, "step must be an integer from 0, got -1. Fix: such as int(step)"),
         ({"step": 1.0}, "step must be an integer, got 1.0"),
         ({"step": True}, "step must be an integer, got True"),
         ({"step": 1, "keep": 0}, "keep must be a positive integer, a Keep or None, got 0"),

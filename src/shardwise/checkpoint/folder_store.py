@@ -69,13 +69,22 @@ class FolderStore:
         return {step: found[step] for step in sorted(found, key=lambda step: (step == last, step), reverse=True)}
 
     def _names(self) -> list[str]:
-        """What is in the folder; nothing if that is not there."""
+        """What is in the folder; nothing if that is not there, CheckpointError if it is a file."""
         try:
             return sorted(os.listdir(self.folder))  # noqa: PTH208 - iterdir names no path in its errors
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
+            return []
+        except NotADirectoryError:
+            self._check_no_file()
             return []
         except OSError as error:
             raise unreadable(self.name, error, str(error.strerror)) from error
+
+    def _check_no_file(self) -> None:
+        if self.folder.is_file():
+            raise CheckpointError(
+                f"{self.folder} is a file. Fix: name a folder: a checkpoint, step-…, or the one above"
+            )
 
     def _last_step(self, names: Sequence[str]) -> int | None:
         """The step that was saved last, as far as the folder says."""
@@ -113,6 +122,7 @@ class FolderStore:
 
     def _make(self) -> None:
         missing = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
+        self._check_no_file()
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in missing:
             sync_folder(path.parent)

@@ -183,7 +183,7 @@ class Saving:
 
 def _check_arguments(step: int, keep: int | Keep | None) -> None:
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
-        raise CheckpointError(f"step must be an integer from 0, got {step!r}")
+        raise CheckpointError(f"step must be an integer from 0, got {step!r}. Fix: such as int(step)")
     if not isinstance(keep, int | Keep | None) or isinstance(keep, bool) or (isinstance(keep, int) and keep < 1):
         raise CheckpointError(f"keep must be a positive integer, a Keep or None, got {keep!r}")
 
