@@ -1,7 +1,8 @@
 # make train   train the recommender demo        (make train ARGS="--nproc 4"; a language model: make train ARGS=lm)
 # make check   format check, lint, types
 # make quick   the tests on simulated ranks
-# make test    check, all tests, a soak          (make test ARGS="-k layering")
+# make test    check, tests, a soak; of tests with three parameters or more, cases in which every two values meet
+#              (make test ARGS="-k layering"; all cases: make every)
 # make test-torch TORCH=2.14.1   the tests on simulated ranks and the surveys of ops with another torch (6 GB)
 # Each prepares .venv when pyproject.toml or constraints.txt changed; otherwise it starts at once.
 
@@ -18,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SURVEYS = $$(grep -rl --include='*.py' pytest.mark.survey tests)
 PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
-.PHONY: train check quick test test-torch
+.PHONY: train check quick test every test-torch
 
 train: $(RUN_READY)
 	$(BIN)/shardwise train $(ARGS)
@@ -41,6 +42,9 @@ else
 	$(BIN)/pytest -m survey $(SURVEYS)
 	$(BIN)/python -m tools.soak --seconds 60 --seed 14
 endif
+
+every: $(DEV_READY)
+	$(BIN)/pytest --every-case -m "not survey" $(PARALLEL)
 
 TORCH_ENV := .venv-torch-$(TORCH)
 TORCH_READY := $(TORCH_ENV)/.ready-to-test

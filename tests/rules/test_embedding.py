@@ -18,7 +18,8 @@ from shardwise.tensor import DTensor, distribute_tensor
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from shardwise.testing.judge import Sample
-from shardwise.testing.rule_checks import MESHES, assert_equals_one_process
+from shardwise.testing.rule_checks import assert_equals_one_process
+from tests.meshes import meshes_of
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 WEIGHTS: list[Placement] = [R, S0, S1, Shard(0, [1, 6, 0]), Shard(1, [0, 4, 1]), OnRanks(1)]
@@ -443,7 +444,7 @@ CALLS += [
 @pytest.mark.slow
 @pytest.mark.parametrize("sample", CALLS, ids=str)
 def test_ops_of_tables_equal_one_process(sample: Sample) -> None:
-    tally = assert_equals_one_process([sample], MESHES[1:], limit=10)
+    tally = assert_equals_one_process([sample], meshes_of(sample), limit=10)
     assert tally.cases > tally.refused
 
 

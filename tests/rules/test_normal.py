@@ -24,7 +24,8 @@ from shardwise.errors import RuleError
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from shardwise.testing.judge import Sample
-from shardwise.testing.rule_checks import MESHES, assert_equals_one_process
+from shardwise.testing.rule_checks import assert_equals_one_process
+from tests.meshes import meshes_of
 
 GENERATOR = torch.Generator().manual_seed(6)
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -89,7 +90,7 @@ NORMS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("sample", SOFT, ids=str)
 def test_softmax_equals_one_process(sample: Sample) -> None:
-    assert_equals_one_process([sample], MESHES, limit=8)
+    assert_equals_one_process([sample], meshes_of(sample), limit=8)
 
 
 @pytest.mark.slow
@@ -123,7 +124,7 @@ def test_infinite_scores_are_treated_as_in_one_process(op: Callable[..., Tensor]
 @pytest.mark.slow
 @pytest.mark.parametrize("sample", NORMS, ids=str)
 def test_normalisations_equal_one_process(sample: Sample) -> None:
-    assert_equals_one_process([sample], MESHES[1:], limit=6)
+    assert_equals_one_process([sample], meshes_of(sample), limit=6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

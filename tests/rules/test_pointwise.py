@@ -17,7 +17,8 @@ from shardwise.tensor.dispatch import dispatcher
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from shardwise.testing.judge import Sample
-from shardwise.testing.rule_checks import MESHES, assert_equals_one_process
+from shardwise.testing.rule_checks import assert_equals_one_process
+from tests.meshes import meshes_of
 
 GENERATOR = torch.Generator().manual_seed(0)
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -194,7 +195,7 @@ AWKWARD = [
 @pytest.mark.slow
 @pytest.mark.parametrize("sample", AWKWARD, ids=str)
 def test_awkward_calls_equal_one_process(sample: Sample) -> None:
-    assert_equals_one_process([sample], MESHES, limit=5)
+    assert_equals_one_process([sample], meshes_of(sample), limit=5)
 
 
 @world(2)

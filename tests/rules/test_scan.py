@@ -12,7 +12,8 @@ from shardwise import Mesh, Shard, count_comms, distribute_tensor
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from shardwise.testing.judge import Sample
-from shardwise.testing.rule_checks import MESHES, assert_equals_one_process
+from shardwise.testing.rule_checks import assert_equals_one_process
+from tests.meshes import meshes_of
 
 GENERATOR = torch.Generator().manual_seed(3)
 INF, NAN = float("inf"), float("nan")
@@ -51,7 +52,7 @@ SAMPLES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_scans_equal_one_process(sample: Sample) -> None:
-    assert_equals_one_process([sample], MESHES, limit=4)
+    assert_equals_one_process([sample], meshes_of(sample), limit=4)
 
 
 SIZES: list[list[int] | None] = [None, [2, 0, 5, 2], [0, 0, 1, 8], [9, 0, 0, 0]]

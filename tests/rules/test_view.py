@@ -11,7 +11,8 @@ from shardwise.errors import RuleError
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from shardwise.testing.judge import Sample
-from shardwise.testing.rule_checks import MESHES, assert_equals_one_process
+from shardwise.testing.rule_checks import assert_equals_one_process
+from tests.meshes import meshes_of
 
 GENERATOR = torch.Generator().manual_seed(3)
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -124,8 +125,8 @@ SAMPLES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_views_equal_one_process(sample: Sample) -> None:
-    tally = assert_equals_one_process([sample], MESHES, limit=6)
-    assert tally.cases > 20
+    tally = assert_equals_one_process([sample], meshes_of(sample), limit=6)
+    assert tally.cases > 11
 
 
 @world(3)
