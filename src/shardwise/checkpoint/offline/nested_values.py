@@ -41,17 +41,17 @@ def with_lists(values: Mapping[str, Any], paths: Mapping[str, KeyPath], tensors:
         if own in taken or any(name not in values for _, name in members):
             continue
         try:
-            whole = _nested([(path, values[name]) for path, name in members])
+            nested = _nested([(path, values[name]) for path, name in members])
         except ValueError:
             continue
         for _, name in members:
             del found[name]
-        found[own] = whole
+        found[own] = nested
         taken.add(own)
     return found
 
 
-def _nested(members: Sequence[tuple[KeyPath, Any]]) -> Any:
+def _nested(members: Sequence[tuple[KeyPath, Any]]) -> object:
     """The list, mapping or value that has these; ValueError if none does."""
     if len(members) == 1 and not members[0][0]:
         return members[0][1]
