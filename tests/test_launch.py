@@ -243,7 +243,7 @@ def test_ranks_end_with_a_killed_agent_of_torchrun(tmp_path: Path) -> None:
 
 
 JOINING = """
-import multiprocessing, sys, torch, shardwise as sw
+import multiprocessing, os, sys, torch, shardwise as sw
 from shardwise.checkpoint import latest, offline, save
 from shardwise.errors import MeshError
 
@@ -260,7 +260,7 @@ if __name__ == "__main__":
     source, own = sys.argv[1], sys.argv[2]
     tried(lambda: save(own, {"w": torch.ones(3)}, step=1))
     tried(lambda: sw.distribute_tensor(torch.ones(3)))
-    offline.reshard(source, f"{own}/{__import__('os').environ['RANK']}", 2)
+    offline.reshard(source, f"{own}/{os.environ['RANK']}", 2)
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.apply(length, ("abc",)) == 3
     mesh = sw.init_device_mesh("cpu", (2,))

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.checkpoint import Manifest, read_manifest, save
+from shardwise.checkpoint import save
 from shardwise.cli.train import recommender_view, view
 from shardwise.demos.data import Quality, load_pyident
 from shardwise.demos.ledger import Communication, Progress
 from shardwise.demos.loop import Taken
 from shardwise.demos.recommender.config import TrainConfig
 from shardwise.demos.recommender.training import Outcome
+from shardwise.demos.restarts import SavesOfRun
 from shardwise.layout import REPLICATE, Shard
 from shardwise.pictures import Placed
 
@@ -145,14 +146,16 @@ def test_a_span_that_reads_the_same_at_both_ends_is_one_number(capsys: pytest.Ca
 def test_an_interruption_names_no_checkpoint_of_a_run_that_was_to_be_replaced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def said(earlier: Manifest | None) -> str:
-        view.show_interruption(tmp_path, earlier)
+    def said(saves: SavesOfRun) -> str:
+        view.show_interruption(saves)
         return capsys.readouterr().err
 
-    assert said(None) == "No checkpoint was saved.\n"
+    first = SavesOfRun(tmp_path, resumes=False)
+    assert said(first) == "No checkpoint was saved.\n"
     path = save(tmp_path, {"x": torch.ones(2)}, step=3)
-    earlier = read_manifest(path)
-    assert said(None) == f"Last checkpoint: {path}; go on with --resume.\n"
-    assert said(earlier) == f"No checkpoint was saved. {path} is of the earlier run, which was not replaced.\n"
+    assert said(first) == f"Last checkpoint: {path}; go on with --resume.\n"
+    assert said(SavesOfRun(tmp_path, resumes=True)) == f"Last checkpoint: {path}; go on with --resume.\n"
+    second = SavesOfRun(tmp_path, resumes=False)
+    assert said(second) == f"No checkpoint was saved. {path} is of the earlier run, which was not replaced.\n"
     save(tmp_path, {"x": torch.zeros(2)}, step=3, overwrite=True)
-    assert said(earlier) == f"Last checkpoint: {path}; go on with --resume.\n"
+    assert said(second) == f"Last checkpoint: {path}; go on with --resume.\n"

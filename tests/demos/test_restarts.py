@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwise.checkpoint import save
-from shardwise.demos.restarts import Restarts, is_final, run_with_restarts
+from shardwise.demos.restarts import Restarts, SavesOfRun, is_final, run_with_restarts
 from shardwise.errors import RankFailedError
 
 KILLED = RankFailedError("rank 1 was killed by SIGKILL", 1, -signal.SIGKILL)
@@ -37,7 +37,7 @@ def run(
         raise what[1]
 
     try:
-        result = run_with_restarts(start, Restarts(limit, 3, fewer), folder, resume, said.append)
+        result = run_with_restarts(start, Restarts(limit, 3, fewer), SavesOfRun(folder, resume), resume, said.append)
     except RankFailedError as error:
         result = str(error)
     assert not left
@@ -141,7 +141,7 @@ def test_an_interrupt_is_not_restarted(interrupt: Callable[[], BaseException], t
         raise interrupt()
 
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        run_with_restarts(start, Restarts(9, 3), tmp_path, False, print)
+        run_with_restarts(start, Restarts(9, 3), SavesOfRun(tmp_path, False), False, print)
 
 
 def test_the_checkpoint_of_a_run_that_is_replaced_is_not_gone_on_from(tmp_path: Path) -> None:

@@ -55,11 +55,11 @@ def load(
         CheckpointError: there is none, it is damaged, or it does not fit `state` in names, shapes or dtypes;
             the same text on every rank.
     """
+    return load_into(folder, lambda manifest: Wanted(state, resize=as_rows(resize)), subset)
 
-    def choose(manifest: Manifest) -> Wanted:
-        return Wanted(state, fixes=_row_fixes(manifest, flatten(state)), resize=as_rows(resize))
 
-    return load_into(folder, choose, subset)
+def _resize_it(name: str, stored_rows: int, rows: int) -> str:
+    return f"resize={{{name!r}: {rows}}} loads the rows that both have"
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Wanted:
         state: as for `load`.
         differences: why more than that does not fit, a line each; none of it is loaded.
         known: names in the checkpoint that `differences` are about, or that are not loaded on purpose.
-        fixes: what to do about another shape, by name.
+        row_fix: what to do about a tensor of that name, which has other rows in the checkpoint than here.
         fix: of `differences`.
         resize: rows of tensors that have others in the checkpoint, by name.
     """
@@ -78,7 +78,7 @@ class Wanted:
     state: Mapping[str, Any]
     differences: Sequence[str] = ()
     known: Collection[str] = ()
-    fixes: Mapping[str, str] = field(default_factory=dict)
+    row_fix: Callable[[str, int, int], str] = _resize_it
     fix: str = ""
     resize: Mapping[str, Rows] = field(default_factory=dict)
 
@@ -209,9 +209,10 @@ def _check_fit(manifest: Manifest, leaves: Mapping[str, Leaf], wanted: Wanted, s
     ]
     fitted = resized(manifest, wanted.resize)
     different = [
-        f"  {name!r}: {problem}{wanted.fixes.get(name, '')}"
+        f"  {name!r}: {problem}"
         for name, leaf in leaves.items()
-        if name in stored and (problem := _misfit(leaf, manifest.tensors.get(name), fitted.tensors.get(name)))
+        if name in stored
+        and (problem := _misfit(name, leaf, manifest.tensors.get(name), fitted.tensors.get(name), wanted.row_fix))
     ]
     different += [
         f"  {name!r}: resize names it, and the state does not" for name in wanted.resize if name not in leaves
@@ -231,21 +232,13 @@ def _did_you_mean(name: str, others: set[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def differ_in_rows(stored: Sequence[int], here: Sequence[int]) -> bool:
-    """Whether two shapes have other rows and are equal otherwise."""
-    return len(stored) == len(here) > 0 and tuple(stored[1:]) == tuple(here[1:]) and stored[0] != here[0]
-
-
-def _row_fixes(manifest: Manifest, leaves: Mapping[str, Leaf]) -> dict[str, str]:
-    found = {}
-    for name, stored in manifest.tensors.items():
-        x = leaves[name].value if name in leaves else None
-        if isinstance(x, Tensor) and differ_in_rows(stored.shape, x.shape):
-            found[name] = f". Fix: resize={{{name!r}: {x.shape[0]}}} loads the rows that both have"
-    return found
-
-
-def _misfit(leaf: Leaf, stored: StoredTensor | None, fitted: StoredTensor | None) -> str | None:
+def _misfit(
+    name: str,
+    leaf: Leaf,
+    stored: StoredTensor | None,
+    fitted: StoredTensor | None,
+    row_fix: Callable[[str, int, int], str],
+) -> str | None:
     """What is wrong with a tensor that is `stored`, and loaded as `fitted` with other rows; or with a value."""
     x = leaf.value
     if stored is None or fitted is None:
@@ -258,7 +251,10 @@ def _misfit(leaf: Leaf, stored: StoredTensor | None, fitted: StoredTensor | None
         return f"a tensor in the checkpoint, a {type(x).__name__} in the state"
     if tuple(x.shape) != fitted.shape:
         rows = "" if fitted.shape == stored.shape else f" resized to {fitted.shape}"
-        return f"shape {stored.shape} in the checkpoint{rows}, {tuple(x.shape)} in the state"
+        only_rows = x.ndim == len(stored.shape) > 0 and tuple(x.shape[1:]) == stored.shape[1:]
+        fix = row_fix(name, stored.shape[0], x.shape[0]) if only_rows else ""
+        said = f"shape {stored.shape} in the checkpoint{rows}, {tuple(x.shape)} in the state"
+        return f"{said}. Fix: {fix}" if fix else said
     if x.dtype != stored.dtype:
         return f"{stored.dtype} in the checkpoint, {x.dtype} in the state. Fix: load into {stored.dtype}, then convert"
     if any(size > 1 and not step for size, step in zip(x.shape, x.stride(), strict=True)):

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.checkpoint.export import Collection
-from shardwise.checkpoint.loading import Wanted, differ_in_rows, load_into
+from shardwise.checkpoint.loading import Wanted, load_into
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.optimizers import (
     PREFIX,
@@ -136,7 +136,7 @@ class _Fitting:
     schedulers: dict[str, dict[str, Any]]
     differences: list[str]
     known: set[str]
-    resizes: dict[str, str]
+    row_fix: Callable[[str, int, int], str]
 
     def wanted(self, strict: bool, rows: Mapping[str, Rows]) -> Wanted:
         fix = (
@@ -144,7 +144,7 @@ class _Fitting:
             "`dropped` what does not"
         )
         of_state = {name: of for name, of in rows.items() if name in self.state or name not in self.known}
-        return Wanted(self.state, self.differences if strict else (), self.known, self.resizes, fix, of_state)
+        return Wanted(self.state, self.differences if strict else (), self.known, self.row_fix, fix, of_state)
 
 
 def _fitting(
@@ -170,7 +170,7 @@ def _fitting(
         differences += lines
         known.add(SCHEDULERS)
     state = {**state, **extra, **of_optimizers.state}
-    return _Fitting(state, of_optimizers, of_schedulers, differences, known, _resizes(module, manifest))
+    return _Fitting(state, of_optimizers, of_schedulers, differences, known, partial(_row_fix, module))
 
 
 def _model_state(module: nn.Module) -> dict[str, Any]:
@@ -185,19 +185,16 @@ def _model_state(module: nn.Module) -> dict[str, Any]:
     return state
 
 
-def _resizes(module: nn.Module, manifest: Manifest) -> dict[str, str]:
-    """How to load parameters that have other rows in the checkpoint, by name there."""
-    fixes = {}
-    tables = {f"{path}.weight": path for path, table in module.named_modules() if isinstance(table, TableWeight)}
-    for name, parameter in module.named_parameters():
-        stored = manifest.tensors.get(f"model.{name}")
-        if stored is None or not differ_in_rows(stored.shape, parameter.shape):
-            continue
-        fixes[f"model.{name}"] = f". Fix: restore(…, resize={{{name!r}: {parameter.shape[0]}}})"
-        if name in tables:
-            own = tables[name].rpartition(".")[2]
-            fixes[f"model.{name}"] += f", or collection.resize_({{{own!r}: {stored.shape[0]}}}) before restore"
-    return fixes
+def _row_fix(module: nn.Module, name: str, stored_rows: int, rows: int) -> str:
+    """How to load a parameter that has other rows in the checkpoint; its name is that in the checkpoint."""
+    own = name.removeprefix("model.")
+    if name == own or own not in dict(module.named_parameters()):
+        return ""
+    path, _, _ = own.rpartition(".")
+    fix = f"restore(…, resize={{{own!r}: {rows}}})"
+    if isinstance(module.get_submodule(path), TableWeight):
+        fix += f", or collection.resize_({{{path.rpartition('.')[2]!r}: {stored_rows}}}) before restore"
+    return fix
 
 
 def _rows(

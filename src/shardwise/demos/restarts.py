@@ -73,26 +73,23 @@ class Restarts:
 
 
 def run_with_restarts(
-    start: Callable[[int, bool], T], restarts: Restarts, folder: Path | str, resume: bool, say: Callable[[str], object]
+    start: Callable[[int, bool], T], restarts: Restarts, saves: "SavesOfRun", resume: bool, say: Callable[[str], object]
 ) -> T:
     """What `start(num_ranks, resume)` returns in the end; where ranks fail, it is called again as `restarts` decides.
 
     Args:
-        folder: of the checkpoints of the run.
-        resume: whether the first start goes on from a checkpoint; if not, one that is there is of an earlier run.
+        saves: of the run.
+        resume: whether the first start goes on from a checkpoint.
         say: called with a line before each restart.
 
     Raises:
         RankFailedError: the last failure.
     """
-    earlier = None if resume else _identity(last_saved(folder))
     while True:
         try:
             return start(restarts.num_ranks, resume)
         except RankFailedError as error:
-            saved = last_saved(folder)
-            if not resume and _identity(saved) == earlier:
-                saved = None
+            saved = saves.last()
             say(restarts.after(error, saved))
             resume = saved is not None
 
@@ -115,8 +112,24 @@ def _final_errors() -> set[str]:
     return found
 
 
-def last_saved(folder: Path | str) -> Manifest | None:
-    """What the last complete checkpoint of a folder says of itself."""
+class SavesOfRun:
+    """The checkpoints that a run saves in its folder.
+
+    Args:
+        resumes: whether those that are there now are of this run; if not, of an earlier one that it replaces.
+    """
+
+    def __init__(self, folder: Path | str, resumes: bool) -> None:
+        self.folder = folder
+        self._earlier = None if resumes else _identity(_last_saved(folder))
+
+    def last(self) -> Manifest | None:
+        """What the last complete one says of itself; None if there is none of this run."""
+        saved = _last_saved(self.folder)
+        return None if _identity(saved) == self._earlier else saved
+
+
+def _last_saved(folder: Path | str) -> Manifest | None:
     path = latest(folder)
     return None if path is None else read_manifest(path)
 

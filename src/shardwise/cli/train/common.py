@@ -126,7 +126,7 @@ def trained(
         RankFailedError: the last failure.
     """
     from shardwise.cli.train import view
-    from shardwise.demos.restarts import Restarts, last_saved, run_with_restarts
+    from shardwise.demos.restarts import Restarts, SavesOfRun, run_with_restarts
     from shardwise.errors import RankFailedError
     from shardwise.launch import launch
 
@@ -140,14 +140,14 @@ def trained(
         )
 
     restarts = Restarts(config.max_restarts, num_ranks, fewer)
-    earlier = None if resume else last_saved(config.folder)
+    saves = SavesOfRun(config.folder, resume)
     try:
-        return run_with_restarts(start, restarts, config.folder, resume, view.show_restart)
+        return run_with_restarts(start, restarts, saves, resume, view.show_restart)
     except (KeyboardInterrupt, SystemExit, RankFailedError) as error:
         if isinstance(error, RankFailedError) and error.exitcode == -signal.SIGPIPE:
             raise BrokenPipeError from None
         if speaks():
-            view.show_interruption(config.folder, earlier)
+            view.show_interruption(saves)
         raise
 
 

@@ -13,9 +13,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.checkpoint import Manifest, latest, read_manifest
+from shardwise.checkpoint import latest
 from shardwise.demos.ledger import Communication, Progress
 from shardwise.demos.loop import Taken
+from shardwise.demos.restarts import SavesOfRun
 from shardwise.errors import printable
 from shardwise.pictures.labels import aligned, bytes_text, count_text
 
@@ -79,19 +80,15 @@ def show_restart(line: str) -> None:
     print(printable(line), file=sys.stderr, flush=True)
 
 
-def show_interruption(folder: Path | str, earlier: Manifest | None) -> None:
-    """Where to go on; the line that was live may have hidden the cursor.
-
-    Args:
-        earlier: the last checkpoint of the run that this one replaces.
-    """
+def show_interruption(saves: SavesOfRun) -> None:
+    """Where to go on; the line that was live may have hidden the cursor."""
     console = _console()
     if not _is_plain(console):
         console.show_cursor()
-    found = latest(folder)
+    found = latest(saves.folder)
     if found is None:
         said = "No checkpoint was saved."
-    elif earlier is not None and read_manifest(found).sha256 == earlier.sha256:
+    elif saves.last() is None:
         said = f"No checkpoint was saved. {found} is of the earlier run, which was not replaced."
     else:
         said = f"Last checkpoint: {found}; go on with --resume."
