@@ -266,7 +266,11 @@ if __name__ == "__main__":
     mesh = sw.init_device_mesh("cpu", (2,))
     if sw.rank() == 0:
         offline.reshard(source, f"{own}/joined", 3)
-    print(f"rank {sw.rank()} holds {sw.distribute_tensor(torch.arange(3.0), mesh, [sw.Shard(0)]).to_local().tolist()}")
+    x = sw.distribute_tensor(torch.arange(3.0), mesh, [sw.Shard(0)])
+    print(f"rank {sw.rank()} holds {x.to_local().tolist()}")
+    torch.distributed.destroy_process_group()
+    tried(lambda: sw.distribute_tensor(torch.ones(3)))
+    print(x)
 """
 
 
@@ -286,8 +290,9 @@ def test_a_process_of_torchrun_that_has_not_joined_is_no_world_of_its_own(tmp_pa
     assert done.returncode == 0, done.stderr
     for rank, held in enumerate(([0.0, 1.0], [2.0])):
         said = f"torchrun started this process as rank {rank} of 2, but it has no process group: each process would"
-        assert done.stdout.count(said) == 2
+        assert done.stdout.count(said) == 3
         assert f"rank {rank} holds {held}" in done.stdout
+    assert done.stdout.count("outside its world, one rank held: tensor(") == 2
     assert sorted(path.name for path in (tmp_path / "own").iterdir()) == ["0", "1", "joined"]
 
 

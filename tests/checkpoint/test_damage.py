@@ -25,7 +25,7 @@ from tests.checkpoint.states import bits, blank, content, distributed, error_on_
 
 CUT = Layout(Mesh((2,)), [Shard(0)], (5, 3))
 OTHER = Layout(Mesh((2,)), [Shard(1)], (5, 3))
-ROWS = "Fix: resize={'cut': 7} loads the rows that both have"
+ROWS = "Fix: resize={'cut': Rows(7, torch.nn.init.zeros_)} loads the rows that both have"
 CONVERT = "Fix: load into torch.float32, then convert"
 STEP = "step-00000001"
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer, Rprop, SparseAdam
 
-from shardwise import collectives
+from shardwise import collectives, shard_module
 from shardwise.checkpoint import Rows, load, restore, save, state_of
 from shardwise.embedding import EmbeddingBagCollection, EmbeddingBagConfig, RowWiseAdagrad, shard_embeddings
 from shardwise.embedding.sharded import ShardedEmbeddingBagCollection
@@ -362,3 +362,33 @@ def test_only_the_model_is_wanted(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="Fix: subset=True passes over what the state does not name"):
         restore(tmp_path, model)
     restore(tmp_path, model, subset=True)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 9])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_fix_for_other_rows_works_as_it_is_written(tmp_path: Path, rows: int, ranks: int) -> None:
+    layer = nn.Linear(2, 3)
+    save(tmp_path, state_of(layer), step=1)
+
+    def body(fix: dict[str, Rows] | None) -> Tensor:
+        module = shard_module(nn.Linear(2, rows), {"weight": Shard(0)})
+        restore(tmp_path, module, resize=fix)
+        return full(module.weight)
+
+    text = error_on_every_rank(ranks, CheckpointError, lambda: body(None))
+    written = [line.partition("restore(…, resize=")[2].removesuffix(")") for line in text.splitlines()[1:]]
+    fix: dict[str, Rows] = {}
+    for line in written:
+        fix |= eval(line, {"Rows": Rows, "torch": torch})  # noqa: S307 - of the error
+    assert fix.keys() == {"weight", "bias"}
+    for weight in world(ranks).run(body, fix):
+        common = min(rows, 3)
+        assert torch.equal(weight[:common], layer.weight[:common])
+        assert not weight[common:].any()
+
+
+def test_no_rows_are_no_fix(tmp_path: Path) -> None:
+    save(tmp_path, {"w": torch.ones(3, 2)}, step=1)
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path, {"w": torch.ones(0, 2)})
+    assert str(caught.value).endswith("'w': shape (3, 2) in the checkpoint, (0, 2) in the state")

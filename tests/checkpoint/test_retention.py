@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise import collectives
 from shardwise.checkpoint import Keep, load, retention, save, stores
 from shardwise.checkpoint.folder_store import FolderStore
 from shardwise.checkpoint.retention import Facts, facts_of
@@ -58,6 +59,23 @@ def test_a_metric_that_the_new_checkpoint_leaves_out_removes_no_other(
         f"Fix: metadata={{'los': …}}, None if this checkpoint has no such number"
     )
     assert steps(tmp_path) == [1]
+
+
+def test_what_was_saved_without_a_number_is_none_of_the_best() -> None:
+    """By a save without `keep`, or by another version."""
+    metrics = {1: True, 2: 3.0, 3: "0", 4: None, 5: 4.0}
+    facts = {step: Facts(0, {"m": metric}, b"") for step, metric in metrics.items()}
+    assert Keep(best=1, metric="m").staying(facts, 5) == {2, 5}
+
+
+def test_a_metric_that_one_rank_leaves_out_is_refused_on_all(tmp_path: Path) -> None:
+    def body() -> None:
+        metadata = {"loss": 1.0} if collectives.rank() == 0 else {}
+        save(tmp_path, {"x": torch.ones(1)}, step=1, metadata=metadata, keep=Keep(best=1, metric="loss"))
+
+    text = error_on_every_rank(3, CheckpointError, body)
+    assert "rank 1, 2: keep needs the number 'loss' of metadata, which is not there, only []." in text
+    assert steps(tmp_path) == []
 
 
 def test_the_largest_is_the_best(tmp_path: Path) -> None:

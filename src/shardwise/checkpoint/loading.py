@@ -16,7 +16,7 @@ from shardwise.checkpoint.files import ChunkFile, span
 from shardwise.checkpoint.locations import store_at
 from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor
 from shardwise.checkpoint.pending import finish_pending
-from shardwise.checkpoint.resizing import Rows, as_rows, fill_new_rows, resized, try_initializers
+from shardwise.checkpoint.resizing import Rows, as_rows, fill_new_rows, resize_argument, resized, try_initializers
 from shardwise.checkpoint.state import Leaf, LocalBoxes, flatten, storable_boxes
 from shardwise.checkpoint.stores import CheckpointStore, find, stored_manifest
 from shardwise.embedding.new_rows import draw_seed
@@ -59,7 +59,7 @@ def load(
 
 
 def _resize_it(name: str, stored_rows: int, rows: int) -> str:
-    return f"resize={{{name!r}: {rows}}} loads the rows that both have"
+    return f"{resize_argument(name, stored_rows, rows)} loads the rows that both have"
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,8 @@ def _check_fit(manifest: Manifest, leaves: Mapping[str, Leaf], wanted: Wanted, s
 
 def _did_you_mean(name: str, others: set[str]) -> str:
     if below := sorted(other for other in others if other.startswith(f"{name}.")):
-        return f", which has {below[0]!r} and {len(below) - 1} more below it. Fix: name each of them in the state"
+        others_below = f" and {len(below) - 1} more" if below[1:] else ""
+        return f", which has {below[0]!r}{others_below} below it. Fix: name each of them in the state"
     close = get_close_matches(name, sorted(others), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
@@ -251,7 +252,7 @@ def _misfit(
         return f"a tensor in the checkpoint, a {type(x).__name__} in the state"
     if tuple(x.shape) != fitted.shape:
         rows = "" if fitted.shape == stored.shape else f" resized to {fitted.shape}"
-        only_rows = x.ndim == len(stored.shape) > 0 and tuple(x.shape[1:]) == stored.shape[1:]
+        only_rows = x.ndim == len(stored.shape) > 0 < x.shape[0] and tuple(x.shape[1:]) == stored.shape[1:]
         fix = row_fix(name, stored.shape[0], x.shape[0]) if only_rows else ""
         said = f"shape {stored.shape} in the checkpoint{rows}, {tuple(x.shape)} in the state"
         return f"{said}. Fix: {fix}" if fix else said

@@ -56,10 +56,21 @@ def resized(manifest: Manifest, resize: Mapping[str, Rows]) -> Manifest:
         if rows.count > stored.shape[0] and rows.init_fn is None:
             raise CheckpointError(
                 f"resize gives {name!r} {rows.count} rows, of which the checkpoint has {stored.shape[0]}, and nothing "
-                f"to fill the others. Fix: resize={{{name!r}: Rows({rows.count}, torch.nn.init.zeros_)}}"
+                f"to fill the others. Fix: {resize_argument(name, stored.shape[0], rows.count)}"
             )
         tensors[name] = replace(stored, shape=(rows.count, *stored.shape[1:]))
     return replace(manifest, tensors=tensors)
+
+
+def resize_argument(name: str, stored_rows: int, rows: int, has_init: bool = False) -> str:
+    """What to pass to load a tensor with other rows than the checkpoint has, in the words of a program.
+
+    Args:
+        has_init: whether the tensor has an `init_fn` of its own.
+    """
+    if rows > stored_rows and not has_init:
+        return f"resize={{{name!r}: Rows({rows}, torch.nn.init.zeros_)}}"
+    return f"resize={{{name!r}: {rows}}}"
 
 
 def try_initializers(tensors: Mapping[str, Tensor], resize: Mapping[str, Rows]) -> None:

@@ -22,7 +22,7 @@ from shardwise.checkpoint.optimizers import (
     optimizer_state,
     state_of_new_row,
 )
-from shardwise.checkpoint.resizing import Rows, as_rows, resized
+from shardwise.checkpoint.resizing import Rows, as_rows, resize_argument, resized
 from shardwise.checkpoint.schedulers import SCHEDULERS, fitting_schedulers, scheduler_state
 from shardwise.embedding.collections import TableWeight
 from shardwise.errors import CheckpointError
@@ -191,8 +191,9 @@ def _row_fix(module: nn.Module, name: str, stored_rows: int, rows: int) -> str:
     if name == own or own not in dict(module.named_parameters()):
         return ""
     path, _, _ = own.rpartition(".")
-    fix = f"restore(…, resize={{{own!r}: {rows}}})"
-    if isinstance(module.get_submodule(path), TableWeight):
+    is_table = isinstance(module.get_submodule(path), TableWeight)
+    fix = f"restore(…, {resize_argument(own, stored_rows, rows, has_init=is_table)})"
+    if is_table:
         fix += f", or collection.resize_({{{path.rpartition('.')[2]!r}: {stored_rows}}}) before restore"
     return fix
 

@@ -132,6 +132,14 @@ def owner() -> Owner:
     return transport().owner
 
 
+def is_here(rank: Owner) -> bool:
+    """Whether this thread is that rank; False where it is none, as under torchrun without a process group."""
+    try:
+        return owner() is rank
+    except MeshError:
+        return False
+
+
 def costs(device_type: str) -> Costs:
     """What collectives cost on meshes of such devices, by `using_costs`, the file of the environment, or the backend.
 

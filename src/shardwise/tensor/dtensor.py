@@ -259,9 +259,11 @@ class DTensor(torch.Tensor):
         return format(self.item(), spec) if self.numel() == 1 and not self._layout.shape else repr(self)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        layout, rank = self._layout, collectives.rank()
-        where = f"rank {rank} holds {' '.join(map(str, layout.boxes(rank))) or 'nothing'}"
-        if layout.owner is not None and layout.owner is not collectives.owner():
+        layout = self._layout
+        if layout.owner is None or collectives.is_here(layout.owner):
+            rank = collectives.rank()
+            where = f"rank {rank} holds {' '.join(map(str, layout.boxes(rank))) or 'nothing'}"
+        else:
             where = "outside its world, one rank held"
         local = repr(plain(self).detach())
         return (
