@@ -277,6 +277,21 @@ def test_state_that_belongs_to_no_parameter_is_refused() -> None:
         state_of(model, optimizer)
 
 
+def test_an_optimizer_that_keeps_lists_of_tensors_is_refused() -> None:
+    module = nn.Linear(3, 2)
+    optimizer = torch.optim.LBFGS(module.parameters(), max_iter=3)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = module(torch.ones(5, 3)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    with pytest.raises(CheckpointError, match="LBFGS keeps a list of tensors, 'al' of weight"):
+        state_of(module, optimizer)
+
+
 def test_extra_values_cannot_hide_the_module_s(tmp_path: Path) -> None:
     saved_by_adam(tmp_path)
     model = Model(torch.clone)

@@ -47,7 +47,7 @@ def optimizer_state(module: nn.Module, optimizers: Mapping[str, Optimizer]) -> d
     """States under the names of their parameters, and the groups as JSON.
 
     Raises:
-        CheckpointError: a parameter that `module` lacks, or that two optimizers have.
+        CheckpointError: a parameter that `module` lacks, or that two optimizers have, or a list of tensors as state.
         PlanError: states of tables that have no layout.
     """
     names = _names_in(module, optimizers)
@@ -60,6 +60,11 @@ def optimizer_state(module: nn.Module, optimizers: Mapping[str, Optimizer]) -> d
                 name = type(parameter).__name__
                 raise CheckpointError(f"the optimizer keeps state of a {name} that is no parameter")
             for key, value in entries.items():
+                if isinstance(value, list) and any(isinstance(item, Tensor) for item in value):
+                    raise CheckpointError(
+                        f"{type(optimizer).__name__} keeps a list of tensors, {key!r} of {names[id(parameter)]}, which "
+                        f"cannot be saved: a state is one tensor. Fix: save without it, as state_of(module)"
+                    )
                 state[f"{PREFIX}{names[id(parameter)]}.{key}"] = value
     state[GROUPS] = [
         _as_json(name, optimizer, number, names)
