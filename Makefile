@@ -1,4 +1,5 @@
 # make train   train the recommender demo        (make train ARGS="--nproc 4"; a language model: make train ARGS=lm)
+# make docs    the documentation site, in build/docs/index.html
 # make check   format check, lint, types
 # make quick   the tests on simulated ranks
 # make test    check, tests, a soak; of tests with three parameters or more, cases in which every two values meet
@@ -12,6 +13,7 @@ ARGS ?=
 BIN := .venv/bin
 RUN_READY := .venv/.ready-to-run
 DEV_READY := .venv/.ready-to-test
+DOCS_READY := .venv/.ready-for-docs
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
 # Without compiled files each process would compile this package and all tests again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -19,10 +21,14 @@ unexport PYTHONDONTWRITEBYTECODE
 SURVEYS = $$(grep -rl --include='*.py' pytest.mark.survey tests)
 PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
-.PHONY: train check quick test every test-torch
+.PHONY: train docs check quick test every test-torch
 
 train: $(RUN_READY)
 	$(BIN)/shardwise train $(ARGS)
+
+docs: $(DOCS_READY)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "Built: build/docs/index.html"
 
 check: $(DEV_READY)
 	$(BIN)/ruff format --check .
@@ -69,8 +75,13 @@ $(RUN_READY): pyproject.toml constraints.txt
 	$(INSTALL) .
 	touch $@
 
-# What tests need includes what running needs, so this one answers for both.
+$(DOCS_READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(INSTALL) ".[docs]"
+	touch $(RUN_READY) $@
+
+# What tests need includes what running and the site need, so this one answers for all.
 $(DEV_READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(INSTALL) ".[dev]"
-	touch $(RUN_READY) $@
+	touch $(RUN_READY) $(DOCS_READY) $@

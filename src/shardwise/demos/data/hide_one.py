@@ -107,8 +107,8 @@ class Examples:
         """One pass over all examples in batches of `size` rows; the last may have fewer.
 
         Args:
-            size: rows a batch, at least 1. seed: shuffle with this; None keeps the order of the functions.
-            The same seed and epoch give the same
+            size: rows a batch, at least 1.
+            seed: shuffle with this; None keeps the order of the functions. The same seed and epoch give the same
                 batches on every rank, whatever else draws random numbers.
             epoch: the number of the pass; each has an order of its own.
             skip: leave out this many batches at the beginning, to resume within a pass.
