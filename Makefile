@@ -5,6 +5,8 @@
 # make test    check, tests, a soak; of tests with three parameters or more, cases in which every two values meet
 #              (make test ARGS="-k layering"; all cases: make every)
 # make test-torch TORCH=2.14.1   the tests on simulated ranks and the surveys of ops with another torch (6 GB)
+# make wheel   build both distributions, and try the wheel in empty environments (make wheel TORCH=2.14.1)
+# make release TAG=v0.2.0   compare the tag with version and changelog; then the same
 # Each prepares .venv when pyproject.toml or constraints.txt changed; otherwise it starts at once.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -21,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SURVEYS = $$(grep -rl --include='*.py' pytest.mark.survey tests)
 PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
-.PHONY: train docs check quick test every test-torch
+.PHONY: train docs check quick test every test-torch wheel release
 
 train: $(RUN_READY)
 	$(BIN)/shardwise train $(ARGS)
@@ -51,6 +53,13 @@ endif
 
 every: $(DEV_READY)
 	$(BIN)/pytest --every-case -m "not survey" $(PARALLEL)
+
+wheel: $(DEV_READY)
+	$(BIN)/python scripts/try_wheel.py $(if $(TORCH),--torch $(TORCH)) $(ARGS)
+
+release: $(DEV_READY)
+	$(BIN)/python scripts/check_release.py $(TAG)
+	$(MAKE) wheel
 
 TORCH_ENV := .venv-torch-$(TORCH)
 TORCH_READY := $(TORCH_ENV)/.ready-to-test

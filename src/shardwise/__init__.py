@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from shardwise.tensor.factories import empty, full, linspace, logspace, ones, rand, randn, zeros
     from shardwise.trace.comm_trace import CommCounts, count_comms
 
+    __version__: str
+
 # Where each public name lives. Torch is imported when the first of them is used, not by `import shardwise`.
 _HOMES = {
     "shardwise.graph_capture": ("capture",),
@@ -64,6 +66,10 @@ set_renderer(_draw)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":  # pyproject.toml has it, and so what is installed
+        from importlib.metadata import version
+
+        return version("shardwise")
     if name in ("debug", "parallel"):  # a package, not a name in one
         return import_module(f"shardwise.{name}")
     home = _HOME_OF.get(name)

@@ -15,14 +15,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-from shardwise.cli import checkpoint, doctor, show, simulate, train
+from shardwise.cli import checkpoint, completion, doctor, show, simulate, train
 from shardwise.cli.exits import Exit, exit_code
+from shardwise.cli.mistakes import check_options
 from shardwise.cli.versions import installed
 from shardwise.errors import ShardwiseError, printable
 
 __all__ = ["build_parser", "main"]
 
-COMMANDS = (train, checkpoint, show, simulate, doctor)
+COMMANDS = (train, checkpoint, show, simulate, doctor, completion)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     try:
+        check_options(parser, sys.argv[1:] if argv is None else argv)
         args = parser.parse_args(argv)
         with _sigterm_raises():
             code: int = args.command(args)
@@ -71,6 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"shardwise {installed('shardwise')}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parser.set_defaults(parser=parser)  # what `completion` completes
     for command in COMMANDS:
         command.add_parser(subparsers)
     for each in (parser, *subparsers.choices.values()):

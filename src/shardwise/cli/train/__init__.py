@@ -5,8 +5,10 @@ A job is a module here with `OPTIONS`, those of its own that set the configurati
 """
 
 import argparse
+from dataclasses import fields
 
 from shardwise.cli.exits import SubParsers
+from shardwise.cli.mistakes import VALUES
 from shardwise.cli.train import dlrm, lm, recommender
 from shardwise.errors import ConfigError
 
@@ -25,7 +27,9 @@ def add_parser(subparsers: SubParsers) -> None:
         "help pages; then generate another. dlrm: learn which ads are clicked, from Criteo's lines. Starts its ranks "
         "itself, or runs under torchrun.",
     )
-    parser.add_argument("job", nargs="?", choices=JOBS, help=f"what to train (default: {DEFAULT}; with --data, dlrm)")
+    parser.add_argument(
+        "job", nargs="?", choices=tuple(JOBS), help=f"what to train (default: {DEFAULT}; with --data, dlrm)"
+    )
     parser.add_argument("--nproc", metavar="N", help="ranks to start (default: 2)")
     parser.add_argument("--steps", metavar="N", help="stop after this many steps; of lm, the length of the run")
     parser.add_argument(
@@ -69,7 +73,17 @@ def add_parser(subparsers: SubParsers) -> None:
     )
     parser.add_argument("--print-config", action="store_true", help="print the configuration as TOML and stop")
     _add_options_of_jobs(parser)
-    parser.set_defaults(command=run)
+    parser.set_defaults(command=run, **{VALUES: value_names})
+
+
+def value_names() -> list[str]:
+    """The names that `--set` takes, of all jobs."""
+    from shardwise.demos.dlrm.config import DlrmConfig
+    from shardwise.demos.lm.config import LanguageModelConfig
+    from shardwise.demos.recommender.config import TrainConfig
+
+    configs = (TrainConfig, LanguageModelConfig, DlrmConfig)
+    return [field.name for config in configs for field in fields(config)]
 
 
 def _add_options_of_jobs(parser: argparse.ArgumentParser) -> None:
