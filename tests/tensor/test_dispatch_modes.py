@@ -5,10 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise import Mesh, Placement, Replicate, Shard, distribute_tensor
+from shardwise.tensor.dispatch.dispatcher import forget
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 
@@ -45,5 +49,104 @@ def test_forward_and_backward_equal_one_process(mesh: Mesh, placements: list[Pla
             (as_dtensor(loss).full_tensor() if loss_is_plain else loss).backward()
         assert x.grad is not None
         assert_close(x.grad.full_tensor(), plain.grad)
+
+    on_ranks()
+
+
+X, BATCH, IMAGES = torch.ones(6, 8), torch.ones(6, 5, 8), torch.ones(4, 3, 6, 6)
+LSTM = torch.nn.LSTM(8, 4)
+
+
+def conv(x: Tensor, weight: Tensor) -> Tensor:
+    return F.conv2d(x, weight)
+
+
+def conv_transpose(x: Tensor, weight: Tensor) -> Tensor:
+    return F.conv_transpose2d(x, weight)
+
+
+def powers(x: Tensor, weight: Tensor) -> Tensor:
+    power: Tensor = torch.linalg.matrix_power(weight, 3)
+    return x @ power
+
+
+def multi_dot(x: Tensor, weight: Tensor) -> Tensor:
+    product: Tensor = torch.linalg.multi_dot([x, weight, weight])
+    return product
+
+
+def lstm(x: Tensor, weight: Tensor) -> Tensor:
+    total: Tensor = LSTM(x)[0].sum()
+    return x @ weight + total
+
+
+FLOPS = [  # a function, its first operand, which is sharded, and its second, which is replicated
+    (F.linear, X, torch.ones(4, 8)), (F.linear, BATCH, torch.ones(4, 8)), (conv, IMAGES, torch.ones(5, 3, 3, 3)),
+    (conv_transpose, IMAGES, torch.ones(3, 5, 3, 3)), (torch.bmm, BATCH, torch.ones(6, 8, 3)),
+    (multi_dot, X, torch.ones(8, 8)), (powers, X, torch.ones(8, 8)), (lstm, BATCH, torch.ones(8, 8)),
+]  # fmt: skip
+
+
+def flops(function: Callable[..., Tensor], *operands: Tensor) -> int:
+    with FlopCounterMode(display=False) as counter:
+        function(*operands).sum().backward()
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.parametrize(("function", "x", "weight"), FLOPS)
+def test_flops_of_one_rank_are_those_of_torch_on_its_shards(
+    function: Callable[..., Tensor], x: Tensor, weight: Tensor
+) -> None:
+    """Also in a first call, which finds the shapes of results, and in functions that torch decomposes."""
+
+    @world(2)
+    def on_ranks() -> None:
+        mesh = Mesh((2,))
+        sharded = distribute_tensor(x, mesh, [Shard(0, (1, len(x) - 1))]).requires_grad_()
+        other = distribute_tensor(weight, mesh, [S0 if function is torch.bmm else R]).requires_grad_()
+        other = other.redistribute(placements=[Shard(0, (1, 5))]) if function is torch.bmm else other
+        plain_x, plain_other = (y.to_local().detach().clone().requires_grad_() for y in (sharded, other))
+        forget()
+        cold, warm = (flops(function, sharded, other) for _ in range(2))
+        assert (cold, warm) == (flops(function, plain_x, plain_other),) * 2
+
+    on_ranks()
+
+
+def test_a_rank_outside_the_mesh_runs_no_flops() -> None:
+    def on_ranks() -> int:
+        forget()
+        x = distribute_tensor(X, Mesh((1,), (1,)), [R]).requires_grad_()
+        return flops(torch.mm, x, x.detach().t())
+
+    assert world(2).run(on_ranks) == [0, flops(torch.mm, X.clone().requires_grad_(), X.t())]
+
+
+class Sizes(TorchDispatchMode):
+    """What a mode sees of the first operand of each matrix product."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[object] = []
+
+    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.seen += [(tuple(x.shape), tuple(x.size()), x.numel(), x.stride(), x.ndim) for x in args]
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_sees_the_sizes_of_local_shards_in_forward_and_backward() -> None:
+    @world(2)
+    def on_ranks() -> None:
+        x = distribute_tensor(X, Mesh((2,)), [Shard(0, (1, 5))]).requires_grad_()
+        w = distribute_tensor(torch.ones(8, 4), Mesh((2,)), [R]).requires_grad_()
+        local, weight = (y.to_local().detach().clone().requires_grad_() for y in (x, w))
+        seen = []
+        for a, b in ((x, w), (local, weight)):
+            with Sizes() as sizes:
+                (a @ b).sum().backward()
+            seen.append(sizes.seen)
+        assert seen[0] == seen[1]
+        assert (x.shape, x.size(), x.numel()) == ((6, 8), (6, 8), 48)
 
     on_ranks()

@@ -30,11 +30,12 @@ _local_stride: Callable[..., Any] = torch._C.TensorBase.stride
 _is_excluded: Callable[..., bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
 _as_subclass: Any = torch._C.TensorBase.as_subclass
 _detach: Any = torch._C.TensorBase.detach
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 
 
 def _is_below_autograd() -> bool:
-    """Whether a `TorchDispatchMode` passes on an op of backward, which autograd runs on local tensors."""
-    return _is_excluded(torch._C.DispatchKey.AutogradFunctionality) and not torch.is_inference_mode_enabled()
+    """Whether a `TorchDispatchMode` sees an op of backward, which autograd runs on local tensors."""
+    return _is_excluded(_AUTOGRAD) and not torch.is_inference_mode_enabled()
 
 
 class Tiling(Protocol):
@@ -192,8 +193,9 @@ class DTensor(torch.Tensor):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        if not torch._C._is_torch_function_enabled():  # inside torch, such as where autograd saves tensors
-            return _local_shape.__get__(self)  # type: ignore[no-any-return]
+        if not torch._C._is_torch_function_enabled() or _is_below_autograd():
+            with DisableTorchFunctionSubclass():  # inside torch, such as where autograd saves tensors
+                return _local_shape.__get__(self)  # type: ignore[no-any-return]
         return torch.Size(self._layout.shape)
 
     @property
@@ -204,7 +206,8 @@ class DTensor(torch.Tensor):
         """The global size; of a sparse tensor, this rank's (see `shardwise.tensor.handlers.sparse`)."""
         with DisableTorchFunctionSubclass():
             sparse = self.is_sparse
-        shape = torch.Size(self._layout.local_shape(collectives.rank()) if sparse else self._layout.shape)
+        is_local = sparse or _is_below_autograd()
+        shape = torch.Size(self._layout.local_shape(collectives.rank()) if is_local else self._layout.shape)
         return shape if dim is None else shape[dim]
 
     def dim(self) -> int:
@@ -214,13 +217,16 @@ class DTensor(torch.Tensor):
     ndim = property(dim)
 
     def numel(self) -> int:
-        return torch.Size(self._layout.shape).numel()
+        return (self.shape if _is_below_autograd() else torch.Size(self._layout.shape)).numel()
 
     nelement = numel
 
     def stride(self, dim: int | None = None) -> Any:
         """The strides of the global tensor, in elements; those of local tensors are in the same order."""
-        strides = self._layout.stride() if torch._C._is_torch_function_enabled() else _local_stride(self)
+        strides = self._layout.stride()
+        if not torch._C._is_torch_function_enabled() or _is_below_autograd():
+            with DisableTorchFunctionSubclass():
+                strides = _local_stride(self)
         return strides if dim is None else strides[dim]
 
     def __len__(self) -> int:

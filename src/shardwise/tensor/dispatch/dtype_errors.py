@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shardwise.rules.row import Args, Kwargs, Op
+from shardwise.tensor.dispatch.modes import without_modes
 from shardwise.tensor.dtensor import DTensor
 from shardwise.trace.capture_hooks import tracing_paused
 
@@ -26,7 +27,7 @@ def raise_dtype_error(func: Op, args: Args, kwargs: Kwargs) -> None:
     if all(dtype in _FLOATS for dtype, _ in dtypes) or (func, dtypes) in _checked:
         return
     args, kwargs = pytree.tree_map(_of_size_1, (args, kwargs))
-    with torch.no_grad(), torch.random.fork_rng([]), tracing_paused():
+    with torch.no_grad(), torch.random.fork_rng([]), tracing_paused(), without_modes():
         try:
             func(*args, **kwargs)
         except Exception as error:

@@ -26,6 +26,7 @@ from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dispatch import meshes, outside, seeds
 from shardwise.tensor.dispatch.autocasting import Autocast
 from shardwise.tensor.dispatch.dtype_errors import raise_dtype_error
+from shardwise.tensor.dispatch.modes import hidden_from_modes
 from shardwise.tensor.dispatch.promotion import into_plain, promoted
 from shardwise.tensor.dispatch.version_checks import Version, check_versions, saved_by, versions_of
 from shardwise.tensor.dtensor import DTensor, plain, tag, to_layout
@@ -112,7 +113,8 @@ def run_decomposed(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return x
 
     args, kwargs = pytree.tree_map(wrap, (args, kwargs))
-    out = func(*args, **kwargs)
+    with hidden_from_modes(Wrapper):
+        out = func(*args, **kwargs)
     assert mesh is not None or not wrapped
     operands = {id(wrapper): dtensor for dtensor, wrapper in wrapped.values()}
 

@@ -23,6 +23,7 @@ from shardwise.errors import RuleError
 from shardwise.layout import REPLICATE, Layout, Mesh
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dispatch.autocasting import Autocast
+from shardwise.tensor.dispatch.modes import without_modes
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dispatch.resolve import with_meta_device
 from shardwise.tensor.dispatch.version_checks import (
@@ -58,7 +59,7 @@ class _Call:
 
         None if the results depend on data.
         """
-        with self.autocast.without_memory() as device:
+        with without_modes(), self.autocast.without_memory() as device:
             metas = [new_meta(*meta, device) for meta in self.metas]
             try:
                 with recording_saved(metas) as saved_by:
@@ -154,7 +155,8 @@ def _double_backward(
 def _used(out: Tensor, metas: Sequence[Tensor], sources: Sequence[Tensor]) -> list[Tensor]:
     """The sources, without history those on which `out` does not depend."""
     wanted = [x for x in metas if x.requires_grad]
-    found = iter(torch.autograd.grad(out, wanted, torch.empty_like(out), retain_graph=True, allow_unused=True))
+    with without_modes():
+        found = iter(torch.autograd.grad(out, wanted, torch.empty_like(out), retain_graph=True, allow_unused=True))
     used = [x.requires_grad and next(found) is not None for x in metas]
     return [source if is_used else source.detach() for source, is_used in zip(sources, used, strict=True)]
 

@@ -16,6 +16,7 @@ from shardwise.rules.registry import Shapes, no_rows
 from shardwise.rules.row import Args, Kwargs, Op, arguments
 from shardwise.tensor.dispatch import resolve
 from shardwise.tensor.dispatch.keys import NO_KEY, call_key
+from shardwise.tensor.dispatch.modes import without_modes
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dtensor import DTensor
 from shardwise.trace.capture_hooks import tracing_paused
@@ -50,7 +51,11 @@ def find_recipe(key: tuple[Any, ...], func: Op, rule: OpRule, args: Args, kwargs
         raise resolve.NoRowError(f"{name_of(func)} is decomposed into other ops")
     runnable = _recipe_cache.get(key)
     if runnable is None:
-        with DisableTorchFunctionSubclass(), tracing_paused():  # reading the dtype of a DTensor is not an op
+        with (
+            DisableTorchFunctionSubclass(),
+            tracing_paused(),
+            without_modes(),
+        ):  # reading the dtype of a DTensor is not an op
             runnable = _resolved(func, rule, args, kwargs)
         if NO_KEY not in key:
             remember(_recipe_cache, key, runnable)

@@ -25,6 +25,7 @@ from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dispatch.autocasting import Autocast
 from shardwise.tensor.dispatch.keys import NO_KEY
 from shardwise.tensor.dispatch.local_calls import ReadsLayouts, call_under_hooks
+from shardwise.tensor.dispatch.modes import without_modes
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dispatch.resolve import Recipe, with_meta_device
 from shardwise.tensor.dtensor import DTensor
@@ -130,7 +131,7 @@ def saved_by(func: Op, args: Args, kwargs: Kwargs, autocast: Autocast) -> frozen
 
     Found by running the op without memory; nothing for an op that cannot.
     """
-    with autocast.without_memory() as device, torch.enable_grad():
+    with without_modes(), autocast.without_memory() as device, torch.enable_grad():
         args, kwargs, metas = on_meta(args, kwargs, device)
         try:
             with recording_saved(metas) as found:
