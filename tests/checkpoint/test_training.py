@@ -283,7 +283,7 @@ def test_an_optimizer_that_keeps_lists_of_tensors_is_refused() -> None:
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = module(torch.ones(5, 3)).square().mean()
+        loss: torch.Tensor = module(torch.ones(5, 3)).square().mean()
         loss.backward()
         return loss
 

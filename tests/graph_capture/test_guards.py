@@ -138,7 +138,7 @@ def test_too_many_kinds_of_calls_are_an_error_that_says_what_to_do() -> None:
     step = sw.capture(lambda x, n: x * n, limit=3)
     for n in (1.0, 2.0, 3.0, 1.0):
         step(torch.ones(2), n)
-    with pytest.raises(CaptureError, match=r"3 kinds of calls already.*pass numbers that change as tensors"):
+    with pytest.raises(CaptureError, match=r"(?s)3 kinds of calls already.*pass numbers that change as tensors"):
         step(torch.ones(2), 4.0)
 
 
@@ -169,22 +169,13 @@ def _seeds(x: Tensor) -> Tensor:
     return x + torch.rand(3)
 
 
-def _masked(x: Tensor) -> Tensor:
-    return x[x > 0]
-
-
 def _shared(x: Tensor) -> Tensor:
     mesh = sw.Mesh((1,))
     return sw.DTensor.from_local(x, mesh, [sw.Shard(0)]).sum()
 
 
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "item": (lambda x: x * x.sum().item(), r"item\(\), or an `if`"),
-    "if": (lambda x: x if x.sum() > 0 else -x, r"item\(\), or an `if`"),
-    "tolist": (lambda x: x * x.tolist()[0], r"tolist\(\)"),
     "numpy": (lambda x: x * float(x.detach().numpy()[0]), r"numpy\(\)"),
-    "equal": (lambda x: x * torch.equal(x, x), "aten::equal"),
-    "a mask": (_masked, "aten::index.Tensor, whose result or its shape depends on values"),
     "backward": (lambda x: (x * torch.ones(3, requires_grad=True)).sum().backward(), r"backward\(\) runs inside"),
     "a tensor from outside": (lambda x: x * OUTSIDE, "computed outside of it and requires grad"),
     "a seed": (_seeds, r"torch.manual_seed\(\)"),
@@ -307,12 +298,13 @@ def test_a_compiler_gets_the_ops_of_forward_and_backward_and_no_collective() -> 
     assert not any(word in stretch for stretch in seen for word in ("all_to_all", "all_reduce"))
 
 
-def test_torch_compile_of_a_sharded_module_names_what_to_use_instead() -> None:
+def test_torch_compile_of_dtensors_names_what_to_use_instead() -> None:
     def check() -> None:
         mesh = sw.Mesh((1,))
-        model = sw.shard_module(nn.Linear(3, 3), {}, mesh=mesh)
-        compiled = torch.compile(model, backend="eager")
-        with pytest.raises(Exception, match=r"Fix: shardwise.capture\(module, backend='inductor'\)"):
-            compiled(sw.distribute_tensor(torch.randn(2, 3), mesh, [sw.Shard(0)]))
+        x = sw.distribute_tensor(torch.ones(2, 3), mesh, [sw.Shard(0)])
+        for function in (sw.shard_module(nn.Linear(3, 3), {}, mesh=mesh), lambda x: x * 2):
+            compiled = torch.compile(function, backend="eager")
+            with pytest.raises(CaptureError, match=r"^torch.compile cannot trace a DTensor. Fix: shardwise.capture\("):
+                compiled(x)
 
     world(1).run(check)

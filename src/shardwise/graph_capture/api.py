@@ -11,7 +11,9 @@ from shardwise.errors import CaptureError
 from shardwise.graph_capture.compiled import Backend
 from shardwise.graph_capture.graphs import Graphs
 from shardwise.graph_capture.guards import StateGuards, cache_key, must_run_eagerly
+from shardwise.graph_capture.refusals import refusal
 from shardwise.graph_capture.replay import CapturedCall
+from shardwise.graph_capture.value_guards import OtherValueError
 from shardwise.layout import checked
 
 LIMIT = 32
@@ -29,7 +31,7 @@ class Captured:
         self.function = function
         self.backend = backend
         self.limit = limit
-        self._calls: dict[Any, CapturedCall] = {}
+        self._calls: dict[Any, list[CapturedCall]] = {}  # those of a key have read different values
         self._guards: StateGuards | None = None
         self._retraces = 0
         if hasattr(function, "__name__"):
@@ -44,17 +46,24 @@ class Captured:
             leaves, spec = list(args), None
         guards = self._checked_guards()
         key = (spec, *cache_key(leaves))
-        call = self._calls.get(key)
-        if call is not None and call.graphs is not None:
-            self._retraces = 0
-            return call.replay(leaves)
-        if call is None and len(self._calls) >= self.limit:
-            raise CaptureError(
-                f"capture: traced for {self.limit} kinds of calls already, and this call is another one: {key[1:]}. "
-                f"Fix: pad or slice batches to a few shapes, pass numbers that change as tensors, or raise limit=."
-            )
-        call = self._calls[key] = CapturedCall(self.backend, guards.tensors)
-        return call.trace(self.function, leaves, spec)
+        calls = self._calls.setdefault(key, [])
+        other: OtherValueError | None = None
+        for call in calls:
+            if call.graphs is not None:
+                try:
+                    result = call.replay(leaves)
+                except OtherValueError as error:
+                    other = error
+                else:
+                    self._retraces = 0
+                    return result
+        if sum(map(len, self._calls.values())) - sum(x.graphs is None for x in calls) >= self.limit:
+            raise _too_many_kinds(self.limit, key, other)
+        call = CapturedCall(self.backend, guards.tensors)
+        result = call.trace(self.function, leaves, spec)
+        calls[:] = [x for x in calls if x.graphs is not None or x.reads != call.reads]  # whose backward never ran
+        calls.append(call)
+        return result
 
     def _checked_guards(self) -> StateGuards:
         """The guards of what the function reaches. If one does not hold, all graphs are dropped."""
@@ -74,7 +83,19 @@ class Captured:
 
     def graphs(self) -> list[Graphs]:
         """The graphs of every kind of call whose backward has been traced as well, in order."""
-        return [call.graphs for call in self._calls.values() if call.graphs is not None]
+        return [call.graphs for calls in self._calls.values() for call in calls if call.graphs is not None]
+
+
+def _too_many_kinds(limit: int, key: tuple[Any, ...], other: OtherValueError | None) -> CaptureError:
+    if other is None:
+        return refusal(
+            f"traced for {limit} kinds of calls already, and this call is another one: {key[1:]}",
+            "pad or slice batches to a few shapes, pass numbers that change as tensors, or raise limit=",
+        )
+    return refusal(
+        f"traced for {limit} kinds of calls already; this call reads another value by {other}",
+        "read it outside of the captured function, use torch.where instead of an `if`, or raise limit=",
+    )
 
 
 @checked

@@ -83,7 +83,7 @@ def partition(
     calls = [n for n in tracer.graph.nodes if n.op == "call_function"]
     at = 0 if last_forward is None else calls.index(last_forward) + 1
     inputs = [n for n in tracer.inputs if n not in cotangents]
-    forward_calls = _live(calls[:at], [*outputs, *_free(calls[at:], gradients)])
+    forward_calls = _live(_checks_first(calls[:at]), [*outputs, *_free(calls[at:], gradients)])
     backward_calls = _live(calls[at:], gradients)
     in_forward = set(calls[:at])
     saved = [n for n in dict.fromkeys(_free(backward_calls, gradients)) if n in in_forward or n in inputs]
@@ -110,6 +110,15 @@ def _free(calls: Sequence[fx.Node], results: Nodes) -> list[fx.Node]:
     own = set(calls)
     used = [n for call in calls for n in call.all_input_nodes] + [n for n in results if n is not None]
     return [n for n in used if n not in own]
+
+
+def _checks_first(calls: Sequence[fx.Node]) -> list[fx.Node]:
+    """`calls` with those that compare values before all others, after the ops on which they depend."""
+    first = {call for call in calls if "check" in call.meta}
+    for call in reversed(calls):
+        if call in first:
+            first.update(call.all_input_nodes)
+    return [call for call in calls if call in first] + [call for call in calls if call not in first]
 
 
 def _live(calls: Sequence[fx.Node], results: Nodes) -> list[fx.Node]:

@@ -22,7 +22,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from shardwise import collectives
-from shardwise.errors import CaptureError
+from shardwise.graph_capture.refusals import refusal
 from shardwise.graph_capture.tracer import strides
 from shardwise.tensor.dispatch.hooks import are_installed
 from shardwise.tensor.dtensor import DTensor
@@ -82,9 +82,10 @@ def cache_key(leaves: Sequence[Any]) -> tuple[Any, ...]:
                 key.append((kind, _comparable(x)))
                 continue
             else:
-                raise CaptureError(
-                    f"capture: an argument is a {kind.__name__}. Fix: pass only tensors, numbers and strings (in "
-                    f"lists, tuples, dicts); use anything else through a closure, a global or an attribute."
+                raise refusal(
+                    f"an argument is a {kind.__name__}",
+                    "pass only tensors, numbers and strings (in lists, tuples, dicts); use anything else through a "
+                    "closure, a global or an attribute",
                 )
             memory.append((x.layout is torch.strided and x.device.type != "meta" and _data_ptr(x)) or id(x))
     if len(set(memory)) < len(memory):  # arguments that alias each other

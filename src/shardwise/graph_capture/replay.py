@@ -11,10 +11,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from shardwise import collectives
-from shardwise.errors import CaptureError
 from shardwise.graph_capture.compiled import Backend
 from shardwise.graph_capture.graphs import Graphs, partition
+from shardwise.graph_capture.refusals import refusal
 from shardwise.graph_capture.tracer import Tracer, apply_to_locals
+from shardwise.graph_capture.value_guards import ValueRead
 from shardwise.layout import Layout
 from shardwise.tensor.dtensor import DTensor, plain, tag
 
@@ -45,6 +46,7 @@ class CapturedCall:
         self.tracer = Tracer(reachable)
         self.graphs: Graphs | None = None
         self.backend = backend
+        self.reads: list[ValueRead] = self.tracer.reads
         self.num_arguments = 0  # tensors among them; other graph inputs are kept by reference
         self.outputs: list[Output] = []
         self.output_nodes: list[fx.Node | None] = []
@@ -121,7 +123,11 @@ class CapturedCall:
     # ---- replaying ----------------------------------------------------------------------------------------------
 
     def replay(self, leaves: Sequence[Any]) -> Any:
-        """What `function` would return, by the graphs."""
+        """What `function` would return, by the graphs.
+
+        Raises:
+            OtherValueError: the function would read other values than the traced call did.
+        """
         assert self.graphs is not None
         arguments = [x for x in leaves if isinstance(x, Tensor)]
         inputs = (*arguments, *self.graphs.lifted)
@@ -155,18 +161,18 @@ def _original(x: Tensor, inputs: Sequence[Tensor], arguments: Sequence[Tensor]) 
         if x is inner:
             return argument
     if x._backward_hooks:
-        raise CaptureError(
-            f"capture: a parameter of shape {tuple(x.shape)} has gradient hooks, which would run twice. Fix: remove "
-            f"them, or use register_post_accumulate_grad_hook."
+        raise refusal(
+            f"a parameter of shape {tuple(x.shape)} has gradient hooks, which would run twice",
+            "remove them, or use register_post_accumulate_grad_hook",
         )
     return x
 
 
 def _refuse_double_backward() -> None:
     if torch.is_grad_enabled():
-        raise CaptureError(
-            "capture: a captured backward has no derivative of its own. Fix: leave out create_graph=True, or call the "
-            "function without capture."
+        raise refusal(
+            "a captured backward has no derivative of its own",
+            "leave out create_graph=True, or call the function without capture",
         )
 
 

@@ -7,17 +7,20 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx
 from torch._C import DisableTorchFunctionSubclass
+from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardwise.errors import CaptureError
 from shardwise.graph_capture.code import getitem
+from shardwise.graph_capture.refusals import refusal
+from shardwise.graph_capture.value_guards import ValueRead, learned
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dtensor import DTensor, plain
 from shardwise.trace import capture_hooks
+from shardwise.trace.capture_hooks import tracing_paused
 
 aten = torch.ops.aten
 
@@ -49,12 +52,14 @@ class Tracer:
     Attributes:
         graph: aten ops and opaque calls in execution order. Placeholders are the graph inputs.
         inputs: placeholder -> the tensor it represents: arguments, parameters, buffers, constants.
+        reads: the values that Python read, in order. Ops without side effects compute them from the inputs.
     """
 
     def __init__(self, reachable: Sequence[Tensor] = ()) -> None:
         self.graph = fx.Graph()
         self._reachable = {id(x) for x in reachable}  # never taken for an alias of an argument, even in the same memory
         self.inputs: dict[fx.Node, Tensor] = {}
+        self.reads: list[ValueRead] = []
         self.in_backward = False
         self._nodes: Any = WeakTensorKeyDictionary()
         self._node_by_memory: dict[Any, fx.Node] = {}  # some aliases are made without an op that a mode sees
@@ -62,13 +67,15 @@ class Tracer:
         self._seeds: dict[int, GraphInt] = {}
         self._constants: set[fx.Node] = set()  # same value at every replay
         self._mutated: set[int] = set()  # storages that may have been overwritten with non-constant values
+        self._written: set[int] = set()  # storages that were overwritten
+        self._unrepeatable: set[fx.Node] = set()  # what cannot be computed before everything else of a replay
         self.paused = False
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
         """Trace what this thread does inside."""
         if capture_hooks.current.tracer is not None:
-            raise CaptureError("A captured function calls another one. Fix: capture the outer one only.")
+            raise refusal("a captured function calls another one", "capture the outer one only")
         with capture_hooks.traced_by(self), _OpMode(self), _ValueReadMode(self):
             yield
 
@@ -96,9 +103,10 @@ class Tracer:
                 return self.node_of(base)
             has_history = x.requires_grad and not x.is_leaf
         if has_history:
-            raise CaptureError(
-                f"A captured function uses a tensor of shape {tuple(x.shape)} that was computed outside of it and "
-                f"requires grad. Fix: pass it as an argument."
+            raise refusal(
+                f"the function uses a tensor of shape {tuple(x.shape)} that was computed outside of it and requires "
+                f"grad",
+                "pass it as an argument",
             )
         return self.add_input(x)
 
@@ -149,9 +157,10 @@ class Tracer:
         """Run an aten op, and add it to the graph."""
         if self.paused:
             return func(*args, **kwargs)
-        self._check(func, args, kwargs)
         tensors = _tensors(args, kwargs)
         nodes = [self.node_of(x) for x in tensors]
+        reads = _reads_values(func, args) and not all(map(self._is_constant, tensors))
+        self._check(func, args, kwargs)
         if func in ALIASES:
             out = func(*args, **kwargs)
             self._nodes[out] = nodes[0]
@@ -159,19 +168,45 @@ class Tracer:
         is_literal = func is aten.lift_fresh.default
         if is_literal:  # a replay needs a fresh one: the step may change it in place
             func = aten.clone.default
-        constant = is_literal or (not _draws(func, args, kwargs) and all(map(self._is_constant, tensors)))
+        draws = _draws(func, args, kwargs)
+        constant = is_literal or (not draws and all(map(self._is_constant, tensors)))
+        repeatable = not draws and not func._schema.is_mutable and all(map(self._is_repeatable, tensors))
+        if reads and not (repeatable and not self.in_backward):
+            self._refuse_read(func)
         node_args, node_kwargs = pytree.tree_map(self._node_argument, (args, kwargs))
         out = func(*args, **kwargs)
-        if func._schema.is_mutable and not constant:
-            self._mutated.update(map(_storage, tensors))
-        self._add_results(self.graph.call_function(func, tuple(node_args), node_kwargs), out, constant)
+        if func._schema.is_mutable:
+            self._written.update(map(_storage, tensors))
+            if not constant:
+                self._mutated.update(map(_storage, tensors))
+        node = self.graph.call_function(func, tuple(node_args), node_kwargs)
+        if not repeatable:
+            self._unrepeatable.add(node)
+        if reads:
+            shapes_only = torch.Tag.data_dependent_output not in func.tags
+            self._guard_value(node, out, shapes_only, _named(func))
+        self._add_results(node, out, constant)
         return out
+
+    def _guard_value(self, node: fx.Node, value: object, shapes_only: bool, what: str) -> None:
+        """Let replays compare the result of `node` with `value`."""
+        read = ValueRead(learned(value, shapes_only), shapes_only, what)
+        self.reads.append(read)
+        self.graph.call_function(read.check(), (node,)).meta |= {"opaque": True, "check": True}
+
+    def _is_repeatable(self, x: Tensor) -> bool:
+        """Whether it can be computed before everything else of a replay."""
+        return self.find(x) not in self._unrepeatable and _storage(x) not in self._written
+
+    def _refuse_read(self, func: OpOverload) -> NoReturn:
+        suffix = "" if func is aten._local_scalar_dense.default else ", whose result or its shape depends on values"
+        self.refuse(f"{_named(func)}{suffix}")
 
     def _node_argument(self, x: object) -> object:
         if isinstance(x, GraphInt):
-            raise CaptureError(
-                "A seed that differs at every replay is used as a number in an op. Fix: keep it outside of what is "
-                "captured."
+            raise refusal(
+                "a seed that differs at every replay is used as a number in an op",
+                "keep it outside of what is captured",
             )
         return self.node_of(x) if isinstance(x, Tensor) else x
 
@@ -181,23 +216,22 @@ class Tracer:
         elif isinstance(out, tuple | list):
             for i, x in enumerate(out):
                 if isinstance(x, Tensor) and self._nodes.get(x) is None:
-                    self._add_result(self.graph.call_function(getitem, (node, i)), x, constant)
+                    self._add_result(self._element_of(node, i), x, constant)
+
+    def _element_of(self, node: fx.Node, i: int) -> fx.Node:
+        element = self.graph.call_function(getitem, (node, i))
+        if node in self._unrepeatable:
+            self._unrepeatable.add(element)
+        return element
 
     def _check(self, func: Any, args: Args, kwargs: Kwargs) -> None:
         """Raise for an op that a replay could not repeat."""
         name = func.name()
         if not self.in_backward and torch._C._current_graph_task_id() != -1:
-            raise CaptureError(
-                "backward() runs inside a captured function. Fix: return the loss, and call backward() on what the "
-                "captured function returns."
+            raise refusal(
+                "backward() runs inside the function",
+                "return the loss, and call backward() on what the captured function returns",
             )
-        dynamic = torch.Tag.dynamic_output_shape in func.tags
-        if func in INDEXING:
-            dynamic = any(x.dtype in (torch.bool, torch.uint8) for x in args[1] if x is not None)
-        data_dependent = dynamic or torch.Tag.data_dependent_output in func.tags
-        if data_dependent and not all(map(self._is_constant, _tensors(args, kwargs))):
-            is_item = func is aten._local_scalar_dense.default
-            self.refuse("item(), or an `if`" if is_item else f"{name}, whose result or its shape depends on values")
         if func.namespace not in ("aten", "prims", "prim"):
             self.refuse(f"{name}, which is not an op of torch")
         if func is aten.mkldnn_rnn_layer.default and torch.is_grad_enabled():  # saves nothing for backward without grad
@@ -206,19 +240,21 @@ class Tracer:
             self.refuse(f"{name} in backward, whose numbers a replay would not repeat")
 
     def check_value_read(self, name: str, x: object) -> None:
-        """Raise if Python is about to read values that differ between replays."""
-        if not self.paused and isinstance(x, Tensor) and self.find(x) is not None and not self._is_constant(x):
-            self.refuse(f"{VALUE_READS[name]}, which shows values to Python")
+        """Guard the values that Python is about to read; raise if no guard can."""
+        if self.paused or not isinstance(x, Tensor) or (node := self.find(x)) is None or self._is_constant(x):
+            return
+        what = VALUE_READS[name]
+        if name != "tolist" or type(x) is DTensor or self.in_backward or not self._is_repeatable(x):
+            self.refuse(f"{what}, which shows values to Python")
+        with tracing_paused(), DisableTorchFunctionSubclass():
+            self._guard_value(node, x, False, what)
 
     def not_capturable(self, what: str) -> None:
         if not self.paused:
             self.refuse(what)
 
     def refuse(self, what: str) -> NoReturn:
-        raise CaptureError(
-            f"capture: a replay cannot repeat {what}. Fix: do it outside of the captured function, or do not "
-            f"capture it."
-        )
+        raise refusal(f"a replay cannot repeat {what}", "do it outside of the captured function, or do not capture it")
 
     # ---- opaque calls ----------------------------------------------------------------------------------------
 
@@ -257,12 +293,15 @@ class Tracer:
         call.__name__, call.__module__ = name, "shardwise"  # what the code of the graph calls it
         node = self.graph.call_function(call, tuple(nodes))
         node.meta["opaque"] = True
-        self._mutated.update(map(_storage, _tensors(tuple(values), {})))
+        self._unrepeatable.add(node)
+        written = {*map(_storage, _tensors(tuple(values), {}))}
+        self._mutated |= written
+        self._written |= written
         return node, out
 
     def element_node(self, node: fx.Node, i: int, x: object) -> fx.Node:
         """Element `i` of the result of `node`, whose value is `x`."""
-        element = self.graph.call_function(getitem, (node, i))
+        element = self._element_of(node, i)
         if isinstance(x, Tensor):
             self._add_result(element, x, False)
         return element
@@ -326,6 +365,17 @@ def apply_to_locals(function: type[torch.autograd.Function], *args: object) -> A
 
 def _tensors(args: Args, kwargs: Kwargs) -> list[Tensor]:
     return [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+
+
+def _reads_values(func: OpOverload, args: Args) -> bool:
+    """Whether Python learns from the result, or from its shape, something of the values of the operands."""
+    if func in INDEXING:
+        return any(x.dtype in (torch.bool, torch.uint8) for x in args[1] if x is not None)
+    return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
+
+
+def _named(func: OpOverload) -> str:
+    return "item(), or an `if`" if func is aten._local_scalar_dense.default else str(func.name())
 
 
 def _draws(func: Any, args: Args, kwargs: Kwargs) -> bool:

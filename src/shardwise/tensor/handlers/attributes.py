@@ -1,6 +1,7 @@
 """Attributes and methods of DTensors that are read from the local tensor, or refused because they would return it."""
 
 from collections.abc import Callable
+from functools import cache
 from math import prod
 from typing import Any, NoReturn, cast
 
@@ -257,11 +258,19 @@ _COMMUNICATES = ("torch.distributed.", "torch._ops._c10d_functional", "torch._op
 def refuse(func: Any, args: Args, kwargs: Kwargs) -> NoReturn:
     """Refuse functions that read or change the local storage as if it were the global one."""
     if TracingContext.try_get() is not None:  # torch.compile calls `untyped_storage` first
-        raise CaptureError(
+        raise _compile_error()(
             "torch.compile cannot trace a DTensor. Fix: shardwise.capture(module, backend='inductor'), which "
             "captures the step and compiles its local ops."
         )
     refuse_local(f"{name_of(func)}()")
+
+
+@cache
+def _compile_error() -> type[CaptureError]:
+    """A CaptureError that torch.compile passes on as it is, with the line of the user's code; others it wraps."""
+    from torch._dynamo.exc import TorchRuntimeError
+
+    return type("CaptureError", (CaptureError, TorchRuntimeError), {"__module__": CaptureError.__module__})
 
 
 def refuse_local(call: str) -> NoReturn:
