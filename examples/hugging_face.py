@@ -1,7 +1,8 @@
 """A Llama and a GPT-2 of Hugging Face on several ranks, built from configs; nothing is downloaded.
 
 Run with `python examples/hugging_face.py`: it compares four simulated ranks with one process. `pip install
-transformers` first. Only the plans below depend on the names of parameters and modules; the models are unchanged.
+transformers` first. Only the plans below depend on the names of parameters and modules; the models are unchanged, and a
+Llama has its own styles.
 """
 
 import copy
@@ -15,7 +16,14 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.layout import chunk
-from shardwise.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, first_input, parallelize_module
+from shardwise.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    first_input,
+    parallelize_module,
+    plan_from_transformers,
+)
 from shardwise.testing import world
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -153,17 +161,6 @@ def with_fused_weight(model: Any, layout: str, ranks: int) -> Any:
 
 
 @dataclass(frozen=True)
-class ReplicatedLayer(ParallelStyle):
-    """A layer that every rank computes in full."""
-
-    def parameters(self, module: nn.Module, context: Any) -> dict[str, Any]:
-        return {"weight": REPLICATED}
-
-    def input_fn(self, module: nn.Module, context: Any) -> Any:
-        return first_input(module, context.redistribution(REPLICATED, REPLICATED))
-
-
-@dataclass(frozen=True)
 class Conv1DParallel(ParallelStyle):
     """GPT-2's layers, column-parallel (dim 1 of the weight) or row-parallel (dim 0)."""
 
@@ -182,24 +179,6 @@ class Conv1DParallel(ParallelStyle):
 
     def output_fn(self, module: nn.Module, context: Any) -> Any:
         return None if self.dim else context.redistribution(None, REPLICATED, use_local_output=True, what="the output")
-
-
-def llama_styles(config: Any, ranks: int) -> dict[str, ParallelStyle]:
-    """For `parallelize_module`. One all-reduce per row-parallel layer; activations are plain and replicated."""
-    _, size, keys_too = head_groups(config, ranks)
-    keys: ParallelStyle = (
-        ColwiseParallel(unit=config.head_dim, use_local_output=False) if keys_too else ReplicatedLayer()
-    )
-    return {
-        "model.embed_tokens": RowwiseParallel(),
-        "model.layers.*.self_attn.q_proj": ColwiseParallel(unit=size, use_local_output=False),
-        "model.layers.*.self_attn.[kv]_proj": keys,
-        "model.layers.*.self_attn.o_proj": RowwiseParallel(unit=size),
-        "model.layers.*.mlp.gate_proj": ColwiseParallel(use_local_output=False),
-        "model.layers.*.mlp.up_proj": ColwiseParallel(use_local_output=False),
-        "model.layers.*.mlp.down_proj": RowwiseParallel(),
-        "lm_head": ColwiseParallel(output_layouts=REPLICATED),
-    }
 
 
 def gpt2_styles(config: Any, ranks: int) -> dict[str, ParallelStyle]:
@@ -246,7 +225,7 @@ def shard_by_styles(model: Any, ranks: int, mesh: Any = None) -> Any:
     """Parallel layers, with one all-reduce at the end of each row-parallel one."""
     if isinstance(model, GPT2LMHeadModel):
         return parallelize_module(split_heads(model), mesh, gpt2_styles(model.config, ranks))
-    return parallelize_module(model, mesh, llama_styles(model.config, ranks))
+    return parallelize_module(model, mesh, plan_from_transformers(model))
 
 
 def compared(plain: Any, make: Callable[[Any, int], Any], ids: Tensor, ranks: int) -> str:

@@ -1,11 +1,12 @@
-"""Models of Hugging Face, sharded by three generic plans, beside one process.
+"""Models of Hugging Face, sharded by generic plans and by their own, beside one process.
 
     python -m tools.models                               # every model, plan and number of ranks: minutes
     python -m tools.models --only 'Llama|GPT-2' --ranks 2 --plan tensor
     python -m tools.models --page docs/hugging-face.md   # writes the table into the page
 
-A plan knows of a model no more than the names, kinds and shapes of its parameters. Compared with the plain model is
-what `CHECKS` lists. The exit status is 1 if any of it failed.
+"own" is the tensor-parallel plan that a model has, where it has one; the other plans know no more of a
+model than the names, kinds and shapes of its parameters. Compared with the plain model is what `CHECKS` lists. The exit
+status is 1 if any of it failed.
 """
 
 import argparse
@@ -26,8 +27,9 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from shardwise import DTensor, Mesh, Replicate, Shard, distribute_tensor, shard_module
+from shardwise.errors import PlanError
 from shardwise.layout import Placement
-from shardwise.parallel import fully_shard
+from shardwise.parallel import fully_shard, parallelize_module, plan_from_transformers
 from shardwise.testing import world
 
 sys.path.append(str(Path(__file__).parents[1]))  # this script may run from anywhere
@@ -84,7 +86,9 @@ PLANS: dict[str, Sharder] = {
     "tensor": lambda model: shard_module(model, tensor_plan(model)),
     "fully sharded": lambda model: shard_module(model, fully_sharded_plan(model)),
     "units": with_units,
+    "own": lambda model: parallelize_module(model, None, plan_from_transformers(model)),
 }
+PLAIN_INPUTS = ("tensor", "own")  # the others shard the batch
 
 # ---- one model under one plan -----------------------------------------------------------------------------------
 
@@ -195,7 +199,7 @@ class Trial:
         def body() -> Values:
             model = PLANS[plan](deepcopy(self.plain))
             inputs = self.inputs(check)
-            if plan != "tensor":
+            if plan not in PLAIN_INPUTS:
                 inputs = {
                     k: distribute_tensor(x, Mesh((ranks,)), [Shard(0)]) if isinstance(x, Tensor) else x
                     for k, x in inputs.items()
@@ -278,8 +282,17 @@ def results(only: str, plans: Sequence[str], ranks: Sequence[int], checks: Seque
         if re.fullmatch(only, name):
             trial = Trial(family)
             for plan, n, check in product(plans, ranks, checks):
-                applies = CHECKS[check].applies(family, trial.plain)
+                applies = CHECKS[check].applies(family, trial.plain) and (plan != "own" or has_plan(trial.plain))
                 yield Result(name, plan, n, check, (trial.judge(check, plan, n) or YES) if applies else NONE)
+
+
+def has_plan(model: nn.Module) -> bool:
+    """Whether the model has a plan of its own."""
+    try:
+        plan_from_transformers(model)
+    except PlanError:
+        return False
+    return True
 
 
 def table(found: Sequence[Result]) -> str:
@@ -290,7 +303,8 @@ def table(found: Sequence[Result]) -> str:
         for check in CHECKS:
             of_cell = [result for result in found if (result.model, result.check) == (model, check)]
             failed = [f"{result.plan} on {result.ranks}" for result in of_cell if result.failed]
-            cells.append(f"not {', '.join(failed)}" if failed else of_cell[0].outcome)
+            passed = YES if any(result.outcome == YES for result in of_cell) else NONE
+            cells.append(f"not {', '.join(failed)}" if failed else passed)
         lines.append(f"| {FAMILIES[model].kind} | {model} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

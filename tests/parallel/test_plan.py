@@ -96,9 +96,9 @@ def test_all_errors_of_a_plan_are_reported_at_once_on_every_rank_and_nothing_cha
         "  relu: ColwiseParallel supports Linear, Embedding and EmbeddingBag, not ReLU. "
         "Fix: name the layers inside it, or write a style for it.\n"
         "  net1: 16 features are no multiple of unit=5. Fix: a unit that divides them.\n"
-        "  net2.weight: two styles give it the layouts Layout((10, 16) as [Shard(1)] on Mesh(0=2)) and "
+        "  net2.weight: two entries give it the layouts Layout((10, 16) as [Shard(1)] on Mesh(0=2)) and "
         "Layout((10, 16) as [Shard(0)] on Mesh(0=2)).\n"
-        "  net2.bias: two styles give it the layouts Layout((10,) as [Replicate()] on Mesh(0=2)) and "
+        "  net2.bias: two entries give it the layouts Layout((10,) as [Replicate()] on Mesh(0=2)) and "
         "Layout((10,) as [Shard(0)] on Mesh(0=2))."
     )
 
@@ -107,7 +107,7 @@ def test_all_errors_of_a_plan_are_reported_at_once_on_every_rank_and_nothing_cha
     ("plan", "text"),
     [
         (None, "needs a plan"),
-        (ColwiseParallel, "A plan is a ParallelStyle, or a dict of paths to styles or plans; got the class"),
+        (ColwiseParallel, "and of parameters to placements; got the class"),
         ({"net1": "colwise"}, "got 'colwise' for 'net1'. Fix: a style such as ColwiseParallel()"),
         ({"net1": None}, "got None for 'net1'"),
         ({1: COL}, "A plan has paths of modules as keys, got 1"),

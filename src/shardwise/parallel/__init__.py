@@ -24,11 +24,12 @@ from shardwise.parallel.styles import (
     SequenceParallel,
     first_input,
 )
+from shardwise.parallel.transformers_plan import plan_from_transformers
 
 __all__ = [
     "BoundaryRedistribution", "CPUOffloadPolicy", "ColwiseParallel", "ExpertParallel", "FirstInput",
     "FullyShardedModule", "InputFn", "MixedPrecisionPolicy", "ModuleContext", "OffloadPolicy", "OutputFn",
     "ParallelPlan", "ParallelStyle", "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput",
     "RowwiseParallel", "SequenceParallel", "first_input", "fully_shard", "local_parameters", "loss_parallel",
-    "mix_experts", "parallelize_module",
+    "mix_experts", "parallelize_module", "plan_from_transformers",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""`parallelize_module`: applies a plan of parallel styles, which names modules by path or glob."""
+"""`parallelize_module`: applies a plan of styles of modules and placements of parameters, by path or glob."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,14 +9,15 @@ from torch import nn
 from shardwise import collectives
 from shardwise.collectives import DeviceMesh
 from shardwise.errors import LayoutError, MeshError, PlanError
-from shardwise.layout import REPLICATE, Layout, Mesh, checked, describe, shown
+from shardwise.layout import REPLICATE, Layout, Mesh, Placement, checked, describe, placement_of, shown
 from shardwise.parallel.boundary import SharedInput
 from shardwise.parallel.styles import InputFn, ModuleContext, OutputFn, ParallelStyle
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor import module_sharding
 
 M = TypeVar("M", bound=nn.Module)
-ParallelPlan = ParallelStyle | Mapping[str, "ParallelPlan"]
+ParallelPlan = ParallelStyle | Placement | Mapping[str, "ParallelPlan"]
+Entries = Sequence[tuple[str, ParallelStyle | Placement]]
 describe(ParallelStyle, None)  # `flattened` refuses what is no plan, and says which entry
 APPLIED = "_parallel_styles"  # attribute of a module: the styles that were applied to it
 
@@ -42,7 +43,8 @@ def parallelize_module(
             and a plain input is this rank's shard of the batch.
         parallelize_plan: a style for the module, or a dict of paths to styles or nested plans. Every component of a
             path may be a glob, such as "layers.*.attention.w[qkv]"; `**` is any number of components; "" is the module
-            itself. A module that several keys name gets all their styles, in order.
+            itself. A module that several keys name gets all their styles, in order. A path with a placement names
+            parameters, such as "layers.*.experts.w1": it is that on the tensor-parallel axis, and nothing else changes.
         src_data_rank: index in the mesh of the rank whose values are used; None uses the values of every rank and
             sends nothing.
 
@@ -118,14 +120,16 @@ def tensor_parallel_axis(mesh: Mesh) -> int:
     return mesh.axis("tp") if mesh.names and "tp" in mesh.names else mesh.ndim - 1
 
 
-def flattened(plan: ParallelPlan, prefix: str = "") -> Iterator[tuple[str, ParallelStyle]]:
-    """Paths and styles; the keys of nested plans follow those of the plans around them.
+def flattened(plan: ParallelPlan, prefix: str = "") -> Iterator[tuple[str, ParallelStyle | Placement]]:
+    """Paths with styles or placements; the keys of nested plans follow those of the plans around them.
 
     Raises:
-        PlanError: something that is neither a style nor a plan.
+        PlanError: something that is none of them.
     """
     if isinstance(plan, ParallelStyle):
         yield prefix, plan
+    elif prefix and (placement := placement_of(plan)) is not None:
+        yield prefix, placement
     elif isinstance(plan, Mapping):
         for key, inner in plan.items():
             if not isinstance(key, str):
@@ -136,25 +140,28 @@ def flattened(plan: ParallelPlan, prefix: str = "") -> Iterator[tuple[str, Paral
     else:
         key = f" for {prefix!r}" if prefix else ""
         raise PlanError(
-            f"A plan is a ParallelStyle, or a dict of paths to styles or plans; got {shown(plan)}{key}. "
-            f"Fix: a style such as ColwiseParallel() — with its parentheses."
+            f"A plan is a ParallelStyle, or a dict of paths of modules to styles or plans, and of parameters to "
+            f"placements; got {shown(plan)}{key}. Fix: a style such as ColwiseParallel() — with its parentheses."
         )
 
 
-def resolve(module: nn.Module, plan: Sequence[tuple[str, ParallelStyle]], mesh: Mesh) -> ResolvedPlan:
-    """What the plan does to each module; changes nothing.
+def resolve(module: nn.Module, plan: Entries, mesh: Mesh) -> ResolvedPlan:
+    """What the plan does to each module and parameter; changes nothing.
 
     Raises:
-        PlanError: every key that matches nothing and every style that does not fit, in one message.
+        PlanError: every key that matches nothing and every style or placement that does not fit, in one message.
     """
     modules = dict(module.named_modules(remove_duplicate=False))
-    keys = dict.fromkeys(key for key, _ in plan)
-    matched, problems = module_sharding.resolve(keys, list(modules), "module")
-    layouts: dict[str, Layout] = {}
+    styles = [(key, entry) for key, entry in plan if isinstance(entry, ParallelStyle)]
+    placements = [(key, entry) for key, entry in plan if not isinstance(entry, ParallelStyle)]
+    matched, problems = module_sharding.resolve(dict(styles), list(modules), "module")
+    named = module_sharding.named_parameters(module)
+    layouts, unfit = _placed(named, placements, mesh)
+    problems += unfit
     styled: list[StyledModule] = []
     shared: dict[str, tuple[nn.Module, SharedInput]] = {}
     applied: dict[int, list[ParallelStyle]] = {}
-    for key, style in plan:
+    for key, style in styles:
         for path in matched[key]:
             child, parent = modules[path], path.rpartition(".")[0]
             if style in applied.setdefault(id(child), []):
@@ -173,10 +180,29 @@ def resolve(module: nn.Module, plan: Sequence[tuple[str, ParallelStyle]], mesh: 
             styled.append(StyledModule(child, style, input_fn, output_fn))
             for name, layout in found.items():
                 if layouts.setdefault(name, layout) != layout:
-                    problems.append(f"{name}: two styles give it the layouts {layouts[name]} and {layout}.")
-    named = module_sharding.named_parameters(module)
+                    problems.append(f"{name}: two entries give it the layouts {layouts[name]} and {layout}.")
     module_sharding.refuse([*problems, *module_sharding.conflicting_ties(named, layouts)])
     return ResolvedPlan(layouts, styled, list(shared.values()))
+
+
+def _placed(
+    named: Mapping[str, nn.Parameter], placements: Sequence[tuple[str, Placement]], mesh: Mesh
+) -> tuple[dict[str, Layout], list[str]]:
+    """The layouts of parameters that the plan names, and an error for each entry that does not fit."""
+    matched, problems = module_sharding.resolve(dict(placements), list(named), "parameter")
+    context, layouts = ModuleContext("", mesh, tensor_parallel_axis(mesh)), dict[str, Layout]()
+    for key, placement in placements:
+        for name in matched[key]:
+            try:
+                if placement.is_partial():
+                    raise LayoutError(f"a parameter cannot be {placement}. Fix: Shard(dim) or Replicate().")
+                layout = context.layout(placement, named[name].shape)
+            except (PlanError, LayoutError, MeshError) as error:
+                problems.append(f"{name}: {error}")
+                continue
+            if layouts.setdefault(name, layout) != layout:
+                problems.append(f"{name}: two entries give it the layouts {layouts[name]} and {layout}.")
+    return layouts, problems
 
 
 def _layouts(module: nn.Module, style: ParallelStyle, context: ModuleContext) -> dict[str, Layout]:
