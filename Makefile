@@ -29,7 +29,7 @@ train: $(RUN_READY)
 	$(BIN)/shardwise train $(ARGS)
 
 docs: $(DOCS_READY)
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "Built: build/docs/index.html"
 
 check: $(DEV_READY)

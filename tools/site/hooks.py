@@ -1,17 +1,18 @@
 """What mkdocs calls while it builds the site: the pages that are made from files outside docs/, and the version."""
 
-from importlib.metadata import version
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+
+import shardwise
 
 ROOT = Path(__file__).parents[2]
 FROM_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    config.extra["version"] = version("shardwise")
+    config.extra["version"] = shardwise.__version__
     return config
 
 

@@ -162,10 +162,12 @@ def costs(device_type: str) -> Costs:
 
 
 def rank() -> int:
+    """The rank of this process or simulated rank: 0 to `world_size() - 1`."""
     return transport().rank
 
 
 def world_size() -> int:
+    """How many ranks there are; 1 where no others were joined."""
     return transport().world_size
 
 

@@ -56,7 +56,9 @@ describe(
 LAST_DIM = Shard(-1)
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 InputFn = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
+"""From the positional and keyword arguments of a module to those that its `forward` gets."""
 OutputFn = Callable[[Any], Any]
+"""From the output of a module's `forward` to what its caller gets."""
 
 
 # ---- the base class, and what subclasses need -----------------------------------------------------------------------

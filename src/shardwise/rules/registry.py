@@ -100,8 +100,8 @@ class OpRule:
         return self.rows is not no_rows or self.decomposition is not None
 
 
-# The one table of ops.
 RULES: dict[Op, OpRule] = {}
+"""The one table of ops: the rule of each function, method and aten overload that has one."""
 # Functions without an entry that one entry serves, as (whether it serves a function, its entry).
 FAMILIES: list[tuple[Callable[[Op], bool], OpRule]] = []
 

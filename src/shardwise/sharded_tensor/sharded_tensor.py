@@ -19,6 +19,7 @@ from shardwise.tensor.dtensor import DTensor, plain, register_method, tag, to_la
 from shardwise.tensor.transforms import check_untransformed
 
 ShardedTensor = DTensor
+"""Another name of `shardwise.DTensor`."""
 
 
 @checked_init
@@ -283,8 +284,18 @@ def _factory(make: Callable[..., DTensor]) -> Callable[..., DTensor]:
     return factory
 
 
-empty, zeros, ones = _factory(factories.empty), _factory(factories.zeros), _factory(factories.ones)
-full, rand, randn = _factory(factories.full), _factory(factories.rand), _factory(factories.randn)
+empty = _factory(factories.empty)
+"""`empty(spec, 4, 8)`: `shardwise.empty` of a global shape, sharded by a spec."""
+zeros = _factory(factories.zeros)
+"""`zeros(spec, 4, 8)`: `shardwise.zeros` of a global shape, sharded by a spec."""
+ones = _factory(factories.ones)
+"""`ones(spec, 4, 8)`: `shardwise.ones` of a global shape, sharded by a spec."""
+full = _factory(factories.full)
+"""`full(spec, (4, 8), 3.0)`: `shardwise.full` of a global shape, sharded by a spec."""
+rand = _factory(factories.rand)
+"""`rand(spec, 4, 8)`: `shardwise.rand` of a global shape, sharded by a spec."""
+randn = _factory(factories.randn)
+"""`randn(spec, 4, 8)`: `shardwise.randn` of a global shape, sharded by a spec."""
 
 register_method("local_shards", local_shards)
 register_method("local_tensor", local_tensor)

@@ -24,6 +24,7 @@ from shardwise.simulation.traffic import Recorded
 from shardwise.trace.comm_trace import listening_with
 
 Step = Callable[[], object]
+"""One training step: forward, backward, optimizer."""
 
 
 @checked

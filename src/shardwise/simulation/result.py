@@ -32,10 +32,12 @@ class RankClass:
 
     @property
     def peak_bytes(self) -> int:
+        """The bytes that a rank of this class holds at the peak of the step."""
         return sum(self.memory.values())
 
     @property
     def sent_bytes(self) -> int:
+        """The bytes that a rank of this class sends in a step."""
         return sum(one.sent_bytes for one in self.collectives)
 
 

@@ -180,6 +180,7 @@ class DTensor(torch.Tensor):
 
     @property
     def placements(self) -> tuple[Placement, ...]:
+        """One placement for each axis of the mesh."""
         return self._layout.placements
 
     @property
@@ -189,10 +190,12 @@ class DTensor(torch.Tensor):
 
     @property
     def layout_(self) -> Layout:
+        """Mesh, placements and global shape; `layout` is torch's, such as `torch.strided`."""
         return self._layout
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
+        """The global shape."""
         if not torch._C._is_torch_function_enabled() or _is_below_autograd():
             with DisableTorchFunctionSubclass():  # inside torch, such as where autograd saves tensors
                 return _local_shape.__get__(self)  # type: ignore[no-any-return]

@@ -31,9 +31,13 @@ __unittest = True  # unittest leaves the frames of such modules out of its repor
 F = TypeVar("F", bound=Callable[..., Any])
 
 DEVICE_TYPE = "cuda" if torch.cuda.is_available() else "cpu"
+"""`"cuda"` where torch sees a GPU, else `"cpu"`."""
 DEVICE_COUNT = torch.cuda.device_count()
+"""How many GPUs torch sees."""
 PG_BACKEND = "nccl" if DEVICE_TYPE == "cuda" else "gloo"
-NUM_DEVICES = min(4, DEVICE_COUNT) if DEVICE_COUNT > 1 else 4  # ranks of a test that does not say how many
+"""The backend of the process group of a test."""
+NUM_DEVICES = min(4, DEVICE_COUNT) if DEVICE_COUNT > 1 else 4
+"""How many ranks a test has that does not say it: 4, or as many GPUs as there are."""
 
 _BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
 _SEED = 1234

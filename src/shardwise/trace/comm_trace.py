@@ -262,10 +262,12 @@ class CommCounts(Listener):
 
     @property
     def total_calls(self) -> int:
+        """The number of collectives."""
         return sum(self.calls.values())
 
     @property
     def total_bytes(self) -> int:
+        """The bytes that this rank sent to other ranks."""
         return sum(self.sent_bytes.values())
 
     def record(self, event: CommEvent) -> None:
