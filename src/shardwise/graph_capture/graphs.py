@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardwise.graph_capture.autocast import with_autocast
 from shardwise.graph_capture.code import Nodes, extract, generate
 from shardwise.graph_capture.compiled import Backend, compiled
 from shardwise.graph_capture.tracer import Tracer
@@ -102,7 +103,7 @@ def partition(
 
 
 def _runner(module: fx.GraphModule, backend: Backend | None) -> Callable[..., tuple[Any, ...]]:
-    return generate(module.graph) if backend is None else compiled(module.graph, backend)
+    return with_autocast((), generate(module.graph) if backend is None else compiled(module.graph, backend))
 
 
 def _free(calls: Sequence[fx.Node], results: Nodes) -> list[fx.Node]:

@@ -22,6 +22,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from shardwise import collectives
+from shardwise.graph_capture.autocast import autocast_state
 from shardwise.graph_capture.refusals import refusal
 from shardwise.graph_capture.tracer import strides
 from shardwise.tensor.dispatch.hooks import are_installed
@@ -65,7 +66,7 @@ def cache_key(leaves: Sequence[Any]) -> tuple[Any, ...]:
     """
     key: list[Any] = [
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
-        torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"), id(collectives.transport()),
+        autocast_state(), id(collectives.transport()),
         torch._C._get_deterministic_algorithms(), torch._C._get_flash_sdp_enabled(),
         torch._C._get_mem_efficient_sdp_enabled(), torch._C._get_math_sdp_enabled(),
         torch.get_default_device() if _function_modes() else None,

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from shardwise.graph_capture.autocast import autocast_state, with_autocast
 from shardwise.graph_capture.code import getitem
 from shardwise.graph_capture.refusals import refusal
 from shardwise.graph_capture.value_guards import ValueRead, learned
@@ -285,6 +286,7 @@ class Tracer:
         """Run `call` untraced and add it as one node. An operand is a tensor, or a pair (node, value)."""
         nodes = [x[0] if isinstance(x, tuple) else self.node_of(x) for x in operands]
         values = [x[1] if isinstance(x, tuple) else x for x in operands]
+        call = with_autocast(autocast_state(), call)
         before, self.paused = self.paused, True
         try:
             out = call(*values)
