@@ -58,3 +58,11 @@ def test_placements_answer_the_questions_that_torch_s_answer() -> None:
         assert placement.is_replicate() == peer.is_replicate()
         assert placement.is_partial() == peer.is_partial()
         assert placement.is_partial("max") == peer.is_partial("max")
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 8, 9])
+def test_shard_sizes_and_offsets_are_those_of_torch(size: int) -> None:
+    for count, rank in ((n, i) for n in (1, 2, 4) for i in range(n)):
+        assert shardwise.Shard.local_shard_size_and_offset(size, count, rank) == (
+            theirs.Shard.local_shard_size_and_offset(size, count, rank)
+        )

@@ -2,14 +2,20 @@
 
 import json
 import re
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed._functional_collectives  # registers the ops that are keys
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol  # registers the ops that are keys
+import torch.distributed.tensor as torch_dtensor
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode as TorchCommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import (
@@ -322,8 +328,6 @@ def table_of(mode: Any, noise_level: int) -> list[str]:
 
 @pytest.mark.parametrize("noise_level", [0, 1, 2, 3])
 def test_plain_modules_are_tracked_as_by_torch(noise_level: int) -> None:
-    from torch.distributed.tensor.debug import CommDebugMode as TorchCommDebugMode
-
     ours = table_of(CommDebugMode(), noise_level)
     assert ours == table_of(TorchCommDebugMode(), noise_level)
     assert (len(ours) > 50) == (noise_level > 1)
@@ -382,6 +386,56 @@ def test_values_and_gradients_are_those_without_the_mode() -> None:
         return [part.full_tensor() for part in full]
 
     world(2).run(lambda: torch.testing.assert_close(outcome(True), outcome(False), rtol=0, atol=0))
+
+
+@pytest.fixture
+def rank_1_of_4() -> Iterator[None]:
+    """A process group of torch that sends nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def of_other_code() -> None:
+    """Functional collectives of 8 x 3 floats, 96 bytes; then those of torch's DTensor."""
+    x, group = torch.ones(8, 3), dist.group.WORLD
+    assert group is not None
+    started = [
+        funcol.all_reduce(x, "sum", group),
+        funcol.all_gather_single(x, 0, group),
+        funcol.reduce_scatter_single(x, "sum", 0, group),
+        funcol.all_to_all_single(x, [2] * 4, [1, 4, 1, 2], group),
+        funcol.broadcast(x, 2, group),
+        *funcol.all_reduce_coalesced([x, x], "sum", group),
+    ]
+    for result in started:
+        funcol.wait_tensor(result)
+    mesh = init_device_mesh("cpu", (4,))
+    weight = torch_dtensor.DTensor.from_local(torch.ones(3, 5), mesh, [torch_dtensor.Replicate()])
+    rows = torch_dtensor.DTensor.from_local(x, mesh, [torch_dtensor.Shard(0)])
+    product: Any = rows @ weight
+    product.full_tensor()
+
+
+def test_functional_collectives_of_other_code_count_as_torch_counts_them(rank_1_of_4: None) -> None:
+    def ours() -> tuple[dict[Any, int], dict[str, int]]:
+        with CommDebugMode() as mode:
+            of_other_code()
+        assert mode.get_module_bytes()["Global"]["forward"] == sum(mode.get_comm_bytes().values())
+        return dict(mode.comm_counts), {str(key): sent for key, sent in mode.get_comm_bytes().items()}
+
+    ((counts, sent),) = world(1).run(ours)
+    with TorchCommDebugMode() as peer:
+        of_other_code()
+    assert counts == peer.comm_counts
+    assert sent == {
+        "c10d_functional.all_reduce": 144,
+        "c10d_functional.all_gather_into_tensor": 3 * 96 + 3 * 160,
+        "c10d_functional.reduce_scatter_tensor": 72,
+        "c10d_functional.all_to_all_single": 48,
+        "c10d_functional.broadcast": 0,
+        "c10d_functional.all_reduce_coalesced": 288,
+    }
 
 
 @pytest.mark.processes

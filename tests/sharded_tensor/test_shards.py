@@ -186,6 +186,14 @@ def test_a_gather_that_cannot_be_is_refused() -> None:
 
 
 @world(2)
+def test_gather_takes_none_for_no_tensor_to_fill_by_position() -> None:
+    got = chunks(0, 0, 1).shard(VALUE).gather(0, None)
+    assert (got is None) == (rank() == 1)
+    if got is not None:
+        assert_close(got, VALUE)
+
+
+@world(2)
 def test_resharding_leaves_the_tensor_what_its_own_spec_made_it() -> None:
     first = chunks(0, 0, 1)
     same = EnumerableShardingSpec(first.build_metadata((10, 4)).shards_metadata)

@@ -14,11 +14,12 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.collectives.functional import torch_op
+from shardwise.collectives.functional import functional_collective, torch_op
 from shardwise.debug.module_tracker import GLOBAL, ModuleTracker, in_backward
 from shardwise.layout import Placement
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor import DTensor
+from shardwise.tensor.arguments import is_torch_dtensor_class
 from shardwise.tensor.dispatch.dispatcher import is_op
 from shardwise.tensor.dispatch.fallback import Wrapper
 from shardwise.tensor.dispatch.hooks import Proceed, hook_calls
@@ -79,7 +80,8 @@ class CommDebugMode(Listener):
     A context manager with the methods of `torch.distributed.tensor.debug.CommDebugMode`. Collectives are counted under
     the same keys, ops of `torch.ops.c10d_functional`; a redistribution is the collective that was planned, which may be
     another one than that of torch's DTensor. Checks that ranks agree count too. Gradients that `.grad` reduces count as
-    backward of no module ("Global").
+    backward of no module ("Global"). Functional collectives of `torch.distributed` that other code calls count as well,
+    among them those of torch's DTensor.
 
     `c10d_functional` has its ops once `torch.distributed._functional_collectives` is imported.
     """
@@ -113,10 +115,11 @@ class CommDebugMode(Listener):
     # ---- recording ------------------------------------------------------------------------------------------
 
     def collective(self, kind: str, sent_bytes: int, event: CommEvent | None) -> None:
-        key = torch_op(kind)
+        self._count(torch_op(kind), sent_bytes, event is not None and event.cause.kind == "gradient")
+
+    def _count(self, key: object, sent_bytes: int, of_gradients: bool = False) -> None:
         self._counts[key] += 1
         self._bytes[key] += sent_bytes
-        of_gradients = event is not None and event.cause.kind == "gradient"
         phase = BACKWARD if in_backward() or of_gradients else FORWARD
         for name in self._tracker.around(self._tracker.current):
             traffic = self._traffic.setdefault(name, _Traffic())
@@ -131,8 +134,11 @@ class CommDebugMode(Listener):
             self._note(Operation(name_of(func), self._phase(), shapes, tuple(x.placements for x in operands), mesh))
         return proceed()
 
-    def _note_local_op(self, func: object) -> None:
+    def _note_local_op(self, func: object, args: Args) -> None:
         self._note(Operation(str(func), self._phase()))
+        found = functional_collective(func, args)
+        if found is not None:
+            self._count(*found)
 
     def _note(self, operation: Operation) -> None:
         self._operations.setdefault(self._tracker.current, []).append(operation)
@@ -146,8 +152,13 @@ class CommDebugMode(Listener):
         """How many collectives there were."""
         return sum(self._counts.values())
 
-    def get_comm_counts(self) -> Counts:
+    @property
+    def comm_counts(self) -> Counts:
         """How many collectives there were, by op; 0 for others."""
+        return self._counts
+
+    def get_comm_counts(self) -> Counts:
+        """The same as `comm_counts`."""
         return self._counts
 
     def get_comm_bytes(self) -> Counts:
@@ -246,15 +257,16 @@ def _operation_lines(operation: Operation, indent: str) -> Iterator[str]:
 class _LocalOps(TorchDispatchMode):
     """Sees ops on plain tensors and on local tensors."""
 
-    def __init__(self, on_op: Callable[[object], None]) -> None:
+    def __init__(self, on_op: Callable[[object, Args], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.on_op = on_op
 
     def __torch_dispatch__(
         self, func: Callable[..., object], types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        if any(issubclass(kind, Wrapper) for kind in types):
+        if any(issubclass(kind, Wrapper) or is_torch_dtensor_class(kind) for kind in types):
             return NotImplemented  # decomposed first; its local ops come here
-        self.on_op(func)
+        if not any(kind.__name__ == "FakeTensor" for kind in types):  # by which torch's DTensor finds shapes
+            self.on_op(func, args)
         with DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))

@@ -60,6 +60,12 @@ class Shard(Placement):
         object.__setattr__(self, "dim", as_integer(dim, "dim", LayoutError, "such as Shard(0)"))
         object.__setattr__(self, "sizes", None if sizes is None else _frozen_sizes(sizes))
 
+    @staticmethod
+    def local_shard_size_and_offset(curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:
+        """Size and offset of shard `rank` of a dim of `curr_local_size` elements, by default as `torch.chunk`."""
+        offset, size = Chunks(curr_local_size, num_chunks).shard(rank)
+        return size, offset
+
     def division(self, size: int, positions: int, number: int = 0) -> Division:
         """How shard `number` of the dim by the axes before, of `size` elements, is divided among `positions`."""
         if self.sizes is None:

@@ -115,14 +115,14 @@ def _own_spec(x: DTensor) -> ShardingSpec | None:
 def gather(x: DTensor, *args: Any, **kwargs: Any) -> Tensor | None:
     """`gather(dst, out=, dtype=)` gathers the full tensor on one rank; `gather(dim, index)` is `torch.gather`.
 
-    A second positional argument is an index, so `out` must be passed by name.
+    A second positional argument is an index unless it is None, so a tensor to fill must be passed as `out=`.
 
     Raises:
         LayoutError: its dtype is not that of an index; or as for `gather_to`.
     """
     if len(args) > 1 and isinstance(args[1], Tensor) and (args[1].is_floating_point() or args[1].is_complex()):
         raise LayoutError("gather: a second positional argument is an index. Fix: pass the tensor to fill as out=.")
-    if len(args) > 1 or "index" in kwargs or "dim" in kwargs:
+    if (len(args) > 1 and args[1] is not None) or "index" in kwargs or "dim" in kwargs:
         return Tensor.gather(x, *args, **kwargs)
     return gather_to(x, *args, **kwargs)
 

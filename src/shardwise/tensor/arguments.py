@@ -45,7 +45,12 @@ class TorchDTensor(Protocol):
 
 def is_torch_dtensor(x: object) -> TypeGuard[TorchDTensor]:
     """Whether `x` is a DTensor of `torch.distributed.tensor`, which knows nothing of ours."""
-    return any(cls.__name__ == "DTensor" and cls.__module__.startswith("torch.distributed.") for cls in type(x).__mro__)
+    return is_torch_dtensor_class(type(x))
+
+
+def is_torch_dtensor_class(kind: type) -> bool:
+    """Whether a class is that of the DTensors of `torch.distributed.tensor`, or a subclass."""
+    return any(cls.__name__ == "DTensor" and cls.__module__.startswith("torch.distributed.") for cls in kind.__mro__)
 
 
 TORCH_DTENSOR = (
