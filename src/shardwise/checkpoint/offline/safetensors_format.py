@@ -172,11 +172,16 @@ def import_safetensors(
             written.
         PlanError: the plan does not fit.
     """
-    with _source(local_path(source), prefix, progress or Progress()) as found:
+    with open_safetensors(local_path(source), prefix, progress or Progress()) as found:
         return write_checkpoint(found, target, world_size, plan or {}, step, {}, overwrite)
 
 
-def _source(path: Path, prefix: str, progress: Progress) -> Source:
+def open_safetensors(path: Path, prefix: str, progress: Progress) -> Source:
+    """The tensors of a file, or of a folder with or without an index, with `prefix` before their names.
+
+    Raises:
+        CheckpointError: a file is missing, or a header or the index says what cannot be.
+    """
     folder, files = (path.parent, {path.name: None}) if path.is_file() else (path, _files(path))
 
     def open_file(name: str) -> StoredFile:

@@ -117,7 +117,7 @@ class Source:
             for number, _ in self._indices[name].touching(window):
                 extent = tensor.extents[number]
                 self.verify(name, extent)
-                _copy(self._file(extent.file), extent, found, window)
+                _copy(self.file(extent.file), extent, found, window)
         except CheckpointError as error:
             raise CheckpointError(f"tensor {name!r}: {error}") from error
         return found
@@ -134,7 +134,7 @@ class Source:
         checksum = extent.checksum
         if checksum is None or (extent.file, checksum) in self._verified:
             return
-        file = self._file(extent.file)
+        file = self.file(extent.file)
 
         def on_block(num_bytes: int) -> None:
             self.progress.advance(name, num_bytes)
@@ -142,7 +142,8 @@ class Source:
         verify_bytes(file, checksum.start, checksum.num_bytes, checksum.crcs, f"{name}{extent.box}", on_block)
         self._verified.add((extent.file, checksum))
 
-    def _file(self, name: str) -> StoredFile:
+    def file(self, name: str) -> StoredFile:
+        """An open file, by the name in extents; at most OPEN_FILES are open at a time."""
         if name not in self._files:
             if len(self._files) >= OPEN_FILES:
                 self._files.popitem(last=False)[1].close()

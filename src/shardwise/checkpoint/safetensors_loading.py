@@ -1,0 +1,160 @@
+"""Safetensors files of Hugging Face into a sharded module: every rank reads its own shards."""
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from math import prod
+from os import PathLike
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shardwise.checkpoint.collective_errors import digest, listed, on_all_ranks, require_same
+from shardwise.checkpoint.files import StoredFile, copy_box
+from shardwise.checkpoint.locations import local_path
+from shardwise.checkpoint.offline.progress import Progress
+from shardwise.checkpoint.offline.safetensors_format import open_safetensors
+from shardwise.checkpoint.offline.sources import Source
+from shardwise.checkpoint.offline.windows import windows
+from shardwise.checkpoint.state import storable_boxes
+from shardwise.errors import CheckpointError
+from shardwise.layout import Box, checked
+from shardwise.tensor import module_sharding
+
+EXACT_BYTES = 1 << 12  # a shorter part of a row is not worth a read of its own
+
+
+class LoadedKeys(NamedTuple):
+    """What did not match, as torch's `load_state_dict` returns it."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+@checked
+def load_safetensors(source: str | PathLike[str], module: nn.Module, *, strict: bool = True) -> LoadedKeys:
+    """Fill a sharded module from safetensors files; all ranks of the world call it.
+
+        parallelize_module(model, mesh, plan_from_transformers(model))
+        load_safetensors("downloaded", model)
+
+    No rank reads or holds a full copy of what is sharded: each reads the bytes of its local shards, some MiB at a time.
+    Where a shard has less than 4 KiB of each row, as of a table sharded by columns, it reads the rows. Values are
+    converted to the dtypes of the module. All names and shapes are compared on all ranks before anything changes.
+
+    Args:
+        source: a file, or a folder with `model.safetensors.index.json` or `model.safetensors`, which all ranks see.
+        module: with DTensors, plain parameters or both. Plain parameters on the meta device get memory first.
+        strict: whether the names have to be those of the parameters and persistent buffers of the module. One name of a
+            tied parameter is enough.
+
+    Returns:
+        The names that only the module, and only the files have.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or names or shapes do not fit; the same text on every rank.
+        MismatchError: ranks see different files.
+    """
+    what = f"Loading {source}"
+    with open_on_all(what, source) as found:
+        names = {name: f"{tensor.dtype} {tensor.shape}" for name, tensor in found.tensors.items()}
+        chosen: list[_Chosen] = []
+
+        def choose() -> str:
+            chosen.append(_chosen(module, found, strict))
+            return digest(names)
+
+        require_same("Loading safetensors", names, on_all_ranks(what, choose))
+        on_all_ranks(f"{what}, when all was compared and the module was being filled,", lambda: _fill(chosen[0], found))
+    return chosen[0].keys
+
+
+def open_on_all(what: str, source: str | PathLike[str]) -> Source:
+    """The source, opened on each rank."""
+    opened: list[Source] = []
+    on_all_ranks(what, lambda: opened.append(open_safetensors(local_path(source), "", Progress())))
+    return opened[0]
+
+
+class _Chosen(NamedTuple):
+    """The module's tensors, by a name that the files have; and those of parameters that get memory first."""
+
+    tensors: Mapping[str, Tensor]
+    on_meta: Mapping[str, module_sharding.Owners]
+    keys: LoadedKeys
+
+
+def _chosen(module: nn.Module, source: Source, strict: bool) -> _Chosen:
+    """What to fill from which tensor.
+
+    Raises:
+        CheckpointError: names or shapes do not fit.
+    """
+    state = module.state_dict(keep_vars=True)
+    named = {name: x for name, x in state.items() if isinstance(x, Tensor)}
+    names = module_sharding.names_of_each(named)
+    tensors = {name: x for name, x in named.items() if name in source.tensors}
+    missing = [name for name in named if not any(other in tensors for other in names[name])]
+    unexpected = sorted(source.tensors.keys() - named.keys())
+    problems = [
+        f"  {name!r}: shape {source.tensors[name].shape} in the files, {tuple(x.shape)} in the module"
+        for name, x in tensors.items()
+        if source.tensors[name].shape != tuple(x.shape)
+    ]
+    if strict:
+        problems += [f"  missing in the files: {name!r}{_did_you_mean(name, unexpected)}" for name in missing]
+        problems += [f"  only in the files: {name!r}{_did_you_mean(name, missing)}" for name in unexpected]
+    unset = [name for name, x in _tensors(module) if x.is_meta and not any(x is other for other in tensors.values())]
+    problems += [f"  {name!r} is on the meta device, and the files do not have it" for name in unset]
+    if problems:
+        fix = "\n  Fix: strict=False passes over names that only one has" if missing or unexpected else ""
+        raise CheckpointError("the files do not fit the module:\n" + listed(problems) + fix)
+    on_meta = {name: x for name, x in tensors.items() if isinstance(x, nn.Parameter) and x.is_meta}
+    for name, x in tensors.items():
+        if name not in on_meta:
+            storable_boxes(name, x)  # it says what cannot be filled
+    return _Chosen(tensors, module_sharding.owners_of(module, on_meta), LoadedKeys(missing, unexpected))
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _did_you_mean(name: str, others: list[str]) -> str:
+    close = get_close_matches(name, others, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _fill(chosen: _Chosen, source: Source) -> None:
+    """Read what this rank holds of each tensor."""
+    device = next((x.device for x in chosen.tensors.values() if not x.is_meta), torch.device("cpu"))
+    with torch.no_grad():
+        for name, x in chosen.tensors.items():
+            if name in chosen.on_meta:
+                x = nn.Parameter(torch.empty(x.shape, dtype=x.dtype, device=device), x.requires_grad)
+                module_sharding.assign(chosen.on_meta[name], x)
+            stored = source.tensors[name]
+            for box, view in storable_boxes(name, x).views:
+                for window in windows(box, stored.dtype.itemsize):
+                    found = torch.empty(window.sizes, dtype=stored.dtype)
+                    for extent in stored.extents:
+                        read_box(source.file(extent.file), extent.start, extent.box, found, window)
+                    view[window.relative_to(box)].copy_(found)
+
+
+def read_box(file: StoredFile, start: int, full: Box, target: Tensor, box: Box) -> None:
+    """Fill contiguous `target` with the elements of `box` of a tensor that is stored at byte `start`."""
+    # The last dim of which this is a part; from it on, elements follow each other in the file.
+    inner = next((d for d in reversed(range(len(full.sizes))) if box.sizes[d] != full.sizes[d]), 0)
+    strides = [target.element_size() * prod(full.sizes[d + 1 :]) for d in range(len(full.sizes))]
+    run = target.element_size() * prod(box.sizes[inner:])
+    if inner and run < EXACT_BYTES:
+        copy_box(file, start, full, target, box)
+        return
+    data = target.reshape(-1).view(torch.uint8).numpy().data
+    for number, index in enumerate(np.ndindex(box.sizes[:inner])):
+        at = [*(o + i for o, i in zip(box.offsets, index, strict=False)), *box.offsets[inner:]]
+        offset = sum(a * stride for a, stride in zip(at, strides, strict=True))
+        file.read_into(data[number * run : (number + 1) * run], start + offset)
