@@ -13,11 +13,13 @@ REFUSED = "torch raises too"
 
 @dataclass(frozen=True)
 class Verdict:
-    """An outcome, why it is not better, and how many operands the call redistributed by itself."""
+    """An outcome, why it is not better, how many operands the call redistributed by itself, and which aten ops fell
+    back to replicated."""
 
     outcome: Outcome
     message: str = ""
     implicit: int = 0
+    fallbacks: frozenset[str] = frozenset()
     late: bool = False  # a rank may still be running: the process should not be used for other calls
 
 
@@ -44,7 +46,7 @@ class OpJudge(Judge):
         except DeadlockError as error:
             return Verdict(Outcome.HANG, str(error), late=True)
         outcome, message = self._judged(ranks, layouts)
-        return Verdict(outcome, message, ranks[0].implicit)
+        return Verdict(outcome, message, ranks[0].implicit, ranks[0].fallbacks)
 
     def on_ranks(self, layouts: Layouts, size: int) -> Sequence[Observed]:
         """What each of `size` ranks sees; a subclass may run another library."""

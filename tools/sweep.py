@@ -53,6 +53,7 @@ class Result:
     outcome: str = ""
     message: str = ""
     implicit: int = 0
+    fallbacks: tuple[str, ...] = ()
 
     @property
     def badness(self) -> int:
@@ -131,7 +132,7 @@ def _judged(name: str, start: int, plan: Plan) -> Iterator[tuple[int, Result, Ca
         def result(begun: Result = begun, judge: Callable[[], Verdict] = judge) -> tuple[Result, bool]:
             found = judge()
             judged = replace(begun, outcome=str(found.outcome), message=found.message, implicit=found.implicit)
-            return judged, found.late
+            return replace(judged, fallbacks=tuple(sorted(found.fallbacks))), found.late
 
         yield number, begun, result
 
@@ -268,15 +269,22 @@ def worst(results: Iterable[Result]) -> Result:
     return max(results, key=lambda result: result.badness)
 
 
+def fallbacks(results: Iterable[Result]) -> dict[str, list[str]]:
+    """The ops that fell back to replicated, with the aten ops in them that did."""
+    ops = {name: sorted({op for result in found for op in result.fallbacks}) for name, found in by_op(results).items()}
+    return {name: found for name, found in ops.items() if found}
+
+
 def summary(results: Sequence[Result]) -> str:
     """Totals, for people."""
     ops = by_op(results)
     right = sum(worst(found).badness == 0 for found in ops.values())
     moved = sum(result.implicit > 0 for result in results)
+    fallen = len(fallbacks(results))
     refused = sum(result.message == REFUSED for result in results)
     lines = [f"{n:7} {outcome}" for outcome, n in counted(results).items()]
     lines += [f"{len(results):7} cases; {moved} moved operands by themselves, {refused} are refused by torch as well"]
-    lines += [f"{right:7} of {len(ops)} ops are right in every case"]
+    lines += [f"{right:7} of {len(ops)} ops are right in every case; {fallen} run replicated in some case"]
     return "\n".join(lines)
 
 

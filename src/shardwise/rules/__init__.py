@@ -13,3 +13,5 @@ __all__ = [
     "index", "join", "loss", "masks", "matmul", "normalisation", "op_rule", "order", "pointwise", "pool", "random",
     "recurrent", "reduce", "reshape", "slices", "view",
 ]  # fmt: skip
+
+pointwise.register_tagged()  # the ops that no other file has a rule for

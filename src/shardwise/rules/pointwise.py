@@ -11,21 +11,16 @@ from torch import Tensor
 
 from shardwise.layout import REPLICATE, Boxes, OnRanks, Partial, Placement, Shard, contiguous_strides
 from shardwise.rules.local_context import LocalContext
-from shardwise.rules.registry import RULES, OpRule, RowsFunction, amend, register
+from shardwise.rules.registry import RULES, OpRule, RowsFunction, Shapes, amend, register
 from shardwise.rules.row import Args, Kwargs, Meta, Op, Row
 
 SUMS = (Partial("sum"), Partial("avg"))
 PARTIALS = (*SUMS, Partial("max"), Partial("min"), Partial("product"))
 
+# Elementwise ops that torch does not tag as such; those that it tags are found by `tagged_names`.
 NONLINEAR = """
-abs absolute acos acosh angle asin asinh atan atanh atan2 bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu
-clamp clip clamp_min clamp_max clip copysign cos cosh deg2rad digamma elu eq erf erfc erfinv exp exp2 expm1 float_power
-floor floor_divide fmax fmin fmod frac ge gelu greater greater_equal gt hardshrink hardsigmoid hardswish
-hardtanh heaviside hypot isclose isfinite isinf isnan isneginf isposinf isreal ldexp le leaky_relu less
-less_equal lerp lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor
-logit logsigmoid lt maximum minimum mish mvlgamma nan_to_num ne nextafter not_equal polar pow rad2deg
-reciprocal relu relu6 remainder round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus
-softshrink softsign sqrt square tan tanh tanhshrink threshold trunc xlogy
+_prelu_kernel absolute fill floor_divide greater greater_equal hardswish isclose isreal less less_equal logsigmoid
+not_equal polar softsign tanhshrink
 """.split()  # fmt: skip
 # Of one operand; f(a + b) = f(a) + f(b).
 HOMOGENEOUS = ("neg", "negative")
@@ -223,12 +218,31 @@ def filled_like(x: Meta, *args: object, **kwargs: object) -> list[Row]:
     return rows + [Row((p,), REPLICATE, "the Partial values are not read") for p in PARTIALS]
 
 
+def new_like(x: Meta, size: Sequence[int], *args: object, **kwargs: object) -> list[Row]:
+    """out has `size` and no value of x; it is sharded as x if it has the same size, and replicated if not."""
+    why, p = "the values are not read", x.placement
+    if tuple(size) == x.shape and not isinstance(p, Partial):
+        return [Row((without_sizes(p),), without_sizes(p), why, _new_shard)]
+    return [Row((without_sizes(p),), REPLICATE, why)]
+
+
+def _new_shard(ctx: LocalContext, x: Tensor, size: Sequence[int], *args: object, **kwargs: object) -> Tensor:
+    out: Tensor = ctx.call(x, ctx.output.local_shape(ctx.rank), *args, **kwargs)
+    return out
+
+
+def glu(x: Meta, dim: int = -1) -> list[Row]:
+    """out = a * sigmoid(b), where a and b are the halves of x along dim."""
+    return [Row((Shard(d),), Shard(d), "both halves are on the same rank") for d in range(x.ndim) if d != dim % x.ndim]
+
+
 def callables_of(name: str) -> list[tuple[Op, bool]]:
     """Every function, method and overload of the op `name`, and whether it is in-place."""
     found: list[tuple[Op, bool]] = []
-    both = (name, False), (name + "_", True)
+    both = (name, name.startswith("__i")), (name + "_", True)
     for module in (torch, Tensor, F, torch._C._nn, torch.special):
-        functions = [(getattr(module, spelling, None), in_place) for spelling, in_place in both]
+        prefix = "special_" if module is torch.special else ""
+        functions = [(getattr(module, spelling.removeprefix(prefix), None), in_place) for spelling, in_place in both]
         found += [(function, in_place) for function, in_place in functions if callable(function)]
     for dunder in (f"__{name}__", f"__i{name}__", f"__r{name}__"):
         function = getattr(Tensor, dunder, None)
@@ -248,7 +262,52 @@ def _returns_tensors(overload: torch._ops.OpOverload) -> bool:
     return all(any("Tensor" in str(a.type) for a in side) for side in sides) and not any(a.is_out for a in sides[0])
 
 
-def _register(names: Sequence[str], rows: RowsFunction, shape: Callable[..., tuple[int, ...]] = broadcast) -> None:
+def tagged_names() -> dict[str, int]:
+    """The aten ops whose every form torch tags as pointwise, and how many results they have.
+
+    Not `max`, of which one form is elementwise and others reduce; nor what draws random numbers, returns a view, or
+    returns no tensor, such as `equal`.
+    """
+    aten = [name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    forms: dict[str, list[str]] = {}
+    for name, _, form in sorted(name.partition(".") for name in aten):
+        if name.endswith("__") or not name.endswith("_"):  # in-place ops are found by the name without it
+            forms.setdefault(name, []).append(form)
+    found = {}
+    for name, of_name in forms.items():
+        if any(torch.Tag.pointwise in torch._C._get_operation_overload(f"aten::{name}", form)[2] for form in of_name):
+            ops = [getattr(getattr(torch.ops.aten, name), form or "default") for form in of_name]
+            ops = [op for op in ops if not any(a.is_out for a in op._schema.arguments)]
+            if ops and all(map(is_elementwise, ops)):
+                found[name] = len(ops[0]._schema.returns)
+    return found
+
+
+def is_elementwise(op: torch._ops.OpOverload) -> bool:
+    """Whether torch says that each element of new tensors depends only on those at its place in the operands."""
+    schema = op._schema
+    reads = any(a.alias_info is not None and not a.alias_info.is_write for a in schema.arguments)
+    random = torch.Tag.nondeterministic_seeded in op.tags
+    return torch.Tag.pointwise in op.tags and not reads and not random and _returns_tensors(op)
+
+
+def register_if_tagged(op: torch._ops.OpOverload) -> bool:
+    """Give rows to an op that was defined later, such as a user's, if it is tagged as pointwise."""
+    if op._schema.is_mutable or not is_elementwise(op):
+        return False
+    shape = broadcast if len(op._schema.returns) == 1 else None
+    RULES.setdefault(op, OpRule(nonlinear, shape=shape, shape_independent=True))
+    return True
+
+
+def register_tagged() -> None:
+    """Give rows to the ops that torch tags as pointwise and that have no entry yet."""
+    for name, results in tagged_names().items():
+        _register([name], nonlinear, broadcast if results == 1 else None)
+    amend(F.silu, takes_dtensors=True)
+
+
+def _register(names: Sequence[str], rows: RowsFunction, shape: Callable[..., Shapes] | None = broadcast) -> None:
     for name in names:
         for function, in_place in callables_of(name):
             if function not in RULES:
@@ -279,5 +338,8 @@ amend(Tensor.type_as, torch.ops.aten.type_as.default, torch.ops.aten.to.other, t
 _register(LIKE, copies)
 _register(FILLED, filled_like)
 register(OpRule(conversion, shape=shape_of_first), torch.ops.aten._to_copy.default)
-amend(F.silu, takes_dtensors=True)
-register(OpRule(nonlinear, True, broadcast), Tensor.copy_, Tensor.zero_, Tensor.fill_)
+aten = torch.ops.aten
+register(OpRule(nonlinear, True, broadcast), Tensor.copy_, Tensor.zero_, aten.copy_.default, aten.zero_.default)
+for _op in (aten.new_empty, aten.new_full, aten.new_ones, aten.new_zeros):
+    register(OpRule(new_like, shape=lambda x, size, *args, **kwargs: tuple(size)), _op.default)
+register(OpRule(glu), *(op for op, _ in callables_of("glu")))

@@ -145,6 +145,7 @@ class Observed:
     stage: str = ""  # where the error was, if not in the op itself
     complaint: str = ""  # how the result contradicts itself
     implicit: int = 0  # redistributions that the op made by itself
+    fallbacks: frozenset[str] = frozenset()  # aten ops that ran replicated, though an operand was not
 
     @property
     def failure(self) -> str:
@@ -225,7 +226,7 @@ def observe_rank(sample: Sample, layouts: Layouts, backward: bool = True) -> Obs
     leaves = _leaves_on(sample, layouts)
     with collectives.count_comms() as comms:
         seen = observe(sample, leaves, backward)
-    seen.implicit = len(comms.implicit)
+    seen.implicit, seen.fallbacks = len(comms.implicit), frozenset(comms.fallbacks)
     return seen
 
 

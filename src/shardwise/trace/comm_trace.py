@@ -254,11 +254,13 @@ def record_collective(kind: str, sent_bytes: int) -> None:
 
 @dataclass
 class CommCounts(Listener):
-    """Collectives of one rank and the bytes it sent to others, by kind, and its implicit redistributions."""
+    """Collectives of one rank and the bytes it sent to others, by kind, its implicit redistributions, and the aten ops
+    that gathered an operand to run replicated (the fallback)."""
 
     calls: dict[str, int] = field(default_factory=dict)
     sent_bytes: dict[str, int] = field(default_factory=dict)
     implicit: list[str] = field(default_factory=list)
+    fallbacks: list[str] = field(default_factory=list)
 
     @property
     def total_calls(self) -> int:
@@ -273,6 +275,8 @@ class CommCounts(Listener):
     def record(self, event: CommEvent) -> None:
         if event.cause.kind in ("operand", "no rule"):
             self.implicit.append(str(event))
+        if event.cause.kind == "no rule":
+            self.fallbacks.append(event.cause.op)
 
     def collective(self, kind: str, sent_bytes: int, event: CommEvent | None) -> None:
         self.calls[kind] = self.calls.get(kind, 0) + 1

@@ -21,6 +21,7 @@ from shardwise.errors import RuleError
 from shardwise.layout import REPLICATE, Layout, Partial
 from shardwise.redistribute.exchange import identity
 from shardwise.redistribute.run_plan import redistribute_local
+from shardwise.rules.pointwise import register_if_tagged
 from shardwise.rules.registry import OpRule, rule_of
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dispatch import meshes, outside, seeds
@@ -28,6 +29,7 @@ from shardwise.tensor.dispatch.autocasting import Autocast
 from shardwise.tensor.dispatch.dtype_errors import raise_dtype_error
 from shardwise.tensor.dispatch.modes import hidden_from_modes
 from shardwise.tensor.dispatch.promotion import into_plain, promoted
+from shardwise.tensor.dispatch.resolve import global_on_meta, with_meta_device
 from shardwise.tensor.dispatch.version_checks import Version, check_versions, saved_by, versions_of
 from shardwise.tensor.dtensor import DTensor, plain, tag, to_layout
 from shardwise.tensor.handlers.copies import before_change, copies_of, invalidate, track
@@ -80,11 +82,24 @@ def _refuse_to_fill(func: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> 
 
 
 def _run_aten(func: Any, args: Args, kwargs: Kwargs) -> object:
-    if rule_of(func) is not None:
+    if rule_of(func) is not None or register_if_tagged(func):
         return DTensor._dispatch(func, args, kwargs)
+    in_aten = getattr(func, "impl_aten", None)
+    if in_aten is not None:
+        return _run_prim(func, in_aten, args, kwargs)
     if func.name() == "aten::is_same_size":
         return args[0]._layout.shape == args[1]._layout.shape
     return run_replicated(func, args, kwargs, "it has no rule")
+
+
+def _run_prim(func: Op, in_aten: Op, args: Args, kwargs: Kwargs) -> object:
+    """Run a prim, which is aten ops after checks of its arguments; the meta device makes these checks too."""
+
+    def on_meta(x: object) -> object:
+        return global_on_meta(x._layout, x.dtype) if type(x) is DTensor else x
+
+    func(*pytree.tree_map(on_meta, args), **with_meta_device(pytree.tree_map(on_meta, kwargs)))
+    return in_aten(*args, **kwargs)
 
 
 def run_without_row(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, error: RuleError) -> Any:
