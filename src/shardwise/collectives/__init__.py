@@ -45,6 +45,7 @@ from shardwise.collectives.failures.reports import has_failed, report_failure
 from shardwise.collectives.groups import group_ranks, load_with_process_group, process_group
 from shardwise.collectives.joining import init_from_environment, init_processes, shutdown
 from shardwise.collectives.meshes import as_mesh, current_mesh, device_mesh, init_device_mesh
+from shardwise.collectives.torch_dtensors import torch_dtensor
 from shardwise.collectives.transport import Allocate, Finish, Transport, draw_from_torch, reduce_stack
 from shardwise.collectives.value_notes import when_watching
 from shardwise.trace.comm_trace import CommCounts, count_comms
@@ -58,6 +59,7 @@ __all__ = [
     "is_simulated",
     "load_with_process_group", "message_device", "outside_ranks", "owner", "process_group", "rank", "rank_of_thread",
     "reduce_scatter", "reduce_stack", "report_failure", "shutdown", "start_all_gather", "start_all_reduce",
-    "start_all_to_all", "start_broadcast", "start_reduce_scatter", "storage_metadata", "transport", "using",
+    "start_all_to_all", "start_broadcast", "start_reduce_scatter", "storage_metadata",
+    "torch_dtensor", "transport", "using",
     "watches_numbers", "when_watching", "world_size", "write_items",
 ]  # fmt: skip

@@ -44,7 +44,7 @@ def functional_collective(func: object, args: Sequence[Any]) -> tuple[Any, int] 
 
 
 def _sent(kind: str, x: Tensor, args: Sequence[Any], group_name: str) -> int:
-    group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type]  # private
+    group = import_module("torch.distributed.distributed_c10d")._resolve_process_group(group_name)
     size, here = dist.get_world_size(group), dist.get_rank(group)
     total = x.numel()
     match kind:

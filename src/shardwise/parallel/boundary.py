@@ -17,9 +17,10 @@ from shardwise.layout import PARTIAL, REPLICATE, Layout, Mesh, Placement, Shard
 from shardwise.redistribute.plan import same_local_shards
 from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.tensor import DTensor, plain, tag, to_layout
-from shardwise.tensor.arguments import TORCH_DTENSOR, check_dense, is_torch_dtensor
+from shardwise.tensor.arguments import check_dense, is_torch_dtensor
 from shardwise.tensor.autograd.gradients import as_cotangent, record_from_plain, record_to_plain
 from shardwise.tensor.conversion import layout_of_local_shapes
+from shardwise.tensor.torch_dtensors import from_torch_dtensor
 from shardwise.tensor.transforms import check_no_transform, check_untransformed
 from shardwise.trace.autograd_function import TensorFunction
 from shardwise.trace.capture_hooks import not_capturable
@@ -199,6 +200,8 @@ class BoundaryRedistribution:
                 return x if target == layout else tag(plain(x), target)
             return self._once(x, target, lambda: to_layout(x, target, self.cause))
         if type(x) is not Tensor:
+            if is_torch_dtensor(x):
+                return self(from_torch_dtensor(x))
             self._check_tensor(x)
         check_untransformed(x, self.what)
         plan = self._plain_plans.get(x.shape) or self._plan_from_plain(x)
@@ -210,8 +213,6 @@ class BoundaryRedistribution:
             raise PlanError(
                 f"{self.what} must be a tensor, got {type(x).__name__}. Fix: None in the layouts of the plan."
             )
-        if is_torch_dtensor(x):
-            raise LayoutError(f"{self.what} must be a tensor, got torch's DTensor. Fix: {TORCH_DTENSOR}.")
 
     def _to_local(self, x: DTensor) -> Tensor:
         check_no_transform(self.what)

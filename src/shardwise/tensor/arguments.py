@@ -53,9 +53,7 @@ def is_torch_dtensor_class(kind: type) -> bool:
     return any(cls.__name__ == "DTensor" and cls.__module__.startswith("torch.distributed.") for cls in kind.__mro__)
 
 
-TORCH_DTENSOR = (
-    "DTensor.from_local(x.to_local(), x.device_mesh, x.placements) makes a DTensor of shardwise from torch's"
-)
+TORCH_DTENSOR = "DTensor.from_torch_dtensor(x) makes a DTensor of shardwise from torch's"
 
 
 def not_dense(x: Tensor) -> str | None:
@@ -90,6 +88,9 @@ def _one_of(cls: type, expected: str, fix: str = "") -> Kind:
 
 describe(
     Tensor, Kind("a tensor", lambda x: isinstance(x, Tensor) and not is_torch_dtensor(x), "", LayoutError, _misuse)
+)
+describe(
+    TorchDTensor, Kind("a DTensor of torch", is_torch_dtensor, "DTensor.from_local() takes a local tensor", LayoutError)
 )
 describe(DTensor, _one_of(DTensor, "a DTensor", "distribute_tensor() makes one"))
 describe(nn.Module, _one_of(nn.Module, "an nn.Module"))

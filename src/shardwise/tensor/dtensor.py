@@ -77,6 +77,8 @@ class DTensor(torch.Tensor):
     metadata = Registered("shardwise.sharded_tensor")
     sharding_spec = Registered("shardwise.sharded_tensor")
     reshard = Registered("shardwise.sharded_tensor")
+    from_torch_dtensor = Registered("shardwise.tensor")
+    to_torch_dtensor = Registered("shardwise.tensor")
 
     @classmethod
     def __torch_function__(cls, func: Op, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:

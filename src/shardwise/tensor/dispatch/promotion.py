@@ -13,10 +13,11 @@ from shardwise import collectives
 from shardwise.errors import RuleError
 from shardwise.layout import REPLICATE, Layout, Mesh, checked
 from shardwise.rules.row import Args, Kwargs, Op
-from shardwise.tensor.arguments import TORCH_DTENSOR, is_torch_dtensor, not_dense
+from shardwise.tensor.arguments import is_torch_dtensor, not_dense
 from shardwise.tensor.conversion import wrap
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dtensor import DTensor, tag, to_layout
+from shardwise.tensor.torch_dtensors import from_torch_dtensor
 from shardwise.tensor.transforms import check_untransformed
 from shardwise.trace.comm_trace import Cause
 
@@ -105,13 +106,13 @@ def is_strict() -> bool:
 
 def promoted(x: Tensor, mesh: Mesh, name: str) -> DTensor:
     """A plain tensor as a replicated DTensor."""
+    if is_torch_dtensor(x):
+        return from_torch_dtensor(x)
     if _strict.get() and x.ndim:
         raise RuleError(
             f"{name}: a plain tensor of shape {tuple(x.shape)} beside DTensors is refused in strict mode. "
             f"Fix: DTensor.from_local(x, mesh, [Replicate()]) if every rank has the same, or the placements it has."
         )
-    if is_torch_dtensor(x):
-        raise RuleError(f"{name}: a DTensor of torch beside one of shardwise is refused. Fix: {TORCH_DTENSOR}.")
     if not_dense(x) is not None:
         raise RuleError(
             f"{name}: a {not_dense(x)} tensor beside DTensors is not supported. "

@@ -1,18 +1,15 @@
-"""Conversion between DTensors of `torch.distributed.tensor` and those of shardwise."""
-
-from collections.abc import Sequence
-from itertools import permutations
-from math import prod
+"""DTensors of `torch.distributed.tensor` that are loaded into DTensors of shardwise, or the other way."""
 
 from torch import Tensor
 
 from shardwise import collectives
-from shardwise.errors import LayoutError, RuleError
-from shardwise.layout import Layout, Mesh, Shard, as_placement, shown
-from shardwise.tensor.arguments import TorchDTensor, TorchPlacement
+from shardwise.errors import RuleError
+from shardwise.layout import Layout
+from shardwise.tensor.arguments import TorchDTensor
 from shardwise.tensor.autograd.gradients import tag_full
 from shardwise.tensor.conversion import wrap
 from shardwise.tensor.dtensor import DTensor, plain, to_layout
+from shardwise.tensor.torch_dtensors import torch_layout
 from shardwise.trace.comm_trace import Cause
 
 
@@ -55,29 +52,3 @@ def full_here(x: DTensor, what: str) -> Tensor:
             f"Fix: redistribute it to a mesh of all ranks first."
         )
     return x.detach().full_tensor()
-
-
-def torch_layout(mesh: Mesh, placements: Sequence[TorchPlacement], shape: Sequence[int]) -> Layout:
-    """The layout of a DTensor of torch.
-
-    A `_StridedShard` with `split_factor` n, which `fully_shard` makes of a sharded dim, divides what axes to its right
-    have divided before into n shards.
-
-    Raises:
-        LayoutError: the split factors fit no order of the axes.
-    """
-    factors = [getattr(placement, "split_factor", 1) for placement in placements]
-    sharded = [placement.is_shard() or factor > 1 for placement, factor in zip(placements, factors, strict=True)]
-    dims = [getattr(p, "dim", None) if is_shard else None for p, is_shard in zip(placements, sharded, strict=True)]
-
-    def factor_in(order: Sequence[int], axis: int) -> int:
-        before = order[: order.index(axis)]
-        return prod(mesh.shape[other] for other in before if other > axis and dims[other] == dims[axis])
-
-    unstrided = [
-        as_placement(p, "A DTensor of torch") if d is None else Shard(d) for p, d in zip(placements, dims, strict=True)
-    ]
-    for order in permutations(range(mesh.ndim)):
-        if all(dims[axis] is None or factor_in(order, axis) == factors[axis] for axis in range(mesh.ndim)):
-            return Layout(mesh, unstrided, shape, order)
-    raise LayoutError(f"{shown([str(p) for p in placements])} on {mesh}: no order of the axes has these split factors.")

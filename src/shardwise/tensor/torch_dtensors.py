@@ -1,0 +1,111 @@
+"""DTensors of `torch.distributed.tensor` as DTensors of shardwise and back, without copies.
+
+x = DTensor.from_torch_dtensor(theirs)
+y = x.to_torch_dtensor()
+"""
+
+from collections.abc import Sequence
+from itertools import permutations
+from math import prod
+
+from torch import Tensor
+
+from shardwise import collectives
+from shardwise.collectives import DeviceMesh
+from shardwise.errors import LayoutError, MeshError
+from shardwise.layout import Layout, Mesh, Partial, Replicate, Shard, as_placement, checked, shown
+from shardwise.tensor.arguments import TorchDTensor, TorchPlacement
+from shardwise.tensor.conversion import wrap
+from shardwise.tensor.dtensor import DTensor, register_method
+
+
+@checked
+def from_torch_dtensor(x: TorchDTensor) -> DTensor:
+    """A DTensor of torch as one of shardwise on the same mesh, sharing its storage; gradients flow back to it.
+
+    Args:
+        x: a DTensor of `torch.distributed.tensor`, unevenly sharded too. A `_StridedShard`, as `fully_shard` makes, is
+            a Shard with another `shard_order`.
+
+    Raises:
+        LayoutError: something else, or a `_StridedShard` that is no order of the axes.
+    """
+    return wrap(x.to_local(), torch_layout(collectives.as_mesh(x.device_mesh), x.placements, x.shape))
+
+
+@checked
+def to_torch_dtensor(self: DTensor, device_mesh: DeviceMesh | None = None) -> Tensor:
+    """This tensor as a DTensor of torch, sharing its storage; gradients flow back to it.
+
+    Args:
+        device_mesh: torch's mesh with the ranks and axes of this one; None is the one it was made with.
+
+    Raises:
+        LayoutError: torch has no placements for this layout, such as given sizes.
+        MeshError: no DeviceMesh is known, or another one is given.
+    """
+    layout = self._layout
+    mesh = collectives.device_mesh(layout.mesh) if device_mesh is None else device_mesh
+    if not isinstance(mesh, DeviceMesh) or collectives.as_mesh(mesh) != layout.mesh:
+        raise MeshError(
+            f"to_torch_dtensor: a DTensor of torch needs torch's DeviceMesh of {layout.mesh}, got {mesh}. "
+            f"Fix: make the tensor on init_device_mesh(…), or pass that as device_mesh."
+        )
+    factors = _split_factors(layout)
+    for placement in layout.placements:
+        if not isinstance(placement, Replicate | Partial) and (placement != Shard(getattr(placement, "dim", 0))):
+            raise LayoutError(
+                f"to_torch_dtensor: torch's DTensor has no {placement}. "
+                f"Fix: redistribute it before, such as to Shard(0), which divides as torch.chunk does."
+            )
+    return collectives.torch_dtensor(self.to_local(), mesh, layout.placements, factors, layout.shape, layout.stride())
+
+
+def _split_factors(layout: Layout) -> list[int]:
+    """Of each axis: into how many shards axes to its right have divided its dim before.
+
+    Raises:
+        LayoutError: torch would divide this layout otherwise.
+    """
+    dims = [getattr(placement, "dim", None) for placement in layout.placements]
+    factors = [_factor_in(layout.mesh, dims, layout.shard_order, axis) for axis in range(layout.mesh.ndim)]
+    for dim in {dim for dim, factor in zip(dims, factors, strict=True) if factor > 1 and dim is not None}:
+        shards = prod(n for n, other in zip(layout.mesh.shape, dims, strict=True) if other == dim)
+        if layout.shape[dim] % shards:
+            raise LayoutError(
+                f"to_torch_dtensor: dim {dim} of {layout} is divided unevenly, by the axes in another order than "
+                f"torch's. Fix: redistribute(placements=…, shard_order={tuple(range(layout.mesh.ndim))}) it before."
+            )
+    return factors
+
+
+def _factor_in(mesh: Mesh, dims: Sequence[int | None], order: Sequence[int], axis: int) -> int:
+    if dims[axis] is None:
+        return 1
+    before = order[: order.index(axis)]
+    return prod(mesh.shape[other] for other in before if other > axis and dims[other] == dims[axis])
+
+
+def torch_layout(mesh: Mesh, placements: Sequence[TorchPlacement], shape: Sequence[int]) -> Layout:
+    """The layout of a DTensor of torch.
+
+    A `_StridedShard` with `split_factor` n, which `fully_shard` makes of a sharded dim, divides what axes to its right
+    have divided before into n shards.
+
+    Raises:
+        LayoutError: the split factors fit no order of the axes.
+    """
+    factors = [getattr(placement, "split_factor", 1) for placement in placements]
+    sharded = [placement.is_shard() or factor > 1 for placement, factor in zip(placements, factors, strict=True)]
+    dims = [getattr(p, "dim", None) if is_shard else None for p, is_shard in zip(placements, sharded, strict=True)]
+    unstrided = [
+        as_placement(p, "A DTensor of torch") if d is None else Shard(d) for p, d in zip(placements, dims, strict=True)
+    ]
+    for order in permutations(range(mesh.ndim)):
+        if all(_factor_in(mesh, dims, order, axis) == factors[axis] for axis in range(mesh.ndim)):
+            return Layout(mesh, unstrided, shape, order)
+    raise LayoutError(f"{shown([str(p) for p in placements])} on {mesh}: no order of the axes has these split factors.")
+
+
+register_method("from_torch_dtensor", staticmethod(from_torch_dtensor))
+register_method("to_torch_dtensor", to_torch_dtensor)
