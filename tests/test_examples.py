@@ -1,0 +1,186 @@
+"""The examples of one page each: they print what they say, and train as one process does."""
+
+import importlib.util
+import re
+import runpy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.checkpoint import save
+from shardwise.demos.data import CriteoDataset
+from shardwise.demos.data.criteo import KEYS, SAMPLE
+from shardwise.embedding import KeyedJaggedTensor
+from shardwise.testing import world
+
+pytestmark = pytest.mark.slow
+
+FOLDER = Path(__file__).parents[1] / "examples"
+OUTPUT = re.compile(r"^prints\n\n((?:    .*\n)+)", re.MULTILINE)
+PAGES = [path for path in sorted(FOLDER.glob("*.py")) if OUTPUT.search(path.read_text())]
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+def example(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", FOLDER / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_an_example_is_one_page_and_prints_what_it_says(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) < 150
+    found = OUTPUT.search(text)
+    assert found is not None
+    monkeypatch.setattr("sys.argv", [path.name])
+    runpy.run_path(str(path), run_name="__main__")
+    printed, said = capsys.readouterr().out, re.sub("^    ", "", found[1], flags=re.MULTILINE)
+    assert NUMBER.sub("n", printed) == NUMBER.sub("n", said)
+    numbers = [[float(number) for number in NUMBER.findall(text)] for text in (printed, said)]
+    assert numbers[0] == pytest.approx(numbers[1], rel=0.05)  # the last digits of many steps depend on the processor
+
+
+# ---- the same in one process ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def step_of(optimizer: torch.optim.Optimizer, losses: list[float], loss: Tensor) -> Iterator[None]:
+    """A step around which a gradient may be changed."""
+    optimizer.zero_grad()
+    loss.backward()
+    losses.append(loss.item())
+    yield
+    optimizer.step()
+
+
+def row_wise_adagrad(tables: nn.Module, sums: dict[str, Tensor], lr: float) -> None:
+    """What updates tables in backward, by dense gradients: one sum of mean squares for each row."""
+    for name, weight in tables.named_parameters():
+        assert weight.grad is not None
+        square = sums.setdefault(name, torch.zeros(len(weight), 1)).add_(weight.grad.square().mean(1, keepdim=True))
+        weight.data -= lr * weight.grad / (square.sqrt() + 1e-8)
+        weight.grad = None
+
+
+def test_the_gpt_trains_as_in_one_process_also_where_batch_and_vocabulary_are_uneven() -> None:
+    nanogpt = example("nanogpt")
+    assert len(nanogpt.CHARACTERS) % 2 == 1
+    torch.manual_seed(0)
+    plain = nanogpt.GPT()
+    losses: list[float] = []
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for step in range(3):
+        tokens, following = nanogpt.batch(step, 8)
+        loss = F.cross_entropy(plain(tokens).flatten(0, 1), following.flatten())
+        with step_of(optimizer, losses, loss):
+            nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    results = world(6).run(nanogpt.train, 3, 8, {"dp": 3, "tp": 2})
+    for got, part, total in results:
+        assert got == pytest.approx(losses, abs=1e-5)
+        assert total == sum(parameter.numel() for parameter in plain.parameters())
+        assert part < 0.2  # of a sixth, norms and uneven shards aside
+
+
+def test_the_dlrm_trains_as_in_one_process() -> None:
+    dlrm = example("dlrm")
+    torch.manual_seed(0)
+    plain = dlrm.DLRM()
+    losses: list[float] = []
+    sums: dict[str, Tensor] = {}
+    optimizer = torch.optim.Adagrad([*plain.bottom.parameters(), *plain.top.parameters()], lr=0.02)
+    parts = [
+        CriteoDataset(SAMPLE, 8, num_embeddings=dlrm.ROWS, seed=0, drop_last=True, rank=rank, world_size=4)
+        for rank in range(4)
+    ]
+    for batches in zip(*parts, strict=True):
+        dense, ids, labels = (torch.cat([getattr(x, name) for x in batches]) for name in ("dense", "ids", "labels"))
+        ids = ids.T.flatten()
+        features = KeyedJaggedTensor(list(KEYS), ids, lengths=torch.ones(len(ids), dtype=torch.int64))
+        loss = F.binary_cross_entropy_with_logits(plain(dense, features), labels)
+        with step_of(optimizer, losses, loss):
+            row_wise_adagrad(plain.tables, sums, lr=0.1)
+    assert len(losses) == 9
+    for means, calls in world(4).run(dlrm.train, 1, 4):
+        assert means == [pytest.approx(sum(losses) / len(losses), abs=1e-5)]
+        assert calls.total() <= 6
+
+
+def test_the_two_towers_train_and_retrieve_as_in_one_process() -> None:
+    towers = example("two_tower")
+    torch.manual_seed(0)
+    plain = towers.TwoTower()
+    losses: list[float] = []
+    sums: dict[str, Tensor] = {}
+    optimizer = torch.optim.Adam([*plain.user.parameters(), *plain.item.parameters()], lr=3e-3)
+    for step in range(6):
+        seen, items = towers.users(step, 32)
+        with step_of(optimizer, losses, towers.in_batch_loss(plain, seen, items, all_items=items)):
+            row_wise_adagrad(plain.table, sums, lr=0.2)
+    seen, items = towers.users(-1, 500)
+    with torch.no_grad():
+        users, vectors = plain(seen, torch.arange(towers.ITEMS))
+    scores = (users @ vectors.T).scatter(1, seen, -torch.inf)
+    found = [item in row.argsort(descending=True)[:10] for item, row in zip(items, scores, strict=True)]
+    for got, recall in world(3).run(towers.train, 6, 32, 3):  # 11, 11 and 10 users a rank
+        assert got == pytest.approx(losses, abs=1e-5)
+        assert recall == pytest.approx(sum(found) / 500, abs=0.003)  # one user: two items as near
+
+
+def test_another_user_with_the_same_item_is_no_negative() -> None:
+    towers = example("two_tower")
+    torch.manual_seed(0)
+    model, (seen, _) = towers.TwoTower(), towers.users(0, 5)
+    same = torch.full((5,), 7)
+    assert towers.in_batch_loss(model, seen, same, same).item() == 0
+    other = torch.tensor([7, 7, 7, 7, 8])
+    assert towers.in_batch_loss(model, seen, other, other).item() > 0
+
+
+def test_a_mixtral_trains_as_in_one_process_and_its_weights_load_into_the_plain_model() -> None:
+    mixtral = example("mixtral")
+    plain = mixtral.plain_model()
+    losses: list[float] = []
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for step in range(3):
+        ids = mixtral.batch(step, 6)
+        with step_of(optimizer, losses, plain(ids, labels=ids).loss):
+            pass
+    for got, weights, part in world(4).run(mixtral.train, 3, 6):
+        assert got == pytest.approx(losses, abs=1e-5)
+        mixtral.plain_model().load_state_dict(weights)
+        for name, weight in plain.named_parameters():
+            torch.testing.assert_close(weights[name], weight.detach(), atol=1e-4, rtol=1e-4)
+        experts = sum(weight.numel() for name, weight in weights.items() if ".experts." in name)
+        total = sum(weight.numel() for weight in weights.values())
+        assert part == (total - experts / 2) / total
+
+
+@pytest.mark.parametrize("ids", ["", "10", "-1", "3,,4", "1.0", "1_0", "²", " 1", "3,x", "9" * 30])
+def test_the_server_refuses_what_is_no_id(ids: str) -> None:
+    lookup: Callable[[Tensor, str], list[list[float]]] = example("embedding_server").lookup
+    table = torch.arange(20.0).view(10, 2)
+    assert lookup(table, "9,0,9") == [[18, 19], [0, 1], [18, 19]]
+    with pytest.raises(ValueError, match=r"is no id of this table\. Its ids are 0 to 9\."):
+        lookup(table, ids)
+
+
+def test_the_server_names_the_tables_that_there_are(tmp_path: Path) -> None:
+    save(tmp_path, {"items": torch.zeros(3, 2), "bias": torch.zeros(3), "users": torch.ones(4, 2)}, step=5)
+    read_table = example("embedding_server").read_table
+    table, step = read_table(str(tmp_path), "users")
+    assert (table.tolist(), step) == ([[1, 1]] * 4, 5)
+    for name in ("item", "bias"):
+        with pytest.raises(KeyError, match="it has items, users"):
+            read_table(str(tmp_path), name)
