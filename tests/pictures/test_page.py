@@ -74,6 +74,15 @@ def test_every_page_is_well_formed(written: Written) -> None:
     ET.fromstring(one.svg())  # noqa: S314 - not from elsewhere
 
 
+@pytest.mark.parametrize("shape", [(1000, 64), (8, 64), (64, 1000), (64,)])
+def test_uneven_shards_are_drawn_to_scale_whatever_the_form_of_the_tensor(shape: tuple[int, ...]) -> None:
+    dim = shape.index(64)
+    svg = picture(Layout(Mesh((3,)), [Shard(dim, sizes=(10, 30, 24))], shape)).svg()
+    frames = re.findall(r'<rect x="\d+" y="\d+" width="(\d+)" height="(\d+)"', svg)
+    sizes = [int(frame[0 if dim == 1 else 1]) for frame in frames]
+    assert [round(10 * size / sizes[0]) for size in sizes] == [10, 30, 24]
+
+
 def test_segments_of_a_drawing_are_in_proportion() -> None:
     assert [ranks for _, ranks, _ in cells(picture(UNEVEN).svg())] == [{0}, {1}, {2}, {3}]
     heights = [frame[3] for *_, frame in cells(picture(UNEVEN).svg())]

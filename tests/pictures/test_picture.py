@@ -1,6 +1,7 @@
 """Pictures show every element once, with all the ranks that hold it."""
 
 import io
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -290,8 +291,22 @@ def shown(monkeypatch: pytest.MonkeyPatch, file: io.StringIO, **environment: str
 def test_a_terminal_gets_a_colour_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     coloured = shown(monkeypatch, Terminal(), TERM="xterm")
     assert "\x1b[36mrank 0\x1b[0m" in coloured
-    assert "\x1b[35mrank 1\x1b[0m" in coloured
-    assert coloured.replace("\x1b[36m", "").replace("\x1b[35m", "").replace("\x1b[0m", "") == f"{picture(LAYOUT)}\n"
+    assert "\x1b[95mrank 1\x1b[0m" in coloured
+    assert coloured.replace("\x1b[36m", "").replace("\x1b[95m", "").replace("\x1b[0m", "") == f"{picture(LAYOUT)}\n"
+
+
+@pytest.mark.parametrize("columns", [2, 6, 8, 12, 13])
+def test_neighbours_on_a_mesh_have_other_colours(columns: int) -> None:
+    drawn = picture(Layout(Mesh((3, columns)), [Shard(0), Shard(1)], (3, columns)))
+    text = drawn.text(width=40 * columns, colour=True)
+    ansi = {int(rank): code for code, rank in re.findall(r"\x1b\[(\d+)mrank (\d+)\x1b", text)}
+    fills = re.findall(r'data-ranks="(\d+)">.*?fill="#(\w+)"', drawn.svg())
+    svg = {int(rank): bytes.fromhex(fill) for rank, fill in fills}
+    assert len(ansi) == len(svg) == 3 * columns
+    across = [(rank, rank + 1) for rank in ansi if (rank + 1) % columns]
+    for a, b in [*across, *((rank, rank + columns) for rank in range(2 * columns))]:
+        assert ansi[a] != ansi[b]
+        assert max(abs(x - y) for x, y in zip(svg[a], svg[b], strict=True)) >= 32, (a, b)
 
 
 @pytest.mark.parametrize(

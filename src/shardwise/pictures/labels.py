@@ -107,6 +107,11 @@ def mesh_text(mesh: Mesh) -> str:
     return f"{plain[:-1]}, {len(mesh.ranks)} ranks from {min(mesh.ranks)} to {max(mesh.ranks)})"
 
 
+def is_dark(mesh: Mesh, rank: int) -> bool:
+    """Whether a rank has the darker of two shades, which neighbours along each axis of the mesh have in turn."""
+    return sum(mesh.coordinate(rank) or ()) % 2 == 1
+
+
 def title(layout: Layout) -> str:
     """Shape, placements and mesh of `layout` in one line."""
     placements = placements_text(layout.mesh, layout.placements, placement_text)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from shardwise.layout import Layout
-from shardwise.pictures.labels import bytes_text, count_text, title
+from shardwise.pictures.labels import bytes_text, count_text, is_dark, title
 from shardwise.pictures.scene import Subject
 from shardwise.pictures.svg import colour_of, draw_svg, safe
 
@@ -80,7 +80,8 @@ def _ranks(layout: Layout, itemsize: int | None) -> str:
         elements = layout.local_numel(rank)
         shards = " ".join(map(str, boxes[:4])) + (f" and {len(boxes) - 4} more" if len(boxes) > 4 else "")
         size = "" if itemsize is None else f"<td>{bytes_text(elements * itemsize)}</td>"
-        bar = f'<span class="bar" style="width:{100 * elements / most:.1f}%;background:{colour_of(rank)}"></span>'
+        colour = colour_of(rank, is_dark(layout.mesh, rank))
+        bar = f'<span class="bar" style="width:{100 * elements / most:.1f}%;background:{colour}"></span>'
         lines.append(
             f'<tr><td>{rank}</td><td class="word">{safe(shards or "nothing")}</td><td>{elements:,}</td>{size}'
             f'<td class="bar">{bar}</td></tr>'

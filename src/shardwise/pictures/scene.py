@@ -302,6 +302,11 @@ def _slice_text(ndim: int, part: Mapping[int, tuple[int, int]]) -> str:
 # ---- sizes of segments ------------------------------------------------------------------------------
 
 
+def in_proportion(lengths: Sequence[int], least: Sequence[int]) -> int:
+    """The room at which segments of these least sizes are in proportion."""
+    return round(sum(lengths) * max(few / length for few, length in zip(least, lengths, strict=True)))
+
+
 def spread(lengths: Sequence[int], least: Sequence[int], room: int) -> list[int]:
     """The size of each segment: in proportion as far as `room` and the `least` of each allow.
 

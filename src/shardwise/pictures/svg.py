@@ -7,8 +7,8 @@ from itertools import accumulate
 
 from shardwise.errors import printable
 from shardwise.pictures.holders import Holders
-from shardwise.pictures.labels import count_text, holdings, ranks_text, title
-from shardwise.pictures.scene import Cell, Limit, Panel, Subject, panels, spread
+from shardwise.pictures.labels import count_text, holdings, is_dark, ranks_text, title
+from shardwise.pictures.scene import Cell, Limit, Panel, Subject, in_proportion, panels, spread
 
 LIMITS = (Limit(64, 64), Limit(64, 64), Limit(8, 8))  # of rows, columns and each further dim
 SIDE = 320  # units that the longer side of a panel is drawn at, if its segments need no more
@@ -27,9 +27,9 @@ def safe(text: str) -> str:
     return escape(printable(text).replace("\n", " "), quote=True)
 
 
-def colour_of(rank: int) -> str:
-    """A light colour. Hues of successive ranks are a golden section of the circle apart."""
-    channels = colorsys.hls_to_rgb(rank * 0.618034 % 1, 0.78, 0.62)
+def colour_of(number: int, dark: bool = False) -> str:
+    """Hues of successive numbers are a golden section of the circle apart."""
+    channels = colorsys.hls_to_rgb(number * 0.618034 % 1, 0.64 if dark else 0.82, 0.62)
     return "#" + "".join(f"{round(255 * c):02x}" for c in channels)
 
 
@@ -91,7 +91,10 @@ def _slices(holders: Holders) -> Drawing:
 
 
 def _sizes(found: Sequence[Panel]) -> tuple[list[int], list[int]]:
-    """Widths and heights of the segments: a panel has the form of its slice, down to a third as wide or as high."""
+    """Widths and heights of the segments, to scale if that takes at most twice the usual side.
+
+    A panel has the form of its slice, down to a third as wide or as high, unless it needs more.
+    """
     rows, columns = found[0].rows.lengths, found[0].columns.lengths
     form = min(max(sum(columns) / sum(rows), 1 / 3), 3.0)
     side = SIDE if sum(columns) * sum(rows) > 1 else SIDE / 4  # a single element is drawn small
@@ -99,9 +102,14 @@ def _sizes(found: Sequence[Panel]) -> tuple[list[int], list[int]]:
     labels = max(len(cell.label) for panel in found for cell in panel.cells)
     few = min(labels * CHARACTER + 10, 2 * SIDE / len(columns))
     return (
-        spread(columns, [round(max(few, LEAST))] * len(columns), round(width)),
-        spread(rows, [max(LEAST, min(LINE, 2 * SIDE // len(rows)))] * len(rows), round(height)),
+        _to_scale(columns, round(max(few, LEAST)), round(width)),
+        _to_scale(rows, max(LEAST, min(LINE, 2 * SIDE // len(rows))), round(height)),
     )
+
+
+def _to_scale(lengths: Sequence[int], few: int, room: int) -> list[int]:
+    least = [few] * len(lengths)
+    return spread(lengths, least, max(room, min(in_proportion(lengths, least), 2 * SIDE)))
 
 
 def _panel(panel: Panel, xs: Sequence[int], ys: Sequence[int], ndim: int) -> str:
@@ -132,7 +140,7 @@ def _tooltip(cell: Cell, panel: Panel, ndim: int) -> str:
 
 def _cell(cell: Cell, frame: tuple[int, int, int, int], tooltip: str) -> str:
     x, y, width, height = frame
-    fill = GREY if cell.shards > 1 else colour_of(cell.ranks[0])
+    fill = GREY if cell.shards > 1 else colour_of(cell.ranks[0], is_dark(cell.holders.layout.mesh, cell.ranks[0]))
     dashed = ' stroke-dasharray="6 3"' if cell.holders.reduction else ""
     shown = next((word for word in _shorter(cell) if len(word) * CHARACTER + 6 <= width and height >= LINE - 4), "")
     label = _text(shown, x + width / 2, y + height / 2, "middle") if shown else ""

@@ -7,12 +7,13 @@ from textwrap import wrap
 from shardwise.errors import printable
 from shardwise.layout import Box
 from shardwise.pictures.holders import Holders
-from shardwise.pictures.labels import holdings, title
-from shardwise.pictures.scene import Limit, Panel, Segments, Subject, panels, sliced_dims, spread
+from shardwise.pictures.labels import holdings, is_dark, title
+from shardwise.pictures.scene import Cell, Limit, Panel, Segments, Subject, in_proportion, panels, sliced_dims, spread
 
 UP, RIGHT, DOWN, LEFT = 1, 2, 4, 8
 JOINS = " ╵╶└╷│┌├╴┘─┴┐┤┬┼"  # at the sum of the directions that lines leave in
 COLOURS = (36, 35, 32, 33, 34, 31)  # ANSI codes: cyan, magenta, green, yellow, blue, red
+SHADE = 60  # more: the bright ones
 
 MAX_ROWS = 16  # segments drawn one below the other
 SHOWN = 5  # segments of rows and of columns, if they do not all fit
@@ -103,8 +104,7 @@ def _heights(found: Sequence[Panel], labels: Labels) -> list[int]:
 
 def _in_proportion(dim: Segments, least: Sequence[int], room: int) -> list[int]:
     """No larger than it takes to be in proportion."""
-    enough = sum(dim.lengths) * max(few / length for few, length in zip(least, dim.lengths, strict=True))
-    return spread(dim.lengths, least, max(1, min(round(enough), room)))
+    return spread(dim.lengths, least, max(1, min(in_proportion(dim.lengths, least), room)))
 
 
 def _make_room(found: Sequence[Panel], needed: dict[str, int], least: list[int], dim: int) -> None:
@@ -138,8 +138,13 @@ def _block(
     _line_down(joins, xs[-1], 0, ys[-1])
     canvas = [[JOINS[join] for join in line] for line in joins]
     for cell, frame in spots:
-        _write(canvas, labels[cell.label], frame, COLOURS[cell.ranks[0] % len(COLOURS)] if colour else None)
+        _write(canvas, labels[cell.label], frame, _colour(cell) if colour else None)
     return _numbered(canvas, panel, xs, ys, ndim)
+
+
+def _colour(cell: Cell) -> int:
+    rank = cell.ranks[0]
+    return COLOURS[rank % len(COLOURS)] + (SHADE if is_dark(cell.holders.layout.mesh, rank) else 0)
 
 
 def _line_right(line: list[int], left: int, right: int) -> None:
