@@ -21,7 +21,7 @@ LAYERS = """
     debug
     pictures | models
     parallel
-    checkpoint | experimental | graph_capture | launch
+    checkpoint | experimental | graph_capture | launch | data
     embedding | sharded_tensor
     tensor
     redistribute

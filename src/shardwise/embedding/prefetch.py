@@ -37,6 +37,8 @@ def prefetch(
     A sharded collection looks up a batch that has arrived when it gets the KeyedJaggedTensor that the loader gave, the
     same object; any other is exchanged as usual. Results are those without prefetch: rows are read in forward.
 
+    `state_dict()` is that of the loader after the batch that was given last, for loaders that have one.
+
     All ranks iterate it alike, with as many batches each. Ids are sent after the results of the batch in front have
     arrived, or, if it is not looked up, when the next batch is taken; in the thread that trains.
 
@@ -71,11 +73,13 @@ class _Loaded(Generic[B]):
     Attributes:
         batch: of one element; empty: there is none.
         error: of the loader, or None if it has ended.
+        state: of the loader after the batch, if it has a `state_dict`.
     """
 
     batch: tuple[B, ...] = ()
     inputs: tuple[JaggedFeatures, ...] = ()
     error: Exception | None = None
+    state: object = None
 
     @property
     def verdict(self) -> Verdict:
@@ -90,11 +94,29 @@ class Prefetch(Generic[B]):
         self, loader: Iterable[B], collections: Mapping[str, Sharded], ids_of: IdsOf[B] | None, depth: int
     ) -> None:
         self._loader, self._collections, self._ids_of, self._depth = loader, dict(collections), ids_of, depth
+        self._state: object = None
 
     def __len__(self) -> int:
         if not isinstance(self._loader, Sized):
             raise TypeError(f"prefetch: a {type(self._loader).__name__} has no length.")
         return len(self._loader)
+
+    def state_dict(self) -> object:
+        """The state of the loader after the batch that was given last; it has read ahead.
+
+        Raises:
+            ArgumentError: the loader has no `state_dict`.
+        """
+        state = self._state_of_loader() if self._state is None else self._state
+        if state is None:
+            raise ArgumentError(
+                f"prefetch: a {type(self._loader).__name__} has no state_dict. Fix: such as shardwise.data.BatchLoader."
+            )
+        return state
+
+    def _state_of_loader(self) -> object:
+        state_dict = getattr(self._loader, "state_dict", None)
+        return None if state_dict is None else state_dict()
 
     def __iter__(self) -> Iterator[B]:
         collections, used, count = self._collections, set[str](), 0
@@ -129,7 +151,7 @@ class Prefetch(Generic[B]):
         """What the loader gives, without an end."""
         try:
             for batch in self._loader:
-                yield _Loaded((batch,), self._inputs(batch))
+                yield _Loaded((batch,), self._inputs(batch), state=self._state_of_loader())
         except Exception as error:  # noqa: BLE001 - raised where the batch would have been used, on all ranks
             yield _Loaded(error=error)
         while True:
@@ -149,6 +171,7 @@ class Prefetch(Generic[B]):
             check_loaders(of_all.verdicts, one.engine.plan.ranks, loaded.error, number)
         if not loaded.batch:
             return None
+        self._state = loaded.state
         ready = [collection.receive(one, of_all) for (collection, one), of_all in zip(pairs, arrived, strict=True)]
         return loaded.batch[0], ready
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.data.shuffling import epoch_order
 from shardwise.demos.data.pyident import PyIdent
-from shardwise.demos.data.shuffling import epoch_order
 
 GOLDEN = 0x9E3779B97F4A7C15  # Fibonacci hashing; Knuth, TAOCP 3, section 6.4
 

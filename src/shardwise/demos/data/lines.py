@@ -19,10 +19,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.data.shuffling import epoch_order
 from shardwise.demos.data.errors import DataError
 from shardwise.demos.data.files import GZ_ERRORS, DataFile
 from shardwise.demos.data.resumable import B, Position, ResumableDataset
-from shardwise.demos.data.shuffling import epoch_order
 
 BLOCK_BYTES = 1 << 20
 READ_BYTES = 1 << 20  # at once; a longer line is refused

@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shardwise.data.shuffling import epoch_order
 from shardwise.demos.data.files import Paths, find_files
 from shardwise.demos.data.parquet_files import LISTS, NUMBERS, RowReader, Rows, row_groups
 from shardwise.demos.data.resumable import Position, ResumableDataset
-from shardwise.demos.data.shuffling import epoch_order
 from shardwise.embedding import KeyedJaggedTensor
 
 if TYPE_CHECKING:

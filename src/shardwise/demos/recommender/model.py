@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.data.shuffling import generator
 from shardwise.demos.data import Batch
-from shardwise.demos.data.shuffling import generator
 from shardwise.embedding import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 
 MAX_ARGS = 15  # functions with more arguments share an embedding

@@ -19,6 +19,10 @@ def epoch_order(count: int, seed: int | None, epoch: int) -> Tensor:
 
 def generator(seed: int, number: int) -> torch.Generator:
     """The random numbers of pass or step `number`."""
-    # A generator on the CPU looks at only 32 bits of its seed: both numbers have to get into them.
-    mixed = hashlib.sha256(f"{seed} {number}".encode()).digest()[:4]
-    return torch.Generator().manual_seed(int.from_bytes(mixed, "little"))
+    return torch.Generator().manual_seed(seed_of(seed, number))
+
+
+def seed_of(*numbers: int) -> int:
+    """A seed of 32 bits, of all of which each of these numbers counts: a generator on the CPU looks at no more."""
+    mixed = hashlib.sha256(" ".join(map(str, numbers)).encode()).digest()[:4]
+    return int.from_bytes(mixed, "little")
