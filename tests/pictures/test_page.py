@@ -178,7 +178,7 @@ def check_page(page: str) -> Page:
     ids = [attributes["id"] for _, attributes in parser.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
     drawing = {"svg", "g", "rect", "text", "title"}
-    table = {"table", "caption", "thead", "tbody", "tr", "td", "th", "div", "span"}
+    table = {"pre", "table", "caption", "thead", "tbody", "tr", "td", "th", "div", "span"}
     for tag, attributes in parser.tags:
         assert tag in {"html", "head", "meta", "style", "body", "h1", "h2", *drawing, *table}, tag
         for name, value in attributes.items():

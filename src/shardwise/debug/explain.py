@@ -7,6 +7,8 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
 from shardwise import collectives
 from shardwise.errors import ArgumentError
 from shardwise.layout import Layout, shown
+from shardwise.pictures.page import table_html
+from shardwise.pictures.svg import safe
 from shardwise.trace.comm_trace import CommEvent, Kind, Listener, listening_with
 
 P = ParamSpec("P")
@@ -67,13 +69,10 @@ class Explanation(Listener, Generic[R]):
         self._entered.pop().__exit__(None, None, None)
 
     def __str__(self) -> str:
-        sent = f"{self.sent_bytes:,} bytes, {self.implicit_bytes:,} of them implicitly"
-        lines = [f"Rank {collectives.rank()} sent {sent}."]
-        silent = 0
+        lines, silent = [self._sent()], len(self._events)
         for kind, title in _TITLES.items():
-            groups = _grouped(event for event in self.events if event.cause.kind == kind)
-            sending = [group for group in groups if group[0].total_bytes != 0]
-            silent += sum(map(len, groups)) - sum(map(len, sending))
+            sending = self._sending(kind)
+            silent -= sum(map(len, sending))
             if sending:
                 lines += ["", title, "  all ranks   this rank  times"]
                 lines += [line for group in sending for line in _described(group)]
@@ -81,6 +80,24 @@ class Explanation(Listener, Generic[R]):
         notes = notes if self.other_calls else []
         notes += [f"Redistributions that send nothing, left out: {silent}."] if silent else []
         return "\n".join([*lines, "", *notes] if notes else lines)
+
+    def _repr_html_(self) -> str:
+        parts = [f"<div>{safe(self._sent())}</div>"]
+        for kind, title in _TITLES.items():
+            groups = self._sending(kind)
+            if groups:
+                rows = [["operation", "layouts", "why", "avoid", "all ranks", "this rank", "times"], *map(_row, groups)]
+                parts.append(f"<div>{safe(title)}</div>{table_html(rows, 4)}")
+        return f"<div>{''.join(parts)}</div>"
+
+    def _sent(self) -> str:
+        sent = f"{self.sent_bytes:,} bytes, {self.implicit_bytes:,} of them implicitly"
+        return f"Rank {collectives.rank()} sent {sent}."
+
+    def _sending(self, kind: Kind) -> list[list[CommEvent]]:
+        """The groups of this kind that send something."""
+        groups = _grouped(event for event in self.events if event.cause.kind == kind)
+        return [group for group in groups if group[0].total_bytes != 0]
 
 
 def _grouped(events: Iterable[CommEvent]) -> list[list[CommEvent]]:
@@ -96,17 +113,23 @@ def _total(group: list[CommEvent]) -> int | None:
     return sum(totals) if len(totals) == len(group) else None
 
 
-def _described(group: list[CommEvent]) -> Iterator[str]:
+def _row(group: list[CommEvent]) -> list[str]:
+    """What and where, the layouts, why, how to avoid it, bytes of all ranks and of this one, how often."""
     event, total = group[0], _total(group)
-    total_text, here = "unknown" if total is None else f"{total:,}", sum(event.sent_bytes for event in group)
     where = "" if event.cause.call_site is None else f"{event.cause.call_site}: "
-    yield f"{total_text:>11} {here:>11,} {len(group):>6}  {where}{event.cause}"
+    change = "" if event.src is None or event.dst is None else _change(event.src, event.dst)
+    here = sum(event.sent_bytes for event in group)
+    numbers = ["unknown" if total is None else f"{total:,}", f"{here:,}", str(len(group))]
+    return [f"{where}{event.cause}", change, event.cause.why, event.avoid, *numbers]
+
+
+def _described(group: list[CommEvent]) -> Iterator[str]:
+    what, change, why, avoid, total, here, times = _row(group)
+    yield f"{total:>11} {here:>11} {times:>6}  {what}"
     margin = " " * 32
-    if event.src is not None and event.dst is not None:
-        yield f"{margin}{_change(event.src, event.dst)}"
-    for label, text in (("why", event.cause.why), ("avoid", event.avoid)):
+    for text in (change, f"why: {why}" if why else "", f"avoid: {avoid}" if avoid else ""):
         if text:
-            yield f"{margin}{label}: {text}"
+            yield f"{margin}{text}"
 
 
 def _change(src: Layout, dst: Layout) -> str:

@@ -347,8 +347,8 @@ class Layout:
         """Print which rank holds which part; `shardwise.picture` gives it as text, SVG or HTML."""
         _draw(self, header, itemsize).show()
 
-    def _repr_html_(self) -> str:
-        return _draw(self, "", None)._repr_html_()
+    def _repr_html_(self, header: str = "", itemsize: int | None = None) -> str:
+        return _draw(self, header, itemsize)._repr_html_()
 
 
 def _mesh(value: object) -> Mesh:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from html import escape
 from math import prod
 from typing import Any, Self
 
@@ -11,6 +12,7 @@ from shardwise.errors import MeshError
 from shardwise.layout.arguments import as_integers, is_listing, shown
 
 MOST_RANKS = 2**20
+MOST_CELLS = 1024  # ranks that a notebook shows
 _EXAMPLE = 'such as Mesh((2, 4), names=("dp", "tp"))'
 
 
@@ -107,6 +109,24 @@ class Mesh:
     def sorted_ranks(self) -> tuple[int, ...]:
         """The ranks in rising order."""
         return self.ranks if self.is_range else tuple(sorted(self.ranks))
+
+    def _repr_html_(self) -> str:
+        """A table of the ranks: the last axis to the right, the others downwards; only its text if it is large."""
+        text = escape(str(self))
+        if self.size() > MOST_CELLS:
+            return f"<div>{text}</div>"
+        *others, last = [str(name) for name in self.names or range(self.ndim)]
+        width = self.shape[-1]
+        heads = [*others, *(f"{last} {position}" for position in range(width))]
+        lines = []
+        for start in range(0, self.size(), width):
+            ranks = self.ranks[start : start + width]
+            positions = (self.coordinate(ranks[0]) or ())[:-1]
+            cells = [f"<th>{n}</th>" for n in positions] + [f"<td>rank {rank}</td>" for rank in ranks]
+            lines.append(f"<tr>{''.join(cells)}</tr>")
+        head = "".join(f"<th>{escape(name)}</th>" for name in heads)
+        caption = f"<caption>{text} on {escape(self.device_type)}</caption>"
+        return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
     def index(self, rank: int) -> int:
         """Where `rank` is in `ranks`."""

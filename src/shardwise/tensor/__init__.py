@@ -4,7 +4,7 @@ This file is where the class `DTensor` is completed, and where the modules that 
 """
 
 import shardwise.lookups  # noqa: F401  (registers the rules of lookups)
-from shardwise.tensor import conversion, factories, torch_patches
+from shardwise.tensor import conversion, factories, notebooks, torch_dtensors, torch_patches
 from shardwise.tensor.autograd import functions, gradients
 from shardwise.tensor.conversion import distribute_tensor
 from shardwise.tensor.dispatch import dispatcher, native
@@ -42,6 +42,7 @@ __all__ = [
     "inplace_views",
     "lists",
     "native",
+    "notebooks",
     "optimisers",
     "plain",
     "random_functions",
@@ -49,6 +50,7 @@ __all__ = [
     "strict",
     "tag",
     "to_layout",
+    "torch_dtensors",
     "torch_patches",
     "unasked",
 ]  # fmt: skip
