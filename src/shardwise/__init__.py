@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.launch import launch
 from shardwise.layout.layout import set_renderer
+from shardwise.layout.mesh import set_rank
 
 if TYPE_CHECKING:
     from shardwise import debug, parallel
@@ -62,7 +63,14 @@ def _draw(layout: "Layout", header: str, itemsize: int | None) -> "Picture":
     return Picture(layout, header, itemsize)
 
 
+def _rank() -> int:
+    from shardwise.collectives import rank
+
+    return rank()
+
+
 set_renderer(_draw)
+set_rank(_rank)
 
 
 def __getattr__(name: str) -> Any:

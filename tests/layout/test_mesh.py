@@ -1,14 +1,17 @@
 import copy
 import dataclasses
 import pickle
+from typing import cast
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import shardwise as sw
 from shardwise.errors import MeshError
 from shardwise.layout import Mesh, ring_elements
+from shardwise.testing import world
 from shardwise.testing.local_shards import mesh_position
 from tests.strategies import laws, meshes
 
@@ -49,6 +52,24 @@ def test_a_submesh_is_the_part_of_the_grid_around_a_rank(mesh: Mesh, data: st.Da
     part = mesh.submesh(kept, rank)
     assert part.shape == tuple(expected.shape)
     assert list(part.ranks) == expected.flatten().tolist()
+
+
+def test_a_submesh_by_name_is_that_of_the_rank_that_asks_as_of_torch_s_device_mesh() -> None:
+    def body() -> None:
+        mesh, here = GRID, sw.rank()
+        position = mesh.coordinate(here)
+        assert position is not None
+        assert mesh["tp"] == mesh.submesh("tp", here)
+        assert mesh["dp", "tp"] == mesh
+        assert (mesh.get_local_rank("dp"), mesh.get_local_rank(1)) == position
+        assert mesh["tp"].get_local_rank() == position[1]
+
+    world(6).run(body)
+
+
+def test_a_mesh_is_no_sequence_of_submeshes() -> None:
+    with pytest.raises(TypeError, match="not iterable"):
+        iter(GRID)  # type: ignore[call-overload] # the point
 
 
 def test_axes_have_names_and_indices() -> None:
@@ -133,6 +154,14 @@ def test_a_pickled_mesh_carries_no_hash() -> None:
             lambda: GRID.submesh(("tp", "tp"), 0),
             "A sub-mesh keeps the order of the axes of its mesh, got ('tp', 'tp').",
         ),
+        (lambda: GRID["pp"], "The mesh has no axis named 'pp'; its axes are ('dp', 'tp')."),
+        (
+            lambda: GRID[cast("str", 0)],
+            "A sub-mesh is chosen by the names of its axes, got 0. Fix: such as mesh['tp'].",
+        ),
+        (GRID.get_local_rank, f"{GRID} has 2 axes. Fix: name one of them."),
+        (lambda: Mesh((2,), (3, 1)).get_local_rank(), "Rank 0 is not part of Mesh(0=2, ranks=(3, 1))."),
+        (lambda: Mesh((2,), (3, 1), ("tp",))["tp"], "Rank 0 is not part of Mesh(tp=2, ranks=(3, 1))."),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused(make: object, text: str) -> None:

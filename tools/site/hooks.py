@@ -20,13 +20,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages whose text is a file of the repository's root, and the examples that pages link to."""
     for source, page in FROM_ROOT.items():
         files.append(File.generated(config, page, content=_from_docs((ROOT / source).read_text(encoding="utf-8"))))
-    for example in sorted((ROOT / "examples").glob("*.py")):
-        files.append(File.generated(config, f"examples/{example.name}", abs_src_path=str(example)))
+    examples = ROOT / "examples"
+    for example in sorted(x for end in ("py", "sbatch", "yaml") for x in examples.rglob(f"*.{end}")):
+        files.append(File.generated(config, f"examples/{example.relative_to(examples)}", abs_src_path=str(example)))
     return files
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    return markdown.replace("](../examples/", "](examples/")
+    return markdown.replace("](../examples/", "](examples/").replace("](../README.md", "](index.md")
 
 
 def _from_docs(text: str) -> str:

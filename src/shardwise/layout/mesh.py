@@ -1,6 +1,6 @@
 """Ranks in an N-D mesh with named axes. A plain value, without process groups or devices."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -192,6 +192,25 @@ class Mesh:
         labels = None if self.names is None else tuple(self.names[axis] for axis in axes)
         return Mesh(tuple(self.shape[axis] for axis in axes), tuple(ranks), labels, self.device_type)
 
+    def __getitem__(self, names: str | tuple[str, ...]) -> "Mesh":
+        """The sub-mesh of some axes, by name, through the rank that asks: as of torch's DeviceMesh."""
+        if not all(isinstance(name, str) for name in (names if isinstance(names, tuple) else (names,))):
+            raise MeshError(
+                f"A sub-mesh is chosen by the names of its axes, got {shown(names)}. Fix: such as mesh['tp']."
+            )
+        return self.submesh(names, _rank())
+
+    __iter__ = None  # Python would make an iterator of __getitem__
+
+    def get_local_rank(self, mesh_dim: str | int | None = None) -> int:
+        """The position on one axis of the rank that asks; None is the only axis."""
+        if mesh_dim is None and self.ndim != 1:
+            raise MeshError(f"{self} has {self.ndim} axes. Fix: name one of them.")
+        here, axis = self.coordinate(_rank()), self.axis(mesh_dim or 0)
+        if here is None:
+            raise MeshError(f"Rank {_rank()} is not part of {self}.")
+        return here[axis]
+
     def __enter__(self) -> Self:
         """Inside `with mesh:`, it is the mesh of functions that are given none."""
         _entered.set((*_entered.get(), self))
@@ -218,6 +237,19 @@ _entered: ContextVar[tuple[Mesh, ...]] = ContextVar("meshes", default=())
 def entered_mesh() -> Mesh | None:
     """That of the innermost `with mesh:`."""
     return (_entered.get() or (None,))[-1]
+
+
+def _unknown() -> int:
+    raise MeshError("No rank asks. Fix: mesh.submesh(names, rank), or import shardwise.")
+
+
+_rank: Callable[[], int] = _unknown
+
+
+def set_rank(rank: Callable[[], int]) -> None:
+    """What `mesh["tp"]` asks for the rank. `shardwise/__init__.py` sets it: processes are of a higher layer."""
+    global _rank  # noqa: PLW0603
+    _rank = rank
 
 
 def _names(names: object) -> tuple[str, ...]:
