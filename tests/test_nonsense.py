@@ -578,6 +578,7 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
             "itemsize": 4,
         },
     ),
+    "shardwise.debug.profiler_ranges": lambda: (debug.profiler_ranges, {}),
     "shardwise.debug.shadow": lambda: (debug.shadow, {"every": 1, "ops": None, "rtol": 1e-3, "atol": 1e-3}),
     "shardwise.debug.visualize_sharding": lambda: (
         debug.visualize_sharding,
