@@ -13,6 +13,7 @@ from shardwise.embedding.configs import POLICIES, EmbeddingConfig
 from shardwise.embedding.jagged import KeyedJaggedTensor
 from shardwise.embedding.jagged.keyed_jagged_tensor import JaggedFeatures
 from shardwise.errors import ConfigError, IdError, IdTypeError, RemoteRankError
+from shardwise.trace.capture_hooks import not_capturable
 
 Verdict = tuple[int, int, int, int]  # feature, sample, position in the sample, and the id; VALID if all are valid
 VALID: Verdict = (-1, 0, 0, 0)
@@ -56,6 +57,11 @@ class Batch:
         lengths = torch.bincount(self.bag[keep], minlength=self.lengths.numel())
         weights = None if self.weights is None else self.weights[keep]
         return replace(self, values=self.values[keep], lengths=lengths, weights=weights, kept=keep)
+
+
+def refuse_capture() -> None:
+    """Raise a CaptureError if this thread is traced."""
+    not_capturable("a lookup of an embedding collection, whose messages depend on the ids")
 
 
 def make_batch(values: Tensor, lengths: Tensor, weights: Tensor | None, bags: Sequence[int]) -> Batch:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.embedding.batch import Batch, Features, IdRules, features_of
+from shardwise.embedding.batch import Batch, Features, IdRules, features_of, refuse_capture
 from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType, resized
 from shardwise.embedding.jagged import JaggedTensor, KeyedTensor
 from shardwise.embedding.jagged.jagged_tensor import made
@@ -127,6 +127,7 @@ class _Collection(nn.Module):
 
     def _batch(self, features: JaggedFeatures) -> tuple[Batch, Batch]:
         """The ids of a batch, and the valid ones."""
+        refuse_capture()
         given = self._features.batch(features, self._weighted, self._weights()[0].device)
         batch, verdict = self._rules.apply(given)
         self._rules.raise_for([verdict])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import collectives
-from shardwise.embedding.batch import NO_BATCH, Batch, IdRules, Verdict, features_of
+from shardwise.embedding.batch import NO_BATCH, Batch, IdRules, Verdict, features_of, refuse_capture
 from shardwise.embedding.collections import (
     BAGS,
     ROWS,
@@ -240,6 +240,7 @@ class _Sharded(nn.Module):
 
     def _lookup(self, features: JaggedFeatures) -> tuple[SentBatch, Tensor]:
         """The batch, and the results, flat, after messages 1 and 2."""
+        refuse_capture()
         ready = self._take_prefetched(features)
         if ready is None:
             sent = self.prepare(features)

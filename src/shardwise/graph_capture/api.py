@@ -5,14 +5,13 @@ from collections.abc import Callable
 from functools import update_wrapper
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
 from shardwise.errors import CaptureError
 from shardwise.graph_capture.compiled import Backend
 from shardwise.graph_capture.graphs import Graphs
 from shardwise.graph_capture.guards import StateGuards, cache_key, must_run_eagerly
 from shardwise.graph_capture.refusals import refusal
 from shardwise.graph_capture.replay import CapturedCall
+from shardwise.graph_capture.structure import LEAVES, flatten
 from shardwise.graph_capture.value_guards import OtherValueError
 from shardwise.layout import checked
 
@@ -40,10 +39,8 @@ class Captured:
     def __call__(self, *args: object, **kwargs: object) -> Any:
         if must_run_eagerly():
             return self.function(*args, **kwargs)
-        if kwargs or any(isinstance(x, list | tuple | dict) for x in args):
-            leaves, spec = pytree.tree_flatten((args, kwargs))
-        else:
-            leaves, spec = list(args), None
+        is_flat = not kwargs and all(isinstance(x, LEAVES) for x in args)
+        leaves, spec = (list(args), None) if is_flat else flatten((args, kwargs))
         guards = self._checked_guards()
         key = (spec, *cache_key(leaves))
         calls = self._calls.setdefault(key, [])
@@ -118,7 +115,8 @@ def capture(function: Callable[..., Any], *, backend: Backend | None = None, lim
     A replay does no other Python work of the function: printing, counting, choosing by anything else than the above.
 
     Args:
-        function: a function or module of tensors, DTensors or plain; returns those, in lists, tuples and dicts.
+        function: a function or module of tensors, DTensors or plain; returns those and constants, in lists, tuples,
+            dicts and dataclasses.
             Inside debugging tools, a shadow or `count_comms`, it runs as it is.
         backend: of `torch.compile`, such as "inductor", for the local ops between collectives. None calls
             torch's ops one by one; only that is bitwise equal.

@@ -24,12 +24,12 @@ from torch.utils._device import DeviceContext
 from shardwise import collectives
 from shardwise.graph_capture.autocast import autocast_state
 from shardwise.graph_capture.refusals import refusal
+from shardwise.graph_capture.structure import CONSTANTS
 from shardwise.graph_capture.tracer import strides
 from shardwise.tensor.dispatch.hooks import are_installed
 from shardwise.tensor.dtensor import DTensor
 from shardwise.trace import capture_hooks, comm_trace
 
-CONSTANTS = (int, float, bool, str, complex, bytes, type(None), torch.dtype, torch.device, torch.Size)
 KNOWN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "shardwise"})  # whose code is not looked into
 OPAQUE = KNOWN - {"types", "argparse"}  # whose objects are not looked into; namespaces are
 CALLED_NAMES = frozenset({"forward", "training"})  # that calling a module uses
@@ -85,8 +85,8 @@ def cache_key(leaves: Sequence[Any]) -> tuple[Any, ...]:
             else:
                 raise refusal(
                     f"an argument is a {kind.__name__}",
-                    "pass only tensors, numbers and strings (in lists, tuples, dicts); use anything else through a "
-                    "closure, a global or an attribute",
+                    "pass only tensors, numbers and strings (in lists, tuples, dicts, dataclasses); use anything else "
+                    "through a closure, a global or an attribute",
                 )
             memory.append((x.layout is torch.strided and x.device.type != "meta" and _data_ptr(x)) or id(x))
     if len(set(memory)) < len(memory):  # arguments that alias each other

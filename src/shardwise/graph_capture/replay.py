@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, fx
 from torch._C import DisableTorchFunctionSubclass
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils import _pytree as pytree
 
 from shardwise import collectives
 from shardwise.graph_capture.compiled import Backend
 from shardwise.graph_capture.graphs import Graphs, partition
 from shardwise.graph_capture.refusals import refusal
+from shardwise.graph_capture.structure import RETURNED, flatten, unflatten
 from shardwise.graph_capture.tracer import Tracer, apply_to_locals
 from shardwise.graph_capture.value_guards import ValueRead
 from shardwise.layout import Layout
@@ -66,13 +66,13 @@ class CapturedCall:
         with tracer.tracing():
             for x in inputs:
                 tracer.add_input(x)
-            args, kwargs = (inner, {}) if spec is None else pytree.tree_unflatten(inner, spec)
+            args, kwargs = (inner, {}) if spec is None else unflatten(inner, spec)
             result = function(*args, **kwargs)
             if torch.initial_seed() != seed and not collectives.is_simulated():  # simulated ranks share a generator
                 tracer.refuse("torch.manual_seed()")
         torch.clear_autocast_cache()
         tracer.check_inputs()
-        flat, self.spec = pytree.tree_flatten(result)
+        flat, self.spec = flatten(result)
         self.outputs = [self._output(x, inputs) for x in flat]
         with DisableTorchFunctionSubclass():
             results = [x for x, out in zip(flat, self.outputs, strict=True) if out.is_tensor]
@@ -91,6 +91,11 @@ class CapturedCall:
 
     def _output(self, x: object, inputs: Sequence[Tensor]) -> Output:
         if not isinstance(x, Tensor):
+            if not isinstance(x, RETURNED):
+                raise refusal(
+                    f"the function returns a {type(x).__name__}, of which a replay has no other",
+                    "return tensors and numbers, in lists, tuples, dicts or dataclasses",
+                )
             return Output(x)
         for i, argument in enumerate(inputs):
             if x is argument:
@@ -141,7 +146,7 @@ class CapturedCall:
     def _unflatten(self, found: Sequence[Any], arguments: Sequence[Tensor]) -> object:
         tensors = iter(found)
         flat = [out.rebuild(next(tensors) if out.is_tensor else None, arguments) for out in self.outputs]
-        return flat[0] if self.spec.is_leaf() else pytree.tree_unflatten(flat, self.spec)
+        return unflatten(flat, self.spec)
 
 
 def _detached(x: Tensor) -> Tensor:

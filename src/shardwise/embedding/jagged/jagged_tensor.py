@@ -5,6 +5,7 @@ from typing import Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from shardwise.embedding.jagged.segments import Bags, checked_lengths, shown
 from shardwise.errors import JaggedError
@@ -110,3 +111,8 @@ def made(values: Tensor, weights: Tensor | None, lengths: Tensor) -> JaggedTenso
     jagged = JaggedTensor.__new__(JaggedTensor)
     jagged._values, jagged._weights, jagged._lengths = values, weights, lengths
     return jagged
+
+
+pytree.register_pytree_node(
+    JaggedTensor, lambda x: ([x._values, x._weights, x._lengths], None), lambda tensors, _: made(*tensors)
+)

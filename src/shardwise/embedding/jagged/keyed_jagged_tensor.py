@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from shardwise.embedding.jagged.jagged_tensor import JaggedTensor, made
 from shardwise.embedding.jagged.segments import Bags, check_keys, checked_lengths, shown
@@ -257,3 +258,12 @@ class KeyedJaggedTensor(Bags):
             f"{key}: {shown(jt.values(), jt.lengths(), jt.weights_or_none())}" for key, jt in self.to_dict().items()
         )
         return "KeyedJaggedTensor(" + ", ".join(parts) + ")"
+
+
+_Tensors = tuple[Tensor, Tensor | None, Tensor]  # values, weights, lengths
+
+pytree.register_pytree_node(
+    KeyedJaggedTensor,
+    lambda x: ([x._values, x._weights, x._lengths], (x._keys, x._strides)),
+    lambda tensors, context: KeyedJaggedTensor._with(context[0], *cast(_Tensors, tensors), context[1]),
+)

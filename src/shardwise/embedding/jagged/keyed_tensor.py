@@ -1,10 +1,12 @@
 """`KeyedTensor`: the pooled rows of several features."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from shardwise.embedding.jagged.segments import check_keys
 from shardwise.errors import JaggedError
@@ -110,3 +112,21 @@ class KeyedTensor:
             )
         )
         return f"KeyedTensor({parts})"
+
+
+_Context = tuple[list[str], list[int], list[int] | None]  # keys, columns and bags of each
+
+
+def _without_values(keyed: KeyedTensor) -> _Context:
+    return keyed._keys, keyed._dims, keyed._strides
+
+
+def _with_values(values: Iterable[Tensor], context: _Context) -> KeyedTensor:
+    keyed = KeyedTensor.__new__(KeyedTensor)
+    (keyed._values,), (keyed._keys, keyed._dims, keyed._strides) = values, context
+    return keyed
+
+
+pytree.register_pytree_node(
+    KeyedTensor, lambda x: ([x._values], _without_values(x)), cast(pytree.UnflattenFunc, _with_values)
+)
