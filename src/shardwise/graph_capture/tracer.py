@@ -225,7 +225,7 @@ class Tracer:
             self._unrepeatable.add(element)
         return element
 
-    def _check(self, func: Any, args: Args, kwargs: Kwargs) -> None:
+    def _check(self, func: OpOverload, args: Args, kwargs: Kwargs) -> None:
         """Raise for an op that a replay could not repeat."""
         name = func.name()
         if not self.in_backward and torch._C._current_graph_task_id() != -1:
@@ -380,7 +380,7 @@ def _named(func: OpOverload) -> str:
     return "item(), or an `if`" if func is aten._local_scalar_dense.default else str(func.name())
 
 
-def _draws(func: Any, args: Args, kwargs: Kwargs) -> bool:
+def _draws(func: OpOverload, args: Args, kwargs: Kwargs) -> bool:
     """Whether an op uses torch's generators; attention without dropout does not."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
