@@ -31,7 +31,7 @@ COMPLETED = {
     "shardwise train lm --mes": "--mesh",
     "shardwise train --config se": "settings.toml",
     "shardwise train --nproc se": "",
-    "shardwise completion .": "bash zsh tcsh",
+    "shardwise completion .": "bash zsh",
 }
 
 

@@ -7,7 +7,7 @@ from shardwise.cli.exits import Exit, SubParsers
 from shardwise.cli.mistakes import subcommands
 from shardwise.errors import ConfigError
 
-SHELLS = ("bash", "zsh", "tcsh")
+SHELLS = ("bash", "zsh")
 FILES = ("FILE", "PLAN", "PLAN.toml", "PLACEMENTS | PLAN.toml", "CHECKPOINT", "SOURCE", "TARGET")  # metavars
 FOLDERS = ("DIR", "FOLDER")
 
