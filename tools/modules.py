@@ -28,7 +28,7 @@ from shardwise import DTensor, Mesh, Replicate, Shard, distribute_tensor, shard_
 from shardwise.layout import Placement
 from shardwise.testing import world
 
-BATCH, RANKS, WIDTH = 5, (2, 3), 220
+BATCH, RANKS, TIMEOUT, WIDTH = 5, (2, 3), 600, 220
 Values = dict[str, Tensor]
 
 
@@ -105,7 +105,7 @@ def timm(name: str, **options: Any) -> Case:
         model: nn.Module = import_module("timm").create_model(name, num_classes=7, **options)
         return model
 
-    size = options.get("img_size", 64)
+    size = options.get("img_size", 32)
     return Case(build, lambda: (random(BATCH, 3, size, size),))
 
 
@@ -119,8 +119,10 @@ CASES: dict[str, Case] = {
     "timm resnet26d": timm("resnet26d"),
     "timm convnext_atto": timm("convnext_atto"),
     "timm vit_tiny": timm("vit_tiny_patch16_224", img_size=32, depth=3),
-    "timm swin": timm("swin_tiny_patch4_window7_224", img_size=56, depths=(1, 1), embed_dim=12, num_heads=(2, 3)),
-    "timm mixer": timm("mixer_s32_224", img_size=64),
+    "timm swin": timm(
+        "swin_tiny_patch4_window7_224", img_size=56, depths=(1, 1), embed_dim=12, num_heads=(2, 3), drop_path_rate=0.0
+    ),
+    "timm mixer": timm("mixer_s32_224", img_size=32),
     "timm efficientnet_b0": timm("efficientnet_b0"),
     "timm mobilenetv3_small": timm("mobilenetv3_small_050"),
     "timm regnety_002": timm("regnety_002"),
@@ -245,7 +247,7 @@ def judge(case: Case, mode: str, ranks: int) -> str:
         return trained(module, [distribute_tensor(x, mesh, [placement]) for x in inputs])
 
     try:
-        got = world(ranks).run(body)[0]
+        got = world(ranks, timeout=TIMEOUT).run(body)[0]
     except Exception as error:  # noqa: BLE001 - whatever a module raises is the result
         return f"{type(error).__name__}: {error}"
     want = trained(deepcopy(plain), inputs)
