@@ -155,6 +155,13 @@ def test_implicit_redistributions_are_counted() -> None:
     assert judge.verdict(REPLICATED).implicit == 0
 
 
+def test_aten_ops_that_run_replicated_are_named() -> None:
+    judge = OpJudge(Sample(torch.diag_embed, (X,), gradients=False))
+    assert judge.verdict(UNEVEN).fallbacks == {"aten.diag_embed.default"}
+    assert not judge.verdict(REPLICATED).fallbacks
+    assert not OpJudge(Sample(torch.sort, (X, 0), gradients=False)).verdict(UNEVEN).fallbacks
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
 def test_partial_values_add_up_exactly(dtype: torch.dtype) -> None:
     x = torch.tensor([0.1, -3.7e30, 1e-30, 0.0, 7.0], dtype=torch.float64).clamp(-9e5, 9e5).to(dtype)

@@ -63,6 +63,13 @@ def operators() -> dict[str, Any]:
     return {op.formatted_name: op for op in op_db}
 
 
+def elementwise_names() -> set[str]:
+    """The ops that torch describes as elementwise functions of one or two operands."""
+    from torch.testing._internal.opinfo.core import BinaryUfuncInfo, UnaryUfuncInfo
+
+    return {name for name, op in operators().items() if isinstance(op, BinaryUfuncInfo | UnaryUfuncInfo)}
+
+
 def dtypes_of(op: Any, device: str) -> list[torch.dtype]:
     """The dtype to try an op with, then integers and truth values where it takes them; [] without any on the device."""
     supported = op.supported_dtypes(device)
