@@ -57,6 +57,14 @@ class Contract:
     def test_with_comms_takes_no_arguments_or_torch_s(self: Any) -> None:
         self._test_op(self.build_device_mesh(), torch.add, self.expected, other=self.expected)
 
+    def test_a_difference_names_the_placements(self: Any) -> None:
+        def wrong_where_sharded(x: Any, y: Any) -> Any:
+            return x + y if getattr(x, "placements", (Replicate(),)) == (Replicate(),) else x - y
+
+        with pytest.raises(AssertionError) as raised:
+            self._test_op(self.build_device_mesh(), wrong_where_sharded, torch.ones(4, 2), torch.ones(4, 2))
+        assert raised.value.__notes__[0] == "with placements [Shard(0)], [Replicate()]"
+
     @with_comms(eager_init=True, backend="gloo")
     def test_subtests_run_for_every_combination(self: Any) -> None:
         seen: list[tuple[int, str, int]] = []

@@ -21,7 +21,7 @@ def profiler_ranges() -> Iterator[None]:
 
     `matmul: [Shard(0)], [Replicate()] in Block.up` is an op with the placements of its operands and the innermost
     module; `all_reduce: 1,024 bytes sent for matmul in backward, operand 1, in Block.up` the start of a collective. The
-    ops that torch decomposes an op into are inside its range. Backward has torch's own ranges, and marks of collectives.
+    ops that torch decomposes an op into are inside its range. Backward has torch's ranges, and marks of collectives.
 
     Each op costs some microseconds more, optimizers run op by op, and captured graphs are not used.
     """

@@ -30,12 +30,13 @@ _local_stride: Callable[..., Any] = torch._C.TensorBase.stride
 _is_excluded: Callable[..., bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
 _as_subclass: Any = torch._C.TensorBase.as_subclass
 _detach: Any = torch._C.TensorBase.detach
-_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
+_AUTOGRAD, _PYTHON = torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.Python
 
 
 def _is_below_autograd() -> bool:
     """Whether a `TorchDispatchMode` sees an op of backward, which autograd runs on local tensors."""
-    return _is_excluded(_AUTOGRAD) and not torch.is_inference_mode_enabled()
+    # `torch.tensor([x])` reads values with both keys excluded.
+    return _is_excluded(_AUTOGRAD) and not (_is_excluded(_PYTHON) or torch.is_inference_mode_enabled())
 
 
 class Tiling(Protocol):
@@ -333,30 +334,27 @@ class DTensor(torch.Tensor):
 
     # ---- refused: would return the local shard ---------------------------------------------------------------------
 
-    def numpy(self, *, force: bool = False) -> NoReturn:
-        raise RuleError(_local_only("numpy()"))
-
     def __array__(self, *args: object, **kwargs: object) -> NoReturn:
-        raise RuleError(_local_only("numpy.asarray()"))
+        raise RuleError(local_only("numpy.asarray()"))
 
     def __dlpack__(self, *args: object, **kwargs: object) -> NoReturn:
-        raise RuleError(_local_only("DLPack"))
+        raise RuleError(local_only("DLPack"))
 
     @property
     def __cuda_array_interface__(self) -> NoReturn:
-        raise RuleError(_local_only("__cuda_array_interface__")) if self.is_cuda else AttributeError("it is on a CPU")
+        raise RuleError(local_only("__cuda_array_interface__")) if self.is_cuda else AttributeError("it is on a CPU")
 
     __dlpack_c_exchange_api__ = NotOffered("DLPack's exchange of tensors in C would show only the local shard")
 
     def data_ptr(self) -> NoReturn:
-        raise RuleError(_local_only("data_ptr()"))
+        raise RuleError(local_only("data_ptr()"))
 
     def set_(self, *args: Any, **kwargs: Any) -> "DTensor":
         """Take over the storage of another DTensor of the same shape; other forms of `Tensor.set_` are refused."""
         return self._set(self, *args, **kwargs)
 
     def as_subclass(self, cls: object) -> NoReturn:
-        raise RuleError(_local_only("as_subclass()"))
+        raise RuleError(local_only("as_subclass()"))
 
     def __reduce_ex__(self, proto: object) -> tuple[Callable[[str], NoReturn], tuple[str]]:
         if current_thread().name == "QueueFeederThread":  # of a multiprocessing.Queue; its errors reach nobody
@@ -416,7 +414,7 @@ def _raise_rule_error(text: str) -> NoReturn:
     raise RuleError(text)
 
 
-def _local_only(what: str) -> str:
+def local_only(what: str) -> str:
     return (
         f"{what} would show only the local shard of a DTensor. "
         f"Fix: call full_tensor() or to_local() first, or work inside shardwise.experimental.local_map."

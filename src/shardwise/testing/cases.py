@@ -220,8 +220,12 @@ class RankedTestCase(TensorAssertions):
         expected = op_call(*args, **kwargs)
         converter = DTensorConverter(mesh, args, kwargs)
         for d_args, d_kwargs in converter:
-            self.assertTrue(converter.successful())  # noqa: PT009 - for any runner
-            self.assertEqual(op_call(*d_args, **d_kwargs), expected)  # noqa: PT009 - for tensors
+            try:
+                self.assertTrue(converter.successful())  # noqa: PT009 - for any runner
+                self.assertEqual(op_call(*d_args, **d_kwargs), expected)  # noqa: PT009 - for tensors
+            except Exception as error:
+                error.add_note(f"with placements {', '.join(str(list(one)) for one in converter.placements)}")
+                raise
 
 
 def _show_test(error: BaseException, test: Callable[[], object]) -> None:

@@ -45,6 +45,7 @@ class DTensorConverter:
         hit: tensors that were converted so far.
         miss: tensors that were left as they are because they cannot be: sparse, quantised, nested, conjugated or
             negated views, on the meta device, or of another subclass of Tensor.
+        placements: of each tensor in the present combination, for the message of a failure.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class DTensorConverter:
         partial: bool = False,
         bools: bool = False,
     ) -> None:
+        self.placements: tuple[Placements, ...] = ()
         self.hit = 0
         self.miss = 0
         self.mesh = mesh
@@ -127,7 +129,8 @@ class DTensorConverter:
         return self
 
     def __next__(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        placements = iter(next(self.sharding_combs))
+        self.placements = next(self.sharding_combs)
+        placements = iter(self.placements)
         leaves = [
             self.to_dist_tensor(x, self.mesh, next(placements)) if isinstance(x, Tensor) else x for x in self._leaves
         ]
