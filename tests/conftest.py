@@ -6,6 +6,7 @@ from collections import defaultdict
 import pytest
 from hypothesis import settings
 
+from tests.browser import BROWSER, NOT_RUN
 from tests.pairs import pairwise_cover
 
 # Thousands of other random cases: pytest --hypothesis-profile=many tests/embedding/test_random_collections.py
@@ -17,6 +18,21 @@ def _what_earlier_tests_left_is_not_visited_again() -> None:
     """Modules, tests, caches and reports: a million objects, and some tests collect garbage a hundred times."""
     gc.collect()
     gc.freeze()
+
+
+# ---- tests in a browser ---------------------------------------------------------------------------------------------
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if BROWSER is None and item.get_closest_marker("browser"):
+        pytest.skip(NOT_RUN)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    left_out = [report for report in terminalreporter.stats.get("skipped", []) if "browser" in report.keywords]
+    if left_out:
+        terminalreporter.section("NOT RUN", red=True, bold=True)
+        terminalreporter.line(f"{len(left_out)} tests in a browser did not run: {NOT_RUN}", red=True, bold=True)
 
 
 # ---- cases of tests with three parameters or more ----------------------------------------------------------------

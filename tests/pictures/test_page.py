@@ -1,8 +1,6 @@
 """SVG and HTML show what the text shows, stand alone, and treat every name as text."""
 
-import os
 import re
-import shutil
 import subprocess
 import xml.etree.ElementTree as ET  # what is parsed was made here
 from html.parser import HTMLParser
@@ -16,6 +14,7 @@ from hypothesis import given
 
 from shardwise.layout import Box, Layout, Mesh, OnRanks, Partial, Replicate, Shard
 from shardwise.pictures import Picture, Placed, Table, picture
+from tests.browser import BROWSER
 from tests.strategies import Written, laws, layouts
 
 pytestmark = pytest.mark.slow
@@ -211,10 +210,6 @@ def test_a_page_forbids_itself_everything_but_its_own_style() -> None:
 
 # ---- in a browser -----------------------------------------------------------------------------------------------
 
-# Where a browser is at hand, a page is opened in it as well; nothing that is said above depends on one.
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "chrome-headless-shell")
-BROWSER = os.environ.get("SHARDWISE_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), None)
-
 
 def dom(page: str, folder: Path) -> str:
     """What a browser made of `page`, once its scripts had their time to run."""
@@ -233,8 +228,7 @@ def open_a_page(one: Picture, folder: Path) -> None:
     assert "broken" not in re.findall("<title>(.*?)</title>", shown)
 
 
-if BROWSER:
-
-    @pytest.mark.parametrize("evil", EVIL[:4])
-    def test_a_browser_shows_all_cells_and_runs_nothing(evil: str, tmp_path: Path) -> None:
-        open_a_page(picture(DEEP, evil, 4), tmp_path)
+@pytest.mark.browser
+@pytest.mark.parametrize("evil", EVIL[:4])
+def test_a_browser_shows_all_cells_and_runs_nothing(evil: str, tmp_path: Path) -> None:
+    open_a_page(picture(DEEP, evil, 4), tmp_path)

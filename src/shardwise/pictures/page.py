@@ -14,7 +14,8 @@ LISTED = 4096  # ranks in a table
 STYLE = (
     "body{font-family:system-ui,sans-serif;margin:2em;color:#111;background:#fff}"
     "h1{font-size:1.4em}h2{font-size:1.1em;margin-top:2em;overflow-wrap:anywhere}"
-    "table{border-collapse:collapse;margin:1em 0}th,td{padding:.15em .9em .15em 0;text-align:right;white-space:nowrap}"
+    "table{border-collapse:collapse;margin:1em 0;display:block;max-width:100%;overflow-x:auto}"
+    "th,td{padding:.15em .9em .15em 0;text-align:right;white-space:nowrap}"
     "th{border-bottom:1px solid #999}td.word,th.word{text-align:left}"
     "td.word{white-space:normal;overflow-wrap:anywhere;min-width:6em}"
     "td.bar{width:12em;text-align:left}span.bar{display:inline-block;height:.7em}"

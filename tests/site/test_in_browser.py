@@ -1,0 +1,200 @@
+"""The pages in Chromium, wide and narrow, light and dark: those of the site, and those that the library writes."""
+
+import functools
+import http.server
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from playwright.sync_api import Browser, Page, ViewportSize, sync_playwright
+
+from shardwise import cli
+from shardwise.checkpoint import save
+from shardwise.layout import Layout, Mesh, Shard
+from shardwise.pictures import picture
+from tests.browser import BROWSER
+from tests.timeouts import PATIENCE_SECONDS
+
+pytestmark = [pytest.mark.processes, pytest.mark.browser]
+
+Scheme = Literal["light", "dark"]
+SCHEMES: tuple[Scheme, ...] = ("light", "dark")
+WINDOWS = {"wide": (1400, 900), "narrow": (390, 844)}
+LOOKS = [
+    pytest.param(size, scheme, id=f"{name}-{scheme}") for (name, size), scheme in product(WINDOWS.items(), SCHEMES)
+]
+PAGES = ("index", "benchmarks", "coming-from-torch", "debugging", "reference/parallel")
+# Of every picture: its size on the screen, and whether it was loaded.
+PICTURES = """() => [...document.querySelectorAll("img, svg:not(.md-icon *, button *, label *, nav *, a *)")]
+    .filter(each => each.checkVisibility())
+    .map(each => [each.outerHTML.slice(0, 80), each.getBoundingClientRect().width, each.getBoundingClientRect().height,
+                  each.complete !== false && each.naturalWidth !== 0])"""
+# The relative luminance of the text and of what is behind it, by WCAG 2.2.
+LUMINANCE = """() => {
+    const of = text => {
+        const [r, g, b, a] = [...text.matchAll(/[\\d.]+/g)].map(Number)
+        const linear = x => (x /= 255) <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4
+        return a === 0 ? null : 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b)
+    }
+    const heading = document.querySelector("p, td, h1")
+    let behind = heading
+    while (behind && of(getComputedStyle(behind).backgroundColor) === null) behind = behind.parentElement
+    return [of(getComputedStyle(heading).color), behind ? of(getComputedStyle(behind).backgroundColor) : 1]
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=BROWSER, timeout=PATIENCE_SECONDS * 1000)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    """Where the site is served."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None: ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=site)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+@contextmanager
+def window(browser: Browser, size: tuple[int, int], scheme: Scheme, base: str) -> Iterator[Page]:
+    """A window whose pages may complain of nothing, and load only what is below `base`."""
+    viewport: ViewportSize = {"width": size[0], "height": size[1]}
+    page = browser.new_page(viewport=viewport, color_scheme=scheme)
+    page.set_default_timeout(PATIENCE_SECONDS * 1000)
+    complaints = list[str]()
+    page.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("requestfailed", lambda request: complaints.append(f"not loaded: {request.url}"))
+    page.on(
+        "response", lambda answer: complaints.append(f"{answer.status}: {answer.url}") if answer.status >= 400 else None
+    )
+    page.on("request", lambda asked: None if asked.url.startswith((base, "data:")) else complaints.append(asked.url))
+    yield page
+    page.close()
+    assert complaints == []
+
+
+def check(page: Page, scheme: Scheme | None = None) -> int:
+    """That a page has a heading, fits the window, and can be read; returns how many pictures are seen."""
+    assert page.locator("h1").first.is_visible()
+    width, height = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.scrollHeight]")
+    assert width <= page.evaluate("innerWidth"), page.url
+    assert height > 100
+    text, behind = page.evaluate(LUMINANCE)
+    brighter, darker = max(text, behind), min(text, behind)
+    assert (brighter + 0.05) / (darker + 0.05) >= 4.5, page.url
+    assert scheme is None or (behind > 0.5) == (scheme == "light"), page.url
+    page.evaluate("document.querySelectorAll('img').forEach(each => each.loading = 'eager')")
+    page.wait_for_function("[...document.images].every(each => each.complete)")
+    pictures: Sequence[tuple[str, float, float, bool]] = page.evaluate(PICTURES)
+    assert [each for each in pictures if not (each[1] > 0 and each[2] > 0 and each[3])] == [], page.url
+    return len(pictures)
+
+
+@pytest.mark.parametrize(("size", "scheme"), LOOKS)
+def test_pages_can_be_read(browser: Browser, address: str, size: tuple[int, int], scheme: Scheme) -> None:
+    pictures = {}
+    with window(browser, size, scheme, address) as page:
+        for name in PAGES:
+            page.goto(f"{address}{name}.html")
+            pictures[name] = check(page, scheme)
+    assert pictures["benchmarks"] == 1
+
+
+def test_every_guide_fits_a_narrow_window(browser: Browser, address: str, site: Path) -> None:
+    names = {file.name for file in site.glob("*.html")} - {"404.html", *(f"{name}.html" for name in PAGES)}
+    assert len(names) > 20
+    with window(browser, WINDOWS["narrow"], "light", address) as page:
+        for name in names:
+            page.goto(f"{address}{name}")
+            check(page, "light")
+
+
+@pytest.mark.parametrize("size", WINDOWS.values(), ids=WINDOWS)
+@pytest.mark.parametrize("place", ["server", "disk"])
+def test_the_search_finds_guides_and_names(
+    browser: Browser, address: str, site: Path, size: tuple[int, int], place: str
+) -> None:
+    base = address if place == "server" else f"{site.as_uri()}/"
+    with window(browser, size, "light", base) as page:
+        for words, end in (("loss parallelism", "#loss-parallelism"), ("shard_module", "#shardwise.shard_module")):
+            page.goto(f"{base}index.html")
+            if size == WINDOWS["narrow"]:
+                page.locator(".md-header__button[for=__search]").click()
+            page.locator(".md-search__input").press_sequentially(words)
+            page.locator(f".md-search-result__link[href$='{end}']").first.click()
+            page.wait_for_url(f"**{end}")
+            check(page)
+
+
+def test_colours_can_be_chosen(browser: Browser, address: str) -> None:
+    with window(browser, WINDOWS["wide"], "light", address) as page:
+        page.goto(f"{address}index.html")
+        page.get_by_title("Use dark colours").click()
+        check(page, "dark")
+        page.goto(f"{address}glossary.html")
+        check(page, "dark")
+
+
+# ---- pages that the library writes --------------------------------------------------------------------------------
+
+STEP = """
+from torch import nn
+
+from shardwise import Shard, distribute_tensor, randn, shard_module
+
+
+def train(mesh):
+    layer = shard_module(nn.Linear(16, 8), {"weight": Shard(0)}, mesh=mesh)
+
+    def step():
+        layer(randn(4, 16, device_mesh=mesh, placements=[Shard(0)])).sum().backward()
+
+    return step
+"""
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a page of each command and object that writes one."""
+    folder = tmp_path_factory.mktemp("written")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        Path("my_steps.py").write_text(STEP)
+        saved = save("checkpoints", {"weight": torch.zeros(6, 4), "bias": torch.zeros(6)}, step=1)
+        for command in (
+            "show --mesh dp=2,tp=2 --shape 1000,64 S(0),S(1) --html show.html",
+            "show --mesh 3 --shape 64,8 S(0,[10,30,24]) --html uneven.html",
+            f"checkpoint inspect --html inspect.html {saved}",
+            "simulate my_steps:train --mesh tp=3 --html simulate.html",
+        ):
+            assert cli.main(command.split()) == 0
+    layout = Layout(Mesh((2, 2)), [Shard(0), Shard(1)], (9, 7))
+    fragments = (picture(layout)._repr_html_(), layout._repr_html_())
+    page = "<!doctype html><meta charset=utf-8><title>notebook</title><h1>Notebook</h1>" + "".join(fragments)
+    (folder / "notebook.html").write_text(page, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(("size", "scheme"), LOOKS)
+def test_written_pages_can_be_read(browser: Browser, written: Path, size: tuple[int, int], scheme: Scheme) -> None:
+    pictures = {}
+    with window(browser, size, scheme, f"{written.as_uri()}/") as page:
+        for file in written.glob("*.html"):
+            page.goto(file.as_uri())
+            pictures[file.stem] = check(page)
+    assert pictures == {"show": 1, "uneven": 1, "inspect": 2, "simulate": 3, "notebook": 2}
