@@ -18,7 +18,9 @@ from shardwise.demos.data.lines import BLOCK_BYTES, Block, LineDataset
 from shardwise.demos.data.resumable import Position
 
 DENSE_NAMES = tuple(f"I{i}" for i in range(1, 14))
+"""The 13 columns of numbers."""
 KEYS = tuple(f"C{i}" for i in range(1, 27))
+"""The 26 columns of categories."""
 NAMES = ("label", *DENSE_NAMES, *KEYS)
 SAMPLE = Path(__file__).with_name("criteo_sample.txt")
 """Invented lines in this format; `scripts/make_criteo_sample.py` makes them."""
