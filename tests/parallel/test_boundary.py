@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise import DTensor, Mesh, Replicate, Shard, collectives, count_comms, distribute_tensor
 from shardwise.errors import LayoutError, MismatchError
 from shardwise.models import RMSNormPython
-from shardwise.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from shardwise.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel, parallelize_module
 from shardwise.parallel.boundary import SharedInput
 from shardwise.testing import world
 from tests.parallel.one_process import assert_same_parameters, full, leaf_copy, local_shard_of
@@ -314,3 +314,17 @@ def test_second_derivatives_are_those_of_one_process(plan: dict[str, Any]) -> No
 
     for ranks in (2, 3):
         world(ranks).run(body, ranks)
+
+
+@pytest.mark.parametrize("style", [RowwiseParallel(), ColwiseParallel(output_layouts=Replicate())])
+def test_plain_inputs_that_should_be_replicated_and_differ_are_found(style: ParallelStyle) -> None:
+    """As when each rank has its own batch, without an axis for it."""
+
+    def body() -> str:
+        table = parallelize_module(nn.Embedding(8, 4), None, style)
+        with pytest.raises(MismatchError) as caught:
+            table(torch.tensor([1, 2]) + collectives.rank())
+        return str(caught.value)
+
+    (text,) = set(world(2).run(body))
+    assert "the input of the module: the plain tensor of shape (2,), int64, must be the same on all ranks" in text

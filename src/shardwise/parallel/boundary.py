@@ -205,6 +205,9 @@ class BoundaryRedistribution:
             self._check_tensor(x)
         check_untransformed(x, self.what)
         plan = self._plain_plans.get(x.shape) or self._plan_from_plain(x)
+        if plan.src.placements[self.axis] == REPLICATE:
+            replicas = tuple(sorted(self.mesh.axis_ranks(collectives.rank(), self.axis)))
+            collectives.expect_equal(x, replicas, f"{self.what}: the plain tensor")
         out = self._once(x, plan, lambda: _from_plain(x, plan, self.cause))
         return self._to_local(out) if self.use_local_output else out
 
