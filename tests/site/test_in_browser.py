@@ -11,7 +11,7 @@ from typing import Literal
 
 import pytest
 import torch
-from playwright.sync_api import Browser, Page, ViewportSize, sync_playwright
+from playwright.sync_api import Browser, Page, Request, ViewportSize, sync_playwright
 
 from shardwise import cli
 from shardwise.checkpoint import save
@@ -76,9 +76,14 @@ def window(browser: Browser, size: tuple[int, int], scheme: Scheme, base: str) -
     page = browser.new_page(viewport=viewport, color_scheme=scheme)
     page.set_default_timeout(PATIENCE_SECONDS * 1000)
     complaints = list[str]()
+
+    def failed(request: Request) -> None:
+        if request.failure != "net::ERR_ABORTED":  # by the next page, which may be opened before a script has come
+            complaints.append(f"not loaded: {request.url}")
+
     page.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
     page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("requestfailed", lambda request: complaints.append(f"not loaded: {request.url}"))
+    page.on("requestfailed", failed)
     page.on(
         "response", lambda answer: complaints.append(f"{answer.status}: {answer.url}") if answer.status >= 400 else None
     )
