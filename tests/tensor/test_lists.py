@@ -18,6 +18,7 @@ from shardwise import (
     Shard,
     count_comms,
     distribute_tensor,
+    rank,
 )
 from shardwise.errors import RuleError
 from shardwise.testing import world
@@ -228,3 +229,31 @@ def test_norms_on_a_rank_alone_send_nothing() -> None:
     assert sum(comms.calls.values()) == 0
     for one, value in zip(norms, VALUES, strict=True):
         assert_close(as_dtensor(one).full_tensor(), value.norm())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda xs: torch._foreach_clamp_min_(xs, 0.5),
+        lambda xs: torch._foreach_maximum_(xs, [torch.full((2, 3), 2.5), torch.full((3,), 1.5)]),
+        torch._foreach_sqrt_,
+        lambda xs: torch._foreach_addcmul_(xs, xs, xs, value=2.0),
+        lambda xs: torch._foreach_lerp_(xs, [torch.ones(2, 3), torch.ones(3)], 0.25),
+        lambda xs: torch._foreach_pow_(xs, [2.0, 3.0]),
+        lambda xs: torch._foreach_copy_(xs, [torch.ones(2, 3), torch.ones(3)]),
+    ],
+)
+def test_lists_with_partial_sums_are_changed_in_place_as_by_the_ordinary_ops(
+    change: Callable[[list[Tensor]], object],
+) -> None:
+    def body() -> None:
+        mesh = Mesh((3,))
+        local = torch.arange(6.0).view(2, 3) * (rank() + 1)
+        xs = [DTensor.from_local(local, mesh, [Partial()]), distribute_tensor(torch.arange(3.0), mesh, [Shard(0)])]
+        expected = [x.full_tensor() for x in xs]
+        change(xs)  # type: ignore[arg-type]
+        change(expected)
+        for x, y in zip(xs, expected, strict=True):
+            torch.testing.assert_close(x.full_tensor(), y)
+
+    world(3).run(body)

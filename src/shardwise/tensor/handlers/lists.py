@@ -27,6 +27,7 @@ ONE_BY_ONE: dict[str, Callable[..., Tensor]] = {
     "_foreach_powsum": lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype) ** ord,
     "_foreach_max": torch.max,
 }
+ORDINARY = {"_foreach_maximum_": "clamp_min_", "_foreach_minimum_": "clamp_max_"}  # torch's names for the same in place
 KEYWORDS = {"alpha": "alpha", "value": "value", "scalars": "value", "non_blocking": "non_blocking"}  # of ordinary ops
 _PARTIAL = Cause("operand", "_foreach_norm", "a Partial tensor", "a norm needs reduced values")
 
@@ -42,7 +43,9 @@ def run(func: Op, args: Args, kwargs: Kwargs) -> object:
     lead = next(a for a in args if _is_tensor_list(a))
     in_place = name.endswith("_")
     layouts: Sequence[Layout | None] | None = _same_layouts((*args, *kwargs.values()))
-    if name == "_foreach_mm" or (layouts is None and _broadcasts(name, lead, (*args, *kwargs.values()))):
+    if name == "_foreach_mm" or (
+        layouts is None and (_broadcasts(name, lead, (*args, *kwargs.values())) or _changes_partial(name, lead))
+    ):
         return _one_by_one(name, lead, args, kwargs)
     copies = before_changes(name, lead) if in_place else []
     if layouts is None:
@@ -100,13 +103,19 @@ def _broadcasts(name: str, lead: Sequence[Tensor], args: Sequence[Any]) -> bool:
     return any(_shape(x) not in ((), _shape(first)) for a in lists for first, x in zip(lead, a, strict=True))
 
 
+def _changes_partial(name: str, lead: Sequence[Tensor]) -> bool:
+    """Whether an op in place has to read partial sums; the ordinary ops reduce them."""
+    is_linear = not name.startswith("_foreach_") or not name.endswith("_") or name.rstrip("_") in LINEAR
+    return not is_linear and any(type(x) is DTensor and x._layout.partial_axes for x in lead)
+
+
 def _shape(x: Tensor) -> tuple[int, ...]:
     return x._layout.shape if type(x) is DTensor else tuple(x.shape)
 
 
 def _one_by_one(name: str, lead: Sequence[Tensor], args: Args, kwargs: Kwargs) -> object:
     """Each position of the lists by the ordinary op, as torch does where shapes differ."""
-    one = getattr(Tensor, name.removeprefix("_foreach_"))
+    one = getattr(Tensor, ORDINARY.get(name, name.removeprefix("_foreach_")))
     operands = [*args, *(a for k, a in kwargs.items() if k not in KEYWORDS)]
     named = {KEYWORDS[k]: a for k, a in kwargs.items() if k in KEYWORDS}
     if len(operands) == 4:  # addcmul and addcdiv take their factor by position too
