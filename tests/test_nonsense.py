@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.tensor as theirs
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -294,6 +295,7 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
             "src_data_rank": 0,
         },
     ),
+    "parallel.plan_from_transformers": lambda: (parallel.plan_from_transformers, {"model": planned()}),
     "parallel.fully_shard": lambda: (
         parallel.fully_shard,
         {
@@ -549,6 +551,10 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
         },
     ),
     "shardwise.checkpoint.Rows": lambda: (checkpoint.Rows, {"count": 4, "init_fn": None}),
+    "shardwise.checkpoint.load_safetensors": lambda: (
+        checkpoint.load_safetensors,
+        {"source": "plain.safetensors", "module": nn.Linear(3, 4), "strict": True},
+    ),
     "shardwise.checkpoint.save": lambda: (
         checkpoint.save,
         {"folder": "saved", "state": {"x": table()}, "step": 1, "metadata": None, "keep": 2, "overwrite": True}
@@ -655,6 +661,7 @@ NOT_CALLED = {
     *(
         "Manifest",
         "PendingSave",
+        "LoadedKeys",
         "Restored",
         "StoredTensor",
         "Budget",
@@ -682,6 +689,13 @@ NOT_CALLED = {
 
 def an_op(x: object) -> object:
     return x
+
+
+def planned() -> nn.Module:
+    """A model with a plan, as those of transformers have."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    model._tp_plan = {"0": "colwise"}  # type: ignore[assignment]
+    return model
 
 
 def launched_if_it_could_be_sent(fn: Any, **kwargs: Any) -> None:
@@ -773,6 +787,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.manual_seed(0)
         checkpoint.save("saved", {"x": table()}, step=1)
         checkpoint.save("module", checkpoint.state_of(nn.Linear(3, 4)), step=1)
+        save_file(nn.Linear(3, 4).state_dict(), "plain.safetensors")
 
     world(RANKS).run(save)
 

@@ -144,9 +144,7 @@ CASES: dict[str, Case] = {
         SEQUENCES,
     ),
     "Transformer": Case(
-        lambda: nn.Transformer(
-            12, 3, 2, 2, dim_feedforward=10, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
-        ),
+        lambda: nn.Transformer(12, 2, 2, 2, dim_feedforward=10, dropout=0.0, activation="gelu", batch_first=True),
         PAIRS,
     ),
     "TransformerDecoderLayer": Case(
@@ -189,7 +187,8 @@ CASES: dict[str, Case] = {
         layers(nn.EmbeddingBag(11, 6, mode="mean"), nn.Linear(6, 3)), lambda: (integers(11, BATCH, 4),)
     ),
     "AdaptiveLogSoftmaxWithLoss": Case(
-        lambda: First(nn.AdaptiveLogSoftmaxWithLoss(6, 20, [5, 11])), lambda: (random(BATCH, 6), integers(20, BATCH))
+        lambda: First(nn.AdaptiveLogSoftmaxWithLoss(6, 20, [5, 11], div_value=2.0)),
+        lambda: (random(BATCH, 6), integers(20, BATCH)),
     ),
 }
 
