@@ -95,8 +95,8 @@ def layers(*modules: nn.Module) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(*map(deepcopy, modules))
 
 
-def timm(name: str, **options: Any) -> Case:
-    """An image model of timm with random weights."""
+def timm(name: str, size: int = 32, **options: Any) -> Case:
+    """An image model of timm with random weights. Of small images, some models amplify rounding a billion times."""
 
     def build() -> nn.Module:
         for op in ("nms", "qnms"):  # torchvision's wheel has no ops beside a CPU build of torch
@@ -105,7 +105,7 @@ def timm(name: str, **options: Any) -> Case:
         model: nn.Module = import_module("timm").create_model(name, num_classes=7, **options)
         return model
 
-    size = options.get("img_size", 32)
+    size = options.get("img_size", size)
     return Case(build, lambda: (random(BATCH, 3, size, size),))
 
 
@@ -123,7 +123,7 @@ CASES: dict[str, Case] = {
         "swin_tiny_patch4_window7_224", img_size=56, depths=(1, 1), embed_dim=12, num_heads=(2, 3), drop_path_rate=0.0
     ),
     "timm mixer": timm("mixer_s32_224", img_size=32),
-    "timm efficientnet_b0": timm("efficientnet_b0"),
+    "timm efficientnet_b0": timm("efficientnet_b0", size=96),
     "timm mobilenetv3_small": timm("mobilenetv3_small_050"),
     "timm regnety_002": timm("regnety_002"),
     "LSTM": Case(lambda: First(nn.LSTM(12, 5, num_layers=2, batch_first=True)), SEQUENCES),
