@@ -4,6 +4,9 @@ A message has what is wrong, where (rank, parameter, table, global id), expected
 a cross-rank fact has the same text on every rank.
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class ShardwiseError(Exception):
     """Base of all errors raised by shardwise."""
@@ -18,6 +21,15 @@ def summary(error: BaseException, lines: int = 1) -> str:
 def printable(text: str) -> str:
     """`text` with control characters escaped: names in it may be from an untrusted file."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def did_you_mean(name: str, known: Iterable[str], text: str = " Did you mean {!r}?") -> str:
+    """`text` with the known name that is spelt most like `name`; "" if none is like it."""
+    close = get_close_matches(name, list(known), n=1)
+    return text.format(close[0]) if close else ""
+
+
+IN_PARENTHESES = " (did you mean {!r}?)"  # inside a sentence
 
 
 class ArgumentError(ShardwiseError, TypeError, ValueError):

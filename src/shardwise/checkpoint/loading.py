@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from os import PathLike
 from typing import Any
 
@@ -20,7 +19,7 @@ from shardwise.checkpoint.resizing import Rows, as_rows, fill_new_rows, resize_a
 from shardwise.checkpoint.state import Leaf, LocalBoxes, flatten, storable_boxes
 from shardwise.checkpoint.stores import CheckpointStore, find, stored_manifest
 from shardwise.embedding.new_rows import draw_seed
-from shardwise.errors import CheckpointError
+from shardwise.errors import IN_PARENTHESES, CheckpointError, did_you_mean
 from shardwise.layout import Box, checked
 from shardwise.layout.boxes import BoxIndex
 
@@ -229,8 +228,7 @@ def _did_you_mean(name: str, others: set[str]) -> str:
     if below := sorted(other for other in others if other.startswith(f"{name}.")):
         others_below = f" and {len(below) - 1} more" if below[1:] else ""
         return f", which has {below[0]!r}{others_below} below it. Fix: name each of them in the state"
-    close = get_close_matches(name, sorted(others), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    return did_you_mean(name, sorted(others), IN_PARENTHESES)
 
 
 def _misfit(

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from zlib import crc32
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.state import LocalBoxes
 from shardwise.embedding.new_rows import by_chunk, seeded_rows
-from shardwise.errors import CheckpointError
+from shardwise.errors import IN_PARENTHESES, CheckpointError, did_you_mean
 from shardwise.layout import checked_init
 
 
@@ -46,8 +45,7 @@ def resized(manifest: Manifest, resize: Mapping[str, Rows]) -> Manifest:
     for name, rows in resize.items():
         stored = tensors.get(name)
         if stored is None:
-            close = get_close_matches(name, sorted(tensors), n=1)
-            meant = f" (did you mean {close[0]!r}?)" if close else ""
+            meant = did_you_mean(name, sorted(tensors), IN_PARENTHESES)
             raise CheckpointError(f"resize names {name!r}, and the checkpoint has no such tensor{meant}")
         if not stored.shape:
             raise CheckpointError(f"resize names {name!r}, which has no rows: its shape is ()")

@@ -1,7 +1,6 @@
 """Safetensors files of Hugging Face into a sharded module: every rank reads its own shards."""
 
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from math import prod
 from os import PathLike
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from shardwise.checkpoint.offline.safetensors_format import open_safetensors
 from shardwise.checkpoint.offline.sources import Source
 from shardwise.checkpoint.offline.windows import windows
 from shardwise.checkpoint.state import storable_boxes
-from shardwise.errors import CheckpointError
+from shardwise.errors import IN_PARENTHESES, CheckpointError, did_you_mean
 from shardwise.layout import Box, checked
 from shardwise.tensor import module_sharding
 
@@ -103,8 +102,12 @@ def _chosen(module: nn.Module, source: Source, strict: bool) -> _Chosen:
         if source.tensors[name].shape != tuple(x.shape)
     ]
     if strict:
-        problems += [f"  missing in the files: {name!r}{_did_you_mean(name, unexpected)}" for name in missing]
-        problems += [f"  only in the files: {name!r}{_did_you_mean(name, missing)}" for name in unexpected]
+        problems += [
+            f"  missing in the files: {name!r}{did_you_mean(name, unexpected, IN_PARENTHESES)}" for name in missing
+        ]
+        problems += [
+            f"  only in the files: {name!r}{did_you_mean(name, missing, IN_PARENTHESES)}" for name in unexpected
+        ]
     unset = [name for name, x in _tensors(module) if x.is_meta and not any(x is other for other in tensors.values())]
     problems += [f"  {name!r} is on the meta device, and the files do not have it" for name in unset]
     if problems:
@@ -120,11 +123,6 @@ def _chosen(module: nn.Module, source: Source, strict: bool) -> _Chosen:
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
-
-
-def _did_you_mean(name: str, others: list[str]) -> str:
-    close = get_close_matches(name, others, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _fill(chosen: _Chosen, source: Source) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -25,7 +24,7 @@ from shardwise.checkpoint.optimizers import (
 from shardwise.checkpoint.resizing import Rows, as_rows, resize_argument, resized
 from shardwise.checkpoint.schedulers import SCHEDULERS, fitting_schedulers, scheduler_state
 from shardwise.embedding.collections import TableWeight
-from shardwise.errors import CheckpointError
+from shardwise.errors import IN_PARENTHESES, CheckpointError, did_you_mean
 from shardwise.layout import checked
 
 
@@ -205,8 +204,7 @@ def _rows(
     parameters = dict(module.named_parameters())
     unknown = sorted(resize.keys() - parameters.keys())
     if unknown:
-        close = get_close_matches(unknown[0], parameters, n=1)
-        meant = f" (did you mean {close[0]!r}?)" if close else ""
+        meant = did_you_mean(unknown[0], parameters, IN_PARENTHESES)
         raise CheckpointError(f"resize names {unknown[0]!r}, and the module has no such parameter{meant}")
     tables = _initializers(module) if resize else {}
     owners = {id(p): one for one in optimizers.values() for group in one.param_groups for p in group["params"]}

@@ -4,7 +4,6 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from importlib import import_module
 from itertools import count
 from types import FunctionType
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from shardwise.cli.exits import Exit, SubParsers
 from shardwise.cli.files import check_folder, write
-from shardwise.errors import ConfigError, PlanError
+from shardwise.errors import ConfigError, PlanError, did_you_mean
 
 if TYPE_CHECKING:
     from shardwise.layout import Mesh
@@ -90,8 +89,7 @@ def _step_of(args: argparse.Namespace, mesh: "Mesh") -> Build:
     from shardwise.simulation.shapes import SHAPES, Options
 
     if args.what not in SHAPES:
-        close = get_close_matches(args.what, SHAPES, n=1)
-        meant = f" Did you mean {close[0]!r}?" if close else ""
+        meant = did_you_mean(args.what, SHAPES)
         raise ConfigError(
             f"{args.what!r} is no shape.{meant} Fix: use one of {', '.join(SHAPES)}, or MODULE:FUNCTION of your own."
         )
@@ -122,8 +120,7 @@ def _function(what: str) -> Build:
     found = getattr(module, name, None)
     if not callable(found):
         functions = [key for key, value in vars(module).items() if isinstance(value, FunctionType)]
-        close = get_close_matches(name, functions, n=1)
-        meant = f" Did you mean {close[0]!r}?" if close else ""
+        meant = did_you_mean(name, functions)
         raise ConfigError(
             f"{module_name} has no function {name!r}.{meant} Fix: name one that takes the mesh and returns a step."
         )

@@ -30,11 +30,10 @@ shards = [                         # boxes that cover it exactly once
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import LayoutError, MeshError, PlanError
+from shardwise.errors import LayoutError, MeshError, PlanError, did_you_mean
 from shardwise.layout import (
     REPLICATE,
     Box,
@@ -99,8 +98,7 @@ def read_plan(path: Path) -> PlanFile:
 def _known_keys(table: Mapping[str, Any], known: Sequence[str]) -> None:
     for key in table:
         if key not in known:
-            close = get_close_matches(key, known, n=1)
-            meant = f" Did you mean {close[0]!r}?" if close else ""
+            meant = did_you_mean(key, known)
             raise PlanError(f"{key!r} is not a key of a plan file.{meant} Fix: use {', '.join(known)}.")
 
 

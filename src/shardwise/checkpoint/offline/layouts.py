@@ -1,11 +1,10 @@
 """Which layout each tensor of a checkpoint gets under a plan of parameters."""
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 
 from shardwise.checkpoint.offline.sources import SourceTensor
 from shardwise.checkpoint.optimizers import layout_of_state
-from shardwise.errors import PlanError
+from shardwise.errors import PlanError, did_you_mean
 from shardwise.layout import REPLICATE, Layout, Mesh
 
 MODEL, OPTIMIZER = "model.", "optimizer."  # what `state_of` puts before the names of parameters
@@ -28,8 +27,7 @@ def planned_layouts(
     for name, layout in plan.items():
         owner = next((candidate for candidate in (name, f"{MODEL}{name}") if candidate in tensors), None)
         if owner is None:
-            close = get_close_matches(name, [known.removeprefix(MODEL) for known in tensors], n=1)
-            meant = f" Did you mean {close[0]!r}?" if close else ""
+            meant = did_you_mean(name, [known.removeprefix(MODEL) for known in tensors])
             raise PlanError(f"{name}: the checkpoint has no such tensor.{meant} Fix: name a tensor that it has.")
         _check(name, layout, tensors[owner], world_size)
         found[owner] = layout

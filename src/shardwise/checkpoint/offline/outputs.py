@@ -3,14 +3,13 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 
 from shardwise.checkpoint.files import METADATA_KEY
 from shardwise.checkpoint.locations import Location
 from shardwise.checkpoint.offline.sources import Source
 from shardwise.checkpoint.path_drafts import FileDraft, FolderDraft
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, did_you_mean
 
 
 @contextmanager
@@ -82,8 +81,7 @@ def chosen(source: Source, names: Sequence[str] | None, prefix: str) -> dict[str
         )
     for name in names or ():
         if name not in found:
-            close = get_close_matches(name, found, n=1)
-            meant = f" Did you mean {close[0]!r}?" if close else ""
+            meant = did_you_mean(name, found)
             raise CheckpointError(f"{source.name} has no tensor {prefix + name!r}.{meant} Fix: name one that it has.")
     if METADATA_KEY in found:
         raise CheckpointError(f"{prefix + METADATA_KEY!r} cannot be exported as {METADATA_KEY!r}. Fix: prefix=''.")

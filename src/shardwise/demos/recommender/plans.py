@@ -9,13 +9,12 @@ that match the later one wins:
 """
 
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from shardwise.errors import PlanError
+from shardwise.errors import PlanError, did_you_mean
 from shardwise.layout import REPLICATE, Mesh, OnRanks, Partial, Placement, Shard, parse_placement, read_toml
 from shardwise.parallel.shard_module import layouts_of
 from shardwise.pictures import Placed
@@ -40,8 +39,7 @@ def plan_for(choice: str, module: nn.Module, num_ranks: int) -> dict[str, Placem
     if choice in NAMED:
         return _named(choice, {name: _num_bytes(p) for name, p in module.named_parameters()}, num_ranks)
     if not Path(choice).is_file():
-        close = get_close_matches(choice, NAMED, n=1)
-        meant = f" Did you mean {close[0]!r}?" if close else ""
+        meant = did_you_mean(choice, NAMED)
         raise PlanError(
             f"{choice!r} is neither a file nor a known plan.{meant} Fix: use one of {', '.join(NAMED)}, or a TOML "
             f'file with lines such as context.weight = "Shard(0)".'
