@@ -118,6 +118,15 @@ def test_the_constants_of_a_dataclass_are_part_of_the_kind_of_call() -> None:
     assert len(step.graphs()) == 2
 
 
+@pytest.mark.parametrize("name", ["KeyedTensor", "KeyedJaggedTensor"])
+def test_results_do_not_share_their_keys(name: str) -> None:
+    step = sw.capture(lambda x: KINDS[name](x * 2))
+    for _ in range(3):
+        found = step(torch.ones(3))
+        assert found.keys()[0] == "a"
+        found.keys()[0] = "changed"
+
+
 def test_gradients_through_dataclasses() -> None:
     step = sw.capture(lambda outer: Inner(outer.inner.y * outer.more["w"]))
     for _ in range(3):

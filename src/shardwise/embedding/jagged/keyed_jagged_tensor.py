@@ -264,6 +264,6 @@ _Tensors = tuple[Tensor, Tensor | None, Tensor]  # values, weights, lengths
 
 pytree.register_pytree_node(
     KeyedJaggedTensor,
-    lambda x: ([x._values, x._weights, x._lengths], (x._keys, x._strides)),
-    lambda tensors, context: KeyedJaggedTensor._with(context[0], *cast(_Tensors, tensors), context[1]),
+    lambda x: ([x._values, x._weights, x._lengths], (tuple(x._keys), tuple(x._strides))),
+    lambda tensors, context: KeyedJaggedTensor._with(list(context[0]), *cast(_Tensors, tensors), list(context[1])),
 )

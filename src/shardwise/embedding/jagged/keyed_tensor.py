@@ -114,16 +114,18 @@ class KeyedTensor:
         return f"KeyedTensor({parts})"
 
 
-_Context = tuple[list[str], list[int], list[int] | None]  # keys, columns and bags of each
+_Context = tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...] | None]  # keys, columns and bags of each
 
 
 def _without_values(keyed: KeyedTensor) -> _Context:
-    return keyed._keys, keyed._dims, keyed._strides
+    # Not the lists: all tensors made of one context would share them.
+    return tuple(keyed._keys), tuple(keyed._dims), None if keyed._strides is None else tuple(keyed._strides)
 
 
 def _with_values(values: Iterable[Tensor], context: _Context) -> KeyedTensor:
-    keyed = KeyedTensor.__new__(KeyedTensor)
-    (keyed._values,), (keyed._keys, keyed._dims, keyed._strides) = values, context
+    keyed, (keys, dims, strides) = KeyedTensor.__new__(KeyedTensor), context
+    (keyed._values,) = values
+    keyed._keys, keyed._dims, keyed._strides = list(keys), list(dims), None if strides is None else list(strides)
     return keyed
 
 

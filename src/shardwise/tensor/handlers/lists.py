@@ -105,8 +105,8 @@ def _broadcasts(name: str, lead: Sequence[Tensor], args: Sequence[Any]) -> bool:
 
 def _changes_partial(name: str, lead: Sequence[Tensor]) -> bool:
     """Whether an op in place has to read partial sums; the ordinary ops reduce them."""
-    is_linear = not name.startswith("_foreach_") or not name.endswith("_") or name.rstrip("_") in LINEAR
-    return not is_linear and any(type(x) is DTensor and x._layout.partial_axes for x in lead)
+    reads = name.startswith("_foreach_") and name.endswith("_") and name.rstrip("_") not in LINEAR
+    return reads and any(type(x) is DTensor and x._layout.partial_axes for x in lead)
 
 
 def _shape(x: Tensor) -> tuple[int, ...]:
