@@ -1,17 +1,21 @@
 """`BatchLoader`: the same batches on any mesh and number of workers, resumed anywhere; and what is no batch."""
 
 import json
+import os
 import random
+import signal
+from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from shardwise import DTensor, Mesh, Replicate, Shard, collectives
 from shardwise.data import BatchLoader
@@ -23,7 +27,7 @@ from shardwise.embedding import (
     prefetch,
     shard_embeddings,
 )
-from shardwise.errors import ArgumentError, MeshError, MismatchError
+from shardwise.errors import ArgumentError, LayoutError, MeshError, MismatchError
 from shardwise.testing import world
 
 R, S0 = Replicate(), Shard(0)
@@ -143,6 +147,82 @@ def test_loading_leaves_the_generators_of_the_process_alone() -> None:
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]  # type: ignore[index] # noqa: NPY002
 
 
+def test_a_state_of_another_batch_size_has_full_batches_left_or_begins_the_next_epoch() -> None:
+    """`drop_last` counts from where the state was saved."""
+    loader = BatchLoader(Samples(), 4, drop_last=True)
+    state = loader.state_dict()
+    for position, rest in [(2, [[2, 3, 4, 5], [6, 7, 8, 9]]), (7, [[7, 8, 9, 10]]), (8, [[0, 1, 2, 3], [4, 5, 6, 7]])]:
+        loader.load_state_dict(state | {"position": position})
+        assert loader.state_dict()["epoch"] == (position == 8)
+        assert [indices for _, indices in steps(loader)] == rest
+        assert loader.state_dict() == state | {"epoch": 1 + (position == 8)}
+
+
+# ---- ranks that fail ------------------------------------------------------------------------------------------------
+
+
+class Damaged(Dataset[Tensor]):
+    """11 samples, of which one cannot be loaded until it is mended; in a worker, it may also kill that."""
+
+    def __init__(self, kills: bool = False) -> None:
+        self.damaged, self.kills = 6, kills
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index == self.damaged and self.kills:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if index == self.damaged:
+            raise ValueError("sample 6 is damaged")
+        return torch.tensor(index)
+
+
+def collate_damaged(samples: list[Tensor]) -> Tensor:
+    """Fails where `Damaged` is not mended."""
+    if 6 in samples:
+        raise ValueError("sample 6 is damaged")
+    return torch.stack(samples)
+
+
+@pytest.mark.parametrize("where", ["sample", "collate_fn", "batch", "worker", "dead worker"])
+def test_a_rank_that_cannot_load_its_samples_ends_the_iteration_of_all(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks name it; all stand at the same batch, and go on with it."""
+    waits = _MultiProcessingDataLoaderIter._try_get_data
+    monkeypatch.setattr(waits, "__defaults__", (0.1,))  # instead of 5 seconds, until a dead worker is noticed
+    collate: dict[str, Any] = {
+        "collate_fn": collate_damaged,
+        "batch": lambda samples: {1} if 6 in samples else torch.stack(samples),
+    }
+
+    def body() -> tuple[list[list[int]], str, list[list[int]]]:
+        data = Damaged(kills=where == "dead worker")
+        if where in collate:
+            data.damaged = -1
+        workers: dict[str, Any] = {"num_workers": 1, "prefetch_factor": 1} if "worker" in where else {}
+        loader = BatchLoader(data, 4, collate_fn=collate.get(where, torch.stack), **workers)
+        batches = iter(loader)
+        before = [next(batches).full_tensor().tolist()]
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            next(batches)
+        assert loader.state_dict()["position"] == 4
+        data.damaged, loader._collate = -1, torch.stack
+        rest = [batch.full_tensor().tolist() for batch in loader]
+        return before, f"{caught.typename}: {caught.value}", rest
+
+    every = world(3).run(body)
+    assert [one[0] for one in every] == [[[0, 1, 2, 3]]] * 3
+    assert [one[2] for one in every] == [[[4, 5, 6, 7], [8, 9, 10]]] * 3
+    own = {"batch": "ArgumentError: BatchLoader: the batch is a set", "worker": "ValueError: Caught ValueError",
+           "dead worker": "RuntimeError: DataLoader worker"}.get(where, "ValueError: sample 6 is damaged")  # fmt: skip
+    assert every[1][1].startswith(own)
+    assert every[0][1] == every[2][1]
+    rank_1 = "RemoteRankError: BatchLoader: rank 1 could not load its samples of 4 to 7 of epoch 0: "
+    assert every[0][1].startswith(rank_1 + own)
+
+
 # ---- kinds of batches -----------------------------------------------------------------------------------------------
 
 
@@ -184,6 +264,49 @@ def test_jagged_features_stay_plain_with_the_samples_of_the_rank() -> None:
     assert world(3).run(body) == [[[0], [3]], [[1], [4]], [[2], []]]
 
 
+@dataclass(frozen=True)
+class Checked:
+    """Cannot be made again of its fields, which then no longer fit each other."""
+
+    x: Tensor
+    names: list[str]
+    scale: InitVar[int]
+    scaled: Tensor = field(init=False)
+    later: Tensor = field(init=False)
+
+    def __post_init__(self, scale: int) -> None:
+        assert len(self.x) == len(self.names)
+        object.__setattr__(self, "scaled", scale * self.x)
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    names: list[str]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Pair, lambda x, names: Checked(x, names, 2), lambda x, names: OrderedDict(x=x, names=names)],
+    ids=["named tuple", "dataclass", "ordered dict"],
+)
+def test_a_batch_keeps_its_container(kind: Any) -> None:
+    def collate(samples: list[int]) -> Any:
+        return kind(torch.tensor(samples), [str(i) for i in samples])
+
+    def body() -> None:
+        for batch, first in zip(BatchLoader(range(3), 2, collate_fn=collate), (0, 2), strict=True):
+            assert type(batch) is type(collate([0]))
+            found = batch if isinstance(batch, dict) else {n: getattr(batch, n) for n in ("x", "names")}
+            want = torch.arange(first, min(first + 2, 3))
+            assert found["x"].full_tensor().equal(want)
+            assert found["names"] == [str(min(first + collectives.rank(), 2))]  # also on a rank without samples
+            if isinstance(batch, Checked):
+                assert batch.scaled.full_tensor().equal(2 * want)
+                assert not hasattr(batch, "later")
+
+    world(2).run(body)
+
+
 def test_prefetch_has_the_state_after_the_batch_that_was_used() -> None:
     """Although the loader gave two more."""
     tables = [
@@ -220,11 +343,13 @@ class Table(dict[str, Any]):
         (lambda samples: torch.tensor(0.0), "the batch has shape (), but the batch has 2 samples here"),
         (lambda samples: Table(x=torch.zeros(3, 2)), "the batch['x'] has shape (3, 2), but the batch has 2 samples"),
         (lambda samples: [torch.zeros(2), {1, 2}], "the batch[1] is a set. Fix: a collate_fn that makes tensors"),
+        (lambda samples: [torch.eye(2).to_sparse()], "the batch[0] takes a dense tensor, got a sparse_coo one"),
+        (lambda samples: clicks([*samples, *samples]), "the batch.features has [4, 4] bags of ['a', 'b'], but the"),
     ],
 )
 def test_what_is_no_batch_is_refused(collate: Any, text: str) -> None:
     def body() -> str:
-        with pytest.raises(ArgumentError) as caught:
+        with pytest.raises((ArgumentError, LayoutError)) as caught:
             next(iter(BatchLoader(range(4), 4, collate_fn=collate)))
         return str(caught.value)
 
@@ -246,6 +371,24 @@ def test_ranks_with_different_lengths_or_loaders_are_refused() -> None:
     assert "pad samples to one length in collate_fn" in lengths
     (seeds,) = set(world(2).run(body, (0, 1), torch.tensor))
     assert "seed" in seeds
+
+    def weighted(samples: list[int]) -> KeyedJaggedTensor:
+        features = clicks(samples).features
+        weights = features.weights_or_none() if collectives.rank() else None
+        return KeyedJaggedTensor(features.keys(), features.values(), weights, features.lengths())
+
+    (weights,) = set(world(2).run(body, (0, 0), weighted))
+    assert 'rank 0: {"tensors": {"the batch": "torch.int64 ids of a, b, no weights"}}' in weights
+
+    def elsewhere() -> str:
+        loader = BatchLoader(range(8), 2)
+        loader.load_state_dict(loader.state_dict() | {"position": 2 * collectives.rank()})
+        with pytest.raises(MismatchError) as caught:
+            next(iter(loader))
+        return str(caught.value)
+
+    (positions,) = set(world(2).run(elsewhere))
+    assert 'rank 1: {"samples": [2, 4]}' in positions
 
 
 class Stream(IterableDataset[int]):
@@ -270,3 +413,6 @@ def test_arguments_and_states_that_do_not_fit_are_refused() -> None:
         loader.load_state_dict({})
     with pytest.raises(ArgumentError, match="position 9 are of no state"):
         loader.load_state_dict(state | {"position": 9})
+    for position in ("2", 2.5, None):
+        with pytest.raises(ArgumentError, match="epoch and position must be integers, got 0 and"):
+            loader.load_state_dict(state | {"position": position})  # type: ignore[arg-type]

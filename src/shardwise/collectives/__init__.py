@@ -40,7 +40,15 @@ from shardwise.collectives.api import (
 )
 from shardwise.collectives.checkpoints import chunks, storage_metadata, write_items
 from shardwise.collectives.collective_call import Ranks, describing
-from shardwise.collectives.consistency import agree, agree_if_checked, contents, gather_bytes, gather_json
+from shardwise.collectives.consistency import (
+    agree,
+    agree_if_checked,
+    contents,
+    disagreement,
+    gather_bytes,
+    gather_if_different,
+    gather_json,
+)
 from shardwise.collectives.failures.reports import has_failed, report_failure
 from shardwise.collectives.groups import group_ranks, load_with_process_group, process_group
 from shardwise.collectives.joining import init_from_environment, init_processes, shutdown
@@ -53,8 +61,9 @@ from shardwise.trace.comm_trace import CommCounts, count_comms
 __all__ = [
     "Allocate", "CommCounts", "DeviceMesh", "Finish", "Ranks", "Transport", "agree", "agree_if_checked", "all_gather",
     "all_reduce", "all_to_all", "as_mesh", "barrier", "broadcast", "check_ranks", "check_values", "chunks",
-    "contents", "costs", "count_comms", "current_mesh", "describing", "device_mesh", "draw_from_torch",
-    "exchange_messages", "expect_equal", "expect_equal_numbers", "fingerprint", "gather_bytes", "gather_json",
+    "contents", "costs", "count_comms", "current_mesh", "describing", "device_mesh", "disagreement",
+    "draw_from_torch", "exchange_messages", "expect_equal", "expect_equal_numbers", "fingerprint", "gather_bytes",
+    "gather_if_different", "gather_json",
     "group_ranks", "has_failed", "init_device_mesh", "init_from_environment", "init_processes", "is_here",
     "is_simulated",
     "load_with_process_group", "message_device", "outside_ranks", "owner", "process_group", "rank", "rank_of_thread",

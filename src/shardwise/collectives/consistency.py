@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -28,27 +28,41 @@ def gather_json(value: T, ranks: Ranks) -> list[T]:
     return [json.loads(data) for data in gather_bytes(json.dumps(value).encode(), ranks)]
 
 
-def agree(what: str, value: object, ranks: Ranks, fix: str) -> None:
-    """Raise the same MismatchError on all `ranks` unless all of them pass an equal JSON `value`.
+def gather_if_different(what: str, value: T, ranks: Ranks) -> list[T] | None:
+    """Every rank's JSON value, in rank order; None if all are equal.
 
     Costs one small collective of digests; the values are sent only if those differ.
+
+    Args:
+        what: the values are about, for the errors of graph capture.
     """
     count = len(ranks)
     if count == 1:
-        return
+        return None
     not_capturable(f"a comparison of {what} among ranks")
-    own = json.dumps(value, sort_keys=True)
-    digest = int.from_bytes(hashlib.blake2b(own.encode(), digest_size=7).digest())
+    digest = int.from_bytes(hashlib.blake2b(_text(value).encode(), digest_size=7).digest())
     ones = [1] * count
     digests = exchange_messages(torch.tensor([digest] * count, device="cpu"), ones, ones, ranks).tolist()
-    if len(set(digests)) == 1:
-        return
-    texts = [data.decode() for data in gather_bytes(own.encode(), ranks)]
+    return None if len(set(digests)) == 1 else gather_json(value, ranks)
+
+
+def agree(what: str, value: object, ranks: Ranks, fix: str) -> None:
+    """Raise the same MismatchError on all `ranks` unless all of them pass an equal JSON `value`.
+
+    Sends what `gather_if_different` sends.
+    """
+    values = gather_if_different(what, value, ranks)
+    if values is not None:
+        raise disagreement(what, values, ranks, fix)
+
+
+def disagreement(what: str, values: Sequence[object], ranks: Ranks, fix: str) -> MismatchError:
+    """The error that says where the values of ranks differ."""
     by_text: dict[str, list[int]] = {}
-    for member, difference in zip(ranks, _differences(texts), strict=True):
+    for member, difference in zip(ranks, _differences(values), strict=True):
         by_text.setdefault(difference, []).append(member)
     lines = [f"  rank {', '.join(map(str, members))}: {text}" for text, members in by_text.items()]
-    raise MismatchError(f"Ranks disagree on {what}:\n" + "\n".join(lines) + f"\n  Fix: {fix}")
+    return MismatchError(f"Ranks disagree on {what}:\n" + "\n".join(lines) + f"\n  Fix: {fix}")
 
 
 def agree_if_checked(what: str, value: Callable[[], object], ranks: Ranks, fix: str) -> None:
@@ -69,11 +83,15 @@ def contents(x: Tensor) -> dict[str, object]:
     return {"dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape), "digest": digest}
 
 
-def _differences(texts: list[str]) -> list[str]:
-    """JSON texts; if all are objects, without the items that are equal in all of them."""
-    values = [json.loads(text) for text in texts]
-    if not all(isinstance(value, dict) for value in values):
-        return texts
-    keys = sorted({key for value in values for key in value})
-    differ = [key for key in keys if any(value.get(key) != values[0].get(key) for value in values)]
-    return [json.dumps({key: value.get(key) for key in differ}) for value in values]
+def _text(value: object) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _differences(values: Sequence[object]) -> list[str]:
+    """The values as JSON; if all are objects, without the items that are equal in all of them."""
+    objects = [value for value in values if isinstance(value, dict)]
+    if len(objects) < len(values):
+        return [_text(value) for value in values]
+    keys = sorted({key for value in objects for key in value})
+    differ = [key for key in keys if any(value.get(key) != objects[0].get(key) for value in objects)]
+    return [_text({key: value.get(key) for key in differ}) for value in objects]

@@ -4,7 +4,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -16,8 +16,9 @@ from shardwise import collectives
 from shardwise.collectives import DeviceMesh
 from shardwise.data.shuffling import epoch_order, seed_of
 from shardwise.embedding.jagged.keyed_jagged_tensor import JaggedFeatures, KeyedJaggedTensor
-from shardwise.errors import ArgumentError, MeshError
+from shardwise.errors import ArgumentError, MeshError, RemoteRankError, summary
 from shardwise.layout import REPLICATE, Layout, Mesh, Placement, Shard, checked_init
+from shardwise.tensor.arguments import check_dense
 from shardwise.tensor.conversion import wrap
 from shardwise.tensor.dtensor import default_mesh
 
@@ -62,7 +63,8 @@ class BatchLoader:
         seed: of the orders and of the samples.
         drop_last: leave out a last batch of fewer than `batch_size` samples.
         collate_fn: makes a batch of a list of samples. Its tensors have the samples along dim 0, and other sizes that
-            do not depend on them. On a rank without samples it gets one, which is removed again.
+            do not depend on them. On a rank without samples it gets one, which is removed from tensors and jagged
+            features again; strings and numbers stay those of it.
         num_workers: processes that load ahead; 0 loads when a batch is taken.
         prefetch_factor: batches that each of them loads ahead; None is 2.
 
@@ -71,6 +73,8 @@ class BatchLoader:
             is no batch.
         MeshError: this rank is not part of the mesh, or it has no such axis.
         MismatchError: in the loop, on all ranks: batches of different steps, dtypes or sizes.
+        RemoteRankError: in the loop: samples of another rank could not be loaded. There the error is raised as it is.
+            The next iteration begins with the same batch on all ranks.
 
     Sends: for each batch one small message to every rank of the mesh, to compare its shapes.
     """
@@ -106,15 +110,14 @@ class BatchLoader:
         self._collate, self._num_workers, self._prefetch_factor = collate_fn, num_workers, prefetch_factor
         self._epoch, self._position, self._iteration = 0, 0, 0
 
-    @property
-    def _end(self) -> int:
-        """How many samples an epoch has."""
+    def _end(self, start: int) -> int:
+        """Where an epoch ends whose next batch begins at sample `start`."""
         count = self._order["num_samples"]
-        return count // self.batch_size * self.batch_size if self.drop_last else count
+        return count - (count - start) % self.batch_size if self.drop_last else count
 
     def __len__(self) -> int:
         """Batches of an epoch."""
-        return (self._end + self.batch_size - 1) // self.batch_size
+        return (self._end(0) + self.batch_size - 1) // self.batch_size
 
     def state_dict(self) -> dict[str, int]:
         """Where the next batch begins, the same on every rank; JSON can hold it.
@@ -135,10 +138,16 @@ class BatchLoader:
                     f"BatchLoader.load_state_dict: {name} is {state.get(name)!r} in the state and {expected!r} here, "
                     f"so samples have another order. Fix: make the loader as it was when the state was saved."
                 )
-        epoch, position = state.get("epoch", -1), state.get("position", -1)
+        epoch, position = state.get("epoch"), state.get("position")
+        if type(epoch) is not int or type(position) is not int:
+            raise ArgumentError(
+                f"BatchLoader.load_state_dict: epoch and position must be integers, got {epoch!r} and {position!r}. "
+                f"Fix: a state of state_dict()."
+            )
         if epoch < 0 or not 0 <= position <= self._order["num_samples"]:
             raise ArgumentError(f"BatchLoader.load_state_dict: epoch {epoch} and position {position} are of no state.")
-        self._epoch, self._position = epoch, position
+        no_batch_left = position and position == self._end(position)  # the state may be of another batch size
+        self._epoch, self._position = (epoch + 1, 0) if no_batch_left else (epoch, position)
         self._iteration += 1
 
     def __iter__(self) -> Iterator[Any]:
@@ -146,32 +155,57 @@ class BatchLoader:
         return self._batches(self._iteration)
 
     def _batches(self, iteration: int) -> Iterator[object]:
-        epoch, order = self._epoch, self._order
+        epoch, order, end = self._epoch, self._order, self._end(self._position)
         indices = epoch_order(order["num_samples"], order["seed"] if order["shuffle"] else None, epoch).tolist()
-        starts = range(self._position, self._end, self.batch_size)
-        steps = [(start, min(start + self.batch_size, self._end)) for start in starts]
+        starts = range(self._position, end, self.batch_size)
+        steps = [(start, min(start + self.batch_size, end)) for start in starts]
         spans = [self._span(stop - start) for start, stop in steps]
         # A rank without samples loads the first of the batch, for the dtypes and sizes of its empty tensors.
         pairs = zip(steps, spans, strict=True)
         mine = [indices[start + first : start + last] or [indices[start]] for (start, _), (first, last) in pairs]
-        loaded = DataLoader(
-            _Seeded(self.dataset, order["seed"], epoch),
-            batch_sampler=mine,
+        loaded = self._loaded(mine, epoch)
+        for (start, stop), (first, last) in zip(steps, spans, strict=True):
+            if iteration != self._iteration:
+                raise ArgumentError("BatchLoader: another iteration began, or a state was loaded. Fix: one at a time.")
+            placed, out, failure = _Placed(self, stop - start, last - first), None, None
+            try:
+                out = placed.of(next(loaded), "the batch")
+            except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must learn of it and not wait
+                failure = error
+            self._compare({"epoch": epoch, "samples": [start, stop], **order, "tensors": placed.facts}, failure)
+            self._epoch, self._position = (epoch + 1, 0) if stop == end else (epoch, stop)
+            yield out
+
+    def _loaded(self, batches: list[list[int]], epoch: int) -> Iterator[object]:
+        """What `collate_fn` makes of the samples with these indices."""
+        yield from DataLoader(
+            _Seeded(self.dataset, self._order["seed"], epoch),
+            batch_sampler=batches,
             collate_fn=self._collate,
             num_workers=self._num_workers,
             prefetch_factor=self._prefetch_factor,
             generator=torch.Generator(),  # or it draws a seed from the default generator, at each epoch
         )
-        for (start, stop), (first, last), batch in zip(steps, spans, loaded, strict=True):
-            if iteration != self._iteration:
-                raise ArgumentError("BatchLoader: another iteration began, or a state was loaded. Fix: one at a time.")
-            placed = _Placed(self, stop - start, last - first)
-            out = placed.of(batch, "the batch")
-            facts = {"epoch": epoch, "samples": [start, stop], **order, "tensors": placed.facts}
-            collectives.agree("a batch", facts, tuple(sorted(self.mesh.ranks)), FIX)
-            ended = stop == self._end
-            self._epoch, self._position = (epoch + 1, 0) if ended else (epoch, stop)
-            yield out
+
+    def _compare(self, facts: dict[str, Any], failure: Exception | None) -> None:
+        """Raise on all ranks if their batches differ, or one has none because of its `failure`, which it raises."""
+        ranks = tuple(sorted(self.mesh.ranks))
+        failed = None if failure is None else summary(failure)
+        every = collectives.gather_if_different("a batch", facts | {"failed": failed}, ranks)
+        if failure is not None:
+            raise failure
+        if every is None:
+            return
+        failures = {rank: theirs["failed"] for rank, theirs in zip(ranks, every, strict=True) if theirs["failed"]}
+        if failures:
+            rank, text = next(iter(failures.items()))
+            first, last = facts["samples"]
+            raise RemoteRankError(
+                f"BatchLoader: rank {rank} could not load its samples of {first} to {last - 1} of epoch "
+                f"{facts['epoch']}: {text}\n  Fix: its own error says where; this iteration has ended on all ranks.",
+                rank,
+            )
+        raise collectives.disagreement("a batch", every, ranks, FIX)
 
     def _span(self, count: int) -> tuple[int, int]:
         """Which of the samples of a batch are this rank's: from, to."""
@@ -239,8 +273,10 @@ class _Placed:
             items: list[Any] = [self.of(one, f"{path}[{number}]") for number, one in enumerate(value)]
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         if is_dataclass(value) and not isinstance(value, type):
-            named = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-            return replace(value, **{name: self.of(one, f"{path}.{name}") for name, one in named.items()})
+            out = copy.copy(value)
+            for name in [field.name for field in fields(value) if hasattr(value, field.name)]:
+                object.__setattr__(out, name, self.of(getattr(value, name), f"{path}.{name}"))  # frozen or not
+            return out
         if isinstance(value, AS_THEY_ARE):
             return value
         raise ArgumentError(
@@ -249,6 +285,7 @@ class _Placed:
         )
 
     def _tensor(self, x: Tensor, path: str) -> Tensor:
+        check_dense(x, f"BatchLoader: {path}")
         loaded = max(self.here, 1)
         if not x.ndim or len(x) != loaded:
             raise ArgumentError(
@@ -261,9 +298,15 @@ class _Placed:
 
     def _jagged(self, features: JaggedFeatures, path: str) -> JaggedFeatures:
         given = features if isinstance(features, KeyedJaggedTensor) else KeyedJaggedTensor.from_torchrec(features)
-        self.facts[path] = f"{given.values().dtype} ids of {', '.join(given.keys())}"
+        loaded, weights = max(self.here, 1), given.weights_or_none()
+        if any(bags != loaded for bags in given.stride_per_key()):
+            raise ArgumentError(
+                f"BatchLoader: {path} has {given.stride_per_key()} bags of {given.keys()}, but the batch has {loaded} "
+                f"samples here. Fix: a collate_fn that makes one bag of each feature for each sample."
+            )
+        of_weights = "no" if weights is None else weights.dtype
+        self.facts[path] = f"{given.values().dtype} ids of {', '.join(given.keys())}, {of_weights} weights"
         if not self.here:
-            weights = given.weights_or_none()
             no_weights = None if weights is None else weights[:0]
             given = KeyedJaggedTensor(given.keys(), given.values()[:0], no_weights, lengths=given.lengths()[:0])
         return given.to(self.mesh.device_type)
