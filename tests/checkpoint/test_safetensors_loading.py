@@ -89,15 +89,7 @@ def test_a_rank_reads_the_bytes_of_its_shards_on_a_mesh_of_two_axes(
     torch.manual_seed(0)
     stored = Net()
     folder = written(tmp_path / "files", stored.state_dict())
-    read = Counter[int]()
-    plain_read = LocalFile.read_into
-
-    def counting(self: LocalFile, buffer: memoryview, offset: int) -> None:
-        read[collectives.rank()] += len(buffer)
-        plain_read(self, buffer, offset)
-
-    monkeypatch.setattr(LocalFile, "read_into", counting)
-    headers = sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in folder.glob("*.safetensors"))
+    read = counted_reads(monkeypatch)
     plan = {"wide.weight": {"tp": S1}, "table.weight": {"tp": S0}, "stack": {"dp": S0, "tp": S0}}
 
     def body() -> int:
@@ -107,8 +99,108 @@ def test_a_rank_reads_the_bytes_of_its_shards_on_a_mesh_of_two_axes(
         return int(local + model.get_buffer("seen").nbytes)
 
     held = world(4).run(body)
-    assert [read[rank] - headers for rank in range(4)] == held
+    assert [read[rank] - headers(folder) for rank in range(4)] == held
     assert max(held) < 0.6 * sum(x.nbytes for x in stored.state_dict().values())
+
+
+def counted_reads(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """The bytes that each rank reads of files, from now on."""
+    read = Counter[int]()
+    plain_read = LocalFile.read_into
+
+    def counting(self: LocalFile, buffer: memoryview, offset: int) -> None:
+        read[collectives.rank()] += len(buffer)
+        plain_read(self, buffer, offset)
+
+    monkeypatch.setattr(LocalFile, "read_into", counting)
+    return read
+
+
+def headers(folder: Path) -> int:
+    return sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in folder.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("size", "mesh", "plan"),
+    [
+        (8, None, {"table.weight": S0, "wide.weight": S0, "wide.bias": S0, "stack": S0, "none": S0}),
+        (3, None, {"table.weight": Shard(0, (0, 7, 0)), "wide.bias": Shard(0, (5, 0, 0))}),
+        (6, Mesh((3, 2), names=("dp", "tp")), {"table.weight": {"dp": S0, "tp": S0}, "wide.bias": {"dp": S0, "tp": R},
+                                               "stack": {"tp": S0}}),
+    ],
+    ids=["more ranks than rows", "explicit sizes, some empty", "sharded and replicated, empty on some"],
+)  # fmt: skip
+def test_ranks_with_empty_and_uneven_shards_read_no_more_than_they_hold(
+    size: int, mesh: Mesh | None, plan: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    stored, other = Net(), Net()
+    want = stored.state_dict()
+    folder = written(tmp_path / "files", want)
+    read = counted_reads(monkeypatch)
+
+    def body() -> int:
+        model = shard_module(deepcopy(other), plan, mesh=mesh)
+        assert load_safetensors(folder, model) == ([], [])
+        assert model.head.weight is model.table.weight
+        for name, x in model.state_dict().items():
+            assert_close(full(x), want[name], rtol=0, atol=0)
+        local = sum(as_dtensor(p).to_local().nbytes for p in model.parameters())
+        return int(local + model.get_buffer("seen").nbytes)
+
+    held = world(size).run(body)
+    assert [read[rank] - headers(folder) for rank in range(size)] == held
+    assert min(held) < max(held)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(7, 6), nn.Linear(6, 7, bias=False)
+        self.head.weight = self.table.weight
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("names", [["table.weight"], ["head.weight"], ["head.weight", "table.weight"]], ids=repr)
+def test_a_tied_parameter_stays_tied_whichever_names_the_files_have(
+    names: list[str], device: str, tmp_path: Path
+) -> None:
+    """Those of Hugging Face have one. A plain parameter on the meta device gets memory in all modules that share it."""
+    torch.manual_seed(0)
+    weight = torch.randn(7, 6)
+    save_file({name: weight.clone() for name in names}, tmp_path / "model.safetensors")
+    with torch.device(device):
+        tied = Tied()
+
+    def body() -> None:
+        model = deepcopy(tied)
+        load_safetensors(tmp_path, model)
+        assert model.head.weight is model.table.weight
+        assert_close(full(model.table.weight), weight)
+
+    world(2).run(body)
+
+
+def test_names_of_a_tied_parameter_with_different_values_are_refused(tmp_path: Path) -> None:
+    """They are of a model that does not tie them. NaN is equal to itself."""
+    weight = torch.full((7, 6), torch.nan)
+    other = weight.clone()
+
+    def load() -> None:
+        load_safetensors(tmp_path, shard_module(Tied(), {"table.weight": S0}))
+
+    save_file({"table.weight": weight, "head.weight": other}, tmp_path / "model.safetensors")
+    world(3).run(load)
+    other[6] = 1.0  # on the last rank
+    save_file({"table.weight": weight, "head.weight": other}, tmp_path / "model.safetensors")
+
+    def refused() -> str:
+        with pytest.raises(CheckpointError) as caught:
+            load()
+        return str(caught.value)
+
+    (text,) = set(world(3).run(refused))
+    assert "rank 2: 'table.weight' and 'head.weight' are one parameter of the module, but have different" in text
 
 
 class Largest(TorchDispatchMode):
@@ -202,8 +294,14 @@ def test_names_and_shapes_that_do_not_fit_are_refused_together(tmp_path: Path) -
     assert "missing in the files: 'wide.bias' (did you mean 'wide.biass'?)" in text
     assert "only in the files: 'wide.biass'" in text
     assert "Fix: strict=False" in text
+    state["wide.bias"] = state.pop("wide.biass")
+    for name, dtype, of_module in [("stack", torch.complex64, "float32"), ("seen", torch.float16, "bool")]:
+        state["stack"] = net.stack.detach()
+        folder = written(tmp_path / "files", state | {name: state[name].to(dtype)})
+        said = f"{name!r}: {dtype} in the files, which is no kind of torch.{of_module} as in the module"
+        assert said in refused(folder, net)
 
-    state["stack"] = net.stack.detach()
+    state["wide.biass"] = state.pop("wide.bias")
     folder = written(tmp_path / "files", state)
 
     def body() -> None:

@@ -29,6 +29,7 @@ from shardwise.embedding import (
 )
 from shardwise.errors import ArgumentError, LayoutError, MeshError, MismatchError
 from shardwise.testing import world
+from shardwise.testing.assertions import as_dtensor
 
 R, S0 = Replicate(), Shard(0)
 
@@ -301,7 +302,7 @@ def test_a_batch_keeps_its_container(kind: Any) -> None:
             assert found["x"].full_tensor().equal(want)
             assert found["names"] == [str(min(first + collectives.rank(), 2))]  # also on a rank without samples
             if isinstance(batch, Checked):
-                assert batch.scaled.full_tensor().equal(2 * want)
+                assert as_dtensor(batch.scaled).full_tensor().equal(2 * want)
                 assert not hasattr(batch, "later")
 
     world(2).run(body)

@@ -1,6 +1,6 @@
 """Safetensors files of Hugging Face into a sharded module: every rank reads its own shards."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from os import PathLike
 from typing import NamedTuple
@@ -40,19 +40,21 @@ def load_safetensors(source: str | PathLike[str], module: nn.Module, *, strict: 
 
     No rank reads or holds a full copy of what is sharded: each reads the bytes of its local shards, some MiB at a time.
     Where a shard has less than 4 KiB of each row, as of a table sharded by columns, it reads the rows. Values are
-    converted to the dtypes of the module. All names and shapes are compared on all ranks before anything changes.
+    converted to the dtypes of the module, but not floats to integers. All names, shapes and dtypes are compared on all
+    ranks before anything changes.
 
     Args:
         source: a file, or a folder with `model.safetensors.index.json` or `model.safetensors`, which all ranks see.
         module: with DTensors, plain parameters or both. Plain parameters on the meta device get memory first.
         strict: whether the names have to be those of the parameters and persistent buffers of the module. One name of a
-            tied parameter is enough.
+            tied parameter is enough; if the files have more, their values have to be equal.
 
     Returns:
         The names that only the module, and only the files have.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or names or shapes do not fit; the same text on every rank.
+        CheckpointError: a file is missing or damaged, or names, shapes or dtypes do not fit; the same text on every
+            rank.
         MismatchError: ranks see different files.
     """
     what = f"Loading {source}"
@@ -77,9 +79,15 @@ def open_on_all(what: str, source: str | PathLike[str]) -> Source:
 
 
 class _Chosen(NamedTuple):
-    """The module's tensors, by a name that the files have; and those of parameters that get memory first."""
+    """The module's tensors by their first name in the files.
+
+    Args:
+        stored: all names that the files have of each, more than one if it is tied.
+        on_meta: the owners of parameters that get memory first.
+    """
 
     tensors: Mapping[str, Tensor]
+    stored: Mapping[str, list[str]]
     on_meta: Mapping[str, module_sharding.Owners]
     keys: LoadedKeys
 
@@ -101,6 +109,11 @@ def _chosen(module: nn.Module, source: Source, strict: bool) -> _Chosen:
         for name, x in tensors.items()
         if source.tensors[name].shape != tuple(x.shape)
     ]
+    problems += [
+        f"  {name!r}: {source.tensors[name].dtype} in the files, which is no kind of {x.dtype} as in the module"
+        for name, x in tensors.items()
+        if not torch.can_cast(source.tensors[name].dtype, x.dtype)
+    ]
     if strict:
         problems += [
             f"  missing in the files: {name!r}{did_you_mean(name, unexpected, IN_PARENTHESES)}" for name in missing
@@ -113,11 +126,13 @@ def _chosen(module: nn.Module, source: Source, strict: bool) -> _Chosen:
     if problems:
         fix = "\n  Fix: strict=False passes over names that only one has" if missing or unexpected else ""
         raise CheckpointError("the files do not fit the module:\n" + listed(problems) + fix)
-    on_meta = {name: x for name, x in tensors.items() if isinstance(x, nn.Parameter) and x.is_meta}
+    on_meta = {name: x for name, x in named.items() if isinstance(x, nn.Parameter) and x.is_meta}
     for name, x in tensors.items():
         if name not in on_meta:
             storable_boxes(name, x)  # it says what cannot be filled
-    return _Chosen(tensors, module_sharding.owners_of(module, on_meta), LoadedKeys(missing, unexpected))
+    stored = {name: [other for other in names[name] if other in tensors] for name in tensors}
+    once = {name: x for name, x in tensors.items() if name == stored[name][0]}
+    return _Chosen(once, stored, module_sharding.owners_of(module, on_meta), LoadedKeys(missing, unexpected))
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -133,13 +148,30 @@ def _fill(chosen: _Chosen, source: Source) -> None:
             if name in chosen.on_meta:
                 x = nn.Parameter(torch.empty(x.shape, dtype=x.dtype, device=device), x.requires_grad)
                 module_sharding.assign(chosen.on_meta[name], x)
-            stored = source.tensors[name]
-            for box, view in storable_boxes(name, x).views:
-                for window in windows(box, stored.dtype.itemsize):
-                    found = torch.empty(window.sizes, dtype=stored.dtype)
-                    for extent in stored.extents:
-                        read_box(source.file(extent.file), extent.start, extent.box, found, window)
-                    view[window.relative_to(box)].copy_(found)
+            for number, stored in enumerate(chosen.stored[name]):
+                for target, found in _windows(storable_boxes(name, x).views, source, stored):
+                    if not number:
+                        target.copy_(found)
+                    elif not _equal(target, found.to(target)):
+                        raise CheckpointError(
+                            f"{name!r} and {stored!r} are one parameter of the module, but have different values in "
+                            f"the files. Fix: a module where they are not tied."
+                        )
+
+
+def _windows(views: Sequence[tuple[Box, Tensor]], source: Source, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parts of the local tensors, and what a tensor of the files has for each."""
+    stored = source.tensors[name]
+    for box, view in views:
+        for window in windows(box, stored.dtype.itemsize):
+            found = torch.empty(window.sizes, dtype=stored.dtype)
+            for extent in stored.extents:
+                read_box(source.file(extent.file), extent.start, extent.box, found, window)
+            yield view[window.relative_to(box)], found
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def read_box(file: StoredFile, start: int, full: Box, target: Tensor, box: Box) -> None:

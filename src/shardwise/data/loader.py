@@ -273,10 +273,10 @@ class _Placed:
             items: list[Any] = [self.of(one, f"{path}[{number}]") for number, one in enumerate(value)]
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         if is_dataclass(value) and not isinstance(value, type):
-            out = copy.copy(value)
+            made = copy.copy(value)
             for name in [field.name for field in fields(value) if hasattr(value, field.name)]:
-                object.__setattr__(out, name, self.of(getattr(value, name), f"{path}.{name}"))  # frozen or not
-            return out
+                object.__setattr__(made, name, self.of(getattr(value, name), f"{path}.{name}"))  # frozen or not
+            return made
         if isinstance(value, AS_THEY_ARE):
             return value
         raise ArgumentError(
