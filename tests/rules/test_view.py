@@ -47,6 +47,9 @@ SAMPLES = [
     Sample(torch.flatten, (normal(2, 3, 4), 1)),
     Sample(torch.flatten, (normal(5, 2, 2),)),
     Sample(torch.flatten, (normal(),)),
+    Sample(torch.diag_embed, (normal(2, 3), -1, 0, 2)),
+    Sample(torch.diag, (normal(3), 1)),
+    Sample(torch.diag, (A, -1)),
     Sample(torch.unsqueeze, (A, -1)),
     Sample(torch.unsqueeze, (A, 0)),
     Sample(torch.squeeze, (normal(1, 5, 1),)),
@@ -293,3 +296,58 @@ def test_a_cut_dim_of_length_one_is_not_taken_for_a_new_one() -> None:
     for y in (x.unsqueeze(1), x.unsqueeze(-1), x[:, None], x.clone().unsqueeze_(1), x.t().unsqueeze(0)):
         y = as_dtensor(y)
         assert y.to_local().shape == y.layout_.local_shape(collectives.rank())
+
+
+CUBE = normal(5, 4, 3)
+COPIES: dict[str, tuple[Any, ...]] = {
+    "alias": (), "diagonal": (1, 1, 2), "expand": ((2, 5, 4, 3),), "narrow": (2, 1, 2), "permute": ((2, 0, 1),),
+    "select": (1, 2), "slice": (1, 0, 3, 2), "split": (3, 1), "split_with_sizes": ((1, 3), 1), "squeeze": (1,),
+    "transpose": (0, 2), "unbind": (1,), "unfold": (1, 2, 1), "unsqueeze": (-1,), "view": ((5, 12),),
+}  # fmt: skip
+
+
+def listed(result: Any) -> list[Any]:
+    return list(result) if isinstance(result, list | tuple) else [result]
+
+
+@pytest.mark.parametrize("name", COPIES)
+@pytest.mark.parametrize("home", [torch, torch.ops.aten], ids=["torch", "aten"])
+def test_the_copy_of_a_view_stays_sharded_and_is_row_major(name: str, home: Any) -> None:
+    copy, view = getattr(home, name + "_copy"), getattr(torch.ops.aten, name)
+    x = CUBE.clone().requires_grad_()
+    want = [one.clone() for one in listed(view(x, *COPIES[name]))]
+    sum(one.square().sum() for one in want).backward()
+
+    @world(3)
+    def body() -> None:
+        mine = distribute_tensor(CUBE, Mesh((3,)), [Shard(0, (3, 0, 2))]).requires_grad_()
+        with count_comms() as comms:
+            got = copy(mine, *COPIES[name])
+        assert (comms.total_calls, comms.fallbacks) == (0, [])
+        outs = listed(got)
+        for out, expected in zip(outs, want, strict=True):
+            assert out.full_tensor().equal(expected)
+            assert out.stride() == torch.empty(expected.shape).stride()
+        sum(out.square().sum() for out in outs).backward()
+        with torch.no_grad():
+            outs[0].zero_()
+        assert as_dtensor(mine).full_tensor().equal(CUBE)
+        torch.testing.assert_close(as_dtensor(mine.grad).full_tensor(), x.grad)
+
+    body()
+
+
+@world(3)
+def test_changes_in_place_and_slices_that_ranks_have_need_no_fallback() -> None:
+    x = CUBE.clone()
+    mine = distribute_tensor(x.clone(), Mesh((3,)), [Shard(0, (3, 0, 2))])
+    with count_comms() as comms:
+        matrices = torch.diag_embed(mine, 1)
+        assert (comms.total_calls, as_dtensor(matrices).placements) == (0, (Shard(0, (3, 0, 2)),))
+        slices = mine.renorm(2, 0, 1.5).renorm_(2, 0, 1.0)
+        assert comms.total_calls == 0
+        mine.cumsum_(0).cumprod_(1)
+    assert comms.fallbacks == []
+    assert as_dtensor(matrices).full_tensor().equal(torch.diag_embed(x, 1))
+    torch.testing.assert_close(as_dtensor(slices).full_tensor(), x.renorm(2, 0, 1.5).renorm_(2, 0, 1.0))
+    torch.testing.assert_close(as_dtensor(mine).full_tensor(), x.cumsum_(0).cumprod_(1))

@@ -1,6 +1,7 @@
 """Ops on lists of tensors equal those of one process; the norms of a model take one exchange."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,8 +22,10 @@ from shardwise import (
     rank,
 )
 from shardwise.errors import RuleError
+from shardwise.layout import Layout
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
+from shardwise.testing.local_shards import dtensor_from_full
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 VALUES = [torch.arange(n * 3.0).reshape(n, 3).sin() * 4 for n in (5, 2, 7, 4)] + [torch.tensor([[3.0]])]
@@ -257,3 +260,36 @@ def test_lists_with_partial_sums_are_changed_in_place_as_by_the_ordinary_ops(
             torch.testing.assert_close(x.full_tensor(), y)
 
     world(3).run(body)
+
+
+CHANGES: dict[str, Callable[..., object]] = {
+    "neg": lambda xs, ys: torch._foreach_neg_(xs),
+    "zero": lambda xs, ys: torch._foreach_zero_(xs),
+    "exp": lambda xs, ys: torch._foreach_exp_(xs),
+    "mul": lambda xs, ys: torch._foreach_mul_(xs, 2.0),
+    "add": torch._foreach_add_,
+    "addcdiv": lambda xs, ys: torch._foreach_addcdiv_(xs, xs, ys, 0.5),
+    "lerp": lambda xs, ys: torch._foreach_lerp_(xs, ys, 0.25),
+}
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "min", "product"])
+def test_lists_are_changed_in_place_on_a_mesh_with_a_partial_axis(op: str) -> None:
+    """Uneven and empty shards on the other axis, or Partial there as well."""
+    p = Partial(op)
+    values = [torch.arange(n * 3.0).reshape(n, 3).cos() + 2 for n in (5, 1, 0)]
+    places: list[list[Placement]] = [[p, R], [p, S0], [S1, p], [p, p], [R, S0]]
+
+    @world(4)
+    def body() -> None:
+        mesh = Mesh((2, 2))
+        for name, mine in product(CHANGES, places):
+            xs, ys = ([dtensor_from_full(v, Layout(mesh, q, v.shape)) for v in values] for q in (mine, places[1]))
+            want = [v.clone() for v in values]
+            CHANGES[name](xs, ys)
+            CHANGES[name](want, values)
+            for x, v in zip(xs, want, strict=True):
+                assert as_dtensor(x).placements == tuple(mine)
+                assert_close(as_dtensor(x).full_tensor(), v, msg=f"{name} of {mine}")
+
+    body()

@@ -6,12 +6,13 @@ from shardwise.rules.random import distributions, dropout, random
 from shardwise.rules.reductions import count, normalisation, order, reduce
 from shardwise.rules.registry import RULES, OpRule, op_rule
 from shardwise.rules.row import Meta, Row
-from shardwise.rules.shapes import index, join, masks, reshape, slices, view
+from shardwise.rules.shapes import index, join, masks, reshape, slices, view, view_copies
 
 __all__ = [
     "RULES", "LocalContext", "Meta", "OpRule", "Row", "attention", "conv", "count", "distributions", "dropout", "image",
     "index", "join", "loss", "masks", "matmul", "normalisation", "op_rule", "order", "pointwise", "pool", "random",
-    "recurrent", "reduce", "reshape", "slices", "view",
+    "recurrent", "reduce", "reshape", "slices", "view", "view_copies",
 ]  # fmt: skip
 
 pointwise.register_tagged()  # the ops that no other file has a rule for
+view_copies.register_tagged()

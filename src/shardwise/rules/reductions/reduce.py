@@ -35,7 +35,7 @@ from shardwise.rules.reductions.over_dims import (
     with_indices,
 )
 from shardwise.rules.registry import OpRule, Shapes, register
-from shardwise.rules.row import Args, Kwargs, Meta, Row
+from shardwise.rules.row import Args, Kwargs, Meta, Op, Row
 from shardwise.trace.autograd_function import TensorFunction
 
 
@@ -322,6 +322,10 @@ def _scanned_extremes(ctx: LocalContext, x: Tensor, largest: bool, dim: int) -> 
     return type(scanned)((values, table.gather(dim, at)))
 
 
+def _in_place(function: Op, x: Tensor, *args: object, **kwargs: object) -> Tensor:
+    return x.copy_(function(x.clone(), *args, **kwargs))  # cumprod saves its operand for backward
+
+
 for _reduce_op, _linear, _names in (
     ("sum", SUMS, "sum"), ("sum", (), "nansum count_nonzero"), ("min", (), "all"), ("max", (), "any"),
 ):  # fmt: skip
@@ -344,5 +348,8 @@ register_reduction(
 )
 for _name in ("cumsum", "cumprod", "logcumsumexp"):
     register_reduction(partial(scan, _name), shape_of_first, _name, typed=True)
+for _name in ("cumsum", "cumprod"):
+    _ops = getattr(Tensor, _name + "_"), getattr(torch.ops.aten, _name + "_").default
+    register(OpRule(decomposition=partial(_in_place, getattr(Tensor, _name))), *_ops)
 for _largest, _name in ((True, "cummax"), (False, "cummin")):
     register_reduction(partial(scan_of_extremes, _largest), lambda input, dim: [input.shape] * 2, _name)

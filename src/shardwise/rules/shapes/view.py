@@ -166,6 +166,13 @@ def _local_diagonal(
     return x.diagonal(offset + box.offsets[a] - box.offsets[b], a, b)
 
 
+def diagonal_matrix(x: Meta, offset: int = 0, dim1: int = -2, dim2: int = -1) -> list[Row]:
+    """out[…, i + max(-offset, 0), …, i + max(offset, 0), …] = x[…, i], and 0 elsewhere."""
+    others = [d for d in range(x.ndim + 1) if d not in (dim1 % (x.ndim + 1), dim2 % (x.ndim + 1))]
+    rows = [Row((Shard(i),), Shard(d), "each rank has full matrices") for i, d in enumerate(others)]
+    return rows + unsharded_rows(x, run_on_owner, SUMS, "a matrix of partial sums is Partial")
+
+
 def triangle(x: Meta, diagonal: int = 0) -> list[Row]:
     """tril, triu: each rank counts rows and columns from its shard offsets."""
     rows = [Row((Shard(d),), Shard(d), "each rank has a shard of the triangle", _local_triangle) for d in range(x.ndim)]
@@ -223,6 +230,7 @@ register(
     basic_index,
 )
 register(OpRule(diagonal, view=True), *functions_named("diagonal"), aten.diagonal.default)
+register(OpRule(diagonal_matrix), *functions_named("diag_embed"), aten.diag_embed.default)
 register(OpRule(triangle, shape=shape_of_first), *functions_named("tril", "triu"), aten.tril.default, aten.triu.default)
 _in_place = Tensor.tril_, Tensor.triu_, aten.tril_.default, aten.triu_.default
 register(OpRule(triangle, in_place=True, shape=shape_of_first), *_in_place)

@@ -21,7 +21,7 @@ from shardwise.tensor.handlers.copies import before_changes, invalidate
 from shardwise.tensor.transforms import check_untransformed
 from shardwise.trace.comm_trace import Cause
 
-LINEAR = ("_foreach_neg", "_foreach_zero")  # for Partial tensors as well
+WRITES_ONLY = "_foreach_zero_"  # whatever the operands are
 ONE_BY_ONE: dict[str, Callable[..., Tensor]] = {
     "_foreach_norm": lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype),
     "_foreach_powsum": lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype) ** ord,
@@ -104,8 +104,8 @@ def _broadcasts(name: str, lead: Sequence[Tensor], args: Sequence[Any]) -> bool:
 
 
 def _changes_partial(name: str, lead: Sequence[Tensor]) -> bool:
-    """Whether an op in place has to read partial sums; the ordinary ops reduce them."""
-    reads = name.startswith("_foreach_") and name.endswith("_") and name.rstrip("_") not in LINEAR
+    """Whether an op in place has to read Partial tensors; the ordinary ops reduce them, or have rows for them."""
+    reads = name.startswith("_foreach_") and name.endswith("_") and name != WRITES_ONLY
     return reads and any(type(x) is DTensor and x._layout.partial_axes for x in lead)
 
 
@@ -137,7 +137,9 @@ def _layout_at(name: str, args: Sequence[Any], kwargs: Kwargs, index: int, first
     if type(first) is DTensor:
         layout = first._layout
         if layout.partial_axes:
-            if name.endswith("_") and name.rstrip("_") not in LINEAR:
+            if name == WRITES_ONLY:
+                return layout
+            if name.endswith("_"):
                 raise RuleError(
                     f"{name}: item {index} is {layout}, and an op in place cannot change partial sums. "
                     f"Fix: redistribute it."
