@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,8 +34,8 @@ def _register(op: Op, views: Sequence[Op]) -> None:
         register(OpRule(decomposition=partial(_copied, known[0])), op)
 
 
-def _copied(view: Op, *args: Any, **kwargs: Any) -> Any:
-    found = view(*args, **kwargs)
+def _copied(view: Op, *args: object, **kwargs: object) -> Tensor | Sequence[Tensor]:
+    found: Tensor | Sequence[Tensor] = view(*args, **kwargs)
     if isinstance(found, Tensor):
         return found.clone(memory_format=torch.contiguous_format)
-    return type(found)(one.clone(memory_format=torch.contiguous_format) for one in found)
+    return [one.clone(memory_format=torch.contiguous_format) for one in found]
