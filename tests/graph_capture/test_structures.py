@@ -14,15 +14,11 @@ from torch.utils import _pytree as pytree
 
 import shardwise as sw
 from shardwise.embedding import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
     JaggedTensor,
     KeyedJaggedTensor,
     KeyedTensor,
-    shard_embeddings,
 )
 from shardwise.errors import CaptureError
-from shardwise.testing import world
 
 
 class Color(Enum):
@@ -152,24 +148,3 @@ class Config:
 def test_results_that_a_replay_could_not_make_anew_are_refused(function: Callable[[Tensor], Any], kind: str) -> None:
     with pytest.raises(CaptureError, match=rf"the function returns a {kind}, of which a replay has no other"):
         sw.capture(function)(torch.ones(2))
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_lookups_of_collections_are_refused_and_what_follows_them_is_captured(sharded: bool) -> None:
-    def body() -> None:
-        collection: Any = EmbeddingBagCollection(
-            tables=[EmbeddingBagConfig(name="t", num_embeddings=9, embedding_dim=4, feature_names=["f"])]
-        )
-        if sharded:
-            collection = shard_embeddings(collection, {"t": [sw.Shard(0)]}, sw.Mesh((2,)))
-        ids = KeyedJaggedTensor(["f"], torch.tensor([0, 8, 3]), lengths=torch.tensor([1, 2]))
-        with pytest.raises(CaptureError, match="a lookup of an embedding collection, whose messages depend on the ids"):
-            sw.capture(collection)(ids)
-        over = sw.capture(lambda pooled: pooled["f"].sum(1))
-        for _ in range(3):
-            pooled = collection(ids)
-            assert_close(over(pooled), pooled.values().sum(1))
-            over(pooled).sum().backward()
-        assert len(over.graphs()) == 1
-
-    world(2 if sharded else 1).run(body)

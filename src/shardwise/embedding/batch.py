@@ -13,7 +13,6 @@ from shardwise.embedding.configs import POLICIES, EmbeddingConfig
 from shardwise.embedding.jagged import KeyedJaggedTensor
 from shardwise.embedding.jagged.keyed_jagged_tensor import JaggedFeatures
 from shardwise.errors import ConfigError, IdError, IdTypeError, RemoteRankError
-from shardwise.trace.capture_hooks import not_capturable
 
 Verdict = tuple[int, int, int, int]  # feature, sample, position in the sample, and the id; VALID if all are valid
 VALID: Verdict = (-1, 0, 0, 0)
@@ -59,11 +58,6 @@ class Batch:
         return replace(self, values=self.values[keep], lengths=lengths, weights=weights, kept=keep)
 
 
-def refuse_capture() -> None:
-    """Raise a CaptureError if this thread is traced."""
-    not_capturable("a lookup of an embedding collection, whose messages depend on the ids")
-
-
 def make_batch(values: Tensor, lengths: Tensor, weights: Tensor | None, bags: Sequence[int]) -> Batch:
     """The batch of ids and the lengths of bags, both by feature."""
     lengths = lengths.long()
@@ -90,6 +84,18 @@ class Features:
     def dims(self) -> tuple[int, ...]:
         """Columns of each feature."""
         return tuple(config.embedding_dim for config in self.config_of)
+
+    def bags(self, features: JaggedFeatures) -> tuple[int, ...]:
+        """How many each of these features has in a batch that has them all."""
+        by_key = dict(zip(features.keys(), features.stride_per_key(), strict=True))
+        return tuple(by_key[name] for name in self.names)
+
+    def lengths(self, features: JaggedFeatures) -> list[Tensor]:
+        """Of the bags of each of these features, in a batch that has them all."""
+        by_key = dict(
+            zip(features.keys(), features.lengths().long().split(list(features.stride_per_key())), strict=True)
+        )
+        return [by_key[name] for name in self.names]
 
     def batch(self, features: JaggedFeatures, weighted: bool, device: torch.device) -> Batch:
         """The ids of these features, in their order.

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.embedding.batch import Batch, Features, IdRules, features_of, refuse_capture
+from shardwise.embedding.batch import Batch, Features, IdRules, features_of
+from shardwise.embedding.captured import look_up
 from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType, resized
 from shardwise.embedding.jagged import JaggedTensor, KeyedTensor
 from shardwise.embedding.jagged.jagged_tensor import made
@@ -16,6 +17,7 @@ from shardwise.embedding.new_rows import draw_seed, fill, new_rows
 from shardwise.embedding.plan import Block
 from shardwise.errors import ConfigError
 from shardwise.layout import checked, checked_init
+from shardwise.trace.capture_hooks import RunsInReplays, not_capturable
 
 BAGS, ROWS = "embedding_bags", "embeddings"  # names in the state
 
@@ -73,7 +75,7 @@ class Tables(nn.Module):
         return table
 
 
-class _Collection(nn.Module):
+class _Collection(nn.Module, RunsInReplays):
     """Tables by name, and the ids of their features."""
 
     _configs: tuple[EmbeddingConfig, ...]
@@ -127,7 +129,6 @@ class _Collection(nn.Module):
 
     def _batch(self, features: JaggedFeatures) -> tuple[Batch, Batch]:
         """The ids of a batch, and the valid ones."""
-        refuse_capture()
         given = self._features.batch(features, self._weighted, self._weights()[0].device)
         batch, verdict = self._rules.apply(given)
         self._rules.raise_for([verdict])
@@ -202,13 +203,18 @@ class EmbeddingBagCollection(_Collection):
             IdError: an id outside its table.
             IdTypeError: a feature is missing, or weights.
         """
+        flat = look_up(self._look_up, features, *self._weights())
+        return pooled(self._features, self._features.bags(features), flat)
+
+    def _look_up(self, features: JaggedFeatures, *tables: Tensor) -> Tensor:
+        """The sums or means, flat or beside each other."""
         _, batch = self._batch(features)
         weights = [None] * len(batch.sizes) if batch.weights is None else batch.weights.split(batch.sizes)
         lengths, counted = batch.lengths.split(batch.bags), batch.counted.split(batch.bags)
         found = []
         for config, table, ids, of_ids, of_bags, divisors in zip(
             self._features.config_of,
-            self._weights(),
+            tables,
             batch.values.split(batch.sizes),
             weights,
             lengths,
@@ -227,8 +233,7 @@ class EmbeddingBagCollection(_Collection):
             is_mean = isinstance(config, EmbeddingBagConfig) and config.pooling is PoolingType.MEAN
             found.append(sums / divisors.clamp(min=1)[:, None] if is_mean else sums)
         same = len(set(batch.bags)) == 1
-        flat = torch.cat(found, 1) if same else torch.cat([part.reshape(-1) for part in found])
-        return pooled(self._features, batch.bags, flat)
+        return torch.cat(found, 1) if same else torch.cat([part.reshape(-1) for part in found])
 
 
 @checked_init
@@ -262,6 +267,7 @@ class EmbeddingCollection(_Collection):
             IdError: an id outside its table.
             IdTypeError: a feature is missing.
         """
+        not_capturable("a lookup of an EmbeddingCollection that is not sharded")
         given, batch = self._batch(features)
         rows: list[Tensor] = [
             F.embedding(ids, table, config.padding_idx, config.max_norm)

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, reduce
+from functools import reduce
 from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from shardwise import collectives
-from shardwise.embedding.batch import NO_BATCH, Batch, IdRules, Verdict, features_of, refuse_capture
+from shardwise.embedding.batch import NO_BATCH, Batch, IdRules, Verdict, features_of
+from shardwise.embedding.captured import look_up
 from shardwise.embedding.collections import (
     BAGS,
     ROWS,
@@ -42,11 +43,12 @@ from shardwise.embedding.view_of_stack import ViewOfStack
 from shardwise.errors import ConfigError, IdError, PlanError, RemoteRankError, ShardwiseError
 from shardwise.layout import Layout, Placements, checked
 from shardwise.tensor import DTensor
+from shardwise.trace.capture_hooks import RunsInReplays
 
 Optimizers = Sequence[RowOptimizer]  # of each table
 
 
-class _Sharded(nn.Module):
+class _Sharded(nn.Module, RunsInReplays):
     """What both sharded collections share: tables that are views of stacks, and the exchange."""
 
     _configs: tuple[EmbeddingConfig, ...]
@@ -91,6 +93,7 @@ class _Sharded(nn.Module):
         self._engine.parameters = () if distinct else tuple(table.weight for table in tables)
         self.fused_optimizer = self._fused_optimizer(kind, distinct) if distinct else None
         self._set_configs(configs)
+        self._dtypes = [getattr(torch, plan.tables[t].dtype) for t in plan.table_of]  # of the table of each feature
         self.prefetched: ReadyBatch | None = None  # `prefetch` sets it, and
         self.to_start: list[SentBatch] = []  # what is sent after the results of the next lookup
 
@@ -201,11 +204,6 @@ class _Sharded(nn.Module):
             found[name] = DTensor.from_local(local, layout.mesh, layout.placements, run_check=False, shape=layout.shape)
         return found
 
-    @cached_property
-    def _dtypes(self) -> list[torch.dtype]:
-        """Of the table of each feature."""
-        return [getattr(torch, self._plan.tables[t].dtype) for t in self._plan.table_of]
-
     def unshard(self) -> EmbeddingBagCollection | EmbeddingCollection:
         """The plain collection with the full tables, on every rank. All ranks have to call it."""
         tables: dict[str, DTensor] = self.state_dict()
@@ -238,9 +236,8 @@ class _Sharded(nn.Module):
             for table in self._tables:
                 table.check_place()
 
-    def _lookup(self, features: JaggedFeatures) -> tuple[SentBatch, Tensor]:
-        """The batch, and the results, flat, after messages 1 and 2."""
-        refuse_capture()
+    def _exchange(self, features: JaggedFeatures, trigger: Tensor) -> tuple[SentBatch, Tensor]:
+        """The batch, and the results, flat, after messages 1 and 2; backward runs if `trigger` requires grad."""
         ready = self._take_prefetched(features)
         if ready is None:
             sent = self.prepare(features)
@@ -248,7 +245,7 @@ class _Sharded(nn.Module):
         if ready.error is not None:
             raise ready.error
         assert ready.requested is not None
-        flat = self._engine.results(ready.requested)
+        flat = self._engine.results(ready.requested, trigger)
         for waiting in self.to_start:  # not earlier: on some backends, results would wait for it
             waiting.engine.start(waiting.requesting)
         self.to_start = []
@@ -425,7 +422,12 @@ class ShardedEmbeddingBagCollection(_Sharded):
             IdError: an id outside its table, on some rank; the same error on all.
             IdTypeError: what this rank passes is no batch of the collection; other ranks raise a RemoteRankError.
         """
-        sent, flat = self._lookup(features)
+        flat = look_up(self._look_up, features, self._engine.trigger_of_backward())
+        return pooled(self._features, self._features.bags(features), flat)
+
+    def _look_up(self, features: JaggedFeatures, trigger: Tensor) -> Tensor:
+        """The sums or means, flat."""
+        sent, flat = self._exchange(features, trigger)
         batch = sent.batch
         if sent.by_rows:
             flat = pool_weighted(batch, flat, self._plan.dims, self._dtypes)
@@ -434,8 +436,7 @@ class ShardedEmbeddingBagCollection(_Sharded):
             of_feature = torch.tensor(self._means, device=flat.device)[index.feature_of_bag]
             divisors = torch.where(of_feature, batch.counted.clamp(min=1), 1)
             flat = (flat.view(-1, self._plan.unit) / divisors[index.bag_of_unit, None]).view(-1)
-        flat = flat.to(reduce(torch.promote_types, self._dtypes))
-        return pooled(self._features, batch.bags, flat)
+        return flat.to(reduce(torch.promote_types, self._dtypes))
 
 
 class ShardedEmbeddingCollection(_Sharded):
@@ -476,12 +477,17 @@ class ShardedEmbeddingCollection(_Sharded):
             IdError: an id outside its table, on some rank; the same error on all.
             IdTypeError: what this rank passes is no batch of the collection; other ranks raise a RemoteRankError.
         """
-        sent, flat = self._lookup(features)
-        given = sent.given
-        lengths = given.lengths.split(given.bags)
-        sizes = [n * dim for n, dim in zip(given.sizes, self._plan.dims, strict=True)]
+        flat = look_up(self._look_up, features, self._engine.trigger_of_backward())
+        lengths = self._features.lengths(features)
+        counts = torch.stack([of_bags.sum() for of_bags in lengths]).tolist()
+        sizes = [n * dim for n, dim in zip(counts, self._plan.dims, strict=True)]
         parts = [
             part.view(-1, dim).to(dtype)
             for part, dim, dtype in zip(flat.split(sizes), self._plan.dims, self._dtypes, strict=True)
         ]
         return rows_by_feature(self._features, parts, lengths)
+
+    def _look_up(self, features: JaggedFeatures, trigger: Tensor) -> Tensor:
+        """The rows of all ids, flat."""
+        _, flat = self._exchange(features, trigger)
+        return flat

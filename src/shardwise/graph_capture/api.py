@@ -11,7 +11,7 @@ from shardwise.graph_capture.graphs import Graphs
 from shardwise.graph_capture.guards import StateGuards, cache_key, must_run_eagerly
 from shardwise.graph_capture.refusals import refusal
 from shardwise.graph_capture.replay import CapturedCall
-from shardwise.graph_capture.structure import LEAVES, flatten
+from shardwise.graph_capture.structure import LEAVES, flatten, jagged_leaves
 from shardwise.graph_capture.value_guards import OtherValueError
 from shardwise.layout import checked
 
@@ -42,7 +42,7 @@ class Captured:
         is_flat = not kwargs and all(isinstance(x, LEAVES) for x in args)
         leaves, spec = (list(args), None) if is_flat else flatten((args, kwargs))
         guards = self._checked_guards()
-        key = (spec, *cache_key(leaves))
+        key = (spec, *cache_key(leaves, () if spec is None else jagged_leaves(spec)))
         calls = self._calls.setdefault(key, [])
         other: OtherValueError | None = None
         for call in calls:

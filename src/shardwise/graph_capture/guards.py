@@ -58,8 +58,11 @@ def must_run_eagerly() -> bool:
     )
 
 
-def cache_key(leaves: Sequence[Any]) -> tuple[Any, ...]:
+def cache_key(leaves: Sequence[Any], jagged: Collection[int] = ()) -> tuple[Any, ...]:
     """Modes around the call, layout and metadata of each tensor argument, aliasing among them, and other values.
+
+    Args:
+        jagged: leaves whose first size is no part of the key; the graph compares it, if it depends on it.
 
     Raises:
         CaptureError: an argument whose value cannot be compared.
@@ -73,12 +76,13 @@ def cache_key(leaves: Sequence[Any]) -> tuple[Any, ...]:
     ]  # fmt: skip
     memory = []
     with DisableTorchFunctionSubclass():
-        for x in leaves:
+        for i, x in enumerate(leaves):
             kind = type(x)
             if kind is DTensor:
                 key.append((x._layout, x.dtype, x.requires_grad, strides(x)))
             elif isinstance(x, Tensor):
-                key.append((x.layout, tuple(x.size()), x.dtype, x.requires_grad, x.stride(), x.device, kind))
+                size = tuple(x.size()[1:]) if i in jagged else tuple(x.size())
+                key.append((x.layout, size, x.dtype, x.requires_grad, x.stride(), x.device, kind))
             elif kind in CONSTANTS:
                 key.append((kind, _comparable(x)))
                 continue
@@ -280,9 +284,10 @@ class ReachableState:
     def _visit_module(self, module: nn.Module) -> None:
         self.modules.append(module)
         own, name = module.__dict__, type(module).__name__
-        self._visit_class(type(module), nn.Module)
-        constants = {key for key, x in own.items() if key[0] != "_" and isinstance(x, CONSTANTS)}
-        self._guard_names(name, own, constants | self._names.intersection(own), grows=False)
+        if not isinstance(module, capture_hooks.RunsInReplays):
+            self._visit_class(type(module), nn.Module)
+            constants = {key for key, x in own.items() if key[0] != "_" and isinstance(x, CONSTANTS)}
+            self._guard_names(name, own, constants | self._names.intersection(own), grows=False)
         for owned in (module._parameters, module._buffers, module._modules):
             if owned:
                 self._guard_elements(f"what {name} owns", owned, owned.values)

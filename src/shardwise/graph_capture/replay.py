@@ -13,7 +13,7 @@ from shardwise import collectives
 from shardwise.graph_capture.compiled import Backend
 from shardwise.graph_capture.graphs import Graphs, partition
 from shardwise.graph_capture.refusals import refusal
-from shardwise.graph_capture.structure import RETURNED, flatten, unflatten
+from shardwise.graph_capture.structure import RETURNED, flatten, jagged_leaves, unflatten
 from shardwise.graph_capture.tracer import Tracer, apply_to_locals
 from shardwise.graph_capture.value_guards import ValueRead
 from shardwise.layout import Layout
@@ -63,9 +63,11 @@ class CapturedCall:
         self.num_arguments = len(arguments)
         seed = torch.initial_seed()
         torch.clear_autocast_cache()  # of casts made before
+        jagged = () if spec is None else jagged_leaves(spec)
         with tracer.tracing():
-            for x in inputs:
-                tracer.add_input(x)
+            for i, x in enumerate(inner):
+                if isinstance(x, Tensor):
+                    tracer.add_input(x, varies=i in jagged and type(x) is not DTensor)
             args, kwargs = (inner, {}) if spec is None else unflatten(inner, spec)
             result = function(*args, **kwargs)
             if torch.initial_seed() != seed and not collectives.is_simulated():  # simulated ranks share a generator

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec, UnflattenFunc
 
+from shardwise.embedding.jagged import JaggedTensor, KeyedJaggedTensor
 from shardwise.layout import Layout, Mesh, Placement
 
 CONSTANTS = (int, float, bool, str, complex, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -42,6 +44,19 @@ pytree.register_pytree_node(
 def flatten(value: object) -> tuple[list[Any], TreeSpec]:
     """The leaves of nested containers and dataclasses, and what `unflatten` makes the same of."""
     return pytree.tree_flatten(_with_fields(value), is_leaf=_is_size)
+
+
+@lru_cache(maxsize=1024)
+def jagged_leaves(spec: TreeSpec) -> frozenset[int]:
+    """The leaves whose first size is a number of ids: values and weights of jagged tensors. It varies by batch."""
+    found, ends = set[int](), spec.num_leaves
+    if spec.type in (JaggedTensor, KeyedJaggedTensor):
+        return frozenset(range(ends - 1))  # the lengths are last
+    at = 0
+    for child in spec.children():
+        found.update(at + i for i in jagged_leaves(child))
+        at += child.num_leaves
+    return frozenset(found)
 
 
 def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
-from torch._C import DisableTorchFunctionSubclass
+from torch._C import DisableTorchFunction
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
@@ -41,6 +41,13 @@ VALUE_READS = {
 }
 
 
+# Attributes of a tensor that do not depend on its first size, which may vary from replay to replay.
+SAME_FOR_ALL_SIZES = frozenset({
+    "dtype", "device", "requires_grad", "requires_grad_", "layout", "ndim", "dim", "is_leaf", "grad_fn", "is_meta",
+    "is_nested", "is_inference", "_version", "detach",
+})  # fmt: skip
+
+
 class GraphInt(int):
     """An int that an opaque call returned: every replay has another one."""
 
@@ -70,6 +77,7 @@ class Tracer:
         self._mutated: set[int] = set()  # storages that may have been overwritten with non-constant values
         self._written: set[int] = set()  # storages that were overwritten
         self._unrepeatable: set[fx.Node] = set()  # what cannot be computed before everything else of a replay
+        self._varying: set[fx.Node] = set()  # inputs whose first size differs from replay to replay
         self.paused = False
 
     @contextmanager
@@ -82,13 +90,15 @@ class Tracer:
 
     # ---- tensors and their nodes -------------------------------------------------------------------------
 
-    def add_input(self, x: Tensor) -> fx.Node:
-        """Make `x` a graph input, after the existing ones."""
+    def add_input(self, x: Tensor, varies: bool = False) -> fx.Node:
+        """Make `x` a graph input, after the existing ones. What depends on a first size that `varies` is guarded."""
         last = next((n for n in reversed(self.graph.nodes) if n.op == "placeholder"), None)
         first_call = next(iter(self.graph.nodes), None)
         with self.graph.inserting_after(last) if last is not None else self.graph.inserting_before(first_call):
             node = self.graph.placeholder(f"input_{len(self.inputs)}")
         self.inputs[node] = x
+        if varies:
+            self._varying.add(node)
         self._nodes[x] = node
         self._remember_memory(x, node)
         return node
@@ -98,7 +108,7 @@ class Tracer:
         node = self.find(x)
         if node is not None:
             return node
-        with DisableTorchFunctionSubclass():
+        with DisableTorchFunction():
             base = x._base
             if base is not None and _memory(base) == _memory(x):
                 return self.node_of(base)
@@ -122,7 +132,7 @@ class Tracer:
         memory = _memory(x)
         if memory is not None:
             self._node_by_memory[memory] = node
-            with DisableTorchFunctionSubclass():
+            with DisableTorchFunction():
                 self._storages.setdefault(memory[0], StorageWeakRef(x.untyped_storage()))
 
     def _add_result(self, node: fx.Node, x: Tensor, constant: bool) -> None:
@@ -166,6 +176,8 @@ class Tracer:
             out = func(*args, **kwargs)
             self._nodes[out] = nodes[0]
             return out
+        for node in nodes:
+            self._guard_size(node, _named(func))
         is_literal = func is aten.lift_fresh.default
         if is_literal:  # a replay needs a fresh one: the step may change it in place
             func = aten.clone.default
@@ -194,6 +206,15 @@ class Tracer:
         read = ValueRead(learned(value, shapes_only), shapes_only, what)
         self.reads.append(read)
         self.graph.call_function(read.check(), (node,)).meta |= {"opaque": True, "check": True}
+
+    def _guard_size(self, node: fx.Node, what: str) -> None:
+        """Let replays compare the first size of `node` if that varies: something depends on it."""
+        if node in self._varying:
+            if self.in_backward:
+                self.refuse(f"{what} in backward, whose result depends on the number of ids")
+            self._varying.remove(node)
+            with tracing_paused(), DisableTorchFunction():
+                self._guard_value(node, self.inputs[node], True, f"the number of ids, by {what}")
 
     def _is_repeatable(self, x: Tensor) -> bool:
         """Whether it can be computed before everything else of a replay."""
@@ -240,6 +261,13 @@ class Tracer:
         if self.in_backward and _draws(func, args, kwargs):
             self.refuse(f"{name} in backward, whose numbers a replay would not repeat")
 
+    def check_size_read(self, name: str, x: object) -> None:
+        """Guard the first size of a tensor if that varies and Python may be about to read it."""
+        if self._varying and not self.paused and name not in SAME_FOR_ALL_SIZES and isinstance(x, Tensor):
+            node = self.find(x)
+            if node is not None:
+                self._guard_size(node, name)
+
     def check_value_read(self, name: str, x: object) -> None:
         """Guard the values that Python is about to read; raise if no guard can."""
         if self.paused or not isinstance(x, Tensor) or (node := self.find(x)) is None or self._is_constant(x):
@@ -247,7 +275,7 @@ class Tracer:
         what = VALUE_READS[name]
         if name != "tolist" or type(x) is DTensor or self.in_backward or not self._is_repeatable(x):
             self.refuse(f"{what}, which shows values to Python")
-        with tracing_paused(), DisableTorchFunctionSubclass():
+        with tracing_paused(), DisableTorchFunction():
             self._guard_value(node, x, False, what)
 
     def not_capturable(self, what: str) -> None:
@@ -282,11 +310,19 @@ class Tracer:
         out: Tensor = apply_to_locals(_OpaqueCall, self, call, function.__name__, *operands)
         return out
 
-    def opaque_node(self, name: str, call: Callable[..., Any], operands: Sequence[Any]) -> tuple[fx.Node, Any]:
-        """Run `call` untraced and add it as one node. An operand is a tensor, or a pair (node, value)."""
+    def opaque_node(
+        self, name: str, call: Callable[..., Any], operands: Sequence[Any], writes: bool = True
+    ) -> tuple[fx.Node, Any]:
+        """Run `call` untraced and add it as one node. An operand is a tensor, or a pair (node, value).
+
+        Args:
+            writes: whether it may write its operands unseen; otherwise their version counters say which it wrote.
+        """
         nodes = [x[0] if isinstance(x, tuple) else self.node_of(x) for x in operands]
         values = [x[1] if isinstance(x, tuple) else x for x in operands]
         call = with_autocast(autocast_state(), call)
+        given = _tensors(tuple(values), {})
+        versions = list(map(_version, given))
         before, self.paused = self.paused, True
         try:
             out = call(*values)
@@ -296,7 +332,7 @@ class Tracer:
         node = self.graph.call_function(call, tuple(nodes))
         node.meta["opaque"] = True
         self._unrepeatable.add(node)
-        written = {*map(_storage, _tensors(tuple(values), {}))}
+        written = {_storage(x) for x, v in zip(given, versions, strict=True) if writes or v is None or v != _version(x)}
         self._mutated |= written
         self._written |= written
         return node, out
@@ -339,7 +375,7 @@ class _OpaqueCall(torch.autograd.Function):
                 out = run(*inputs)
             return (out, [x for x in inputs if x.requires_grad]), out.detach()
 
-        node, (ctx.state, out) = tracer.opaque_node(name, forward, tensors)
+        node, (ctx.state, out) = tracer.opaque_node(name, forward, tensors, writes=False)
         ctx.tracer, ctx.differentiable, ctx.name = tracer, requires_grad, name
         ctx.node = tracer.element_node(node, 0, ctx.state)
         tracer.element_node(node, 1, out)
@@ -353,7 +389,9 @@ class _OpaqueCall(torch.autograd.Function):
                 return torch.autograd.grad(out, inputs, cotangent, retain_graph=True, allow_unused=True)
 
         tracer: Tracer = ctx.tracer
-        node, found = tracer.opaque_node(f"{ctx.name}_backward", backward, [(ctx.node, ctx.state), cotangents[0]])
+        node, found = tracer.opaque_node(
+            f"{ctx.name}_backward", backward, [(ctx.node, ctx.state), cotangents[0]], writes=False
+        )
         for i, x in enumerate(found):
             tracer.element_node(node, i, x)
         grads = iter(found)
@@ -390,7 +428,7 @@ def _draws(func: OpOverload, args: Args, kwargs: Kwargs) -> bool:
 
 def _memory(x: Tensor) -> tuple[Any, ...] | None:
     """Storage and view of it; equal for aliases."""
-    with DisableTorchFunctionSubclass():
+    with DisableTorchFunction():
         if x.layout != torch.strided:
             return None
         view = x.untyped_storage()._cdata, x.storage_offset(), tuple(x.shape), strides(x), x.dtype
@@ -398,8 +436,18 @@ def _memory(x: Tensor) -> tuple[Any, ...] | None:
 
 
 def _storage(x: Tensor) -> int:
-    with DisableTorchFunctionSubclass():
+    with DisableTorchFunction():
         return x.untyped_storage()._cdata if x.layout == torch.strided else id(x)
+
+
+def _attribute(getter: Any) -> str:
+    """The name of the attribute that `Tensor.shape.__get__` reads."""
+    return str(getattr(getattr(getter, "__self__", None), "__name__", ""))
+
+
+def _version(x: Tensor) -> int | None:
+    """How often `x` was written; None if torch does not count."""
+    return None if x.is_inference() else x._version
 
 
 class _OpMode(TorchDispatchMode):
@@ -410,7 +458,7 @@ class _OpMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Op, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if any(t.__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in types):
             return NotImplemented  # a wrapper that decomposes the op first
-        with DisableTorchFunctionSubclass():
+        with DisableTorchFunction():
             return self.tracer.run_op(func, args, kwargs or {})
 
 
@@ -421,8 +469,10 @@ class _ValueReadMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Op, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in VALUE_READS and args:
-            self.tracer.check_value_read(name, args[0])
+        if args:
+            if name in VALUE_READS:
+                self.tracer.check_value_read(name, args[0])
+            self.tracer.check_size_read(_attribute(func) if name == "__get__" else name, args[0])
         if DTensor in types and torch._C._is_torch_function_enabled():  # its rules may read values as well
             with self:
                 return DTensor.__torch_function__(func, types, args, kwargs)

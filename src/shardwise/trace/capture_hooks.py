@@ -67,7 +67,10 @@ def allow_in_graph(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def allow_in_graph_with_backward(function: "Callable[P, Tensor]") -> "Callable[P, Tensor]":
-    """A data-dependent differentiable function: one opaque call for its forward and one for its backward."""
+    """A data-dependent differentiable function: one opaque call for its forward and one for its backward.
+
+    If it writes a tensor, that counts in the `_version` of the tensor.
+    """
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> "Tensor":
@@ -76,6 +79,10 @@ def allow_in_graph_with_backward(function: "Callable[P, Tensor]") -> "Callable[P
         return current.tracer.call_opaque_with_backward(function, args, kwargs)
 
     return run
+
+
+class RunsInReplays:
+    """Base of modules that are opaque calls of a graph: it depends on their tensors and hooks, on no other state."""
 
 
 @contextmanager

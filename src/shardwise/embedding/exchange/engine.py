@@ -218,10 +218,14 @@ class Engine:
                 messages = ids.with_rest()
         return Requested(arrived.results, received_requests(messages, arrived.counts, len(self.stacks), self.weighted))
 
-    def results(self, requested: Requested) -> Tensor:
-        """The sums of all runs in their places: flat, float32. Backward calls `update`."""
+    def trigger_of_backward(self) -> Tensor:
+        """An empty tensor that requires grad if the tables are trained: the operand of `results`."""
         trains = not self.parameters or any(parameter.requires_grad for parameter in self.parameters)
-        return _Results.apply(self.trigger if trains else self.trigger.detach(), self, requested)
+        return self.trigger if trains else self.trigger.detach()
+
+    def results(self, requested: Requested, trigger: Tensor) -> Tensor:
+        """The sums of all runs in their places: flat, float32. Backward calls `update` if `trigger` requires grad."""
+        return _Results.apply(trigger, self, requested)
 
     def answer(self, requested: Requested) -> Tensor:
         """Message 2: the sums that this rank requested, in its output."""
