@@ -6,6 +6,11 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeAlias
+
+from tests.forked import Forked
+
+Program: TypeAlias = "subprocess.Popen[str] | Forked"
 
 
 @contextmanager
@@ -38,6 +43,6 @@ def session(
         process.communicate()
 
 
-def press_ctrl_c(process: "subprocess.Popen[str]") -> None:
+def press_ctrl_c(process: "Program") -> None:
     """Interrupt the whole group, as a terminal does."""
     os.killpg(process.pid, signal.SIGINT)

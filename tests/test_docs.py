@@ -2,12 +2,12 @@
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+from tests.forked import run_forked
 
 pytestmark = pytest.mark.processes
 
@@ -19,8 +19,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.DOT
 
 def run(script: Path, folder: Path | None = None, arguments: Sequence[Path] = ()) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, str(script), *map(str, arguments)]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+    done = run_forked([str(script), *map(str, arguments)], folder or Path.cwd(), environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

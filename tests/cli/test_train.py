@@ -18,8 +18,9 @@ from shardwise.demos.data import load_pyident
 from shardwise.demos.loop import STOP_EVERY
 from shardwise.demos.recommender.config import TrainConfig
 from shardwise.demos.recommender.training import Training
-from tests.cli.shell import COMMAND, PLAIN, shell
-from tests.sessions import press_ctrl_c, session
+from tests.cli.shell import ARGUMENTS, COMMAND, PLAIN, shell
+from tests.forked import forked
+from tests.sessions import Program, press_ctrl_c, session
 from tests.timeouts import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.processes
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.processes
 
 def test_a_run_and_its_continuation_on_other_ranks(tmp_path: Path) -> None:
     """Both also from one process, which shows that the command does nothing else."""
-    first = shell("--steps", "4", "--set", "log_every=2", "--set", "dim=16", cwd=tmp_path)
+    first = shell("--steps", "4", "--set", "log_every=2", "--set", "dim=16", cwd=tmp_path, new_interpreters=True)
     assert (first.returncode, first.stderr) == (0, "")
     said = first.stdout.splitlines()
     assert said[0] == repr(load_pyident())
@@ -66,7 +67,7 @@ SECONDS_TO_END = 10.0
 LONG_RUN = ["--set", "log_every=2", "--set", "dim=8", "--epochs", "1000"]
 
 
-def until_it_trains(process: "subprocess.Popen[str]") -> list[str]:
+def until_it_trains(process: Program) -> list[str]:
     """What it says up to there."""
     assert process.stdout is not None
     said: list[str] = []
@@ -81,9 +82,9 @@ def children(parent: int) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
 
 
-def ranks_of(process: "subprocess.Popen[str]") -> list[int]:
-    spawned = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children(process.pid)}
-    return sorted(pid for pid, command in spawned.items() if "spawn_main" in command)
+def ranks_of(process: Program) -> list[int]:
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children(process.pid)}
+    return sorted(pid for pid, command in commands.items() if "resource_tracker" not in command)
 
 
 def saved_step(folder: Path) -> int:
@@ -95,11 +96,11 @@ def saved_step(folder: Path) -> int:
     return resumed.step
 
 
-def group(process: "subprocess.Popen[str]") -> None:
+def group(process: Program) -> None:
     os.killpg(process.pid, signal.SIGTERM)
 
 
-def press_until_it_ends(process: "subprocess.Popen[str]") -> None:
+def press_until_it_ends(process: Program) -> None:
     """Again and again, as a user does: the launcher may see two signals as one if it was slow to see the first."""
     for _ in range(int(PATIENCE_SECONDS // SECONDS_TO_END)):
         group(process)
@@ -109,7 +110,7 @@ def press_until_it_ends(process: "subprocess.Popen[str]") -> None:
     raise AssertionError("it did not end")
 
 
-def one_rank(process: "subprocess.Popen[str]") -> None:
+def one_rank(process: Program) -> None:
     os.kill(ranks_of(process)[1], signal.SIGTERM)
 
 
@@ -119,7 +120,7 @@ def one_rank(process: "subprocess.Popen[str]") -> None:
     ids=["Ctrl-C", "SIGTERM to one rank"],
 )
 def test_the_first_signal_saves_the_step_and_says_how_to_go_on(
-    send: "Callable[[subprocess.Popen[str]], None]", code: int, tmp_path: Path
+    send: Callable[[Program], None], code: int, tmp_path: Path
 ) -> None:
     with session([*COMMAND, *LONG_RUN], tmp_path, PLAIN) as process:
         until_it_trains(process)
@@ -134,7 +135,7 @@ def test_the_first_signal_saves_the_step_and_says_how_to_go_on(
 
 
 def test_the_second_signal_ends_ranks_that_cannot_save(tmp_path: Path) -> None:
-    with session([*COMMAND, *LONG_RUN], tmp_path, PLAIN) as process:
+    with forked([*ARGUMENTS, *LONG_RUN], tmp_path, PLAIN, ranks=True) as process:
         until_it_trains(process)
         os.kill(ranks_of(process)[1], signal.SIGSTOP)
         group(process)
@@ -293,7 +294,8 @@ def test_runs_at_a_url(tmp_path: Path) -> None:
 
 
 def test_a_run_that_another_job_trains_is_refused(tmp_path: Path) -> None:
-    with session([*COMMAND, *LONG_RUN, "--set", "save_every=1"], tmp_path, PLAIN) as process:
+    arguments = [*ARGUMENTS, *LONG_RUN, "--set", "save_every=1"]
+    with forked(arguments, tmp_path, PLAIN, ranks=True) as process:
         until_it_trains(process)
         second = shell("--resume", *LONG_RUN, cwd=tmp_path)
         assert second.returncode == 4

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,9 +15,10 @@ from shardwise.checkpoint import Manifest, latest, read_manifest
 from shardwise.demos.data import load_pyident
 from shardwise.demos.recommender.config import TrainConfig
 from shardwise.demos.recommender.training import Training
-from tests.cli.shell import COMMAND, PLAIN, shell
+from tests.cli.shell import ARGUMENTS, PLAIN, shell
 from tests.cli.test_train import ranks_of
-from tests.sessions import session
+from tests.forked import forked
+from tests.sessions import Program, session
 from tests.timeouts import PATIENCE_SECONDS, under_load
 
 pytestmark = pytest.mark.processes
@@ -48,7 +48,7 @@ def steps(said: list[str]) -> dict[int, str]:
     return {int(match[1]): match[0] for match in found if match}
 
 
-def lines_from(process: "subprocess.Popen[str]") -> Iterator[str]:
+def lines_from(process: Program) -> Iterator[str]:
     assert process.stdout is not None
     for line in process.stdout:
         yield line.rstrip()
@@ -59,7 +59,8 @@ def test_a_run_with_ranks_that_are_killed_or_stopped_ends_as_if_they_were_not(
 ) -> None:
     wanted, said_of_steps = uninterrupted
     patience, said, left = f"timeout_seconds={under_load(5.0)}", list[str](), [signal.SIGSTOP, signal.SIGKILL]
-    with session([*COMMAND, *SHORT, "--max-restarts", "3", "--set", patience], tmp_path, PLAIN) as process:
+    arguments = [*ARGUMENTS, *SHORT, "--max-restarts", "3", "--set", patience]
+    with forked(arguments, tmp_path, PLAIN, ranks=True) as process:
         for line in lines_from(process):
             said.append(line)
             if left and line.startswith(f"step {65 - 20 * len(left)}/"):
@@ -77,8 +78,9 @@ def test_a_run_with_ranks_that_are_killed_or_stopped_ends_as_if_they_were_not(
 
 
 def test_a_run_that_dies_again_goes_on_with_fewer_ranks_and_then_stops(tmp_path: Path) -> None:
-    rare = [*COMMAND, *SHORT, "--set", "save_every=1000", "--set", "steps=100000", "--set", "epochs=1000"]
-    with session([*rare, "--max-restarts", "9", "--min-nproc", "1"], tmp_path, PLAIN) as process:
+    rare = [*ARGUMENTS, *SHORT, "--set", "save_every=1000", "--set", "steps=100000", "--set", "epochs=1000"]
+    arguments = [*rare, "--max-restarts", "9", "--min-nproc", "1"]
+    with forked(arguments, tmp_path, PLAIN, ranks=True) as process:
         assert process.stderr is not None
         for line in lines_from(process):
             if line.startswith("step 2/"):
@@ -103,9 +105,8 @@ def test_divergence_and_sigterm_are_not_restarted(tmp_path: Path) -> None:
     assert done.returncode == 5
     assert "DivergedError" in done.stderr
     assert "Restart" not in done.stderr
-    with session(
-        [*COMMAND, *SHORT, "--steps", "100000", "--epochs", "1000", "--max-restarts", "3"], tmp_path, PLAIN
-    ) as process:
+    arguments = [*ARGUMENTS, *SHORT, "--steps", "100000", "--epochs", "1000", "--max-restarts", "3"]
+    with forked(arguments, tmp_path, PLAIN, ranks=True) as process:
         for line in lines_from(process):
             if line.startswith("step 2/"):
                 process.terminate()
@@ -138,7 +139,7 @@ def test_torchrun_starts_it_again_and_it_goes_on(uninterrupted: tuple[Manifest, 
     assert saved(tmp_path).tensors == uninterrupted[0].tensors
 
 
-def workers_of(process: "subprocess.Popen[str]") -> list[int]:
+def workers_of(process: Program) -> list[int]:
     """The ranks that torchrun started."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return sorted(pid for pid in map(int, children) if "shardwise" in Path(f"/proc/{pid}/cmdline").read_text())

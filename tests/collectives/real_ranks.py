@@ -1,7 +1,6 @@
 """Real ranks for tests in which ranks die: each is a process of its own that writes down what became of it."""
 
 import json
-import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -12,11 +11,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from tests.forked import CONTEXT
 from tests.timeouts import PATIENCE_SECONDS
-
-# The server imports torch once and forks the ranks, so that each starts in milliseconds.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["shardwise.tensor"])
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,7 @@ def outcomes(
     processes: list[ForkServerProcess] = []
     try:
         for rank in set(range(size)) - set(absent):
-            process = _context.Process(target=_live, args=(folder, rank, size, timeout, job, args))
+            process = CONTEXT.Process(target=_live, args=(folder, rank, size, timeout, job, args))
             process.start()
             processes.append(process)
         for process in processes:
