@@ -139,6 +139,9 @@ def _live(
             sys.argv = list(argv)
             sys.path.insert(0, str(Path(argv[0]).parent))
             runpy.run_path(argv[0], run_name="__main__")
+    except Exception:  # noqa: BLE001 - an interpreter does the same
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
     finally:
         atexit._run_exitfuncs()  # multiprocessing ends the process without them
 
