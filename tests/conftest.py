@@ -2,6 +2,7 @@
 
 import gc
 from collections import defaultdict
+from collections.abc import Generator
 
 import pytest
 from hypothesis import settings
@@ -11,6 +12,17 @@ from tests.pairs import pairwise_cover
 
 # Thousands of other random cases: pytest --hypothesis-profile=many tests/embedding/test_random_collections.py
 settings.register_profile("many", max_examples=5000, deadline=None, database=None, print_blob=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules and tests stay, so collecting garbage meanwhile would visit all of them again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)
