@@ -25,7 +25,7 @@ LAYERS = """
     embedding | sharded_tensor
     tensor
     redistribute
-    lookups
+    lookups | attention
     rules | collectives
     trace
     layout

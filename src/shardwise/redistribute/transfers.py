@@ -138,14 +138,38 @@ def all_to_all_no_grad(
     send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: tuple[int, ...], cause: Cause
 ) -> Tensor:
     """`all_to_all` without a gradient."""
+    return start_all_to_all(send, send_counts, recv_counts, ranks, cause)()
+
+
+def start_all_to_all(
+    send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: tuple[int, ...], cause: Cause
+) -> collectives.Finish:
+    """`all_to_all` without a gradient, started: call the result to wait for it."""
     if len(ranks) == 1:
-        return collectives.all_to_all(send, send_counts, recv_counts, ranks)
+        return collectives.start_all_to_all(send, send_counts, recv_counts, ranks)
     before = comm_trace.set_purpose(Purpose(cause))
     try:
         if not comm_trace.listening():
-            return collectives.all_to_all(send, send_counts, recv_counts, ranks)
+            return collectives.start_all_to_all(send, send_counts, recv_counts, ranks)
         sent = (sum(send_counts) - send_counts[ranks.index(collectives.rank())]) * send.element_size()
         with comm_trace.emitting(CommEvent(comm_trace.with_call_site(cause), None, None, ranks, sent, None)):
-            return collectives.all_to_all(send, send_counts, recv_counts, ranks)
+            return collectives.start_all_to_all(send, send_counts, recv_counts, ranks)
     finally:
         comm_trace.set_purpose(before)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The all-to-alls of one op among `ranks`; an implementation of `rules.local_context.Exchange`."""
+
+    ranks: Ranks
+    cause: Cause
+
+    def start(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> collectives.Finish:
+        return start_all_to_all(send, send_counts, recv_counts, self.ranks, self.cause)
+
+    def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
+        return all_to_all(send, send_counts, recv_counts, self.ranks, self.cause)
+
+    def for_backward(self) -> "Exchange":
+        return Exchange(self.ranks, self.cause.for_backward())

@@ -1,6 +1,6 @@
-"""The one table of op rules. Importing this package fills it, except for lookups (`shardwise.lookups`)."""
+"""The one table of op rules. Importing this package fills it, except for those of lookups and of attention."""
 
-from shardwise.rules import attention, conv, image, loss, matmul, pointwise, pool, recurrent
+from shardwise.rules import conv, image, loss, matmul, pointwise, pool, recurrent
 from shardwise.rules.local_context import LocalContext
 from shardwise.rules.random import distributions, dropout, random
 from shardwise.rules.reductions import count, normalisation, order, reduce
@@ -9,7 +9,7 @@ from shardwise.rules.row import Meta, Row
 from shardwise.rules.shapes import index, join, masks, reshape, slices, view, view_copies
 
 __all__ = [
-    "RULES", "LocalContext", "Meta", "OpRule", "Row", "attention", "conv", "count", "distributions", "dropout", "image",
+    "RULES", "LocalContext", "Meta", "OpRule", "Row", "conv", "count", "distributions", "dropout", "image",
     "index", "join", "loss", "masks", "matmul", "normalisation", "op_rule", "order", "pointwise", "pool", "random",
     "recurrent", "reduce", "reshape", "slices", "view", "view_copies",
 ]  # fmt: skip

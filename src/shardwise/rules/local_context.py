@@ -12,8 +12,27 @@ from shardwise.layout import Box, Layout
 from shardwise.rules.row import LocalFunction, Op
 
 
+class Exchange(Protocol):
+    """All-to-alls of 1-D tensors among `ranks`; counts are of elements, by their order."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+
+    def start(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Callable[[], Tensor]:
+        """Start one without a gradient; the result waits for it. `send` must not change until then."""
+        ...
+
+    def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
+        """One with a gradient."""
+        ...
+
+    def for_backward(self) -> "Exchange":
+        """The same, reported as part of the backward."""
+        ...
+
+
 class LocalContext(Protocol):
-    """What a local implementation knows of the call, and its collectives, which are all differentiable."""
+    """What a local implementation knows of the call, and its collectives, differentiable except for `exchange`."""
 
     layouts: tuple[Layout, ...]  # of the tensor operands, redistributed as the row wants
     outputs: tuple[Layout, ...]  # of all results
@@ -43,6 +62,10 @@ class LocalContext(Protocol):
 
     def all_gather(self, x: Tensor, ranks: tuple[int, ...] | None = None) -> Tensor:
         """The `x` of each of `ranks` (None: `ranks()`), all of one shape, stacked along a new first dim."""
+        ...
+
+    def exchange(self, ranks: tuple[int, ...]) -> Exchange:
+        """All-to-alls among `ranks`, for a local implementation with a backward of its own."""
         ...
 
     def boxes(self, operand: int) -> list[Box]:

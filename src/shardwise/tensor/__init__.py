@@ -3,7 +3,8 @@
 This file is where the class `DTensor` is completed, and where the modules that register ops are imported.
 """
 
-import shardwise.lookups  # noqa: F401  (registers the rules of lookups)
+import shardwise.attention
+import shardwise.lookups  # noqa: F401  (both register rules)
 from shardwise.tensor import conversion, factories, notebooks, torch_dtensors, torch_patches
 from shardwise.tensor.autograd import functions, gradients
 from shardwise.tensor.conversion import distribute_tensor

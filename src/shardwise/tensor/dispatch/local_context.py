@@ -14,7 +14,7 @@ from shardwise.redistribute.fetch import fetch
 from shardwise.tensor.dispatch import seeds
 from shardwise.tensor.dispatch.align_shards import sizes_by_axis
 from shardwise.tensor.handlers.copies import mark_copy
-from shardwise.trace.comm_trace import Cause
+from shardwise.trace.comm_trace import Cause, listening, with_call_site
 
 
 class RankContext:
@@ -68,6 +68,10 @@ class RankContext:
             return x.unsqueeze(0)
         counts = [x.numel()] * len(ranks)
         return self.all_to_all(x.reshape(-1).repeat(len(ranks)), counts, counts, ranks).view(len(ranks), *x.shape)
+
+    def exchange(self, ranks: tuple[int, ...]) -> transfers.Exchange:
+        cause = with_call_site(self.cause) if listening() else self.cause
+        return transfers.Exchange(ranks, cause)
 
     def boxes(self, operand: int) -> list[Box]:
         layout = self.layouts[operand]

@@ -1,4 +1,7 @@
-"""Attention. Sharded batch, heads and queries need no communication, sharded keys one all-gather of partial sums."""
+"""Attention. Sharded batch, heads and queries need no communication, sharded keys one all-gather of partial sums.
+
+If queries and keys are sharded along the sequence, keys and values pass around a ring (`ring.py`).
+"""
 
 from types import FunctionType
 
@@ -6,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.attention.ring import Ring, ring_attention
 from shardwise.layout import PARTIAL, REPLICATE, Box, Placement, Shard
 from shardwise.rules.empty import emptied, filled, never_empty
 from shardwise.rules.local_context import LocalContext, local_with
@@ -54,6 +58,9 @@ def attention(
     rows.append(row(at, (Shard(at), REPLICATE, REPLICATE), Shard(at), "query-sharded", local))
     why = "key-sharded: ranks combine their softmaxes"
     rows.append(row(at, (REPLICATE, Shard(at), Shard(at)), REPLICATE, why, _attend))
+    if attn_mask is None:  # a rank has a row of it for each query, beside which all keys are few bytes
+        why = "sequence-sharded: keys and values pass from rank to rank (ring attention)"
+        rows.append(Row((Shard(at),) * 3, Shard(at), why, _attend, (1, 2), 0))
     columns = Shard(at + 1)
     rows.append(row(at + 1, (REPLICATE, REPLICATE, columns), columns, "sharded value features", own))
     rows.append(row(at + 1, (REPLICATE, REPLICATE, PARTIAL), PARTIAL, "linear in the values"))
@@ -66,8 +73,14 @@ def _attend(
 ) -> Tensor:  # fmt: skip
     at = query.ndim - 2
     own, keys = (ctx.layouts[i].boxes(ctx.rank)[0] for i in (0, 1))
+    key_axes = tuple(a for a in ctx.axes if ctx.layouts[1].placements[a].is_shard(at))
+    ring = any(ctx.layouts[0].placements[a].is_shard(at) for a in key_axes)
+    if ring and _shares_heads(ctx, at - 1):
+        enable_gqa = False  # heads are repeated where a block is used, not before it is sent
     if enable_gqa and any(layout.shape[at - 1] != ctx.layouts[0].shape[at - 1] for layout in ctx.layouts[1:3]):
         key, value = _heads_of_queries(ctx, key, value, at - 1)
+    if ring:
+        return _around_the_ring(ctx, key_axes, query, key, value, is_causal, scale)
     if is_causal:
         first, start = own.offsets[at], keys.offsets[at]
         stop = min(
@@ -76,7 +89,6 @@ def _attend(
         key, value = key.narrow(at, 0, stop - start), value.narrow(at, 0, stop - start)
         rows = torch.arange(first, first + own.sizes[at], device=query.device).unsqueeze(1)
         attn_mask = rows >= torch.arange(start, stop, device=query.device)
-    key_axes = tuple(a for a in ctx.axes if ctx.layouts[1].placements[a].is_shard(at))
     if key_axes:
         return _combined(ctx, key_axes, query, key, value, attn_mask, scale)
     if query.numel() and key.numel() and value.numel():
@@ -88,6 +100,40 @@ def _attend(
         ones = (1,) * attn_mask.ndim  # True where padded: kernels differ on queries whose keys are all masked
         attn_mask = ~filled(~attn_mask, ones) if attn_mask.dtype == torch.bool else filled(attn_mask, ones)
     return emptied(F.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale), shape)
+
+
+def _shares_heads(ctx: LocalContext, at: int) -> bool:
+    """Whether on each rank the local key heads are those of its query heads, each for as many of these."""
+    if at < 0:
+        return False
+
+    def shares(operand: int) -> bool:
+        size = max(1, ctx.layouts[0].shape[at] // max(1, ctx.layouts[operand].shape[at]))
+        pairs = zip(ctx.boxes(0), ctx.boxes(operand), strict=True)
+        return all(
+            (q.offsets[at], q.sizes[at]) == (size * x.offsets[at], size * x.sizes[at]) and x.sizes[at] for q, x in pairs
+        )
+
+    return shares(1) and shares(2)
+
+
+def _around_the_ring(
+    ctx: LocalContext,
+    axes: tuple[int, ...],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: bool,
+    scale: float | None,
+) -> Tensor:
+    ranks, at = ctx.ranks(axes), query.ndim - 2
+    queries, keys = (
+        tuple(((box.offsets[at], box.sizes[at]),) for box in (layout.boxes(rank)[0] for rank in ranks))
+        for layout in ctx.layouts[:2]
+    )
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    ring = Ring(ctx.exchange(ranks), ranks.index(ctx.rank), queries, keys, causal, scale)
+    return ring_attention(query, key, value, ring)
 
 
 def _heads_of_queries(ctx: LocalContext, key: Tensor, value: Tensor, at: int) -> list[Tensor]:

@@ -1,0 +1,5 @@
+"""Attention: its rules, and ring attention."""
+
+from shardwise.attention import rules
+
+__all__ = ["rules"]
