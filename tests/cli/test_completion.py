@@ -1,5 +1,8 @@
 """The script that `shardwise completion bash` prints, run by bash."""
 
+import argparse
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -7,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwise import cli
-
-pytestmark = pytest.mark.processes
+from shardwise.cli.mistakes import subcommands
 
 # What bash does when Tab is pressed after these words, the last of which is not finished.
 TAB = """
@@ -35,6 +37,7 @@ COMPLETED = {
 }
 
 
+@pytest.mark.processes
 def test_bash_completes_commands_options_choices_and_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["completion", "bash"]) == 0
     (tmp_path / "script.bash").write_text(capfd.readouterr().out)
@@ -43,6 +46,18 @@ def test_bash_completes_commands_options_choices_and_files(tmp_path: Path, capfd
     lines = "".join(f"{line}\n" for line in COMPLETED)
     done = subprocess.run(["bash", "-c", TAB], cwd=tmp_path, input=lines, capture_output=True, text=True, check=True)
     assert (dict(zip(COMPLETED, done.stdout.splitlines(), strict=True)), done.stderr) == (COMPLETED, "")
+
+
+def test_every_option_of_every_command_is_completed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+
+    def check(parser: argparse.ArgumentParser, name: str) -> int:
+        (listed,) = re.findall(rf"^{name}_option_strings=\((.*)\)$", script, re.MULTILINE)
+        assert set(shlex.split(listed)) == set(parser._option_string_actions), name
+        return 1 + sum(check(each, f"{name}_{command}") for command, each in subcommands(parser).items())
+
+    assert check(cli.build_parser(), "_shtab_shardwise") > 10
 
 
 def test_without_shtab_the_error_names_the_extra(

@@ -18,8 +18,14 @@ MEANT = [
     (["simulate", "llama-70b", "--mseh", "dp=2"], "--mseh. Did you mean --mesh dp=2?"),  # which is required
     (["checkpoint", "export", "--fromat", "file", "a", "b"], "--fromat. Did you mean --format file?"),
     (["--versoin"], "--versoin. Did you mean --version?"),
-    (["doctor", "--learning-rate", "1"], "--learning-rate. Fix: see shardwise doctor --help."),
-    (["checkpoint", "inspect", "--zzz", "a"], "--zzz. Fix: see shardwise checkpoint inspect --help."),
+    (["train", "-nproc", "2"], "-nproc. Did you mean --nproc 2?"),
+    (["train", "lm", "-mesh=dp=2"], "-mesh. Did you mean --mesh dp=2?"),
+    (["-V"], "-V. Fix: use one of --help, --version, --traceback."),
+    (
+        ["doctor", "--learning-rate", "1"],
+        "--learning-rate. Fix: use one of --help, --nproc, --calibrate, --output, --traceback.",
+    ),
+    (["completion", "bash", "--zzz", "a"], "--zzz. Fix: use one of --help, --traceback."),
 ]
 
 
@@ -33,6 +39,24 @@ def test_a_misspelt_option_is_answered_with_the_right_one(
     assert not out
     assert err.endswith(f"error: there is no option {said}\n")
     assert "Traceback" not in err
+
+
+@pytest.mark.usefixtures("no_ranks")
+@pytest.mark.parametrize(
+    ("argv", "meant"),
+    [
+        (["trian"], "train"),
+        (["train", "recomender"], "recommender"),
+        (["checkpoint", "inspekt", "runs"], "inspect"),
+        (["checkpoint", "export", "--format", "tortch", "a", "b"], "torch"),
+        (["completion", "bsh"], "bash"),
+    ],
+)
+def test_a_misspelt_command_or_choice_is_answered_with_the_right_one(
+    argv: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(argv) == 2
+    assert capsys.readouterr().err.endswith(f"). Did you mean {meant!r}?\n")
 
 
 def test_what_is_no_mistake_is_left_to_argparse(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
-from shardwise import DTensor, Mesh, Partial, Replicate, Shard, collectives, distribute_tensor
+from shardwise import DTensor, Mesh, Partial, Placement, Replicate, Shard, collectives, distribute_tensor
+from shardwise.layout import Layout
 from shardwise.rules import RULES, pointwise
 from shardwise.rules.registry import rule_of
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from shardwise.testing.judge import Sample
+from shardwise.testing.local_shards import dtensor_from_full
 from shardwise.testing.rule_checks import assert_equals_one_process
 
 LINE = Mesh((4,))
@@ -116,6 +119,63 @@ def test_partial_values_are_added_before_a_function_that_is_not_linear() -> None
         assert_close(out.full_tensor(), op(torch.ones(3)))
 
 
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+GRID: list[list[Placement]] = [
+    [S0, S1], [S0, S0], [Shard(0, (0, 5)), R], [Partial("max"), Partial("max")], [Partial("min"), S0],
+    [Partial("product"), R], [S1, Partial("sum")], [Partial("avg"), Partial("sum")],
+]  # fmt: skip
+# Shapes and dtypes, or a number.
+OPERANDS: list[tuple[tuple[tuple[int, ...], torch.dtype] | float, ...]] = [
+    (((5, 3), torch.float32), ((), torch.float64)),
+    (((5, 3), torch.int64), ((3,), torch.float16)),
+    (((), torch.int64), ((5, 1), torch.float32)),
+    (((1, 3), torch.int32), ((0, 3), torch.bool)),
+    (((5, 3), torch.int64), 2.5),
+    (((5, 3), torch.float16), 2),
+]
+
+
+@pytest.mark.parametrize("op", [torch.xlogy, torch.fmod, torch.true_divide, torch.special.xlog1py, torch.eq])
+def test_dtypes_and_values_are_those_of_torch_for_operands_of_all_kinds_on_a_grid(op: Callable[..., Any]) -> None:
+    """Promoted as torch does with 0-d tensors and numbers, new, written to `out=` and in place."""
+    generator = torch.Generator().manual_seed(0)
+
+    def made(operand: Any) -> Any:
+        if isinstance(operand, float | int):
+            return operand
+        shape, dtype = operand
+        return torch.randint(1, 6, shape, generator=generator).to(dtype)
+
+    cases = [(made(x), made(y), op(made(x), made(y)).dtype) for x, y in OPERANDS]
+
+    @world(4)
+    def check() -> None:
+        mesh = Mesh((2, 2))
+
+        def laid(x: Any, number: int) -> Any:
+            fits = [p for p in GRID if isinstance(x, Tensor) and all(fit(q, x) for q in p)] or [[R, R]]
+            return dtensor_from_full(x, Layout(mesh, fits[number % len(fits)], x.shape)) if isinstance(x, Tensor) else x
+
+        for (x, y, dtype), number in product(cases, range(len(GRID))):
+            want, first, second = op(x, y), laid(x, number), laid(y, number + 3)
+            out = laid(torch.empty(want.shape, dtype=dtype), 0)
+            for got in (op(first, second), op(first, second, out=out)):
+                assert got.dtype == want.dtype == dtype
+                assert_close(got.full_tensor(), want, equal_nan=True)
+            in_place = getattr(Tensor, op.__name__ + "_", None)
+            if in_place is not None and want.shape == x.shape and torch.can_cast(dtype, x.dtype):
+                assert in_place(first, second) is first
+                assert_close(first.full_tensor(), want.to(x.dtype), equal_nan=True)
+
+    check()
+
+
+def fit(placement: Placement, x: Tensor) -> bool:
+    if isinstance(placement, Shard):
+        return placement.dim < x.ndim and (placement.sizes is None or x.shape[placement.dim] == 5)
+    return x.is_floating_point() or (x.dtype != torch.bool and placement != Partial("avg"))
+
+
 @world(4)
 def test_out_and_errors_are_those_of_torch_on_ranks_without_elements_too() -> None:
     x = distribute_tensor(X.float(), LINE, [Shard(0, (0, 5, 0, 0))])
@@ -128,6 +188,11 @@ def test_out_and_errors_are_those_of_torch_on_ranks_without_elements_too() -> No
         torch.gcd(x, x)
     with pytest.raises(RuntimeError, match="does not support negative n"):
         torch.polygamma(-1, x)
+    row = distribute_tensor(X[:1].clone(), LINE, [Shard(1)])
+    for change in (row.igammac_, row.xlogy_, row.mul_, row.copy_, lambda y: torch._foreach_add_([row], [y])):
+        with pytest.raises(RuntimeError) as larger:
+            change(x)
+        assert str(larger.value) == "output with shape [1, 3] doesn't match the broadcast shape [5, 3]"
 
 
 # ---- ops that torch does not have ------------------------------------------------------------------------------

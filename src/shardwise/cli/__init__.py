@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from shardwise.cli import checkpoint, completion, doctor, show, simulate, train
 from shardwise.cli.exits import Exit, exit_code
-from shardwise.cli.mistakes import check_options
+from shardwise.cli.mistakes import Parser, check_options
 from shardwise.cli.versions import installed
 from shardwise.errors import ShardwiseError, printable
 
@@ -67,7 +67,7 @@ def _run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all sub-commands."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="shardwise",
         description="Tensors and embedding tables that live on many ranks and behave as one.",
     )

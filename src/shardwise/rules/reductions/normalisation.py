@@ -329,14 +329,6 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / norms)
 
 
-# ---- renorm -------------------------------------------------------------------------------------------------
-
-
-def renorm(x: Meta, p: float, dim: int, maxnorm: float) -> list[Row]:
-    """out = x with slices along `dim` scaled down to a norm of `maxnorm`."""
-    return [Row((Shard(dim % x.ndim),), Shard(dim % x.ndim), "each rank has full slices")]
-
-
 # ---- which op is what ----------------------------------------------------------------------------------------------
 
 for _kind, _name in (("plain", "softmax"), ("log", "log_softmax")):
@@ -351,5 +343,3 @@ for _name, _local in (("layer_norm", _layer_norm_of_shards), ("rms_norm", _rms_n
 for _op in NAMES:
     register(OpRule(partial(channelwise, _op), shape=shape_of_first), _op)
 register(OpRule(decomposition=_weight_norm), torch._weight_norm, aten._weight_norm.default)
-register(OpRule(renorm, shape=shape_of_first), torch.renorm, Tensor.renorm, aten.renorm.default)
-register(OpRule(renorm, in_place=True, shape=shape_of_first), Tensor.renorm_, aten.renorm_.default)

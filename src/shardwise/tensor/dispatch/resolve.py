@@ -137,7 +137,15 @@ def recipe(
     chosen: Sequence[Row],
     output_shape: Callable[[], Shapes],
 ) -> Recipe:
-    """The recipe of the chosen rows."""
+    """The recipe of the chosen rows.
+
+    Raises:
+        RuntimeError: torch's, if a result in place would be larger than the operand. Local tensors have other sizes.
+    """
+    if rule.in_place and rule.shape is not None and (shape := output_shape()) != layouts[0].shape:
+        raise RuntimeError(
+            f"output with shape {list(layouts[0].shape)} doesn't match the broadcast shape {list(shape)}"
+        )
     replicated = _replicated(len(layouts), rule.replicated_impl)
     try:
         wanted = operand_layouts(layouts, chosen)
