@@ -33,8 +33,5 @@ def _overloads(name: str) -> list[torch._ops.OpOverload]:
 
 
 def _copied(view: Op, *args: object, **kwargs: object) -> object:
-    return pytree.tree_map_only(Tensor, _row_major, view(*args, **kwargs))
-
-
-def _row_major(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
+    found = view(*args, **kwargs)
+    return pytree.tree_map_only(Tensor, lambda x: x.clone(memory_format=torch.contiguous_format), found)
