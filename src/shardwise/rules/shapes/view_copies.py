@@ -33,5 +33,4 @@ def _overloads(name: str) -> list[torch._ops.OpOverload]:
 
 
 def _copied(view: Op, *args: object, **kwargs: object) -> object:
-    found = view(*args, **kwargs)
-    return pytree.tree_map_only(Tensor, lambda x: x.clone(memory_format=torch.contiguous_format), found)
+    return pytree.tree_map_only(Tensor, lambda x: x.clone(memory_format=torch.contiguous_format), view(*args, **kwargs))
