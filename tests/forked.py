@@ -129,6 +129,10 @@ def _live(
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
+    if "OMP_NUM_THREADS" in environment:  # torch has read that of the server
+        import torch
+
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     if ranks:
         _fork_ranks()
     try:

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import subprocess
-import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ import torch
 from shardwise import collectives
 from shardwise.testing import world
 from tests.accelerator.scenarios import SCENARIOS
-from tests.timeouts import PATIENCE_SECONDS
+from tests.forked import forked
 
 pytestmark = pytest.mark.processes
 
@@ -28,18 +28,18 @@ Outcomes = list[dict[str, str]]  # of each rank: the traceback of each scenario,
 
 def run(folder: Path, device: str, library: Path) -> Outcomes:
     environment = {**os.environ, "SHARDWISE_TEST_DEVICE": device, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.accelerator.ranks"]
+    command = ["-m", "tests.accelerator.ranks"]
     root = Path(__file__).parents[2]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(SIZE), str(folder), str(library)], cwd=root, env=environment)
-        for rank in range(SIZE)
-    ]
-    try:
+    with ExitStack() as all_end:
+        ranks = [
+            all_end.enter_context(
+                forked([*command, str(rank), str(SIZE), str(folder), str(library)], root, environment)
+            )
+            for rank in range(SIZE)
+        ]
         for rank in ranks:
-            assert rank.wait(PATIENCE_SECONDS) == 0
-    finally:
-        for rank in ranks:
-            rank.kill()
+            _, said = rank.communicate()
+            assert rank.returncode == 0, said
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(SIZE)]
 
 
