@@ -10,27 +10,28 @@ from torch.testing import assert_close
 from shardwise import Mesh, Replicate, Shard, capture, distribute_tensor
 from shardwise.demos.lm.model import shard
 from shardwise.errors import CaptureError
-from shardwise.models import ModelArgs
 from shardwise.testing import world
 from tests.parallel.one_process import full
 from tests.parallel.units import (
     ARGS,
-    SWITCHES,
     assert_trained_alike,
     batches,
     copied,
-    described,
+    each_switch,
     mean_loss,
+    model_args,
     sharded,
     train,
     transformer,
 )
 
 
-@pytest.mark.parametrize("args", [a for a in SWITCHES if not a.num_experts], ids=described)
+@each_switch(experts=0)
 @pytest.mark.parametrize(("ranks", "options"), [(2, {"prefetch": 2}), (3, {}), (4, {"reshard_after_forward": 2})])
-def test_captured_units_train_as_one_process(args: ModelArgs, ranks: int, options: dict[str, Any]) -> None:
-    model, data = transformer(args), batches(5)
+def test_captured_units_train_as_one_process(
+    tying: bool, recompute: bool, experts: int, ranks: int, options: dict[str, Any]
+) -> None:
+    model, data = transformer(model_args(tying, recompute, experts)), batches(5)
 
     def run() -> None:
         mesh = Mesh((ranks,))

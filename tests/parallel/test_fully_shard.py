@@ -11,20 +11,20 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import Mesh, Replicate, Shard, collectives, count_comms, distribute_tensor
-from shardwise.models import ModelArgs, Transformer
+from shardwise.models import Transformer
 from shardwise.parallel import fully_shard
 from shardwise.testing import world
 from tests.parallel.one_process import full
 from tests.parallel.units import (
     ARGS,
-    SWITCHES,
     as_units,
     assert_trained_alike,
     batches,
     copied,
-    described,
+    each_switch,
     gathered,
     mean_loss,
+    model_args,
     sharded,
     train,
     transformer,
@@ -32,10 +32,10 @@ from tests.parallel.units import (
 )
 
 
-@pytest.mark.parametrize("args", SWITCHES, ids=described)
+@each_switch()
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_a_batch_of_all_ranks(args: ModelArgs, ranks: int) -> None:
-    model, data = transformer(args), batches(5)
+def test_a_batch_of_all_ranks(tying: bool, recompute: bool, experts: int, ranks: int) -> None:
+    model, data = transformer(model_args(tying, recompute, experts)), batches(5)
 
     def run() -> None:
         mesh = Mesh((ranks,))
@@ -45,10 +45,10 @@ def test_a_batch_of_all_ranks(args: ModelArgs, ranks: int) -> None:
     world(ranks).run(run)
 
 
-@pytest.mark.parametrize("args", SWITCHES[::3], ids=described)
+@each_switch()
 @pytest.mark.parametrize("reshard", [True, False, None])
-def test_a_plain_batch_on_each_rank(args: ModelArgs, reshard: bool | None) -> None:
-    model, data = transformer(args), batches(6)
+def test_a_plain_batch_on_each_rank(tying: bool, recompute: bool, experts: int, reshard: bool | None) -> None:
+    model, data = transformer(model_args(tying, recompute, experts)), batches(6)
 
     def run() -> None:
         own = [x.chunk(3)[collectives.rank()] for x in data]
@@ -59,9 +59,9 @@ def test_a_plain_batch_on_each_rank(args: ModelArgs, reshard: bool | None) -> No
     world(3).run(run)
 
 
-@pytest.mark.parametrize("args", SWITCHES, ids=described)
-def test_replicas_of_shards(args: ModelArgs) -> None:
-    model, data = transformer(args), batches(5)
+@each_switch()
+def test_replicas_of_shards(tying: bool, recompute: bool, experts: int) -> None:
+    model, data = transformer(model_args(tying, recompute, experts)), batches(5)
 
     def run() -> None:
         mesh = Mesh((2, 2), names=("replicate", "shard"))
@@ -73,11 +73,13 @@ def test_replicas_of_shards(args: ModelArgs) -> None:
     world(4).run(run)
 
 
-@pytest.mark.parametrize("args", [a for a in SWITCHES if not a.num_experts], ids=described)
+@each_switch(experts=0)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("shape", [(2, 2), (3, 2), (2, 1)])
-def test_beside_tensor_parallelism_on_the_same_mesh(args: ModelArgs, sequence: bool, shape: tuple[int, int]) -> None:
-    model, data = transformer(args), batches(6)
+def test_beside_tensor_parallelism_on_the_same_mesh(
+    tying: bool, recompute: bool, experts: int, sequence: bool, shape: tuple[int, int]
+) -> None:
+    model, data = transformer(model_args(tying, recompute, experts)), batches(6)
 
     def run() -> None:
         mesh = Mesh(shape, names=("dp", "tp"))
@@ -94,9 +96,9 @@ def test_beside_tensor_parallelism_on_the_same_mesh(args: ModelArgs, sequence: b
     world(shape[0] * shape[1]).run(run)
 
 
-@pytest.mark.parametrize("args", [a for a in SWITCHES if not a.num_experts], ids=described)
-def test_beside_tensor_parallelism_on_the_other_axis(args: ModelArgs) -> None:
-    model, data = transformer(args), batches(6)
+@each_switch(experts=0)
+def test_beside_tensor_parallelism_on_the_other_axis(tying: bool, recompute: bool, experts: int) -> None:
+    model, data = transformer(model_args(tying, recompute, experts)), batches(6)
 
     def run() -> None:
         mesh = Mesh((2, 2), names=("dp", "tp"))

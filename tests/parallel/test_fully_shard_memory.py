@@ -9,27 +9,27 @@ from torch.testing import assert_close
 
 from shardwise import Mesh, Shard, collectives, count_comms, distribute_tensor
 from shardwise.errors import PlanError
-from shardwise.models import ModelArgs, Transformer
+from shardwise.models import Transformer
 from shardwise.parallel import CPUOffloadPolicy, fully_shard
 from shardwise.testing import simulate, world
 from tests.parallel.units import (
     ARGS,
-    SWITCHES,
     assert_trained_alike,
     batches,
     copied,
-    described,
+    each_switch,
     gathered,
     mean_loss,
+    model_args,
     sharded,
     train,
     transformer,
 )
 
 
-@pytest.mark.parametrize("args", SWITCHES, ids=described)
-def test_parameters_are_resharded_to_fewer_ranks(args: ModelArgs) -> None:
-    model, data = transformer(args), batches(5)
+@each_switch()
+def test_parameters_are_resharded_to_fewer_ranks(tying: bool, recompute: bool, experts: int) -> None:
+    model, data = transformer(model_args(tying, recompute, experts)), batches(5)
 
     def run() -> None:
         mesh = Mesh((4,))

@@ -3,9 +3,9 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,11 +17,9 @@ from shardwise.parallel import fully_shard
 from tests.parallel.one_process import full
 
 ARGS = ModelArgs(n_layers=2, vocab_size=11, max_seq_len=6, dim=12, n_heads=4, dropout_p=0.0)
-SWITCHES = [
-    replace(ARGS, weight_tying=tying, checkpoint_activations=recompute, num_experts=experts)
-    for tying, recompute, experts in product([True, False], [True, False], [0, 3])
-]
+SWITCHES: dict[str, Sequence[int]] = {"tying": (True, False), "recompute": (True, False), "experts": (0, 3)}
 STEPS = 5
+Test = TypeVar("Test", bound=Callable[..., None])
 Loss = Callable[[nn.Module, Tensor], Tensor]
 Trained = tuple[list[Tensor], dict[str, Tensor]]
 
@@ -49,9 +47,19 @@ def as_units(model: Any, mesh: Mesh, **options: Any) -> Any:
     return fully_shard(found, mesh=mesh, **options)
 
 
-def described(args: ModelArgs) -> str:
-    on = [name for name in ("weight_tying", "checkpoint_activations", "num_experts") if getattr(args, name)]
-    return ", ".join(on) or "plain"
+def each_switch(**fixed: int) -> Callable[[Test], Test]:
+    """Parametrize a test by the switches of `model_args`, each a parameter, but for those that have a `fixed` value."""
+
+    def parametrized(test: Test) -> Test:
+        for name, values in SWITCHES.items():
+            test = pytest.mark.parametrize(name, [fixed[name]] if name in fixed else values)(test)
+        return test
+
+    return parametrized
+
+
+def model_args(tying: bool, recompute: bool, experts: int) -> ModelArgs:
+    return replace(ARGS, weight_tying=tying, checkpoint_activations=recompute, num_experts=experts)
 
 
 def batches(rows: int) -> list[Tensor]:
