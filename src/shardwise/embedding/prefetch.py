@@ -34,8 +34,9 @@ def prefetch(
         for dense, features, labels in prefetch(loader, model):
             loss = loss_of(model(dense, features), labels)
 
-    A sharded collection looks up a batch that has arrived when it gets the KeyedJaggedTensor that the loader gave, the
-    same object; any other is exchanged as usual. Results are those without prefetch: rows are read in forward.
+    A sharded collection looks up a batch that has arrived when it gets the KeyedJaggedTensor that the loader gave, or
+    one of the same tensors; any other is exchanged as usual. Results are those without prefetch: rows are read in
+    forward.
 
     `state_dict()` is that of the loader after the batch that was given last, for loaders that have one.
 
@@ -142,7 +143,7 @@ class Prefetch(Generic[B]):
             unused = ", ".join(repr(name) for name in collections if name not in used)
             warnings.warn(
                 f"prefetch sent the ids of {count} batches to the owners of collection {unused}, which looked up "
-                f"none of them: a collection has to get the KeyedJaggedTensor that the loader gave, the same object. "
+                f"none of them: a collection has to get the KeyedJaggedTensor that the loader gave, or its tensors. "
                 f"Fix: convert batches, as by .to(device), in the loader; or name the ids by ids_of.",
                 stacklevel=2,
             )

@@ -41,6 +41,22 @@ class SentBatch:
     requesting: Requesting
     by_rows: bool = False
 
+    def is_of(self, features: JaggedFeatures) -> bool:
+        """Whether `features` is the input, or has its tensors, as in a captured graph, and no gradients of weights."""
+        own = self.features
+        if own is features or own is None:
+            return own is features
+        keys = list(own.keys()), list(own.stride_per_key())
+        if not isinstance(features, JaggedFeatures) or keys != (list(features.keys()), list(features.stride_per_key())):
+            return False
+        pairs = [(own.values(), features.values()), (own.lengths(), features.lengths())]
+        weights = own.weights_or_none(), features.weights_or_none()
+        if weights != (None, None):
+            if weights[0] is None or weights[1] is None or weights[0].requires_grad or weights[1].requires_grad:
+                return False
+            pairs.append((weights[0], weights[1]))
+        return all(x.dtype == y.dtype and x.is_set_to(y) for x, y in pairs)
+
     def check_unchanged(self) -> None:
         """Whether the input is still what was sent.
 

@@ -43,7 +43,7 @@ from shardwise.embedding.view_of_stack import ViewOfStack
 from shardwise.errors import ConfigError, IdError, PlanError, RemoteRankError, ShardwiseError
 from shardwise.layout import Layout, Placements, checked
 from shardwise.tensor import DTensor
-from shardwise.trace.capture_hooks import RunsInReplays
+from shardwise.trace.capture_hooks import RunsInReplays, tracing_paused
 
 Optimizers = Sequence[RowOptimizer]  # of each table
 
@@ -278,7 +278,8 @@ class _Sharded(nn.Module, RunsInReplays):
 
     def refuse(self, error: ShardwiseError) -> NoReturn:
         """Take part in a lookup without a batch, because of `error`; the other ranks raise a RemoteRankError."""
-        self.arrive(self.prepare_no_batch(NO_BATCH, ahead=0))
+        with tracing_paused():
+            self.arrive(self.prepare_no_batch(NO_BATCH, ahead=0))
         raise error
 
     def arrive(self, sent: SentBatch) -> Arrived:
@@ -301,7 +302,7 @@ class _Sharded(nn.Module, RunsInReplays):
             IdTypeError: it was changed after its ids were sent, or its weights need gradients since then.
         """
         ready = self.prefetched
-        if ready is None or ready.sent.features is not features or ready.sent.engine is not self._engine:
+        if ready is None or not ready.sent.is_of(features) or ready.sent.engine is not self._engine:
             return None
         self.prefetched = None
         self._check_tables()
@@ -357,8 +358,9 @@ class _Sharded(nn.Module, RunsInReplays):
         for table, parameter in enumerate(self._engine.parameters):
             if not parameter.requires_grad:
                 continue
-            grad = self._as_dtensor(table, dense)
-            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+            with torch._C._EnableTorchFunction():  # a replay is run where DTensors are plain tensors
+                grad = self._as_dtensor(table, dense)
+                parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
 
 class ShardedEmbeddingBagCollection(_Sharded):

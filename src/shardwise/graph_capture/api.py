@@ -14,6 +14,7 @@ from shardwise.graph_capture.replay import CapturedCall
 from shardwise.graph_capture.structure import LEAVES, flatten, jagged_leaves
 from shardwise.graph_capture.value_guards import OtherValueError
 from shardwise.layout import checked
+from shardwise.trace.user_stack import traced_inside
 
 LIMIT = 32
 RETRACES = 16  # in a row before a warning
@@ -36,6 +37,7 @@ class Captured:
         if hasattr(function, "__name__"):
             update_wrapper(self, function, updated=())
 
+    @traced_inside
     def __call__(self, *args: object, **kwargs: object) -> Any:
         if must_run_eagerly():
             return self.function(*args, **kwargs)

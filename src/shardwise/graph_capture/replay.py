@@ -18,6 +18,7 @@ from shardwise.graph_capture.tracer import Tracer, apply_to_locals
 from shardwise.graph_capture.value_guards import ValueRead
 from shardwise.layout import Layout
 from shardwise.tensor.dtensor import DTensor, plain, tag
+from shardwise.trace.user_stack import traced_inside
 
 SAVED = object()  # in place of a tensor that autograd saves
 
@@ -107,6 +108,7 @@ class CapturedCall:
                 self.tracer.node_of(x)
         return Output(layout=x._layout if type(x) is DTensor else None, is_tensor=True)
 
+    @traced_inside
     def trace_backward(
         self, ends: Sequence[Tensor], leaves: Sequence[Tensor], edges: Sequence[GradientEdge], grads: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
@@ -203,6 +205,7 @@ class _TracedCall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
         _refuse_double_backward()
+        _ = ctx.saved_tensors  # an error after a backward that did not retain the graph
         with DisableTorchFunctionSubclass():
             grads = [cotangents[i].detach().contiguous() for i in ctx.call.differentiable]
             edges = [get_gradient_edge(x) for x in ctx.leaves]

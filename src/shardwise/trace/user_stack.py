@@ -5,13 +5,19 @@ import linecache
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
+from typing import ParamSpec, TypeVar
 
 import torch
+
+from shardwise.trace.capture_hooks import is_capturing
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = sysconfig.get_path("purelib") + os.sep  # lies inside _STDLIB and may hold the user's code
@@ -58,6 +64,23 @@ _call_sites: dict[tuple[int, int], tuple[CallSite, CodeType]] = {}  # by id of t
 RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
+_traced_in: set[CodeType] = set()
+
+
+def traced_inside(function: Callable[P, T]) -> Callable[P, T]:
+    """A function inside which graph capture traces. What it calls then has the call sites that it has in a replay."""
+    _traced_in.add(function.__code__)
+    return function
+
+
+def _outside_of_trace(frame: FrameType | None) -> FrameType | None:
+    """Where a replay would be called: one rank may replay what another one traces."""
+    at = frame
+    while at is not None and at.f_code not in _traced_in:
+        at = at.f_back
+    return frame if at is None else at
+
+
 def call_sites(limit: int = 2, inside: CodeType | None = None) -> tuple[CallSite, ...]:
     """The innermost calls in the user's code. Takes microseconds: it is called for every collective.
 
@@ -66,6 +89,8 @@ def call_sites(limit: int = 2, inside: CodeType | None = None) -> tuple[CallSite
     """
     found: list[CallSite] = []
     frame: FrameType | None = sys._getframe(1)
+    if is_capturing():
+        frame = _outside_of_trace(frame)
     for _ in range(MAX_DEPTH):
         if frame is None:
             break
