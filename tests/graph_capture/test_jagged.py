@@ -198,15 +198,21 @@ def step_line() -> int:
 def test_arguments_that_are_returned_are_those_of_the_call() -> None:
     def run() -> None:
         tables = collection_of(PLAN)
-        step = sw.capture(lambda k: (tables(k), k, k.values(), k.values().detach()))
+
+        def function(batch: Any) -> Any:
+            k, number = batch["ids"]
+            return tables(k), k, k.values(), k.values().detach(), number
+
+        step = sw.capture(function)
         for number in range(3):
             features = batch_of(number)
-            pooled, same, *values = step(features)
+            pooled, same, *values, count = step({"ids": [features, 7], "others": torch.ones(2)})
             pooled.values().sum().backward()
             assert torch.equal(pooled.values(), tables(features).values())
             assert pooled.keys() == ["user", "item", "last", "word"]
             assert same.values() is features.values() is values[0]
             assert torch.equal(values[1], features.values())
+            assert count == 7
         assert len(step.graphs()) == 1
 
     world(2).run(run)

@@ -20,10 +20,11 @@ def look_up(lookup: Callable[..., Tensor], features: JaggedFeatures, *tables: Te
         not_capturable(f"a lookup of a {type(features).__module__}.{type(features).__qualname__}")
     if any(isinstance(table, DTensor) for table in tables):
         not_capturable("a lookup in tables that are DTensors, of a collection without shard_embeddings")
-    return collection_lookup(lookup, features, *tables)
+    return _in_graph(lookup, features, *tables)
 
 
-@allow_in_graph_with_backward
-def collection_lookup(lookup: Callable[..., Tensor], features: JaggedFeatures, *tables: Tensor) -> Tensor:
-    """As captured graphs name it."""
+def _collection_lookup(lookup: Callable[..., Tensor], features: JaggedFeatures, *tables: Tensor) -> Tensor:
     return lookup(features, *tables)
+
+
+_in_graph = allow_in_graph_with_backward(_collection_lookup, any_sizes=True)

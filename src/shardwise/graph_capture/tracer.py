@@ -176,8 +176,7 @@ class Tracer:
             out = func(*args, **kwargs)
             self._nodes[out] = nodes[0]
             return out
-        for node in nodes:
-            self._guard_size(node, _named(func))
+        self._guard_sizes(tensors, _named(func))
         is_literal = func is aten.lift_fresh.default
         if is_literal:  # a replay needs a fresh one: the step may change it in place
             func = aten.clone.default
@@ -207,9 +206,13 @@ class Tracer:
         self.reads.append(read)
         self.graph.call_function(read.check(), (node,)).meta |= {"opaque": True, "check": True}
 
-    def _guard_size(self, node: fx.Node, what: str) -> None:
-        """Let replays compare the first size of `node` if that varies: something depends on it."""
-        if node in self._varying:
+    def _guard_sizes(self, operands: Sequence[object], what: str) -> None:
+        """Let replays compare the first sizes of operands that vary: something depends on them."""
+        if not self._varying:
+            return
+        for node in [self.find(x) for x in operands if isinstance(x, Tensor)]:
+            if node is None or node not in self._varying:
+                continue
             if self.in_backward:
                 self.refuse(f"{what} in backward, whose result depends on the number of ids")
             self._varying.remove(node)
@@ -263,10 +266,8 @@ class Tracer:
 
     def check_size_read(self, name: str, x: object) -> None:
         """Guard the first size of a tensor if that varies and Python may be about to read it."""
-        if self._varying and not self.paused and name not in SAME_FOR_ALL_SIZES and isinstance(x, Tensor):
-            node = self.find(x)
-            if node is not None:
-                self._guard_size(node, name)
+        if not self.paused and name not in SAME_FOR_ALL_SIZES:
+            self._guard_sizes([x], name)
 
     def check_value_read(self, name: str, x: object) -> None:
         """Guard the values that Python is about to read; raise if no guard can."""
@@ -291,6 +292,7 @@ class Tracer:
         if self.paused:
             return function(*args, **kwargs)
         call, operands = _bind_constants(function, args, kwargs)
+        self._guard_sizes(operands, function.__name__)
         operands = [(x.node, int(x)) if isinstance(x, GraphInt) else x for x in operands]
         node, out = self.opaque_node(function.__name__, call, operands)
         if not isinstance(out, int) or isinstance(out, bool):
@@ -303,10 +305,14 @@ class Tracer:
         seed.node = node
         return seed
 
-    def call_opaque_with_backward(self, function: Callable[..., Tensor], args: Args, kwargs: Kwargs) -> Tensor:
+    def call_opaque_with_backward(
+        self, function: Callable[..., Tensor], args: Args, kwargs: Kwargs, any_sizes: bool
+    ) -> Tensor:
         if self.paused:
             return function(*args, **kwargs)
         call, operands = _bind_constants(function, args, kwargs)
+        if not any_sizes:
+            self._guard_sizes(operands, function.__name__)
         out: Tensor = apply_to_locals(_OpaqueCall, self, call, function.__name__, *operands)
         return out
 

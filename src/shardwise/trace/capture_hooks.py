@@ -27,7 +27,7 @@ class Tracer(Protocol):
         ...
 
     def call_opaque_with_backward(
-        self, function: "Callable[..., Tensor]", args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, function: "Callable[..., Tensor]", args: tuple[Any, ...], kwargs: dict[str, Any], any_sizes: bool
     ) -> "Tensor":
         """Run `function` untraced, and add the call, and later its backward, to the graph."""
         ...
@@ -66,17 +66,20 @@ def allow_in_graph(function: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
-def allow_in_graph_with_backward(function: "Callable[P, Tensor]") -> "Callable[P, Tensor]":
+def allow_in_graph_with_backward(function: "Callable[P, Tensor]", *, any_sizes: bool = False) -> "Callable[P, Tensor]":
     """A data-dependent differentiable function: one opaque call for its forward and one for its backward.
 
     If it writes a tensor, that counts in the `_version` of the tensor.
+
+    Args:
+        any_sizes: whether its result has the same shape for jagged tensors of any number of ids.
     """
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> "Tensor":
         if current.tracer is None:
             return function(*args, **kwargs)
-        return current.tracer.call_opaque_with_backward(function, args, kwargs)
+        return current.tracer.call_opaque_with_backward(function, args, kwargs, any_sizes)
 
     return run
 
