@@ -590,6 +590,14 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
         debug.visualize_sharding,
         {"dtensor": table(), "header": "", "use_rich": False},
     ),
+    "shardwise.experimental.context_parallel": lambda: (
+        experimental.context_parallel,
+        {"*mesh": MESH, "buffers": [torch.ones(4)], "buffer_seq_dims": [0], "no_restore_buffers": set()},
+    ),
+    "shardwise.experimental.context_parallel_unshard": lambda: (
+        experimental.context_parallel_unshard,
+        {"mesh": MESH, "buffers": [torch.ones(1 + (collectives.rank() < 4 % RANKS))], "seq_dims": [0]},
+    ),
     "shardwise.experimental.implicit_replication": lambda: (experimental.implicit_replication, {}),
     "shardwise.experimental.local_map": lambda: (
         lambda device_mesh, **kw: experimental.local_map(torch.zeros_like, device_mesh=device_mesh, **kw)(table()),

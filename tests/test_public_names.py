@@ -15,11 +15,7 @@ from shardwise import DTensor, debug, experimental, parallel
 PAIRS: list[tuple[str, Any, Any]] = [
     *((name, getattr(theirs, name), getattr(shardwise, name)) for name in theirs.__all__),
     *((name, getattr(their_debug, name), getattr(debug, name)) for name in their_debug.__all__),
-    *(
-        (name, getattr(their_experimental, name), getattr(experimental, name))
-        for name in their_experimental.__all__
-        if name != "context_parallel"
-    ),
+    *((name, getattr(their_experimental, name), getattr(experimental, name)) for name in their_experimental.__all__),
     *((name, getattr(their_parallel, name), getattr(parallel, name)) for name in their_parallel.__all__),
     *(
         (f"DTensor.{name}", getattr(theirs.DTensor, name), getattr(DTensor, name))

@@ -1,4 +1,4 @@
-"""For authors of distributed code: rows for their own ops, and functions of local tensors.
+"""For authors of distributed code: rows for their own ops, functions of local tensors, and context parallelism.
 
 The names and arguments are those of `torch.distributed.tensor.experimental`.
 """
@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise import collectives
 from shardwise.errors import LayoutError, RuleError
+from shardwise.experimental.context_parallel import context_parallel, context_parallel_unshard
 from shardwise.layout import (
     REPLICATE,
     Mesh,
@@ -226,4 +227,7 @@ def _output(x: object, placements: Placements | None, mesh: Mesh) -> object:
     return DTensor.from_local(x, mesh, placements)
 
 
-__all__ = ["Meta", "Row", "implicit_replication", "local_map", "register_sharding"]
+__all__ = [
+    "Meta", "Row", "context_parallel", "context_parallel_unshard", "implicit_replication", "local_map",
+    "register_sharding",
+]  # fmt: skip
