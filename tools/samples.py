@@ -265,10 +265,13 @@ def _taken_by(key: Key, sample: Sample) -> Sample | None:
 
 
 def _fits(key: Key, args: Sequence[Any]) -> bool:
-    """Torch takes a number for a truth value, and the other way round; no user means that."""
-    wanted = [str(a.type) for a in key._schema.arguments] if isinstance(key, OpOverload) else []
+    """Torch takes a number for a truth value or a dtype, where it can crash, and the other way round; no user does."""
+    wanted = [str(a.real_type) for a in key._schema.arguments] if isinstance(key, OpOverload) else []
     return all(
-        (kind == "bool") == (type(a) is bool) for kind, a in zip(wanted, args, strict=False) if "Scalar" not in kind
+        a is None or isinstance(a, torch.dtype)
+        if "ScalarType" in kind
+        else "Scalar" in kind or (kind == "bool") == (type(a) is bool)
+        for kind, a in zip(wanted, args, strict=False)
     )
 
 
