@@ -362,6 +362,10 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
     "shardwise.DTensor.set_": lambda: (table().set_, {"*source": table()}),
     "beside a DTensor": lambda: (lambda other: table() + other, {"other": table()}),
     "indexed by": lambda: (lambda index: table()[index], {"index": 1}),
+    "shardwise.parallel.input_reshard": lambda: (
+        parallel.input_reshard,
+        {"module": nn.Linear(4, 4), "tp_device_mesh": MESH, "input_reshard_dim": 0},
+    ),
     "shardwise.parallel.BoundaryRedistribution": lambda: (
         parallel.BoundaryRedistribution(MESH, 0, (Shard(0),), (Replicate(),), True, "x"),
         {"x": torch.ones(2, 4)},

@@ -9,6 +9,7 @@ from shardwise.parallel.fully_sharded import (
     OffloadPolicy,
     fully_shard,
 )
+from shardwise.parallel.input_reshard import input_reshard
 from shardwise.parallel.loss import loss_parallel
 from shardwise.parallel.plan import ParallelPlan, parallelize_module
 from shardwise.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
@@ -30,6 +31,6 @@ __all__ = [
     "BoundaryRedistribution", "CPUOffloadPolicy", "ColwiseParallel", "ExpertParallel", "FirstInput",
     "FullyShardedModule", "InputFn", "MixedPrecisionPolicy", "ModuleContext", "OffloadPolicy", "OutputFn",
     "ParallelPlan", "ParallelStyle", "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput",
-    "RowwiseParallel", "SequenceParallel", "first_input", "fully_shard", "local_parameters", "loss_parallel",
-    "mix_experts", "parallelize_module", "plan_from_transformers",
+    "RowwiseParallel", "SequenceParallel", "first_input", "fully_shard", "input_reshard", "local_parameters",
+    "loss_parallel", "mix_experts", "parallelize_module", "plan_from_transformers",
 ]  # fmt: skip
