@@ -206,7 +206,7 @@ def test_arguments_that_are_returned_are_those_of_the_call() -> None:
         step = sw.capture(function)
         for number in range(3):
             features = batch_of(number)
-            pooled, same, *values, count = step({"ids": [features, 7], "others": torch.ones(2)})
+            pooled, same, *values, count = step({"first": [*torch.ones(4)], "ids": [features, 7]})
             pooled.values().sum().backward()
             assert torch.equal(pooled.values(), tables(features).values())
             assert pooled.keys() == ["user", "item", "last", "word"]
