@@ -241,3 +241,20 @@ def test_checkpoints_and_replays_equal_one_run() -> None:
     for _ in range(3):
         for got, want in zip(gradients(captured), expected, strict=True):
             assert_close(got, want)
+
+
+@pytest.mark.processes
+def test_real_processes_pass_blocks_of_any_sizes_as_simulated_ranks_do() -> None:
+    """There a block is sent while the rank computes with it."""
+    for got, want in zip(
+        world(3, real=True).run(step_of_uneven_blocks), world(3).run(step_of_uneven_blocks), strict=True
+    ):
+        assert_close(got, want)
+
+
+def step_of_uneven_blocks() -> list[Tensor]:
+    *xs, grad = operands(64, 64, 2)
+    leaves = [distribute_tensor(x, Mesh((3,)), [Shard(2, (40, 0, 24))]).requires_grad_() for x in xs]
+    out = attention(*leaves, is_causal=True, enable_gqa=True)
+    out.backward(distribute_tensor(grad, Mesh((3,)), [Shard(2, (40, 0, 24))]))
+    return [as_dtensor(x).full_tensor().detach() for x in (out, *(leaf.grad for leaf in leaves))]
