@@ -21,9 +21,8 @@ def register_tagged() -> None:
         if (
             tagged and any(rule_of(view) for view in views) and name != "detach"
         ):  # for torch, detach_copy has a gradient
-            rule = OpRule(decomposition=partial(_copied, getattr(torch.ops.aten, name)))
             for op in (*tagged, getattr(torch, name + SUFFIX)):
-                RULES.setdefault(op, rule)
+                RULES.setdefault(op, OpRule(decomposition=partial(_copied, getattr(torch.ops.aten, name))))
 
 
 def _overloads(name: str) -> list[torch._ops.OpOverload]:
@@ -33,4 +32,5 @@ def _overloads(name: str) -> list[torch._ops.OpOverload]:
 
 
 def _copied(view: Op, *args: object, **kwargs: object) -> object:
-    return pytree.tree_map_only(Tensor, lambda x: x.clone(memory_format=torch.contiguous_format), view(*args, **kwargs))
+    out = pytree.tree_map_only(Tensor, lambda x: x.clone(memory_format=torch.contiguous_format), view(*args, **kwargs))
+    return tuple(out) if isinstance(out, list) else out
