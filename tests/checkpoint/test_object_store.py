@@ -160,6 +160,11 @@ def test_a_step_that_exists_is_replaced_on_demand_only(url: str) -> None:
     world(2).run(save_rows, url, 2, step=1, overwrite=True)
     assert names(url) == before
     assert loaded(url) == 2
+    store = store_at(url)
+    version = store.versions()[1]
+    store.erase(version, "rank-0001.safetensors")
+    world(2).run(save_rows, url, 3, step=1)  # nothing can be loaded from this one
+    assert loaded(url) == 3
 
 
 def test_a_save_counts_after_those_that_were_there_whatever_the_clock_says(

@@ -216,6 +216,29 @@ def test_a_step_that_exists_is_replaced_only_on_demand(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
 
 
+@pytest.mark.parametrize("file", ["manifest.json", "rank-0001.safetensors"])
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 100)])
+def test_a_step_that_latest_passes_over_is_saved_again(
+    tmp_path: Path, file: str, damage: Callable[[Path], None]
+) -> None:
+    world(2).run(save_sevens, tmp_path, 1, step=10)
+    world(2).run(save_sevens, tmp_path, 2, step=20)
+    damage(tmp_path / "step-00000020" / file)
+    with pytest.warns(UserWarning, match="step 10"):
+        assert loaded_seed(tmp_path) == 1
+    world(2).run(save_sevens, tmp_path, 3, step=20)
+    assert loaded_seed(tmp_path) == 3
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000010", "step-00000020"]
+
+
+def test_a_step_that_another_name_hides_is_not_replaced(tmp_path: Path) -> None:
+    world(2).run(save_sevens, tmp_path, 1, step=10)
+    (tmp_path / "step-00000010").rename(tmp_path / "step-00000020")
+    before = content(tmp_path)
+    assert "step-00000020 exists already" in fails(tmp_path, 2, step=20)
+    assert content(tmp_path) == before
+
+
 def steps(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
 

@@ -7,23 +7,39 @@ version = commit(store, draft, manifest)  # or abandon(store, draft)
 
 from contextlib import suppress
 
-from shardwise.checkpoint.manifest import MANIFEST, Manifest, as_bytes
-from shardwise.checkpoint.stores import CheckpointStore, check_files
+from shardwise.checkpoint.manifest import MANIFEST, Manifest, MisnamedError, NewerVersionError, as_bytes
+from shardwise.checkpoint.stores import CheckpointStore, check_files, complete_manifest
 from shardwise.checkpoint.writer_lock import require_lock
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, UnreachableError
 
 
 def begin(store: CheckpointStore, step: int, overwrite: bool) -> str:
     """A new draft of `step`, after what interrupted saves left was removed.
 
+    A version of that step that is not complete is replaced, as `latest` passes it over: a run that went on from an
+    earlier step saves this one again.
+
     Raises:
         CheckpointError: the step exists, and `overwrite` is False.
     """
     found = store.tidy()
-    if step in found and not overwrite:
+    if step in found and not overwrite and not _is_damaged(store, found[step]):
         where = store.location(found[step])
         raise CheckpointError(f"{where} exists already. Fix: overwrite=True (--overwrite), or another folder")
     return store.draft(step, found.values())
+
+
+def _is_damaged(store: CheckpointStore, version: str) -> bool:
+    """Whether nothing can be loaded from it; not so one that another release reads, or that has another step's name."""
+    try:
+        complete_manifest(store, version)
+    except UnreachableError:
+        raise
+    except (NewerVersionError, MisnamedError):
+        return False
+    except CheckpointError:
+        return True
+    return False
 
 
 def commit(store: CheckpointStore, draft: str, manifest: Manifest) -> str:

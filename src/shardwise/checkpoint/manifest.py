@@ -36,6 +36,10 @@ class NewerVersionError(CheckpointError):
     """A manifest of a version that is not known yet. Its checkpoint may be complete, so it is not passed over."""
 
 
+class MisnamedError(CheckpointError):
+    """A manifest of another step than its folder is named after. Its checkpoint may be complete."""
+
+
 def file_name(rank: int) -> str:
     """The file that `rank` writes."""
     return f"rank-{rank:04d}.safetensors"

@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Protocol
 
 from shardwise.checkpoint.files import StoredFile, check_size
-from shardwise.checkpoint.manifest import MANIFEST, MANIFEST_LIMIT, Manifest, NewerVersionError, parse, too_long
+from shardwise.checkpoint.manifest import (
+    MANIFEST,
+    MANIFEST_LIMIT,
+    Manifest,
+    MisnamedError,
+    NewerVersionError,
+    parse,
+    too_long,
+)
 from shardwise.errors import CheckpointError, UnreachableError
 
 _STEP = re.compile(r"step-(\d{8,18})", re.ASCII)
@@ -168,8 +176,9 @@ def stored_manifest(store: CheckpointStore, version: str) -> Manifest:
     """The manifest of a version, fully validated.
 
     Raises:
-        CheckpointError: it is missing, damaged, of another format version, of another step than its folder is named
-            after, or says something that cannot be.
+        MisnamedError: it is of another step than its folder is named after.
+        NewerVersionError: its version of the format is not known yet.
+        CheckpointError: it is missing, damaged, or says something that cannot be.
     """
     location = store.location(version)
     with closing(store.open(version, MANIFEST)) as file:
@@ -183,7 +192,7 @@ def stored_manifest(store: CheckpointStore, version: str) -> Manifest:
             raise type(error)(f"{file.name}: {error}") from error
     named = _ANY_STEP.fullmatch(Path(location).absolute().name)
     if named and int(named[1]) != manifest.step:
-        raise CheckpointError(
+        raise MisnamedError(
             f"{location}: is named after step {int(named[1])} and holds step {manifest.step}. "
             f"Fix: give it the name that it was saved under"
         )
