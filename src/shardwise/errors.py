@@ -36,7 +36,7 @@ class ArgumentError(ShardwiseError, TypeError, ValueError):
     """An argument of another type than the function takes."""
 
 
-class MeshError(ShardwiseError, ValueError):
+class MeshError(ShardwiseError, ValueError, RuntimeError):
     """A mesh that cannot exist here: repeated ranks, more ranks than the world has, unknown axis."""
 
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard, collectives, count_comms, distribute_tensor
-from shardwise.errors import RuleError
+from shardwise.errors import LayoutError, RuleError
 from shardwise.parallel import ColwiseParallel, loss_parallel, parallelize_module
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
@@ -125,7 +125,7 @@ def refusal(run: Callable[[], Any]) -> str:
     """What all four ranks are told alike."""
 
     def body() -> str:
-        with count_comms() as comms, pytest.raises(RuleError) as caught, loss_parallel():
+        with count_comms() as comms, pytest.raises(LayoutError) as caught, loss_parallel():
             run()
         sent = comms.sent_bytes.get("all_to_all", 0)
         assert sent < SCORES.numel() // 4 * 8, "before anything of the scores is sent"
@@ -152,7 +152,7 @@ def test_scores_of_all_classes_on_a_rank_are_refused(placement: Any) -> None:
     def body() -> None:
         x = distribute_tensor(SCORES, Mesh((4,)), [placement])
         with (
-            pytest.raises(RuleError, match="not sharded along dim 1, the classes: every rank holds all of them"),
+            pytest.raises(LayoutError, match="not sharded along dim 1, the classes: every rank holds all of them"),
             loss_parallel(),
         ):
             F.nll_loss(x, TARGETS)

@@ -349,3 +349,30 @@ def test_scans_in_place_and_matrices_of_diagonals_need_no_fallback() -> None:
     assert comms.fallbacks == []
     assert as_dtensor(matrices).full_tensor().equal(torch.diag_embed(x, 1))
     torch.testing.assert_close(as_dtensor(mine).full_tensor(), x.cumsum_(0).cumprod_(1))
+
+
+def test_a_view_of_a_sharded_dim_of_length_one_shares_memory() -> None:
+    def body() -> None:
+        x = distribute_tensor(torch.ones(1, 2, 1, 3), Mesh((3,)), [S0])
+        for shape in ((1, 6), (1, 1, 6), (1, 2, 3), (1, 2, 1, 3)):
+            view = as_dtensor(x.view(shape))
+            assert view.placements == (S0,)
+            view.mul_(2)
+        inner = as_dtensor(x.redistribute(placements=[Shard(2)]).view(2, 1, 3))
+        assert inner.placements == (Shard(1),)
+        assert torch.equal(x.full_tensor(), torch.full((1, 2, 1, 3), 16.0))
+        assert torch.equal(inner.full_tensor(), torch.full((2, 1, 3), 16.0))
+
+    world(3).run(body)
+
+
+def test_sizes_are_compared_without_values() -> None:
+    def body() -> bool:
+        x = distribute_tensor(A, Mesh((3,)), [S0])
+        mine = torch.full((5, 3), float(collectives.rank()))
+        assert x.is_same_size(mine)
+        assert mine.is_same_size(x)
+        assert not torch.is_same_size(x.to_local(), x)
+        return True
+
+    world(3).run(body)

@@ -165,6 +165,11 @@ class CommDebugMode(Listener):
         """What this rank sent to others, in bytes, by op; 0 for others."""
         return self._bytes
 
+    @property
+    def comm_module_counts(self) -> dict[str, dict[str, Counts]]:
+        """The same as `get_module_counts()`."""
+        return self.get_module_counts()
+
     def get_module_counts(self) -> dict[str, dict[str, Counts]]:
         """How many collectives there were by module (and those inside it), "forward" or "backward", and op."""
         return {name: traffic.counts for name, traffic in self._traffic.items()}

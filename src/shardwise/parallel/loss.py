@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shardwise import collectives
-from shardwise.errors import RuleError
+from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import Layout, Mesh, Shard
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor import DTensor
@@ -32,8 +32,8 @@ def loss_parallel() -> Iterator[None]:
     the others.
 
     Raises:
-        RuleError: logits that are plain or not sharded along the classes; a redistribution that would give a rank all
-            classes.
+        LayoutError: logits that are plain or not sharded along the classes.
+        RuleError: a redistribution that would give a rank all classes.
     """
     guard = _Guard()
     with listening_with(guard), _CheckLosses(guard):
@@ -88,7 +88,7 @@ class _CheckLosses(TorchFunctionMode):
 def _check(name: str, logits: Tensor, guard: _Guard) -> None:
     if not isinstance(logits, DTensor):
         if collectives.world_size() > 1:
-            raise RuleError(
+            raise LayoutError(
                 f"{name} inside loss_parallel(): the logits, of shape {tuple(logits.shape)}, are a plain tensor, which "
                 f"has all classes or is a local shard read as all of them. {_FIX}"
             )
@@ -96,7 +96,7 @@ def _check(name: str, logits: Tensor, guard: _Guard) -> None:
     layout = logits._layout
     dim = min(1, len(layout.shape) - 1)
     if layout.mesh.size() > 1 and not any(p.is_shard(dim) for p in layout.placements):
-        raise RuleError(
+        raise LayoutError(
             f"{name} inside loss_parallel(): the logits are {layout}, not sharded along dim {dim}, the classes: every "
             f"rank holds all of them. {_FIX}"
         )

@@ -39,9 +39,11 @@ def reshaped(op: Op, x: Meta, *args: object, **kwargs: object) -> list[Row]:
     local = local_with(_local_reshape, groups, is_view)
     rows = []
     for old, new in groups:
-        longer = [d for d in old if x.shape[d] != 1] or list(old)
-        into = next((d for d in new if after[d] != 1), new[0] if new else None)
-        if not longer or into is None or not prod(x.shape) or not prod(after):
+        kept = _kept(x.shape, after, old, new)
+        rows += [Row((Shard(d),), Shard(at), "a dim of length 1 stays sharded", local) for d, at in kept]
+        longer = [d for d in old if x.shape[d] != 1]
+        into = next((d for d in new if after[d] != 1), None)
+        if not longer or into is None or not prod(x.shape):
             continue
         scale = Fraction(after[into], x.shape[longer[0]])
         why = "shards stay contiguous"
@@ -56,6 +58,16 @@ def reshaped(op: Op, x: Meta, *args: object, **kwargs: object) -> list[Row]:
 
 def reshaped_to(op: Op, x: Meta, *args: object, **kwargs: object) -> tuple[int, ...]:
     return tuple(op(torch.empty(x.shape, dtype=x.dtype, device="meta"), *args, **kwargs).shape)
+
+
+def _kept(before: tuple[int, ...], after: tuple[int, ...], old: range, new: range) -> list[tuple[int, int]]:
+    """The dims of length 1 before that are still there after, with as many elements outside of them, as pairs."""
+    found = []
+    for d in (d for d in old if before[d] == 1):
+        outer = prod(before[old.start : d])
+        at = [e for e in new if after[e] == 1 and prod(after[new.start : e]) == outer]
+        found += [(d, min(at, key=lambda e: abs(e - d)))] if at else []
+    return found
 
 
 def _is_view(x: Meta, after: tuple[int, ...]) -> bool:
@@ -124,7 +136,7 @@ def _to_regroup(ctx: LocalContext, held: dict[int, Box], old: range) -> bool:
     """Whether some rank's shard of the dims `old`, taken as one dim, is not contiguous."""
     layout = ctx.layouts[0]
     first = next((d for d in old if layout.shape[d] != 1), old.start)  # its shards are those of the result
-    later = [d for d in old if d != first]
+    later = [d for d in old if d != first and layout.shape[d] != 1]  # a rank has all of a dim of length 1, or nothing
     return any(box.sizes[d] != layout.shape[d] for rank, box in held.items() if layout.boxes(rank) for d in later)
 
 

@@ -52,6 +52,12 @@ def same(func: Any, args: Args, kwargs: Kwargs) -> object:
         return func(*args, **kwargs)
 
 
+@handler(Tensor.is_same_size, torch.is_same_size)
+def _is_same_size(func: Op, args: Args, kwargs: Kwargs) -> object:
+    x, other = (*args, *kwargs.values())
+    return x.shape == other.shape
+
+
 @handler(Tensor.is_contiguous)
 def _is_contiguous(func: Op, args: Args, kwargs: Kwargs) -> object:
     layout, formats = args[0]._layout, (*args[1:], *kwargs.values())
