@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise import collectives
 from shardwise.errors import LayoutError, RuleError
-from shardwise.experimental.context_parallel import context_parallel, context_parallel_unshard
+from shardwise.experimental.context import context_parallel, context_parallel_unshard
 from shardwise.layout import (
     REPLICATE,
     Mesh,

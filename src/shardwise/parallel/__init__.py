@@ -9,10 +9,10 @@ from shardwise.parallel.fully_sharded import (
     OffloadPolicy,
     fully_shard,
 )
-from shardwise.parallel.input_reshard import input_reshard
 from shardwise.parallel.loss import loss_parallel
 from shardwise.parallel.plan import ParallelPlan, parallelize_module
 from shardwise.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
+from shardwise.parallel.saved_inputs import input_reshard
 from shardwise.parallel.shard_module import local_parameters
 from shardwise.parallel.styles import (
     ColwiseParallel,

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from shardwise import DTensor, Mesh, Shard, collectives, count_comms, distribute_tensor
 from shardwise.errors import LayoutError, MeshError, RuleError
 from shardwise.experimental import context_parallel, context_parallel_unshard
-from shardwise.experimental.context_parallel import _spans
+from shardwise.experimental.context import _spans
 from shardwise.testing import world
 
 GENERATOR = torch.Generator().manual_seed(2)
