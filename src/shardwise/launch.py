@@ -9,7 +9,6 @@ import pickle
 import select
 import signal
 import sys
-import traceback
 from _thread import start_new_thread
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, TypeVarTuple
 
 from shardwise.errors import LaunchError, RankFailedError, RemoteRankError
 from shardwise.layout import NumRanks, checked
+from shardwise.trace.user_stack import format_traceback
 
 if TYPE_CHECKING:
     from shardwise.collectives.spawn import Death
@@ -337,5 +337,5 @@ def _raised(rank: int, error: BaseException) -> _Failed:
         _Cause.CONSEQUENCE if isinstance(error, RemoteRankError) else _Cause.UNSURE,
         monotonic(),
         type(error).__name__,
-        "".join(traceback.format_exception(type(error), error, frames)),
+        format_traceback(error, frames),
     )

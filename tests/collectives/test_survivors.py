@@ -57,6 +57,7 @@ def test_the_error_has_all_that_the_failed_rank_said_and_where_the_survivor_wait
     found = outcomes(tmp_path, jobs.fail_in_the_middle, "raise", timeout=LONG)
     place = f"{jobs.__file__}:{jobs.end.__code__.co_firstlineno + 3} in end".removeprefix(f"{Path.cwd()}/")
     lines = found[2].text.splitlines()
+    assert lines[4].startswith(f"      called at {jobs.__file__}".replace(f"{Path.cwd()}/", ""))
     assert lines[:4] == [
         "Rank 1 failed: Broken: no such row",
         "    in table 7",
@@ -109,6 +110,7 @@ def test_a_stopped_process_is_named_and_called_stopped(tmp_path: Path) -> None:
     for survivor in (0, 2):
         assert (found[survivor].error, found[survivor].named) == ("RemoteRankError", 1)
         assert re.search(r"  rank 1: did not respond; its process \d+ is stopped\n", found[survivor].text)
+        assert re.search(r"\n  Fix: let it go on \(kill -CONT \d+\), or end it\.$", found[survivor].text)
 
 
 def test_a_rank_that_came_late_itself_is_not_taken_for_the_one_that_did_not_come(tmp_path: Path) -> None:

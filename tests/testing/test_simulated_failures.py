@@ -63,6 +63,7 @@ def test_peers_of_a_failed_rank_raise_whether_they_came_before_or_after_it_faile
     expected = (
         f"Rank {failing} failed: ValueError: boom\n  at {HERE}:{line(raise_on, 2)} in raise_on\n"
         "  Rank {peer} waited in collective #1 of ranks (0, 1, 2): " + call + "\n"
+        f"      called at {HERE}:{line(body, 3)} in body\n"
         "  Fix: its own output has the traceback; fix that rank first."
     )
     assert peers == {peer: (expected.format(peer=peer), failing) for peer in range(3) if peer != failing}

@@ -105,14 +105,19 @@ def _dtype(x: Tensor) -> str:
 
 @dataclass(frozen=True)
 class PendingCollective:
-    """The collective that a rank waits in: its call, the group, and its number among those of the group."""
+    """The collective that a rank waits in: its call, the group, and its number among those of the group.
+
+    Attributes:
+        where: the line of the user's code, as `format_call_sites` has it.
+    """
 
     call: CollectiveCall
     number: int
     ranks: Ranks
+    where: str = ""
 
     def __str__(self) -> str:
-        return f"collective #{self.number} of ranks {self.ranks}: {self.call}"
+        return f"collective #{self.number} of ranks {self.ranks}: {self.call}{self.where}"
 
 
 def mismatch(ranks: Ranks, calls: Mapping[int, CollectiveCall], purposes: bool = False) -> str | None:

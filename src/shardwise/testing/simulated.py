@@ -161,7 +161,7 @@ class _Rank:
         is_consequence = isinstance(failed.error, RemoteRankError) and failed.root is not None
         self.root = failed.root if is_consequence else report_of(failed.rank, failed.error)
         assert self.root is not None
-        return remote_error(self.root, self.rank, pending)
+        return remote_error(self.root, self.rank, replace(pending, where=format_call_sites(self.stack(), limit=1)))
 
 
 class _Simulation:

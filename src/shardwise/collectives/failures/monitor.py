@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 from shardwise.collectives.collective_call import DescribedCall, PendingCollective, Ranks
 from shardwise.collectives.failures.store import (
@@ -17,7 +18,7 @@ from shardwise.collectives.failures.store import (
     is_on_this_host,
     is_reachable,
 )
-from shardwise.trace.user_stack import format_running, frames_of
+from shardwise.trace.user_stack import format_call_sites, format_running, frames_of
 
 TICK_SECONDS = 0.4
 END_SECONDS = 5.0  # at the end of the process, for threads that use a store; one that is stopped may never answer
@@ -115,11 +116,11 @@ class FailureMonitor:
         different = store.difference()
         if different is not None:
             store.publish_call(self.describe(different.ranks, different.number))
-        pending = self.pending
+        pending, stack = self.pending, list(frames_of(sys._current_frames().get(main)))
         if pending is not None:
-            store.publish_pending(pending())
+            store.publish_pending(replace(pending(), where=format_call_sites(stack, limit=1)))
         else:
-            store.publish_running(format_running(list(frames_of(sys._current_frames().get(main)))))
+            store.publish_running(format_running(stack))
 
 
 def has_agent_store() -> bool:

@@ -4,9 +4,11 @@ The first failure is the root; it is published once, and all ranks name it. Wher
 rank 2 because of rank 1, rank 2 names rank 0.
 """
 
+import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from socket import gethostname
 from time import monotonic, sleep
 from typing import TypeVar
@@ -35,6 +37,7 @@ from shardwise.collectives.failures.store import (
     report_of,
 )
 from shardwise.errors import RemoteRankError, ShardwiseError
+from shardwise.trace.user_stack import format_call_sites, frames_of
 
 T = TypeVar("T")
 
@@ -176,6 +179,7 @@ def explain(
     Returns within two seconds. Every rank gets the same report.
     """
     transport_error = "" if isinstance(error, WaitAbortedError) else _first_sentence(error)
+    pending = replace(pending, where=format_call_sites(list(frames_of(sys._getframe(1))), limit=1))
     report = monitor.root or bounded(lambda: _investigate(pending, waited_seconds))
     report = monitor.root or report or _report_on_silent_store(pending, monitor.keeper)
     return remote_error(report, dist.get_rank(), pending, transport_error)
@@ -327,7 +331,7 @@ def _report_on_missing_ranks(store: FailureStore, pending: PendingCollective, wa
         who = f"Rank {missing[0]}" if len(missing) == 1 else f"Ranks {', '.join(map(str, missing))}"
         text = f"{who} did not join {name}, which failed after {waited_seconds:.3g} s:{table}"
         silent = all(_is_silent_elsewhere(store, rank) for rank in missing)
-        return FailureReport(missing[0], text, fix=LOOK_AT_HOSTS if silent else SAME_ORDER)
+        return FailureReport(missing[0], text, fix=LOOK_AT_HOSTS if silent else _go_on(store, missing) or SAME_ORDER)
     if len({(other.ranks, other.number) for other in all_pending.values()}) > 1:
         text = f"Ranks {', '.join(map(str, sorted(states)))} wait for each other, in different collectives:{table}"
         return FailureReport(None, text, fix=SAME_ORDER, mismatch=True)
@@ -350,6 +354,14 @@ def _ranks_waited_for(
                 all_pending[rank] = found
         todo = {member for found in all_pending.values() for member in found.ranks}
     return all_pending, sorted(missing)
+
+
+def _go_on(store: FailureStore, missing: Sequence[int]) -> str:
+    """What to do if all ranks that are missing are stopped processes; else ""."""
+    processes = [process for rank in missing if (process := store.process(rank)) is not None]
+    if len(processes) < len(missing) or any(process.state() != "stopped" for process in processes):
+        return ""
+    return f"let it go on (kill -CONT {' '.join(str(process.pid) for process in processes)}), or end it."
 
 
 def _is_silent_elsewhere(store: FailureStore, rank: int) -> bool:

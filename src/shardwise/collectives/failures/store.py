@@ -237,7 +237,7 @@ class FailureStore:
         found = self._read(_key("pending", rank))
         if found is None:
             return None
-        return PendingCollective(call_from(found["call"]), found["number"], tuple(found["ranks"]))
+        return PendingCollective(call_from(found["call"]), found["number"], tuple(found["ranks"]), found["where"])
 
     def have_all(self, kind: str, ranks: Sequence[int]) -> bool:
         """Whether each of `ranks` has published its "pending" or "acknowledged"; one round trip."""
