@@ -12,7 +12,7 @@ from shardwise.pictures.svg import colour_of, draw_svg, safe
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 LISTED = 4096  # ranks in a table
 STYLE = (
-    "body{font-family:system-ui,sans-serif;margin:2em;color:#111;background:#fff}"
+    ":root{color-scheme:light dark}body{font-family:system-ui,sans-serif;margin:2em;color:CanvasText;background:Canvas}"
     "h1{font-size:1.4em}h2{font-size:1.1em;margin-top:2em;overflow-wrap:anywhere}"
     "table{border-collapse:collapse;margin:1em 0;display:block;max-width:100%;overflow-x:auto}"
     "th,td{padding:.15em .9em .15em 0;text-align:right;white-space:nowrap}"
@@ -20,6 +20,7 @@ STYLE = (
     "td.word{white-space:normal;overflow-wrap:anywhere;min-width:6em}"
     "td.bar{width:12em;text-align:left}span.bar{display:inline-block;height:.7em}"
     "svg{max-width:100%;height:auto}div.scroll{max-height:24em;overflow:auto}"
+    "@media (max-width:40em){body{margin:1em}}"
 )
 
 
@@ -48,6 +49,7 @@ def document_html(name: str, body: str, style: str = "") -> str:
     """
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         f"<title>{safe(name)}</title><style>{STYLE}{style}</style></head>\n<body>{body}</body></html>\n"
     )

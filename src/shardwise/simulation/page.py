@@ -21,10 +21,7 @@ ROW = 26  # units from one row to the next
 GAP = 12  # units between patterns
 MARGIN = 120  # units of the words beside a timeline
 LEAST = 3  # units of the narrowest bar
-STYLE = (
-    ":root{color-scheme:light dark}body{color:CanvasText;background:Canvas}"
-    "svg{font-size:12px;overflow:visible}svg text{fill:currentColor}svg rect{stroke:#808080;stroke-width:.5}"
-)
+STYLE = "svg{font-size:12px;overflow:visible}svg text{fill:currentColor}svg rect{stroke:#808080;stroke-width:.5}"
 
 
 class Bar(NamedTuple):
