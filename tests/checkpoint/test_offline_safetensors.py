@@ -83,7 +83,7 @@ def test_what_cannot_be_exported_is_refused(source: Path, tmp_path: Path) -> Non
     target = tmp_path / "x"
     for names, prefix, text in (
         (["items.weigth"], "model.", "has no tensor 'model.items.weigth'. Did you mean 'items.weight'? Fix: "),
-        (None, "modle.", "has no tensor whose name begins with 'modle.'. Fix: prefix=''"),
+        (None, "modle.", "begins with 'modle.'; there are 'model.'"),
     ):
         for export in (export_file, export_hugging_face):
             with pytest.raises(CheckpointError) as error:
@@ -192,6 +192,12 @@ def test_imported_files_are_sharded_by_a_plan(tmp_path: Path) -> None:
         import_safetensors(tmp_path, tmp_path / "x", 3, {"v": layout})
     with pytest.raises(CheckpointError, match="exists already"):
         import_safetensors(tmp_path, tmp_path / "0", step=9)
+
+
+def test_a_file_of_torch_save_is_called_so(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match=r"w\.pt: is no safetensors file, but one of torch\.save\. Fix: .*to_dcp"):
+        import_safetensors(tmp_path / "w.pt", tmp_path / "run")
 
 
 def test_links_of_a_cache_are_followed(tmp_path: Path) -> None:

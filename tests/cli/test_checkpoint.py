@@ -129,6 +129,12 @@ def test_verify_names_a_later_checkpoint_that_is_not_complete(path: Path, capsys
     )
 
 
+def test_a_file_for_the_folder_of_torch_is_refused(path: Path, tmp_path: Path, capsys: Captured) -> None:
+    assert cli.main(["checkpoint", "export", str(path), str(tmp_path / "x.pt"), "--format", "torch"]) == 2
+    assert "x.pt is the name of a file. Fix: name a folder; " in capsys.readouterr().err
+    assert not (tmp_path / "x.pt").exists()
+
+
 def test_bytes_of_a_shard_are_written_as_the_help_writes_them(path: Path, tmp_path: Path, capsys: Captured) -> None:
     argv = ["checkpoint", "export", str(path), str(tmp_path / "hf"), "--format", "hugging-face", "--shard-bytes"]
     for text in ("2.5", "many", "nan", "1e999"):

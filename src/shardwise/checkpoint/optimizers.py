@@ -1,12 +1,10 @@
 """Optimizers in a checkpoint: what is saved of them, and whether what was saved fits those that are here.
 
-The states of a parameter are found by its name, and groups by the names of their parameters. What states an optimizer
-of `torch.optim` keeps is known from one like it, which takes a step on meta tensors; one of another library is compared
-by its class and its hyper-parameters.
+The states of a parameter are found by its name, and groups by the names of their parameters.
 """
 
-import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -14,21 +12,24 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise import collectives
-from shardwise.checkpoint.manifest import Manifest, StoredTensor
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.optimizer_states import (
+    ABOUT,
+    IMPLEMENTATION,
+    States,
+    new_state,
+    room_for,
+    states_of_new,
+    values_of,
+)
 from shardwise.embedding.fused import FusedOptimizer, is_of_other_columns
 from shardwise.errors import CheckpointError
-from shardwise.layout import REPLICATE, Boxes, Layout, Placement, Shard
-from shardwise.tensor import DTensor, plain, tag
+from shardwise.tensor import DTensor, plain
 
 T = TypeVar("T")
-Shapes = dict[str, tuple[int, ...] | None]  # of states by name; None: no tensor
 
 PREFIX = "optimizer."
 GROUPS = "optimizer.param_groups"
-# How an optimizer computes, not what: the running program decides.
-_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
-_ABOUT = {"params", "param_names", "optimizer", "class"}  # of a saved group, beside its hyper-parameters
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 SHOWN = 3  # of a list of parameters, how many an error names
 
@@ -98,7 +99,7 @@ def _names_in(module: nn.Module, optimizers: Mapping[str, Optimizer]) -> dict[in
 def _as_json(name: str, optimizer: Optimizer, number: int, names: Mapping[int, str]) -> dict[str, Any]:
     group = optimizer.param_groups[number]
     parameters = [names[id(parameter)] for parameter in group["params"]]
-    return {"params": parameters, "optimizer": name, "class": _class_of(optimizer, number), **_values_of(group)}
+    return {"params": parameters, "optimizer": name, "class": _class_of(optimizer, number), **values_of(group)}
 
 
 def _class_of(optimizer: Optimizer, number: int) -> str:
@@ -106,15 +107,6 @@ def _class_of(optimizer: Optimizer, number: int) -> str:
     if isinstance(optimizer, FusedOptimizer):
         return f"fused {optimizer.kinds[number].__name__}"
     return type(optimizer).__name__
-
-
-def _values_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters of a group; tensors as numbers."""
-    return {
-        key: value.item() if isinstance(value, Tensor) and not value.ndim else value
-        for key, value in group.items()
-        if key not in _IMPLEMENTATION | _ABOUT
-    }
 
 
 # ---- comparing --------------------------------------------------------------------------------------------------
@@ -175,19 +167,17 @@ def fitting_state(
     fit = FittingState(known={GROUPS})
     names = _names_in(module, optimizers)
     if GROUPS not in manifest.values:
-        fit.differences.append("there is no optimizer in the checkpoint")
+        name, _, key = GROUPS.partition(".")
+        others = [other.removesuffix(f".{key}") for other in manifest.values if other.endswith(f".{key}")]
+        called = f" called {name!r}; there is one called {others[0]!r}: save it under {name!r}" if others else ""
+        fit.differences.append(f"there is no optimizer in the checkpoint{called}")
         fit.kept.update(p for one in optimizers.values() for group in one.param_groups for p in group["params"])
         return fit
     groups = _saved_groups(manifest)
     left = list(groups)
     here = {names[id(p)] for one in optimizers.values() for group in one.param_groups for p in group["params"]}
     owners = {name for group in groups for name in group["params"]} | here
-    stored: dict[str, dict[str, str]] = {}
-    for name in (*manifest.tensors, *manifest.values):
-        owner, _, key = name.removeprefix(PREFIX).rpartition(".")
-        if name.startswith(PREFIX) and owner in owners:
-            stored.setdefault(owner, {})[key] = name
-            fit.known.add(name)
+    stored = _stored_states(manifest, owners, here, fit)
     for name, optimizer in optimizers.items():
         order = []
         for number, group in enumerate(optimizer.param_groups):
@@ -204,6 +194,35 @@ def fitting_state(
             what = f"optimizer {group.get('optimizer', '?')!r} ({group.get('class', '?')})"
             fit.differences.append(f"{what} of {_some(group['params'])}: only in the checkpoint")
     return fit
+
+
+def _stored_states(
+    manifest: Manifest, owners: AbstractSet[str], here: AbstractSet[str], fit: FittingState
+) -> dict[str, dict[str, str]]:
+    """What the states of each parameter of `owners` are called in the checkpoint, by parameter and state.
+
+    `get_state_dict` of torch puts `state.` before the parameter. States of parameters of `here` under other names are
+    a difference: they would be lost without a word.
+    """
+    stored: dict[str, dict[str, str]] = {}
+    for name in (*manifest.tensors, *manifest.values):
+        if not name.startswith(PREFIX) or name == GROUPS:
+            continue
+        owner, _, key = name.removeprefix(PREFIX).rpartition(".")
+        owner = owner if owner in owners else owner.removeprefix("state.")
+        if owner in owners:
+            stored.setdefault(owner, {})[key] = name
+            fit.known.add(name)
+        elif meant := next((parent for parent in _ends(owner) if parent in here), None):
+            fit.differences.append(f"{name!r} looks like a state of {meant}, which would be {PREFIX}{meant}.{key}")
+    return stored
+
+
+def _ends(name: str) -> Iterator[str]:
+    """`b.c` and `c` of `a.b.c`."""
+    while "." in name:
+        name = name.partition(".")[2]
+        yield name
 
 
 def _saved_groups(manifest: Manifest) -> list[dict[str, Any]]:
@@ -241,10 +260,10 @@ class _Group:
         """
         same_class = self.saved is not None and self._kind() == self.saved.get("class", self._kind())
         lines = [*self._groups_differ(others), *self._hyper_parameters_differ()]
-        own = _states_of_new(self.optimizer, self.group, self.group)
+        own = states_of_new(self.optimizer, self.group, self.group)
         there = None
         if self.saved is not None and same_class and not lines and self._values_that_differ():
-            there = _states_of_new(self.optimizer, self.group, _with_types(self.group, self.saved))
+            there = states_of_new(self.optimizer, self.group, _with_types(self.group, self.saved))
         structures: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
         for parameter, name in zip(self.group["params"], self.parameters, strict=True):
             found, expected = stored.get(name, {}), None if own is None else own[parameter]
@@ -291,15 +310,15 @@ class _Group:
         if self.saved is None:
             return
         fused = isinstance(self.optimizer, FusedOptimizer)
-        own = _values_of(self.group if fused else self.optimizer.defaults).keys()
-        saved = self.saved.keys() - _ABOUT - _IMPLEMENTATION
+        own = values_of(self.group if fused else self.optimizer.defaults).keys()
+        saved = self.saved.keys() - ABOUT - IMPLEMENTATION
         missing, only_there = own - saved, saved - self.group.keys() - _OF_SCHEDULERS
         if missing or only_there:
             yield _only("hyper-parameters ", sorted(only_there), sorted(missing))
 
     def _values_that_differ(self) -> str:
         """The hyper-parameters that may be why states differ."""
-        saved, own = self.saved or {}, _values_of(self.group)
+        saved, own = self.saved or {}, values_of(self.group)
         differ = [
             f"{key} {_with_types(own, saved)[key]!r} in the checkpoint, {value!r} here"
             for key, value in own.items()
@@ -308,7 +327,7 @@ class _Group:
         return f" ({'; '.join(differ)})" if differ else ""
 
     def _states_differ(
-        self, parameter: nn.Parameter, found: Mapping[str, str], expected: "_States | None", there: "_States | None"
+        self, parameter: nn.Parameter, found: Mapping[str, str], expected: States | None, there: States | None
     ) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, str]]:
         """The names of states that are only in the checkpoint, that are missing there, and what is wrong with shapes.
 
@@ -350,9 +369,9 @@ class _Group:
             existing, stored = self.optimizer.state.get(parameter, {}).get(key), self.manifest.tensors.get(name)
             if stored is not None and self._is_mean(parameter, key, stored.shape) and existing.shape != stored.shape:
                 fit.means[name] = existing
-                existing = _room(stored, existing)
+                existing = room_for(stored, existing)
             elif stored is not None and not isinstance(existing, Tensor):
-                existing = _new_state(key, stored, parameter, self.group)
+                existing = new_state(key, stored, parameter, self.group)
             fit.state[name] = existing
 
 
@@ -377,113 +396,10 @@ def _with_types(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str,
 
 def _restore_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     for key, value in _with_types(group, saved).items():
-        if key in _IMPLEMENTATION | _ABOUT:
+        if key in IMPLEMENTATION | ABOUT:
             continue
         if isinstance(old := group.get(key), Tensor):
             with torch.no_grad():
                 old.fill_(value)
         else:
             group[key] = value
-
-
-# ---- the states of an optimizer ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _States:
-    """Those that an optimizer keeps of a parameter: all from the start, or all from the first step."""
-
-    shapes: Shapes
-    at_once: bool
-
-
-def _states_of_new(
-    optimizer: Optimizer, group: Mapping[str, Any], values: Mapping[str, Any]
-) -> dict[nn.Parameter, _States] | None:
-    """What an optimizer of this class and these hyper-parameters keeps of each parameter; None if not known."""
-    parameters: list[nn.Parameter] = group["params"]
-    if isinstance(optimizer, FusedOptimizer):
-        return {p: _States(_shapes(optimizer.state[p]), at_once=True) for p in parameters}
-    kind = type(optimizer)
-    if not kind.__module__.startswith("torch.optim."):  # its step may do anything
-        return None
-    metas = {
-        key: nn.Parameter(torch.empty(key[0], dtype=key[1], device="meta"))
-        for key in {(tuple(p.shape), p.dtype): None for p in parameters}
-    }
-    if not metas:
-        return {}
-    try:
-        alike = kind([*metas.values()], **_arguments(kind, values))
-        at_once = bool(alike.state)
-        for meta in metas.values():
-            meta.grad = torch.empty_like(meta)
-        alike.step()
-    except Exception:  # noqa: BLE001 - it needs values, a closure or sparse gradients
-        return None
-    states = {key: _States(_shapes(alike.state.get(meta, {})), at_once) for key, meta in metas.items()}
-    return {p: states[tuple(p.shape), p.dtype] for p in parameters}
-
-
-def _arguments(kind: type[Optimizer], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `values` that an optimizer of this class is made with."""
-    return {k: v for k, v in _values_of(values).items() if k in inspect.signature(kind).parameters}
-
-
-def state_of_new_row(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, float]:
-    """What an optimizer keeps of a row of zeros that had no gradient yet: of each state the value of its elements.
-
-    Raises:
-        CheckpointError: it is not known of this optimizer.
-    """
-    number = next(n for n, g in enumerate(optimizer.param_groups) if any(p is parameter for p in g["params"]))
-    if isinstance(optimizer, FusedOptimizer):
-        states = optimizer.kinds[number]
-        return dict.fromkeys((*states.of_elements, *states.of_rows), 0.0)
-    kind = type(optimizer)
-    for layout in (torch.strided, torch.sparse_coo):  # SparseAdam takes sparse gradients only
-        row = nn.Parameter(torch.zeros((1,) * parameter.ndim, dtype=parameter.dtype))
-        row.grad = torch.zeros_like(row) if layout == torch.strided else torch.zeros_like(row).to_sparse()
-        try:
-            alike = kind([row], **_arguments(kind, optimizer.param_groups[number]))
-            alike.step()
-        except Exception:  # noqa: BLE001, S112 - of another library, its step may do anything
-            continue
-        return {key: x.flatten()[0].item() for key, x in alike.state[row].items() if isinstance(x, Tensor)}
-    raise CheckpointError(
-        f"what a {kind.__name__} keeps of a new row is not known. Fix: restore the module without it, subset=True"
-    )
-
-
-def _shapes(states: Mapping[str, Any]) -> Shapes:
-    return {key: tuple(value.shape) if isinstance(value, Tensor) else None for key, value in states.items()}
-
-
-def _new_state(key: str, stored: StoredTensor, parameter: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
-    """Room for an entry that the optimizer would make in its first step."""
-    if key == "step":  # the one entry that is about the parameter and not about its elements
-        on_device = group.get("capturable") or group.get("fused")
-        return torch.empty(stored.shape, dtype=stored.dtype, device=parameter.device if on_device else "cpu")
-    if not isinstance(parameter, DTensor):
-        return torch.empty(stored.shape, dtype=stored.dtype, device=parameter.device)
-    return _room(stored, parameter)
-
-
-def _room(stored: StoredTensor, like: DTensor) -> DTensor:
-    layout = layout_of_state(like._layout, stored.shape)
-    local = torch.empty(layout.local_shape(collectives.rank()), dtype=stored.dtype, device=like.device)
-    return tag(local, layout)
-
-
-def layout_of_state(layout: Layout, shape: tuple[int, ...]) -> Layout:
-    """`layout` for state of another shape, such as one number a row: sharded where it has the sharded dim."""
-    if shape == layout.shape:
-        return layout
-
-    def kept(placement: Placement) -> Placement:
-        if isinstance(placement, Shard):
-            there = placement.dim < len(shape) and shape[placement.dim] == layout.shape[placement.dim]
-            return placement if there else REPLICATE
-        return REPLICATE if isinstance(placement, Boxes) else placement
-
-    return layout.replace([kept(placement) for placement in layout.placements], shape)

@@ -13,14 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardwise.checkpoint.export import Collection
 from shardwise.checkpoint.loading import Wanted, load_into
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.optimizers import (
-    PREFIX,
-    FittingState,
-    by_name,
-    fitting_state,
-    optimizer_state,
-    state_of_new_row,
-)
+from shardwise.checkpoint.optimizer_states import state_of_new_row
+from shardwise.checkpoint.optimizers import PREFIX, FittingState, by_name, fitting_state, optimizer_state
 from shardwise.checkpoint.resizing import Rows, as_rows, resize_argument, resized
 from shardwise.checkpoint.schedulers import SCHEDULERS, fitting_schedulers, scheduler_state
 from shardwise.embedding.collections import TableWeight

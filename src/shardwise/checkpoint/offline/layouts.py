@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from shardwise.checkpoint.offline.sources import SourceTensor
-from shardwise.checkpoint.optimizers import layout_of_state
+from shardwise.checkpoint.optimizer_states import layout_of_state
 from shardwise.errors import PlanError, did_you_mean
 from shardwise.layout import REPLICATE, Layout, Mesh
 

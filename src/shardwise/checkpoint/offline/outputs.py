@@ -11,6 +11,8 @@ from shardwise.checkpoint.offline.sources import Source
 from shardwise.checkpoint.path_drafts import FileDraft, FolderDraft
 from shardwise.errors import CheckpointError, did_you_mean
 
+SHOWN = 8  # of the prefixes that an error names
+
 
 @contextmanager
 def new_file(path: Path, overwrite: bool) -> Iterator[FileDraft]:
@@ -64,6 +66,12 @@ def _refuse_existing(path: Path, overwrite: bool) -> None:
         raise CheckpointError(f"{path} exists already. Fix: another name, or overwrite=True (--overwrite).")
 
 
+def _begins(source: Source) -> str:
+    begins = sorted({repr(name.partition(".")[0] + ".") for name in source.tensors if "." in name})
+    more = ", …" if len(begins) > SHOWN else ""
+    return f"; there are {', '.join(begins[:SHOWN])}{more}" if begins else ""
+
+
 def chosen(source: Source, names: Sequence[str] | None, prefix: str) -> dict[str, str]:
     """Which tensors are exported: the name of each in the output, and in `source`.
 
@@ -77,7 +85,8 @@ def chosen(source: Source, names: Sequence[str] | None, prefix: str) -> dict[str
     found = {name.removeprefix(prefix): name for name in source.tensors if name.startswith(prefix) and name != prefix}
     if not found:
         raise CheckpointError(
-            f"{source.name} has no tensor whose name begins with {prefix!r}. Fix: prefix='' (--prefix '') exports all."
+            f"{source.name} has no tensor whose name begins with {prefix!r}{_begins(source)}. "
+            f"Fix: one that there is, or prefix='' (--prefix ''), which exports all."
         )
     for name in names or ():
         if name not in found:

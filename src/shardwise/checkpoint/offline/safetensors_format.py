@@ -27,6 +27,7 @@ from shardwise.errors import ArgumentError, CheckpointError
 from shardwise.layout import Box, Layout, checked
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+ZIP = b"PK\x03\x04"  # how a file of torch.save begins
 SHARD_BYTES = 5 * 10**9  # of one file, as Hugging Face's `save_pretrained` has it
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -227,7 +228,13 @@ def _tensors(file: StoredFile, name: str) -> dict[str, SourceTensor]:
     """
     if file.size < 8:
         raise CheckpointError(f"{file.name}: has {file.size} bytes, too few for a safetensors file")
-    length = int.from_bytes(_bytes(file, 0, 8), "little")
+    start = _bytes(file, 0, 8)
+    if start.startswith(ZIP):
+        raise CheckpointError(
+            f"{file.name}: is no safetensors file, but one of torch.save. Fix: "
+            f"torch.distributed.checkpoint.format_utils.torch_save_to_dcp(file, folder), and import the folder"
+        )
+    length = int.from_bytes(start, "little")
     if length > min(HEADER_LIMIT, file.size - 8):
         raise CheckpointError(f"{file.name}: is no safetensors file: its header would have {length:,} bytes")
     try:

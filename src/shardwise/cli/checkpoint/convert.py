@@ -83,6 +83,11 @@ def run_export(args: argparse.Namespace) -> int:
     options = {name: value for name, value in given.items() if value is not None} | {"overwrite": args.overwrite}
     if "shard_bytes" in options and args.format != "hugging-face":
         raise ConfigError("--shard-bytes is for --format hugging-face. Fix: leave it out.")
+    if args.format == "torch" and Path(args.target).suffix in (".pt", ".pth", ".bin"):
+        raise ConfigError(
+            f"--format torch writes a folder of torch.distributed.checkpoint, and {args.target} is the name of a file. "
+            f"Fix: name a folder; torch.distributed.checkpoint.format_utils.dcp_to_torch_save(folder, file) makes one file."
+        )
     formats = {
         "file": offline.export_file,
         "hugging-face": offline.export_hugging_face,
