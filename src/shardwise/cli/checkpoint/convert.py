@@ -86,7 +86,7 @@ def run_export(args: argparse.Namespace) -> int:
     if args.format == "torch" and Path(args.target).suffix in (".pt", ".pth", ".bin"):
         raise ConfigError(
             f"--format torch writes a folder of torch.distributed.checkpoint, and {args.target} is the name of a file. "
-            f"Fix: name a folder; torch.distributed.checkpoint.format_utils.dcp_to_torch_save(folder, file) makes one file."
+            f"Fix: name a folder; dcp_to_torch_save of torch.distributed.checkpoint.format_utils makes a file of it."
         )
     formats = {
         "file": offline.export_file,
