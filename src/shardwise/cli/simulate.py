@@ -30,7 +30,7 @@ def add_parser(subparsers: SubParsers) -> None:
         description="Print the peak memory of each class of equal ranks and the collectives of a step, such as: "
         "shardwise simulate llama-70b --mesh dp=512,tp=8 --sequence-parallel --fully-shard. Nothing is allocated or "
         "sent. For a model of your own: a function that takes the mesh, makes the model, and returns a function of "
-        "one step; see docs/simulation.md.",
+        "one step; see 'A training step on thousands of ranks' in the documentation.",
     )
     parser.add_argument("what", metavar="SHAPE | MODULE:FUNCTION", help=f"one of {', '.join(SHAPES)}, or a function")
     parser.add_argument("--mesh", required=True, metavar="AXES", help="such as dp=512,tp=8")

@@ -22,7 +22,7 @@ def add_parser(subparsers: SubParsers) -> None:
         "checkpoint",
         help="look at checkpoints, verify, compare, reshard and convert them",
         description="Work on checkpoints without the ranks that saved them: in one process, some MiB at a time. "
-        "docs/checkpoints.md describes it.",
+        "See 'Checkpoints' in the documentation.",
     )
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     for add in VERBS:

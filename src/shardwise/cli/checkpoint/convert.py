@@ -145,7 +145,7 @@ def _add_ranks(parser: argparse.ArgumentParser, required: bool) -> None:
         "--ranks", type=int, required=required, default=default, metavar="N", help=f"write a file for each{shown}"
     )
     parser.add_argument(
-        "--plan", metavar="PLAN.toml", help="layouts of parameters; docs/pictures.md describes the file"
+        "--plan", metavar="PLAN.toml", help="layouts of parameters; 'Pictures' in the documentation describes it"
     )
     _add_overwrite(parser)
 
