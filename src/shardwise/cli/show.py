@@ -22,8 +22,8 @@ def add_parser(subparsers: SubParsers) -> None:
         "show",
         help="draw which ranks hold which part of a tensor",
         description="Draw a layout, such as: shardwise show --mesh 2,2 --shape 10,4 'Shard(0), Shard(1)'. Or draw "
-        "every tensor of a plan in TOML, below a table of what each rank holds; 'Pictures' in the documentation describes "
-        "the file.",
+        "every tensor of a plan in TOML, below a table of what each rank holds; 'Pictures' in the documentation "
+        "describes the file.",
     )
     parser.add_argument(
         "what",

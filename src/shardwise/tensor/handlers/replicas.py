@@ -21,7 +21,7 @@ T = TypeVar("T")
 LISTED = 3  # parameters in the error
 _FIX = (
     "do not wrap a sharded module: gradients of DTensors are reduced without a wrapper (see 'Data parallelism' in the "
-    "documentation). Wrap a part of plain parameters alone, such as model.dense = DistributedDataParallel(model.dense). "
+    "documentation). Wrap a part of plain parameters alone: model.dense = DistributedDataParallel(model.dense). "
     "Over ranks that hold the same shards pass that group, such as process_group=mesh['dp'].get_group() or "
     "mesh=mesh['dp']."
 )
