@@ -71,7 +71,7 @@ def test_a_budget_is_exact_to_the_byte_and_the_error_is_the_same_on_every_rank()
     assert lines[2:4] == ["  Sends: 64 bytes over all ranks; allowed: 63 bytes.", "  Why: it has no rule."]
     assert lines[4:] == [
         (
-            "  Fix: .redistribute(placements=[Replicate()]) of an operand before the loop; or allow it: "
+            "  Fix: .redistribute(placements=[Replicate()]) of an operand, once if several ops use it; or allow it: "
             "no_implicit_comm(max_bytes=64)."
         )
     ]

@@ -14,6 +14,9 @@ from shardwise.trace.comm_trace import CommEvent, Kind, Listener, listening_with
 P = ParamSpec("P")
 R = TypeVar("R")
 
+FEW = 8  # entries that one reads without a summary
+LINES = 5  # of the summary
+
 _TITLES: dict[Kind, str] = {
     "operand": "Implicit: operands redistributed for an op",
     "no rule": "Implicit: ops without a rule, run replicated",
@@ -69,7 +72,7 @@ class Explanation(Listener, Generic[R]):
         self._entered.pop().__exit__(None, None, None)
 
     def __str__(self) -> str:
-        lines, silent = [self._sent()], len(self._events)
+        lines, silent = [self._sent(), *self._by_line()], len(self._events)
         for kind, title in _TITLES.items():
             sending = self._sending(kind)
             silent -= sum(map(len, sending))
@@ -94,6 +97,18 @@ class Explanation(Listener, Generic[R]):
         sent = f"{self.sent_bytes:,} bytes, {self.implicit_bytes:,} of them implicitly"
         return f"Rank {collectives.rank()} sent {sent}."
 
+    def _by_line(self) -> Iterator[str]:
+        """The lines of user code that send most, if there are more entries than one reads."""
+        if len(_grouped(self._events)) <= FEW:
+            return
+        lines: dict[str, list[CommEvent]] = {}
+        for event in self._events:
+            lines.setdefault(str(event.cause.call_site or "elsewhere"), []).append(event)
+        most = sorted(lines.items(), key=lambda item: -sum(event.sent_bytes for event in item[1]))
+        yield from ("", "By line", "  all ranks   this rank  times")
+        for where, events in most[:LINES]:
+            yield f"{_numbers(events)}  {where}"
+
     def _sending(self, kind: Kind) -> list[list[CommEvent]]:
         """The groups of this kind that send something."""
         groups = _grouped(event for event in self.events if event.cause.kind == kind)
@@ -113,19 +128,28 @@ def _total(group: list[CommEvent]) -> int | None:
     return sum(totals) if len(totals) == len(group) else None
 
 
+def _numbers(events: list[CommEvent]) -> str:
+    """Bytes of all ranks and of this one, and how often, in columns."""
+    total, here, times = _columns(events)
+    return f"{total:>11} {here:>11} {times:>6}"
+
+
+def _columns(events: list[CommEvent]) -> list[str]:
+    total, here = _total(events), sum(event.sent_bytes for event in events)
+    return ["unknown" if total is None else f"{total:,}", f"{here:,}", str(len(events))]
+
+
 def _row(group: list[CommEvent]) -> list[str]:
     """What and where, the layouts, why, how to avoid it, bytes of all ranks and of this one, how often."""
-    event, total = group[0], _total(group)
+    event = group[0]
     where = "" if event.cause.call_site is None else f"{event.cause.call_site}: "
     change = "" if event.src is None or event.dst is None else _change(event.src, event.dst)
-    here = sum(event.sent_bytes for event in group)
-    numbers = ["unknown" if total is None else f"{total:,}", f"{here:,}", str(len(group))]
-    return [f"{where}{event.cause}", change, event.cause.why, event.avoid, *numbers]
+    return [f"{where}{event.cause}", change, event.cause.why, event.avoid, *_columns(group)]
 
 
 def _described(group: list[CommEvent]) -> Iterator[str]:
-    what, change, why, avoid, total, here, times = _row(group)
-    yield f"{total:>11} {here:>11} {times:>6}  {what}"
+    what, change, why, avoid, *_ = _row(group)
+    yield f"{_numbers(group)}  {what}"
     margin = " " * 32
     for text in (change, f"why: {why}" if why else "", f"avoid: {avoid}" if avoid else ""):
         if text:

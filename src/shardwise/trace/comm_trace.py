@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from shardwise.layout import Layout
+from shardwise.layout import Layout, Replicate
 from shardwise.trace.user_stack import StackFrame, call_site
 
 # explicit: the user called redistribute, full_tensor, item, …
@@ -85,7 +85,11 @@ class CommEvent:
 
     @property
     def avoid(self) -> str:
-        """What to write so that it does not happen at every call; empty if there is nothing to avoid."""
+        """What to write so that it does not happen at every call; empty if there is nothing to avoid.
+
+        Replicated instead, a parameter costs about as much: its gradient is all-reduced, where it was all-gathered and
+        its gradient reduce-scattered.
+        """
         cause, wanted = self.cause, self.cause.wanted
         if cause.kind == "gradient":
             return "read gradients once, after the last backward: pending gradients are reduced together"
@@ -94,9 +98,14 @@ class CommEvent:
         placements, order = list(wanted.placements), wanted.shard_order
         how = f"device_mesh={wanted.mesh}, " if self.src.mesh != self.dst.mesh else ""
         how += f"placements={placements}" + ("" if order == tuple(sorted(order)) else f", shard_order={order}")
-        if " " not in cause.operand:  # a name, such as 0.weight
-            return f"{cause.operand}.redistribute({how}) before the loop, or {placements} in the plan"
-        return f".redistribute({how}) of {cause.operand} before the loop"
+        if " " in cause.operand:  # not a name, such as 0.weight
+            return f".redistribute({how}) of {cause.operand}, once if several ops use it"
+        if any(isinstance(placement, Replicate) for placement in placements):
+            return (
+                f"{placements} in the plan, which sends about as much in fewer collectives; "
+                f"ColwiseParallel and RowwiseParallel leave parameters where they are"
+            )
+        return f"{placements} in the plan"
 
     def __str__(self) -> str:
         return f"{self.cause}" if self.src is None else f"{self.cause}: {self.src} -> {self.dst}"
