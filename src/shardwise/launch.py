@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, TypeVarTuple
 
 from shardwise.errors import LaunchError, RankFailedError, RemoteRankError
 from shardwise.layout import NumRanks, checked
-from shardwise.trace.user_stack import format_traceback
 
 if TYPE_CHECKING:
     from shardwise.collectives.spawn import Death
@@ -322,6 +321,8 @@ def _set_environment(rank: int, size: int) -> None:
 
 
 def _raised(rank: int, error: BaseException) -> _Failed:
+    from shardwise.trace.user_stack import format_traceback
+
     if isinstance(error, SystemExit):
         exitcode = error.code if isinstance(error.code, int) else int(error.code is not None)
         text = f"called sys.exit({error.code!r}) instead of returning"
