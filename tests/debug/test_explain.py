@@ -1,14 +1,16 @@
 """What `explain` and `count_comms` say of a redistribution, beside bytes that were worked out by hand."""
 
 import inspect
+import re
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise import (
     DTensor,
@@ -382,19 +384,54 @@ def gathered_on_a_real_rank() -> tuple[int, int | None, str]:
 
 
 def test_a_long_report_begins_with_the_lines_that_send_most() -> None:
-    def body() -> tuple[str, int, int]:
+    def body() -> tuple[str, str, int, int]:
         xs = [distribute_tensor(torch.ones(4, n), Mesh((2,)), [S0]) for n in range(1, 10)]
         with explain() as report:
             much, first = here() + 2, xs[0]
             for x in xs:
                 x.redistribute(placements=[R])
             first.redistribute(placements=[R])
-        return str(report), much, much + 1
+        return str(report), report._repr_html_(), much, much + 1
 
-    text, much, little = on_ranks(2, body)[0]
+    text, page, much, little = on_ranks(2, body)[0]
     lines = text.splitlines()
     start = lines.index("By line")
     first, second, end = lines[start + 2 : start + 5]
     assert (first.split()[:3], second.split()[:3], end) == (["720", "360", "9"], ["16", "8", "1"], "")
     assert first.endswith(f"test_explain.py:{much} in body")
     assert second.endswith(f"test_explain.py:{little} in body")
+    rows = re.findall("<tr>.*?</tr>", page.partition("By line")[2].partition("</table>")[0])
+    assert [re.findall("<td[^>]*>([^<]*)</td>", row)[1:] for row in rows[1:]] == [["720", "360", "9"], ["16", "8", "1"]]
+
+
+def test_parameters_of_repeated_modules_are_one_entry() -> None:
+    def body() -> tuple[str, int]:
+        # Of 3 x 2 and 2 x 3 elements, so those of 0 and 2 are alike, and that of 1 is not.
+        layers = nn.Sequential(*(nn.Linear(*sizes, bias=False) for sizes in ((3, 2), (2, 3), (3, 2))))
+        shard_module(layers, {"**": S0}, mesh=Mesh((2,)))
+        x = distribute_tensor(torch.ones(400, 3), Mesh((2,)), [S0])
+        with explain() as report, torch.no_grad():
+            layers(x)
+        return str(report), len(report.events)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of parameters that are sharded as the batch is
+        text, number = on_ranks(2, body)[0]
+    entries = [line.split() for line in text.splitlines() if "linear, " in line]
+    # Each of two ranks sends its half of 6 elements of 4 bytes; of 3 rows the first rank has 2, of 2 elements each.
+    assert [(*entry[:3], entry[-1]) for entry in entries] == [
+        ("48", "24", "2", "*.weight"),
+        ("24", "16", "1", "1.weight"),
+    ]
+    assert number == 3
+
+
+def test_numbered_operands_are_not_folded() -> None:
+    def body() -> list[str]:
+        rows, columns = operands(Mesh((3,)))
+        with explain() as report:
+            for pair in ((rows, columns), (columns, rows)):
+                torch.mul(*pair)
+        return [line.split(", ")[1] for line in str(report).splitlines() if "mul, " in line]
+
+    assert on_ranks(3, body) == [["operand 1", "operand 0"]] * 3

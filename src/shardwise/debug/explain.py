@@ -1,5 +1,6 @@
 """What code sends, by line, and how to send less."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
@@ -16,6 +17,8 @@ R = TypeVar("R")
 
 FEW = 8  # entries that one reads without a summary
 LINES = 5  # of the summary
+_HEADING = "  all ranks   this rank  times"
+_NUMBERS = "all ranks", "this rank", "times"
 
 _TITLES: dict[Kind, str] = {
     "operand": "Implicit: operands redistributed for an op",
@@ -72,12 +75,15 @@ class Explanation(Listener, Generic[R]):
         self._entered.pop().__exit__(None, None, None)
 
     def __str__(self) -> str:
-        lines, silent = [self._sent(), *self._by_line()], len(self._events)
+        lines, silent = [self._sent()], len(self._events)
+        by_line = self._by_line()
+        if by_line:
+            lines += ["", "By line", _HEADING, *(f"{_numbers(events)}  {where}" for where, events in by_line)]
         for kind, title in _TITLES.items():
             sending = self._sending(kind)
             silent -= sum(map(len, sending))
             if sending:
-                lines += ["", title, "  all ranks   this rank  times"]
+                lines += ["", title, _HEADING]
                 lines += [line for group in sending for line in _described(group)]
         notes = [f"{self.other_bytes:,} bytes in {self.other_calls} collectives that check that ranks agree."]
         notes = notes if self.other_calls else []
@@ -85,11 +91,14 @@ class Explanation(Listener, Generic[R]):
         return "\n".join([*lines, "", *notes] if notes else lines)
 
     def _repr_html_(self) -> str:
-        parts = [f"<div>{safe(self._sent())}</div>"]
+        parts, lines = [f"<div>{safe(self._sent())}</div>"], self._by_line()
+        if lines:
+            rows = [["line", *_NUMBERS], *([where, *_columns(events)] for where, events in lines)]
+            parts.append(f"<div>By line</div>{table_html(rows, 1)}")
         for kind, title in _TITLES.items():
             groups = self._sending(kind)
             if groups:
-                rows = [["operation", "layouts", "why", "avoid", "all ranks", "this rank", "times"], *map(_row, groups)]
+                rows = [["operation", "layouts", "why", "avoid", *_NUMBERS], *map(_row, groups)]
                 parts.append(f"<div>{safe(title)}</div>{table_html(rows, 4)}")
         return f"<div>{''.join(parts)}</div>"
 
@@ -97,17 +106,14 @@ class Explanation(Listener, Generic[R]):
         sent = f"{self.sent_bytes:,} bytes, {self.implicit_bytes:,} of them implicitly"
         return f"Rank {collectives.rank()} sent {sent}."
 
-    def _by_line(self) -> Iterator[str]:
+    def _by_line(self) -> list[tuple[str, list[CommEvent]]]:
         """The lines of user code that send most, if there are more entries than one reads."""
         if len(_grouped(self._events)) <= FEW:
-            return
+            return []
         lines: dict[str, list[CommEvent]] = {}
         for event in self._events:
             lines.setdefault(str(event.cause.call_site or "elsewhere"), []).append(event)
-        most = sorted(lines.items(), key=lambda item: -sum(event.sent_bytes for event in item[1]))
-        yield from ("", "By line", "  all ranks   this rank  times")
-        for where, events in most[:LINES]:
-            yield f"{_numbers(events)}  {where}"
+        return sorted(lines.items(), key=lambda item: -_most(item[1]))[:LINES]
 
     def _sending(self, kind: Kind) -> list[list[CommEvent]]:
         """The groups of this kind that send something."""
@@ -116,11 +122,22 @@ class Explanation(Listener, Generic[R]):
 
 
 def _grouped(events: Iterable[CommEvent]) -> list[list[CommEvent]]:
-    """Equal events grouped, those that send most first."""
+    """Events that are equal but for the index of a repeated module, grouped, those that send most first."""
     groups: dict[Any, list[CommEvent]] = {}
     for event in events:
-        groups.setdefault((event.cause, event.src, event.dst, event.total_bytes is None), []).append(event)
-    return sorted(groups.values(), key=lambda group: -max(_total(group) or 0, sum(m.sent_bytes for m in group)))
+        cause = event.cause._replace(operand=_folded(event.cause.operand))
+        groups.setdefault((cause, event.src, event.dst, event.total_bytes is None), []).append(event)
+    return sorted(groups.values(), key=lambda group: -_most(group))
+
+
+def _folded(name: str) -> str:
+    """`blocks.*.up.weight` of `blocks.0.up.weight`."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def _most(events: list[CommEvent]) -> int:
+    """Bytes to sort by: of all ranks; of this one where it sends more than is known of all."""
+    return max(_total(events) or 0, sum(event.sent_bytes for event in events))
 
 
 def _total(group: list[CommEvent]) -> int | None:
@@ -141,10 +158,12 @@ def _columns(events: list[CommEvent]) -> list[str]:
 
 def _row(group: list[CommEvent]) -> list[str]:
     """What and where, the layouts, why, how to avoid it, bytes of all ranks and of this one, how often."""
-    event = group[0]
-    where = "" if event.cause.call_site is None else f"{event.cause.call_site}: "
+    event, cause = group[0], group[0].cause
+    if any(other.cause.operand != cause.operand for other in group):
+        cause = cause._replace(operand=_folded(cause.operand))
+    where = "" if cause.call_site is None else f"{cause.call_site}: "
     change = "" if event.src is None or event.dst is None else _change(event.src, event.dst)
-    return [f"{where}{event.cause}", change, event.cause.why, event.avoid, *_columns(group)]
+    return [f"{where}{cause}", change, cause.why, event.avoid, *_columns(group)]
 
 
 def _described(group: list[CommEvent]) -> Iterator[str]:
