@@ -156,8 +156,8 @@ def test_implicit_redistributions_are_counted() -> None:
 
 
 def test_aten_ops_that_run_replicated_are_named() -> None:
-    judge = OpJudge(Sample(torch.diag_embed, (X,), gradients=False))
-    assert judge.verdict(UNEVEN).fallbacks == {"aten.diag_embed.default"}
+    judge = OpJudge(Sample(torch.unique_consecutive, (X,), gradients=False))
+    assert judge.verdict(UNEVEN).fallbacks == {"aten.unique_consecutive.default"}
     assert not judge.verdict(REPLICATED).fallbacks
     assert not OpJudge(Sample(torch.sort, (X, 0), gradients=False)).verdict(UNEVEN).fallbacks
 
