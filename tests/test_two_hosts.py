@@ -151,7 +151,8 @@ def assert_silent_host(survivor: Outcome) -> None:
     """It waited for the ranks of the second host, which said nothing more."""
     assert survivor.error == "RemoteRankError"
     lines = survivor.text.splitlines()
-    assert lines[0].startswith("Ranks 2, 3 did not join collective #5 of ranks (0, 1, 2, 3), which failed after ")
+    # Where the link goes down, the last messages of #4 may be on their way.
+    assert re.match(r"Ranks 2, 3 did not join collective #[45] of ranks \(0, 1, 2, 3\), which failed after ", lines[0])
     states = [line for line in lines[1:-1] if line.startswith("  rank ")]
     for rank, line in zip((2, 3), states[2:], strict=True):
         assert re.fullmatch(rf"  rank {rank}: did not respond; its process \d+ is on host host1", line)
