@@ -438,6 +438,63 @@ def test_functional_collectives_of_other_code_count_as_torch_counts_them(rank_1_
     }
 
 
+class Reduced(nn.Module):
+    """Sums its input over the ranks in forward, and its gradient in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = funcol.wait_tensor(funcol.all_reduce(x, "sum", dist.group.WORLD))  # type: ignore[arg-type]
+        return out
+
+
+class Blocks(nn.Module):
+    """Equal blocks, each with a module that sends inside a module inside; gathers by itself at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Tanh(), nn.Sequential(Reduced(), nn.ReLU())) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = funcol.all_gather_single(self.blocks(x), 0, dist.group.WORLD)  # type: ignore[arg-type]
+        out: Tensor = funcol.wait_tensor(x)
+        return out
+
+
+class Repeated(nn.Module):
+    """Calls one module three times. Torch's `CommDebugMode` fails for that, with an IndexError."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Sequential(Reduced())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = self.again(x).sin()
+        return x
+
+
+def module_counts(mode: Any, module: nn.Module) -> dict[str, dict[str, dict[str, int]]]:
+    with mode:
+        module(torch.ones(2, 3, requires_grad=True)).sum().backward()
+    counts = mode.comm_module_counts.items()
+    return {
+        name: {phase: {str(k): n for k, n in own.items()} for phase, own in found.items()} for name, found in counts
+    }
+
+
+def test_comm_module_counts_of_nested_modules_are_those_of_torch(rank_1_of_4: None) -> None:
+    (ours,) = world(1).run(lambda: module_counts(CommDebugMode(), Blocks()))
+    assert ours == module_counts(TorchCommDebugMode(), Blocks())
+    assert len(ours) == 2 + 3 * 3 + 1  # "Global" and the model, three modules of each block, and what holds the blocks
+    assert ours["Blocks"]["backward"]["c10d_functional.all_reduce"] == 3
+
+
+def test_comm_module_counts_of_a_module_that_is_called_three_times_are_those_of_all_calls(rank_1_of_4: None) -> None:
+    (ours,) = world(1).run(lambda: module_counts(CommDebugMode(), Repeated()))
+    three = {"c10d_functional.all_reduce": 3}
+    names = ("Global", "Repeated", "Repeated.again", "Repeated.again.0")
+    assert ours == {name: {"forward": three, "backward": three} for name in names}
+
+
 @pytest.mark.processes
 def test_real_ranks_count_the_same() -> None:
     sent = world(2, real=True).run(sent_on_a_real_rank)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwise import Mesh, Partial, Placement, Replicate, Shard, distribute_tensor
-from shardwise.debug import explain
+from shardwise.debug import explain, explain_redistribute
 from shardwise.layout import Layout
 from shardwise.testing import world
 from tests.pictures.test_page import check_page
@@ -78,3 +78,37 @@ def test_a_report_of_communication_is_tables_with_what_its_text_has() -> None:
         assert "test_notebooks.py" in text
 
     on_ranks()
+
+
+def test_a_comparison_of_collectives_is_a_table_with_what_its_text_has() -> None:
+    mesh = Mesh((2, 4), names=("dp", EVIL))
+    src, dst = (Layout(mesh, p, (4096, 1024)) for p in ([Shard(0), Partial()], [Replicate(), Shard(0)]))
+    found = explain_redistribute(src, dst, itemsize=2)
+    assert len(found.sequences) > 1
+    assert found == explain_redistribute(src, dst, itemsize=2) != explain_redistribute(src, dst)
+    html = found._repr_html_()
+    title, _, *lines = str(found).splitlines()
+    assert title in checked(html)
+    rows = re.findall("<tr>(.*?)</tr>", html)[1:]
+    cells = [[unescape(cell) for cell in re.findall("<td[^>]*>(.*?)</td>", row)] for row in rows]
+    assert [[*cell[1:], cell[0]] for cell in cells] == [line.split(maxsplit=3) for line in lines]
+    for (cost, busiest, total, _), line in zip(found.sequences, lines, strict=True):
+        assert line.split()[:3] == [f"{cost:.2f}x", f"{busiest:,}", f"{total:,}"]
+
+
+def test_a_comparison_of_nothing_says_so() -> None:
+    layout = Layout(Mesh((2,)), [Shard(0)], (5, 2))
+    (only,) = explain_redistribute(layout, layout).sequences
+    assert only == (1.0, 0, 0, ())
+    assert "nothing is sent" in checked(explain_redistribute(layout, layout)._repr_html_())
+
+
+def test_of_many_sequences_twelve_are_shown_and_all_are_there() -> None:
+    mesh = Mesh((2, 2, 2), names=("a", "b", "c"))
+    partial = Layout(mesh, [Partial(), Partial(), Shard(2)], (256, 256, 256))
+    found = explain_redistribute(partial, partial.replace([Replicate(), Replicate(), Shard(1)]))
+    more = len(found.sequences) - 12
+    assert more > 0
+    assert str(found).endswith(f"\nand {more} that cost more")
+    assert f"and {more} that cost more" in checked(found._repr_html_())
+    assert found._repr_html_().count("<tr>") == 13

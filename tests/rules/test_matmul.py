@@ -1,11 +1,16 @@
 """Products on sharded operands equal one process."""
 
+import re
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise import Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor
+from shardwise.debug import explain
+from shardwise.rules import RULES, Meta
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from shardwise.testing.judge import Sample
@@ -193,3 +198,50 @@ def test_partial_inputs_of_a_row_parallel_weight_are_reduce_scattered() -> None:
 
 
 X, WEIGHT = normal(14, 6), normal(6, 6)
+
+
+THREE_D = normal(2, 5, 3)
+BOTH = "dim 0 of operand 0 and dim 0 of operand 1 are sharded"
+PRODUCTS = [torch.matmul, torch.mm, torch.mv, torch.dot, torch.bmm, F.linear, torch.addmm, torch.einsum, torch.baddbmm]
+
+
+@pytest.mark.parametrize(
+    ("call", "operands", "placements", "operand", "why"),
+    [
+        (torch.mm, (A, normal(3, 4)), (S0, S0), 1, "dim 0 of operand 0 is sharded"),
+        (torch.dot, (B, normal(3)), (S0, R), 1, f"{BOTH}: partial sums"),
+        (torch.mm, (normal(90, 3), normal(3, 4)), (Partial(), R), None, ""),
+        (torch.addmm, (normal(4), A, normal(3, 4)), (S0, S0, R), 0, "dim 0 of operand 1 is sharded"),
+        (torch.addmm, (normal(5, 4), A, normal(3, 4)), (S1, S0, R), 0, BOTH),
+        (torch.bmm, (THREE_D, normal(2, 3, 4)), (S0, S1), 1, BOTH),
+        (torch.matmul, (normal(4, 2, 5, 3), normal(2, 3, 4)), (Shard(2), Shard(2)), 1, "dim 2 of operand 0 is sharded"),
+        (F.linear, (normal(90, 3), normal(4, 3), normal(4)), (S0, S0, R), 1, "dim 0 of operand 0 is sharded"),
+        (F.linear, (A, normal(40, 3)), (S0, S0), 0, "dim 0 of operand 1 is sharded"),
+        (lambda x, y: torch.einsum("bi,bj->ij", x, y), (A, normal(5, 9)), (S0, S1), 0, "dim 1 of operand 1 is sharded"),
+    ],
+)  # fmt: skip
+def test_reasons_name_dims_of_operands(
+    call: Any, operands: tuple[Tensor, ...], placements: tuple[Any, ...], operand: int | None, why: str
+) -> None:
+    def body() -> list[tuple[str, str]]:
+        mesh = Mesh((2,))
+        xs = [distribute_tensor(x, mesh, [p]) for x, p in zip(operands, placements, strict=True)]
+        with explain() as report:
+            call(*xs)
+        return [(event.cause.operand, event.cause.why) for event in report.events]
+
+    expected = [] if operand is None else [(f"operand {operand}", why)]
+    assert world(2).run(body) == [expected] * 2
+
+
+@pytest.mark.parametrize("sample", [s for s in SAMPLES if s.op in PRODUCTS], ids=str)
+def test_the_reason_of_every_row_names_exactly_the_dims_that_it_shards(sample: Sample) -> None:
+    def meta(x: Any) -> Any:
+        if isinstance(x, list | tuple):
+            return type(x)(map(meta, x))
+        return Meta(tuple(x.shape), x.dtype, R) if isinstance(x, Tensor) else x
+
+    for row in RULES[sample.op].rows(*meta(sample.args), **{k: meta(v) for k, v in sample.kwargs.items()}):
+        named = {(int(i), int(d)) for d, i in re.findall(r"dim (\d+) of operand (\d+)", row.why)}
+        assert named == {(i, p.dim) for i, p in enumerate(row.inputs) if isinstance(p, Shard)}
+        assert ("partial sums" in row.why) == bool(named and row.output == Partial())

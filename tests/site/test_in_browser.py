@@ -14,7 +14,8 @@ from playwright.sync_api import Browser, Page, Request, ViewportSize, sync_playw
 
 from shardwise import cli
 from shardwise.checkpoint import save
-from shardwise.layout import Layout, Mesh, Shard
+from shardwise.debug import explain_redistribute
+from shardwise.layout import Layout, Mesh, Replicate, Shard
 from shardwise.pictures import picture
 from tests.browser import BROWSER
 from tests.timeouts import PATIENCE_SECONDS
@@ -189,7 +190,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ):
             assert cli.main(command.split()) == 0
     layout = Layout(Mesh((2, 2)), [Shard(0), Shard(1)], (9, 7))
-    fragments = (picture(layout)._repr_html_(), layout._repr_html_())
+    compared = explain_redistribute(layout, Layout(Mesh((2, 2)), [Replicate(), Shard(0)], (9, 7)))
+    fragments = (picture(layout)._repr_html_(), layout._repr_html_(), compared._repr_html_())
     page = "<!doctype html><meta charset=utf-8><title>notebook</title><h1>Notebook</h1>" + "".join(fragments)
     (folder / "notebook.html").write_text(page, encoding="utf-8")
     return folder

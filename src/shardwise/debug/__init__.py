@@ -2,7 +2,7 @@
 
 from shardwise.debug.budget import Budget, no_implicit_comm
 from shardwise.debug.comm_mode import CommDebugMode
-from shardwise.debug.compare_plans import explain_redistribute
+from shardwise.debug.compare_plans import CollectiveSequence, RedistributeComparison, explain_redistribute
 from shardwise.debug.explain import Explanation, explain
 from shardwise.debug.profiling import profiler_ranges
 from shardwise.debug.shadow import Shadow, shadow
@@ -10,6 +10,6 @@ from shardwise.debug.visualize import visualize_sharding
 from shardwise.trace.comm_trace import Cause, CommEvent
 
 __all__ = [
-    "Budget", "Cause", "CommDebugMode", "CommEvent", "Explanation", "Shadow", "explain", "explain_redistribute",
-    "no_implicit_comm", "profiler_ranges", "shadow", "visualize_sharding",
+    "Budget", "Cause", "CollectiveSequence", "CommDebugMode", "CommEvent", "Explanation", "RedistributeComparison",
+    "Shadow", "explain", "explain_redistribute", "no_implicit_comm", "profiler_ranges", "shadow", "visualize_sharding",
 ]  # fmt: skip

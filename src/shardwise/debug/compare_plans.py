@@ -1,16 +1,79 @@
 """The sequences of collectives that a redistribution may take, and what each costs."""
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 from shardwise.errors import ArgumentError
 from shardwise.layout import Layout, checked
 from shardwise.layout.by_axis import placements_text
+from shardwise.pictures.page import table_html
+from shardwise.pictures.svg import safe
 from shardwise.redistribute.plan import RedistributePlan, alternatives
 from shardwise.redistribute.steps import CommStep
 
 MOST_LINES = 12
 
 
+class CollectiveSequence(NamedTuple):
+    """One way to redistribute.
+
+    Args:
+        cost: relative to that of the plan.
+        busiest_bytes: what the busiest rank receives.
+        total_bytes: what all ranks receive, which is what they send.
+        steps: its collectives in order, each with the layout after it; empty if nothing is sent.
+    """
+
+    cost: float
+    busiest_bytes: int
+    total_bytes: int
+    steps: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        return ", ".join(self.steps) or "nothing is sent"
+
+
+@dataclass(frozen=True)
+class RedistributeComparison:
+    """What `explain_redistribute` found; `print` shows it as text, a notebook as a table.
+
+    Args:
+        sequences: the plan, then its alternatives, the cheapest first.
+    """
+
+    src: Layout
+    dst: Layout
+    sequences: tuple[CollectiveSequence, ...]
+
+    def __str__(self) -> str:
+        lines = [self._title(), "    cost  busiest rank     all ranks"]
+        lines += [
+            f"{s.cost:>7.2f}x {s.busiest_bytes:>13,} {s.total_bytes:>13,}  {s.text}"
+            for s in self.sequences[:MOST_LINES]
+        ]
+        return "\n".join([*lines, *self._more()])
+
+    def _repr_html_(self) -> str:
+        rows = [["collectives", "cost", "busiest rank", "all ranks"]]
+        rows += [
+            [s.text, f"{s.cost:.2f}x", f"{s.busiest_bytes:,}", f"{s.total_bytes:,}"]
+            for s in self.sequences[:MOST_LINES]
+        ]
+        more = "".join(f"<div>{line}</div>" for line in self._more())
+        return f"<div><div>{safe(self._title())}</div>{table_html(rows, 1)}{more}</div>"
+
+    def _title(self) -> str:
+        elsewhere = "" if self.src.mesh == self.dst.mesh else f" on {self.dst.mesh}"
+        return f"{self.src.shape} on {self.src.mesh}: {_placements(self.src)} -> {_placements(self.dst)}{elsewhere}"
+
+    def _more(self) -> list[str]:
+        more = len(self.sequences) - MOST_LINES
+        return [f"and {more} that cost more"] if more > 0 else []
+
+
 @checked
-def explain_redistribute(src: Layout, dst: Layout, itemsize: int = 4) -> str:
+def explain_redistribute(src: Layout, dst: Layout, itemsize: int = 4) -> RedistributeComparison:
     """The plan from `src` to `dst`, then its alternatives, the cheapest first: what each step sends and costs.
 
     An alternative of several steps that costs less than a tenth less is not taken: measured costs vary by as much.
@@ -21,8 +84,8 @@ def explain_redistribute(src: Layout, dst: Layout, itemsize: int = 4) -> str:
         itemsize: bytes of an element.
 
     Returns:
-        A line for each sequence: its cost beside that of the plan, the bytes that the busiest rank receives, those of
-        all ranks, and the collectives.
+        Of each sequence its cost beside that of the plan, the bytes that the busiest rank receives, those of all ranks,
+        and the collectives; `print` it.
 
     Raises:
         ArgumentError: the shapes differ.
@@ -32,21 +95,13 @@ def explain_redistribute(src: Layout, dst: Layout, itemsize: int = 4) -> str:
             f"A redistribution keeps the global shape, got {src.shape} and {dst.shape}. Fix: two layouts of one shape."
         )
     found = alternatives(src, dst)
-    lines = [
-        f"{src.shape} on {src.mesh}: {_placements(src)} -> {_placements(dst)}"
-        + ("" if src.mesh == dst.mesh else f" on {dst.mesh}"),
-        "    cost  busiest rank     all ranks",
-    ]
-    lines += [_line(plan, found[0].cost, itemsize) for plan in found[:MOST_LINES]]
-    more = len(found) - MOST_LINES
-    return "\n".join(lines + ([f"and {more} that cost more"] if more > 0 else []))
+    return RedistributeComparison(src, dst, tuple(_sequence(plan, found[0].cost, itemsize) for plan in found))
 
 
-def _line(plan: RedistributePlan, least: float, itemsize: int) -> str:
+def _sequence(plan: RedistributePlan, least: float, itemsize: int) -> CollectiveSequence:
     received = itemsize * sum(step.received.busiest for step in plan.comm_steps)
-    steps = ", ".join(_step(step) for step in plan.comm_steps if not step.is_local) or "nothing is sent"
-    ratio = plan.cost / least if least else 1.0
-    return f"{ratio:>7.2f}x {received:>13,} {itemsize * plan.total_elements:>13,}  {steps}"
+    steps = tuple(_step(step) for step in plan.comm_steps if not step.is_local)
+    return CollectiveSequence(plan.cost / least if least else 1.0, received, itemsize * plan.total_elements, steps)
 
 
 def _step(step: CommStep) -> str:

@@ -51,13 +51,12 @@ class Product(NamedTuple):
         """
         sizes, found = self.sizes(), []
         for i, (x, letters) in enumerate(zip(self.operands, self.letters, strict=True)):
-            marked = "".join(a if n == sizes[a] else BROADCAST for a, n in zip(letters, x.shape, strict=True))
             for a, n in zip(letters, x.shape, strict=True):
                 if n not in (1, sizes[a]) or (n != sizes[a] and i != self.term and a not in self.broadcast):
                     raise RuleError(
                         f"Dims {letters} of shape {x.shape} do not match the sizes of the product, {sizes}."
                     )
-            found.append(marked)
+            found.append("".join(a if n == sizes[a] else BROADCAST for a, n in zip(letters, x.shape, strict=True)))
         return found
 
 
@@ -74,11 +73,12 @@ def product_rows(product: Product) -> list[Row]:
             continue  # a diagonal
         summed = letter not in output
         placements = tuple(Partial() if i == product.term and summed else _at(letter, x) for i, x in enumerate(letters))
-        why = f"contracted index {letter} is sharded: partial sums" if summed else f"index {letter} is sharded"
+        dims = [f"dim {own.index(letter)} of operand {i}" for i, own in enumerate(letters) if letter in own]
+        why = f"{' and '.join(dims)} {'are' if dims[1:] else 'is'} sharded{': partial sums' if summed else ''}"
         rows.append(Row(placements, Partial() if summed else Shard(output.index(letter)), why))
     for index in factors:
         placements = tuple(Partial() if i in (index, product.term) else REPLICATE for i in range(len(letters)))
-        rows.append(Row(placements, Partial(), f"linear in operand {index}"))
+        rows.append(Row(placements, Partial(), f"operand {index} is Partial, the product is linear in it"))
     return rows
 
 
