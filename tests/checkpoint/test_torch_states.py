@@ -80,8 +80,7 @@ def test_states_under_names_that_nothing_looks_for_are_not_lost_in_silence(tmp_p
 def test_an_optimizer_under_another_name_is_named(tmp_path: Path) -> None:
     model, optimizer = trained()
     parameters, states = get_state_dict(model, optimizer)
-    dcp_save({"model": parameters, "opt": states}, checkpoint_id=tmp_path / "dcp")
-    run = import_torch(tmp_path / "dcp", tmp_path / "run", allow_pickle_metadata=True, step=3)
+    run = save(tmp_path / "run", {"model": parameters, "opt": states}, step=3)
     text = "no optimizer in the checkpoint called 'optimizer'; there is one called 'opt': save it under 'optimizer'"
     with pytest.raises(CheckpointError, match=text):
         restore(run, model, optimizer, subset=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
 
 from shardwise import cli
 from shardwise.checkpoint import read_manifest, save
@@ -150,3 +151,32 @@ def test_diff_prints_and_exits_as_diff_does(path: Path, tmp_path: Path, capsys: 
     assert capsys.readouterr() == ("", "")
     assert cli.main(["checkpoint", "diff", str(path), str(other)]) == 1
     assert capsys.readouterr().out == "model.items.weight: 15 of 15 elements differ, by 0.5 at most\n"
+
+
+# ---- import -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_training_state_is_imported_by_the_names_that_are_given(tmp_path: Path, capsys: Captured) -> None:
+    model = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state = {"ema": model.state_dict(), "net": model.state_dict(), "sgd": optimizer.state_dict(), "at": float("nan")}
+    torch.save(state | {"old": optimizer.state_dict()}, tmp_path / "x.pt")
+    torch_save_to_dcp(tmp_path / "x.pt", tmp_path / "dcp")
+    (tmp_path / "names.txt").write_text("weight\n\n bias \n")
+    argv = ["checkpoint", "import", str(tmp_path / "dcp"), str(tmp_path / "run"), "--allow-pickle-metadata"]
+    argv += ["--model", "ema", "--optimizer", "sgd", "--skip", "at", "--skip", "old", "--parameters"]
+    assert cli.main([*argv, str(tmp_path / "gone.txt")]) == 2
+    assert "gone.txt cannot be read: No such file or directory. Fix: name a text file" in capsys.readouterr().err
+    assert cli.main([*argv, str(tmp_path / "names.txt")]) == 0
+    names = {"model.weight", "model.bias", "net.weight", "net.bias"}
+    states = {"optimizer.weight.momentum_buffer", "optimizer.bias.momentum_buffer"}
+    assert read_manifest(tmp_path / "run" / "step-00000000").tensors.keys() == names | states
+
+
+def test_names_of_a_training_state_are_not_for_safetensors(path: Path, tmp_path: Path, capsys: Captured) -> None:
+    file = str(path / "rank-0000.safetensors")
+    assert cli.main(["checkpoint", "import", file, str(tmp_path / "run"), "--optimizer", "x"]) == 2
+    assert "--optimizer is for folders of torch.distributed.checkpoint. Fix: leave it out" in capsys.readouterr().err

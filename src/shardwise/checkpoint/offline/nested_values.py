@@ -23,7 +23,7 @@ def as_path(said: object) -> KeyPath | None:
 def with_lists(values: Mapping[str, Any], paths: Mapping[str, KeyPath], tensors: Collection[str]) -> dict[str, Any]:
     """`values` with lists under their own names: "groups" in place of "groups.0.lr" and "groups.1.lr".
 
-    A list that is not there in full, or has tensors, stays divided.
+    A list that is not there in full, or has tensors, stays divided; lists in it are put together.
 
     Args:
         paths: of values and tensors, by name.
@@ -32,13 +32,12 @@ def with_lists(values: Mapping[str, Any], paths: Mapping[str, KeyPath], tensors:
     lists: dict[KeyPath, list[tuple[KeyPath, str]]] = defaultdict(list)
     for name in [*values, *tensors]:
         path = paths.get(name, ())
-        depth = next((at for at, part in enumerate(path) if isinstance(part, int)), 0)
-        if depth:
+        for depth in (at for at, part in enumerate(path) if at and isinstance(part, int)):
             lists[path[:depth]].append((path[depth:], name))
     found, taken = dict(values), {*values, *tensors}
-    for prefix, members in lists.items():
+    for prefix, members in sorted(lists.items(), key=lambda entry: len(entry[0])):
         own = ".".join(map(str, prefix))
-        if own in taken or any(name not in values for _, name in members):
+        if own in taken or any(name not in found for _, name in members):
             continue
         try:
             nested = _nested([(path, values[name]) for path, name in members])

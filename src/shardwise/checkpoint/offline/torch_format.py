@@ -27,11 +27,12 @@ from shardwise.checkpoint.offline.progress import Progress
 from shardwise.checkpoint.offline.reading import CheckpointSource
 from shardwise.checkpoint.offline.resharding import write_checkpoint
 from shardwise.checkpoint.offline.sources import Extent, RangeChecksum, Source, SourceTensor
-from shardwise.checkpoint.offline.torch_pickles import Entry, entries, sizes_of, unpickled
+from shardwise.checkpoint.offline.torch_pickles import Described, Entry, entries, sizes_of, unpickled
+from shardwise.checkpoint.offline.training_names import TrainingNames, renamed
 from shardwise.checkpoint.offline.windows import windows
 from shardwise.checkpoint.state import as_json
 from shardwise.collectives.checkpoints import StoredItem, flat_values, pickled_metadata
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, did_you_mean
 from shardwise.layout import Box, Layout, checked
 
 if TYPE_CHECKING:
@@ -129,10 +130,17 @@ def import_torch(
     step: int = 0,
     overwrite: bool = False,
     progress: Progress | None = None,
+    model: str | None = None,
+    optimizers: Sequence[str] | None = None,
+    parameters: Sequence[str] | None = None,
+    skip: Sequence[str] = (),
 ) -> Path | str:
     """Make a checkpoint of a folder that `torch.distributed.checkpoint.save` wrote.
 
         import_torch("theirs", "runs/imported", allow_pickle_metadata=True)
+
+    The module and its optimizer get the names that `restore` looks for, whatever they are called there: the module
+    "model", "state_dict", "model_state_dict", "module" or "net", the optimizer as it likes. All else keeps its name.
 
     Args:
         source: the folder, with its `.metadata`.
@@ -140,16 +148,23 @@ def import_torch(
         world_size: how many ranks it is written for, as in `reshard`; so is `plan`.
         allow_pickle_metadata: `.metadata` is a pickle, and so is what describes each tensor. They are read by an
             unpickler that calls no code of theirs: any class or function beside those of this format is an error.
-        prefix: what is put before the names. torch divides a list of mappings into values with names such as
+        prefix: what is put before all names. torch divides a list of mappings into values with names such as
             optimizer.param_groups.0.lr; the checkpoint has the list, unless it had tensors or empty mappings.
         overwrite: replace a checkpoint of that step in `target`.
+        model: what is before the names of the module, as "ema" or "state_dict.model"; for a state that has several
+            modules, or calls its module otherwise.
+        optimizers: what is before the names of each optimizer, as ["optimizer_states.0"]; for a state that has several.
+        parameters: the names of the module's parameters in the order in which the optimizers got them, for optimizers
+            that number them, as `Optimizer.state_dict` does.
+        skip: names, or beginnings of names up to a dot, that are left out.
 
     Returns:
         The path or URL of the checkpoint.
 
     Raises:
         CheckpointError: pickles are not allowed, or have what is not admitted; a file is missing or damaged; a value is
-            not JSON; or `target` has this step already. Then nothing is written.
+            not JSON; several modules or optimizers may be meant, or parameters have no names; or `target` has this step
+            already. Then nothing is written.
         PlanError: the plan does not fit.
     """
     folder = local_path(source)
@@ -158,11 +173,12 @@ def import_torch(
             f"{folder / METADATA} is a pickle. Fix: allow_pickle_metadata=True (--allow-pickle-metadata) reads it by "
             f"an unpickler that makes nothing but records of names, numbers and dtypes."
         )
-    with _source(folder, prefix, progress or Progress()) as found:
+    names = TrainingNames(model, optimizers, parameters)
+    with _source(folder, prefix, names, skip, progress or Progress()) as found:
         return write_checkpoint(found, target, world_size, plan or {}, step, {}, overwrite)
 
 
-def _source(folder: Path, prefix: str, progress: Progress) -> Source:
+def _source(folder: Path, prefix: str, names: TrainingNames, skip: Sequence[str], progress: Progress) -> Source:
     def open_file(name: str) -> StoredFile:
         return FolderStore(folder).open(".", name)
 
@@ -171,7 +187,7 @@ def _source(folder: Path, prefix: str, progress: Progress) -> Source:
             raise CheckpointError(f"{file.name}: is too long: {file.size:,} bytes")
         data = bytearray(file.size)
         file.read_into(memoryview(data), 0)
-    tensors, values = {}, {}
+    tensors, values = dict[str, SourceTensor](), dict[str, object]()
     with ExitStack() as stack:
         files: dict[str, StoredFile] = {}
 
@@ -181,18 +197,29 @@ def _source(folder: Path, prefix: str, progress: Progress) -> Source:
             return _Slice(files[entry.file], entry.offset, entry.length)
 
         described, paths = entries(bytes(data), str(folder / METADATA))
-        for name, dtype, shape, found in described:
+        for name, dtype, shape, found in _without(described, skip):
             try:
-                if dtype is None:
+                if dtype is None or (shape == () and "param_groups" in paths.get(name, ())):
                     values[name] = _value(name, item_of(found[0]))
                 else:
                     extents = [_extent(entry, dtype, item_of(entry)) for entry in found]
                     tensors[name] = SourceTensor(dtype, shape, extents)
             except CheckpointError as error:
                 raise CheckpointError(f"{name!r}: {error}") from error
-    values = {prefix + name: value for name, value in with_lists(values, paths, tensors).items()}
-    tensors = {prefix + name: tensor for name, tensor in tensors.items()}
-    return Source(str(folder), tensors, values, open_file, progress)
+    old, values = renamed(tensors, with_lists(values, paths, tensors), paths, names)
+    values = {prefix + name: value for name, value in values.items()}
+    return Source(str(folder), {prefix + new: tensors[name] for new, name in old.items()}, values, open_file, progress)
+
+
+def _without(described: Sequence[Described], skip: Sequence[str]) -> list[Described]:
+    """Those that are imported."""
+    names = [name for name, *_ in described]
+    for one in skip:
+        if not any(f"{name}.".startswith(f"{one}.") for name in names):
+            raise CheckpointError(
+                f"skip names {one!r}, and there is no such name.{did_you_mean(one, names)} Fix: leave it out of skip"
+            )
+    return [one for one in described if not any(f"{one[0]}.".startswith(f"{begin}.") for begin in skip)]
 
 
 # ---- items ------------------------------------------------------------------------------------------------
@@ -225,6 +252,7 @@ class _Slice(io.RawIOBase):
 
 
 def _value(name: str, item: _Slice) -> object:
+    """A value, or a tensor of one element, such as a learning rate, as a number."""
     if item.length > MANIFEST_LIMIT:
         raise CheckpointError(f"{item.file.name}: a value of {item.length:,} bytes is too long")
     try:
@@ -233,7 +261,11 @@ def _value(name: str, item: _Slice) -> object:
         raise
     except Exception as error:  # whatever is in a file raises anything
         raise CheckpointError(f"{item.file.name}: its value cannot be read: {str(error).splitlines()[0]}") from error
-    return as_json(value, name)
+    try:
+        return as_json(value.item() if isinstance(value, torch.Tensor) and not value.ndim else value, name)
+    except CheckpointError as error:
+        said = str(error).partition(" Fix: ")[0]
+        raise CheckpointError(f"{said} Fix: skip=[{name!r}] (--skip) imports all else") from error
 
 
 def _extent(entry: Entry, dtype: torch.dtype, item: _Slice) -> Extent:

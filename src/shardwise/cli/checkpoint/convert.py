@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.cli.checkpoint.bars import progress_bar
 from shardwise.cli.exits import Exit, SubParsers
+from shardwise.cli.files import lines_of
 from shardwise.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -116,8 +117,20 @@ def add_import(verbs: SubParsers) -> None:
         action="store_true",
         help="read the pickles of torch.distributed.checkpoint, by an unpickler that calls no code of theirs",
     )
+    of_torch = parser.add_argument_group("of torch.distributed.checkpoint")
+    for option, (name, count, metavar, text) in _OF_TORCH.items():
+        of_torch.add_argument(option, action=count, dest=name, metavar=metavar, help=text)
     _add_ranks(parser, required=False)
     parser.set_defaults(command=run_import)
+
+
+# The argument of `import_torch`, how often the option may be given, what it takes, and its help.
+_OF_TORCH = {
+    "--model": ("model", "store", "NAME", "what is before the names of the module, such as state_dict.model"),
+    "--optimizer": ("optimizers", "append", "NAME", "what is before those of an optimizer; once for each of several"),
+    "--parameters": ("parameters", "store", "FILE", "names of the parameters that optimizers number, one a line"),
+    "--skip": ("skip", "append", "NAME", "leave out what has this name, or is below it; may be given several times"),
+}
 
 
 def run_import(args: argparse.Namespace) -> int:
@@ -127,13 +140,22 @@ def run_import(args: argparse.Namespace) -> int:
     options = {"step": args.step, "overwrite": args.overwrite}
     if args.prefix is not None:
         options["prefix"] = args.prefix
-    where = args.source, args.target, args.ranks, _plan(args)
+    is_of_torch = Path(args.source, ".metadata").exists()
+    given = {option: getattr(args, name) for option, (name, *_) in _OF_TORCH.items()}
+    given = {option: value for option, value in given.items() if value is not None}
+    if given and not is_of_torch:
+        raise ConfigError(f"{next(iter(given))} is for folders of torch.distributed.checkpoint. Fix: leave it out.")
+    of_torch = {_OF_TORCH[option][0]: value for option, value in given.items()}
+    if args.parameters is not None:
+        of_torch["parameters"] = lines_of(args.parameters)
+    options |= {"world_size": args.ranks, "plan": _plan(args)}
     with progress_bar() as progress:
-        if Path(args.source, ".metadata").exists():
+        if is_of_torch:
             allowed = args.allow_pickle_metadata
-            path = import_torch(*where, allow_pickle_metadata=allowed, progress=progress, **options)
+            options |= of_torch
+            path = import_torch(args.source, args.target, allow_pickle_metadata=allowed, progress=progress, **options)
         else:
-            path = import_safetensors(*where, progress=progress, **options)
+            path = import_safetensors(args.source, args.target, progress=progress, **options)
     print(f"Wrote {path}.")
     return Exit.OK
 

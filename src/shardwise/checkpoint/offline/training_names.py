@@ -1,0 +1,258 @@
+"""The module and the optimizers in training states of other programs, under the names of `state_of`.
+
+    model_state_dict.0.weight                 model.0.weight
+    optimizer_state_dict.state.0.exp_avg      optimizer.0.weight.exp_avg
+    optimizer_state_dict.param_groups         optimizer.param_groups
+    epoch                                     epoch
+
+An optimizer is recognised by its `param_groups`, a module by what it is called.
+Source: `Optimizer.state_dict` of torch/optim/optimizer.py; torch/distributed/checkpoint/state_dict.py.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from shardwise.checkpoint.offline.nested_values import KeyPath
+from shardwise.errors import CheckpointError, did_you_mean
+
+MODEL, OPTIMIZER, GROUPS = "model.", "optimizer.", ".param_groups"
+MODULES = ("model", "state_dict", "model_state_dict", "module", "net")  # what programs call the state of a module
+SHOWN = 5  # of a list, how many names an error has
+
+Groups: TypeAlias = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class TrainingNames:
+    """Where the module and the optimizers of a training state are.
+
+    Attributes:
+        model: what is before the names of the module, without the dot; None if that is to be found.
+        optimizers: what is before the names of each optimizer; None if that is to be found.
+        parameters: the names of parameters, for optimizers that number theirs: in the order of these numbers, those of
+            the first optimizer first.
+    """
+
+    model: str | None = None
+    optimizers: Sequence[str] | None = None
+    parameters: Sequence[str] | None = None
+
+
+def renamed(
+    tensors: Collection[str], values: Mapping[str, Any], paths: Mapping[str, KeyPath], given: TrainingNames
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """The name of each tensor by its new name, and the values by their new names.
+
+    What is neither of the module nor of an optimizer keeps its name.
+
+    Args:
+        tensors: their names.
+        values: with the groups of an optimizer as one list.
+        paths: where tensors and values were in the nested state, by name.
+
+    Raises:
+        CheckpointError: several modules or optimizers that may be meant, parameters without names, states of no
+            parameter, or two tensors or values that would get one name.
+    """
+    there = [
+        name.removesuffix(GROUPS) for name, value in values.items() if name.endswith(GROUPS) and _are_groups(value)
+    ]
+    groups: dict[str, Groups] = {name: values[name + GROUPS] for name in _optimizers(there, given.optimizers)}
+    new = {name: name for name in [*tensors, *values]}
+    model = _model(tensors, paths, there, given.model)
+    if model is not None:
+        new |= {name: MODEL + name.removeprefix(f"{model}.") for name in new if name.startswith(f"{model}.")}
+    known = [name.removeprefix(MODEL) for name in new.values() if name.startswith(MODEL)]
+    merged: Groups = []
+    for optimizer, names in _parameters(groups, given.parameters, known).items():
+        new |= _states(optimizer, groups[optimizer], names, new)
+        del new[optimizer + GROUPS]
+        merged += [_named(optimizer, group, names) for group in groups[optimizer]]
+    _check_unique(new)
+    found = {new[name]: value for name, value in values.items() if name in new}
+    if groups:
+        found[OPTIMIZER + GROUPS[1:]] = merged
+    return {new[name]: name for name in tensors}, found
+
+
+def _are_groups(value: object) -> bool:
+    """Whether it is what an optimizer has as `param_groups`."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in value)
+    )
+
+
+def _optimizers(there: Sequence[str], given: Sequence[str] | None) -> Sequence[str]:
+    """Which of those that are there to import."""
+    if given is None:
+        if len(there) > 1:
+            raise CheckpointError(
+                f"there are several optimizers: {_some(there)}. Fix: optimizers={[there[0]]!r} imports one of them, "
+                f"optimizers={list(there)!r} all (--optimizer, once for each)"
+            )
+        return there
+    for name in given:
+        if name not in there:
+            raise CheckpointError(
+                f"there is no optimizer called {name!r}.{did_you_mean(name, there)} Fix: one that has param_groups: "
+                f"{_some(there) or 'there is none'}"
+            )
+    return given
+
+
+def _model(
+    tensors: Collection[str], paths: Mapping[str, KeyPath], optimizers: Sequence[str], given: str | None
+) -> str | None:
+    """What is before the names of the module; None if it is what it should be, or there is none."""
+    found = dict.fromkeys(
+        name[: -len(str(path[-1])) - 1]
+        for name in tensors
+        if len(path := paths.get(name, ())) > 1
+        and path[-2] in MODULES
+        and not any(name.startswith(f"{optimizer}.") for optimizer in optimizers)
+    )
+    if given is not None:
+        if not any(name.startswith(f"{given}.") for name in tensors):
+            meant = did_you_mean(given, found)
+            raise CheckpointError(
+                f"there is nothing under {given!r}, which model names.{meant} Fix: what is before the names of the "
+                f"module, as 'state_dict' is in 'state_dict.0.weight'; there are {_some(tensors)}"
+            )
+        return given
+    if any(name.startswith(MODEL) for name in tensors):
+        return None
+    if len(found) > 1:
+        raise CheckpointError(
+            f"there are several modules: {_some(found)}. Fix: model={next(iter(found))!r} names one of them (--model)"
+        )
+    return next(iter(found), None)
+
+
+# ---- parameters of optimizers ---------------------------------------------------------------------------------
+
+
+def _parameters(
+    groups: Mapping[str, Groups], given: Sequence[str] | None, known: Collection[str]
+) -> dict[str, list[str]]:
+    """The names of the parameters of each optimizer, in the order of its groups.
+
+    Args:
+        given: the names of those that have numbers.
+        known: the names of the module, if there is one.
+    """
+    found, left = dict[str, list[str]](), list(given or ())
+    numbered = [name for name, of in groups.items() if _stored_names(of) is None]
+    count = sum(len(group["params"]) for name in numbered for group in groups[name])
+    if given is not None and len(given) != count:
+        raise CheckpointError(
+            f"parameters has {len(given)} names, and {count} parameters have numbers in place of names. "
+            f"Fix: {_how_to_name(numbered) if count else 'leave parameters out'}"
+        )
+    if numbered and given is None:
+        of_module = f"; the module has {_some(known)}" if known else ""
+        raise CheckpointError(
+            f"{numbered[0]!r} has numbers for its parameters, no names{of_module}. Fix: {_how_to_name(numbered)}"
+        )
+    for name, of in groups.items():
+        size = sum(len(group["params"]) for group in of)
+        if (stored := _stored_names(of)) is None:
+            _check_numbers(name, of)
+            found[name], left = left[:size], left[size:]
+        else:
+            found[name] = stored
+    _check_names([name for names in found.values() for name in names], known)
+    return found
+
+
+def _how_to_name(optimizers: Sequence[str]) -> str:
+    each = f"; first those of {optimizers[0]!r}, then those of {_some(optimizers[1:])}" if optimizers[1:] else ""
+    return (
+        "parameters=[name for name, _ in model.named_parameters()] if the optimizer was made of model.parameters(), "
+        f"else the names in the order in which it got them{each} (--parameters FILE, with a name a line)"
+    )
+
+
+def _stored_names(groups: Groups) -> list[str] | None:
+    """What the groups say of names: torch has them from `get_state_dict`, or from `named_parameters`."""
+    found: list[str] = []
+    for group in groups:
+        names = group["params"] if all(isinstance(one, str) for one in group["params"]) else group.get("param_names")
+        if not isinstance(names, list) or len(names) != len(group["params"]):
+            return None
+        if not all(isinstance(name, str) for name in names):
+            return None
+        found += names
+    return found
+
+
+def _check_numbers(optimizer: str, groups: Groups) -> None:
+    numbers = [number for group in groups for number in group["params"]]
+    if numbers != [*range(len(numbers))]:
+        raise CheckpointError(
+            f"{optimizer!r} numbers its parameters {_some(numbers)}, expected 0, 1, … over all groups. "
+            f"Fix: save what the state_dict() of an optimizer of torch.optim returns"
+        )
+
+
+def _check_names(names: Sequence[str], known: Collection[str]) -> None:
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise CheckpointError(
+            f"{repeated[0]!r} is the name of several parameters of the optimizers. "
+            f"Fix: name each once; optimizers=[…] (--optimizer) imports one of several"
+        )
+    unknown = [name for name in names if name not in known] if known else []
+    if unknown:
+        raise CheckpointError(
+            f"the module has no {unknown[0]!r}, which is a parameter of an optimizer.{did_you_mean(unknown[0], known)} "
+            f"Fix: parameters=[…] has names of the module, and model=… says what is before them, as "
+            f"'state_dict.model' is in 'state_dict.model.0.weight'"
+        )
+
+
+def _states(optimizer: str, groups: Groups, names: Sequence[str], there: Iterable[str]) -> dict[str, str]:
+    """The new names of what an optimizer has."""
+    saved = [one for group in groups for one in group["params"]]
+    owners = {f"state.{one}": name for one, name in zip(saved, names, strict=True)}
+    owners |= {one: name for one, name in zip(saved, names, strict=True) if isinstance(one, str)}
+    found = {}
+    for full in there:
+        if not full.startswith(f"{optimizer}.") or full == optimizer + GROUPS:
+            continue
+        owner, _, key = full.removeprefix(f"{optimizer}.").rpartition(".")
+        if owner in owners:
+            found[full] = f"{OPTIMIZER}{owners[owner]}.{key}"
+        elif owner.startswith("state."):
+            raise CheckpointError(
+                f"{full!r} is a state of no parameter of {optimizer + GROUPS!r}. "
+                f"Fix: skip=[{full!r}] (--skip) leaves it out; a state is one tensor or number under its name"
+            )
+    return found
+
+
+def _named(optimizer: str, group: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    """A group with the next of `names`, which are taken from the list."""
+    count = len(group["params"])
+    mine, names[:] = names[:count], names[count:]
+    said = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return {"params": mine, "optimizer": optimizer, **said}
+
+
+def _check_unique(new: Mapping[str, str]) -> None:
+    old: dict[str, str] = {}
+    for name, after in new.items():
+        if after in old:
+            raise CheckpointError(
+                f"{old[after]!r} and {name!r} would both be called {after!r}. Fix: skip=[…] (--skip) leaves one out"
+            )
+        old[after] = name
+
+
+def _some(names: Iterable[object]) -> str:
+    shown = [repr(name) for name in names]
+    more = f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
+    return ", ".join(shown[:SHOWN]) + more
