@@ -87,5 +87,6 @@ def text_of(error: Exception) -> str:
     if isinstance(error, ShardwiseError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror + (f": {error.filename}" if error.filename else "")
+        where = f": {error.filename}" if error.filename else ""
+        return f"{error.strerror}{where}. Fix: see that the place exists, has room and may be read and written"
     return f"{type(error).__name__}: {error}"

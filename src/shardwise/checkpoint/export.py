@@ -86,7 +86,7 @@ def _prepared(what: str, collection: Collection | Tensor, table: str, target: Pa
         key, tensor = _tensor(collection, table)
         boxes = storable_boxes(key, tensor)
         if not boxes.layout.shape:
-            raise CheckpointError(f"tensor {key!r} has no rows to send one after the other")
+            raise CheckpointError(f"tensor {key!r} has no rows to send one after the other. Fix: export x.reshape(1)")
         found.append((key, boxes))
         facts["tensor"] = f"{key} {boxes.dtype} {boxes.layout!r}"
         return digest(facts)
@@ -101,7 +101,7 @@ def _tensor(collection: Collection | Tensor, table: str) -> tuple[str, Tensor]:
         return table, collection
     names = {name.split(".")[-2]: name for name, _ in collection.named_parameters()}
     if table not in names:
-        raise CheckpointError(f"there is no table {table!r}; the tables are {', '.join(names)}")
+        raise CheckpointError(f"there is no table {table!r}; the tables are {', '.join(names)}. Fix: name one of them")
     return names[table], collection.get_parameter(names[table])
 
 

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shardwise.checkpoint.remedies import damaged
 from shardwise.errors import CheckpointError
 from shardwise.layout import Box
 
@@ -77,7 +78,10 @@ def file_layout(
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > HEADER_LIMIT:
-        raise CheckpointError(f"one file cannot name {len(ordered)} tensors: its header has {len(text)} bytes")
+        raise CheckpointError(
+            f"one file cannot name {len(ordered)} tensors: its header has {len(text)} bytes. "
+            f"Fix: stack tensors that belong together, or save on more ranks"
+        )
     header = len(text).to_bytes(8, "little") + text
     starts = {key: len(header) + start for (key, _, _), start in zip(ordered, ends, strict=False)}
     dtypes = {key: dtype for key, dtype, _ in ordered}
@@ -187,7 +191,7 @@ class StoredFile(Protocol):
 def check_size(file: StoredFile, layout: FileLayout) -> None:
     """Raise CheckpointError unless `file` is as long as its chunks imply."""
     if file.size != layout.size:
-        raise CheckpointError(f"{file.name}: has {file.size:,} bytes, the manifest says {layout.size:,}")
+        raise damaged(f"{file.name}: has {file.size:,} bytes, the manifest says {layout.size:,}")
 
 
 class ChunkFile:
@@ -198,7 +202,7 @@ class ChunkFile:
         header = bytearray(len(layout.header))
         file.read_into(memoryview(header), 0)
         if header != layout.header:
-            raise CheckpointError(f"{file.name}: its header is damaged: it is not the one the manifest implies")
+            raise damaged(f"{file.name}: its header is damaged: it is not the one the manifest implies")
         self.file = file
         self.starts = layout.starts
 
@@ -241,7 +245,7 @@ def verify_bytes(
             on_block(len(block))
         if total != crc:
             where = f" in bytes {first:,} to {last:,}" if len(expected) > 1 else ""
-            raise CheckpointError(
+            raise damaged(
                 f"{file.name}: the data of {what!r} is damaged{where}: its crc32 is {total:08x}, expected {crc:08x}"
             )
 

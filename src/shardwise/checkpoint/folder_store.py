@@ -151,7 +151,8 @@ class FolderStore:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 free = shutil.disk_usage(path.parent).free
                 raise CheckpointError(
-                    f"no space left writing {path}: the file needs {size:,} bytes, {free:,} are free"
+                    f"no space left writing {path}: the file needs {size:,} bytes, {free:,} are free. "
+                    f"Fix: make room; keep=2 removes older checkpoints"
                 ) from error
             raise
 

@@ -216,7 +216,11 @@ def _check_fit(manifest: Manifest, leaves: Mapping[str, Leaf], wanted: Wanted, s
     different += [
         f"  {name!r}: resize names it, and the state does not" for name in wanted.resize if name not in leaves
     ]
-    fixes = ["\n  Fix: subset=True passes over what the state does not name"] if unexpected and not missing else []
+    fixes = []
+    if unexpected and not missing:
+        fixes.append("\n  Fix: subset=True passes over what the state does not name")
+    elif missing or any("Fix: " not in line for line in different):
+        fixes.append("\n  Fix: make the state as it was saved; `shardwise checkpoint inspect` lists names and shapes")
     if wanted.differences and wanted.fix and not (missing or unexpected or different):
         fixes.append(f"\n  Fix: {wanted.fix}")
     problems = [*missing, *unexpected, *different, *(f"  {line}" for line in wanted.differences)]

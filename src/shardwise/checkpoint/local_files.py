@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
+from shardwise.checkpoint.remedies import UNREACHABLE, damaged
 from shardwise.errors import CheckpointError, UnreachableError
 
 _SHORT_BYTES = 4096
@@ -30,12 +31,12 @@ class LocalFile:
             why = "is a symbolic link" if error.errno == errno.ELOOP else str(error.strerror)
             raise unreadable(self.name, error, why) from error
         except ValueError as error:  # a name that no file can have
-            raise CheckpointError(f"{self.name!r}: cannot be read: {error}") from error
+            raise CheckpointError(f"{self.name!r}: cannot be read: {error}. Fix: another name") from error
         status = os.fstat(self._descriptor)
         self.size, self.changed = status.st_size, status.st_mtime_ns
         if not stat.S_ISREG(status.st_mode):
             self.close()
-            raise CheckpointError(f"{path}: is not a regular file")
+            raise damaged(f"{path}: is not a regular file")
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         done = 0
@@ -45,7 +46,7 @@ class LocalFile:
             except OSError as error:
                 raise unreadable(self.name, error, str(error.strerror)) from error
             if not count:
-                raise CheckpointError(f"{self.name}: ends at byte {offset + done}, expected {len(buffer) - done} more")
+                raise damaged(f"{self.name}: ends at byte {offset + done}, expected {len(buffer) - done} more")
             done += count
 
     def close(self) -> None:
@@ -53,8 +54,9 @@ class LocalFile:
 
 
 def unreadable(name: str, error: OSError, why: str) -> CheckpointError:
-    kind = CheckpointError if error.errno in _NO_SUCH_FILE else UnreachableError
-    return kind(f"{name}: cannot be read: {why}")
+    if error.errno in _NO_SUCH_FILE:
+        return damaged(f"{name}: cannot be read: {why}")
+    return UnreachableError(f"{name}: cannot be read: {why}{UNREACHABLE}")
 
 
 def short_file(path: Path) -> tuple[bytes, int] | None:

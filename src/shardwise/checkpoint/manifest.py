@@ -17,6 +17,7 @@ import torch
 
 from shardwise.checkpoint.collection import collection_off
 from shardwise.checkpoint.files import CRC_BYTES, DTYPES, METADATA_KEY, FileLayout, file_layout
+from shardwise.checkpoint.remedies import damaged
 from shardwise.errors import CheckpointError, LayoutError
 from shardwise.layout import Box, check_cover
 
@@ -139,7 +140,10 @@ def as_bytes(manifest: Manifest) -> bytes:
     # Without the brace that the first line opens.
     data = sealed(json.dumps(content, allow_nan=False, separators=(",", ":")).encode()[1:] + b"\n")
     if len(data) > MANIFEST_LIMIT:
-        raise too_long("the manifest", len(data))
+        raise CheckpointError(
+            f"the manifest would have {len(data):,} bytes, more than the {MANIFEST_LIMIT:,} allowed. "
+            f"Fix: stack tensors that belong together, or save on fewer ranks"
+        )
     parse(data)
     return data
 
@@ -156,20 +160,15 @@ def sealed(rest: bytes) -> bytes:
     return b'{"sha256":"' + hashlib.sha256(rest).hexdigest().encode() + b'",\n' + rest
 
 
-def too_long(what: str, num_bytes: int) -> CheckpointError:
-    """The error of a manifest above MANIFEST_LIMIT."""
-    return CheckpointError(f"{what} has {num_bytes:,} bytes, more than the {MANIFEST_LIMIT:,} allowed")
-
-
 @collection_off()
 def parse(data: bytes) -> Manifest:
     """A manifest from the bytes of its file."""
     seal = _SEAL.match(data)
     if seal is None:
-        raise CheckpointError("does not begin with its checksum, so it is damaged or not a manifest")
+        raise damaged("does not begin with its checksum, so it is damaged or not a manifest")
     sha256, rest = seal[1].decode(), data[seal.end() :]
     if hashlib.sha256(rest).hexdigest() != sha256:
-        raise CheckpointError("is damaged: its content does not match its checksum")
+        raise damaged("is damaged: its content does not match its checksum")
     content = _parse_json(data)
     version = content.get("version")
     known = type(version) is int and (version == VERSION or version in OLDER)
@@ -179,7 +178,7 @@ def parse(data: bytes) -> Manifest:
             f"Fix: install {_writer(content.get('versions'))}"
         )
     if content.get("format") != FORMAT or not known:
-        raise CheckpointError(
+        raise damaged(
             f"is {content.get('format')!r} version {version!r}, expected {FORMAT!r} version {VERSION} or older"
         )
     return _manifest(content)
@@ -199,7 +198,7 @@ def _parse_json(data: bytes) -> dict[str, Any]:
     try:
         content = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, too deep, numbers too long
-        raise CheckpointError(f"is not valid JSON: {error}") from error
+        raise damaged(f"is not valid JSON: {error}") from error
     assert isinstance(content, dict)  # it begins with a brace
     return content
 
@@ -231,7 +230,7 @@ def _manifest(content: dict[str, Any]) -> Manifest:
     tensors = {name: _tensor(_text(name, "a name"), said) for name, said in content["tensors"].items()}
     both = sorted(tensors.keys() & content["values"].keys())
     if both:
-        raise CheckpointError(f"says that {both[0]!r} is both a tensor and a value")
+        raise damaged(f"says that {both[0]!r} is both a tensor and a value")
     manifest = Manifest(
         _count(content["step"], "step"),
         _count(content["world_size"], "world_size", least=1),
@@ -244,17 +243,15 @@ def _manifest(content: dict[str, Any]) -> Manifest:
     )
     for name in manifest.not_finite:
         if not isinstance(name, str) or name not in tensors:
-            raise CheckpointError(f"not_finite: expected names of tensors, got {_short(name)}")
+            raise damaged(f"not_finite: expected names of tensors, got {_short(name)}")
     seen: Counter[tuple[str, str]] = Counter()
     for name, chunk in ((name, chunk) for name, tensor in tensors.items() for chunk in tensor.chunks):
         if _rank_of(chunk.file) >= manifest.world_size:
-            raise CheckpointError(
-                f"tensor {name!r}: {chunk.file} is of no rank of the {manifest.world_size} that saved"
-            )
+            raise damaged(f"tensor {name!r}: {chunk.file} is of no rank of the {manifest.world_size} that saved")
         seen[chunk.file, chunk.key] += 1
     for (file, key), count in seen.items():
         if count > 1:
-            raise CheckpointError(f"{file}: {count} chunks have the key {key!r}")
+            raise damaged(f"{file}: {count} chunks have the key {key!r}")
     return manifest
 
 
@@ -263,10 +260,10 @@ def _tensor(name: str, said: object) -> StoredTensor:
     said = _fields(where, said, {"dtype": str, "shape": list, "chunks": list})
     dtype = _NAMES.get(said["dtype"])
     if dtype is None:
-        raise CheckpointError(f"{where}unknown dtype {said['dtype']!r}")
+        raise damaged(f"{where}unknown dtype {said['dtype']!r}")
     shape = _dims(said["shape"], f"{where}shape")
     if dtype.itemsize * prod(max(n, 1) for n in shape) > LARGEST:
-        raise CheckpointError(f"{where}a tensor of shape {shape} is too large to exist")
+        raise damaged(f"{where}a tensor of shape {shape} is too large to exist")
     tensor = StoredTensor(dtype, shape, tuple(_chunk(where, chunk, dtype.itemsize) for chunk in said["chunks"]))
     check_chunks(name, tensor)
     return tensor
@@ -276,11 +273,11 @@ def check_chunks(name: str, tensor: StoredTensor) -> None:
     """Raise CheckpointError unless the chunks cover the tensor exactly once."""
     stored, needed = sum(chunk.box.numel for chunk in tensor.chunks), prod(tensor.shape)
     if stored < needed:  # compared first: to name the gap takes long where there are many chunks
-        raise CheckpointError(f"tensor {name!r}: its chunks hold {stored:,} of {needed:,} elements")
+        raise damaged(f"tensor {name!r}: its chunks hold {stored:,} of {needed:,} elements")
     try:
         check_cover([(chunk, chunk.box) for chunk in tensor.chunks], tensor.shape)
     except LayoutError as error:
-        raise CheckpointError(f"tensor {name!r}: {error}") from error
+        raise damaged(f"tensor {name!r}: {error}") from error
 
 
 _CHUNK: Mapping[str, type | tuple[type, ...]] = {
@@ -297,20 +294,20 @@ def _chunk(where: str, said: object, itemsize: int) -> Chunk:
     said = _fields(where, said, _CHUNK)
     _rank_of(said["file"])
     if said["key"] == METADATA_KEY:
-        raise CheckpointError(f"{where}{METADATA_KEY} cannot be the key of a tensor")
+        raise damaged(f"{where}{METADATA_KEY} cannot be the key of a tensor")
     box = Box(_dims(said["offsets"], f"{where}offsets"), _dims(said["sizes"], f"{where}sizes"))
     if not box.numel:
-        raise CheckpointError(f"{where}{said['key']!r} is empty")
+        raise damaged(f"{where}{said['key']!r} is empty")
     crcs = _crcs(f"{where}crc32", said["crc32"], box.numel * itemsize)
     return Chunk(said["file"], _text(said["key"], "a key"), box, crcs)
 
 
 def _crcs(where: str, said: int | list[Any], num_bytes: int) -> tuple[int, ...]:
     if isinstance(said, list) and (len(said) == 1 or len(said) != -(-num_bytes // CRC_BYTES)):
-        raise CheckpointError(f"{where}: {len(said)} numbers do not fit {num_bytes:,} bytes")
+        raise damaged(f"{where}: {len(said)} numbers do not fit {num_bytes:,} bytes")
     crcs = _counts(said if isinstance(said, list) else [said], where)
     if max(crcs) > 0xFFFFFFFF:
-        raise CheckpointError(f"{where} has more than 32 bits: {max(crcs)}")
+        raise damaged(f"{where} has more than 32 bits: {max(crcs)}")
     return crcs
 
 
@@ -318,29 +315,29 @@ def _crcs(where: str, said: int | list[Any], num_bytes: int) -> tuple[int, ...]:
 def _rank_of(file: str) -> int:
     match = _FILE.fullmatch(file)
     if match is None or file != file_name(int(match[1])):
-        raise CheckpointError(f"{file!r} is not the name of a file of a checkpoint, such as {file_name(0)}")
+        raise damaged(f"{file!r} is not the name of a file of a checkpoint, such as {file_name(0)}")
     return int(match[1])
 
 
 def _fields(where: str, said: object, kinds: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any]:
     """`said`, which must be an object of exactly these fields, each of its type or one of its types."""
     if not isinstance(said, dict):
-        raise CheckpointError(f"{where}expected an object, got {_short(said)}")
+        raise damaged(f"{where}expected an object, got {_short(said)}")
     if said.keys() != kinds.keys():
         wrong = min(said.keys() ^ kinds.keys())
         what = "lacks" if wrong in kinds else "has an unknown"
-        raise CheckpointError(f"{where}{what} field {wrong!r}")
+        raise damaged(f"{where}{what} field {wrong!r}")
     for name, kind in kinds.items():
         found = type(said[name])
         if found is not kind and not (isinstance(kind, tuple) and found in kind):
             names = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
-            raise CheckpointError(f"{where}{name} must be of type {names}, got {_short(said[name])}")
+            raise damaged(f"{where}{name} must be of type {names}, got {_short(said[name])}")
     return said
 
 
 def _dims(values: list[Any], where: str) -> tuple[int, ...]:
     if len(values) > 64:  # as many dims as torch allows
-        raise CheckpointError(f"{where}: {len(values)} dims are too many")
+        raise damaged(f"{where}: {len(values)} dims are too many")
     return _counts(values, where)
 
 
@@ -352,7 +349,7 @@ def _counts(values: list[Any], where: str) -> tuple[int, ...]:
 
 def _count(value: object, where: str, least: int = 0) -> int:
     if type(value) is not int or not least <= value <= LARGEST:
-        raise CheckpointError(f"{where}: expected an integer from {least} to {LARGEST}, got {_short(value)}")
+        raise damaged(f"{where}: expected an integer from {least} to {LARGEST}, got {_short(value)}")
     return value
 
 
@@ -360,7 +357,7 @@ def _text(value: str, where: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise CheckpointError(f"{where} must be valid Unicode, got {value!r}") from None
+        raise damaged(f"{where} must be valid Unicode, got {value!r}") from None
     return value
 
 

@@ -25,6 +25,7 @@ from time import time_ns
 
 from shardwise.checkpoint.files import StoredFile
 from shardwise.checkpoint.objects import REQUEST_BYTES, Objects, reading
+from shardwise.checkpoint.remedies import damaged
 from shardwise.checkpoint.stores import LockFile, step_name, step_of
 from shardwise.errors import CheckpointError
 
@@ -221,7 +222,7 @@ class _Object:
             with reading():
                 block = self._objects.read(self._name, offset + done, offset + stop)
             if not block:
-                raise CheckpointError(f"{self.name}: ends at byte {offset + done}, expected {len(buffer) - done} more")
+                raise damaged(f"{self.name}: ends at byte {offset + done}, expected {len(buffer) - done} more")
             buffer[done : done + len(block)] = block
             done += len(block)
 

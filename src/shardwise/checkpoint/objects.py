@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from shardwise.checkpoint.remedies import UNREACHABLE, damaged
 from shardwise.errors import CheckpointError, UnreachableError
 
 if TYPE_CHECKING:
@@ -46,7 +47,10 @@ class Objects:
                 f"{protocol!r}, such as s3fs for s3"
             ) from error
         except Exception as error:
-            raise CheckpointError(f"{url} cannot be opened: {_os_error(error, url).strerror}") from error
+            raise CheckpointError(
+                f"{url} cannot be opened: {_os_error(error, url).strerror}. Fix: see its spelling, "
+                f"and the endpoint and credentials of the package for {protocol!r}"
+            ) from error
 
     def location(self, name: str) -> str:
         """The URL of an object."""
@@ -149,8 +153,10 @@ def reading() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        kind = CheckpointError if isinstance(error, FileNotFoundError | IsADirectoryError) else UnreachableError
-        raise kind(f"{error.filename}: cannot be read: {error.strerror}") from error
+        text = f"{error.filename}: cannot be read: {error.strerror}"
+        if isinstance(error, FileNotFoundError | IsADirectoryError):
+            raise damaged(text) from error
+        raise UnreachableError(text + UNREACHABLE) from error
 
 
 def _os_error(error: Exception, url: str) -> OSError:

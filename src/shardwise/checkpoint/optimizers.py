@@ -59,7 +59,10 @@ def optimizer_state(module: nn.Module, optimizers: Mapping[str, Optimizer]) -> d
         for parameter, entries in optimizer.state.items():
             if id(parameter) not in names:
                 name = type(parameter).__name__
-                raise CheckpointError(f"the optimizer keeps state of a {name} that is no parameter")
+                raise CheckpointError(
+                    f"the optimizer keeps state of a {name} that is no parameter. "
+                    f"Fix: optimizer.state[parameter] has the states; or save without it, as state_of(module)"
+                )
             for key, value in entries.items():
                 if isinstance(value, list) and any(isinstance(item, Tensor) for item in value):
                     raise CheckpointError(

@@ -46,11 +46,18 @@ def resized(manifest: Manifest, resize: Mapping[str, Rows]) -> Manifest:
         stored = tensors.get(name)
         if stored is None:
             meant = did_you_mean(name, sorted(tensors), IN_PARENTHESES)
-            raise CheckpointError(f"resize names {name!r}, and the checkpoint has no such tensor{meant}")
+            raise CheckpointError(
+                f"resize names {name!r}, and the checkpoint has no such tensor{meant}. "
+                f"Fix: `shardwise checkpoint inspect` lists its tensors"
+            )
         if not stored.shape:
-            raise CheckpointError(f"resize names {name!r}, which has no rows: its shape is ()")
+            raise CheckpointError(
+                f"resize names {name!r}, which has no rows: its shape is (). Fix: leave it out of resize"
+            )
         if rows.count < 1:
-            raise CheckpointError(f"resize gives {name!r} {rows.count} rows, expected 1 or more")
+            raise CheckpointError(
+                f"resize gives {name!r} {rows.count} rows, expected 1 or more. Fix: len() of the parameter, at least 1"
+            )
         if rows.count > stored.shape[0] and rows.init_fn is None:
             raise CheckpointError(
                 f"resize gives {name!r} {rows.count} rows, of which the checkpoint has {stored.shape[0]}, and nothing "
@@ -84,7 +91,8 @@ def try_initializers(tensors: Mapping[str, Tensor], resize: Mapping[str, Rows]) 
             seeded_rows(rows.init_fn, (1, *tensors[name].shape[1:]), tensors[name].dtype, 0)(0, 1)
         except Exception as error:
             raise CheckpointError(
-                f"the init_fn of new rows of {name!r} failed: {type(error).__name__}: {error}"
+                f"the init_fn of new rows of {name!r} failed: {type(error).__name__}: {error}. "
+                f"Fix: a function that fills a tensor [rows, …] in place, as torch.nn.init.zeros_ does"
             ) from error
 
 

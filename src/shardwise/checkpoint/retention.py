@@ -45,7 +45,7 @@ class Keep:
     def __post_init__(self) -> None:
         for name, count in (("last", self.last), ("every", self.every), ("best", self.best)):
             if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-                raise CheckpointError(f"Keep: {name} must be a positive integer, got {count!r}")
+                raise CheckpointError(f"Keep: {name} must be a positive integer, got {count!r}. Fix: such as {name}=2")
         if (self.best is None) != (self.metric is None):
             raise CheckpointError(
                 f"Keep: best is {self.best!r} and metric {self.metric!r}. "

@@ -124,8 +124,10 @@ def _chosen(module: nn.Module, source: Source, strict: bool) -> _Chosen:
     unset = [name for name, x in _tensors(module) if x.is_meta and not any(x is other for other in tensors.values())]
     problems += [f"  {name!r} is on the meta device, and the files do not have it" for name in unset]
     if problems:
-        fix = "\n  Fix: strict=False passes over names that only one has" if missing or unexpected else ""
-        raise CheckpointError("the files do not fit the module:\n" + listed(problems) + fix)
+        fix = "make the module as the files have it; of a model of Hugging Face, config.json beside them says how"
+        if missing or unexpected:
+            fix = "strict=False passes over names that only one has"
+        raise CheckpointError(f"the files do not fit the module:\n{listed(problems)}\n  Fix: {fix}")
     on_meta = {name: x for name, x in named.items() if isinstance(x, nn.Parameter) and x.is_meta}
     for name, x in tensors.items():
         if name not in on_meta:

@@ -159,7 +159,10 @@ class Saving:
         """Raise NotFiniteError, for what `write` said on each rank."""
         if self.require_finite and (names := self.contents.not_finite(sums)):
             shown = listed([f"  {name}" for name in names])
-            raise NotFiniteError(f"{self.what} failed: there are infinite values or NaN in\n{shown}")
+            raise NotFiniteError(
+                f"{self.what} failed: there are infinite values or NaN in\n{shown}\n"
+                f"  Fix: restore the last checkpoint and try a smaller learning rate, or save with require_finite=False"
+            )
 
     def commit(self, draft: str, sums: AllSums) -> str:
         """Make the draft a version, unless what ranks have written is not there any more; on rank 0, its name."""
@@ -185,7 +188,9 @@ def _check_arguments(step: int, keep: int | Keep | None) -> None:
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
         raise CheckpointError(f"step must be an integer from 0, got {step!r}. Fix: such as int(step)")
     if not isinstance(keep, int | Keep | None) or isinstance(keep, bool) or (isinstance(keep, int) and keep < 1):
-        raise CheckpointError(f"keep must be a positive integer, a Keep or None, got {keep!r}")
+        raise CheckpointError(
+            f"keep must be a positive integer, a Keep or None, got {keep!r}. Fix: such as 2, for the last two"
+        )
 
 
 class Contents:
@@ -203,7 +208,9 @@ class Contents:
     def prepare(self) -> None:
         """Look through the state; refuse what cannot be saved."""
         if not isinstance(self.given_metadata, Mapping) or not isinstance(self.state, Mapping):
-            raise CheckpointError("state and metadata must be mappings with string keys")
+            raise CheckpointError(
+                "state and metadata must be mappings with string keys. Fix: such as state_of(module) | {'epoch': 3}"
+            )
         self.metadata = as_json(self.given_metadata, "metadata")
         self.facts["metadata"] = json.dumps(self.metadata, sort_keys=True)
         text_of = cache(repr)  # thousands of tensors have few layouts

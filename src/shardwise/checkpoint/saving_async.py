@@ -205,7 +205,10 @@ class PendingSave:
             if ended is None and _program_has_ended.is_set():
                 ended = monotonic()
             if self._given_up.is_set() or (ended is not None and monotonic() - ended > EXIT_SECONDS):
-                raise CheckpointError(f"there is no report of ranks {', '.join(map(str, missing))}")
+                raise CheckpointError(
+                    f"there is no report of ranks {', '.join(map(str, missing))}. "
+                    f"Fix: see why they ended; all ranks call wait() before their programs end"
+                )
             self._given_up.wait(POLL_SECONDS)
         failed = {rank: str(report["failed"]) for rank, report in found.items() if "failed" in report}
         if failed:

@@ -55,7 +55,7 @@ def _leaves(mapping: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Leaf
         if not isinstance(key, str) or not key or not _is_unicode(key):
             raise CheckpointError(
                 f"the keys of the state must be strings that are not empty, got {key!r} under {prefix!r}. "
-                f"Fix: for the state of an optimizer, use shardwise.checkpoint.state_of"
+                f"Fix: str(key); for the state of an optimizer, shardwise.checkpoint.state_of"
             )
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{key}.")
@@ -120,11 +120,13 @@ def _not_storable(local: Tensor, layout: Layout) -> str | None:
             f"Fix: redistribute it to Replicate() or Shard(...) first"
         )
     if local.layout != torch.strided:
-        return f"{local.layout} tensors cannot be stored. Fix: make it dense"
+        return f"{local.layout} tensors cannot be stored. Fix: save x.to_dense()"
     if local.is_meta:
-        return "it is on the meta device and has no values"
+        return (
+            "it is on the meta device and has no values. Fix: module.to_empty(device=…) and initialise it, or restore"
+        )
     if local.dtype not in DTYPES:
-        return f"{local.dtype} has no place in a safetensors file. Fix: convert it, or store a view of it"
+        return f"{local.dtype} has no place in a safetensors file. Fix: save x.float(), or x.view(torch.uint8)"
     return None
 
 

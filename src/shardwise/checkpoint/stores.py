@@ -21,8 +21,8 @@ from shardwise.checkpoint.manifest import (
     MisnamedError,
     NewerVersionError,
     parse,
-    too_long,
 )
+from shardwise.checkpoint.remedies import DAMAGED, damaged, without_remedy
 from shardwise.errors import CheckpointError, UnreachableError
 
 _STEP = re.compile(r"step-(\d{8,18})", re.ASCII)
@@ -132,7 +132,10 @@ def find(store: CheckpointStore) -> tuple[str, Manifest]:
 
 def none_complete(store: CheckpointStore, reasons: Iterable[str]) -> CheckpointError:
     """The error where no version is complete, for these reasons."""
-    return CheckpointError("\n  ".join([f"there is no complete checkpoint in {store.name}", *reasons]))
+    lines = [f"there is no complete checkpoint in {store.name}", *reasons]
+    if not reasons:
+        return CheckpointError(f"{lines[0]}. Fix: name a folder or URL that was saved to; latest() is None before")
+    return CheckpointError("\n  ".join([*lines, DAMAGED.removeprefix(". ")]))
 
 
 def find_latest(store: CheckpointStore) -> tuple[str, Manifest] | None:
@@ -166,7 +169,7 @@ def find_complete(store: CheckpointStore) -> tuple[tuple[str, Manifest] | None, 
         except (UnreachableError, NewerVersionError):
             raise
         except CheckpointError as error:
-            reasons.append(str(error))
+            reasons.append(without_remedy(error))
             continue
         return (version, manifest), reasons
     return None, reasons
@@ -183,7 +186,7 @@ def stored_manifest(store: CheckpointStore, version: str) -> Manifest:
     location = store.location(version)
     with closing(store.open(version, MANIFEST)) as file:
         if file.size > MANIFEST_LIMIT:
-            raise too_long(f"{file.name}:", file.size)
+            raise damaged(f"{file.name}: has {file.size:,} bytes, more than the {MANIFEST_LIMIT:,} allowed")
         data = bytearray(file.size)
         file.read_into(memoryview(data), 0)
         try:

@@ -199,7 +199,10 @@ def _rows(
     unknown = sorted(resize.keys() - parameters.keys())
     if unknown:
         meant = did_you_mean(unknown[0], parameters, IN_PARENTHESES)
-        raise CheckpointError(f"resize names {unknown[0]!r}, and the module has no such parameter{meant}")
+        raise CheckpointError(
+            f"resize names {unknown[0]!r}, and the module has no such parameter{meant}. "
+            f"Fix: a name of module.named_parameters()"
+        )
     tables = _initializers(module) if resize else {}
     owners = {id(p): one for one in optimizers.values() for group in one.param_groups for p in group["params"]}
     found = {}

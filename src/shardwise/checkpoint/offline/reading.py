@@ -11,6 +11,7 @@ from shardwise.checkpoint.locations import store_at
 from shardwise.checkpoint.manifest import Manifest, StoredTensor
 from shardwise.checkpoint.offline.progress import Progress
 from shardwise.checkpoint.offline.sources import Extent, RangeChecksum, Source, SourceTensor
+from shardwise.checkpoint.remedies import without_remedy
 from shardwise.checkpoint.stores import CheckpointStore
 from shardwise.errors import CheckpointError
 from shardwise.layout import checked
@@ -92,7 +93,7 @@ def verify(folder: str | PathLike[str], progress: Progress | None = None) -> tup
             with closing(store.open(version, name)) as opened:
                 problems += _damaged(ChunkFile(opened, layout), chunks[name], shown)
         except CheckpointError as error:
-            problems.append(str(error))
+            problems.append(without_remedy(error))
     return manifest, problems
 
 
@@ -119,5 +120,5 @@ def _damaged(file: ChunkFile, chunks: list[tuple[str, StoredTensor, int]], progr
         try:
             verify_bytes(file.file, file.starts[chunk.key], num_bytes, chunk.crcs, chunk.key, on_block)
         except CheckpointError as error:
-            problems.append(f"tensor {name!r}: {error}")
+            problems.append(f"tensor {name!r}: {without_remedy(error)}")
     return problems

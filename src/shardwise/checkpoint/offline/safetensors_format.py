@@ -23,6 +23,7 @@ from shardwise.checkpoint.offline.progress import Progress
 from shardwise.checkpoint.offline.reading import CheckpointSource
 from shardwise.checkpoint.offline.resharding import write_checkpoint
 from shardwise.checkpoint.offline.sources import Extent, Source, SourceTensor
+from shardwise.checkpoint.remedies import foreign
 from shardwise.errors import ArgumentError, CheckpointError
 from shardwise.layout import Box, Layout, checked
 
@@ -195,7 +196,7 @@ def open_safetensors(path: Path, prefix: str, progress: Progress) -> Source:
             there = _tensors(opened, file)
         wrong = sorted(there.keys() ^ (there.keys() if expected is None else expected))
         if wrong:
-            raise CheckpointError(f"{folder / INDEX}: it and the header of {file} disagree about tensor {wrong[0]!r}")
+            raise foreign(f"{folder / INDEX}: it and the header of {file} disagree about tensor {wrong[0]!r}")
         tensors |= {prefix + name: tensor for name, tensor in there.items()}
     return Source(str(path), tensors, {}, open_file, progress)
 
@@ -208,15 +209,15 @@ def _files(folder: Path) -> Mapping[str, set[str] | None]:
             raise CheckpointError(f"{folder} has neither {INDEX} nor {SINGLE}. Fix: name a safetensors file.")
         return {SINGLE: None}
     if index.stat().st_size > MANIFEST_LIMIT:
-        raise CheckpointError(f"{index}: is too long for an index")
+        raise foreign(f"{index}: is too long for an index")
     try:
         weight_map = json.loads(index.read_bytes())["weight_map"]
         files = {file: {name for name, of in weight_map.items() if of == file} for file in weight_map.values()}
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{index}: is not an index of tensors: {error!r}") from error
+        raise foreign(f"{index}: is not an index of tensors: {error!r}") from error
     for file in files:
         if not isinstance(file, str) or Path(file).name != file or not file.isprintable():
-            raise CheckpointError(f"{index}: {file!r} is not the name of a file beside it")
+            raise foreign(f"{index}: {file!r} is not the name of a file beside it")
     return files
 
 
@@ -227,7 +228,7 @@ def _tensors(file: StoredFile, name: str) -> dict[str, SourceTensor]:
         CheckpointError: it does not.
     """
     if file.size < 8:
-        raise CheckpointError(f"{file.name}: has {file.size} bytes, too few for a safetensors file")
+        raise foreign(f"{file.name}: has {file.size} bytes, too few for a safetensors file")
     start = _bytes(file, 0, 8)
     if start.startswith(ZIP):
         raise CheckpointError(
@@ -236,20 +237,20 @@ def _tensors(file: StoredFile, name: str) -> dict[str, SourceTensor]:
         )
     length = int.from_bytes(start, "little")
     if length > min(HEADER_LIMIT, file.size - 8):
-        raise CheckpointError(f"{file.name}: is no safetensors file: its header would have {length:,} bytes")
+        raise foreign(f"{file.name}: is no safetensors file: its header would have {length:,} bytes")
     try:
         header = json.loads(_bytes(file, 8, length))
         header.pop(METADATA_KEY, None)
         found = [_entry(key, said) for key, said in header.items()]
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{file.name}: its header is no header of safetensors: {error!r}") from error
+        raise foreign(f"{file.name}: its header is no header of safetensors: {error!r}") from error
     expected = 0
     for key, _, _, begin, end in sorted(found, key=lambda entry: entry[3:]):
         if begin != expected:
-            raise CheckpointError(f"{file.name}: tensor {key!r} begins at byte {begin:,} of the data, not {expected:,}")
+            raise foreign(f"{file.name}: tensor {key!r} begins at byte {begin:,} of the data, not {expected:,}")
         expected = end
     if 8 + length + expected != file.size:
-        raise CheckpointError(f"{file.name}: has {file.size:,} bytes, its header says {8 + length + expected:,}")
+        raise foreign(f"{file.name}: has {file.size:,} bytes, its header says {8 + length + expected:,}")
     tensors = {}
     for key, dtype, shape, begin, _ in found:
         full = Box((0,) * len(shape), shape)

@@ -30,6 +30,7 @@ from shardwise.checkpoint.offline.sources import Extent, RangeChecksum, Source, 
 from shardwise.checkpoint.offline.torch_pickles import Described, Entry, entries, sizes_of, unpickled
 from shardwise.checkpoint.offline.training_names import TrainingNames, renamed
 from shardwise.checkpoint.offline.windows import windows
+from shardwise.checkpoint.remedies import foreign
 from shardwise.checkpoint.state import as_json
 from shardwise.collectives.checkpoints import StoredItem, flat_values, pickled_metadata
 from shardwise.errors import CheckpointError, did_you_mean
@@ -184,7 +185,7 @@ def _source(folder: Path, prefix: str, names: TrainingNames, skip: Sequence[str]
 
     with closing(open_file(METADATA)) as file:
         if file.size > MANIFEST_LIMIT:
-            raise CheckpointError(f"{file.name}: is too long: {file.size:,} bytes")
+            raise foreign(f"{file.name}: is too long: {file.size:,} bytes")
         data = bytearray(file.size)
         file.read_into(memoryview(data), 0)
     tensors, values = dict[str, SourceTensor](), dict[str, object]()
@@ -231,7 +232,7 @@ class _Slice(io.RawIOBase):
     def __init__(self, file: StoredFile, start: int, length: int) -> None:
         super().__init__()
         if start + length > file.size:
-            raise CheckpointError(f"{file.name}: ends at byte {file.size:,}, expected {start + length:,}")
+            raise foreign(f"{file.name}: ends at byte {file.size:,}, expected {start + length:,}")
         self.file, self.start, self.length, self.at = file, start, length, 0
 
     def readable(self) -> bool:
@@ -253,19 +254,20 @@ class _Slice(io.RawIOBase):
 
 def _value(name: str, item: _Slice) -> object:
     """A value, or a tensor of one element, such as a learning rate, as a number."""
+    skip = f"Fix: skip=[{name!r}] (--skip) imports all else"
     if item.length > MANIFEST_LIMIT:
-        raise CheckpointError(f"{item.file.name}: a value of {item.length:,} bytes is too long")
+        raise CheckpointError(f"{item.file.name}: a value of {item.length:,} bytes is too long. {skip}")
     try:
         value = torch.load(io.BytesIO(item.read()), weights_only=True)
     except CheckpointError:
         raise
     except Exception as error:  # whatever is in a file raises anything
-        raise CheckpointError(f"{item.file.name}: its value cannot be read: {str(error).splitlines()[0]}") from error
+        why = str(error).splitlines()[0]
+        raise CheckpointError(f"{item.file.name}: its value cannot be read: {why}. {skip}") from error
     try:
         return as_json(value.item() if isinstance(value, torch.Tensor) and not value.ndim else value, name)
     except CheckpointError as error:
-        said = str(error).partition(" Fix: ")[0]
-        raise CheckpointError(f"{said} Fix: skip=[{name!r}] (--skip) imports all else") from error
+        raise CheckpointError(f"{str(error).partition(' Fix: ')[0]} {skip}") from error
 
 
 def _extent(entry: Entry, dtype: torch.dtype, item: _Slice) -> Extent:
@@ -294,7 +296,7 @@ def _extent(entry: Entry, dtype: torch.dtype, item: _Slice) -> Extent:
     except CheckpointError:
         raise
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{where}: has no such tensor at byte {item.start:,}: {error!r}") from error
+        raise foreign(f"{where}: has no such tensor at byte {item.start:,}: {error!r}") from error
     checksum = RangeChecksum(begin, record.file_size, (record.CRC,))
     return Extent(entry.file, begin + first * dtype.itemsize, entry.box, checksum, order)
 

@@ -17,6 +17,7 @@ import torch
 from shardwise.checkpoint.files import DTYPES
 from shardwise.checkpoint.manifest import LARGEST
 from shardwise.checkpoint.offline.nested_values import KeyPath, as_path
+from shardwise.checkpoint.remedies import foreign
 from shardwise.errors import CheckpointError, LayoutError
 from shardwise.layout import Box, check_cover
 
@@ -70,7 +71,10 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> object:
         if (module, name) not in self.admitted:
-            raise CheckpointError(f"the pickle has {module}.{name}, which is not of the format, so it is not read")
+            raise CheckpointError(
+                f"the pickle has {module}.{name}, which is not of the format, so it is not read. "
+                "Fix: load it with torch, and save tensors, numbers and strings only"
+            )
         return self.admitted[module, name]
 
     def persistent_load(self, pid: object) -> object:
@@ -96,7 +100,7 @@ def unpickled(data: bytes, what: str) -> object:
     except CheckpointError as error:
         raise CheckpointError(f"{what}: {error}") from error
     except Exception as error:  # a pickle of anything raises anything
-        raise CheckpointError(f"{what}: is no pickle of this format: {error!r}") from error
+        raise foreign(f"{what}: is no pickle of this format: {error!r}") from error
 
 
 # ---- what they say ----------------------------------------------------------------------------------------
@@ -162,7 +166,7 @@ def entries(data: bytes, what: str) -> tuple[list[Described], dict[str, KeyPath]
             found.append((name, dtype, shape, [Entry(box, *places[name, box.offsets]) for box in boxes]))
         return found, _paths(metadata)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError, LayoutError) as error:
-        raise CheckpointError(f"{what}: is no metadata of torch.distributed.checkpoint: {error!r}") from error
+        raise foreign(f"{what}: is no metadata of torch.distributed.checkpoint: {error!r}") from error
 
 
 def _paths(metadata: object) -> dict[str, KeyPath]:
