@@ -25,6 +25,7 @@ from tests.checkpoint.states import bits, blank, content, distributed, error_on_
 
 CUT = Layout(Mesh((2,)), [Shard(0)], (5, 3))
 OTHER = Layout(Mesh((2,)), [Shard(1)], (5, 3))
+AS_SAVED = "  Fix: make the state as it was saved; `shardwise checkpoint inspect` lists names and shapes"
 ROWS = "Fix: resize={'cut': Rows(7, torch.nn.init.zeros_)} loads the rows that both have"
 CONVERT = "Fix: load into torch.float32, then convert"
 STEP = "step-00000001"
@@ -228,7 +229,8 @@ def test_reading_that_fails_at_any_operation_changes_nothing(saved: Path) -> Non
 def test_a_folder_without_a_checkpoint_says_what_is_wrong_with_what_there_is(saved: Path, tmp_path: Path) -> None:
     nothing = tmp_path / "nothing"
     assert refused_by_two(nothing) == (
-        f"Loading {nothing} failed:\n  rank 0: there is no complete checkpoint in {nothing}"
+        f"Loading {nothing} failed:\n  rank 0: there is no complete checkpoint in {nothing}. "
+        f"Fix: name a folder or URL that was saved to; latest() is None before"
     )
     os.truncate(saved / "rank-0001.safetensors", 100)
     reason = f"{saved}/rank-0001.safetensors: has 100 bytes, the manifest says"
@@ -269,6 +271,7 @@ def test_ranks_that_see_different_checkpoints_are_told_so(saved: Path, tmp_path:
             [
                 "  missing in the checkpoint: 'cot' (did you mean 'cut'?)",
                 "  only in the checkpoint: 'cut' (did you mean 'cot'?)",
+                AS_SAVED,
             ],
         ),
         (
@@ -278,8 +281,8 @@ def test_ranks_that_see_different_checkpoints_are_told_so(saved: Path, tmp_path:
                 "  Fix: subset=True passes over what the state does not name",
             ],
         ),
-        ({"more": 1}, ["  missing in the checkpoint: 'more'"]),
-        ({"cut": torch.zeros(3, 5)}, ["  'cut': shape (5, 3) in the checkpoint, (3, 5) in the state"]),
+        ({"more": 1}, ["  missing in the checkpoint: 'more'", AS_SAVED]),
+        ({"cut": torch.zeros(3, 5)}, ["  'cut': shape (5, 3) in the checkpoint, (3, 5) in the state", AS_SAVED]),
         (
             {"whole": torch.zeros(4, dtype=torch.int8)},
             ["  'whole': torch.float32 in the checkpoint, torch.int8 in the state. " + CONVERT],
@@ -290,8 +293,8 @@ def test_ranks_that_see_different_checkpoints_are_told_so(saved: Path, tmp_path:
                 "  'cut': shape (5, 3) in the checkpoint, (7, 3) in the state. " + ROWS,
             ],
         ),
-        ({"whole": 4.0}, ["  'whole': a tensor in the checkpoint, a float in the state"]),
-        ({"epoch": torch.zeros(())}, ["  'epoch': a tensor in the state, a JSON value in the checkpoint"]),
+        ({"whole": 4.0}, ["  'whole': a tensor in the checkpoint, a float in the state", AS_SAVED]),
+        ({"epoch": torch.zeros(())}, ["  'epoch': a tensor in the state, a JSON value in the checkpoint", AS_SAVED]),
     ],
     ids=["misspelt", "unexpected", "missing", "shape", "dtype", "rows", "value for tensor", "tensor for value"],
 )
@@ -316,8 +319,8 @@ def test_a_long_list_of_differences_is_cut(saved: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         load(saved, {f"name {i}": 0 for i in range(30)}, subset=True)
     lines = str(caught.value).splitlines()
-    assert len(lines) == 7
-    assert lines[-1] == "  … and 25 more"
+    assert len(lines) == 8
+    assert lines[-2:] == ["  … and 25 more", AS_SAVED]
 
 
 def test_part_of_a_checkpoint_can_be_loaded(saved: Path) -> None:

@@ -53,7 +53,9 @@ def test_every_error_that_is_made_says_what_to_do(file: Path) -> None:
 
 
 def test_an_error_without_a_fix_is_found() -> None:
-    source = "def f():\n    raise CheckpointError('it is damaged')\n\ndef g():\n    raise CheckpointError('x. Fix: y')\n"
+    source = (
+        "def f():\n    raise CheckpointError('it is damaged')\n\ndef g():\n    raise CheckpointError('x. Fix: y')\n"
+    )
     assert without_fix(source) == [("f", 2)]
 
 

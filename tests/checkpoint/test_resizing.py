@@ -157,7 +157,9 @@ def test_an_initializer_that_fails_does_so_before_anything_changes(tmp_path: Pat
         finally:
             assert not full(state["w"]).any()
 
-    expected = r"Loading .* failed: the init_fn of new rows of 'w' failed: ValueError: no"
+    expected = (
+        r"Loading .* failed: the init_fn of new rows of 'w' failed: ValueError: no\. Fix: a function that fills .*"
+    )
     assert re.fullmatch(expected, error_on_every_rank(2, CheckpointError, body))
 
 
@@ -391,4 +393,6 @@ def test_no_rows_are_no_fix(tmp_path: Path) -> None:
     save(tmp_path, {"w": torch.ones(3, 2)}, step=1)
     with pytest.raises(CheckpointError) as caught:
         load(tmp_path, {"w": torch.ones(0, 2)})
-    assert str(caught.value).endswith("'w': shape (3, 2) in the checkpoint, (0, 2) in the state")
+    *_, said, fix = str(caught.value).splitlines()
+    assert said == "  'w': shape (3, 2) in the checkpoint, (0, 2) in the state"
+    assert fix.startswith("  Fix: make the state as it was saved")

@@ -189,7 +189,8 @@ def test_a_file_that_cannot_be_written_to_its_end_is_reported_by_rank(
 def test_a_folder_that_cannot_be_made_is_reported_by_the_system_s_reason(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert fails(tmp_path / "file" / "run", 1) == (
-        f"Saving step 1 to {tmp_path}/file/run failed:\n  rank 0: Not a directory: {tmp_path}/file/run"
+        f"Saving step 1 to {tmp_path}/file/run failed:\n  rank 0: Not a directory: {tmp_path}/file/run. "
+        f"Fix: see that the place exists, has room and may be read and written"
     )
     assert fails(tmp_path / "file", 1) == (
         f"Saving step 1 to {tmp_path}/file failed:\n  rank 0: {tmp_path}/file is a file. "
@@ -384,7 +385,8 @@ def test_nothing_is_saved_that_has_to_be_finite_and_is_not(tmp_path: Path) -> No
     world(2).run(sound)
     before = content(tmp_path)
     text = error_on_every_rank(2, NotFiniteError, bad)
-    assert text == f"Saving step 2 to {tmp_path} failed: there are infinite values or NaN in\n  w"
+    said = f"Saving step 2 to {tmp_path} failed: there are infinite values or NaN in\n  w\n"
+    assert text.startswith(said + "  Fix: restore the last checkpoint")
     assert content(tmp_path) == before
 
 

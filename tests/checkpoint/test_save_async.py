@@ -25,6 +25,7 @@ from shardwise.testing import world
 from tests.checkpoint.faults import WatchedStore, failing_at, killed_at
 from tests.checkpoint.states import blank, content, distributed, error_on_every_rank, layouts
 
+SEE = "Fix: see that the place exists, has room and may be read and written"
 SHAPE = (5, 3)
 
 
@@ -212,7 +213,7 @@ def test_a_failure_is_raised_by_the_next_call_on_all_ranks(
 
     text = error_on_every_rank(3, CheckpointError, body)
     rank = int(file.partition("-")[2].partition(".")[0])
-    assert text == f"Saving step 2 to {tmp_path} failed:\n  rank {rank}: No space left on device: {file}"
+    assert text == f"Saving step 2 to {tmp_path} failed:\n  rank {rank}: No space left on device: {file}. {SEE}"
     assert content(tmp_path) == before
     on[0] = False
     world(3).run(lambda: save_async(tmp_path, state_of_step(3, rows(3)), step=3).wait())
@@ -285,7 +286,8 @@ def test_values_that_are_not_finite(tmp_path: Path) -> None:
         save(tmp_path, {"w": full}, step=2)
 
     text = error_on_every_rank(2, NotFiniteError, bad)
-    assert text == f"Saving step 1 to {tmp_path} failed: there are infinite values or NaN in\n  w"
+    said = f"Saving step 1 to {tmp_path} failed: there are infinite values or NaN in\n  w\n"
+    assert text.startswith(said + "  Fix: restore the last checkpoint")
     assert not content(tmp_path)
 
 
@@ -357,7 +359,7 @@ def test_a_program_that_ends_waits_for_it(tmp_path: Path) -> None:
 def test_a_program_whose_last_checkpoint_failed_has_failed(tmp_path: Path) -> None:
     done = run_program(tmp_path, "fails")
     assert (done.returncode, done.stdout) == (1, "end\n")
-    assert done.stderr == f"Saving step 1 to {tmp_path} failed: No space left on device: somewhere\n"
+    assert done.stderr == f"Saving step 1 to {tmp_path} failed: No space left on device: somewhere. {SEE}\n"
     assert latest(tmp_path) is None
 
 

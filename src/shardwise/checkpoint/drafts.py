@@ -8,6 +8,7 @@ version = commit(store, draft, manifest)  # or abandon(store, draft)
 from contextlib import suppress
 
 from shardwise.checkpoint.manifest import MANIFEST, Manifest, MisnamedError, NewerVersionError, as_bytes
+from shardwise.checkpoint.remedies import without_remedy
 from shardwise.checkpoint.stores import CheckpointStore, check_files, complete_manifest
 from shardwise.checkpoint.writer_lock import require_lock
 from shardwise.errors import CheckpointError, UnreachableError
@@ -47,7 +48,14 @@ def commit(store: CheckpointStore, draft: str, manifest: Manifest) -> str:
 
     If this raises, the store is as it was before, but for the draft.
     """
-    check_files(store, draft, manifest)
+    try:
+        check_files(store, draft, manifest)
+    except UnreachableError:
+        raise
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{without_remedy(error)}, after it was written. Fix: save to a place where nothing else changes files"
+        ) from error
     data = as_bytes(manifest)
     store.write(draft, MANIFEST, len(data), [data])
     require_lock(store)

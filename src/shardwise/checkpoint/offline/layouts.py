@@ -28,7 +28,9 @@ def planned_layouts(
         owner = next((candidate for candidate in (name, f"{MODEL}{name}") if candidate in tensors), None)
         if owner is None:
             meant = did_you_mean(name, [known.removeprefix(MODEL) for known in tensors])
-            raise PlanError(f"{name}: the checkpoint has no such tensor.{meant} Fix: `shardwise checkpoint inspect` lists them.")
+            raise PlanError(
+                f"{name}: the checkpoint has no such tensor.{meant} Fix: `shardwise checkpoint inspect` lists them."
+            )
         _check(name, layout, tensors[owner], world_size)
         found[owner] = layout
         states = f"{OPTIMIZER}{owner.removeprefix(MODEL)}."
@@ -46,7 +48,9 @@ def _check(name: str, layout: Layout, tensor: SourceTensor, world_size: int) -> 
             f"Fix: write shape = {list(tensor.shape)}."
         )
     if layout.partial_axes:
-        raise PlanError(f"{name}: {list(layout.placements)} is a sum that is not reduced yet. Fix: Shard or Replicate in its place.")
+        raise PlanError(
+            f"{name}: {list(layout.placements)} is a sum that is not reduced yet. Fix: Shard or Replicate in its place."
+        )
     if max(layout.mesh.ranks) >= world_size:
         raise PlanError(
             f"{name}: rank {max(layout.mesh.ranks)} of its mesh is not one of {world_size} ranks. "

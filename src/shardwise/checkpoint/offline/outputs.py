@@ -91,7 +91,9 @@ def chosen(source: Source, names: Sequence[str] | None, prefix: str) -> dict[str
     for name in names or ():
         if name not in found:
             meant = did_you_mean(name, found)
-            raise CheckpointError(f"{source.name} has no tensor {prefix + name!r}.{meant} Fix: `shardwise checkpoint inspect` lists them.")
+            raise CheckpointError(
+                f"{source.name} has no tensor {prefix + name!r}.{meant} Fix: `shardwise checkpoint inspect` lists them."
+            )
     if METADATA_KEY in found:
         raise CheckpointError(f"{prefix + METADATA_KEY!r} cannot be exported as {METADATA_KEY!r}. Fix: prefix=''.")
     return found if names is None else {name: found[name] for name in names}

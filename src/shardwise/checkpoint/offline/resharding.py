@@ -69,7 +69,9 @@ def write_checkpoint(
 ) -> Path | str:
     """All that `source` has as a checkpoint of `world_size` ranks."""
     if world_size < 1:
-        raise ArgumentError(f"A checkpoint has one rank or more, got {world_size}. Fix: how many ranks will load it, as world_size=8 (--ranks 8).")
+        raise ArgumentError(
+            f"A checkpoint has one rank or more, got {world_size}. Fix: as many as will load it (--ranks)."
+        )
     layouts = planned_layouts(source.tensors, plan, world_size)
     source.progress.begin(source.num_bytes(layouts) + source.num_bytes_verified(layouts))
     with reported(target), lock_alone(target):
