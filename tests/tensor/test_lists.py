@@ -21,7 +21,7 @@ from shardwise import (
     distribute_tensor,
     rank,
 )
-from shardwise.errors import RuleError
+from shardwise.errors import MismatchError, RuleError
 from shardwise.layout import Layout
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
@@ -87,6 +87,64 @@ def test_clipping_takes_one_exchange_whether_foreach_was_asked_for_or_not(name: 
             assert_close(as_dtensor(total).full_tensor(), want)
             for p, q in zip(ours, theirs, strict=True):
                 assert_close(as_dtensor(p.grad).full_tensor(), q.grad)
+
+    body()
+
+
+def nested(order: list[str]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Parameters with gradients on the mesh of both axes and on meshes within it, as `fully_shard` leaves them."""
+    mesh = Mesh((3, 2), names=("dp", "tp"))
+    places = {"both": (mesh, [S0, S1]), "dp": (mesh["dp"], [S0]), "tp": (mesh["tp"], [Shard(0, [0, 5])])}
+    ours, theirs = [], []
+    for number, name in enumerate(order):
+        value = VALUES[0] + number
+        ours.append(nn.Parameter(distribute_tensor(value, *places[name])))
+        theirs.append(nn.Parameter(value.clone()))
+        ours[-1].grad, theirs[-1].grad = ours[-1].detach() * 2, theirs[-1].detach() * 2
+    return ours, theirs
+
+
+@pytest.mark.parametrize("order", [["both", "dp"], ["dp", "both", "dp"], ["tp", "both", "dp", "dp"]], ids=repr)
+@pytest.mark.parametrize("norm_type", [2.0, 0.0, float("inf")])
+def test_tensors_on_a_mesh_and_on_its_axes_are_clipped_together(order: list[str], norm_type: float) -> None:
+    """In any order, so that ranks of different sub-meshes agree on the norm."""
+
+    def body() -> float:
+        for options in ({}, {"foreach": True}, {"error_if_nonfinite": True}):
+            ours, theirs = nested(order)
+            want = nn.utils.clip_grad_norm_(theirs, 0.5, norm_type, **options)
+            total = as_dtensor(nn.utils.clip_grad_norm_(ours, 0.5, norm_type, **options)).full_tensor()
+            assert_close(total, want)
+            for p, q in zip(ours, theirs, strict=True):
+                assert_close(as_dtensor(p.grad).full_tensor(), q.grad)
+        return float(total)
+
+    assert len(set(world(6).run(body))) == 1
+
+
+def test_replicas_on_sub_meshes_with_different_norms_are_refused_on_every_rank() -> None:
+    """Their ranks would clip what they share by different factors."""
+
+    def body() -> str:
+        ours, _ = nested(["both", "dp"])
+        ours[1].grad = ours[1].detach() * (1 + rank() % 2)
+        with pytest.raises(MismatchError) as caught:
+            nn.utils.clip_grad_norm_(ours, 0.5)
+        return str(caught.value)
+
+    (text,) = set(world(6).run(body))
+    assert "The total norm of tensors on several meshes is" in text
+    assert "Fix: clip those that only some ranks have on their own." in text
+
+
+def test_a_tensor_that_only_some_ranks_have_is_clipped_with_those_of_all() -> None:
+    @world(4)
+    def body() -> None:
+        values = [VALUES[0], VALUES[1]]
+        meshes = [Mesh((4,)), Mesh((2,))]
+        ours = [distribute_tensor(v, mesh, [S0]) for v, mesh in zip(values, meshes, strict=True)]
+        total = as_dtensor(nn.utils.get_total_norm(ours))
+        assert_close(total.full_tensor(), nn.utils.get_total_norm(values))
 
     body()
 
