@@ -24,6 +24,7 @@ from shardwise.checkpoint.pending import finish_pending
 from shardwise.checkpoint.retention import Keep, keep_only
 from shardwise.checkpoint.state import LocalBoxes, as_json, flatten, held_boxes, key_of, storable_boxes
 from shardwise.checkpoint.stores import CheckpointStore
+from shardwise.checkpoint.sub_meshes import with_replicas
 from shardwise.checkpoint.writer_lock import WriterLock
 from shardwise.errors import CheckpointError, NotFiniteError
 from shardwise.layout import Box, checked
@@ -141,6 +142,9 @@ class Saving:
             return digest(arguments | self.contents.facts)
 
         digests = on_all_ranks(self.what, prepare)
+        if len(set(digests)) > 1:
+            self.contents.use_replicas()
+            digests = on_all_ranks(self.what, lambda: digest(arguments | self.contents.facts))
         require_same("Saving a checkpoint", arguments | self.contents.facts, digests)
 
     def begin(self) -> str:
@@ -213,16 +217,25 @@ class Contents:
             )
         self.metadata = as_json(self.given_metadata, "metadata")
         self.facts["metadata"] = json.dumps(self.metadata, sort_keys=True)
-        text_of = cache(repr)  # thousands of tensors have few layouts
         for name, leaf in flatten(self.state).items():
             if isinstance(leaf.value, Tensor):
                 if name == METADATA_KEY:
                     raise CheckpointError(f"no tensor can be called {METADATA_KEY!r}. Fix: rename it")
-                boxes = self.tensors[name] = storable_boxes(name, leaf.value)
-                self.facts[f"state {name}"] = f"{boxes.dtype} {text_of(boxes.layout)}"
+                self.tensors[name] = storable_boxes(name, leaf.value)
             else:
                 value = self.values[name] = as_json(leaf.value, name)
                 self.facts[f"state {name}"] = json.dumps(value, sort_keys=True)
+        self._describe_tensors()
+
+    def _describe_tensors(self) -> None:
+        text_of = cache(repr)  # thousands of tensors have few layouts
+        self.facts |= {f"state {name}": f"{x.dtype} {text_of(x.layout)}" for name, x in self.tensors.items()}
+
+    def use_replicas(self) -> None:
+        """Tensors on sub-meshes of this rank count as replicas of those of other ranks on theirs; all ranks call it."""
+        layouts = with_replicas({name: x.layout for name, x in self.tensors.items()})
+        self.tensors = {name: replace(x, layout=layouts[name]) for name, x in self.tensors.items()}
+        self._describe_tensors()
 
     def take_copy(self, memory: dict[str, Tensor]) -> None:
         """Go on with a copy of what this rank holds, so that the state may change.
