@@ -10,10 +10,10 @@ four ranks simulated in this process, or on four real ones, after `pip install t
 
 prints
 
-    step  1, loss 4.22
-    step 60, loss 0.60
-    85% of the tokens of other sequences are right
-    rank 0 has 26% of 18,504 parameters
+    step  1, loss 4.11
+    step 40, loss 0.23
+    92% of the tokens of other sequences are right
+    rank 0 has 28% of 27,900 parameters
 
 With a folder it saves every 20 steps, and the same command goes on from there, also on another number of ranks.
 """
@@ -126,6 +126,8 @@ if __name__ == "__main__":
     folder = sys.argv[1] if len(sys.argv) > 1 else None
     result = sw.launch(train, folder, nproc=4) if under_torchrun() else world(4, timeout=600).run(train, folder)[0]
     if sw.rank() == 0:
+        if result.first_step:
+            print(f"goes on from step {result.first_step}")
         for step in sorted({0, len(result.losses) - 1} & set(range(len(result.losses)))):
             print(f"step {result.first_step + step + 1:>2}, loss {result.losses[step]:.2f}")
         print(f"{result.accuracy:.0%} of the tokens of other sequences are right")

@@ -18,6 +18,7 @@ from shardwise.checkpoint import save
 from shardwise.demos.data import CriteoDataset
 from shardwise.demos.data.criteo import KEYS, SAMPLE
 from shardwise.embedding import KeyedJaggedTensor
+from shardwise.parallel import MixedPrecisionPolicy
 from shardwise.testing import world
 
 pytestmark = pytest.mark.slow
@@ -204,6 +205,40 @@ def test_a_mixtral_trains_as_in_one_process_and_its_weights_load_into_the_plain_
         experts = sum(weight.numel() for name, weight in weights.items() if ".experts." in name)
         total = sum(weight.numel() for weight in weights.values())
         assert part == (total - experts / 2) / total
+
+
+def test_the_llama_trains_as_in_one_process_and_goes_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -> None:
+    """FSDP over 2 and 3 ranks, tensor parallelism over 2 and 1 (3 keys on 2 ranks); the optimizer and its schedule."""
+    llama = example("llama")
+    plain = llama.plain_model()
+    losses: list[float] = []
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
+    for step in range(4):
+        ids = llama.sequences(step, 12)
+        with step_of(optimizer, losses, plain(input_ids=ids, labels=ids).loss):
+            nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        schedule.step()
+    held_out = llama.sequences(0, 12, held_out=True)
+    with torch.no_grad():
+        right = plain(input_ids=held_out).logits.argmax(-1)[:, 1:-1] == held_out[:, 2:]
+    options = {"size": 12, "mp_policy": MixedPrecisionPolicy(), "save_every": 2}
+    for first, steps, ranks in ((0, 2, (2, 2)), (2, 4, (3, 1))):
+        for result in world(ranks[0] * ranks[1]).run(
+            llama.train, str(tmp_path), steps, dp=ranks[0], tp=ranks[1], **options
+        ):
+            assert result.first_step == first
+            assert result.losses == pytest.approx(losses[first:steps], abs=1e-4)
+            assert result.part < 0.35
+            if steps == 4:
+                assert result.accuracy == pytest.approx(right.float().mean().item(), abs=1e-6)
+    for got in world(2).run(llama.train, None, 2, size=12, dp=2, tp=1):  # in bfloat16
+        assert got.losses == pytest.approx(losses[:2], abs=0.02)
+
+
+def test_the_llama_refuses_a_batch_that_its_ranks_do_not_divide() -> None:
+    with pytest.raises(ValueError, match="2 ranks of dp do not divide 5 sequences"):
+        world(2).run(example("llama").train, None, 1, size=5, dp=2, tp=1)
 
 
 @pytest.mark.parametrize("ids", ["", "10", "-1", "3,,4", "1.0", "1_0", "²", " 1", "3,x", "9" * 30])

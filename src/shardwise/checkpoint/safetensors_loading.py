@@ -1,6 +1,7 @@
 """Safetensors files of Hugging Face into a sharded module: every rank reads its own shards."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from math import prod
 from os import PathLike
 from typing import NamedTuple
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint.collective_errors import digest, listed, on_all_ranks, require_same
+from shardwise.checkpoint.converted_names import Converted, converted
 from shardwise.checkpoint.files import StoredFile, copy_box
 from shardwise.checkpoint.locations import local_path
 from shardwise.checkpoint.offline.progress import Progress
@@ -58,16 +60,19 @@ def load_safetensors(source: str | PathLike[str], module: nn.Module, *, strict: 
         MismatchError: ranks see different files.
     """
     what = f"Loading {source}"
-    with open_on_all(what, source) as found:
+    with ExitStack() as stack:
+        found = stack.enter_context(open_on_all(what, source))
         names = {name: f"{tensor.dtype} {tensor.shape}" for name, tensor in found.tensors.items()}
         chosen: list[_Chosen] = []
 
         def choose() -> str:
-            chosen.append(_chosen(module, found, strict))
+            named = converted(module, found)
+            stack.enter_context(named.source)
+            chosen.append(_chosen(module, named, strict))
             return digest(names)
 
         require_same("Loading safetensors", names, on_all_ranks(what, choose))
-        on_all_ranks(f"{what}, when all was compared and the module was being filled,", lambda: _fill(chosen[0], found))
+        on_all_ranks(f"{what}, when all was compared and the module was being filled,", lambda: _fill(chosen[0]))
     return chosen[0].keys
 
 
@@ -79,10 +84,10 @@ def open_on_all(what: str, source: str | PathLike[str]) -> Source:
 
 
 class _Chosen(NamedTuple):
-    """The module's tensors by their first name in the files.
+    """The module's tensors by their first name in the source.
 
     Args:
-        stored: all names that the files have of each, more than one if it is tied.
+        stored: all names that the source has of each, more than one if it is tied.
         on_meta: the owners of parameters that get memory first.
     """
 
@@ -90,33 +95,38 @@ class _Chosen(NamedTuple):
     stored: Mapping[str, list[str]]
     on_meta: Mapping[str, module_sharding.Owners]
     keys: LoadedKeys
+    source: Source
 
 
-def _chosen(module: nn.Module, source: Source, strict: bool) -> _Chosen:
+def _chosen(module: nn.Module, files: Converted, strict: bool) -> _Chosen:
     """What to fill from which tensor.
 
     Raises:
         CheckpointError: names or shapes do not fit.
     """
+    source = files.source
     state = module.state_dict(keep_vars=True)
     named = {name: x for name, x in state.items() if isinstance(x, Tensor)}
     names = module_sharding.names_of_each(named)
     tensors = {name: x for name, x in named.items() if name in source.tensors}
     missing = [name for name in named if not any(other in tensors for other in names[name])]
-    unexpected = sorted(source.tensors.keys() - named.keys())
-    problems = [
-        f"  {name!r}: shape {source.tensors[name].shape} in the files, {tuple(x.shape)} in the module"
+    unexpected = sorted(source.tensors.keys() - named.keys() - files.ignored)
+    problems = list(files.problems) + [
+        f"  {files.described(name)}: shape {source.tensors[name].shape} in the files, {tuple(x.shape)} in the module"
         for name, x in tensors.items()
         if source.tensors[name].shape != tuple(x.shape)
     ]
     problems += [
-        f"  {name!r}: {source.tensors[name].dtype} in the files, which is no kind of {x.dtype} as in the module"
+        f"  {files.described(name)}: {source.tensors[name].dtype} in the files, which is no kind of "
+        f"{x.dtype} as in the module"
         for name, x in tensors.items()
         if not torch.can_cast(source.tensors[name].dtype, x.dtype)
     ]
     if strict:
         problems += [
-            f"  missing in the files: {name!r}{did_you_mean(name, unexpected, IN_PARENTHESES)}" for name in missing
+            f"  missing in the files: {name!r}{did_you_mean(name, unexpected, IN_PARENTHESES)}"
+            for name in missing
+            if name not in files.made_of
         ]
         problems += [
             f"  only in the files: {name!r}{did_you_mean(name, missing, IN_PARENTHESES)}" for name in unexpected
@@ -134,7 +144,7 @@ def _chosen(module: nn.Module, source: Source, strict: bool) -> _Chosen:
             storable_boxes(name, x)  # it says what cannot be filled
     stored = {name: [other for other in names[name] if other in tensors] for name in tensors}
     once = {name: x for name, x in tensors.items() if name == stored[name][0]}
-    return _Chosen(once, stored, module_sharding.owners_of(module, on_meta), LoadedKeys(missing, unexpected))
+    return _Chosen(once, stored, module_sharding.owners_of(module, on_meta), LoadedKeys(missing, unexpected), source)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -142,7 +152,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers()
 
 
-def _fill(chosen: _Chosen, source: Source) -> None:
+def _fill(chosen: _Chosen) -> None:
     """Read what this rank holds of each tensor."""
     device = next((x.device for x in chosen.tensors.values() if not x.is_meta), torch.device("cpu"))
     with torch.no_grad():
@@ -151,7 +161,7 @@ def _fill(chosen: _Chosen, source: Source) -> None:
                 x = nn.Parameter(torch.empty(x.shape, dtype=x.dtype, device=device), x.requires_grad)
                 module_sharding.assign(chosen.on_meta[name], x)
             for number, stored in enumerate(chosen.stored[name]):
-                for target, found in _windows(storable_boxes(name, x).views, source, stored):
+                for target, found in _windows(storable_boxes(name, x).views, chosen.source, stored):
                     if not number:
                         target.copy_(found)
                     elif not _equal(target, found.to(target)):
@@ -162,13 +172,18 @@ def _fill(chosen: _Chosen, source: Source) -> None:
 
 
 def _windows(views: Sequence[tuple[Box, Tensor]], source: Source, name: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Parts of the local tensors, and what a tensor of the files has for each."""
-    stored = source.tensors[name]
+    """Parts of the local tensors, and what a tensor of the source has for each."""
+    dtype = source.tensors[name].dtype
     for box, view in views:
-        for window in windows(box, stored.dtype.itemsize):
-            found = torch.empty(window.sizes, dtype=stored.dtype)
-            for extent in stored.extents:
-                read_box(source.file(extent.file), extent.start, extent.box, found, window)
+        for window in windows(box, dtype.itemsize):
+            found = torch.empty(window.sizes, dtype=dtype)
+            for extent in source.touching(name, window):
+                common = extent.box.intersect(window)
+                assert common is not None
+                part = found if common == window else torch.empty(common.sizes, dtype=dtype)
+                read_box(source.file(extent.file), extent.start, extent.box, part, common)
+                if part is not found:
+                    found[common.relative_to(window)] = part
             yield view[window.relative_to(box)], found
 
 
@@ -177,7 +192,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def read_box(file: StoredFile, start: int, full: Box, target: Tensor, box: Box) -> None:
-    """Fill contiguous `target` with the elements of `box` of a tensor that is stored at byte `start`."""
+    """Fill contiguous `target` with the elements of `box`, a part of `full`, which is stored at byte `start`."""
     # The last dim of which this is a part; from it on, elements follow each other in the file.
     inner = next((d for d in reversed(range(len(full.sizes))) if box.sizes[d] != full.sizes[d]), 0)
     strides = [target.element_size() * prod(full.sizes[d + 1 :]) for d in range(len(full.sizes))]
@@ -188,5 +203,5 @@ def read_box(file: StoredFile, start: int, full: Box, target: Tensor, box: Box) 
     data = target.reshape(-1).view(torch.uint8).numpy().data
     for number, index in enumerate(np.ndindex(box.sizes[:inner])):
         at = [*(o + i for o, i in zip(box.offsets, index, strict=False)), *box.offsets[inner:]]
-        offset = sum(a * stride for a, stride in zip(at, strides, strict=True))
+        offset = sum((a - o) * stride for a, o, stride in zip(at, full.offsets, strides, strict=True))
         file.read_into(data[number * run : (number + 1) * run], start + offset)

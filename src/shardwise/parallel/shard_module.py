@@ -198,7 +198,7 @@ def _local_class(cls: type[nn.Module], layouts: tuple[tuple[str, Layout], ...]) 
     known = _local_classes.get((cls, layouts))
     if known is None:
         properties = {name: _dtensor_property(name, layout) for name, layout in layouts}
-        known = type(f"Local{cls.__name__}", (cls,), {"__module__": cls.__module__, **properties})
+        known = module_sharding.derived_class(cls, "Local", (cls,), properties)
         _local_classes[cls, layouts] = known
     return known
 

@@ -37,6 +37,20 @@ def module_mesh(module: nn.Module, device_mesh: Mesh | DeviceMesh | None) -> Mes
     return default_mesh(next((p.device.type for p in module.parameters() if not p.is_meta), "cpu"))
 
 
+def derived_class(
+    cls: type[nn.Module], prefix: str, bases: tuple[type, ...], attributes: Mapping[str, object]
+) -> type[nn.Module]:
+    """A class of a sharded module, named after the one that the module had before."""
+    about = {"__module__": cls.__module__, "__doc__": cls.__doc__, "_class_before": cls}
+    return type(f"{prefix}{cls.__name__}", bases, {**about, **attributes})
+
+
+def class_before(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class that a module had before it was sharded."""
+    before = vars(cls).get("_class_before")
+    return cls if before is None else class_before(before)
+
+
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 

@@ -81,7 +81,7 @@ class Source:
         progress: Progress,
     ) -> None:
         self.name, self.tensors, self.values, self.progress = name, tensors, values, progress
-        self._open_file = open_file
+        self.open_file = open_file
         self._files: OrderedDict[str, StoredFile] = OrderedDict()
         self._verified: set[tuple[str, RangeChecksum]] = set()
         self._indices: dict[str, BoxIndex] = {}
@@ -110,17 +110,22 @@ class Source:
             CheckpointError: damaged data; names the tensor and the file.
         """
         tensor = self.tensors[name]
-        if name not in self._indices:
-            self._indices = {name: BoxIndex([[extent.box] for extent in tensor.extents])}  # of the last tensor only
         found = torch.empty(window.sizes, dtype=tensor.dtype)
         try:
-            for number, _ in self._indices[name].touching(window):
-                extent = tensor.extents[number]
+            for extent in self.touching(name, window):
                 self.verify(name, extent)
                 _copy(self.file(extent.file), extent, found, window)
         except CheckpointError as error:
             raise CheckpointError(f"tensor {name!r}: {error}") from error
         return found
+
+    def touching(self, name: str, window: Box) -> Iterator[Extent]:
+        """The extents of a tensor that have elements in `window`."""
+        extents = self.tensors[name].extents
+        if name not in self._indices:
+            self._indices = {name: BoxIndex([[extent.box] for extent in extents])}  # of the last tensor only
+        for number, _ in self._indices[name].touching(window):
+            yield extents[number]
 
     def blocks(self, name: str, box: Box) -> Iterator[memoryview]:
         """The bytes of `box` in row-major order."""
@@ -147,7 +152,7 @@ class Source:
         if name not in self._files:
             if len(self._files) >= OPEN_FILES:
                 self._files.popitem(last=False)[1].close()
-            self._files[name] = self._open_file(name)
+            self._files[name] = self.open_file(name)
         self._files.move_to_end(name)
         return self._files[name]
 

@@ -287,6 +287,5 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 def _fully_sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     if cls not in _classes:
-        names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-        _classes[cls] = type(f"FullySharded{cls.__name__}", (FullyShardedModule, cls), names)
+        _classes[cls] = module_sharding.derived_class(cls, "FullySharded", (FullyShardedModule, cls), {})
     return _classes[cls]

@@ -282,8 +282,8 @@ def total_norm_in_one_exchange(original: Callable[..., Tensor]) -> Callable[...,
 def _on_nested_meshes(tensors: Sequence[Any]) -> bool:
     """Whether all are DTensors, some on one mesh and others on meshes within it, and every rank is part of them all.
 
-    So it is where `fully_shard` was given `mesh["dp"]` and some parameters are DTensors on `mesh["tp"]`. Ranks see other
-    meshes than their neighbours, so they decide together.
+    So it is where `fully_shard` was given `mesh["dp"]` and some parameters are DTensors on `mesh["tp"]`. Ranks see
+    other meshes than their neighbours, so they decide together.
     """
     if not all(type(x) is DTensor for x in tensors):
         return False
