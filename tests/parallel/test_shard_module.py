@@ -26,6 +26,7 @@ from shardwise import (
     shard_module,
 )
 from shardwise.errors import LayoutError, MismatchError, PlanError
+from shardwise.parallel import fully_shard
 from shardwise.parallel.shard_module import layouts_of
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
@@ -329,19 +330,52 @@ class NoReset(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3))
 
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
 
-def test_a_meta_module_that_cannot_fill_itself_is_refused() -> None:
+
+class NoResetOfABuffer(NoReset):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(3))
+
+
+@pytest.mark.parametrize("fill", [shard_module, fully_shard], ids=["shard_module", "fully_shard"])
+def test_a_meta_module_that_cannot_fill_itself_is_refused_at_its_first_forward_until_it_is_filled(fill: Any) -> None:
     def body() -> str:
         with torch.device("meta"):
-            module = nn.Sequential(nn.Linear(2, 2), NoReset())
+            made: Any = nn.Sequential(nn.Linear(3, 3), NoReset())
+        module = shard_module(made, {"**": S0}) if fill is shard_module else fully_shard(made)
+        x = distribute_tensor(torch.ones(2, 3), placements=[S0])
+        with pytest.raises(PlanError) as caught:
+            module(x)
+        for one in (module, copy.deepcopy(module)):
+            nn.init.constant_(one[1].weight, 2.0)
+            want = one[0](x) * 2
+            assert_close(as_dtensor(one(x)).full_tensor(), as_dtensor(want).full_tensor())
+            one[1].weight.data[:] = torch.nan  # of training: it is not looked for again
+            assert as_dtensor(one(x)).full_tensor().isnan().all()
+        return str(caught.value)
+
+    (text,) = set(world(2).run(body))
+    assert text == (
+        "NoReset at '1' was built on the meta device, and NaN is in weight, as if they had not been filled. "
+        "Fix: load_safetensors, restore or torch.nn.init first."
+    )
+
+
+def test_a_meta_module_whose_buffers_nothing_fills_is_refused() -> None:
+    def body() -> str:
+        with torch.device("meta"):
+            module = nn.Sequential(nn.Linear(2, 2), NoResetOfABuffer())
         with pytest.raises(PlanError) as caught:
             shard_module(module, {})
         return str(caught.value)
 
     (text,) = set(world(2).run(body))
     assert text == (
-        "NoReset at '1' was built on the meta device and has no reset_parameters() to fill 1.weight. "
-        "Fix: give it one, or build it on a device."
+        "NoResetOfABuffer at '1' was built on the meta device and has no reset_parameters() to fill 1.scale. "
+        "Fix: give it one, or build it on a device; init_empty_weights of accelerate leaves buffers there."
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,10 @@ from shardwise.checkpoint.files import StoredFile
 from shardwise.checkpoint.offline.sources import Extent, Source, SourceTensor
 from shardwise.layout import Box
 from shardwise.tensor import module_sharding
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 Parts = dict[str, list[SourceTensor]]
 """The tensors for each pattern of names of a converter."""
@@ -69,7 +73,7 @@ def converted(module: nn.Module, source: Source) -> Converted:
 class _Outline:
     """The submodels of a model, of the classes that they had before `fully_shard`."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: "PreTrainedModel") -> None:
         self.base_model_prefix = model.base_model_prefix
         self._submodels = [(name, _before_sharding(m)) for name, m in model.named_modules() if hasattr(m, "config")]
 
@@ -91,7 +95,7 @@ class _Group:
     """What becomes one or more parameters, the first of which is `name`."""
 
     name: str
-    converter: Any = None
+    converter: "WeightConverter | None" = None
     names: dict[str, list[str]] = field(default_factory=dict)  # in the files, by pattern
 
     @property
@@ -102,7 +106,13 @@ class _Group:
 class _Names:
     """The conversion of all names of a source."""
 
-    def __init__(self, model: Any, source: Source, renamings: list[Any], converters: list[Any]) -> None:
+    def __init__(
+        self,
+        model: "PreTrainedModel",
+        source: Source,
+        renamings: list["WeightRenaming"],
+        converters: list["WeightConverter"],
+    ) -> None:
         self.model, self.source = model, source
         self.renamings, self.converters = renamings, converters
         self.state = {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
@@ -151,7 +161,8 @@ class _Names:
         return [*(self.model._keys_to_ignore_on_load_unexpected or ()), *own]
 
     def _add(self, group: _Group) -> None:
-        if group.converter is None:
+        converter = group.converter
+        if converter is None:
             if len(group.all_names) > 1:
                 self._refuse(group, "both are this parameter")
             elif group.all_names != [group.name]:
@@ -160,13 +171,13 @@ class _Names:
             return
         try:
             _check_numbers(group)
-            made = self._convert(group, lambda name: _on_meta(self.source.tensors[name]))
+            made = self._convert(converter, group, lambda name: _on_meta(self.source.tensors[name]))
         except Exception as error:  # noqa: BLE001 - whatever the code of transformers raises
             self._refuse(group, f"{type(error).__name__}: {error}")
             return
-        tensors = _read_directly(group, self.source, made)
+        tensors = _read_directly(converter, group, self.source, made)
         if tensors is None:
-            tensors = self.computed.add(made, lambda: self._convert(group, self._read))
+            tensors = self.computed.add(made, lambda: self._convert(converter, group, self._read))
         for name, tensor in tensors.items():
             if name in self.tensors:
                 self._refuse(replace(group, name=name), f"{self.made_of.get(name, [name])[0]!r} is this parameter, too")
@@ -180,9 +191,9 @@ class _Names:
     def _read(self, name: str) -> Tensor:
         return self.source.read(name, self.source.tensors[name].full)
 
-    def _convert(self, group: _Group, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    def _convert(self, converter: "WeightConverter", group: _Group, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
         """The parameters of a group, by the code of transformers, in the dtype of the first one if they have floats."""
-        converter = deepcopy(group.converter)
+        converter = deepcopy(converter)
         dtype = self.state[group.name].dtype
         for pattern, names in group.names.items():
             for name in names:
@@ -211,7 +222,9 @@ def _on_meta(tensor: SourceTensor) -> Tensor:
 # ---- read from the files --------------------------------------------------------------------------------------------
 
 
-def _read_directly(group: _Group, source: Source, made: Mapping[str, Tensor]) -> dict[str, SourceTensor] | None:
+def _read_directly(
+    converter: "WeightConverter", group: _Group, source: Source, made: Mapping[str, Tensor]
+) -> dict[str, SourceTensor] | None:
     """Where the elements of the parameters are in the files; None if they are in another order there."""
     from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, Split
 
@@ -219,14 +232,14 @@ def _read_directly(group: _Group, source: Source, made: Mapping[str, Tensor]) ->
     if len({tensor.dtype for tensors in parts.values() for tensor in tensors}) > 1:
         return None
     sizes = [x.shape[0] if x.ndim else 0 for x in made.values()]
-    for op in group.converter.operations:
-        in_order = [tensor for pattern in group.converter.source_patterns for tensor in parts.get(pattern, [])]
+    for op in converter.operations:
+        in_order = [tensor for pattern in converter.source_patterns for tensor in parts.get(pattern, [])]
         if type(op) is MergeModulelist and op.dim == 0:
             parts = {pattern: [_concatenated([_with_dim(t) for t in ts], 0)] for pattern, ts in parts.items()}
         elif type(op) is Concatenate:
-            parts = {group.converter.source_patterns[0]: [_concatenated(in_order, op.dim)]}
+            parts = {converter.source_patterns[0]: [_concatenated(in_order, op.dim)]}
         elif type(op) in (Chunk, Split) and op.dim == 0 and len(in_order) == len(in_order[0].extents) == 1:
-            parts = {group.converter.source_patterns[0]: _rows(in_order[0], sizes)}
+            parts = {converter.source_patterns[0]: _rows(in_order[0], sizes)}
         else:
             return None
     found = [tensor for tensors in parts.values() for tensor in tensors]

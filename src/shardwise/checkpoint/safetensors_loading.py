@@ -45,6 +45,9 @@ def load_safetensors(source: str | PathLike[str], module: nn.Module, *, strict: 
     converted to the dtypes of the module, but not floats to integers. All names, shapes and dtypes are compared on all
     ranks before anything changes.
 
+    Of a model of transformers, names are converted as `from_pretrained` does, such as those of experts, which are
+    stacked in the model. Where that reorders elements, every rank reads the tensors of one parameter at a time.
+
     Args:
         source: a file, or a folder with `model.safetensors.index.json` or `model.safetensors`, which all ranks see.
         module: with DTensors, plain parameters or both. Plain parameters on the meta device get memory first.
@@ -55,8 +58,8 @@ def load_safetensors(source: str | PathLike[str], module: nn.Module, *, strict: 
         The names that only the module, and only the files have.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or names, shapes or dtypes do not fit; the same text on every
-            rank.
+        CheckpointError: a file is missing or damaged, names cannot be converted, or names, shapes or dtypes do not fit;
+            the same text on every rank.
         MismatchError: ranks see different files.
     """
     what = f"Loading {source}"
@@ -109,7 +112,8 @@ def _chosen(module: nn.Module, files: Converted, strict: bool) -> _Chosen:
     named = {name: x for name, x in state.items() if isinstance(x, Tensor)}
     names = module_sharding.names_of_each(named)
     tensors = {name: x for name, x in named.items() if name in source.tensors}
-    missing = [name for name in named if not any(other in tensors for other in names[name])]
+    absent = [name for name in named if not any(other in tensors for other in names[name])]
+    missing = [name for name in absent if name not in files.made_of]  # others cannot be converted
     unexpected = sorted(source.tensors.keys() - named.keys() - files.ignored)
     problems = list(files.problems) + [
         f"  {files.described(name)}: shape {source.tensors[name].shape} in the files, {tuple(x.shape)} in the module"
@@ -122,11 +126,15 @@ def _chosen(module: nn.Module, files: Converted, strict: bool) -> _Chosen:
         for name, x in tensors.items()
         if not torch.can_cast(source.tensors[name].dtype, x.dtype)
     ]
+    problems += [
+        f"  {files.described(name)}: {source.tensors[name].dtype} in the files, whose scales nothing applies, "
+        f"{x.dtype} in the module"
+        for name, x in tensors.items()
+        if _is_scaled(source.tensors[name].dtype) and x.dtype != source.tensors[name].dtype
+    ]
     if strict:
         problems += [
-            f"  missing in the files: {name!r}{did_you_mean(name, unexpected, IN_PARENTHESES)}"
-            for name in missing
-            if name not in files.made_of
+            f"  missing in the files: {name!r}{did_you_mean(name, unexpected, IN_PARENTHESES)}" for name in missing
         ]
         problems += [
             f"  only in the files: {name!r}{did_you_mean(name, missing, IN_PARENTHESES)}" for name in unexpected
@@ -135,7 +143,7 @@ def _chosen(module: nn.Module, files: Converted, strict: bool) -> _Chosen:
     problems += [f"  {name!r} is on the meta device, and the files do not have it" for name in unset]
     if problems:
         fix = "make the module as the files have it; of a model of Hugging Face, config.json beside them says how"
-        if missing or unexpected:
+        if strict and (missing or unexpected):
             fix = "strict=False passes over names that only one has"
         raise CheckpointError(f"the files do not fit the module:\n{listed(problems)}\n  Fix: {fix}")
     on_meta = {name: x for name, x in named.items() if isinstance(x, nn.Parameter) and x.is_meta}
@@ -145,6 +153,11 @@ def _chosen(module: nn.Module, files: Converted, strict: bool) -> _Chosen:
     stored = {name: [other for other in names[name] if other in tensors] for name in tensors}
     once = {name: x for name, x in tensors.items() if name == stored[name][0]}
     return _Chosen(once, stored, module_sharding.owners_of(module, on_meta), LoadedKeys(missing, unexpected), source)
+
+
+def _is_scaled(dtype: torch.dtype) -> bool:
+    """Whether it is a float of 8 bits, in which values are stored divided by scales."""
+    return dtype.is_floating_point and dtype.itemsize == 1
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

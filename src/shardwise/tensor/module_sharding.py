@@ -7,6 +7,7 @@ and globs, checks that all ranks pass the same plan, and keeps tied parameters t
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -183,7 +184,8 @@ def assign(owners: Owners, value: object) -> None:
 def replace_parameters(module: nn.Module, layouts: Mapping[str, Layout], src_rank: int | None) -> None:
     """Turn the parameters that `layouts` names into DTensors, in place; tied parameters stay tied.
 
-    Submodules on the meta device are materialised if all their own parameters are named.
+    Submodules on the meta device are materialised if all their own parameters are named. Those without
+    `reset_parameters()` have NaN, which their first forward refuses.
     """
     named = named_parameters(module)
     owners = owners_of(module, named)
@@ -205,7 +207,9 @@ def _sharded(name: str, parameter: nn.Parameter, layout: Layout, src_rank: int |
     if isinstance(parameter, DTensor):
         local = plain(to_layout(parameter, layout)).detach()
     elif parameter.is_meta or rank not in layout.mesh.ranks:
-        local = torch.empty(layout.local_shape(rank), dtype=parameter.dtype, device=layout.mesh.device_type)
+        local = torch.zeros(layout.local_shape(rank), dtype=parameter.dtype, device=layout.mesh.device_type)
+        if parameter.is_meta and _has_nan(parameter):
+            local.fill_(torch.nan)
     else:
         local = local_shard_of(parameter.detach(), layout, src_rank)
     result = nn.Parameter(tag(local, layout), parameter.requires_grad)
@@ -224,10 +228,15 @@ def _materialise(module: nn.Module, replaced: set[str]) -> None:
             continue
         what = f"{type(child).__name__} at {path or 'the root'!r} was built on the meta device and"
         if getattr(child, "reset_parameters", None) is None:
-            raise PlanError(
-                f"{what} has no reset_parameters() to fill {', '.join(sorted(pending))}. "
-                f"Fix: give it one, or build it on a device."
-            )
+            without = {*buffers, *(f"{prefix}{name}" for name, p in child._parameters.items() if p is not None)}
+            without -= {f"{prefix}{name}" for name, p in child._parameters.items() if p is not None and _has_nan(p)}
+            if without:
+                raise PlanError(
+                    f"{what} has no reset_parameters() to fill {', '.join(sorted(without))}. "
+                    f"Fix: give it one, or build it on a device; init_empty_weights of accelerate leaves buffers there."
+                )
+            child.register_forward_pre_hook(partial(_refuse_nan, path))
+            continue
         for name in buffers.values():
             child._buffers[name] = _filled_with_nan(child.get_buffer(name))
         _reset(child)
@@ -237,6 +246,30 @@ def _materialise(module: nn.Module, replaced: set[str]) -> None:
                 f"{what} its reset_parameters() does not fill {', '.join(unset)}. "
                 f"Fix: let it do so, or build it on a device."
             )
+
+
+def _has_nan(x: Tensor) -> bool:
+    """Whether its dtype has NaN."""
+    return x.is_floating_point() or x.is_complex()
+
+
+def _refuse_nan(path: str, module: nn.Module, _: object) -> None:
+    """The first forward of a module whose parameters had no values when they were sharded.
+
+    Raises:
+        PlanError: they still have none.
+    """
+    with torch.no_grad():
+        unset = [name for name, p in module._parameters.items() if p is not None and bool(plain(p).isnan().any())]
+    if unset:
+        raise PlanError(
+            f"{type(module).__name__} at {path or 'the root'!r} was built on the meta device, and NaN is in "
+            f"{', '.join(unset)}, as if they had not been filled. "
+            f"Fix: load_safetensors, restore or torch.nn.init first."
+        )
+    hooks = module._forward_pre_hooks
+    for key in [key for key, hook in hooks.items() if isinstance(hook, partial) and hook.func is _refuse_nan]:
+        del hooks[key]
 
 
 def _reset(module: Any) -> None:
