@@ -317,6 +317,17 @@ def test_a_module_that_does_not_fit_is_told_what_helps_it_and_not_what_helps_opt
     assert extra == {"config": {"lr": 0.1, "seed": 3}}
 
 
+def test_a_module_that_was_saved_alone_is_told_how_it_is_loaded(tmp_path: Path) -> None:
+    module, other = nn.Linear(2, 3), nn.Linear(2, 3)
+    save(tmp_path, module.state_dict(), step=1)
+    with pytest.raises(
+        CheckpointError, match=r"Fix: .* load\(folder, module.state_dict\(\)\), or import it with prefix"
+    ):
+        restore(tmp_path, other)
+    load(tmp_path, other.state_dict())
+    assert bits(other.weight) == bits(module.weight)
+
+
 def test_a_learning_rate_that_is_a_tensor_is_kept_as_one(tmp_path: Path) -> None:
     model = Model(torch.clone)
     save(tmp_path, state_of(model, Adam(model.parameters(), lr=torch.tensor(0.25), capturable=False)), step=1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import shardwise as sw
@@ -113,6 +113,14 @@ def of_dcp(kind: str, folder: Path) -> dict[str, Any]:
     return {}
 
 
+def of_torchtitan(kind: str, folder: Path) -> dict[str, Any]:
+    model, optimizer = trained(kind)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    parameters, states = get_state_dict(model, optimizer, options=options)
+    dcp_save({**parameters, "optimizer": states, "epoch": 3}, checkpoint_id=folder / "dcp")
+    return {"model": ""}
+
+
 def sharded(rank_count: int) -> nn.Module:
     """Uneven shards, with a rank that holds nothing of some."""
     mesh = sw.init_device_mesh("cpu", (rank_count,))
@@ -134,7 +142,7 @@ def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, l
 
 @pytest.mark.parametrize("rank_count", [1, 2, 3])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("write", [of_torch_save, of_named_parameters, of_lightning, of_dcp])
+@pytest.mark.parametrize("write", [of_torch_save, of_named_parameters, of_lightning, of_dcp, of_torchtitan])
 def test_training_goes_on_bitwise_as_in_one_process(
     write: Callable[[str, Path], dict[str, Any]], kind: str, rank_count: int, tmp_path: Path
 ) -> None:
@@ -254,6 +262,19 @@ def test_names_of_a_module_alone_stay_as_they_are() -> None:
     tensors = ["net.0.weight", "state_dict.weight"]  # submodules: the path of each is its name
     names, _ = renamed(tensors, {}, {name: (name,) for name in tensors}, TrainingNames())
     assert names == {name: name for name in tensors}
+
+
+def test_groups_that_are_equal_in_a_flattened_state_are_not_guessed(tmp_path: Path) -> None:
+    model = made()
+    halves = [{"params": list(model[0].parameters())}, {"params": [*model[1].parameters(), *model[2].parameters()]}]
+    optimizer = torch.optim.SGD(halves, lr=0.1, momentum=0.9)
+    take_step(model, optimizer, 0)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    parameters, states = get_state_dict(model, optimizer, options=options)
+    dcp_save({"model": parameters, "optimizer": states}, checkpoint_id=tmp_path / "dcp")
+    run = import_torch(tmp_path / "dcp", tmp_path / "run", allow_pickle_metadata=True)
+    with pytest.raises(CheckpointError, match=r"has a group of 0.weight, 0.bias, the checkpoint has them in groups of"):
+        restore(run, model, optimizer)
 
 
 def test_what_is_skipped_has_to_be_there(tmp_path: Path) -> None:

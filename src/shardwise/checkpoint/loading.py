@@ -16,7 +16,7 @@ from shardwise.checkpoint.locations import store_at
 from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor
 from shardwise.checkpoint.pending import finish_pending
 from shardwise.checkpoint.resizing import Rows, as_rows, fill_new_rows, resize_argument, resized, try_initializers
-from shardwise.checkpoint.state import Leaf, LocalBoxes, flatten, storable_boxes
+from shardwise.checkpoint.state import MODEL, Leaf, LocalBoxes, flatten, storable_boxes
 from shardwise.checkpoint.stores import CheckpointStore, find, stored_manifest
 from shardwise.embedding.new_rows import draw_seed
 from shardwise.errors import IN_PARENTHESES, CheckpointError, did_you_mean
@@ -196,11 +196,8 @@ def _needed(copies: Sequence[_Copy]) -> Iterator[tuple[Chunk, int, list[tuple[in
 def _check_fit(manifest: Manifest, leaves: Mapping[str, Leaf], wanted: Wanted, subset: bool) -> None:
     """Raise CheckpointError unless the checkpoint has what is wanted, and nothing more without `subset`."""
     stored = (manifest.tensors.keys() | manifest.values.keys()) - (set(wanted.known) - leaves.keys())
-    missing = [
-        f"  missing in the checkpoint: {name!r}{_did_you_mean(name, stored - leaves.keys())}"
-        for name in leaves
-        if name not in stored
-    ]
+    absent = [name for name in leaves if name not in stored]
+    missing = [f"  missing in the checkpoint: {name!r}{_did_you_mean(name, stored - leaves.keys())}" for name in absent]
     unexpected = [
         f"  only in the checkpoint: {name!r}{_did_you_mean(name, leaves.keys() - stored)}"
         for name in sorted(stored - leaves.keys())
@@ -219,6 +216,11 @@ def _check_fit(manifest: Manifest, leaves: Mapping[str, Leaf], wanted: Wanted, s
     fixes = []
     if unexpected and not missing:
         fixes.append("\n  Fix: subset=True passes over what the state does not name")
+    elif missing and all(name.removeprefix(MODEL) in stored for name in absent):
+        fixes.append(
+            f"\n  Fix: the module was saved without {MODEL!r} before its names: load(folder, module.state_dict()), or "
+            f"import it with prefix={MODEL!r}"
+        )
     elif missing or any("Fix: " not in line for line in different):
         fixes.append("\n  Fix: make the state as it was saved; `shardwise checkpoint inspect` lists names and shapes")
     if wanted.differences and wanted.fix and not (missing or unexpected or different):

@@ -17,6 +17,8 @@ from shardwise.errors import CheckpointError
 from shardwise.layout import REPLICATE, Box, Layout, Mesh, split_by_boxes
 from shardwise.tensor import DTensor, check_owners, plain
 
+MODEL = "model."  # what `state_of` puts before the names of a module
+
 
 @dataclass(frozen=True)
 class Leaf:

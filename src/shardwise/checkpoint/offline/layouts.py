@@ -4,10 +4,11 @@ from collections.abc import Mapping
 
 from shardwise.checkpoint.offline.sources import SourceTensor
 from shardwise.checkpoint.optimizer_states import layout_of_state
+from shardwise.checkpoint.state import MODEL
 from shardwise.errors import PlanError, did_you_mean
 from shardwise.layout import REPLICATE, Layout, Mesh
 
-MODEL, OPTIMIZER = "model.", "optimizer."  # what `state_of` puts before the names of parameters
+OPTIMIZER = "optimizer."  # what `state_of` puts before the names of states
 
 
 def planned_layouts(

@@ -21,7 +21,7 @@ from shardwise.checkpoint.files import StoredFile
 from shardwise.checkpoint.folder_store import FolderStore
 from shardwise.checkpoint.locations import local_path
 from shardwise.checkpoint.manifest import MANIFEST_LIMIT
-from shardwise.checkpoint.offline.nested_values import with_lists
+from shardwise.checkpoint.offline.nested_values import KeyPath, with_lists
 from shardwise.checkpoint.offline.outputs import chosen, new_folder
 from shardwise.checkpoint.offline.progress import Progress
 from shardwise.checkpoint.offline.reading import CheckpointSource
@@ -153,7 +153,7 @@ def import_torch(
             optimizer.param_groups.0.lr; the checkpoint has the list, unless it had tensors or empty mappings.
         overwrite: replace a checkpoint of that step in `target`.
         model: what is before the names of the module, as "ema" or "state_dict.model"; for a state that has several
-            modules, or calls its module otherwise.
+            modules, or calls its module otherwise. "" if nothing is before them, as TorchTitan saves.
         optimizers: what is before the names of each optimizer, as ["optimizer_states.0"]; for a state that has several.
         parameters: the names of the module's parameters in the order in which the optimizers got them, for optimizers
             that number them, as `Optimizer.state_dict` does.
@@ -200,7 +200,7 @@ def _source(folder: Path, prefix: str, names: TrainingNames, skip: Sequence[str]
         described, paths = entries(bytes(data), str(folder / METADATA))
         for name, dtype, shape, found in _without(described, skip):
             try:
-                if dtype is None or (shape == () and "param_groups" in paths.get(name, ())):
+                if dtype is None or (shape == () and _is_of_group(paths.get(name, ()))):
                     values[name] = _value(name, item_of(found[0]))
                 else:
                     extents = [_extent(entry, dtype, item_of(entry)) for entry in found]
@@ -210,6 +210,10 @@ def _source(folder: Path, prefix: str, names: TrainingNames, skip: Sequence[str]
     old, values = renamed(tensors, with_lists(values, paths, tensors), paths, names)
     values = {prefix + name: value for name, value in values.items()}
     return Source(str(folder), {prefix + new: tensors[name] for new, name in old.items()}, values, open_file, progress)
+
+
+def _is_of_group(path: KeyPath) -> bool:
+    return any(isinstance(part, str) and part.partition(".")[0] == "param_groups" for part in path)
 
 
 def _without(described: Sequence[Described], skip: Sequence[str]) -> list[Described]:

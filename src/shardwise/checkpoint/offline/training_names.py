@@ -9,15 +9,17 @@ An optimizer is recognised by its `param_groups`, a module by what it is called.
 Source: `Optimizer.state_dict` of torch/optim/optimizer.py; torch/distributed/checkpoint/state_dict.py.
 """
 
-from collections import Counter
+import json
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from shardwise.checkpoint.offline.nested_values import KeyPath
+from shardwise.checkpoint.state import MODEL
 from shardwise.errors import CheckpointError, did_you_mean
 
-MODEL, OPTIMIZER, GROUPS = "model.", "optimizer.", ".param_groups"
+OPTIMIZER, GROUPS = "optimizer.", ".param_groups"
 MODULES = ("model", "state_dict", "model_state_dict", "module", "net")  # what programs call the state of a module
 SHOWN = 5  # of a list, how many names an error has
 
@@ -29,7 +31,7 @@ class TrainingNames:
     """Where the module and the optimizers of a training state are.
 
     Attributes:
-        model: what is before the names of the module, without the dot; None if that is to be found.
+        model: what is before the names of the module, without the dot; "" if nothing is; None if that is to be found.
         optimizers: what is before the names of each optimizer; None if that is to be found.
         parameters: the names of parameters, for optimizers that number theirs: in the order of these numbers, those of
             the first optimizer first.
@@ -56,14 +58,17 @@ def renamed(
         CheckpointError: several modules or optimizers that may be meant, parameters without names, states of no
             parameter, or two tensors or values that would get one name.
     """
+    values = _with_groups(values, paths)
     there = [
         name.removesuffix(GROUPS) for name, value in values.items() if name.endswith(GROUPS) and _are_groups(value)
     ]
     groups: dict[str, Groups] = {name: values[name + GROUPS] for name in _optimizers(there, given.optimizers)}
     new = {name: name for name in [*tensors, *values]}
     model = _model(tensors, paths, there, given.model)
-    if model is not None:
+    if model:
         new |= {name: MODEL + name.removeprefix(f"{model}.") for name in new if name.startswith(f"{model}.")}
+    elif model is not None:
+        new |= {name: MODEL + name for name in tensors if len(paths.get(name, ())) < 2}
     known = [name.removeprefix(MODEL) for name in new.values() if name.startswith(MODEL)]
     merged: Groups = []
     for optimizer, names in _parameters(groups, given.parameters, known).items():
@@ -75,6 +80,29 @@ def renamed(
     if groups:
         found[OPTIMIZER + GROUPS[1:]] = merged
     return {new[name]: name for name in tensors}, found
+
+
+def _with_groups(values: Mapping[str, Any], paths: Mapping[str, KeyPath]) -> dict[str, Any]:
+    """`values` with lists of groups where `flatten_optimizer_state_dict` of torch has left none.
+
+    It has hyper-parameters for each parameter: optimizer.param_groups.0.weight.lr. Parameters for which all of them are
+    equal are taken for a group; `restore` refuses groups that the optimizer does not have.
+    """
+    found = dict(values)
+    of: dict[str, dict[str, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
+    for name, value in values.items():
+        path = paths.get(name, ())
+        if len(path) > 1 and isinstance(path[-1], str) and path[-1].startswith(f"{GROUPS[1:]}."):
+            parameter, _, key = path[-1].removeprefix(f"{GROUPS[1:]}.").rpartition(".")
+            of[name.removesuffix(f".{path[-1]}")][parameter][key] = value
+            del found[name]
+    for optimizer, parameters in of.items():
+        groups: dict[str, dict[str, Any]] = {}
+        for parameter, said in parameters.items():
+            group = groups.setdefault(json.dumps(said, sort_keys=True), {"params": [], **said})
+            group["params"].append(parameter)
+        found[optimizer + GROUPS] = [*groups.values()]
+    return found
 
 
 def _are_groups(value: object) -> bool:
@@ -116,7 +144,7 @@ def _model(
         and not any(name.startswith(f"{optimizer}.") for optimizer in optimizers)
     )
     if given is not None:
-        if not any(name.startswith(f"{given}.") for name in tensors):
+        if given and not any(name.startswith(f"{given}.") for name in tensors):
             meant = did_you_mean(given, found)
             raise CheckpointError(
                 f"there is nothing under {given!r}, which model names.{meant} Fix: what is before the names of the "
