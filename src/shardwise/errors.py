@@ -44,6 +44,10 @@ class LayoutError(ShardwiseError, ValueError):
     """Placements, sizes or boxes that do not describe the tensor: gap, overlap, out of range, wrong count."""
 
 
+class ShapeError(ShardwiseError, ValueError, RuntimeError):
+    """A plain tensor beside DTensors without the global shape; torch raises one kind or the other, by op."""
+
+
 class RuleError(ShardwiseError, NotImplementedError):
     """An op that cannot run on the given layouts, or has no rule."""
 

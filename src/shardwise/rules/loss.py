@@ -68,6 +68,9 @@ def of_examples(loss: Loss, *args: object, **kwargs: object) -> list[Row]:
     first, sums = tensors[0], loss in (F.cosine_embedding_loss, F.triplet_margin_loss)
     if sums and first.placement.is_shard(first.ndim - 1):
         raise NotImplementedError("a loss that sums over a sharded dim is decomposed")
+    examples, operands = first.shape[:-1], [x for x in tensors if x is not named.get("weight")]
+    if any(x.shape[: len(examples)] != examples for x in operands):
+        raise NotImplementedError("operands that are broadcast along examples are decomposed")
 
     def shard(x: Meta, dim: int) -> Placement:
         own = dim - (first.ndim - x.ndim if x is named.get("weight") else 0)

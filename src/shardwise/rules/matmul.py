@@ -116,6 +116,9 @@ def linear(input: Meta, weight: Meta, bias: Meta | None = None) -> Product:
 
 def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """out[..., o] = sum_ij input1[..., i] weight[o, i, j] input2[..., j] + bias[o]."""
+    if input2.shape != (*input1.shape[:-1], weight.shape[2]) or input1.shape[-1] != weight.shape[1]:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (input1, input2, weight))  # a dim of 1 is not broadcast
+        raise RuntimeError(f"bilinear(): the sizes of inputs and weight do not match: {shapes}.")
     with torch.autocast(input1.device.type, enabled=False):  # which casts the operands of products, not of F.bilinear
         out = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
     return out if bias is None else out + bias

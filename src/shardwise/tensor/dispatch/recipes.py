@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -77,14 +78,8 @@ def _resolved(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> RunnableRec
     python = rule.native is None and _is_python(func)
     if getattr(func, "__module__", "") == F.__name__ and arguments(func, args, kwargs).get("inplace"):
         rule = _in_place_rule(rule, name)
+    results = cache(lambda: resolve.results_on_meta(func, slotted, named, operands))
     chosen = _choice(func, name, rule, operands, slotted, named)
-
-    found: list[resolve.OnMeta] = []
-
-    def results() -> resolve.OnMeta:
-        if not found:
-            found.append(resolve.results_on_meta(func, slotted, named, operands))
-        return found[0]
 
     def described(describe: Callable[..., Any]) -> Any:
         metas = [Meta(o.layout.shape, o.dtype, REPLICATE, o.layout.strides) for o in operands]
@@ -94,6 +89,8 @@ def _resolved(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> RunnableRec
         return resolve.shapes_of(func, results().out) if rule.shape is None else described(rule.shape)
 
     recipe = resolve.recipe(name, rule, [o.layout for o in operands], chosen, shape)
+    if rule.shape is not None and len(operands) > 1:
+        resolve.check_sizes(results)
     if rule.memory_order is not None:
         recipe = replace(recipe, order=tuple(described(rule.memory_order)))
     elif rule.order_of_first and isinstance(recipe.output, Layout):

@@ -1,5 +1,6 @@
 """From an op and the layouts of its operands to a recipe. Pure; `recipes.py` caches the answers."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -54,6 +55,8 @@ class NoRowError(RuleError):
     """The op has no row for these operands; it may still run decomposed or replicated."""
 
 
+# What is not about sizes: the meta device has no values; lookups name the table in the error of a padding_idx.
+_OTHER_ERRORS = re.compile(r"\bmeta\b|padding_idx", re.IGNORECASE)
 ALL_REPLICATED = "every rank has everything"
 
 
@@ -342,6 +345,21 @@ def results_on_meta(op: Callable[..., Any], args: Args, kwargs: Kwargs, operands
     found = out if isinstance(out, list | tuple) else [out]
     is_view = any(isinstance(x, Tensor) and x.untyped_storage()._cdata in memory for x in found)
     return OnMeta(out, is_view, bool(metas) and out is metas[0])
+
+
+def check_sizes(results: Callable[[], OnMeta]) -> None:
+    """Raise what torch raises for the global sizes of the operands; local sizes may fit one another where these do not.
+
+    Args:
+        results: runs the op on the meta device.
+    """
+    try:
+        results()
+    except (NotImplementedError, AssertionError):  # NoRowError; or Python code that stands for a kernel there
+        pass
+    except (RuntimeError, ValueError) as error:
+        if not _OTHER_ERRORS.search(str(error)):
+            raise
 
 
 def shapes_of(op: Callable[..., Any], out: object) -> Shapes:
