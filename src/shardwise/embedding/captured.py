@@ -7,6 +7,7 @@ from torch import Tensor
 from shardwise.embedding.jagged import KeyedJaggedTensor
 from shardwise.embedding.jagged.keyed_jagged_tensor import JaggedFeatures
 from shardwise.tensor import DTensor
+from shardwise.tensor.compiling import refuse_compilation
 from shardwise.trace.capture_hooks import allow_in_graph_with_backward, not_capturable
 
 
@@ -16,6 +17,7 @@ def look_up(lookup: Callable[..., Tensor], features: JaggedFeatures, *tables: Te
     Args:
         tables: that get gradients, or a tensor in their place: backward runs if one of them requires grad.
     """
+    refuse_compilation()
     if isinstance(features, JaggedFeatures) and not isinstance(features, KeyedJaggedTensor):
         not_capturable(f"a lookup of a {type(features).__module__}.{type(features).__qualname__}")
     if any(isinstance(table, DTensor) for table in tables):

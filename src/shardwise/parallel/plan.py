@@ -14,6 +14,7 @@ from shardwise.parallel.boundary import SharedInput
 from shardwise.parallel.styles import InputFn, ModuleContext, OutputFn, ParallelStyle
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor import module_sharding
+from shardwise.tensor.compiling import refuse_compilation
 
 M = TypeVar("M", bound=nn.Module)
 ParallelPlan = ParallelStyle | Placement | Mapping[str, "ParallelPlan"]
@@ -86,6 +87,7 @@ class _PreHook:
     input_fn: InputFn
 
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
+        refuse_compilation()
         return self.input_fn(args, kwargs)
 
 
@@ -96,6 +98,7 @@ class _Hook:
     output_fn: OutputFn
 
     def __call__(self, module: nn.Module, args: Args, output: object) -> Any:
+        refuse_compilation()
         return self.output_fn(output)
 
 

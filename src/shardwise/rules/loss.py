@@ -68,9 +68,8 @@ def of_examples(loss: Loss, *args: object, **kwargs: object) -> list[Row]:
     first, sums = tensors[0], loss in (F.cosine_embedding_loss, F.triplet_margin_loss)
     if sums and first.placement.is_shard(first.ndim - 1):
         raise NotImplementedError("a loss that sums over a sharded dim is decomposed")
-    examples, operands = first.shape[:-1], [x for x in tensors if x is not named.get("weight")]
-    if any(x.shape[: len(examples)] != examples for x in operands):
-        raise NotImplementedError("operands that are broadcast along examples are decomposed")
+    if len(set(_examples(named, tensors))) > 1:
+        return []  # broadcast, or refused by torch
 
     def shard(x: Meta, dim: int) -> Placement:
         own = dim - (first.ndim - x.ndim if x is named.get("weight") else 0)
@@ -79,6 +78,11 @@ def of_examples(loss: Loss, *args: object, **kwargs: object) -> list[Row]:
     why = "batch-sharded"
     rows = [Row(tuple(shard(x, d) for x in tensors), Shard(d), why) for d in range(first.ndim - 1)]
     return _reduced(loss, named["reduction"], prod(first.shape[:-1]), rows)
+
+
+def _examples(named: Named, tensors: list[Meta]) -> list[tuple[int, ...]]:
+    """The shape of the examples, by operand; the weight is of classes."""
+    return [x.shape[: tensors[0].ndim - 1] for x in tensors if x is not named.get("weight")]
 
 
 def _reduced(loss: Loss, reduction: str, count: int, rows: list[Row]) -> list[Row]:
@@ -299,7 +303,7 @@ def _shape(loss: Loss, *args: object, **kwargs: object) -> tuple[int, ...]:
     if loss in ELEMENTS:
         return broadcast(*tensors)
     if loss in EXAMPLES:
-        return scores[:-1]
+        return tuple(torch.broadcast_shapes(*_examples(named, tensors)))
     if loss is F.ctc_loss:
         return scores[1:2]
     target: tuple[int, ...] = named["target"].shape

@@ -32,6 +32,7 @@ from shardwise.layout import (
 from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.tensor.arguments import check_dense
 from shardwise.tensor.autograd.gradients import FromPlain, ToPlain
+from shardwise.tensor.compiling import refuse_compilation
 from shardwise.tensor.dispatch.align_shards import sizes_by_axis
 from shardwise.tensor.dtensor import DTensor, Tiling, check_owners, default_mesh, plain, tag
 from shardwise.tensor.handlers.copies import track
@@ -93,6 +94,7 @@ def from_local(
     stride: Sequence[int] | None,
     grad_placements: Placements | None,
 ) -> DTensor:
+    refuse_compilation()
     if isinstance(local, DTensor):
         raise LayoutError("from_local takes a plain local tensor, got a DTensor. Fix: use redistribute().")
     check_dense(local, "from_local")
@@ -363,6 +365,7 @@ def distribute_tensor(
     Raises:
         MismatchError: shapes, dtypes or placements differ between ranks.
     """
+    refuse_compilation()
     if isinstance(tensor, DTensor):
         return tensor.redistribute(device_mesh, placements, shard_order=shard_order)
     check_dense(tensor, "distribute_tensor")

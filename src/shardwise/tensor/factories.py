@@ -22,6 +22,7 @@ from shardwise.layout import (
     shown,
 )
 from shardwise.rules.row import Kwargs
+from shardwise.tensor.compiling import refuse_compilation
 from shardwise.tensor.conversion import local_shard_of
 from shardwise.tensor.dispatch.number_notes import note_numbers, numbers_of
 from shardwise.tensor.dtensor import DTensor, default_mesh, tag
@@ -34,6 +35,7 @@ def _made(
     dtype: torch.dtype | None,
     layout: torch.layout,
 ) -> DTensor:
+    refuse_compilation()
     if layout is not torch.strided:
         raise LayoutError(f"Only dense (torch.strided) tensors can be made, got layout={layout}.")
     shape = shape_of(size)

@@ -26,6 +26,7 @@ from shardwise.parallel.fully_sharded.parameters import (
 from shardwise.parallel.fully_sharded.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.parallel.fully_sharded.unit import UNIT, Options, Unit, next_number, unit_of
 from shardwise.tensor import module_sharding
+from shardwise.tensor.compiling import refuse_compilation
 
 M = TypeVar("M", bound=nn.Module)
 describe(
@@ -221,6 +222,7 @@ class FullyShardedModule(nn.Module):
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the forward with all-gathered parameters."""
         (unit,) = self._units(recurse=False)
+        refuse_compilation()
         return unit.call(super().__call__, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:

@@ -5,9 +5,8 @@ which it would not.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,13 +26,6 @@ from shardwise.trace.capture_hooks import tracing_paused
 Shape = tuple[int, ...]
 
 
-class _Expected(NamedTuple):
-    """A global shape for a plain tensor, and the placements under which it would be a local shard; () if unknown."""
-
-    shape: Shape
-    placements: tuple[Placement, ...]
-
-
 @contextmanager
 def explained(func: Op, args: Args, kwargs: Kwargs) -> Iterator[None]:
     """Runs a call with plain tensors; if its sizes are refused, and another shape of a plain tensor fits, say which.
@@ -51,76 +43,82 @@ def explained(func: Op, args: Args, kwargs: Kwargs) -> Iterator[None]:
 
 
 def _shape_error(func: Op, args: Args, kwargs: Kwargs) -> ShapeError | None:
-    if _fits(func, args, kwargs, (), ()):
+    if _fits(func, args, kwargs, {}):
         return None
     leaves = pytree.tree_leaves((args, kwargs))
     layouts = [x._layout for x in leaves if type(x) is DTensor]
-    plain = dict.fromkeys(tuple(x.shape) for x in leaves if isinstance(x, Tensor) and type(x) is not DTensor and x.ndim)
-    for shape in plain:
-        for expected in _candidates(shape, layouts):
-            if _fits(func, args, kwargs, shape, expected.shape):
-                return ShapeError(_text(name_of(func), shape, expected, layouts[0]))
+    shapes = [tuple(x.shape) for x in leaves if isinstance(x, Tensor) and type(x) is not DTensor and x.ndim]
+    for wanted in _candidates(list(dict.fromkeys(shapes)), layouts):
+        if _fits(func, args, kwargs, wanted):
+            return ShapeError(_text(name_of(func), *next(iter(wanted.items())), layouts))
     return None
 
 
-def _fits(func: Op, args: Args, kwargs: Kwargs, shape: Shape, wanted: Shape) -> bool:
-    """Whether `func` takes operands of the global sizes, with `wanted` for plain tensors of `shape`."""
+def _fits(func: Op, args: Args, kwargs: Kwargs, wanted: Mapping[Shape, Shape]) -> bool:
+    """Whether `func` takes operands of the global sizes, with the wanted shapes for those of plain tensors."""
 
     def on_meta(x: object) -> object:
         if type(x) is DTensor:
             return global_on_meta(x._layout, x.dtype)
         if not isinstance(x, Tensor):
             return x
-        size = wanted if tuple(x.shape) == shape else x.shape
-        return torch.empty(size, dtype=x.dtype, device="meta")
+        return torch.empty(wanted.get(tuple(x.shape), x.shape), dtype=x.dtype, device="meta")
 
     with DisableTorchFunctionSubclass(), tracing_paused(), without_modes(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             func(*pytree.tree_map(on_meta, args), **with_meta_device(pytree.tree_map(on_meta, kwargs)))
-        except Exception:
+        except Exception:  # noqa: BLE001 - whatever torch raises for operands that it refuses
             return False
     return True
 
 
-def _candidates(shape: Shape, layouts: list[Layout]) -> Iterator[_Expected]:
-    """Global shapes of which `shape` may be a part: that of an operand, then those with one other size."""
+def _candidates(shapes: list[Shape], layouts: list[Layout]) -> Iterator[dict[Shape, Shape]]:
+    """Global shapes of which those of plain tensors may be parts.
+
+    Those of operands; then with one other size, in one plain tensor, then in all that share the size.
+    """
     rank = collectives.rank()
     for layout in layouts:
-        if layout.shape != shape and layout.local_shape(rank) == shape:
-            yield _Expected(layout.shape, layout.placements)
+        local = layout.local_shape(rank)
+        if local in shapes and local != layout.shape:
+            yield {local: layout.shape}
     sizes = dict.fromkeys(n for layout in layouts for n in layout.shape)
-    for dim, have in enumerate(shape):
-        for size in sizes:
-            if size > have:
-                expected = (*shape[:dim], size, *shape[dim + 1 :])
-                yield _Expected(expected, _placements(shape, dim, expected, layouts))
+    changes = [
+        (shape, dim, size) for shape in shapes for dim in range(len(shape)) for size in sizes if size > shape[dim]
+    ]
+    for shape, dim, size in changes:
+        yield {shape: _resized(shape, dim, size)}
+    for first, dim, size in changes:
+        yield {x: _resized(x, dim, size) for x in (first, *shapes) if x[dim : dim + 1] == first[dim : dim + 1]}
 
 
-def _placements(shape: Shape, dim: int, expected: Shape, layouts: list[Layout]) -> tuple[Placement, ...]:
-    """The placements under which a tensor of the `expected` shape is sharded along `dim`, and local shards are `shape`.
+def _resized(shape: Shape, dim: int, size: int) -> Shape:
+    return (*shape[:dim], size, *shape[dim + 1 :])
 
-    The mesh axis is one along which operands are sharded, if possible.
+
+def _placements(shape: Shape, expected: Shape, layouts: list[Layout]) -> tuple[Placement, ...]:
+    """Placements under which a tensor of the expected shape has local shards of `shape` here; () if there are none.
+
+    Those of an operand of that shape, else sharded along one mesh axis, one along which operands are if possible.
     """
     mesh, rank = layouts[0].mesh, collectives.rank()
-
-    def sharded(axis: int) -> tuple[Placement, ...]:
-        return tuple(Shard(dim) if a == axis else REPLICATE for a in range(mesh.ndim))
-
+    dim = next(d for d, (have, size) in enumerate(zip(shape, expected, strict=True)) if have != size)
     axes = sorted(range(mesh.ndim), key=lambda axis: all(x.placements[axis] == REPLICATE for x in layouts))
-    found = (sharded(axis) for axis in axes if Layout(mesh, sharded(axis), expected).local_shape(rank) == shape)
-    return next(found, ())
+    along = [tuple(Shard(dim) if a == axis else REPLICATE for a in range(mesh.ndim)) for axis in axes]
+    possible = [*(x.placements for x in layouts if x.shape == expected), *along]
+    return next((p for p in possible if Layout(mesh, p, expected).local_shape(rank) == shape), ())
 
 
-def _text(name: str, shape: Shape, expected: _Expected, of: Layout) -> str:
-    parts = [shape]
-    if expected.placements:  # the same text on every rank
-        layout = Layout(of.mesh, expected.placements, expected.shape)
-        parts = list(dict.fromkeys(layout.local_shape(rank) for rank in of.mesh.sorted_ranks))
+def _text(name: str, shape: Shape, expected: Shape, layouts: list[Layout]) -> str:
+    mesh, found, parts = layouts[0].mesh, _placements(shape, expected, layouts), [shape]
+    if found:  # the same text on every rank
+        layout = Layout(mesh, found, expected)
+        parts = list(dict.fromkeys(layout.local_shape(rank) for rank in mesh.sorted_ranks))
     got = " or ".join(map(str, parts[:4])) + (", by rank" if len(parts) > 1 else "")
-    placements = f"[{', '.join(map(str, expected.placements))}]" if expected.placements else "placements"
+    placements = f"[{', '.join(map(str, found))}]" if found else "placements"
     return (
-        f"{name}: a plain tensor beside DTensors must have the global shape: expected {expected.shape}, got {got}. "
+        f"{name}: a plain tensor beside DTensors must have the global shape: expected {expected}, got {got}. "
         f"Fix: if each rank has its own part, DTensor.from_local(x, mesh, {placements}); else pass the full tensor, "
         f"the same on every rank."
     )

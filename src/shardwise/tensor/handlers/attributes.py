@@ -1,17 +1,15 @@
 """Attributes and methods of DTensors that are read from the local tensor, or refused because they would return it."""
 
 from collections.abc import Callable
-from functools import cache
 from math import prod
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
-from torch._guards import TracingContext
 
 from shardwise import collectives
-from shardwise.errors import CaptureError, RuleError
+from shardwise.errors import RuleError
 from shardwise.layout import REPLICATE, Partial
 from shardwise.rules.pointwise import is_contiguous
 from shardwise.rules.registry import handler, handler_of_family, replacement
@@ -19,6 +17,7 @@ from shardwise.rules.row import Args, Kwargs, Meta, Op
 from shardwise.tensor.autograd import gradients
 from shardwise.tensor.autograd.bucket_plan import local_gradient
 from shardwise.tensor.autograd.buckets import enable_bucketing
+from shardwise.tensor.compiling import refuse_compilation
 from shardwise.tensor.dispatch.fallback import run_decomposed
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dtensor import DTensor, check_owners, plain, remembering, tag, to_layout
@@ -184,6 +183,7 @@ def attribute_of(func: Any, args: Args, kwargs: Kwargs) -> object:
             func(x, plain(value))
             x._layout = value._layout
             return track(x)  # the value may be a copy where torch gives a view
+    refuse_compilation()
     if attribute == "_base" and same(func, args, kwargs) is None:
         return None
     if attribute in ("real", "imag", "H", "mH", "_base", "_grad"):
@@ -263,20 +263,8 @@ _COMMUNICATES = ("torch.distributed.", "torch._ops._c10d_functional", "torch._op
 @handler(Tensor.apply_, Tensor.map_, Tensor.map2_)
 def refuse(func: Any, args: Args, kwargs: Kwargs) -> NoReturn:
     """Refuse functions that read or change the local storage as if it were the global one."""
-    if TracingContext.try_get() is not None:  # torch.compile calls `untyped_storage` first
-        raise _compile_error()(
-            "torch.compile cannot trace a DTensor. Fix: shardwise.capture(module, backend='inductor'), which "
-            "captures the step and compiles its local ops."
-        )
+    refuse_compilation()  # which calls `untyped_storage` first
     refuse_local(f"{name_of(func)}()")
-
-
-@cache
-def _compile_error() -> type[CaptureError]:
-    """A CaptureError that torch.compile passes on as it is, with the line of the user's code; others it wraps."""
-    from torch._dynamo.exc import TorchRuntimeError
-
-    return type("CaptureError", (CaptureError, TorchRuntimeError), {"__module__": CaptureError.__module__})
 
 
 def refuse_local(call: str) -> NoReturn:
