@@ -30,8 +30,9 @@ def attention(
     if {key.ndim, value.ndim} != {query.ndim} or any(not 2 <= x.ndim <= query.ndim for x in masks):
         raise NotImplementedError("operands with different numbers of dims are decomposed")
     scores = query.shape[at], key.shape[at]
-    if any(n not in (1, m) for x in masks for n, m in zip(x.shape[-2:], scores, strict=True)):
-        raise RuntimeError(f"attn_mask of shape {masks[0].shape} does not fit scores of {scores} queries and keys.")
+    for x in masks:
+        if any(n not in (1, m) for n, m in zip(x.shape[-2:], scores, strict=True)):
+            raise RuntimeError(f"attn_mask of shape {x.shape} does not fit scores of {scores} queries and keys.")
 
     def row(
         dim: int,

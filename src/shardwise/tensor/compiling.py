@@ -22,7 +22,7 @@ def refuse_compilation() -> None:
         )
 
 
-refuse_compilation._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's, without its import
+vars(refuse_compilation)["_dynamo_marked_constant"] = True  # `assume_constant_result`, which takes seconds to import
 
 
 @cache

@@ -36,8 +36,8 @@ def explained(func: Op, args: Args, kwargs: Kwargs) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError, IndexError) as error:
-        from_library = isinstance(error, ShardwiseError) and type(error) is not RuleError
-        if from_library or (clear := _shape_error(func, args, kwargs)) is None:
+        other = isinstance(error, ShardwiseError) and not isinstance(error, RuleError)
+        if other or (clear := _shape_error(func, args, kwargs)) is None:
             raise
         raise clear from error
 

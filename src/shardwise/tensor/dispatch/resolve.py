@@ -355,7 +355,7 @@ def check_sizes(results: Callable[[], OnMeta]) -> None:
     """
     try:
         results()
-    except (NotImplementedError, AssertionError):  # NoRowError; or Python code that stands for a kernel there
+    except (NotImplementedError, AssertionError):  # NoRowError; or Python code that replaces a kernel there
         pass
     except (RuntimeError, ValueError) as error:
         if not _OTHER_ERRORS.search(str(error)):
