@@ -4,11 +4,12 @@ import os
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from shardwise import Shard, shard_module
 from shardwise.errors import ShardwiseError
-from shardwise.parallel import parallelize_module, plan_from_transformers
+from shardwise.parallel import fully_shard, parallelize_module, plan_from_transformers
 
 
 def refusal(call: Callable[[], object]) -> str:
@@ -20,8 +21,8 @@ def refusal(call: Callable[[], object]) -> str:
     return "no error"
 
 
-def refused_by_accelerate(folder: str) -> list[str]:
-    """A wrapped model, a gathered loss, a saved optimizer and a saved model."""
+def refused_by_accelerate(folder: str) -> dict[str, str]:
+    """What `Accelerator` says to each of its methods, for a sharded model and its loss."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -31,16 +32,28 @@ def refused_by_accelerate(folder: str) -> list[str]:
     loss = model(torch.ones(2, 4)).sum()
     accelerator.backward(loss)
     optimizer.step()
-    calls: list[Callable[[], object]] = [
-        lambda: accelerator.prepare(model),
-        lambda: accelerator.gather(loss.detach()),
-        lambda: accelerator.save_state(folder),
-    ]
-    return [refusal(call) for call in calls]
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(32.0).view(8, 4)), batch_size=2))
+
+    def mean_of_a_prepared_loader() -> Tensor:
+        return torch.stack([model(x).mean().full_tensor() for (x,) in loader]).mean()
+
+    calls: dict[str, Callable[[], object]] = {
+        "prepare": lambda: accelerator.prepare(model),
+        "prepare with an optimizer": lambda: accelerator.prepare(model, optimizer),
+        "prepare of a unit": lambda: accelerator.prepare(fully_shard(nn.Linear(4, 4))),
+        "batches": mean_of_a_prepared_loader,
+        "gather": lambda: accelerator.gather(loss.detach()),
+        "gather_for_metrics": lambda: accelerator.gather_for_metrics(loss.detach()),
+        "reduce": lambda: accelerator.reduce(loss.detach()),
+        "save_state": lambda: accelerator.save_state(folder),
+        "save_model": lambda: accelerator.save_model(model, folder),
+        "save": lambda: accelerator.save(model.state_dict(), f"{folder}/model.pt"),
+    }
+    return {name: refusal(call) for name, call in calls.items()}
 
 
-def refused_by_the_trainer(folder: str, by_layouts: bool) -> list[str]:
-    """Training, and then evaluation of a new model, which the Trainer does not wrap."""
+def with_the_trainer(folder: str, sharded: str) -> list[str]:
+    """Errors of training, and of the evaluation of a new model, which the Trainer does not wrap; or its loss."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -48,18 +61,28 @@ def refused_by_the_trainer(folder: str, by_layouts: bool) -> list[str]:
         vocab_size=37, hidden_size=24, intermediate_size=40, num_hidden_layers=1, num_attention_heads=6,
         num_key_value_heads=2,
     )  # fmt: skip
-    data = [{"input_ids": torch.arange(i, i + 6), "labels": torch.arange(i, i + 6)} for i in range(8)]
+    tokens = [torch.arange(i, i + 6) for i in range(8)]
+    data = [{"input_ids": ids, "labels": ids} for ids in tokens]
     args = TrainingArguments(
         folder, use_cpu=True, per_device_train_batch_size=2, per_device_eval_batch_size=2, max_steps=2, report_to=[],
         save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
+    torch.manual_seed(0)
+    plain = LlamaForCausalLM(config).eval()
+    expected = sum(plain(input_ids=ids[None], labels=ids[None]).loss.item() for ids in tokens) / len(tokens)
     found = []
     for method in ("train", "evaluate"):
         torch.manual_seed(0)
         model = LlamaForCausalLM(config)
-        if by_layouts:
+        if sharded == "by layouts":
             shard_module(model, {"**.weight": Shard(0)})
-        else:
+        elif sharded == "by styles":
             parallelize_module(model, None, plan_from_transformers(model))
-        found.append(refusal(getattr(Trainer(model, args, train_dataset=data, eval_dataset=data), method)))
+        else:
+            fully_shard(model)
+        trainer = Trainer(model, args, train_dataset=data, eval_dataset=data)
+        result: dict[str, float] = {}
+        found.append(refusal(lambda: result.update(getattr(trainer, method)())))  # noqa: B023 - called at once
+        if result:
+            found[-1] = f"loss {result['eval_loss'] / expected:.5f} of that of one process"
     return found
