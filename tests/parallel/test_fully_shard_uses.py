@@ -327,3 +327,34 @@ def test_a_backward_inside_a_forward() -> None:
             assert_close(gathered(p.grad), q.grad)
 
     world(2).run(run)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_step_through_parameters_that_functional_call_puts_there(reshard: bool) -> None:
+    plain = two_layers()
+    x, y = torch.randn(5, 4), torch.randn(5, 4)
+
+    def train(model: Any, x: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """MAML: one inner step, then a gradient of the parameters through it, and a step."""
+        own = dict(model.named_parameters())
+        loss = torch.func.functional_call(model, own, (x,)).square().mean()
+        inner = torch.autograd.grad(loss, list(own.values()), create_graph=True)
+        moved = {name: p - 0.5 * g for (name, p), g in zip(own.items(), inner, strict=True)}
+        outer = model(x).square().mean() + torch.func.functional_call(model, moved, (y,)).square().mean()
+        outer.backward()
+        assert all(p is own[name] for name, p in model.named_parameters())
+        gradients = [gathered(p.grad).clone() for p in model.parameters()]
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        return gathered(outer), gradients + [gathered(p).clone() for p in model.parameters()]
+
+    want = copied(plain)
+    expected = [train(want, x, y) for _ in range(2)]
+
+    def check() -> None:
+        mesh = Mesh((3,))
+        model = as_units(plain, mesh, reshard_after_forward=reshard)
+        for loss, values in expected:
+            found, got = train(model, *(distribute_tensor(t, mesh, [Shard(0)]) for t in (x, y)))
+            assert_close([found, *got], [loss, *values])
+
+    world(3).run(check)

@@ -93,6 +93,7 @@ class Unit:
         self._running: Gathered | None = None  # of the forward that runs
         self._in_backward: Gathered | None = None
         self._shown: list[Tensor] = []  # what modules have in the place of stored parameters
+        self._hidden: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]] = []  # what they had there
         self._copies: Counter[str] = Counter()  # by where they were made
         Unit.made += 1
 
@@ -236,14 +237,14 @@ class Unit:
             shown = shown_as(out, slot.stored, gathered.as_dtensors)
             _mark_parameter(shown, slot.parameter)
             self._shown.append(shown)
+            self._hidden += [(owner._parameters, name, owner._parameters[name]) for owner, name in slot.owners]
             assign(slot.owners, shown)
 
     def _hide(self) -> None:
-        """Let modules have their stored parameters."""
-        if self._shown:
-            self._shown = []
-            for slot in self._slots:
-                assign(slot.owners, slot.parameter)
+        """Let modules have what they had before: in backward not always what forward used (`functional_call`)."""
+        for parameters, name, before in self._hidden:
+            parameters[name] = before
+        self._shown, self._hidden = [], []
 
     def settle(self) -> None:
         """Let modules have their stored parameters also after a backward that failed."""
