@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -326,6 +326,33 @@ def test_a_module_that_was_saved_alone_is_told_how_it_is_loaded(tmp_path: Path) 
         restore(tmp_path, other)
     load(tmp_path, other.state_dict())
     assert bits(other.weight) == bits(module.weight)
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
+    "DataParallel": nn.DataParallel,
+    "compile": lambda module: torch.compile(module, backend="eager"),
+    "both": lambda module: nn.DataParallel(cast("nn.Module", torch.compile(module, backend="eager"))),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@pytest.mark.parametrize("wrapped_before", [False, True], ids=["unwrapped before", "wrapped before"])
+def test_wrappers_do_not_change_names(tmp_path: Path, wrap: Callable[[nn.Module], Any], wrapped_before: bool) -> None:
+    def made(is_wrapped: bool) -> tuple[nn.Module, Optimizer]:
+        module = nn.Sequential(nn.Linear(2, 3))
+        optimizer = Adam(module.parameters())
+        module(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return wrap(module) if is_wrapped else module, optimizer
+
+    module, optimizer = made(wrapped_before)
+    save(tmp_path, state_of(module, optimizer), step=1)
+    assert "model.0.weight" in read_manifest(tmp_path / "step-00000001").tensors
+    other, its_optimizer = made(not wrapped_before)
+    restore(tmp_path, other, its_optimizer)
+    for mine, its in zip(module.parameters(), other.parameters(), strict=True):
+        assert bits(mine) == bits(its)
+        assert bits(optimizer.state[mine]["exp_avg"]) == bits(its_optimizer.state[its]["exp_avg"])
 
 
 def test_a_learning_rate_that_is_a_tensor_is_kept_as_one(tmp_path: Path) -> None:

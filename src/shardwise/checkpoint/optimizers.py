@@ -88,7 +88,7 @@ def _names_in(module: nn.Module, optimizers: Mapping[str, Optimizer]) -> dict[in
                 if id(parameter) not in names:
                     raise CheckpointError(
                         f"parameter {index} of group {number} of optimizer {name!r} is none of the module's. "
-                        f"Fix: pass the module that the optimizer was made for"
+                        f"Fix: make the optimizer after the module was sharded, which replaces parameters"
                     )
                 if id(parameter) in seen:
                     raise CheckpointError(

@@ -34,7 +34,8 @@ def state_of(
 
     The names are `model.<parameter or persistent buffer>`, `optimizer.<parameter>.<state key>`,
     `optimizer.param_groups`, which has the class, parameters and hyper-parameters of each group, and
-    `optimizer.schedulers`. What a module has under several names is there once, under the first.
+    `optimizer.schedulers`. What a module has under several names is there once, under the first. Names of
+    `DistributedDataParallel` and of `torch.compile` around the module are left out.
 
     Args:
         optimizer: one, or several of different parameters: beside that of the other parameters, the
@@ -45,6 +46,7 @@ def state_of(
         CheckpointError: an optimizer has a parameter that `module` lacks, or two optimizers have the same.
         PlanError: states of tables that have no layout.
     """
+    module = _unwrapped(module)
     state: dict[str, Any] = _model_state(module)
     if optimizers := by_name(optimizer):
         state |= optimizer_state(module, optimizers)
@@ -101,7 +103,7 @@ def restore(
         CheckpointError: as `load`; or optimizers or schedulers of other classes, groups, names of hyper-parameters, or
             names and shapes of states. Nothing was changed.
     """
-    given = {} if extra is None else extra
+    module, given = _unwrapped(module), {} if extra is None else extra
     optimizers, named = by_name(optimizer), by_name(schedulers)
     found: list[_Fitting] = []
 
@@ -164,6 +166,17 @@ def _fitting(
         known.add(SCHEDULERS)
     state = {**state, **extra, **of_optimizers.state}
     return _Fitting(state, of_optimizers, of_schedulers, differences, known, partial(_row_fix, module))
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside wrappers of data parallelism and of `torch.compile`, whose names begin otherwise."""
+    while True:
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            module = module.module
+        elif [*module._modules] == ["_orig_mod"]:
+            module = module.get_submodule("_orig_mod")
+        else:
+            return module
 
 
 def _model_state(module: nn.Module) -> dict[str, Any]:
