@@ -124,6 +124,10 @@ class IdError(ShardwiseError, IndexError):
     """An id outside its embedding table."""
 
 
+class OptimizerError(ShardwiseError, RuntimeError):
+    """An optimizer of parameters that were replaced in their module."""
+
+
 class PlaceError(ShardwiseError, IndexError, RuntimeError):
     """An index outside the tensor that is read or written at it; torch raises one kind or the other, by op."""
 

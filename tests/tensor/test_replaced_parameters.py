@@ -1,8 +1,7 @@
-"""An optimizer that was made before its module was sharded warns at its first step."""
+"""A step of an optimizer that was made before its module was sharded is an error."""
 
 import copy
 import gc
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,9 @@ import torch
 from torch import nn
 
 from shardwise import DTensor, Mesh, Shard, distribute_module, distribute_tensor, shard_module
+from shardwise.errors import OptimizerError
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, local_parameters, parallelize_module
+from shardwise.parallel.fully_sharded import fully_shard
 from shardwise.sharded_tensor import ChunkShardingSpec, ShardingPlan
 from shardwise.sharded_tensor import shard_module as shard_by_plan
 from shardwise.tensor import replaced_parameters
@@ -41,6 +42,7 @@ SHARDED: dict[str, Callable[[nn.Module], nn.Module]] = {
     "parallelize_module": lambda module: parallelize_module(
         module, None, {"0": ColwiseParallel(), "1": RowwiseParallel()}
     ),
+    "fully_shard": lambda module: fully_shard(module),
     "distribute_module": by_function,
     "sharded_tensor.shard_module": lambda module: shard_by_plan(
         module,
@@ -51,14 +53,6 @@ SHARDED: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def told(body: Callable[[], object], ranks: int = 2) -> list[str]:
-    """The warnings of all ranks while they run `body`."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        world(ranks).run(body)
-    return [str(one.message) for one in caught]
-
-
 def trained(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
     for _ in range(steps):
         optimizer.zero_grad()
@@ -66,38 +60,56 @@ def trained(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2)
         optimizer.step()
 
 
+def refusal(step: Callable[[], object]) -> str:
+    with pytest.raises(OptimizerError) as caught:
+        step()
+    return str(caught.value)
+
+
 @pytest.mark.parametrize("made", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafactor])
 @pytest.mark.parametrize("sharded", SHARDED)
-def test_the_first_step_names_parameters_that_were_replaced(sharded: str, made: Any) -> None:
-    def body() -> None:
+def test_every_step_names_parameters_that_were_replaced(sharded: str, made: Any) -> None:
+    def body() -> str:
         module = layers()
         early = made(module.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.StepLR(early, 1)
         SHARDED[sharded](module)
-        trained(module, early)
-        scheduler.step()
+        texts = {refusal(lambda: trained(module, early)) for _ in range(2)}
+        (text,) = texts
+        return text
 
-    texts = told(body)
-    assert len(texts) == 2  # one a rank
-    assert texts[0].startswith(f"This step of {made.__name__} does not change 4 of its 4 parameters in their module: ")
-    assert texts[0].endswith("Fix: make the optimizer after the module is sharded.")
-    assert all(name in texts[0] for name in ("weight", "bias"))
+    (text,) = set(world(2).run(body))
+    assert text.startswith(f"{made.__name__}.step() would not change 4 of its 4 parameters in their module: ")
+    assert text.endswith("Fix: make the optimizer after the module is sharded.")
+    assert all(name in text for name in ("weight", "bias"))
 
 
 def test_parameters_that_are_sharded_again_or_made_local_are_named() -> None:
-    def body() -> None:
+    def body() -> tuple[str, str]:
         module = shard_module(layers(), {"**": S0})
         early = torch.optim.SGD(module.parameters(), lr=0.1)
         shard_module(module, {"1.weight": Shard(1)})
-        trained(module, early)
+        again = refusal(lambda: trained(module, early))
         late = torch.optim.SGD(module.parameters(), lr=0.1)
         local_parameters(module)
-        trained(module, late)
+        return again, refusal(lambda: trained(module, late))
 
-    texts = told(body, 1)
-    assert "does not change 1 of its 4 parameters in their module: 1.weight." in texts[0]
-    assert "does not change 4 of its 4 parameters in their module: 0.weight, 0.bias, 1.weight, 1.bias." in texts[1]
-    assert len(texts) == 2
+    ((again, local),) = world(1).run(body)
+    assert "would not change 1 of its 4 parameters in their module: 1.weight." in again
+    assert "would not change 4 of its 4 parameters in their module: 0.weight, 0.bias, 1.weight, 1.bias." in local
+
+
+def test_nothing_of_a_refused_step_was_done() -> None:
+    def body() -> None:
+        module = layers()
+        early = torch.optim.SGD(module.parameters(), lr=0.1)
+        kept, old = module[1].weight, module[0].weight.detach().clone()
+        shard_module(module[0], {"weight": S0})
+        before = kept.detach().clone()
+        refusal(lambda: trained(module, early))
+        assert torch.equal(kept, before)
+        assert torch.equal(module[0].get_parameter("weight").full_tensor(), old)  # type: ignore[operator]
+
+    world(2).run(body)
 
 
 def test_a_gradient_from_before_is_none_of_the_module() -> None:
@@ -106,13 +118,39 @@ def test_a_gradient_from_before_is_none_of_the_module() -> None:
         early = torch.optim.SGD(module.parameters(), lr=0.1)
         module(X).sum().backward()
         shard_module(module, {"0.weight": S0})
-        early.step()
+        refusal(early.step)
 
-    assert len(told(body)) == 2
+    world(2).run(body)
 
 
-def test_there_is_no_false_alarm() -> None:
-    """An optimizer made afterwards, copies, a parameter that another module still trains, and old modules."""
+def test_a_closure_computes_the_gradients_first() -> None:
+    def body() -> None:
+        shared, other = layers(), layers()
+        other[0].weight = shared[0].weight
+        of_other = torch.optim.LBFGS(other.parameters(), lr=0.1)
+        early = torch.optim.LBFGS(shared[1].parameters(), lr=0.1)
+        shard_module(shared, {"**": S0})
+
+        def closure_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+            def closure() -> Any:
+                optimizer.zero_grad()
+                loss = module(X).square().sum()
+                loss.backward()
+                return loss
+
+            return closure
+
+        before = other[0].weight.detach().clone()
+        of_other.step(closure_of(other, of_other))
+        assert not torch.equal(other[0].weight, before)
+        refusal(lambda: early.step(closure_of(shared, early)))
+        refusal(lambda: early.step(closure=closure_of(shared, early)))
+
+    world(2).run(body)
+
+
+def test_what_still_trains_is_not_refused() -> None:
+    """An optimizer made afterwards, copies, a parameter that another module still trains, old modules, frozen ones."""
 
     def body() -> None:
         plain = layers()
@@ -127,8 +165,13 @@ def test_there_is_no_false_alarm() -> None:
         trained(other, of_other)
         shard_module(module, {})  # nothing is replaced
         trained(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        adapted = layers()
+        adapted[0].requires_grad_(False)
+        of_adapted = torch.optim.SGD(adapted.parameters(), lr=0.1)
+        shard_module(adapted[0], {"weight": S0})
+        trained(adapted, of_adapted)
 
-    assert told(body) == []
+    world(2).run(body)
 
 
 def test_nothing_is_remembered_of_parameters_that_nothing_holds() -> None:

@@ -21,7 +21,7 @@ from shardwise.tensor.dispatch import hooks
 from shardwise.tensor.dispatch.number_notes import note_numbers, numbers_of
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.handlers.copies import LIVING, before_changes, invalidate
-from shardwise.tensor.replaced_parameters import warn_of_replaced
+from shardwise.tensor.replaced_parameters import holds_replaced, refuse_replaced
 
 # Whose new values of an element depend on nothing but that element's gradient and state.
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -107,13 +107,29 @@ def _step(optimizer: Optimizer) -> None:
 
 def step_on_locals(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Any:
     """A pre-hook of `Optimizer.step`; what it returns replaces the arguments of that step."""
-    warn_of_replaced(optimizer, _parameters(optimizer))
     _check_options(optimizer)
     if watches_numbers():
         _note_options(optimizer)
-    if type(optimizer) not in ELEMENTWISE or any(x is not None for x in (*args[1:], *kwargs.values())):
-        return None  # a closure is the user's code
+    if any(x is not None for x in (*args[1:], *kwargs.values())):  # a closure, which is the user's code
+        return _checked_after_closure(optimizer, args, kwargs) if holds_replaced(_parameters(optimizer)) else None
+    refuse_replaced(optimizer, _parameters(optimizer))
+    if type(optimizer) not in ELEMENTWISE:
+        return None
     return ((_LocalStep(optimizer), *args[1:]), kwargs) if _has_dtensors(optimizer) else None
+
+
+def _checked_after_closure(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """The arguments of a step, whose closure computes the gradients; replaced parameters are refused after it."""
+
+    def checked(x: Any) -> Any:
+        def run() -> object:
+            loss = x()
+            refuse_replaced(optimizer, _parameters(optimizer))
+            return loss
+
+        return run if callable(x) else x
+
+    return (args[0], *map(checked, args[1:])), {name: checked(x) for name, x in kwargs.items()}
 
 
 def _check_options(optimizer: Optimizer) -> None:
