@@ -301,7 +301,10 @@ def test_a_copied_or_pickled_layout_is_the_same_value(again: Callable[[Layout], 
         ),
         (
             lambda: Layout(GRID, ["Shard(0)", Replicate()], (4,)),  # type: ignore[list-item]
-            "Axis 0 needs a placement such as Shard(0) or Replicate(), got 'Shard(0)'.",
+            (
+                "Axis 0 needs a placement such as Shard(0) or Replicate(), got 'Shard(0)'. Fix: an object, such as "
+                "Shard(0), not a string."
+            ),
         ),
         (
             lambda: Layout(GRID, [Shard(0), Boxes([[((0,), (4,))], [], []])], (4,)),

@@ -42,7 +42,7 @@ SHARDED: dict[str, Callable[[nn.Module], nn.Module]] = {
     "parallelize_module": lambda module: parallelize_module(
         module, None, {"0": ColwiseParallel(), "1": RowwiseParallel()}
     ),
-    "fully_shard": lambda module: fully_shard(module),
+    "fully_shard": fully_shard,
     "distribute_module": by_function,
     "sharded_tensor.shard_module": lambda module: shard_by_plan(
         module,
@@ -102,12 +102,14 @@ def test_nothing_of_a_refused_step_was_done() -> None:
     def body() -> None:
         module = layers()
         early = torch.optim.SGD(module.parameters(), lr=0.1)
-        kept, old = module[1].weight, module[0].weight.detach().clone()
+        kept, old = module[1].get_parameter("weight"), module[0].get_parameter("weight").detach().clone()
         shard_module(module[0], {"weight": S0})
         before = kept.detach().clone()
         refusal(lambda: trained(module, early))
         assert torch.equal(kept, before)
-        assert torch.equal(module[0].get_parameter("weight").full_tensor(), old)  # type: ignore[operator]
+        weight = module[0].get_parameter("weight")
+        assert isinstance(weight, DTensor)
+        assert torch.equal(weight.full_tensor(), old)
 
     world(2).run(body)
 
@@ -140,9 +142,9 @@ def test_a_closure_computes_the_gradients_first() -> None:
 
             return closure
 
-        before = other[0].weight.detach().clone()
+        before = other[0].get_parameter("weight").detach().clone()
         of_other.step(closure_of(other, of_other))
-        assert not torch.equal(other[0].weight, before)
+        assert not torch.equal(other[0].get_parameter("weight"), before)
         refusal(lambda: early.step(closure_of(shared, early)))
         refusal(lambda: early.step(closure=closure_of(shared, early)))
 

@@ -59,9 +59,8 @@ def shard_embeddings(
         else collection.embedding_configs()
     )
     names = [config.name for config in configs]
-    unknown = [name for name in plan if name not in names]
-    if unknown:
-        raise PlanError(f"The plan has {unknown[0]!r}, but the tables are {', '.join(names)}.")
+    if unknown := [name for name in plan if name not in names]:
+        raise PlanError(f"The plan has {unknown[0]!r}, but the tables are {', '.join(names)}. Fix: use their names.")
     if isinstance(optimizer, Mapping) and set(optimizer) != set(names):
         odd = min(set(optimizer) ^ set(names))
         raise PlanError(

@@ -223,6 +223,7 @@ def _generic(origin: type, parameters: tuple[Any, ...]) -> Kind | None:
         return Kind(
             f"a dict from {keys.expected if keys else 'keys'} to {values.expected if values else 'values'}",
             lambda value: isinstance(value, Mapping) and _all_fit(keys, value) and _all_fit(values, value.values()),
+            misuse=lambda value: _misuse_in(values, value),
         )
     if origin is type:
         return Kind("a class", lambda value: isinstance(value, type))
@@ -247,6 +248,15 @@ def _generic(origin: type, parameters: tuple[Any, ...]) -> Kind | None:
     if issubclass(origin, Iterable):
         return Kind("an iterable", lambda value: isinstance(value, Iterable) and not isinstance(value, str | bytes))
     return Kind(f"a {origin.__name__}", lambda value: isinstance(value, origin))
+
+
+def _misuse_in(kind: Kind | None, value: object) -> str:
+    """The fix for the first value of a mapping that does not fit, with its key."""
+    if kind is None or not isinstance(value, Mapping):
+        return ""
+    unfit = [(key, item) for key, item in value.items() if not kind.fits(item)]
+    fix = next((kind.misuse(item) or kind.fix for _, item in unfit), "")
+    return f"{fix}, for {shown(unfit[0][0])}" if fix else ""
 
 
 def _is_collection(value: object) -> bool:

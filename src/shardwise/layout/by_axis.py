@@ -60,10 +60,27 @@ def as_placement(value: object, what: str) -> Placement:
     """`value`, ours or torch's, as a placement."""
     found = placement_of(value)
     if found is None:
-        strided = type(value).__name__ == "_StridedShard"
-        fix = " Fix: Shard(dim) on each axis, and shard_order= for the order of the axes." if strided else ""
-        raise LayoutError(f"{what} needs a placement such as Shard(0) or Replicate(), got {shown(value)}.{fix}")
+        raise LayoutError(
+            f"{what} needs a placement such as Shard(0) or Replicate(), got {shown(value)}. Fix: {_misuse(value)}."
+        )
     return found
+
+
+# How TorchRec and others call it.
+_SHARDING_TYPES = {
+    "row_wise": "Shard(0)", "column_wise": "Shard(1)", "table_wise": "OnRanks(rank)", "data_parallel": "Replicate()",
+}  # fmt: skip
+
+
+def _misuse(value: object) -> str:
+    """What to pass instead of a value that is no placement."""
+    if type(value).__name__ == "_StridedShard":
+        return "Shard(dim) on each axis, and shard_order= for the order of the axes"
+    if isinstance(value, str):
+        return _SHARDING_TYPES.get(value, "an object, such as Shard(0), not a string")
+    if isinstance(value, type) and issubclass(value, Placement):
+        return f"{value.__name__}(…), with parentheses"
+    return "pass a placement"
 
 
 def _are_placements(value: object) -> bool:
@@ -74,10 +91,22 @@ def _are_placements(value: object) -> bool:
     return placement_of(value) is not None
 
 
+def _misuse_of_several(value: object) -> str:
+    """The fix for a value that is no placement, or the first one among several."""
+    items: list[object] = list(
+        value.values() if isinstance(value, Mapping) else value if is_listing(value) else [value]
+    )
+    text = next((_misuse(item) for item in items if placement_of(item) is None), "")
+    return "" if text == "pass a placement" else text
+
+
 _EXAMPLES = 'such as [Shard(0)], or {"tp": Shard(0)} by axis name'
 describe(Placement, Kind("a placement", lambda value: placement_of(value) is not None, "such as Shard(0)", LayoutError))
 _SEVERAL: frozenset[type] = frozenset((list, tuple, dict))  # `as_placements` checks their items
-describe(Placements, Kind("placements, one per mesh axis", _are_placements, _EXAMPLES, LayoutError, exact=_SEVERAL))
+describe(
+    Placements,
+    Kind("placements, one per mesh axis", _are_placements, _EXAMPLES, LayoutError, _misuse_of_several, _SEVERAL),
+)
 
 
 def axis_names(mesh: Mesh, placements: Mapping[str, object]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from shardwise.collectives import DeviceMesh
 from shardwise.errors import LayoutError, MeshError, PlanError
 from shardwise.layout import REPLICATE, Layout, Mesh, Placement, checked, describe, placement_of, shown
 from shardwise.parallel.boundary import SharedInput
-from shardwise.parallel.styles import InputFn, ModuleContext, OutputFn, ParallelStyle
+from shardwise.parallel.styles import InputFn, ModuleContext, OutputFn, ParallelStyle, misused_style
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor import module_sharding
 from shardwise.tensor.compiling import refuse_compilation
@@ -145,7 +145,7 @@ def flattened(plan: ParallelPlan, prefix: str = "") -> Iterator[tuple[str, Paral
         key = f" for {prefix!r}" if prefix else ""
         raise PlanError(
             f"A plan is a ParallelStyle, or a dict of paths of modules to styles or plans, and of parameters to "
-            f"placements; got {shown(plan)}{key}. Fix: a style such as ColwiseParallel() — with its parentheses."
+            f"placements; got {shown(plan)}{key}. Fix: {misused_style(plan) or 'a style such as ColwiseParallel()'}."
         )
 
 
@@ -158,9 +158,9 @@ def resolve(module: nn.Module, plan: Entries, mesh: Mesh) -> ResolvedPlan:
     modules = dict(module.named_modules(remove_duplicate=False))
     styles = [(key, entry) for key, entry in plan if isinstance(entry, ParallelStyle)]
     placements = [(key, entry) for key, entry in plan if not isinstance(entry, ParallelStyle)]
-    matched, problems = module_sharding.resolve(dict(styles), list(modules), "module")
     named = module_sharding.named_parameters(module)
-    layouts, unfit = _placed(named, placements, mesh)
+    matched, problems = module_sharding.resolve(dict(styles), list(modules), "module", list(named))
+    layouts, unfit = _placed(named, placements, mesh, list(modules))
     problems += unfit
     styled: list[StyledModule] = []
     shared: dict[str, tuple[nn.Module, SharedInput]] = {}
@@ -190,10 +190,10 @@ def resolve(module: nn.Module, plan: Entries, mesh: Mesh) -> ResolvedPlan:
 
 
 def _placed(
-    named: Mapping[str, nn.Parameter], placements: Sequence[tuple[str, Placement]], mesh: Mesh
+    named: Mapping[str, nn.Parameter], placements: Sequence[tuple[str, Placement]], mesh: Mesh, modules: Sequence[str]
 ) -> tuple[dict[str, Layout], list[str]]:
     """The layouts of parameters that the plan names, and an error for each entry that does not fit."""
-    matched, problems = module_sharding.resolve(dict(placements), list(named), "parameter")
+    matched, problems = module_sharding.resolve(dict(placements), list(named), "parameter", modules)
     context, layouts = ModuleContext("", mesh, tensor_parallel_axis(mesh)), dict[str, Layout]()
     for key, placement in placements:
         for name in matched[key]:

@@ -8,7 +8,19 @@ from torch import Tensor, nn
 from shardwise import collectives
 from shardwise.collectives import DeviceMesh
 from shardwise.errors import LayoutError, PlanError
-from shardwise.layout import REPLICATE, Kind, Layout, Mesh, Placement, Placements, checked, describe, placement_of
+from shardwise.layout import (
+    REPLICATE,
+    Kind,
+    Layout,
+    Mesh,
+    Placement,
+    Placements,
+    checked,
+    describe,
+    placement_of,
+    shown,
+)
+from shardwise.parallel.styles import ParallelStyle, misused_style
 from shardwise.sharded_tensor.specs import ShardingSpec
 from shardwise.tensor import module_sharding
 from shardwise.tensor.conversion import distribute_tensor, wrap
@@ -72,7 +84,11 @@ def layouts_of(module: nn.Module, plan: LayoutPlan, mesh: Mesh) -> dict[str, Lay
         PlanError: every entry that does not fit, in one message.
     """
     named = module_sharding.named_parameters(module)
-    matched, problems = module_sharding.resolve(plan, list(named), "parameter")
+    styles = {key: text for key, entry in plan.items() if (text := _style(entry))}
+    plan = {key: entry for key, entry in plan.items() if key not in styles}
+    modules = [path for path, _ in module.named_modules(remove_duplicate=False)]
+    matched, problems = module_sharding.resolve(plan, list(named), "parameter", modules)
+    problems += [f"{key!r} has {text}" for key, text in styles.items()]
     names = module_sharding.names_of_each(named)
     layouts: dict[str, Layout] = {}
     for name, parameter in named.items():
@@ -87,6 +103,16 @@ def layouts_of(module: nn.Module, plan: LayoutPlan, mesh: Mesh) -> dict[str, Lay
             problems.append(f"{name}: {error}")
     module_sharding.refuse([*problems, *module_sharding.conflicting_ties(named, layouts)])
     return layouts
+
+
+def _style(entry: object) -> str:
+    """The error for an entry that is a style of tensor parallelism; "" for any other."""
+    if not isinstance(entry, ParallelStyle) and not misused_style(entry):
+        return ""
+    return (
+        f"{shown(entry)}, but shard_module takes placements such as Shard(0). Fix: parallelize_module takes styles, "
+        f"those of shardwise.parallel, for modules."
+    )
 
 
 def _layout(parameter: Tensor, entry: ParameterLayout, mesh: Mesh) -> Layout:

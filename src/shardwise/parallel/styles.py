@@ -182,6 +182,14 @@ class FirstInput:
         return args, kwargs
 
 
+def misused_style(entry: object) -> str:
+    """What to do with torch's style, or a class in the place of a style; "" if `entry` is neither."""
+    cls = entry if isinstance(entry, type) else type(entry)
+    if cls.__module__.startswith("torch.distributed.tensor.parallel"):
+        return f"it is torch's class, import {cls.__name__} from shardwise.parallel"
+    return f"{cls.__name__}(), with its parentheses" if entry is cls and issubclass(cls, ParallelStyle) else ""
+
+
 @checked
 def first_input(module: nn.Module, transform: Callable[[Tensor], Tensor]) -> FirstInput:
     """The `input_fn` of a style that transforms the first argument of forward only."""

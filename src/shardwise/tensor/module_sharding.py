@@ -55,7 +55,9 @@ def class_before(cls: type[nn.Module]) -> type[nn.Module]:
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-def resolve(patterns: Iterable[str], names: Sequence[str], kind: str) -> tuple[dict[str, list[str]], list[str]]:
+def resolve(
+    patterns: Iterable[str], names: Sequence[str], kind: str, others: Sequence[str] = ()
+) -> tuple[dict[str, list[str]], list[str]]:
     """The names that each pattern matches, and an error for each pattern that matches none.
 
     "layers.*.weight" matches "layers.0.weight", not "layers.0.linear.weight"; "layers.**.weight" matches both.
@@ -64,9 +66,30 @@ def resolve(patterns: Iterable[str], names: Sequence[str], kind: str) -> tuple[d
         patterns: names or globs. Each component of a glob matches one component of a name; `**` any number of them.
         names: of the parameters or modules.
         kind: "parameter" or "module", for errors.
+        others: names of the other kind, which a pattern may match by mistake.
     """
     matched = {pattern: [n for n in names if _matches(pattern, n)] for pattern in patterns}
-    return matched, [unknown_name(pattern, names, kind) for pattern, found in matched.items() if not found]
+    unknown = [pattern for pattern, found in matched.items() if not found]
+    return matched, [_of_other_kind(x, names, kind, others) or unknown_name(x, names, kind) for x in unknown]
+
+
+def _of_other_kind(pattern: str, names: Sequence[str], kind: str, others: Sequence[str]) -> str:
+    """The error for a pattern that names a module where parameters are expected, or the reverse; "" for others."""
+    found = next((name for name in others if _matches(pattern, name)), None)
+    if found is None:
+        return ""
+    if kind == "module":
+        owner = pattern.rpartition(".")[0]
+        return f"{pattern!r} is a parameter, but a style is for a module. Fix: {owner!r}, or a placement."
+    inside = f"{pattern}." if pattern else ""
+    own = [f"{inside}{glob}" for glob in ("*", "**") if any(_matches(f"{inside}{glob}", name) for name in names)]
+    if not own:
+        return f"{pattern!r} is a module without parameters. Fix: leave it out."
+    first = next(name for name in names if _matches(own[0], name)).removeprefix(f"{found}." if found else "")
+    return (
+        f"{pattern!r} is a module, but a placement is for a parameter. Fix: {inside + first!r}, or {own[0]!r} for all "
+        f"of its parameters."
+    )
 
 
 def _matches(pattern: str, name: str) -> bool:

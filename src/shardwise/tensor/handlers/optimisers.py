@@ -121,13 +121,16 @@ def step_on_locals(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Any:
 def _checked_after_closure(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """The arguments of a step, whose closure computes the gradients; replaced parameters are refused after it."""
 
-    def checked(x: Any) -> Any:
+    def checked(x: object) -> object:
+        if not callable(x):
+            return x
+
         def run() -> object:
-            loss = x()
+            loss: object = x()
             refuse_replaced(optimizer, _parameters(optimizer))
             return loss
 
-        return run if callable(x) else x
+        return run
 
     return (args[0], *map(checked, args[1:])), {name: checked(x) for name, x in kwargs.items()}
 

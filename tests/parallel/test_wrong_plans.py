@@ -1,0 +1,141 @@
+"""Entries of plans that belong elsewhere: what was expected, and what to write instead."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.tensor.parallel as torch_parallel
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise import DTensor, Mesh, Shard, distribute_tensor, shard_module
+from shardwise.embedding import EmbeddingBagCollection, EmbeddingBagConfig, shard_embeddings
+from shardwise.errors import ArgumentError, PlanError
+from shardwise.parallel import ColwiseParallel, parallelize_module
+from shardwise.testing import world
+
+S0 = Shard(0)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = nn.Embedding(6, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2))
+
+
+def text_of(apply: Callable[[nn.Module, Any], object], plan: Any, kind: type[Exception] = PlanError) -> str:
+    def body() -> str:
+        module = Model()
+        with pytest.raises(kind) as caught:
+            apply(module, plan)
+        assert not any(isinstance(p, DTensor) for p in module.parameters())
+        return str(caught.value)
+
+    (text,) = set(world(2).run(body))
+    return text
+
+
+def parallelized(module: nn.Module, plan: Any) -> object:
+    return parallelize_module(module, None, plan)
+
+
+@pytest.mark.parametrize("name", ["ColwiseParallel", "RowwiseParallel", "SequenceParallel", "PrepareModuleInput"])
+def test_a_style_of_torch_is_named_with_where_to_import_it(name: str) -> None:
+    style = getattr(torch_parallel, name)
+    for entry in (style, style(input_layouts=None, desired_input_layouts=None) if "Module" in name else style()):
+        for plan in (entry, {"blocks.*.0": entry}, {"blocks": {"0.0": entry}}):
+            text = text_of(parallelized, plan)
+            assert text.endswith(f"Fix: it is torch's class, import {name} from shardwise.parallel."), text
+    assert text_of(shard_module, {"items.weight": style}).endswith(
+        "but shard_module takes placements such as Shard(0). Fix: parallelize_module takes styles, those of "
+        "shardwise.parallel, for modules."
+    )
+
+
+def test_a_class_in_the_place_of_a_style_lacks_its_parentheses() -> None:
+    assert text_of(parallelized, {"blocks.0.0": ColwiseParallel}).endswith(
+        "got the class ColwiseParallel for 'blocks.0.0'. Fix: ColwiseParallel(), with its parentheses."
+    )
+
+
+MODULES = {  # what a plan of placements names, and the fix
+    "items": "'items.weight', or 'items.*' for all of its parameters",
+    "blocks.*.0": "'blocks.*.0.weight', or 'blocks.*.0.*' for all of its parameters",
+    "blocks": "'blocks.0.0.weight', or 'blocks.**' for all of its parameters",
+}
+
+
+@pytest.mark.parametrize("apply", [shard_module, parallelized])
+@pytest.mark.parametrize("name", MODULES)
+def test_a_placement_for_a_module_names_its_parameters(name: str, apply: Callable[[nn.Module, Any], object]) -> None:
+    assert text_of(apply, {name: S0}) == (
+        f"The plan does not fit the module:\n  {name!r} is a module, but a placement is for a parameter. "
+        f"Fix: {MODULES[name]}."
+    )
+    for fixed in MODULES[name].split("'")[1::2]:
+
+        def body(plan: dict[str, Shard]) -> None:
+            apply(Model(), plan)
+
+        world(2).run(body, {fixed: S0})
+
+
+def test_a_placement_for_a_module_without_parameters_is_to_be_left_out() -> None:
+    text = text_of(shard_module, {"blocks.0.1": S0, "": S0})
+    assert "'blocks.0.1' is a module without parameters. Fix: leave it out." in text
+    assert "'' is a module, but a placement is for a parameter. Fix: 'items.weight', or '**'" in text
+
+
+def test_a_style_for_a_parameter_names_its_module() -> None:
+    assert "'blocks.0.0.weight' is a parameter, but a style is for a module. Fix: 'blocks.0.0', or a placement." in (
+        text_of(parallelized, {"blocks.0.0.weight": ColwiseParallel()})
+    )
+
+
+def test_a_style_in_a_plan_of_placements_and_other_problems_are_one_error() -> None:
+    text = text_of(shard_module, {"blocks.0.0": ColwiseParallel(), "itmes.weight": S0, "items.weight": "row_wise"})
+    assert "'blocks.0.0' has a shardwise.parallel.styles.ColwiseParallel, but shard_module takes placements" in text
+    assert "'itmes.weight' matches no parameter. Did you mean 'items.weight'?" in text
+    assert "got 'row_wise'. Fix: Shard(0)." in text
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "row_wise": ("row_wise", "Fix: Shard(0), for 'user'."),
+    "by axis": ({"tp": "column_wise"}, "Fix: Shard(1), for 'user'."),
+    "a list": (["data_parallel"], "Fix: Replicate(), for 'user'."),
+    "text": ("Shard(0)", "Fix: an object, such as Shard(0), not a string, for 'user'."),
+    "a class": (Shard, "Fix: Shard(…), with parentheses, for 'user'."),
+    "a number": (3, """Fix: such as [Shard(0)], or {"tp": Shard(0)} by axis name, for 'user'."""),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_placement_of_a_table_has_a_fix(name: str) -> None:
+    entry, fix = WRONG[name]
+
+    def sharded(module: nn.Module, plan: Any) -> object:
+        config = EmbeddingBagConfig(6, 4, "user", feature_names=["user"])
+        return shard_embeddings(EmbeddingBagCollection([config]), plan, Mesh((2,), names=("tp",)))
+
+    assert text_of(sharded, {"user": entry}, ArgumentError).endswith(fix)
+
+
+def test_the_loss_parallel_of_torch_changes_nothing_of_dtensors_of_shardwise() -> None:
+    scores, targets = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 2, 3, 0])
+
+    def gradient(logits: Tensor) -> Tensor:
+        logits.requires_grad_()
+        F.cross_entropy(logits, targets).backward()
+        assert logits.grad is not None
+        return logits.grad
+
+    def body() -> None:
+        grad = gradient(distribute_tensor(scores, Mesh((2,)), [Shard(1)]))
+        assert isinstance(grad, DTensor)
+        assert grad.placements == (Shard(1),)
+        torch.testing.assert_close(grad.full_tensor(), gradient(scores.clone()))
+
+    with torch_parallel.loss_parallel():  # of the process, so of all simulated ranks
+        world(2).run(body)
