@@ -1,6 +1,7 @@
 """Where parameters are sharded as the batch is, ops all-gather the parameters; one warning says what it costs."""
 
 import copy
+import re
 import warnings
 
 import pytest
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
 
-from shardwise import Mesh, Replicate, Shard, distribute_tensor, shard_module
+from shardwise import Mesh, Placement, Replicate, Shard, count_comms, distribute_tensor, shard_module
 from shardwise.debug import explain
 from shardwise.models import ModelArgs, Transformer
 from shardwise.parallel import fully_shard
@@ -57,8 +58,47 @@ def test_one_warning_says_what_it_costs(placements: list[Shard | Replicate]) -> 
         warnings.simplefilter("always")
         world(4).run(run)
     (message,) = [f"{warning.filename} {warning.message}" for warning in found]
-    assert message.startswith(f"{__file__} linear: a parameter is sharded on mesh axis {axis!r}, as is the batch")
-    assert "each call all-gathers 0.weight (384 bytes" in message
+    assert message.startswith(f"{__file__} linear: 0.weight is sharded on mesh axis {axis!r}, as is the batch")
+
+
+def sent_by_all(kind: str, ranks: int, rows: int, sizes: tuple[int, int]) -> tuple[int, list[str]]:
+    """Bytes of a forward and backward of one layer and its gradients; the warnings."""
+
+    def run() -> int:
+        mesh = Mesh((ranks,), names=(f"{kind} {sizes}",))
+        model = nn.Sequential(nn.Linear(*sizes, bias=False))
+        placements: list[Placement] = [Shard(0)]
+        if kind == "fully sharded":
+            fully_shard(model[0], mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        elif kind == "tensor parallel":
+            width = 3 if ranks == 3 else 2
+            mesh, placements = Mesh((ranks // width, width), names=("dp", "tp")), [Shard(0), Replicate()]
+            shard_module(model, {"0.weight": {"tp": Shard(0)}}, mesh=mesh)  # as by ColwiseParallel
+        else:
+            shard_module(model, {"0.weight": [Shard(0)] if kind == "warned" else [Replicate()]}, mesh=mesh)
+        x = distribute_tensor(torch.ones(rows, sizes[0]), mesh, placements).requires_grad_()
+        with count_comms() as sent:
+            model(x).sum().backward()
+            assert [x.grad, *(p.grad for p in model.parameters())]
+        return sent.total_bytes
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        return sum(world(ranks).run(run)), [str(warning.message) for warning in found]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows", "sizes"), [(4, 400, (6, 8)), (3, 4000, (64, 70)), (2, 40, (6, 5)), (4, 8000, (256, 1026))]
+)
+def test_the_warning_says_what_each_choice_sends(ranks: int, rows: int, sizes: tuple[int, int]) -> None:
+    now, (message,) = sent_by_all("warned", ranks, rows, sizes)
+    lines = message.splitlines()
+    named = [int(re.search(r"([\d,]+) bytes", line)[1].replace(",", "")) for line in lines[:4]]  # type: ignore[index]
+    kinds = ("fully sharded", "replicated", "tensor parallel")
+    for line, word in zip(lines[1:4], ("fully_shard", "data parallelism", "tensor parallelism"), strict=True):
+        assert word in line
+    assert named == [now, *(sent_by_all(kind, ranks, rows, sizes)[0] for kind in kinds)]
 
 
 @pytest.mark.filterwarnings("error")
