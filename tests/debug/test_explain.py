@@ -432,6 +432,6 @@ def test_numbered_operands_are_not_folded() -> None:
         with explain() as report:
             for pair in ((rows, columns), (columns, rows)):
                 torch.mul(*pair)
-        return [line.split(", ")[1] for line in str(report).splitlines() if "mul, " in line]
+        return [line.split(", ")[1] for line in str(report).splitlines() if "mul, " in line and "x  " not in line]
 
     assert on_ranks(3, body) == [["operand 1", "operand 0"]] * 3

@@ -2,14 +2,19 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
 
 from shardwise import collectives
+from shardwise.debug.advice import Use, Uses, advice
+from shardwise.debug.balance import Balance
 from shardwise.errors import ArgumentError
 from shardwise.layout import Layout, shown
 from shardwise.pictures.page import table_html
 from shardwise.pictures.svg import safe
+from shardwise.rules.row import Args, Kwargs, Op
+from shardwise.tensor.dispatch.dispatcher import is_op
+from shardwise.tensor.dispatch.hooks import Proceed, hook_calls
 from shardwise.trace.comm_trace import CommEvent, Kind, Listener, listening_with
 
 P = ParamSpec("P")
@@ -17,6 +22,7 @@ R = TypeVar("R")
 
 FEW = 8  # entries that one reads without a summary
 LINES = 5  # of the summary
+ADVISED = 16  # entries for which other layouts are compared
 _HEADING = "  all ranks   this rank  times"
 _NUMBERS = "all ranks", "this rank", "times"
 
@@ -44,10 +50,21 @@ class Explanation(Listener, Generic[R]):
     def __init__(self) -> None:
         self._events: list[CommEvent] = []
         self.sent_bytes = self.other_bytes = self.other_calls = 0
-        self._entered: list[AbstractContextManager[None]] = []
+        self._entered: list[ExitStack] = []
+        self._uses, self._balance = Uses(), Balance()
+        self._used: dict[int, Use] = {}  # by id of the event, until the block ends
+        self._advice: dict[Any, str] = {}  # by key of the group, after the block
 
     def record(self, event: CommEvent) -> None:
         self._events.append(event)
+        use = self._uses.of(event)
+        if use is not None:
+            self._used[id(event)] = use
+
+    def _see_op(self, proceed: Proceed, op: Op, args: Args, kwargs: Kwargs) -> object:
+        if not is_op(op):
+            return proceed()
+        return self._uses.run(proceed, op, args, kwargs, self._balance)
 
     def collective(self, kind: str, sent_bytes: int, event: CommEvent | None) -> None:
         self.sent_bytes += sent_bytes
@@ -66,13 +83,18 @@ class Explanation(Listener, Generic[R]):
         return sum(event.sent_bytes for event in self.events if event.cause.implicit)
 
     def __enter__(self) -> Self:
-        listening = listening_with(self)
-        listening.__enter__()
-        self._entered.append(listening)
+        entered = ExitStack()
+        entered.enter_context(listening_with(self))
+        entered.enter_context(hook_calls(self._see_op))
+        self._entered.append(entered)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._entered.pop().__exit__(None, None, None)
+        self._entered.pop().close()
+        if not self._entered:
+            groups = _grouped(event for event in self.events if event.cause.kind == "operand")[:ADVISED]
+            self._advice |= {_key(group[0]): self._avoid(group) for group in groups}
+            self._uses, self._used = Uses(), {}  # which hold what cannot be pickled
 
     def __str__(self) -> str:
         lines, silent = [self._sent()], len(self._events)
@@ -84,7 +106,8 @@ class Explanation(Listener, Generic[R]):
             silent -= sum(map(len, sending))
             if sending:
                 lines += ["", title, _HEADING]
-                lines += [line for group in sending for line in _described(group)]
+                lines += [line for group in sending for line in _described(group, self._row(group))]
+        lines += self._unbalanced()
         notes = [f"{self.other_bytes:,} bytes in {self.other_calls} collectives that check that ranks agree."]
         notes = notes if self.other_calls else []
         notes += [f"Redistributions that send nothing, left out: {silent}."] if silent else []
@@ -98,8 +121,12 @@ class Explanation(Listener, Generic[R]):
         for kind, title in _TITLES.items():
             groups = self._sending(kind)
             if groups:
-                rows = [["operation", "layouts", "why", "avoid", *_NUMBERS], *map(_row, groups)]
+                rows = [["operation", "layouts", "why", "avoid", *_NUMBERS], *map(self._row, groups)]
                 parts.append(f"<div>{safe(title)}</div>{table_html(rows, 4)}")
+        unbalanced = self._balance.rows(_folded)
+        if unbalanced:
+            rows = [["operation", "layout", "parameters", "avoid", "busiest", "ops"], *unbalanced]
+            parts.append(f"<div>{self._unbalanced_title()}</div>{table_html(rows, 4)}")
         return f"<div>{''.join(parts)}</div>"
 
     def _sent(self) -> str:
@@ -115,6 +142,36 @@ class Explanation(Listener, Generic[R]):
             lines.setdefault(str(event.cause.call_site or "elsewhere"), []).append(event)
         return sorted(lines.items(), key=lambda item: -_most(item[1]))[:LINES]
 
+    def _row(self, group: list[CommEvent]) -> list[str]:
+        """What and where, the layouts, why, how to avoid it, bytes of all ranks and of this one, how often."""
+        event, cause = group[0], group[0].cause
+        if any(other.cause.operand != cause.operand for other in group):
+            cause = cause._replace(operand=_folded(cause.operand))
+        where = "" if cause.call_site is None else f"{cause.call_site}: "
+        change = "" if event.src is None or event.dst is None else _change(event.src, event.dst)
+        return [f"{where}{cause}", change, cause.why, self._avoid(group), *_columns(group)]
+
+    def _avoid(self, group: list[CommEvent]) -> str:
+        """What to change, with bytes; of a gradient whose forward is listed, nothing."""
+        event = group[0]
+        if event.avoid and any(_is_forward_of(other, event) for other in self._events):
+            return "as in forward"
+        uses = [self._used.get(id(other)) for other in group]
+        known = [use for use in uses if use is not None]
+        if len(known) < len(group):
+            return self._advice.get(_key(event), event.avoid)
+        return advice(known, event, sum(_is_forward_of(event, other) for other in self._events))
+
+    def _unbalanced_title(self) -> str:
+        return f"Unbalanced: the busiest rank does {self._balance.ratio():.2f} times the mean work"
+
+    def _unbalanced(self) -> list[str]:
+        lines = ["", self._unbalanced_title(), "    busiest    ops"]
+        found = self._balance.rows(_folded)
+        for what, held, parameters, avoid, ratio, ops in found:
+            lines += [f"{ratio:>11} {ops:>6}  {what}", *_margined(held, parameters, f"avoid: {avoid}" if avoid else "")]
+        return lines if found else []
+
     def _sending(self, kind: Kind) -> list[list[CommEvent]]:
         """The groups of this kind that send something."""
         groups = _grouped(event for event in self.events if event.cause.kind == kind)
@@ -125,9 +182,22 @@ def _grouped(events: Iterable[CommEvent]) -> list[list[CommEvent]]:
     """Events that are equal but for the index of a repeated module, grouped, those that send most first."""
     groups: dict[Any, list[CommEvent]] = {}
     for event in events:
-        cause = event.cause._replace(operand=_folded(event.cause.operand))
-        groups.setdefault((cause, event.src, event.dst, event.total_bytes is None), []).append(event)
+        groups.setdefault(_key(event), []).append(event)
     return sorted(groups.values(), key=lambda group: -_most(group))
+
+
+def _key(event: CommEvent) -> tuple[object, ...]:
+    """Equal for events of one entry."""
+    cause = event.cause._replace(operand=_folded(event.cause.operand))
+    return cause, event.src, event.dst, event.total_bytes is None
+
+
+def _is_forward_of(forward: CommEvent, event: CommEvent) -> bool:
+    """Whether an event is what backward does for another one, or for one of an equal module."""
+    cause = forward.cause
+    if not event.cause.backward or cause.backward or _folded(event.cause.operand) != _folded(cause.operand):
+        return False
+    return event.cause._replace(operand="") == cause.for_backward()._replace(operand="")
 
 
 def _folded(name: str) -> str:
@@ -156,23 +226,14 @@ def _columns(events: list[CommEvent]) -> list[str]:
     return ["unknown" if total is None else f"{total:,}", f"{here:,}", str(len(events))]
 
 
-def _row(group: list[CommEvent]) -> list[str]:
-    """What and where, the layouts, why, how to avoid it, bytes of all ranks and of this one, how often."""
-    event, cause = group[0], group[0].cause
-    if any(other.cause.operand != cause.operand for other in group):
-        cause = cause._replace(operand=_folded(cause.operand))
-    where = "" if cause.call_site is None else f"{cause.call_site}: "
-    change = "" if event.src is None or event.dst is None else _change(event.src, event.dst)
-    return [f"{where}{cause}", change, cause.why, event.avoid, *_columns(group)]
-
-
-def _described(group: list[CommEvent]) -> Iterator[str]:
-    what, change, why, avoid, *_ = _row(group)
+def _described(group: list[CommEvent], row: list[str]) -> Iterator[str]:
+    what, change, why, avoid, *_ = row
     yield f"{_numbers(group)}  {what}"
-    margin = " " * 32
-    for text in (change, f"why: {why}" if why else "", f"avoid: {avoid}" if avoid else ""):
-        if text:
-            yield f"{margin}{text}"
+    yield from _margined(change, f"why: {why}" if why else "", f"avoid: {avoid}" if avoid else "")
+
+
+def _margined(*texts: str) -> Iterator[str]:
+    yield from (" " * 32 + text for text in texts if text)
 
 
 def _change(src: Layout, dst: Layout) -> str:

@@ -1,0 +1,249 @@
+"""The bytes that `explain` names for other layouts are those that a program sends which has these layouts."""
+
+import pickle
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise import (
+    DTensor,
+    Mesh,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    count_comms,
+    distribute_tensor,
+    shard_module,
+)
+from shardwise.debug import Explanation, explain
+from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from shardwise.testing import world
+
+S0, S1, R = Shard(0), Shard(1), Replicate()
+
+
+PLACEMENTS: dict[str, Placement] = {f"[{p}]": p for p in (S0, S1, R)}
+
+
+def number(text: str) -> int:
+    return int(text.replace(",", ""))
+
+
+def advice_of(report: Explanation[Any], op: str) -> str:
+    """The advice for the entry of an op's forward; empty if there is none."""
+    lines = str(report).splitlines()
+    at = next(i for i, line in enumerate(lines) if f": {op}, " in line)
+    advice = next((line for line in lines[at + 1 : at + 4] if "avoid:" in line), "avoid: ")
+    return advice.split("avoid: ")[1]
+
+
+def explained(ranks: int, make: Callable[[], Callable[[], object]], op: str) -> str:
+    """The advice for an op in the call of what `make` returns."""
+    texts = set(world(ranks).run(lambda: advice_of(explain(make()), op)))
+    (text,) = texts
+    return text
+
+
+def sent(ranks: int, make: Callable[[], Callable[[], object]]) -> int:
+    """Bytes that all ranks send in the call of what `make` returns."""
+
+    def counted() -> int:
+        step = make()
+        with count_comms() as counts:
+            step()
+        return counts.total_bytes
+
+    return sum(world(ranks).run(counted))
+
+
+class Scaled(nn.Module):
+    def __init__(self, rows: int, columns: int, times: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(rows, columns))
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = x.sin() * self.scale
+        return x
+
+
+@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.parametrize(
+    ("ranks", "shape", "times"), [(2, (4, 6), 1), (3, (7, 5), 3), (4, (300, 512), 2), (4, (5, 3), 1)]
+)
+def test_each_placement_of_a_parameter_sends_what_is_said(
+    ranks: int, shape: tuple[int, int], times: int, backward: bool
+) -> None:
+    def make(placement: Placement) -> Callable[[], object]:
+        mesh = Mesh((ranks,))
+        model = shard_module(Scaled(*shape, times), {"scale": placement}, mesh=mesh)
+        x = distribute_tensor(torch.ones(shape), mesh, [S0])
+
+        def step() -> None:
+            with torch.set_grad_enabled(backward):
+                out = model(x).sum()
+            if backward:
+                out.backward()
+                assert model.scale.grad is not None
+
+        return step
+
+    text = explained(ranks, lambda: make(S1), "mul")
+    assert number(text.rpartition("in place of ")[2].split(", ")[0]) == sent(ranks, lambda: make(S1))
+    named = re.findall(r"(\[[^]]*\]) in the plan: ([\d,]+) bytes", text)
+    assert ("[Shard(0)]", "0") in named
+    for placement, promised in named:
+        assert number(promised) == sent(ranks, lambda p=placement: make(PLACEMENTS[p]))  # type: ignore[misc]
+    assert ("gradients included" in text) == backward
+
+
+def test_a_parameter_that_no_placement_helps_is_said_to_send_as_much() -> None:
+    def make(placement: Placement) -> Callable[[], object]:
+        layer = shard_module(nn.Linear(256, 512, bias=False), {"weight": placement}, mesh=Mesh((4,)))
+        x = distribute_tensor(torch.ones(4000, 256), Mesh((4,)), [S0])
+
+        def step() -> None:
+            layer(x).sum().backward()
+            assert layer.weight.grad is not None
+
+        return step
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a parameter that is sharded as the batch is
+        text, now = explained(4, lambda: make(S0), "linear"), sent(4, lambda: make(S0))
+    assert text == (
+        f"fully_shard, or ColwiseParallel and RowwiseParallel; [Replicate()] sends {sent(4, lambda: make(R)):,} bytes "
+        f"in place of {now:,}, gradients included"
+    )
+
+
+@pytest.mark.parametrize(("ranks", "times"), [(2, 2), (3, 2), (4, 3)])
+def test_a_tensor_that_several_ops_redistribute_is_redistributed_once_for_what_is_said(ranks: int, times: int) -> None:
+    def make(how: str) -> Callable[[], object]:
+        x = distribute_tensor(torch.ones(600, 8), Mesh((ranks,)), [S0])
+        w = distribute_tensor(torch.ones(8, 4), Mesh((ranks,)), [R if how == "made" else S0]).requires_grad_()
+
+        def step() -> None:
+            used = w.redistribute(placements=[R]) if how == "once" else w
+            torch.stack([(x @ used).sum() for _ in range(times)]).sum().backward()
+            assert w.grad is not None
+
+        return step
+
+    text = explained(ranks, lambda: make("now"), "matmul")
+    assert number(text.rpartition("in place of ")[2].split(", ")[0]) == sent(ranks, lambda: make("now"))
+    once = re.search(r"redistribute\(placements=\[Replicate\(\)\]\) of operand 1 once before: ([\d,]+) bytes", text)
+    assert once is not None
+    assert number(once[1]) == sent(ranks, lambda: make("once"))
+    made = re.search(r"\[Replicate\(\)\] where it is made: ([\d,]+) bytes", text)
+    assert made is not None
+    assert number(made[1]) == sent(ranks, lambda: make("made"))
+
+
+def test_a_tensor_that_one_op_redistributes_is_not_to_be_redistributed_before() -> None:
+    def make() -> Callable[[], object]:
+        x, y = (distribute_tensor(torch.ones(6, 4), Mesh((2,)), [p]) for p in (S0, S1))
+        return lambda: (x * y, x * y.cos())
+
+    assert explained(2, make, "mul") == "[Shard(0)] where it is made: 0 bytes, in place of 96"
+
+
+@pytest.mark.parametrize("shape", [(8, 6), (5, 7), (512, 600)])
+def test_a_sum_is_reduced_to_shards_for_what_is_said(shape: tuple[int, int]) -> None:
+    def make(placement: Placement | None) -> Callable[[], object]:
+        mesh = Mesh((4,))
+        x = DTensor.from_local(torch.ones(shape), mesh, [Partial()], run_check=False).requires_grad_()
+
+        def step() -> None:
+            used = x if placement is None else x.redistribute(placements=[placement])
+            used.sin().sum().backward()
+
+        return step
+
+    text = explained(4, lambda: make(None), "sin")
+    found = re.fullmatch(
+        r"\.redistribute\(placements=(\[.*\])\) of operand 0: ([\d,]+) bytes, in place of ([\d,]+), gradients included",
+        text,
+    )
+    assert found is not None
+    reduced, summed = number(found[2]), number(found[3])
+    assert reduced < summed == sent(4, lambda: make(None))
+    assert reduced == sent(4, lambda: make(PLACEMENTS[found[1]]))
+
+
+class Heads(nn.Module):
+    def __init__(self, heads: int, size: int) -> None:
+        super().__init__()
+        self.heads, self.size = heads, size
+        self.up, self.down = nn.Linear(6, heads * size), nn.Linear(heads * size, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        by_head = self.up(x).view(len(x), self.heads, self.size).softmax(-1)
+        out: Tensor = self.down(by_head.flatten(1))
+        return out
+
+
+def test_heads_that_are_split_are_not_redistributed_in_the_units_that_are_said() -> None:
+    def step(unit: int = 1) -> None:
+        mesh = Mesh((4,))
+        plan = {"up": ColwiseParallel(use_local_output=False, unit=unit), "down": RowwiseParallel(unit=unit)}
+        model = parallelize_module(Heads(3, 4), mesh, plan)
+        model(torch.ones(2, 6)).sum().backward()
+
+    def outcome(unit: int = 1) -> tuple[str, int]:
+        report = explain(step, unit)
+        moved = [event for event in report.events if event.cause.op in ("view", "linear") and event.total_bytes]
+        return (advice_of(report, "view") if moved else "", len(moved))
+
+    text, moved = world(4).run(outcome)[0]
+    assert moved
+    assert text.startswith("shards of whole units of 4, as by unit=4 of ColwiseParallel or RowwiseParallel: 0 bytes")
+    assert world(4).run(lambda: outcome(4))[0] == ("", 0)
+
+
+def test_the_op_that_made_an_operand_is_named_with_its_line() -> None:
+    def body() -> tuple[str, int]:
+        mesh = Mesh((2,))
+        x, y = (distribute_tensor(torch.ones(6, 4), mesh, [p]) for p in (S0, S1))
+        with explain() as report:
+            made = torch.cos(y)
+            x * made
+        return advice_of(report, "mul"), body.__code__.co_firstlineno + 4
+
+    text, line = world(2).run(body)[0]
+    assert re.match(rf"\[Shard\(0\)\] from cos \(.*test_advice.py:{line} in body\): 0 bytes", text)
+
+
+def test_backward_refers_to_the_advice_of_its_forward() -> None:
+    def body() -> str:
+        mesh = Mesh((2,))
+        x, y = (distribute_tensor(torch.ones(4, 6), mesh, [p]).requires_grad_() for p in (S0, S1))
+        with explain() as report:
+            (x * y).sum().backward()
+        return str(report)
+
+    lines = [line.strip() for line in world(2).run(body)[0].splitlines() if "avoid:" in line]
+    assert len(lines) == 2
+    assert "where it is made: 0 bytes" in lines[0]
+    assert lines[1] == "avoid: as in forward"
+
+
+def test_a_report_can_be_sent_to_another_process_and_says_the_same() -> None:
+    def body() -> tuple[str, bytes]:
+        mesh = Mesh((4,))
+        x, y = (distribute_tensor(torch.ones(5, 6), mesh, [p]) for p in (S0, S1))
+        with explain() as report:
+            x * y
+        return str(report), pickle.dumps(report)
+
+    text, stored = world(4).run(body)[0]
+    assert "where it is made: 0 bytes" in text
+    assert "Unbalanced" in text
+    assert str(pickle.loads(stored)).partition("\n")[2] == text.partition("\n")[2]  # noqa: S301 - made above
