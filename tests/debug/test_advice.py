@@ -22,12 +22,14 @@ from shardwise import (
     shard_module,
 )
 from shardwise.debug import Explanation, explain
+from shardwise.debug.alternatives import OperandCall, Times
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from shardwise.testing import world
 
 S0, S1, R = Shard(0), Shard(1), Replicate()
 
 
+ONCE = Times(forward=1, backward=1, read=1)
 PLACEMENTS: dict[str, Placement] = {f"[{p}]": p for p in (S0, S1, R)}
 
 
@@ -153,6 +155,52 @@ def test_a_tensor_that_one_op_redistributes_is_not_to_be_redistributed_before() 
         return lambda: (x * y, x * y.cos())
 
     assert explained(2, make, "mul") == "[Shard(0)] where it is made: 0 bytes, in place of 96"
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(9, 12), (900, 12), (9, 1200)])
+@pytest.mark.parametrize(("left", "right"), [(S0, S0), (S1, S1), (S0, S1), (S1, R)], ids=str)
+def test_every_alternative_runs_as_now_and_sends_what_is_said(
+    rows: int, columns: int, left: Placement, right: Placement
+) -> None:
+    def make(*placements: Placement) -> tuple[Callable[[], Any], DTensor, DTensor]:
+        x, y = (
+            distribute_tensor(torch.ones(shape), Mesh((3,)), [p]).requires_grad_()
+            for shape, p in zip(((rows, 6), (6, columns)), placements, strict=True)
+        )
+        return lambda: x @ y, x, y
+
+    def outcome(*placements: Placement) -> tuple[int, Any, tuple[Any, ...]]:
+        """What is sent, the layout of the result, and those in which the op needs its operands."""
+        product, x, y = make(*placements)
+        with explain() as report, count_comms() as counts:
+            out = product()
+            out.sum().backward()
+            assert [x.grad, y.grad]
+        needed = {e.cause.operand: e.dst for e in report.events if e.cause.op == "matmul" and not e.cause.backward}
+        layouts = tuple(needed.get(f"operand {i}", t.layout_) for i, t in enumerate((x, y)))
+        return counts.total_bytes, out.layout_, layouts
+
+    def alternatives() -> list[tuple[int, Placement, int]]:
+        product, x, y = make(left, right)
+        with explain() as report:
+            product()
+        call = OperandCall.of(torch.matmul, (x, y), {})
+        moved = [e for e in report.events if e.cause.op == "matmul" and e.dst is not None]
+        at = {int(e.cause.operand.removeprefix("operand ")): e.dst for e in moved}
+        return [
+            (i, other.layout.placements[0], other.sent_bytes - call.sent_bytes(i, call.operands[i].layout, dst, ONCE))
+            for i, dst in at.items()
+            for other in call.alternatives(i, dst, ONCE)
+        ]
+
+    def total(*placements: Placement) -> tuple[int, Any, tuple[Any, ...]]:
+        found = world(3).run(lambda: outcome(*placements))
+        return sum(sent for sent, *_ in found), *found[0][1:]
+
+    now, *layouts = total(left, right)
+    for i, placement, difference in world(3).run(alternatives)[0]:
+        sent, *others = total(*(placement if i == j else p for j, p in enumerate((left, right))))
+        assert (others, sent) == (layouts, now + difference), (i, placement)
 
 
 @pytest.mark.parametrize("shape", [(8, 6), (5, 7), (512, 600)])

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -88,6 +87,15 @@ def test_the_sizes_that_are_advised_take_as_long_as_is_said(ranks: int, rows: in
         assert int(fewer[1]) < ranks
         assert max(flops(int(fewer[1]), rows)) == busiest
     assert fewer is not None or less is not None
+
+
+def test_an_operand_counts_in_the_layout_in_which_the_op_runs() -> None:
+    def make() -> Callable[[], object]:
+        even = distribute_tensor(torch.ones(400, 8), Mesh((4,)), [S0])
+        uneven = distribute_tensor(torch.ones(8, 5), Mesh((4,)), [S1])
+        return lambda: even @ uneven  # which is all-gathered
+
+    assert unbalanced(4, make) == ""
 
 
 def test_shard_sizes_that_the_user_chose_are_said_to_be_worse_than_even_ones() -> None:
@@ -173,6 +181,6 @@ def test_an_op_that_is_decomposed_counts_once() -> None:
 
     counts = [
         re.search(r"1\.60x +(\d+)", world(4).run(lambda layer=layer: make(layer))[0])  # type: ignore[misc]
-        for layer in (torch.sin, F.silu)
+        for layer in (torch.sin, lambda x: torch.inner(x, torch.ones(3, 4)))
     ]
     assert [found and found[1] for found in counts] == ["1", "1"]
