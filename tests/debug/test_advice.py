@@ -185,8 +185,8 @@ def test_every_alternative_runs_as_now_and_sends_what_is_said(
         with explain() as report:
             product()
         call = OperandCall.of(torch.matmul, (x, y), {})
-        moved = [e for e in report.events if e.cause.op == "matmul" and e.dst is not None]
-        at = {int(e.cause.operand.removeprefix("operand ")): e.dst for e in moved}
+        moved = [(e, e.dst) for e in report.events if e.cause.op == "matmul" and e.dst is not None]
+        at = {int(e.cause.operand.removeprefix("operand ")): dst for e, dst in moved}
         return [
             (i, other.layout.placements[0], other.sent_bytes - call.sent_bytes(i, call.operands[i].layout, dst, ONCE))
             for i, dst in at.items()
@@ -252,7 +252,7 @@ def test_heads_that_are_split_are_not_redistributed_in_the_units_that_are_said()
 
     text, moved = world(4).run(outcome)[0]
     assert moved
-    assert text.startswith("shards of whole units of 4, as by unit=4 of ColwiseParallel or RowwiseParallel: 0 bytes")
+    assert text.startswith("shard sizes in multiples of 4, as by unit=4 of ColwiseParallel or RowwiseParallel: 0 bytes")
     assert world(4).run(lambda: outcome(4))[0] == ("", 0)
 
 

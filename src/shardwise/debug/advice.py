@@ -30,7 +30,7 @@ class Use(NamedTuple):
 
     Args:
         position: which operand of the call it is.
-        tensor: a number of the tensor, to tell whether two ops redistributed the same one.
+        tensor: a number of the tensor, to see whether two ops redistributed the same one.
         maker: the op whose result it is, with its line; empty for parameters and inputs.
         is_read: it is a leaf that requires a gradient, which is reduced when it is read.
     """
@@ -143,7 +143,7 @@ def advice(uses: Sequence[Use], event: CommEvent, backward: int) -> str:
     unit = _unit(src, dst)
     if unit > 1:
         choices.append(
-            f"shards of whole units of {unit}, as by unit={unit} of ColwiseParallel or RowwiseParallel: 0 bytes"
+            f"shard sizes in multiples of {unit}, as by unit={unit} of ColwiseParallel or RowwiseParallel: 0 bytes"
         )
     elif any(isinstance(p, Partial) for p in src.placements):
         sharded = [other for other in call.sharded_sums(at, dst, times) if other.sent_bytes < now]

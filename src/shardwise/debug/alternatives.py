@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -59,7 +59,7 @@ class OperandCall:
         layouts = [x._layout.unowned if type(x) is DTensor else _replicated(x, mesh) for x in tensors]
         slots = iter(range(len(tensors)))
 
-        def slotted(x: object) -> Any:
+        def slotted(x: object) -> object:
             if isinstance(x, Tensor):
                 return resolve.Slot(next(slots))
             return [slotted(y) for y in x] if isinstance(x, list) or type(x) is tuple else x
