@@ -433,6 +433,7 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
         st.ChunkShardingSpec,
         {"dim": 0, "placements": ["rank:0/cpu", "rank:1/cpu"]},
     ),
+    "shardwise.sharded_tensor.DevicePlacementSpec": lambda: (st.DevicePlacementSpec, {"device": "rank:0/cpu"}),
     "shardwise.sharded_tensor.EnumerableShardingSpec": lambda: (
         st.EnumerableShardingSpec,
         {"shards": [st.ShardMetadata([0], [4], "rank:0/cpu")]},
@@ -482,6 +483,7 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
             "*local_shards": [st.LocalShard(torch.ones(2, 3), shard_metadata())],
             "*global_size": (4, 3),
             "process_group": None,
+            "init_rrefs": False,
         },
     ),
     "shardwise.sharded_tensor.layout_of_shards": lambda: (
@@ -648,6 +650,7 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
     ),
 }
 SPEC_FACTORY: Arguments = {"*size": (4, 3), "process_group": None, "dtype": torch.float64, "requires_grad": True}
+SPEC_FACTORY |= {"pin_memory": False, "memory_format": torch.contiguous_format, "init_rrefs": False}
 FACTORY: Arguments = {"dtype": torch.float64, "requires_grad": True, "device_mesh": MESH, "placements": [Shard(0)]}
 
 # What is passed on to torch or to a function of the user fails there as it does in one process.
@@ -669,7 +672,16 @@ PLAIN: dict[str, Callable[[Any], object]] = {
 # Results of other functions, base classes, parts of test suites, and hooks that torch calls: users make none of them.
 NOT_CALLED = {
     *("CommCounts", "DTensor", "DeviceMesh", "Placement", "Placements", "ShardwiseError", "InputFn", "OutputFn"),
-    *("ParallelStyle", "ParallelPlan", "ShardedTensor", "Sharder", "ShardingPlanner", "ShardingSpec", "Chunk"),
+    *(
+        "ParallelStyle",
+        "ParallelPlan",
+        "PlacementSpec",
+        "ShardedTensor",
+        "Sharder",
+        "ShardingPlanner",
+        "ShardingSpec",
+        "Chunk",
+    ),
     *(
         "Manifest",
         "PendingSave",

@@ -12,6 +12,7 @@ from shardwise import Boxes, Layout, Mesh, OnRanks, Partial, Replicate, Shard
 from shardwise.errors import ArgumentError, LayoutError
 from shardwise.sharded_tensor import (
     ChunkShardingSpec,
+    DevicePlacementSpec,
     EnumerableShardingSpec,
     RemoteDevice,
     ShardedTensorMetadata,
@@ -39,11 +40,14 @@ def test_a_placement_names_a_rank_and_a_device() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["cpu", "worker/cpu", "rank:/cpu", "rank:-1/cpu", "rank:x", "rank:1/pudding", "", "rank:²"]
+    "text",
+    ["worker", "worker/cpu", "rank:/cpu", "rank:-1/cpu", "rank:x", "", "rank:²", "cuda:foo", "foo:0"],
 )
 def test_a_placement_of_another_form_is_refused(text: str) -> None:
-    with pytest.raises(LayoutError, match="placement"):
+    with pytest.raises(LayoutError, match="A placement is written"):
         RemoteDevice.parse(text)
+    with pytest.raises(LayoutError, match="A placement is written"):
+        DevicePlacementSpec(text)
 
 
 def test_metadata_of_a_shard_are_checked() -> None:

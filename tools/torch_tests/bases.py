@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from torch.testing._internal.common_utils import TestCase
+from torch.testing._internal import common_utils
 
 from shardwise import init_device_mesh, rank
 from shardwise.testing import DTensorConverter
@@ -16,6 +16,7 @@ from tools.torch_tests.counts import Count, different
 F = TypeVar("F", bound=Callable[..., Any])
 
 TEST_GPU_NUM = 4
+TEST_MULTIGPU = True  # placements that name GPUs can be described without them
 TEST_SKIPS: dict[str, Any] = {}
 
 
@@ -43,10 +44,22 @@ class _Raises:
         return caught
 
 
-_TestCase: Any = TestCase  # torch leaves it without types
+_TestCase: Any = common_utils.TestCase  # torch leaves it without types
 
 
-class OnRanks(_TestCase):  # type: ignore[misc]
+class TestCase(_TestCase):  # type: ignore[misc]
+    """A test of one process."""
+
+    def assertRaisesRegex(self, expected: Any, pattern: Any, *call: Any, **options: Any) -> Any:  # noqa: N802
+        """The type is compared; another text is noted."""
+        if not call:
+            return _Raises(self.assertRaises(expected), pattern)  # noqa: PT027
+        with _Raises(self.assertRaises(expected), pattern):  # noqa: PT027
+            call[0](*call[1:], **options)
+        return None
+
+
+class OnRanks(TestCase):
     """A test that every rank of the world runs."""
 
     @property
@@ -71,14 +84,6 @@ class OnRanks(_TestCase):  # type: ignore[misc]
 
     def build_device_mesh(self) -> Any:
         return init_device_mesh("cpu", (self.world_size,))
-
-    def assertRaisesRegex(self, expected: Any, pattern: Any, *call: Any, **options: Any) -> Any:  # noqa: N802
-        """The type is compared; another text is noted."""
-        if not call:
-            return _Raises(self.assertRaises(expected), pattern)  # noqa: PT027
-        with _Raises(self.assertRaises(expected), pattern):  # noqa: PT027
-            call[0](*call[1:], **options)
-        return None
 
     def assertEqual(self, x: Any, y: Any, *args: Any, **options: Any) -> None:  # noqa: N802
         """As in torch; a count of collectives is equal to any number."""

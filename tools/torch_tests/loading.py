@@ -48,16 +48,21 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "torch.distributed._shard.sharding_plan.api": _SHARDED,
     "torch.distributed._shard.sharding_spec": _SHARDED,
     "torch.distributed._shard.sharding_spec.api": _SHARDED,
+    "torch.distributed._shard.sharding_spec._internals": _NAMES,
     "torch.distributed._shard.sharded_tensor": _SHARDED,
     "torch.distributed._shard.sharded_tensor.api": _SHARDED,
     "torch.distributed._shard.sharded_tensor.metadata": _SHARDED,
     "torch.distributed._shard.sharded_optim": _SHARDED,
     "torch.testing._internal.distributed._tensor.common_dtensor": _KIT,
     f"{_HELPERS}.sharded_tensor": _KIT,
-    "torch.testing._internal.common_distributed": (
-        "tools.torch_tests.bases",
-        "torch.testing._internal.common_distributed",
-    ),
+    **{
+        name: ("tools.torch_tests.bases", name)
+        for name in (
+            "torch.testing._internal.common_cuda",
+            "torch.testing._internal.common_distributed",
+            "torch.testing._internal.common_utils",
+        )
+    },
 }
 # Helpers of torch's tests, which are loaded like the tests themselves.
 _LOADED = {
@@ -71,6 +76,7 @@ _ON_CPU = [
     (r"""(?<=["'/])cuda:(?:\d|\{[^{}]*\})(?=["'])""", lambda found: "cpu"),
     (r"""(?<=["'])(?:cuda|nccl)(?=["'])""", lambda found: "cpu" if found[0] == "cuda" else "gloo"),
     (r"""torch\.cuda\.current_device\(\)""", lambda found: '"cpu"'),
+    (r"""torch\.device\(\d\)""", lambda found: 'torch.device("cpu")'),
 ]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardwise import DTensor, Layout, Partial, Placement, rank
 from shardwise.collectives import as_mesh
-from shardwise.sharded_tensor import LocalShard, RemoteDevice, ShardingSpec
+from shardwise.sharded_tensor import EnumerableShardingSpec, LocalShard, RemoteDevice, ShardingSpec, ShardMetadata
 from shardwise.sharded_tensor import collect_local_shard as _collect_local_shard
 from shardwise.sharded_tensor import reshard_output as _reshard_output
 
@@ -18,12 +18,16 @@ _remote_device = RemoteDevice
 
 __all__ = [
     "Shard", "_Partial", "_collect_local_shard", "_remote_device", "_reshard_output", "_shard_tensor",
-    "compute_local_shape_and_global_offset", "is_tensor_partial", "normalize_dim", "spec_of",
+    "check_tensor", "compute_local_shape_and_global_offset", "is_tensor_partial", "normalize_dim", "spec_of",
 ]  # fmt: skip
 
 
 def _shard_tensor(tensor: Tensor, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: Any = None) -> Any:
     return sharding_spec.shard(tensor, src_rank, process_group)
+
+
+def check_tensor(shards: Sequence[ShardMetadata], shape: Sequence[int]) -> None:
+    EnumerableShardingSpec(shards).build_metadata(shape)
 
 
 def compute_local_shape_and_global_offset(

@@ -16,6 +16,8 @@ from shardwise.checkpoint.files import DTYPES
 from shardwise.errors import CheckpointError
 from shardwise.layout import REPLICATE, Box, Layout, Mesh, split_by_boxes
 from shardwise.tensor import DTensor, check_owners, plain
+from shardwise.tensor.torch_dtensors import converted
+from shardwise.tensor.torch_objects import is_torch_dtensor
 
 MODEL = "model."  # what `state_of` puts before the names of a module
 
@@ -62,6 +64,7 @@ def _leaves(mapping: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Leaf
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{key}.")
         else:
+            value = converted(value.detach()) if is_torch_dtensor(value) else value
             yield f"{prefix}{key}", Leaf(value, mapping, key)
 
 

@@ -6,10 +6,11 @@ from shardwise import collectives
 from shardwise.layout import checked
 from shardwise.pictures import picture
 from shardwise.tensor import DTensor
+from shardwise.tensor.torch_objects import TorchDTensor, is_torch_dtensor
 
 
 @checked
-def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = False) -> None:
+def visualize_sharding(dtensor: DTensor | TorchDTensor, header: str = "", use_rich: bool = False) -> None:
     """Print which rank holds which shard of `dtensor`, on the first rank of its mesh.
 
     Prints nothing for a tensor without elements. `shardwise.picture` returns the picture, with SVG and HTML.
@@ -19,6 +20,9 @@ def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = Fals
         use_rich: let `rich` choose colours, which knows notebooks and FORCE_COLOR. Otherwise a terminal gets
             colours unless NO_COLOR is set.
     """
+    if is_torch_dtensor(dtensor):
+        dtensor = DTensor.from_torch_dtensor(dtensor.detach())
+    assert isinstance(dtensor, DTensor)
     if not dtensor.numel() or collectives.rank() != dtensor.layout_.mesh.ranks[0]:
         return
     drawn = picture(dtensor, header)

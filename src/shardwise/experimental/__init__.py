@@ -33,6 +33,7 @@ from shardwise.rules.registry import override
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor import DTensor, strict
 from shardwise.tensor.dispatch.dispatcher import forget
+from shardwise.tensor.torch_dtensors import converted
 
 PerArgument = Sequence[Placements | None] | None  # None: any for all
 Acceptable = tuple[Sequence[Placement], Sequence[Placement | None]]
@@ -136,8 +137,8 @@ def local_map(
         redistribute_inputs: redistribute arguments that have other placements than `in_placements`.
 
     Returns:
-        A function that calls `func` on local tensors. Without a DTensor among its arguments it is `func`. The ranks
-        exchange the sizes of sharded results (one small exchange per result).
+        A function that calls `func` on local tensors; DTensors of torch count as DTensors. Without a DTensor among its
+        arguments it is `func`. The ranks exchange the sizes of sharded results (one small exchange per result).
 
     Raises:
         LayoutError: an argument has other placements, or results and `out_placements` differ in number or kind.
@@ -150,6 +151,7 @@ def local_map(
     @wraps(func)
     def on_locals(*args: object, **kwargs: object) -> Any:
         flat, spec = pytree.tree_flatten((args, kwargs))
+        flat = [converted(x) if isinstance(x, Tensor) else x for x in flat]
         first = next((x for x in flat if isinstance(x, DTensor)), None)
         if first is None:
             return func(*args, **kwargs)

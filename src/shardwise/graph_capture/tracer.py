@@ -20,6 +20,7 @@ from shardwise.graph_capture.refusals import refusal
 from shardwise.graph_capture.value_guards import ValueRead, learned
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dtensor import DTensor, plain
+from shardwise.tensor.torch_objects import TORCH_DTENSOR, is_torch_dtensor_class
 from shardwise.trace import capture_hooks
 from shardwise.trace.capture_hooks import tracing_paused
 
@@ -462,6 +463,8 @@ class _OpMode(TorchDispatchMode):
         self.tracer = tracer
 
     def __torch_dispatch__(self, func: Op, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+        if any(map(is_torch_dtensor_class, types)):
+            raise refusal("a DTensor of torch, whose ops are not traced", TORCH_DTENSOR)
         if any(t.__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in types):
             return NotImplemented  # a wrapper that decomposes the op first
         with DisableTorchFunction():

@@ -243,8 +243,16 @@ def _generic(origin: type, parameters: tuple[Any, ...]) -> Kind | None:
         item = kind_of(parameters[0]) if parameters else None
         if origin is Collection:  # in any order, so a set or one string will do
             return Kind(f"a collection{_of(item)}", lambda value: _is_collection(value) and _all_fit(item, value))
-        error = ArgumentError if item is None else item.error
-        return Kind(f"a sequence{_of(item)}", lambda value: is_listing(value) and _all_fit(item, value), error=error)
+        if item is None:
+            return Kind("a sequence", is_listing)
+        return Kind(
+            f"a sequence{_of(item)}",
+            lambda value: is_listing(value) and _all_fit(item, value),
+            error=item.error,
+            misuse=lambda value: (
+                next((text for x in value if (text := item.misuse(x))), "") if is_listing(value) else ""
+            ),
+        )
     if issubclass(origin, Iterable):
         return Kind("an iterable", lambda value: isinstance(value, Iterable) and not isinstance(value, str | bytes))
     return Kind(f"a {origin.__name__}", lambda value: isinstance(value, origin))

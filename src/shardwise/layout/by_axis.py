@@ -76,6 +76,8 @@ def _misuse(value: object) -> str:
     """What to pass instead of a value that is no placement."""
     if type(value).__name__ == "_StridedShard":
         return "Shard(dim) on each axis, and shard_order= for the order of the axes"
+    if type(value).__module__.startswith("torch.distributed") and "Partial" in type(value).__name__:
+        return "redistribute it to Replicate() or Shard(dim) in torch first"
     if isinstance(value, str):
         return _SHARDING_TYPES.get(value, "an object, such as Shard(0), not a string")
     if isinstance(value, type) and issubclass(value, Placement):

@@ -17,10 +17,11 @@ from shardwise.layout import PARTIAL, REPLICATE, Layout, Mesh, Placement, Shard
 from shardwise.redistribute.plan import same_local_shards
 from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.tensor import DTensor, plain, tag, to_layout
-from shardwise.tensor.arguments import check_dense, is_torch_dtensor
+from shardwise.tensor.arguments import check_dense
 from shardwise.tensor.autograd.gradients import as_cotangent, record_from_plain, record_to_plain
 from shardwise.tensor.conversion import layout_of_local_shapes
 from shardwise.tensor.torch_dtensors import from_torch_dtensor
+from shardwise.tensor.torch_objects import is_torch_dtensor
 from shardwise.tensor.transforms import check_no_transform, check_untransformed
 from shardwise.trace.autograd_function import TensorFunction
 from shardwise.trace.capture_hooks import not_capturable

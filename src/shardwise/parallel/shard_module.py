@@ -27,6 +27,8 @@ from shardwise.tensor.conversion import distribute_tensor, wrap
 from shardwise.tensor.dtensor import DTensor, plain
 from shardwise.tensor.handlers.replicas import note_local_shard
 from shardwise.tensor.replaced_parameters import note_replaced
+from shardwise.tensor.torch_dtensors import converted
+from shardwise.tensor.torch_objects import is_torch_dtensor
 from shardwise.tensor.transforms import check_untransformed
 
 M = TypeVar("M", bound=nn.Module)
@@ -94,11 +96,9 @@ def layouts_of(module: nn.Module, plan: LayoutPlan, mesh: Mesh) -> dict[str, Lay
     for name, parameter in named.items():
         exact = [other for other in (name, *names[name]) if other in plan]
         keys = exact[:1] or [key for key in plan if not set(names[name]).isdisjoint(matched[key])]
-        if not keys and isinstance(parameter, DTensor):
-            layouts[name] = parameter._layout
-            continue
         try:
-            layouts[name] = _layout(parameter, plan[keys[-1]] if keys else [REPLICATE] * mesh.ndim, mesh)
+            known = None if keys else module_sharding.layout_of(parameter)
+            layouts[name] = known or _layout(parameter, plan[keys[-1]] if keys else [REPLICATE] * mesh.ndim, mesh)
         except (LayoutError, PlanError) as error:
             problems.append(f"{name}: {error}")
     module_sharding.refuse([*problems, *module_sharding.conflicting_ties(named, layouts)])
@@ -180,7 +180,9 @@ def _replicate_plain_tensors(module: nn.Module, mesh: Mesh) -> None:
     registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
     for registry in registries:
         for name, x in registry.items():
-            if x is not None and not isinstance(x, DTensor):
+            if is_torch_dtensor(x):
+                registry[name] = converted(x)
+            elif x is not None and not isinstance(x, DTensor):
                 registry[name] = distribute_tensor(x, mesh, [REPLICATE] * mesh.ndim)
 
 

@@ -65,7 +65,7 @@ def takes_colour() -> bool:
 
 @checked
 def picture(x: Any, header: str = "", itemsize: int | None = None) -> Picture:
-    """The picture of a `Layout`, or of a DTensor.
+    """The picture of a `Layout`, or of a DTensor, ours or torch's.
 
     Args:
         x: read without communication; no other rank has to call.
@@ -77,6 +77,10 @@ def picture(x: Any, header: str = "", itemsize: int | None = None) -> Picture:
     """
     if isinstance(x, Layout):
         return Picture(x, header, itemsize)
+    if type(x).__name__ == "DTensor" and not hasattr(x, "layout_"):
+        from shardwise.tensor.torch_dtensors import converted
+
+        x = converted(x.detach())
     layout = getattr(x, "layout_", None)
     if not isinstance(layout, Layout):
         raise LayoutError(

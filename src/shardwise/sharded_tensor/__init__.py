@@ -28,15 +28,18 @@ from shardwise.sharded_tensor.sharding import (
 )
 from shardwise.sharded_tensor.specs import (
     ChunkShardingSpec,
+    DevicePlacementSpec,
     EnumerableShardingSpec,
+    PlacementSpec,
     ShardingSpec,
     spec_of,
 )
 
 __all__ = [
-    "ChunkShardingSpec", "EnumerableShardingSpec", "LocalShard", "LocalShardsWrapper", "RemoteDevice", "ShardMetadata",
-    "ShardedTensor", "ShardedTensorMetadata", "Sharder", "ShardingPlan", "ShardingPlanner", "ShardingSpec",
-    "TensorProperties", "collect_local_shard", "custom_sharding_spec_op", "empty", "full", "init_from_local_shards",
-    "layout_of_shards", "load_with_process_group", "ones", "pre_load_state_dict_hook", "rand", "randn",
-    "reshard_output", "shard_module", "shard_parameter", "spec_of", "state_dict_hook", "zeros",
+    "ChunkShardingSpec", "DevicePlacementSpec", "EnumerableShardingSpec", "LocalShard", "LocalShardsWrapper",
+    "PlacementSpec", "RemoteDevice", "ShardMetadata", "ShardedTensor", "ShardedTensorMetadata", "Sharder",
+    "ShardingPlan", "ShardingPlanner", "ShardingSpec", "TensorProperties", "collect_local_shard",
+    "custom_sharding_spec_op", "empty", "full", "init_from_local_shards", "layout_of_shards",
+    "load_with_process_group", "ones", "pre_load_state_dict_hook", "rand", "randn", "reshard_output",
+    "shard_module", "shard_parameter", "spec_of", "state_dict_hook", "zeros",
 ]  # fmt: skip

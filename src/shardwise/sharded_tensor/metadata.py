@@ -8,38 +8,46 @@ from operator import index
 import torch
 from torch import Tensor
 
-from shardwise.errors import LayoutError
+from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Box, checked_init, shown
 
 
 @checked_init
 @dataclass(frozen=True, slots=True, repr=False)
 class RemoteDevice:
-    """A device of a global rank, written `rank:1/cuda:0`; `rank:1` alone means its CPU."""
+    """A device of a global rank, written `rank:1/cuda:0`; `rank:1` alone means its CPU.
 
-    of_rank: int
+    `cuda:0` alone is a device without a rank. It can be described, as in torch; nothing can be sharded onto it.
+    """
+
+    of_rank: int | None
     of_device: str = "cpu"
 
     @staticmethod
     def parse(text: object) -> "RemoteDevice":
-        """From a string, a `RemoteDevice`, or torch's own `_remote_device`.
+        """From a string, a `torch.device`, a `RemoteDevice`, or torch's own `_remote_device`.
 
         Raises:
-            LayoutError: another form, such as the name of a worker or a device without a rank.
+            LayoutError: another form, such as the name of an RPC worker.
+            MeshError: a rank with a device that torch does not know.
         """
         if isinstance(text, RemoteDevice):
             return text
-        who, _, device = str(text).partition("/")
+        who, has_device, device = str(text).partition("/")
+        if not has_device and (local := _device(who)) is not None:
+            return RemoteDevice(None, local)
         kind, _, number = who.partition(":")
         if kind != "rank" or not (number.isascii() and number.isdigit()):
-            raise LayoutError(f"A placement is written 'rank:R/device', such as 'rank:1/cpu', got {shown(text)}.")
-        try:
-            return RemoteDevice(int(number), str(torch.device(device or "cpu")))
-        except RuntimeError:
-            raise LayoutError(f"The placement {str(text)!r} names no device torch knows: {device!r}.") from None
+            raise LayoutError(
+                f"A placement is written 'rank:R/device', such as 'rank:1/cpu', or names a device, got {shown(text)}. "
+                f"Names of RPC workers are not supported."
+            )
+        if (found := _device(device if has_device else "cpu")) is None:
+            raise MeshError(f"The placement {str(text)!r} names no device torch knows: {device!r}.")
+        return RemoteDevice(int(number), found)
 
-    def rank(self) -> int:
-        """The global rank."""
+    def rank(self) -> int | None:
+        """The global rank; None of a device without a rank."""
         return self.of_rank
 
     def device(self) -> torch.device:
@@ -47,7 +55,14 @@ class RemoteDevice:
         return torch.device(self.of_device)
 
     def __repr__(self) -> str:
-        return f"rank:{self.of_rank}/{self.of_device}"
+        return self.of_device if self.of_rank is None else f"rank:{self.of_rank}/{self.of_device}"
+
+
+def _device(text: str) -> str | None:
+    try:
+        return str(torch.device(text))
+    except RuntimeError:
+        return None
 
 
 @checked_init
@@ -58,7 +73,8 @@ class ShardMetadata:
     Args:
         shard_offsets: where it begins, one integer per dim.
         shard_sizes: its shape.
-        placement: the rank that holds it, such as "rank:0/cpu"; None if unknown.
+        placement: the rank that holds it, such as "rank:0/cpu"; None if unknown. A device alone, such as "cuda:0", is
+            kept; a tensor cannot be sharded with it.
 
     Raises:
         LayoutError: not as many offsets as sizes, or negative ones.
@@ -88,11 +104,22 @@ class ShardMetadata:
         """The global rank that holds it.
 
         Raises:
-            LayoutError: the shard has no placement.
+            LayoutError: the shard has no placement, or one without a rank.
         """
-        if self.placement is None:
-            raise LayoutError(f"The shard {self.box} has no placement. Fix: placement='rank:R/device'.")
+        if self.placement is None or self.placement.of_rank is None:
+            what = "no placement" if self.placement is None else f"the placement {self.placement}, without a rank"
+            raise LayoutError(
+                f"The shard {self.box} has {what}, so no rank holds it. "
+                f"Fix: placement='rank:R/{self.placement.of_device if self.placement else 'device'}'."
+            )
         return self.placement.of_rank
+
+    @property
+    def holder(self) -> str:
+        """Who holds it, in errors: a rank, or the device of a placement without one."""
+        if self.placement is not None and self.placement.of_rank is None:
+            return self.placement.of_device
+        return f"rank {self.rank}"
 
     def __str__(self) -> str:
         return f"{self.box} on {self.placement}"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise import collectives
-from shardwise.errors import LayoutError, MismatchError
+from shardwise.errors import LayoutError, MismatchError, RuleError
 from shardwise.layout import SEQUENCE, Layout, checked, checked_init, describe, split_by_boxes
 from shardwise.sharded_tensor.layouts import layout_of_shards, shards_of
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
@@ -69,13 +69,14 @@ def local_tensor(x: DTensor) -> Tensor:
     """The only shard of this rank, with its gradient.
 
     Raises:
-        LayoutError: this rank has none or several, or the tensor is Partial.
+        RuleError: this rank has none or several; a NotImplementedError, as in torch.
+        LayoutError: the tensor is Partial.
     """
     if x._layout.partial_axes:
         raise LayoutError(f"local_tensor(): {x._layout} is Partial, it has no shards. Fix: reshard it by a spec first.")
     count = len(x._layout.boxes(collectives.rank()))
     if count != 1:
-        raise LayoutError(
+        raise RuleError(
             f"local_tensor() needs one shard per rank, and rank {collectives.rank()} has {count} of {x._layout}. "
             f"Fix: use local_shards()."
         )
@@ -168,6 +169,7 @@ def init_from_local_shards(
     local_shards: Sequence[LocalShard],
     *global_size: object,
     process_group: object = None,
+    init_rrefs: bool = False,
 ) -> DTensor:
     """The tensor made of the shards that every rank passes, none or several.
 
@@ -175,12 +177,15 @@ def init_from_local_shards(
         local_shards: a single one on a rank keeps its memory; several are copied into one flat tensor.
         global_size: the global shape, as one sequence or as integers; by default the extent of all shards.
         process_group: the ranks that take part; None is all.
+        init_rrefs: as in torch, where only False is supported.
 
     Raises:
+        RuleError: `init_rrefs=True`.
         MismatchError: dtypes, kinds of device, `requires_grad` or the given sizes differ between ranks, a shard is
             placed on another rank or kind of device, or is no `LocalShard`.
         LayoutError: the shards overlap or leave a gap. All of these are the same error on every rank.
     """
+    _check_no_rrefs(init_rrefs, "init_from_local_shards")
     for s in local_shards:
         if isinstance(s, LocalShard):
             check_untransformed(s.tensor, "init_from_local_shards")
@@ -261,7 +266,21 @@ def _joined(shards: Sequence[LocalShard], layout: Layout, dtype: torch.dtype) ->
 
 def _factory(make: Callable[..., DTensor]) -> Callable[..., DTensor]:
     @checked
-    def factory(sharding_spec: ShardingSpec, *size: Any, process_group: Any = None, **kwargs: Any) -> DTensor:
+    def factory(
+        sharding_spec: ShardingSpec,
+        *size: Any,
+        process_group: object = None,
+        pin_memory: bool = False,
+        memory_format: torch.memory_format = torch.contiguous_format,
+        init_rrefs: bool = False,
+        **kwargs: Any,
+    ) -> DTensor:
+        _check_no_rrefs(init_rrefs, make.__name__)
+        if pin_memory or memory_format is not torch.contiguous_format:
+            raise LayoutError(
+                f"{make.__name__}: shards are contiguous and not pinned, got pin_memory={pin_memory} and "
+                f"memory_format={memory_format}. Fix: leave both out."
+            )
         size = (kwargs.pop("size"),) if "size" in kwargs else size
         if make is factories.full and len(size) == 2 and not isinstance(size[0], int):  # full(spec, (4, 8), 3.0)
             shape, kwargs = tuple(size[0]), {"fill_value": size[1], **kwargs}
@@ -279,9 +298,22 @@ def _factory(make: Callable[..., DTensor]) -> Callable[..., DTensor]:
         sharding_spec: how to shard it.
         size: the global shape, as one sequence or as integers.
         process_group: the ranks that take part; None is all.
+        pin_memory, memory_format, init_rrefs: as in torch, where only the defaults are supported.
         kwargs: dtype, requires_grad; for `full`, fill_value, which may also follow the shape given as a sequence.
+
+    Raises:
+        LayoutError: the spec does not fit, has devices without a rank, or `pin_memory` or `memory_format` are given.
+        RuleError: `init_rrefs=True`.
     """
     return factory
+
+
+def _check_no_rrefs(init_rrefs: bool, what: str) -> None:
+    if init_rrefs:
+        raise RuleError(
+            f"{what}: init_rrefs=True makes references to the shards of other ranks by torch's RPC, which shardwise "
+            f"does not use. Fix: leave it out; reshard(), gather() or full_tensor() fetch elements of other ranks."
+        )
 
 
 empty = _factory(factories.empty)

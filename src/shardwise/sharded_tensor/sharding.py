@@ -16,6 +16,7 @@ from shardwise.sharded_tensor.specs import ShardingSpec, describe_spec, reshard
 from shardwise.tensor import module_sharding
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.replaced_parameters import note_replaced
+from shardwise.tensor.torch_dtensors import converted
 
 
 class Sharder(ABC):
@@ -80,7 +81,8 @@ def shard_parameter(
             one of the errors above.
         LayoutError: the spec does not fit.
     """
-    tensor: Any = getattr(module, param_name, None)
+    found: Any = getattr(module, param_name, None)
+    tensor = converted(found)
     resharded = isinstance(tensor, DTensor)
     ranks = set(tensor._layout.mesh.ranks if resharded else ())
     if process_group is not None or not resharded:
@@ -97,7 +99,7 @@ def shard_parameter(
         parameter: Any = nn.Parameter(sharded.detach(), tensor.requires_grad)
         parameter._name = param_name
         module.register_parameter(param_name, parameter)
-        note_replaced(tensor, param_name)
+        note_replaced(found, param_name)
     elif param_name in module._buffers:
         module._buffers[param_name] = sharded.detach()
     else:

@@ -35,9 +35,33 @@ from shardwise.sharded_tensor.metadata import (
     TensorProperties,
     listed,
 )
-from shardwise.tensor.arguments import is_torch_dtensor, not_dense
+from shardwise.tensor.arguments import not_dense
 from shardwise.tensor.conversion import receive_local_shard
 from shardwise.tensor.dtensor import DTensor, plain, remembering, tag, to_layout
+from shardwise.tensor.torch_dtensors import converted
+
+
+class PlacementSpec(ABC):  # noqa: B024 (as in torch: the base of descriptions)
+    """Where something is; a base class without methods, as in torch."""
+
+
+@checked_init
+@dataclass(frozen=True, init=False)
+class DevicePlacementSpec(PlacementSpec):
+    """One device that holds something, such as `"rank:0/cuda:0"` or `"cuda:0"`; a description, as in torch.
+
+    Args:
+        device: a string, a `torch.device`, a `RemoteDevice`, or torch's own `_remote_device`.
+
+    Raises:
+        LayoutError: another form, such as the name of an RPC worker.
+        MeshError: a rank with a device that torch does not know.
+    """
+
+    device: RemoteDevice
+
+    def __init__(self, device: object) -> None:
+        object.__setattr__(self, "device", RemoteDevice.parse(device))
 
 
 class ShardingSpec(ABC):
@@ -66,7 +90,7 @@ class ShardingSpec(ABC):
 
         Args:
             tensor: of one shape and dtype on every rank; only its values on the source are read, so the other ranks
-                may pass one on the meta device. A `DTensor` is resharded, and `src_rank` ignored.
+                may pass one on the meta device. A `DTensor`, ours or torch's, is resharded, and `src_rank` ignored.
             src_rank: index in the process group of the rank whose values are used.
             process_group: the ranks that take part; None is all.
 
@@ -75,6 +99,7 @@ class ShardingSpec(ABC):
             MismatchError: spec, source, shape, dtype or `requires_grad` differ between ranks, or only the source
                 is on the meta device and so has no values.
         """
+        tensor = converted(tensor)
         if isinstance(tensor, DTensor):
             return reshard(tensor, self, process_group)
         ranks = collectives.group_ranks(process_group)
@@ -90,7 +115,7 @@ class ShardingSpec(ABC):
         """Check that all ranks pass the same, and that the source has values."""
         facts: dict[str, object] = {"spec": repr(self), "src_rank": shown(src_rank)}
         problem = None
-        if not isinstance(tensor, Tensor) or is_torch_dtensor(tensor):
+        if not isinstance(tensor, Tensor):
             problem = f"only a plain tensor can be sharded, got {shown(tensor)}."
         else:
             facts |= {
@@ -149,11 +174,13 @@ class ChunkShardingSpec(ShardingSpec):
     Args:
         dim: the dim, counted from the end if negative.
         placements: the rank that holds each shard, such as `["rank:1/cpu", "rank:0/cpu"]`; in any order, and a rank
-            may hold several shards.
+            may hold several shards. Devices without a rank, such as `"cuda:0"`, describe shards that no rank holds:
+            such a spec gives metadata, and sharding by it is a LayoutError.
 
     Raises:
         NotImplementedError: a dim given by name.
-        LayoutError: no placements, or none of the form 'rank:R/device'.
+        LayoutError: no placements, or one of another form.
+        MeshError: a rank with a device that torch does not know.
     """
 
     dim: int
@@ -193,7 +220,8 @@ class EnumerableShardingSpec(ShardingSpec):
     """A list of shards: any boxes, any number of them on a rank.
 
     Args:
-        shards: boxes that cover a tensor exactly once, each with its placement.
+        shards: boxes that cover a tensor exactly once, each with its placement; devices without a rank as in
+            `ChunkShardingSpec`.
 
     Raises:
         LayoutError: no shards, another type, different numbers of dims, overlaps, or no placement.
@@ -212,13 +240,13 @@ class EnumerableShardingSpec(ShardingSpec):
             raise LayoutError(f"The shards of a tensor have one number of dims, got {dims}: {listed(shards)}.")
         object.__setattr__(self, "shards", tuple(shards))
         reach = tuple(max(s.shard_offsets[d] + s.shard_sizes[d] for s in shards) for d in range(dims[0]))
-        check_cover([(f"rank {shard.rank}", shard.box) for shard in shards], reach)
+        check_cover([(shard.holder, shard.box) for shard in shards], reach)
 
     def build_metadata(
         self, tensor_sizes: Sequence[int], tensor_properties: TensorProperties | None = None
     ) -> ShardedTensorMetadata:
         shape = tuple(tensor_sizes)
-        check_cover([(f"rank {shard.rank}", shard.box) for shard in self.shards], shape)
+        check_cover([(shard.holder, shard.box) for shard in self.shards], shape)
         return ShardedTensorMetadata(self.shards, shape, tensor_properties)
 
 

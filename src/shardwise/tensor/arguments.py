@@ -1,59 +1,14 @@
 """How tensors, modules and placements read in the errors of `checked` functions."""
 
 import os
-from collections.abc import Sequence
-from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from shardwise import collectives
 from shardwise.errors import LayoutError
 from shardwise.layout import Kind, Layout, describe
 from shardwise.tensor.dtensor import DTensor
-
-
-class TorchPlacement(Protocol):
-    """A placement of `torch.distributed.tensor`."""
-
-    def is_shard(self) -> bool: ...
-
-
-class TorchDTensor(Protocol):
-    """A DTensor of `torch.distributed.tensor`, which takes long to import."""
-
-    is_meta: bool
-    shape: torch.Size
-    device_mesh: collectives.DeviceMesh
-    placements: tuple[TorchPlacement, ...]
-
-    def detach(self) -> "TorchDTensor": ...
-    def to_local(self) -> Tensor: ...
-    def full_tensor(self) -> Tensor: ...
-    def stride(self) -> tuple[int, ...]: ...
-    @staticmethod
-    def from_local(
-        local_tensor: Tensor,
-        device_mesh: collectives.DeviceMesh,
-        placements: Sequence[TorchPlacement],
-        *,
-        run_check: bool,
-        shape: torch.Size,
-        stride: tuple[int, ...],
-    ) -> Tensor: ...
-
-
-def is_torch_dtensor(x: object) -> TypeGuard[TorchDTensor]:
-    """Whether `x` is a DTensor of `torch.distributed.tensor`, which knows nothing of ours."""
-    return is_torch_dtensor_class(type(x))
-
-
-def is_torch_dtensor_class(kind: type) -> bool:
-    """Whether a class is that of the DTensors of `torch.distributed.tensor`, or a subclass."""
-    return any(cls.__name__ == "DTensor" and cls.__module__.startswith("torch.distributed.") for cls in kind.__mro__)
-
-
-TORCH_DTENSOR = "DTensor.from_torch_dtensor(x) makes a DTensor of shardwise from torch's"
+from shardwise.tensor.torch_objects import TORCH_DTENSOR, TorchDTensor, is_torch_dtensor
 
 
 def not_dense(x: Tensor) -> str | None:
@@ -92,6 +47,7 @@ describe(
 describe(
     TorchDTensor, Kind("a DTensor of torch", is_torch_dtensor, "DTensor.from_local() takes a local tensor", LayoutError)
 )
+describe(Tensor | TorchDTensor, Kind("a tensor", lambda x: isinstance(x, Tensor), "", LayoutError))
 describe(DTensor, _one_of(DTensor, "a DTensor", "distribute_tensor() makes one"))
 describe(nn.Module, _one_of(nn.Module, "an nn.Module"))
 describe(torch.dtype, _one_of(torch.dtype, "a dtype", "such as torch.float32"))

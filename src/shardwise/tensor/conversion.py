@@ -36,6 +36,7 @@ from shardwise.tensor.compiling import refuse_compilation
 from shardwise.tensor.dispatch.align_shards import sizes_by_axis
 from shardwise.tensor.dtensor import DTensor, Tiling, check_owners, default_mesh, plain, tag
 from shardwise.tensor.handlers.copies import track
+from shardwise.tensor.torch_objects import TorchDTensor, arrived, is_torch_dtensor
 from shardwise.tensor.transforms import check_no_transform, check_untransformed
 
 
@@ -97,6 +98,7 @@ def from_local(
     refuse_compilation()
     if isinstance(local, DTensor):
         raise LayoutError("from_local takes a plain local tensor, got a DTensor. Fix: use redistribute().")
+    local = arrived(local)
     check_dense(local, "from_local")
     check_untransformed(local, "from_local")
     tiling: Tiling | None = getattr(local, "tiling", None)
@@ -342,7 +344,7 @@ def _is_first_replica(mesh: Mesh, axes: Sequence[int], rank: int) -> bool:
 
 @checked
 def distribute_tensor(
-    tensor: Tensor,
+    tensor: Tensor | TorchDTensor,
     device_mesh: Mesh | DeviceMesh | None = None,
     placements: Placements | None = None,
     *,
@@ -352,7 +354,8 @@ def distribute_tensor(
     """A DTensor with the values of a plain tensor.
 
     Args:
-        tensor: the global tensor; every rank passes one of the same shape and dtype. A leaf gives a leaf: the
+        tensor: the global tensor; every rank passes one of the same shape and dtype. A DTensor, ours or torch's, is
+            redistributed, and keeps what the other arguments leave out; gradients flow back. A leaf gives a leaf: the
             result requires grad if `tensor` does, but is not connected to it. Its values move to the device
             type of the mesh.
         device_mesh: a `Mesh` or torch's `DeviceMesh`; None is one axis of all ranks.
@@ -366,8 +369,12 @@ def distribute_tensor(
         MismatchError: shapes, dtypes or placements differ between ranks.
     """
     refuse_compilation()
+    if is_torch_dtensor(tensor):
+        tensor = DTensor.from_torch_dtensor(tensor)
     if isinstance(tensor, DTensor):
         return tensor.redistribute(device_mesh, placements, shard_order=shard_order)
+    assert isinstance(tensor, Tensor)
+    tensor = arrived(tensor)
     check_dense(tensor, "distribute_tensor")
     check_untransformed(tensor, "distribute_tensor")
     mesh = mesh_for(tensor, device_mesh)

@@ -1,4 +1,4 @@
-"""Attributes of `DTensor` that raise: registered by a module that is not imported yet, or not offered."""
+"""Attributes of `DTensor` that raise or wait: registered by a module not imported yet, not offered, or pending."""
 
 from typing import Any, NoReturn
 
@@ -24,3 +24,15 @@ class NotOffered:
 
     def __get__(self, x: object, owner: type | None = None) -> NoReturn:
         raise AttributeError(self.why)
+
+
+class PendingLayout:
+    """The layout of a `DTensor` whose redistribution is running: to read it waits. Other instances have their own."""
+
+    def __get__(self, x: object, owner: type | None = None) -> object:
+        own: dict[str, Any] = {} if x is None else vars(x)
+        if (settle := own.get("_settle")) is not None:
+            return settle(x)
+        if "_layout" in own:  # another thread has waited meanwhile
+            return own["_layout"]
+        raise AttributeError("_layout")

@@ -20,7 +20,7 @@ from shardwise.errors import MeshError, RuleError
 from shardwise.layout import Box, Layout, Mesh, Placement, Placements, checked, placements_text
 from shardwise.redistribute.run_plan import known_redistribution, redistribution, with_placements
 from shardwise.rules.row import Args, Handler, Kwargs, Op
-from shardwise.tensor.descriptors import NotOffered, Registered
+from shardwise.tensor.descriptors import NotOffered, PendingLayout, Registered
 from shardwise.tensor.transforms import check_no_transform
 from shardwise.trace.comm_trace import EXPLICIT, Cause
 
@@ -53,7 +53,7 @@ class Tiling(Protocol):
 class DTensor(torch.Tensor):
     """A tensor on the ranks of a mesh. Make one with `distribute_tensor` or `DTensor.from_local`."""
 
-    _layout: Layout
+    _layout: Layout = PendingLayout()  # type: ignore[assignment]
     _reduced_grad: "DTensor | None" = None  # of a leaf: the part of its gradient that is all-reduced already
     _pending_gradients: Any = None  # of a leaf: those that wait for a bucketed all-reduce together with its own
     _bucket_plan: Any = None  # of a leaf: the plan of its last bucketed all-reduce
@@ -472,6 +472,8 @@ def remembering(x: DTensor, alias: DTensor) -> DTensor:
 
 def plain(x: Tensor) -> Tensor:
     """The local tensor as a plain one that shares storage and, unless it is sparse, autograd history."""
+    if type(x) is DTensor:
+        _ = x._layout  # waits for a redistribution that is running
     with DisableTorchFunctionSubclass():
         return x.detach() if x.is_sparse else _as_subclass(x, torch.Tensor)
 

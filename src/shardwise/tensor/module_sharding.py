@@ -20,6 +20,8 @@ from shardwise.layout import Layout, Mesh
 from shardwise.tensor.conversion import local_shard_of
 from shardwise.tensor.dtensor import DTensor, default_mesh, plain, tag, to_layout
 from shardwise.tensor.replaced_parameters import note_replaced
+from shardwise.tensor.torch_dtensors import converted, torch_layout
+from shardwise.tensor.torch_objects import is_torch_dtensor
 
 LISTED = 12  # names in the error for an unknown one
 Owners = list[tuple[nn.Module, str]]
@@ -225,10 +227,17 @@ def replace_parameters(module: nn.Module, layouts: Mapping[str, Layout], src_ran
         _materialise(module, {name for name, p in named.items() if p.is_meta and id(p) in replaced})
 
 
+def layout_of(parameter: Tensor) -> Layout | None:
+    """The layout of a parameter that is distributed, also of one that is a DTensor of torch."""
+    if is_torch_dtensor(parameter):
+        return torch_layout(collectives.as_mesh(parameter.device_mesh), parameter.placements, parameter.shape)
+    return parameter._layout if isinstance(parameter, DTensor) else None
+
+
 def _sharded(name: str, parameter: nn.Parameter, layout: Layout, src_rank: int | None) -> nn.Parameter:
-    rank = collectives.rank()
-    if isinstance(parameter, DTensor):
-        local = plain(to_layout(parameter, layout)).detach()
+    rank, known = collectives.rank(), converted(parameter)
+    if isinstance(known, DTensor):
+        local = plain(to_layout(known, layout)).detach()
     elif parameter.is_meta or rank not in layout.mesh.ranks:
         local = torch.zeros(layout.local_shape(rank), dtype=parameter.dtype, device=layout.mesh.device_type)
         if parameter.is_meta and _has_nan(parameter):

@@ -7,16 +7,17 @@ y = x.to_torch_dtensor()
 from collections.abc import Sequence
 from itertools import permutations
 from math import prod
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise import collectives
 from shardwise.collectives import DeviceMesh
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Layout, Mesh, Partial, Replicate, Shard, as_placement, checked, shown
-from shardwise.tensor.arguments import TorchDTensor, TorchPlacement
 from shardwise.tensor.conversion import wrap
 from shardwise.tensor.dtensor import DTensor, register_method
+from shardwise.tensor.torch_objects import TorchDTensor, TorchPlacement, arrived, is_torch_dtensor
 
 
 @checked
@@ -30,7 +31,16 @@ def from_torch_dtensor(x: TorchDTensor) -> DTensor:
     Raises:
         LayoutError: something else, or a `_StridedShard` that is no order of the axes.
     """
-    return wrap(x.to_local(), torch_layout(collectives.as_mesh(x.device_mesh), x.placements, x.shape))
+    return wrap(arrived(x.to_local()), torch_layout(collectives.as_mesh(x.device_mesh), x.placements, x.shape))
+
+
+def converted(x: object) -> Any:
+    """`x`; a DTensor of torch as one of shardwise, and a parameter as a parameter with the same storage."""
+    if not is_torch_dtensor(x):
+        return x
+    if isinstance(x, nn.Parameter):
+        return nn.Parameter(from_torch_dtensor(x.detach()), x.requires_grad)
+    return from_torch_dtensor(x)
 
 
 @checked

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from shardwise.errors import RuleError
+from shardwise.errors import LayoutError, RuleError
+from shardwise.tensor.torch_objects import TORCH_DTENSOR, is_torch_dtensor
 
 FORWARD_MODE = "forward-mode autograd"
 FUNC = "torch.func"
@@ -33,8 +34,10 @@ def refuse_transform(what: str) -> NoReturn:
 def check_untransformed(x: Tensor, where: str) -> None:
     """Refuse a plain tensor beside DTensors that `torch.func` transforms or that has a tangent: it would lose both.
 
-    Runs for every plain operand, so it only reads flags.
+    Also a DTensor of torch, which is no plain tensor. Runs for every plain operand, so it only reads flags.
     """
+    if type(x) is not Tensor and is_torch_dtensor(x):
+        raise LayoutError(f"{where} is a DTensor of torch. Fix: {TORCH_DTENSOR}.")
     if _is_transformed(x):
         refuse_transform(f"{where}: {FUNC}")
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:

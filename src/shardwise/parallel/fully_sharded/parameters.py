@@ -9,6 +9,7 @@ from shardwise import collectives
 from shardwise.errors import PlanError
 from shardwise.layout import REPLICATE, Layout, Mesh, Shard, sharded_last
 from shardwise.tensor.dtensor import DTensor, plain, tag
+from shardwise.tensor.torch_objects import is_torch_dtensor
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
 _IGNORED = "_fully_shard_ignores"  # of a parameter
@@ -108,6 +109,8 @@ def storage_of(parameter: nn.Parameter, mesh: Mesh, placement: Shard, joints: di
     before those of its own: all ranks of both must call. `joints` has such meshes by the mesh of the parameter.
     """
     axis = mesh.ndim - 1
+    if is_torch_dtensor(parameter):
+        raise PlanError("it is a DTensor of torch. Fix: shard_module(module, {}) first makes it one of shardwise.")
     if not isinstance(parameter, DTensor):
         if parameter.ndim == 0:
             raise PlanError(

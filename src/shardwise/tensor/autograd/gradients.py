@@ -22,6 +22,7 @@ from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.autograd.bucket_plan import axes_to_reduce, local_gradient, readable
 from shardwise.tensor.autograd.buckets import raw_grad, reduce_alone, reduce_pending
 from shardwise.tensor.dtensor import DTensor, check_owners, plain, tag, to_layout
+from shardwise.tensor.torch_objects import is_torch_dtensor
 from shardwise.tensor.transforms import check_untransformed
 from shardwise.trace.autograd_function import TensorFunction
 from shardwise.trace.comm_trace import Cause
@@ -79,6 +80,8 @@ def write(x: DTensor, value: Tensor | None) -> None:
         shape = value._layout.shape if type(value) is DTensor else tuple(value.shape)
         if shape != x._layout.shape:
             raise LayoutError(f"A gradient must have the shape of its tensor: {x._layout.shape}, got {shape}.")
+        if is_torch_dtensor(value):
+            value = DTensor.from_torch_dtensor(value.detach())
         if type(value) is not DTensor:
             value = tag_full(value, x._layout, ".grad =: the plain gradient")
         check_owners(".grad =", (x._layout, value._layout))
@@ -142,6 +145,8 @@ def _initial_cotangent(output: DTensor, gradient: Tensor | None) -> Tensor:
     if gradient is None:
         ones = torch.ones(full.local_shape(collectives.rank()), dtype=output.dtype, device=output.device)
         return as_cotangent(ones, full, layout, _START)
+    if is_torch_dtensor(gradient):
+        gradient = DTensor.from_torch_dtensor(gradient)
     if type(gradient) is DTensor:
         return as_cotangent(plain(gradient), gradient._layout, layout, _START)
     _note_full(gradient, layout, "backward: the plain gradient")

@@ -13,11 +13,12 @@ from shardwise import collectives
 from shardwise.errors import RuleError
 from shardwise.layout import REPLICATE, Layout, Mesh, checked
 from shardwise.rules.row import Args, Kwargs, Op
-from shardwise.tensor.arguments import is_torch_dtensor, not_dense
+from shardwise.tensor.arguments import not_dense
 from shardwise.tensor.conversion import wrap
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dtensor import DTensor, tag, to_layout
 from shardwise.tensor.torch_dtensors import from_torch_dtensor
+from shardwise.tensor.torch_objects import arrived, is_torch_dtensor
 from shardwise.tensor.transforms import check_untransformed
 from shardwise.trace.comm_trace import Cause
 
@@ -76,11 +77,13 @@ def run_without_values(func: Op, args: Args, kwargs: Kwargs) -> object:
 
 
 def into_plain(func: Op, args: Args, kwargs: Kwargs) -> Any:
-    """Run an op that writes to a plain tensor, on every rank, with gathered DTensor operands.
+    """Run an op that writes to a plain tensor or a DTensor of torch, on every rank, with gathered DTensor operands.
 
     Raises:
         RuleError: this rank is outside the mesh of an operand.
     """
+
+    into = next((x for x in (*args[:1], *kwargs.values()) if is_torch_dtensor(x)), None)
 
     def gathered(x: object) -> Any:
         if type(x) is not DTensor:
@@ -93,7 +96,12 @@ def into_plain(func: Op, args: Args, kwargs: Kwargs) -> Any:
             )
         target = x._layout.replicated()
         why = "an op in place on a plain tensor needs full tensors"
-        return to_layout(x, target, Cause("operand", name_of(func), x._name or "the operand", why, target)).to_local()
+        cause = Cause("operand", name_of(func), x._name or "the operand", why, target)
+        full = to_layout(x, target, cause).to_local()
+        if into is None:
+            return full
+        mesh, ndim = into.device_mesh, into.device_mesh.ndim
+        return collectives.torch_dtensor(full, mesh, [REPLICATE] * ndim, [1] * ndim, full.shape, full.stride())
 
     args, kwargs = pytree.tree_map(gathered, (args, kwargs))
     return func(*args, **kwargs)
@@ -108,6 +116,7 @@ def promoted(x: Tensor, mesh: Mesh, name: str) -> DTensor:
     """A plain tensor as a replicated DTensor."""
     if is_torch_dtensor(x):
         return from_torch_dtensor(x)
+    x = arrived(x)
     if _strict.get() and x.ndim:
         raise RuleError(
             f"{name}: a plain tensor of shape {tuple(x.shape)} beside DTensors is refused in strict mode. "

@@ -1,4 +1,4 @@
-"""The result of an asynchronous redistribution: its first use waits for it, and makes it an ordinary DTensor."""
+"""The result of an asynchronous redistribution: its first use, which reads `_layout`, waits for it."""
 
 from threading import Lock
 from typing import Any
@@ -6,13 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
-from torch.utils import _pytree as pytree
 
 from shardwise import collectives
 from shardwise.collectives import Finish
 from shardwise.layout import PARTIAL, REPLICATE, Layout, Partial
 from shardwise.redistribute.run_plan import redistribute_local, start_redistribute
-from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dtensor import DTensor, check_owners, plain, tag, to_layout
 from shardwise.trace.autograd_function import TensorFunction
 from shardwise.trace.comm_trace import EXPLICIT
@@ -20,37 +18,23 @@ from shardwise.trace.comm_trace import EXPLICIT
 _data: Any = torch._C.TensorBase.data
 
 
-class _Pending(DTensor):
-    """What `redistribute(async_op=True)` returns; every use reads `_layout`, which waits."""
+class _Pending:
+    """A redistribution that is running; called with the `DTensor` that it makes, it waits and returns the layout."""
 
-    _finish: Finish
-    _target: Layout
-    _waiting: Lock  # several threads may use it
+    def __init__(self, target: Layout, finish: Finish) -> None:
+        self._target, self._finish = target, finish
+        self._waiting = Lock()  # several threads may use the tensor
 
-    @property
-    def _layout(self) -> Layout:  # type: ignore[override]
-        return _waited(self)._layout
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
-        for x in pytree.tree_leaves((args, kwargs)):
-            if type(x) is _Pending:
-                _waited(x)
-        return DTensor._dispatch(func, args, kwargs or {})
-
-
-def _waited(x: _Pending) -> DTensor:
-    """Wait for the redistribution; `x` is a DTensor from then on."""
-    with x._waiting:
-        if type(x) is not _Pending:  # another thread waited
-            return x
-        layout, local = collectives.owner().layout(x._target), x._finish()
-        with DisableTorchFunctionSubclass():
-            _data.__set__(x, local)
-            vars(x)["_layout"] = layout  # first: other threads do not take the lock any more once it is a DTensor
-            x.__class__ = DTensor  # type: ignore[assignment]
-        del x._target, x._finish
-    return x
+    def __call__(self, x: DTensor) -> Layout:
+        own = vars(x)
+        with self._waiting:
+            if "_layout" not in own:  # else another thread waited
+                layout, local = collectives.owner().layout(self._target), self._finish()
+                with DisableTorchFunctionSubclass():
+                    _data.__set__(x, local)
+                own["_layout"] = layout  # first: other threads do not take the lock any more once it is there
+                del own["_settle"]
+        return own["_layout"]  # type: ignore[no-any-return]
 
 
 class _Redistribute(TensorFunction):
@@ -89,8 +73,8 @@ def async_redistribute(x: DTensor, target: Layout, backward_dtype: torch.dtype, 
         out: Any = _Redistribute.apply(plain(x), x._layout, target, backward_dtype, later)
         if later is None:
             return tag(out, target)
-        out.__class__ = _Pending
-        out._target, (out._finish,), out._waiting = target, later, Lock()
+        out.__class__ = DTensor
+        out._settle = _Pending(target, *later)
         return out  # type: ignore[no-any-return]
 
 

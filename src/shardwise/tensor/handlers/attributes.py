@@ -22,6 +22,7 @@ from shardwise.tensor.dispatch.fallback import run_decomposed
 from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dtensor import DTensor, check_owners, plain, remembering, tag, to_layout
 from shardwise.tensor.handlers.copies import LIVING, copies_of_memory, invalidate, track
+from shardwise.tensor.torch_objects import is_torch_dtensor
 from shardwise.tensor.transforms import check_untransformed
 from shardwise.trace.comm_trace import Cause
 
@@ -201,7 +202,9 @@ def _in_layout_of(x: DTensor, value: Any, what: str) -> DTensor:
             f"{what} expects a tensor of the shape of the DTensor, {x._layout.shape}, got {tuple(value.shape)}. "
             f"Fix: make a new DTensor instead."
         )
-    if type(value) is not DTensor:
+    if is_torch_dtensor(value):
+        value = DTensor.from_torch_dtensor(value.detach())
+    elif type(value) is not DTensor:
         value = gradients.tag_full(value, x._layout, f"{what}: the plain tensor")
     check_owners(what, (x._layout, value._layout))
     return to_layout(value, x._layout, Cause("operand", what, "the new value", "a DTensor keeps its layout", x._layout))
@@ -222,7 +225,7 @@ def replace_value(x: DTensor, value: DTensor) -> None:
 
 def set_(x: DTensor, *args: Any, **kwargs: Any) -> DTensor:
     """`x.set_(y)` of two DTensors: x gets the storage of y. Modules do so when a parametrization is registered."""
-    if len(args) != 1 or kwargs or type(args[0]) is not DTensor:
+    if len(args) != 1 or kwargs or not (type(args[0]) is DTensor or is_torch_dtensor(args[0])):
         refuse(Tensor.set_, (x, *args), kwargs)
     value = _in_layout_of(x, args[0], "set_()")
     with DisableTorchFunctionSubclass():

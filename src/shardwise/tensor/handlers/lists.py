@@ -18,6 +18,7 @@ from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dispatch.meshes import is_outside
 from shardwise.tensor.dtensor import DTensor, check_owners, plain, tag, to_layout
 from shardwise.tensor.handlers.copies import before_changes, invalidate
+from shardwise.tensor.torch_objects import is_torch_dtensor
 from shardwise.tensor.transforms import check_untransformed
 from shardwise.trace.comm_trace import Cause
 
@@ -44,7 +45,12 @@ def run(func: Op, args: Args, kwargs: Kwargs) -> object:
     in_place = name.endswith("_")
     layouts: Sequence[Layout | None] | None = _same_layouts((*args, *kwargs.values()))
     if name == "_foreach_mm" or (
-        layouts is None and (_broadcasts(name, lead, (*args, *kwargs.values())) or _changes_partial(name, lead))
+        layouts is None
+        and (
+            _broadcasts(name, lead, (*args, *kwargs.values()))
+            or _changes_partial(name, lead)
+            or any(map(is_torch_dtensor, lead))
+        )
     ):
         return _one_by_one(name, lead, args, kwargs)
     copies = before_changes(name, lead) if in_place else []
@@ -170,6 +176,8 @@ def _laid_out(name: str, a: Any, layouts: Sequence[Layout | None], lead: bool) -
 def _item(name: str, x: Tensor, layout: Layout | None) -> Tensor:
     if layout is None:
         return x
+    if is_torch_dtensor(x):
+        x = DTensor.from_torch_dtensor(x.detach())
     if type(x) is not DTensor:
         if x.ndim == 0:  # a step counter or another number
             return x

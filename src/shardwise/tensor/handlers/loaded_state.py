@@ -13,10 +13,10 @@ from typing import Concatenate, ParamSpec
 from torch import Tensor, nn
 
 from shardwise.layout import Layout
-from shardwise.tensor.arguments import is_torch_dtensor
 from shardwise.tensor.autograd import gradients
 from shardwise.tensor.dtensor import DTensor, to_layout
 from shardwise.tensor.handlers.torch_dtensors import from_torch, full_here, to_torch
+from shardwise.tensor.torch_objects import is_torch_dtensor
 from shardwise.trace.comm_trace import Cause
 
 P = ParamSpec("P")

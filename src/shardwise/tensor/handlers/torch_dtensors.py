@@ -5,11 +5,11 @@ from torch import Tensor
 from shardwise import collectives
 from shardwise.errors import RuleError
 from shardwise.layout import Layout
-from shardwise.tensor.arguments import TorchDTensor
 from shardwise.tensor.autograd.gradients import tag_full
 from shardwise.tensor.conversion import wrap
 from shardwise.tensor.dtensor import DTensor, plain, to_layout
 from shardwise.tensor.torch_dtensors import torch_layout
+from shardwise.tensor.torch_objects import TorchDTensor, arrived
 from shardwise.trace.comm_trace import Cause
 
 
@@ -23,7 +23,7 @@ def from_torch(x: TorchDTensor, layout: Layout, what: str) -> DTensor:
     mesh = collectives.as_mesh(x.device_mesh)
     if x.is_meta or sorted(mesh.ranks) != sorted(layout.mesh.ranks):
         return tag_full(x.full_tensor(), layout, what)
-    return wrap(x.to_local(), torch_layout(mesh, x.placements, x.shape))
+    return wrap(arrived(x.to_local()), torch_layout(mesh, x.placements, x.shape))
 
 
 def to_torch(x: DTensor, like: TorchDTensor, what: str) -> Tensor:
