@@ -1,6 +1,7 @@
 """A program written for torch.distributed.tensor switches by its imports."""
 
 import inspect
+import pydoc
 from typing import Any
 
 import pytest
@@ -62,3 +63,18 @@ def test_shard_sizes_and_offsets_are_those_of_torch(size: int) -> None:
         assert shardwise.Shard.local_shard_size_and_offset(size, count, rank) == (
             theirs.Shard.local_shard_size_and_offset(size, count, rank)
         )
+
+
+def test_help_shows_what_an_argument_must_be_and_no_addresses() -> None:
+    lines = pydoc.render_doc(shardwise.launch, renderer=pydoc.plaintext).splitlines()
+    assert "nproc: typing.Annotated[int, 'a number of ranks, an integer from 1 to 4096']" in lines[2]
+    for module in (shardwise, debug, experimental, parallel):
+        for name in module.__all__:
+            public = getattr(module, name)
+            if inspect.isfunction(public):
+                assert " at 0x" not in str(inspect.signature(public)), name
+
+
+def test_what_explains_communication_is_beside_what_counts_it() -> None:
+    assert shardwise.explain is debug.explain
+    assert {"explain", "count_comms", "no_implicit_comm"} <= set(shardwise.__all__) & set(dir(shardwise))

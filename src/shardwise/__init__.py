@@ -10,7 +10,7 @@ from shardwise.layout.mesh import set_rank
 if TYPE_CHECKING:
     from shardwise import debug, parallel
     from shardwise.collectives import DeviceMesh, init_device_mesh, rank, world_size
-    from shardwise.debug import no_implicit_comm
+    from shardwise.debug import explain, no_implicit_comm
     from shardwise.errors import ShardwiseError
     from shardwise.graph_capture import capture
     from shardwise.layout import Boxes, Layout, Mesh, OnRanks, Partial, Placement, Placements, Replicate, Shard
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "shardwise.graph_capture": ("capture",),
     "shardwise.collectives": ("DeviceMesh", "init_device_mesh", "rank", "world_size"),
-    "shardwise.debug": ("no_implicit_comm",),
+    "shardwise.debug": ("explain", "no_implicit_comm"),
     "shardwise.lookups.grouped": ("embedding_bags",),
     "shardwise.errors": ("ShardwiseError",),
     "shardwise.layout.layout": ("Layout",),
@@ -51,7 +51,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "Boxes", "CommCounts", "DTensor", "DeviceMesh", "Layout", "LocalShardsWrapper", "Mesh", "OnRanks", "Partial",
     "Placement", "Placements", "Replicate", "Shard", "ShardwiseError", "capture", "count_comms", "debug",
-    "distribute_module", "distribute_tensor", "embedding_bags", "empty", "full", "gradient_buckets",
+    "distribute_module", "distribute_tensor", "embedding_bags", "empty", "explain", "full", "gradient_buckets",
     "init_device_mesh", "launch", "linspace", "logspace", "no_implicit_comm", "ones", "parallel", "parallelize_module",
     "picture", "rand", "randn", "rank", "shard_module", "sharding_table", "strict", "world_size", "zeros",
 ]  # fmt: skip

@@ -57,6 +57,10 @@ class Kind:
     misuse: Callable[[Any], str] = lambda value: ""
     exact: frozenset[type] = frozenset()
 
+    def __repr__(self) -> str:
+        """What `help()` shows of an annotation."""
+        return repr(self.expected)
+
 
 KINDS: dict[object, Kind | None] = {Any: None, object: None, inspect.Parameter.empty: None}
 
