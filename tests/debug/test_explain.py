@@ -435,3 +435,22 @@ def test_numbered_operands_are_not_folded() -> None:
         return [line.split(", ")[1] for line in str(report).splitlines() if "mul, " in line and "x  " not in line]
 
     assert on_ranks(3, body) == [["operand 1", "operand 0"]] * 3
+
+
+def test_entries_of_a_long_report_that_send_less_than_a_hundredth_are_counted() -> None:
+    def body() -> tuple[str, str, int]:
+        sizes = [1, 1000, *range(2, 11)]  # columns of four rows on two ranks
+        xs = [distribute_tensor(torch.ones(4, n), Mesh((2,)), [S0]) for n in sizes]
+        with explain() as report:
+            for x in xs:
+                x.redistribute(placements=[R])
+        return str(report), report._repr_html_(), report.sent_bytes
+
+    (text, page, sent) = on_ranks(2, body)[0]
+    entries = [line for line in text.splitlines() if "an explicit redistribution" in line]
+    assert sent == 8 * (1000 + 55)  # of float32, this rank's two rows
+    assert [line.split()[1] for line in entries] == ["8,000"]
+    note = "Entries of less than 1 % of the bytes, left out: 10; this rank sent 440 bytes."
+    assert note in text
+    assert note in page
+    assert page.count("an explicit redistribution") == 1

@@ -61,12 +61,20 @@ def test_one_warning_says_what_it_costs(placements: list[Shard | Replicate]) -> 
     assert message.startswith(f"{__file__} linear: 0.weight is sharded on mesh axis {axis!r}, as is the batch")
 
 
+KINDS = ("fully sharded", "in a bucket", "a bucket", "tensor parallel")
+
+
 def sent_by_all(kind: str, ranks: int, rows: int, sizes: tuple[int, int]) -> tuple[int, list[str]]:
-    """Bytes of a forward and backward of one layer and its gradients; the warnings."""
+    """Bytes of a forward and backward of one layer and its gradients; the warnings.
+
+    "in a bucket" is a replicated layer beside a large one, as in a model: what it adds.
+    """
 
     def run() -> int:
         mesh = Mesh((ranks,), names=(f"{kind} {sizes}",))
         model = nn.Sequential(nn.Linear(*sizes, bias=False))
+        if "bucket" in kind:
+            model.register_parameter("large", nn.Parameter(torch.ones(1000, 1000)))
         placements: list[Placement] = [Shard(0)]
         if kind == "fully sharded":
             fully_shard(model[0], mesh=mesh)
@@ -79,7 +87,8 @@ def sent_by_all(kind: str, ranks: int, rows: int, sizes: tuple[int, int]) -> tup
             shard_module(model, {"0.weight": [Shard(0)] if kind == "warned" else [Replicate()]}, mesh=mesh)
         x = distribute_tensor(torch.ones(rows, sizes[0]), mesh, placements).requires_grad_()
         with count_comms() as sent:
-            model(x).sum().backward()
+            out = model(x).sum() if kind != "a bucket" else torch.zeros(())
+            (out + dict(model.named_parameters())["large"].sum() if "bucket" in kind else out).backward()
             assert [x.grad, *(p.grad for p in model.parameters())]
         return sent.total_bytes
 
@@ -95,10 +104,11 @@ def test_the_warning_says_what_each_choice_sends(ranks: int, rows: int, sizes: t
     now, (message,) = sent_by_all("warned", ranks, rows, sizes)
     lines = message.splitlines()
     named = [int(re.search(r"([\d,]+) bytes", line)[1].replace(",", "")) for line in lines[:4]]  # type: ignore[index]
-    kinds = ("fully sharded", "replicated", "tensor parallel")
+    others = {kind: sent_by_all(kind, ranks, rows, sizes)[0] for kind in KINDS}
     for line, word in zip(lines[1:4], ("fully_shard", "data parallelism", "tensor parallelism"), strict=True):
         assert word in line
-    assert named == [now, *(sent_by_all(kind, ranks, rows, sizes)[0] for kind in kinds)]
+    replicated = others["in a bucket"] - others["a bucket"]
+    assert named == [now, others["fully sharded"], replicated, others["tensor parallel"]]
 
 
 @pytest.mark.filterwarnings("error")

@@ -154,10 +154,11 @@ def advice(uses: Sequence[Use], event: CommEvent, backward: int) -> str:
         better = [other for other in found if other.sent_bytes < now]
         better = better[: SHOWN if better and better[0].sent_bytes else 1]
         choices += [f"{list(x.placements)} {where}: {n:,} bytes" for x, n in better]
-        if is_named and found and not choices:
-            layout, sent = found[0]
-            most = f"{list(layout.placements)} sends {sent:,} bytes {of_what}"
-            return f"fully_shard, or ColwiseParallel and RowwiseParallel; {most}"
+        if is_named and not choices:
+            least = (
+                f"; {list(found[0].layout.placements)} sends {found[0].sent_bytes:,} bytes {of_what}" if found else ""
+            )
+            return f"fully_shard, or ColwiseParallel and RowwiseParallel{least}"
     return f"{'; or '.join(choices)}, {of_what}" if choices else ""
 
 

@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 FEW = 8  # entries that one reads without a summary
 LINES = 5  # of the summary
-ADVISED = 16  # entries for which other layouts are compared
+ADVISED = 32  # entries for which other layouts are compared
 _HEADING = "  all ranks   this rank  times"
 _NUMBERS = "all ranks", "this rank", "times"
 
@@ -92,8 +92,8 @@ class Explanation(Listener, Generic[R]):
     def __exit__(self, *error: object) -> None:
         self._entered.pop().close()
         if not self._entered:
-            groups = _grouped(event for event in self.events if event.cause.kind == "operand")[:ADVISED]
-            self._advice |= {_key(group[0]): self._avoid(group) for group in groups}
+            groups = _grouped(e for e in self.events if e.cause.kind == "operand" and not e.cause.backward)
+            self._advice |= {_key(group[0]): self._avoid(group) for group in groups[:ADVISED]}
             self._uses, self._used = Uses(), {}  # which hold what cannot be pickled
 
     def __str__(self) -> str:
@@ -101,15 +101,14 @@ class Explanation(Listener, Generic[R]):
         by_line = self._by_line()
         if by_line:
             lines += ["", "By line", _HEADING, *(f"{_numbers(events)}  {where}" for where, events in by_line)]
-        for kind, title in _TITLES.items():
-            sending = self._sending(kind)
-            silent -= sum(map(len, sending))
-            if sending:
-                lines += ["", title, _HEADING]
-                lines += [line for group in sending for line in _described(group, self._row(group))]
+        listed, small = self._entries()
+        silent -= sum(len(group) for groups in listed.values() for group in groups) + sum(map(len, small))
+        for kind, groups in listed.items():
+            lines += ["", _TITLES[kind], _HEADING]
+            lines += [line for group in groups for line in _described(group, self._row(group))]
         lines += self._unbalanced()
         notes = [f"{self.other_bytes:,} bytes in {self.other_calls} collectives that check that ranks agree."]
-        notes = notes if self.other_calls else []
+        notes = (notes if self.other_calls else []) + _of_small(small)
         notes += [f"Redistributions that send nothing, left out: {silent}."] if silent else []
         return "\n".join([*lines, "", *notes] if notes else lines)
 
@@ -118,11 +117,11 @@ class Explanation(Listener, Generic[R]):
         if lines:
             rows = [["line", *_NUMBERS], *([where, *_columns(events)] for where, events in lines)]
             parts.append(f"<div>By line</div>{table_html(rows, 1)}")
-        for kind, title in _TITLES.items():
-            groups = self._sending(kind)
-            if groups:
-                rows = [["operation", "layouts", "why", "avoid", *_NUMBERS], *map(self._row, groups)]
-                parts.append(f"<div>{safe(title)}</div>{table_html(rows, 4)}")
+        listed, small = self._entries()
+        for kind, groups in listed.items():
+            rows = [["operation", "layouts", "why", "avoid", *_NUMBERS], *map(self._row, groups)]
+            parts.append(f"<div>{safe(_TITLES[kind])}</div>{table_html(rows, 4)}")
+        parts += [f"<div>{safe(note)}</div>" for note in _of_small(small)]
         unbalanced = self._balance.rows(_folded)
         if unbalanced:
             rows = [["operation", "layout", "parameters", "avoid", "busiest", "ops"], *unbalanced]
@@ -172,10 +171,22 @@ class Explanation(Listener, Generic[R]):
             lines += [f"{ratio:>11} {ops:>6}  {what}", *_margined(held, parameters, f"avoid: {avoid}" if avoid else "")]
         return lines if found else []
 
-    def _sending(self, kind: Kind) -> list[list[CommEvent]]:
-        """The groups of this kind that send something."""
-        groups = _grouped(event for event in self.events if event.cause.kind == kind)
-        return [group for group in groups if group[0].total_bytes != 0]
+    def _entries(self) -> tuple[dict[Kind, list[list[CommEvent]]], list[list[CommEvent]]]:
+        """The groups that send something, by kind; of more than one reads, those that send least apart."""
+        groups = [group for group in _grouped(self._events) if group[0].total_bytes != 0]
+        least = sum(map(_most, groups)) / 100 if len(groups) > FEW else 0
+        large = [group for group in groups if _most(group) >= least]
+        by_kind = {kind: [group for group in large if group[0].cause.kind == kind] for kind in _TITLES}
+        return {kind: found for kind, found in by_kind.items() if found}, [g for g in groups if _most(g) < least]
+
+
+def _of_small(groups: list[list[CommEvent]]) -> list[str]:
+    sent = sum(event.sent_bytes for group in groups for event in group)
+    return (
+        [f"Entries of less than 1 % of the bytes, left out: {len(groups)}; this rank sent {sent:,} bytes."]
+        if groups
+        else []
+    )
 
 
 def _grouped(events: Iterable[CommEvent]) -> list[list[CommEvent]]:

@@ -17,12 +17,14 @@ _warned: set[tuple[Mesh, int]] = set()
 def warn_of_gathered(recipe: Recipe, operands: Sequence[DTensor]) -> None:
     """Warn, once for each mesh axis, if a call all-gathers a parameter along an axis on which its batch is sharded.
 
+    Parameters of one dim, such as those of norms, are too small for their bytes to say much: the next one is named.
+
     Args:
         operands: before they are redistributed.
     """
     for index, target in recipe.redistributed:
         x = operands[index]
-        if isinstance(x, nn.Parameter):
+        if isinstance(x, nn.Parameter) and len(target.shape) > 1:
             for axis, (have, wanted) in enumerate(zip(x._layout.placements, target.placements, strict=True)):
                 if isinstance(have, Shard) and wanted == REPLICATE and (batch := _batch(operands, axis)) is not None:
                     _warn(recipe.cause.op, x, batch._layout, target, axis)
@@ -41,8 +43,8 @@ def _warn(op: str, x: DTensor, batch: Layout, target: Layout, axis: int) -> None
     _warned.add((mesh, axis))
     label = repr(mesh.names[axis]) if mesh.names else str(axis)
     sums = target.with_axis(axis, Partial())  # the layout of its gradient in backward
-    plans = (x._layout, target), (sums, x._layout), (sums, target)
-    gathered, scattered, reduced = (size * _sent(*plan) for plan in plans)
+    gathered, scattered = (size * _sent(*plan) for plan in ((x._layout, target), (sums, x._layout)))
+    reduced = 2 * size * (mesh.shape[axis] - 1) * _all_local(target) // mesh.shape[axis]
     fully = 2 * size * _padded(x._layout, axis) + scattered
     text = (
         f"{op}: {name} is sharded on mesh axis {label}, as is the batch, so each call all-gathers it, keeps it until "
@@ -67,6 +69,11 @@ def _warn(op: str, x: DTensor, batch: Layout, target: Layout, axis: int) -> None
 def _padded(x: Layout, axis: int) -> int:
     """Elements that all ranks send to all-gather a parameter in `fully_shard`, which pads shards to the largest."""
     return x.mesh.size() * (x.mesh.shape[axis] - 1) * max(map(x.local_numel, x.mesh.ranks))
+
+
+def _all_local(x: Layout) -> int:
+    """The elements that all ranks hold together. A ring all-reduce of n ranks sends 2 (n - 1) / n of them."""
+    return sum(map(x.local_numel, x.mesh.ranks))
 
 
 def _sent(src: Layout, dst: Layout) -> int:
