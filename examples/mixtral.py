@@ -1,11 +1,12 @@
 """Fine-tunes a Mixtral of Hugging Face, its experts sharded over `ep` and the batch over `dp`; the model is unchanged.
 
-It is built from a config, so nothing is downloaded; `from_pretrained` in its place loads one. Each rank computes its
-own experts, which are most of the parameters. The texts are sequences that count up. On four ranks simulated in this
-process, or on four real ones, after `pip install transformers`:
+It is built from a config, so nothing is downloaded. With a folder of a Mixtral, as it is published (`config.json` and
+safetensors), that one is trained: each rank makes and reads its own experts only, which are most of the parameters. The
+texts are sequences that count up. On four ranks simulated in this process, or on four real ones, after
+`pip install transformers accelerate`:
 
     python examples/mixtral.py
-    torchrun --nproc-per-node 4 examples/mixtral.py
+    torchrun --nproc-per-node 4 examples/mixtral.py downloaded/mixtral
 
 prints
 
@@ -15,15 +16,18 @@ prints
 """
 
 import os
+import sys
 
 import torch
 from torch import Tensor
 
 import shardwise as sw
+from shardwise.checkpoint import load_safetensors
 from shardwise.launch import under_torchrun
 from shardwise.testing import world
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+from accelerate import init_empty_weights
 from transformers import MixtralConfig, MixtralForCausalLM
 
 VOCAB, LENGTH = 64, 16
@@ -41,16 +45,27 @@ def plain_model() -> MixtralForCausalLM:
     return MixtralForCausalLM(config)
 
 
+def sharded_model(folder: str | None, mesh: sw.Mesh) -> MixtralForCausalLM:
+    """A new one, or that of `folder`, of which no rank ever holds a full copy."""
+    if folder is None:
+        return sw.shard_module(plain_model(), PLAN, mesh=mesh)
+    with init_empty_weights():
+        model = MixtralForCausalLM(MixtralConfig.from_pretrained(folder))
+    sw.shard_module(model, PLAN, mesh=mesh)
+    load_safetensors(folder, model)
+    return model
+
+
 def batch(step: int, size: int) -> Tensor:
     """Sequences that count up from some token, [size, LENGTH]; equal on all ranks."""
     first = torch.randint(VOCAB, (size, 1), generator=torch.Generator().manual_seed(step))
     return (first + torch.arange(LENGTH)) % VOCAB
 
 
-def train(steps: int = 10, size: int = 16) -> tuple[list[float], dict[str, Tensor], float]:
+def train(steps: int = 10, size: int = 16, folder: str | None = None) -> tuple[list[float], dict[str, Tensor], float]:
     """Losses, the weights as the plain model has them, and the part of them on this rank. Runs on every rank."""
     mesh = sw.Mesh(tuple(MESH.values()), names=tuple(MESH))
-    model = sw.shard_module(plain_model(), PLAN, mesh=mesh)
+    model = sharded_model(folder, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(steps):
@@ -67,7 +82,9 @@ def train(steps: int = 10, size: int = 16) -> tuple[list[float], dict[str, Tenso
 
 
 if __name__ == "__main__":
-    losses, weights, part = sw.launch(train, nproc=4) if under_torchrun() else world(4).run(train)[0]
+    arguments = (10, 16, sys.argv[1] if len(sys.argv) > 1 else None)
+    run = sw.launch(train, *arguments, nproc=4) if under_torchrun() else world(4).run(train, *arguments)[0]
+    losses, weights, part = run
     if sw.rank() == 0:
         for step in (1, 10):
             print(f"step {step:>2}, loss {losses[step - 1]:.2f}")

@@ -188,16 +188,24 @@ def test_another_user_with_the_same_item_is_no_negative() -> None:
     assert towers.in_batch_loss(model, seen, other, other).item() > 0
 
 
-def test_a_mixtral_trains_as_in_one_process_and_its_weights_load_into_the_plain_model() -> None:
+@pytest.mark.parametrize("published", [False, True])
+def test_a_mixtral_trains_as_in_one_process_and_its_weights_load_into_the_plain_model(
+    published: bool, tmp_path: Path
+) -> None:
+    """From a config, and from files with an entry for each expert."""
     mixtral = example("mixtral")
     plain = mixtral.plain_model()
+    if published:
+        for parameter in plain.parameters():
+            parameter.data.mul_(1.1)
+        plain.save_pretrained(tmp_path, max_shard_size="50KB")
     losses: list[float] = []
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     for step in range(3):
         ids = mixtral.batch(step, 6)
         with step_of(optimizer, losses, plain(ids, labels=ids).loss):
             pass
-    for got, weights, part in world(4).run(mixtral.train, 3, 6):
+    for got, weights, part in world(4).run(mixtral.train, 3, 6, str(tmp_path) if published else None):
         assert got == pytest.approx(losses, abs=1e-5)
         mixtral.plain_model().load_state_dict(weights)
         for name, weight in plain.named_parameters():
