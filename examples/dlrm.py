@@ -5,7 +5,7 @@ reads its own lines of clicks in Criteo's format; a sample of 300 invented lines
 heart. On two ranks simulated in this process, or on two real ones:
 
     python examples/dlrm.py
-    torchrun --nproc-per-node 2 examples/dlrm.py
+    torchrun --nproc-per-node 2 examples/dlrm.py runs/dlrm
 
 prints
 
@@ -14,10 +14,12 @@ prints
     pass 3, loss 0.04
     collectives of a step: 4 all_to_all
 
-Three of these are for all tables, and one reduces the gradients of the layers.
-`shardwise train dlrm` has checkpoints, measures and other data as well.
+Three of these are for all tables, and one reduces the gradients of the layers. With a folder each pass is saved, tables
+and both optimizers included, and the same command goes on from there, also on another number of ranks.
+`shardwise train dlrm` has measures on held-out lines, other data and a resume in mid-pass as well.
 """
 
+import sys
 from collections import Counter
 
 import torch
@@ -25,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.checkpoint import latest, restore, save, state_of
 from shardwise.demos.data import CriteoDataset
 from shardwise.demos.data.criteo import DENSE_NAMES, KEYS, SAMPLE
 from shardwise.embedding import (
@@ -71,17 +74,20 @@ def shard(model: DLRM, mesh: sw.Mesh) -> None:
     model.tables = shard_embeddings(tables, dict.fromkeys(KEYS, sw.Shard(0)), mesh, RowWiseAdagrad(lr=0.1))
 
 
-def train(passes: int = 3, ranks: int = 2) -> tuple[list[float], Counter[str]]:
-    """The mean loss of each pass, and the collectives of the last step. Runs on every rank."""
+def train(passes: int = 3, folder: str | None = None) -> tuple[list[float], Counter[str]]:
+    """The mean loss of each pass that `folder` has not, and the collectives of a step. Runs on every rank."""
+    ranks = sw.world_size()
     mesh = sw.Mesh((ranks,))
     torch.manual_seed(0)
     model = DLRM()
     shard(model, mesh)
     layers = [parameter for name, parameter in model.named_parameters() if not name.startswith("tables")]
     optimizer = torch.optim.Adagrad(layers, lr=0.02)
+    optimizers = {"layers": optimizer, "tables": model.tables.fused_optimizer}
+    first = restore(folder, model, optimizers).step if folder and latest(folder) else 0
     lines = CriteoDataset(SAMPLE, BATCH // ranks, num_embeddings=ROWS, seed=0, drop_last=True)
-    means = []
-    for number in range(passes):
+    means, calls = [], Counter[str]()
+    for number in range(first, passes):
         lines.set_epoch(number)
         losses = []
         for batch in lines:
@@ -94,13 +100,18 @@ def train(passes: int = 3, ranks: int = 2) -> tuple[list[float], Counter[str]]:
                 loss.backward()
                 optimizer.step()
             losses.append(loss.item())
+            calls = Counter(comms.calls)
         means.append(sum(losses) / len(losses))
-    return means, Counter(comms.calls)
+        if folder:
+            save(folder, state_of(model, optimizers), step=number + 1, keep=2)
+    return means, calls
 
 
 if __name__ == "__main__":
-    means, calls = sw.launch(train, nproc=2) if under_torchrun() else world(2).run(train)[0]
+    folder = sys.argv[1] if len(sys.argv) > 1 else None
+    means, calls = sw.launch(train, 3, folder, nproc=2) if under_torchrun() else world(2).run(train, 3, folder)[0]
     if sw.rank() == 0:
-        for number, mean in enumerate(means, 1):
+        for number, mean in enumerate(means, 4 - len(means)):
             print(f"pass {number}, loss {mean:.2f}")
-        print("collectives of a step:", ", ".join(f"{count} {name}" for name, count in calls.items()))
+        if calls:
+            print("collectives of a step:", ", ".join(f"{count} {name}" for name, count in calls.items()))

@@ -114,9 +114,19 @@ def test_the_dlrm_trains_as_in_one_process() -> None:
         with step_of(optimizer, losses, loss):
             row_wise_adagrad(plain.tables, sums, lr=0.1)
     assert len(losses) == 9
-    for means, calls in world(4).run(dlrm.train, 1, 4):
+    for means, calls in world(4).run(dlrm.train, 1):
         assert means == [pytest.approx(sum(losses) / len(losses), abs=1e-5)]
         assert calls.total() == 4
+
+
+def test_the_dlrm_goes_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -> None:
+    """A batch is divided among ranks, so losses are those of one run; a run that is complete trains nothing."""
+    dlrm = example("dlrm")
+    expected, _ = world(2).run(dlrm.train, 3)[0]
+    for passes, ranks in ((1, 4), (3, 2), (3, 2)):
+        first = world(ranks).run(dlrm.train, passes, str(tmp_path))[0][0]
+        assert first == pytest.approx({1: expected[:1], 3: expected[1:]}[passes] if first else [], abs=1e-4)
+    assert first == []
 
 
 def test_a_captured_dlrm_trains_as_without_capture() -> None:
