@@ -142,7 +142,9 @@ def _pickled(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
     try:
         return pickle.dumps((fn, args))
     except Exception as error:
-        raise LaunchError(f"launch cannot send the arguments of {inner!r} to ranks: {error}.") from error
+        raise LaunchError(
+            f"launch cannot send the arguments of {inner!r} to ranks: {error}. Fix: make it inside the function."
+        ) from error
 
 
 def _unpickled(job: bytes) -> tuple[Callable[..., object], tuple[object, ...]]:
@@ -305,7 +307,9 @@ def _run(job: bytes, rank: int, world: _World) -> bytes:
     try:
         return pickle.dumps(result if rank == 0 else None)
     except Exception as error:
-        raise LaunchError(f"launch cannot return {type(result).__name__!r} results: {error}.") from error
+        raise LaunchError(
+            f"launch cannot return {type(result).__name__!r} results: {error}. Fix: return plain values."
+        ) from error
 
 
 def _set_environment(rank: int, size: int) -> None:

@@ -51,7 +51,8 @@ def test_a_sequence_has_one_placement_per_axis(placements: Sequence[Placement]) 
     with pytest.raises(LayoutError) as info:
         as_placements(GRID, placements)
     assert str(info.value) == (
-        f"One placement per mesh axis: Mesh(dp=2, tp=2) has 2, got {len(placements)}: {list(placements)}."
+        f"One placement per mesh axis: Mesh(dp=2, tp=2) has 2, got {len(placements)}: {list(placements)}. "
+        f"Fix: one placement for each axis, or a dict by axis name."
     )
 
 

@@ -231,11 +231,17 @@ def test_a_copied_or_pickled_layout_is_the_same_value(again: Callable[[Layout], 
     [
         (
             lambda: Layout(GRID, [Shard(0)], (4,)),
-            "One placement per mesh axis: Mesh(dp=2, tp=3) has 2, got 1: [Shard(0)].",
+            (
+                "One placement per mesh axis: Mesh(dp=2, tp=3) has 2, got 1: [Shard(0)]. Fix: one placement for each "
+                "axis, or a dict by axis name."
+            ),
         ),
         (
             lambda: Layout(GRID, [Shard(0)], (4,), (1, 0)),
-            "One placement per mesh axis: Mesh(dp=2, tp=3) has 2, got 1: [Shard(0)].",
+            (
+                "One placement per mesh axis: Mesh(dp=2, tp=3) has 2, got 1: [Shard(0)]. Fix: one placement for each "
+                "axis, or a dict by axis name."
+            ),
         ),
         (lambda: Layout(LINE, [Shard(0)], (4, -1)), "A global shape has no negative sizes, got (4, -1)."),
         (

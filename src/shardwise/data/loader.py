@@ -103,7 +103,9 @@ class BatchLoader:
             raise ArgumentError(f"BatchLoader: batch_size must be at least 1, got {batch_size}.")
         self.mesh = default_mesh() if mesh is None else collectives.as_mesh(mesh)
         if self.mesh.coordinate(collectives.rank()) is None:
-            raise MeshError(f"BatchLoader: rank {collectives.rank()} is not part of {self.mesh}.")
+            raise MeshError(
+                f"BatchLoader: rank {collectives.rank()} is not part of {self.mesh}. Fix: make it on these ranks."
+            )
         self.placements = _placements(self.mesh, axis)
         self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
         self._order = {"seed": seed, "shuffle": shuffle, "num_samples": len(dataset)}

@@ -39,7 +39,8 @@ def as_placements(mesh: Mesh, placements: Placements | None) -> tuple[Placement,
         per_axis = _of_one(placements)
     if len(per_axis) != mesh.ndim:
         raise LayoutError(
-            f"One placement per mesh axis: {mesh} has {mesh.ndim}, got {len(per_axis)}: {shown(list(per_axis))}."
+            f"One placement per mesh axis: {mesh} has {mesh.ndim}, got {len(per_axis)}: {shown(list(per_axis))}. "
+            f"Fix: one placement for each axis, or a dict by axis name."
         )
     if PLACEMENTS.issuperset(map(type, per_axis)):
         return per_axis

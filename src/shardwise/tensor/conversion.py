@@ -108,10 +108,12 @@ def from_local(
     local = _on_mesh_device(local, mesh)
     wanted, rank = as_placements(mesh, placements), collectives.rank()
     if shape is None and stride is not None:
-        raise LayoutError("from_local: a global stride needs the global shape too.")
+        raise LayoutError("from_local: a global stride needs the global shape too. Fix: pass shape=.")
     if mesh.coordinate(rank) is None:
         if shape is None:
-            raise LayoutError(f"from_local: rank {rank} is outside {mesh}, so it needs the global shape.")
+            raise LayoutError(
+                f"from_local: rank {rank} is outside {mesh}, so it needs the global shape. Fix: pass shape=."
+            )
         layout = Layout(mesh, wanted, shape)
         nothing = local.reshape(-1)[:0].view(layout.local_shape(rank))  # connected: backward meets peers
         return wrap(nothing, layout, grad_placements)

@@ -229,7 +229,10 @@ def extremes(
     found, results = [], []
     shape = ctx.layouts[0].shape
     if 0 in (shape if dims is None else [shape[d] for d in dims]):
-        raise EmptyError(f"The largest or smallest of dims {dims} of {shape}: expected dims of non-zero size.")
+        raise EmptyError(
+            f"The largest or smallest of dims {dims} of {shape}: expected dims of non-zero size. "
+            f"Fix: test x.numel() first."
+        )
     needs_grad = x.requires_grad and torch.is_grad_enabled()
     equal = _same if zero_elsewhere else torch.eq
     for largest in kinds:

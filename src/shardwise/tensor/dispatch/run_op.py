@@ -181,7 +181,9 @@ def _run_with_out(func: Op, args: Args, kwargs: Kwargs) -> object:
     for into, found in pairs:
         fits = isinstance(into, Tensor) and isinstance(found, Tensor) and into.shape == found.shape
         if not fits or not torch.can_cast(found.dtype, into.dtype):
-            raise RuleError(f"{name_of(func)}: out= must be a tensor of the shape and dtype of the result.")
+            raise RuleError(
+                f"{name_of(func)}: out= must be a tensor of the shape and dtype of the result. Fix: leave it out."
+            )
     written = [into.copy_(found) for into, found in pairs]
     return type(result)(written) if several else written[0]
 
