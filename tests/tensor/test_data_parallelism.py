@@ -61,6 +61,16 @@ def test_one_warning_says_what_it_costs(placements: list[Shard | Replicate]) -> 
     assert message.startswith(f"{__file__} linear: 0.weight is sharded on mesh axis {axis!r}, as is the batch")
 
 
+@pytest.mark.filterwarnings("error")
+def test_an_axis_of_one_rank_all_gathers_nothing_to_warn_of() -> None:
+    def run() -> None:
+        mesh = Mesh((2, 1), names=("dp", "alone"))
+        model = shard_module(nn.Linear(48, 12, bias=False), {"weight": [Replicate(), Shard(0)]}, mesh=mesh)
+        model(distribute_tensor(torch.ones(36, 48), mesh, [Shard(0), Shard(1)]))
+
+    world(2).run(run)
+
+
 KINDS = ("fully sharded", "in a bucket", "a bucket", "tensor parallel")
 
 

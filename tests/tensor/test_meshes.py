@@ -21,7 +21,7 @@ from shardwise import (
     rank,
     strict,
 )
-from shardwise.errors import RuleError
+from shardwise.errors import MismatchError, RuleError
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 
@@ -99,6 +99,69 @@ def test_different_meshes_are_refused_in_strict_mode_alike_on_every_rank() -> No
         "add: operands live on different meshes, Mesh(0=4) and Mesh(0=2, 1=2), which strict mode refuses. "
         "Fix: redistribute one of them to the other's device_mesh."
     )
+
+
+# ---- slices of a mesh ---------------------------------------------------------------------------------------------
+
+NAMED = Mesh((2, 3), tuple(range(5, -1, -1)), names=("dp", "tp"))
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+@pytest.mark.parametrize("placements", [[R, R], [S0, R], [R, S1], [S1, S0], [Partial(), S0]], ids=str)
+@pytest.mark.parametrize("own", [R, S0, S1, Partial()], ids=str)
+@world(6)
+def test_a_tensor_on_the_own_slice_of_each_rank_counts_as_replicated_along_the_other_axes(
+    own: Placement, placements: list[Placement], axis: str, first: bool
+) -> None:
+    """Ranks took it for one on their slice only, and made different collectives."""
+    line = Mesh((6,))
+    a = as_dtensor(distribute_tensor(A[:1], NAMED[axis], [R]).redistribute(placements=[own]).detach().requires_grad_())
+    b = as_dtensor(distribute_tensor(B, line, [R]).redistribute(NAMED, placements).detach().requires_grad_())
+    out = as_dtensor(a * b if first else torch.rsub(a, b))
+    assert out.layout_.mesh == NAMED
+    (slope,) = torch.autograd.grad(out.sin().sum(), a, create_graph=True)
+    (out.square().sum() + as_dtensor(slope).square().sum()).backward()
+    x, y = A[:1].clone().requires_grad_(), B.clone().requires_grad_()
+    want = x * y if first else torch.rsub(x, y)
+    (want_slope,) = torch.autograd.grad(want.sin().sum(), x, create_graph=True)
+    (want.square().sum() + want_slope.square().sum()).backward()
+    assert_close(out.full_tensor(), want)
+    for got, expected in ((a, x), (b, y)):
+        assert got.grad is not None
+        assert as_dtensor(got.grad).layout_.mesh == got.layout_.mesh
+        assert_close(as_dtensor(got.grad).full_tensor(), expected.grad)
+
+
+@world(4)
+def test_values_that_differ_between_slices_are_an_error() -> None:
+    mesh = Mesh((2, 2), names=("dp", "tp"))
+    a = distribute_tensor(A + mesh.get_local_rank("tp"), mesh["dp"], [S0])
+    with pytest.raises(MismatchError, match="add: the tensor on its axes 'dp' beside one on"):
+        as_dtensor(a + distribute_tensor(B, mesh, [S0, S1])).redistribute(placements=[S0, R])
+
+
+@world(4)
+def test_a_tensor_on_one_slice_is_redistributed_to_the_mesh() -> None:
+    one = Mesh((2,), (0, 2))
+    a = laid_out(A, one, [S0])
+    out = as_dtensor(distribute_tensor(B, GRID, [S0, S1]) * a)
+    assert_close(out.redistribute(LINE, [R]).to_local(), A * B)
+
+
+@world(4)
+def test_norms_of_gradients_on_a_mesh_and_on_slices_of_it() -> None:
+    mesh = Mesh((2, 2), names=("dp", "tp"))
+    ours = [
+        distribute_tensor(A, mesh, [S0, S1]),
+        distribute_tensor(B, mesh["dp"], [S0]),
+        distribute_tensor(B, mesh["tp"], [R]),
+    ]
+    for p in ours:
+        p.requires_grad_().grad = p.detach().clone()
+    for order in (ours, ours[::-1]):
+        want = torch.cat([A, B, B]).norm()
+        assert_close(as_dtensor(nn.utils.get_total_norm([as_dtensor(p.grad) for p in order])).full_tensor(), want)
 
 
 # ---- ranks outside ------------------------------------------------------------------------------------------------

@@ -173,7 +173,8 @@ class Unit:
             raise PlanError(
                 f"Gradients of {added[0]}, a DTensor on a mesh with the data axis, are added over the ranks of that "
                 f"axis, but those of {averaged[0]}, which is not, are averaged. Fix: parallelise on the other axes of "
-                f"the mesh only, such as mesh['tp'], or lay out all parameters on all axes with shard_module."
+                f"the mesh only, such as mesh['tp'], and pass batches that are plain or on these axes; or lay out all "
+                f"parameters on all axes with shard_module before fully_shard."
             )
         self._checked = now
 

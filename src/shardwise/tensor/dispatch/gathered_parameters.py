@@ -24,10 +24,13 @@ def warn_of_gathered(recipe: Recipe, operands: Sequence[DTensor]) -> None:
     """
     for index, target in recipe.redistributed:
         x = operands[index]
-        if isinstance(x, nn.Parameter) and len(target.shape) > 1:
-            for axis, (have, wanted) in enumerate(zip(x._layout.placements, target.placements, strict=True)):
-                if isinstance(have, Shard) and wanted == REPLICATE and (batch := _batch(operands, axis)) is not None:
-                    _warn(recipe.cause.op, x, batch._layout, target, axis)
+        if not isinstance(x, nn.Parameter) or len(target.shape) == 1:
+            continue
+        for axis, (have, wanted) in enumerate(zip(x._layout.placements, target.placements, strict=True)):
+            if x._layout.mesh.shape[axis] == 1 or not isinstance(have, Shard) or wanted != REPLICATE:
+                continue
+            if (batch := _batch(operands, axis)) is not None:
+                _warn(recipe.cause.op, x, batch._layout, target, axis)
 
 
 def _batch(operands: Sequence[DTensor], axis: int) -> DTensor | None:
