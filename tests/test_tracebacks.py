@@ -35,7 +35,7 @@ def test_an_error_of_the_library_shows_the_frames_of_the_user() -> None:
     lines = text_of(refused)
     assert files(lines) == ["test_tracebacks.py"] * 2
     assert lines[0] == "Traceback (most recent call last):"
-    assert lines[-1].endswith("got a torch.Tensor.")
+    assert lines[-1].endswith("got a torch.Tensor. Fix: pass a placement.")
 
 
 def test_other_errors_show_all_frames() -> None:
