@@ -125,7 +125,8 @@ def test_all_that_is_wrong_with_a_plan_is_said_at_once_and_on_every_rank() -> No
         "  hidden.bias: Shard(0, sizes=(1, 2)) on axis 0: sizes (1, 2) add up to 3, but dim 0 has 6 elements here "
         "(global shape (6,)).\n"
         "  out.weight: OnRanks(2) on axis 0 of Mesh(0=2): positions are 0 to 1.\n"
-        "  out.bias: One placement per mesh axis: Mesh(0=2) has 1, got 2: [Shard(0), Shard(0)]."
+        "  out.bias: One placement per mesh axis: Mesh(0=2) has 1, got 2: [Shard(0), Shard(0)]. "
+        "Fix: one placement for each axis, or a dict by axis name."
     )
 
 
