@@ -71,7 +71,8 @@ def test_a_redistributed_operand_is_reported_with_line_layouts_bytes_reason_and_
         assert event.sent_bytes == 8 * (1 + 2, 4 + 2, 4 + 1)[rank]  # its column, but for the rows that stay
         assert event.total_bytes == 8 * 14
         assert cause.why == "elementwise"
-        assert event.avoid == "[Shard(0, sizes=(4, 1, 2))] in the plan"
+        assert event.avoid == "[Shard(0, sizes=(4, 1, 2))] in the plan: 0 bytes, in place of 112"
+        assert f"avoid: {event.avoid}\n" in f"{report}\n"
 
 
 def test_an_op_without_a_rule_is_reported_with_its_gather() -> None:
@@ -107,7 +108,7 @@ def test_an_implicit_backward_is_reported_with_the_line_of_its_forward() -> None
         assert backward.total_bytes == 8 * 14
         assert backward.cause.call_site is not None
         assert backward.cause.call_site.line == line
-        assert backward.avoid == forward.avoid
+        assert (forward.avoid.partition(":")[0], backward.avoid) == (f"[{ROWS}] where it is made", "as in forward")
 
 
 def test_a_backward_whose_forward_was_outside_is_reported_with_the_line_that_called_it() -> None:

@@ -102,7 +102,7 @@ class CallLog:
         purpose, sites = comm_trace.current_purpose(), call_sites()
         key = (kind, dtype, shape, *map(id, sites))
         if purpose is not None:
-            (cause, op, operand, _, _, backward, _, _), src, dst = purpose
+            (cause, op, operand, _, _, backward, _, _, _), src, dst = purpose
             key = (*key, id(src), id(dst), cause, op, operand, backward)
         cached = self._templates.get(key)
         if cached is None:
@@ -253,7 +253,7 @@ def _purpose_digest(purpose: Purpose | None) -> int:
     """0 if it is not known."""
     if purpose is None:
         return 0
-    (kind, op, operand, _, _, backward, _, _), src, dst = purpose
+    (kind, op, operand, _, _, backward, _, _, _), src, dst = purpose
     # Where the user calls explicitly, ranks may use different methods for the same redistribution. Nothing that is sent
     # depends on strides, which `from_local(run_check=False)` cannot always see of a local tensor.
     return _digest_of_purpose(

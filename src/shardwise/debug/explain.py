@@ -3,11 +3,13 @@
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
 
 from shardwise import collectives
 from shardwise.debug.advice import Use, Uses, advice
 from shardwise.debug.balance import Balance
+from shardwise.debug.styles import module_of, style_advice
 from shardwise.errors import ArgumentError
 from shardwise.layout import Layout, shown
 from shardwise.pictures.page import table_html
@@ -53,7 +55,6 @@ class Explanation(Listener, Generic[R]):
         self._entered: list[ExitStack] = []
         self._uses, self._balance = Uses(), Balance()
         self._used: dict[int, Use] = {}  # by id of the event, until the block ends
-        self._advice: dict[Any, str] = {}  # by key of the group, after the block
 
     def record(self, event: CommEvent) -> None:
         self._events.append(event)
@@ -92,9 +93,16 @@ class Explanation(Listener, Generic[R]):
     def __exit__(self, *error: object) -> None:
         self._entered.pop().close()
         if not self._entered:
-            groups = _grouped(e for e in self.events if e.cause.kind == "operand" and not e.cause.backward)
-            self._advice |= {_key(group[0]): self._avoid(group) for group in groups[:ADVISED]}
+            self._advise()
             self._uses, self._used = Uses(), {}  # which hold what cannot be pickled
+
+    def _advise(self) -> None:
+        """Give each event the advice for its group, once the block has ended."""
+        groups = _grouped(self._events)
+        compared = [group for group in groups if id(group[0]) in self._used][:ADVISED]
+        beyond = {_key(group[0]) for group in groups if id(group[0]) in self._used} - {_key(g[0]) for g in compared}
+        found = {_key(g[0]): g[0].avoid if _key(g[0]) in beyond else self._avoid(g, groups) for g in groups}
+        self._events = [replace(event, advice=found[_key(event)]) for event in self._events]
 
     def __str__(self) -> str:
         lines, silent = [self._sent()], len(self._events)
@@ -150,16 +158,24 @@ class Explanation(Listener, Generic[R]):
         change = "" if event.src is None or event.dst is None else _change(event.src, event.dst)
         return [f"{where}{cause}", change, cause.why, self._avoid(group), *_columns(group)]
 
-    def _avoid(self, group: list[CommEvent]) -> str:
+    def _avoid(self, group: list[CommEvent], groups: list[list[CommEvent]] | None = None) -> str:
         """What to change, with bytes; of a gradient whose forward is listed, nothing."""
         event = group[0]
-        if event.avoid and any(_is_forward_of(other, event) for other in self._events):
+        if event.advice is not None:
+            return event.advice
+        groups = _grouped(self._events) if groups is None else groups
+        found = event.avoid
+        if event.cause.style is not None:
+            module = _folded(module_of(event))
+            of_module = [g for g in groups if g[0].cause.style and _folded(module_of(g[0])) == module]
+            found = style_advice(module, [e for g in of_module for e in g])
+        if found and any(_is_forward_of(g[0], event) and g[0].total_bytes != 0 for g in groups):
             return "as in forward"
         uses = [self._used.get(id(other)) for other in group]
         known = [use for use in uses if use is not None]
         if len(known) < len(group):
-            return self._advice.get(_key(event), event.avoid)
-        return advice(known, event, sum(_is_forward_of(event, other) for other in self._events))
+            return found
+        return advice(known, event, sum(len(g) for g in groups if _is_forward_of(event, g[0])))
 
     def _unbalanced_title(self) -> str:
         return f"Unbalanced: the busiest rank does {self._balance.ratio():.2f} times the mean work"

@@ -26,6 +26,7 @@ from shardwise.layout import (
 from shardwise.parallel.boundary import AxisPlacements, BoundaryRedistribution, SharedInput
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor import DTensor
+from shardwise.trace.comm_trace import ModuleStyle
 
 PlacementsLike = Placement | Sequence[Placement | None] | Mapping[str, Placement | None]
 """A placement on the tensor-parallel axis; or one per mesh axis, in a sequence or by axis name.
@@ -74,12 +75,14 @@ class ModuleContext:
         mesh: of the plan.
         axis: the tensor-parallel axis, to which a single placement refers; the others are data axes.
         shared: the input that the module may share with its siblings.
+        style: of the module, for communication traces.
     """
 
     path: str
     mesh: Mesh
     axis: int
     shared: SharedInput = field(default_factory=SharedInput, compare=False, repr=False)
+    style: ModuleStyle | None = None
 
     @property
     def axis_size(self) -> int:
@@ -142,7 +145,7 @@ class ModuleContext:
         what = f"{what} of {self.path or 'the module'}"
         desired = self.axes(desired_layout)
         return BoundaryRedistribution(
-            self.mesh, self.axis, plain, desired, use_local_output, what, self.shared, features
+            self.mesh, self.axis, plain, desired, use_local_output, what, self.shared, features, self.style
         )
 
 

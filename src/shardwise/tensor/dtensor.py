@@ -22,7 +22,7 @@ from shardwise.redistribute.run_plan import known_redistribution, redistribution
 from shardwise.rules.row import Args, Handler, Kwargs, Op
 from shardwise.tensor.descriptors import NotOffered, PendingLayout, Registered
 from shardwise.tensor.transforms import check_no_transform
-from shardwise.trace.comm_trace import EXPLICIT, Cause
+from shardwise.trace.comm_trace import EXPLICIT, ITEM, Cause
 
 _local_shape: Any = torch._C.TensorBase.shape
 _local_dim: Callable[..., int] = torch._C.TensorBase.dim
@@ -141,7 +141,8 @@ class DTensor(torch.Tensor):
 
     def full_tensor(self, *, grad_placements: Placements | None = None) -> Tensor:
         """The full tensor, on every rank of the mesh."""
-        return DTensor._to_local(to_layout(self, self._layout.replicated()), grad_placements)
+        cause = Cause("explicit", "full_tensor", self._name or "")
+        return DTensor._to_local(to_layout(self, self._layout.replicated(), cause), grad_placements)
 
     @checked
     def redistribute(
@@ -252,11 +253,11 @@ class DTensor(torch.Tensor):
                 f"Fix: redistribute the tensor to a mesh of all ranks, or call item() on the ranks of its mesh only."
             )
         with torch.no_grad():
-            return self.full_tensor().item()
+            return plain(to_layout(self, self._layout.replicated(), ITEM)).item()
 
     def tolist(self) -> Any:
         with torch.no_grad():
-            return self.full_tensor().tolist()
+            return plain(to_layout(self, self._layout.replicated(), ITEM)).tolist()
 
     def __bool__(self) -> bool:
         return bool(self.item())

@@ -22,6 +22,18 @@ from shardwise.trace.user_stack import StackFrame, call_site
 Kind = Literal["explicit", "operand", "no rule", "gradient", "internal"]
 
 
+class ModuleStyle(NamedTuple):
+    """The parallel style of a module at whose boundary a tensor is redistributed.
+
+    Args:
+        name: the class of the style.
+        out_features: of a `Linear`; of other modules 0.
+    """
+
+    name: str
+    out_features: int
+
+
 class Cause(NamedTuple):
     """Why a tensor is redistributed. Kept by its autograd node, so that backward can report it as well.
 
@@ -34,6 +46,7 @@ class Cause(NamedTuple):
         call_site: where the user called the op, if anybody listened then; else where backward was called.
         group_total: if several groups of a mesh do the same side by side: all their ranks, and the bytes of all, or
             None if no listener wants them.
+        style: of the module whose input or output it is, if `parallelize_module` redistributes it.
     """
 
     kind: Kind
@@ -44,6 +57,7 @@ class Cause(NamedTuple):
     backward: bool = False
     call_site: StackFrame | None = None
     group_total: tuple[tuple[int, ...], int | None] | None = None
+    style: ModuleStyle | None = None
 
     @property
     def implicit(self) -> bool:
@@ -60,6 +74,11 @@ class Cause(NamedTuple):
 
 
 EXPLICIT = Cause("explicit")
+ITEM = Cause("explicit", "item or tolist")
+_OF_GRADIENTS = (
+    "the all-reduce of replicated parameters, 2 (n - 1) / n of their bytes a step if gradients are read once; "
+    "less if they are sharded; nothing if they are plain parameters, where every rank has the same batch"
+)
 INTERNAL = Cause("internal", "an op")
 
 
@@ -74,6 +93,7 @@ class CommEvent:
         sent_bytes: what this rank sends to others.
         total_bytes: what all of `ranks` send together; None if a rank knows its own share only, or no listener wants
             it.
+        advice: what to change, if `explain` has compared what else one may do.
     """
 
     cause: Cause
@@ -82,6 +102,7 @@ class CommEvent:
     ranks: tuple[int, ...]
     sent_bytes: int
     total_bytes: int | None
+    advice: str | None = None
 
     @property
     def avoid(self) -> str:
@@ -91,8 +112,13 @@ class CommEvent:
         its gradient reduce-scattered.
         """
         cause, wanted = self.cause, self.cause.wanted
+        if self.advice is not None:
+            return self.advice
         if cause.kind == "gradient":
-            return "read gradients once, after the last backward: pending gradients are reduced together"
+            return _OF_GRADIENTS if cause.op in (".grad", "torch.autograd.grad") else ""
+        if cause.op == "full_tensor" and not cause.backward:
+            norms = "; clip_grad_norm_ for norms of gradients"
+            return f"sums and norms work on the shards, without full_tensor(){norms}"
         if not cause.implicit or wanted is None or self.src is None or self.dst is None:
             return ""
         placements, order = list(wanted.placements), wanted.shard_order

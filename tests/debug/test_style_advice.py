@@ -1,0 +1,108 @@
+"""The bytes that `explain` names for another parallel style are those of a program with that style."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise import DTensor, Mesh, Replicate, Shard, count_comms, distribute_tensor
+from shardwise.debug import Explanation, explain
+from shardwise.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from shardwise.testing import world
+
+R = Replicate()
+COL, COL_D = ColwiseParallel(), ColwiseParallel(use_local_output=False)
+ROW, ROW_R, ROW_D = RowwiseParallel(), RowwiseParallel(input_layouts=R), RowwiseParallel(use_local_output=False)
+
+
+class Block(nn.Module):
+    def __init__(self, wide: int, classes: int) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(16, wide), nn.Linear(wide, 16), nn.Linear(16, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(x + self.down(F.gelu(self.up(x))))
+        return out
+
+
+def number(text: str) -> int:
+    return int(text.replace(",", ""))
+
+
+def explained(plan: dict[str, ParallelStyle], module: str, sizes: tuple[int, int, int]) -> tuple[str, int]:
+    """The advice for a module, and what all ranks send for its input and output."""
+    ranks, wide, classes = sizes
+
+    def body() -> Explanation[Any]:
+        model = parallelize_module(Block(wide, classes), Mesh((ranks,), names=("tp",)), plan)
+        with explain() as report:
+            model(torch.ones(9, 16, requires_grad=True)).square().sum().backward()
+        return report
+
+    reports = world(ranks).run(body)
+    events = [e for e in reports[0].events if e.cause.operand.endswith(f" of {module}")]
+    texts = {e.avoid for e in events if e.total_bytes} - {"", "as in forward"}
+    assert len(texts) <= 1
+    assert all(f"avoid: {text}" in str(reports[0]) for text in texts)
+    return next(iter(texts), ""), sum(e.total_bytes or 0 for e in events)
+
+
+@pytest.mark.parametrize("sizes", [(4, 64, 96), (2, 48, 32), (3, 49, 50)], ids=str)
+@pytest.mark.parametrize(
+    ("module", "styles", "advised", "better"),
+    [
+        ("up", (ROW_R, ROW_R, COL), "ColwiseParallel for up", (COL, ROW, COL)),
+        ("head", (COL, ROW, ROW_R), "ColwiseParallel for head", (COL, ROW, COL)),
+        ("down", (COL_D, COL_D, COL_D), "RowwiseParallel for down", (COL_D, ROW, COL_D)),
+        (
+            "head",
+            (COL, ROW, ColwiseParallel(output_layouts=R)),
+            "ColwiseParallel(use_local_output=False)",
+            (COL, ROW, COL),
+        ),
+        ("down", (COL, ROW, COL), "", (COL, ROW, COL)),
+        ("up", (COL, ROW, COL), "", (COL, ROW, COL)),
+        ("head", (COL, ROW, COL), "", (COL, ROW, COL)),
+    ],
+)
+def test_the_style_that_is_advised_sends_what_is_said(
+    module: str, styles: tuple[ParallelStyle, ...], advised: str, better: tuple[ParallelStyle, ...], sizes: Any
+) -> None:
+    names = "up", "down", "head"
+    text, now = explained(dict(zip(names, styles, strict=True)), module, sizes)
+    again, then = explained(dict(zip(names, better, strict=True)), module, sizes)
+    assert text.startswith(advised)
+    assert bool(text) == bool(advised)
+    assert again == "", "the advice leads to a style of which nothing is said"
+    if advised:
+        found = re.search(r"([\d,]+) bytes for the input and the output of \w+, in place of ([\d,]+)", text)
+        assert found is not None
+        assert (number(found[1]), number(found[2])) == (then, now)
+        assert then < now
+
+
+def test_full_tensor_is_named_with_its_parameter() -> None:
+    def body() -> tuple[str, int, int]:
+        w = distribute_tensor(torch.arange(12.0).view(4, 3), Mesh((2,)), [Shard(0)])
+        model = parallelize_module(nn.Sequential(nn.Linear(4, 6)), Mesh((2,)), {"0": COL})
+        with explain() as report:
+            model[0].weight.full_tensor()  # type: ignore[operator, union-attr]
+            w.sum().item()
+            w.full_tensor()
+        with count_comms() as full:
+            w.full_tensor().sum()
+        with count_comms() as shards:
+            total = w.sum()
+            assert type(total) is DTensor
+            assert total.item() == 66
+        return str(report), full.total_bytes, shards.total_bytes
+
+    text, full, shards = world(2).run(body)[0]
+    assert ": full_tensor, 0.weight\n" in text
+    assert ": full_tensor\n" in text
+    assert ": item or tolist\n" in text
+    assert text.count("avoid: sums and norms work on the shards, without full_tensor(); clip_grad_norm_ for norms") == 2
+    assert shards < full
