@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise import Mesh, OnRanks, Placement, Replicate, Shard, distribute_tensor, shard_module
 from shardwise.debug import Explanation, explain
+from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from shardwise.testing import world
 
 S0, S1, R = Shard(0), Shard(1), Replicate()
@@ -184,3 +185,22 @@ def test_an_op_that_is_decomposed_counts_once() -> None:
         for layer in (torch.sin, lambda x: torch.inner(x, torch.ones(3, 4)))
     ]
     assert [found and found[1] for found in counts] == ["1", "1"]
+
+
+def test_heads_that_are_kept_whole_are_not_to_be_split() -> None:
+    def make(heads: int) -> Callable[[], object]:
+        mesh = Mesh((4,))
+        plan = {
+            "0": ColwiseParallel(use_local_output=False, unit=8),
+            "1": RowwiseParallel(unit=8),
+        }
+        model = nn.Sequential(nn.Linear(64, 8 * heads), nn.Linear(8 * heads, 64))
+        parallelize_module(model, mesh, plan)
+        return lambda: model(torch.ones(2, 64))
+
+    text = unbalanced(4, lambda: make(3))
+    assert "avoid: a multiple of 32 along dim 0: 32 takes as long as 24; 3 ranks take as long as 4\n" in f"{text}\n"
+    assert unbalanced(4, lambda: make(4)) == ""
+    assert "a multiple of 32 along dim 0: 64 takes as long as 40, 32 takes 1/2 of that" in unbalanced(
+        4, lambda: make(5)
+    )

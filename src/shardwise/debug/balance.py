@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
-from math import prod
+from math import gcd, prod
 
 from shardwise.layout import Boxes, Layout, OnRanks, Shard
 from shardwise.pictures.labels import count_text
@@ -140,7 +140,8 @@ def _avoid(layout: Layout, is_input: bool) -> str:
     """Sizes at which no rank waits, and the layout that gives the busiest rank less, if there is one."""
     choices = [_multiple(layout)]
     now = max(_shares(layout))
-    best = min(_others(layout, is_input), key=lambda other: max(_shares(other)), default=layout)
+    others = [] if _unit(layout) > 1 else _others(layout, is_input)  # heads that a user keeps whole
+    best = min(others, key=lambda other: max(_shares(other)), default=layout)
     if max(_shares(best)) < 0.9 * now:
         share = f"{max(_shares(best)):.0%} of the elements in place of {now:.0%}"
         choices.append(f"[{', '.join(map(str, best.placements))}]: the busiest rank has {share}")
@@ -156,6 +157,14 @@ def _others(layout: Layout, any_dim: bool) -> list[Layout]:
     return [layout.replace(placements) for placements in (even, *(of_dims if any_dim else ()))]
 
 
+def _unit(layout: Layout) -> int:
+    """The unit, such as a head, of sizes that no other division in such units makes smaller; 1 if there is none."""
+    given = [n for p in layout.placements if isinstance(p, Shard) for n in p.sizes or () if isinstance(n, int) and n]
+    unit = gcd(*given) if len(given) > 1 else 1
+    ranks = prod(n for n, p in zip(layout.mesh.shape, layout.placements, strict=True) if isinstance(p, Shard))
+    return unit if max(given, default=0) == -(-sum(given) // (ranks * unit)) * unit else 1
+
+
 def _multiple(layout: Layout) -> str:
     """Sizes at which no rank waits; empty unless one dim is sharded, and the largest shard is as small as can be."""
     dims = {p.dim for p in layout.placements if isinstance(p, Shard)}
@@ -164,8 +173,10 @@ def _multiple(layout: Layout) -> str:
     (dim,) = dims
     ranks = prod(n for n, p in zip(layout.mesh.shape, layout.placements, strict=True) if isinstance(p, Shard))
     size, most = layout.shape[dim], max(layout.local_shape(rank)[dim] for rank in layout.mesh.ranks)
-    if most != -(-size // ranks):
+    unit = _unit(layout)
+    if most != -(-size // (ranks * unit)) * unit:
         return ""
-    less = f", {ranks * (most - 1)} takes {most - 1}/{most} of that" if most > 1 else ""
+    units = most // unit
+    less = f", {ranks * (most - unit)} takes {units - 1}/{units} of that" if units > 1 else ""
     fewer = f"; {-(-size // most)} ranks take as long as {ranks}" if -(-size // most) < ranks else ""
-    return f"a multiple of {ranks} along dim {dim}: {most * ranks} takes as long as {size}{less}{fewer}"
+    return f"a multiple of {ranks * unit} along dim {dim}: {most * ranks} takes as long as {size}{less}{fewer}"
