@@ -140,7 +140,7 @@ def _avoid(layout: Layout, is_input: bool) -> str:
     """Sizes at which no rank waits, and the layout that gives the busiest rank less, if there is one."""
     choices = [_multiple(layout)]
     now = max(_shares(layout))
-    others = [] if _unit(layout) > 1 else _others(layout, is_input)  # heads that a user keeps whole
+    others = [] if _unit(layout) > 1 else _others(layout, is_input)  # heads that stay on one rank
     best = min(others, key=lambda other: max(_shares(other)), default=layout)
     if max(_shares(best)) < 0.9 * now:
         share = f"{max(_shares(best)):.0%} of the elements in place of {now:.0%}"
