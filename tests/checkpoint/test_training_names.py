@@ -184,6 +184,8 @@ def test_a_checkpoint_goes_to_a_file_of_torch_and_back(tmp_path: Path) -> None:
     save(tmp_path / "run", state_of(model, optimizer) | {"epoch": 3}, step=1)
     export_torch(tmp_path / "run", tmp_path / "dcp")
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "state.pt")
+    with pytest.raises(CheckpointError, match=r"state.pt: is a file, not a folder .*torch_save_to_dcp\(file, folder\)"):
+        import_torch(tmp_path / "state.pt", tmp_path / "back", allow_pickle_metadata=True)
     torch_save_to_dcp(tmp_path / "state.pt", tmp_path / "again")
     back = import_torch(tmp_path / "again", tmp_path / "back", allow_pickle_metadata=True, step=1)
     other, fresh = made(), None

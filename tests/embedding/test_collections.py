@@ -36,6 +36,15 @@ def batch(ids: dict[str, list[list[int]]] = IDS, weighted: bool = False) -> Keye
     return KeyedJaggedTensor(list(ids), values, weights, lengths, stride_per_key=[len(bags) for bags in ids.values()])
 
 
+def test_tables_are_iterated_over_by_name() -> None:
+    tables = EmbeddingBagCollection(CONFIGS).embedding_bags
+    assert list(tables) == ["users", "items", "other"]
+    assert len(tables) == 3
+    assert "items" in tables
+    assert "user" not in tables
+    assert [tuple(tables[name].weight.shape) for name in tables] == [(10, 4), (20, 2), (12, 3)]
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("variable", [False, True])
 def test_bags_beside_sums_of_rows(weighted: bool, variable: bool) -> None:

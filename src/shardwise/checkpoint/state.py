@@ -97,7 +97,8 @@ def as_json(value: Any, where: str) -> Any:
     shown = value if isinstance(value, float) else type(value).__name__
     raise CheckpointError(
         f"{where}: cannot be saved: {shown} is neither a tensor of the state nor a JSON value. "
-        f"Fix: make it a tensor, a finite number, a string or a list of those"
+        f"Fix: make it a finite number (x.item()), a string, a list or mapping of those, or a tensor "
+        f"that is a value of its own, not in a list"
     )
 
 

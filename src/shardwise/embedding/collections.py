@@ -1,6 +1,6 @@
 """Collections of tables in one process; `shard_embeddings` shards them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,7 +62,10 @@ class TableWeight(nn.Module):
 
 
 class Tables(nn.Module):
-    """Tables by name. `nn.ModuleDict` has no module named `items`."""
+    """Tables by name: `tables["users"]`, `for name in tables`, `len`, `in`.
+
+    `nn.ModuleDict` has methods such as `items`, and so no table of that name.
+    """
 
     def __init__(self, tables: Mapping[str, TableWeight]) -> None:
         super().__init__()
@@ -73,6 +76,15 @@ class Tables(nn.Module):
         table = self._modules[name]
         assert isinstance(table, TableWeight)
         return table
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modules)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._modules
 
 
 class _Collection(nn.Module, RunsInReplays):

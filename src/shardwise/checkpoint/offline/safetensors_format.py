@@ -23,7 +23,7 @@ from shardwise.checkpoint.offline.progress import Progress
 from shardwise.checkpoint.offline.reading import CheckpointSource
 from shardwise.checkpoint.offline.resharding import write_checkpoint
 from shardwise.checkpoint.offline.sources import Extent, Source, SourceTensor
-from shardwise.checkpoint.remedies import foreign
+from shardwise.checkpoint.remedies import foreign, of_torch_save
 from shardwise.errors import ArgumentError, CheckpointError
 from shardwise.layout import Box, Layout, checked
 
@@ -231,10 +231,7 @@ def _tensors(file: StoredFile, name: str) -> dict[str, SourceTensor]:
         raise foreign(f"{file.name}: has {file.size} bytes, too few for a safetensors file")
     start = _bytes(file, 0, 8)
     if start.startswith(ZIP):
-        raise CheckpointError(
-            f"{file.name}: is no safetensors file, but one of torch.save. Fix: "
-            f"torch.distributed.checkpoint.format_utils.torch_save_to_dcp(file, folder), and import the folder"
-        )
+        raise of_torch_save(f"{file.name}: is no safetensors file, but one of torch.save")
     length = int.from_bytes(start, "little")
     if length > min(HEADER_LIMIT, file.size - 8):
         raise foreign(f"{file.name}: is no safetensors file: its header would have {length:,} bytes")

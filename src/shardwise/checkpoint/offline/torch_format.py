@@ -30,7 +30,7 @@ from shardwise.checkpoint.offline.sources import Extent, RangeChecksum, Source, 
 from shardwise.checkpoint.offline.torch_pickles import Described, Entry, entries, sizes_of, unpickled
 from shardwise.checkpoint.offline.training_names import TrainingNames, renamed
 from shardwise.checkpoint.offline.windows import windows
-from shardwise.checkpoint.remedies import foreign
+from shardwise.checkpoint.remedies import foreign, of_torch_save
 from shardwise.checkpoint.state import as_json
 from shardwise.collectives.checkpoints import StoredItem, flat_values, pickled_metadata
 from shardwise.errors import CheckpointError, did_you_mean
@@ -169,6 +169,8 @@ def import_torch(
         PlanError: the plan does not fit.
     """
     folder = local_path(source)
+    if folder.is_file():
+        raise of_torch_save(f"{folder}: is a file, not a folder of torch.distributed.checkpoint")
     if not allow_pickle_metadata:
         raise CheckpointError(
             f"{folder / METADATA} is a pickle. Fix: allow_pickle_metadata=True (--allow-pickle-metadata) reads it by "
