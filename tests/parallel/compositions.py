@@ -1,6 +1,7 @@
 """What a parallel module is used together with, each tried on real processes beside one process."""
 
 import tempfile
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import (
+    DTensor,
     Replicate,
     Shard,
     collectives,
@@ -203,9 +205,14 @@ def ddp_with_views(module: nn.Module, mesh: Any) -> nn.Module:
 
 
 def fsdp2(module: nn.Module, mesh: Any) -> nn.Module:
+    """torch's, which warns if it undoes the tensor parallelism of DTensors."""
     assert isinstance(module, nn.Sequential)
-    for layer in (module[0], module[2], module):
-        fully_shard(layer, mesh=mesh)
+    has_dtensors = any(isinstance(p, DTensor) for p in module.parameters())
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for layer in (module[0], module[2], module):
+            fully_shard(layer, mesh=mesh)
+    assert any("import fully_shard from shardwise.parallel" in str(w.message) for w in found) == has_dtensors
     return module
 
 

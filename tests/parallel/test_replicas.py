@@ -1,5 +1,6 @@
 """Wrappers that take parameters for copies of one tensor are refused where ranks hold different shards."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,7 @@ from shardwise import (
 )
 from shardwise.errors import MismatchError, RuleError
 from shardwise.parallel import local_parameters
-from shardwise.tensor.handlers.replicas import check_replicas
+from shardwise.tensor.handlers.replicas import FULL, check_fully_shard, check_replicas
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 
@@ -145,6 +146,23 @@ def test_boxes_are_compared_on_one_mesh_and_over_several() -> None:
     assert found[0][1] == found[1][1] == found[3][1]
     assert found[0][0] == found[1][0] != found[2][0] == found[3][0]
     assert found[0][2] == found[3][2]
+
+
+def test_fully_shard_of_torch_warns_where_it_undoes_tensor_parallelism_and_names_this_library() -> None:
+    def body(which: int) -> None:
+        mesh = Mesh((2, 2), names=("dp", "tp"))
+        sharded, replicated = (DTensor.from_local(torch.ones(2, 4), mesh["tp"], [p]) for p in (S0, R))
+        group = (rank() % 2, rank() % 2 + 2)
+        for _ in range(3):  # as in a loop over blocks: one warning for the line
+            check_fully_shard(iter([[replicated, torch.ones(3)], [torch.ones(3), sharded]][which]), group)
+
+    for which in range(2):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("default")
+            world(4).run(body, which)
+        assert [(str(warning.message), warning.filename) for warning in found] == [(FULL, __file__)] * which
+    assert "Fix: import fully_shard from shardwise.parallel; or" in FULL
+    assert "local_parameters(module)" in FULL
 
 
 @world(2)

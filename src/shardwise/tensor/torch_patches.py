@@ -28,7 +28,7 @@ from shardwise.tensor.dtensor import DTensor, before_first_dtensor
 from shardwise.tensor.handlers.lists import total_norm_in_one_exchange
 from shardwise.tensor.handlers.loaded_state import keeping_layouts, sharding_states
 from shardwise.tensor.handlers.optimisers import step_on_locals
-from shardwise.tensor.handlers.replicas import checking
+from shardwise.tensor.handlers.replicas import check_fully_shard, checking
 from shardwise.tensor.handlers.scripts import calling_scripts, without_attributes, without_dtensors, without_elements
 from shardwise.tensor.handlers.state_dicts import staging_locals, with_dtensors
 from shardwise.tensor.handlers.unasked import (
@@ -251,10 +251,10 @@ PATCHES = (
     ),
     Patch(
         "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.__init__",
-        "The same, for `fully_shard`; if and when torch's FSDP is imported.",
+        "The same, for `fully_shard`, which warns of DTensors; if and when torch's FSDP is imported.",
         f"{_SUBCLASS}; it chunks parameters and gathers plain buffers.",
         "`fully_shard` over ranks that hold different shards gathers chunks of different shards, or aborts",
-        checking(lambda group, params, modules, mesh_info, *_, **__: (params, mesh_info.mesh)),
+        checking(lambda group, params, modules, mesh_info, *_, **__: (params, mesh_info.mesh), check_fully_shard),
         "torch.distributed.fsdp._fully_shard._fsdp_param_group",
     ),
     Patch(

@@ -6,8 +6,10 @@ parameter per rank. That is right over ranks that hold the same boxes, such as t
 would mix their shards. The same holds for the plain parameters of `local_parameters`.
 """
 
+import warnings
 from collections.abc import Callable, Iterable
 from functools import wraps
+from math import prod
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from shardwise import collectives
 from shardwise.errors import RuleError
 from shardwise.layout import Layout
 from shardwise.tensor.dtensor import DTensor
+from shardwise.trace.user_stack import call_site
 
 T = TypeVar("T")
 LISTED = 3  # parameters in the error
@@ -25,6 +28,12 @@ _FIX = (
     "Over ranks that hold the same shards pass that group, such as process_group=mesh['dp'].get_group() or "
     "mesh=mesh['dp']."
 )
+FULL = (
+    "torch's fully_shard divides DTensors of shardwise as full tensors: values are right, but each rank of the other mesh "
+    "axes, such as 'tp', stores as much as if they were not sharded there, and loss_parallel has no sharded logits. "
+    "Fix: import fully_shard from shardwise.parallel; or, to keep torch's, call local_parameters(module) before it."
+)
+_shown: dict[str, object] = {}  # registry of `warnings`: one warning for a line, such as that of a loop over blocks
 _SHARD_OF = "_shardwise_shard_of"  # of a plain parameter that is a local shard: its name and layout
 
 
@@ -67,18 +76,32 @@ def check_replicas(tensors: Iterable[Tensor], process_group: object) -> None:
     collectives.agree("parameters that a wrapper such as DistributedDataParallel takes for copies", held, ranks, _FIX)
 
 
+def check_fully_shard(parameters: Iterable[Tensor], mesh: object) -> None:
+    """`check_replicas` for torch's `fully_shard`; warns if it undoes a sharding along other axes."""
+    parameters = list(parameters)
+    check_replicas(parameters, mesh)
+    layouts = [x._layout for x in parameters if type(x) is DTensor]
+    if any(layout.local_numel(collectives.rank()) < prod(layout.shape) for layout in layouts):
+        site = call_site()
+        where = (site.file, site.line) if site else (__file__, 1)
+        warnings.warn_explicit(FULL, UserWarning, *where, registry=_shown)
+
+
 def _differs(layout: Layout, ranks: tuple[int, ...]) -> bool:
     members = [rank for rank in ranks if rank in layout.mesh.ranks]
     return len({layout.boxes(rank) for rank in members}) > 1 or bool(layout.partial_axes and len(members) > 1)
 
 
-def checking(taken: Callable[..., tuple[Iterable[Tensor], object]]) -> Callable[[Callable[..., T]], Callable[..., T]]:
+def checking(
+    taken: Callable[..., tuple[Iterable[Tensor], object]],
+    check: Callable[[Iterable[Tensor], object], None] = check_replicas,
+) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """From a function of torch to one that checks first; `taken` returns the tensors and the group of a call."""
 
     def replacement(original: Callable[..., T]) -> Callable[..., T]:
         @wraps(original, assigned=("__module__", "__name__", "__doc__"), updated=())
         def check_first(*args: object, **kwargs: object) -> T:
-            check_replicas(*taken(*args, **kwargs))
+            check(*taken(*args, **kwargs))
             return original(*args, **kwargs)
 
         return check_first
