@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from shardwise import DTensor, Mesh, Replicate, Shard, collectives, count_comms, distribute_tensor, shard_module
-from shardwise.errors import PlanError
-from shardwise.parallel import MixedPrecisionPolicy, fully_shard
+from shardwise.errors import MismatchError, PlanError
+from shardwise.parallel import ColwiseParallel, MixedPrecisionPolicy, fully_shard, parallelize_module
 from shardwise.testing import world
 from tests.parallel.one_process import full
 from tests.parallel.units import copied, gathered, two_layers
@@ -226,3 +226,21 @@ def test_changes_between_forward_and_backward_are_errors() -> None:
             model(x)
 
     world(2).run(run)
+
+
+def test_models_of_different_seeds_that_were_parallelised_before_are_an_error_that_names_the_seed() -> None:
+    def body(seeds: tuple[int, ...]) -> str:
+        mesh = Mesh((2, 2), names=("dp", "tp"))
+        torch.manual_seed(seeds[collectives.rank()])
+        model = parallelize_module(nn.Linear(4, 6), mesh["tp"], ColwiseParallel())
+        try:
+            fully_shard(model, mesh=mesh["dp"])(torch.ones(2, 4))
+        except MismatchError as error:
+            return str(error)
+        return ""
+
+    assert set(world(4).run(body, (3, 4, 3, 4))) == {""}  # values of one mesh of tp are those of its first rank
+    for text in world(4).run(body, (3, 4, 5, 6)):
+        assert "fully_shard: weight of shape (3, 4), float32, must be the same on all ranks" in text
+        assert "Fix: torch.manual_seed(0) on all ranks before the model is made, or load one checkpoint on all" in text
+        assert "from_local" not in text

@@ -1,18 +1,21 @@
 """Entries of plans that belong elsewhere: what was expected, and what to write instead."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.tensor.parallel as torch_parallel
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh as torch_mesh_of
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardwise import DTensor, Mesh, Shard, distribute_tensor, shard_module
+from shardwise import DTensor, Mesh, Shard, distribute_module, distribute_tensor, shard_module
 from shardwise.embedding import EmbeddingBagCollection, EmbeddingBagConfig, shard_embeddings
 from shardwise.errors import ArgumentError, PlanError
-from shardwise.parallel import ColwiseParallel, parallelize_module
+from shardwise.parallel import ColwiseParallel, fully_shard, parallelize_module
 from shardwise.testing import world
 
 S0 = Shard(0)
@@ -52,6 +55,42 @@ def test_a_style_of_torch_is_named_with_where_to_import_it(name: str) -> None:
         "but shard_module takes placements such as Shard(0). Fix: parallelize_module takes styles, those of "
         "shardwise.parallel, for modules."
     )
+
+
+@pytest.fixture
+def torch_mesh() -> Iterator[Any]:
+    """Of a process group of torch that sends nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield torch_mesh_of("cpu", (2,))
+    dist.destroy_process_group()
+
+
+STYLES = [
+    torch_parallel.ColwiseParallel(),
+    torch_parallel.PrepareModuleInput(input_layouts=None, desired_input_layouts=None),
+    torch_parallel.PrepareModuleOutput(output_layouts=(None,), desired_output_layouts=(None,)),
+]
+
+
+@pytest.mark.parametrize("style", STYLES, ids=lambda style: type(style).__name__)
+def test_a_module_with_hooks_of_torch_is_refused_at_every_door_in_one_line(torch_mesh: Any, style: Any) -> None:
+    module = Model()
+    torch_parallel.parallelize_module(module, torch_mesh, {"blocks.1.0": style})
+    doors: list[Callable[[], object]] = [
+        lambda: shard_module(module, {}),
+        lambda: parallelize_module(module, None, {"blocks.0.0": ColwiseParallel()}),
+        lambda: fully_shard(module),
+        lambda: distribute_module(module),
+    ]
+    before = dict(module.named_parameters())
+    for door in doors:
+        with pytest.raises(PlanError) as caught:
+            door()
+        assert str(caught.value) == (
+            "blocks.1.0 was parallelised by torch's parallelize_module or distribute_module, whose hooks make DTensors "
+            "of torch. Fix: import parallelize_module and its styles from shardwise.parallel."
+        )
+    assert all(before[name] is p for name, p in module.named_parameters())
 
 
 def test_a_class_in_the_place_of_a_style_lacks_its_parentheses() -> None:

@@ -357,7 +357,7 @@ def _log_call(
     here.notes.watch_after(log.latest)
 
 
-def expect_equal(x: Tensor, ranks: Ranks, what: str, by_hook: bool = False) -> None:
+def expect_equal(x: Tensor, ranks: Ranks, what: str, by_hook: bool = False, fix: str = "") -> None:
     """Note the values of `x`, which all `ranks` should have; their next collectives raise a MismatchError if not.
 
     Sends nothing. Only some of the calls of a call site are noted, and of a large tensor only a sample; see
@@ -366,7 +366,7 @@ def expect_equal(x: Tensor, ranks: Ranks, what: str, by_hook: bool = False) -> N
     here = transport()
     if len(ranks) == 1 or not here.notes.on or here.rank not in ranks:
         return
-    _share(here, here.notes.note(x, ranks, what, by_hook))
+    _share(here, here.notes.note(x, ranks, what, by_hook, fix))
 
 
 def watches_numbers() -> bool:

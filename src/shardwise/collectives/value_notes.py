@@ -113,7 +113,7 @@ class ValueNotes:
         words = array("q", (stable_digest((what, ranks)), 1, 0, *_contents_of_numbers(numbers)))
         return Note(ranks, what, (), torch.float64, None, words, tuple(numbers), fix)
 
-    def note(self, x: Tensor, ranks: Ranks, what: str, by_hook: bool = False) -> Note | None:
+    def note(self, x: Tensor, ranks: Ranks, what: str, by_hook: bool = False, fix: str = "") -> Note | None:
         """Count one more call of this call site; its note if it is due."""
         local_key = (what, ranks, *map(id, call_sites(1)))  # the note's own key takes longer to make
         count = self._counts[local_key] = self._counts.get(local_key, 0) + 1
@@ -123,7 +123,7 @@ class ValueNotes:
             return None
         sites = call_sites(FRAMES)
         words = array("q", (_key(what, ranks, sites), count, 0, *_contents(x)))
-        return Note(ranks, what, tuple(x.shape), x.dtype, sites[0] if sites else None, words)
+        return Note(ranks, what, tuple(x.shape), x.dtype, sites[0] if sites else None, words, fix=fix)
 
     def keep(self, note: Note) -> None:
         """Keep a note for groups that have called no collective yet."""

@@ -55,12 +55,14 @@ def parallelize_module(
         The module.
 
     Raises:
-        PlanError: keys that match nothing, styles that do not fit; all of them in one message.
+        PlanError: keys that match nothing, styles that do not fit; all of them in one message. Or torch's
+            `parallelize_module` left hooks.
         MismatchError: plans or modules differ between ranks.
         MeshError: this rank is not part of the mesh.
     """
     if parallelize_plan is None:
         raise PlanError("parallelize_module needs a plan. Fix: such as {'path.of.a.module': ColwiseParallel()}.")
+    module_sharding.refuse_torch_hooks(module)
     mesh = module_sharding.module_mesh(module, device_mesh)
     if mesh.coordinate(collectives.rank()) is None:
         raise MeshError(f"Rank {collectives.rank()} is not part of {mesh}. Fix: parallelise on its ranks only.")

@@ -68,9 +68,11 @@ def shard_module(module: M, plan: LayoutPlan, *, mesh: Mesh | DeviceMesh | None 
         The module. Its buffers stay plain tensors.
 
     Raises:
-        PlanError: names that match nothing, placements that do not fit; all of them in one message.
+        PlanError: names that match nothing, placements that do not fit; all of them in one message. Or torch's
+            `parallelize_module` left hooks.
         MismatchError: the plan, the module or `src_rank` differs between ranks.
     """
+    module_sharding.refuse_torch_hooks(module)
     mesh = module_sharding.module_mesh(module, mesh)
     named = module_sharding.named_parameters(module)
     module_sharding.agree_on_plan(plan.items(), named, mesh.ranks, mesh=str(mesh), src_rank=src_rank)
@@ -159,6 +161,7 @@ def distribute_module(
     """
     if getattr(module, "_distribute_module_applied", False):
         raise PlanError("distribute_module was called on this module before. Fix: call it once, on the root.")
+    module_sharding.refuse_torch_hooks(module)
     mesh = module_sharding.module_mesh(module, None) if device_mesh is None else device_mesh
     for path, child in module.named_modules():
         before = list(child.named_parameters(path, recurse=False))

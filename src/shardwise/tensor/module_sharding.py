@@ -23,6 +23,7 @@ from shardwise.tensor.replaced_parameters import note_replaced
 from shardwise.tensor.torch_dtensors import converted, torch_layout
 from shardwise.tensor.torch_objects import is_torch_dtensor
 
+_TORCH_STYLES = ("torch.distributed.tensor._api", "torch.distributed.tensor.parallel.")  # modules of their hooks
 LISTED = 12  # names in the error for an unknown one
 Owners = list[tuple[nn.Module, str]]
 """The modules that own a parameter, buffer or submodule, each with its name there; several if it is tied."""
@@ -52,6 +53,23 @@ def class_before(cls: type[nn.Module]) -> type[nn.Module]:
     """The class that a module had before it was sharded."""
     before = vars(cls).get("_class_before")
     return cls if before is None else class_before(before)
+
+
+def refuse_torch_hooks(module: nn.Module) -> None:
+    """Raise if torch's `parallelize_module` or `distribute_module` put hooks on `module` or inside it.
+
+    They make DTensors of torch of what goes in and out, also after the parameters became DTensors of shardwise.
+
+    Raises:
+        PlanError: naming the first submodule with such a hook.
+    """
+    for path, child in module.named_modules():
+        hooks = (*child._forward_pre_hooks.values(), *child._forward_hooks.values())
+        if any(getattr(hook, "__module__", "").startswith(_TORCH_STYLES) for hook in hooks):
+            raise PlanError(
+                f"{path or 'The module'} was parallelised by torch's parallelize_module or distribute_module, whose "
+                f"hooks make DTensors of torch. Fix: import parallelize_module and its styles from shardwise.parallel."
+            )
 
 
 # ---- plans ----------------------------------------------------------------------------------------------------------

@@ -114,6 +114,7 @@ def _become_unit(module: nn.Module, options: Options) -> None:
 
 
 def _checked_mesh(module: nn.Module, mesh: Mesh | DeviceMesh | None) -> Mesh:
+    module_sharding.refuse_torch_hooks(module)
     found = module_sharding.module_mesh(module, mesh)
     if unit_of(module) is not None:
         raise PlanError(f"fully_shard was called on this {type(module).__name__} before. Fix: call it once.")

@@ -12,6 +12,10 @@ from shardwise.tensor.dtensor import DTensor, plain, tag
 from shardwise.tensor.torch_objects import is_torch_dtensor
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
+_SEED = (
+    "torch.manual_seed(0) on all ranks before the model is made, or load one checkpoint on all of them. Without, each "
+    "mesh of parallelize_module, such as mesh['tp'], has the values of its own first rank"
+)
 _IGNORED = "_fully_shard_ignores"  # of a parameter
 _SUCCESSOR = "_fully_sharded"  # of a parameter: what took its place
 _STORED = "_fully_sharded_parameters"  # of a module: how its own parameters are stored, by name
@@ -159,7 +163,8 @@ def on_mesh_of(parameter: nn.Parameter, stored: Stored, mesh: Mesh) -> nn.Parame
     if not isinstance(parameter, DTensor) or parameter._layout.mesh == stored.gathered.mesh:
         return parameter
     local = plain(parameter.detach())
-    collectives.expect_equal(local, mesh.sorted_ranks, f"fully_shard: {parameter._name or 'a parameter'}")
+    what = f"fully_shard: {parameter._name or 'a parameter'}"
+    collectives.expect_equal(local, mesh.sorted_ranks, what, fix=_SEED)
     moved = nn.Parameter(tag(local, stored.gathered), parameter.requires_grad)
     vars(moved)["_name"] = parameter._name
     return moved

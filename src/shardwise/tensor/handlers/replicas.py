@@ -29,9 +29,10 @@ _FIX = (
     "mesh=mesh['dp']."
 )
 FULL = (
-    "torch's fully_shard divides DTensors of shardwise as full tensors: values are right, but each rank of the other mesh "
-    "axes, such as 'tp', stores as much as if they were not sharded there, and loss_parallel has no sharded logits. "
-    "Fix: import fully_shard from shardwise.parallel; or, to keep torch's, call local_parameters(module) before it."
+    "torch's fully_shard divides DTensors of shardwise as full tensors: values are right, but each rank of the other "
+    "mesh axes, such as 'tp', stores as much as if they were not sharded there, and loss_parallel has no sharded "
+    "logits. Fix: import fully_shard from shardwise.parallel; or, to keep torch's, call local_parameters(module) "
+    "before it."
 )
 _shown: dict[str, object] = {}  # registry of `warnings`: one warning for a line, such as that of a loop over blocks
 _SHARD_OF = "_shardwise_shard_of"  # of a plain parameter that is a local shard: its name and layout
