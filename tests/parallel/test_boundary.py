@@ -5,14 +5,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import DTensor, Mesh, Replicate, Shard, collectives, count_comms, distribute_tensor
+from shardwise import DTensor, Mesh, Replicate, Shard, collectives, count_comms, distribute_tensor, init_device_mesh
 from shardwise.errors import LayoutError, MismatchError
 from shardwise.models import RMSNormPython
-from shardwise.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel, parallelize_module
+from shardwise.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    fully_shard,
+    parallelize_module,
+)
 from shardwise.parallel.boundary import SharedInput
 from shardwise.testing import world
 from tests.parallel.one_process import assert_same_parameters, full, leaf_copy, local_shard_of
@@ -351,3 +360,50 @@ def test_the_loss_of_a_plain_output_is_the_sum_over_the_other_axes() -> None:
         assert_close(full(model.weight.grad), layer.weight.grad)
 
     body()
+
+
+class Attention(nn.Module):
+    """Heads of two features after an embedding and a norm; sizes are those of local projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tok, self.norm = nn.Embedding(16, 8), nn.LayerNorm(8)
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(8, 8, bias=False) for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.norm(self.tok(ids))
+        q, k, v = (w(x) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (t.view(*t.shape[:2], -1, 2).transpose(1, 2) for t in (q, k, v))
+        out: Tensor = self.wo(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return out
+
+
+def test_a_batch_on_the_data_axis_beside_a_module_on_the_other_says_what_to_do_and_both_ways_work() -> None:
+    whole = PrepareModuleInput(input_layouts=R, desired_input_layouts=R)
+    plan = {
+        "tok": RowwiseParallel(input_layouts=R),
+        "norm": whole,
+        "w[qkv]": ColwiseParallel(),
+        "wo": RowwiseParallel(),
+    }
+    ids = torch.arange(24).view(4, 6) % 16
+
+    def run() -> str:
+        mesh, expected = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), Attention()(ids)
+        at = mesh["dp"].get_local_rank()
+        on_tp = parallelize_module(Attention(), mesh["tp"], plan)
+        batch = distribute_tensor(ids, mesh["dp"], [S0])
+        with pytest.raises(LayoutError) as caught:
+            on_tp(batch)
+        assert_close(fully_shard(on_tp, mesh=mesh["dp"])(batch.to_local()), expected.chunk(2)[at])
+        on_both = parallelize_module(Attention(), mesh, plan)
+        fully_shard(on_both, mesh=mesh["dp"])
+        assert_close(on_both(distribute_tensor(ids, mesh, [S0, R])), expected.chunk(2)[at])
+        return str(caught.value).partition("Fix: ")[2]
+
+    (text,) = set(world(4).run(run))
+    assert text.startswith(
+        "pass this rank's part of the batch, x.to_local(), and of the labels; or parallelize_module("
+    )
+    assert "q.view(*q.shape[:2], -1, head_dim)" in text

@@ -1,16 +1,26 @@
 """What `fully_shard` takes: parameters, options and modules of all kinds, and what it refuses."""
 
+from dataclasses import fields
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.testing import assert_close
 
 from shardwise import DTensor, Mesh, Replicate, Shard, collectives, count_comms, distribute_tensor, shard_module
 from shardwise.errors import MismatchError, PlanError
-from shardwise.parallel import ColwiseParallel, MixedPrecisionPolicy, fully_shard, parallelize_module
+from shardwise.parallel import (
+    ColwiseParallel,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    parallelize_module,
+)
+from shardwise.parallel.fully_sharded.policy import converted_policy
 from shardwise.testing import world
 from tests.parallel.one_process import full
 from tests.parallel.units import copied, gathered, two_layers
@@ -244,3 +254,72 @@ def test_models_of_different_seeds_that_were_parallelised_before_are_an_error_th
         assert "fully_shard: weight of shape (3, 4), float32, must be the same on all ranks" in text
         assert "Fix: torch.manual_seed(0) on all ranks before the model is made, or load one checkpoint on all" in text
         assert "from_local" not in text
+
+
+def test_policies_of_torch_are_taken_with_all_their_fields() -> None:
+    of_torch = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float64, False)
+    ours = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float64, False)
+    assert {field.name for field in fields(of_torch)} == {field.name for field in fields(ours)}
+    assert converted_policy(of_torch) == ours
+    assert converted_policy(fsdp.CPUOffloadPolicy(pin_memory=False)) == CPUOffloadPolicy(pin_memory=False)
+    assert type(converted_policy(fsdp.OffloadPolicy())) is OffloadPolicy
+    assert converted_policy(ours) is ours
+
+    def body() -> None:
+        model = nn.Linear(4, 4)
+        fully_shard(model, mp_policy=cast(Any, of_torch), offload_policy=cast(Any, fsdp.CPUOffloadPolicy()))
+        assert model(torch.ones(2, 4, dtype=torch.bfloat16)).dtype == torch.float64
+        wrong: list[dict[str, Any]] = [{"mp_policy": fsdp.OffloadPolicy()}, {"offload_policy": of_torch}]
+        for options in [*wrong, {"mp_policy": fsdp.MixedPrecision()}]:
+            with pytest.raises(
+                PlanError, match=r"_policy must be an? .*Policy or None, got an? torch\.distributed\.fsdp"
+            ):
+                fully_shard(nn.Linear(4, 4), **options)
+
+    world(2).run(body)
+
+
+@world(2)
+def test_methods_of_torch_that_are_not_here_name_what_is() -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4)))
+    here = {name for name in dir(model) if name.startswith("set_")}
+    for name in {name for name in vars(fsdp.FSDPModule) if name.startswith("set_")} - here:
+        assert not hasattr(model, name)
+    for name in ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"):
+        with pytest.raises(AttributeError, match=rf"no {name}\. Fix: fully_shard\(…, prefetch=1\)"):
+            getattr(model, name)
+    with pytest.raises(AttributeError, match="Fix: scale the loss"):
+        model.set_gradient_divide_factor(2.0)
+    with pytest.raises(AttributeError, match=r"has no attribute 'other'$"):
+        model.other  # noqa: B018
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.head = nn.Embedding(6, 4), nn.Linear(4, 6)
+        self.head.weight = self.emb.weight
+
+
+def test_a_tied_parameter_that_does_not_fit_is_one_line_with_both_names() -> None:
+    def hooked() -> Tied:
+        model = Tied()
+        model.emb.weight.register_hook(lambda grad: grad)
+        return model
+
+    def body() -> list[str]:
+        doors: list[Any] = [
+            lambda: fully_shard(hooked()),
+            lambda: shard_module(Tied(), {"**.weight": Shard(5)}),
+            lambda: parallelize_module(Tied(), None, {"**.weight": Shard(5)}),
+        ]
+        texts = []
+        for door in doors:
+            with pytest.raises(PlanError) as caught:
+                door()
+            texts.append(str(caught.value))
+        return texts
+
+    for text in world(2).run(body)[0]:
+        _, line = text.split("\n")
+        assert line.startswith("  emb.weight and head.weight: ")

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor as theirs
 import torch.distributed.tensor.parallel as torch_parallel
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -65,10 +66,10 @@ def torch_mesh() -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-STYLES = [
+STYLES: list[Any] = [
     torch_parallel.ColwiseParallel(),
     torch_parallel.PrepareModuleInput(input_layouts=None, desired_input_layouts=None),
-    torch_parallel.PrepareModuleOutput(output_layouts=(None,), desired_output_layouts=(None,)),
+    torch_parallel.PrepareModuleOutput(output_layouts=theirs.Replicate(), desired_output_layouts=theirs.Replicate()),
 ]
 
 

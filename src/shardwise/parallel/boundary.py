@@ -29,6 +29,11 @@ from shardwise.trace.comm_trace import Cause, ModuleStyle
 
 AxisPlacements = tuple[Placement | None, ...]
 """One placement per mesh axis; None is the default there, or keeps the placement of a DTensor."""
+_BESIDE = (
+    "pass this rank's part of the batch, x.to_local(), and of the labels; or parallelize_module(model, mesh) on the "
+    "mesh of both axes, and the batch on it: then attention has this rank's part of the batch and of the heads, "
+    "q.view(*q.shape[:2], -1, head_dim), and norms need a style too"
+)
 MAX_NDIM = 16  # of a plain tensor whose shapes are exchanged
 
 
@@ -236,9 +241,10 @@ class BoundaryRedistribution:
     def _target(self, layout: Layout) -> tuple[Layout, bool]:
         """The layout that a DTensor is redistributed to, and whether every rank keeps its local shard."""
         if layout.mesh != self.mesh:
+            is_beside = set(layout.mesh.ranks) & set(self.mesh.ranks) == {collectives.rank()}  # such as dp and tp
             raise LayoutError(
                 f"{self.what} is a DTensor on {layout.mesh}, but the module was parallelised on {self.mesh}. "
-                f"Fix: make it on that mesh, or redistribute(mesh, placements) it before."
+                f"Fix: {_BESIDE if is_beside else 'make it on that mesh, or redistribute(mesh, placements) it before'}."
             )
         target = self._desired(layout)
         found = self._targets[layout] = target, same_local_shards(layout, target)

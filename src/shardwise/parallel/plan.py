@@ -199,6 +199,7 @@ def _placed(
     """The layouts of parameters that the plan names, and an error for each entry that does not fit."""
     matched, problems = module_sharding.resolve(dict(placements), list(named), "parameter", modules)
     context, layouts = ModuleContext("", mesh, tensor_parallel_axis(mesh)), dict[str, Layout]()
+    names = module_sharding.names_of_each(named)
     for key, placement in placements:
         for name in matched[key]:
             try:
@@ -206,7 +207,7 @@ def _placed(
                     raise LayoutError(f"a parameter cannot be {placement}. Fix: Shard(dim) or Replicate().")
                 layout = context.layout(placement, named[name].shape)
             except (PlanError, LayoutError, MeshError) as error:
-                problems.append(f"{name}: {error}")
+                problems.append(f"{module_sharding.label(names[name])}: {error}")
                 continue
             if layouts.setdefault(name, layout) != layout:
                 problems.append(f"{name}: two entries give it the layouts {layouts[name]} and {layout}.")

@@ -102,7 +102,7 @@ def layouts_of(module: nn.Module, plan: LayoutPlan, mesh: Mesh) -> dict[str, Lay
             known = None if keys else module_sharding.layout_of(parameter)
             layouts[name] = known or _layout(parameter, plan[keys[-1]] if keys else [REPLICATE] * mesh.ndim, mesh)
         except (LayoutError, PlanError) as error:
-            problems.append(f"{name}: {error}")
+            problems.append(f"{module_sharding.label(names[name])}: {error}")
     module_sharding.refuse([*problems, *module_sharding.conflicting_ties(named, layouts)])
     return layouts
 

@@ -149,6 +149,11 @@ def names_of_each(named: Mapping[str, Tensor]) -> dict[str, list[str]]:
     return {name: names[id(parameter)] for name, parameter in named.items()}
 
 
+def label(names: Iterable[str]) -> str:
+    """All names of a tied parameter in an error, which `refuse` then lists once."""
+    return " and ".join(names)
+
+
 def conflicting_ties(named: Mapping[str, Tensor], assigned: Mapping[str, object]) -> list[str]:
     """An error for each tied parameter whose names are assigned different layouts."""
     first: dict[int, str] = {}

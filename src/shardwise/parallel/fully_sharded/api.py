@@ -1,14 +1,14 @@
 """`fully_shard`, and what it adds to a module."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from torch import Tensor, nn
 
 from shardwise import collectives
 from shardwise.collectives import DeviceMesh
-from shardwise.errors import LayoutError, MeshError, PlanError
+from shardwise.errors import LayoutError, MeshError, MissingError, PlanError
 from shardwise.layout import Kind, Mesh, Shard, as_integer, checked, describe
 from shardwise.parallel.fully_sharded.gathered import check_steps
 from shardwise.parallel.fully_sharded.parameters import (
@@ -23,7 +23,13 @@ from shardwise.parallel.fully_sharded.parameters import (
     store,
     successor,
 )
-from shardwise.parallel.fully_sharded.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.parallel.fully_sharded.policy import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    class_of,
+    converted_policy,
+)
 from shardwise.parallel.fully_sharded.unit import UNIT, Options, Unit, next_number, unit_of
 from shardwise.tensor import module_sharding
 from shardwise.tensor.compiling import refuse_compilation
@@ -31,13 +37,18 @@ from shardwise.tensor.compiling import refuse_compilation
 M = TypeVar("M", bound=nn.Module)
 describe(
     OffloadPolicy,
-    Kind("an OffloadPolicy", lambda value: isinstance(value, OffloadPolicy), "such as CPUOffloadPolicy()", PlanError),
+    Kind(
+        "an OffloadPolicy",
+        lambda value: issubclass(class_of(value), OffloadPolicy),
+        "such as CPUOffloadPolicy()",
+        PlanError,
+    ),
 )
 describe(
     MixedPrecisionPolicy,
     Kind(
         "a MixedPrecisionPolicy",
-        lambda value: isinstance(value, MixedPrecisionPolicy),
+        lambda value: issubclass(class_of(value), MixedPrecisionPolicy),
         "such as MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
         PlanError,
     ),
@@ -81,8 +92,8 @@ def fully_shard(
             of the axis: parameters are divided among so many neighbours after forward, which sends nothing, and these
             all-gather them for backward.
         shard_placement_fn: the `Shard` of a parameter; None is `Shard(0)`.
-        mp_policy: dtypes in which parameters are used and gradients are reduced.
-        offload_policy: `CPUOffloadPolicy()` stores parameters on the CPU.
+        mp_policy: dtypes in which parameters are used and gradients are reduced; torch's class is taken too.
+        offload_policy: `CPUOffloadPolicy()` stores parameters on the CPU; torch's class is taken too.
         ignored_params: stay as they are.
         prefetch: how many units ahead an all-gather starts, in the order of the last forward. None is 0 on the CPU,
             where communication takes the cores of forward, and 1 elsewhere.
@@ -100,7 +111,8 @@ def fully_shard(
         MeshError: the mesh has other axes, or not this rank.
     """
     mesh = _checked_mesh(module, mesh)
-    options = _options(mesh, reshard_after_forward, mp_policy or MixedPrecisionPolicy(), prefetch)
+    options = _options(mesh, reshard_after_forward, converted_policy(mp_policy or MixedPrecisionPolicy()), prefetch)
+    offload_policy = converted_policy(offload_policy)
     _shard_parameters(module, mesh, shard_placement_fn, offload_policy, ignored_params, src_data_rank)
     _become_unit(module, options)
     return module
@@ -162,7 +174,7 @@ def _shard_parameters(
     for name, parameter in named.items():
         first.setdefault(id(parameter), name)
     replaced = {name: successor(named[name]) for key, name in first.items() if key not in ignored}
-    stored = _stored({name: named[name] for name, before in replaced.items() if before is None}, mesh, placement)
+    stored = _stored(named, [name for name, before in replaced.items() if before is None], mesh, placement)
     on_cpu = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) and mesh.device_type != "cpu" else None
     if on_cpu is not None:
         stored = {name: new.offloaded() for name, new in stored.items()}
@@ -183,7 +195,9 @@ def _shard_parameters(
         note_ignored(parameter)
 
 
-def _stored(named: Mapping[str, nn.Parameter], mesh: Mesh, placement: ShardPlacementFn | None) -> dict[str, Stored]:
+def _stored(
+    named: Mapping[str, nn.Parameter], wanted: Iterable[str], mesh: Mesh, placement: ShardPlacementFn | None
+) -> dict[str, Stored]:
     """How to store the parameters that are not sharded on the mesh already; changes nothing.
 
     Raises:
@@ -192,14 +206,16 @@ def _stored(named: Mapping[str, nn.Parameter], mesh: Mesh, placement: ShardPlace
     stored: dict[str, Stored] = {}
     problems: list[str] = []
     joints: dict[Mesh, Mesh] = {}
-    for name, parameter in named.items():
+    names = module_sharding.names_of_each(named)
+    for name in wanted:
+        parameter, called = named[name], module_sharding.label(names[name])
         if has_hooks(parameter):
-            problems.append(f"{name}: its hooks would not run. Fix: register them afterwards, on the new parameter.")
+            problems.append(f"{called}: its hooks would not run. Fix: register them afterwards, on the new parameter.")
         try:
-            wanted = None if placement is None else placement(parameter)
-            found = storage_of(parameter, mesh, wanted or Shard(0), joints)
+            chosen = None if placement is None else placement(parameter)
+            found = storage_of(parameter, mesh, chosen or Shard(0), joints)
         except (PlanError, LayoutError, MeshError) as error:
-            problems.append(f"{name}: {error}")
+            problems.append(f"{called}: {error}")
             continue
         if found is not None:
             stored[name] = found
@@ -217,6 +233,23 @@ def _settle_first(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     module._settle()
 
 
+_PREFETCH = "fully_shard(…, prefetch=1) starts all-gathers that many units ahead, in the order of the last forward"
+_FREED = (
+    "leave it out: parameters are freed after backward, and all-gathered for it where they were freed after forward"
+)
+_SCALE = "scale the loss"
+_INSTEAD = {  # methods of torch's FSDPModule
+    "set_modules_to_forward_prefetch": _PREFETCH,
+    "set_modules_to_backward_prefetch": _PREFETCH,
+    "set_reshard_after_backward": _FREED,
+    "set_unshard_in_backward": _FREED,
+    "set_is_last_backward": "set_requires_gradient_sync(False) before each backward but the last",
+    "set_requires_all_reduce": "leave it out: the all-reduce of hybrid sharding happens once, when a gradient is read",
+    "set_gradient_divide_factor": _SCALE,
+    "set_reduce_scatter_divide_factor": _SCALE,
+}
+
+
 class FullyShardedModule(nn.Module):
     """What `fully_shard` adds to the class of a module."""
 
@@ -225,6 +258,15 @@ class FullyShardedModule(nn.Module):
         (unit,) = self._units(recurse=False)
         refuse_compilation()
         return unit.call(super().__call__, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in _INSTEAD:
+                text = f"fully_shard of shardwise has no {name}. Fix: {_INSTEAD[name]}."
+                raise MissingError(text) from None
+            raise
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         self._settle()

@@ -1,6 +1,7 @@
 """The dtypes in which a unit computes and reduces, and where its parameters are between uses."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -43,3 +44,21 @@ class CPUOffloadPolicy(OffloadPolicy):
     """
 
     pin_memory: bool = True
+
+
+_BY_NAME: dict[str, type] = {cls.__name__: cls for cls in (MixedPrecisionPolicy, OffloadPolicy, CPUOffloadPolicy)}
+
+
+def class_of(policy: object) -> type:
+    """The class of a policy; of one of `torch.distributed.fsdp`, the class here of the same name."""
+    cls = type(policy)
+    is_torchs = cls.__module__.startswith("torch.distributed.fsdp")
+    return _BY_NAME.get(cls.__name__, cls) if is_torchs else cls
+
+
+def converted_policy(policy: Any) -> Any:
+    """`policy`; one of torch with all its fields in the class of `class_of`, which raises for one that it lacks."""
+    cls = class_of(policy)
+    return (
+        policy if cls is type(policy) else cls(**{field.name: getattr(policy, field.name) for field in fields(policy)})
+    )
