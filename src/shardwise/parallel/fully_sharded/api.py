@@ -112,7 +112,6 @@ def fully_shard(
     """
     mesh = _checked_mesh(module, mesh)
     options = _options(mesh, reshard_after_forward, converted_policy(mp_policy or MixedPrecisionPolicy()), prefetch)
-    offload_policy = converted_policy(offload_policy)
     _shard_parameters(module, mesh, shard_placement_fn, offload_policy, ignored_params, src_data_rank)
     _become_unit(module, options)
     return module
@@ -175,6 +174,7 @@ def _shard_parameters(
         first.setdefault(id(parameter), name)
     replaced = {name: successor(named[name]) for key, name in first.items() if key not in ignored}
     stored = _stored(named, [name for name, before in replaced.items() if before is None], mesh, placement)
+    offload_policy = converted_policy(offload_policy)
     on_cpu = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) and mesh.device_type != "cpu" else None
     if on_cpu is not None:
         stored = {name: new.offloaded() for name, new in stored.items()}

@@ -34,9 +34,8 @@ FULL = (
     "logits. Fix: import fully_shard from shardwise.parallel; or, to keep torch's, call local_parameters(module) "
     "before it."
 )
-_shown: dict[
-    str | tuple[str, type[Warning], int], int
-] = {}  # registry of `warnings`: one warning for a line, such as that of a loop over blocks
+# The registry of `warnings`, for one warning of a line, such as that of a loop over blocks.
+_shown: dict[str | tuple[str, type[Warning], int], int] = {}
 _SHARD_OF = "_shardwise_shard_of"  # of a plain parameter that is a local shard: its name and layout
 
 
