@@ -382,7 +382,7 @@ def test_a_tensor_whose_world_was_left_is_refused_and_printed() -> None:
     )
     for code, err in found:
         assert code == 1
-        assert "MeshError: redistribute: the DTensor of shape" in err
+        assert "MeshError: full_tensor: the DTensor of shape" in err
         assert "of another world, of 2 ranks. Fix: " in err
 
 
