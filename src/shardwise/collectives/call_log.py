@@ -102,8 +102,8 @@ class CallLog:
         purpose, sites = comm_trace.current_purpose(), call_sites()
         key = (kind, dtype, shape, *map(id, sites))
         if purpose is not None:
-            (cause, op, operand, _, _, backward, _, _, _), src, dst = purpose
-            key = (*key, id(src), id(dst), cause, op, operand, backward)
+            cause, src, dst = purpose
+            key = (*key, id(src), id(dst), cause.kind, cause.op, cause.operand, cause.backward)
         cached = self._templates.get(key)
         if cached is None:
             cached = self._add_template(key, Call(kind, dtype, shape, (), (), purpose, sites))
@@ -253,12 +253,11 @@ def _purpose_digest(purpose: Purpose | None) -> int:
     """0 if it is not known."""
     if purpose is None:
         return 0
-    (kind, op, operand, _, _, backward, _, _, _), src, dst = purpose
+    cause, src, dst = purpose
     # Where the user calls explicitly, ranks may use different methods for the same redistribution. Nothing that is sent
     # depends on strides, which `from_local(run_check=False)` cannot always see of a local tensor.
-    return _digest_of_purpose(
-        src and src.row_major, dst and dst.row_major, "" if kind == "explicit" else op, operand, backward
-    )
+    op = "" if cause.kind == "explicit" else cause.op
+    return _digest_of_purpose(src and src.row_major, dst and dst.row_major, op, cause.operand, cause.backward)
 
 
 @lru_cache(maxsize=1 << 14)
