@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from shardwise import debug, parallel
     from shardwise.collectives import DeviceMesh, init_device_mesh, rank, world_size
     from shardwise.debug import no_implicit_comm
-    from shardwise.debug.explain import explain
+    from shardwise.debug.explanation import explain
     from shardwise.errors import ShardwiseError
     from shardwise.graph_capture import capture
     from shardwise.layout import Boxes, Layout, Mesh, OnRanks, Partial, Placement, Placements, Replicate, Shard
