@@ -1,6 +1,7 @@
 """Modules of torch.nn and timm, with the batch, the parameters or both sharded, beside one process.
 
-    python -m tools.modules                        # all of them on 2 and 3 ranks: minutes; needs: pip install timm
+    pip install timm -c constraints.txt
+    python -m tools.modules                        # all of them on 2 and 3 ranks: 10 minutes
     python -m tools.modules --only 'LSTM|ViT' --ranks 2
     python -m tools.modules --page docs/modules.md # writes the table into the page
 
@@ -15,7 +16,9 @@ import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +121,7 @@ CASES: dict[str, Case] = {
     "timm resnet18": timm("resnet18"),
     "timm resnet26d": timm("resnet26d"),
     "timm convnext_atto": timm("convnext_atto"),
-    "timm vit_tiny": timm("vit_tiny_patch16_224", img_size=32, depth=3),
+    "timm vit_tiny": timm("vit_tiny_patch16_224", img_size=32),
     "timm swin": timm(
         "swin_tiny_patch4_window7_224", img_size=56, depths=(1, 1), embed_dim=12, num_heads=(2, 3), drop_path_rate=0.0
     ),
@@ -277,6 +280,12 @@ def table(results: Results) -> str:
     return "\n".join(lines)
 
 
+def made(results: Results) -> str:
+    """What is written into the page: with what it was found, and the table."""
+    found_with = f"torch {torch.__version__.partition('+')[0]}, timm {version('timm')}, {datetime.now(UTC):%Y-%m-%d}:"
+    return f"{BEGIN}\n\n{found_with}\n\n{table(results)}\n\n{END}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=".*", help="modules whose names match")
@@ -298,8 +307,7 @@ def main() -> int:
                 print(f"{name}, {mode} on {ranks}: {' '.join(problem.split())[:WIDTH] or 'equal'}", flush=True)
     if args.page is not None:
         before, _, rest = args.page.read_text(encoding="utf-8").partition(BEGIN)
-        made = f"{BEGIN}\n\n{table(results)}\n\n{END}"
-        args.page.write_text(f"{before}{made}{rest.partition(END)[2]}", encoding="utf-8")
+        args.page.write_text(f"{before}{made(results)}{rest.partition(END)[2]}", encoding="utf-8")
     return int(any(results.values()))
 
 

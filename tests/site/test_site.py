@@ -14,6 +14,7 @@ import pytest
 
 import shardwise
 from tests.site.conftest import ROOT, build
+from tools.site.hooks import on_page_content
 
 pytestmark = pytest.mark.processes
 
@@ -145,6 +146,36 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
     assert len(public) > 200
     assert missing(public | names_in_pages(), entries) == []
     assert missing({("shardwise.layout", "ring_elements")}, entries) == ["shardwise.layout.ring_elements"]
+
+
+def test_globs_in_docstrings_are_not_read_as_emphasis(site: Path) -> None:
+    pages = {file.name: file.read_text(encoding="utf-8") for file in (site / "reference").glob("*.html")}
+    assert len(pages) > 15
+    assert [(name, found) for name, text in pages.items() for found in re.findall("<em>.{,60}", text)] == []
+
+
+# ---- what is wrapped --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "wrapped"),
+    [
+        ("Fix: " + "a long line " * 10, True),
+        ("  cost  op\n     3  matmul\n        avoid: " + "a long line " * 10, True),
+        ("&gt;" * 40, False),
+        ("name      " * 11 + "\n", False),
+        ("a short line", False),
+    ],
+    ids=["error", "report", "escaped", "table", "short"],
+)
+def test_long_lines_are_wrapped_but_those_of_tables_are_not(text: str, wrapped: bool) -> None:
+    html = f'<p>A</p><div class="highlight"><pre><span></span><code>{text}</code></pre></div>'
+    assert ('class="highlight wrapped"' in on_page_content(html)) == wrapped
+
+
+def test_code_is_not_wrapped() -> None:
+    html = f'<div class="highlight"><pre><span></span><code><span class="n">{"x" * 200}</span></code></pre></div>'
+    assert on_page_content(html) == html
 
 
 # ---- mistakes that fail the build -------------------------------------------------------------------------------

@@ -1,5 +1,8 @@
-"""What mkdocs calls while it builds the site: the pages that are made from files outside docs/, and the version."""
+"""What mkdocs calls while it builds the site: the pages that are made from files outside docs/, the version, and
+which output is wrapped."""
 
+import re
+from html import unescape
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -8,6 +11,10 @@ from mkdocs.structure.files import File, Files
 import shardwise
 
 ROOT = Path(__file__).parents[2]
+# A block of text or of output; code has spans of its tokens.
+PLAIN_BLOCK = re.compile(r'<div class="highlight">(?=<pre><span></span><code>([^<]*)</code>)')
+COLUMNS = re.compile(r"\S {3,}\S")
+LONG = 100  # characters
 FROM_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
 
@@ -28,6 +35,17 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, **_: object) -> str:
     return markdown.replace("](../examples/", "](examples/").replace("](../README.md", "](index.md")
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Long lines of text, such as errors, are wrapped; not those of tables, whose columns would be lost."""
+
+    def marked(block: re.Match[str]) -> str:
+        long = [line for line in unescape(block[1]).splitlines() if len(line) > LONG]
+        is_text = bool(long) and not any(map(COLUMNS.search, long))
+        return '<div class="highlight wrapped">' if is_text else block[0]
+
+    return PLAIN_BLOCK.sub(marked, html)
 
 
 def _from_docs(text: str) -> str:

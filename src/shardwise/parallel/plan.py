@@ -45,9 +45,9 @@ def parallelize_module(
             to the one named "tp", else to the last. The others are data axes: parameters are replicated along them,
             and a plain input is this rank's shard of the batch.
         parallelize_plan: a style for the module, or a dict of paths to styles or nested plans. Every component of a
-            path may be a glob, such as "layers.*.attention.w[qkv]"; `**` is any number of components; "" is the module
+            path may be a glob, such as `layers.*.attention.w[qkv]`; `**` is any number of components; "" is the module
             itself. A module that several keys name gets all their styles, in order. A path with a placement names
-            parameters, such as "layers.*.experts.w1": it is that on the tensor-parallel axis, and nothing else changes.
+            parameters, such as `layers.*.experts.w1`: it is that on the tensor-parallel axis, and nothing else changes.
         src_data_rank: index in the mesh of the rank whose values are used; None uses the values of every rank and
             sends nothing.
 
