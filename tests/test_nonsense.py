@@ -559,7 +559,7 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
     "shardwise.checkpoint.Rows": lambda: (checkpoint.Rows, {"count": 4, "init_fn": None}),
     "shardwise.checkpoint.load_safetensors": lambda: (
         checkpoint.load_safetensors,
-        {"source": "plain.safetensors", "module": nn.Linear(3, 4), "strict": True},
+        {"source": "plain.safetensors", "module": nn.Linear(3, 4), "strict": True, "prefix": ""},
     ),
     "shardwise.checkpoint.save": lambda: (
         checkpoint.save,

@@ -71,7 +71,7 @@ def test_all_tensors_in_one_file(source: Path, tmp_path: Path) -> None:
     assert export_file(source, tmp_path / "x.safetensors") == tmp_path / "x.safetensors"
     assert_same(load_file(tmp_path / "x.safetensors"), TENSORS)
     with safe_open(tmp_path / "x.safetensors", "pt") as opened:
-        assert opened.metadata() == {"format": "pt"}
+        assert opened.metadata() == {"format": "pt", "shardwise.removed_prefix": ""}
 
 
 def test_one_table_in_one_file(source: Path, tmp_path: Path) -> None:
@@ -234,6 +234,7 @@ W = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (written({"w": W | {"shape": [2.0]}}), "numbers that cannot be"),
         (written({"w": W | {"data_offsets": [4, 12]}}), "tensor 'w' begins at byte 4 of the data, not 0"),
         (written({"w": W, "v": W}), "begins at byte 0 of the data, not 8"),
+        (written({"w": W, "__metadata__": {"shardwise.removed_prefix": 3}}), "shardwise.removed_prefix is 3"),
         (written({"w": W}, 9), "its header says"),
         (written({"w": W}, 7), "its header says"),
     ],

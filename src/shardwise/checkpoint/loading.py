@@ -15,6 +15,7 @@ from shardwise.checkpoint.files import ChunkFile, span
 from shardwise.checkpoint.locations import store_at
 from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor
 from shardwise.checkpoint.pending import finish_pending
+from shardwise.checkpoint.prefixes import extra_prefix
 from shardwise.checkpoint.resizing import Rows, as_rows, fill_new_rows, resize_argument, resized, try_initializers
 from shardwise.checkpoint.state import MODEL, Leaf, LocalBoxes, flatten, storable_boxes
 from shardwise.checkpoint.stores import CheckpointStore, find, stored_manifest
@@ -220,6 +221,12 @@ def _check_fit(manifest: Manifest, leaves: Mapping[str, Leaf], wanted: Wanted, s
         fixes.append(
             f"\n  Fix: the module was saved without {MODEL!r} before its names: load(folder, module.state_dict()), or "
             f"import it with prefix={MODEL!r}"
+        )
+    elif extra := extra_prefix([[name] for name in absent], stored):
+        imported = "import it with prefix='' (--prefix ''), or " if extra == MODEL else ""
+        fixes.append(
+            f"\n  Fix: {imported}load(folder, {{{extra[:-1]!r}: state}}): the checkpoint has {extra!r} before each of "
+            f"these names, as in {extra + absent[0]!r}"
         )
     elif missing or any("Fix: " not in line for line in different):
         fixes.append("\n  Fix: make the state as it was saved; `shardwise checkpoint inspect` lists names and shapes")

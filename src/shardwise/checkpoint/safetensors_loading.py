@@ -14,16 +14,19 @@ from shardwise.checkpoint.collective_errors import digest, listed, on_all_ranks,
 from shardwise.checkpoint.converted_names import Converted, converted
 from shardwise.checkpoint.files import StoredFile, copy_box
 from shardwise.checkpoint.locations import local_path
+from shardwise.checkpoint.offline.outputs import chosen
 from shardwise.checkpoint.offline.progress import Progress
 from shardwise.checkpoint.offline.safetensors_format import open_safetensors
 from shardwise.checkpoint.offline.sources import Source
 from shardwise.checkpoint.offline.windows import windows
+from shardwise.checkpoint.prefixes import extra_prefix
 from shardwise.checkpoint.state import storable_boxes
 from shardwise.errors import IN_PARENTHESES, CheckpointError, did_you_mean
 from shardwise.layout import Box, checked
 from shardwise.tensor import module_sharding
 
 EXACT_BYTES = 1 << 12  # a shorter part of a row is not worth a read of its own
+AS_IN_FILES = "make the module as the files have it; of a model of Hugging Face, config.json beside them says how"
 
 
 class LoadedKeys(NamedTuple):
@@ -34,7 +37,9 @@ class LoadedKeys(NamedTuple):
 
 
 @checked
-def load_safetensors(source: str | PathLike[str], module: nn.Module, *, strict: bool = True) -> LoadedKeys:
+def load_safetensors(
+    source: str | PathLike[str], module: nn.Module, *, strict: bool = True, prefix: str = ""
+) -> LoadedKeys:
     """Fill a sharded module from safetensors files; all ranks of the world call it.
 
         parallelize_module(model, mesh, plan_from_transformers(model))
@@ -53,6 +58,8 @@ def load_safetensors(source: str | PathLike[str], module: nn.Module, *, strict: 
         module: with DTensors, plain parameters or both. Plain parameters on the meta device get memory first.
         strict: whether the names have to be those of the parameters and persistent buffers of the module. One name of a
             tied parameter is enough; if the files have more, their values have to be equal.
+        prefix: what the files have before the names of the module, as "model." if `export_file` got no prefix. What has
+            other names is passed over.
 
     Returns:
         The names that only the module, and only the files have.
@@ -64,14 +71,14 @@ def load_safetensors(source: str | PathLike[str], module: nn.Module, *, strict: 
     """
     what = f"Loading {source}"
     with ExitStack() as stack:
-        found = stack.enter_context(open_on_all(what, source))
+        found = stack.enter_context(open_on_all(what, source, prefix))
         names = {name: f"{tensor.dtype} {tensor.shape}" for name, tensor in found.tensors.items()}
         chosen: list[_Chosen] = []
 
         def choose() -> str:
             named = converted(module, found)
             stack.enter_context(named.source)
-            chosen.append(_chosen(module, named, strict))
+            chosen.append(_chosen(module, named, strict, prefix))
             return digest(names)
 
         require_same("Loading safetensors", names, on_all_ranks(what, choose))
@@ -79,10 +86,18 @@ def load_safetensors(source: str | PathLike[str], module: nn.Module, *, strict: 
     return chosen[0].keys
 
 
-def open_on_all(what: str, source: str | PathLike[str]) -> Source:
-    """The source, opened on each rank."""
+def open_on_all(what: str, source: str | PathLike[str], prefix: str) -> Source:
+    """The source, opened on each rank, with the tensors that have `prefix`, without it."""
     opened: list[Source] = []
-    on_all_ranks(what, lambda: opened.append(open_safetensors(local_path(source), "", Progress())))
+
+    def open_source() -> None:
+        found = open_safetensors(local_path(source), "", Progress())
+        tensors = (
+            {name: found.tensors[of] for name, of in chosen(found, None, prefix).items()} if prefix else found.tensors
+        )
+        opened.append(Source(found.name, tensors, {}, found.open_file, found.progress))
+
+    on_all_ranks(what, open_source)
     return opened[0]
 
 
@@ -101,7 +116,7 @@ class _Chosen(NamedTuple):
     source: Source
 
 
-def _chosen(module: nn.Module, files: Converted, strict: bool) -> _Chosen:
+def _chosen(module: nn.Module, files: Converted, strict: bool, prefix: str) -> _Chosen:
     """What to fill from which tensor.
 
     Raises:
@@ -132,7 +147,8 @@ def _chosen(module: nn.Module, files: Converted, strict: bool) -> _Chosen:
         for name, x in tensors.items()
         if _is_scaled(source.tensors[name].dtype) and x.dtype != source.tensors[name].dtype
     ]
-    if strict:
+    fix = _other_prefix([names[name] for name in missing], unexpected, prefix)
+    if strict or (fix and not tensors):  # then it is no choice that nothing is loaded
         problems += [
             f"  missing in the files: {name!r}{did_you_mean(name, unexpected, IN_PARENTHESES)}" for name in missing
         ]
@@ -142,9 +158,8 @@ def _chosen(module: nn.Module, files: Converted, strict: bool) -> _Chosen:
     unset = [name for name, x in _tensors(module) if x.is_meta and not any(x is other for other in tensors.values())]
     problems += [f"  {name!r} is on the meta device, and the files do not have it" for name in unset]
     if problems:
-        fix = "make the module as the files have it; of a model of Hugging Face, config.json beside them says how"
-        if strict and (missing or unexpected):
-            fix = "strict=False passes over names that only one has"
+        names_only = strict and (missing or unexpected)
+        fix = fix or ("strict=False passes over names that only one has" if names_only else AS_IN_FILES)
         raise CheckpointError(f"the files do not fit the module:\n{listed(problems)}\n  Fix: {fix}")
     on_meta = {name: x for name, x in named.items() if isinstance(x, nn.Parameter) and x.is_meta}
     for name, x in tensors.items():
@@ -153,6 +168,27 @@ def _chosen(module: nn.Module, files: Converted, strict: bool) -> _Chosen:
     stored = {name: [other for other in names[name] if other in tensors] for name in tensors}
     once = {name: x for name, x in tensors.items() if name == stored[name][0]}
     return _Chosen(once, stored, module_sharding.owners_of(module, on_meta), LoadedKeys(missing, unexpected), source)
+
+
+def _other_prefix(missing: Sequence[Sequence[str]], unexpected: Sequence[str], prefix: str) -> str:
+    """What to do if the names differ by a prefix only; "" if they do not.
+
+    Args:
+        missing: all names of each tensor of the module.
+        prefix: what was removed from the names of the files.
+    """
+    if extra := extra_prefix(missing, unexpected):
+        example = next(name for name in unexpected if name.startswith(extra))
+        return (
+            f"load_safetensors(…, prefix={prefix + extra!r}): the files have {extra!r} before the names of the module, "
+            f"as in {example!r}"
+        )
+    if extra := extra_prefix([[name] for name in unexpected], [name for same in missing for name in same]):
+        return (
+            f"load_safetensors(…, module.get_submodule({extra[:-1]!r})): the module has {extra!r} before the names of "
+            f"the files, as in {extra + unexpected[0]!r}"
+        )
+    return ""
 
 
 def _is_scaled(dtype: torch.dtype) -> bool:

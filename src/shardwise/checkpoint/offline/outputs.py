@@ -86,7 +86,7 @@ def chosen(source: Source, names: Sequence[str] | None, prefix: str) -> dict[str
     if not found:
         raise CheckpointError(
             f"{source.name} has no tensor whose name begins with {prefix!r}{_begins(source)}. "
-            f"Fix: one that there is, or prefix='' (--prefix ''), which exports all."
+            f"Fix: one that there is, or prefix='' (--prefix ''), for all."
         )
     for name in names or ():
         if name not in found:

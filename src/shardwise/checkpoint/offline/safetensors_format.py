@@ -1,7 +1,7 @@
 """Export to safetensors, one file or the files and index of Hugging Face, and reading those.
 
 Format of a file: https://github.com/huggingface/safetensors. An index, `model.safetensors.index.json`, has in
-`weight_map` the file of each tensor.
+`weight_map` the file of each tensor. Exported files say in their metadata which prefix their names lost.
 """
 
 import json
@@ -24,11 +24,13 @@ from shardwise.checkpoint.offline.reading import CheckpointSource
 from shardwise.checkpoint.offline.resharding import write_checkpoint
 from shardwise.checkpoint.offline.sources import Extent, Source, SourceTensor
 from shardwise.checkpoint.remedies import foreign, of_torch_save
+from shardwise.checkpoint.state import MODEL
 from shardwise.errors import ArgumentError, CheckpointError
 from shardwise.layout import Box, Layout, checked
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 ZIP = b"PK\x03\x04"  # how a file of torch.save begins
+REMOVED = "shardwise.removed_prefix"  # in the metadata of exported files: what their names had in the checkpoint
 SHARD_BYTES = 5 * 10**9  # of one file, as Hugging Face's `save_pretrained` has it
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -53,7 +55,8 @@ def export_file(
     Args:
         source: a checkpoint, or the folder or URL that it was saved to, which means its latest one.
         names: of the tensors without `prefix`; None is all that have it.
-        prefix: of the names in the checkpoint; the file has them without.
+        prefix: of the names in the checkpoint; the file has them without, and `import_safetensors` puts it back. With
+            "model." they are those of the module.
         overwrite: replace a file that is there.
 
     Raises:
@@ -64,7 +67,7 @@ def export_file(
     with CheckpointSource(source, progress or Progress()) as found:
         exported = chosen(found, names, prefix)
         found.progress.begin(found.num_bytes(exported.values()) + found.num_bytes_verified(exported.values()))
-        layout = _layout(found, exported)
+        layout = _layout(found, exported, prefix)
         with new_file(path, overwrite) as draft:
             draft.append(_content(layout, found, exported))
     return path
@@ -110,14 +113,14 @@ def export_hugging_face(
         index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
         with new_folder(path, overwrite) as draft:
             for file, part in of_file.items():
-                draft.write(file, _content(_layout(found, part), found, part))
+                draft.write(file, _content(_layout(found, part, prefix), found, part))
             draft.write(INDEX, [json.dumps(index, indent=2).encode() + b"\n"])
     return path
 
 
-def _layout(source: Source, exported: Mapping[str, str]) -> FileLayout:
+def _layout(source: Source, exported: Mapping[str, str], prefix: str) -> FileLayout:
     tensors = {name: source.tensors[of] for name, of in exported.items()}
-    return file_layout((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
+    return file_layout(((name, x.dtype, x.shape) for name, x in tensors.items()), {REMOVED: prefix})
 
 
 def _content(layout: FileLayout, source: Source, exported: Mapping[str, str]) -> Iterator[memoryview | bytes]:
@@ -147,7 +150,7 @@ def import_safetensors(
     world_size: int = 1,
     plan: Mapping[str, Layout] | None = None,
     *,
-    prefix: str = "model.",
+    prefix: str | None = None,
     step: int = 0,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -163,7 +166,9 @@ def import_safetensors(
         source: a file, or a folder with `model.safetensors.index.json` or `model.safetensors`.
         target: the folder or URL for the checkpoint, which gets the name of its step there.
         world_size: how many ranks it is written for, as in `reshard`; so is `plan`.
-        prefix: what is put before the names. `restore` expects "model." before those of the module's `state_dict`.
+        prefix: what is put before the names. None: what `export_file` or `export_hugging_face` removed, so that
+            they are those of the checkpoint again; of files of other programs "model.", which `restore` expects before
+            the names of the module's `state_dict`.
         overwrite: replace a checkpoint of that step in `target`.
 
     Returns:
@@ -178,8 +183,11 @@ def import_safetensors(
         return write_checkpoint(found, target, world_size, plan or {}, step, {}, overwrite)
 
 
-def open_safetensors(path: Path, prefix: str, progress: Progress) -> Source:
+def open_safetensors(path: Path, prefix: str | None, progress: Progress) -> Source:
     """The tensors of a file, or of a folder with or without an index, with `prefix` before their names.
+
+    Args:
+        prefix: as for `import_safetensors`.
 
     Raises:
         CheckpointError: a file is missing, or a header or the index says what cannot be.
@@ -190,15 +198,26 @@ def open_safetensors(path: Path, prefix: str, progress: Progress) -> Source:
         real = (folder / name).resolve()  # files of the cache of Hugging Face are links
         return FolderStore(real.parent).open(".", real.name)
 
-    tensors: dict[str, SourceTensor] = {}
+    tensors, removed = dict[str, SourceTensor](), dict[str, str]()
     for file, expected in files.items():
         with closing(open_file(file)) as opened:
-            there = _tensors(opened, file)
+            there, removed[file] = _tensors(opened, file)
         wrong = sorted(there.keys() ^ (there.keys() if expected is None else expected))
         if wrong:
             raise foreign(f"{folder / INDEX}: it and the header of {file} disagree about tensor {wrong[0]!r}")
-        tensors |= {prefix + name: tensor for name, tensor in there.items()}
-    return Source(str(path), tensors, {}, open_file, progress)
+        tensors |= there
+    if prefix is None:
+        prefix = _prefix(path, removed)
+    return Source(str(path), {prefix + name: x for name, x in tensors.items()}, {}, open_file, progress)
+
+
+def _prefix(path: Path, removed: Mapping[str, str]) -> str:
+    """What the names had in the checkpoint, by what each file says."""
+    files = {prefix: file for file, prefix in removed.items()}
+    if len(files) > 1:
+        said = " and ".join(f"{prefix!r} in {file}" for prefix, file in files.items())
+        raise CheckpointError(f"{path}: names have lost {said}. Fix: prefix={MODEL!r}, or what all of them had.")
+    return next(iter(files), MODEL)
 
 
 def _files(folder: Path) -> Mapping[str, set[str] | None]:
@@ -221,8 +240,8 @@ def _files(folder: Path) -> Mapping[str, set[str] | None]:
     return files
 
 
-def _tensors(file: StoredFile, name: str) -> dict[str, SourceTensor]:
-    """What a file has, from its header, which must describe every byte of it once.
+def _tensors(file: StoredFile, name: str) -> tuple[dict[str, SourceTensor], str]:
+    """What a file has, from its header, which must describe every byte of it once; and the prefix that names lost.
 
     Raises:
         CheckpointError: it does not.
@@ -237,7 +256,9 @@ def _tensors(file: StoredFile, name: str) -> dict[str, SourceTensor]:
         raise foreign(f"{file.name}: is no safetensors file: its header would have {length:,} bytes")
     try:
         header = json.loads(_bytes(file, 8, length))
-        header.pop(METADATA_KEY, None)
+        removed = (header.pop(METADATA_KEY, None) or {}).get(REMOVED, MODEL)
+        if not isinstance(removed, str):
+            raise ValueError(f"{REMOVED} is {removed!r}")
         found = [_entry(key, said) for key, said in header.items()]
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
         raise foreign(f"{file.name}: its header is no header of safetensors: {error!r}") from error
@@ -253,7 +274,7 @@ def _tensors(file: StoredFile, name: str) -> dict[str, SourceTensor]:
         full = Box((0,) * len(shape), shape)
         extents = [Extent(name, 8 + length + begin, full, None)] if full.numel else []
         tensors[key] = SourceTensor(dtype, shape, extents)
-    return tensors
+    return tensors, removed
 
 
 def _bytes(file: StoredFile, start: int, count: int) -> bytearray:

@@ -111,7 +111,11 @@ def add_import(verbs: SubParsers) -> None:
     parser.add_argument("source", metavar="SOURCE", help="the file or folder to read")
     parser.add_argument("target", metavar="FOLDER", help="where the checkpoint gets the name of its step")
     parser.add_argument("--step", type=int, default=0, metavar="N", help="(default: 0)")
-    parser.add_argument("--prefix", metavar="TEXT", help="put before the names (default: model., of torch none)")
+    parser.add_argument(
+        "--prefix",
+        metavar="TEXT",
+        help="put before the names (default: what export removed, else model.; of torch none)",
+    )
     parser.add_argument(
         "--allow-pickle-metadata",
         action="store_true",
