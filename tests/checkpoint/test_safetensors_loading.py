@@ -1,5 +1,6 @@
 """Safetensors files into sharded modules: values, the bytes that each rank reads, memory, and files that do not fit."""
 
+import inspect
 import json
 from collections import Counter
 from copy import deepcopy
@@ -342,3 +343,14 @@ def test_what_stays_on_the_meta_device_is_refused(tmp_path: Path) -> None:
     model.stack = nn.Parameter(net.stack.to("meta"))
     with pytest.raises(CheckpointError, match="'stack' is on the meta device, and the files do not have it"):
         load_safetensors(folder, model, strict=False)
+
+
+def test_the_page_has_the_arguments_and_their_defaults() -> None:
+    said: list[str] = []
+    for parameter in inspect.signature(load_safetensors).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in said:
+            said.append("*")
+        default = "" if parameter.default is parameter.empty else f"={parameter.default!r}".replace("'", '"')
+        said.append(parameter.name + default)
+    page = (Path(__file__).parents[2] / "docs" / "hugging-face.md").read_text()
+    assert f"`load_safetensors({', '.join(said)})`" in page
