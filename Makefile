@@ -22,6 +22,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # Only these files are collected: all of them take as long as a survey of some hundred ops.
 SURVEYS = $$(grep -rl --include='*.py' pytest.mark.survey tests)
 PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
+# Tests that start processes wait half of their time, so two of them share a core.
+SHARING := --numprocesses $(shell expr 2 \* $$(nproc)) --maxprocesses 8 --dist worksteal
 
 .PHONY: train docs check quick test every test-torch wheel release
 
@@ -46,13 +48,13 @@ test: check
 ifdef ARGS
 	$(BIN)/pytest $(ARGS)
 else
-	$(BIN)/pytest -m "not survey" $(PARALLEL)
+	$(BIN)/pytest -m "not survey" $(SHARING)
 	$(BIN)/pytest -m survey $(SURVEYS)
 	$(BIN)/python -m tools.soak --seconds 60 --seed 14
 endif
 
 every: $(DEV_READY)
-	$(BIN)/pytest --every-case -m "not survey" $(PARALLEL)
+	$(BIN)/pytest --every-case -m "not survey" $(SHARING)
 
 wheel: $(DEV_READY)
 	$(BIN)/python scripts/try_wheel.py $(if $(TORCH),--torch $(TORCH)) $(ARGS)

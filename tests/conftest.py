@@ -60,8 +60,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)  # what -k and -m deselect covers nothing
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--every-case"):
-        return
+    if not config.getoption("--every-case"):
+        _leave_out_cases(config, items)
+    # First what waits for processes: the first worker begins with these, and others compute meanwhile.
+    items.sort(key=lambda item: item.get_closest_marker("processes") is None)
+
+
+def _leave_out_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
     families: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         families[item.nodeid.partition("[")[0]].append(item)

@@ -18,7 +18,7 @@ from shardwise.layout import REPLICATE, Layout, Mesh, Partial
 from shardwise.rules.registry import rule_of
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor import DTensor
-from shardwise.testing.generators import generator_states
+from shardwise.testing.generators import generator_states, seed_generators
 from shardwise.testing.local_shards import SEED, dtensor_from_full
 from shardwise.testing.worlds import world
 
@@ -231,7 +231,7 @@ def observe_rank(sample: Sample, layouts: Layouts, backward: bool = True) -> Obs
 
 
 def _leaves_on(sample: Sample, layouts: Layouts) -> list[Tensor]:
-    torch.manual_seed(SEED)
+    seed_generators(SEED)
     pairs = zip(sample.tensors(), layouts, strict=True)
     return [sample.leaf(dtensor_from_full(x.detach(), layout), i) for i, (x, layout) in enumerate(pairs)]
 
@@ -299,7 +299,7 @@ class Judge:
 
     def __init__(self, sample: Sample) -> None:
         self.sample = sample
-        torch.manual_seed(SEED)
+        seed_generators(SEED)
         self.plain = plain_run(sample)
         self.is_random = draws_random(sample)
         self._one_rank: Observed | None = None
