@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 import shardwise as sw
 from shardwise.checkpoint import read_manifest, restore, save, state_of
 from shardwise.checkpoint.offline import export_torch, import_torch
-from shardwise.checkpoint.offline.training_names import TrainingNames, renamed
+from shardwise.checkpoint.offline.training_names import TrainingNames, check_shapes, renamed
 from shardwise.errors import CheckpointError
 from shardwise.testing import world
 from tests.checkpoint.states import bits
@@ -264,6 +265,85 @@ def test_names_of_a_module_alone_stay_as_they_are() -> None:
     tensors = ["net.0.weight", "state_dict.weight"]  # submodules: the path of each is its name
     names, _ = renamed(tensors, {}, {name: (name,) for name in tensors}, TrainingNames())
     assert names == {name: name for name in tensors}
+
+
+class Shapes(nn.Module):
+    """Two parameters of one shape, one of the transposed shape, one without dims and an empty one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in {"a": (4, 7), "b": (7, 4), "c": (4, 7), "d": (7,), "e": (), "f": (0, 4)}.items():
+            setattr(self, name, nn.Parameter(torch.ones(shape)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
+        lambda parameters: torch.optim.Adam(parameters, amsgrad=True),
+        torch.optim.Adagrad,
+        torch.optim.Adadelta,
+        torch.optim.Rprop,
+    ],
+)
+def test_every_order_is_refused_in_which_shapes_do_not_fit(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    """Of all 720 two parameters of one shape can be exchanged, and two with less than two elements."""
+    model = Shapes()
+    optimizer = make(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    tensors = {f"net.{name}": tuple(p.shape) for name, p in model.named_parameters()}
+    for number, states in optimizer.state_dict()["state"].items():
+        tensors |= {f"opt.state.{number}.{key}": tuple(x.shape) for key, x in states.items() if isinstance(x, Tensor)}
+    names = [name for name, _ in model.named_parameters()]
+    paths, groups = at(*tensors), {"opt.param_groups": [{"params": [*range(6)]}]}
+    accepted = []
+    for order in permutations(names):
+        found, _ = renamed(tensors, groups, paths, TrainingNames(parameters=order))
+        try:
+            check_shapes(found, tensors, order)
+        except CheckpointError:
+            continue
+        accepted.append("".join(order))
+    assert accepted == ["abcdef", "abcdfe", "cbadef", "cbadfe"]
+
+
+def test_states_that_are_smaller_than_their_parameter_are_not_refused() -> None:
+    """Numbers of rows and columns, and one for all."""
+    model = Shapes()
+    tensors = {f"net.{name}": tuple(p.shape) for name, p in model.named_parameters()}
+    tensors |= {"opt.state.0.row": (4,), "opt.state.0.rows": (4, 1), "opt.state.0.column": (7,), "opt.state.0.step": ()}
+    tensors |= {"opt.state.4.one": (1,), "opt.state.5.step": ()}
+    names = [name for name, _ in model.named_parameters()]
+    groups = {"opt.param_groups": [{"params": [*range(6)]}]}
+    found, _ = renamed(tensors, groups, at(*tensors), TrainingNames(parameters=names))
+    check_shapes(found, tensors, names)
+
+
+def test_an_order_that_does_not_fit_is_refused_with_both_shapes(tmp_path: Path) -> None:
+    of_torch_save("AdamW", tmp_path)  # whose optimizer got the biases first
+    names = [name for name, _ in made().named_parameters()]
+    with pytest.raises(CheckpointError) as error:
+        import_torch(tmp_path / "dcp", tmp_path / "run", allow_pickle_metadata=True, parameters=names)
+    text = str(error.value)
+    assert text.startswith(
+        "'optimizer_state_dict.state.5.exp_avg' has shape (7, 7), and '2.bias', which is parameters[5], (7,). "
+        "Of that shape: '2.weight'. Fix: parameters=[name for name, _ in model.named_parameters()] if "
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_smaller_states_of_other_parameters_are_refused_when_they_are_restored(tmp_path: Path) -> None:
+    model = made()
+    optimizer = torch.optim.SGD([model.get_parameter("0.bias")], lr=0.1, momentum=0.9)
+    take_step(model, optimizer, 0)
+    torch.save({"model": model.state_dict(), "opt": optimizer.state_dict()}, tmp_path / "state.pt")
+    torch_save_to_dcp(tmp_path / "state.pt", tmp_path / "dcp")
+    names = ["0.weight"]
+    run = import_torch(tmp_path / "dcp", tmp_path / "run", allow_pickle_metadata=True, parameters=names)
+    with pytest.raises(CheckpointError, match=r"momentum_buffer.*\(7,\) in the checkpoint, expected \(7, 4\)"):
+        restore(run, model, torch.optim.SGD([model.get_parameter("0.weight")], lr=0.1, momentum=0.9))
 
 
 def test_groups_that_are_equal_in_a_flattened_state_are_not_guessed(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from shardwise.checkpoint.offline.reading import CheckpointSource
 from shardwise.checkpoint.offline.resharding import write_checkpoint
 from shardwise.checkpoint.offline.sources import Extent, RangeChecksum, Source, SourceTensor
 from shardwise.checkpoint.offline.torch_pickles import Described, Entry, entries, sizes_of, unpickled
-from shardwise.checkpoint.offline.training_names import TrainingNames, renamed
+from shardwise.checkpoint.offline.training_names import TrainingNames, check_shapes, renamed
 from shardwise.checkpoint.offline.windows import windows
 from shardwise.checkpoint.remedies import foreign, of_torch_save
 from shardwise.checkpoint.state import as_json
@@ -126,7 +126,7 @@ def import_torch(
     world_size: int = 1,
     plan: Mapping[str, Layout] | None = None,
     *,
-    allow_pickle_metadata: bool,
+    allow_pickle_metadata: bool = False,
     prefix: str = "",
     step: int = 0,
     overwrite: bool = False,
@@ -148,7 +148,8 @@ def import_torch(
         target: the folder or URL for the checkpoint, which gets the name of its step there.
         world_size: how many ranks it is written for, as in `reshard`; so is `plan`.
         allow_pickle_metadata: `.metadata` is a pickle, and so is what describes each tensor. They are read by an
-            unpickler that calls no code of theirs: any class or function beside those of this format is an error.
+            unpickler that calls no code of theirs: any class or function beside those of this format is an error. If it
+            is False, nothing is read.
         prefix: what is put before all names. torch divides a list of mappings into values with names such as
             optimizer.param_groups.0.lr; the checkpoint has the list, unless it had tensors or empty mappings.
         overwrite: replace a checkpoint of that step in `target`.
@@ -156,7 +157,8 @@ def import_torch(
             modules, or calls its module otherwise. "" if nothing is before them, as TorchTitan saves.
         optimizers: what is before the names of each optimizer, as ["optimizer_states.0"]; for a state that has several.
         parameters: the names of the module's parameters in the order in which the optimizers got them, for optimizers
-            that number them, as `Optimizer.state_dict` does.
+            that number them, as `Optimizer.state_dict` does. An order by which a state has more elements than its
+            parameter, or as many in another shape, is refused; one of parameters of equal shapes cannot be checked.
         skip: names, or beginnings of names up to a dot, that are left out.
 
     Returns:
@@ -164,32 +166,39 @@ def import_torch(
 
     Raises:
         CheckpointError: pickles are not allowed, or have what is not admitted; a file is missing or damaged; a value is
-            not JSON; several modules or optimizers may be meant, or parameters have no names; or `target` has this step
-            already. Then nothing is written.
+            not JSON; several modules or optimizers may be meant, parameters have no names, or those of others; or
+            `target` has this step already. Then nothing is written.
         PlanError: the plan does not fit.
     """
     folder = local_path(source)
     if folder.is_file():
         raise of_torch_save(f"{folder}: is a file, not a folder of torch.distributed.checkpoint")
-    if not allow_pickle_metadata:
-        raise CheckpointError(
-            f"{folder / METADATA} is a pickle. Fix: allow_pickle_metadata=True (--allow-pickle-metadata) reads it by "
-            f"an unpickler that makes nothing but records of names, numbers and dtypes."
-        )
     names = TrainingNames(model, optimizers, parameters)
-    with _source(folder, prefix, names, skip, progress or Progress()) as found:
+    pickles = _pickled_metadata(folder, allow_pickle_metadata)
+    with _source(folder, pickles, prefix, names, skip, progress or Progress()) as found:
         return write_checkpoint(found, target, world_size, plan or {}, step, {}, overwrite)
 
 
-def _source(folder: Path, prefix: str, names: TrainingNames, skip: Sequence[str], progress: Progress) -> Source:
-    def open_file(name: str) -> StoredFile:
-        return FolderStore(folder).open(".", name)
-
-    with closing(open_file(METADATA)) as file:
+def _pickled_metadata(folder: Path, allowed: bool) -> bytes:
+    with closing(FolderStore(folder).open(".", METADATA)) as file:
+        if not allowed:
+            raise CheckpointError(
+                f"{folder / METADATA} is a pickle. Fix: allow_pickle_metadata=True (--allow-pickle-metadata) reads it "
+                f"by an unpickler that makes nothing but records of names, numbers and dtypes."
+            )
         if file.size > MANIFEST_LIMIT:
             raise foreign(f"{file.name}: is too long: {file.size:,} bytes")
         data = bytearray(file.size)
         file.read_into(memoryview(data), 0)
+    return bytes(data)
+
+
+def _source(
+    folder: Path, pickles: bytes, prefix: str, names: TrainingNames, skip: Sequence[str], progress: Progress
+) -> Source:
+    def open_file(name: str) -> StoredFile:
+        return FolderStore(folder).open(".", name)
+
     tensors, values = dict[str, SourceTensor](), dict[str, object]()
     with ExitStack() as stack:
         files: dict[str, StoredFile] = {}
@@ -199,7 +208,7 @@ def _source(folder: Path, prefix: str, names: TrainingNames, skip: Sequence[str]
                 files[entry.file] = stack.enter_context(closing(open_file(entry.file)))
             return _Slice(files[entry.file], entry.offset, entry.length)
 
-        described, paths = entries(bytes(data), str(folder / METADATA))
+        described, paths = entries(pickles, str(folder / METADATA))
         for name, dtype, shape, found in _without(described, skip):
             try:
                 if dtype is None or (shape == () and _is_of_group(paths.get(name, ()))):
@@ -210,6 +219,7 @@ def _source(folder: Path, prefix: str, names: TrainingNames, skip: Sequence[str]
             except CheckpointError as error:
                 raise CheckpointError(f"{name!r}: {error}") from error
     old, values = renamed(tensors, with_lists(values, paths, tensors), paths, names)
+    check_shapes(old, {name: tensor.shape for name, tensor in tensors.items()}, names.parameters or ())
     values = {prefix + name: value for name, value in values.items()}
     return Source(str(folder), {prefix + new: tensors[name] for new, name in old.items()}, values, open_file, progress)
 

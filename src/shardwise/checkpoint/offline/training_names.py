@@ -13,6 +13,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, TypeAlias
 
 from shardwise.checkpoint.offline.nested_values import KeyPath
@@ -80,6 +81,33 @@ def renamed(
     if groups:
         found[OPTIMIZER + GROUPS[1:]] = merged
     return {new[name]: name for name in tensors}, found
+
+
+def check_shapes(names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], parameters: Sequence[str]) -> None:
+    """Refuse an order of parameters in which states are too large for theirs; smaller ones may have a number a row.
+
+    Args:
+        names: the name of each tensor by its new name.
+        shapes: by name.
+        parameters: the names that were given to numbered parameters.
+
+    Raises:
+        CheckpointError: a state has more elements than its parameter, or as many in another shape.
+    """
+    given = {one: number for number, one in enumerate(parameters) if MODEL + one in names}
+    for new, name in names.items():
+        owner = new.removeprefix(OPTIMIZER).rpartition(".")[0]
+        if not new.startswith(OPTIMIZER) or owner not in given:
+            continue
+        state, shape = shapes[name], shapes[names[MODEL + owner]]
+        same = [n for n in state if n != 1] == [n for n in shape if n != 1]
+        if prod(state) > 1 and prod(state) >= prod(shape) and not same:
+            alike = [one for one in given if shapes[names[MODEL + one]] == state]
+            meant = f" Of that shape: {_some(alike)}." if alike else ""
+            raise CheckpointError(
+                f"{name!r} has shape {state}, and {owner!r}, which is parameters[{given[owner]}], {shape}.{meant} "
+                f"Fix: {_how_to_name(())}"
+            )
 
 
 def _with_groups(values: Mapping[str, Any], paths: Mapping[str, KeyPath]) -> dict[str, Any]:
