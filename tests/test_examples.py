@@ -76,23 +76,39 @@ def row_wise_adagrad(tables: nn.Module, sums: dict[str, Tensor], lr: float) -> N
         weight.grad = None
 
 
-def test_the_gpt_trains_as_in_one_process_also_where_batch_and_vocabulary_are_uneven() -> None:
+def test_the_gpt_trains_as_in_one_process_and_goes_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -> None:
+    """Also where ranks divide neither batch nor vocabulary: 3 x 2, 2 x 2 and 3 x 1 of them."""
     nanogpt = example("nanogpt")
     assert len(nanogpt.CHARACTERS) % 2 == 1
     torch.manual_seed(0)
     plain = nanogpt.GPT()
     losses: list[float] = []
+    held_out = {}
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    for step in range(3):
-        tokens, following = nanogpt.batch(step, 8)
+    for step in range(1, 7):
+        tokens, following = nanogpt.batch(nanogpt.TOKENS, step, 8)
         loss = F.cross_entropy(plain(tokens).flatten(0, 1), following.flatten())
         with step_of(optimizer, losses, loss):
             nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-    results = world(6).run(nanogpt.train, 3, 8, {"dp": 3, "tp": 2})
-    for got, part, total in results:
-        assert got == pytest.approx(losses, abs=1e-5)
-        assert total == sum(parameter.numel() for parameter in plain.parameters())
-        assert part < 0.2  # of a sixth, norms and uneven shards aside
+        with torch.no_grad():
+            tokens, following = nanogpt.batch(nanogpt.HELD_OUT, 0, 32)
+            held_out[step] = F.cross_entropy(plain(tokens).flatten(0, 1), following.flatten()).item()
+    expected = dict(enumerate(losses, 1))
+    for folder, first, last, ranks in [(None, 1, 6, 6), ("a", 1, 2, 6), ("a", 3, 4, 4), ("a", 5, 6, 3), ("a", 7, 6, 2)]:
+        for got, evaluated, part, total in world(ranks).run(nanogpt.train, folder and str(tmp_path), last, 8, 2):
+            assert got == pytest.approx({step: expected[step] for step in range(first, last + 1)}, abs=1e-5)
+            assert evaluated == pytest.approx(held_out[last], abs=1e-5)
+            assert total == sum(parameter.numel() for parameter in plain.parameters())
+            assert part < 1.2 / ranks  # norms and uneven shards aside
+
+
+def test_the_gpt_goes_on_bitwise_on_as_many_ranks(tmp_path: Path) -> None:
+    nanogpt = example("nanogpt")
+    whole = world(4).run(nanogpt.train, None, 4, 8)[0]
+    first = world(4).run(nanogpt.train, str(tmp_path), 2, 8, 2)[0]
+    second = world(4).run(nanogpt.train, str(tmp_path), 4, 8, 2)[0]
+    assert first[0] | second[0] == whole[0]
+    assert second[1] == whole[1]
 
 
 def test_the_dlrm_trains_as_in_one_process() -> None:
@@ -167,14 +183,14 @@ def test_a_captured_dlrm_trains_as_without_capture() -> None:
     world(2).run(run)
 
 
-def test_the_two_towers_train_and_retrieve_as_in_one_process() -> None:
+def test_the_two_towers_train_and_retrieve_as_in_one_process_and_go_on_on_other_ranks(tmp_path: Path) -> None:
     towers = example("two_tower")
     torch.manual_seed(0)
     plain = towers.TwoTower()
     losses: list[float] = []
     sums: dict[str, Tensor] = {}
     optimizer = torch.optim.Adam([*plain.user.parameters(), *plain.item.parameters()], lr=3e-3)
-    for step in range(6):
+    for step in range(1, 7):
         seen, items = towers.users(step, 32)
         with step_of(optimizer, losses, towers.in_batch_loss(plain, seen, items, all_items=items)):
             row_wise_adagrad(plain.table, sums, lr=0.2)
@@ -183,9 +199,21 @@ def test_the_two_towers_train_and_retrieve_as_in_one_process() -> None:
         users, vectors = plain(seen, torch.arange(towers.ITEMS))
     scores = (users @ vectors.T).scatter(1, seen, -torch.inf)
     found = [item in row.argsort(descending=True)[:10] for item, row in zip(items, scores, strict=True)]
-    for got, recall in world(3).run(towers.train, 6, 32, 3):  # 11, 11 and 10 users a rank
-        assert got == pytest.approx(losses, abs=1e-5)
-        assert recall == pytest.approx(sum(found) / 500, abs=0.003)  # one user: two items as near
+    expected = dict(enumerate(losses, 1))
+    # 11, 11 and 10 users a rank; then 2, 4 and 3 ranks one after the other, the last of which trains nothing
+    for folder, first, last, ranks in [(None, 1, 6, 3), ("a", 1, 2, 2), ("a", 3, 6, 4), ("a", 7, 6, 3)]:
+        for got, recall in world(ranks).run(towers.train, folder and str(tmp_path), last, 32, 2):
+            assert got == pytest.approx({step: expected[step] for step in range(first, last + 1)}, abs=1e-5)
+            if last == 6:
+                assert recall == pytest.approx(sum(found) / 500, abs=0.003)  # one user: two items as near
+
+
+def test_the_two_towers_go_on_bitwise_on_as_many_ranks(tmp_path: Path) -> None:
+    towers = example("two_tower")
+    whole = world(3).run(towers.train, None, 4, 32)[0]
+    first = world(3).run(towers.train, str(tmp_path), 2, 32, 2)[0]
+    second = world(3).run(towers.train, str(tmp_path), 4, 32, 2)[0]
+    assert (first[0] | second[0], second[1]) == whole
 
 
 def test_another_user_with_the_same_item_is_no_negative() -> None:
