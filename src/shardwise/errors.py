@@ -18,6 +18,11 @@ def summary(error: BaseException, lines: int = 1) -> str:
     return f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
+def without_fix(error: BaseException) -> str:
+    """The text of `error` without its fix and last full stop: for one that has another fix, or a list of several."""
+    return str(error).partition("Fix: ")[0].rstrip().rstrip(".")
+
+
 def printable(text: str) -> str:
     """`text` with control characters escaped: names in it may be from an untrusted file."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

@@ -56,8 +56,9 @@ def write(tmp_path: Path, text: str) -> Path:
 def problems(cls: type, toml_path: Path | None, *overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load(cls, toml_path, overrides)
-    headline, *lines = str(caught.value).splitlines()
+    headline, *lines, fix = str(caught.value).splitlines()
     assert headline.split()[0] == str(len(lines))
+    assert fix == "  Fix: correct these in the file, or set them by --set KEY=VALUE."
     return [line.strip().removeprefix(f"{toml_path}: ") for line in lines]
 
 
@@ -140,7 +141,10 @@ def test_a_byte_order_mark_is_no_problem(tmp_path: Path) -> None:
         ("table.sizes = 1", "table.sizes: expected a list, each item an integer, got 1"),
         ("optimizer = 1", "optimizer: is a table; set its keys: optimizer.lr, optimizer.warmup"),
         ("optimizer.lr = -1", "optimizer: lr must be at least 0, got -1.0"),
-        ("seed = ", "is not TOML: Invalid value (at end of document)"),
+        (
+            "seed = ",
+            "is not TOML: Invalid value (at end of document). Fix: correct it there; text is in quotes, in UTF-8.",
+        ),
     ],
 )
 def test_a_wrong_file_is_refused_in_clear_words(tmp_path: Path, line: str, problem: str) -> None:
@@ -186,7 +190,9 @@ def test_all_problems_come_at_once_in_the_order_of_their_sources(tmp_path: Path)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    assert problems(Run, tmp_path / "no.toml") == ["cannot be read: No such file or directory"]
+    assert problems(Run, tmp_path / "no.toml") == [
+        "cannot be read: No such file or directory. Fix: name a file that can be read."
+    ]
 
 
 # ---- writing ----------------------------------------------------------------------------------------------

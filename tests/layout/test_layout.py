@@ -243,66 +243,92 @@ def test_a_copied_or_pickled_layout_is_the_same_value(again: Callable[[Layout], 
                 "axis, or a dict by axis name."
             ),
         ),
-        (lambda: Layout(LINE, [Shard(0)], (4, -1)), "A global shape has no negative sizes, got (4, -1)."),
+        (
+            lambda: Layout(LINE, [Shard(0)], (4, -1)),
+            ("A global shape has no negative sizes, got (4, -1). Fix: the size of each dim; -1 is not inferred."),
+        ),
         (
             lambda: Layout(LINE, [Shard(2)], (4, 4)),
-            "Shard(2) on axis 0: a tensor of shape (4, 4) has no dim 2.",
+            "Shard(2) on axis 0: a tensor of shape (4, 4) has no dim 2. Fix: a dim from 0 to 1.",
         ),
         (
             lambda: Layout(LINE, [Shard(-3)], (4, 4)),
-            "Shard(-3) on axis 0: a tensor of shape (4, 4) has no dim -3.",
+            "Shard(-3) on axis 0: a tensor of shape (4, 4) has no dim -3. Fix: a dim from 0 to 1.",
         ),
-        (lambda: Layout(LINE, [Shard(0)], ()), "Shard(0) on axis 0: a tensor of shape () has no dim 0."),
+        (
+            lambda: Layout(LINE, [Shard(0)], ()),
+            ("Shard(0) on axis 0: a tensor of shape () has no dim 0. Fix: Replicate(), as a number cannot be sharded."),
+        ),
         (
             lambda: Layout(LINE, [Shard(0, [2, 3])], (5,)),
-            "Shard(0, sizes=(2, 3)) on axis 0: 4 positions need 4 sizes, got 2.",
+            (
+                "Shard(0, sizes=(2, 3)) on axis 0: 4 positions need 4 sizes, got 2. "
+                "Fix: one size for each, 0 where nothing is held."
+            ),
         ),
         (
             lambda: Layout(LINE, [Shard(0, ())], (0,)),
-            "Shard(0, sizes=()) on axis 0: 4 positions need 4 sizes, got 0.",
+            (
+                "Shard(0, sizes=()) on axis 0: 4 positions need 4 sizes, got 0. "
+                "Fix: one size for each, 0 where nothing is held."
+            ),
         ),
         (
             lambda: Layout(LINE, [Shard(1, [2, 3, 0, 0])], (9, 6)),
             (
                 "Shard(1, sizes=(2, 3, 0, 0)) on axis 0: sizes (2, 3, 0, 0) add up to 5, "
-                "but dim 1 has 6 elements here (global shape (9, 6))."
+                "but dim 1 has 6 elements here (global shape (9, 6)). "
+                "Fix: sizes that add up to 6, or Shard(1), which divides as torch.chunk does."
             ),
         ),
         (
             lambda: Layout(GRID, [Shard(0), Shard(0, [[1, 2, 1]] * 3)], (8,)),
             (
                 "Shard(0, sizes=((1, 2, 1), (1, 2, 1), (1, 2, 1))) on axis 1: 2 outer shards of dim 0 need 2 "
-                "tuples of sizes, got 3."
+                "tuples of sizes, got 3. Fix: one tuple for each, which add up to [4, 4]."
             ),
         ),
         (
             lambda: Layout(GRID, [Shard(0), Shard(0, [1, 2, 1])], (7,)),
             (
                 "Shard(0, sizes=(1, 2, 1)) on axis 1: sizes (1, 2, 1) add up to 4, but dim 0 has 3 elements "
-                "here (global shape (7,))."
+                "here (global shape (7,)). Fix: sizes that add up to 3, or Shard(0), which divides as torch.chunk does."
             ),
         ),
         (
             lambda: Layout(GRID, [Shard(0), Shard(1)], (4, 4), (0, 0)),
-            "shard_order must be a permutation of the mesh axes (0, 1), got (0, 0).",
+            (
+                "shard_order must be a permutation of the mesh axes (0, 1), got (0, 0). "
+                "Fix: each axis once, the one that divides first in front."
+            ),
         ),
         (
             lambda: Layout(GRID, [Shard(0), Shard(1)], (4, 4), (0,)),
-            "shard_order must be a permutation of the mesh axes (0, 1), got (0,).",
+            (
+                "shard_order must be a permutation of the mesh axes (0, 1), got (0,). "
+                "Fix: each axis once, the one that divides first in front."
+            ),
         ),
         (
             lambda: Layout(LINE, [OnRanks(4)], (4,)),
-            "OnRanks(4) on axis 0 of Mesh(0=4): positions are 0 to 3.",
+            (
+                "OnRanks(4) on axis 0 of Mesh(0=4): positions are 0 to 3. "
+                "Fix: OnRanks with a position on this axis, which is not the number of a rank."
+            ),
         ),
         (
             lambda: Layout(LINE, [OnRanks(-1)], (4,)),
-            "OnRanks(-1) on axis 0 of Mesh(0=4): positions are 0 to 3.",
+            (
+                "OnRanks(-1) on axis 0 of Mesh(0=4): positions are 0 to 3. "
+                "Fix: OnRanks with a position on this axis, which is not the number of a rank."
+            ),
         ),
         (
             lambda: Layout(GRID, [Partial("max"), Partial("sum")], (4,)),
             (
                 "Partial placements of one tensor must reduce alike, got {'dp': Partial('max'), 'tp': Partial('sum')}: "
-                "a sum of maxima is not a maximum of sums, so the order of the axes would change the value."
+                "a sum of maxima is not a maximum of sums, so the order of the axes would change the value. "
+                "Fix: redistribute one of these axes to Replicate() or Shard(dim) first."
             ),
         ),
         (
@@ -316,27 +342,36 @@ def test_a_copied_or_pickled_layout_is_the_same_value(again: Callable[[Layout], 
             lambda: Layout(GRID, [Shard(0), Boxes([[((0,), (4,))], [], []])], (4,)),
             (
                 "Boxes on axis 1 allow only Replicate() and Partial sums on the other axes, got "
-                "{'dp': Shard(0), 'tp': Boxes([0:4] | - | -)}."
+                "{'dp': Shard(0), 'tp': Boxes([0:4] | - | -)}. Fix: Replicate() there; boxes can divide every dim."
             ),
         ),
         (
             lambda: Layout(LINE, [Boxes([[((0,), (4,))]])], (4,)),
-            "Boxes on axis 0: 4 positions need as many lists of boxes, got 1.",
+            (
+                "Boxes on axis 0: 4 positions need as many lists of boxes, got 1. "
+                "Fix: one list for each, [] where nothing is held."
+            ),
         ),
         (
             lambda: Layout(LINE, [Boxes([[((0,), (2,))], [((1,), (3,))], [], []])], (4,)),
-            "Boxes overlap: [0:2] (position 0) and [1:4] (position 1) share [1:2].",
+            (
+                "Boxes overlap: [0:2] (position 0) and [1:4] (position 1) share [1:2]. "
+                "Fix: move or shrink one of them; each element is in exactly one box."
+            ),
         ),
         (
             lambda: Layout(LINE, [Boxes([[((0,), (2,))], [], [((3,), (1,))], []])], (4,)),
             (
                 "Boxes leave a gap: nobody holds [2:3]; the boxes around it are [0:2] (position 0) and "
-                "[3:4] (position 2)."
+                "[3:4] (position 2). Fix: add a box there, or enlarge one of these."
             ),
         ),
         (
             lambda: Layout(LINE, [Boxes([[((0,), (2,)), ((2,), (3,))], [], [], []])], (4,)),
-            "Box [2:5] (position 0) is out of range: the tensor is [0:4].",
+            (
+                "Box [2:5] (position 0) is out of range: the tensor is [0:4]. "
+                "Fix: no offset below 0, no offset + size above the size of its dim."
+            ),
         ),
     ],
 )

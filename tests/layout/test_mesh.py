@@ -124,44 +124,95 @@ def test_a_pickled_mesh_carries_no_hash() -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: Mesh(()), "A mesh needs at least one axis and one position an axis, got shape ()."),
-        (lambda: Mesh((2, 0)), "A mesh needs at least one axis and one position an axis, got shape (2, 0)."),
+        (
+            lambda: Mesh(()),
+            (
+                "A mesh needs at least one axis and one position an axis, got shape (). "
+                "Fix: such as Mesh((2,)); Mesh((1,)) is one rank."
+            ),
+        ),
+        (
+            lambda: Mesh((2, 0)),
+            (
+                "A mesh needs at least one axis and one position an axis, got shape (2, 0). "
+                "Fix: such as Mesh((2,)); Mesh((1,)) is one rank."
+            ),
+        ),
         (
             lambda: Mesh((2, -1)),
-            "A mesh needs at least one axis and one position an axis, got shape (2, -1).",
+            (
+                "A mesh needs at least one axis and one position an axis, got shape (2, -1). "
+                "Fix: such as Mesh((2,)); Mesh((1,)) is one rank."
+            ),
         ),
-        (lambda: Mesh((2, 2), (0, 1)), "A mesh of shape (2, 2) has 4 positions, got 2 ranks (0, 1)."),
-        (lambda: Mesh((2,), (1, 1)), "The ranks of a mesh must be different and not negative, got (1, 1)."),
-        (lambda: Mesh((2,), (0, -1)), "The ranks of a mesh must be different and not negative, got (0, -1)."),
+        (
+            lambda: Mesh((2, 2), (0, 1)),
+            (
+                "A mesh of shape (2, 2) has 4 positions, got 2 ranks (0, 1). "
+                "Fix: one rank for each position, or none for ranks 0 to 3."
+            ),
+        ),
+        (
+            lambda: Mesh((2,), (1, 1)),
+            (
+                "The ranks of a mesh must be different and not negative, got (1, 1). "
+                "Fix: each rank once, counted from 0."
+            ),
+        ),
+        (
+            lambda: Mesh((2,), (0, -1)),
+            (
+                "The ranks of a mesh must be different and not negative, got (0, -1). "
+                "Fix: each rank once, counted from 0."
+            ),
+        ),
         (
             lambda: Mesh((2, 2), names=("a",)),
-            "A mesh of 2 axes needs as many different names, got ('a',).",
+            (
+                "A mesh of 2 axes needs as many different names, got ('a',). "
+                'Fix: one name for each axis, such as Mesh((2, 4), names=("dp", "tp")); or names=None.'
+            ),
         ),
         (
             lambda: Mesh((2, 2), names=("a", "a")),
-            "A mesh of 2 axes needs as many different names, got ('a', 'a').",
+            (
+                "A mesh of 2 axes needs as many different names, got ('a', 'a'). "
+                'Fix: one name for each axis, such as Mesh((2, 4), names=("dp", "tp")); or names=None.'
+            ),
         ),
-        (lambda: GRID.axis("pp"), "The mesh has no axis named 'pp'; its axes are ('dp', 'tp')."),
-        (lambda: Mesh((2, 3)).axis("tp"), "The mesh has no axis named 'tp'; its axes are (2, 3)."),
-        (lambda: GRID.axis(2), "The mesh has axes 0 to 1, got 2."),
-        (lambda: GRID.axis(-3), "The mesh has axes 0 to 1, got -3."),
-        (lambda: GRID.submesh("tp", 6), f"Rank 6 is not part of {GRID}."),
+        (
+            lambda: GRID.axis("pp"),
+            ("The mesh has no axis named 'pp'; its axes are ('dp', 'tp'). Fix: one of 'dp', 'tp'."),
+        ),
+        (
+            lambda: Mesh((2, 3)).axis("tp"),
+            ("The mesh has no axis named 'tp'; its axes are (2, 3). Fix: name them by names= of Mesh."),
+        ),
+        (lambda: GRID.axis(2), "The mesh has axes 0 to 1, got 2. Fix: one of these, or -1 for the last."),
+        (lambda: GRID.axis(-3), "The mesh has axes 0 to 1, got -3. Fix: one of these, or -1 for the last."),
+        (lambda: GRID.submesh("tp", 6), f"Rank 6 is not part of {GRID}. Fix: ask on the ranks of the mesh only."),
         (
             lambda: GRID.submesh(("tp", "dp"), 0),
-            "A sub-mesh keeps the order of the axes of its mesh, got ('tp', 'dp').",
+            "A sub-mesh keeps the order of the axes of its mesh, got ('tp', 'dp'). Fix: ('dp', 'tp').",
         ),
         (
             lambda: GRID.submesh(("tp", "tp"), 0),
-            "A sub-mesh keeps the order of the axes of its mesh, got ('tp', 'tp').",
+            "A sub-mesh keeps the order of the axes of its mesh, got ('tp', 'tp'). Fix: ('tp',).",
         ),
-        (lambda: GRID["pp"], "The mesh has no axis named 'pp'; its axes are ('dp', 'tp')."),
+        (lambda: GRID["pp"], "The mesh has no axis named 'pp'; its axes are ('dp', 'tp'). Fix: one of 'dp', 'tp'."),
         (
             lambda: GRID[cast("str", 0)],
             "A sub-mesh is chosen by the names of its axes, got 0. Fix: such as mesh['tp'].",
         ),
         (GRID.get_local_rank, f"{GRID} has 2 axes. Fix: name one of them."),
-        (lambda: Mesh((2,), (3, 1)).get_local_rank(), "Rank 0 is not part of Mesh(0=2, ranks=(3, 1))."),
-        (lambda: Mesh((2,), (3, 1), ("tp",))["tp"], "Rank 0 is not part of Mesh(tp=2, ranks=(3, 1))."),
+        (
+            lambda: Mesh((2,), (3, 1)).get_local_rank(),
+            ("Rank 0 is not part of Mesh(0=2, ranks=(3, 1)). Fix: ask on the ranks of the mesh only."),
+        ),
+        (
+            lambda: Mesh((2,), (3, 1), ("tp",))["tp"],
+            ("Rank 0 is not part of Mesh(tp=2, ranks=(3, 1)). Fix: ask on the ranks of the mesh only."),
+        ),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused(make: object, text: str) -> None:
@@ -175,7 +226,9 @@ def test_a_mesh_that_cannot_be_is_refused(make: object, text: str) -> None:
 def test_a_position_off_the_grid_has_no_rank(coordinate: tuple[int, int]) -> None:
     with pytest.raises(MeshError) as caught:
         GRID.rank_at(coordinate)
-    assert str(caught.value) == f"{GRID} has no position {coordinate}."
+    assert str(caught.value) == (
+        f"{GRID} has no position {coordinate}. Fix: on each axis, 0 or more and below its size."
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])

@@ -99,25 +99,49 @@ def test_placements_are_frozen(placement: Placement, field: str) -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: Shard("rows"), "Shard(dim) takes an integer dim, got 'rows'. Named dims are not supported."),  # type: ignore[arg-type]
-        (lambda: Shard(True), "Shard(dim) takes an integer dim, got True. Named dims are not supported."),
-        (lambda: Shard(0, [2, -1]), "Shard sizes must not be negative, got [2, -1]."),
-        (lambda: Shard(0, [[2, -1]]), "Shard sizes must not be negative, got [[2, -1]]."),
+        (
+            lambda: Shard("rows"),
+            (
+                "Shard(dim) takes an integer dim, got 'rows'. Named dims are not supported. "
+                "Fix: the number of the dim, such as Shard(0)."
+            ),
+        ),  # type: ignore[arg-type]
+        (
+            lambda: Shard(True),
+            (
+                "Shard(dim) takes an integer dim, got True. Named dims are not supported. "
+                "Fix: the number of the dim, such as Shard(0)."
+            ),
+        ),
+        (lambda: Shard(0, [2, -1]), "Shard sizes must not be negative, got [2, -1]. Fix: 0 where nothing is held."),
+        (lambda: Shard(0, [[2, -1]]), "Shard sizes must not be negative, got [[2, -1]]. Fix: 0 where nothing is held."),
         (
             lambda: Shard(0, [[1, 2], 3]),  # type: ignore[arg-type]
-            "Shard sizes must be all integers or all tuples of integers, got [[1, 2], 3].",
+            (
+                "Shard sizes must be all integers or all tuples of integers, got [[1, 2], 3]. "
+                "Fix: such as (3, 1), the sizes of two ranks; or ((2, 1), (1, 0)), for each outer shard such a "
+                "tuple."
+            ),
         ),
         (
             lambda: Shard(0, [2.5, 2.5]),  # type: ignore[arg-type]
-            "Shard sizes must be all integers or all tuples of integers, got [2.5, 2.5].",
+            (
+                "Shard sizes must be all integers or all tuples of integers, got [2.5, 2.5]. "
+                "Fix: such as (3, 1), the sizes of two ranks; or ((2, 1), (1, 0)), for each outer shard such a "
+                "tuple."
+            ),
         ),
         (
             lambda: Shard(0, [["2", "1"]]),  # type: ignore[arg-type]
-            "Shard sizes must be all integers or all tuples of integers, got [['2', '1']].",
+            (
+                "Shard sizes must be all integers or all tuples of integers, got [['2', '1']]. "
+                "Fix: such as (3, 1), the sizes of two ranks; or ((2, 1), (1, 0)), for each outer shard such a "
+                "tuple."
+            ),
         ),
         (
             lambda: Partial("mean"),
-            "Partial reduce_op must be one of sum, avg, max, min, product, got 'mean'.",
+            "Partial reduce_op must be one of sum, avg, max, min, product, got 'mean'. Fix: Partial('avg').",
         ),
     ],
 )

@@ -18,7 +18,7 @@ import torch
 from shardwise.checkpoint.collection import collection_off
 from shardwise.checkpoint.files import CRC_BYTES, DTYPES, METADATA_KEY, FileLayout, file_layout
 from shardwise.checkpoint.remedies import damaged
-from shardwise.errors import CheckpointError, LayoutError
+from shardwise.errors import CheckpointError, LayoutError, without_fix
 from shardwise.layout import Box, check_cover
 
 FORMAT, VERSION = "shardwise checkpoint", 2
@@ -277,7 +277,7 @@ def check_chunks(name: str, tensor: StoredTensor) -> None:
     try:
         check_cover([(chunk, chunk.box) for chunk in tensor.chunks], tensor.shape)
     except LayoutError as error:
-        raise damaged(f"tensor {name!r}: {error}") from error
+        raise damaged(f"tensor {name!r}: {without_fix(error)}") from error
 
 
 _CHUNK: Mapping[str, type | tuple[type, ...]] = {

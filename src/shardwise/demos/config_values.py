@@ -54,7 +54,7 @@ def load(cls: type[T], toml_path: str | PathLike[str] | None = None, overrides: 
     config = _build(cls, values, MISSING, "", problems)
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ConfigError(f"{count} in the configuration:\n" + "\n".join(f"  {line}" for line in problems))
+        raise ConfigError("\n  ".join([f"{count} in the configuration:", *problems, FIX]))
     assert isinstance(config, cls)
     return config
 
@@ -95,6 +95,7 @@ class _Place:
         self.problems.append(f"{self.source}{self.prefix}{key}: {what}")
 
 
+FIX = "Fix: correct these in the file, or set them by --set KEY=VALUE."
 _WRONG = object()  # in place of a value with a reported problem
 
 
@@ -292,6 +293,9 @@ def _lines(config: object, default: object, prefix: str) -> Iterator[str]:
         elif fallback is None:
             yield f"# {key} = none"
         else:
-            raise ConfigError(f"{prefix}{key} is None and defaults to {fallback!r}: TOML cannot say that.")
+            raise ConfigError(
+                f"{prefix}{key} is None and defaults to {fallback!r}: TOML cannot say that. "
+                f"Fix: give {prefix}{key} a value, or the field the default None."
+            )
     for name, table, fallback in tables:
         yield from ("", f"[{name}]", *_lines(table, fallback, f"{name}."))

@@ -116,18 +116,27 @@ def check_cover(labelled: Sequence[Labelled], shape: tuple[int, ...]) -> None:
     clash = _overlap(full)
     if clash is not None:
         (where_a, a), (where_b, b) = clash
-        raise LayoutError(f"Boxes overlap: {a} ({where_a}) and {b} ({where_b}) share {a.intersect(b)}.")
+        raise LayoutError(
+            f"Boxes overlap: {a} ({where_a}) and {b} ({where_b}) share {a.intersect(b)}. "
+            f"Fix: move or shrink one of them; each element is in exactly one box."
+        )
     if sum(box.numel for _, box in full) != prod(shape):
         raise LayoutError(_describe_gap(full, shape))
 
 
 def _check_inside(where: object, box: Box, shape: tuple[int, ...]) -> None:
     if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):
-        raise LayoutError(f"Box {box} ({where}) needs {len(shape)} offsets and sizes for shape {shape}.")
+        raise LayoutError(
+            f"Box {box} ({where}) needs {len(shape)} offsets and sizes for shape {shape}. "
+            f"Fix: one of each for each dim."
+        )
     for start, size, end in zip(*box, shape, strict=True):
         if start < 0 or size < 0 or start + size > end:
             full = Box((0,) * len(shape), shape)
-            raise LayoutError(f"Box {box} ({where}) is out of range: the tensor is {full}.")
+            raise LayoutError(
+                f"Box {box} ({where}) is out of range: the tensor is {full}. "
+                f"Fix: no offset below 0, no offset + size above the size of its dim."
+            )
 
 
 def _overlap(full: Sequence[Labelled]) -> tuple[Labelled, Labelled] | None:
@@ -181,7 +190,10 @@ def _describe_gap(full: Sequence[Labelled], shape: tuple[int, ...]) -> str:
     order = sorted(full, key=lambda item: item[1].offsets)
     split = bisect_right([box.offsets for _, box in order], gap.offsets)
     near = [f"{box} ({where})" for where, box in order[max(0, split - 1) : split + 1]]
-    return f"Boxes leave a gap: nobody holds {gap}; the boxes around it are {' and '.join(near) or 'none'}."
+    return (
+        f"Boxes leave a gap: nobody holds {gap}; the boxes around it are {' and '.join(near) or 'none'}. "
+        f"Fix: add a box there, or enlarge one of these."
+    )
 
 
 def _first_gap(full: Sequence[Labelled], shape: tuple[int, ...]) -> Box:

@@ -21,7 +21,10 @@ def canonical_order(
     if order == natural:
         return natural
     if sorted(order) != list(natural):
-        raise LayoutError(f"shard_order must be a permutation of the mesh axes {natural}, got {tuple(order)}.")
+        raise LayoutError(
+            f"shard_order must be a permutation of the mesh axes {natural}, got {tuple(order)}. "
+            f"Fix: each axis once, the one that divides first in front."
+        )
     queues: dict[int, list[int]] = {}
     for axis in order:
         placement = placements[axis]
@@ -44,7 +47,8 @@ def canonical_placements(
     if len(reductions) > 1 and not reductions <= {"sum", "avg"}:
         raise LayoutError(
             f"Partial placements of one tensor must reduce alike, got {placements_text(mesh, placements)}: a sum of "
-            f"maxima is not a maximum of sums, so the order of the axes would change the value."
+            f"maxima is not a maximum of sums, so the order of the axes would change the value. "
+            f"Fix: redistribute one of these axes to Replicate() or Shard(dim) first."
         )
     result = list(placements)
     divided_by: dict[int, list[tuple[Shard, int]]] = {}  # dim -> the axes so far that shard it
@@ -55,7 +59,10 @@ def canonical_placements(
             divided_by.setdefault(found.dim, []).append((found, mesh.shape[axis]))
         elif isinstance(placement, OnRanks):
             if not 0 <= placement.position < mesh.shape[axis]:
-                raise LayoutError(f"{placement} on axis {axis} of {mesh}: positions are 0 to {mesh.shape[axis] - 1}.")
+                raise LayoutError(
+                    f"{placement} on axis {axis} of {mesh}: positions are 0 to {mesh.shape[axis] - 1}. "
+                    f"Fix: OnRanks with a position on this axis, which is not the number of a rank."
+                )
         elif isinstance(placement, Boxes):
             _check_boxes(placement, placements, shape, mesh, axis)
     return tuple(result)
@@ -70,7 +77,8 @@ def _canonical_shard(
 ) -> Shard:
     dim, sizes = placement.dim, placement.sizes
     if not -len(shape) <= dim < len(shape):
-        raise LayoutError(f"{placement} on axis {axis}: a tensor of shape {shape} has no dim {dim}.")
+        fix = f"a dim from 0 to {len(shape) - 1}" if shape else "Replicate(), as a number cannot be sharded"
+        raise LayoutError(f"{placement} on axis {axis}: a tensor of shape {shape} has no dim {dim}. Fix: {fix}.")
     dim %= len(shape)
     if sizes is None:
         return placement if dim == placement.dim else Shard(dim)
@@ -79,17 +87,19 @@ def _canonical_shard(
     if len(rows) != len(outer):
         raise LayoutError(
             f"{placement} on axis {axis}: {len(outer)} outer shards of dim {dim} need {len(outer)} tuples "
-            f"of sizes, got {len(rows)}."
+            f"of sizes, got {len(rows)}. Fix: one tuple for each, which add up to {list(outer)}."
         )
     for row, length in zip(rows, outer, strict=True):
         if len(row) != positions:
             raise LayoutError(
-                f"{placement} on axis {axis}: {positions} positions need {positions} sizes, got {len(row)}."
+                f"{placement} on axis {axis}: {positions} positions need {positions} sizes, got {len(row)}. "
+                f"Fix: one size for each, 0 where nothing is held."
             )
         if sum(row) != length:
             raise LayoutError(
                 f"{placement} on axis {axis}: sizes {row} add up to {sum(row)}, but dim {dim} has {length} "
-                f"elements here (global shape {shape})."
+                f"elements here (global shape {shape}). Fix: sizes that add up to {length}, or Shard({dim}), which "
+                f"divides as torch.chunk does."
             )
     if all(row == chunk(length, positions) for row, length in zip(rows, outer, strict=True)):
         return Shard(dim)
@@ -104,11 +114,11 @@ def _check_boxes(
     if any(p not in linear for i, p in enumerate(placements) if i != axis):
         raise LayoutError(
             f"Boxes on axis {axis} allow only Replicate() and Partial sums on the other axes, "
-            f"got {placements_text(mesh, placements)}."
+            f"got {placements_text(mesh, placements)}. Fix: Replicate() there; boxes can divide every dim."
         )
     if len(placement.boxes) != mesh.shape[axis]:
         raise LayoutError(
             f"Boxes on axis {axis}: {mesh.shape[axis]} positions need as many lists of boxes, "
-            f"got {len(placement.boxes)}."
+            f"got {len(placement.boxes)}. Fix: one list for each, [] where nothing is held."
         )
     placement.check_cover(shape)

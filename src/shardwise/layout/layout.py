@@ -87,9 +87,14 @@ class Layout:
             mesh = _mesh(mesh)
         shape = as_integers(shape, "A global shape", LayoutError, "such as (4, 3)")
         if shape and min(shape) < 0:
-            raise LayoutError(f"A global shape has no negative sizes, got {shape}.")
+            raise LayoutError(
+                f"A global shape has no negative sizes, got {shape}. Fix: the size of each dim; -1 is not inferred."
+            )
         if prod(shape) >= MOST_ELEMENTS:
-            raise LayoutError(f"A tensor has less than 2**62 elements, got the global shape {shown(shape)}.")
+            raise LayoutError(
+                f"A tensor has less than 2**62 elements, got the global shape {shown(shape)}. "
+                f"Fix: smaller sizes; they count elements along each dim."
+            )
         per_axis = as_placements(mesh, placements)
         order = canonical_order(mesh, per_axis, len(shape), shard_order)
         canonical = canonical_placements(mesh, per_axis, shape, order)

@@ -38,18 +38,33 @@ class Mesh:
         shape = as_integers((given,) if type(given) is int else given, "The shape of a mesh", MeshError, _EXAMPLE)
         names = None if self.names is None else _names(self.names)
         if not shape or min(shape) < 1:
-            raise MeshError(f"A mesh needs at least one axis and one position an axis, got shape {shape}.")
+            raise MeshError(
+                f"A mesh needs at least one axis and one position an axis, got shape {shape}. "
+                f"Fix: such as Mesh((2,)); Mesh((1,)) is one rank."
+            )
         if prod(shape) > MOST_RANKS:
-            raise MeshError(f"A mesh has at most {MOST_RANKS:,} ranks, got shape {shape}.")
+            raise MeshError(
+                f"A mesh has at most {MOST_RANKS:,} ranks, got shape {shape}. "
+                f"Fix: the number of ranks along each axis, such as Mesh((2, 4))."
+            )
         ranks = as_integers(self.ranks, "The ranks of a mesh", MeshError, "such as ranks=(0, 1, 2, 3)")
         first = _first_ranks(len(ranks) or prod(shape))
         ranks = first if not ranks or ranks == first else ranks
         if len(ranks) != prod(shape):
-            raise MeshError(f"A mesh of shape {shape} has {prod(shape)} positions, got {len(ranks)} ranks {ranks}.")
+            raise MeshError(
+                f"A mesh of shape {shape} has {prod(shape)} positions, got {len(ranks)} ranks {ranks}. "
+                f"Fix: one rank for each position, or none for ranks 0 to {prod(shape) - 1}."
+            )
         if len(set(ranks)) != len(ranks) or min(ranks) < 0:
-            raise MeshError(f"The ranks of a mesh must be different and not negative, got {ranks}.")
+            raise MeshError(
+                f"The ranks of a mesh must be different and not negative, got {ranks}. "
+                f"Fix: each rank once, counted from 0."
+            )
         if names is not None and (len(names) != len(shape) or len(set(names)) != len(names)):
-            raise MeshError(f"A mesh of {len(shape)} axes needs as many different names, got {names}.")
+            raise MeshError(
+                f"A mesh of {len(shape)} axes needs as many different names, got {names}. "
+                f"Fix: one name for each axis, {_EXAMPLE}; or names=None."
+            )
         if not isinstance(self.device_type, str) or not self.device_type.isidentifier():
             raise MeshError(
                 f"The device_type of a mesh is a type of device, got {shown(self.device_type)}. Fix: 'cpu' or 'cuda'."
@@ -84,10 +99,15 @@ class Mesh:
         """The index of an axis by name (or of a negative index)."""
         if isinstance(name, int) and not isinstance(name, bool):
             if not -self.ndim <= name < self.ndim:
-                raise MeshError(f"The mesh has axes 0 to {self.ndim - 1}, got {name}.")
+                raise MeshError(
+                    f"The mesh has axes 0 to {self.ndim - 1}, got {name}. Fix: one of these, or -1 for the last."
+                )
             return name % self.ndim
         if self.names is None or name not in self.names:
-            raise MeshError(f"The mesh has no axis named {name!r}; its axes are {self.names or self.shape}.")
+            fix = f"one of {', '.join(map(repr, self.names))}" if self.names else "name them by names= of Mesh"
+            raise MeshError(
+                f"The mesh has no axis named {name!r}; its axes are {self.names or self.shape}. Fix: {fix}."
+            )
         return self.names.index(name)
 
     @cached_property
@@ -148,7 +168,9 @@ class Mesh:
         index = 0
         for position, size in zip(coordinate, self.shape, strict=True):
             if not 0 <= position < size:
-                raise MeshError(f"{self} has no position {tuple(coordinate)}.")
+                raise MeshError(
+                    f"{self} has no position {tuple(coordinate)}. Fix: on each axis, 0 or more and below its size."
+                )
             index = index * size + position
         return self.ranks[index]
 
@@ -184,9 +206,10 @@ class Mesh:
         axes = [self.axis(name) for name in wanted]
         here = self.coordinate(rank)
         if here is None:
-            raise MeshError(f"Rank {rank} is not part of {self}.")
+            raise _no_part(self, rank)
         if axes != sorted(set(axes)):
-            raise MeshError(f"A sub-mesh keeps the order of the axes of its mesh, got {wanted}.")
+            fix = tuple([wanted[axes.index(axis)] for axis in sorted(set(axes))])
+            raise MeshError(f"A sub-mesh keeps the order of the axes of its mesh, got {wanted}. Fix: {fix}.")
         first = self._indices[rank] - sum(here[axis] * self.strides[axis] for axis in axes)
         ranks = [self.ranks[first + place] for place in self.places(axes)]
         labels = None if self.names is None else tuple(self.names[axis] for axis in axes)
@@ -208,7 +231,7 @@ class Mesh:
             raise MeshError(f"{self} has {self.ndim} axes. Fix: name one of them.")
         here, axis = self.coordinate(_rank()), self.axis(mesh_dim or 0)
         if here is None:
-            raise MeshError(f"Rank {_rank()} is not part of {self}.")
+            raise _no_part(self, _rank())
         return here[axis]
 
     def __enter__(self) -> Self:
@@ -223,6 +246,10 @@ class Mesh:
         labels = self.names or tuple(str(i) for i in range(self.ndim))
         axes = ", ".join(f"{label}={size}" for label, size in zip(labels, self.shape, strict=True))
         return f"Mesh({axes})" if self.is_range else f"Mesh({axes}, ranks={self.ranks})"
+
+
+def _no_part(mesh: Mesh, rank: int) -> MeshError:
+    return MeshError(f"Rank {rank} is not part of {mesh}. Fix: ask on the ranks of the mesh only.")
 
 
 @lru_cache(maxsize=8)

@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import LayoutError, MeshError, PlanError
+from shardwise.errors import LayoutError, MeshError, PlanError, without_fix
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.placement import OnRanks, Partial, Placement, Replicate, Shard
 
@@ -39,9 +39,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise PlanError(f"{path}: cannot be read: {error.strerror}") from error
+        raise PlanError(f"{path}: cannot be read: {error.strerror}. Fix: name a file that can be read.") from error
     except (ValueError, RecursionError) as error:
-        raise PlanError(f"{path}: is not TOML: {error}") from error
+        raise PlanError(f"{path}: is not TOML: {error}. Fix: correct it there; text is in quotes, in UTF-8.") from error
 
 
 def parse_placement(text: object) -> Placement:
@@ -81,8 +81,8 @@ def parse_placements(text: object) -> list[Placement] | dict[str, Placement]:
             case ast.Call(func=ast.Name(), args=elements, keywords=[]) if elements:
                 return [_placement(element) for element in elements]
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, LayoutError) as error:
-        why = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise PlanError(f"{text!r} is no placement: {why.rstrip('.')}. Fix: {HELP}.") from error
+        why = error.msg if isinstance(error, SyntaxError) else without_fix(error)
+        raise PlanError(f"{text!r} is no placement: {why}. Fix: {HELP}.") from error
     raise _refusal(text)
 
 
@@ -149,7 +149,7 @@ def parse_mesh(text: object, ranks: Sequence[int] = ()) -> Mesh:
             raise MeshError("An axis has a name or none has.")
         return Mesh(sizes, tuple(ranks), names)
     except MeshError as error:
-        raise PlanError(f"{text!r} is no mesh: {str(error).rstrip('.')}. Fix: write 2,2 or dp=2,tp=2.") from error
+        raise PlanError(f"{text!r} is no mesh: {without_fix(error)}. Fix: write 2,2 or dp=2,tp=2.") from error
 
 
 def parse_itemsize(text: object) -> int:

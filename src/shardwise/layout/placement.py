@@ -10,6 +10,13 @@ from shardwise.layout.boxes import Box, BoxIndex, check_cover
 from shardwise.layout.division import Chunks, Division, given_sizes
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
+_OTHER_NAMES = {
+    "mean": "avg",
+    "prod": "product",
+    "mul": "product",
+    "amax": "max",
+    "amin": "min",
+}  # of torch's functions
 
 
 class Placement:
@@ -56,7 +63,10 @@ class Shard(Placement):
 
     def __init__(self, dim: int, sizes: Sequence[int] | Sequence[Sequence[int]] | None = None) -> None:
         if not is_integer(dim):
-            raise LayoutError(f"Shard(dim) takes an integer dim, got {shown(dim)}. Named dims are not supported.")
+            raise LayoutError(
+                f"Shard(dim) takes an integer dim, got {shown(dim)}. Named dims are not supported. "
+                f"Fix: the number of the dim, such as Shard(0)."
+            )
         object.__setattr__(self, "dim", as_integer(dim, "dim", LayoutError, "such as Shard(0)"))
         object.__setattr__(self, "sizes", None if sizes is None else _frozen_sizes(sizes))
 
@@ -84,14 +94,17 @@ def _frozen_sizes(
 ) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
     if isinstance(sizes, tuple | list) and set(map(type, sizes)) == {int} and min(sizes) >= 0:
         return tuple(sizes)
-    mixed = f"Shard sizes must be all integers or all tuples of integers, got {shown(sizes)}."
+    mixed = (
+        f"Shard sizes must be all integers or all tuples of integers, got {shown(sizes)}. Fix: such as (3, 1), "
+        f"the sizes of two ranks; or ((2, 1), (1, 0)), for each outer shard such a tuple."
+    )
     if not is_listing(sizes) or len({is_integer(row) for row in sizes}) > 1:
         raise LayoutError(mixed)
     if not all(is_integer(n) for row in sizes for n in (row if is_listing(row) else (row,))):
         raise LayoutError(mixed)
     rows = [tuple(map(int, row)) if is_listing(row) else int(row) for row in sizes]
     if any(n < 0 for row in rows for n in (row if isinstance(row, tuple) else (row,))):
-        raise LayoutError(f"Shard sizes must not be negative, got {shown(sizes)}.")
+        raise LayoutError(f"Shard sizes must not be negative, got {shown(sizes)}. Fix: 0 where nothing is held.")
     return tuple(rows)  # type: ignore[return-value]
 
 
@@ -103,7 +116,10 @@ class Partial(Placement):
 
     def __post_init__(self) -> None:
         if not isinstance(self.reduce_op, str) or self.reduce_op not in REDUCE_OPS:
-            raise LayoutError(f"Partial reduce_op must be one of {', '.join(REDUCE_OPS)}, got {shown(self.reduce_op)}.")
+            raise LayoutError(
+                f"Partial reduce_op must be one of {', '.join(REDUCE_OPS)}, got {shown(self.reduce_op)}. "
+                f"Fix: Partial({_OTHER_NAMES.get(str(self.reduce_op), 'sum')!r})."
+            )
 
     def __str__(self) -> str:
         return f"Partial({self.reduce_op!r})"

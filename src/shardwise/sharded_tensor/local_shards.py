@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
 from shardwise import collectives
-from shardwise.errors import LayoutError, RuleError
+from shardwise.errors import LayoutError, RuleError, without_fix
 from shardwise.layout import Box, check_cover, checked
 from shardwise.rules import pointwise
 from shardwise.rules.registry import RowsFunction, rule_of
@@ -82,7 +82,7 @@ def tiling_of(boxes: Sequence[Box]) -> ShardTiling:
     except LayoutError as error:
         raise LayoutError(
             f"LocalShardsWrapper: the shards must fill one box, here {bounds}."
-            f"{' Relative to its offset:' if any(start) else ''} {error} "
+            f"{' Relative to its offset:' if any(start) else ''} {without_fix(error)}. "
             f"Fix: correct the offsets, or pass separate shards to sharded_tensor.init_from_local_shards."
         ) from None
     return ShardTiling(tuple(boxes), bounds)

@@ -18,7 +18,7 @@ from shardwise.checkpoint.files import DTYPES
 from shardwise.checkpoint.manifest import LARGEST
 from shardwise.checkpoint.offline.nested_values import KeyPath, as_path
 from shardwise.checkpoint.remedies import foreign
-from shardwise.errors import CheckpointError, LayoutError
+from shardwise.errors import CheckpointError, LayoutError, without_fix
 from shardwise.layout import Box, check_cover
 
 _CLASSES = {
@@ -166,7 +166,8 @@ def entries(data: bytes, what: str) -> tuple[list[Described], dict[str, KeyPath]
             found.append((name, dtype, shape, [Entry(box, *places[name, box.offsets]) for box in boxes]))
         return found, _paths(metadata)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError, LayoutError) as error:
-        raise foreign(f"{what}: is no metadata of torch.distributed.checkpoint: {error!r}") from error
+        why = f"{type(error).__name__}({without_fix(error)!r})"
+        raise foreign(f"{what}: is no metadata of torch.distributed.checkpoint: {why}") from error
 
 
 def _paths(metadata: object) -> dict[str, KeyPath]:

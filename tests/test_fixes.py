@@ -1,0 +1,103 @@
+"""Every error says what to do: each place in the source that makes an error of this library has a `Fix:`.
+
+Errors of Python and torch that an op raises as torch does, such as IndexError, have the text of torch.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import shardwise
+from shardwise.checkpoint import remedies
+from shardwise.checkpoint.remedies import DAMAGED, FOREIGN, UNREACHABLE, damaged, without_remedy
+
+ROOT = Path(shardwise.__file__).parent
+FILES = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py"))}
+FIXES = {"DAMAGED", "FOREIGN", "UNREACHABLE", "fix", "fixes", "skip"}  # names of texts that have a fix
+
+# What an error from elsewhere, which has a fix, is put into.
+PASSED_ON = {
+    "checkpoint/collective_errors.py": {"on_all_ranks"},
+    "checkpoint/offline/sources.py": {"read"},
+    "checkpoint/offline/torch_format.py": {"_source"},
+    "checkpoint/offline/torch_pickles.py": {"unpickled"},
+    "checkpoint/saving_async.py": {"wait", "_reports"},
+    "checkpoint/state.py": {"storable_boxes"},
+}
+
+
+def _raised() -> set[str]:
+    """The classes of all errors of this library, those that are defined beside what raises them too."""
+    found = {"ShardwiseError"}
+    classes = [node for path in FILES.values() for node in ast.walk(_tree(path)) if isinstance(node, ast.ClassDef)]
+    while True:
+        more = {node.name for node in classes if any(isinstance(b, ast.Name) and b.id in found for b in node.bases)}
+        if more <= found:
+            return found
+        found |= more
+
+
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _has_fix(node: ast.AST, names: set[str]) -> bool:
+    """Whether the text of `node` has a fix, or one of `names` in it does."""
+    return any(
+        (isinstance(part, ast.Constant) and isinstance(part.value, str) and "Fix: " in part.value)
+        or (isinstance(part, ast.Name) and part.id in names)
+        for part in ast.walk(node)
+    )
+
+
+def _texts(body: ast.AST) -> Iterator[str]:
+    """What in `body` is named and has a fix in its text: constants, variables and functions."""
+    for node in ast.walk(body):
+        if isinstance(node, ast.Assign) and _has_fix(node.value, set()):
+            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.FunctionDef) and any(_has_fix(one, set()) for one in node.body[1:] or node.body):
+            yield node.name
+
+
+def without_fix(source: str, raised: set[str]) -> list[tuple[str, int]]:
+    """The function and line of each error that is made without a text that has a fix."""
+    found = []
+    tree = ast.parse(source)
+    names = FIXES | set(_texts(tree))
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.func.id not in raised:
+            continue
+        if not any(_has_fix(part, names) for part in [*node.args, *node.keywords]):
+            inside = [one for one in functions if one.lineno <= node.lineno <= (one.end_lineno or 0)]
+            found.append((max(inside, key=lambda one: one.lineno).name, node.lineno))
+    return found
+
+
+RAISED = _raised()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_error_that_is_made_says_what_to_do(name: str) -> None:
+    passed_on = PASSED_ON.get(name, set())
+    found = without_fix(FILES[name].read_text(encoding="utf-8"), RAISED)
+    missing = [f"{name}:{line} in {function}" for function, line in found if function not in passed_on]
+    assert not missing, f"these errors have no `Fix: …`: {missing}"
+    assert passed_on == {function for function, _ in found}
+
+
+def test_an_error_without_a_fix_is_found() -> None:
+    source = (
+        "def f():\n    raise CheckpointError('it is damaged')\n\ndef g():\n    raise CheckpointError('x. Fix: y')\n"
+    )
+    assert without_fix(source, RAISED) == [("f", 2)]
+
+
+def test_what_to_do_about_files_is_said_once() -> None:
+    texts = {name: text for name, text in vars(remedies).items() if name.isupper()}
+    assert texts == {"DAMAGED": DAMAGED, "FOREIGN": FOREIGN, "UNREACHABLE": UNREACHABLE}
+    assert all(text.startswith(". Fix: ") and text.count("Fix: ") == 1 for text in texts.values())
+    assert str(damaged("a file: is gone")) == "a file: is gone" + DAMAGED
+    assert without_remedy(damaged("a file: is gone")) == "a file: is gone"
