@@ -48,6 +48,7 @@ def _has_fix(node: ast.AST, names: set[str]) -> bool:
     return any(
         (isinstance(part, ast.Constant) and isinstance(part.value, str) and "Fix: " in part.value)
         or (isinstance(part, ast.Name) and part.id in names)
+        or (isinstance(part, ast.Attribute) and part.attr in names)
         for part in ast.walk(node)
     )
 

@@ -100,7 +100,9 @@ class BatchLoader:
                 f"DTensors by DTensor.from_local."
             )
         if batch_size < 1:
-            raise ArgumentError(f"BatchLoader: batch_size must be at least 1, got {batch_size}.")
+            raise ArgumentError(
+                f"BatchLoader: batch_size must be at least 1, got {batch_size}. Fix: the samples of all ranks."
+            )
         self.mesh = default_mesh() if mesh is None else collectives.as_mesh(mesh)
         if self.mesh.coordinate(collectives.rank()) is None:
             raise MeshError(
@@ -147,7 +149,10 @@ class BatchLoader:
                 f"Fix: a state of state_dict()."
             )
         if epoch < 0 or not 0 <= position <= self._order["num_samples"]:
-            raise ArgumentError(f"BatchLoader.load_state_dict: epoch {epoch} and position {position} are of no state.")
+            raise ArgumentError(
+                f"BatchLoader.load_state_dict: epoch {epoch} and position {position} are of no state, as positions are "
+                f"0 to {self._order['num_samples']}. Fix: a state of state_dict()."
+            )
         no_batch_left = position and position == self._end(position)  # the state may be of another batch size
         self._epoch, self._position = (epoch + 1, 0) if no_batch_left else (epoch, position)
         self._iteration += 1

@@ -50,7 +50,9 @@ def count_rows(config: EmbeddingConfig, batches: Iterable[JaggedFeatures]) -> Te
     if error is not None:
         raise error
     if int(counts[-1]):
-        raise RemoteRankError("count_rows: another rank could not count its batches; its own error says why.")
+        raise RemoteRankError(
+            "count_rows: another rank could not count its batches. Fix: correct what its own error says."
+        )
     return counts[:-1]
 
 
@@ -74,7 +76,10 @@ def balanced_rows(counts: Tensor, ranks: int, *, max_rows: int | None = None) ->
             f"{' with negative ones' if counts.dtype == torch.int64 else ''}. Fix: counts as count_rows gives them."
         )
     if not 1 <= ranks <= MOST_RANKS:
-        raise ArgumentError(f"balanced_rows: ranks must be 1 to {MOST_RANKS:,}, got {ranks:,}.")
+        raise ArgumentError(
+            f"balanced_rows: ranks must be 1 to {MOST_RANKS:,}, got {ranks:,}. "
+            f"Fix: the size of the mesh axis, such as mesh.size(0)."
+        )
     rows = counts.numel()
     most = rows if max_rows is None else max_rows
     if ranks * most < rows:

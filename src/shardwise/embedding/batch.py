@@ -106,7 +106,10 @@ class Features:
             JaggedError: lengths that do not fit the ids.
         """
         if not isinstance(features, JaggedFeatures):
-            raise IdTypeError(f"A collection looks up a KeyedJaggedTensor, got {type(features).__name__}.")
+            raise IdTypeError(
+                f"A collection looks up a KeyedJaggedTensor, got {type(features).__name__}. "
+                f"Fix: KeyedJaggedTensor(keys, values, lengths=lengths)."
+            )
         given = features if isinstance(features, KeyedJaggedTensor) else KeyedJaggedTensor.from_torchrec(features)
         known = set(given.keys())
         missing = [name for name in self.names if name not in known]
@@ -208,7 +211,8 @@ class IdRules:
         for number, (feature, sample, position, value) in enumerate(verdicts):
             if feature == NO_BATCH[0]:
                 raise RemoteRankError(
-                    f"Rank {ranks[number]} could not take its batch; its own error says why. Nothing was looked up.",
+                    f"Rank {ranks[number]} could not take its batch. Nothing was looked up. "
+                    f"Fix: correct what its own error says.",
                     ranks[number],
                 )
             if feature >= 0:

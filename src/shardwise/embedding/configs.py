@@ -59,27 +59,35 @@ class EmbeddingConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "feature_names", tuple(self.feature_names))
-        wrong = self._wrong()
-        if wrong:
-            raise ConfigError(f"Table {self.name!r}: {wrong}.")
+        if self._wrong():
+            raise ConfigError(f"Table {self.name!r}: {self._wrong()}.")
 
     def _wrong(self) -> str:
         if not self.name or "." in self.name:
-            return "a name has at least one letter, and no dot, because it is part of the parameter's name"
+            name = self.name.replace(".", "_") or (self.feature_names or ("table",))[0]
+            return (
+                f"a name has at least one letter, and no dot, because it is part of the parameter's name. Fix: {name!r}"
+            )
         if hasattr(nn.Module, self.name):
             return f"nn.Module has an attribute of this name. Fix: {self.name + '_table'!r}"
         if self.num_embeddings < 1 or self.embedding_dim < 1:
-            return f"{self.num_embeddings} rows of {self.embedding_dim} columns, expected 1 or more of each"
+            return (
+                f"{self.num_embeddings} rows of {self.embedding_dim} columns, expected 1 or more of each. "
+                f"Fix: num_embeddings above the largest id, embedding_dim such as 64"
+            )
         if not self.feature_names:
             return f"no features. Fix: feature_names=[{self.name!r}]"
         if len(set(self.feature_names)) != len(self.feature_names):
-            return f"the features {list(self.feature_names)} name one twice"
+            return f"the features {list(self.feature_names)} name one twice. Fix: each once"
         if not self.data_type.is_floating_point:
-            return f"data_type {self.data_type} has no gradients"
+            return f"data_type {self.data_type} has no gradients. Fix: torch.float32, or another floating-point dtype"
         if self.padding_idx is not None and not 0 <= self.padding_idx < self.num_embeddings:
-            return f"padding_idx {self.padding_idx} is not in 0 to {self.num_embeddings - 1}"
+            return (
+                f"padding_idx {self.padding_idx} is not in 0 to {self.num_embeddings - 1}. "
+                f"Fix: one of these, or None for no padding"
+            )
         if self.max_norm is not None and not self.max_norm > 0:
-            return f"max_norm {self.max_norm} is not positive"
+            return f"max_norm {self.max_norm} is not positive. Fix: above 0, or None for no limit"
         return ""
 
     def initialize(self, rows: Tensor) -> None:
@@ -112,5 +120,7 @@ def resized(configs: Sequence[Config], sizes: Mapping[str, int]) -> tuple[Config
     names = [config.name for config in configs]
     for name in sizes:
         if name not in names:
-            raise ConfigError(f"There is no table {name!r} to resize; the tables are {', '.join(names)}.")
+            raise ConfigError(
+                f"There is no table {name!r} to resize; the tables are {', '.join(names)}. Fix: one of these names."
+            )
     return tuple(replace(config, num_embeddings=sizes.get(config.name, config.num_embeddings)) for config in configs)

@@ -104,7 +104,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         expected = [len(group["params"]) for group in self.param_groups]
         if [len(group["params"]) for group in groups] != expected:
             got = [len(group["params"]) for group in groups]
-            raise ConfigError(f"The state has groups of {got} tables, expected {expected}.")
+            raise ConfigError(
+                f"The state has groups of {got} tables, expected {expected}. "
+                f"Fix: the tables and optimizers that the state was saved of."
+            )
         of_rows = {
             name: kind.of_rows
             for kind, group in zip(self.kinds, self.param_groups, strict=True)

@@ -63,7 +63,8 @@ class RowOptimizer:
         for name, value in vars(self).items():
             for number in value if isinstance(value, tuple) else (value,):
                 if number is not None and not number >= 0:
-                    raise ConfigError(f"{type(self).__name__}: {name} is {value}, expected 0 or more.")
+                    fix = "such as lr=0.01" if name == "lr" else f"leave {name} out"
+                    raise ConfigError(f"{type(self).__name__}: {name} is {value}, expected 0 or more. Fix: {fix}.")
 
     def new_states(self, weight: Tensor) -> dict[str, Tensor]:
         """Zeros for the rows of `weight`, by name: [rows, columns], or [rows, 1]."""
@@ -175,7 +176,9 @@ class Adam(RowOptimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         if max(self.betas) >= 1:
-            raise ConfigError(f"{type(self).__name__}: betas is {self.betas}, expected less than 1.")
+            raise ConfigError(
+                f"{type(self).__name__}: betas is {self.betas}, expected less than 1. Fix: such as (0.9, 0.999)."
+            )
 
     def change(self, states: dict[str, Tensor], rows: Tensor, gradient: Tensor, step: int) -> Tensor:
         beta1, beta2 = self.betas

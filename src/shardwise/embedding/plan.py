@@ -225,9 +225,15 @@ def _check(table: Table, first: Table) -> None:
             f"Fix: one mesh for a collection; OnRanks and Shard sizes put a table on some of its ranks."
         )
     if any(isinstance(p, Partial) for p in layout.placements):
-        raise PlanError(f"Table {table.name} cannot be {layout.placements}: a pending sum has no rows.")
+        raise PlanError(
+            f"Table {table.name} cannot be {layout.placements}: a pending sum has no rows. "
+            f"Fix: Shard(0) or Replicate()."
+        )
     if table.dtype not in DTYPES:
-        raise PlanError(f"Table {table.name} has dtype {table.dtype}; sharded collections have {', '.join(DTYPES)}.")
+        raise PlanError(
+            f"Table {table.name} has dtype {table.dtype}; sharded collections have {', '.join(DTYPES)}. "
+            f"Fix: data_type=torch.{DTYPES[0]} in its config, or collection.to(torch.{DTYPES[0]})."
+        )
 
 
 class Sent(NamedTuple):

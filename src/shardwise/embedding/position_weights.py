@@ -32,7 +32,10 @@ class PositionWeightedModuleCollection(nn.Module):
         super().__init__()
         for name, length in max_feature_lengths.items():
             if length < 1:
-                raise ConfigError(f"Feature {name!r}: bags of at most {length} ids, expected 1 or more.")
+                raise ConfigError(
+                    f"Feature {name!r}: bags of at most {length} ids, expected 1 or more. "
+                    f"Fix: the length of its longest bag."
+                )
         self.position_weights = nn.ParameterDict(
             {name: torch.ones(length, device=device) for name, length in max_feature_lengths.items()}
         )

@@ -211,8 +211,8 @@ def check_loaders(
     if LOADER_FAILED[0] in codes:
         rank = ranks[codes.index(LOADER_FAILED[0])]
         raise RemoteRankError(
-            f"The loader of rank {rank} raised at batch {number}, counted from 0, in prefetch; its own error says why. "
-            f"Rank {collectives.rank()} waited for the batch.",
+            f"The loader of rank {rank} raised at batch {number}, counted from 0, in prefetch. "
+            f"Rank {collectives.rank()} waited for the batch. Fix: correct what its own error says.",
             rank,
         )
     ended = [rank for rank, code in zip(ranks, codes, strict=True) if code == LOADER_ENDED[0]]

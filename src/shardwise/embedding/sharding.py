@@ -64,7 +64,8 @@ def shard_embeddings(
     if isinstance(optimizer, Mapping) and set(optimizer) != set(names):
         odd = min(set(optimizer) ^ set(names))
         raise PlanError(
-            f"optimizer has {'no' if odd in names else 'an'} entry {odd!r}; the tables are {', '.join(names)}."
+            f"optimizer has {'no' if odd in names else 'an'} entry {odd!r}; the tables are {', '.join(names)}. "
+            f"Fix: one entry for each table, or one optimizer for all."
         )
     optimizers = [optimizer[n] if isinstance(optimizer, Mapping) else optimizer for n in names] if optimizer else None
     where = collectives.as_mesh(mesh)

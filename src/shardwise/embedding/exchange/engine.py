@@ -70,7 +70,10 @@ class MessageDtypes:
     def __post_init__(self) -> None:
         for direction, dtype in vars(self).items():
             if dtype not in SENT:
-                raise ConfigError(f"{direction}_dtype is {dtype}, expected {', '.join(map(str, SENT))}.")
+                raise ConfigError(
+                    f"{direction}_dtype is {dtype}, expected {', '.join(map(str, SENT))}. "
+                    f"Fix: torch.bfloat16 to send half the bytes, or leave it out."
+                )
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,10 @@ def check_hot_rows(most_bytes: int, pooled: bool, weighted: bool) -> None:
         PlanError: it cannot.
     """
     if most_bytes < 0:
-        raise ConfigError(f"hot_rows is {most_bytes}, expected 0 or more bytes.")
+        raise ConfigError(
+            f"hot_rows is {most_bytes}, expected 0 or more bytes. "
+            f"Fix: the memory of a rank for copies of rows, such as 64 << 20; 0 for none."
+        )
     if most_bytes and not pooled:
         raise PlanError("hot_rows: an EmbeddingCollection requests each row once in any case. Fix: hot_rows=0.")
     if most_bytes and weighted:

@@ -90,7 +90,10 @@ class JaggedTensor(Bags):
             JaggedError: another tensor, or one whose bags do not follow each other.
         """
         if not nested.is_nested or nested.layout != torch.jagged:
-            raise JaggedError(f"from_nested takes a tensor with layout torch.jagged, got {type(nested).__name__}.")
+            raise JaggedError(
+                f"from_nested takes a tensor with layout torch.jagged, got {type(nested).__name__}. "
+                f"Fix: torch.nested.nested_tensor(bags, layout=torch.jagged)."
+            )
         if not nested.is_contiguous():
             raise JaggedError("from_nested takes bags that follow each other. Fix: nested.contiguous().")
         return JaggedTensor(nested.values(), offsets=cast(_Nested, nested).offsets())

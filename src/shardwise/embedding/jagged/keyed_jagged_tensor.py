@@ -66,7 +66,10 @@ class KeyedJaggedTensor(Bags):
         self._keys, self._values, self._weights = list(keys), values, weights
         check_keys("KeyedJaggedTensor", self._keys)
         if values.ndim != 1:
-            raise JaggedError(f"KeyedJaggedTensor: values are 1-D, got shape {tuple(values.shape)}.")
+            raise JaggedError(
+                f"KeyedJaggedTensor: values are 1-D, got shape {tuple(values.shape)}. "
+                f"Fix: values.flatten(), with the ids of all bags after each other."
+            )
         self._lengths = checked_lengths("KeyedJaggedTensor", values, weights, lengths, offsets)
         self._strides = self._checked_strides(stride_per_key)
 
@@ -82,7 +85,7 @@ class KeyedJaggedTensor(Bags):
         if len(strides) != features or sum(strides) != bags or any(n < 0 for n in strides):
             raise JaggedError(
                 f"KeyedJaggedTensor: stride_per_key {list(strides)} are not the bags of {features} features, "
-                f"whose sum is {bags}."
+                f"whose sum is {bags}. Fix: the number of bags of each feature."
             )
         return list(strides)
 
@@ -111,7 +114,7 @@ class KeyedJaggedTensor(Bags):
     @cached_property
     def _length_per_key(self) -> list[int]:
         if self._lengths.is_meta:
-            raise JaggedError("A KeyedJaggedTensor on meta has no lengths.")
+            raise JaggedError("A KeyedJaggedTensor on meta has no lengths. Fix: make it on a device.")
         ends = [0, *accumulate(self._strides)]
         at = self._offsets[torch.tensor(ends, device=self._offsets.device)].tolist()
         return [stop - start for start, stop in pairwise(at)]
@@ -150,7 +153,10 @@ class KeyedJaggedTensor(Bags):
     def split(self, segments: Sequence[int]) -> list["KeyedJaggedTensor"]:
         """As views: the first `segments[0]` features, the next `segments[1]`, …"""
         if sum(segments) != len(self._keys) or any(n < 0 for n in segments):
-            raise JaggedError(f"split: segments {list(segments)} do not sum to {len(self._keys)} keys.")
+            raise JaggedError(
+                f"split: segments {list(segments)} do not sum to {len(self._keys)} keys. "
+                f"Fix: how many features each part has, which are all together."
+            )
         found, ends = [], [0, *accumulate(segments)]
         first_bag, first_id = [0, *accumulate(self._strides)], self.offset_per_key()
         for start, stop in pairwise(ends):
@@ -169,7 +175,10 @@ class KeyedJaggedTensor(Bags):
         """
         known = range(len(self._keys))
         if len(set(indices)) != len(indices) or any(i not in known for i in indices):
-            raise JaggedError(f"permute: {list(indices)} are not distinct indices of {len(self._keys)} keys.")
+            raise JaggedError(
+                f"permute: {list(indices)} are not distinct indices of {len(self._keys)} keys. "
+                f"Fix: each once, from 0 to {len(self._keys) - 1}."
+            )
         return self.of_features([self._keys[i] for i in indices])
 
     def of_features(self, names: Sequence[str]) -> "KeyedJaggedTensor":
@@ -193,7 +202,8 @@ class KeyedJaggedTensor(Bags):
         weighted = {kjt.weights_or_none() is not None for kjt in kjt_list}
         if len(weighted) != 1:
             what = "some have weights and others have none" if weighted else "there is none"
-            raise JaggedError(f"concat takes KeyedJaggedTensors alike, but {what}.")
+            fix = "weights=torch.ones(…) for the others" if weighted else "one or more"
+            raise JaggedError(f"concat takes KeyedJaggedTensors alike, but {what}. Fix: {fix}.")
         return KeyedJaggedTensor(
             [key for kjt in kjt_list for key in kjt._keys],
             torch.cat([kjt.values() for kjt in kjt_list]),
@@ -207,7 +217,7 @@ class KeyedJaggedTensor(Bags):
     def from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> "KeyedJaggedTensor":
         """One feature of each JaggedTensor."""
         if not jt_dict:
-            raise JaggedError("from_jt_dict needs a feature.")
+            raise JaggedError("from_jt_dict needs a feature. Fix: {name: JaggedTensor(values, lengths=lengths)}.")
         return KeyedJaggedTensor.concat([
             KeyedJaggedTensor([key], jt.values(), jt.weights_or_none(), jt.lengths()) for key, jt in jt_dict.items()
         ])  # fmt: skip

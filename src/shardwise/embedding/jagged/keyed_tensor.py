@@ -42,11 +42,17 @@ class KeyedTensor:
         check_keys("KeyedTensor", self._keys)
         bags = [1] * len(self._keys) if self._strides is None else self._strides
         if not len(self._keys) == len(self._dims) == len(bags):
-            raise JaggedError(f"KeyedTensor: {len(self._keys)} keys, {len(self._dims)} lengths, {len(bags)} strides.")
+            raise JaggedError(
+                f"KeyedTensor: {len(self._keys)} keys, {len(self._dims)} lengths, {len(bags)} strides. "
+                f"Fix: for each key its columns in length_per_key, and its bags in stride_per_key if that is given."
+            )
         columns = sum(n * dim for n, dim in zip(bags, self._dims, strict=True))
         if values.ndim != (2 if self._strides is None else 1) or values.shape[-1] != columns:
             expected = f"(bags, {columns})" if self._strides is None else f"({columns},)"
-            raise JaggedError(f"KeyedTensor: values have shape {tuple(values.shape)}, expected {expected}.")
+            raise JaggedError(
+                f"KeyedTensor: values have shape {tuple(values.shape)}, expected {expected}. "
+                f"Fix: length_per_key with the columns of each key in values."
+            )
 
     def keys(self) -> list[str]:
         """The features."""
@@ -101,7 +107,10 @@ class KeyedTensor:
                 found[key] = value
         unknown = [key for group in groups for key in group if key not in found]
         if unknown:
-            raise JaggedError(f"regroup: no key {unknown[0]!r} among {', '.join(map(repr, found))}.")
+            raise JaggedError(
+                f"regroup: no key {unknown[0]!r} among {', '.join(map(repr, found))}. "
+                f"Fix: groups of these, or add the KeyedTensor that has it."
+            )
         return [torch.cat([found[key] for key in group], 1) for group in groups]
 
     def __repr__(self) -> str:

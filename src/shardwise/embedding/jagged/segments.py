@@ -37,10 +37,13 @@ def checked_lengths(
         if isinstance(tensor, DTensor):
             raise JaggedError(f"{what}: {name} are this rank's own, got a DTensor. Fix: {name}.to_local().")
     if values.ndim == 0:
-        raise JaggedError(f"{what}: values have no dim to divide, got the scalar {values.item()}.")
+        raise JaggedError(
+            f"{what}: values have no dim to divide, got the scalar {values.item()}. Fix: values.unsqueeze(0)."
+        )
     if weights is not None and weights.shape != values.shape[:1]:
         raise JaggedError(
-            f"{what}: {values.shape[0]} values need as many weights, got weights of shape {tuple(weights.shape)}."
+            f"{what}: {values.shape[0]} values need as many weights, got weights of shape {tuple(weights.shape)}. "
+            f"Fix: one weight for each value, 1-D."
         )
     if lengths is None and offsets is None:
         raise JaggedError(f"{what} needs lengths or offsets. Fix: lengths=torch.tensor([...]), one of each bag.")
@@ -63,7 +66,10 @@ def _of_offsets(what: str, offsets: Tensor) -> Tensor:
 
 def _check_integers(what: str, name: str, tensor: Tensor) -> None:
     if tensor.ndim != 1 or tensor.dtype not in INTEGERS:
-        raise JaggedError(f"{what}: {name} are 1-D and int32 or int64, got {tensor.ndim}-D {tensor.dtype}.")
+        raise JaggedError(
+            f"{what}: {name} are 1-D and int32 or int64, got {tensor.ndim}-D {tensor.dtype}. "
+            f"Fix: {name}{'.flatten()' * (tensor.ndim != 1)}{'.long()' * (tensor.dtype not in INTEGERS)}."
+        )
 
 
 def _check(what: str, values: Tensor, lengths: Tensor) -> None:
