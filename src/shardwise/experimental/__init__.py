@@ -100,7 +100,10 @@ def _as_row(found: Row | Acceptable, args: Args, kwargs: Kwargs) -> Row:
         )
     for placement in (*outputs, *placed):
         if isinstance(placement, Shard) and (placement.dim < 0 or placement.sizes is not None):
-            raise RuleError(f"register_sharding: rows say Shard(dim) with dim >= 0 and no sizes, got {placement}.")
+            raise RuleError(
+                f"register_sharding: rows say Shard(dim) with dim >= 0 and no sizes, got {placement}. "
+                f"Fix: count the dim from the first; sizes follow from the operands."
+            )
     return Row(placed, outputs[0] if len(outputs) == 1 else tuple(outputs), "as registered")
 
 
@@ -181,7 +184,10 @@ class _LocalOf:
         """One entry per argument; those of keyword arguments may be omitted."""
         found: list[Placements | None] = [None] * count if given is None else list(given)
         if len(found) not in (unnamed, count):
-            raise LayoutError(f"local_map: {name} speaks of {len(found)} arguments, the call has {unnamed}.")
+            raise LayoutError(
+                f"local_map: {name} speaks of {len(found)} arguments, the call has {unnamed}. "
+                f"Fix: one entry for each argument, None for one that is no tensor or has any placements."
+            )
         return found + [None] * (count - len(found))
 
     def __call__(self, index: int, x: object) -> object:
@@ -211,19 +217,29 @@ def _wanted_outputs(out_placements: Any, count: int) -> list[Placements | None]:
     one = one or all(placement_of(p) is not None for p in out_placements)
     wanted = [out_placements] if one else list(out_placements)
     if len(wanted) != count:
-        raise LayoutError(f"local_map: the function gave {count} results, out_placements speak of {len(wanted)}.")
+        raise LayoutError(
+            f"local_map: the function gave {count} results, out_placements speak of {len(wanted)}. "
+            f"Fix: a tuple of the placements of each, None for one that is no tensor."
+        )
     return wanted
 
 
 def _output(x: object, placements: Placements | None, mesh: Mesh) -> object:
     if not isinstance(x, Tensor):
         if placements is not None:
-            raise LayoutError(f"local_map: out_placements {placements} for a result that is no tensor: {x!r}.")
+            raise LayoutError(
+                f"local_map: out_placements {placements} for a result that is no tensor: {x!r}. Fix: None for it."
+            )
         return x
     if placements is None:
-        raise LayoutError("local_map: a result that is a tensor needs out_placements, got None.")
+        raise LayoutError(
+            "local_map: a result that is a tensor needs out_placements, got None. "
+            "Fix: those of its local tensors, such as [Shard(0)]."
+        )
     if isinstance(x, DTensor):
-        raise LayoutError("local_map: the function must return local tensors, got a DTensor.")
+        raise LayoutError(
+            "local_map: the function must return local tensors, got a DTensor. Fix: return its to_local()."
+        )
     if all(p == REPLICATE or p.is_partial() for p in as_placements(mesh, placements)):
         return DTensor.from_local(x, mesh, placements, run_check=False, shape=x.shape)
     return DTensor.from_local(x, mesh, placements)

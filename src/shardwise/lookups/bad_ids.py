@@ -78,7 +78,7 @@ def raise_bad_ids(ctx: LocalContext, verdicts: Sequence[Sequence[int]], ranks: S
     if position == BAD_BAGS:
         raise StraddlingError(
             f"{ctx.name_of(1)}: the offsets describe no bags of the ids: they must rise from 0 to at most the "
-            f"number of ids."
+            f"number of ids. Fix: lengths.cumsum(0) - lengths."
         )
     if position == BAGS_OF_EACH_RANK:
         raise StraddlingError(
@@ -93,7 +93,7 @@ def raise_bad_ids(ctx: LocalContext, verdicts: Sequence[Sequence[int]], ranks: S
     held = f" (held by rank {min(mesh.submesh(replicas, rank).ranks) if replicas else rank})" if sharded else ""
     raise IdError(
         f"{ctx.name_of(1)}: id {value} at position {where} of the ids{held} is not in the table, whose valid ids are "
-        f"0 to {ctx.layouts[1].shape[0] - 1}. Nothing was looked up."
+        f"0 to {ctx.layouts[1].shape[0] - 1}. Nothing was looked up. Fix: correct the id, or give the table more rows."
     )
 
 

@@ -44,7 +44,10 @@ def embedding_bags(
     """
     starts = [None] * len(inputs) if offsets is None else list(offsets)
     if not len(inputs) == len(weights) == len(starts):
-        raise LayoutError(f"embedding_bags: {len(inputs)} inputs, {len(weights)} weights, {len(starts)} offsets.")
+        raise LayoutError(
+            f"embedding_bags: {len(inputs)} inputs, {len(weights)} weights, {len(starts)} offsets. "
+            f"Fix: in each list one entry for each lookup; None where 2-D ids need no offsets."
+        )
     operands = tuple(x for x in (*inputs, *weights, *starts) if x is not None)
     if has_torch_function(operands):
         return handle_torch_function(embedding_bags, operands, inputs, weights, starts, mode=mode, sparse=sparse)

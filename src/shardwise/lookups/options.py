@@ -75,7 +75,10 @@ def embedding_bag(ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
 def _padding_row(ctx: LocalContext, padding_idx: int) -> int:
     num_rows = ctx.layouts[1].shape[0]
     if not -num_rows <= padding_idx < num_rows:
-        raise IdError(f"{ctx.name_of(1)}: padding_idx {padding_idx} is not one of its {num_rows} rows.")
+        raise IdError(
+            f"{ctx.name_of(1)}: padding_idx {padding_idx} is not one of its {num_rows} rows. "
+            f"Fix: 0 to {num_rows - 1}, or None for no padding."
+        )
     return padding_idx % num_rows
 
 

@@ -28,7 +28,10 @@ def _check_ids(ids: Meta, dims: tuple[int, ...], op: str, what: str = "ids") -> 
     if ids.dtype not in (torch.int32, torch.int64):
         raise IdTypeError(f"{op} takes {what} of dtype int32 or int64, got {ids.dtype}. Fix: {what}.long().")
     if dims and ids.ndim not in dims:
-        raise IdTypeError(f"{op} takes ids with {' or '.join(map(str, dims))} dims, got shape {ids.shape}.")
+        raise IdTypeError(
+            f"{op} takes ids with {' or '.join(map(str, dims))} dims, got shape {ids.shape}. "
+            f"Fix: 2-D ids with a row for each bag, or 1-D ids with offsets."
+        )
 
 
 def _embedding_shape(input: Meta, weight: Meta, *args: object, **kwargs: object) -> tuple[int, ...]:
@@ -125,7 +128,10 @@ def embedding_bag(*args: object, **kwargs: object) -> list[Row]:
     if mode not in ("sum", "mean", "max") or weighted_wrong or (mode == "max" and (named["sparse"] or by_frequency)):
         raise NotImplementedError("torch says what is wrong with the options")
     if (ids.ndim == 1) == (offsets is None):
-        raise LayoutError("embedding_bag: 1-D ids, and no others, need offsets that say where each bag starts")
+        raise LayoutError(
+            "embedding_bag: 1-D ids, and no others, need offsets that say where each bag starts. "
+            f"Fix: {'leave offsets out' if ids.ndim == 2 else 'offsets=lengths.cumsum(0) - lengths'}."
+        )
     # With the last offset there is one offset more than bags, so they cannot be sharded alike; and ids are
     # not sharded where offsets are not, since shards would seldom end between bags.
     replicated = offsets is not None and not (ids.placement.is_shard() and offsets.placement.is_shard())

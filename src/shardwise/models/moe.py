@@ -42,7 +42,10 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, dim: Count, hidden_dim: Count, num_experts: Count, top_k: Count = 2) -> None:
         super().__init__()
         if not 1 <= top_k <= num_experts:
-            raise ConfigError(f"top_k must be from 1 to {num_experts}, the number of experts, got {top_k}.")
+            raise ConfigError(
+                f"top_k must be from 1 to {num_experts}, the number of experts, got {top_k}. "
+                f"Fix: top_k={min(max(top_k, 1), num_experts)}."
+            )
         self.num_experts = num_experts
         self.top_k = top_k
         self.router = nn.Linear(dim, num_experts, bias=False)

@@ -189,7 +189,10 @@ class Transformer(nn.Module):
         """
         _, seq_len = tokens.size()
         if seq_len > self.max_seq_len:
-            raise ConfigError(f"A sequence of {seq_len} tokens is longer than max_seq_len={self.max_seq_len}.")
+            raise ConfigError(
+                f"A sequence of {seq_len} tokens is longer than max_seq_len={self.max_seq_len}. "
+                f"Fix: ModelArgs(max_seq_len={seq_len}), or shorter sequences."
+            )
         positions = self.pos_embeddings(torch.arange(0, seq_len, device=tokens.device))  # (seq, dim)
         hidden = self.dropout(self.tok_embeddings(tokens) + positions)
         for layer in self.layers:
@@ -222,7 +225,10 @@ class Transformer(nn.Module):
             ConfigError: this is no Transformer, or dropout would depend on the sharding of heads.
         """
         if not isinstance(module, Transformer):
-            raise ConfigError(f"Transformer.parallelize needs a Transformer, got {type(module).__name__}.")
+            raise ConfigError(
+                f"Transformer.parallelize needs a Transformer, got {type(module).__name__}. "
+                f"Fix: parallelize_module for other modules."
+            )
         if local_output_for_attn and module.model_args.dropout_p > 0:
             raise ConfigError(
                 "Plain heads drop the same weights on every rank, and as many as the rank has heads. Fix: leave "

@@ -307,7 +307,10 @@ class BoundaryRedistribution:
         shape, sized = list(x.shape), list(placements)
         shards = [(axis, p) for axis, p in enumerate(placements) if isinstance(p, Shard)]
         if any(not -x.ndim <= p.dim < x.ndim for _, p in shards):
-            raise LayoutError(f"{self.what}: a tensor of shape {tuple(x.shape)} cannot be laid out as {placements}.")
+            raise LayoutError(
+                f"{self.what}: a tensor of shape {tuple(x.shape)} cannot be laid out as {placements}. "
+                f"Fix: say in the style how it is: Shard of one of its dims, or Replicate()."
+            )
         dims = [p.dim % x.ndim for _, p in shards]
         is_static = len(set(dims)) == len(dims)
         for (axis, p), dim in zip(shards, dims, strict=True):

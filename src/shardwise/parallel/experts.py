@@ -57,7 +57,7 @@ def mix_experts(chosen: Tensor, w1: Tensor, w2: Tensor, tokens: Tensor, weights:
         row, column = bad[0]
         raise IdError(
             f"mix_experts: there is no expert {int(chosen[row, column])}, chosen at {(row, column)}. "
-            f"Experts are 0 to {len(w1) - 1}."
+            f"Experts are 0 to {len(w1) - 1}. Fix: choose by a topk over {len(w1)} scores of a token."
         )
     return _mixed(chosen, w1, w2, tokens, weights)
 
@@ -81,7 +81,8 @@ def _check_shapes(
         raise LayoutError(
             "mix_experts wants chosen (tokens, k), w1 (experts, hidden, dim), w2 (experts, dim, hidden), tokens "
             f"(tokens, dim) and weights (tokens, k); got "
-            f"{', '.join(str(tuple(s)) for s in (chosen, w1, w2, tokens, weights))}."
+            f"{', '.join(str(tuple(s)) for s in (chosen, w1, w2, tokens, weights))}. Fix: tokens.flatten(0, -2) for a "
+            f"batch of sequences; weights stacked along dim 0, one expert after the other."
         )
 
 
@@ -137,7 +138,10 @@ def _on_locals(ctx: LocalContext, chosen: Tensor, w1: Tensor, w2: Tensor, tokens
 def _experts_of(ctx: LocalContext, rank: int) -> Span:
     """Which experts a rank holds: from, to."""
     if ctx.layouts[1].shard_sizes(0) != ctx.layouts[2].shard_sizes(0):
-        raise LayoutError(f"mix_experts: w1 and w2 must be sharded alike, got {ctx.layouts[1]} and {ctx.layouts[2]}.")
+        raise LayoutError(
+            f"mix_experts: w1 and w2 must be sharded alike, got {ctx.layouts[1]} and {ctx.layouts[2]}. "
+            f"Fix: w2.redistribute(placements=w1.placements)."
+        )
     boxes = ctx.layouts[1].boxes(rank)
     return (boxes[0].offsets[0], boxes[0].offsets[0] + boxes[0].sizes[0]) if boxes else (0, 0)
 
@@ -208,7 +212,8 @@ class ExpertParallel(ParallelStyle):
         if len(names) != 2:
             raise PlanError(
                 f"ExpertParallel knows layers with one w1 and one w2, each of three dims, stacked by experts; "
-                f"{type(module).__name__} has {names}."
+                f"{type(module).__name__} has {names}. "
+                f"Fix: name such a layer in the plan, or write a style for this one."
             )
         return dict.fromkeys(names, Shard(0, self.sizes))
 

@@ -188,7 +188,9 @@ def resolve(module: nn.Module, plan: Entries, mesh: Mesh) -> ResolvedPlan:
             styled.append(StyledModule(child, style, input_fn, output_fn))
             for name, layout in found.items():
                 if layouts.setdefault(name, layout) != layout:
-                    problems.append(f"{name}: two entries give it the layouts {layouts[name]} and {layout}.")
+                    problems.append(
+                        f"{name}: two entries give it the layouts {layouts[name]} and {layout}. Fix: one entry."
+                    )
     module_sharding.refuse([*problems, *module_sharding.conflicting_ties(named, layouts)])
     return ResolvedPlan(layouts, styled, list(shared.values()))
 
@@ -210,7 +212,9 @@ def _placed(
                 problems.append(f"{module_sharding.label(names[name])}: {error}")
                 continue
             if layouts.setdefault(name, layout) != layout:
-                problems.append(f"{name}: two entries give it the layouts {layouts[name]} and {layout}.")
+                problems.append(
+                    f"{name}: two entries give it the layouts {layouts[name]} and {layout}. Fix: one entry."
+                )
     return layouts, problems
 
 
@@ -223,6 +227,9 @@ def _layouts(module: nn.Module, style: ParallelStyle, context: ModuleContext) ->
     named = module_sharding.named_parameters(module)
     absent = {name for name, parameter in module._parameters.items() if parameter is None}  # such as a bias
     if unknown := [name for name in placements if name not in named and name not in absent]:
-        raise PlanError(f"{type(style).__name__} shards {', '.join(unknown)}, the parameters are {', '.join(named)}.")
+        raise PlanError(
+            f"{type(style).__name__} shards {', '.join(unknown)}, the parameters are {', '.join(named)}. "
+            f"Fix: names of these in its parameters()."
+        )
     prefix = f"{context.path}." if context.path else ""
     return {f"{prefix}{name}": context.layout(placements.get(name, REPLICATE), p.shape) for name, p in named.items()}

@@ -112,7 +112,10 @@ def _nested(
     like = desired if plain is None else plain
     keys = _keys(like, what)
     if any(side is not None and _keys(side, what) != keys for side in (plain, desired)):
-        raise PlanError(f"{what}: layouts {plain!r} and desired layouts {desired!r} differ in number or names.")
+        raise PlanError(
+            f"{what}: layouts {plain!r} and desired layouts {desired!r} differ in number or names. "
+            f"Fix: the same entries in both, None to leave one unchanged."
+        )
 
     def item(key: Any) -> _NestedRedistribution | None:
         a, b = (None if side is None else cast(Any, side)[key] for side in (plain, desired))
@@ -200,15 +203,18 @@ class PrepareModuleInput(ParallelStyle):
                 raise PlanError("input_layouts are one entry per argument. Fix: input_kwarg_layouts for names.")
             by_position, count = list(inputs.items), len(inputs.items)
             if count > len(arguments.positional) and not arguments.has_var_positional:
-                raise PlanError(f"input_layouts are {count}, but forward takes {', '.join(arguments.positional)}.")
+                raise PlanError(
+                    f"input_layouts are {count}, but forward takes {', '.join(arguments.positional)}. "
+                    f"Fix: at most one for each of these."
+                )
         by_name = dict(zip(arguments.positional, by_position, strict=False))
         plain_kwargs, desired_kwargs = self.input_kwarg_layouts or {}, self.desired_input_kwarg_layouts or {}
         for name in sorted({*plain_kwargs, *desired_kwargs}):
             if by_name.get(name) is not None:
                 raise PlanError(f"the argument {name!r} has layouts by position and by name. Fix: one of them.")
             if name not in arguments.names and not arguments.has_var_keyword:
-                close = get_close_matches(name, arguments.names, n=1) or arguments.names
-                raise PlanError(f"forward has no argument {name!r}. Did you mean {close[0]!r}?")
+                meant, known = did_you_mean(name, arguments.names), ", ".join(arguments.names)
+                raise PlanError(f"forward has no argument {name!r}.{meant} Fix: use one of {known or 'none'}.")
             layouts = plain_kwargs.get(name), desired_kwargs.get(name)
             by_name[name] = _nested(context, *layouts, self.use_local_output, f"argument {name!r}")
             if name in arguments.positional:

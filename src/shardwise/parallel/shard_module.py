@@ -123,7 +123,10 @@ def _layout(parameter: Tensor, entry: ParameterLayout, mesh: Mesh) -> Layout:
         return entry.layout(shape, tuple(sorted(mesh.ranks)))
     if isinstance(entry, Layout):
         if entry.shape != shape:
-            raise PlanError(f"the layout is for shape {entry.shape}, the parameter has {shape}.")
+            raise PlanError(
+                f"the layout is for shape {entry.shape}, the parameter has {shape}. Fix: pass placements alone, or "
+                f"layout.replace(shape={shape})."
+            )
         return entry
     one = placement_of(entry)
     if one is not None and mesh.ndim > 1:

@@ -110,7 +110,8 @@ class ModuleContext:
         assert isinstance(placements, Sequence)
         if len(placements) != self.mesh.ndim:
             raise PlanError(
-                f"{list(placements)} are {len(placements)} placements, {self.mesh} has {self.mesh.ndim} axes."
+                f"{list(placements)} are {len(placements)} placements, {self.mesh} has {self.mesh.ndim} axes. "
+                f"Fix: one for each axis, None for the default; or a single placement for axis {self.axis}."
             )
         return tuple(placement_of(p) for p in placements)
 
@@ -285,7 +286,8 @@ def _shard_sizes(length: int, unit: int, sizes: Sequence[int] | None, count: int
     if len(units) != count or sum(units) != length // unit or min(units) < 0:
         raise PlanError(
             f"sizes={units} must be {count} numbers that add up to {length // unit}: {length} features"
-            f"{f' in units of {unit}' if unit > 1 else ''}, on {count} ranks."
+            f"{f' in units of {unit}' if unit > 1 else ''}, on {count} ranks. "
+            f"Fix: such as sizes={chunk(length // unit, count)}."
         )
     return tuple(n * unit for n in units)
 

@@ -54,7 +54,8 @@ def plan_from_transformers(model: nn.Module) -> dict[str, ParallelStyle | Placem
         if style not in STYLES and style not in WITHOUT_STYLE:
             raise PlanError(
                 f"{type(model).__name__}: its plan has the style {style!r} for {key!r}, which is not known here. "
-                f"Known: {', '.join(sorted({*STYLES, *WITHOUT_STYLE}))}."
+                f"Known: {', '.join(sorted({*STYLES, *WITHOUT_STYLE}))}. "
+                f"Fix: give parallelize_module a plan of your own, with styles of shardwise.parallel."
             )
         of_modules = module_sharding.resolve([key], list(modules), "module")[0][key]
         of_parameters = module_sharding.resolve([key], list(named), "parameter")[0][key]

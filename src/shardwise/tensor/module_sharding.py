@@ -132,13 +132,16 @@ def unknown_name(name: str, names: Iterable[str], kind: str) -> str:
     deeper = ".".join("**" if glob == "*" else glob for glob in name.split("."))
     deeper = f"**.{deeper}" if name.startswith("*") and not deeper.startswith("**") else deeper
     if deeper != name and any(_matches(deeper, n) for n in known):
-        return f"{name!r} matches no {kind}: a '*' is one component of a name. Did you mean {deeper!r}?"
+        return (
+            f"{name!r} matches no {kind}: a '*' is one component of a name. Did you mean {deeper!r}? "
+            f"Fix: '**' for any number of them."
+        )
     last = name.rpartition(".")[2]
     close = get_close_matches(name, known, n=1) or [n for n in known if n.rpartition(".")[2] == last]
     if close:
-        return f"{name!r} matches no {kind}. Did you mean {close[0]!r}?"
+        return f"{name!r} matches no {kind}. Did you mean {close[0]!r}? Fix: use its name."
     listed = ", ".join([*known[:LISTED], *(["…"] if len(known) > LISTED else [])])
-    return f"{name!r} matches no {kind}. Known names: {listed or 'none'}."
+    return f"{name!r} matches no {kind}. Known names: {listed or 'none'}. Fix: use these, or leave it out."
 
 
 def names_of_each(named: Mapping[str, Tensor]) -> dict[str, list[str]]:
@@ -162,7 +165,9 @@ def conflicting_ties(named: Mapping[str, Tensor], assigned: Mapping[str, object]
         if name in assigned:
             other = first.setdefault(id(named[name]), name)
             if assigned[name] != assigned[other]:
-                conflicts.append(f"{other} and {name} are tied, but the plan gives them different layouts.")
+                conflicts.append(
+                    f"{other} and {name} are tied, but the plan gives them different layouts. Fix: the same for both."
+                )
     return conflicts
 
 

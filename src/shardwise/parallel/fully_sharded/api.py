@@ -132,7 +132,10 @@ def _checked_mesh(module: nn.Module, mesh: Mesh | DeviceMesh | None) -> Mesh:
     if found.coordinate(collectives.rank()) is None:
         raise MeshError(f"Rank {collectives.rank()} is not part of {found}. Fix: call fully_shard on its ranks only.")
     if found.ndim > 2:
-        raise MeshError(f"fully_shard takes a mesh of one axis, or of two: replicate, then shard; got {found}.")
+        raise MeshError(
+            f"fully_shard takes a mesh of one axis, or of two: replicate, then shard; got {found}. "
+            f"Fix: name these axes, such as mesh['dp'] or mesh['replicate', 'shard']."
+        )
     return found
 
 
