@@ -62,9 +62,17 @@ def test_ranks_share_a_world_and_rank_0_answers(nproc: int, monkeypatch: pytest.
     ("how", "message", "exitcode"),
     [
         ("raise", "rank 1 failed: KeyError: 'no such row'", 1),
-        ("sys.exit", "rank 1 called sys.exit(3) instead of returning", 3),
-        ("os._exit", "rank 1 exited with code 0", 0),
-        ("kill", "rank 1 was killed by SIGKILL", -signal.SIGKILL),
+        (
+            "sys.exit",
+            "rank 1 called sys.exit(3) instead of returning\n  Fix: return, or raise an error that says why.",
+            3,
+        ),
+        ("os._exit", "rank 1 exited with code 0\n  Fix: its own output says why; correct that.", 0),
+        (
+            "kill",
+            "rank 1 was killed by SIGKILL\n  Fix: look whether memory ran out (dmesg); if so, let a rank hold less.",
+            -signal.SIGKILL,
+        ),
     ],
 )
 def test_the_rank_that_failed_is_named_not_those_that_waited_for_it(how: str, message: str, exitcode: int) -> None:

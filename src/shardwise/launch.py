@@ -206,7 +206,7 @@ def _failed(rank: int, answer: "_Failed | Death") -> _Failed:
     if isinstance(answer, _Failed):
         return answer
     cause = _Cause.UNSURE if answer.exitcode == -signal.SIGABRT else _Cause.DIED
-    return _Failed(rank, str(answer), answer.exitcode or 0, cause, answer.at)
+    return _Failed(rank, f"{answer}\n  Fix: {answer.fix}.", answer.exitcode or 0, cause, answer.at)
 
 
 # ---- a rank -----------------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ def _raised(rank: int, error: BaseException) -> _Failed:
 
     if isinstance(error, SystemExit):
         exitcode = error.code if isinstance(error.code, int) else int(error.code is not None)
-        text = f"called sys.exit({error.code!r}) instead of returning"
+        text = f"called sys.exit({error.code!r}) instead of returning\n  Fix: return, or raise an error that says why."
     else:
         exitcode, text = 1, f"failed: {type(error).__name__}: {error}"
     frames = error.__traceback__

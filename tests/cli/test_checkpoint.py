@@ -107,6 +107,9 @@ def test_what_is_no_checkpoint_is_an_error_in_one_line(tmp_path: Path, capsys: C
 # ---- verify and diff --------------------------------------------------------------------------------------
 
 
+COPY = "Fix: copy these files again from where they are sound, or load an earlier step by its path."
+
+
 def test_verify_names_what_is_damaged(path: Path, capsys: Captured) -> None:
     assert cli.main(["checkpoint", "verify", str(path)]) == 0
     out, err = capsys.readouterr()
@@ -120,7 +123,7 @@ def test_verify_names_what_is_damaged(path: Path, capsys: Captured) -> None:
     out, err = capsys.readouterr()
     assert not out
     heading = rf"CheckpointError: {path} is damaged \(step 7 was read\):\n"
-    assert re.fullmatch(rf"{heading}  tensor 'model\.\S+': {file}: the data of .* is damaged: .*\n", err)
+    assert re.fullmatch(rf"{heading}  tensor 'model\.\S+': {file}: the data of .* is damaged: .*\n  {COPY}\n", err)
 
 
 def test_verify_names_a_later_checkpoint_that_is_not_complete(path: Path, capsys: Captured) -> None:
@@ -128,7 +131,7 @@ def test_verify_names_a_later_checkpoint_that_is_not_complete(path: Path, capsys
     (later := path.parent / "step-00000009" / "rank-0000.safetensors").write_bytes(b"")
     assert cli.main(["checkpoint", "verify", str(path.parent)]) == 4
     assert re.fullmatch(
-        rf"CheckpointError: {path.parent} is damaged \(step 7 was read\):\n  {later}: has 0 bytes, .*\n",
+        rf"CheckpointError: {path.parent} is damaged \(step 7 was read\):\n  {later}: has 0 bytes, .*\n  {COPY}\n",
         capsys.readouterr().err,
     )
 

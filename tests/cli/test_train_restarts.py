@@ -96,6 +96,7 @@ def test_a_run_that_dies_again_goes_on_with_fewer_ranks_and_then_stops(tmp_path:
         f"Restart 2 of 9: {died}. Starting again from the beginning on {fewer}.",
         "No checkpoint was saved.",
         f"RankFailedError: {died}",
+        "  Fix: look whether memory ran out (dmesg); if so, let a rank hold less.",
         f"Not restarted: it has {stuck}. Fix: {fix}.",
     ]
 

@@ -88,7 +88,10 @@ def test_what_raises_the_same_twice_from_the_same_step_is_not_tried_again(tmp_pa
 def test_it_gives_up_with_the_last_error_also_where_it_made_progress(tmp_path: Path) -> None:
     result, starts, _ = run(tmp_path, [(1, KILLED), (1, HANGS), (1, BUG)], limit=2)
     assert len(starts) == 3
-    assert result == "rank 0 failed: KeyError: 'no such row'\nGave up after 2 restarts."
+    assert result == (
+        "rank 0 failed: KeyError: 'no such row'\nGave up after 2 restarts. "
+        "Fix: remove the cause of that error, then --resume."
+    )
 
 
 def test_the_last_error_keeps_what_it_says_of_the_rank() -> None:

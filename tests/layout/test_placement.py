@@ -100,12 +100,12 @@ def test_placements_are_frozen(placement: Placement, field: str) -> None:
     ("make", "text"),
     [
         (
-            lambda: Shard("rows"),
+            lambda: Shard("rows"),  # type: ignore[arg-type]
             (
                 "Shard(dim) takes an integer dim, got 'rows'. Named dims are not supported. "
                 "Fix: the number of the dim, such as Shard(0)."
             ),
-        ),  # type: ignore[arg-type]
+        ),
         (
             lambda: Shard(True),
             (

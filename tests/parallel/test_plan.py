@@ -91,15 +91,15 @@ def test_all_errors_of_a_plan_are_reported_at_once_on_every_rank_and_nothing_cha
     (text,) = set(world(2).run(body))
     assert text == (
         "The plan does not fit the module:\n"
-        "  'net' matches no module. Did you mean 'net2'?\n"
-        "  'zzz.*' matches no module. Known names: net1, relu, net2.\n"
+        "  'net' matches no module. Did you mean 'net2'? Fix: use its name.\n"
+        "  'zzz.*' matches no module. Known names: net1, relu, net2. Fix: use these, or leave it out.\n"
         "  relu: ColwiseParallel supports Linear, Embedding and EmbeddingBag, not ReLU. "
         "Fix: name the layers inside it, or write a style for it.\n"
         "  net1: 16 features are no multiple of unit=5. Fix: a unit that divides them.\n"
         "  net2.weight: two entries give it the layouts Layout((10, 16) as [Shard(1)] on Mesh(0=2)) and "
-        "Layout((10, 16) as [Shard(0)] on Mesh(0=2)).\n"
+        "Layout((10, 16) as [Shard(0)] on Mesh(0=2)). Fix: one entry.\n"
         "  net2.bias: two entries give it the layouts Layout((10,) as [Replicate()] on Mesh(0=2)) and "
-        "Layout((10,) as [Shard(0)] on Mesh(0=2))."
+        "Layout((10,) as [Shard(0)] on Mesh(0=2)). Fix: one entry."
     )
 
 

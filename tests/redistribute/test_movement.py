@@ -164,7 +164,10 @@ def test_a_maximum_of_complex_numbers_is_refused_on_every_rank(src: Placement, d
         return redistribute_local(torch.ones(old.local_shape(collectives.rank()), dtype=torch.complex64), old, new)
 
     assert complaints(body) == {
-        f"Cannot redistribute torch.complex64 from {old} to {new}: complex numbers have no maximum or minimum."
+        (
+            f"Cannot redistribute torch.complex64 from {old} to {new}: complex numbers have no maximum or minimum. "
+            f"Fix: take that of abs(), or Partial('sum')."
+        )
     }
 
 

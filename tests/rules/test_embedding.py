@@ -164,7 +164,8 @@ def test_an_id_outside_the_table_is_the_same_error_on_every_rank(weight: Placeme
     assert len(set(results)) == 1
     text, alive = results[0]
     assert text.startswith(f"items.weight: id {bad} at position (3, 2) of the ids")
-    assert text.endswith("is not in the table, whose valid ids are 0 to 6. Nothing was looked up.")
+    end = "Nothing was looked up. Fix: correct the id, or give the table more rows."
+    assert text.endswith(f"is not in the table, whose valid ids are 0 to 6. {end}")
     assert alive == 3
 
 

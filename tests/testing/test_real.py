@@ -18,6 +18,7 @@ import torch
 from shardwise.collectives import all_reduce, all_to_all, barrier, draw_from_torch, rank, world_size
 from shardwise.errors import RemoteRankError, ShardwiseError
 from shardwise.testing import DeadlockError, SendError, world
+from shardwise.testing.failures import LATE
 from shardwise.testing.reference import refer
 from tests.timeouts import PATIENCE_SECONDS, under_load
 
@@ -251,11 +252,16 @@ def test_an_exception_that_cannot_be_pickled_keeps_its_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "expected"), [("exit", "exited with code 3"), ("kill", "was killed by SIGKILL")], ids=["exit", "kill"]
+    ("how", "expected", "fix"),
+    [
+        ("exit", "exited with code 3", "its own output says why; correct that"),
+        ("kill", "was killed by SIGKILL", "look whether memory ran out (dmesg); if so, let a rank hold less"),
+    ],
+    ids=["exit", "kill"],
 )
-def test_a_rank_that_dies_is_named_with_the_way_it_ended(how: str, expected: str) -> None:
+def test_a_rank_that_dies_is_named_with_the_way_it_ended(how: str, expected: str, fix: str) -> None:
     caught = run_and_get_pids(end, how, error=RemoteRankError)
-    assert str(caught.value) == f"Rank 1 of 2 {expected}; it was to run end."
+    assert str(caught.value) == f"Rank 1 of 2 {expected}; it was to run end. Fix: {fix}."
     assert getattr(caught.value, "rank", None) == 1
 
 
@@ -268,6 +274,7 @@ def test_a_rank_that_hangs_is_reported_with_the_stack_of_each() -> None:
         f"      called at {HERE}:{line(hang, 4)} in hang",
         "  rank 1: running",
         f"      called at {HERE}:{line(hang, 2)} in hang",
+        f"  {LATE}",
     ]
 
 

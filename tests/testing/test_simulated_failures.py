@@ -15,6 +15,7 @@ from shardwise.collectives import all_reduce, all_to_all, barrier, rank
 from shardwise.errors import MeshError, MismatchError, RemoteRankError, ShardwiseError
 from shardwise.tensor import DTensor
 from shardwise.testing import DeadlockError, world
+from shardwise.testing.failures import LATE
 from tests.timeouts import PATIENCE_SECONDS, under_load
 
 HERE = str(Path(__file__)).removeprefix(f"{Path.cwd()}/")
@@ -380,6 +381,7 @@ def test_a_rank_that_does_not_return_in_time_is_reported_and_cannot_go_on_later(
         f"      called at {HERE}:{line(sleep, 1)} in sleep",
         f"           from {HERE}:{line(body, 3)} in body",
         "  rank 2: ready, waiting for its turn",
+        f"  {LATE}",
     ]
 
 

@@ -93,7 +93,10 @@ def exchange(elements: int) -> float:
         received = collectives.all_to_all(sent, counts, counts, world)
         times.append(perf_counter() - start)
         if not torch.equal(received, expected):
-            raise MismatchError(f"rank {rank} of {len(world)} received other data than was sent to it.")
+            raise MismatchError(
+                f"rank {rank} of {len(world)} received other data than was sent to it. "
+                f"Fix: do not train here; check the memory and the network of this machine, and reinstall torch."
+            )
     return min(times)
 
 

@@ -48,9 +48,15 @@ def group_ranks(process_group: object = None, *, leaving: bool = False) -> Ranks
     elif is_listing(group) and all(map(is_integer, group)) and len(group):
         ranks = tuple(map(int, group))
     else:
-        raise GroupError(f"A process group is one of torch's, a mesh, or ranks such as (0, 2), got {shown(group)}.")
+        raise GroupError(
+            f"A process group is one of torch's, a mesh, or ranks such as (0, 2), got {shown(group)}. "
+            f"Fix: pass one of these, or None for all ranks."
+        )
     if len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(world_size())):
-        raise GroupError(f"A process group names some of the {world_size()} ranks, each once, got {ranks}.")
+        raise GroupError(
+            f"A process group names some of the {world_size()} ranks, each once, got {ranks}. "
+            f"Fix: each rank once, from 0 to {world_size() - 1}."
+        )
     if rank() not in ranks and not (leaving and ranks):
         raise GroupError(
             f"Rank {rank()} of {world_size()} cannot use a process group of the ranks {ranks}. "

@@ -48,6 +48,13 @@ class Death:
             return f"was killed by {signal.Signals(-self.exitcode).name}"
         return f"was killed by signal {-self.exitcode}"
 
+    @property
+    def fix(self) -> str:
+        """What to do, the rest of "Fix: "."""
+        if self.exitcode == -signal.SIGKILL:
+            return "look whether memory ran out (dmesg); if so, let a rank hold less"
+        return "its own output says why; correct that"
+
 
 def has_main_file() -> bool:
     """Whether new processes can import this program: that of a notebook or of `python -c` is in no file."""

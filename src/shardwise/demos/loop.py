@@ -122,7 +122,10 @@ class Job(ABC, Generic[B]):
         path = latest(self._config.folder)
         stored = read_manifest(path).tensors.get(GENERATORS) if path else None
         if stored is None:
-            raise CheckpointError(f"there is no checkpoint of a training run in {path or self._config.folder}")
+            raise CheckpointError(
+                f"there is no checkpoint of a training run in {path or self._config.folder}. "
+                f"Fix: leave out --resume, or name the folder of a run of `shardwise train` with --checkpoint."
+            )
         return json.dumps([str(path), stored.shape])
 
     def save(self) -> Path | str:
@@ -275,7 +278,10 @@ def resumable_step(config: RunConfig, data: str) -> int:
     manifest = read_manifest(path)
     trained_on = manifest.metadata.get("data")
     if trained_on != data:
-        raise CheckpointError(f"{path} was trained on the data {trained_on}, this is {data}.")
+        raise CheckpointError(
+            f"{path} was trained on the data {trained_on}, this is {data}. "
+            f"Fix: name that data with --data, or another run with --run."
+        )
     problems = differences(config, manifest.metadata.get("config"))
     if problems:
         raise ConfigError(

@@ -60,7 +60,8 @@ class Restarts:
                     error, f"Not restarted: {same}. Fix: save more often (save_every), or allow fewer ranks (min_nproc)"
                 )
         if self.count == self.limit:
-            raise _with_reason(error, f"Gave up after {self.limit} {_plural(self.limit, 'restart')}")
+            gave_up = f"Gave up after {self.limit} {_plural(self.limit, 'restart')}"
+            raise _with_reason(error, f"{gave_up}. Fix: remove the cause of that error, then --resume")
         if is_stuck:
             self.num_ranks = self._fewer.pop(0)
         self.count += 1

@@ -3,13 +3,12 @@
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwise.errors import PlanError
+from shardwise.errors import PlanError, did_you_mean
 from shardwise.layout import Kind, Placement, checked_init, describe, placement_of
 from shardwise.parallel.boundary import BoundaryRedistribution
 from shardwise.parallel.styles import (
@@ -214,7 +213,8 @@ class PrepareModuleInput(ParallelStyle):
                 raise PlanError(f"the argument {name!r} has layouts by position and by name. Fix: one of them.")
             if name not in arguments.names and not arguments.has_var_keyword:
                 meant, known = did_you_mean(name, arguments.names), ", ".join(arguments.names)
-                raise PlanError(f"forward has no argument {name!r}.{meant} Fix: use one of {known or 'none'}.")
+                fix = f"use one of {known}" if known else "leave it out"
+                raise PlanError(f"forward has no argument {name!r}.{meant} Fix: {fix}.")
             layouts = plain_kwargs.get(name), desired_kwargs.get(name)
             by_name[name] = _nested(context, *layouts, self.use_local_output, f"argument {name!r}")
             if name in arguments.positional:

@@ -132,7 +132,10 @@ def _layout(entry: Mapping[str, Any], mesh: Mesh) -> Layout:
     shape = parse_integers(entry["shape"], "shape")
     ways = [way for way in WAYS if way in entry]
     if len(ways) != 1:
-        raise PlanError(f"one of {', '.join(WAYS)} says how it is sharded, got {' and '.join(ways) or 'none'}.")
+        fix = "leave out all but one" if ways else 'write such as placements = "Shard(0)"'
+        raise PlanError(
+            f"one of {', '.join(WAYS)} says how it is sharded, got {' and '.join(ways) or 'none'}. Fix: {fix}."
+        )
     if "placements" in entry:
         order = parse_integers(entry["shard_order"], "order of axes") if "shard_order" in entry else None
         return Layout(mesh, parse_placements(entry["placements"]), shape, order)
@@ -142,7 +145,7 @@ def _layout(entry: Mapping[str, Any], mesh: Mesh) -> Layout:
     rows: dict[int, list[Box]] = {rank: [] for rank in mesh.ranks}
     for rank, box in shards:
         if rank not in rows:
-            raise PlanError(f"rank {rank} is not of {mesh}.")
+            raise PlanError(f"rank {rank} is not of {mesh}. Fix: one of its ranks, or a larger mesh.")
         rows[rank].append(box)
     line = Mesh((len(mesh.ranks),), mesh.ranks)
     return Layout(line, [Boxes([rows[rank] for rank in line.ranks])], shape)
@@ -169,7 +172,8 @@ def _chunks(spec: object, shape: tuple[int, ...]) -> list[tuple[int, Box]]:
     dim, ranks = spec["dim"], _ranks(spec["ranks"])
     if not -len(shape) <= dim < len(shape) or not ranks:
         raise PlanError(
-            f"chunk shards one of {len(shape)} dims over one rank or more, got dim {dim} for ranks {ranks}."
+            f"chunk shards one of {len(shape)} dims over one rank or more, got dim {dim} for ranks {ranks}. "
+            f"Fix: write such as chunk = {{ dim = 0, ranks = [0, 1] }}."
         )
     full, start, found = Box((0,) * len(shape), shape), 0, []
     for rank, size in zip(ranks, chunk(shape[dim], len(ranks)), strict=True):

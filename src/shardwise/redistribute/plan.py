@@ -84,7 +84,10 @@ def plan_redistribute(src: Layout, dst: Layout) -> RedistributePlan:
 def planned(src: Layout, dst: Layout, costs: Costs) -> RedistributePlan:
     """`plan_redistribute` by these costs."""
     if src.shape != dst.shape:
-        raise LayoutError(f"Redistribution keeps the global shape: cannot redistribute {src} to {dst}.")
+        raise LayoutError(
+            f"Redistribution keeps the global shape: cannot redistribute {src} to {dst}. "
+            f"Fix: change the shape by an op first, such as reshape()."
+        )
     if src == dst or same_local_shards(src, dst):
         return RedistributePlan(src, dst, (), costs)
     same_mesh = src.mesh == dst.mesh

@@ -137,7 +137,9 @@ class Redistribution:
             return
         what = f"Cannot redistribute {dtype} from {self.src} to {self.dst}"
         if dtype.is_complex and self._reduce_ops & {"max", "min"}:
-            raise RuleError(f"{what}: complex numbers have no maximum or minimum.")
+            raise RuleError(
+                f"{what}: complex numbers have no maximum or minimum. Fix: take that of abs(), or Partial('sum')."
+            )
         if not dtype.is_complex and any(isinstance(step, Scale) for step in self.plan.steps):
             raise RuleError(
                 f"{what}: integers have no exact average. "

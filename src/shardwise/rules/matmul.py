@@ -54,7 +54,8 @@ class Product(NamedTuple):
             for a, n in zip(letters, x.shape, strict=True):
                 if n not in (1, sizes[a]) or (n != sizes[a] and i != self.term and a not in self.broadcast):
                     raise RuleError(
-                        f"Dims {letters} of shape {x.shape} do not match the sizes of the product, {sizes}."
+                        f"Dims {letters} of shape {x.shape} do not match the sizes of the product, {sizes}. "
+                        f"Fix: one size for each letter in all operands, or 1 to broadcast."
                     )
             found.append("".join(a if n == sizes[a] else BROADCAST for a, n in zip(letters, x.shape, strict=True)))
         return found
@@ -93,7 +94,8 @@ def register_product(indices: Callable[..., Product], *ops: Op, in_place: bool =
         try:
             return product_rows(indices(*args, **kwargs))
         except ValueError as error:
-            raise RuleError("The operands do not have the numbers of dims of the product.") from error
+            fix = "as many dims as the op takes in plain torch"
+            raise RuleError(f"The operands do not have the numbers of dims of the product. Fix: {fix}.") from error
 
     def shape(*args: object, **kwargs: object) -> tuple[int, ...]:
         product = indices(*args, **kwargs)

@@ -134,7 +134,7 @@ def amend(*ops: Op, **facts: Any) -> None:
             raise RuleError(f"{op} has no entry to amend. Fix: register it.")
         for name in facts:
             if getattr(rule, name) is not defaults[name]:
-                raise RuleError(f"{op} is registered with {name}={getattr(rule, name)} already.")
+                raise RuleError(f"{op} is registered with {name}={getattr(rule, name)} already. Fix: give it once.")
         RULES[op] = replace(rule, **facts)
 
 

@@ -42,19 +42,29 @@ def custom_sharding_spec_op(sharding_spec_class: type[ShardingSpec], func: Any) 
             method that `DTensor` itself defines.
     """
     if not (isinstance(sharding_spec_class, type) and issubclass(sharding_spec_class, ShardingSpec)):
-        raise PlanError(f"custom_sharding_spec_op needs a class of sharding specs, got {shown(sharding_spec_class)}.")
+        raise PlanError(
+            f"custom_sharding_spec_op needs a class of sharding specs, got {shown(sharding_spec_class)}. "
+            f"Fix: such as ChunkShardingSpec, or a subclass of ShardingSpec of your own."
+        )
     if not callable(func):
-        raise PlanError(f"custom_sharding_spec_op needs a function of torch, got {shown(func)}.")
+        raise PlanError(
+            f"custom_sharding_spec_op needs a function of torch, got {shown(func)}. "
+            f"Fix: the function itself, such as torch.nn.functional.embedding."
+        )
     name = getattr(func, "__name__", "")
     if name != "detach" and name in vars(DTensor) and getattr(Tensor, name, None) is func:
-        raise PlanError(f"Tensor.{name} is defined by DTensor itself and cannot be implemented for a spec.")
+        raise PlanError(
+            f"Tensor.{name} is defined by DTensor itself and cannot be implemented for a spec. "
+            f"Fix: implement the functions that are called on its result."
+        )
 
     def register(implementation: F) -> F:
         count = len(signature(implementation).parameters)
         if count != 4:
             raise PlanError(
                 f"{implementation.__qualname__} is called with (types, args, kwargs, process_group), "
-                f"but takes {count} argument{'s' * (count != 1)}."
+                f"but takes {count} argument{'s' * (count != 1)}. Fix: def implementation(types, args, kwargs, "
+                f"process_group)."
             )
         if func not in _implemented:
             usual = entry_of(func)

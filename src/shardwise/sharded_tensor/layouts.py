@@ -22,12 +22,18 @@ def layout_of_shards(shards: Sequence[ShardMetadata], shape: tuple[int, ...], ra
         LayoutError: shards that do not cover the shape exactly once, or are on a rank that is not in `ranks`.
     """
     if not all(isinstance(shard, ShardMetadata) for shard in shards):
-        raise LayoutError(f"layout_of_shards: shards must be ShardMetadata, got {shown(shards)}.")
+        raise LayoutError(
+            f"layout_of_shards: shards must be ShardMetadata, got {shown(shards)}. "
+            f"Fix: ShardMetadata(offsets, sizes, 'rank:0/cpu')."
+        )
     check_cover([(f"rank {shard.rank}", shard.box) for shard in shards], shape)
     ranks = tuple(sorted(ranks))  # the placements decide who holds what, not the order of the group
     for shard in shards:
         if shard.rank not in ranks:
-            raise LayoutError(f"The shard {shard} is on a rank that is not of the group, whose ranks are {ranks}.")
+            raise LayoutError(
+                f"The shard {shard} is on a rank that is not of the group, whose ranks are {ranks}. "
+                f"Fix: place it on one of these; they are global ranks."
+            )
     device = _device_type(shards)
     line = Mesh((len(ranks),), ranks, None, device)
     by_rank: dict[int, list[Box]] = {rank: [] for rank in ranks}
@@ -52,7 +58,10 @@ def layout_of_shards(shards: Sequence[ShardMetadata], shape: tuple[int, ...], ra
 def _device_type(shards: Sequence[ShardMetadata]) -> str:
     types = {shard.placement.device().type: shard for shard in shards if shard.placement is not None}
     if len(types) > 1:
-        raise LayoutError(f"The shards of a tensor live on one kind of device, got {listed(list(types.values()))}.")
+        raise LayoutError(
+            f"The shards of a tensor live on one kind of device, got {listed(list(types.values()))}. "
+            f"Fix: one kind in all placements, such as 'rank:0/cpu' and 'rank:1/cpu'."
+        )
     return next(iter(types), "cpu")
 
 

@@ -133,7 +133,10 @@ class LocalShardsWrapper(torch.Tensor):
     ) -> Self:
         given = local_offsets if offsets is None else offsets
         if given is None or (local_offsets is not None and offsets is not None):
-            raise LayoutError("LocalShardsWrapper: pass either local_offsets or offsets, which are the same.")
+            raise LayoutError(
+                f"LocalShardsWrapper: pass either local_offsets or offsets, which are the same. "
+                f"Fix: {'the offsets of each shard' if given is None else 'leave one out'}."
+            )
         shards = list(local_shards)
         checked = _checked_offsets(shards, given)
         tiling = tiling_of([Box(at, tuple(shard.shape)) for at, shard in zip(checked, shards, strict=True)])
@@ -280,22 +283,29 @@ def _checked_offsets(shards: Sequence[Any], offsets: Sequence[Sequence[int]]) ->
     what = "LocalShardsWrapper"
     for number, shard in enumerate(shards):
         if not isinstance(shard, Tensor) or isinstance(shard, DTensor | LocalShardsWrapper) or shard.is_sparse:
-            raise LayoutError(f"{what}: shard {number} must be a plain dense tensor, got {type(shard).__name__}.")
+            fix = "to_dense() it" if isinstance(shard, Tensor) and shard.is_sparse else "a torch.Tensor of local values"
+            raise LayoutError(
+                f"{what}: shard {number} must be a plain dense tensor, got {type(shard).__name__}. Fix: {fix}."
+            )
         if any(shard is other for other in shards[:number]):
             raise LayoutError(f"{what}: shard {number} is a tensor that was passed before. Fix: clone() it.")
     if len(offsets) != len(shards):
-        raise LayoutError(f"{what}: every shard has offsets, got {len(shards)} shards and {len(offsets)} offsets.")
+        raise LayoutError(
+            f"{what}: every shard has offsets, got {len(shards)} shards and {len(offsets)} offsets. "
+            f"Fix: one tuple of offsets for each shard."
+        )
     for field in ("dtype", "device", "ndim"):
         found = [str(getattr(shard, field)) for shard in shards]
         if len(set(found)) > 1:
-            raise LayoutError(f"{what}: the shards of a tensor have one {field}, got {', '.join(found)}.")
+            fix = "reshape them to the dims of the tensor" if field == "ndim" else "convert them with to()"
+            raise LayoutError(f"{what}: the shards of a tensor have one {field}, got {', '.join(found)}. Fix: {fix}.")
     checked = []
     for number, (given, shard) in enumerate(zip(offsets, shards, strict=True)):
         at = tuple(map(index, given))
         if len(at) != shard.ndim or min(at, default=0) < 0:
             raise LayoutError(
                 f"{what}: shard {number} of shape {tuple(shard.shape)} needs {shard.ndim} offsets, none negative, "
-                f"got {at}."
+                f"got {at}. Fix: where the shard begins in the global tensor, along each dim."
             )
         checked.append(at)
     return checked
@@ -376,7 +386,10 @@ def _read_data(x: LocalShardsWrapper) -> LocalShardsWrapper:
 def _write_data(x: LocalShardsWrapper, value: Tensor) -> None:
     """Sets new memory, also of the given shards."""
     if value.shape != x._tiling.bounds.sizes:
-        raise LayoutError(f".data = needs a tensor of shape {x._tiling.bounds.sizes}, got {tuple(value.shape)}.")
+        raise LayoutError(
+            f".data = needs a tensor of shape {x._tiling.bounds.sizes}, got {tuple(value.shape)}. "
+            f"Fix: that shape, or a new LocalShardsWrapper."
+        )
     with DisableTorchFunctionSubclass():
         joined = _as_subclass(value.detach(), Tensor)
         x.data = joined

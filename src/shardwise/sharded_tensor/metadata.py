@@ -40,10 +40,13 @@ class RemoteDevice:
         if kind != "rank" or not (number.isascii() and number.isdigit()):
             raise LayoutError(
                 f"A placement is written 'rank:R/device', such as 'rank:1/cpu', or names a device, got {shown(text)}. "
-                f"Names of RPC workers are not supported."
+                f"Names of RPC workers are not supported. Fix: the number of the rank, such as 'rank:0/cpu'."
             )
         if (found := _device(device if has_device else "cpu")) is None:
-            raise MeshError(f"The placement {str(text)!r} names no device torch knows: {device!r}.")
+            raise MeshError(
+                f"The placement {str(text)!r} names no device torch knows: {device!r}. "
+                f"Fix: such as 'rank:{int(number)}/cpu' or 'rank:{int(number)}/cuda:0'."
+            )
         return RemoteDevice(int(number), found)
 
     def rank(self) -> int | None:
@@ -87,9 +90,14 @@ class ShardMetadata:
     def __init__(self, shard_offsets: Sequence[int], shard_sizes: Sequence[int], placement: object = None) -> None:
         offsets, sizes = tuple(map(index, shard_offsets)), tuple(map(index, shard_sizes))
         if len(offsets) != len(sizes):
-            raise LayoutError(f"A shard has as many offsets as sizes, got {offsets} and {sizes}.")
+            raise LayoutError(
+                f"A shard has as many offsets as sizes, got {offsets} and {sizes}. Fix: one of each for each dim."
+            )
         if min((*offsets, *sizes), default=0) < 0:
-            raise LayoutError(f"Offsets and sizes of a shard are not negative, got {offsets} and {sizes}.")
+            raise LayoutError(
+                f"Offsets and sizes of a shard are not negative, got {offsets} and {sizes}. "
+                f"Fix: count offsets from the start of each dim; an empty shard has size 0."
+            )
         object.__setattr__(self, "shard_offsets", offsets)
         object.__setattr__(self, "shard_sizes", sizes)
         object.__setattr__(self, "placement", None if placement is None else RemoteDevice.parse(placement))

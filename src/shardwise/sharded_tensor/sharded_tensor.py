@@ -42,7 +42,8 @@ class LocalShard:
         if tuple(self.tensor.shape) != self.metadata.shard_sizes:
             raise LayoutError(
                 f"The shard {self.metadata} has shape {self.metadata.shard_sizes}, got a tensor of shape "
-                f"{tuple(self.tensor.shape)}."
+                f"{tuple(self.tensor.shape)}. Fix: LocalShard.from_tensor_and_offsets, which takes the sizes of the "
+                f"tensor."
             )
 
     @staticmethod
@@ -157,7 +158,9 @@ def gather_to(x: DTensor, dst: int = 0, out: Tensor | None = None, dtype: torch.
         if out is None:
             return full_tensor if dtype is None else full_tensor.to(dtype)
         if tuple(out.shape) != layout.shape:  # after the gather: the other ranks cannot check it
-            raise LayoutError(f"gather: out has shape {tuple(out.shape)}, the tensor {layout.shape}.")
+            raise LayoutError(
+                f"gather: out has shape {tuple(out.shape)}, the tensor {layout.shape}. Fix: torch.empty(x.shape)."
+            )
         return out.copy_(full_tensor)
 
 
@@ -212,7 +215,9 @@ def init_from_local_shards(
     _check_consistent(by_rank, every)
     shards = [ShardMetadata(s["offsets"], s["sizes"], s["placement"] or f"rank:{rank}") for rank, s in every]
     if not shards:
-        raise LayoutError("init_from_local_shards: no rank passed any shard.")
+        raise LayoutError(
+            "init_from_local_shards: no rank passed any shard. Fix: pass them on the ranks that hold them."
+        )
     extent = [max(s.shard_offsets[d] + s.shard_sizes[d] for s in shards) for d in range(len(shards[0].shard_sizes))]
     layout = layout_of_shards(shards, tuple(size or extent), ranks)
     dtype = getattr(torch, every[0][1]["dtype"].removeprefix("torch."))

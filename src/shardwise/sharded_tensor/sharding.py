@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardwise import collectives
-from shardwise.errors import MissingError, PlanError
+from shardwise.errors import MissingError, PlanError, did_you_mean
 from shardwise.layout import NAMED, Kind, Shard, checked, checked_init, describe
 from shardwise.sharded_tensor.sharded_tensor import local_tensor
 from shardwise.sharded_tensor.specs import ShardingSpec, describe_spec, reshard
@@ -110,9 +110,16 @@ def _unfit(module: nn.Module, name: str, tensor: object) -> Exception | None:
     """Why an attribute of `module` cannot be sharded."""
     what = f"{type(module).__name__}.{name}"
     if not hasattr(module, name):
-        return MissingError(f"{type(module).__name__} has no attribute {name!r}.")
+        known = [known for known, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
+        return MissingError(
+            f"{type(module).__name__} has no attribute {name!r}.{did_you_mean(name, known)} "
+            f"Fix: {'one of ' + ', '.join(known) if known else 'shard the submodule that has it'}."
+        )
     if not isinstance(tensor, Tensor):
-        return PlanError(f"{what} is to be sharded, so it must be a Tensor, got {type(tensor).__name__}.")
+        return PlanError(
+            f"{what} is to be sharded, so it must be a Tensor, got {type(tensor).__name__}. "
+            f"Fix: name a parameter or buffer."
+        )
     if not isinstance(tensor, DTensor) and not tensor.is_contiguous():
         return PlanError(f"{what} is not contiguous. Fix: assign {name}.contiguous() first.")
     return None
@@ -172,7 +179,7 @@ def _replacement(module: nn.Module, name: str, sharder: Sharder) -> nn.Module:
     if not isinstance(sharded, nn.Module):
         raise PlanError(
             f"{type(sharder).__name__}.shard must return the module that replaces {name!r}, "
-            f"got {type(sharded).__name__}."
+            f"got {type(sharded).__name__}. Fix: return it, or the given module that was changed in place."
         )
     return sharded
 
@@ -191,15 +198,22 @@ def _problems(plan: ShardingPlan, modules: Mapping[str, nn.Module], tensors: Map
             elif name not in modules:
                 yield module_sharding.unknown_name(name, modules, "module")
             inside = [other for other in replaced if other != name and modules[other] in replaced.get(name, ())]
-            yield from (f"{name!r} has a Sharder, and so has {other!r}, which is inside it." for other in inside)
+            yield from (
+                f"{name!r} has a Sharder, and so has {other!r}, which is inside it. Fix: one of them."
+                for other in inside
+            )
         elif not isinstance(entry, ShardingSpec):
-            yield f"{name!r} needs a ShardingSpec or a Sharder, got {type(entry).__name__}."
+            yield (
+                f"{name!r} needs a ShardingSpec or a Sharder, got {type(entry).__name__}. "
+                f"Fix: such as ChunkShardingSpec(0, ['rank:0/cpu', 'rank:1/cpu'])."
+            )
         elif name not in tensors:
             yield module_sharding.unknown_name(name, tensors, "parameter or buffer")
         else:
             around = [path for path, inside in replaced.items() if modules[name.rpartition(".")[0]] in inside]
             yield from (
-                f"{name!r} has a spec, but it belongs to {path!r}, which a Sharder replaces." for path in around
+                f"{name!r} has a spec, but it belongs to {path!r}, which a Sharder replaces. Fix: one of the two."
+                for path in around
             )
     specs = {name: entry for name, entry in plan.plan.items() if isinstance(entry, ShardingSpec)}
     yield from module_sharding.conflicting_ties(tensors, specs)

@@ -125,12 +125,16 @@ class ShardingSpec(ABC):
                 "requires_grad": tensor.requires_grad,
             }
             if not is_integer(src_rank) or not 0 <= src_rank < len(ranks):
-                problem = f"src_rank is an index in the process group, 0 to {len(ranks) - 1}, got {shown(src_rank)}."
+                problem = (
+                    f"src_rank is an index in the process group, 0 to {len(ranks) - 1}, got {shown(src_rank)}. "
+                    f"Fix: count it in the group, not among all ranks."
+                )
             elif (kind := not_dense(tensor)) is not None:
-                problem = f"only a dense tensor can be sharded, got a {kind} one."
+                problem = f"only a dense tensor can be sharded, got a {kind} one. Fix: to_dense() it."
             elif tensor.is_meta and collectives.rank() == ranks[src_rank]:
                 problem = (
-                    f"rank {ranks[src_rank]} is the source, but its tensor is on the meta device and has no values."
+                    f"rank {ranks[src_rank]} is the source, but its tensor is on the meta device and has no values. "
+                    f"Fix: materialise it there first, such as module.to_empty(device=…), or choose another src_rank."
                 )
         collectives.agree(
             "how to shard a tensor",
@@ -188,11 +192,13 @@ class ChunkShardingSpec(ShardingSpec):
 
     def __init__(self, dim: int | str, placements: Sequence[Any]) -> None:
         if isinstance(dim, str):
-            raise RuleError(f"ChunkShardingSpec takes dims by number, not by name, got {dim!r}.")
+            raise RuleError(f"ChunkShardingSpec takes dims by number, not by name, got {dim!r}. Fix: such as 0.")
         if isinstance(dim, bool) or not isinstance(dim, int):
-            raise LayoutError(f"The dim of a ChunkShardingSpec is an integer, got {dim!r}.")
+            raise LayoutError(f"The dim of a ChunkShardingSpec is an integer, got {dim!r}. Fix: such as 0.")
         if not placements:
-            raise LayoutError("A ChunkShardingSpec needs at least one placement, such as 'rank:0/cpu'.")
+            raise LayoutError(
+                "A ChunkShardingSpec needs at least one placement, such as 'rank:0/cpu'. Fix: one for each shard."
+            )
         object.__setattr__(self, "dim", dim)
         object.__setattr__(self, "placements", tuple(map(RemoteDevice.parse, placements)))
 
@@ -201,7 +207,8 @@ class ChunkShardingSpec(ShardingSpec):
     ) -> ShardedTensorMetadata:
         shape = tuple(tensor_sizes)
         if not -len(shape) <= self.dim < len(shape):
-            raise LayoutError(f"{self}: a tensor of shape {shape} has no dim {self.dim}.")
+            fix = f"a dim from 0 to {len(shape) - 1}" if shape else "an EnumerableShardingSpec with one shard"
+            raise LayoutError(f"{self}: a tensor of shape {shape} has no dim {self.dim}. Fix: {fix}.")
         dim, start, shards = self.dim % len(shape), 0, []
         for size, placement in zip(chunk(shape[dim], len(self.placements)), self.placements, strict=True):
             offsets = [start if d == dim else 0 for d in range(len(shape))]
@@ -231,13 +238,22 @@ class EnumerableShardingSpec(ShardingSpec):
 
     def __init__(self, shards: Sequence[ShardMetadata]) -> None:
         if not shards:
-            raise LayoutError("An EnumerableShardingSpec needs at least one shard.")
+            raise LayoutError(
+                "An EnumerableShardingSpec needs at least one shard. "
+                "Fix: ShardMetadata(offsets, sizes, 'rank:0/cpu') of each."
+            )
         wrong_types = [type(shard).__name__ for shard in shards if not isinstance(shard, ShardMetadata)]
         if wrong_types:
-            raise LayoutError(f"An EnumerableShardingSpec lists ShardMetadata, got {', '.join(wrong_types)}.")
+            raise LayoutError(
+                f"An EnumerableShardingSpec lists ShardMetadata, got {', '.join(wrong_types)}. "
+                f"Fix: ShardMetadata(offsets, sizes, 'rank:0/cpu') of each."
+            )
         dims = sorted({len(shard.shard_sizes) for shard in shards})
         if len(dims) > 1:
-            raise LayoutError(f"The shards of a tensor have one number of dims, got {dims}: {listed(shards)}.")
+            raise LayoutError(
+                f"The shards of a tensor have one number of dims, got {dims}: {listed(shards)}. "
+                f"Fix: as many offsets and sizes in each as the tensor has dims."
+            )
         object.__setattr__(self, "shards", tuple(shards))
         reach = tuple(max(s.shard_offsets[d] + s.shard_sizes[d] for s in shards) for d in range(dims[0]))
         check_cover([(shard.holder, shard.box) for shard in shards], reach)
@@ -255,7 +271,8 @@ def _shards(spec: ShardingSpec, shape: tuple[int, ...]) -> Sequence[ShardMetadat
     metadata = spec.build_metadata(torch.Size(shape), TensorProperties())
     if not isinstance(metadata, ShardedTensorMetadata):
         raise LayoutError(
-            f"{type(spec).__name__}.build_metadata returns ShardedTensorMetadata, got {type(metadata).__name__}."
+            f"{type(spec).__name__}.build_metadata returns ShardedTensorMetadata, got {type(metadata).__name__}. "
+            f"Fix: return ShardedTensorMetadata(shards, tensor_sizes, tensor_properties)."
         )
     return metadata.shards_metadata
 

@@ -77,7 +77,10 @@ def simulate(
         ArgumentError: inputs or a plan beside a function, or a function that returns no function.
     """
     if mesh.sorted_ranks != tuple(range(mesh.size())):
-        raise MeshError(f"simulate takes a mesh of the ranks 0 to {mesh.size() - 1}, got {mesh}.")
+        raise MeshError(
+            f"simulate takes a mesh of the ranks 0 to {mesh.size() - 1}, got {mesh}. "
+            f"Fix: Mesh({mesh.shape}), without ranks=."
+        )
     return _simulated(_build(fn_or_module, inputs, plan), mesh, costs or costs_of(mesh.device_type, None, None))
 
 

@@ -304,14 +304,18 @@ def layout_of_local_shapes(
             )
         return Layout(mesh, placements, shape)
     if len({len(s) for s in shapes.values()}) > 1:
-        raise MismatchError(f"from_local: local tensors have different numbers of dims: {shapes}.")
+        raise MismatchError(
+            f"from_local: local tensors have different numbers of dims: {shapes}. "
+            f"Fix: the dims of the global tensor on each rank, also for an empty shard, such as torch.empty(0, 4)."
+        )
     global_shape = list(next(iter(shapes.values())))
     axes_of_dim: dict[int, list[int]] = {}
     for axis, p in enumerate(placements):
         if isinstance(p, Shard):
             if not -len(global_shape) <= p.dim < len(global_shape):
                 raise LayoutError(
-                    f"from_local: {p} shards dim {p.dim}, but the local tensors have {len(global_shape)} dims."
+                    f"from_local: {p} shards dim {p.dim}, but the local tensors have {len(global_shape)} dims. "
+                    f"Fix: Shard one of these dims; tensors without dims are Replicate() or Partial()."
                 )
             axes_of_dim.setdefault(p.dim % len(global_shape), []).append(axis)
     found = list(placements)
@@ -325,7 +329,7 @@ def layout_of_local_shapes(
         raise MismatchError(
             f"from_local: the local tensors form a tensor of shape {tuple(global_shape)} under "
             f"{placements_text(mesh, placements)}, but the global shape was given as {tuple(shape)}. "
-            f"Local shapes: {shapes}."
+            f"Local shapes: {shapes}. Fix: leave shape out, or pass local tensors that make it."
         )
     return Layout(mesh, found, global_shape)
 
@@ -414,7 +418,10 @@ def local_shard_of(tensor: Tensor, layout: Layout, src_data_rank: int | None) ->
         return local.clone() if local is tensor else local
     src_data_rank = as_integer(src_data_rank, "src_data_rank", LayoutError, "a position in the mesh, such as 0")
     if not 0 <= src_data_rank < mesh.size():
-        raise LayoutError(f"src_data_rank is a position in {mesh}, 0 to {mesh.size() - 1}, got {src_data_rank}.")
+        raise LayoutError(
+            f"src_data_rank is a position in {mesh}, 0 to {mesh.size() - 1}, got {src_data_rank}. "
+            f"Fix: one of these, or None if every rank has the values."
+        )
     return receive_local_shard(mesh.ranks[src_data_rank], tensor, layout)
 
 

@@ -396,7 +396,7 @@ def register_method(name: str, function: Callable[..., Any]) -> None:
         RuleError: the class has one of this name already.
     """
     if not isinstance(vars(DTensor).get(name, Registered("")), Registered):
-        raise RuleError(f"DTensor.{name} is registered already.")
+        raise RuleError(f"DTensor.{name} is registered already. Fix: another name.")
     setattr(DTensor, name, function)
 
 

@@ -37,7 +37,10 @@ def _made(
 ) -> DTensor:
     refuse_compilation()
     if layout is not torch.strided:
-        raise LayoutError(f"Only dense (torch.strided) tensors can be made, got layout={layout}.")
+        raise LayoutError(
+            f"Only dense (torch.strided) tensors can be made, got layout={layout}. "
+            f"Fix: leave layout out; placements= says how it is sharded."
+        )
     shape = shape_of(size)
     mesh = default_mesh() if device_mesh is None else collectives.as_mesh(device_mesh)
     where = Layout(mesh, as_placements(mesh, placements), shape)
@@ -135,7 +138,9 @@ def _spaced(
     placements: Placements | None = None,
 ) -> DTensor:
     if args[0] < 0:
-        raise LayoutError(f"{make.__name__}() takes 0 steps or more, got steps={args[0]}.")
+        raise LayoutError(
+            f"{make.__name__}() takes 0 steps or more, got steps={args[0]}. Fix: the number of elements to make."
+        )
     start, end = _number(start, make.__name__), _number(end, make.__name__)
     Layout(Mesh((1,)), [REPLICATE], (args[0],))  # refuses too many
     values = make(start, end, *args, dtype=dtype)

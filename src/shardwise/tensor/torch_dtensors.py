@@ -114,7 +114,10 @@ def torch_layout(mesh: Mesh, placements: Sequence[TorchPlacement], shape: Sequen
     for order in permutations(range(mesh.ndim)):
         if all(_factor_in(mesh, dims, order, axis) == factors[axis] for axis in range(mesh.ndim)):
             return Layout(mesh, unstrided, shape, order)
-    raise LayoutError(f"{shown([str(p) for p in placements])} on {mesh}: no order of the axes has these split factors.")
+    raise LayoutError(
+        f"{shown([str(p) for p in placements])} on {mesh}: no order of the axes has these split factors. "
+        f"Fix: redistribute it in torch first, to Shard(dim) without split factors."
+    )
 
 
 register_method("from_torch_dtensor", staticmethod(from_torch_dtensor))

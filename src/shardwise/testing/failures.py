@@ -10,6 +10,9 @@ if TYPE_CHECKING:  # it needs torch, which the pytest plugin does without
     from shardwise.trace.user_stack import StackFrame
 
 
+LATE = "Fix: correct what the ranks that have not finished do there, or allow more seconds: world(…, timeout=…)."
+
+
 class DeadlockError(ShardwiseError, RuntimeError):
     """Ranks that wait for each other for ever, or did not finish in time; the text has the state of each."""
 

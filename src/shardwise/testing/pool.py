@@ -17,7 +17,7 @@ import torch
 
 from shardwise.collectives.spawn import Death, MemoryFile, RankProcesses
 from shardwise.errors import RemoteRankError, ShardwiseError, summary
-from shardwise.testing.failures import DeadlockError, SendError, first_error, point_at
+from shardwise.testing.failures import LATE, DeadlockError, SendError, first_error, point_at
 from shardwise.testing.reference import refer, why_not_picklable
 from shardwise.testing.worker import STACK_SIGNAL, Failure, JoinWorld, Success, Task, serve
 from shardwise.trace.user_stack import StackFrame, format_running
@@ -146,7 +146,7 @@ class Pool:
         values = {rank: answer.value for rank, answer in self.answers.items() if isinstance(answer, Success)}
         if deaths:
             (first, death), *others = deaths.items()
-            error = RemoteRankError(f"Rank {first} of {self.size} {death}; it was to {what}.", first)
+            error = RemoteRankError(f"Rank {first} of {self.size} {death}; it was to {what}. Fix: {death.fix}.", first)
             for rank, other in others:
                 error.add_note(f"rank {rank} {other}")
             for rank, failure in failures.items():
@@ -156,11 +156,11 @@ class Pool:
             raise first_error({rank: _revive(failures[rank]) for rank in failures}, f"{self.size}, real")
         if len(values) < self.size:
             states = [
-                f"  rank {rank}: {'finished' if rank in values else format_running(self._stack(rank))}"
+                f"rank {rank}: {'finished' if rank in values else format_running(self._stack(rank))}"
                 for rank in range(self.size)
             ]
             who = f"{self.size} real {'ranks' if self.size > 1 else 'rank'}"
-            raise DeadlockError("\n".join([f"{who} did not {what} within {timeout:g} s:", *states]))
+            raise DeadlockError("\n  ".join([f"{who} did not {what} within {timeout:g} s:", *states, LATE]))
         return [values[rank] for rank in range(self.size)]
 
     def _stack(self, rank: int, patience: float = 1.0) -> list[StackFrame]:

@@ -39,7 +39,7 @@ from shardwise.collectives.value_notes import Note, ValueNotes, different_values
 from shardwise.errors import MismatchError, RemoteRankError, ShardwiseError, ThreadError, summary
 from shardwise.layout import Owner
 from shardwise.testing.assertions import note_values
-from shardwise.testing.failures import DeadlockError, first_error
+from shardwise.testing.failures import LATE, DeadlockError, first_error
 from shardwise.testing.generators import generator_states, set_generator_states
 from shardwise.testing.rank_threads import threads_belong_to_ranks
 from shardwise.trace.user_stack import StackFrame, format_call_sites, format_running, frames_of
@@ -205,7 +205,7 @@ class _Simulation:
                 error.add_note(late)
             raise error
         if late:
-            raise DeadlockError(late)
+            raise DeadlockError(f"{late}\n  {LATE}")
         return [rank.result for rank in self.ranks]
 
     def stop(self) -> None:

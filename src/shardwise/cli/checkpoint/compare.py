@@ -31,8 +31,9 @@ def run_verify(args: argparse.Namespace) -> int:
     with progress_bar() as progress:
         manifest, problems = verify(args.checkpoint, progress)
     if problems:
+        fix = "Fix: copy these files again from where they are sound, or load an earlier step by its path."
         raise CheckpointError(
-            "\n  ".join([f"{args.checkpoint} is damaged (step {manifest.step} was read):", *problems])
+            "\n  ".join([f"{args.checkpoint} is damaged (step {manifest.step} was read):", *problems, fix])
         )
     layouts = manifest.file_layouts()
     size = bytes_text(sum(layout.size for layout in layouts.values()))

@@ -133,7 +133,8 @@ def run(args: argparse.Namespace) -> int:
         wrong = [f"--{option.replace('_', '-')}" for option in others if getattr(args, option) is not None]
         if wrong:
             raise ConfigError(
-                f"{', '.join(wrong)}: `shardwise train {name}` has that, this is `shardwise train {chosen}`."
+                f"{', '.join(wrong)}: `shardwise train {name}` has that, this is `shardwise train {chosen}`. "
+                f"Fix: leave it out, or name the job."
             )
     code: int = JOBS[chosen].run(args)
     return code

@@ -40,7 +40,10 @@ class DataFile:
         start = file.read(len(GZ_MAGIC))
         file.close()
         if start != GZ_MAGIC:
-            raise DataError(f"{self.path}:1: not a gz file: it starts with {start!r}, expected {GZ_MAGIC!r}.")
+            raise DataError(
+                f"{self.path}:1: not a gz file: it starts with {start!r}, expected {GZ_MAGIC!r}. "
+                f"Fix: name it without .gz if it is text, else get the file again."
+            )
         return gzip.open(self.path, "rb")
 
     def line_number(self, offset: int) -> int:
@@ -69,7 +72,7 @@ def find_files(paths: Paths, patterns: Sequence[str]) -> tuple[DataFile, ...]:
     for path in [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]:
         found += _in_folder(path, patterns) if path.is_dir() else [path]
     if not found:
-        raise DataError("paths is empty, expected at least one file or folder.")
+        raise DataError("paths is empty, expected at least one file or folder. Fix: name one.")
     seen: dict[Path, Path] = {}
     for path in found:
         if not path.is_file():

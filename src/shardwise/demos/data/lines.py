@@ -194,7 +194,8 @@ class LineStream:
     def _too_long(self, offset: int) -> DataError:
         file = self._order[self._segment].file
         return DataError(
-            f"{file.path}:{file.line_number(offset)}: no end of the line in {READ_BYTES} bytes, expected lines of text."
+            f"{file.path}:{file.line_number(offset)}: no end of the line in {READ_BYTES} bytes, expected text. "
+            f"Fix: give a text file, uncompressed or as .gz."
         )
 
 

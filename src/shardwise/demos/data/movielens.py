@@ -96,7 +96,8 @@ def _separator(files: Sequence[DataFile]) -> bytes:
         suffix = (file.path.with_suffix("") if file.is_gz else file.path).suffix
         if suffix not in SEPARATORS:
             raise DataError(
-                f"{file.path} ends in {suffix!r}, expected one of {', '.join(SEPARATORS)}, or that and .gz."
+                f"{file.path} ends in {suffix!r}, expected one of {', '.join(SEPARATORS)}, or that and .gz. "
+                f"Fix: name a file of ratings of MovieLens."
             )
         found.setdefault(SEPARATORS[suffix], file)
     if len(found) > 1:

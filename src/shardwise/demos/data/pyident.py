@@ -31,6 +31,7 @@ from torch import Tensor
 from shardwise.demos.data.errors import DataError
 
 MAGIC = b"PyIdent\x01"
+AGAIN = "Fix: reinstall shardwise, or write the file again with scripts/make_pyident.py."
 BUNDLED = Path(__file__).with_name("pyident.bin")
 MAX_PAYLOAD = 1 << 24  # bytes; a file that unpacks to more is not ours
 
@@ -117,7 +118,9 @@ def load_pyident(path: Path | str = BUNDLED) -> PyIdent:
     try:
         return _parse(payload)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path}: the checksum is right but the content is not PyIdent 1: {error}") from error
+        raise DataError(
+            f"{path}: the checksum is right but the content is not PyIdent 1: {error}.\n  {AGAIN}"
+        ) from error
 
 
 def _unpack(path: Path) -> bytes:
@@ -126,8 +129,7 @@ def _unpack(path: Path) -> bytes:
     head = len(MAGIC)
     if content[:head] != MAGIC:
         raise DataError(
-            f"{path}: not a PyIdent file: it starts with {content[:head]!r}, expected {MAGIC!r}.\n"
-            "  Fix: reinstall shardwise, or write the file again with scripts/make_pyident.py."
+            f"{path}: not a PyIdent file: it starts with {content[:head]!r}, expected {MAGIC!r}.\n  {AGAIN}"
         )
     expected, packed = content[head : head + 32], content[head + 32 :]
     try:
@@ -137,10 +139,7 @@ def _unpack(path: Path) -> bytes:
     else:
         why = f"its SHA-256 is {hashlib.sha256(payload).hexdigest()}, expected {expected.hex()}"
     if hashlib.sha256(payload).digest() != expected:
-        raise DataError(
-            f"{path}: damaged: {why}.\n"
-            "  Fix: reinstall shardwise, or write the file again with scripts/make_pyident.py."
-        )
+        raise DataError(f"{path}: damaged: {why}.\n  {AGAIN}")
     return payload
 
 

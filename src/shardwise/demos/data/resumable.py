@@ -129,7 +129,10 @@ class ResumableDataset(IterableDataset[B], ABC):
                 )
         numbers = [number for name in Position._fields if isinstance(number := state.get(name), int) and number >= 0]
         if len(numbers) < len(Position._fields):
-            raise PassError(f"load_state_dict: expected a number for each of {', '.join(Position._fields)}.")
+            raise PassError(
+                f"load_state_dict: expected a number for each of {', '.join(Position._fields)}. "
+                f"Fix: a state of state_dict()."
+            )
         self._restart(Position(*numbers))
 
     def __iter__(self) -> Iterator[B]:

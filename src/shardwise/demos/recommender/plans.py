@@ -113,9 +113,9 @@ def _from_file(path: Path) -> dict[str, Placement]:
         try:
             plan[name] = _of_a_table(parse_placement(entry))
         except PlanError as error:
-            problems.append(f"  {name}: {error}")
+            problems.append(f"{name}: {error}")
     if problems:
-        raise PlanError(f"{path}: this is no plan:\n" + "\n".join(problems))
+        raise PlanError("\n  ".join([f"{path}: this is no plan:", *problems]))
     return plan
 
 

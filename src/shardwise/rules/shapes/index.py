@@ -347,9 +347,12 @@ def raise_bad_index(shape: tuple[int, ...], bad_index: BadIndex) -> None:
     """Raise torch's error for a bad index of a tensor of this global shape."""
     dim, index = bad_index[0] - 1, bad_index[1]
     if dim == len(shape):
-        raise PlaceError(f"out of range: tried to access index {index} on a tensor of {prod(shape)} elements.")
-    if dim >= 0:
-        raise PlaceError(f"index {index} is out of bounds for dimension {dim} with size {shape[dim]}")
+        text, size = f"out of range: tried to access index {index} on a tensor of {prod(shape)} elements", prod(shape)
+    elif dim >= 0:
+        text, size = f"index {index} is out of bounds for dimension {dim} with size {shape[dim]}", shape[dim]
+    else:
+        return
+    raise PlaceError(f"{text}. Fix: {f'an index from 0 to {size - 1}' if size else 'no index, as nothing is there'}.")
 
 
 def _send_indices(ctx: LocalContext, ranks: tuple[int, ...], targets: Targets) -> tuple[Tensor, Route, Tensor]:

@@ -113,7 +113,10 @@ def gradient_buckets(max_bytes: int = BucketOptions.max_bytes, *, overlap: bool 
         RuleError: `max_bytes` is not positive.
     """
     if max_bytes < 1:
-        raise RuleError(f"gradient_buckets: max_bytes is a positive number of bytes, got {max_bytes}.")
+        raise RuleError(
+            f"gradient_buckets: max_bytes is a positive number of bytes, got {max_bytes}. "
+            f"Fix: such as {BucketOptions.max_bytes}, the default; 1 sends each gradient alone."
+        )
     state = _this_rank()
     state.options = BucketOptions(int(max_bytes), overlap)
     for group in state.groups.values():

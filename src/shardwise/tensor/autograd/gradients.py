@@ -79,7 +79,10 @@ def write(x: DTensor, value: Tensor | None) -> None:
             return
         shape = value._layout.shape if type(value) is DTensor else tuple(value.shape)
         if shape != x._layout.shape:
-            raise LayoutError(f"A gradient must have the shape of its tensor: {x._layout.shape}, got {shape}.")
+            raise LayoutError(
+                f"A gradient must have the shape of its tensor: {x._layout.shape}, got {shape}. "
+                f"Fix: assign a DTensor of that global shape, or the full tensor."
+            )
         if is_torch_dtensor(value):
             value = DTensor.from_torch_dtensor(value.detach())
         if type(value) is not DTensor:
@@ -214,7 +217,10 @@ def grad(func: object, args: Args, kwargs: Kwargs) -> tuple[Tensor | None, ...]:
     outputs_arg, inputs_arg, *rest = args
     grad_outputs = rest[0] if rest else kwargs.pop("grad_outputs", None)
     if kwargs.pop("is_grads_batched", False):
-        raise RuleError("torch.autograd.grad(is_grads_batched=True) is not supported on DTensors.")
+        raise RuleError(
+            "torch.autograd.grad(is_grads_batched=True) is not supported on DTensors. "
+            "Fix: a call for each row of grad_outputs, with retain_graph=True."
+        )
     inputs = _as_list(inputs_arg)
     outputs, cotangents = _local_outputs(outputs_arg, grad_outputs)
     materialize = kwargs.pop("materialize_grads", False)

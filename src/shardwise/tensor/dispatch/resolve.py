@@ -372,7 +372,10 @@ def shapes_of(op: Callable[..., Any], out: object) -> Shapes:
         return tuple(out.shape)
     if isinstance(out, list | tuple):
         return [tuple(x.shape) if isinstance(x, Tensor) else None for x in out]  # type: ignore[misc]
-    raise RuleError(f"{op} returns {type(out).__name__}, which no rule describes.")
+    raise RuleError(
+        f"{op} returns {type(out).__name__}, which no rule describes. "
+        f"Fix: a rule for an op that returns tensors; call this one inside shardwise.experimental.local_map."
+    )
 
 
 def with_strides(recipe: Recipe, found: OnMeta) -> Recipe:

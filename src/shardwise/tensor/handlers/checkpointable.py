@@ -55,7 +55,8 @@ def shard_at(index: Any, boxes: Sequence[Box], shards: Sequence[Tensor]) -> Tens
         if tuple(index.offset) == box.offsets and box.numel:
             return shard.detach()
     raise LayoutError(
-        f"{index.fqn}: no shard of this rank begins at {index.offset}, only {', '.join(map(str, boxes))}."
+        f"{index.fqn}: no shard of this rank begins at {index.offset}, only {', '.join(map(str, boxes)) or 'none'}. "
+        f"Fix: plan the load for the tensor as it is sharded now, with torch's DefaultLoadPlanner."
     )
 
 

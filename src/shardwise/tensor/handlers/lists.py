@@ -187,7 +187,8 @@ def _item(name: str, x: Tensor, layout: Layout | None) -> Tensor:
         return _scalar(name, x)
     if x._layout.shape != layout.shape:
         raise RuleError(
-            f"{name}: operands of shapes {layout.shape} and {x._layout.shape} at one position of the lists."
+            f"{name}: operands of shapes {layout.shape} and {x._layout.shape} at one position of the lists. "
+            f"Fix: lists in the same order, with tensors of equal shapes at each position."
         )
     if x._layout == layout:
         return x
@@ -197,7 +198,10 @@ def _item(name: str, x: Tensor, layout: Layout | None) -> Tensor:
 
 def _scalar(name: str, x: DTensor) -> Tensor:
     if x._layout.shape:
-        raise RuleError(f"{name}: a tensor operand beside the lists must have no dims, got shape {x._layout.shape}.")
+        raise RuleError(
+            f"{name}: a tensor operand beside the lists must have no dims, got shape {x._layout.shape}. "
+            f"Fix: x.squeeze() of one element, or a list with a tensor for each position."
+        )
     target = x._layout.replicated()
     why = "a number beside lists has to be replicated"
     replicated = to_layout(x, target, Cause("operand", name, x._name or "a number beside the lists", why, target))
