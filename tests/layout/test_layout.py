@@ -249,11 +249,11 @@ def test_a_copied_or_pickled_layout_is_the_same_value(again: Callable[[Layout], 
         ),
         (
             lambda: Layout(LINE, [Shard(2)], (4, 4)),
-            "Shard(2) on axis 0: a tensor of shape (4, 4) has no dim 2. Fix: a dim from 0 to 1.",
+            "Shard(2) on axis 0: a tensor of shape (4, 4) has no dim 2. Fix: Shard(0) to Shard(1).",
         ),
         (
             lambda: Layout(LINE, [Shard(-3)], (4, 4)),
-            "Shard(-3) on axis 0: a tensor of shape (4, 4) has no dim -3. Fix: a dim from 0 to 1.",
+            "Shard(-3) on axis 0: a tensor of shape (4, 4) has no dim -3. Fix: Shard(0) to Shard(1).",
         ),
         (
             lambda: Layout(LINE, [Shard(0)], ()),

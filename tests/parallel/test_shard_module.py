@@ -122,7 +122,7 @@ def test_all_that_is_wrong_with_a_plan_is_said_at_once_and_on_every_rank() -> No
         "table.weight, hidden.weight, hidden.bias, out.weight, out.bias. Fix: use these, or leave it out.\n"
         "  table.weight: the layout is for shape (3, 3), the parameter has (9, 4). "
         "Fix: pass placements alone, or layout.replace(shape=(9, 4)).\n"
-        "  hidden.weight: Shard(2) on axis 0: a tensor of shape (6, 4) has no dim 2. Fix: a dim from 0 to 1.\n"
+        "  hidden.weight: Shard(2) on axis 0: a tensor of shape (6, 4) has no dim 2. Fix: Shard(0) to Shard(1).\n"
         "  hidden.bias: Shard(0, sizes=(1, 2)) on axis 0: sizes (1, 2) add up to 3, but dim 0 has 6 elements here "
         "(global shape (6,)). Fix: sizes that add up to 6, or Shard(0), which divides as torch.chunk does.\n"
         "  out.weight: OnRanks(2) on axis 0 of Mesh(0=2): positions are 0 to 1. "

@@ -77,7 +77,8 @@ def _canonical_shard(
 ) -> Shard:
     dim, sizes = placement.dim, placement.sizes
     if not -len(shape) <= dim < len(shape):
-        fix = f"a dim from 0 to {len(shape) - 1}" if shape else "Replicate(), as a number cannot be sharded"
+        fix = f"Shard(0) to Shard({len(shape) - 1})" if len(shape) > 1 else "Shard(0)"
+        fix = fix if shape else "Replicate(), as a number cannot be sharded"
         raise LayoutError(f"{placement} on axis {axis}: a tensor of shape {shape} has no dim {dim}. Fix: {fix}.")
     dim %= len(shape)
     if sizes is None:

@@ -207,7 +207,7 @@ class ChunkShardingSpec(ShardingSpec):
     ) -> ShardedTensorMetadata:
         shape = tuple(tensor_sizes)
         if not -len(shape) <= self.dim < len(shape):
-            fix = f"a dim from 0 to {len(shape) - 1}" if shape else "an EnumerableShardingSpec with one shard"
+            fix = f"a dim below {len(shape)}" if shape else "an EnumerableShardingSpec with one shard"
             raise LayoutError(f"{self}: a tensor of shape {shape} has no dim {self.dim}. Fix: {fix}.")
         dim, start, shards = self.dim % len(shape), 0, []
         for size, placement in zip(chunk(shape[dim], len(self.placements)), self.placements, strict=True):
