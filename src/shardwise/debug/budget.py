@@ -78,7 +78,9 @@ def no_implicit_comm(max_bytes: int = 0, *, gradients: bool = False) -> Iterator
         RuleError: before anything is sent, the same text on every rank.
     """
     if max_bytes < 0:
-        raise RuleError(f"no_implicit_comm: max_bytes is an int of 0 or more, got {max_bytes!r}.")
+        raise RuleError(
+            f"no_implicit_comm: max_bytes is an int of 0 or more, got {max_bytes!r}. Fix: 0, if nothing may be sent."
+        )
     budget = Budget(max_bytes, gradients)
     with listening_with(budget):
         yield budget

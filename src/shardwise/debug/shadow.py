@@ -213,15 +213,20 @@ def shadow(
         RuleError: `every` below one, a negative tolerance, or an op of a name that torch does not know.
     """
     if not isinstance(every, int) or every < 1:
-        raise RuleError(f"shadow: every is an int of 1 or more, got {every!r}.")
+        raise RuleError(f"shadow: every is an int of 1 or more, got {every!r}. Fix: 1 compares all calls, 10 a tenth.")
     if any(bound is not None and not bound >= 0 for bound in (rtol, atol)):
-        raise RuleError(f"shadow: rtol and atol are 0 or more, got {rtol} and {atol}.")
+        raise RuleError(
+            f"shadow: rtol and atol are 0 or more, got {rtol} and {atol}. Fix: leave them out, or such as rtol=1e-4."
+        )
     if isinstance(ops, str):
         ops = [ops]
     chosen = None if ops is None else frozenset(map(_chosen_name, ops))
     unknown = [op for op in ops or () if isinstance(op, str) and not _is_known(op)]
     if unknown:
-        raise RuleError(f"shadow: torch has no op named {', '.join(map(repr, sorted(unknown)))}.")
+        raise RuleError(
+            f"shadow: torch has no op named {', '.join(map(repr, sorted(unknown)))}. "
+            f"Fix: such as 'matmul' or 'aten.add.Tensor', or the function itself."
+        )
     seen = Shadow(every, chosen, Tolerance(rtol, atol))
     with hook_calls(seen):
         yield seen
