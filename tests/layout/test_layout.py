@@ -208,7 +208,8 @@ def test_a_layout_is_frozen(name: str) -> None:
     layout = Layout(LINE, [Shard(0)], (5, 3))
     with pytest.raises(AttributeError) as caught:
         setattr(layout, name, ())
-    assert str(caught.value) == f"A Layout is frozen; make a new one instead of setting {name}."
+    fix = "make a new one, such as by replace()"
+    assert str(caught.value) == f"A Layout is frozen, so {name} cannot be set. Fix: {fix}."
 
 
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])  # noqa: S301

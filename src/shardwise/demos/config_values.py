@@ -262,7 +262,7 @@ def _expected(hint: object) -> str:
             return " or ".join(map(_shown, options))
         case origin if origin is tuple and options[1:] == (Ellipsis,):
             return f"a list, each item {_expected(options[0])}"
-    raise TypeError(f"{hint} is no type for a configuration field; see the top of {__name__}")
+    raise TypeError(f"{hint} is no type for a configuration field. Fix: one that the top of {__name__} names")
 
 
 def _shown(value: object) -> str:

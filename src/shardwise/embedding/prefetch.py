@@ -99,7 +99,7 @@ class Prefetch(Generic[B]):
 
     def __len__(self) -> int:
         if not isinstance(self._loader, Sized):
-            raise TypeError(f"prefetch: a {type(self._loader).__name__} has no length.")
+            raise TypeError(f"prefetch: a {type(self._loader).__name__} has no length. Fix: a loader with __len__().")
         return len(self._loader)
 
     def state_dict(self) -> object:

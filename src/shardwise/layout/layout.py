@@ -124,7 +124,7 @@ class Layout:
         return self
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"A Layout is frozen; make a new one instead of setting {name}.")
+        raise AttributeError(f"A Layout is frozen, so {name} cannot be set. Fix: make a new one, such as by replace().")
 
     def __hash__(self) -> int:
         return self._hash

@@ -254,7 +254,7 @@ class LocalShardsWrapper(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, "LocalShardsWrapper"]) -> "LocalShardsWrapper":
         if id(self) not in memo:
             if not self.is_leaf:
-                raise RuntimeError("Only leaf tensors can be deep-copied; copy a detached one.")
+                raise RuntimeError("Only leaf tensors can be deep-copied. Fix: copy.deepcopy(x.detach()).")
             copy = _rebuilt(self.detach().clone(), self._tiling, self.requires_grad, hasattr(self, "_is_param"))
             if self.grad is not None and not isinstance(self, torch.nn.Parameter):  # as in torch
                 copy.grad = self.grad.clone()

@@ -238,7 +238,7 @@ class DTensor(torch.Tensor):
 
     def __len__(self) -> int:
         if not self._layout.shape:
-            raise TypeError("len() of a 0-d tensor")
+            raise TypeError("len() of a 0-d tensor. Fix: item(), which is its number.")
         return self._layout.shape[0]
 
     # ---- values ---------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class DTensor(torch.Tensor):
     def item(self) -> Any:
         """The value of a tensor of one element, on every rank of the mesh; all-reduced or broadcast if necessary."""
         if self.numel() != 1:
-            raise RuntimeError(f"A tensor of shape {tuple(self.shape)} has no single value to convert to a number.")
+            raise RuntimeError(f"A tensor of shape {tuple(self.shape)} has no single value. Fix: index it, or sum().")
         if self._layout.mesh.coordinate(collectives.rank()) is None:
             raise RuleError(
                 f"item(): rank {collectives.rank()} is outside {self._layout.mesh} and holds no value. "
@@ -288,7 +288,7 @@ class DTensor(torch.Tensor):
         if id(self) in memo:
             return memo[id(self)]
         if not self.is_leaf:
-            raise RuntimeError("Only leaf tensors can be deep-copied; copy a detached one.")
+            raise RuntimeError("Only leaf tensors can be deep-copied. Fix: copy.deepcopy(x.detach()).")
         copy = tag(plain(self.detach()).clone(), self._layout)
         if isinstance(self, torch.nn.Parameter):
             copy = torch.nn.Parameter(copy, self.requires_grad)  # type: ignore[assignment]

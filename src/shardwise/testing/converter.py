@@ -146,7 +146,7 @@ class DTensorConverter:
             TypeError: `t` is no tensor.
         """
         if not isinstance(t, Tensor):
-            raise TypeError(f"A tensor is wanted, to make a DTensor of; got {type(t).__name__}.")
+            raise TypeError(f"A tensor is wanted, to make a DTensor of; got {type(t).__name__}. Fix: torch.tensor(…).")
         if not self._can_convert(t):
             self.miss += 1
             return t

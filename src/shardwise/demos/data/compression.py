@@ -78,4 +78,4 @@ def _packed(text: bytes) -> int:
 
 def _check(text: bytes) -> None:
     if not text:
-        raise ValueError("there is no text to measure")
+        raise ValueError("there is no text to measure. Fix: at least one byte")

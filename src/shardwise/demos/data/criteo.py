@@ -80,7 +80,10 @@ class CriteoDataset(LineDataset[CriteoBatch]):
         )
         sizes = [num_embeddings] * len(KEYS) if isinstance(num_embeddings, int) else num_embeddings
         if sizes is not None and (len(sizes) != len(KEYS) or min(sizes) < 2):
-            raise ValueError(f"num_embeddings is {num_embeddings}, expected a number or {len(KEYS)}, each at least 2")
+            raise ValueError(
+                f"num_embeddings is {num_embeddings}, expected a number or {len(KEYS)}, each at least 2. "
+                f"Fix: the rows of all tables, or of each; row 0 is for a field that is empty"
+            )
         self._moduli = None if sizes is None else np.array(sizes) - 1
 
     def _parse(self, blocks: Sequence[Block], position: Position) -> CriteoBatch:

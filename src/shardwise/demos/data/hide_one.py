@@ -118,7 +118,10 @@ class Examples:
             ValueError: `size` is less than 1 or `skip` is negative.
         """
         if size < 1 or skip < 0:
-            raise ValueError(f"size is {size} and skip is {skip}, expected size >= 1 and skip >= 0")
+            raise ValueError(
+                f"size is {size} and skip is {skip}, expected size >= 1 and skip >= 0. "
+                f"Fix: the examples of a batch, and the batches of the epoch that were used"
+            )
         order = epoch_order(len(self), seed, epoch)
         stop = len(self) - len(self) % size if drop_last else len(self)
         return (self.batch(order[i : min(i + size, stop)]) for i in range(skip * size, stop, size))
@@ -148,7 +151,7 @@ def examples(data: PyIdent, split: Literal["train", "test"]) -> Examples:
             dtype=torch.int64,
         )
         return Examples(data, function, candidates[counts.cumsum(0) - counts + choice])
-    raise ValueError(f'split is {split!r}, expected "train" or "test"')
+    raise ValueError(f'split is {split!r}, expected "train" or "test". Fix: one of these')
 
 
 @dataclass(frozen=True)
@@ -186,7 +189,7 @@ def quality(places: Tensor) -> Quality:
         ValueError: no places.
     """
     if not len(places):
-        raise ValueError("no places: the quality of nothing is not defined")
+        raise ValueError("no places: the quality of nothing is not defined. Fix: the places of at least one example")
     return Quality(
         hit_rate_10=float((places <= 10).double().mean()),
         mrr=float(places.double().reciprocal().mean()),

@@ -220,7 +220,9 @@ class LineDataset(ResumableDataset[B]):
         drop_last: bool = False,
     ) -> None:
         if block_bytes < 1:
-            raise ValueError(f"block_bytes is {block_bytes}, expected at least 1")
+            raise ValueError(
+                f"block_bytes is {block_bytes}, expected at least 1. Fix: such as 1 << 20, or leave it out"
+            )
         super().__init__(
             files,
             batch_size,

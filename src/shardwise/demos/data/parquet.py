@@ -77,7 +77,9 @@ class ParquetDataset(ResumableDataset[ParquetBatch]):
         numbers = [*dense, *([] if label is None else [label])]
         names = [*features, *numbers]
         if not names or len(set(names)) < len(names):
-            raise ValueError(f"columns are {names}, expected at least one, and each once")
+            raise ValueError(
+                f"columns are {names}, expected at least one, and each once. Fix: each in features, dense or label"
+            )
         files = find_files(paths, ("*.parquet",))
         self._groups = row_groups(files, dict.fromkeys(features, LISTS) | dict.fromkeys(numbers, NUMBERS))
         self._names = names

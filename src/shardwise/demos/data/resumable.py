@@ -70,9 +70,12 @@ class ResumableDataset(IterableDataset[B], ABC):
         self.rank = collectives.rank() if rank is None else rank
         self.world_size = collectives.world_size() if world_size is None else world_size
         if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}, expected at least 1")
+            raise ValueError(f"batch_size is {batch_size}, expected at least 1. Fix: the rows of a batch of one rank")
         if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank is {self.rank} of {self.world_size}, expected one from 0 to world_size - 1")
+            raise ValueError(
+                f"rank is {self.rank} of {self.world_size}, expected one from 0 to world_size - 1. "
+                f"Fix: leave both out, which are those of this process"
+            )
         self._order: dict[str, Json] = {
             "data set": type(self).__name__,
             "files": [[file.path.name, file.num_bytes] for file in self.files],

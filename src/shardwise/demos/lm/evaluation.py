@@ -22,7 +22,7 @@ def bits_per_byte(model: Transformer, text: bytes, context: int, mesh: Mesh) -> 
         ValueError: `text` is empty.
     """
     if not text:
-        raise ValueError("there is no text to measure")
+        raise ValueError("there is no text to measure. Fix: at least one byte")
     read = batches.numbers(batches.START + text)
     starts, first_new = plan(len(text), context)
     was_training = model.training

@@ -141,7 +141,8 @@ class KeyedJaggedTensor(Bags):
     def __getitem__(self, key: str) -> JaggedTensor:
         """The bags of a feature, as views."""
         if key not in self._keys:
-            raise KeyError(f"KeyedJaggedTensor has no key {key!r}; it has {', '.join(map(repr, self._keys))}.")
+            known = ", ".join(map(repr, self._keys))
+            raise KeyError(f"KeyedJaggedTensor has no key {key!r}; it has {known}. Fix: one of its keys.")
         return self.to_dict()[key]
 
     def to_dict(self) -> dict[str, JaggedTensor]:

@@ -77,7 +77,8 @@ class KeyedTensor:
     def __getitem__(self, key: str) -> Tensor:
         """[bags, columns] of a feature, as a view."""
         if key not in self._keys:
-            raise KeyError(f"KeyedTensor has no key {key!r}; it has {', '.join(map(repr, self._keys))}.")
+            known = ", ".join(map(repr, self._keys))
+            raise KeyError(f"KeyedTensor has no key {key!r}; it has {known}. Fix: one of its keys.")
         return self.to_dict()[key]
 
     def to_dict(self) -> dict[str, Tensor]:

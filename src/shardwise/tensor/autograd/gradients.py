@@ -136,7 +136,8 @@ def _initial_cotangent(output: DTensor, gradient: Tensor | None) -> Tensor:
     if gradient is None:
         if output.numel() != 1:
             raise RuntimeError(
-                f"grad can be implicitly created only for scalar outputs, got shape {tuple(output.shape)}."
+                f"grad can be implicitly created only for scalar outputs, got shape {tuple(output.shape)}. "
+                f"Fix: mean() or sum() it first, or pass its gradient."
             )
         if all(p in (REPLICATE, PARTIAL) for p in layout.placements):
             shares = prod(n for n, p in zip(layout.mesh.shape, layout.placements, strict=True) if p == REPLICATE)
