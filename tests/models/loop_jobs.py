@@ -1,13 +1,18 @@
-"""What processes of `test_training_loops.py` run."""
+"""What processes of `test_training_loops.py` run.
 
+-m tests.models.loop_jobs FOLDER      prints as JSON what each job said on two ranks
+"""
+
+import json
 import os
+import sys
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from shardwise import Shard, shard_module
+from shardwise import Shard, launch, shard_module
 from shardwise.errors import ShardwiseError
 from shardwise.parallel import fully_shard, parallelize_module, plan_from_transformers
 
@@ -54,7 +59,6 @@ def refused_by_accelerate(folder: str) -> dict[str, str]:
 
 def with_the_trainer(folder: str, sharded: str) -> list[str]:
     """Errors of training, and of the evaluation of a new model, which the Trainer does not wrap; or its loss."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
     config = LlamaConfig(
@@ -86,3 +90,21 @@ def with_the_trainer(folder: str, sharded: str) -> list[str]:
         if result:
             found[-1] = f"loss {result['eval_loss'] / expected:.5f} of that of one process"
     return found
+
+
+def main(folder: str) -> None:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    # Once, before ranks are forked.
+    from accelerate import Accelerator  # noqa: F401
+    from transformers import LlamaForCausalLM, Trainer  # noqa: F401
+
+    said: dict[str, object] = {
+        name: launch(with_the_trainer, f"{folder}/{name}", name, nproc=2)
+        for name in ("by styles", "by layouts", "fully")
+    }
+    said["accelerate"] = launch(refused_by_accelerate, f"{folder}/accelerate", nproc=2)
+    sys.stdout.write(f"{json.dumps(said)}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,7 +1,7 @@
 """Processes for ranks: start them, exchange messages with them, see how each ends, end them.
 
-`launch` runs one job on such processes, `shardwise.testing` keeps them from test to test. They come from the
-spawn context of `torch.multiprocessing`. Ctrl-C reaches only the parent, and no rank outlives the parent.
+`launch` runs one job on such processes, `shardwise.testing` keeps them from test to test. They come from a context of
+`torch.multiprocessing`. Ctrl-C reaches only the parent, and no rank outlives the parent.
 """
 
 import os
@@ -9,12 +9,12 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import parent_process, resource_tracker
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -65,25 +65,27 @@ def has_main_file() -> bool:
 class RankProcesses:
     """`size` new processes; each runs `main(connection, rank, *args)`, and `connections[rank]` is the other end.
 
-    What ranks send is pickled; what is sent to them is bytes.
+    What ranks send is pickled; what is sent to them is bytes. `method` is "spawn", a new interpreter for each, or
+    "forkserver", whose server imports modules once.
     """
 
-    def __init__(self, size: int, main: Callable[..., None], *args: object) -> None:
+    def __init__(self, size: int, main: Callable[..., None], *args: object, method: str = "spawn") -> None:
         if hasattr(sys.modules["__main__"], "__file__") and not has_main_file():
             raise LaunchError(
                 "New processes import the program that starts them, and this one was read from standard input. "
                 "Fix: save it in a file and run that."
             )
-        self.processes: list[SpawnProcess] = []
+        self.processes: list[BaseProcess] = []
         self.connections: list[Connection] = []
-        context = mp.get_context("spawn")
+        context = mp.get_context(method)
         resource_tracker.ensure_running()  # its first start would unblock SIGINT
         try:
             with _sigint_postponed():
                 for rank in range(size):
                     ours, theirs = context.Pipe()
                     self.connections.append(ours)
-                    process = context.Process(target=_live, args=(theirs, rank, main, args), name=f"rank {rank}")
+                    given = theirs, rank, dict(os.environ), main, args
+                    process = context.Process(target=_live, args=given, name=f"rank {rank}")
                     process.start()
                     self.processes.append(process)
                     theirs.close()
@@ -161,7 +163,15 @@ class RankProcesses:
                 connection.close()
 
 
-def _live(connection: Connection, rank: int, main: Callable[..., None], args: tuple[object, ...]) -> None:
+def _live(
+    connection: Connection,
+    rank: int,
+    environment: Mapping[str, str],
+    main: Callable[..., None],
+    args: tuple[object, ...],
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)  # a fork server has what was there when it started
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it and ends the ranks
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_end_with_parent, daemon=True).start()

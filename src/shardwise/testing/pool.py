@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
 from typing import Any, TypeVar
 
 import torch
@@ -82,6 +83,13 @@ def close_pools() -> None:
         close_pool(*key)
 
 
+def _import_once() -> None:
+    """Let the server that forks ranks import what they need, unless the program has said what it imports."""
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    if server._preload_modules == ["__main__"]:
+        server.set_forkserver_preload(["__main__", "shardwise.testing.worker"])
+
+
 class Pool:
     """The processes of one world."""
 
@@ -92,7 +100,8 @@ class Pool:
         self.store = MemoryFile()
         self.stacks = [MemoryFile() for _ in range(size)]
         paths = [stack.path for stack in self.stacks]
-        self.ranks = RankProcesses(size, serve, size, self.store.path, paths, backend)
+        _import_once()
+        self.ranks = RankProcesses(size, serve, size, self.store.path, paths, backend, method="forkserver")
         try:
             self._join_world("start")
         except BaseException:
