@@ -25,7 +25,7 @@ PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 # Tests that start processes wait half of their time, so two of them share a core.
 SHARING := --numprocesses $(shell expr 2 \* $$(nproc)) --maxprocesses 8 --dist worksteal
 
-.PHONY: train docs check quick test every test-torch wheel release
+.PHONY: train docs check quick test surveys every test-torch wheel release
 
 train: $(RUN_READY)
 	$(BIN)/shardwise train $(ARGS)
@@ -42,16 +42,21 @@ check: $(DEV_READY)
 quick: $(DEV_READY)
 	$(BIN)/pytest -m "not processes and not survey and not slow" $(or $(ARGS),$(PARALLEL))
 
-# Surveys of the op table and the soak keep all cores busy by themselves, so they run apart from the other tests.
+# Surveys of the op table and the soak keep all cores busy by themselves, so they run apart from the other tests; beside
+# the surveys is time for mypy, which has one core.
 # A slow machine has time for three disturbances: seed 14 begins with SIGKILL of all, SIGTERM, SIGKILL of a rank.
-test: check
+test: $(DEV_READY)
 ifdef ARGS
+	$(MAKE) check
 	$(BIN)/pytest $(ARGS)
 else
+	$(MAKE) --jobs 2 check surveys
 	$(BIN)/pytest -m "not survey" $(SHARING)
-	$(BIN)/pytest -m survey $(SURVEYS)
 	$(BIN)/python -m tools.soak --seconds 60 --seed 14
 endif
+
+surveys: $(DEV_READY)
+	$(BIN)/pytest -m survey $(SURVEYS)
 
 every: $(DEV_READY)
 	$(BIN)/pytest --every-case -m "not survey" $(SHARING)

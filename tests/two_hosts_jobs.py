@@ -75,6 +75,11 @@ def train() -> Training:
     return steps(Mesh((2, 2), names=("host", "local")))
 
 
+def train_on_hosts() -> tuple[Training, list[int]]:
+    """What came of the steps, and which ranks this one takes for ranks of other hosts."""
+    return train(), peers()
+
+
 def fail(how: str) -> None:
     """A few collectives, then something ends, mostly on the second host, while the others go on."""
     for _ in range(3):
@@ -137,7 +142,6 @@ def sleep() -> None:
 
 
 def peers() -> list[int]:
-    """Which ranks this one takes for ranks of other hosts."""
     from shardwise.collectives.processes import TORCH_TRANSPORT
 
     barrier(WORLD)
@@ -146,7 +150,7 @@ def peers() -> list[int]:
     return sorted(TORCH_TRANSPORT._records.elsewhere)
 
 
-JOBS = {job.__name__: job for job in (train, fail, disagree, differ, stop_the_first_launcher, sleep, peers)}
+JOBS = {job.__name__: job for job in (train, train_on_hosts, fail, disagree, differ, stop_the_first_launcher, sleep)}
 
 
 def run(what: list[str]) -> None:
