@@ -6,6 +6,7 @@
 
 import os
 import pickle
+import shutil
 import signal
 import sys
 import threading
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from multiprocessing import parent_process, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -77,14 +79,15 @@ class RankProcesses:
             )
         self.processes: list[BaseProcess] = []
         self.connections: list[Connection] = []
-        context = mp.get_context(method)
+        context: Any = mp.get_context(method)
+        folder = get_temp_dir() if method == "forkserver" else None  # has the socket of the server
         resource_tracker.ensure_running()  # its first start would unblock SIGINT
         try:
             with _sigint_postponed():
                 for rank in range(size):
                     ours, theirs = context.Pipe()
                     self.connections.append(ours)
-                    given = theirs, rank, dict(os.environ), main, args
+                    given = theirs, rank, dict(os.environ), folder, main, args
                     process = context.Process(target=_live, args=given, name=f"rank {rank}")
                     process.start()
                     self.processes.append(process)
@@ -167,6 +170,7 @@ def _live(
     connection: Connection,
     rank: int,
     environment: Mapping[str, str],
+    folder: str | None,
     main: Callable[..., None],
     args: tuple[object, ...],
 ) -> None:
@@ -174,15 +178,17 @@ def _live(
     os.environ.update(environment)  # a fork server has what was there when it started
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it and ends the ranks
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     main(connection, rank, *args)
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(folder: str | None) -> None:
     parent = parent_process()
     assert parent is not None
     parent.join()
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)  # a parent that was killed has left it
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -85,7 +85,7 @@ def close_pools() -> None:
 
 def _import_once() -> None:
     """Let the server that forks ranks import what they need, unless the program has said what it imports."""
-    server = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     if server._preload_modules == ["__main__"]:
         server.set_forkserver_preload(["__main__", "shardwise.testing.worker"])
 
