@@ -22,8 +22,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # Only these files are collected: all of them take as long as a survey of some hundred ops.
 SURVEYS = $$(grep -rl --include='*.py' pytest.mark.survey tests)
 PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
-# Tests that start processes wait half of their time, so two of them share a core.
-SHARING := --numprocesses $(shell expr 2 \* $$(nproc)) --maxprocesses 8 --dist worksteal
+# Tests that start processes wait half of their time, so three workers share two cores.
+SHARING := --numprocesses $(shell expr $$(nproc) + $$(nproc) / 2) --maxprocesses 8 --dist worksteal
 
 .PHONY: train docs check quick test surveys every test-torch wheel release
 
