@@ -67,11 +67,11 @@ def has_main_file() -> bool:
 class RankProcesses:
     """`size` new processes; each runs `main(connection, rank, *args)`, and `connections[rank]` is the other end.
 
-    What ranks send is pickled; what is sent to them is bytes. `method` is "spawn", a new interpreter for each, or
-    "forkserver", whose server imports modules once.
+    What ranks send is pickled; what is sent to them is bytes. Each is a new interpreter, or `forked` from a server that
+    imports modules once.
     """
 
-    def __init__(self, size: int, main: Callable[..., None], *args: object, method: str = "spawn") -> None:
+    def __init__(self, size: int, main: Callable[..., None], *args: object, forked: bool = False) -> None:
         if hasattr(sys.modules["__main__"], "__file__") and not has_main_file():
             raise LaunchError(
                 "New processes import the program that starts them, and this one was read from standard input. "
@@ -79,8 +79,8 @@ class RankProcesses:
             )
         self.processes: list[BaseProcess] = []
         self.connections: list[Connection] = []
-        context: Any = mp.get_context(method)
-        folder = get_temp_dir() if method == "forkserver" else None  # has the socket of the server
+        context = mp.get_context("forkserver") if forked else mp.get_context("spawn")
+        folder = get_temp_dir() if forked else None  # has the socket of the server
         resource_tracker.ensure_running()  # its first start would unblock SIGINT
         try:
             with _sigint_postponed():

@@ -85,8 +85,8 @@ def close_pools() -> None:
 
 def _import_once() -> None:
     """Let the server that forks ranks import what they need, unless the program has said what it imports."""
-    server: Any = forkserver._forkserver
-    if server._preload_modules == ["__main__"]:
+    server = forkserver._forkserver
+    if getattr(server, "_preload_modules", None) == ["__main__"]:
         server.set_forkserver_preload(["__main__", "shardwise.testing.worker"])
 
 
@@ -101,7 +101,7 @@ class Pool:
         self.stacks = [MemoryFile() for _ in range(size)]
         paths = [stack.path for stack in self.stacks]
         _import_once()
-        self.ranks = RankProcesses(size, serve, size, self.store.path, paths, backend, method="forkserver")
+        self.ranks = RankProcesses(size, serve, size, self.store.path, paths, backend, forked=True)
         try:
             self._join_world("start")
         except BaseException:
