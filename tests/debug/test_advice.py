@@ -2,7 +2,6 @@
 
 import pickle
 import re
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,7 @@ from shardwise import (
 )
 from shardwise.debug import Explanation, explain
 from shardwise.debug.alternatives import OperandCall, Times
-from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from shardwise.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
 from shardwise.testing import world
 
 S0, S1, R = Shard(0), Shard(1), Replicate()
@@ -106,24 +105,54 @@ def test_each_placement_of_a_parameter_sends_what_is_said(
     assert ("gradients included" in text) == backward
 
 
-def test_a_parameter_that_no_placement_helps_is_said_to_send_as_much() -> None:
-    def make(placement: Placement) -> Callable[[], object]:
-        layer = shard_module(nn.Linear(256, 512, bias=False), {"weight": placement}, mesh=Mesh((4,)))
-        x = distribute_tensor(torch.ones(4000, 256), Mesh((4,)), [S0])
+@pytest.mark.filterwarnings("ignore:linear. .*is sharded on mesh axis:UserWarning")
+@pytest.mark.parametrize(("ranks", "op"), [(2, "linear"), (3, "mul"), (4, "linear"), (4, "mul")])
+def test_a_parameter_that_no_layout_helps_is_replicated_or_fully_sharded_in_fewer_collectives(
+    ranks: int, op: str
+) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(361, 361, bias=False) for _ in range(3)])
+            self.scale = nn.Parameter(torch.ones(361), requires_grad=op == "mul")  # beside large ones
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x * self.scale
+
+    def make(how: str) -> Callable[[], object]:
+        mesh, model = Mesh((ranks,)), Net()
+        if how == "units":
+            fully_shard(model, mesh=mesh)
+        else:
+            names = "layers.*.weight" if op == "linear" else "scale"
+            shard_module(model, {names: S0 if how == "now" else R}, mesh=mesh)
+        x = distribute_tensor(torch.ones(2400, 361), mesh, [S0])
 
         def step() -> None:
-            layer(x).sum().backward()
-            assert layer.weight.grad is not None
+            model(x).sum().backward()
+            for p in model.parameters():
+                assert p.grad is not None or not p.requires_grad
 
         return step
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a parameter that is sharded as the batch is
-        text, now = explained(4, lambda: make(S0), "linear"), sent(4, lambda: make(S0))
-    assert text == (
-        f"fully_shard, or ColwiseParallel and RowwiseParallel; [Replicate()] sends {sent(4, lambda: make(R)):,} bytes "
-        f"in place of {now:,}, gradients included"
-    )
+    def calls(how: str) -> int:
+        def counted() -> int:
+            step = make(how)
+            with count_comms() as counts:
+                step()
+            return counts.total_calls
+
+        return world(ranks).run(counted)[0]
+
+    text = explained(ranks, lambda: make("now"), op)
+    units = "; or fully_shard(module), which keeps it sharded" if op == "linear" else ""
+    assert text == f"[Replicate()] in the plan, which sends as much in fewer collectives{units}"
+    assert sent(ranks, lambda: make("R")) == sent(ranks, lambda: make("now"))
+    assert calls("R") < calls("now")
+    if units:
+        assert calls("units") < calls("now")
 
 
 @pytest.mark.parametrize(("ranks", "times"), [(2, 2), (3, 2), (4, 3)])
@@ -256,17 +285,19 @@ def test_heads_that_are_split_are_not_redistributed_in_the_units_that_are_said()
     assert world(4).run(lambda: outcome(4))[0] == ("", 0)
 
 
-def test_the_op_that_made_an_operand_is_named_with_its_line() -> None:
+def test_where_an_operand_was_made_is_named_with_its_line() -> None:
     def body() -> tuple[str, int]:
         mesh = Mesh((2,))
         x, y = (distribute_tensor(torch.ones(6, 4), mesh, [p]) for p in (S0, S1))
         with explain() as report:
-            made = torch.cos(y)
+            made = torch.cos(y).relu()
             x * made
         return advice_of(report, "mul"), body.__code__.co_firstlineno + 4
 
     text, line = world(2).run(body)[0]
-    assert re.match(rf"\[Shard\(0\)\] from cos \(.*test_advice.py:{line} in body\): 0 bytes", text)
+    assert re.match(
+        rf"\[Shard\(0\)\] where operand 0 of cos \(.*test_advice.py:{line} in body\) is made: 0 bytes", text
+    )
 
 
 def test_backward_refers_to_the_advice_of_its_forward() -> None:

@@ -1,8 +1,9 @@
-"""What an op would send if an operand had another layout, by the rows and the plans that it would get."""
+"""What an op would send if its operands had other layouts, by the rows and the plans that it would get."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from math import prod
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -31,11 +32,28 @@ class Times(NamedTuple):
     read: int
 
 
+MORE_WORK = 1.5  # of one rank; shards of another dim that do not divide evenly are not more
+
+
 class Alternative(NamedTuple):
     """An operand in another layout, with which the op runs as it does now, and what all ranks send for the operand."""
 
     layout: Layout
     sent_bytes: int
+
+
+class ParameterChoice(NamedTuple):
+    """A parameter in another layout.
+
+    Args:
+        then: what else to do, or what changes with it.
+        sent_bytes, now: what all ranks send for all operands, for the result, and for the gradients of parameters.
+    """
+
+    layout: Layout
+    then: str
+    sent_bytes: int
+    now: int
 
 
 @dataclass(frozen=True)
@@ -69,10 +87,13 @@ class OperandCall:
 
     def sent_bytes(self, index: int, layout: Layout, dst: Layout, times: Times) -> int:
         """What all ranks send for operand number `index` in this layout, which the op needs as `dst`."""
-        gradient = layout.dual()
-        plans = (layout, dst), (dst.dual(), gradient), (gradient, gradient.reduced())
-        sent = sum(n * plan_redistribute(*plan).total_elements for n, plan in zip(times, plans, strict=True))
-        return sent * self.operands[index].dtype.itemsize
+        return _elements(layout, dst, times) * self.operands[index].dtype.itemsize
+
+    def bucket_bytes(self, index: int, layout: Layout, times: Times) -> int:
+        """What all ranks send to reduce the gradient of operand number `index` in a bucket with others."""
+        ranks = prod(layout.mesh.shape[axis] for axis in layout.dual().partial_axes)
+        held = sum(map(layout.local_numel, layout.mesh.ranks))
+        return times.read * 2 * (ranks - 1) * held // ranks * self.operands[index].dtype.itemsize
 
     def alternatives(self, index: int, dst: Layout, times: Times) -> list[Alternative]:
         """Operand number `index`, which the op needs as `dst`, in other layouts, the cheapest first.
@@ -107,26 +128,91 @@ class OperandCall:
         plans = [plan for x, y in others for plan in ((x, y), (y.dual(), x.dual()))]
         return not any(plan_redistribute(*plan).total_elements for plan in plans)
 
+    def parameter_choice(self, index: int, axes: Sequence[int], times: Sequence[Times]) -> ParameterChoice | None:
+        """The layout of operand number `index` with which this call sends least, if that is less than now.
+
+        The result is redistributed to the layout that it has now; if that does not help, it may keep another one, but
+        not partial sums. Left out are layouts with which a rank would do more work, or the op communicates itself.
+
+        Args:
+            axes: on which the layout may differ.
+            times: of each operand, and at last of the result.
+        """
+        now, own = self._recipe(self.operands), self.operands[index].layout
+        if now is None or not isinstance(now.output, Layout):
+            return None
+        itemsizes = [x.dtype.itemsize for x in (*self.operands, self._out(self.operands))]
+
+        def sent(operands: Sequence[resolve.Operand], needed: Sequence[Layout], result: Layout, target: Layout) -> int:
+            moves = zip((*(x.layout for x in operands), result), (*needed, target), times, itemsizes, strict=True)
+            return sum(itemsize * _elements(src, dst, n) for src, dst, n, itemsize in moves)
+
+        present, found = sent(self.operands, now.layouts, now.output, now.output), []
+        for layout in filter(None, (_with(own, axes, kind) for kind in _kinds(own))):
+            operands = self._with_operand(index, layout)
+            recipe = self._recipe(operands)
+            if recipe is None or recipe.local_impl or _work(recipe) >= MORE_WORK * _work(now):
+                continue
+            assert isinstance(recipe.output, Layout)
+            for target in dict.fromkeys((now.output, recipe.output)):
+                if target == recipe.output == now.output or not target.partial_axes:
+                    n = sent(operands, recipe.layouts, recipe.output, target)
+                    found.append((target != now.output, n, len(recipe.redistributed), layout, recipe.output))
+        found = [choice for choice in found if choice[1] < present]
+        if not found:
+            return None
+        is_other, n, _, layout, result = min(found, key=lambda choice: choice[:3])
+        then = f", whose result is then {list(result.placements)}" if is_other else ""
+        if not is_other and result != now.output:
+            then = f" and .redistribute(placements={list(now.output.placements)}) of the result"
+        return ParameterChoice(layout, then, n, present)
+
+    def followed(self, result: int, layout: Layout) -> tuple[int, Layout] | None:
+        """The operand that gives result number `result` this layout, and how; None if other operands would move.
+
+        A rank does no more work then, and nothing is redistributed.
+        """
+        now = self._recipe(self.operands)
+        if now is None or (src := _result(now, result)) is None:
+            return None
+        axes = differing(src, layout)
+        for index, x in enumerate(self.operands):
+            for own in (_with(x.layout, axes, kind) for kind in (*_kinds(x.layout), *layout.placements)):
+                operands = self._with_operand(index, own or x.layout)
+                recipe = self._recipe(operands)
+                if own is None or recipe is None or recipe.redistributed or _work(recipe) >= MORE_WORK * _work(now):
+                    continue
+                if (out := _result(recipe, result)) is not None and out.row_major == layout.row_major:
+                    return index, own
+        return None
+
+    def _with_operand(self, index: int, layout: Layout) -> tuple[resolve.Operand, ...]:
+        return (*self.operands[:index], replace(self.operands[index], layout=layout), *self.operands[index + 1 :])
+
     def _wanted(self, layout: Layout, index: int) -> tuple[Layout, ...] | None:
         """The layouts that the op would need its operands in if one had this layout; None if it would not run."""
-        rule = RULES[self.op]
-        operands = [*self.operands[:index], replace(self.operands[index], layout=layout), *self.operands[index + 1 :]]
+        recipe = self._recipe(self._with_operand(index, layout))
+        return None if recipe is None else recipe.layouts
+
+    def _recipe(self, operands: Sequence[resolve.Operand]) -> resolve.Recipe | None:
+        """How the op would run on these operands; None if it would not."""
+        rule, name = RULES[self.op], name_of(self.op)
 
         def shape() -> Shapes:
             if rule.shape is None:
-                return resolve.shapes_of(
-                    self.op, resolve.results_on_meta(self.op, self.args, self.kwargs, operands).out
-                )
+                return resolve.shapes_of(self.op, self._out(operands))
             metas = [Meta(x.layout.shape, x.dtype, REPLICATE, x.layout.strides) for x in operands]
             found: Shapes = resolve.called(rule.shape, metas, self.args, self.kwargs)
             return found
 
-        name = name_of(self.op)
         try:
             chosen = resolve.choose(name, rule, operands, self.args, self.kwargs)
-            return resolve.recipe(name, rule, [x.layout for x in operands], chosen, shape).layouts
+            return resolve.recipe(name, rule, [x.layout for x in operands], chosen, shape)
         except (ShardwiseError, NotImplementedError):
             return None
+
+    def _out(self, operands: Sequence[resolve.Operand]) -> Any:
+        return resolve.results_on_meta(self.op, self.args, self.kwargs, operands).out
 
 
 def _replicated(x: Tensor, mesh: Mesh) -> Layout:
@@ -144,13 +230,40 @@ def tensors_of(args: Args, kwargs: Kwargs) -> Iterator[Tensor]:
 
 def _candidates(src: Layout, dst: Layout) -> list[Layout]:
     """`dst`, and `src` replicated or sharded along any dim on the axes on which they differ."""
-    axes = [a for a, (p, q) in enumerate(zip(src.placements, dst.placements, strict=True)) if p != q]
     found = [] if any(isinstance(p, Partial) for p in dst.placements) else [dst]
-    found += filter(None, (_with(src, axes, kind) for kind in (REPLICATE, *map(Shard, range(len(src.shape))))))
+    found += filter(None, (_with(src, differing(src, dst), kind) for kind in _kinds(src)))
     return [layout for layout in dict.fromkeys(found) if layout != src]
 
 
-def _with(layout: Layout, axes: list[int], placement: Placement) -> Layout | None:
+def differing(src: Layout, dst: Layout) -> list[int]:
+    """The axes on which two layouts differ."""
+    return [axis for axis, (p, q) in enumerate(zip(src.placements, dst.placements, strict=True)) if p != q]
+
+
+def _kinds(layout: Layout) -> list[Placement]:
+    return [REPLICATE, *map(Shard, range(len(layout.shape)))]
+
+
+def _elements(layout: Layout, dst: Layout, times: Times) -> int:
+    """The elements that all ranks send for a tensor of this layout, which is needed as `dst`."""
+    gradient = layout.dual()
+    plans = (layout, dst), (dst.dual(), gradient), (gradient, gradient.reduced())
+    return sum(n * plan_redistribute(*plan).total_elements for n, plan in zip(times, plans, strict=True) if n)
+
+
+def _result(recipe: resolve.Recipe, index: int) -> Layout | None:
+    """The layout of one of the results."""
+    return recipe.output[index] if isinstance(recipe.output, tuple) else recipe.output
+
+
+def _work(recipe: resolve.Recipe) -> float:
+    """The share of the work that the busiest rank does: its smallest share of an operand or a result."""
+    outputs = recipe.output if isinstance(recipe.output, tuple) else (recipe.output,)
+    tensors = [(largest(x), prod(x.shape)) for x in (*recipe.layouts, *outputs) if x is not None]
+    return min((most / size for most, size in tensors if size), default=1.0)
+
+
+def _with(layout: Layout, axes: Sequence[int], placement: Placement) -> Layout | None:
     """The layout with another placement on some axes, if there is such a one."""
     try:
         return layout.replace([placement if a in axes else p for a, p in enumerate(layout.placements)])

@@ -1,15 +1,14 @@
 """What code sends, by line, and how to send less."""
 
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
 
 from shardwise import collectives
-from shardwise.debug.advice import Use, Uses, advice
+from shardwise.debug.advice import Use, Uses, advice, folded
 from shardwise.debug.balance import Balance
-from shardwise.debug.styles import module_of, style_advice
+from shardwise.debug.styles import style_advice
 from shardwise.errors import ArgumentError
 from shardwise.layout import Layout, shown
 from shardwise.pictures.page import table_html
@@ -17,7 +16,7 @@ from shardwise.pictures.svg import safe
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dispatch.dispatcher import is_op
 from shardwise.tensor.dispatch.hooks import Proceed, hook_calls
-from shardwise.trace.comm_trace import CommEvent, Kind, Listener, listening_with
+from shardwise.trace.comm_trace import Cause, CommEvent, Kind, Listener, ModuleStyle, listening_with
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -98,10 +97,11 @@ class Explanation(Listener, Generic[R]):
 
     def _advise(self) -> None:
         """Give each event the advice for its group, once the block has ended."""
-        groups = _grouped(self._events)
-        compared = [group for group in groups if id(group[0]) in self._used][:ADVISED]
-        beyond = {_key(group[0]) for group in groups if id(group[0]) in self._used} - {_key(g[0]) for g in compared}
-        found = {_key(g[0]): g[0].avoid if _key(g[0]) in beyond else self._avoid(g, groups) for g in groups}
+        groups, found = sorted(_grouped(self._events), key=lambda group: group[0].cause.backward), dict[Any, str]()
+        used = [_key(group[0]) for group in groups if id(group[0]) in self._used]
+        for group in groups:
+            key = _key(group[0])
+            found[key] = group[0].avoid if key in used[ADVISED:] else self._avoid(group, groups, found)
         self._events = [replace(event, advice=found[_key(event)]) for event in self._events]
 
     def __str__(self) -> str:
@@ -130,7 +130,7 @@ class Explanation(Listener, Generic[R]):
             rows = [["operation", "layouts", "why", "avoid", *_NUMBERS], *map(self._row, groups)]
             parts.append(f"<div>{safe(_TITLES[kind])}</div>{table_html(rows, 4)}")
         parts += [f"<div>{safe(note)}</div>" for note in _of_small(small)]
-        unbalanced = self._balance.rows(_folded)
+        unbalanced = self._balance.rows(folded)
         if unbalanced:
             rows = [["operation", "layout", "parameters", "avoid", "busiest", "ops"], *unbalanced]
             parts.append(f"<div>{self._unbalanced_title()}</div>{table_html(rows, 4)}")
@@ -153,36 +153,39 @@ class Explanation(Listener, Generic[R]):
         """What and where, the layouts, why, how to avoid it, bytes of all ranks and of this one, how often."""
         event, cause = group[0], group[0].cause
         if any(other.cause.operand != cause.operand for other in group):
-            cause = cause._replace(operand=_folded(cause.operand))
+            cause = cause._replace(operand=folded(cause.operand))
         where = "" if cause.call_site is None else f"{cause.call_site}: "
         change = "" if event.src is None or event.dst is None else _change(event.src, event.dst)
-        return [f"{where}{cause}", change, cause.why, self._avoid(group), *_columns(group)]
+        return [f"{where}{cause}", change, cause.why, event.avoid, *_columns(group)]
 
-    def _avoid(self, group: list[CommEvent], groups: list[list[CommEvent]] | None = None) -> str:
-        """What to change, with bytes; of a gradient whose forward is listed, nothing."""
-        event = group[0]
-        if event.advice is not None:
-            return event.advice
-        groups = _grouped(self._events) if groups is None else groups
+    def _avoid(self, group: list[CommEvent], groups: list[list[CommEvent]], advised: Mapping[Any, str]) -> str:
+        """What to change, with bytes; of a gradient whose forward is listed, nothing.
+
+        Args:
+            advised: of events of forward, by `_key`.
+        """
+        event, style = group[0], _style(group[0])
         found = event.avoid
-        if event.cause.style is not None:
-            module = _folded(module_of(event))
-            of_module = [g for g in groups if g[0].cause.style and _folded(module_of(g[0])) == module]
-            found = style_advice(module, [e for g in of_module for e in g])
-        if found and any(_is_forward_of(g[0], event) and g[0].total_bytes != 0 for g in groups):
-            return "as in forward"
+        if event.total_bytes == 0:
+            return ""
+        if style is not None:
+            found = style_advice(style, [e for g in groups if _style(g[0]) == style for e in g])
+        forward = next((g[0] for g in groups if _is_forward_of(g[0], event) and g[0].total_bytes != 0), None)
+        if found and forward is not None:
+            return "as in forward" if advised[_key(forward)] else ""
         uses = [self._used.get(id(other)) for other in group]
         known = [use for use in uses if use is not None]
         if len(known) < len(group):
             return found
-        return advice(known, event, sum(len(g) for g in groups if _is_forward_of(event, g[0])))
+        backward = sum(len(g) for g in groups if _is_forward_of(event, g[0]))
+        return advice(known, event, backward, any(g[0].cause.backward for g in groups))
 
     def _unbalanced_title(self) -> str:
         return f"Unbalanced: the busiest rank does {self._balance.ratio():.2f} times the mean work"
 
     def _unbalanced(self) -> list[str]:
         lines = ["", self._unbalanced_title(), "    busiest    ops"]
-        found = self._balance.rows(_folded)
+        found = self._balance.rows(folded)
         for what, held, parameters, avoid, ratio, ops in found:
             lines += [f"{ratio:>11} {ops:>6}  {what}", *_margined(held, parameters, f"avoid: {avoid}" if avoid else "")]
         return lines if found else []
@@ -215,21 +218,26 @@ def _grouped(events: Iterable[CommEvent]) -> list[list[CommEvent]]:
 
 def _key(event: CommEvent) -> tuple[object, ...]:
     """Equal for events of one entry."""
-    cause = event.cause._replace(operand=_folded(event.cause.operand))
-    return cause, event.src, event.dst, event.total_bytes is None
+    return _cause(event), event.src, event.dst, event.total_bytes is None, event.itemsize
 
 
 def _is_forward_of(forward: CommEvent, event: CommEvent) -> bool:
     """Whether an event is what backward does for another one, or for one of an equal module."""
-    cause = forward.cause
-    if not event.cause.backward or cause.backward or _folded(event.cause.operand) != _folded(cause.operand):
-        return False
-    return event.cause._replace(operand="") == cause.for_backward()._replace(operand="")
+    return event.cause.backward and not forward.cause.backward and _cause(event) == _cause(forward).for_backward()
 
 
-def _folded(name: str) -> str:
-    """`blocks.*.up.weight` of `blocks.0.up.weight`."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+def _cause(event: CommEvent) -> Cause:
+    """Equal for those of equal modules."""
+    cause, style = event.cause, event.cause.style
+    if style is not None:
+        style = style._replace(module=folded(style.module))
+    return cause._replace(operand=folded(cause.operand), style=style)
+
+
+def _style(event: CommEvent) -> ModuleStyle | None:
+    """That of its module, whichever tensor of it is redistributed."""
+    style = _cause(event).style
+    return None if style is None else style._replace(tensor="")
 
 
 def _most(events: list[CommEvent]) -> int:

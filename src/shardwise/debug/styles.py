@@ -6,27 +6,25 @@ from shardwise.errors import LayoutError
 from shardwise.layout import PARTIAL, REPLICATE, Layout, Shard
 from shardwise.parallel.plan import tensor_parallel_axis
 from shardwise.redistribute.plan import plan_redistribute
-from shardwise.trace.comm_trace import CommEvent
+from shardwise.trace.comm_trace import CommEvent, ModuleStyle
 
 
-def module_of(event: CommEvent) -> str:
-    """The path of the module whose input or output `parallelize_module` redistributed."""
-    return event.cause.operand.rpartition(" of ")[2]
-
-
-def style_advice(module: str, events: Sequence[CommEvent]) -> str:
+def style_advice(style: ModuleStyle, events: Sequence[CommEvent]) -> str:
     """The style with which a `Linear` sends less for its input and output; empty if there is none.
 
     Args:
-        module: its path, as it is printed.
+        style: its present one, with the path of the module as it is printed.
         events: the redistributions of its input and output, forward and backward, those that send nothing included.
     """
-    style, itemsize = events[0].cause.style, _itemsize(events)
-    if style is None or not itemsize or not style.out_features or any(e.src is None or e.dst is None for e in events):
+    module, itemsize, now = style.module, events[0].itemsize, sum(e.total_bytes or 0 for e in events)
+    known = all(e.src is not None and e.dst is not None and e.itemsize == itemsize for e in events)
+    if not now or not style.out_features or not known:
         return ""
-    inputs = [e for e in events if e.cause.operand.startswith("the input of ")]
-    outputs = [e for e in events if e.cause.operand.startswith("the output of ")]
-    now, of_what = sum(e.total_bytes or 0 for e in events), f"for the input and the output of {module}, in place of"
+    inputs, outputs = (
+        [e for e in events if e.cause.style and e.cause.style.tensor == tensor]
+        for tensor in ("the input", "the output")
+    )
+    of_what = f"for the input and the output of {module}, in place of"
     if style.name == "RowwiseParallel":
         if (sent := _colwise(inputs)) is None or itemsize * sent >= now:
             return ""
@@ -37,7 +35,7 @@ def style_advice(module: str, events: Sequence[CommEvent]) -> str:
         )
     if style.name != "ColwiseParallel":
         return ""
-    if (sent := _rowwise(inputs, style.out_features)) is not None and itemsize * sent <= now:
+    if (sent := _rowwise(inputs, style.out_features)) is not None and itemsize * sent < now:
         return (
             f"RowwiseParallel for {module}: {itemsize * sent:,} bytes {of_what} {now:,}; its output is then replicated"
         )
@@ -86,11 +84,3 @@ def _is_sharded(layout: Layout | None) -> bool:
         return False
     placement = layout.placements[_axis(layout)]
     return isinstance(placement, Shard) and placement.dim == len(layout.shape) - 1
-
-
-def _itemsize(events: Sequence[CommEvent]) -> int:
-    """Bytes of an element; 0 if nothing was sent."""
-    for e in events:
-        if e.total_bytes and e.src is not None and e.dst is not None:
-            return e.total_bytes // plan_redistribute(e.src, e.dst).total_elements
-    return 0

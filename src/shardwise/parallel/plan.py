@@ -175,7 +175,8 @@ def resolve(module: nn.Module, plan: Entries, mesh: Mesh) -> ResolvedPlan:
                 continue  # a shared module, or one that several globs match
             applied[id(child)].append(style)
             shared_input = shared[parent][1] if parent in shared else SharedInput()
-            kind = ModuleStyle(type(style).__name__, child.out_features if isinstance(child, nn.Linear) else 0)
+            features = child.out_features if isinstance(child, nn.Linear) else 0
+            kind = ModuleStyle(type(style).__name__, path or "the module", features)
             context = ModuleContext(path, mesh, tensor_parallel_axis(mesh), shared_input, kind)
             try:
                 input_fn, output_fn = style.input_fn(child, context), style.output_fn(child, context)

@@ -143,10 +143,10 @@ class ModuleContext:
             features: that the last dim of a plain tensor must have in all, if known.
         """
         plain = None if plain_layout is None else self.axes(plain_layout)
+        desired, style = self.axes(desired_layout), self.style and self.style._replace(tensor=what)
         what = f"{what} of {self.path or 'the module'}"
-        desired = self.axes(desired_layout)
         return BoundaryRedistribution(
-            self.mesh, self.axis, plain, desired, use_local_output, what, self.shared, features, self.style
+            self.mesh, self.axis, plain, desired, use_local_output, what, self.shared, features, style
         )
 
 

@@ -27,11 +27,15 @@ class ModuleStyle(NamedTuple):
 
     Args:
         name: the class of the style.
+        module: the path of the module, or "the module".
         out_features: of a `Linear`; of other modules 0.
+        tensor: which one at the boundary: "the input", "the output", or the name of an argument.
     """
 
     name: str
+    module: str
     out_features: int
+    tensor: str = ""
 
 
 class Cause(NamedTuple):
@@ -93,6 +97,7 @@ class CommEvent:
         sent_bytes: what this rank sends to others.
         total_bytes: what all of `ranks` send together; None if a rank knows its own share only, or no listener wants
             it.
+        itemsize: bytes of an element of the redistributed tensor; 0 where `src` is None.
         advice: what to change, if `explain` has compared what else one may do.
     """
 
@@ -102,6 +107,7 @@ class CommEvent:
     ranks: tuple[int, ...]
     sent_bytes: int
     total_bytes: int | None
+    itemsize: int = 0
     advice: str | None = None
 
     @property
@@ -121,17 +127,16 @@ class CommEvent:
             return f"sums and norms work on the shards, without full_tensor(){norms}"
         if not cause.implicit or wanted is None or self.src is None or self.dst is None:
             return ""
-        placements, order = list(wanted.placements), wanted.shard_order
+        placements, order = list(wanted.reduced().placements), wanted.shard_order  # nobody can make partial sums of it
         how = f"device_mesh={wanted.mesh}, " if self.src.mesh != self.dst.mesh else ""
         how += f"placements={placements}" + ("" if order == tuple(sorted(order)) else f", shard_order={order}")
         if " " in cause.operand:  # not a name, such as 0.weight
             return f".redistribute({how}) of {cause.operand}, once if several ops use it"
-        if any(isinstance(placement, Replicate) for placement in placements):
-            return (
-                f"{placements} in the plan, which sends about as much in fewer collectives; "
-                f"ColwiseParallel and RowwiseParallel leave parameters where they are"
-            )
-        return f"{placements} in the plan"
+        if cause.kind != "operand" or not any(isinstance(placement, Replicate) for placement in placements):
+            return f"{placements} in the plan"
+        styles = "; ColwiseParallel and RowwiseParallel leave parameters where they are"
+        of_weights = styles if cause.op == "linear" and len(wanted.shape) == 2 else ""
+        return f"{placements} in the plan, which sends about as much in fewer collectives{of_weights}"
 
     def __str__(self) -> str:
         return f"{self.cause}" if self.src is None else f"{self.cause}: {self.src} -> {self.dst}"
