@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise import (
@@ -285,19 +286,63 @@ def test_heads_that_are_split_are_not_redistributed_in_the_units_that_are_said()
     assert world(4).run(lambda: outcome(4))[0] == ("", 0)
 
 
-def test_where_an_operand_was_made_is_named_with_its_line() -> None:
-    def body() -> tuple[str, int]:
-        mesh = Mesh((2,))
-        x, y = (distribute_tensor(torch.ones(6, 4), mesh, [p]) for p in (S0, S1))
-        with explain() as report:
-            made = torch.cos(y).relu()
-            x * made
-        return advice_of(report, "mul"), body.__code__.co_firstlineno + 4
+def laid_out(placement: Placement, *shape: int) -> DTensor:
+    values = torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape)
+    return distribute_tensor(values, Mesh((3,)), [placement]).requires_grad_()
 
-    text, line = world(2).run(body)[0]
-    assert re.match(
-        rf"\[Shard\(0\)\] where operand 0 of cos \(.*test_advice.py:{line} in body\) is made: 0 bytes", text
-    )
+
+def of_input(right: bool) -> Any:
+    return laid_out(S0 if right else S1, 8, 31).cos().relu()
+
+
+def of_parameter(right: bool) -> Any:
+    scale = laid_out(S1 if right else S0, 31, 8)
+    scale._name = "scale"
+    return scale.cos().t()
+
+
+def of_linear(right: bool) -> Any:
+    y: Any = F.linear(laid_out(S0, 31, 6), laid_out(R, 8, 6))
+    return (y.redistribute(placements=[S1]) if right else y).relu().unsqueeze(1).transpose(0, 2).squeeze(1)
+
+
+def of_redistribute(right: bool) -> Any:
+    return laid_out(R, 31, 8).redistribute(placements=[S1 if right else S0]).cos().t()
+
+
+@pytest.mark.parametrize(
+    ("made", "text"),
+    [
+        (of_input, r"\[Shard\(0\)\] where operand 0 of cos \(.* in of_input\) is made"),
+        (of_parameter, r"\[Shard\(1\)\] for scale in the plan"),
+        (of_linear, r"\[Shard\(1\)\] from linear \(.* in of_linear\)"),
+        (of_redistribute, r"\[Shard\(1\)\] from redistribute \(.* in of_redistribute\)"),
+    ],
+)
+def test_the_place_where_the_layout_is_chosen_is_named(made: Callable[[bool], Any], text: str) -> None:
+    """Behind elementwise ops and reshapes, with the placement that is needed there."""
+
+    def body(right: bool) -> tuple[str, int]:
+        with explain() as report:
+            (made(right) * laid_out(S0, 8, 31)).sum().backward()
+        events = [event for event in report.events if event.cause.op == "mul"]
+        return next((event.avoid for event in events), ""), sum(event.total_bytes or 0 for event in events)
+
+    (advised, sent), (_, then) = world(3).run(body, False)[0], world(3).run(body, True)[0]
+    found = re.fullmatch(text + r": 0 bytes, in place of ([\d,]+), gradients included", advised)
+    assert found is not None, advised
+    assert number(found[1]) == sent > then == 0
+
+
+def test_what_would_only_be_replicated_elsewhere_is_not_advised_nor_referred_to() -> None:
+    def body() -> list[str]:
+        x, w = (distribute_tensor(torch.ones(shape), Mesh((2,)), [p]) for shape, p in ((6, R), ((8, 6), S0)))
+        with explain() as report:
+            y = F.linear(x, w.requires_grad_()).relu()
+            torch.outer(y, y).sum().backward()
+        return [event.avoid for event in report.events if event.cause.op == "mul.Tensor" and event.total_bytes]
+
+    assert world(2).run(body)[0] == ["", ""]
 
 
 def test_backward_refers_to_the_advice_of_its_forward() -> None:

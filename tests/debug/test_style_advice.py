@@ -84,6 +84,22 @@ def test_the_style_that_is_advised_sends_what_is_said(
         assert then < now
 
 
+def test_layers_of_a_sequential_are_advised_apart() -> None:
+    """Their paths differ by a number only, as those of equal blocks do."""
+
+    def body(plan: dict[str, ParallelStyle]) -> dict[str, list[int]]:
+        layers = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+        with explain() as report:
+            parallelize_module(layers, Mesh((2,)), plan)(torch.ones(9, 16, requires_grad=True)).sum().backward()
+        texts = {event.avoid for event in report.events} - {"", "as in forward"}
+        return {text.partition(" for ")[0]: [number(n) for n in re.findall(r"[\d,]*\d", text)] for text in texts}
+
+    first, last = world(2).run(body, {"0": ROW_R})[0], world(2).run(body, {"2": ColwiseParallel(output_layouts=R)})[0]
+    assert first.keys() == {"ColwiseParallel"}
+    assert last.keys() == {"ColwiseParallel(use_local_output=False) without output_layouts"}
+    assert world(2).run(body, {"0": ROW_R, "2": ColwiseParallel(output_layouts=R)})[0] == {**first, **last}
+
+
 def test_full_tensor_is_named_with_its_parameter() -> None:
     def body() -> tuple[str, int, int]:
         w = distribute_tensor(torch.arange(12.0).view(4, 3), Mesh((2,)), [Shard(0)])

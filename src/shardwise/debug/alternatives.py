@@ -1,7 +1,8 @@
 """What an op would send if its operands had other layouts, by the rows and the plans that it would get."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -116,7 +117,7 @@ class OperandCall:
         own, found = self.operands[index].layout, []
         axes = [a for a, p in enumerate(own.placements) if isinstance(p, Partial) and dst.placements[a] == REPLICATE]
         for dim in range(len(own.shape)):
-            layout = _with(dst, axes, Shard(dim))
+            layout = _with(dst, dict.fromkeys(axes, Shard(dim)))
             wanted = None if layout is None else self._wanted(layout, index)
             if axes and layout and wanted and wanted[index] == layout and self._slices(wanted, index):
                 found.append(Alternative(layout, self.sent_bytes(index, own, layout, times)))
@@ -148,7 +149,7 @@ class OperandCall:
             return sum(itemsize * _elements(src, dst, n) for src, dst, n, itemsize in moves)
 
         present, found = sent(self.operands, now.layouts, now.output, now.output), []
-        for layout in filter(None, (_with(own, axes, kind) for kind in _kinds(own))):
+        for layout in _choices(own, axes):
             operands = self._with_operand(index, layout)
             recipe = self._recipe(operands)
             if recipe is None or recipe.local_impl or _work(recipe) >= MORE_WORK * _work(now):
@@ -177,10 +178,9 @@ class OperandCall:
             return None
         axes = differing(src, layout)
         for index, x in enumerate(self.operands):
-            for own in (_with(x.layout, axes, kind) for kind in (*_kinds(x.layout), *layout.placements)):
-                operands = self._with_operand(index, own or x.layout)
-                recipe = self._recipe(operands)
-                if own is None or recipe is None or recipe.redistributed or _work(recipe) >= MORE_WORK * _work(now):
+            for own in _choices(x.layout, axes, layout):
+                recipe = self._recipe(self._with_operand(index, own))
+                if recipe is None or recipe.redistributed or _work(recipe) >= MORE_WORK * _work(now):
                     continue
                 if (out := _result(recipe, result)) is not None and out.row_major == layout.row_major:
                     return index, own
@@ -231,7 +231,7 @@ def tensors_of(args: Args, kwargs: Kwargs) -> Iterator[Tensor]:
 def _candidates(src: Layout, dst: Layout) -> list[Layout]:
     """`dst`, and `src` replicated or sharded along any dim on the axes on which they differ."""
     found = [] if any(isinstance(p, Partial) for p in dst.placements) else [dst]
-    found += filter(None, (_with(src, differing(src, dst), kind) for kind in _kinds(src)))
+    found += _choices(src, differing(src, dst))
     return [layout for layout in dict.fromkeys(found) if layout != src]
 
 
@@ -240,8 +240,13 @@ def differing(src: Layout, dst: Layout) -> list[int]:
     return [axis for axis, (p, q) in enumerate(zip(src.placements, dst.placements, strict=True)) if p != q]
 
 
-def _kinds(layout: Layout) -> list[Placement]:
-    return [REPLICATE, *map(Shard, range(len(layout.shape)))]
+def _choices(layout: Layout, axes: Sequence[int], other: Layout | None = None) -> list[Layout]:
+    """The layout replicated or sharded along any dim on some axes, or there as another one."""
+    kinds = [REPLICATE, *map(Shard, range(len(layout.shape)))]
+    of_axes = [kinds if other is None else [*kinds, other.placements[axis]] for axis in axes]
+    found = product(*of_axes) if len(axes) <= 2 else zip(*of_axes, strict=True)  # of many axes the same on all
+    layouts = [_with(layout, dict(zip(axes, placements, strict=True))) for placements in found]
+    return [x for x in dict.fromkeys(layouts) if x is not None]
 
 
 def _elements(layout: Layout, dst: Layout, times: Times) -> int:
@@ -263,9 +268,9 @@ def _work(recipe: resolve.Recipe) -> float:
     return min((most / size for most, size in tensors if size), default=1.0)
 
 
-def _with(layout: Layout, axes: Sequence[int], placement: Placement) -> Layout | None:
+def _with(layout: Layout, changed: Mapping[int, Placement]) -> Layout | None:
     """The layout with another placement on some axes, if there is such a one."""
     try:
-        return layout.replace([placement if a in axes else p for a, p in enumerate(layout.placements)])
+        return layout.replace([changed.get(axis, p) for axis, p in enumerate(layout.placements)])
     except LayoutError:
         return None
