@@ -83,14 +83,14 @@ class Program:
         return world(torch.Size(self.mesh).numel()).run(lambda: explain(self.make()))[0]
 
     def advised(self) -> list["Advice"]:
-        texts = {event.avoid for event in self.report().events if "whole call" in event.avoid}
+        texts = {event.avoid for event in self.report().events if "all operands" in event.avoid}
         found = [ADVICE.search(text) for text in texts]
         return [Advice(*match.groups()) for match in found if match is not None]
 
 
 ADVICE = re.compile(
     r"(\[[^]]*\]) for (\S+) in the plan(?: and \.redistribute\(placements=(\[[^]]*\])\) of the result|, whose result "
-    r"is then (\[[^]]*\]))?: ([\d,]+) bytes of the whole call, in place of ([\d,]+)"
+    r"is then (\[[^]]*\]))?: ([\d,]+) bytes for all operands and the result, in place of ([\d,]+)"
 )
 
 

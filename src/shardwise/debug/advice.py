@@ -256,7 +256,7 @@ def _of_parameter(uses: Sequence[Use], axes: Sequence[int], backward: int) -> li
         if x.name and index != at and (choice := call.parameter_choice(index, axes, times)) is not None:
             name = x.name if len(numbers[index]) == 1 else folded(x.name)
             text = f"{list(choice.layout.placements)} for {name} in the plan{choice.then}"
-            found.append(Choice(text, choice.sent_bytes, choice.now, " of the whole call"))
+            found.append(Choice(text, choice.sent_bytes, choice.now, " for all operands and the result"))
     return sorted(found, key=lambda choice: choice.sent_bytes)[:1]
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -33,6 +33,8 @@ class Times(NamedTuple):
     read: int
 
 
+# Of rules, for other layouts, and for arguments that the dispatcher changes before, such as names of operands.
+REFUSED = (ShardwiseError, NotImplementedError, RuntimeError, TypeError, ValueError)
 MORE_WORK = 1.5  # of one rank; shards of another dim that do not divide evenly are not more
 
 
@@ -140,9 +142,10 @@ class OperandCall:
             times: of each operand, and at last of the result.
         """
         now, own = self._recipe(self.operands), self.operands[index].layout
-        if now is None or not isinstance(now.output, Layout):
+        out = self._out(self.operands)
+        if now is None or not isinstance(now.output, Layout) or not isinstance(out, Tensor):
             return None
-        itemsizes = [x.dtype.itemsize for x in (*self.operands, self._out(self.operands))]
+        itemsizes = [*(x.dtype.itemsize for x in self.operands), out.dtype.itemsize]
 
         def sent(operands: Sequence[resolve.Operand], needed: Sequence[Layout], result: Layout, target: Layout) -> int:
             moves = zip((*(x.layout for x in operands), result), (*needed, target), times, itemsizes, strict=True)
@@ -208,11 +211,15 @@ class OperandCall:
         try:
             chosen = resolve.choose(name, rule, operands, self.args, self.kwargs)
             return resolve.recipe(name, rule, [x.layout for x in operands], chosen, shape)
-        except (ShardwiseError, NotImplementedError):
+        except REFUSED:
             return None
 
-    def _out(self, operands: Sequence[resolve.Operand]) -> Any:
-        return resolve.results_on_meta(self.op, self.args, self.kwargs, operands).out
+    def _out(self, operands: Sequence[resolve.Operand]) -> object:
+        """The results on the meta device; None if it does not run there."""
+        try:
+            return resolve.results_on_meta(self.op, self.args, self.kwargs, operands).out
+        except REFUSED:
+            return None
 
 
 def _replicated(x: Tensor, mesh: Mesh) -> Layout:
