@@ -276,7 +276,7 @@ def test_what_is_no_metadata_is_refused(theirs: Path, tmp_path: Path, data: byte
     assert refused(folder, tmp_path / "run").startswith(f"{folder}/.metadata: ")
     shutil.rmtree(folder)
     folder.mkdir()
-    assert "cannot be read: No such file" in refused(folder, tmp_path / "run")
+    assert refused(folder, tmp_path / "run").startswith(f"{folder} has no .metadata. Fix: name the folder that was")
 
 
 def test_any_damage_of_the_metadata_is_an_error_or_does_not_matter(theirs: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,14 @@ from torch import Tensor, nn
 
 from shardwise import Shard, shard_module
 from shardwise.checkpoint import load, load_safetensors, restore, save, state_of
-from shardwise.checkpoint.offline import diff, export_file, export_hugging_face, import_safetensors
+from shardwise.checkpoint.offline import (
+    diff,
+    export_file,
+    export_hugging_face,
+    export_torch,
+    import_safetensors,
+    import_torch,
+)
 from shardwise.checkpoint.prefixes import extra_prefix
 from shardwise.errors import CheckpointError
 from shardwise.testing import world
@@ -245,6 +253,31 @@ def test_files_of_exports_with_different_prefixes_are_not_imported_by_a_guess(tm
         caught.value
     )
     import_safetensors(tmp_path, tmp_path / "imported", prefix="")
+
+
+def test_a_folder_of_another_format_says_what_reads_it(tmp_path: Path) -> None:
+    save(tmp_path / "run", state_of(plain()), step=1)
+    export_hugging_face(tmp_path / "run", tmp_path / "hf")
+    export_torch(tmp_path / "run", tmp_path / "dcp")
+    (tmp_path / "empty").mkdir()
+    readers = {
+        "run": "restore or load reads this folder, which has",
+        "run/step-00000001": "restore or load reads this folder, which is",
+        "hf": "import_safetensors or load_safetensors reads",
+        "dcp": "import_torch reads",
+    }
+    of_safetensors = readers | {"empty": "name a safetensors file."}
+    of_torch = readers | {"empty": "name the folder that was the checkpoint_id"}
+    for name in of_safetensors.keys() - {"hf"}:
+        for text in (
+            failed(partial(load_safetensors, tmp_path / name, plain())),
+            failed(partial(import_safetensors, tmp_path / name, tmp_path / "x")),
+        ):
+            assert f"{name} has neither model.safetensors.index.json nor model.safetensors. Fix: " in text
+            assert f"Fix: {of_safetensors[name]}" in text
+    for name in of_torch.keys() - {"dcp"}:
+        text = failed(partial(import_torch, tmp_path / name, tmp_path / "x", allow_pickle_metadata=True))
+        assert f"{name} has no .metadata. Fix: {of_torch[name]}" in text
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from shardwise.checkpoint.files import DTYPES, HEADER_LIMIT, METADATA_KEY, FileL
 from shardwise.checkpoint.folder_store import FolderStore
 from shardwise.checkpoint.locations import local_path
 from shardwise.checkpoint.manifest import LARGEST, MANIFEST_LIMIT
+from shardwise.checkpoint.offline.other_formats import reader_of
 from shardwise.checkpoint.offline.outputs import chosen, new_file, new_folder
 from shardwise.checkpoint.offline.progress import Progress
 from shardwise.checkpoint.offline.reading import CheckpointSource
@@ -225,7 +226,8 @@ def _files(folder: Path) -> Mapping[str, set[str] | None]:
     index = folder / INDEX
     if not index.exists():
         if not (folder / SINGLE).exists():
-            raise CheckpointError(f"{folder} has neither {INDEX} nor {SINGLE}. Fix: name a safetensors file.")
+            fix = reader_of(folder, "name a safetensors file")
+            raise CheckpointError(f"{folder} has neither {INDEX} nor {SINGLE}. Fix: {fix}.")
         return {SINGLE: None}
     if index.stat().st_size > MANIFEST_LIMIT:
         raise foreign(f"{index}: is too long for an index")

@@ -22,6 +22,7 @@ from shardwise.checkpoint.folder_store import FolderStore
 from shardwise.checkpoint.locations import local_path
 from shardwise.checkpoint.manifest import MANIFEST_LIMIT
 from shardwise.checkpoint.offline.nested_values import KeyPath, with_lists
+from shardwise.checkpoint.offline.other_formats import reader_of
 from shardwise.checkpoint.offline.outputs import chosen, new_folder
 from shardwise.checkpoint.offline.progress import Progress
 from shardwise.checkpoint.offline.reading import CheckpointSource
@@ -180,6 +181,9 @@ def import_torch(
 
 
 def _pickled_metadata(folder: Path, allowed: bool) -> bytes:
+    if folder.exists() and not (folder / METADATA).exists():
+        fix = reader_of(folder, "name the folder that was the checkpoint_id of torch.distributed.checkpoint.save")
+        raise CheckpointError(f"{folder} has no {METADATA}. Fix: {fix}.")
     with closing(FolderStore(folder).open(".", METADATA)) as file:
         if not allowed:
             raise CheckpointError(
