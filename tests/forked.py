@@ -24,7 +24,8 @@ CONTEXT.set_forkserver_preload(
         "shardwise.demos.lm.training",
         "shardwise.demos.dlrm.training",
         "shardwise.cli",
-        "shardwise.testing.worker",  # the ranks of real worlds come from this server as well
+        "shardwise.testing.worker",  # the ranks of real worlds come from this server as well,
+        "pytest",  # and import tests
     ]
 )
 
