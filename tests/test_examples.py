@@ -270,21 +270,19 @@ def test_the_llama_trains_as_in_one_process_and_goes_on_from_a_checkpoint_on_oth
         right = plain(input_ids=held_out).logits.argmax(-1)[:, 1:-1] == held_out[:, 2:]
     options = {"size": 12, "mp_policy": MixedPrecisionPolicy(), "save_every": 2}
     for first, steps, ranks in ((0, 2, (2, 2)), (2, 4, (3, 1))):
-        for result in world(ranks[0] * ranks[1]).run(
-            llama.train, str(tmp_path), steps, dp=ranks[0], tp=ranks[1], **options
-        ):
+        for result in world(ranks[0] * ranks[1]).run(llama.train, str(tmp_path), steps, tp=ranks[1], **options):
             assert result.first_step == first
             assert result.losses == pytest.approx(losses[first:steps], abs=1e-4)
             assert result.part < 0.35
             if steps == 4:
                 assert result.accuracy == pytest.approx(right.float().mean().item(), abs=1e-6)
-    for got in world(2).run(llama.train, None, 2, size=12, dp=2, tp=1):  # in bfloat16
+    for got in world(2).run(llama.train, None, 2, size=12, tp=1):  # in bfloat16
         assert got.losses == pytest.approx(losses[:2], abs=0.02)
 
 
 def test_the_llama_refuses_a_batch_that_its_ranks_do_not_divide() -> None:
     with pytest.raises(ValueError, match="2 ranks of dp do not divide 5 sequences"):
-        world(2).run(example("llama").train, None, 1, size=5, dp=2, tp=1)
+        world(2).run(example("llama").train, None, 1, size=5, tp=1)
 
 
 @pytest.mark.parametrize("ids", ["", "10", "-1", "3,,4", "1.0", "1_0", "²", " 1", "3,x", "9" * 30])
