@@ -1,14 +1,17 @@
-"""The files of examples/launch: they parse, torchrun has their options, and the script they start trains and goes on.
+"""The files of examples/launch: they parse, torchrun has their options, and what they start trains and goes on.
 
-A substitute for Slurm runs the batch script on this machine; no cluster, and neither Kubernetes nor Ray, is here.
+A substitute for Slurm starts two nodes on this machine; no cluster, and neither Kubernetes nor Ray, is here.
 """
 
 import os
 import re
 import runpy
 import shlex
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,8 @@ import yaml  # type: ignore[import-untyped]  # its stubs are another package
 from torch.distributed.run import get_args_parser
 
 from shardwise.testing import world
+from tests.sessions import session
+from tests.timeouts import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "examples" / "launch"
@@ -31,7 +36,7 @@ def manifests() -> list[dict[str, Any]]:
 def commands_of(text: str) -> list[list[str]]:
     """The words of each command `torchrun …` in a script or page, its lines joined."""
     joined = text.replace("\\\n", " ")
-    return [shlex.split(line) for line in re.findall(r"^(?:srun )?(torchrun .*)$", joined, re.MULTILINE)]
+    return [shlex.split(line) for line in re.findall(r"^(?:srun .*?)?(torchrun .*)$", joined, re.MULTILINE)]
 
 
 OF_FILES = [
@@ -84,32 +89,80 @@ def test_the_script_goes_on_from_its_checkpoint_as_if_it_had_not_been_interrupte
     assert world(3).run(TRAIN, interrupted, 30)[0].startswith("steps 20 to 30 on 3 ranks")
 
 
+# ---- two nodes --------------------------------------------------------------------------------------------------
+
+# A task for each node of the allocation, with the variables that the manual of srun names.
+SRUN = r"""
+import os, subprocess, sys
+cores, *command = sys.argv[2:]
+assert sys.argv[1] == "--cpus-per-task" and cores == os.environ["SLURM_CPUS_PER_TASK"], "srun 22.05 has no other way"
+ids = ({"SLURM_PROCID": i, "SLURM_NODEID": i, "SLURM_LOCALID": "0"} for i in map(str, range(2)))
+tasks = [subprocess.Popen(command, env={**os.environ, **each}) for each in ids]
+sys.exit(max(abs(task.wait()) for task in tasks))
+"""
+# A line for each node of `show hostnames 127.0.0.[1-2]`.
+SCONTROL = r"""
+import re, sys
+assert sys.argv[1:3] == ["show", "hostnames"]
+name, first, last = re.fullmatch(r"(.*)\[(\d+)-(\d+)\]", sys.argv[3]).groups()
+print(*(f"{name}{number}" for number in range(int(first), int(last) + 1)), sep="\n")
+"""
+
+
+def environment_of(commands: Path) -> dict[str, str]:
+    """Of a node whose programs find shardwise, and first the commands in a folder."""
+    path = f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+
+
+def wait_for(file: Path, program: "subprocess.Popen[str]") -> None:
+    """Until a program has written a file."""
+    give_up = time.monotonic() + PATIENCE_SECONDS
+    while not file.exists():
+        assert program.poll() is None
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+
 @pytest.mark.processes
-def test_the_batch_script_of_slurm_trains_under_torchrun(tmp_path: Path) -> None:
-    """With `srun` that runs its command here, and `scontrol` that knows this host."""
-    for name, text in (("srun", 'exec "$@"'), ("scontrol", "echo localhost")):
+def test_the_batch_script_of_slurm_goes_on_after_a_rank_was_killed(tmp_path: Path) -> None:
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         command = tmp_path / name
-        command.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+        command.write_text(f"#!{sys.executable}\n{text}", encoding="utf-8")
         command.chmod(0o755)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "1"}
-    environment = {
-        **os.environ,
-        **slurm,
-        "PATH": path,
-        "RANKS_PER_NODE": "2",
-        "STEPS": "20",
-        "PYTHONPATH": str(ROOT / "src"),
+    text = (FOLDER / "slurm.sbatch").read_text(encoding="utf-8")
+    asked = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)$", text, re.MULTILINE))
+    assert (asked["nodes"], asked["ntasks-per-node"]) == ("2", "1")
+    slurm = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_JOB_NODELIST": "127.0.0.[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_CPUS_PER_TASK": asked["cpus-per-task"],
+        "RANKS_PER_NODE": "1",
+        "STEPS": "200",
     }
-    done = subprocess.run(
-        ["bash", str(FOLDER / "slurm.sbatch")],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("steps 0 to 20 on 2 ranks")
-    assert (tmp_path / "runs" / slurm["SLURM_JOB_ID"] / "step-00000020").is_dir()
+    folder = tmp_path / "runs" / slurm["SLURM_JOB_ID"]
+    with session(["bash", str(FOLDER / "slurm.sbatch")], tmp_path, environment_of(tmp_path) | slurm) as job:
+        wait_for(folder / "step-00000010", job)
+        os.kill(ranks_of(f"runs/{slurm['SLURM_JOB_ID']}")[-1], signal.SIGKILL)
+        out, err = job.communicate(timeout=PATIENCE_SECONDS)
+    assert job.returncode == 0, err
+    assert_resumed(out, err)
+
+
+def ranks_of(folder: str) -> list[int]:
+    """The processes of the ranks that save in `folder`; torchrun starts them with `python -u`."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (process / "cmdline").read_bytes().decode().split("\0")
+            if words[1:3] == ["-u", "examples/launch/train.py"] and folder in words:
+                found.append(int(process.name))
+    return sorted(found)
+
+
+def assert_resumed(out: str, err: str) -> None:
+    """That rank 0 trained from a checkpoint to the end."""
+    (first,) = re.findall(r"^steps (\d+) to 200 on 2 ranks, loss 0\.\d\d$", out, re.MULTILINE)
+    assert 10 <= int(first) < 200, err

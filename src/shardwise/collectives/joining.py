@@ -2,17 +2,24 @@
 
 import atexit
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from shardwise.collectives.failures.reports import report_exit
 from shardwise.collectives.failures.store import FailureStore
 from shardwise.collectives.processes import TORCH_TRANSPORT
 from shardwise.errors import MeshError, RemoteRankError
+
+WORLD = "shardwise/world"  # a key: the name of the last world that was begun in a store
+NO_ANSWER = "no answer in the store of torchrun."
+RECHECK_SECONDS = 0.5  # a rank that answered to the name of an ended world looks for a new one
 
 
 def init_processes(
@@ -47,16 +54,11 @@ def init_from_environment(timeout_seconds: float = 60.0) -> bool:
     if dist.is_initialized() or not dist.is_torchelastic_launched():
         return dist.is_initialized()
     timeout = timedelta(seconds=timeout_seconds)
-    restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if restart and os.environ.get("GROUP_WORLD_SIZE") == "1":
-        # torchrun keeps the store of ranks that it restarts, with the addresses and failures of those that have ended.
-        # Only on one host do all ranks have the same count.
-        found, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
-        store = dist.PrefixStore(f"restart {restart}", found)  # type: ignore[attr-defined]
-        store.set_timeout(timeout)
-        dist.init_process_group(store=store, rank=rank, world_size=world_size, timeout=timeout)
-    else:
-        dist.init_process_group(timeout=timeout)
+    found, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
+    found.set_timeout(timeout)
+    name = agree_on_name(found, rank, world_size, timeout_seconds)
+    store = dist.PrefixStore(name, found)  # type: ignore[attr-defined]
+    dist.init_process_group(store=store, rank=rank, world_size=world_size, timeout=timeout)
     TORCH_TRANSPORT.attach()
     atexit.register(shutdown)
     return True
@@ -83,12 +85,60 @@ def _joining(store: FailureStore, world_size: int, timeout_seconds: float) -> It
         missing = [rank for rank in range(world_size) if store.process(rank) is None]
         if not missing:
             raise
-        who = f"Rank {missing[0]}" if len(missing) == 1 else f"Ranks {', '.join(map(str, missing))}"
-        raise RemoteRankError(
-            f"{who} of {world_size} did not join the world within {timeout_seconds:g} s: "
-            f"{str(error).splitlines()[0]}\n  Fix: look at its own output, or raise timeout_seconds.",
-            missing[0],
-        ) from None
+        raise _did_not_join(missing, world_size, timeout_seconds, str(error).splitlines()[0]) from None
+
+
+def _did_not_join(missing: Sequence[int], world_size: int, timeout_seconds: float, cause: str) -> RemoteRankError:
+    who = f"Rank {missing[0]}" if len(missing) == 1 else f"Ranks {', '.join(map(str, missing))}"
+    return RemoteRankError(
+        f"{who} of {world_size} did not join the world within {timeout_seconds:g} s: {cause}\n"
+        "  Fix: look at its own output, or raise timeout_seconds.",
+        missing[0],
+    )
+
+
+def agree_on_name(store: Store, rank: int, world_size: int, timeout_seconds: float) -> str:
+    """A new name for a world, the same on all of its ranks.
+
+    torchrun keeps the store of ranks that it restarts, with the addresses and failures of those that have ended. Counts
+    of restarts do not distinguish them: each host has its own. But no rank starts before all of the last start have
+    ended. So rank 0 chooses a name; whoever answers to it is of this start, and has the right name if rank 0 sees that.
+
+    Args:
+        store: may have keys of earlier worlds, also of some that were never complete.
+        rank: of this process.
+        world_size: how many processes call this.
+        timeout_seconds: how long a rank waits for the others.
+
+    Raises:
+        RemoteRankError: not all joined in time; the text names the missing ranks.
+    """
+    mine, deadline = uuid4().hex, time.monotonic() + timeout_seconds
+    if rank == 0:
+        store.set(WORLD, mine)
+        answers = [f"{mine}/{other}" for other in range(1, world_size)]
+        if not _has(store, answers, timeout_seconds):
+            missing = [other for other, key in enumerate(answers, 1) if not store.check([key])]
+            raise _did_not_join(missing, world_size, timeout_seconds, NO_ANSWER)
+        for key in answers:
+            store.set(f"{mine}/{store.get(key).decode()}", "seen")
+        return mine
+    while time.monotonic() < deadline:
+        if _has(store, [WORLD], RECHECK_SECONDS):
+            name: str = store.get(WORLD).decode()
+            store.set(f"{name}/{rank}", mine)
+            if _has(store, [f"{name}/{mine}"], RECHECK_SECONDS):
+                return name
+    raise _did_not_join([0], world_size, timeout_seconds, NO_ANSWER)
+
+
+def _has(store: Store, keys: Sequence[str], timeout_seconds: float) -> bool:
+    """Whether the store has all keys in time."""
+    try:
+        store.wait(list(keys), timedelta(seconds=timeout_seconds))
+    except dist.DistStoreError:
+        return False
+    return True
 
 
 def shutdown() -> None:

@@ -1,0 +1,58 @@
+"""Names of worlds in a store that has keys of earlier ones, as torchrun keeps it when it restarts ranks."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed
+from torch.distributed.distributed_c10d import Store
+
+from shardwise.collectives.joining import WORLD, agree_on_name
+from shardwise.errors import RemoteRankError
+from tests.timeouts import PATIENCE_SECONDS, under_load
+
+
+def new_store() -> Store:
+    store: Store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=PATIENCE_SECONDS))
+    return store
+
+
+def start(store: Store, size: int, first: int = 0) -> set[str]:
+    """The names that ranks agree on; rank `first` begins alone."""
+    with ThreadPoolExecutor(size) as pool:
+        begun = threading.Event()
+
+        def rank(number: int) -> str:
+            if number == first:
+                begun.set()
+            begun.wait()
+            return agree_on_name(store, number, size, PATIENCE_SECONDS)
+
+        return set(pool.map(rank, [first, *(r for r in range(size) if r != first)]))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_ranks_of_each_start_agree_on_a_new_name(size: int) -> None:
+    store = new_store()
+    names = [start(store, size, first) for first in (0, size - 1, 0)]
+    assert [len(found) for found in names] == [1, 1, 1]
+    assert len(set.union(*names)) == 3
+
+
+def test_another_number_of_ranks_agrees_on_a_new_name() -> None:
+    store = new_store()
+    assert len({*start(store, 4), *start(store, 2, first=1), *start(store, 3)}) == 3
+
+
+def test_a_start_that_was_never_complete_is_no_world() -> None:
+    store, timeout = new_store(), under_load(1.0)
+    with pytest.raises(RemoteRankError, match=r"Ranks 1, 2 of 3 did not join the world within"):
+        agree_on_name(store, 0, 3, timeout)
+    with pytest.raises(RemoteRankError, match=r"Rank 0 of 3 did not join the world within"):
+        agree_on_name(store, 1, 3, timeout)  # it answers to the name of the rank 0 that has ended
+    ended = store.get(WORLD).decode()
+    (name,) = start(store, 3, first=1)
+    assert name != ended
+    assert store.get(WORLD).decode() == name
