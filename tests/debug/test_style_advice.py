@@ -63,6 +63,12 @@ def explained(plan: dict[str, ParallelStyle], module: str, sizes: tuple[int, int
             "ColwiseParallel(use_local_output=False)",
             (COL, ROW, COL),
         ),
+        (
+            "head",
+            (COL, ROW, ColwiseParallel(output_layouts=R, use_local_output=False)),
+            "ColwiseParallel(use_local_output=False)",
+            (COL, ROW, COL_D),
+        ),
         ("down", (COL, ROW, COL), "", (COL, ROW, COL)),
         ("up", (COL, ROW, COL), "", (COL, ROW, COL)),
         ("head", (COL, ROW, COL), "", (COL, ROW, COL)),
@@ -82,6 +88,28 @@ def test_the_style_that_is_advised_sends_what_is_said(
         assert found is not None
         assert (number(found[1]), number(found[2])) == (then, now)
         assert then < now
+
+
+def test_a_style_that_sends_as_much_is_not_advised() -> None:
+    """A square layer with a sharded input: the gathers of the input are as large as the all-reduce of the output."""
+    text, sent = explained({"up": COL_D, "down": COL_D, "head": COL_D}, "down", (2, 16, 32))
+    assert text == ""
+    assert sent == explained({"up": COL_D, "down": ROW, "head": COL_D}, "down", (2, 16, 32))[1] > 0
+
+
+def test_equal_layers_of_several_blocks_are_one_entry() -> None:
+    def body() -> str:
+        layers = nn.ModuleDict({str(i): nn.ModuleDict({"up": nn.Linear(16, 16)}) for i in range(2)})
+        parallelize_module(layers, Mesh((2,)), {"*.up": ROW_R})
+        with explain() as report:
+            for layer in layers.values():
+                layer["up"](torch.ones(9, 16)).sum()  # type: ignore[index]
+        return str(report)
+
+    text = world(2).run(body)[0]
+    (entry,) = [line.split() for line in text.splitlines() if "parallelize_module, the output of *.up" in line]
+    assert entry[2] == "2"
+    assert text.count("avoid: ColwiseParallel for *.up, ") == 1
 
 
 def test_layers_of_a_sequential_are_advised_apart() -> None:

@@ -153,7 +153,7 @@ class Explanation(Listener, Generic[R]):
         """What and where, the layouts, why, how to avoid it, bytes of all ranks and of this one, how often."""
         event, cause = group[0], group[0].cause
         if any(other.cause.operand != cause.operand for other in group):
-            cause = cause._replace(operand=folded(cause.operand))
+            cause = _cause(event)
         where = "" if cause.call_site is None else f"{cause.call_site}: "
         change = "" if event.src is None or event.dst is None else _change(event.src, event.dst)
         return [f"{where}{cause}", change, cause.why, event.avoid, *_columns(group)]
@@ -229,9 +229,10 @@ def _is_forward_of(forward: CommEvent, event: CommEvent) -> bool:
 def _cause(event: CommEvent) -> Cause:
     """Equal for those of equal modules."""
     cause, style = event.cause, event.cause.style
-    if style is not None:
-        style = style._replace(module=folded(style.module))
-    return cause._replace(operand=folded(cause.operand), style=style)
+    if style is None:
+        return cause._replace(operand=folded(cause.operand))
+    style = style._replace(module=folded(style.module))
+    return cause._replace(operand=f"{style.tensor} of {style.module}", style=style)
 
 
 def _style(event: CommEvent) -> ModuleStyle | None:
