@@ -1,9 +1,12 @@
 """Plain tensors beside DTensors, and local tensors of Replicate, that differ between ranks: one error on all ranks."""
 
+import time
+from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import nan
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +14,15 @@ import torch.nn.functional as F
 
 from shardwise import DTensor, Mesh, Replicate, Shard, collectives, distribute_tensor, full
 from shardwise.collectives import rank
+from shardwise.collectives.call_log import CallLog
+from shardwise.collectives.failures.reports import store_of_world
+from shardwise.collectives.processes import TORCH_TRANSPORT
+from shardwise.collectives.shared_records import LATEST
 from shardwise.collectives.value_notes import CHECK_EVERY, MAX_ELEMENTS
 from shardwise.testing import world
 from shardwise.testing.worlds import World
 from tests.collectives.test_different_calls import WORLDS, odd, one_text, sharded
+from tests.timeouts import PATIENCE_SECONDS
 
 HERE = str(Path(__file__)).removeprefix(f"{Path.cwd()}/")
 SIMULATED = world(3)
@@ -224,6 +232,52 @@ def test_numbers_that_differ_are_named_with_argument_line_and_values(
     assert set(named) <= {f"  rank {i}: {value}" for i, value in enumerate(values)}
     assert lines[-2].startswith(f"  called at {HERE}:")
     assert lines[-1].startswith("  Fix: pass the same number on all ranks.")
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def index_between_two_looks() -> None:
+    """Rank 2 compares calls and values one after the other. Between the two, the others note their index and call."""
+    x, store, here = sharded(), store_of_world(), TORCH_TRANSPORT
+    records, (log,), looks = here._records, here.logs.values(), []
+    assert store is not None
+    assert records is not None
+    last = log.latest + 1
+
+    def with_a_pause(look: Callable[[CallLog], Any]) -> Callable[[CallLog], Any]:
+        def looked(log: CallLog) -> Any:
+            found = look(log)
+            looks.append(found)
+            if len(looks) == 1:
+                store.publish_running("looked once")
+                until(lambda: all(view.words[view.start + LATEST] == last for view in records._visible(log)))
+            return found
+
+        return looked
+
+    def report_second(log: CallLog, record: "array[int]") -> None:
+        records.write(log, record)
+        until(store.are_states_requested)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank() == 2:
+            patch.setattr(records, "agree", lambda _: False)
+            for name in ("different_values", "first_difference"):
+                patch.setattr(records, name, with_a_pause(getattr(records, name)))
+        else:
+            patch.setattr(here, "compare_calls", report_second)
+            until(lambda: store.text("running", 2))
+        use(x[rank()])
+
+
+@pytest.mark.processes
+def test_numbers_that_differ_are_named_whenever_a_rank_looks() -> None:
+    text = one_text(world(3, real=True), partial(with_numbers, index_between_two_looks))
+    assert text.startswith("__getitem__: argument 1 must be the same on all ranks, but is not:")
 
 
 def test_a_difference_after_the_first_numbers_of_a_call_is_found() -> None:

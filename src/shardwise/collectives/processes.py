@@ -184,17 +184,18 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
             return exchange_of(self)(send, sent, expected, ranks)
 
     def _raise_difference(self, log: CallLog, records: SharedRecords | RemoteRecords) -> None:
-        values = records.different_values(log)  # which may be why the calls are different
-        difference = (records.first_difference(log) or _absurd_length(log)) if values is None else None
+        difference = records.first_difference(log) or _absurd_length(log)
+        # Looked for second, as the notes before a call that was seen are there; they may be why calls are different.
+        values = records.different_values(log)
         if difference is None and values is None:
             return
         pending = PendingCollective(log.latest_call().described(), log.latest, log.ranks)
-        if difference is not None:
-            different = DifferentCalls(log.ranks, difference.number, difference.why)
-            raise explain_difference(different, pending, self._describe_call)
-        assert values is not None
-        text = different_values_text(values[0], {self._rank: values[0].words, **values[1]})
-        raise explain_values(FailureReport(None, text, fix=fix_of(values[0]), mismatch=True), pending)
+        if values is not None:
+            text = different_values_text(values[0], {self._rank: values[0].words, **values[1]})
+            raise explain_values(FailureReport(None, text, fix=fix_of(values[0]), mismatch=True), pending)
+        assert difference is not None
+        different = DifferentCalls(log.ranks, difference.number, difference.why)
+        raise explain_difference(different, pending, self._describe_call)
 
     def share_note(self, log: CallLog, note: Note) -> None:
         if self._records is not None:
