@@ -26,6 +26,7 @@ SYMMETRIC = A @ A.mT + 3 * torch.eye(3, dtype=torch.float64)
 B, SIGNAL = normal(4, 2, 3, 2), normal(4, 5, 6)
 LU, PIVOTS = linalg.lu_factor(A)
 POOLED, PLACES = F.max_pool2d(normal(2, 3, 6, 4), 2, return_indices=True)
+SPECTRA, WINDOW = normal(4, 5, 7, dtype=torch.complex128), normal(8).abs() + 0.1
 SAMPLES = [
     Sample(linalg.det, (A,)),
     Sample(linalg.slogdet, (A,)),
@@ -60,6 +61,9 @@ SAMPLES = [
     Sample(fft.fft, (SIGNAL,)),
     Sample(torch.stft, (normal(4, 30), 8, 3, None, normal(8)), {"return_complex": True}),
     Sample(torch.stft, (normal(30), 8), {"window": normal(8), "return_complex": True}),
+    *(Sample(torch.istft, (x, 8, 3), {"window": WINDOW}) for x in (SPECTRA, SPECTRA[0])),
+    Sample(torch.istft, (SPECTRA, 8, 3, 8, WINDOW), {"center": False, "length": 9}),
+    Sample(torch.istft, (SPECTRA, 8), {"window": WINDOW, "length": 15}),
     Sample(fft.rfft, (SIGNAL, 4, 1, "ortho")),
     Sample(fft.irfft, (normal(4, 5, dtype=torch.complex128),), {"n": 7}),
     Sample(fft.rfft2, (SIGNAL,)),

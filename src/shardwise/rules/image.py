@@ -18,6 +18,7 @@ from shardwise.rules.registry import OpRule, register
 from shardwise.rules.row import Ints, Meta, Op, Row
 from shardwise.rules.window import Window, each, sliding
 
+aten = torch.ops.aten
 Scale = float | Sequence[float] | None
 HALO = {"nearest": 0, "nearest-exact": 0, "linear": 1, "bilinear": 1, "trilinear": 1, "bicubic": 2}
 
@@ -180,6 +181,9 @@ def _with_samples(op: Op, dims: int, input: Tensor, *args: object, **kwargs: obj
 register(OpRule(interpolate, shape=_interpolated_shape), F.interpolate)
 for _rule in (unfold, fold, grid_sample, affine_grid, pixel_shuffle, pixel_unshuffle, channel_shuffle):
     register(OpRule(_rule), getattr(F, _rule.__name__))
+_samplers = torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d
+register(OpRule(grid_sample), *_samplers, aten.grid_sampler_2d.default, aten.grid_sampler_3d.default)
+register(OpRule(affine_grid), torch.affine_grid_generator, aten.affine_grid_generator.default)
 for _dims in (2, 3):
     for _name in (f"fractional_max_pool{_dims}d", f"fractional_max_pool{_dims}d_with_indices"):
         _op = getattr(F, _name)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, _linalg_utils
 
-from shardwise.layout import Shard
+from shardwise.layout import REPLICATE, Shard
 from shardwise.rules.empty import never_empty
 from shardwise.rules.local_context import LocalContext, local_with
 from shardwise.rules.pointwise import SUMS, broadcast, shard_at, tensors_of
@@ -101,6 +101,24 @@ def short_time(input: Meta, *args: object, **kwargs: object) -> list[Row]:
     return slice_rows([(input, 1), *((x, x.ndim) for x in others)], (), local)
 
 
+def inverse_short_time(input: Meta, *args: object, **kwargs: object) -> list[Row]:
+    """The signal of each short-time transform."""
+    others = tensors_of(args, kwargs)
+    local = local_with(never_empty, (input.ndim, *(0 for _ in others)))
+    rows = slice_rows([(input, 2), *((x, x.ndim) for x in others)], (), local)
+    rest = (REPLICATE,) * len(others)
+    return [*rows, *(Row((p, *rest), p, "linear in the transform") for p in SUMS if p == input.placement)]
+
+
+def _signal_shape(
+    input: Meta, n_fft: int, hop_length: int | None = None, win_length: int | None = None, window: Meta | None = None,
+    center: bool = True, normalized: bool = False, onesided: bool | None = None, length: int | None = None,
+    return_complex: bool = False,
+) -> tuple[int, ...]:  # fmt: skip
+    full = n_fft + (n_fft // 4 if hop_length is None else hop_length) * (input.shape[-1] - 1)
+    return (*input.shape[:-2], full - center * (n_fft // 2) * 2 if length is None else length)
+
+
 def unpool(dims: int, input: Meta, indices: Meta, *_: object, **__: object) -> list[Row]:
     """The inverse of max pooling: elements return to the indices that pooling took them from."""
     return slice_rows([(input, dims), (indices, dims)], (), local_with(never_empty, (dims + 1,) * 2))
@@ -135,6 +153,7 @@ for _suffix, _dims in (("", -1), ("2", (-2, -1)), ("n", None)):
     _transforms = [getattr(torch.fft, name + _suffix) for name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")]
     register(OpRule(partial(fourier, _dims)), *_transforms)
 register(OpRule(short_time), torch.stft, Tensor.stft)
+register(OpRule(inverse_short_time, shape=_signal_shape), torch.istft, Tensor.istft)
 for _count in (1, 2, 3):
     register(OpRule(partial(unpool, _count)), getattr(F, f"max_unpool{_count}d"))
 register(OpRule(partial(pairs, 0), empty_shards_impl=_view_as_real), torch.view_as_real, aten.view_as_real.default)

@@ -166,6 +166,26 @@ def _local_diagonal(
     return x.diagonal(offset + box.offsets[a] - box.offsets[b], a, b)
 
 
+def diagonal_scatter(x: Meta, src: Meta, offset: int = 0, dim1: int = 0, dim2: int = 1) -> list[Row]:
+    """x, but on a diagonal src; each rank writes what crosses its shard."""
+    a, b = dim1 % x.ndim, dim2 % x.ndim
+    others = [d for d in range(x.ndim) if d not in (a, b)]
+    rows = [Row((Shard(d), Shard(i)), Shard(d), "each rank has full matrices") for i, d in enumerate(others)]
+    local = local_with(_local_diagonal_scatter, offset, a, b)
+    rows += [Row((Shard(d), REPLICATE), Shard(d), "each rank has a shard of the diagonal", local) for d in (a, b)]
+    return rows + [Row((p, p), p, "a diagonal of partial sums in partial sums") for p in SUMS]
+
+
+def _local_diagonal_scatter(
+    offset: int, a: int, b: int, ctx: LocalContext, x: Tensor, src: Tensor, /, *args: object, **kwargs: object
+) -> Tensor:
+    box = ctx.layouts[0].box(ctx.rank)
+    own = offset + box.offsets[a] - box.offsets[b]
+    start = box.offsets[a] + max(-own, 0) - max(-offset, 0)
+    length = x.diagonal(own, a, b).shape[-1]
+    return x.diagonal_scatter(src.narrow(-1, start if length else 0, length), own, a, b)
+
+
 def diagonal_matrix(x: Meta, offset: int = 0, dim1: int = -2, dim2: int = -1) -> list[Row]:
     """out[…, i + max(-offset, 0), …, i + max(offset, 0), …] = x[…, i], and 0 elsewhere."""
     others = [d for d in range(x.ndim + 1) if d not in (dim1 % (x.ndim + 1), dim2 % (x.ndim + 1))]
@@ -230,6 +250,11 @@ register(
     basic_index,
 )
 register(OpRule(diagonal, view=True), *functions_named("diagonal"), aten.diagonal.default)
+register(
+    OpRule(diagonal_scatter, shape=shape_of_first),
+    *functions_named("diagonal_scatter"),
+    aten.diagonal_scatter.default,
+)
 register(OpRule(diagonal_matrix), *functions_named("diag_embed"), aten.diag_embed.default)
 register(OpRule(triangle, shape=shape_of_first), *functions_named("tril", "triu"), aten.tril.default, aten.triu.default)
 _in_place = Tensor.tril_, Tensor.triu_, aten.tril_.default, aten.triu_.default
