@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from shardwise import DTensor, Mesh, Shard, collectives, count_comms, distribute_tensor
@@ -118,6 +119,49 @@ def test_traffic_of_a_causal_step() -> None:
         return comms.total_calls, comms.total_bytes
 
     assert world(4).run(body) == [(3, 3 * 2 * (2 * 2 * 4) * 4)] * 4
+
+
+def test_a_block_stops_at_the_last_rank_that_needs_it() -> None:
+    """Of two positions on four ranks, rank 1 needs that of rank 0; ranks 2 and 3 have no queries."""
+
+    def body(causal: bool) -> int:
+        x = torch.zeros(2, 2, 4)
+        with context_parallel(Mesh((4,)), buffers=[x], buffer_seq_dims=[1]), count_comms() as comms:
+            attention(x, x, x, is_causal=causal)
+        return comms.total_bytes
+
+    block = 2 * (2 * 1 * 4) * 4
+    assert world(4).run(body, True) == [block, 0, 0, 0]
+    assert world(4).run(body, False) == [block, block, block, block]  # that of rank 1 passes ranks 2 and 3
+
+
+class Products(TorchDispatchMode):
+    """How many multiplications the matrix products take; those of shapes alone take none."""
+
+    multiplications: int = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.bmm.default and args[0].device.type != "meta":
+            self.multiplications += args[0].numel() * args[1].shape[-1]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_each_rank_computes_as_many_scores_and_none_of_later_keys(ranks: int) -> None:
+    """The two chunks of queries of a rank attend to 2 n + 1 chunks of keys; without a mask to 2 n each."""
+
+    def work(causal: bool) -> int:
+        x = torch.zeros(2, 4 * ranks, 3)
+        products = Products()  # type: ignore[no-untyped-call]
+        with context_parallel(Mesh((ranks,)), buffers=[x], buffer_seq_dims=[1]), products:
+            leaf = x.clone().requires_grad_()
+            attention(leaf, leaf, leaf, is_causal=causal).sum().backward()
+        return products.multiplications
+
+    causal, full = (world(ranks).run(work, is_causal) for is_causal in (True, False))
+    assert full[0] > 0
+    assert [n * 4 * ranks for n in causal] == [n * (2 * ranks + 1) for n in full]
+    assert len({*causal}) == 1
 
 
 @world(2)

@@ -261,7 +261,10 @@ def _segments(
 @allow_in_graph
 def _check_lengths(lengths: Tensor, ends: Tensor, total: int) -> None:
     if bool((lengths < 0).any() | (ends[..., -1] != total).any()):
-        raise RuntimeError(f"segment_reduce: lengths must not be negative, and add up to {total} along their last dim.")
+        raise RuntimeError(
+            "segment_reduce: lengths that are negative, or of segments that are not all of the data. "
+            f"Fix: lengths of 0 or more that add up to {total} along their last dim."
+        )
 
 
 def log_sum_exp(input: Meta, dim: int | Sequence[int] | None, keepdim: bool = False) -> list[Row]:
