@@ -182,7 +182,7 @@ def renorm(input: Meta, ord: float, dim: int, maxnorm: float) -> list[Row]:
     others = tuple(d for d in range(input.ndim) if d != kept)
     local = local_with(_renorm, others)
     rows = [Row((Shard(d),), Shard(d), "ranks all-gather the norms of their parts of slices", local) for d in others]
-    return [Row((Shard(kept),), Shard(kept), "each rank has whole slices"), *rows]
+    return [Row((Shard(kept),), Shard(kept), "each rank has full slices"), *rows]
 
 
 def _renorm(dims: tuple[int, ...], ctx: LocalContext, x: Tensor, p: float, dim: int, maxnorm: float) -> Tensor:
@@ -233,7 +233,7 @@ def segment_reduce(
     if indices is not None or (lengths is None) == (offsets is None):
         raise NotImplementedError("torch chooses, or raises")
     rows = [
-        Row((Shard(d), Shard(d) if d < axis else REPLICATE), Shard(d), "each rank has whole segments", _segments)
+        Row((Shard(d), Shard(d) if d < axis else REPLICATE), Shard(d), "each rank has full segments", _segments)
         for d in range(data.ndim)
         if d != axis
     ]
@@ -242,14 +242,15 @@ def segment_reduce(
 
 
 def _segments(
-    ctx: LocalContext, data: Tensor, reduce: str, *, lengths: Any = None, indices: None = None, offsets: Any = None,
-    axis: int = 0, unsafe: bool = False, initial: float | None = None,
+    ctx: LocalContext, data: Tensor, reduce: str, *, lengths: Tensor | None = None, indices: None = None,
+    offsets: Tensor | None = None, axis: int = 0, unsafe: bool = False, initial: float | None = None,
 ) -> Tensor:  # fmt: skip
     box, axis, length = ctx.layouts[0].boxes(ctx.rank)[0], axis % data.ndim, ctx.layouts[0].shape[axis]
-    if offsets is None:
+    if lengths is not None:
         offsets = F.pad(lengths.cumsum(axis, dtype=lengths.dtype), (1, 0))
         if not unsafe:
             _check_lengths(lengths, offsets, length)
+    assert offsets is not None
     own = (offsets - box.offsets[axis]).clamp(0, box.sizes[axis])
     if ctx.rank != ctx.ranks([a for a in ctx.axes if ctx.layouts[0].placements[a].is_shard(axis)])[0]:
         initial = None  # a rank before adds it
