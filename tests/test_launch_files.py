@@ -1,6 +1,6 @@
 """The files of examples/launch: they parse, torchrun has their options, and what they start trains and goes on.
 
-A substitute for Slurm starts two nodes on this machine; no cluster, and neither Kubernetes nor Ray, is here.
+Substitutes for Slurm and for the job controller of Kubernetes start two nodes on this machine; no cluster, and no Ray.
 """
 
 import os
@@ -8,10 +8,11 @@ import re
 import runpy
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -166,3 +167,43 @@ def assert_resumed(out: str, err: str) -> None:
     """That rank 0 trained from a checkpoint to the end."""
     (first,) = re.findall(r"^steps (\d+) to 200 on 2 ranks, loss 0\.\d\d$", out, re.MULTILINE)
     assert 10 <= int(first) < 200, err
+
+
+@pytest.mark.processes
+def test_the_job_of_kubernetes_goes_on_after_a_pod_was_lost(tmp_path: Path) -> None:
+    """The command of the manifest, but for numbers, the folder, and the name of the first pod, which a cluster has.
+
+    As here both pods have the address of the first, either may have the store; the other ends with it.
+    """
+    spec = manifests()[1]["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    folder = tmp_path / "checkpoints"
+    changed = {"--nproc-per-node": "1", "--rdzv-endpoint": f"127.0.0.1:{port}", "--steps": "200", "--folder": folder}
+    names = [word.partition("=")[0] for word in container["command"]]
+    assert {*changed} < {*names}
+    command = [
+        f"{name}={changed[name]}" if name in changed else word
+        for name, word in zip(names, container["command"], strict=True)
+    ]
+    environment = environment_of(tmp_path) | {each["name"]: each["value"] for each in container["env"]}
+    with ExitStack() as pods:
+
+        def pod(index: int) -> "subprocess.Popen[str]":
+            return pods.enter_context(session(command, ROOT, environment | {"JOB_COMPLETION_INDEX": str(index)}))
+
+        running, ended, failed = {index: pod(index) for index in range(2)}, [], 0
+        wait_for(folder / "step-00000010", running[0])
+        os.killpg(running[1].pid, signal.SIGKILL)
+        while running and failed <= spec["backoffLimit"]:
+            for index, process in [*running.items()]:
+                if process.poll() == 0:
+                    ended.append(running.pop(index))
+                elif process.poll() is not None:  # as restartPolicy is Never, the job makes the pod again
+                    running[index], failed = pod(index), failed + 1
+            time.sleep(0.05)
+        out, err = ("".join(texts) for texts in zip(*(process.communicate() for process in ended), strict=True))
+    assert failed in (1, 2)
+    assert_resumed(out, err)
