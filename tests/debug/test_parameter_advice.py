@@ -135,7 +135,6 @@ ON_TP = {name: [R, *placements] for name, placements in WRONG.items()}
         Program((2, 2), [R, R], ON_TP, (13, 6, 25), torch.tanh),
         Program((2, 3), [S0, R], ON_TP, (40, 5, 100), backward=False),
     ],
-    ids=str,
 )
 def test_a_wrong_dim_of_a_weight_is_advised_at_that_weight(program: Program) -> None:
     (advice,) = program.advised()
@@ -157,7 +156,6 @@ def test_a_wrong_dim_of_a_weight_is_advised_at_that_weight(program: Program) -> 
         Program((2, 2), [R, R], {"up.weight": [S1, S0], "up.bias": [R, S0], "down.weight": [S1, R]}, (5, 8, 13)),
         Program((3, 2), [S0, S0], {"up.weight": [S0, S1], "down.weight": [R, S1], "down.bias": [R, S0]}, (40, 30, 13)),
     ],
-    ids=str,
 )
 def test_any_layout_that_is_advised_for_a_parameter_sends_what_is_said(program: Program) -> None:
     advised = [advice for advice in program.advised() if advice.changed is None]
