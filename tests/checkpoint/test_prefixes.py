@@ -278,6 +278,22 @@ def test_a_folder_of_another_format_says_what_reads_it(tmp_path: Path) -> None:
     for name in of_torch.keys() - {"dcp"}:
         text = failed(partial(import_torch, tmp_path / name, tmp_path / "x", allow_pickle_metadata=True))
         assert f"{name} has no .metadata. Fix: {of_torch[name]}" in text
+    of_files = {
+        "x.safetensors": "import_safetensors or load_safetensors reads",
+        "x.pt": "of a file of torch.save",
+        "x": "name a",
+    }
+    for file in of_files:
+        (tmp_path / file).touch()
+    of_restore = {
+        name: f"there is no complete checkpoint in {tmp_path / name}. Fix: {readers[name]}" for name in ("hf", "dcp")
+    }
+    of_restore["empty"] = (
+        f"there is no complete checkpoint in {tmp_path / 'empty'}. Fix: name a folder or URL that was saved to"
+    )
+    of_restore |= {name: f"{tmp_path / name} is a file. Fix: {fix}" for name, fix in of_files.items()}
+    for name, text in of_restore.items():
+        assert text in failed(partial(restore, tmp_path / name, plain()))
 
 
 @pytest.mark.parametrize(

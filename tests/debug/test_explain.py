@@ -455,3 +455,4 @@ def test_entries_of_a_long_report_that_send_less_than_a_hundredth_are_counted() 
     assert note in text
     assert note in page
     assert page.count("an explicit redistribution") == 1
+    assert "[Shard(0)] → [Replicate()]" in page

@@ -32,6 +32,7 @@ from shardwise.checkpoint.local_files import (
     write_synced,
 )
 from shardwise.checkpoint.manifest import MANIFEST
+from shardwise.checkpoint.other_formats import reader_of_file
 from shardwise.checkpoint.stores import LockFile, step_name, step_of, why_incomplete
 from shardwise.errors import CheckpointError
 
@@ -82,9 +83,8 @@ class FolderStore:
 
     def _check_no_file(self) -> None:
         if self.folder.is_file():
-            raise CheckpointError(
-                f"{self.folder} is a file. Fix: name a folder: a checkpoint, step-…, or the one above"
-            )
+            fix = reader_of_file(self.folder, "name a folder: a checkpoint, step-…, or the one above")
+            raise CheckpointError(f"{self.folder} is a file. Fix: {fix}")
 
     def _last_step(self, names: Sequence[str]) -> int | None:
         """The step that was saved last, as far as the folder says."""

@@ -20,14 +20,6 @@ def foreign(text: str) -> CheckpointError:
     return CheckpointError(text + FOREIGN)
 
 
-def of_torch_save(text: str) -> CheckpointError:
-    """The error of a file of `torch.save` where another format is read."""
-    return CheckpointError(
-        f"{text}. Fix: of a file of torch.save, "
-        f"torch.distributed.checkpoint.format_utils.torch_save_to_dcp(file, folder) makes a folder; import that"
-    )
-
-
 def without_remedy(error: CheckpointError) -> str:
     """The text of an error that is one line of a report, which says at its end what to do."""
     return str(error).replace(DAMAGED, "").replace(UNREACHABLE, "")

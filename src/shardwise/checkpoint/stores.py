@@ -22,6 +22,7 @@ from shardwise.checkpoint.manifest import (
     NewerVersionError,
     parse,
 )
+from shardwise.checkpoint.other_formats import reader_of_no_checkpoint
 from shardwise.checkpoint.remedies import DAMAGED, damaged, without_remedy
 from shardwise.errors import CheckpointError, UnreachableError
 
@@ -132,9 +133,12 @@ def find(store: CheckpointStore) -> tuple[str, Manifest]:
 
 def none_complete(store: CheckpointStore, reasons: Iterable[str]) -> CheckpointError:
     """The error where no version is complete, for these reasons."""
-    lines = [f"there is no complete checkpoint in {store.name}", *reasons]
+    lines, where = [f"there is no complete checkpoint in {store.name}", *reasons], store.location(".")
     if not reasons:
-        return CheckpointError(f"{lines[0]}. Fix: name a folder or URL that was saved to; latest() is None before")
+        fix = "name a folder or URL that was saved to; latest() is None before"
+        return CheckpointError(
+            f"{lines[0]}. Fix: {fix if isinstance(where, str) else reader_of_no_checkpoint(where, fix)}"
+        )
     return CheckpointError("\n  ".join([*lines, DAMAGED.removeprefix(". ")]))
 
 

@@ -127,7 +127,7 @@ class Explanation(Listener, Generic[R]):
             parts.append(f"<div>By line</div>{table_html(rows, 1)}")
         listed, small = self._entries()
         for kind, groups in listed.items():
-            rows = [["operation", "layouts", "why", "avoid", *_NUMBERS], *map(self._row, groups)]
+            rows = [["operation", "layouts", "why", "avoid", *_NUMBERS], *map(self._html_row, groups)]
             parts.append(f"<div>{safe(_TITLES[kind])}</div>{table_html(rows, 4)}")
         parts += [f"<div>{safe(note)}</div>" for note in _of_small(small)]
         unbalanced = self._balance.rows(folded)
@@ -157,6 +157,11 @@ class Explanation(Listener, Generic[R]):
         where = "" if cause.call_site is None else f"{cause.call_site}: "
         change = "" if event.src is None or event.dst is None else _change(event.src, event.dst)
         return [f"{where}{cause}", change, cause.why, event.avoid, *_columns(group)]
+
+    def _html_row(self, group: list[CommEvent]) -> list[str]:
+        """With arrows that are not broken at the end of a line."""
+        what, change, *rest = self._row(group)
+        return [what, change.replace("->", "→"), *rest]
 
     def _avoid(self, group: list[CommEvent], groups: list[list[CommEvent]], advised: Mapping[Any, str]) -> str:
         """What to change, with bytes; of a gradient whose forward is listed, nothing.

@@ -18,13 +18,13 @@ from shardwise.checkpoint.files import DTYPES, HEADER_LIMIT, METADATA_KEY, FileL
 from shardwise.checkpoint.folder_store import FolderStore
 from shardwise.checkpoint.locations import local_path
 from shardwise.checkpoint.manifest import LARGEST, MANIFEST_LIMIT
-from shardwise.checkpoint.offline.other_formats import reader_of
 from shardwise.checkpoint.offline.outputs import chosen, new_file, new_folder
 from shardwise.checkpoint.offline.progress import Progress
 from shardwise.checkpoint.offline.reading import CheckpointSource
 from shardwise.checkpoint.offline.resharding import write_checkpoint
 from shardwise.checkpoint.offline.sources import Extent, Source, SourceTensor
-from shardwise.checkpoint.remedies import foreign, of_torch_save
+from shardwise.checkpoint.other_formats import of_torch_save, reader_of
+from shardwise.checkpoint.remedies import foreign
 from shardwise.checkpoint.state import MODEL
 from shardwise.errors import ArgumentError, CheckpointError
 from shardwise.layout import Box, Layout, checked

@@ -22,7 +22,6 @@ from shardwise.checkpoint.folder_store import FolderStore
 from shardwise.checkpoint.locations import local_path
 from shardwise.checkpoint.manifest import MANIFEST_LIMIT
 from shardwise.checkpoint.offline.nested_values import KeyPath, with_lists
-from shardwise.checkpoint.offline.other_formats import reader_of
 from shardwise.checkpoint.offline.outputs import chosen, new_folder
 from shardwise.checkpoint.offline.progress import Progress
 from shardwise.checkpoint.offline.reading import CheckpointSource
@@ -31,7 +30,8 @@ from shardwise.checkpoint.offline.sources import Extent, RangeChecksum, Source, 
 from shardwise.checkpoint.offline.torch_pickles import Described, Entry, entries, sizes_of, unpickled
 from shardwise.checkpoint.offline.training_names import TrainingNames, check_shapes, renamed
 from shardwise.checkpoint.offline.windows import windows
-from shardwise.checkpoint.remedies import foreign, of_torch_save
+from shardwise.checkpoint.other_formats import of_torch_save, reader_of
+from shardwise.checkpoint.remedies import foreign
 from shardwise.checkpoint.state import as_json
 from shardwise.collectives.checkpoints import StoredItem, flat_values, pickled_metadata
 from shardwise.errors import CheckpointError, did_you_mean
