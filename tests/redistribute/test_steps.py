@@ -346,7 +346,8 @@ def test_a_move_to_another_shape_is_refused() -> None:
         plan_redistribute(src, dst)
     assert str(caught.value) == (
         "Redistribution keeps the global shape: cannot redistribute Layout((4,) as [Shard(0)] on Mesh(0=2)) "
-        "to Layout((5,) as [Replicate()] on Mesh(0=2))."
+        "to Layout((5,) as [Replicate()] on Mesh(0=2)). "
+        "Fix: change the shape by an op first, such as reshape()."
     )
 
 
