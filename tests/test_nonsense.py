@@ -279,7 +279,7 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
     "shardwise.gradient_buckets": lambda: (restoring_buckets, {"max_bytes": 100, "overlap": None}),
     "shardwise.init_device_mesh": lambda: (
         sw.init_device_mesh,
-        {"device_type": "cpu", "mesh_shape": (2,), "mesh_dim_names": ("tp",)},
+        {"device_type": "cpu", "mesh_shape": (2,), "mesh_dim_names": ("tp",), "timeout_seconds": 1.0},
     ),
     "shardwise.launch": lambda: (
         launched_if_it_could_be_sent,
@@ -646,7 +646,7 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
     "shardwise.collectives.check_ranks": lambda: (restoring_checks, {"on": True}),
     "shardwise.collectives.init_device_mesh": lambda: (
         collectives.init_device_mesh,
-        {"device_type": "cpu", "mesh_shape": (2,), "mesh_dim_names": ("tp",)},
+        {"device_type": "cpu", "mesh_shape": (2,), "mesh_dim_names": ("tp",), "timeout_seconds": 1.0},
     ),
 }
 SPEC_FACTORY: Arguments = {"*size": (4, 3), "process_group": None, "dtype": torch.float64, "requires_grad": True}

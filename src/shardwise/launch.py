@@ -21,7 +21,7 @@ from multiprocessing.process import current_process
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, TypeVarTuple
 
-from shardwise.errors import LaunchError, RankFailedError, RemoteRankError
+from shardwise.errors import ArgumentError, LaunchError, RankFailedError, RemoteRankError
 from shardwise.layout import NumRanks, checked
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ SETTLE_SECONDS = 0.2  # after the first failure, for the ranks to report its cau
 def launch(
     fn: Callable[[*Args], T],
     *args: *Args,
-    nproc: NumRanks,
+    nproc: NumRanks | None = None,
     timeout_seconds: float = 60.0,
     grace_seconds: float = 1.5,
     interrupt_grace_seconds: float | None = None,
@@ -47,7 +47,7 @@ def launch(
     One rank is a process like many: what works with `nproc=1` works with more, and this process never joins a
     world. Ranks share the cores evenly unless OMP_NUM_THREADS is set, and find RANK, LOCAL_RANK, WORLD_SIZE
     and LOCAL_WORLD_SIZE in their environment. Under torchrun no process is started: `fn` runs here, in the world
-    that torchrun describes, every process gets its own result, and `nproc` is ignored.
+    that torchrun describes, every process gets its own result, and `nproc` is ignored: it may be left out.
 
     Ctrl-C reaches only this process, which ends the ranks. Where SIGINT is ignored, as under nohup or in the
     background of a script, it stays ignored.
@@ -55,7 +55,7 @@ def launch(
     Args:
         fn: defined at the top level of a module that a new interpreter can import.
         args: picklable; every rank gets a copy.
-        nproc: ranks to start, at least 1.
+        nproc: ranks to start, at least 1. Needed unless torchrun has started them.
         timeout_seconds: how long a rank waits for the others in one collective, or to join the world.
         grace_seconds: between the SIGTERM that ends a rank and the SIGKILL, after the failure of another.
         interrupt_grace_seconds: the same after Ctrl-C or another exception in this process; None: as `grace_seconds`.
@@ -64,6 +64,7 @@ def launch(
         What `fn` returned on rank 0; it has to be picklable, and should be small.
 
     Raises:
+        ArgumentError: there is no `nproc`, and no torchrun.
         LaunchError: `fn` or `args` cannot be pickled; nothing was started.
         RankFailedError: a rank raised, exited or was killed; all others have been ended.
         KeyboardInterrupt: after all ranks have been ended.
@@ -75,6 +76,11 @@ def launch(
         )
     if under_torchrun():
         return _run_in_place(fn, args, timeout_seconds)
+    if nproc is None:
+        raise ArgumentError(
+            "launch needs nproc, how many ranks to start, as torchrun has not started this process. "
+            "Fix: such as launch(…, nproc=2), or start the program with torchrun."
+        )
     interrupt_grace = grace_seconds if interrupt_grace_seconds is None else interrupt_grace_seconds
     result: T = _result(_answers(_pickled(fn, args), nproc, timeout_seconds, grace_seconds, interrupt_grace))
     return result

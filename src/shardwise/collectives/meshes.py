@@ -15,6 +15,8 @@ from shardwise.collectives.processes import TORCH_TRANSPORT, timeout_of
 from shardwise.errors import MeshError
 from shardwise.layout import Kind, Mesh, checked, describe, entered_mesh, mesh_of, shown
 
+TICK_SECONDS = 0.001  # torch keeps timeouts in milliseconds
+
 
 def as_mesh(mesh: Mesh | DeviceMesh) -> Mesh:
     """The `Mesh` of a torch DeviceMesh, whose process groups are registered for their ranks.
@@ -92,23 +94,31 @@ def device_mesh(mesh: Mesh) -> Mesh | DeviceMesh:
 
 @checked
 def init_device_mesh(
-    device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None
+    device_type: str,
+    mesh_shape: Sequence[int],
+    *,
+    mesh_dim_names: Sequence[str] | None = None,
+    timeout_seconds: float | None = None,
 ) -> Any:
     """A mesh of all ranks: torch's DeviceMesh where processes run, a plain `Mesh` on simulated ranks.
 
-    Under torchrun it joins the ranks, as torch's function does, if the program has not done so. Its process groups wait
-    as long as the world does; torch alone would give them half an hour.
+    Under torchrun it joins the ranks, as torch's function does, if the program has not done so: then a rank waits up to
+    60 seconds for the others, to join them and in each collective, or `timeout_seconds`. The process groups of the mesh
+    have the timeout of the world, where torch would give them half an hour.
 
     Args:
         device_type: "cpu", "cuda", ….
         mesh_shape: positions of each axis.
         mesh_dim_names: one name an axis.
+        timeout_seconds: of the world that this call joins; None: 60, or that of the world where it is joined already.
+            Simulated ranks, and a process that is the only rank, have none.
 
     Raises:
-        MeshError: the shape needs more ranks than the world has.
+        MeshError: the shape needs more ranks than the world has, or the world has been joined with another timeout.
+        RemoteRankError: not all ranks joined in time; the text names the missing ones.
     """
     if not is_simulated():
-        init_from_environment()
+        _join(device_type, timeout_seconds)
     names = None if mesh_dim_names is None else tuple(mesh_dim_names)
     mesh = _checked(Mesh(tuple(mesh_shape), (), names, device_type))
     if is_simulated() or not dist.is_initialized():
@@ -122,3 +132,18 @@ def init_device_mesh(
         for axis in range(mesh.ndim):
             made.get_group(axis).set_timeout(timeout)
     return made
+
+
+def _join(device_type: str, timeout_seconds: float | None) -> None:
+    """Join the ranks under torchrun; a world that is there has to have the timeout that is asked for."""
+    if not dist.is_initialized():
+        init_from_environment(60.0 if timeout_seconds is None else timeout_seconds)
+        return
+    found = timeout_of(None, device_type)
+    if timeout_seconds is None or found is None or abs(found.total_seconds() - timeout_seconds) < TICK_SECONDS:
+        return
+    raise MeshError(
+        f"init_device_mesh: timeout_seconds is {timeout_seconds:g}, but the world has been joined with a timeout of "
+        f"{found.total_seconds():g} s. Fix: leave it out here, and set the timeout where the world is joined: "
+        "launch(…, timeout_seconds=…), init_process_group(timeout=…), or the first init_device_mesh."
+    )

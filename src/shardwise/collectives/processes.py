@@ -48,6 +48,7 @@ from shardwise.collectives.pairwise import start_pairwise
 from shardwise.collectives.recv_check import RecvCheck
 from shardwise.collectives.remote_records import RemoteRecords, are_due
 from shardwise.collectives.shared_records import SharedRecords, add_peers
+from shardwise.collectives.shared_store import warn_of_failing_restarts
 from shardwise.collectives.started import StartedCollective, unequal
 from shardwise.collectives.supported_dtypes import as_supported
 from shardwise.collectives.threads import ThreadGuard
@@ -137,6 +138,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
                 store.register(self._records.path)
         if store is not None and (len(self._everyone) > 1 or launcher is not None):
             self.monitor.start(store_of_world, launcher)
+        warn_of_failing_restarts()
 
     def _release_at_exit(self) -> None:
         """Leave no thread that may need the interpreter while it ends: such a thread aborts the process."""

@@ -1,0 +1,53 @@
+"""Process groups in the store that torchrun keeps when it restarts ranks."""
+
+import os
+import warnings
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
+
+from shardwise.collectives.failures.monitor import has_agent_store
+from shardwise.trace.user_stack import call_site
+
+KEY = "shardwise/is_kept"
+
+
+def warn_of_failing_restarts() -> None:
+    """Warn on rank 0 if torchrun would restart the ranks, but they may not join each other again.
+
+    torchrun keeps the keys of its store. A process group that is in it without a prefix of its own has the keys of the
+    ranks that have ended. A new rank that joins before another one reads an address where nobody listens.
+    """
+    most, done = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("MAX_RESTARTS", "RESTART_COUNT"))
+    world = dist.group.WORLD
+    if done >= most or not has_agent_store() or world is None or world.rank() != 0 or world.size() == 1:
+        return
+    if not _is_kept(world.get_group_store(), world.group_name):
+        return
+    site = call_site()
+    warnings.warn_explicit(
+        f"torchrun would restart the ranks of this program (restarts left: {most - done}), but they may not find each "
+        "other: the program calls init_process_group, in whose store torchrun keeps the addresses of ranks that have "
+        'ended ("Gloo connectFullMesh failed"). Fix: leave it out, as shardwise.init_device_mesh(…, timeout_seconds=…) '
+        "or launch(…) joins the ranks; or start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment.",
+        UserWarning,
+        *((site.file, site.line) if site else (__file__, 1)),
+    )
+
+
+def _is_kept(store: Store, group: str) -> bool:
+    """Whether `store`, that of a process group, is the one at MASTER_ADDR, with no prefixes but those of torch."""
+    server = store
+    while isinstance(server, PrefixStore):
+        server = server.underlying_store
+    if not isinstance(server, TCPStore):
+        return False
+    if (server.host, str(server.port)) != (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")):
+        return False
+    try:
+        store.set(KEY, "")
+        # init_process_group adds the first prefix to the store that it makes, but not to one that it is given.
+        return any(server.check([f"{prefix}{group}//{KEY}"]) for prefix in ("default_pg/", ""))
+    except dist.DistError:  # the store does not answer
+        return False

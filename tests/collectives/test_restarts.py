@@ -1,0 +1,113 @@
+"""Ranks that torchrun restarts, by every way to join them: it works, or a warning has said that it will not."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.timeouts import PATIENCE_SECONDS, under_load
+
+pytestmark = pytest.mark.processes
+
+ROOT = Path(__file__).parents[2]
+SHORT = under_load(3.0)  # of a restart that fails
+SCRIPT = """
+import os, signal, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+import shardwise as sw
+
+how, seconds, restart = sys.argv[1], float(sys.argv[2]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+def main():
+    timeout = None if how in ("init_device_mesh", "launch") else seconds
+    mesh = sw.init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),), timeout_seconds=timeout)
+    x = sw.distribute_tensor(torch.arange(5.0), mesh, [sw.Shard(0)])
+    assert x.full_tensor().sum() == 10
+    if restart == 0 and how != "the last restart" and sw.rank() == sw.world_size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    x.full_tensor()
+    os.write(1, f"rank {sw.rank()} works after restart {restart}\\n".encode())
+
+if restart and os.environ["RANK"] == "1":
+    time.sleep(1)  # another rank looks for the address of this one before this one has a new one
+
+if how == "launch":
+    sw.launch(main, timeout_seconds=seconds)
+elif how == "init_device_mesh":
+    sw.init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),), timeout_seconds=seconds)
+    main()
+elif how in ("its own prefix", "a given store"):
+    store, rank, size = next(dist.rendezvous("env://"))
+    if how == "its own prefix":
+        store = dist.PrefixStore(f"start {restart}", store)
+    timeout = timedelta(seconds=seconds)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    main()
+elif how == "the last restart" and restart == 0:
+    sys.exit("before it joins")
+else:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
+    main()
+"""
+
+
+def run_and_kill(
+    folder: Path, how: str, seconds: float = PATIENCE_SECONDS, ranks: int = 2, restarts: int = 1, **environment: str
+) -> tuple[list[str], str]:
+    """What ranks said that torchrun restarted after one was killed, and all of stderr."""
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    done = subprocess.run(
+        [*torchrun, f"--max-restarts={restarts}", str(script), how, str(seconds)],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = sorted(done.stdout.splitlines())
+    assert (done.returncode == 0) == bool(said), done.stderr
+    return said, done.stderr
+
+
+WARNING = (
+    "UserWarning: torchrun would restart the ranks of this program (restarts left: 1), but they may not find each other"
+)
+RESTARTED = ["rank 0 works after restart 1", "rank 1 works after restart 1"]
+
+
+@pytest.mark.parametrize("how", ["init_process_group", "a given store"])
+def test_where_torchrun_keeps_the_group_a_warning_says_so_and_the_restart_fails(how: str, tmp_path: Path) -> None:
+    said, errors = run_and_kill(tmp_path, how, SHORT)
+    assert said == []
+    assert errors.count(WARNING) == 1  # on rank 0
+    assert "train.py:11: UserWarning" in errors  # the line that calls shardwise
+    assert "connectFullMesh failed" in errors
+
+
+def test_with_another_store_for_each_start_ranks_work_after_a_restart(tmp_path: Path) -> None:
+    said, errors = run_and_kill(tmp_path, "init_process_group", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    assert said == RESTARTED
+    assert "Warning: torchrun" not in errors
+
+
+@pytest.mark.parametrize("how", ["init_device_mesh", "launch", "its own prefix", "the last restart"])
+def test_ranks_work_after_a_restart_without_a_warning(how: str, tmp_path: Path) -> None:
+    said, errors = run_and_kill(tmp_path, how)
+    assert said == RESTARTED
+    assert "Warning: torchrun" not in errors
+
+
+def test_one_rank_has_no_other_to_find(tmp_path: Path) -> None:
+    said, errors = run_and_kill(tmp_path, "init_process_group", ranks=1)
+    assert said == RESTARTED[:1]
+    assert "Warning: torchrun" not in errors
+
+
+def test_where_there_are_no_restarts_there_is_no_warning(tmp_path: Path) -> None:
+    said, errors = run_and_kill(tmp_path, "init_process_group", restarts=0)
+    assert said == []
+    assert "Warning: torchrun" not in errors
