@@ -30,6 +30,20 @@ def facts(greeting: str, sizes: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
+def meshes_with(*timeouts: float | None) -> list[float]:
+    """The timeout of the groups of a mesh that is made with each of `timeouts`."""
+    import torch
+
+    from shardwise import collectives
+
+    size, found = collectives.world_size(), []
+    for timeout in timeouts:
+        mesh = collectives.init_device_mesh("cpu", (size,), timeout_seconds=timeout)
+        options = mesh.get_group(0)._get_backend(torch.device("cpu")).options
+        found.append(options._timeout.total_seconds())
+    return found
+
+
 def fail_on(rank: int, how: str) -> str:
     """Fail on one rank, while the others wait for it in a collective."""
     from shardwise import collectives

@@ -18,7 +18,7 @@ import torch
 from shardwise.checkpoint import save
 from shardwise.errors import ArgumentError, LaunchError, RankFailedError
 from shardwise.launch import launch, under_torchrun
-from tests.launch_jobs import facts, fail_on, unpicklable
+from tests.launch_jobs import facts, fail_on, meshes_with, unpicklable
 from tests.sessions import press_ctrl_c, session
 from tests.timeouts import PATIENCE_SECONDS, under_load
 
@@ -97,12 +97,27 @@ def test_a_rank_that_hangs_fails_the_others_at_the_timeout() -> None:
         launch(fail_on, 1, "hang", nproc=2, timeout_seconds=under_load(4.0))
 
 
+def test_a_mesh_has_the_timeout_of_the_world_and_refuses_another() -> None:
+    assert launch(meshes_with, None, 71.5, nproc=2, timeout_seconds=71.5) == [71.5, 71.5]
+    said = (
+        "rank . failed: MeshError: init_device_mesh: timeout_seconds is 8, but the world has been joined with "
+        "a timeout of 71.5 s. Fix: leave it out here"
+    )
+    with pytest.raises(RankFailedError, match=said):
+        launch(meshes_with, 8, nproc=2, timeout_seconds=71.5)
+
+
 def test_a_result_that_cannot_be_pickled_is_refused() -> None:
     with pytest.raises(RankFailedError, match="rank 0 failed: LaunchError: launch cannot return 'function'"):
         launch(unpicklable, nproc=1)
 
 
 # ---- refused before anything starts -----------------------------------------------------------------------
+
+
+def test_without_torchrun_the_number_of_ranks_is_needed() -> None:
+    with pytest.raises(ArgumentError, match=r"launch needs nproc, .* Fix: such as launch\(…, nproc=2\), or start"):
+        launch(print)
 
 
 def nested() -> Callable[[], None]:
@@ -123,7 +138,9 @@ def test_an_argument_that_cannot_be_pickled_is_refused() -> None:
 
 
 def test_no_ranks_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="nproc must be a number of ranks, an integer from 1 to 4096, got 0"):
+    with pytest.raises(
+        ArgumentError, match="nproc must be a number of ranks, an integer from 1 to 4096 or None, got 0"
+    ):
         launch(facts, "hello", (), nproc=0)
 
 

@@ -26,6 +26,8 @@ def main():
     mesh = sw.init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),), timeout_seconds=timeout)
     x = sw.distribute_tensor(torch.arange(5.0), mesh, [sw.Shard(0)])
     assert x.full_tensor().sum() == 10
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert backend.options._timeout == timedelta(seconds=seconds)
     if restart == 0 and how != "the last restart" and sw.rank() == sw.world_size() - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     x.full_tensor()
