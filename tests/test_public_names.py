@@ -67,7 +67,7 @@ def test_shard_sizes_and_offsets_are_those_of_torch(size: int) -> None:
 
 def test_help_shows_what_an_argument_must_be_and_no_addresses() -> None:
     lines = pydoc.plain(pydoc.render_doc(shardwise.launch)).splitlines()
-    assert "nproc: typing.Annotated[int, 'a number of ranks, an integer from 1 to 4096']" in lines[2]
+    assert "nproc: Optional[Annotated[int, 'a number of ranks, an integer from 1 to 4096']]" in lines[2]
     for module in (shardwise, debug, experimental, parallel):
         for name in module.__all__:
             public = getattr(module, name)

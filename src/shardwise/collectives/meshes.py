@@ -135,7 +135,7 @@ def init_device_mesh(
 
 
 def _join(device_type: str, timeout_seconds: float | None) -> None:
-    """Join the ranks under torchrun; a world that is there has to have the timeout that is asked for."""
+    """Join the ranks under torchrun; a world that is there has to have this timeout."""
     if not dist.is_initialized():
         init_from_environment(60.0 if timeout_seconds is None else timeout_seconds)
         return

@@ -4,8 +4,7 @@ import os
 import warnings
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from shardwise.collectives.failures.monitor import has_agent_store
 from shardwise.trace.user_stack import call_site
