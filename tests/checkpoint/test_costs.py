@@ -202,6 +202,10 @@ OFFLINE = """
         yield "diff", lambda: diff(folder / "rows", folder / "columns")
         yield "export a file", lambda: export_file(folder / "columns", folder / "x.safetensors")
         yield "export for Hugging Face", lambda: export_hugging_face(folder / "columns", folder / "hugging-face")
+        yield "export in bfloat16", lambda: export_hugging_face(
+            folder / "columns", folder / "brain", dtype=torch.bfloat16
+        )
+        yield "export in float64", lambda: export_torch(folder / "columns", folder / "double", dtype=torch.float64)
         yield "export for torch", lambda: export_torch(folder / "columns", folder / "torch")
         yield "import safetensors", lambda: import_safetensors(folder / "x.safetensors", folder / "imported", prefix="")
         yield "import from torch", lambda: import_torch(
@@ -219,7 +223,7 @@ OFFLINE = """
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("code", "count", "limit"), [(RANKS, 8, 64 << 20), (OFFLINE, 10, 64 << 20)])
+@pytest.mark.parametrize(("code", "count", "limit"), [(RANKS, 8, 64 << 20), (OFFLINE, 12, 64 << 20)])
 def test_peak_memory(tmp_path: Path, code: str, count: int, limit: int) -> None:
     """Beside the tensors, of each step with 128 MiB."""
     command = [sys.executable, "-c", dedent(PEAKS) + dedent(code), str(tmp_path)]

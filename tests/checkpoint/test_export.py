@@ -86,6 +86,31 @@ def test_a_file_has_the_full_table(
     assert torch.equal(serving.get_parameter(NAME), expected.get_parameter(NAME))
 
 
+def converted(path: Path, mesh: Mesh, placements: Any, stored: torch.dtype, dtype: torch.dtype) -> Path:
+    sharded = shard_embeddings(bags(stored), {"items": placements}, mesh, SGD(lr=0.1))
+    return export_table(sharded, "items", path, dtype=dtype)
+
+
+@pytest.mark.parametrize("most", [8 << 20, 25])
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [(torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.bfloat16, torch.float64)],
+    ids=str,
+)
+@pytest.mark.parametrize("sharding", ["row, uneven", "column", "replicated", "boxes"])
+def test_a_table_is_converted_as_torch_does(
+    sharding: str, stored: torch.dtype, dtype: torch.dtype, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "MOST_BYTES", most)
+    (mesh, placements), path = SHARDINGS[sharding], tmp_path / "items.safetensors"
+    world(mesh.size()).run(converted, path, mesh, placements, stored, dtype)
+    found, expected = load_file(path)[NAME], bags(stored).get_parameter(NAME).to(dtype)
+    assert found.dtype == dtype
+    assert torch.equal(found, expected)
+    with safe_open(path, "pt") as file:
+        assert file.metadata()["dtype"] == str(dtype).removeprefix("torch.")
+
+
 def plain_ones(folder: Path) -> None:
     """Of plain collections, and of tensors that are no tables."""
     plain = EmbeddingCollection([EmbeddingConfig(3, 2, "t", feature_names=["f"])])
@@ -95,7 +120,8 @@ def plain_ones(folder: Path) -> None:
     cube = torch.arange(5 * 3 * 2, dtype=torch.int16).view(5, 3, 2)
     export_table(distribute_tensor(cube, Mesh((3,)), [Shard(1)]), "cube", folder / "cube")
     export_table(distribute_tensor(cube, Mesh((2,), ranks=(2, 1)), [Shard(0)]), "c", folder / "on some ranks")
-    export_table(torch.ones(0, 4), "none", str(folder / "none"))
+    export_table(cube, "cube", folder / "integers", dtype=torch.bfloat16)
+    export_table(torch.ones(0, 4), "none", str(folder / "none"), dtype=torch.bfloat16)
 
 
 def test_plain_collections_and_single_tensors(tmp_path: Path) -> None:
@@ -104,7 +130,9 @@ def test_plain_collections_and_single_tensors(tmp_path: Path) -> None:
     cube = torch.arange(5 * 3 * 2, dtype=torch.int16).view(5, 3, 2)
     assert torch.equal(load_file(tmp_path / "cube")["cube"], cube)
     assert torch.equal(load_file(tmp_path / "on some ranks")["c"], cube)
-    assert load_file(tmp_path / "none")["none"].shape == (0, 4)
+    assert torch.equal(load_file(tmp_path / "integers")["cube"], cube)
+    none = load_file(tmp_path / "none")["none"]
+    assert (none.shape, none.dtype) == ((0, 4), torch.bfloat16)
 
 
 class Largest(TorchDispatchMode):
@@ -121,21 +149,24 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def largest_tensor(path: Path, placements: Placement) -> Any:
+def largest_tensor(path: Path, placements: Placement, dtype: torch.dtype | None) -> Any:
     """Of all that a rank makes while it exports, but for its own shard."""
     config = EmbeddingBagConfig(20_000, COLUMNS, "items", feature_names=["item"])
     sharded = shard_embeddings(
         EmbeddingBagCollection([config], device="meta"), {"items": placements}, Mesh((4,)), SGD(lr=0.1)
     )
     with Largest() as largest:
-        export_table(sharded, "items", path)
+        export_table(sharded, "items", path, dtype=dtype)
     return largest.nbytes
 
 
-def test_no_rank_holds_the_full_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64])
+def test_no_rank_holds_the_full_table(
+    dtype: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(export, "MOST_BYTES", 1 << 14)
     for placements, shard in (Shard(0), 5000 * COLUMNS), (Shard(1), 20_000 * 2):
-        found = world(4).run(largest_tensor, tmp_path / "file", placements)
+        found = world(4).run(largest_tensor, tmp_path / "file", placements, dtype)
         assert max(found) == shard * 4  # the memory of which it sends views
 
 
@@ -159,9 +190,9 @@ def test_each_row_is_sent_once_by_ranks_other_than_the_first(placements: Any, sh
     assert least <= sent <= least + 20_000  # what ranks say of their work
 
 
-def texts(collection: Any, table: str, path: Path) -> str:
+def texts(collection: Any, table: str, path: Path, dtype: torch.dtype | None = None) -> str:
     with pytest.raises((CheckpointError, MismatchError)) as error:
-        export_table(collection, table, path)
+        export_table(collection, table, path, dtype=dtype)
     return str(error.value)
 
 
@@ -181,6 +212,10 @@ def refused(folder: Path, what: str) -> str:
             return texts(DTensor.from_local(torch.ones(3, 2), mesh, [Partial()]), "x", folder / "x")
         case "a number":
             return texts(torch.ones(()), "x", folder / "x")
+        case "integers":
+            return texts(sharded, "items", folder / "x", torch.int64)
+        case "other dtypes":
+            return texts(sharded, "items", folder / "x", (torch.bfloat16, None)[rank])
         case _:
             return texts(sharded, ("items", "users")[rank], folder / "x")
 
@@ -194,6 +229,8 @@ def refused(folder: Path, what: str) -> str:
         ("a folder", "rank 0: Is a directory"),
         ("partial", "it is a sum that is not reduced yet"),
         ("a number", "tensor 'x' has no rows"),
+        ("integers", "dtype must be a floating-point dtype of safetensors (float64, "),
+        ("other dtypes", "'dtype':\n    rank 0: torch.bfloat16\n    rank 1: None"),
         ("other arguments", "Exporting a table: ranks disagree on"),
     ],
 )

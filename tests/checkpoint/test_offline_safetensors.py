@@ -9,10 +9,17 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.checkpoint import files, load, restore, save, state_of
-from shardwise.checkpoint.offline import export_file, export_hugging_face, import_safetensors, windows
+from shardwise.checkpoint.offline import (
+    Progress,
+    export_file,
+    export_hugging_face,
+    export_torch,
+    import_safetensors,
+    windows,
+)
 from shardwise.errors import ArgumentError, CheckpointError, PlanError
 from shardwise.layout import Layout, Mesh, Placement, Shard
 from shardwise.testing import world
@@ -136,6 +143,129 @@ def test_a_full_disk_leaves_what_was_there(source: Path, tmp_path: Path, export:
                 break
         failures += 1
     assert failures > 2
+
+
+# ---- another dtype ----------------------------------------------------------------------------------------
+
+OF_MANY_DTYPES = {
+    "model.items.weight": values((7, 5)),  # NaNs, subnormals, numbers too large for float16
+    "model.scale": torch.tensor(0.1),
+    "model.none": torch.zeros(0, 4),
+    "model.edges": torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0, 65520.0, 1 + 2**-8, 1 + 3 * 2**-8, 3.4e38]),
+    "model.double": torch.arange(9, dtype=torch.float64).exp() / 3,
+    "model.half": torch.arange(9).half() / 3,
+    "model.brain": torch.arange(9).bfloat16() / 3,
+    "model.counts": torch.tensor([2**62 + 1, -1]),
+    "model.flags": torch.tensor([[True], [False]]),
+    "model.waves": torch.complex(torch.tensor([0.1]), torch.tensor([0.2])),
+}
+
+
+def converted(dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: x.to(dtype) if x.is_floating_point() else x for name, x in OF_MANY_DTYPES.items()}
+
+
+def assert_equal_but_for_bits_of_nan(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """torch itself makes NaNs of other bits in another place of a tensor."""
+
+    def without_nan(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: x.masked_fill(x.isnan(), 0) for name, x in tensors.items()}
+
+    assert found.keys() == expected.keys()
+    assert {name: x.isnan().tolist() for name, x in found.items()} == {
+        name: x.isnan().tolist() for name, x in expected.items()
+    }
+    assert_same(without_nan(found), without_nan(expected))
+
+
+@pytest.fixture(params=[Shard(1), Shard(0, sizes=(0, 7, 0))], ids=["columns", "one has all rows"])
+def of_many_dtypes(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    def body() -> Path:
+        layout = Layout(Mesh((3,)), [request.param], (7, 5))
+        weight = distributed(OF_MANY_DTYPES["model.items.weight"], layout)
+        return save(tmp_path / "run", OF_MANY_DTYPES | {"model.items.weight": weight}, step=1)
+
+    return world(3).run(body)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_floating_point_tensors_are_converted_as_torch_does(
+    of_many_dtypes: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    export_file(of_many_dtypes, tmp_path / "x", dtype=dtype)
+    assert_equal_but_for_bits_of_nan(load_file(tmp_path / "x"), converted(dtype))
+
+
+@pytest.mark.parametrize(("most", "count"), [(10**9, 1), (100, 2), (1, 10)])
+def test_the_index_has_the_bytes_of_the_converted_tensors(
+    of_many_dtypes: Path, tmp_path: Path, most: int, count: int
+) -> None:
+    folder = export_hugging_face(of_many_dtypes, tmp_path / "x", dtype=torch.bfloat16, shard_bytes=most)
+    expected = {name.removeprefix("model."): x for name, x in converted(torch.bfloat16).items()}
+    index = json.loads((folder / INDEX).read_text())
+    assert index["metadata"] == {"total_size": sum(x.nbytes for x in expected.values())}
+    found: dict[str, Tensor] = {}
+    for file in sorted({*index["weight_map"].values()}):
+        of_file = load_file(folder / file)
+        assert sum(x.nbytes for x in of_file.values()) <= most or len(of_file) == 1
+        found |= of_file
+    assert_equal_but_for_bits_of_nan(found, expected)
+    assert len(list(folder.glob("model-*.safetensors"))) == count
+
+
+class Total(Progress):
+    left = -1
+
+    def begin(self, num_bytes: int) -> None:
+        self.left = num_bytes
+
+    def advance(self, what: str, num_bytes: int) -> None:
+        self.left -= num_bytes
+
+
+@pytest.mark.parametrize("export", [export_file, export_hugging_face])
+def test_stored_bytes_are_verified_before_they_are_converted(source: Path, tmp_path: Path, export: Any) -> None:
+    progress = Total()
+    export(source, tmp_path / "sound", dtype=torch.bfloat16, prefix="model.", progress=progress)
+    assert progress.left == 0
+    flip_first(next(source.glob("rank-0001*")))  # its lowest bit, which bfloat16 has not
+    with pytest.raises(CheckpointError, match=r"tensor '.*rank-0001\.safetensors: the data of .* is damaged"):
+        export(source, tmp_path / "x", dtype=torch.bfloat16)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("export", [export_file, export_hugging_face, export_torch])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e8m0fnu])
+def test_a_dtype_that_tensors_are_not_converted_to_is_refused(
+    source: Path, tmp_path: Path, export: Any, dtype: torch.dtype
+) -> None:
+    known = "float64, float32, float16, bfloat16, float8_e4m3fn, "
+    with pytest.raises(ArgumentError, match=rf"\({known}.*\), got {dtype}\. Fix: such as dtype=torch\.bfloat16"):
+        export(source, tmp_path / "x", dtype=dtype)
+    with pytest.raises(ArgumentError, match="dtype"):
+        export(source, tmp_path / "x", dtype="bfloat16")
+    assert not (tmp_path / "x").exists()
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.tok.weight
+
+
+def test_tied_weights_have_one_name_and_are_loaded_by_it(tmp_path: Path) -> None:
+    model, other = Tied(), Tied().bfloat16()
+    save(tmp_path / "run", state_of(model), step=1)
+    folder = export_hugging_face(tmp_path / "run", tmp_path / "x", dtype=torch.bfloat16)
+    state = load_file(folder / "model-00001-of-00001.safetensors")
+    assert_same(state, {"tok.weight": model.tok.weight.detach().bfloat16()})
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "head\.weight"'):
+        other.load_state_dict(state)
+    assert other.load_state_dict(state, strict=False) == (["head.weight"], [])
+    assert other.head.weight is other.tok.weight
+    assert torch.equal(other.head.weight, model.head.weight.bfloat16())
 
 
 # ---- Hugging Face -----------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import checkpoint as dcp
 
 from shardwise.checkpoint import files, load, read_manifest, restore, save, state_of
 from shardwise.checkpoint.offline import diff, export_torch, import_torch, torch_format, windows
@@ -85,6 +86,16 @@ def test_what_is_exported_is_loaded_by_torch(tmp_path: Path, ranks: int) -> None
         assert found == {name: bits(x) for name, x in expected.items()}
     import_torch(folder, tmp_path / "back", allow_pickle_metadata=True)
     assert_loads(tmp_path / "back")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_tensors_are_converted_for_torch(tmp_path: Path) -> None:
+    save(tmp_path / "run", {"model": dcp_jobs.tensors()} | {"epoch": 3}, step=1)
+    folder = export_torch(tmp_path / "run", tmp_path / "dcp", dtype=torch.bfloat16)
+    expected = {name: x.to(torch.bfloat16) if x.is_floating_point() else x for name, x in dcp_jobs.tensors().items()}
+    state = {"model": {name: torch.zeros_like(x) for name, x in expected.items()}}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    assert {name: bits(x) for name, x in state["model"].items()} == {name: bits(x) for name, x in expected.items()}
 
 
 def test_training_that_went_through_torchs_format_is_restored(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import torch
 from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
 
 from shardwise import cli
-from shardwise.checkpoint import read_manifest, save
+from shardwise.checkpoint import files, read_manifest, save
+from shardwise.cli.checkpoint import convert
 from shardwise.layout import Layout, Mesh, Shard
 from shardwise.testing import world
 from tests.checkpoint.states import distributed
@@ -149,6 +150,29 @@ def test_bytes_of_a_shard_are_written_as_the_help_writes_them(path: Path, tmp_pa
         assert "argument --shard-bytes: invalid number of bytes value" in capsys.readouterr().err
     assert cli.main([*argv, "6e1"]) == 0
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) == 2
+
+
+@pytest.mark.parametrize("form", ["file", "hugging-face", "torch"])
+def test_tensors_are_exported_in_another_dtype(path: Path, tmp_path: Path, capsys: Captured, form: str) -> None:
+    assert cli.main(["checkpoint", "export", str(path), str(tmp_path / "x"), "--format", form, "--dtype", "bf16"]) == 2
+    assert "argument --dtype: invalid choice: 'bf16' (choose from" in (err := capsys.readouterr().err)
+    assert "bfloat16" in err
+    argv = ["checkpoint", "export", str(path), str(tmp_path / "x"), "--format", form, "--dtype", "bfloat16"]
+    assert cli.main(argv) == 0
+    assert capsys.readouterr().out == f"Wrote {tmp_path / 'x'}.\n"
+    if form == "torch":
+        argv = ["checkpoint", "import", str(tmp_path / "x"), str(tmp_path / "back"), "--allow-pickle-metadata"]
+    else:
+        argv = ["checkpoint", "import", str(tmp_path / "x"), str(tmp_path / "back")]
+    assert cli.main(argv) == 0
+    found = read_manifest(tmp_path / "back" / "step-00000000").tensors
+    assert {name: tensor.dtype for name, tensor in found.items()} == dict.fromkeys(
+        ("model.b<i>as", "model.bias", "model.items.weight"), torch.bfloat16
+    )
+
+
+def test_the_dtypes_of_the_command_line_are_those_of_exports() -> None:
+    assert tuple(getattr(torch, name) for name in convert.DTYPES) == files.FLOATING
 
 
 def test_diff_prints_and_exits_as_diff_does(path: Path, tmp_path: Path, capsys: Captured) -> None:

@@ -1,6 +1,7 @@
 """One table, or another tensor, as one file for serving: streamed to the rank that writes it, a few MiB at a time."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from shardwise import collectives
 from shardwise.checkpoint.collective_errors import all_ranks, digest, on_all_ranks, require_same
-from shardwise.checkpoint.files import byte_blocks, file_layout
+from shardwise.checkpoint.files import byte_blocks, check_export_dtype, export_dtype, file_layout
 from shardwise.checkpoint.locations import local_path
 from shardwise.checkpoint.path_drafts import FileDraft
 from shardwise.checkpoint.state import LocalBoxes, holders, storable_boxes
@@ -25,14 +26,15 @@ MOST_BYTES = 1 << 23  # of the file that are sent at a time
 
 
 @checked
-def export_table(collection: Collection | Tensor, table: str, path: str | PathLike[str]) -> Path:
+def export_table(
+    collection: Collection | Tensor, table: str, path: str | PathLike[str], *, dtype: torch.dtype | None = None
+) -> Path:
     """Write a full table to one safetensors file; all ranks of the world call it.
 
         export_table(sharded, "items", "serving/items.safetensors")
 
-    The file has one tensor, in the dtype of the table. Its name is that of the parameter, so that the `load_state_dict`
-    of a plain collection of this table takes what `safetensors.torch.load_file` returns. Metadata: `table`, `rows`,
-    `columns` and `dtype`.
+    The file has one tensor. Its name is that of the parameter, so that the `load_state_dict` of a plain collection of
+    this table takes what `safetensors.torch.load_file` returns. Metadata: `table`, `rows`, `columns` and `dtype`.
 
     Shards are sent to rank 0, some rows at a time: no rank needs memory for more than 48 MiB (or 3 rows) beside what it
     has. The file appears at once, when all of it is on disk, and replaces one that was there.
@@ -40,17 +42,19 @@ def export_table(collection: Collection | Tensor, table: str, path: str | PathLi
     Args:
         collection: a plain or sharded one; or any tensor with rows, which the file has under the name `table`. Of
             replicas, and of plain tensors, it has the values of the first rank.
+        dtype: what floating-point values are converted to, as by `tensor.to(dtype)`; None is that of the table.
 
     Returns:
         The path.
 
     Raises:
-        CheckpointError: no such table, a tensor that cannot be stored, or a file that cannot be written; then a file
-            that was there is not damaged. The same text on every rank.
-        MismatchError: ranks passed different tables, layouts or paths.
+        CheckpointError: no such table, a tensor that cannot be stored, a `dtype` that is not of floating-point numbers
+            or not of safetensors, or a file that cannot be written; then a file that was there is not damaged. The same
+            text on every rank.
+        MismatchError: ranks passed different tables, layouts, paths or dtypes.
     """
     what, target = f"Exporting {table} to {path}", local_path(path)
-    key, tensor = _prepared(what, collection, table, target)
+    key, tensor = _prepared(what, collection, table, target, dtype)
     drafts: list[FileDraft] = []  # on the first rank
 
     def begin() -> None:
@@ -77,17 +81,20 @@ def export_table(collection: Collection | Tensor, table: str, path: str | PathLi
     return target
 
 
-def _prepared(what: str, collection: Collection | Tensor, table: str, target: Path) -> tuple[str, LocalBoxes]:
-    """The name of the tensor in the file, and the boxes of this rank."""
+def _prepared(
+    what: str, collection: Collection | Tensor, table: str, target: Path, dtype: torch.dtype | None
+) -> tuple[str, LocalBoxes]:
+    """The name of the tensor in the file, and the boxes of this rank, with the dtype of the file."""
     found: list[tuple[str, LocalBoxes]] = []
-    facts = {"table": table, "path": str(target)}
+    facts = {"table": table, "path": str(target), "dtype": str(dtype)}
 
     def prepare() -> str:
+        check_export_dtype(dtype)
         key, tensor = _tensor(collection, table)
         boxes = storable_boxes(key, tensor)
         if not boxes.layout.shape:
             raise CheckpointError(f"tensor {key!r} has no rows to send one after the other. Fix: export x.reshape(1)")
-        found.append((key, boxes))
+        found.append((key, replace(boxes, dtype=export_dtype(boxes.dtype, dtype))))
         facts["tensor"] = f"{key} {boxes.dtype} {boxes.layout!r}"
         return digest(facts)
 
@@ -126,7 +133,7 @@ def _window(tensor: LocalBoxes, rows: Box) -> Tensor:
     rank, ranks, layout = collectives.rank(), all_ranks(), tensor.layout
     parts = [view[at.relative_to(box)] for box, view in tensor.views for at in _sent(tensor, rank, box, rows)]
     device = collectives.message_device(ranks)
-    sent = torch.cat([torch.empty(0, dtype=torch.uint8), *(_bytes(part) for part in parts)]).to(device)
+    sent = torch.cat([torch.empty(0, dtype=torch.uint8), *(_bytes(part.to(tensor.dtype)) for part in parts)]).to(device)
     boxes = [
         [at for box in layout.boxes(source) for at in _sent(tensor, source, box, rows)]
         for source in (ranks if rank == 0 else ())

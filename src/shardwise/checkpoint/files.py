@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.remedies import damaged
-from shardwise.errors import CheckpointError
+from shardwise.errors import ArgumentError, CheckpointError
 from shardwise.layout import Box
 
 try:
@@ -50,6 +50,22 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+FLOATING = tuple(dtype for dtype in DTYPES if dtype.is_floating_point)  # what exports convert to
+
+
+def check_export_dtype(dtype: torch.dtype | None) -> None:
+    """Raise ArgumentError unless exports convert to `dtype`; None is the dtype of each tensor."""
+    if dtype is not None and dtype not in FLOATING:
+        names = ", ".join(str(one).removeprefix("torch.") for one in FLOATING)
+        raise ArgumentError(
+            f"dtype must be a floating-point dtype of safetensors ({names}), got {dtype}. "
+            f"Fix: such as dtype=torch.bfloat16; integers and booleans are exported as they are."
+        )
+
+
+def export_dtype(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    """In an export with `dtype`, that of a tensor which is stored in `stored`."""
+    return dtype if dtype is not None and stored.is_floating_point else stored
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,17 @@ from contextlib import closing
 from os import PathLike
 from pathlib import Path
 
+import torch
+
 from shardwise.checkpoint import stores
-from shardwise.checkpoint.files import ChunkFile, FileLayout, StoredFile, verify_bytes
+from shardwise.checkpoint.files import (
+    ChunkFile,
+    FileLayout,
+    StoredFile,
+    check_export_dtype,
+    export_dtype,
+    verify_bytes,
+)
 from shardwise.checkpoint.locations import store_at
 from shardwise.checkpoint.manifest import Manifest, StoredTensor
 from shardwise.checkpoint.offline.progress import Progress
@@ -20,11 +29,17 @@ from shardwise.layout import checked
 class CheckpointSource(Source):
     """A checkpoint, or the latest one of a folder that was saved to.
 
+    Args:
+        dtype: what floating-point tensors are converted to on reading, after their bytes were verified; None is that
+            of each.
+
     Raises:
+        ArgumentError: `dtype` is no floating-point dtype of safetensors.
         CheckpointError: there is none that is complete.
     """
 
-    def __init__(self, folder: str | PathLike[str], progress: Progress) -> None:
+    def __init__(self, folder: str | PathLike[str], progress: Progress, dtype: torch.dtype | None = None) -> None:
+        check_export_dtype(dtype)
         store = store_at(folder)
         version, self.manifest = stores.find(store)
         layouts = self.manifest.file_layouts()
@@ -37,17 +52,17 @@ class CheckpointSource(Source):
                 file.close()
                 raise
 
-        tensors = {name: _in_files(tensor, layouts) for name, tensor in self.manifest.tensors.items()}
+        tensors = {name: _in_files(tensor, layouts, dtype) for name, tensor in self.manifest.tensors.items()}
         super().__init__(str(folder), tensors, self.manifest.values, open_file, progress)
 
 
-def _in_files(tensor: StoredTensor, layouts: Mapping[str, FileLayout]) -> SourceTensor:
+def _in_files(tensor: StoredTensor, layouts: Mapping[str, FileLayout], dtype: torch.dtype | None) -> SourceTensor:
     extents = []
     for chunk in tensor.chunks:
         start = layouts[chunk.file].starts[chunk.key]
         checksum = RangeChecksum(start, chunk.box.numel * tensor.dtype.itemsize, chunk.crcs)
         extents.append(Extent(chunk.file, start, chunk.box, checksum))
-    return SourceTensor(tensor.dtype, tensor.shape, extents)
+    return SourceTensor(export_dtype(tensor.dtype, dtype), tensor.shape, extents, tensor.dtype)
 
 
 @checked

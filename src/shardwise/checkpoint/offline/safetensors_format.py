@@ -46,6 +46,7 @@ def export_file(
     names: Sequence[str] | None = None,
     *,
     prefix: str = "",
+    dtype: torch.dtype | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Path:
@@ -58,14 +59,17 @@ def export_file(
         names: of the tensors without `prefix`; None is all that have it.
         prefix: of the names in the checkpoint; the file has them without, and `import_safetensors` puts it back. With
             "model." they are those of the module.
+        dtype: what floating-point tensors are converted to, as by `tensor.to(dtype)`; others stay as they are, and None
+            is the dtype of each.
         overwrite: replace a file that is there.
 
     Raises:
+        ArgumentError: `dtype` is not of floating-point numbers, or safetensors has no name for it.
         CheckpointError: `source` is damaged, has no such tensor, or `target` is there or cannot be written. Then
             nothing is written.
     """
     path = local_path(target)
-    with CheckpointSource(source, progress or Progress()) as found:
+    with CheckpointSource(source, progress or Progress(), dtype) as found:
         exported = chosen(found, names, prefix)
         found.progress.begin(found.num_bytes(exported.values()) + found.num_bytes_verified(exported.values()))
         layout = _layout(found, exported, prefix)
@@ -81,6 +85,7 @@ def export_hugging_face(
     names: Sequence[str] | None = None,
     *,
     prefix: str = "model.",
+    dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -95,16 +100,18 @@ def export_hugging_face(
         source: a checkpoint, or the folder or URL that it was saved to, which means its latest one.
         names: of the tensors without `prefix`; None is all that have it.
         prefix: of the names in the checkpoint; the files have them without. `state_of` puts "model." before them.
+        dtype: as of `export_file`.
         shard_bytes: of the data of one file; a larger tensor has a file of its own.
         overwrite: replace a folder that is there.
 
     Raises:
+        ArgumentError: as `export_file`; or `shard_bytes` is not positive.
         CheckpointError: as `export_file`.
     """
     if shard_bytes < 1:
         raise ArgumentError(f"shard_bytes must be positive, got {shard_bytes}. Fix: such as 5_000_000_000.")
     path = local_path(target)
-    with CheckpointSource(source, progress or Progress()) as found:
+    with CheckpointSource(source, progress or Progress(), dtype) as found:
         exported = chosen(found, names, prefix)
         num_bytes = found.num_bytes(exported.values())
         found.progress.begin(num_bytes + found.num_bytes_verified(exported.values()))

@@ -46,11 +46,17 @@ class Extent:
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """A tensor in files. Its extents cover `shape` exactly once; none is empty."""
+    """A tensor in files. Its extents cover `shape` exactly once; none is empty.
+
+    Attributes:
+        dtype: of what is read.
+        stored_dtype: of the elements in the files, which `read` converts as `Tensor.to` does; None if it is `dtype`.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     extents: Sequence[Extent]
+    stored_dtype: torch.dtype | None = None
 
     @property
     def full(self) -> Box:
@@ -59,8 +65,12 @@ class SourceTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Of all elements."""
+        """Of all elements, as they are read."""
         return self.full.numel * self.dtype.itemsize
+
+    def windows(self, box: Box) -> Iterator[Box]:
+        """`box` in parts that take a few MiB, in the files and as they are read."""
+        return windows(box, max(self.dtype.itemsize, (self.stored_dtype or self.dtype).itemsize))
 
 
 class Source:
@@ -110,14 +120,14 @@ class Source:
             CheckpointError: damaged data; names the tensor and the file.
         """
         tensor = self.tensors[name]
-        found = torch.empty(window.sizes, dtype=tensor.dtype)
+        found = torch.empty(window.sizes, dtype=tensor.stored_dtype or tensor.dtype)
         try:
             for extent in self.touching(name, window):
                 self.verify(name, extent)
                 _copy(self.file(extent.file), extent, found, window)
         except CheckpointError as error:
             raise CheckpointError(f"tensor {name!r}: {error}") from error
-        return found
+        return found.to(tensor.dtype)
 
     def touching(self, name: str, window: Box) -> Iterator[Extent]:
         """The extents of a tensor that have elements in `window`."""
@@ -129,7 +139,7 @@ class Source:
 
     def blocks(self, name: str, box: Box) -> Iterator[memoryview]:
         """The bytes of `box` in row-major order."""
-        for window in windows(box, self.tensors[name].dtype.itemsize):
+        for window in self.tensors[name].windows(box):
             for block in byte_blocks(self.read(name, window)):
                 yield block
                 self.progress.advance(name, len(block))

@@ -29,7 +29,6 @@ from shardwise.checkpoint.offline.resharding import write_checkpoint
 from shardwise.checkpoint.offline.sources import Extent, RangeChecksum, Source, SourceTensor
 from shardwise.checkpoint.offline.torch_pickles import Described, Entry, entries, sizes_of, unpickled
 from shardwise.checkpoint.offline.training_names import TrainingNames, check_shapes, renamed
-from shardwise.checkpoint.offline.windows import windows
 from shardwise.checkpoint.other_formats import of_torch_save, reader_of
 from shardwise.checkpoint.remedies import foreign
 from shardwise.checkpoint.state import as_json
@@ -54,6 +53,7 @@ def export_torch(
     names: Sequence[str] | None = None,
     *,
     prefix: str = "",
+    dtype: torch.dtype | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Path:
@@ -66,13 +66,14 @@ def export_torch(
         source: a checkpoint, or the folder or URL that it was saved to, which means its latest one.
         names: of the tensors without `prefix`; None is all that have it, and all values.
         prefix: of the names in the checkpoint; the folder has them without.
+        dtype: as of `export_file`.
         overwrite: replace a folder that is there.
 
     Raises:
-        CheckpointError: as `export_file`.
+        ArgumentError, CheckpointError: as `export_file`.
     """
     path = local_path(target)
-    with CheckpointSource(source, progress or Progress()) as found:
+    with CheckpointSource(source, progress or Progress(), dtype) as found:
         exported = chosen(found, names, prefix)
         values = {name.removeprefix(prefix): value for name, value in found.values.items() if name.startswith(prefix)}
         found.progress.begin(found.num_bytes(exported.values()) + found.num_bytes_verified(exported.values()))
@@ -104,7 +105,7 @@ def _saved(
         yield name, None, _bytes(value)
     for name, of in exported.items():
         tensor = source.tensors[of]
-        for window in windows(tensor.full, tensor.dtype.itemsize):
+        for window in tensor.windows(tensor.full):
             yield name, window, _bytes(source.read(of, window))
             source.progress.advance(name, window.numel * tensor.dtype.itemsize)
         if not tensor.full.numel:

@@ -13,6 +13,10 @@ from shardwise.errors import ConfigError
 if TYPE_CHECKING:
     from shardwise.layout import Layout
 
+DTYPES = (  # those of `checkpoint.files.FLOATING`: parsing does not import torch
+    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
+)  # fmt: skip
+
 
 def add_reshard(verbs: SubParsers) -> None:
     """Describe `reshard` to argparse."""
@@ -60,6 +64,9 @@ def add_export(verbs: SubParsers) -> None:
         help="export the tensors whose names begin with it, without it (default: model. for hugging-face, else none)",
     )
     parser.add_argument(
+        "--dtype", choices=DTYPES, metavar="DTYPE", help="convert floating-point tensors, such as to bfloat16"
+    )
+    parser.add_argument(
         "--shard-bytes", type=_num_bytes, metavar="N", help="of one file of hugging-face, such as 2e9 (default: 5e9)"
     )
     _add_overwrite(parser)
@@ -78,9 +85,12 @@ _num_bytes.__name__ = "number of bytes"  # argparse calls the type so
 
 def run_export(args: argparse.Namespace) -> int:
     """Export, and print where."""
+    import torch
+
     from shardwise.checkpoint import offline
 
-    given = {"prefix": args.prefix, "shard_bytes": args.shard_bytes}
+    dtype = None if args.dtype is None else getattr(torch, args.dtype)
+    given = {"prefix": args.prefix, "dtype": dtype, "shard_bytes": args.shard_bytes}
     options = {name: value for name, value in given.items() if value is not None} | {"overwrite": args.overwrite}
     if "shard_bytes" in options and args.format != "hugging-face":
         raise ConfigError("--shard-bytes is for --format hugging-face. Fix: leave it out.")
