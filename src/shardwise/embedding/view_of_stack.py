@@ -1,5 +1,8 @@
 """The parameter of a sharded table: a view of the memory of a stack."""
 
+from collections.abc import Callable
+from typing import Self
+
 import torch
 from torch import Tensor
 
@@ -35,6 +38,24 @@ class ViewOfStack(TableWeight):
         replace_value(weight, value)
         self._note_place()
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What `to`, `half`, `cuda` and `to_empty` of any module around it call.
+
+        Raises:
+            PlanError: `fn` would replace the memory; nothing has changed then.
+        """
+        probe = torch.empty(0, dtype=self.weight.dtype, device=self.weight.device)
+        if fn(probe) is not probe:
+            raise PlanError(
+                f"Table {self.name} cannot be moved or converted (to(), half(), to_empty()): "
+                f"a sharded collection looks up rows in memory of its own.\n"
+                f"Nothing of the collection has changed; modules before it in the model may be converted already.\n"
+                f"  Fix: convert before shard_embeddings, and then the other modules one by one. "
+                f"Exports convert: export_hugging_face(…, dtype=torch.bfloat16)."
+            )
+        apply: Callable[..., Self] = super()._apply
+        return apply(fn, recurse)
+
     def check_place(self) -> None:
         """Whether it is still a view of the stack; call it where DTensors are plain tensors.
 
@@ -43,7 +64,7 @@ class ViewOfStack(TableWeight):
         """
         if self.place() != self.first_place:
             raise PlanError(
-                f"Table {self.name} was moved, converted or replaced (to(), half(), to_empty(), .data =), "
+                f"Table {self.name} was replaced (.data =, setattr), "
                 f"but a sharded collection looks up rows in memory of its own.\n"
                 f"  Fix: change values by copy_() or load_state_dict(); convert before shard_embeddings."
             )

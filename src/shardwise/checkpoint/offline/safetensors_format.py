@@ -95,6 +95,7 @@ def export_hugging_face(
         export_hugging_face("runs/1", "exported")
 
     Its tensors have the names of the module's `state_dict`, so `from_pretrained` loads them beside a `config.json`.
+    Tied weights have the first of their names only: `load_state_dict` of torch needs `strict=False`, and sets them all.
 
     Args:
         source: a checkpoint, or the folder or URL that it was saved to, which means its latest one.
