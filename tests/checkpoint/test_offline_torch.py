@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load as load_of_torch
 
 from shardwise.checkpoint import files, load, read_manifest, restore, save, state_of
 from shardwise.checkpoint.offline import diff, export_torch, import_torch, torch_format, windows
@@ -94,7 +94,7 @@ def test_tensors_are_converted_for_torch(tmp_path: Path) -> None:
     folder = export_torch(tmp_path / "run", tmp_path / "dcp", dtype=torch.bfloat16)
     expected = {name: x.to(torch.bfloat16) if x.is_floating_point() else x for name, x in dcp_jobs.tensors().items()}
     state = {"model": {name: torch.zeros_like(x) for name, x in expected.items()}}
-    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    load_of_torch(state, checkpoint_id=folder, no_dist=True)
     assert {name: bits(x) for name, x in state["model"].items()} == {name: bits(x) for name, x in expected.items()}
 
 
