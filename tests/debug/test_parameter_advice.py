@@ -83,14 +83,14 @@ class Program:
         return world(torch.Size(self.mesh).numel()).run(lambda: explain(self.make()))[0]
 
     def advised(self) -> list["Advice"]:
-        texts = {event.avoid for event in self.report().events if "all operands" in event.avoid}
+        texts = {event.avoid for event in self.report().events if "the step sends" in event.avoid}
         found = [ADVICE.search(text) for text in texts]
         return [Advice(*match.groups()) for match in found if match is not None]
 
 
 ADVICE = re.compile(
     r"(\[[^]]*\]) for (\S+) in the plan(?: and \.redistribute\(placements=(\[[^]]*\])\) of the result|, whose result "
-    r"is then (\[[^]]*\]))?: ([\d,]+) bytes for all operands and the result, in place of ([\d,]+)"
+    r"is then (\[[^]]*\]))?: the step sends ([\d,]+) bytes less"
 )
 
 
@@ -100,8 +100,7 @@ class Advice:
     name: str
     redistributed: str | None
     changed: str | None
-    sent: str
-    now: str
+    less: str
 
     def followed(self, program: Program) -> Program:
         after = {**program.after}
@@ -111,7 +110,7 @@ class Advice:
 
     @property
     def saved(self) -> int:
-        return int(self.now.replace(",", "")) - int(self.sent.replace(",", ""))
+        return int(self.less.replace(",", ""))
 
 
 def parsed(text: str) -> list[Placement]:

@@ -1,7 +1,9 @@
 """What is worked out at a first call serves later ones, for each rank by itself."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -160,3 +162,24 @@ def test_a_rank_outside_the_mesh_has_nothing_of_a_warm_view() -> None:
         return [tuple(as_dtensor(x.view(-1, 2, 2)[:, -1]).to_local().shape) for _ in range(2)][1:]
 
     assert world(3).run(run) == [[(1, 2)], [(0, 2)], [(5, 2)]]
+
+
+@pytest.mark.parametrize("op", [torch.add, torch.maximum, lambda x, y: torch.cat([x, y])])
+def test_operands_that_are_redistributed_are_freed_when_their_last_user_is(op: Any) -> None:
+    """By reference counts: until the garbage collector runs, a cycle would keep the activations of a step."""
+
+    def body() -> list[bool]:
+        gone = []
+        for _ in range(2):
+            x, y = (distribute_tensor(torch.ones(4, 6), Mesh((2,)), [p]).sin() for p in (S0, S1))
+            out = op(x, y)
+            held = [ref(tensor) for tensor in (x, y, out)]
+            del x, y, out
+            gone += [tensor() is None for tensor in held]
+        return gone[3:]
+
+    gc.disable()
+    try:
+        assert world(2).run(body) == [[True] * 3] * 2
+    finally:
+        gc.enable()

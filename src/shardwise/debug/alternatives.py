@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -45,20 +46,6 @@ class Alternative(NamedTuple):
     sent_bytes: int
 
 
-class ParameterChoice(NamedTuple):
-    """A parameter in another layout.
-
-    Args:
-        then: what else to do, or what changes with it.
-        sent_bytes, now: what all ranks send for all operands, for the result, and for the gradients of parameters.
-    """
-
-    layout: Layout
-    then: str
-    sent_bytes: int
-    now: int
-
-
 @dataclass(frozen=True)
 class OperandCall:
     """A call of an op, without the values of its tensors.
@@ -90,7 +77,7 @@ class OperandCall:
 
     def sent_bytes(self, index: int, layout: Layout, dst: Layout, times: Times) -> int:
         """What all ranks send for operand number `index` in this layout, which the op needs as `dst`."""
-        return _elements(layout, dst, times) * self.operands[index].dtype.itemsize
+        return elements(layout, dst, times) * self.operands[index].dtype.itemsize
 
     def bucket_bytes(self, index: int, layout: Layout, times: Times) -> int:
         """What all ranks send to reduce the gradient of operand number `index` in a bucket with others."""
@@ -111,7 +98,7 @@ class OperandCall:
         found = [Alternative(layout, self.sent_bytes(index, layout, dst, times)) for layout in layouts]
         return sorted(found, key=lambda alternative: alternative.sent_bytes)
 
-    def sharded_sums(self, index: int, dst: Layout, times: Times) -> list[Alternative]:
+    def sharded_sums(self, index: int, dst: Layout) -> list[Layout]:
         """Operand number `index`, whose partial sums the op needs reduced to `dst`, reduced to shards instead.
 
         The op then runs without redistributing other operands, and its result is sharded.
@@ -122,8 +109,8 @@ class OperandCall:
             layout = _with(dst, dict.fromkeys(axes, Shard(dim)))
             wanted = None if layout is None else self._wanted(layout, index)
             if axes and layout and wanted and wanted[index] == layout and self._slices(wanted, index):
-                found.append(Alternative(layout, self.sent_bytes(index, own, layout, times)))
-        return sorted(found, key=lambda alternative: (alternative.sent_bytes, largest(alternative.layout)))
+                found.append(layout)
+        return sorted(found, key=largest)
 
     def _slices(self, wanted: tuple[Layout, ...], index: int) -> bool:
         """Whether the other operands are there already, and so are their gradients."""
@@ -131,45 +118,16 @@ class OperandCall:
         plans = [plan for x, y in others for plan in ((x, y), (y.dual(), x.dual()))]
         return not any(plan_redistribute(*plan).total_elements for plan in plans)
 
-    def parameter_choice(self, index: int, axes: Sequence[int], times: Sequence[Times]) -> ParameterChoice | None:
-        """The layout of operand number `index` with which this call sends least, if that is less than now.
+    def others(self, index: int, axes: Sequence[int]) -> Iterator[tuple[Layout, resolve.Recipe]]:
+        """Operand number `index` in layouts that differ on these axes, and how the op then runs.
 
-        The result is redistributed to the layout that it has now; if that does not help, it may keep another one, but
-        not partial sums. Left out are layouts with which a rank would do more work, or the op communicates itself.
-
-        Args:
-            axes: on which the layout may differ.
-            times: of each operand, and at last of the result.
+        Left out are layouts with which a rank would do more work, or the op communicates itself.
         """
-        now, own = self._recipe(self.operands), self.operands[index].layout
-        out = self._out(self.operands)
-        if now is None or not isinstance(now.output, Layout) or not isinstance(out, Tensor):
-            return None
-        itemsizes = [*(x.dtype.itemsize for x in self.operands), out.dtype.itemsize]
-
-        def sent(operands: Sequence[resolve.Operand], needed: Sequence[Layout], result: Layout, target: Layout) -> int:
-            moves = zip((*(x.layout for x in operands), result), (*needed, target), times, itemsizes, strict=True)
-            return sum(itemsize * _elements(src, dst, n) for src, dst, n, itemsize in moves)
-
-        present, found = sent(self.operands, now.layouts, now.output, now.output), []
-        for layout in _choices(own, axes):
-            operands = self._with_operand(index, layout)
-            recipe = self._recipe(operands)
-            if recipe is None or recipe.local_impl or _work(recipe) >= MORE_WORK * _work(now):
-                continue
-            assert isinstance(recipe.output, Layout)
-            for target in dict.fromkeys((now.output, recipe.output)):
-                if target == recipe.output == now.output or not target.partial_axes:
-                    n = sent(operands, recipe.layouts, recipe.output, target)
-                    found.append((target != now.output, n, len(recipe.redistributed), layout, recipe.output))
-        found = [choice for choice in found if choice[1] < present]
-        if not found:
-            return None
-        is_other, n, _, layout, result = min(found, key=lambda choice: choice[:3])
-        then = f", whose result is then {list(result.placements)}" if is_other else ""
-        if not is_other and result != now.output:
-            then = f" and .redistribute(placements={list(now.output.placements)}) of the result"
-        return ParameterChoice(layout, then, n, present)
+        now = self._recipe(self.operands)
+        for layout in _choices(self.operands[index].layout, axes):
+            recipe = self._recipe(self._with_operand(index, layout))
+            if now and recipe and not recipe.local_impl and _work(recipe) < MORE_WORK * _work(now):
+                yield layout, recipe
 
     def followed(self, result: int, layout: Layout) -> tuple[int, Layout] | None:
         """The operand that gives result number `result` this layout, and how; None if other operands would move.
@@ -188,6 +146,15 @@ class OperandCall:
                 if (out := _result(recipe, result)) is not None and out.row_major == layout.row_major:
                     return index, own
         return None
+
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        """Equal for calls that run alike on operands of equal layouts."""
+        return self.op, tuple(x.dtype for x in self.operands), repr(self.args), repr(self.kwargs)
+
+    def recipe(self, layouts: Sequence[Layout]) -> resolve.Recipe | None:
+        """How the op runs on operands of these layouts; None if it does not."""
+        return self._recipe([replace(x, layout=own) for x, own in zip(self.operands, layouts, strict=True)])
 
     def _with_operand(self, index: int, layout: Layout) -> tuple[resolve.Operand, ...]:
         return (*self.operands[:index], replace(self.operands[index], layout=layout), *self.operands[index + 1 :])
@@ -256,7 +223,7 @@ def _choices(layout: Layout, axes: Sequence[int], other: Layout | None = None) -
     return [x for x in dict.fromkeys(layouts) if x is not None]
 
 
-def _elements(layout: Layout, dst: Layout, times: Times) -> int:
+def elements(layout: Layout, dst: Layout, times: Times) -> int:
     """The elements that all ranks send for a tensor of this layout, which is needed as `dst`."""
     gradient = layout.dual()
     plans = (layout, dst), (dst.dual(), gradient), (gradient, gradient.reduced())

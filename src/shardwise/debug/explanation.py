@@ -6,14 +6,17 @@ from dataclasses import replace
 from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
 
 from shardwise import collectives
-from shardwise.debug.advice import Use, Uses, advice, folded
+from shardwise.debug.advice import advice
 from shardwise.debug.balance import Balance
+from shardwise.debug.calls import folded
 from shardwise.debug.styles import style_advice
+from shardwise.debug.uses import Use, Uses
 from shardwise.errors import ArgumentError
 from shardwise.layout import Layout, shown
 from shardwise.pictures.page import table_html
 from shardwise.pictures.svg import safe
 from shardwise.rules.row import Args, Kwargs, Op
+from shardwise.tensor import DTensor
 from shardwise.tensor.dispatch.dispatcher import is_op
 from shardwise.tensor.dispatch.hooks import Proceed, hook_calls
 from shardwise.trace.comm_trace import Cause, CommEvent, Kind, Listener, ModuleStyle, listening_with
@@ -60,6 +63,15 @@ class Explanation(Listener, Generic[R]):
         use = self._uses.of(event)
         if use is not None:
             self._used[id(event)] = use
+        if event.cause.kind == "internal":
+            self._uses.note_exchange()
+
+    def converted(self, x: object, layout: Layout | None, out: object, cause: Cause) -> None:
+        if isinstance(x, DTensor):
+            self._uses.note_conversion(x, layout, out, cause)
+
+    def backward_starts(self, x: object) -> None:
+        self._uses.note_backward(x)
 
     def _see_op(self, proceed: Proceed, op: Op, args: Args, kwargs: Kwargs) -> object:
         if not is_op(op):
@@ -97,6 +109,7 @@ class Explanation(Listener, Generic[R]):
 
     def _advise(self) -> None:
         """Give each event the advice for its group, once the block has ended."""
+        self._uses.end()
         groups, found = sorted(_grouped(self._events), key=lambda group: group[0].cause.backward), dict[Any, str]()
         used = [_key(group[0]) for group in groups if id(group[0]) in self._used]
         for group in groups:
@@ -183,7 +196,7 @@ class Explanation(Listener, Generic[R]):
         if len(known) < len(group):
             return found
         backward = sum(len(g) for g in groups if _is_forward_of(event, g[0]))
-        return advice(known, event, backward, any(g[0].cause.backward for g in groups))
+        return advice(self._uses.calls, known, event, backward, any(g[0].cause.backward for g in groups))
 
     def _unbalanced_title(self) -> str:
         return f"Unbalanced: the busiest rank does {self._balance.ratio():.2f} times the mean work"

@@ -25,7 +25,7 @@ from shardwise.tensor.torch_objects import is_torch_dtensor
 from shardwise.tensor.transforms import check_no_transform, check_untransformed
 from shardwise.trace.autograd_function import TensorFunction
 from shardwise.trace.capture_hooks import not_capturable
-from shardwise.trace.comm_trace import Cause, ModuleStyle
+from shardwise.trace.comm_trace import Cause, ModuleStyle, note_conversion
 
 AxisPlacements = tuple[Placement | None, ...]
 """One placement per mesh axis; None is the default there, or keeps the placement of a DTensor."""
@@ -201,6 +201,7 @@ class BoundaryRedistribution:
 
     def __call__(self, x: Tensor) -> Tensor:
         if type(x) is DTensor:
+            note_conversion(x, None, None, self.cause)
             if self.use_local_output:
                 return self._to_local(x)
             layout = x._layout

@@ -22,7 +22,7 @@ from shardwise.redistribute.run_plan import known_redistribution, redistribution
 from shardwise.rules.row import Args, Handler, Kwargs, Op
 from shardwise.tensor.descriptors import NotOffered, PendingLayout, Registered
 from shardwise.tensor.transforms import check_no_transform
-from shardwise.trace.comm_trace import EXPLICIT, ITEM, Cause
+from shardwise.trace.comm_trace import EXPLICIT, ITEM, Cause, note_conversion
 
 _local_shape: Any = torch._C.TensorBase.shape
 _local_dim: Callable[..., int] = torch._C.TensorBase.dim
@@ -278,10 +278,9 @@ class DTensor(torch.Tensor):
             where = f"rank {rank} holds {' '.join(map(str, layout.boxes(rank))) or 'nothing'}"
         else:
             where = "outside its world, one rank held"
-        local = repr(plain(self).detach())
         return (
             f"DTensor(shape={layout.shape}, placements={placements_text(layout.mesh, layout.placements)}, "
-            f"mesh={layout.mesh}, {where}: {local})"
+            f"mesh={layout.mesh}, {where}: {plain(self).detach()!r})"
         )
 
     def __deepcopy__(self, memo: dict[int, "DTensor"]) -> "DTensor":
@@ -294,8 +293,7 @@ class DTensor(torch.Tensor):
             copy = torch.nn.Parameter(copy, self.requires_grad)  # type: ignore[assignment]
         else:
             copy.requires_grad_(self.requires_grad)
-            grad = self.grad  # that of a parameter is not copied, as in torch
-            if grad is not None:
+            if (grad := self.grad) is not None:  # that of a parameter is not copied, as in torch
                 copy.grad = grad.detach().clone()
         copy._name, copy._spec, copy._tiling = self._name, self._spec, self._tiling
         memo[id(self)] = copy
@@ -481,18 +479,19 @@ def plain(x: Tensor) -> Tensor:
 
 def to_layout(x: DTensor, layout: Layout, cause: Cause = EXPLICIT) -> DTensor:
     """`x` in another layout; itself if it already is."""
-    if (src := x._layout) is layout:
-        return x
-    if (found := known_redistribution(src, layout)) is None:
-        if src == layout or src.row_major == layout.row_major:
-            return x
-        check_owners(cause.op or "redistribute", (src,))
-        found = redistribution(src, layout)
-    check_no_transform(cause.op or "redistribute")
-    with DisableTorchFunctionSubclass():
-        if x.is_sparse:
-            raise RuleError("A sparse DTensor cannot be redistributed. Fix: to_dense() it first.")
-        return tag(found.run(_as_subclass(x, torch.Tensor), cause), found.target)
+    src, out = x._layout, x
+    if src is not layout:
+        if (found := known_redistribution(src, layout)) is None and src != layout and src.row_major != layout.row_major:
+            check_owners(cause.op or "redistribute", (src,))
+            found = redistribution(src, layout)
+        if found is not None:
+            check_no_transform(cause.op or "redistribute")
+            with DisableTorchFunctionSubclass():
+                if x.is_sparse:
+                    raise RuleError("A sparse DTensor cannot be redistributed. Fix: to_dense() it first.")
+                out = tag(found.run(_as_subclass(x, torch.Tensor), cause), found.target)
+    note_conversion(x, layout, out, cause)
+    return out
 
 
 def default_mesh(device_type: str = "cpu") -> Mesh:

@@ -168,6 +168,15 @@ class Listener:
     def record(self, event: CommEvent) -> None:
         """Called before anything is sent, if no listener's check raised."""
 
+    def converted(self, x: object, layout: Layout | None, out: object, cause: Cause) -> None:
+        """A DTensor was redistributed to `layout`, whether that sends something or not; None: its local tensor is read.
+
+        Not called for the operands of an op by its rows.
+        """
+
+    def backward_starts(self, x: object) -> None:
+        """Backward starts at a tensor."""
+
     def collective(self, kind: str, sent_bytes: int, event: CommEvent | None) -> None:
         """A collective, what this rank sends in it, and the event that it is part of, if any."""
 
@@ -232,6 +241,18 @@ def muted() -> Iterator[None]:
         yield
     finally:
         rank.listeners = before
+
+
+def note_conversion(x: object, layout: Layout | None, out: object, cause: Cause) -> None:
+    """Report a conversion of a DTensor; see `Listener.converted`."""
+    for listener in _local.rank.listeners:
+        listener.converted(x, layout, out, cause)
+
+
+def note_backward(x: object) -> None:
+    """Report that backward starts at a tensor."""
+    for listener in _local.rank.listeners:
+        listener.backward_starts(x)
 
 
 def wants_totals() -> bool:

@@ -169,7 +169,7 @@ def prepare_operands(runnable: RunnableRecipe, args: Args, kwargs: Kwargs) -> Pr
 
     def operand(x: Any) -> Any:
         if type(x) is not DTensor:
-            return [operand(y) for y in x] if isinstance(x, list | tuple) else x
+            return x
         index = len(operands)
         operands.append(x)
         if index in targets:
@@ -180,11 +180,16 @@ def prepare_operands(runnable: RunnableRecipe, args: Args, kwargs: Kwargs) -> Pr
         hide = needs_plain or (hooked and not x.requires_grad and (index > 0 or recipe.output is not None))
         return plain(x) if hide else x
 
-    locals_ = [operand(a) for a in args]
-    named = {k: operand(a) for k, a in kwargs.items()}
+    locals_ = [_each(operand, a) for a in args]
+    named = {k: _each(operand, a) for k, a in kwargs.items()}
     warn_of_gathered(recipe, operands)
     ctx = RankContext(op, recipe.layouts, _known_outputs(recipe), recipe.local_axes, operands, recipe.cause)
     return recipe, ctx, locals_, named
+
+
+def _each(function: Callable[[Any], Any], x: object) -> Any:
+    """The items of lists and tuples replaced; a closure that calls itself is a cycle, which would keep operands."""
+    return [_each(function, y) for y in x] if isinstance(x, list | tuple) else function(x)
 
 
 def call_under_hooks(call: Callable[..., Any], args: Args, kwargs: Kwargs, in_place: bool) -> Any:
