@@ -313,8 +313,8 @@ def of_redistribute(right: bool) -> Any:
     [
         (of_input, r"\[Shard\(0\)\] where operand 0 of cos \(.* in of_input\) is made"),
         (of_parameter, r"\[Shard\(1\)\] for scale in the plan"),
-        (of_linear, r"\[Shard\(1\)\] from linear \(.* in of_linear\)"),
-        (of_redistribute, r"\[Shard\(1\)\] from redistribute \(.* in of_redistribute\)"),
+        (of_linear, r"have linear \(.* in of_linear\) give \[Shard\(1\)\]"),
+        (of_redistribute, r"have redistribute \(.* in of_redistribute\) give \[Shard\(1\)\]"),
     ],
 )
 def test_the_place_where_the_layout_is_chosen_is_named(made: Callable[[bool], Any], text: str) -> None:

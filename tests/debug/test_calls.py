@@ -16,7 +16,6 @@ from shardwise import Mesh, Placement, Replicate, Shard, count_comms, distribute
 from shardwise.debug import explain
 from shardwise.debug.calls import Calls, Change
 from shardwise.testing import world
-
 from tests.debug.ops import halved
 
 S0, S1, R = Shard(0), Shard(1), Replicate()

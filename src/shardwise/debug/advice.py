@@ -6,7 +6,7 @@ from math import gcd
 from typing import NamedTuple
 
 from shardwise.debug.alternatives import Times, differing
-from shardwise.debug.calls import Calls, Change, folded, outputs
+from shardwise.debug.calls import Calls, Change, Source, folded, outputs
 from shardwise.debug.uses import Use
 from shardwise.layout import REPLICATE, Layout, Partial, Shard
 from shardwise.trace.comm_trace import CommEvent
@@ -56,7 +56,7 @@ def advice(calls: Calls, uses: Sequence[Use], event: CommEvent, backward: int, a
     if any(isinstance(p, Partial) for p in src.placements):
         return _text(choices, backward, _reduced_to_shards(calls, uses, dst, name))
     found = call.alternatives(at, dst, times)
-    better = [Choice(text, n, now) for x, n in found if n < now and (text := _where(use, x))]
+    better = [Choice(text, n, now) for x, n in found if n < now and (text := _where(calls, uses, x))]
     choices += better[: SHOWN if better and better[0].sent_bytes else 1]
     in_call = backward if use.source.has_gradient else len(uses) * (any_backward and use.has_gradient)
     axes = differing(src, dst)
@@ -78,23 +78,50 @@ def _text(choices: Sequence[Choice], backward: int, savings: Sequence[Saving] = 
     return "; or ".join(parts) + (", gradients included" if parts and backward else "")
 
 
-def _where(use: Use, layout: Layout) -> str:
+def _where(calls: Calls, uses: Sequence[Use], layout: Layout) -> str:
     """Where the user chooses the layout of an operand that is to have this one, and what to choose there.
 
-    Ops that follow the layout of an operand, such as elementwise ones and reshapes, are passed. Empty if what ops make
-    would have to be replicated there, which costs elsewhere.
+    Empty if what ops make would have to be replicated there, which costs elsewhere, or if the block would not send less
+    with what is chosen; what makes it is not counted.
     """
+    origins = [_origin(use, layout) for use in uses]
+    source, now, own, via = origins[0]
+    moved = zip(now.placements, own.placements, strict=True)
+    if (via or source.maker) and any(isinstance(p, Shard) and q == REPLICATE for p, q in moved):
+        return ""
+    saved = calls.saved_bytes(Change({origin.source.number: origin.layout for origin in origins}))
+    if saved is None or saved <= 0:
+        return ""
+    if source.name:
+        return f"{list(own.placements)} {f'for {source.name} ' if via else ''}in the plan"
+    return (
+        f"have {source.maker} give {list(own.placements)}"
+        if source.maker
+        else f"{list(own.placements)} where {via or 'it'} is made"
+    )
+
+
+class _Origin(NamedTuple):
+    """The tensor from whose layout that of an operand follows: its layout now, and the one that it is to have.
+
+    Args:
+        via: the first op that takes it, as which operand; empty if it is the operand itself.
+    """
+
+    source: Source
+    now: Layout
+    layout: Layout
+    via: str
+
+
+def _origin(use: Use, layout: Layout) -> _Origin:
+    """That of an operand that is to have this layout. Ops such as elementwise ones and reshapes are passed."""
     source, now, own, via = use.source, use.call.operands[use.position].layout, layout, ""
     while source.call is not None and (found := source.call.followed(source.result, own)) is not None:
         index, own = found
         via, now = f"operand {index} of {source.maker}", source.call.operands[index].layout
         source = source.operands[index]
-    moved = zip(now.placements, own.placements, strict=True)
-    if (via or source.maker) and any(isinstance(p, Shard) and q == REPLICATE for p, q in moved):
-        return ""
-    if source.name:
-        return f"{list(own.placements)} {f'for {source.name} ' if via else ''}in the plan"
-    return f"{list(own.placements)} " + (f"from {source.maker}" if source.maker else f"where {via or 'it'} is made")
+    return _Origin(source, now, own, via)
 
 
 def _reduced_to_shards(calls: Calls, uses: Sequence[Use], dst: Layout, name: str) -> list[Saving]:

@@ -114,9 +114,9 @@ class Calls:
         layouts, followed = dict(change.tensors), 0
         saved = sum(self._read_bytes(number, layout) for number, layout in layouts.items())
         for step in self.steps:
-            others = {x.number for x in step.operands} & layouts.keys()
+            changed = {x.number for x in step.operands} & layouts.keys()
             adds = step.number in change.operands or step.number in change.results
-            if not adds and (not others or step.is_update and others <= change.tensors.keys()):
+            if not adds and (not changed or (step.is_update and changed <= change.tensors.keys())):
                 continue
             followed += 1
             found = self._then(step, layouts, change)
