@@ -29,7 +29,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(narrow), nn.Linear(narrow, wide), nn.Linear(wide, narrow)
         self.gate = nn.Linear(narrow, wide)
-        self.to = dict[str, Placements]()  # to what the input of the norm and the result of `down` are redistributed
+        self.moves = dict[str, Placements]()  # to what the input of the norm and the result of `down` are redistributed
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(self._moved("norm", x))
@@ -37,7 +37,7 @@ class Block(nn.Module):
         return x + F.dropout(self._moved("down", y), 0.0)
 
     def _moved(self, what: str, x: Any) -> Any:
-        return x.redistribute(placements=self.to[what]) if what in self.to else x
+        return x.redistribute(placements=self.moves[what]) if what in self.moves else x
 
 
 class Heads(nn.Module):
@@ -49,7 +49,8 @@ class Heads(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         a, b = self.up(x).unflatten(-1, (2, -1)).unbind(1)
-        return x * 2 + self.down(a.softmax(-1) * b.relu())
+        out: Tensor = x * 2 + self.down(a.softmax(-1) * b.relu())
+        return out
 
 
 class Net(nn.Module):
@@ -98,7 +99,7 @@ class Program:
     after: Callable[[Tensor], Tensor] = as_it_is
     backward: bool = True
     updates: bool = False
-    to: Mapping[str, Placements] = field(default_factory=dict)
+    moves: Mapping[str, Placements] = field(default_factory=dict)
 
     def make(self) -> tuple[Callable[[], None], nn.Module]:
         torch.manual_seed(0)
@@ -106,7 +107,7 @@ class Program:
         plan = {f"blocks.*.{name}": placements for name, placements in self.plan.items()}
         model = shard_module(Net(self.block, narrow, wide, self.after), plan, mesh=mesh)
         for block in model.blocks:
-            block.to = dict(self.to)
+            block.moves = dict(self.moves)  # type: ignore[assignment]
         x = distribute_tensor(torch.linspace(-1, 1, rows * narrow).view(rows, narrow), mesh, self.batch)
         y = distribute_tensor(torch.arange(rows) % 5, mesh, [p if p == S0 else R for p in self.batch])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -140,12 +141,14 @@ class Program:
         def body() -> Any:
             step, model = self.make()
             calls = calls_of(step)
-            names = {name.split(".", 2)[2]: p for name, p in model.named_parameters() if name.startswith("blocks.0")}
+            names: dict[str, Any] = {
+                name.split(".", 2)[2]: p for name, p in model.named_parameters() if name.startswith("blocks.0")
+            }
             return {
                 (name, placements): of_parameter(calls, name, placements)
                 for name, p in names.items()
                 for placements in product([R, *map(Shard, range(p.ndim))], repeat=len(self.mesh))
-                if sum(a != b for a, b in zip(placements, p.placements, strict=True)) == 1
+                if sum(a != b for a, b in zip(placements, p._layout.placements, strict=True)) == 1
             }
 
         found: dict[tuple[str, Placements], int | None] = world(torch.Size(self.mesh).numel()).run(body)[0]
@@ -218,7 +221,7 @@ def test_a_redistribution_that_is_added_saves_what_is_said(ranks: int, backward:
         saved = world(ranks).run(said, what, placement)[0]
         if saved is not None:
             known += 1
-            assert saved == now - replace(program, to={what: [placement]}).sent(), (what, placement)
+            assert saved == now - replace(program, moves={what: [placement]}).sent(), (what, placement)
     assert known >= 3
 
 
@@ -238,13 +241,13 @@ def test_partial_sums_are_left_to_the_ops_after_it_where_that_sends_least(mesh: 
         f"[Replicate(), Shard(1)] for blocks.*.down.weight in the plan, whose result is then [Shard(0), "
         f"Partial('sum')]: the step sends {wrong.sent() - right.sent():,} bytes less{gradients}"
     )
-    sharded = replace(right, to={"down": [S0, S1]})
+    sharded = replace(right, moves={"down": [S0, S1]})
     assert right.sent() < sharded.sent() < wrong.sent()
 
 
 def test_sums_are_not_to_be_reduced_to_shards_that_the_ops_after_it_gather() -> None:
     right = Program((2, 2), [S0, R], UP_ON_TP | {"down.weight": [R, S1]}, (44, 52, 198))
-    assert right.sent() < replace(right, to={"norm": [S0, S0]}).sent()
+    assert right.sent() < replace(right, moves={"norm": [S0, S0]}).sent()
     assert "layer_norm" not in advised(right)
 
 

@@ -90,6 +90,27 @@ def test_the_style_that_is_advised_sends_what_is_said(
         assert then < now
 
 
+def test_the_step_sends_what_is_said_but_for_the_gradient_of_a_bias() -> None:
+    def body(bias: bool, down: ParallelStyle) -> tuple[Explanation[Any], int]:
+        layers = nn.Sequential(nn.Linear(16, 49), nn.GELU(), nn.Linear(49, 16, bias=bias))
+        model = parallelize_module(layers, Mesh((3,), names=("tp",)), {"0": COL_D, "2": down})
+        with explain() as report, count_comms() as counts:
+            model(torch.ones(9, 16, requires_grad=True)).square().sum().backward()
+            assert all(p.grad is not None for p in model.parameters())
+        return report, counts.total_bytes
+
+    for bias in (True, False):
+        now, then = (world(3).run(body, bias, down) for down in (ColwiseParallel(output_layouts=R), ROW))
+        (text,) = {e.avoid for e in now[0][0].events if e.avoid.startswith("RowwiseParallel")}
+        assert text.endswith("its output is then replicated, and so is a bias, whose gradient is all-reduced")
+        found = re.search(r"([\d,]+) bytes for .*, in place of ([\d,]+)", text)
+        assert found is not None
+        of_bias = sum(e.total_bytes or 0 for e in then[0][0].events if e.cause.kind == "gradient")
+        assert (of_bias > 0) == bias
+        less = sum(sent for _, sent in now) - sum(sent for _, sent in then)
+        assert less == number(found[2]) - number(found[1]) - of_bias
+
+
 def test_a_style_that_sends_as_much_is_not_advised() -> None:
     """A square layer with a sharded input: the gathers of the input are as large as the all-reduce of the output."""
     text, sent = explained({"up": COL_D, "down": COL_D, "head": COL_D}, "down", (2, 16, 32))

@@ -84,7 +84,7 @@ def _where(calls: Calls, uses: Sequence[Use], layout: Layout) -> str:
     Empty if what ops make would have to be replicated there, which costs elsewhere, or if the block would not send less
     with what is chosen; what makes it is not counted.
     """
-    origins = [_origin(use, layout) for use in uses]
+    origins = [_origin(calls, use, layout) for use in uses]
     source, now, own, via = origins[0]
     moved = zip(now.placements, own.placements, strict=True)
     if (via or source.maker) and any(isinstance(p, Shard) and q == REPLICATE for p, q in moved):
@@ -114,10 +114,10 @@ class _Origin(NamedTuple):
     via: str
 
 
-def _origin(use: Use, layout: Layout) -> _Origin:
+def _origin(calls: Calls, use: Use, layout: Layout) -> _Origin:
     """That of an operand that is to have this layout. Ops such as elementwise ones and reshapes are passed."""
     source, now, own, via = use.source, use.call.operands[use.position].layout, layout, ""
-    while source.call is not None and (found := source.call.followed(source.result, own)) is not None:
+    while source.call is not None and (found := calls.followed(source.call, source.result, own)) is not None:
         index, own = found
         via, now = f"operand {index} of {source.maker}", source.call.operands[index].layout
         source = source.operands[index]

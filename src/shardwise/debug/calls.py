@@ -104,6 +104,7 @@ class Calls:
     runs_backward: bool = False
     kept: set[int] = field(default_factory=set)
     _recipes: dict[object, Recipe | None] = field(default_factory=dict)
+    _followed: dict[object, tuple[int, Layout] | None] = field(default_factory=dict)
 
     def saved_bytes(self, change: Change) -> int | None:
         """What all ranks would send less in the block; None if that is not known.
@@ -140,6 +141,13 @@ class Calls:
         """The steps of the line of this one, with parameters of equal modules."""
         line = next((step.line for step in self.steps if step.number == number), None)
         return [step for step in self.steps if step.line == line]
+
+    def followed(self, call: OperandCall, result: int, layout: Layout) -> tuple[int, Layout] | None:
+        """`OperandCall.followed`, once for equal calls, such as those of repeated blocks."""
+        key = call.key, tuple(x.layout for x in call.operands), result, layout
+        if key not in self._followed:
+            self._followed[key] = call.followed(result, layout)
+        return self._followed[key]
 
     def _then(self, step: Step, layouts: Mapping[int, Layout], change: Change) -> tuple[int, Sequence[Layout]] | None:
         """What a step sends less if its operands have these layouts, and the layouts of its results."""

@@ -38,6 +38,7 @@ def style_advice(style: ModuleStyle, events: Sequence[CommEvent]) -> str:
     if (sent := _rowwise(inputs, style.out_features)) is not None and itemsize * sent < now:
         return (
             f"RowwiseParallel for {module}: {itemsize * sent:,} bytes {of_what} {now:,}; its output is then replicated"
+            f", and so is a bias, whose gradient is all-reduced"
         )
     gathered = [e for e in outputs if not e.cause.backward and _is_sharded(e.src) and not _is_sharded(e.dst)]
     if not any(e.total_bytes for e in gathered):

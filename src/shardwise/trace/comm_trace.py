@@ -81,7 +81,7 @@ EXPLICIT = Cause("explicit")
 ITEM = Cause("explicit", "item or tolist")
 _OF_GRADIENTS = (
     "the all-reduce of replicated parameters, 2 (n - 1) / n of their bytes a step if gradients are read once; "
-    "less if they are sharded; nothing if they are plain parameters, where every rank has the same batch"
+    "it is needed where ranks have different parts of the batch, and less for sharded parameters"
 )
 INTERNAL = Cause("internal", "an op")
 

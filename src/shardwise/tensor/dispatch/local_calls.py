@@ -167,7 +167,7 @@ def prepare_operands(runnable: RunnableRecipe, args: Args, kwargs: Kwargs) -> Pr
     operands: list[DTensor] = []
     hooked = saved_tensors_hooks(True) is not None
 
-    def operand(x: Any) -> Any:
+    def operand(x: object) -> object:
         if type(x) is not DTensor:
             return x
         index = len(operands)
@@ -187,7 +187,7 @@ def prepare_operands(runnable: RunnableRecipe, args: Args, kwargs: Kwargs) -> Pr
     return recipe, ctx, locals_, named
 
 
-def _each(function: Callable[[Any], Any], x: object) -> Any:
+def _each(function: Callable[[object], object], x: object) -> object:
     """The items of lists and tuples replaced; a closure that calls itself is a cycle, which would keep operands."""
     return [_each(function, y) for y in x] if isinstance(x, list | tuple) else function(x)
 
