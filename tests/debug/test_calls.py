@@ -180,6 +180,7 @@ ON_TP = {name: [R, *placements] for name, placements in WRONG.items()}
         (Program((3,), [R], RIGHT, (8, 5, 12)), 10),
         (Program((2,), [S0], {}, backward=False), 11),
         (Program((2,), [R], WRONG, after=replicated), 11),
+        (Program((2,), [R], WRONG | {"norm.weight": [S0]}), 3),  # the norm of later blocks exchanges moments
         (Program((3,), [R], RIGHT, after=read), 10),
         (Program((2,), [R], WRONG, after=kept), 1),
         (Program((2,), [R], WRONG, updates=True), 5),
