@@ -52,6 +52,9 @@ def _refusal(event: CommEvent, max_bytes: int, spent: int) -> str:
     cause = event.cause
     allowed = f"{max_bytes:,} bytes" + (f", of which {spent:,} are spent" if spent else "")
     fix = f"{event.avoid}; or allow it: " if event.avoid else ""
+    if cause.parameters and " " in cause.operand:  # it is not a parameter itself
+        names = " or ".join(cause.parameters)
+        fix = f"another layout of {names} in the plan, if explain() names one that sends less; or {fix}"
     return (
         f"Implicit communication exceeds the budget: {event}\n"
         f"  Where: {cause.call_site or 'unknown'}\n"

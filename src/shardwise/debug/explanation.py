@@ -9,6 +9,7 @@ from shardwise import collectives
 from shardwise.debug.advice import advice
 from shardwise.debug.balance import Balance
 from shardwise.debug.calls import folded
+from shardwise.debug.repeated import REPEATED, Repeated
 from shardwise.debug.styles import style_advice
 from shardwise.debug.uses import Use, Uses
 from shardwise.errors import ArgumentError
@@ -55,7 +56,7 @@ class Explanation(Listener, Generic[R]):
         self._events: list[CommEvent] = []
         self.sent_bytes = self.other_bytes = self.other_calls = 0
         self._entered: list[ExitStack] = []
-        self._uses, self._balance = Uses(), Balance()
+        self._uses, self._balance, self._repeated = Uses(), Balance(), Repeated()
         self._used: dict[int, Use] = {}  # by id of the event, until the block ends
 
     def record(self, event: CommEvent) -> None:
@@ -76,7 +77,7 @@ class Explanation(Listener, Generic[R]):
     def _see_op(self, proceed: Proceed, op: Op, args: Args, kwargs: Kwargs) -> object:
         if not is_op(op):
             return proceed()
-        return self._uses.run(proceed, op, args, kwargs, self._balance)
+        return self._uses.run(proceed, op, args, kwargs, self._balance, self._repeated)
 
     def collective(self, kind: str, sent_bytes: int, event: CommEvent | None) -> None:
         self.sent_bytes += sent_bytes
@@ -106,6 +107,7 @@ class Explanation(Listener, Generic[R]):
         if not self._entered:
             self._advise()
             self._uses, self._used = Uses(), {}  # which hold what cannot be pickled
+            self._repeated.forget()
 
     def _advise(self) -> None:
         """Give each event the advice for its group, once the block has ended."""
@@ -127,7 +129,7 @@ class Explanation(Listener, Generic[R]):
         for kind, groups in listed.items():
             lines += ["", _TITLES[kind], _HEADING]
             lines += [line for group in groups for line in _described(group, self._row(group))]
-        lines += self._unbalanced()
+        lines += [*self._unbalanced(), *self._repeated_lines()]
         notes = [f"{self.other_bytes:,} bytes in {self.other_calls} collectives that check that ranks agree."]
         notes = (notes if self.other_calls else []) + _of_small(small)
         notes += [f"Redistributions that send nothing, left out: {silent}."] if silent else []
@@ -147,6 +149,10 @@ class Explanation(Listener, Generic[R]):
         if unbalanced:
             rows = [["operation", "layout", "parameters", "avoid", "busiest", "ops"], *unbalanced]
             parts.append(f"<div>{self._unbalanced_title()}</div>{table_html(rows, 4)}")
+        repeated = self._repeated.rows(folded)
+        if repeated:
+            rows = [["operation", "layout", "parameters", "avoid", "work", "ops"], *repeated]
+            parts.append(f"<div>{REPEATED}</div>{table_html(rows, 4)}")
         return f"<div>{''.join(parts)}</div>"
 
     def _sent(self) -> str:
@@ -208,6 +214,12 @@ class Explanation(Listener, Generic[R]):
             lines += [f"{ratio:>11} {ops:>6}  {what}", *_margined(held, parameters, f"avoid: {avoid}" if avoid else "")]
         return lines if found else []
 
+    def _repeated_lines(self) -> list[str]:
+        lines, found = ["", REPEATED, "       work    ops"], self._repeated.rows(folded)
+        for what, held, parameters, avoid, work, ops in found:
+            lines += [f"{work:>11} {ops:>6}  {what}", *_margined(held, parameters, f"avoid: {avoid}" if avoid else "")]
+        return lines if found else []
+
     def _entries(self) -> tuple[dict[Kind, list[list[CommEvent]]], list[list[CommEvent]]]:
         """The groups that send something, by kind; of more than one reads, those that send least apart."""
         groups = [group for group in _grouped(self._events) if group[0].total_bytes != 0]
@@ -248,7 +260,7 @@ def _cause(event: CommEvent) -> Cause:
     """Equal for those of equal modules."""
     cause, style = event.cause, event.cause.style
     if style is None:
-        return cause._replace(operand=folded(cause.operand))
+        return cause._replace(operand=folded(cause.operand), parameters=tuple(map(folded, cause.parameters)))
     style = style._replace(module=folded(style.module))
     return cause._replace(operand=f"{style.tensor} of {style.module}", style=style)
 

@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 from shardwise.debug.alternatives import OperandCall, tensors_of
 from shardwise.debug.balance import Balance
 from shardwise.debug.calls import Calls, Source, Step
-from shardwise.layout import Layout
+from shardwise.debug.repeated import NotedTensor, Repeated
+from shardwise.layout import REPLICATE, Layout
 from shardwise.rules.registry import RULES, no_rows
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor import DTensor
@@ -79,7 +80,7 @@ class Uses:
         self._running: list[_Running] = []  # the innermost last
         self._known: dict[int, tuple[ref[Tensor], Source]] = {}  # of tensors by id
 
-    def run(self, proceed: Proceed, op: Op, args: Args, kwargs: Kwargs, balance: Balance) -> object:
+    def run(self, proceed: Proceed, op: Op, args: Args, kwargs: Kwargs, balance: Balance, repeated: Repeated) -> object:
         """Run an op, and note its results and its work."""
         if self._running:
             self._running[-1].runs_others = True
@@ -109,6 +110,9 @@ class Uses:
             made.append(source)
         if not running.runs_others or not is_known:
             self._note(running, maker, operands, results, made, None if running.runs_others else call)
+        if results:
+            own_call = None if running.runs_others else call
+            repeated.note(name_of(op), site, own_call, *self._noted(running, operands, results))
         return out
 
     def _note(
@@ -184,6 +188,19 @@ class Uses:
         kept = [own for (i, _), own in zip(operands, found, strict=True) if i not in running.needed]
         moved = [own for (i, _), own in zip(operands, found, strict=True) if i in running.needed]
         return [*kept, *(("the result", x._layout, False) for x in results), *moved]
+
+    def _noted(
+        self, running: _Running, operands: Sequence[Source], results: Sequence[DTensor]
+    ) -> tuple[list[NotedTensor], list[NotedTensor]]:
+        """Operands and results, with the layouts in which the op ran."""
+        mesh, found = results[0]._layout.mesh, []
+        for i, (x, source) in enumerate(zip(tensors_of(running.args, running.kwargs), operands, strict=True)):
+            own = x._layout if type(x) is DTensor else Layout(mesh, [REPLICATE] * mesh.ndim, x.shape)
+            is_parameter, what = bool(source.name) or source.is_read, source.name or f"operand {i}"
+            layout = running.needed.get(i, own)
+            found.append(NotedTensor(source.number, what, is_parameter, source.maker, own, layout))
+        made = [(self._known[id(x)][1].number, x._layout) for x in results]
+        return found, [NotedTensor(number, "the result", False, "", own, own) for number, own in made]
 
     def of(self, event: CommEvent) -> Use | None:
         """The operand that an event is about, if it is one of the op that runs, which has rows."""

@@ -51,6 +51,7 @@ class Cause(NamedTuple):
         group_total: if several groups of a mesh do the same side by side: all their ranks, and the bytes of all, or
             None if no listener wants them.
         style: of the module whose input or output it is, if `parallelize_module` redistributes it.
+        parameters: if anybody listened, the names of other operands that are sharded where this one is gathered.
     """
 
     kind: Kind
@@ -62,6 +63,7 @@ class Cause(NamedTuple):
     call_site: StackFrame | None = None
     group_total: tuple[tuple[int, ...], int | None] | None = None
     style: ModuleStyle | None = None
+    parameters: tuple[str, ...] = ()
 
     @property
     def implicit(self) -> bool:

@@ -30,16 +30,23 @@ def hidden_from_modes(wrapper: type) -> Iterator[None]:
         yield
 
 
-class _PassingOn(TorchDispatchMode):
-    """Passes ops on to the modes that were entered before, except those on wrappers."""
+class DispatchMode(TorchDispatchMode):
+    """A mode whose first op does not import the compiler, which takes seconds."""
 
-    def __init__(self, wrapper: type) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.wrapper = wrapper
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else the first op imports the compiler, which takes seconds
+        return False
+
+
+class _PassingOn(DispatchMode):
+    """Passes ops on to the modes that were entered before, except those on wrappers."""
+
+    def __init__(self, wrapper: type) -> None:
+        super().__init__()
+        self.wrapper = wrapper
 
     def __torch_dispatch__(
         self, func: Callable[..., object], types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
