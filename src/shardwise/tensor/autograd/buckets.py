@@ -71,7 +71,9 @@ class _Group:
     plans: dict[tuple[int, ...], BucketPlan] = field(default_factory=dict)  # by the numbers of all leaves
     last_leaves: tuple[int, ...] = ()  # the key of the plan that was used last
     agreed: dict[str, str] = field(default_factory=dict)  # what was reduced last
-    pending: "PendingGradients | None" = None  # of the current or the last backward
+    # Of the current or the last backward. It keeps the leaves: those that are reduced together must not depend on when
+    # the garbage collector of a rank frees a model.
+    pending: "PendingGradients | None" = None
 
 
 @dataclass
