@@ -205,7 +205,9 @@ def test_what_was_gathered_on_the_way_is_named_with_its_line() -> None:
 
     text = repeated(4, make)
     assert share(text) == f"{60 / (60 + 6 / 4):.0%}"
-    assert re.search(r"avoid: \[Shard\(0\)\] from redistribute \(\S*test_repeated.py:\d+ in <lambda>\): each", text)
+    assert re.search(
+        r"avoid: have redistribute \(\S*test_repeated.py:\d+ in <lambda>\) give \[Shard\(0\)\]: each", text
+    )
 
 
 def test_what_an_op_made_of_all_rows_is_named_with_its_line() -> None:
@@ -214,7 +216,7 @@ def test_what_an_op_made_of_all_rows_is_named_with_its_line() -> None:
         x = distribute_tensor(torch.ones(8, 5, 6), TP, [S0])
         return lambda: model(x.sum(0))
 
-    found = r"avoid: \[Shard\(0\)\] from sum \(\S*test_repeated.py:\d+ in <lambda>\): each rank then does 1/4"
+    found = r"avoid: have sum \(\S*test_repeated.py:\d+ in <lambda>\) give \[Shard\(0\)\]: each rank then does 1/4"
     assert re.search(found, repeated(4, make))
 
 

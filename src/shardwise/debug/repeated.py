@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
 from shardwise.debug.alternatives import REFUSED, OperandCall
-from shardwise.layout import Layout, Mesh, Partial, Replicate, Shard
+from shardwise.layout import Layout, Mesh, Partial, Placement, Replicate, Shard
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dispatch import resolve
 from shardwise.tensor.dispatch.modes import DispatchMode, without_modes
@@ -195,7 +195,8 @@ class Repeated:
         else:
             chosen = axes if _fits(layout, axes) else axes[:1]
             placements = [Shard(0) if a in chosen else p for a, p in enumerate(layout.placements)]
-            avoid = f"{placements} {_where(group)}: each rank then does 1/{prod(mesh.shape[a] for a in chosen)} of that"
+            ranks = prod(mesh.shape[a] for a in chosen)
+            avoid = f"{_chosen(group, placements)}: each rank then does 1/{ranks} of that"
         held = f"{layout.shape} on {mesh}: [{', '.join(map(str, layout.placements))}], {where}"
         parameters = f"parameters: {', '.join(names)}" if names else ""
         return [group.what, held, parameters, avoid, f"{group.work / self._work:.0%}", str(group.ops)]
@@ -207,13 +208,13 @@ def _fits(layout: Layout, axes: Sequence[int]) -> bool:
     return bool(layout.shape) and layout.shape[0] >= prod(layout.mesh.shape[a] for a in sharded)
 
 
-def _where(group: _Group) -> str:
-    """Where the layout of the tensor is chosen."""
+def _chosen(group: _Group, placements: Sequence[Placement]) -> str:
+    """Where these placements of the tensor are chosen."""
     tensor, user = group.origin
     if tensor.maker:
-        return f"from {tensor.maker}"
+        return f"have {tensor.maker} give {placements}"
     what = tensor.what if tensor.number == group.operand.number else f"{tensor.what} of {user}"
-    return f"where {what} is made"
+    return f"{placements} where {what} is made"
 
 
 def _is_full(layout: Layout, axis: _Axis) -> bool:
