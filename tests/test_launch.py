@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from math import inf, nan
 from multiprocessing import active_children, resource_tracker
 from pathlib import Path
 
 import pytest
 import torch
 
+from shardwise import init_device_mesh
 from shardwise.checkpoint import save
 from shardwise.errors import ArgumentError, LaunchError, RankFailedError
 from shardwise.launch import launch, under_torchrun
@@ -142,6 +144,15 @@ def test_no_ranks_are_refused() -> None:
         ArgumentError, match="nproc must be a number of ranks, an integer from 1 to 4096 or None, got 0"
     ):
         launch(facts, "hello", (), nproc=0)
+
+
+@pytest.mark.parametrize("bad", [0, -1.0, nan, inf, 1e30, 1e-9, "10", True])
+def test_a_timeout_that_torch_cannot_keep_is_refused(bad: float) -> None:
+    said = r"timeout_seconds must be a time of 0\.001 to 1e9 seconds.*, got .* Fix: pass a time"
+    with pytest.raises(ArgumentError, match=r"launch\(\): " + said):
+        launch(facts, "hello", (), nproc=2, timeout_seconds=bad)
+    with pytest.raises(ArgumentError, match=r"init_device_mesh\(\): " + said):
+        init_device_mesh("cpu", (1,), timeout_seconds=bad)
 
 
 def test_an_interactive_function_is_refused() -> None:

@@ -22,7 +22,7 @@ from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, TypeVarTuple
 
 from shardwise.errors import ArgumentError, LaunchError, RankFailedError, RemoteRankError
-from shardwise.layout import NumRanks, checked
+from shardwise.layout import NumRanks, Timeout, checked
 
 if TYPE_CHECKING:
     from shardwise.collectives.spawn import Death
@@ -38,7 +38,7 @@ def launch(
     fn: Callable[[*Args], T],
     *args: *Args,
     nproc: NumRanks | None = None,
-    timeout_seconds: float = 60.0,
+    timeout_seconds: Timeout = 60.0,
     grace_seconds: float = 1.5,
     interrupt_grace_seconds: float | None = None,
 ) -> T:
@@ -56,7 +56,7 @@ def launch(
         fn: defined at the top level of a module that a new interpreter can import.
         args: picklable; every rank gets a copy.
         nproc: ranks to start, at least 1. Needed unless torchrun has started them.
-        timeout_seconds: how long a rank waits for the others in one collective, or to join the world.
+        timeout_seconds: how long a rank waits for the others in one collective, or to join the world: 0.001 to 1e9.
         grace_seconds: between the SIGTERM that ends a rank and the SIGKILL, after the failure of another.
         interrupt_grace_seconds: the same after Ctrl-C or another exception in this process; None: as `grace_seconds`.
 
@@ -64,7 +64,7 @@ def launch(
         What `fn` returned on rank 0; it has to be picklable, and should be small.
 
     Raises:
-        ArgumentError: there is no `nproc`, and no torchrun.
+        ArgumentError: there is no `nproc`, and no torchrun; or a number is out of range.
         LaunchError: `fn` or `args` cannot be pickled; nothing was started.
         RankFailedError: a rank raised, exited or was killed; all others have been ended.
         KeyboardInterrupt: after all ranks have been ended.

@@ -292,6 +292,9 @@ def test_a_folder_of_another_format_says_what_reads_it(tmp_path: Path) -> None:
         f"there is no complete checkpoint in {tmp_path / 'empty'}. Fix: name a folder or URL that was saved to"
     )
     of_restore |= {name: f"{tmp_path / name} is a file. Fix: {fix}" for name, fix in of_files.items()}
+    for file, fix in (of_files | {"x": "of a file of torch.save"}).items():
+        text = failed(partial(import_torch, tmp_path / file, tmp_path / "y", allow_pickle_metadata=True))
+        assert f"{file}: is a file, not a folder of torch.distributed.checkpoint. Fix: {fix}" in text
     for name, text in of_restore.items():
         assert text in failed(partial(restore, tmp_path / name, plain()))
 

@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
+from shardwise.collectives.shared_store import warn_of_failing_restarts
 from tests.timeouts import PATIENCE_SECONDS, under_load
 
 pytestmark = pytest.mark.processes
@@ -113,3 +115,12 @@ def test_where_there_are_no_restarts_there_is_no_warning(tmp_path: Path) -> None
     said, errors = run_and_kill(tmp_path, "init_process_group", restarts=0)
     assert said == []
     assert "Warning: torchrun" not in errors
+
+
+@pytest.mark.parametrize("text", ["", "none", "-1", "1.5"])
+def test_without_a_number_of_restarts_there_are_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", text)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", text)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_failing_restarts()

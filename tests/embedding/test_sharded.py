@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 
 from shardwise import collectives
 from shardwise.collectives import count_comms
@@ -356,6 +357,9 @@ CHANGES: dict[str, Callable[[nn.Module, nn.Parameter, DTensor], object]] = {
     "data": lambda module, weight, other: setattr(weight, "data", other),
     "another parameter": lambda module, weight, other: setattr(
         module.get_submodule("embedding_bags.t0"), "weight", nn.Parameter(other)
+    ),
+    "a parametrization": lambda module, weight, other: register_parametrization(
+        module.get_submodule("embedding_bags.t0"), "weight", nn.Identity()
     ),
 }
 

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from shardwise.errors import CheckpointError
-
 # How a folder is recognised, and what reads it.
 _OTHER = {
     ".metadata": "import_torch reads this folder of torch.distributed.checkpoint",
@@ -14,13 +12,13 @@ _CHECKPOINTS = {
     "manifest.json": "restore or load reads this folder, which is a checkpoint of shardwise",
     "latest": "restore or load reads this folder, which has checkpoints of shardwise",
 }
-_OF_TORCH_SAVE = (
+OF_TORCH_SAVE = (
     "of a file of torch.save, torch.distributed.checkpoint.format_utils.torch_save_to_dcp(file, folder) makes a "
     "folder; import that by import_torch"
 )
 _FILES = {
     ".safetensors": "import_safetensors or load_safetensors reads this file",
-    **dict.fromkeys((".bin", ".ckpt", ".pt", ".pth"), _OF_TORCH_SAVE),
+    **dict.fromkeys((".bin", ".ckpt", ".pt", ".pth"), OF_TORCH_SAVE),
 }
 
 
@@ -37,11 +35,6 @@ def reader_of_no_checkpoint(folder: Path, otherwise: str) -> str:
 def reader_of_file(file: Path, otherwise: str) -> str:
     """What reads a file where a folder is expected; `otherwise` if it is not known."""
     return _FILES.get(file.suffix, otherwise)
-
-
-def of_torch_save(text: str) -> CheckpointError:
-    """The error of a file of `torch.save` where another format is read."""
-    return CheckpointError(f"{text}. Fix: {_OF_TORCH_SAVE}")
 
 
 def _reader(readers: dict[str, str], folder: Path, otherwise: str) -> str:

@@ -13,7 +13,7 @@ from shardwise.collectives.api import is_simulated, rank, world_size
 from shardwise.collectives.joining import init_from_environment
 from shardwise.collectives.processes import TORCH_TRANSPORT, timeout_of
 from shardwise.errors import MeshError
-from shardwise.layout import Kind, Mesh, checked, describe, entered_mesh, mesh_of, shown
+from shardwise.layout import Kind, Mesh, Timeout, checked, describe, entered_mesh, mesh_of, shown
 
 TICK_SECONDS = 0.001  # torch keeps timeouts in milliseconds
 
@@ -98,7 +98,7 @@ def init_device_mesh(
     mesh_shape: Sequence[int],
     *,
     mesh_dim_names: Sequence[str] | None = None,
-    timeout_seconds: float | None = None,
+    timeout_seconds: Timeout | None = None,
 ) -> Any:
     """A mesh of all ranks: torch's DeviceMesh where processes run, a plain `Mesh` on simulated ranks.
 
@@ -110,10 +110,11 @@ def init_device_mesh(
         device_type: "cpu", "cuda", ….
         mesh_shape: positions of each axis.
         mesh_dim_names: one name an axis.
-        timeout_seconds: of the world that this call joins; None: 60, or that of the world where it is joined already.
-            Simulated ranks, and a process that is the only rank, have none.
+        timeout_seconds: of the world that this call joins, 0.001 to 1e9; None: 60, or that of the world where it is joined
+            already. Simulated ranks, and a process that is the only rank, have none.
 
     Raises:
+        ArgumentError: a value that is not what it should be, such as `timeout_seconds=0`.
         MeshError: the shape needs more ranks than the world has, or the world has been joined with another timeout.
         RemoteRankError: not all ranks joined in time; the text names the missing ones.
     """

@@ -18,7 +18,7 @@ def warn_of_failing_restarts() -> None:
     torchrun keeps the keys of its store. A process group that is in it without a prefix of its own has the keys of the
     ranks that have ended. A new rank that joins before another one reads an address where nobody listens.
     """
-    most, done = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("MAX_RESTARTS", "RESTART_COUNT"))
+    most, done = _number("TORCHELASTIC_MAX_RESTARTS"), _number("TORCHELASTIC_RESTART_COUNT")
     world = dist.group.WORLD
     if done >= most or not has_agent_store() or world is None or world.rank() != 0 or world.size() == 1:
         return
@@ -33,6 +33,12 @@ def warn_of_failing_restarts() -> None:
         UserWarning,
         *((site.file, site.line) if site else (__file__, 1)),
     )
+
+
+def _number(variable: str) -> int:
+    """A number in the environment; 0 where there is none, as where another program than torchrun set the variable."""
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else 0
 
 
 def _is_kept(store: Store, group: str) -> bool:

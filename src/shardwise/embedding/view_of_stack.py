@@ -28,7 +28,7 @@ class ViewOfStack(TableWeight):
 
     def place(self) -> tuple[int, torch.dtype] | None:
         """The address of this rank's elements, and their dtype; call it where DTensors are plain tensors."""
-        weight = self._parameters["weight"]
+        weight = self._parameters.get("weight")  # a parametrization takes it away
         return None if weight is None else (torch._C.TensorBase.data_ptr(weight), weight.dtype)
 
     def move(self, value: DTensor) -> None:
@@ -64,7 +64,7 @@ class ViewOfStack(TableWeight):
         """
         if self.place() != self.first_place:
             raise PlanError(
-                f"Table {self.name} was replaced (.data =, setattr), "
+                f"Table {self.name} was replaced (.data =, setattr, a parametrization), "
                 f"but a sharded collection looks up rows in memory of its own.\n"
                 f"  Fix: change values by copy_() or load_state_dict(); convert before shard_embeddings."
             )

@@ -23,7 +23,7 @@ from shardwise.checkpoint.offline.progress import Progress
 from shardwise.checkpoint.offline.reading import CheckpointSource
 from shardwise.checkpoint.offline.resharding import write_checkpoint
 from shardwise.checkpoint.offline.sources import Extent, Source, SourceTensor
-from shardwise.checkpoint.other_formats import of_torch_save, reader_of
+from shardwise.checkpoint.other_formats import OF_TORCH_SAVE, reader_of
 from shardwise.checkpoint.remedies import foreign
 from shardwise.checkpoint.state import MODEL
 from shardwise.errors import ArgumentError, CheckpointError
@@ -260,7 +260,7 @@ def _tensors(file: StoredFile, name: str) -> tuple[dict[str, SourceTensor], str]
         raise foreign(f"{file.name}: has {file.size} bytes, too few for a safetensors file")
     start = _bytes(file, 0, 8)
     if start.startswith(ZIP):
-        raise of_torch_save(f"{file.name}: is no safetensors file, but one of torch.save")
+        raise CheckpointError(f"{file.name}: is no safetensors file, but one of torch.save. Fix: {OF_TORCH_SAVE}")
     length = int.from_bytes(start, "little")
     if length > min(HEADER_LIMIT, file.size - 8):
         raise foreign(f"{file.name}: is no safetensors file: its header would have {length:,} bytes")

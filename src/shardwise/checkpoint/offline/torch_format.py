@@ -29,7 +29,7 @@ from shardwise.checkpoint.offline.resharding import write_checkpoint
 from shardwise.checkpoint.offline.sources import Extent, RangeChecksum, Source, SourceTensor
 from shardwise.checkpoint.offline.torch_pickles import Described, Entry, entries, sizes_of, unpickled
 from shardwise.checkpoint.offline.training_names import TrainingNames, check_shapes, renamed
-from shardwise.checkpoint.other_formats import of_torch_save, reader_of
+from shardwise.checkpoint.other_formats import OF_TORCH_SAVE, reader_of, reader_of_file
 from shardwise.checkpoint.remedies import foreign
 from shardwise.checkpoint.state import as_json
 from shardwise.collectives.checkpoints import StoredItem, flat_values, pickled_metadata
@@ -174,7 +174,8 @@ def import_torch(
     """
     folder = local_path(source)
     if folder.is_file():
-        raise of_torch_save(f"{folder}: is a file, not a folder of torch.distributed.checkpoint")
+        fix = reader_of_file(folder, OF_TORCH_SAVE)
+        raise CheckpointError(f"{folder}: is a file, not a folder of torch.distributed.checkpoint. Fix: {fix}")
     names = TrainingNames(model, optimizers, parameters)
     pickles = _pickled_metadata(folder, allow_pickle_metadata)
     with _source(folder, pickles, prefix, names, skip, progress or Progress()) as found:
