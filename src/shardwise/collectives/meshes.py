@@ -110,8 +110,8 @@ def init_device_mesh(
         device_type: "cpu", "cuda", ….
         mesh_shape: positions of each axis.
         mesh_dim_names: one name an axis.
-        timeout_seconds: of the world that this call joins, 0.001 to 1e9; None: 60, or that of the world where it is joined
-            already. Simulated ranks, and a process that is the only rank, have none.
+        timeout_seconds: of the world that this call joins, 0.001 to 1e9; None: 60, or that of the world where it is
+            joined already. Simulated ranks, and a process that is the only rank, have none.
 
     Raises:
         ArgumentError: a value that is not what it should be, such as `timeout_seconds=0`.
