@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shardwise import DTensor, Mesh, Placement, Replicate, Shard, count_comms, distribute_tensor, shard_module
 from shardwise.debug import Explanation, explain
@@ -39,6 +40,7 @@ class MLP(nn.Module):
 @dataclass(frozen=True)
 class Program:
     """Attributes:
+    reruns: forward is run again in backward (activation checkpointing).
     after: to what the results of layers are redistributed.
     """
 
@@ -48,6 +50,7 @@ class Program:
     sizes: tuple[int, int, int]  # of the batch, of what is narrow, and of what is wide
     act: Callable[[Tensor], Tensor] = F.gelu
     backward: bool = True
+    reruns: bool = False
     after: Mapping[str, Placements] = field(default_factory=dict)
 
     def make(self) -> Callable[[], DTensor]:
@@ -58,7 +61,7 @@ class Program:
 
         def step() -> DTensor:
             with torch.set_grad_enabled(self.backward):
-                out = model(x)
+                out = x.tanh() + checkpoint(model, x, use_reentrant=False) if self.reruns else model(x)
                 if self.backward:
                     out.sum().backward()
                     assert all(p.grad is not None for p in model.parameters())
@@ -166,6 +169,19 @@ def test_any_layout_that_is_advised_for_a_parameter_sends_what_is_said(program: 
         torch.testing.assert_close(same, out)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("down", [[R], [S0], [S1]], ids=str)
+def test_what_is_advised_with_activation_checkpointing_sends_what_is_said(down: Placements, ranks: int) -> None:
+    """Forward runs again only up to the last tensor that backward needs; that op redistributes, and has no result."""
+    program = Program((ranks,), [S0], {"up.bias": [S0], "down.weight": down}, (6, 10, 24), reruns=True)
+    (sent, out), advised = program.run(), program.advised()
+    assert advised
+    for advice in advised:
+        less, same = advice.followed(program).run()
+        assert sent - less == advice.saved > 0
+        torch.testing.assert_close(same, out)
+
+
 @pytest.mark.parametrize(("ranks", "rows", "backward"), [(2, 100, True), (2, 71, True), (3, 70, False), (4, 61, False)])
 def test_a_weight_that_is_sharded_as_the_batch_is_replicated_if_that_sends_less(
     ranks: int, rows: int, backward: bool
@@ -246,3 +262,31 @@ def test_a_layer_that_several_blocks_have_is_advised_once_for_all() -> None:
     (advice,) = (Advice(*groups) for groups in found)
     assert (advice.name, advice.placements) == ("blocks.*.down.weight", "[Shard(1)]")
     assert sum(sent for sent, _ in now) - sum(sent for sent, _ in then) == advice.saved > 0
+
+
+@pytest.mark.parametrize("batch", [[R], [S0], [S1]], ids=str)
+@pytest.mark.parametrize("down", [[R], [S0], [S1]], ids=str)
+def test_batches_of_several_sizes_are_explained(down: Placements, batch: Placements) -> None:
+    """One layout of a result is not that of all, and nothing is said then, or what is said is of them all."""
+
+    def body(plan: Mapping[str, Placements]) -> tuple[int, list[str]]:
+        model = shard_module(MLP(8, 12, torch.relu, {}), plan, mesh=Mesh((2,)))
+        inputs = [distribute_tensor(torch.ones(rows, 8), Mesh((2,)), batch) for rows in (5, 9)]
+        with count_comms() as counts, explain() as report:
+            for x in inputs:
+                model(x).sum().backward()
+            assert all(p.grad is not None for p in model.parameters())
+        return counts.total_bytes, [event.avoid for event in report.events]
+
+    plan: dict[str, Placements] = {"up.bias": [S0], "down.weight": down}
+    now = world(2).run(body, plan)
+    for advice in {Advice(*match.groups()) for text in now[0][1] if (match := ADVICE.search(text)) is not None}:
+        assert advice.redistributed is None
+        then = world(2).run(body, {**plan, advice.name: parsed(advice.placements)})
+        assert sum(sent for sent, _ in now) - sum(sent for sent, _ in then) == advice.saved > 0
+
+
+def test_a_result_is_not_to_be_redistributed_to_partial_sums() -> None:
+    plan = {"up.weight": [S1, R], "down.weight": [S1, S1], "down.bias": [R, S0]}
+    program = Program((2, 2), [R, S0], plan, (2, 4, 25), backward=False)
+    assert not any("placements=[Partial" in event.avoid for event in program.report().events)

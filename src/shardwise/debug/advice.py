@@ -157,7 +157,7 @@ def _of_parameter(
         return
     for layout, recipe in use.call.others(index, axes):
         (target,), (result,) = outputs(now), outputs(recipe)
-        for then in (None,) if result == target else (None, target):
+        for then in (None,) if result == target or target.partial_axes else (None, target):
             results = {} if then is None else {step.number: then for step in steps}
             saved = calls.saved_bytes(Change(dict.fromkeys(tensors, layout), results=results))
             if saved is None or saved <= 0:

@@ -161,6 +161,8 @@ class Calls:
             return less, [step.target] * len(step.results)
         assert step.call is not None
         placed = {**dict(enumerate(have)), **change.operands.get(step.number, {})}
+        if any(placed[i].shape != own.shape for i, own in enumerate(step.layouts)):
+            return None  # a step like the one for which the layout is meant, but with tensors of other sizes
         now, then = self._recipe(step.call, step.layouts), self._recipe(step.call, tuple(placed.values()))
         if now is None or then is None or not _is_known(step, now, then):
             return None
@@ -173,6 +175,8 @@ class Calls:
             less += self._moved(step, i, step.layouts[i], now.layouts[i])
             less -= self._moved(step, i, have[i], placed[i]) + self._moved(step, i, placed[i], then.layouts[i])
         if (target := change.results.get(step.number)) is not None:
+            if target.shape != results[0].shape:
+                return None
             times = Times(1, self._gets_gradient(step.results[0].number), 0)
             less -= step.itemsizes[len(have)] * elements(results[0], target, times)
             results[0] = target

@@ -89,6 +89,9 @@ class Uses:
         self._running.append(running)
         try:
             out = proceed()
+        except BaseException:  # what checkpoint() runs again ends so, in the last op of which it needs something
+            self._note(running, name_of(op), operands, [], [], None)
+            raise
         finally:
             self._running.pop()
         results = [x for x in pytree.tree_leaves(out) if type(x) is DTensor]
