@@ -233,6 +233,29 @@ def test_layers_that_are_right_get_no_advice() -> None:
     assert not [event for event in program.report().events if event.cause.op == "linear" and event.avoid]
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_gradients_are_reduced_once_for_each_update(accumulated: int, optimizer: Any) -> None:
+    def body(weight: Placement) -> tuple[int, list[str]]:
+        plan: dict[str, Placements] = {"up.weight": [weight], "up.bias": [S0]}
+        model = shard_module(nn.ModuleDict({"up": nn.Linear(16, 64)}), plan, mesh=Mesh((2,)))
+        x = distribute_tensor(torch.ones(71, 16), Mesh((2,)), [S0]).requires_grad_()
+        update = optimizer(model.parameters(), lr=0.1)
+        with count_comms() as counts, explain() as report:
+            for _ in range(3):
+                for _ in range(accumulated):
+                    model["up"](x).sum().backward()
+                update.step()
+                update.zero_grad()
+        return counts.total_bytes, [event.avoid for event in report.events]
+
+    now, then = world(2).run(body, S0), world(2).run(body, R)
+    found = {Advice(*match.groups()) for text in now[0][1] if (match := ADVICE.search(text)) is not None}
+    (advice,) = (own for own in found if own.name == "up.weight")
+    assert advice.placements == "[Replicate()]"
+    assert sum(sent for sent, _ in now) - sum(sent for sent, _ in then) == advice.saved > 0
+
+
 def test_a_layer_that_several_blocks_have_is_advised_once_for_all() -> None:
     class Blocks(nn.Module):
         def __init__(self, after: Mapping[str, Placements]) -> None:
@@ -287,6 +310,6 @@ def test_batches_of_several_sizes_are_explained(down: Placements, batch: Placeme
 
 
 def test_a_result_is_not_to_be_redistributed_to_partial_sums() -> None:
-    plan = {"up.weight": [S1, R], "down.weight": [S1, S1], "down.bias": [R, S0]}
+    plan: dict[str, Placements] = {"up.weight": [S1, R], "down.weight": [S1, S1], "down.bias": [R, S0]}
     program = Program((2, 2), [R, S0], plan, (2, 4, 25), backward=False)
     assert not any("placements=[Partial" in event.avoid for event in program.report().events)
