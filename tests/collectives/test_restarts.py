@@ -1,4 +1,4 @@
-"""Ranks that torchrun restarts, by every way to join them: it works, or a warning has said that it will not."""
+"""Ranks that torchrun restarts, by every way to join them: it works, or a warning has said that it may not."""
 
 import os
 import subprocess
@@ -18,6 +18,7 @@ SHORT = under_load(3.0)  # of a restart that fails
 SCRIPT = """
 import os, signal, sys, time
 from datetime import timedelta
+from pathlib import Path
 import torch, torch.distributed as dist
 import shardwise as sw
 
@@ -35,8 +36,14 @@ def main():
     x.full_tensor()
     os.write(1, f"rank {sw.rank()} works after restart {restart}\\n".encode())
 
-if restart and os.environ["RANK"] == "1":
-    time.sleep(1)  # another rank looks for the address of this one before this one has a new one
+if restart:
+    joining = Path(__file__).with_name("rank 0 joins")
+    if os.environ["RANK"] == "0":
+        joining.touch()
+    else:
+        while not joining.exists():
+            time.sleep(0.01)
+        time.sleep(1)  # so that rank 0 looks for the address of this one before it has a new one
 
 if how == "launch":
     sw.launch(main, timeout_seconds=seconds)
@@ -84,12 +91,11 @@ RESTARTED = ["rank 0 works after restart 1", "rank 1 works after restart 1"]
 
 
 @pytest.mark.parametrize("how", ["init_process_group", "a given store"])
-def test_where_torchrun_keeps_the_group_a_warning_says_so_and_the_restart_fails(how: str, tmp_path: Path) -> None:
+def test_where_torchrun_keeps_the_group_a_warning_says_so(how: str, tmp_path: Path) -> None:
     said, errors = run_and_kill(tmp_path, how, SHORT)
-    assert said == []
     assert errors.count(WARNING) == 1  # on rank 0
-    assert "train.py:11: UserWarning" in errors  # the line that calls shardwise
-    assert "connectFullMesh failed" in errors
+    assert "train.py:12: UserWarning" in errors  # the line that calls shardwise
+    assert said == RESTARTED or (said == [] and "connectFullMesh failed" in errors)  # gloo decides which, by time
 
 
 def test_with_another_store_for_each_start_ranks_work_after_a_restart(tmp_path: Path) -> None:
