@@ -1,11 +1,12 @@
 """How the work of ops is divided among ranks, and which tensors divide it unevenly."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
 from math import gcd, prod
 
+from shardwise.debug.calls import parameters_text
 from shardwise.layout import Boxes, Layout, OnRanks, Shard
 from shardwise.pictures.labels import count_text
 from shardwise.trace.user_stack import StackFrame, call_site
@@ -76,7 +77,7 @@ class Balance:
         group.elements += sum(prod(layout.shape) for _, layout, _ in found)
         group.names |= {name: None for (name, *_), own in zip(found, of_each, strict=True) if own == shares}
 
-    def rows(self, folded: Callable[[str], str]) -> list[list[str]]:
+    def rows(self) -> list[list[str]]:
         """The groups that keep the busiest rank busy: what, layout, parameters, what to do, ratio, number of ops."""
         work = self._work()
         if not work or self.ratio() <= ALL:
@@ -84,7 +85,7 @@ class Balance:
         busiest = max(work, key=work.__getitem__)
         groups = [group for group in self._groups.values() if busiest in group.shares]
         groups = [g for g in groups if _ratio(tuple(g.shares.values())) > BOUND and g.excess(busiest) > 0]
-        return [_row(group, folded) for group in sorted(groups, key=lambda group: -group.excess(busiest))[:ENTRIES]]
+        return [_row(group) for group in sorted(groups, key=lambda group: -group.excess(busiest))[:ENTRIES]]
 
     def ratio(self) -> float:
         """The work of the busiest rank beside the mean."""
@@ -98,15 +99,20 @@ class Balance:
         return work
 
 
-def _row(group: _Group, folded: Callable[[str], str]) -> list[str]:
+def _row(group: _Group) -> list[str]:
     layout = group.layout
     placements = f"[{', '.join(map(str, layout.placements))}]"
     where = "" if group.site is None else f"{group.site}: "
-    names = [name for name in dict.fromkeys(map(folded, group.names)) if " " not in name]
     held = f"{layout.shape} on {layout.mesh}: {placements}, {_sizes(layout)}"
-    parameters = f"parameters: {', '.join(names)}" if names else ""
     ratio = f"{_ratio(tuple(group.shares.values())):.2f}x"
-    return [f"{where}{group.what}", held, parameters, _avoid(layout, group.is_input), ratio, str(group.ops)]
+    return [
+        f"{where}{group.what}",
+        held,
+        parameters_text(group.names),
+        _avoid(layout, group.is_input),
+        ratio,
+        str(group.ops),
+    ]
 
 
 @lru_cache(maxsize=4096)

@@ -1,7 +1,7 @@
 """What the calls of a block would send if some of its tensors had other layouts."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -237,3 +237,9 @@ def outputs(recipe: Recipe) -> list[Layout]:
 def folded(name: str) -> str:
     """`blocks.*.up.weight` of `blocks.0.up.weight`."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def parameters_text(names: Iterable[str]) -> str:
+    """`parameters: *.weight, *.bias`; empty if none of these operands has the name of a parameter."""
+    found = [name for name in dict.fromkeys(map(folded, names)) if " " not in name]
+    return f"parameters: {', '.join(found)}" if found else ""

@@ -129,7 +129,11 @@ class Explanation(Listener, Generic[R]):
         for kind, groups in listed.items():
             lines += ["", _TITLES[kind], _HEADING]
             lines += [line for group in groups for line in _described(group, self._row(group))]
-        lines += [*self._unbalanced(), *self._repeated_lines()]
+        for title, unit, entries in self._of_work():
+            lines += ["", title, f"{unit:>11} {'ops':>6}"]
+            for what, held, parameters, avoid, work, ops in entries:
+                lines += [f"{work:>11} {ops:>6}  {what}"]
+                lines += _margined(held, parameters, f"avoid: {avoid}" if avoid else "")
         notes = [f"{self.other_bytes:,} bytes in {self.other_calls} collectives that check that ranks agree."]
         notes = (notes if self.other_calls else []) + _of_small(small)
         notes += [f"Redistributions that send nothing, left out: {silent}."] if silent else []
@@ -145,14 +149,9 @@ class Explanation(Listener, Generic[R]):
             rows = [["operation", "layouts", "why", "avoid", *_NUMBERS], *map(self._html_row, groups)]
             parts.append(f"<div>{safe(_TITLES[kind])}</div>{table_html(rows, 4)}")
         parts += [f"<div>{safe(note)}</div>" for note in _of_small(small)]
-        unbalanced = self._balance.rows(folded)
-        if unbalanced:
-            rows = [["operation", "layout", "parameters", "avoid", "busiest", "ops"], *unbalanced]
-            parts.append(f"<div>{self._unbalanced_title()}</div>{table_html(rows, 4)}")
-        repeated = self._repeated.rows(folded)
-        if repeated:
-            rows = [["operation", "layout", "parameters", "avoid", "work", "ops"], *repeated]
-            parts.append(f"<div>{REPEATED}</div>{table_html(rows, 4)}")
+        for title, unit, entries in self._of_work():
+            rows = [["operation", "layout", "parameters", "avoid", unit, "ops"], *entries]
+            parts.append(f"<div>{title}</div>{table_html(rows, 4)}")
         return f"<div>{''.join(parts)}</div>"
 
     def _sent(self) -> str:
@@ -204,21 +203,12 @@ class Explanation(Listener, Generic[R]):
         backward = sum(len(g) for g in groups if _is_forward_of(event, g[0]))
         return advice(self._uses.calls, known, event, backward, any(g[0].cause.backward for g in groups))
 
-    def _unbalanced_title(self) -> str:
-        return f"Unbalanced: the busiest rank does {self._balance.ratio():.2f} times the mean work"
-
-    def _unbalanced(self) -> list[str]:
-        lines = ["", self._unbalanced_title(), "    busiest    ops"]
-        found = self._balance.rows(folded)
-        for what, held, parameters, avoid, ratio, ops in found:
-            lines += [f"{ratio:>11} {ops:>6}  {what}", *_margined(held, parameters, f"avoid: {avoid}" if avoid else "")]
-        return lines if found else []
-
-    def _repeated_lines(self) -> list[str]:
-        lines, found = ["", REPEATED, "       work    ops"], self._repeated.rows(folded)
-        for what, held, parameters, avoid, work, ops in found:
-            lines += [f"{work:>11} {ops:>6}  {what}", *_margined(held, parameters, f"avoid: {avoid}" if avoid else "")]
-        return lines if found else []
+    def _of_work(self) -> Iterator[tuple[str, str, list[list[str]]]]:
+        """Tables of what ranks compute: title, heading of the work, and rows."""
+        if rows := self._balance.rows():
+            yield f"Unbalanced: the busiest rank does {self._balance.ratio():.2f} times the mean work", "busiest", rows
+        if rows := self._repeated.rows():
+            yield REPEATED, "work", rows
 
     def _entries(self) -> tuple[dict[Kind, list[list[CommEvent]]], list[list[CommEvent]]]:
         """The groups that send something, by kind; of more than one reads, those that send least apart."""

@@ -1,7 +1,7 @@
 """Products, convolutions and attention that each rank of a mesh axis runs in full, and from which tensors."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import NamedTuple
@@ -10,6 +10,7 @@ from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
 from shardwise.debug.alternatives import REFUSED, OperandCall
+from shardwise.debug.calls import parameters_text
 from shardwise.layout import Layout, Mesh, Partial, Placement, Replicate, Shard
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dispatch import resolve
@@ -142,8 +143,7 @@ class Repeated:
 
     def _flops_of(self, call: OperandCall) -> int:
         """Of the op on global tensors."""
-        shapes = tuple((x.layout.shape, x.dtype) for x in call.operands)
-        key = call.op, shapes, repr(call.args), repr(call.kwargs)
+        key = call.key, tuple(x.layout.shape for x in call.operands)
         if key not in self._flops:
             self._flops[key] = _flops(call)
         return self._flops[key]
@@ -152,7 +152,7 @@ class Repeated:
         """Forget the tensors, once no more ops are noted."""
         self._origins, self._flops = {}, {}
 
-    def rows(self, folded: Callable[[str], str]) -> list[list[str]]:
+    def rows(self) -> list[list[str]]:
         """What repeats most: op, layout, parameters, what to do, share of a rank's FLOPs, number of ops."""
         found = list(filter(self._is_said, self._merged()))
         by_axis = defaultdict[_Axis, float](float)
@@ -162,7 +162,7 @@ class Repeated:
         for group in sorted(found, key=lambda group: -group.work):
             if by_axis[group.axis] >= SAID * self._work and group.work >= ENTRY * self._work:
                 alike.setdefault((group.key, group.ops, group.axis in self._sharded), []).append(group)
-        return [self._row(groups, folded) for groups in list(alike.values())[:ENTRIES]]
+        return [self._row(groups) for groups in list(alike.values())[:ENTRIES]]
 
     def _merged(self) -> list[_Group]:
         """Those of several steps as one."""
@@ -182,12 +182,11 @@ class Repeated:
         enough = group.axis in self._sharded or _fits(layout, [a])
         return bool(enough and group.parameters and mesh.shape[a] > 1)
 
-    def _row(self, groups: Sequence[_Group], folded: Callable[[str], str]) -> list[str]:
+    def _row(self, groups: Sequence[_Group]) -> list[str]:
         group, axes = groups[0], [group.axis[1] for group in groups]
         mesh, layout = group.axis[0], group.origin.tensor.given
         on = " and ".join(f"axis {a}" if mesh.names is None else mesh.names[a] for a in axes)
         where = f"in full on each of the {prod(mesh.shape[a] for a in axes)} ranks of {on}"
-        names = [name for name in dict.fromkeys(map(folded, group.parameters)) if " " not in name]
         if group.axis in self._sharded:
             avoid = f"shard these parameters on {on}, as others are"
         elif _is_sharded(layout, group.axis):
@@ -198,8 +197,14 @@ class Repeated:
             ranks = prod(mesh.shape[a] for a in chosen)
             avoid = f"{_chosen(group, placements)}: each rank then does 1/{ranks} of that"
         held = f"{layout.shape} on {mesh}: [{', '.join(map(str, layout.placements))}], {where}"
-        parameters = f"parameters: {', '.join(names)}" if names else ""
-        return [group.what, held, parameters, avoid, f"{group.work / self._work:.0%}", str(group.ops)]
+        return [
+            group.what,
+            held,
+            parameters_text(group.parameters),
+            avoid,
+            f"{group.work / self._work:.0%}",
+            str(group.ops),
+        ]
 
 
 def _fits(layout: Layout, axes: Sequence[int]) -> bool:
