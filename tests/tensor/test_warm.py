@@ -183,3 +183,23 @@ def test_operands_that_are_redistributed_are_freed_when_their_last_user_is(op: A
         assert world(2).run(body) == [[True] * 3] * 2
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("op", [torch.mul, F.linear, lambda x, w: torch.cat([x, w])])
+def test_operands_are_freed_under_saved_tensor_hooks_too(op: Any, ranks: int) -> None:
+    def body() -> bool:
+        for _ in range(2):
+            w = distribute_tensor(torch.ones(6, 6), Mesh((ranks,)), [R]).requires_grad_()
+            x = distribute_tensor(torch.ones(6, 6), Mesh((ranks,)), [S0])
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+                out = op(x, w)
+            held = ref(x)
+            del x, out
+        return held() is None
+
+    gc.disable()
+    try:
+        assert world(ranks).run(body) == [True] * ranks
+    finally:
+        gc.enable()

@@ -217,18 +217,20 @@ def call_under_hooks(call: Callable[..., Any], args: Args, kwargs: Kwargs, in_pl
         return _not_saved(call(*args, **kwargs))
     written = args[0] if in_place else None
     hidden: list[tuple[Tensor, DTensor]] = []
-
-    def shown(a: object) -> Any:
-        if type(a) is list or type(a) is tuple:
-            return type(a)(map(shown, a))
-        if type(a) is not DTensor or a is written or a.requires_grad or a.is_sparse:
-            return a
-        hidden.append((_as_subclass(a, Tensor), a))
-        return hidden[-1][0]
-
-    out = call(*map(shown, args), **{k: shown(a) for k, a in kwargs.items()})
+    shown = [_shown(a, written, hidden) for a in args]
+    out = call(*shown, **{k: _shown(a, written, hidden) for k, a in kwargs.items()})
     same = next((x for plain_x, x in hidden if plain_x is out), None)  # such as what `contiguous` returns
     return _not_saved(out) if same is None else same
+
+
+def _shown(a: object, written: object, hidden: list[tuple[Tensor, DTensor]]) -> Any:
+    """An argument with local tensors in place of DTensors that an op may save; both are appended to `hidden`."""
+    if type(a) is list or type(a) is tuple:
+        return type(a)(_shown(x, written, hidden) for x in a)
+    if type(a) is not DTensor or a is written or a.requires_grad or a.is_sparse:
+        return a
+    hidden.append((_as_subclass(a, Tensor), a))
+    return hidden[-1][0]
 
 
 def _not_saved(out: object) -> object:
