@@ -1,8 +1,8 @@
 """Ranks as threads of one process that take turns.
 
 One rank runs until it waits in a collective or ends; then the rank that has been ready for longest has its turn.
-So nothing here needs a lock, a run is repeatable, each rank has its own torch generator, and a deadlock is the moment
-when no rank is ready.
+So nothing here needs a lock, a run is repeatable, each rank has its own torch generator and settings, and a deadlock is
+the moment when no rank is ready.
 """
 
 import contextvars
@@ -41,6 +41,7 @@ from shardwise.layout import Owner
 from shardwise.testing.assertions import note_values
 from shardwise.testing.failures import LATE, DeadlockError, first_error
 from shardwise.testing.generators import generator_states, set_generator_states
+from shardwise.testing.process_settings import set_settings, settings, settings_stay
 from shardwise.testing.rank_threads import threads_belong_to_ranks
 from shardwise.trace.user_stack import StackFrame, format_call_sites, format_running, frames_of
 
@@ -84,7 +85,7 @@ class _Rank:
         self.ended = False
         self.result: object = None
         self.error: BaseException | None = None
-        self.generator_states = generator_states()
+        self.generator_states, self.settings = generator_states(), settings()
         self.thread = threading.Thread(
             target=contextvars.copy_context().run,
             args=(simulation.live, self),
@@ -185,7 +186,7 @@ class _Simulation:
     def run(self, timeout: float) -> list[Any]:
         __tracebackhide__ = True
         states = generator_states()
-        with threads_belong_to_ranks():
+        with threads_belong_to_ranks(), settings_stay():
             for rank in self.ranks:
                 rank.thread.start()
             try:
@@ -268,6 +269,7 @@ class _Simulation:
         if self.stopped:
             raise _Stopped
         set_generator_states(rank.generator_states)
+        set_settings(rank.settings)
 
     def exchange(self, rank: _Rank, call: CollectiveCall, tensor: Tensor, ranks: Ranks) -> Tensor:
         """Take part in the next collective of `ranks`; return when all of them have joined it."""
@@ -297,7 +299,7 @@ class _Simulation:
         if len(calls) == len(ranks):
             self.complete(ranks, number)
         del calls  # what others sent is theirs to free while this rank waits
-        rank.generator_states = generator_states()
+        rank.generator_states, rank.settings = generator_states(), settings()
         self.pass_turn()
         self.await_turn(rank)
         received, rank.received = rank.received, None

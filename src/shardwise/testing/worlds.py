@@ -55,8 +55,9 @@ def world(size: NumRanks, *, real: bool = False, timeout: float = 60.0) -> World
 
     Simulated ranks (the default) are threads that take turns: one runs until it waits in a collective or
     ends, then the next. Runs are therefore repeatable and deadlocks are seen at once. As with processes,
-    each rank has torch's CPU generator to itself, which starts in the caller's state; the caller's is left
-    as it was. Other globals (modules, the generators of Python and NumPy, default dtype) are shared.
+    each rank has torch's CPU generator, default dtype, `use_deterministic_algorithms` and `sdpa_kernel` to
+    itself, which start in the caller's state; the caller's are left as they were. Other globals (modules, the
+    generators of Python and NumPy) are shared.
 
     Real ranks are gloo processes of this machine, started when a world of that size is first used and kept
     for the next. After an error they join a new world; where a rank died or hangs, all are replaced.

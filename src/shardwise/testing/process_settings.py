@@ -1,0 +1,48 @@
+"""Settings that torch keeps per process, of which each simulated rank has its own.
+
+    with sdpa_kernel(SDPBackend.MATH):  # of one rank; what the others found stays as it was
+        attention(q, k, v)
+
+Context managers such as `sdpa_kernel` restore what they found. Ranks that take turns inside would find each other's.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (  # how each is read, and set
+    (torch.get_default_dtype, torch._C._set_default_dtype),
+    (
+        lambda: (torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only()),
+        lambda mode: torch._C._set_deterministic_algorithms(mode[0], warn_only=mode[1]),
+    ),
+    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+    (torch._C._get_overrideable_sdp_enabled, torch._C._set_sdp_use_overrideable),
+    (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
+)
+Values = tuple[Any, ...]  # in the order of SETTINGS
+
+
+def settings() -> Values:
+    return tuple(read() for read, _ in SETTINGS)
+
+
+def set_settings(values: Values) -> None:
+    for (read, write), value in zip(SETTINGS, values, strict=True):
+        if read() != value:
+            write(value)
+
+
+@contextmanager
+def settings_stay() -> Iterator[None]:
+    """What the block changes is as before afterwards."""
+    values = settings()
+    try:
+        yield
+    finally:
+        set_settings(values)
