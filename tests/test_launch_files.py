@@ -101,12 +101,14 @@ ids = ({"SLURM_PROCID": i, "SLURM_NODEID": i, "SLURM_LOCALID": "0"} for i in map
 tasks = [subprocess.Popen(command, env={**os.environ, **each}) for each in ids]
 sys.exit(max(abs(task.wait()) for task in tasks))
 """
-# A line for each node of `show hostnames 127.0.0.[1-2]`.
+# A line for each node of `show hostnames 127.0.0.[1-2]`, and time for a reader of the first line to end.
 SCONTROL = r"""
-import re, sys
+import re, sys, time
 assert sys.argv[1:3] == ["show", "hostnames"]
 name, first, last = re.fullmatch(r"(.*)\[(\d+)-(\d+)\]", sys.argv[3]).groups()
-print(*(f"{name}{number}" for number in range(int(first), int(last) + 1)), sep="\n")
+for number in range(int(first), int(last) + 1):
+    print(f"{name}{number}", flush=True)
+    time.sleep(0.2)
 """
 
 
@@ -120,7 +122,7 @@ def wait_for(file: Path, program: "subprocess.Popen[str]") -> None:
     """Until a program has written a file."""
     give_up = time.monotonic() + PATIENCE_SECONDS
     while not file.exists():
-        assert program.poll() is None
+        assert program.poll() is None, program.communicate()[1]
         assert time.monotonic() < give_up
         time.sleep(0.01)
 

@@ -9,7 +9,7 @@ import torch.distributed
 from torch.distributed.distributed_c10d import Store
 
 from shardwise.collectives.joining import WORLD, agree_on_name
-from shardwise.errors import RemoteRankError
+from shardwise.errors import MismatchError, RemoteRankError
 from tests.timeouts import PATIENCE_SECONDS, under_load
 
 
@@ -44,6 +44,27 @@ def test_ranks_of_each_start_agree_on_a_new_name(size: int) -> None:
 def test_another_number_of_ranks_agrees_on_a_new_name() -> None:
     store = new_store()
     assert len({*start(store, 4), *start(store, 2, first=1), *start(store, 3)}) == 3
+
+
+def test_ranks_with_different_timeouts_raise_one_error() -> None:
+    store = new_store()
+    timeouts = [PATIENCE_SECONDS, 200.0, PATIENCE_SECONDS, 200.5]
+
+    def rank(number: int) -> str:
+        with pytest.raises(MismatchError) as caught:
+            agree_on_name(store, number, 4, timeouts[number])
+        return str(caught.value)
+
+    with ThreadPoolExecutor(4) as pool:
+        (text,) = set(pool.map(rank, range(4)))
+    assert text.splitlines() == [
+        "Ranks disagree on timeout_seconds:",
+        f"  rank 0, 2: {PATIENCE_SECONDS}",
+        "  rank 1: 200.0",
+        "  rank 3: 200.5",
+        "  Fix: pass the same timeout_seconds on all ranks.",
+    ]
+    assert len(start(store, 4)) == 1
 
 
 def test_a_start_that_was_never_complete_is_no_world() -> None:

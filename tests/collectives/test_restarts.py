@@ -47,6 +47,8 @@ if restart:
 
 if how == "launch":
     sw.launch(main, timeout_seconds=seconds)
+elif how == "launch by another timeout":
+    sw.launch(main, timeout_seconds=seconds + int(os.environ["RANK"]))
 elif how == "init_device_mesh":
     sw.init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),), timeout_seconds=seconds)
     main()
@@ -109,6 +111,13 @@ def test_ranks_work_after_a_restart_without_a_warning(how: str, tmp_path: Path) 
     said, errors = run_and_kill(tmp_path, how)
     assert said == RESTARTED
     assert "Warning: torchrun" not in errors
+
+
+def test_ranks_that_join_by_different_timeouts_are_told_so(tmp_path: Path) -> None:
+    interval = {"PET_MONITOR_INTERVAL": "3"}  # torchrun ends the other ranks as soon as it sees that one has ended
+    said, errors = run_and_kill(tmp_path, "launch by another timeout", 20.0, restarts=0, **interval)
+    assert said == []
+    assert errors.count("MismatchError: Ranks disagree on timeout_seconds:") == 2
 
 
 def test_one_rank_has_no_other_to_find(tmp_path: Path) -> None:

@@ -31,8 +31,7 @@ from shardwise.collectives.cost_tables import (
     used_costs,
 )
 from shardwise.collectives.failures.reports import report_failure
-from shardwise.collectives.joining import check_joined
-from shardwise.collectives.processes import TORCH_TRANSPORT, current_world
+from shardwise.collectives.processes import TORCH_TRANSPORT, check_joined, current_world
 from shardwise.collectives.transport import Allocate, Finish, SingleRankTransport, Transport
 from shardwise.collectives.value_notes import Note
 from shardwise.errors import MeshError, ThreadError

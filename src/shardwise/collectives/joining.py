@@ -1,7 +1,7 @@
 """Joining and leaving worlds of `torch.distributed`."""
 
 import atexit
-import os
+import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from shardwise.collectives.consistency import disagreement
 from shardwise.collectives.failures.reports import report_exit
 from shardwise.collectives.failures.store import FailureStore
 from shardwise.collectives.processes import TORCH_TRANSPORT
-from shardwise.errors import MeshError, RemoteRankError
+from shardwise.errors import RemoteRankError
 
 WORLD = "shardwise/world"  # a key: the name of the last world that was begun in a store
 NO_ANSWER = "no answer in the store of torchrun."
@@ -50,7 +51,12 @@ def init_processes(
 
 
 def init_from_environment(timeout_seconds: float = 60.0) -> bool:
-    """Join the world that torchrun describes in the environment until this process ends; False where there is none."""
+    """Join the world that torchrun describes in the environment until this process ends; False where there is none.
+
+    Raises:
+        RemoteRankError: not all ranks joined in time; the text names the missing ones.
+        MismatchError: the ranks passed different timeouts.
+    """
     if dist.is_initialized() or not dist.is_torchelastic_launched():
         return dist.is_initialized()
     timeout = timedelta(seconds=timeout_seconds)
@@ -62,17 +68,6 @@ def init_from_environment(timeout_seconds: float = 60.0) -> bool:
     TORCH_TRANSPORT.attach()
     atexit.register(shutdown)
     return True
-
-
-def check_joined() -> None:
-    """Raise MeshError if torchrun started this process, which has no process group, as one of several ranks."""
-    size = os.environ.get("WORLD_SIZE", "1")
-    if dist.is_torchelastic_launched() and size != "1":
-        raise MeshError(
-            f"torchrun started this process as rank {os.environ.get('RANK')} of {size}, but it has no process group: "
-            "each process would work as rank 0 of 1. Fix: first call torch.distributed.init_process_group() or "
-            "shardwise.init_device_mesh(…), or run the program in shardwise.launch(…)."
-        )
 
 
 @contextmanager
@@ -103,6 +98,7 @@ def agree_on_name(store: Store, rank: int, world_size: int, timeout_seconds: flo
     torchrun keeps the store of ranks that it restarts, with the addresses and failures of those that have ended. Counts
     of restarts do not distinguish them: each host has its own. But no rank starts before all of the last start have
     ended. So rank 0 chooses a name; whoever answers to it is of this start, and has the right name if rank 0 sees that.
+    The answers have the timeouts of the ranks, which have to be equal.
 
     Args:
         store: may have keys of earlier worlds, also of some that were never complete.
@@ -112,7 +108,16 @@ def agree_on_name(store: Store, rank: int, world_size: int, timeout_seconds: flo
 
     Raises:
         RemoteRankError: not all joined in time; the text names the missing ranks.
+        MismatchError: the ranks have different timeouts.
     """
+    name, timeouts = _name_and_timeouts(store, rank, world_size, timeout_seconds)
+    if len(set(timeouts)) > 1:
+        fix = "pass the same timeout_seconds on all ranks."
+        raise disagreement("timeout_seconds", timeouts, tuple(range(world_size)), fix)
+    return name
+
+
+def _name_and_timeouts(store: Store, rank: int, world_size: int, timeout_seconds: float) -> tuple[str, list[float]]:
     mine, deadline = uuid4().hex, time.monotonic() + timeout_seconds
     if rank == 0:
         store.set(WORLD, mine)
@@ -120,15 +125,17 @@ def agree_on_name(store: Store, rank: int, world_size: int, timeout_seconds: flo
         if not _has(store, answers, timeout_seconds):
             missing = [other for other, key in enumerate(answers, 1) if not store.check([key])]
             raise _did_not_join(missing, world_size, timeout_seconds, NO_ANSWER)
-        for key in answers:
-            store.set(f"{mine}/{store.get(key).decode()}", "seen")
-        return mine
+        others = [json.loads(store.get(key)) for key in answers]
+        timeouts = [timeout_seconds, *(other["timeout"] for other in others)]
+        for other in others:
+            store.set(f"{mine}/{other['id']}", json.dumps(timeouts))
+        return mine, timeouts
     while time.monotonic() < deadline:
         if _has(store, [WORLD], RECHECK_SECONDS):
             name: str = store.get(WORLD).decode()
-            store.set(f"{name}/{rank}", mine)
+            store.set(f"{name}/{rank}", json.dumps({"id": mine, "timeout": timeout_seconds}))
             if _has(store, [f"{name}/{mine}"], RECHECK_SECONDS):
-                return name
+                return name, json.loads(store.get(f"{name}/{mine}"))
     raise _did_not_join([0], world_size, timeout_seconds, NO_ANSWER)
 
 

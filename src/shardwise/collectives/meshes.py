@@ -117,6 +117,7 @@ def init_device_mesh(
         ArgumentError: a value that is not what it should be, such as `timeout_seconds=0`.
         MeshError: the shape needs more ranks than the world has, or the world has been joined with another timeout.
         RemoteRankError: not all ranks joined in time; the text names the missing ones.
+        MismatchError: the ranks that join have different timeouts.
     """
     if not is_simulated():
         _join(device_type, timeout_seconds)

@@ -1,6 +1,7 @@
 """The transport of ranks that are processes: the process groups of `torch.distributed`."""
 
 import atexit
+import os
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -54,6 +55,7 @@ from shardwise.collectives.supported_dtypes import as_supported
 from shardwise.collectives.threads import ThreadGuard
 from shardwise.collectives.transport import Allocate, Finish, draw_from_torch, exchange_of, reduce_stack
 from shardwise.collectives.value_notes import Note, ValueNotes, different_values_text, fix_of
+from shardwise.errors import MeshError
 from shardwise.layout import Mesh, Owner
 from shardwise.trace.user_stack import format_call_sites
 
@@ -69,6 +71,17 @@ JOIN_SECONDS = 60.0  # that ranks of a group may have between their first calls
 def current_world() -> dist.ProcessGroup | None:
     """The default process group, if there is one. `dist.group.WORLD` takes longer, and this is read for every call."""
     return distributed_c10d._world.default_pg
+
+
+def check_joined() -> None:
+    """Raise MeshError if torchrun started this process, which has no process group, as one of several ranks."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if dist.is_torchelastic_launched() and size != "1":
+        raise MeshError(
+            f"torchrun started this process as rank {os.environ.get('RANK')} of {size}, but it has no process group: "
+            "each process would work as rank 0 of 1. Fix: first call torch.distributed.init_process_group() or "
+            "shardwise.init_device_mesh(…), or run the program in shardwise.launch(…)."
+        )
 
 
 def _no_world() -> None:
