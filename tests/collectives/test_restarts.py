@@ -114,8 +114,9 @@ def test_ranks_work_after_a_restart_without_a_warning(how: str, tmp_path: Path) 
 
 
 def test_ranks_that_join_by_different_timeouts_are_told_so(tmp_path: Path) -> None:
-    interval = {"PET_MONITOR_INTERVAL": "3"}  # torchrun ends the other ranks as soon as it sees that one has ended
-    said, errors = run_and_kill(tmp_path, "launch by another timeout", 20.0, restarts=0, **interval)
+    how = "launch by another timeout"
+    # torchrun ends the other ranks as soon as it sees that one has ended.
+    said, errors = run_and_kill(tmp_path, how, 20.0, restarts=0, PET_MONITOR_INTERVAL="3")
     assert said == []
     assert errors.count("MismatchError: Ranks disagree on timeout_seconds:") == 2
 
