@@ -196,6 +196,24 @@ def test_floating_point_tensors_are_converted_as_torch_does(
     assert_equal_but_for_bits_of_nan(load_file(tmp_path / "x"), converted(dtype))
 
 
+def test_states_of_optimizers_stay_in_their_dtypes(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    for _ in range(257):  # which bfloat16 has not
+        optimizer.step()
+    save(tmp_path / "run", state_of(model, optimizer), step=1)
+    export_file(tmp_path / "run", tmp_path / "all", dtype=torch.bfloat16)
+    found = load_file(tmp_path / "all")
+    expected = {f"model.{name}": x.detach().bfloat16() for name, x in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        expected |= {f"optimizer.{name}.{key}": x for key, x in optimizer.state[parameter].items()}
+    assert_same(found, expected)
+    assert found["optimizer.weight.step"] == 257
+    export_file(tmp_path / "run", tmp_path / "states", ["weight.exp_avg"], prefix="optimizer.", dtype=torch.bfloat16)
+    assert_same(load_file(tmp_path / "states"), {"weight.exp_avg": expected["optimizer.weight.exp_avg"]})
+
+
 @pytest.mark.parametrize(("most", "count"), [(10**9, 1), (100, 2), (1, 10)])
 def test_the_index_has_the_bytes_of_the_converted_tensors(
     of_many_dtypes: Path, tmp_path: Path, most: int, count: int

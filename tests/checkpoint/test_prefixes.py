@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,7 @@ from shardwise.checkpoint.offline import (
     diff,
     export_file,
     export_hugging_face,
-    export_torch,
     import_safetensors,
-    import_torch,
 )
 from shardwise.checkpoint.prefixes import extra_prefix
 from shardwise.errors import CheckpointError
@@ -253,50 +250,6 @@ def test_files_of_exports_with_different_prefixes_are_not_imported_by_a_guess(tm
         caught.value
     )
     import_safetensors(tmp_path, tmp_path / "imported", prefix="")
-
-
-def test_a_folder_of_another_format_says_what_reads_it(tmp_path: Path) -> None:
-    save(tmp_path / "run", state_of(plain()), step=1)
-    export_hugging_face(tmp_path / "run", tmp_path / "hf")
-    export_torch(tmp_path / "run", tmp_path / "dcp")
-    (tmp_path / "empty").mkdir()
-    readers = {
-        "run": "restore or load reads this folder, which has",
-        "run/step-00000001": "restore or load reads this folder, which is",
-        "hf": "import_safetensors or load_safetensors reads",
-        "dcp": "import_torch reads",
-    }
-    of_safetensors = readers | {"empty": "name a safetensors file."}
-    of_torch = readers | {"empty": "name the folder that was the checkpoint_id"}
-    for name in of_safetensors.keys() - {"hf"}:
-        for text in (
-            failed(partial(load_safetensors, tmp_path / name, plain())),
-            failed(partial(import_safetensors, tmp_path / name, tmp_path / "x")),
-        ):
-            assert f"{name} has neither model.safetensors.index.json nor model.safetensors. Fix: " in text
-            assert f"Fix: {of_safetensors[name]}" in text
-    for name in of_torch.keys() - {"dcp"}:
-        text = failed(partial(import_torch, tmp_path / name, tmp_path / "x", allow_pickle_metadata=True))
-        assert f"{name} has no .metadata. Fix: {of_torch[name]}" in text
-    of_files = {
-        "x.safetensors": "import_safetensors or load_safetensors reads",
-        "x.pt": "of a file of torch.save",
-        "x": "name a",
-    }
-    for file in of_files:
-        (tmp_path / file).touch()
-    of_restore = {
-        name: f"there is no complete checkpoint in {tmp_path / name}. Fix: {readers[name]}" for name in ("hf", "dcp")
-    }
-    of_restore["empty"] = (
-        f"there is no complete checkpoint in {tmp_path / 'empty'}. Fix: name a folder or URL that was saved to"
-    )
-    of_restore |= {name: f"{tmp_path / name} is a file. Fix: {fix}" for name, fix in of_files.items()}
-    for file, fix in (of_files | {"x": "of a file of torch.save"}).items():
-        text = failed(partial(import_torch, tmp_path / file, tmp_path / "y", allow_pickle_metadata=True))
-        assert f"{file}: is a file, not a folder of torch.distributed.checkpoint. Fix: {fix}" in text
-    for name, text in of_restore.items():
-        assert text in failed(partial(restore, tmp_path / name, plain()))
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from shardwise.checkpoint.local_files import (
 )
 from shardwise.checkpoint.manifest import MANIFEST
 from shardwise.checkpoint.other_formats import reader_of_file
-from shardwise.checkpoint.stores import LockFile, step_name, step_of, why_incomplete
+from shardwise.checkpoint.stores import NAME_A_FOLDER, LockFile, step_name, step_of, why_incomplete
 from shardwise.errors import CheckpointError
 
 LATEST = "latest"
@@ -59,7 +59,7 @@ class FolderStore:
 
         While one is being replaced, the previous one counts.
         """
-        names = self._names()
+        names = self.names()
         found: dict[int, str] = {}
         for name in names:  # ".old-…" before "step-…"
             old = _OLD.fullmatch(name)
@@ -69,8 +69,7 @@ class FolderStore:
         last = self._last_step(names)
         return {step: found[step] for step in sorted(found, key=lambda step: (step == last, step), reverse=True)}
 
-    def _names(self) -> list[str]:
-        """What is in the folder; nothing if that is not there, CheckpointError if it is a file."""
+    def names(self) -> list[str]:
         try:
             return sorted(os.listdir(self.folder))  # noqa: PTH208 - iterdir names no path in its errors
         except FileNotFoundError:
@@ -83,8 +82,7 @@ class FolderStore:
 
     def _check_no_file(self) -> None:
         if self.folder.is_file():
-            fix = reader_of_file(self.folder, "name a folder: a checkpoint, step-…, or the one above")
-            raise CheckpointError(f"{self.folder} is a file. Fix: {fix}")
+            raise CheckpointError(f"{self.folder} is a file. Fix: {reader_of_file(self.folder) or NAME_A_FOLDER}")
 
     def _last_step(self, names: Sequence[str]) -> int | None:
         """The step that was saved last, as far as the folder says."""
@@ -128,7 +126,7 @@ class FolderStore:
             sync_folder(path.parent)
 
     def tidy(self) -> dict[int, str]:
-        names = self._names()
+        names = self.names()
         for name in filter(self._is_published, names):
             (self.folder / name).rename(self.folder / LATEST)
         for path in (self.folder / name for name in names):

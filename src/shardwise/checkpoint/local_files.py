@@ -8,12 +8,14 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import TypeAlias
 
-from shardwise.checkpoint.remedies import UNREACHABLE, damaged
+from shardwise.checkpoint.remedies import UNREACHABLE, damaged, foreign
 from shardwise.errors import CheckpointError, UnreachableError
 
 _SHORT_BYTES = 4096
 _NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)  # the last one: a socket
+Broken: TypeAlias = Callable[[str], CheckpointError]  # `damaged` or `foreign`
 
 
 def temp_name(kind: str, name: str) -> str:
@@ -21,22 +23,26 @@ def temp_name(kind: str, name: str) -> str:
 
 
 class LocalFile:
-    """An open regular file, as a `StoredFile`: no link was followed to it, no pipe waited for."""
+    """An open regular file, as a `StoredFile`: no link was followed to it, no pipe waited for.
 
-    def __init__(self, path: Path) -> None:
-        self.name = str(path)
+    Args:
+        broken: the error of one that is not as it was; `foreign` where another program wrote it.
+    """
+
+    def __init__(self, path: Path, broken: Broken = damaged) -> None:
+        self.name, self._broken = str(path), broken
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             why = "is a symbolic link" if error.errno == errno.ELOOP else str(error.strerror)
-            raise unreadable(self.name, error, why) from error
-        except ValueError as error:  # a name that no file can have
-            raise CheckpointError(f"{self.name!r}: cannot be read: {error}. Fix: another name") from error
+            raise unreadable(self.name, error, why, broken) from error
+        except ValueError as error:
+            raise _impossible(self.name, error) from error
         status = os.fstat(self._descriptor)
         self.size, self.changed = status.st_size, status.st_mtime_ns
         if not stat.S_ISREG(status.st_mode):
             self.close()
-            raise damaged(f"{path}: is not a regular file")
+            raise broken(f"{path}: is not a regular file")
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         done = 0
@@ -44,19 +50,41 @@ class LocalFile:
             try:
                 count = os.preadv(self._descriptor, [buffer[done:]], offset + done)
             except OSError as error:
-                raise unreadable(self.name, error, str(error.strerror)) from error
+                raise unreadable(self.name, error, str(error.strerror), self._broken) from error
             if not count:
-                raise damaged(f"{self.name}: ends at byte {offset + done}, expected {len(buffer) - done} more")
+                text = f"{self.name}: ends at byte {offset + done}, expected {len(buffer) - done} more"
+                raise self._broken(text)
             done += count
 
     def close(self) -> None:
         os.close(self._descriptor)
 
 
-def unreadable(name: str, error: OSError, why: str) -> CheckpointError:
+def unreadable(name: str, error: OSError, why: str, broken: Broken = damaged) -> CheckpointError:
     if error.errno in _NO_SUCH_FILE:
-        return damaged(f"{name}: cannot be read: {why}")
+        return broken(f"{name}: cannot be read: {why}")
     return UnreachableError(f"{name}: cannot be read: {why}{UNREACHABLE}")
+
+
+def _impossible(name: str, error: ValueError) -> CheckpointError:
+    """The error of a name that no file can have."""
+    return CheckpointError(f"{name!r}: cannot be read: {error}. Fix: another name")
+
+
+def foreign_names(path: Path) -> list[str] | None:
+    """What is in a folder that another program wrote; None if it is a file.
+
+    Raises:
+        CheckpointError: it is not there, or cannot be read.
+    """
+    try:
+        return os.listdir(path)  # noqa: PTH208 - iterdir names no path in its errors
+    except NotADirectoryError:
+        return None
+    except OSError as error:
+        raise unreadable(str(path), error, str(error.strerror), foreign) from error
+    except ValueError as error:
+        raise _impossible(str(path), error) from error
 
 
 def short_file(path: Path) -> tuple[bytes, int] | None:

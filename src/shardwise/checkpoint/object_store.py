@@ -25,8 +25,9 @@ from time import time_ns
 
 from shardwise.checkpoint.files import StoredFile
 from shardwise.checkpoint.objects import REQUEST_BYTES, Objects, reading
+from shardwise.checkpoint.other_formats import FROM_URL, reader_of_file
 from shardwise.checkpoint.remedies import damaged
-from shardwise.checkpoint.stores import LockFile, step_name, step_of
+from shardwise.checkpoint.stores import NAME_A_FOLDER, LockFile, step_name, step_of
 from shardwise.errors import CheckpointError
 
 COMMITTED, DRAFT = ".committed", ".draft"
@@ -51,6 +52,14 @@ class ObjectStore:
         with reading():
             found = {step: newest for step, saves in self._steps() if (newest := _newest(saves))}
         return dict(sorted(found.items(), key=lambda entry: _number(entry[1]), reverse=True))
+
+    def names(self) -> list[str]:
+        with reading():
+            with suppress(FileNotFoundError, IsADirectoryError):
+                self._objects.size("")
+                reader = reader_of_file(self.name)
+                raise CheckpointError(f"{self.name} is a file. Fix: {FROM_URL + reader if reader else NAME_A_FOLDER}")
+            return list(self._objects.entries())
 
     def location(self, version: str) -> str:
         return self._objects.location(version.rpartition("/")[0])

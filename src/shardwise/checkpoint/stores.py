@@ -7,7 +7,7 @@ CheckpointError of a method is reported on all ranks.
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +22,14 @@ from shardwise.checkpoint.manifest import (
     NewerVersionError,
     parse,
 )
-from shardwise.checkpoint.other_formats import reader_of_no_checkpoint
+from shardwise.checkpoint.other_formats import FROM_URL, reader_of_no_checkpoint
 from shardwise.checkpoint.remedies import DAMAGED, damaged, without_remedy
 from shardwise.errors import CheckpointError, UnreachableError
 
 _STEP = re.compile(r"step-(\d{8,18})", re.ASCII)
 _ANY_STEP = re.compile(r"step-(\d{1,18})(-[0-9a-f]{8})?", re.ASCII)  # also of a folder that was renamed
+NAME_A_FOLDER = "name a folder: a checkpoint, step-…, or the one above"
+SAVED_TO = "name a folder or URL that was saved to; latest() is None before"
 
 
 def step_name(step: int) -> str:
@@ -63,6 +65,9 @@ class CheckpointStore(Protocol):
 
     def versions(self) -> Mapping[int, str]:
         """The version of each step, complete or not, in the order in which to look for the one to load."""
+
+    def names(self) -> Sequence[str]:
+        """All that is there by one listing; nothing if there is no such folder. CheckpointError if it is a file."""
 
     def location(self, version: str) -> Path | str:
         """Where a version is, as `load` takes it."""
@@ -133,12 +138,12 @@ def find(store: CheckpointStore) -> tuple[str, Manifest]:
 
 def none_complete(store: CheckpointStore, reasons: Iterable[str]) -> CheckpointError:
     """The error where no version is complete, for these reasons."""
-    lines, where = [f"there is no complete checkpoint in {store.name}", *reasons], store.location(".")
+    lines = [f"there is no complete checkpoint in {store.name}", *reasons]
     if not reasons:
-        fix = "name a folder or URL that was saved to; latest() is None before"
-        return CheckpointError(
-            f"{lines[0]}. Fix: {fix if isinstance(where, str) else reader_of_no_checkpoint(where, fix)}"
-        )
+        fix = reader_of_no_checkpoint(store.names())
+        if fix and isinstance(store.location("."), str):
+            fix = FROM_URL + fix
+        return CheckpointError(f"{lines[0]}. Fix: {fix or SAVED_TO}")
     return CheckpointError("\n  ".join([*lines, DAMAGED.removeprefix(". ")]))
 
 

@@ -20,6 +20,7 @@ from shardwise.checkpoint.locations import store_at
 from shardwise.checkpoint.manifest import Manifest, StoredTensor
 from shardwise.checkpoint.offline.progress import Progress
 from shardwise.checkpoint.offline.sources import Extent, RangeChecksum, Source, SourceTensor
+from shardwise.checkpoint.optimizers import PREFIX as STATES
 from shardwise.checkpoint.remedies import without_remedy
 from shardwise.checkpoint.stores import CheckpointStore
 from shardwise.errors import CheckpointError
@@ -30,8 +31,8 @@ class CheckpointSource(Source):
     """A checkpoint, or the latest one of a folder that was saved to.
 
     Args:
-        dtype: what floating-point tensors are converted to on reading, after their bytes were verified; None is that
-            of each.
+        dtype: what floating-point tensors are converted to on reading, after their bytes were verified, except states
+            of optimizers; None is that of each.
 
     Raises:
         ArgumentError: `dtype` is no floating-point dtype of safetensors.
@@ -52,7 +53,10 @@ class CheckpointSource(Source):
                 file.close()
                 raise
 
-        tensors = {name: _in_files(tensor, layouts, dtype) for name, tensor in self.manifest.tensors.items()}
+        tensors = {
+            name: _in_files(tensor, layouts, None if name.startswith(STATES) else dtype)
+            for name, tensor in self.manifest.tensors.items()
+        }
         super().__init__(str(folder), tensors, self.manifest.values, open_file, progress)
 
 

@@ -5,8 +5,10 @@ Format of a file: https://github.com/huggingface/safetensors. An index, `model.s
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from math import prod
 from os import PathLike
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.files import DTYPES, HEADER_LIMIT, METADATA_KEY, FileLayout, StoredFile, content, file_layout
-from shardwise.checkpoint.folder_store import FolderStore
+from shardwise.checkpoint.local_files import LocalFile, foreign_names
 from shardwise.checkpoint.locations import local_path
 from shardwise.checkpoint.manifest import LARGEST, MANIFEST_LIMIT
 from shardwise.checkpoint.offline.outputs import chosen, new_file, new_folder
@@ -59,8 +61,8 @@ def export_file(
         names: of the tensors without `prefix`; None is all that have it.
         prefix: of the names in the checkpoint; the file has them without, and `import_safetensors` puts it back. With
             "model." they are those of the module.
-        dtype: what floating-point tensors are converted to, as by `tensor.to(dtype)`; others stay as they are, and None
-            is the dtype of each.
+        dtype: what floating-point tensors are converted to, as by `tensor.to(dtype)`; others stay as they are, and so
+            do states of optimizers, whose names in the checkpoint begin with "optimizer.". None is the dtype of each.
         overwrite: replace a file that is there.
 
     Raises:
@@ -184,8 +186,8 @@ def import_safetensors(
         The path or URL of the checkpoint.
 
     Raises:
-        CheckpointError: a file is missing or says what cannot be, or `target` has this step already. Then nothing is
-            written.
+        CheckpointError: a file is missing, cannot be read or says what cannot be, or `target` has this step already.
+            Then nothing is written.
         PlanError: the plan does not fit.
     """
     with open_safetensors(local_path(source), prefix, progress or Progress()) as found:
@@ -201,11 +203,9 @@ def open_safetensors(path: Path, prefix: str | None, progress: Progress) -> Sour
     Raises:
         CheckpointError: a file is missing, or a header or the index says what cannot be.
     """
-    folder, files = (path.parent, {path.name: None}) if path.is_file() else (path, _files(path))
-
-    def open_file(name: str) -> StoredFile:
-        real = (folder / name).resolve()  # files of the cache of Hugging Face are links
-        return FolderStore(real.parent).open(".", real.name)
+    names = foreign_names(path)
+    folder, files = (path.parent, {path.name: None}) if names is None else (path, _files(path, names))
+    open_file = partial(_open, folder)
 
     tensors, removed = dict[str, SourceTensor](), dict[str, str]()
     for file, expected in files.items():
@@ -220,6 +220,10 @@ def open_safetensors(path: Path, prefix: str | None, progress: Progress) -> Sour
     return Source(str(path), {prefix + name: x for name, x in tensors.items()}, {}, open_file, progress)
 
 
+def _open(folder: Path, name: str) -> StoredFile:
+    return LocalFile(Path(os.path.realpath(folder / name)), foreign)  # files of the cache of Hugging Face are links
+
+
 def _prefix(path: Path, removed: Mapping[str, str]) -> str:
     """What the names had in the checkpoint, by what each file says."""
     files = {prefix: file for file, prefix in removed.items()}
@@ -229,24 +233,26 @@ def _prefix(path: Path, removed: Mapping[str, str]) -> str:
     return next(iter(files), MODEL)
 
 
-def _files(folder: Path) -> Mapping[str, set[str] | None]:
-    """The files of a folder, and the tensors of each if there is an index."""
+def _files(folder: Path, names: Collection[str]) -> Mapping[str, set[str] | None]:
+    """The files of a folder that has these names, and the tensors of each if there is an index."""
     index = folder / INDEX
-    if not index.exists():
-        if not (folder / SINGLE).exists():
-            fix = reader_of(folder, "name a safetensors file")
+    if INDEX not in names:
+        if SINGLE not in names:
+            fix = reader_of(names, "name a safetensors file")
             raise CheckpointError(f"{folder} has neither {INDEX} nor {SINGLE}. Fix: {fix}.")
         return {SINGLE: None}
-    if index.stat().st_size > MANIFEST_LIMIT:
-        raise foreign(f"{index}: is too long for an index")
+    with closing(_open(folder, INDEX)) as file:
+        if file.size > MANIFEST_LIMIT:
+            raise foreign(f"{index}: is too long for an index")
+        text = _bytes(file, 0, file.size)
     try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
+        weight_map = json.loads(text)["weight_map"]
         files = {file: {name for name, of in weight_map.items() if of == file} for file in weight_map.values()}
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
         raise foreign(f"{index}: is not an index of tensors: {error!r}") from error
-    for file in files:
-        if not isinstance(file, str) or Path(file).name != file or not file.isprintable():
-            raise foreign(f"{index}: {file!r} is not the name of a file beside it")
+    for name in files:
+        if not isinstance(name, str) or Path(name).name != name or not name.isprintable():
+            raise foreign(f"{index}: {name!r} is not the name of a file beside it")
     return files
 
 

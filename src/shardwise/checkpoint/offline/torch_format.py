@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, cast
 import torch
 
 from shardwise.checkpoint.files import StoredFile
-from shardwise.checkpoint.folder_store import FolderStore
+from shardwise.checkpoint.local_files import LocalFile, foreign_names
 from shardwise.checkpoint.locations import local_path
 from shardwise.checkpoint.manifest import MANIFEST_LIMIT
 from shardwise.checkpoint.offline.nested_values import KeyPath, with_lists
@@ -173,9 +173,6 @@ def import_torch(
         PlanError: the plan does not fit.
     """
     folder = local_path(source)
-    if folder.is_file():
-        fix = reader_of_file(folder, OF_TORCH_SAVE)
-        raise CheckpointError(f"{folder}: is a file, not a folder of torch.distributed.checkpoint. Fix: {fix}")
     names = TrainingNames(model, optimizers, parameters)
     pickles = _pickled_metadata(folder, allow_pickle_metadata)
     with _source(folder, pickles, prefix, names, skip, progress or Progress()) as found:
@@ -183,10 +180,14 @@ def import_torch(
 
 
 def _pickled_metadata(folder: Path, allowed: bool) -> bytes:
-    if folder.exists() and not (folder / METADATA).exists():
-        fix = reader_of(folder, "name the folder that was the checkpoint_id of torch.distributed.checkpoint.save")
+    there = foreign_names(folder)
+    if there is None:
+        fix = reader_of_file(folder) or OF_TORCH_SAVE
+        raise CheckpointError(f"{folder}: is a file, not a folder of torch.distributed.checkpoint. Fix: {fix}")
+    if METADATA not in there:
+        fix = reader_of(there, "name the folder that was the checkpoint_id of torch.distributed.checkpoint.save")
         raise CheckpointError(f"{folder} has no {METADATA}. Fix: {fix}.")
-    with closing(FolderStore(folder).open(".", METADATA)) as file:
+    with closing(LocalFile(folder / METADATA, foreign)) as file:
         if not allowed:
             raise CheckpointError(
                 f"{folder / METADATA} is a pickle. Fix: allow_pickle_metadata=True (--allow-pickle-metadata) reads it "
@@ -203,7 +204,7 @@ def _source(
     folder: Path, pickles: bytes, prefix: str, names: TrainingNames, skip: Sequence[str], progress: Progress
 ) -> Source:
     def open_file(name: str) -> StoredFile:
-        return FolderStore(folder).open(".", name)
+        return LocalFile(folder / name, foreign)
 
     tensors, values = dict[str, SourceTensor](), dict[str, object]()
     with ExitStack() as stack:

@@ -64,7 +64,10 @@ def add_export(verbs: SubParsers) -> None:
         help="export the tensors whose names begin with it, without it (default: model. for hugging-face, else none)",
     )
     parser.add_argument(
-        "--dtype", choices=DTYPES, metavar="DTYPE", help="convert floating-point tensors, such as to bfloat16"
+        "--dtype",
+        choices=DTYPES,
+        metavar="DTYPE",
+        help="convert floating-point tensors, except states of optimizers, such as to bfloat16",
     )
     parser.add_argument(
         "--shard-bytes", type=_num_bytes, metavar="N", help="of one file of hugging-face, such as 2e9 (default: 5e9)"
