@@ -1,5 +1,6 @@
 """Plain tensors beside DTensors, and local tensors of Replicate, that differ between ranks: one error on all ranks."""
 
+import re
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from shardwise.collectives.failures.reports import store_of_world
 from shardwise.collectives.processes import TORCH_TRANSPORT
 from shardwise.collectives.shared_records import LATEST
 from shardwise.collectives.value_notes import CHECK_EVERY, MAX_ELEMENTS
+from shardwise.errors import MismatchError, RemoteRankError
 from shardwise.testing import world
 from shardwise.testing.worlds import World
 from tests.collectives.test_different_calls import WORLDS, odd, one_text, sharded
@@ -334,6 +336,50 @@ def test_values_of_hooks_that_differ_are_named(ranks: World, act: Callable[[], o
     text = one_text(ranks, act)
     assert text.startswith(f"{what}, must be the same on all ranks, but is not:")
     assert f"  called at {HERE}:" in text
+
+
+# ---- groups that call no collective ------------------------------------------------------------------------
+
+GRID = Mesh((2, 2), names=("dp", "tp"))
+EACH_GRID = pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param(world(4), id="simulated"),
+        pytest.param(world(4, real=True), id="real", marks=pytest.mark.processes),
+    ],
+)
+
+
+def evaluate(batches: int, rows: Sequence[int], trained: int = 0) -> list[float]:
+    """Losses of plain batches; those of ranks that differ in `dp` have these numbers of rows. Nothing crosses `dp`."""
+    w = distribute_tensor(torch.ones(6, 4), GRID, [Replicate(), Shard(0)])
+    for _ in range(trained):
+        collectives.barrier((0, 1, 2, 3))
+    losses = []
+    for i in range(batches):
+        x = torch.full((rows[rank() // 2], 6), 1.0 + i)
+        loss = (x @ w).sum()
+        assert isinstance(loss, DTensor)
+        losses.append(float(loss.full_tensor()))
+    return losses
+
+
+@pytest.mark.parametrize("trained", [0, 3])
+@EACH_GRID
+def test_values_are_compared_before_collectives_of_other_groups(ranks: World, trained: int) -> None:
+    """By the ranks that see it first; at the latest in the third batch, when the others have made the first."""
+    with pytest.raises((MismatchError, RemoteRankError)) as caught:
+        ranks.run(evaluate, 40, (3, 2), trained)
+    text = str(caught.value)
+    assert re.match(r"matmul: the plain tensor beside DTensors of shape \([23], 6\), float32, must be the same", text)
+    assert f"called at {HERE}:" in text
+
+
+@pytest.mark.parametrize("trained", [0, 3])
+@EACH_GRID
+def test_equal_values_of_a_group_without_collectives_raise_nothing(ranks: World, trained: int) -> None:
+    found = ranks.run(evaluate, 5, (3, 3), trained)
+    assert found == [[3 * 24.0 * (1 + i) for i in range(5)]] * 4
 
 
 # ---- correct programs -------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from shardwise.collectives import fingerprints
-from shardwise.collectives.call_log import CallLog
 from shardwise.collectives.child_processes import CANNOT_COMMUNICATE, RankAndSize, inherited_rank, share_rank
 from shardwise.collectives.collective_call import (
     ALL_GATHER,
@@ -32,8 +31,7 @@ from shardwise.collectives.cost_tables import (
 )
 from shardwise.collectives.failures.reports import report_failure
 from shardwise.collectives.processes import TORCH_TRANSPORT, check_joined, current_world
-from shardwise.collectives.transport import Allocate, Finish, SingleRankTransport, Transport
-from shardwise.collectives.value_notes import Note
+from shardwise.collectives.transport import Allocate, Finish, SingleRankTransport, Transport, log_of, share
 from shardwise.errors import MeshError, ThreadError
 from shardwise.layout import Owner, checked, ring_elements
 from shardwise.trace import comm_trace
@@ -156,7 +154,7 @@ def costs(device_type: str) -> Costs:
         found = known[key] = costs_of(device_type, path_of_environment(), hosts)
         if here.world_size > 1 and here.notes.on:
             ranks, what = tuple(range(here.world_size)), "the costs of collectives"
-            _share(here, here.notes.same(found.numbers(), ranks, what, SAME_COSTS))
+            share(here, here.notes.same(found.numbers(), ranks, what, SAME_COSTS))
     return found
 
 
@@ -347,11 +345,7 @@ def _log_call(
     recv_counts: Sequence[int] = (),
 ) -> None:
     """Record the call that this rank is about to make, and compare it with what is known of the others."""
-    log = here.logs.get(ranks)
-    if log is None:
-        log = here.logs[ranks] = CallLog(ranks, here.rank)
-        for note in here.notes.early(ranks):
-            here.share_note(log, log.add_note(note))
+    log = log_of(here, ranks)
     here.compare_calls(log, log.add(here.calls[ranks], kind, dtype, shape, send_counts, recv_counts))
     here.notes.watch_after(log.latest)
 
@@ -365,7 +359,7 @@ def expect_equal(x: Tensor, ranks: Ranks, what: str, by_hook: bool = False, fix:
     here = transport()
     if len(ranks) == 1 or not here.notes.on or here.rank not in ranks:
         return
-    _share(here, here.notes.note(x, ranks, what, by_hook, fix))
+    share(here, here.notes.note(x, ranks, what, by_hook, fix))
 
 
 def watches_numbers() -> bool:
@@ -380,16 +374,7 @@ def expect_equal_numbers(numbers: Mapping[str, complex], ranks: Ranks, what: str
     """
     here = transport()
     if len(ranks) > 1 and here.notes.watching and here.rank in ranks and not is_capturing():
-        _share(here, here.notes.note_numbers(numbers, ranks, what))
-
-
-def _share(here: Transport, note: Note | None) -> None:
-    if note is None:
-        return
-    here.notes.keep(note)
-    for group, log in here.logs.items():
-        if set(group) <= set(note.ranks):
-            here.share_note(log, log.add_note(note))
+        share(here, here.notes.note_numbers(numbers, ranks, what))
 
 
 def _take_over(here: Transport) -> None:

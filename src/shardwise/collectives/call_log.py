@@ -166,6 +166,11 @@ class CallLog:
         self.num_notes += 1
         return note
 
+    @property
+    def has_open_notes(self) -> bool:
+        """Whether there are notes since the last collective."""
+        return bool(self.notes) and self.notes[-1].words[AFTER] == self.latest
+
     def compared_notes(self, peer: int) -> int:
         """How many notes of a peer were compared."""
         return self._compared_notes.get(peer, 0)
@@ -187,12 +192,13 @@ class CallLog:
             count: notes of the peer.
             words_of: one of the last, by its number from 0.
         """
+        is_ahead = False
         for number in range(max(self._compared_notes.get(peer, 0), count - KEPT_NOTES), count):
             theirs = words_of(number)
-            if theirs[AFTER] >= self.latest:
-                return None  # this rank is not there yet
-            self._compared_notes[peer] = number + 1
             mine = self._notes_by_key.get(_key_of(theirs))
+            is_ahead |= mine is None and theirs[AFTER] >= self.latest  # this rank may make that note later
+            if not is_ahead:
+                self._compared_notes[peer] = number + 1
             if mine is not None and are_different(mine.words, theirs):
                 return mine, theirs
         return None

@@ -55,7 +55,7 @@ from shardwise.collectives.supported_dtypes import as_supported
 from shardwise.collectives.threads import ThreadGuard
 from shardwise.collectives.transport import Allocate, Finish, draw_from_torch, exchange_of, reduce_stack
 from shardwise.collectives.value_notes import Note, ValueNotes, different_values_text, fix_of
-from shardwise.errors import MeshError
+from shardwise.errors import MeshError, ShardwiseError
 from shardwise.layout import Mesh, Owner
 from shardwise.trace.user_stack import format_call_sites
 
@@ -192,6 +192,9 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
             self._raise_difference(log, self._records)
         if self._records.elsewhere and are_due(log) and not self._records.elsewhere.isdisjoint(log.ranks):
             self._raise_difference(log, RemoteRecords(log, self._exchange_records))
+        for other in self.logs.values():
+            if other is not log and other.has_open_notes:
+                self._compare_open_notes(other, self._records, log)
 
     def _exchange_records(self, send: Tensor, sent: Sequence[int], expected: Sequence[int], ranks: Ranks) -> Tensor:
         call = self.logs[ranks].latest_call().described()
@@ -204,13 +207,25 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         values = records.different_values(log)
         if difference is None and values is None:
             return
-        pending = PendingCollective(log.latest_call().described(), log.latest, log.ranks)
         if values is not None:
-            text = different_values_text(values[0], {self._rank: values[0].words, **values[1]})
-            raise explain_values(FailureReport(None, text, fix=fix_of(values[0]), mismatch=True), pending)
+            raise self._explained(values, log)
+        pending = PendingCollective(log.latest_call().described(), log.latest, log.ranks)
         assert difference is not None
         different = DifferentCalls(log.ranks, difference.number, difference.why)
         raise explain_difference(different, pending, self._describe_call)
+
+    def _compare_open_notes(self, log: CallLog, records: SharedRecords, before: CallLog) -> None:
+        """Compare the notes of a group that may never call a collective, before one of another group."""
+        if records.seeks(log) and (store := store_of_world()) is not None:
+            add_peers(store, log.ranks, records)
+        values = records.different_values(log)
+        if values is not None:
+            raise self._explained(values, before)
+
+    def _explained(self, values: tuple[Note, dict[int, Sequence[int]]], log: CallLog) -> ShardwiseError:
+        pending = PendingCollective(log.latest_call().described(), log.latest, log.ranks)
+        text = different_values_text(values[0], {self._rank: values[0].words, **values[1]})
+        return explain_values(FailureReport(None, text, fix=fix_of(values[0]), mismatch=True), pending)
 
     def share_note(self, log: CallLog, note: Note) -> None:
         if self._records is not None:

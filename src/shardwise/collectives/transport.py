@@ -207,3 +207,24 @@ def reduce_stack(stack: Tensor, reduce_op: str) -> Tensor:
         case "product":
             return stack.prod(0, dtype=stack.dtype)
     raise AssertionError(f"unknown reduction {reduce_op}")
+
+
+def log_of(here: Transport, ranks: Ranks) -> CallLog:
+    """The log of a group, which is made if there is none."""
+    log = here.logs.get(ranks)
+    if log is None:
+        log = here.logs[ranks] = CallLog(ranks, here.rank)
+        for note in here.notes.early(ranks):
+            here.share_note(log, log.add_note(note))
+    return log
+
+
+def share(here: Transport, note: Note | None) -> None:
+    """Let the other ranks compare a note with theirs."""
+    if note is None:
+        return
+    log_of(here, note.ranks)  # which may never call a collective
+    here.notes.keep(note)
+    for group, log in here.logs.items():
+        if set(group) <= set(note.ranks):
+            here.share_note(log, log.add_note(note))

@@ -336,7 +336,15 @@ class _Simulation:
         return None
 
     def different_values(self, ranks: Ranks) -> str | None:
-        """What is wrong with the values that should be the same on these ranks, if anything."""
+        """What is wrong with values that should be the same on these ranks, or on those of a group without calls."""
+        found = self.different_values_of(ranks)
+        for member in ranks:
+            for group, log in self.ranks[member].logs.items():
+                if not found and group != ranks and log.has_open_notes:
+                    found = self.different_values_of(group)
+        return found
+
+    def different_values_of(self, ranks: Ranks) -> str | None:
         logs = self.logs(ranks)
         first = logs.pop(ranks[0], None)
         words: dict[int, Sequence[int]] = {}
