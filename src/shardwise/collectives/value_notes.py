@@ -7,10 +7,10 @@ Tensors are noted at calls 1, 2, 4, … 64 of a call site and at every 64th. The
 noted if `check_values(numbers=True)` was called, while a rank watches: up to the 65th collective of a group, and from
 every 61st to the next one. At other times they cost nothing.
 
-Notes are read with call records (`call_log.py`); of groups that called no collective since, ranks of one host read them
-before collectives of other groups, which sends nothing. Ranks compare only notes of the same call site (the innermost frames
-of the user's code), call number and last collective, so a call that only some ranks make (`if rank == 0: log(…)`) is
-compared with nothing. Differences of rounding are none.
+Notes are read with call records (`call_log.py`); of groups that called no collective since, ranks of one host read
+them before collectives of other groups, which sends nothing. Ranks compare only notes of the same call site (the
+innermost frames of the user's code), call number and last collective, so a call that only some ranks make
+(`if rank == 0: log(…)`) is compared with nothing. Differences of rounding are none.
 """
 
 import hashlib
