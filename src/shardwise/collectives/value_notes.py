@@ -268,5 +268,6 @@ FIX_NUMBERS = (
 )
 FIX_VALUES = (
     "if each rank has its own part, DTensor.from_local(x, mesh, [Shard(0)]); if one rank has the values for all, "
-    "distribute_tensor(x, mesh, [Replicate()])"
+    "distribute_tensor(x, mesh, [Replicate()]); if ranks of one tensor-parallel group have read different batches, "
+    "read by the rank in the data axis, mesh['dp'].get_local_rank()"
 )

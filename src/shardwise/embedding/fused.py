@@ -119,7 +119,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             given, own = saved.get(number, {}), self.state[parameter]
             if given.keys() != own.keys():
                 raise ConfigError(
-                    f"Table {name} has the states {sorted(given)}, expected {sorted(own)}. Fix: the same optimizer."
+                    f"Table {name} has the states {sorted(given)}, expected {sorted(own)}. Fix: the same optimizer; or "
+                    "load_state_dict or restore, as torch's set_state_dict leaves out tables (requires_grad=False)."
                 )
             for state, target in own.items():
                 shape, rows = tuple(given[state].shape), of_rows[name]

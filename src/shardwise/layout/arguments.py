@@ -205,7 +205,8 @@ def kind_of(annotation: Any) -> Kind | None:
         return _generic(origin, parameters)
     if not isinstance(annotation, type) or getattr(annotation, "_is_protocol", False):
         return None
-    return Kind(f"a {annotation.__name__}", lambda value: isinstance(value, annotation))
+    article = "an" if annotation.__name__[0] in "AEIOU" else "a"
+    return Kind(f"{article} {annotation.__name__}", lambda value: isinstance(value, annotation))
 
 
 def _any_of(kinds: list[Kind | None]) -> Kind | None:
