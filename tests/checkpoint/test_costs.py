@@ -1,5 +1,6 @@
 """A rank reads the bytes that it needs, into the memory that it has."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -223,11 +224,14 @@ OFFLINE = """
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("code", "count", "limit"), [(RANKS, 8, 64 << 20), (OFFLINE, 12, 64 << 20)])
+@pytest.mark.parametrize(("code", "count", "limit"), [(RANKS, 8, 48 << 20), (OFFLINE, 12, 32 << 20)])
 def test_peak_memory(tmp_path: Path, code: str, count: int, limit: int) -> None:
     """Beside the tensors, of each step with 128 MiB."""
     command = [sys.executable, "-c", dedent(PEAKS) + dedent(code), str(tmp_path)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    # Blocks from 1 MiB go back to the system when they are freed. By default glibc soon keeps them in the heaps of
+    # threads: then a peak has their holes as well, which depend on the order in which threads happen to run.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
     assert not done.returncode, done.stderr
     peaks = {what: int(found) for what, found in (line.split(": ") for line in done.stdout.splitlines())}
     assert len(peaks) == count
