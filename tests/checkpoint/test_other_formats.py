@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
 from shardwise.checkpoint import load, load_safetensors, restore, save, state_of
 from shardwise.checkpoint.offline import export_hugging_face, export_torch, import_safetensors, import_torch
 from shardwise.errors import CheckpointError
-from shardwise.testing import world
-from tests.checkpoint.faults import failing_at
+from tests.checkpoint.faults import failed, failing_at
 
 FOREIGN = ". Fix: copy or download the file again"
 UNREACHABLE = ". Fix: try again when the place answers"
@@ -27,18 +26,6 @@ INDEX = "model.safetensors.index.json"
 
 def module() -> nn.Module:
     return nn.Linear(3, 2)
-
-
-def failed(body: Callable[[], object]) -> str:
-    """The error, which is the same on two ranks."""
-
-    def run() -> str:
-        with pytest.raises(CheckpointError) as caught:
-            body()
-        return str(caught.value)
-
-    (text,) = set(world(2).run(run))
-    return text
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from shardwise.checkpoint.offline import (
 from shardwise.checkpoint.prefixes import extra_prefix
 from shardwise.errors import CheckpointError
 from shardwise.testing import world
+from tests.checkpoint.faults import failed
 
 S0 = Shard(0)
 
@@ -149,18 +150,6 @@ def test_a_model_of_transformers_goes_into_a_checkpoint_and_back_bit_by_bit(tied
 
 
 # ---- files of other programs ------------------------------------------------------------------------------
-
-
-def failed(body: Callable[[], object]) -> str:
-    """The error, which is the same on two ranks."""
-
-    def run() -> str:
-        with pytest.raises(CheckpointError) as caught:
-            body()
-        return str(caught.value)
-
-    (text,) = set(world(2).run(run))
-    return text
 
 
 @pytest.mark.parametrize("build", [plain, Wrapped])
