@@ -75,6 +75,9 @@ class Gate:
     def open(self) -> None:
         self._open.set()
 
+    def shut(self) -> None:
+        self._open.clear()
+
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
@@ -95,16 +98,20 @@ def test_it_is_the_checkpoint_of_the_moment_of_the_call(tmp_path: Path, size: in
             folder = tmp_path / f"{number}"
             save(folder / "expected", state_of_step(7, layout), step=7, metadata={"loss": 1})
             state, metadata = state_of_step(7, layout), {"loss": 1}
+            collectives.barrier(tuple(range(size)))
+            gate.shut()
             pending = save_async(folder / "found", state, step=7, metadata=metadata)
             overwrite(state)
             metadata["loss"] = -1
             assert latest(folder / "found") is None
+            collectives.barrier(tuple(range(size)))
+            gate.open()
             assert pending.wait() == folder / "found" / "step-00000007"
             assert pending.done()
             assert pending.wait() == folder / "found" / "step-00000007"
         return [str(layout) for layout in layouts(size, SHAPE)]
 
-    threading.Timer(0.2, gate.open).start()
+    gate.open()
     names = world(size).run(body)[0]
     for number, name in enumerate(names):
         assert content(tmp_path / f"{number}" / "found") == content(tmp_path / f"{number}" / "expected"), name

@@ -97,7 +97,7 @@ def test_where_torchrun_keeps_the_group_a_warning_says_so(how: str, tmp_path: Pa
     said, errors = run_and_kill(tmp_path, how, SHORT)
     assert errors.count(WARNING) == 1  # on rank 0
     assert "train.py:12: UserWarning" in errors  # the line that calls shardwise
-    assert said == RESTARTED or (said == [] and "connectFullMesh failed" in errors)  # gloo decides which, by time
+    assert said in (RESTARTED, [])  # time decides whether they read addresses and failures of those that have ended
 
 
 def test_with_another_store_for_each_start_ranks_work_after_a_restart(tmp_path: Path) -> None:

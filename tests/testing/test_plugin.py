@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -41,6 +42,13 @@ def tell(folder, seconds):
 if __name__ == "__main__":
     world(2, real=True).run(tell, sys.argv[1], float(sys.argv[2]))
 """
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A short path: that of a socket below it has at most 107 characters."""
+    with TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 def environment(tmp_path: Path) -> dict[str, str]:
