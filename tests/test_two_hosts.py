@@ -46,12 +46,10 @@ class Outcome:
     seconds: float
 
 
-def outcomes(
-    folder: Path, job: str, *args: str, timeout: float = LONG, code: int = 1, **variables: str
-) -> dict[int, Outcome]:
+def outcomes(folder: Path, job: str, *args: str, timeout: float = LONG, code: int = 1) -> dict[int, Outcome]:
     """What the ranks of two hosts wrote down; those that were killed did not."""
     command = [*TOOL, "-m", "tests.two_hosts_jobs", str(folder), str(timeout), job, *args]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **variables}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     assert re.search(r"\nlink: [\d,]+ bytes from host 0 to host 1, [\d,]+ bytes from host 1 to host 0\n$", done.stdout)
@@ -107,8 +105,7 @@ def test_containers_with_one_host_name_are_other_hosts(apart: list[str], same: b
     ],
 )
 def test_ranks_of_both_hosts_name_the_rank_that_ended_and_how(how: str, said: str, tmp_path: Path) -> None:
-    # torchrun sends SIGTERM to the ranks of a host on which one has ended, as soon as it sees that.
-    found = outcomes(tmp_path, "fail", how, PET_MONITOR_INTERVAL="3")
+    found = outcomes(tmp_path, "fail", how)
     for survivor in (0, 1, 2):
         assert found[survivor].error == "RemoteRankError"
         assert re.fullmatch(said, found[survivor].text.splitlines()[0]), found[survivor].text

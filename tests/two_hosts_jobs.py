@@ -154,6 +154,8 @@ JOBS = {job.__name__: job for job in (train, train_on_hosts, fail, disagree, dif
 
 
 def run(what: list[str]) -> None:
+    # torchrun sends it to the ranks of a host as soon as it sees that one has ended; here each is to say why it ends.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     started = time.monotonic()
     outcome: dict[str, Any] = {"returned": None, "error": "", "text": ""}
     try:

@@ -1,16 +1,22 @@
 """Names of worlds in a store that has keys of earlier ones, as torchrun keeps it when it restarts ranks."""
 
+import os
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed
 from torch.distributed.distributed_c10d import Store
 
-from shardwise.collectives.joining import WORLD, agree_on_name
+from shardwise.collectives.joining import WORLD, agree_on_name, wait_until_all_are_connected
 from shardwise.errors import MismatchError, RemoteRankError
 from tests.timeouts import PATIENCE_SECONDS, under_load
+
+ROOT = Path(__file__).parents[2]
 
 
 def new_store() -> Store:
@@ -77,3 +83,53 @@ def test_a_start_that_was_never_complete_is_no_world() -> None:
     (name,) = start(store, 3, first=1)
     assert name != ended
     assert store.get(WORLD).decode() == name
+
+
+# ---- leaving --------------------------------------------------------------------------------------------------
+
+LATE = """
+import os, sys, time
+from pathlib import Path
+import torch.distributed as dist
+import shardwise as sw
+
+connected, connect = Path(__file__).with_name("rank 1 is connected"), dist.init_process_group
+
+def connect_slowly(*args, **kwargs):
+    connect(*args, **kwargs)
+    if os.environ["RANK"] == "1":
+        time.sleep(1)
+        connected.touch()
+
+dist.init_process_group = connect_slowly
+
+def main():
+    os.write(1, f"rank {sw.rank()}: {connected.exists()}\\n".encode())
+
+if __name__ == "__main__":
+    sw.launch(main, nproc=3)
+"""
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("start", "no_agent_store"),
+    [([], "0"), (TORCHRUN, "0"), (TORCHRUN, "1")],
+    ids=["launch", "torchrun", "torchrun, a store of rank 0"],
+)
+def test_no_rank_goes_on_before_all_are_connected(start: list[str], no_agent_store: str, tmp_path: Path) -> None:
+    """Else one that is quick to end would end while another connects to it, at which gloo fails."""
+    script = tmp_path / "late.py"
+    script.write_text(LATE)
+    environment = {"PYTHONPATH": str(ROOT / "src"), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": no_agent_store}
+    command, environment = [sys.executable, *start, str(script)], {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank}: True" for rank in range(3)]
+
+
+def test_a_rank_that_does_not_connect_is_named() -> None:
+    store = new_store()
+    with pytest.raises(RemoteRankError, match=r"Rank 1 of 2 did not join the world within .*: it has not connected"):
+        wait_until_all_are_connected(store, 0, 2, under_load(1.0))

@@ -20,6 +20,7 @@ from shardwise.errors import RemoteRankError
 
 WORLD = "shardwise/world"  # a key: the name of the last world that was begun in a store
 NO_ANSWER = "no answer in the store of torchrun."
+NOT_CONNECTED = "it has not connected to the others."
 RECHECK_SECONDS = 0.5  # a rank that answered to the name of an ended world looks for a new one
 
 
@@ -47,6 +48,7 @@ def init_processes(
         dist.init_process_group(
             backend, store=file_store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_seconds)
         )
+    wait_until_all_are_connected(file_store, rank, world_size, timeout_seconds)
     TORCH_TRANSPORT.attach()
 
 
@@ -65,6 +67,7 @@ def init_from_environment(timeout_seconds: float = 60.0) -> bool:
     name = agree_on_name(found, rank, world_size, timeout_seconds)
     store = dist.PrefixStore(name, found)  # type: ignore[attr-defined]
     dist.init_process_group(store=store, rank=rank, world_size=world_size, timeout=timeout)
+    wait_until_all_are_connected(store, rank, world_size, timeout_seconds)
     TORCH_TRANSPORT.attach()
     atexit.register(shutdown)
     return True
@@ -146,6 +149,26 @@ def _has(store: Store, keys: Sequence[str], timeout_seconds: float) -> bool:
     except dist.DistStoreError:
         return False
     return True
+
+
+def wait_until_all_are_connected(store: Store, rank: int, world_size: int, timeout_seconds: float) -> None:
+    """Let no rank leave the world before all are in it: gloo fails to connect to a rank that has ended since.
+
+    Raises:
+        RemoteRankError: not all joined in time; the text names the missing ranks.
+    """
+
+    def meet(step: str, waits: bool) -> None:
+        key = f"shardwise/{step}"
+        store.set(f"{key}/{rank}", "")
+        if store.add(key, 1) == world_size:
+            store.set(f"{key}/all", "")
+        if waits and not _has(store, [f"{key}/all"], timeout_seconds):
+            missing = [other for other in range(world_size) if not store.check([f"{key}/{other}"])]
+            raise _did_not_join(missing or range(world_size), world_size, timeout_seconds, NOT_CONNECTED)
+
+    meet("connected", True)
+    meet("found_all", rank == 0)  # which may have the server that the others still ask
 
 
 def shutdown() -> None:
