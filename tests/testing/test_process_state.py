@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.collectives import barrier, rank
 from shardwise.testing import DeadlockError, world
-from shardwise.testing.process_settings import SETTINGS, settings
+from shardwise.testing.process_state import SETTINGS, settings
 
 ALL = (0, 1, 2)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)

@@ -193,8 +193,8 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         if self._records.elsewhere and are_due(log) and not self._records.elsewhere.isdisjoint(log.ranks):
             self._raise_difference(log, RemoteRecords(log, self._exchange_records))
         for other in self.logs.values():
-            if other is not log and other.has_open_notes:
-                self._compare_open_notes(other, self._records, log)
+            if other is not log and other.has_open_notes and (values := self._records.different_values(other)):
+                raise self._explained(values, log)
 
     def _exchange_records(self, send: Tensor, sent: Sequence[int], expected: Sequence[int], ranks: Ranks) -> Tensor:
         call = self.logs[ranks].latest_call().described()
@@ -214,15 +214,8 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         different = DifferentCalls(log.ranks, difference.number, difference.why)
         raise explain_difference(different, pending, self._describe_call)
 
-    def _compare_open_notes(self, log: CallLog, records: SharedRecords, before: CallLog) -> None:
-        """Compare the notes of a group that may never call a collective, before one of another group."""
-        if records.seeks(log) and (store := store_of_world()) is not None:
-            add_peers(store, log.ranks, records)
-        values = records.different_values(log)
-        if values is not None:
-            raise self._explained(values, before)
-
     def _explained(self, values: tuple[Note, dict[int, Sequence[int]]], log: CallLog) -> ShardwiseError:
+        """What to raise for values that differ, before the latest call of a log."""
         pending = PendingCollective(log.latest_call().described(), log.latest, log.ranks)
         text = different_values_text(values[0], {self._rank: values[0].words, **values[1]})
         return explain_values(FailureReport(None, text, fix=fix_of(values[0]), mismatch=True), pending)
@@ -230,6 +223,8 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
     def share_note(self, log: CallLog, note: Note) -> None:
         if self._records is not None:
             self._records.write_note(log, note)
+            if log.latest <= 1 and log not in self._records.complete:  # it may never call a collective
+                self._find_peers(log, self._records)
 
     def _find_peers(self, log: CallLog, records: SharedRecords) -> None:
         """Let `records` know those of all ranks of a group on this host, and remember whether there are others.
@@ -240,13 +235,13 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
             return
         began, timeout = monotonic(), self._timeout(log.ranks)
         # After one call all ranks of a group have joined the world, or soon will.
-        until = began + (0 if log.latest == 1 else timeout or JOIN_SECONDS)
+        until = began + (0 if log.latest <= 1 else timeout or JOIN_SECONDS)
         while add_peers(store, log.ranks, records) and not self.monitor.failed:
             if all(map(records.knows, log.ranks)):
                 records.complete.add(log)
                 return
             if monotonic() >= until:
-                if log.latest == 1 or timeout is None:
+                if log.latest <= 1 or timeout is None:
                     return
                 pending = PendingCollective(log.latest_call().described(), log.latest, log.ranks)
                 error = TimeoutError("Some ranks have not joined, or the store does not answer.")

@@ -64,7 +64,6 @@ class SharedRecords:
         self._regions: dict[CallLog, int] = {}  # where those of this rank begin
         self._peers: dict[int, memoryview[int]] = {rank: memoryview(array("q"))}
         self._views: dict[CallLog, list[_View]] = {}
-        self._sought: dict[CallLog, int] = {}  # how many notes there were when its ranks were looked up
         self._file: MemoryFile | None = None
         self._words = memoryview(array("q"))
         if hasattr(os, "memfd_create"):
@@ -94,16 +93,6 @@ class SharedRecords:
 
     def knows(self, rank: int) -> bool:
         return rank in self._peers
-
-    def seeks(self, log: CallLog) -> bool:
-        """Whether ranks of a group that has new notes are to be looked up."""
-        if log in self.complete or self._sought.get(log) == log.num_notes:
-            return False
-        self._sought[log] = log.num_notes
-        if all(map(self.knows, log.ranks)):
-            self.complete.add(log)
-            return False
-        return True
 
     def write(self, log: CallLog, record: "array[int]") -> None:
         """Let the other ranks see the latest call of this one."""

@@ -87,8 +87,12 @@ def shown(value: object) -> str:
         text = f"the class {value.__qualname__}"
     else:
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-        return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+        return _with_article(name)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 # ---- integers ---------------------------------------------------------------------------------------------
@@ -205,8 +209,7 @@ def kind_of(annotation: Any) -> Kind | None:
         return _generic(origin, parameters)
     if not isinstance(annotation, type) or getattr(annotation, "_is_protocol", False):
         return None
-    article = "an" if annotation.__name__[0] in "AEIOU" else "a"
-    return Kind(f"{article} {annotation.__name__}", lambda value: isinstance(value, annotation))
+    return Kind(_with_article(annotation.__name__), lambda value: isinstance(value, annotation))
 
 
 def _any_of(kinds: list[Kind | None]) -> Kind | None:
@@ -264,7 +267,7 @@ def _generic(origin: type, parameters: tuple[Any, ...]) -> Kind | None:
         )
     if issubclass(origin, Iterable):
         return Kind("an iterable", lambda value: isinstance(value, Iterable) and not isinstance(value, str | bytes))
-    return Kind(f"a {origin.__name__}", lambda value: isinstance(value, origin))
+    return Kind(_with_article(origin.__name__), lambda value: isinstance(value, origin))
 
 
 def _misuse_in(kind: Kind | None, value: object) -> str:

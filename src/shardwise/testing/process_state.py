@@ -1,4 +1,4 @@
-"""Settings that torch keeps per process, of which each simulated rank has its own.
+"""What torch keeps per process, of which each simulated rank has its own: generators and settings.
 
     with sdpa_kernel(SDPBackend.MATH):  # of one rank; what the others found stays as it was
         attention(q, k, v)
@@ -6,11 +6,12 @@
 Context managers such as `sdpa_kernel` restore what they found. Ranks that take turns inside would find each other's.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from shardwise.testing.generators import States, generator_states, set_generator_states
 
 SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (  # how each is read, and set
     (torch.get_default_dtype, torch._C._set_default_dtype),
@@ -38,11 +39,10 @@ def set_settings(values: Values) -> None:
             write(value)
 
 
-@contextmanager
-def settings_stay() -> Iterator[None]:
-    """What the block changes is as before afterwards."""
-    values = settings()
-    try:
-        yield
-    finally:
-        set_settings(values)
+def process_state() -> tuple[States, Values]:
+    return generator_states(), settings()
+
+
+def set_process_state(state: tuple[States, Values]) -> None:
+    set_generator_states(state[0])
+    set_settings(state[1])

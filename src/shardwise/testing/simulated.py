@@ -40,8 +40,7 @@ from shardwise.errors import MismatchError, RemoteRankError, ShardwiseError, Thr
 from shardwise.layout import Owner
 from shardwise.testing.assertions import note_values
 from shardwise.testing.failures import LATE, DeadlockError, first_error
-from shardwise.testing.generators import generator_states, set_generator_states
-from shardwise.testing.process_settings import set_settings, settings, settings_stay
+from shardwise.testing.process_state import process_state, set_process_state
 from shardwise.testing.rank_threads import threads_belong_to_ranks
 from shardwise.trace.user_stack import StackFrame, format_call_sites, format_running, frames_of
 
@@ -85,7 +84,7 @@ class _Rank:
         self.ended = False
         self.result: object = None
         self.error: BaseException | None = None
-        self.generator_states, self.settings = generator_states(), settings()
+        self.process_state = process_state()
         self.thread = threading.Thread(
             target=contextvars.copy_context().run,
             args=(simulation.live, self),
@@ -185,8 +184,8 @@ class _Simulation:
 
     def run(self, timeout: float) -> list[Any]:
         __tracebackhide__ = True
-        states = generator_states()
-        with threads_belong_to_ranks(), settings_stay():
+        callers = process_state()
+        with threads_belong_to_ranks():
             for rank in self.ranks:
                 rank.thread.start()
             try:
@@ -195,7 +194,7 @@ class _Simulation:
             finally:
                 self.stop()
                 self.join()
-                set_generator_states(states)
+                set_process_state(callers)
         for rank in self.ranks:
             if rank.error is None and rank.threads.failed:  # in a thread that the rank still waits for
                 rank.error = ThreadError(rank.threads.failed)
@@ -268,8 +267,7 @@ class _Simulation:
         rank.turn.acquire()
         if self.stopped:
             raise _Stopped
-        set_generator_states(rank.generator_states)
-        set_settings(rank.settings)
+        set_process_state(rank.process_state)
 
     def exchange(self, rank: _Rank, call: CollectiveCall, tensor: Tensor, ranks: Ranks) -> Tensor:
         """Take part in the next collective of `ranks`; return when all of them have joined it."""
@@ -299,7 +297,7 @@ class _Simulation:
         if len(calls) == len(ranks):
             self.complete(ranks, number)
         del calls  # what others sent is theirs to free while this rank waits
-        rank.generator_states, rank.settings = generator_states(), settings()
+        rank.process_state = process_state()
         self.pass_turn()
         self.await_turn(rank)
         received, rank.received = rank.received, None
@@ -337,12 +335,9 @@ class _Simulation:
 
     def different_values(self, ranks: Ranks) -> str | None:
         """What is wrong with values that should be the same on these ranks, or on those of a group without calls."""
-        found = self.different_values_of(ranks)
-        for member in ranks:
-            for group, log in self.ranks[member].logs.items():
-                if not found and group != ranks and log.has_open_notes:
-                    found = self.different_values_of(group)
-        return found
+        logs = [entry for member in ranks for entry in self.ranks[member].logs.items()]
+        groups = dict.fromkeys([ranks, *(group for group, log in logs if log.has_open_notes)])
+        return next(filter(None, map(self.different_values_of, groups)), None)
 
     def different_values_of(self, ranks: Ranks) -> str | None:
         logs = self.logs(ranks)
