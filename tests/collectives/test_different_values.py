@@ -364,22 +364,24 @@ def evaluate(batches: int, rows: Sequence[int], trained: int = 0) -> list[float]
     return losses
 
 
-@pytest.mark.parametrize("trained", [0, 3])
+@pytest.mark.parametrize(("trained", "rows"), [(0, (3, 2)), (3, (3, 2)), (0, (3, 0)), (3, (0, 2))])
 @EACH_GRID
-def test_values_are_compared_before_collectives_of_other_groups(ranks: World, trained: int) -> None:
+def test_values_are_compared_before_collectives_of_other_groups(
+    ranks: World, trained: int, rows: Sequence[int]
+) -> None:
     """By the ranks that see it first; at the latest in the third batch, when the others have made the first."""
     with pytest.raises((MismatchError, RemoteRankError)) as caught:
-        ranks.run(evaluate, 40, (3, 2), trained)
+        ranks.run(evaluate, 40, rows, trained)
     text = str(caught.value)
-    assert re.match(r"matmul: the plain tensor beside DTensors of shape \([23], 6\), float32, must be the same", text)
+    assert re.match(r"matmul: the plain tensor beside DTensors of shape \([023], 6\), float32, must be the same", text)
     assert f"called at {HERE}:" in text
 
 
-@pytest.mark.parametrize("trained", [0, 3])
+@pytest.mark.parametrize(("trained", "rows"), [(0, 3), (3, 3), (0, 0), (3, 0)])
 @EACH_GRID
-def test_equal_values_of_a_group_without_collectives_raise_nothing(ranks: World, trained: int) -> None:
-    found = ranks.run(evaluate, 5, (3, 3), trained)
-    assert found == [[3 * 24.0 * (1 + i) for i in range(5)]] * 4
+def test_equal_values_of_a_group_without_collectives_raise_nothing(ranks: World, trained: int, rows: int) -> None:
+    found = ranks.run(evaluate, 5, (rows, rows), trained)
+    assert found == [[rows * 24.0 * (1 + i) for i in range(5)]] * 4
 
 
 # ---- correct programs -------------------------------------------------------------------------------------

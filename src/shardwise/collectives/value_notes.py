@@ -153,7 +153,7 @@ def _has_values(x: Tensor, by_hook: bool) -> bool:
     """Whether the values of `x` can be read here; a tensor of one element counts as a number."""
     return (
         type(x) in (Tensor, torch.nn.Parameter)
-        and x.numel() > 1
+        and x.numel() != 1
         and x.layout == torch.strided
         and x.device.type != "meta"
         and not is_capturing()
