@@ -187,6 +187,17 @@ def test_hosts_with_different_replicated_values_raise_one_error(tmp_path: Path) 
     )
 
 
+def test_hosts_without_a_common_collective_raise_one_error_for_different_values(tmp_path: Path) -> None:
+    found = outcomes(tmp_path, "evaluate_apart")
+    (text,) = {outcome.text for outcome in found.values()}
+    assert [outcome.error for outcome in found.values()] == ["MismatchError"] * 4
+    head, first, second, where, _ = text.splitlines()
+    assert head.startswith("matmul: the plain tensor beside DTensors of shape (3, 6), float32, must be the same")
+    assert re.fullmatch(r"  rank [01]: 0, 0, 0, 0, 0, 0, …", first)
+    assert re.fullmatch(r"  rank [23]: -1, -1, -1, -1, -1, -1, …", second)
+    assert re.fullmatch(r"  called at .*two_hosts_jobs.py:\d+ in evaluate_apart", where)
+
+
 # ---- the tool -----------------------------------------------------------------------------------------------
 
 

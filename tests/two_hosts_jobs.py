@@ -112,6 +112,17 @@ def differ() -> None:
         (x + torch.full((8,), float(rank() > 1))).sum().item()
 
 
+def evaluate_apart() -> None:
+    """Plain batches, equal on both hosts and then not; no collective has ranks of both until the end."""
+    mesh = Mesh((2, 2), names=("host", "local"))
+    w = DTensor.from_local(torch.ones(3, 4), mesh, [Replicate(), Shard(0)], run_check=False)
+    for i in range(50):
+        (torch.full((3, 6), float(i)) @ w).sum().item()
+    for i in range(500):
+        (torch.full((3, 6), float(i - (rank() > 1))) @ w).sum().item()
+    barrier(WORLD)
+
+
 def stop_the_first_launcher() -> None:
     """It has the server of the store, and goes on when the ranks that wait for rank 3 have failed."""
     time.sleep(2)  # for the monitors to see who has the server
@@ -150,7 +161,10 @@ def peers() -> list[int]:
     return sorted(TORCH_TRANSPORT._records.elsewhere)
 
 
-JOBS = {job.__name__: job for job in (train, train_on_hosts, fail, disagree, differ, stop_the_first_launcher, sleep)}
+JOBS = {
+    job.__name__: job
+    for job in (train, train_on_hosts, fail, disagree, differ, evaluate_apart, stop_the_first_launcher, sleep)
+}
 
 
 def run(what: list[str]) -> None:

@@ -348,6 +348,13 @@ def test_a_file_of_torch_save_is_called_so(tmp_path: Path) -> None:
         import_safetensors(tmp_path / "w.pt", tmp_path / "run")
 
 
+def test_an_index_is_called_so(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"w": "model-1.safetensors"}}')
+    with pytest.raises(CheckpointError, match=r"is no safetensors file, but JSON.*\. Fix: name the folder"):
+        import_safetensors(index, tmp_path / "run")
+
+
 def test_links_of_a_cache_are_followed(tmp_path: Path) -> None:
     (tmp_path / "snapshot").mkdir()
     save_file({"w": torch.ones(3)}, tmp_path / "blob")

@@ -58,7 +58,7 @@ def test_one_warning_says_what_it_costs(placements: list[Shard | Replicate]) -> 
         warnings.simplefilter("always")
         world(4).run(run)
     (message,) = [f"{warning.filename} {warning.message}" for warning in found]
-    assert message.startswith(f"{__file__} linear: 0.weight is sharded on mesh axis {axis!r}, as is the batch")
+    assert message.startswith(f"{__file__} linear: 0.weight is sharded on mesh axis {axis!r}, as is its input")
 
 
 @pytest.mark.filterwarnings("error")

@@ -51,6 +51,7 @@ from shardwise.collectives.remote_records import RemoteRecords, are_due
 from shardwise.collectives.shared_records import SharedRecords, add_peers
 from shardwise.collectives.shared_store import warn_of_failing_restarts
 from shardwise.collectives.started import StartedCollective, unequal
+from shardwise.collectives.stored_notes import StoredNotes
 from shardwise.collectives.supported_dtypes import as_supported
 from shardwise.collectives.threads import ThreadGuard
 from shardwise.collectives.transport import Allocate, Finish, draw_from_torch, exchange_of, reduce_stack
@@ -103,6 +104,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         self.monitor = FailureMonitor()
         self.monitor.describe = self._describe_call
         self._records: SharedRecords | None = None
+        self._stored = StoredNotes()
         self.open_works = OpenWorks()
         self._hooks: ExitHooks | None = None
         self._world: Callable[[], dist.ProcessGroup | None] = _no_world
@@ -193,8 +195,11 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         if self._records.elsewhere and are_due(log) and not self._records.elsewhere.isdisjoint(log.ranks):
             self._raise_difference(log, RemoteRecords(log, self._exchange_records))
         for other in self.logs.values():
-            if other is not log and other.has_open_notes and (values := self._records.different_values(other)):
-                raise self._explained(values, log)
+            if other is not log and other.has_open_notes:
+                values = self._records.different_values(other)
+                values = values or self._stored.different_values(other, self._records.elsewhere)
+                if values is not None:
+                    raise self._explained(values, log)
 
     def _exchange_records(self, send: Tensor, sent: Sequence[int], expected: Sequence[int], ranks: Ranks) -> Tensor:
         call = self.logs[ranks].latest_call().described()

@@ -6,7 +6,6 @@ far, and the last records only if those differ, so they find at most 63 calls la
 
 import json
 from collections.abc import Sequence
-from functools import partial
 from typing import TypedDict
 
 import torch
@@ -16,12 +15,17 @@ from shardwise.collectives.transport import Exchange, gather_with
 from shardwise.collectives.value_notes import Note
 
 
-class _Sent(TypedDict):
+class SentNotes(TypedDict):
+    """The last of `num_notes` notes of a rank."""
+
+    notes: list[list[int]]
+    num_notes: int
+
+
+class _Sent(SentNotes):
     """What a rank sends if the digests differ."""
 
     records: list[list[int]]
-    notes: list[list[int]]
-    num_notes: int
 
 
 def are_due(log: CallLog) -> bool:
@@ -42,7 +46,7 @@ class RemoteRecords:
         if bool((digests == digest).all()):
             return
         records = sorted(record.tolist() for record in log.records if record[0])
-        sent: _Sent = {"records": records, "notes": [n.words.tolist() for n in log.notes], "num_notes": log.num_notes}
+        sent: _Sent = {"records": records, **notes_of(log)}
         everything = gather_with(exchange, json.dumps(sent).encode(), log.ranks)
         for rank, data in zip(log.ranks, everything, strict=True):
             if rank != log.ranks[log.position]:
@@ -63,11 +67,18 @@ class RemoteRecords:
         found: dict[int, Sequence[int]] = {}
         first: Note | None = None
         for rank, sent in self._by_rank.items():
-            different = log.different_note(rank, sent["num_notes"], partial(_note, sent))
+            different = different_note(log, rank, sent)
             if different is not None and (first is None or different[0] is first):
                 first, found[rank] = different
         return None if first is None else (first, found)
 
 
-def _note(sent: _Sent, number: int) -> list[int]:
-    return sent["notes"][number - sent["num_notes"]]
+def notes_of(log: CallLog) -> SentNotes:
+    """The last notes of this rank."""
+    return {"notes": [note.words.tolist() for note in log.notes], "num_notes": log.num_notes}
+
+
+def different_note(log: CallLog, rank: int, sent: SentNotes) -> tuple[Note, Sequence[int]] | None:
+    """The first note that another rank has sent whose value differs, of those that were not compared yet."""
+    notes, count = sent["notes"], sent["num_notes"]
+    return log.different_note(rank, count, lambda number: notes[number - count])

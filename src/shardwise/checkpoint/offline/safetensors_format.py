@@ -269,6 +269,9 @@ def _tensors(file: StoredFile, name: str) -> tuple[dict[str, SourceTensor], str]
         raise CheckpointError(f"{file.name}: is no safetensors file, but one of torch.save. Fix: {OF_TORCH_SAVE}")
     length = int.from_bytes(start, "little")
     if length > min(HEADER_LIMIT, file.size - 8):
+        if start.startswith(b"{"):
+            fix = "name the folder, which has the index and the files"
+            raise CheckpointError(f"{file.name}: is no safetensors file, but JSON, such as an index. Fix: {fix}.")
         raise foreign(f"{file.name}: is no safetensors file: its header would have {length:,} bytes")
     try:
         header = json.loads(_bytes(file, 8, length))

@@ -199,6 +199,10 @@ class FailureStore:
         """Publish what this rank called in the collective at which ranks disagree; None if it has not yet."""
         self._write("call", call)
 
+    def publish_notes(self, group: int, notes: object) -> None:
+        """Publish the values that this rank has noted for a group, in JSON."""
+        self._write(f"notes/{group}", notes)
+
     def publish_root(self, report: FailureReport) -> FailureReport:
         """Publish the root of all failures unless there is one already; return the one that is published."""
         found = self.store.compare_set(_key("root"), "", json.dumps(asdict(report)))
@@ -227,6 +231,10 @@ class FailureStore:
     def process(self, rank: int) -> ProcessIdentity | None:
         found = self._read(_key("process", rank))
         return None if found is None else ProcessIdentity(**found)
+
+    def notes(self, group: int, rank: int) -> Any:
+        """What a rank published by `publish_notes`; None if it has not."""
+        return self._read(_key(f"notes/{group}", rank))
 
     def text(self, kind: str, rank: int) -> str | None:
         """What a rank published as its "exit", "running" or "thread_error"."""

@@ -50,7 +50,7 @@ def _warn(op: str, x: DTensor, batch: Layout, target: Layout, axis: int) -> None
     reduced = 2 * size * (mesh.shape[axis] - 1) * _all_local(target) // mesh.shape[axis]
     fully = 2 * size * _padded(x._layout, axis) + scattered
     text = (
-        f"{op}: {name} is sharded on mesh axis {label}, as is the batch, so each call all-gathers it, keeps it until "
+        f"{op}: {name} is sharded on mesh axis {label}, as is its input, so each call all-gathers it, keeps it until "
         f"backward, and reduces its gradient alone: {gathered + scattered:,} bytes of all ranks, forward and backward; "
         f"so with all parameters like it. Fix: choose one of these, with the bytes for {name} alone:\n"
         f"  fully_shard(module): {fully:,} bytes. All-gathers all parameters of a module in one collective, for "
