@@ -128,6 +128,30 @@ def test_values_that_differ_are_named_with_line_ranks_and_from_local(
     assert lines[-1].startswith("  Fix: if each rank has its own part, DTensor.from_local(")
 
 
+def rows_of_zeros() -> None:
+    use(torch.zeros(2 + odd(), 6) @ distribute_tensor(torch.ones(6, 4), Mesh((3,)), [Shard(0)]))
+
+
+def dims_of_one() -> None:
+    x = torch.zeros((1,) * 5 + (1 + odd(), 2))
+    use(x.movedim(-2, 0) + distribute_tensor(torch.ones(1, 2), Mesh((3,)), [Shard(1)]))
+
+
+@pytest.mark.parametrize(
+    ("act", "shapes"),
+    [(rows_of_zeros, ["(2, 6)", "(3, 6)"]), (dims_of_one, ["(1, 1, 1, 1, 2)", "(2, 1, 1, 1, 2)"])],
+    ids=lambda x: x.__name__ if callable(x) else "",
+)
+@WORLDS
+def test_other_sizes_of_equal_values_are_named(ranks: World, act: Callable[[], object], shapes: list[str]) -> None:
+    """Equal as they are in six elements and in two sums."""
+    text = one_text(ranks, act)
+    named = re.findall(r"^  rank (\d): shape (\(.*\)): 0, 0", text, re.MULTILINE)
+    assert ("1", shapes[1]) in named
+    assert {(rank, shapes[int(rank) % 2]) for rank, _ in named} == {*named}
+    assert len(named) > 1
+
+
 def late() -> None:
     """The 64th call of a line differs, of 100."""
     x = sharded()

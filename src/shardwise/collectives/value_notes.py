@@ -38,8 +38,10 @@ WATCH_EVERY = 61  # a prime, so that it is not always the same collective of a s
 NOTES_OF_NUMBERS = 96  # while a rank watches
 MAX_ELEMENTS = 1 << 15  # that a digest reads; of a larger tensor it reads a sample
 SAMPLES = 6  # elements that a note has
+SIZES = 5  # of dims; the last is the product of all further ones
 FRAMES = 4
-KEY, COUNT, AFTER, DIGEST, TOLERANCE, SUMS, VALUES = 0, 1, 2, 3, 4, 5, 7  # positions in a note
+KEY, COUNT, AFTER, DIGEST, NDIM, TOLERANCE = 0, 1, 2, 3, 4, 5 + SIZES  # positions in a note; sizes follow on NDIM
+VALUES = TOLERANCE + 3  # after two sums
 WORDS = VALUES + SAMPLES
 
 # Relative differences that are taken for rounding; zero for others.
@@ -170,7 +172,7 @@ def _is_user_in_backward() -> bool:
 
 
 def _contents(x: Tensor) -> tuple[int, ...]:
-    """Digest, tolerance, two sums and samples of the elements of `x`, floats as the integers of their bits."""
+    """Digest, dims and sizes of `x`, tolerance, two sums and samples, floats as the integers of their bits."""
     with torch.no_grad(), DisableTorchFunctionSubclass():
         # A copy, because numpy() makes the storage of its tensor one that FSDP cannot resize.
         seen = _sampled(x.detach()).cpu().clone(memory_format=torch.contiguous_format)
@@ -181,9 +183,9 @@ def _contents(x: Tensor) -> tuple[int, ...]:
         few = wide[:: max(1, wide.numel() // SAMPLES)][:SAMPLES]
         sums = [wide.sum().item(), wide.abs().sum().item()]
         padded = [*few.tolist(), *[0.0] * (SAMPLES - few.numel())]
-    return int.from_bytes(found.digest()), *array(
-        "q", array("d", [_ROUNDING.get(x.dtype, 0.0), *sums, *padded]).tobytes()
-    )
+    sizes = [*x.shape[: SIZES - 1], *([prod(x.shape[SIZES - 1 :])] if x.ndim >= SIZES else [])]
+    bits = array("q", array("d", [_ROUNDING.get(x.dtype, 0.0), *sums, *padded]).tobytes())
+    return int.from_bytes(found.digest()), x.ndim, *sizes, *[0] * (SIZES - len(sizes)), *bits
 
 
 def _contents_of_numbers(numbers: Mapping[str, complex]) -> tuple[int, ...]:
@@ -192,7 +194,7 @@ def _contents_of_numbers(numbers: Mapping[str, complex]) -> tuple[int, ...]:
     exact = stable_digest([(name, "" if isinstance(x, float | complex) else x) for name, x in numbers.items()]) >> 4
     values = [_as_float(x) for x in islice(numbers.values(), SAMPLES)]
     floats = [_ROUNDING[torch.float64], float(exact), 0.0, *values, *[0.0] * (SAMPLES - len(values))]
-    return digest, *array("q", array("d", floats).tobytes())
+    return digest, *[0] * (1 + SIZES), *array("q", array("d", floats).tobytes())
 
 
 def _as_float(x: complex) -> float:
@@ -215,6 +217,8 @@ def are_different(mine: Sequence[int], theirs: Sequence[int]) -> bool:
     """Whether two notes are of different values."""
     if mine[DIGEST] == theirs[DIGEST]:
         return False
+    if _shape_of(mine) != _shape_of(theirs):
+        return True
     tolerance, *floats = _floats(mine)
     other_tolerance, *others = _floats(theirs)
     if not tolerance or tolerance != other_tolerance:
@@ -231,16 +235,22 @@ def _floats(words: Sequence[int]) -> list[float]:
     return array("d", array("q", list(words[TOLERANCE:WORDS])).tobytes()).tolist()
 
 
+def _shape_of(words: Sequence[int]) -> tuple[int, ...]:
+    return tuple(words[NDIM + 1 : NDIM + 1 + min(words[NDIM], SIZES)])
+
+
 def different_values_text(note: Note, words: Mapping[int, Sequence[int]]) -> str:
     """The text of the error about a note that differs between ranks; `words` has those of the known ranks."""
     called = f"\n  called at {note.site.frame}" if note.site else ""
     if note.names:
         return f"{_different_numbers_text(note, words)}{called}"
-    count, dtype = prod(note.shape), str(note.dtype).removeprefix("torch.")
-    lines = ""
-    for rank in sorted(words):
-        sampled = _floats(words[rank])[3 : 3 + count]
-        lines += f"\n  rank {rank}: {', '.join(f'{x:g}' for x in sampled)}{', …' if count > SAMPLES else ''}"
+    dtype, lines = str(note.dtype).removeprefix("torch."), ""
+    shapes = {rank: _shape_of(found) for rank, found in sorted(words.items())}
+    for rank, shape in shapes.items():
+        count = prod(shape)
+        parts = [f"{x:g}" for x in _floats(words[rank])[3 : 3 + count]] + ["…"] * (count > SAMPLES)
+        size = f" shape {shape}:" if len({*shapes.values()}) > 1 else ""
+        lines += f"\n  rank {rank}:{size} {', '.join(parts) or 'no elements'}"
     return f"{note.what} of shape {note.shape}, {dtype}, must be the same on all ranks, but is not:{lines}{called}"
 
 
