@@ -2,8 +2,8 @@
 
 Ranks of one host read each other's notes in memory (`shared_records`), and groups that call collectives compare theirs
 in these (`remote_records`). A group on several hosts that calls none, such as all ranks of a `dp` x `tp` mesh with a
-plan for `tp` alone, stores its notes when it has 1, 2, 4, … 64 of them and at every 64th. Each rank then reads those of
-one rank of another host: of the first of the group, or where that is on its own host, of the last that is not.
+plan for `tp` alone, stores its notes each time that it has twice as many as before, or 64 more. Each rank then reads
+those of one rank of another host: of the first of the group, or where that is on its own host, of the last that is not.
 """
 
 from collections.abc import Collection, Sequence
