@@ -196,6 +196,12 @@ def test_hosts_without_a_common_collective_raise_one_error_for_different_values(
     assert re.fullmatch(r"  rank [01]: 0, 0, 0, 0, 0, 0, …", first)
     assert re.fullmatch(r"  rank [23]: -1, -1, -1, -1, -1, -1, …", second)
     assert re.fullmatch(r"  called at .*two_hosts_jobs.py:\d+ in evaluate_apart", where)
+    assert len(list(tmp_path.glob("found nothing *"))) < 4
+
+
+def test_hosts_without_a_common_collective_may_have_another_pace(tmp_path: Path) -> None:
+    found = outcomes(tmp_path, "evaluate_apart_at_another_pace", code=0)
+    assert [outcome.error for outcome in found.values()] == [""] * 4
 
 
 # ---- the tool -----------------------------------------------------------------------------------------------

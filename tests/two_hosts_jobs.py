@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise import DTensor, Mesh, Placement, Replicate, Shard, collectives, distribute_tensor, launch, shard_module
-from shardwise.collectives import all_reduce, barrier, rank
+from shardwise.collectives import all_reduce, barrier, check_values, rank
 from tests.timeouts import PATIENCE_SECONDS
 
 WORLD = (0, 1, 2, 3)
@@ -120,7 +120,19 @@ def evaluate_apart() -> None:
         (torch.full((3, 6), float(i)) @ w).sum().item()
     for i in range(500):
         (torch.full((3, 6), float(i - (rank() > 1))) @ w).sum().item()
+    (Path(FOLDER) / f"found nothing {rank()}").touch()
     barrier(WORLD)
+
+
+def evaluate_apart_at_another_pace() -> None:
+    """Equal batches, numbers and rows on both hosts, of which the second falls behind for a while."""
+    check_values(numbers=True)
+    mesh = Mesh((2, 2), names=("host", "local"))
+    w = DTensor.from_local(torch.ones(3, 4), mesh, [Replicate(), Shard(0)], run_check=False)
+    for i in range(100):
+        (torch.full((3 + i % 2, 6), float(i)) @ w * float(i)).sum().item()
+        if i < 20 and rank() > 1:
+            time.sleep(0.02)
 
 
 def stop_the_first_launcher() -> None:
@@ -163,7 +175,17 @@ def peers() -> list[int]:
 
 JOBS = {
     job.__name__: job
-    for job in (train, train_on_hosts, fail, disagree, differ, evaluate_apart, stop_the_first_launcher, sleep)
+    for job in (
+        train,
+        train_on_hosts,
+        fail,
+        disagree,
+        differ,
+        evaluate_apart,
+        evaluate_apart_at_another_pace,
+        stop_the_first_launcher,
+        sleep,
+    )
 }
 
 

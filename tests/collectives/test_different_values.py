@@ -408,6 +408,24 @@ def test_equal_values_of_a_group_without_collectives_raise_nothing(ranks: World,
     assert found == [[rows * 24.0 * (1 + i) for i in range(5)]] * 4
 
 
+def numbers_at_another_pace(steps: int) -> list[float]:
+    """Numbers that are equal on all ranks, but not at the same time; nothing crosses `dp`."""
+    collectives.check_values(numbers=True)
+    w = DTensor.from_local(torch.ones(3, 4), GRID, [Replicate(), Shard(0)], run_check=False)
+    sums = []
+    for i in range(steps):
+        sums.append((w * float(i)).sum().item())
+        if rank() >= 2:
+            time.sleep(0.01)
+    collectives.barrier((0, 1, 2, 3))
+    return sums
+
+
+@EACH_GRID
+def test_equal_numbers_of_a_group_without_collectives_raise_nothing(ranks: World) -> None:
+    assert ranks.run(numbers_at_another_pace, 20) == [[24.0 * i for i in range(20)]] * 4
+
+
 # ---- correct programs -------------------------------------------------------------------------------------
 
 

@@ -347,11 +347,11 @@ def _log_call(
     """Record the call that this rank is about to make, and compare it with what is known of the others."""
     log = log_of(here, ranks)
     here.compare_calls(log, log.add(here.calls[ranks], kind, dtype, shape, send_counts, recv_counts))
-    here.notes.watch_after(log.latest)
+    here.notes.watch_after(log.latest, ranks)
 
 
 def expect_equal(x: Tensor, ranks: Ranks, what: str, by_hook: bool = False, fix: str = "") -> None:
-    """Note the values of `x`, which all `ranks` should have; their next collectives raise a MismatchError if not.
+    """Note the values of `x`, which all `ranks` should have; a later collective raises a MismatchError if not.
 
     Sends nothing. Only some of the calls of a call site are noted, and of a large tensor only a sample; see
     `value_notes`. In backward only what the user's code combines is noted, and what a hook returned (`by_hook`).
@@ -368,7 +368,7 @@ def watches_numbers() -> bool:
 
 
 def expect_equal_numbers(numbers: Mapping[str, complex], ranks: Ranks, what: str) -> None:
-    """Note numbers, by name, which all `ranks` should pass; their next collectives raise a MismatchError if not.
+    """Note numbers, by name, which all `ranks` should pass; a later collective raises a MismatchError if not.
 
     Only while this rank watches; see `value_notes`.
     """

@@ -104,7 +104,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         self.monitor = FailureMonitor()
         self.monitor.describe = self._describe_call
         self._records: SharedRecords | None = None
-        self._stored = StoredNotes()
+        self._stored: StoredNotes | None = None
         self.open_works = OpenWorks()
         self._hooks: ExitHooks | None = None
         self._world: Callable[[], dist.ProcessGroup | None] = _no_world
@@ -150,6 +150,8 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         if store is not None and len(self._everyone) > 1:
             self._records = SharedRecords(self._rank, len(self._everyone))
             with suppress(Exception):  # without a store that works, errors only have less detail
+                if store.process(self._rank) is None:  # else it may have notes of an earlier world
+                    self._stored = StoredNotes()
                 store.register(self._records.path)
         if store is not None and (len(self._everyone) > 1 or launcher is not None):
             self.monitor.start(store_of_world, launcher)
@@ -178,7 +180,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         self.threads = ThreadGuard()
         if self._records is not None:
             self._records.close()
-        self._records = None
+        self._records = self._stored = None
         for kept in (self.calls, self.logs, self.groups, self.device_meshes, self.mesh_values, self._timeouts):
             kept.clear()
         self.notes.stop()
@@ -197,7 +199,8 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         for other in self.logs.values():
             if other is not log and other.has_open_notes:
                 values = self._records.different_values(other)
-                values = values or self._stored.different_values(other, self._records.elsewhere)
+                if values is None and self._stored is not None and not self.monitor.failed:
+                    values = self._stored.different_values(other, self._records.elsewhere)
                 if values is not None:
                     raise self._explained(values, log)
 

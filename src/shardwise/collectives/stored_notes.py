@@ -2,26 +2,29 @@
 
 Ranks of one host read each other's notes in memory (`shared_records`), and groups that call collectives compare theirs
 in these (`remote_records`). A group on several hosts that calls none, such as all ranks of a `dp` x `tp` mesh with a
-plan for `tp` alone, stores its notes each time that it has twice as many as before, or 64 more. Each rank then reads
-those of one rank of another host: of the first of the group, or where that is on its own host, of the last that is not.
+plan for `tp` alone, stores its notes: each of the first 64, and later once a second. Each rank then reads those of one
+rank of another host: of the first of the group, or where that is on its own host, of the last that is not.
 """
 
 from collections.abc import Collection, Sequence
-from weakref import WeakKeyDictionary
+from time import monotonic
 
 from shardwise.collectives.call_log import CallLog
 from shardwise.collectives.digests import stable_digest
 from shardwise.collectives.failures.reports import with_store
 from shardwise.collectives.failures.store import FailureStore
 from shardwise.collectives.remote_records import SentNotes, different_note, notes_of
-from shardwise.collectives.value_notes import CHECK_EVERY, Note
+from shardwise.collectives.value_notes import Note
+
+STORED_AT_ONCE = 64  # notes of a group
+EVERY_SECONDS = 1.0  # later ones
 
 
 class StoredNotes:
     """What this rank has stored of its notes."""
 
     def __init__(self) -> None:
-        self._due: WeakKeyDictionary[CallLog, int] = WeakKeyDictionary()  # how many notes are stored next
+        self._last: dict[CallLog, tuple[int, float]] = {}  # how many notes a log had, and when
 
     def different_values(
         self, log: CallLog, elsewhere: Collection[int]
@@ -32,18 +35,28 @@ class StoredNotes:
             log: whose notes are stored, if that is due.
             elsewhere: ranks of other hosts.
         """
-        others = [rank for rank in log.ranks if rank in elsewhere]
-        if not others or log.num_notes < self._due.get(log, 1):
+        if not elsewhere or not self._is_due(log):
             return None
-        self._due[log] = min(2 * log.num_notes, log.num_notes + CHECK_EVERY)
+        others = [rank for rank in log.ranks if rank in elsewhere]
+        if not others:
+            return None
         peer = others[0] if others[0] == log.ranks[0] else others[-1]
+        group, mine = stable_digest(log.ranks), notes_of(log)
 
         def exchange(store: FailureStore) -> SentNotes | None:
-            group = stable_digest(log.ranks)
-            store.publish_notes(group, notes_of(log))  # first: of two ranks that do this, one reads the other's
+            store.publish_notes(group, mine)  # first: of two ranks that do this, one reads the other's
             found: SentNotes | None = store.notes(group, peer)
             return found
 
         sent = with_store(exchange)
         found = None if sent is None else different_note(log, peer, sent)
         return None if found is None else (found[0], {peer: found[1]})
+
+    def _is_due(self, log: CallLog) -> bool:
+        """Whether there are notes to store; if so, they are counted as stored."""
+        now = monotonic()
+        stored, before = self._last.get(log, (0, now))
+        due = log.num_notes > stored and (stored < STORED_AT_ONCE or now >= before + EVERY_SECONDS)
+        if due:
+            self._last[log] = log.num_notes, now
+        return due

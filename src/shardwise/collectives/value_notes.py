@@ -7,9 +7,9 @@ Tensors are noted at calls 1, 2, 4, … 64 of a call site and at every 64th. The
 noted if `check_values(numbers=True)` was called, while a rank watches: up to the 65th collective of a group, and from
 every 61st to the next one. At other times they cost nothing.
 
-Notes are read with call records (`call_log.py`); of groups that called no collective since, ranks of one host read
-them before collectives of other groups, which sends nothing. Ranks compare only notes of the same call site (the
-innermost frames of the user's code), call number and last collective, so a call that only some ranks make
+Notes are read with call records (`call_log.py`); of groups that called no collective since, before collectives of other
+groups, in memory or from the store of the world (`stored_notes.py`). Ranks compare only notes of the same call site
+(the innermost frames of the user's code), call number and last collective, so a call that only some ranks make
 (`if rank == 0: log(…)`) is compared with nothing. Differences of rounding are none.
 """
 
@@ -74,15 +74,21 @@ class ValueNotes:
         self.numbers = numbers
         self.watching = False
         self._counts: dict[tuple[object, ...], int] = {}  # by call site and what it is
-        self._watched: dict[int, int] = {}  # the same for numbers, since this rank watches
+        self._watched: dict[Ranks, dict[int, int]] = {}  # the same for numbers, since the last collective of a group
         self._num_watched = 0
         self._early: deque[Note] = deque(maxlen=KEPT_NOTES)
 
-    def watch_after(self, number: int) -> None:
-        """Watch up to the next collective, if that of this number is one of those after which ranks do; 0 is none."""
+    def watch_after(self, number: int, ranks: Ranks = ()) -> None:
+        """Watch up to the next collective, if that of this number is one of those after which ranks do; 0 is none.
+
+        Args:
+            number: of a collective of `ranks`.
+            ranks: of no other group are calls counted anew, or two notes of it might have one key.
+        """
+        if self._watched:
+            self._watched.pop(ranks, None)
         watching = self.on and self.numbers and (number <= WATCH_FIRST or number % WATCH_EVERY == 0)
         if watching:
-            self._watched.clear()
             self._num_watched = 0
         if watching != self.watching:
             self._set_watching(watching)
@@ -102,7 +108,8 @@ class ValueNotes:
         """The note of the numbers of a call, by name, while this rank watches; None if this call is not due."""
         sites = call_sites(FRAMES)
         key = _key(what, ranks, sites)
-        count = self._watched[key] = self._watched.get(key, 0) + 1
+        counts = self._watched.setdefault(ranks, {})
+        count = counts[key] = counts.get(key, 0) + 1
         if count.bit_count() != 1:
             return None
         self._num_watched += 1
