@@ -148,7 +148,13 @@ class Counts:
 
 
 class Command:
-    """`shardwise train` in a session of its own, in a folder."""
+    """`shardwise train` in a session of its own, in a folder.
+
+    Attributes:
+        stopped: the process id of a rank that was stopped for good.
+    """
+
+    stopped = 0
 
     def __init__(self, folder: Path, name: str, options: str) -> None:
         self._folder, self.losses, self._said = folder, folder / "losses", folder / "said"
@@ -193,6 +199,9 @@ class Command:
         """The exit code, or None when there are so many losses."""
         seen, until = self.num_losses(), monotonic() + PATIENCE_SECONDS
         while self.process.poll() is None and seen < num_losses:
+            if self.ranks() == [self.stopped]:  # the others have taken the last step, and nobody waits for it
+                with suppress(ProcessLookupError):
+                    os.kill(self.stopped, signal.SIGCONT)
             if (found := self.num_losses()) != seen:
                 seen, until = found, monotonic() + PATIENCE_SECONDS
             if monotonic() > until:
@@ -232,6 +241,7 @@ def disturb(command: Command, event: str, rng: random.Random) -> bool:
     elif event == "SIGTERM":
         command.process.terminate()
     else:
+        command.stopped = rank if event == "stop for good" else 0
         with suppress(ProcessLookupError):
             os.kill(rank, signal.SIGKILL if event == "kill a rank" else signal.SIGSTOP)
             if event == "stop and continue":
