@@ -278,7 +278,7 @@ def test_ranks_that_see_different_checkpoints_are_told_so(saved: Path, tmp_path:
             {"epoch": None},
             [
                 "  only in the checkpoint: 'epoch'",
-                "  Fix: subset=True passes over what the state does not name",
+                "  Fix: pass these too; or subset=True, which passes over them",
             ],
         ),
         ({"more": 1}, ["  missing in the checkpoint: 'more'", AS_SAVED]),

@@ -361,7 +361,7 @@ def test_only_the_model_is_wanted(tmp_path: Path) -> None:
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     save(tmp_path, state_of(model, optimizer), step=1)
-    with pytest.raises(CheckpointError, match="Fix: subset=True passes over what the state does not name"):
+    with pytest.raises(CheckpointError, match="Fix: pass these too; or subset=True, which passes over them"):
         restore(tmp_path, model)
     restore(tmp_path, model, subset=True)
 

@@ -216,7 +216,7 @@ def _check_fit(manifest: Manifest, leaves: Mapping[str, Leaf], wanted: Wanted, s
     ]
     fixes = []
     if unexpected and not missing:
-        fixes.append("\n  Fix: subset=True passes over what the state does not name")
+        fixes.append("\n  Fix: pass these too; or subset=True, which passes over them")
     elif missing and all(name.removeprefix(MODEL) in stored for name in absent):
         fixes.append(
             f"\n  Fix: the module was saved without {MODEL!r} before its names: load(folder, module.state_dict()), or "

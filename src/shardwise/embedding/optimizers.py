@@ -164,7 +164,8 @@ class RowWiseAdagrad(RowOptimizer):
 class Adam(RowOptimizer):
     """`torch.optim.Adam` of the rows that are looked up: moments of other rows do not decay.
 
-    The bias correction is by the number of steps of the collection, as in `torch.optim.SparseAdam`.
+    The bias correction is by the number of steps of the collection, as in `torch.optim.SparseAdam`. That one adds eps
+    before the correction, this one after it, as `torch.optim.Adam`.
     """
 
     of_elements: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
