@@ -1,9 +1,10 @@
 # make train   train the recommender demo        (make train ARGS="--nproc 4"; a language model: make train ARGS=lm)
 # make docs    the documentation site, in build/docs/index.html
 # make check   format check, lint, types
-# make quick   the tests on simulated ranks
-# make test    check, tests, a soak; of tests with three parameters or more, cases in which every two values meet
-#              (make test ARGS="-k layering"; all cases: make every)
+# make quick   the tests that start no processes
+# make test    check, and the tests; of tests with three parameters or more, cases in which every two values meet
+#              (make test ARGS="-k layering")
+# make every   check, and all tests with all their cases: also slow ones, surveys, the site in a browser; then a soak
 # make test-torch TORCH=2.14.1   the tests on simulated ranks and the surveys of ops with another torch (6 GB)
 # make wheel   build both distributions, and try the wheel in empty environments (make wheel TORCH=2.14.1)
 # make release TAG=v0.2.0   compare the tag with version and changelog; then the same
@@ -25,7 +26,7 @@ PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 # Tests that start processes wait half of their time, so three workers share two cores.
 SHARING := --numprocesses $(shell expr $$(nproc) + $$(nproc) / 2) --maxprocesses 8 --dist worksteal
 
-.PHONY: train docs check quick test surveys every test-torch wheel release
+.PHONY: train docs check quick test tests surveys every test-torch wheel release
 
 train: $(RUN_READY)
 	$(BIN)/shardwise train $(ARGS)
@@ -40,26 +41,29 @@ check: $(DEV_READY)
 	$(BIN)/mypy
 
 quick: $(DEV_READY)
-	$(BIN)/pytest -m "not processes and not survey and not slow" $(or $(ARGS),$(PARALLEL))
+	$(BIN)/pytest -m "not processes and not slow and not browser and not survey" $(or $(ARGS),$(PARALLEL))
 
-# Surveys of the op table and the soak keep all cores busy by themselves, so they run apart from the other tests; beside
-# the surveys is time for mypy, which has one core.
-# A slow machine has time for three disturbances: seed 14 begins with SIGKILL of all, SIGTERM, SIGKILL of a rank.
+# Type checking has one core, so it runs beside the tests.
 test: $(DEV_READY)
 ifdef ARGS
 	$(MAKE) check
 	$(BIN)/pytest $(ARGS)
 else
-	$(MAKE) --jobs 2 check surveys
-	$(BIN)/pytest -m "not survey" $(SHARING)
-	$(BIN)/python -m tools.soak --seconds 60 --seed 14
+	$(MAKE) --jobs 2 check tests
 endif
+
+tests: $(DEV_READY)
+	$(BIN)/pytest -m "not slow and not browser and not survey" $(SHARING)
 
 surveys: $(DEV_READY)
 	$(BIN)/pytest -m survey $(SURVEYS)
 
+# Surveys of the op table and the soak keep all cores busy by themselves, so they run apart from the other tests.
+# A slow machine has time for three disturbances: seed 14 begins with SIGKILL of all, SIGTERM, SIGKILL of a rank.
 every: $(DEV_READY)
+	$(MAKE) --jobs 2 check surveys
 	$(BIN)/pytest --every-case -m "not survey" $(SHARING)
+	$(BIN)/python -m tools.soak --seconds 60 --seed 14
 
 wheel: $(DEV_READY)
 	$(BIN)/python scripts/try_wheel.py $(if $(TORCH),--torch $(TORCH)) $(ARGS)

@@ -25,7 +25,7 @@ from tests.sessions import session
 from tests.timeouts import PATIENCE_SECONDS, under_load
 from tools.two_hosts import can_run
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 __test__ = can_run()
 

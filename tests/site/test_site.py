@@ -16,7 +16,7 @@ import shardwise
 from tests.site.conftest import ROOT, build
 from tools.site.hooks import on_page_content
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 # Every name in `__all__` of these is public, and of errors.py every class.
 PUBLIC = """
