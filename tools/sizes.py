@@ -1,12 +1,14 @@
-"""How long the code is: `python tools/sizes.py`. What it must not exceed is held by tests/test_budget.py."""
+"""How long files and functions are, and which are outliers: `python tools/sizes.py`. tests/test_sizes.py holds them."""
 
 import ast
 import io
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "shardwise"
+SMALL, LARGE, FUNCTION = 40, 700, 60  # lines: a shorter file is a drawer, a longer one several ideas
+ENTRY_POINTS = {"__init__.py", "__main__.py"}
 NO_CODE = {tokenize.NL, tokenize.COMMENT, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -39,19 +41,35 @@ def read(root: Path) -> dict[str, str]:
     return {str(file.relative_to(root)): file.read_text(encoding="utf-8") for file in sorted(root.rglob("*.py"))}
 
 
-def rule_lines(root: Path = SOURCE) -> int:
-    """Lines of code of all rows and their local implementations, without the files that say what these are."""
-    machinery = {"row.py", "registry.py", "local_context.py"}
-    return sum(code_lines(text) for file, text in read(root / "rules").items() if file not in machinery)
+def small_files(texts: Mapping[str, str]) -> dict[str, int]:
+    """Files of less than `SMALL` lines, without entry points: each belongs into its one user or beside its siblings."""
+    lengths = {file: len(text.splitlines()) for file, text in texts.items() if Path(file).name not in ENTRY_POINTS}
+    return {file: n for file, n in lengths.items() if n < SMALL}
+
+
+def large_files(texts: Mapping[str, str]) -> dict[str, int]:
+    """Files of more than `LARGE` lines."""
+    lengths = {file: len(text.splitlines()) for file, text in texts.items()}
+    return {file: n for file, n in lengths.items() if n > LARGE}
+
+
+def long_functions(texts: Mapping[str, str]) -> dict[str, int]:
+    """Functions of more than `FUNCTION` lines, as `file:function`."""
+    return {f"{file}:{name}": n for file, text in texts.items() for name, n in functions(text) if n > FUNCTION}
 
 
 def main() -> None:
     texts = read(SOURCE)
-    length, file = max((len(text.splitlines()), file) for file, text in texts.items())
-    long, name, home = max((n, name, file) for file, text in texts.items() for name, n in functions(text))
-    print(f"rules: {rule_lines():,} lines of code")
-    print(f"longest file: {file}, {length}")
-    print(f"longest function: {name} in {home}, {long}")
+    lines = [len(text.splitlines()) for text in texts.values()]
+    print(f"{len(texts)} files, {sum(lines):,} lines, {sum(map(code_lines, texts.values())):,} of them code")
+    for title, found in (
+        (f"files under {SMALL} lines", small_files(texts)),
+        (f"files over {LARGE} lines", large_files(texts)),
+        (f"functions over {FUNCTION} lines", long_functions(texts)),
+    ):
+        print(f"{title}: {len(found)}")
+        for name, n in sorted(found.items(), key=lambda item: item[1]):
+            print(f"  {n:4} {name}")
 
 
 if __name__ == "__main__":
