@@ -4,7 +4,7 @@ import threading
 
 import torch.distributed as dist
 
-from shardwise.collectives.open_works import OpenWorks
+from shardwise.collectives.started import OpenWorks
 
 
 class EndedElsewhere(dist.Work):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardwise.collectives.recv_check import RecvCheck
+from shardwise.collectives.started import RecvCheck
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,

@@ -38,7 +38,6 @@ from shardwise.collectives.api import (
     watches_numbers,
     world_size,
 )
-from shardwise.collectives.checkpoints import chunks, storage_metadata, write_items
 from shardwise.collectives.collective_call import Ranks, describing
 from shardwise.collectives.consistency import (
     agree,
@@ -50,10 +49,17 @@ from shardwise.collectives.consistency import (
     gather_json,
 )
 from shardwise.collectives.failures.reports import has_failed, report_failure
-from shardwise.collectives.groups import group_ranks, load_with_process_group, process_group
 from shardwise.collectives.joining import init_from_environment, init_processes, shutdown
-from shardwise.collectives.meshes import as_mesh, current_mesh, device_mesh, init_device_mesh
-from shardwise.collectives.torch_dtensors import torch_dtensor
+from shardwise.collectives.meshes import (
+    as_mesh,
+    current_mesh,
+    device_mesh,
+    group_ranks,
+    init_device_mesh,
+    load_with_process_group,
+    process_group,
+)
+from shardwise.collectives.torch_bridge import chunks, storage_metadata, torch_dtensor, write_items
 from shardwise.collectives.transport import Allocate, Finish, Transport, draw_from_torch, reduce_stack
 from shardwise.collectives.value_notes import when_watching
 from shardwise.trace.comm_trace import CommCounts, count_comms

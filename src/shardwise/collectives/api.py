@@ -1,9 +1,12 @@
 """The functions that the rest of the library calls: the transport of this thread, and the collectives."""
 
+import json
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, replace
 from functools import cache
 from multiprocessing.process import BaseProcess, current_process
 from threading import get_ident
@@ -11,15 +14,19 @@ from threading import get_ident
 import torch
 from torch import Tensor
 
-from shardwise.collectives import fingerprints
-from shardwise.collectives.child_processes import CANNOT_COMMUNICATE, RankAndSize, inherited_rank, share_rank
 from shardwise.collectives.collective_call import (
     ALL_GATHER,
     ALL_TO_ALL,
     REDUCE_SCATTER,
+    SAME_CALLS,
+    CollectiveCall,
     Ranks,
+    call_from,
     call_of,
+    describing,
     exchange_call,
+    mismatch,
+    mismatch_text,
 )
 from shardwise.collectives.cost_tables import (
     SAME_COSTS,
@@ -31,11 +38,26 @@ from shardwise.collectives.cost_tables import (
 )
 from shardwise.collectives.failures.reports import report_failure
 from shardwise.collectives.processes import TORCH_TRANSPORT, check_joined, current_world
-from shardwise.collectives.transport import Allocate, Finish, SingleRankTransport, Transport, log_of, share
-from shardwise.errors import MeshError, ThreadError
+from shardwise.collectives.transport import (
+    CANNOT_COMMUNICATE,
+    Allocate,
+    Finish,
+    RankAndSize,
+    SingleRankTransport,
+    Transport,
+    exchange_of,
+    gather_with,
+    inherited_rank,
+    log_of,
+    share,
+    share_rank,
+)
+from shardwise.collectives.value_notes import stable_digest
+from shardwise.errors import MeshError, MismatchError, ThreadError
 from shardwise.layout import Owner, checked, ring_elements
 from shardwise.trace import comm_trace
 from shardwise.trace.capture_hooks import allow_in_graph, is_capturing
+from shardwise.trace.user_stack import call_sites, format_call_sites, frames_of
 
 
 class _ThreadState(threading.local):
@@ -203,7 +225,7 @@ def _start_all_to_all(
         return send.clone
     here = _transport_of(ranks)
     if here.fingerprints is not None:
-        fingerprints.compare(here, exchange_call(send, send_counts, recv_counts), ranks)
+        _compare_calls(here, exchange_call(send, send_counts, recv_counts), ranks)
     _log_call(here, ranks, ALL_TO_ALL, send.dtype, (), send_counts, recv_counts)
     if comm_trace.listening():
         own = send_counts[ranks.index(here.rank)]
@@ -330,7 +352,7 @@ def _announced(kind: str, local: Tensor, shape: Sequence[int], ranks: Ranks) -> 
     """The transport, after a collective other than an all-to-all was compared with other ranks and recorded."""
     here = _transport_of(ranks)
     if here.fingerprints is not None:
-        fingerprints.compare(here, call_of(kind, local, shape), ranks)
+        _compare_calls(here, call_of(kind, local, shape), ranks)
     _log_call(here, ranks, kind, local.dtype, tuple(shape))
     return here
 
@@ -438,7 +460,7 @@ def check_ranks(on: bool = True) -> None:
 
     All ranks have to call this at the same point of the program.
     """
-    fingerprints.switch(transport(), on)
+    _switch_fingerprints(transport(), on)
 
 
 def check_values(on: bool = True, *, numbers: bool = False) -> None:
@@ -462,8 +484,7 @@ def fingerprint() -> Iterator[None]:
 
     Compared are kind, dtype, shape or counts, reduction, how many collectives the group has made, the line of the
     user's code, and the purpose: the op, the operand and the layouts that it is redistributed between, or the text of
-    `describing`. All ranks
-    have to enter and leave at the same point of the program.
+    `describing`. All ranks have to enter and leave at the same point of the program.
 
     Costs one small all-to-all per collective, 8 (2 n + 1) bytes to each of n ranks, which `count_comms` does
     not count, and its latency: where collectives are small, a step takes about twice as long.
@@ -474,8 +495,55 @@ def fingerprint() -> Iterator[None]:
     """
     here = transport()
     before = here.fingerprints is not None
-    fingerprints.switch(here, True)
+    _switch_fingerprints(here, True)
     try:
         yield
     finally:
-        fingerprints.switch(here, before)
+        _switch_fingerprints(here, before)
+
+
+def _switch_fingerprints(here: Transport, on: bool) -> None:
+    """Compare the calls of the rank of this transport before its collectives, or stop that."""
+    if on and here.fingerprints is None:
+        here.fingerprints = ExitStack()
+        here.fingerprints.enter_context(comm_trace.listening_with(comm_trace.Listener()))  # so that events have a cause
+    elif not on and here.fingerprints is not None:
+        here.fingerprints.close()
+        here.fingerprints = None
+
+
+def _compare_calls(here: Transport, call: CollectiveCall, ranks: Ranks) -> None:
+    """Raise the same MismatchError on all `ranks` unless their calls are one collective."""
+    move = comm_trace.current_event()
+    if move is not None and not call.purpose:
+        call = replace(call, purpose=str(move))
+    call.check(ranks)
+    number, count = here.calls[ranks], len(ranks)
+    line = next((str(site.frame) for site in call_sites(1)), "")
+    common = json.dumps([call.must_match, call.purpose, number, line])
+    digest = stable_digest(common)
+    zeros = (0,) * count
+    row = torch.tensor([digest, *(call.send_counts or zeros), *(call.recv_counts or zeros)], device="cpu")
+    counts = [len(row)] * count
+    with describing(lambda: f"comparing the ranks before {call}"):
+        every = exchange_of(here)(row.repeat(count), counts, counts, ranks).view(count, -1)
+        sent, expected = every[:, 1 : 1 + count], every[:, 1 + count :]
+        if bool((every[:, 0] == digest).all()) and torch.equal(sent, expected.t()):
+            return
+        facts = {
+            "call": asdict(call),
+            "number": number,
+            "line": line,
+            "where": format_call_sites(list(frames_of(sys._getframe())), 1),
+        }
+        all_facts = [json.loads(text) for text in gather_with(exchange_of(here), json.dumps(facts).encode(), ranks)]
+    calls = {rank: call_from(facts["call"]) for rank, facts in zip(ranks, all_facts, strict=True)}
+    numbers = [facts["number"] for facts in all_facts]
+    why = mismatch(ranks, calls, purposes=True)
+    if len(set(numbers)) > 1:
+        why = f"it is collective {', '.join(f'#{number}' for number in numbers)} to them"
+    if why is None and len({facts["line"] for facts in all_facts}) > 1:
+        why = "all ranks must make it in the same line"
+    lines = {rank: f"{calls[rank]}{facts['where']}" for rank, facts in zip(ranks, all_facts, strict=True)}
+    assert why is not None
+    raise MismatchError(f"{mismatch_text(ranks, numbers[0], why, lines)}\n  Fix: {SAME_CALLS}.")

@@ -20,8 +20,16 @@ from typing import NamedTuple
 import torch
 
 from shardwise.collectives.collective_call import CollectiveCall, Ranks
-from shardwise.collectives.digests import MASK, rolling, stable_digest
-from shardwise.collectives.value_notes import AFTER, DIGEST, KEPT_NOTES, Note, are_different
+from shardwise.collectives.value_notes import (
+    AFTER,
+    DIGEST,
+    KEPT_NOTES,
+    MASK,
+    Note,
+    are_different,
+    rolling,
+    stable_digest,
+)
 from shardwise.layout import Layout
 from shardwise.trace import comm_trace
 from shardwise.trace.comm_trace import Purpose

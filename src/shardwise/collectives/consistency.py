@@ -11,6 +11,7 @@ from torch import Tensor
 from shardwise.collectives.api import exchange_messages, transport
 from shardwise.collectives.collective_call import Ranks
 from shardwise.collectives.transport import gather_with
+from shardwise.collectives.value_notes import stable_digest
 from shardwise.errors import MismatchError
 from shardwise.trace.capture_hooks import not_capturable
 
@@ -40,7 +41,7 @@ def gather_if_different(what: str, value: T, ranks: Ranks) -> list[T] | None:
     if count == 1:
         return None
     not_capturable(f"a comparison of {what} among ranks")
-    digest = int.from_bytes(hashlib.blake2b(_text(value).encode(), digest_size=7).digest())
+    digest = stable_digest(_text(value))
     ones = [1] * count
     digests = exchange_messages(torch.tensor([digest] * count, device="cpu"), ones, ones, ranks).tolist()
     return None if len(set(digests)) == 1 else gather_json(value, ranks)

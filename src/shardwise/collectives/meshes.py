@@ -1,8 +1,10 @@
-"""Conversion between `Mesh`, a plain value, and torch's `DeviceMesh` with its process groups."""
+"""Conversion between plain values and torch's objects: `Mesh` and `DeviceMesh`, ranks and process groups."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,12 +12,27 @@ from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
 from shardwise.collectives.api import is_simulated, rank, world_size
+from shardwise.collectives.collective_call import Ranks
 from shardwise.collectives.joining import init_from_environment
 from shardwise.collectives.processes import TORCH_TRANSPORT, timeout_of
-from shardwise.errors import MeshError
-from shardwise.layout import Kind, Mesh, Timeout, checked, describe, entered_mesh, mesh_of, shown
+from shardwise.errors import GroupError, MeshError
+from shardwise.layout import (
+    Kind,
+    Mesh,
+    Timeout,
+    checked,
+    describe,
+    entered_mesh,
+    is_integer,
+    is_listing,
+    mesh_of,
+    shown,
+)
+
+G = TypeVar("G")
 
 TICK_SECONDS = 0.001  # torch keeps timeouts in milliseconds
+_current_group: ContextVar[object] = ContextVar("process group", default=None)
 
 
 def as_mesh(mesh: Mesh | DeviceMesh) -> Mesh:
@@ -149,3 +166,75 @@ def _join(device_type: str, timeout_seconds: float | None) -> None:
         f"{found.total_seconds():g} s. Fix: leave it out here, and set the timeout where the world is joined: "
         "launch(…, timeout_seconds=…), init_process_group(timeout=…), or the first init_device_mesh."
     )
+
+
+# ---- process groups ---------------------------------------------------------------------------------------
+
+
+def group_ranks(process_group: object = None, *, leaving: bool = False) -> Ranks:
+    """The global ranks of a process group, in its order.
+
+    Args:
+        process_group: one of torch's; a mesh, ours or torch's, or ranks, as simulated ranks have no groups; None is
+            that of `load_with_process_group`, or all ranks.
+        leaving: whether this rank may be outside the group, as it only sends.
+
+    Raises:
+        GroupError: this rank is not in it; ranks that do not exist or are repeated; another type.
+    """
+    group = _current_group.get() if process_group is None else process_group
+    if group is None:
+        return tuple(range(world_size()))
+    if isinstance(group, dist.ProcessGroup):
+        TORCH_TRANSPORT.attach()
+        try:
+            ranks = tuple(dist.get_process_group_ranks(group))
+        except KeyError:
+            raise GroupError("A process group was destroyed. Fix: make one with torch.distributed.new_group.") from None
+        TORCH_TRANSPORT.register_group(group)
+    elif group is dist.GroupMember.NON_GROUP_MEMBER:
+        ranks = ()
+    elif isinstance(group, Mesh | DeviceMesh):
+        ranks = as_mesh(group).ranks
+    elif is_listing(group) and all(map(is_integer, group)) and len(group):
+        ranks = tuple(map(int, group))
+    else:
+        raise GroupError(
+            f"A process group is one of torch's, a mesh, or ranks such as (0, 2), got {shown(group)}. "
+            f"Fix: pass one of these, or None for all ranks."
+        )
+    if len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(world_size())):
+        raise GroupError(
+            f"A process group names some of the {world_size()} ranks, each once, got {ranks}. "
+            f"Fix: each rank once, from 0 to {world_size() - 1}."
+        )
+    if rank() not in ranks and not (leaving and ranks):
+        raise GroupError(
+            f"Rank {rank()} of {world_size()} cannot use a process group of the ranks {ranks}. "
+            f"Fix: call this on the ranks of the group only."
+        )
+    return ranks
+
+
+def process_group(ranks: Ranks) -> object:
+    """An argument of `group_ranks` for these ranks: torch's process group where one is known, else the ranks."""
+    if is_simulated() or not dist.is_initialized():
+        return ranks
+    TORCH_TRANSPORT.attach()
+    return TORCH_TRANSPORT.group(ranks) or TORCH_TRANSPORT.group(tuple(sorted(ranks))) or ranks
+
+
+@contextmanager
+def load_with_process_group(process_group: G) -> Iterator[G]:
+    """Use `process_group` where none is given, in this thread.
+
+    Raises:
+        GroupError: inside another such block.
+    """
+    if _current_group.get() is not None:
+        raise GroupError("load_with_process_group is already in use here. Fix: leave that block first.")
+    token = _current_group.set(process_group)
+    try:
+        yield process_group
+    finally:
+        _current_group.reset(token)

@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import warnings
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -34,7 +36,7 @@ from shardwise.collectives.collective_call import (
     exchange_call,
 )
 from shardwise.collectives.failures.hooks import ExitHooks, report_end
-from shardwise.collectives.failures.monitor import FailureMonitor, launcher_of_this_process
+from shardwise.collectives.failures.monitor import FailureMonitor, has_agent_store, launcher_of_this_process
 from shardwise.collectives.failures.reports import (
     POLL_SECONDS,
     explain,
@@ -44,27 +46,26 @@ from shardwise.collectives.failures.reports import (
     store_of_world,
 )
 from shardwise.collectives.failures.store import DifferentCalls, FailureReport
-from shardwise.collectives.open_works import OpenWorks
-from shardwise.collectives.pairwise import start_pairwise
-from shardwise.collectives.recv_check import RecvCheck
-from shardwise.collectives.remote_records import RemoteRecords, are_due
+from shardwise.collectives.remote_records import RemoteRecords, StoredNotes, are_due
 from shardwise.collectives.shared_records import SharedRecords, add_peers
-from shardwise.collectives.shared_store import warn_of_failing_restarts
-from shardwise.collectives.started import StartedCollective, unequal
-from shardwise.collectives.stored_notes import StoredNotes
-from shardwise.collectives.supported_dtypes import as_supported
+from shardwise.collectives.started import OpenWorks, RecvCheck, StartedCollective, start_pairwise, unequal
 from shardwise.collectives.threads import ThreadGuard
 from shardwise.collectives.transport import Allocate, Finish, draw_from_torch, exchange_of, reduce_stack
 from shardwise.collectives.value_notes import Note, ValueNotes, different_values_text, fix_of
 from shardwise.errors import MeshError, ShardwiseError
 from shardwise.layout import Mesh, Owner
-from shardwise.trace.user_stack import format_call_sites
+from shardwise.trace.user_stack import call_site, format_call_sites
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
 
 _ASYNC_EXCHANGE = dist.AllToAllOptions()
 _ASYNC_EXCHANGE.asyncOp = True
 
+# Dtypes that every backend sends, and one of them by bytes.
+_SUPPORTED = (torch.float32, torch.float64, torch.int32, torch.int64, torch.float16, torch.uint8, torch.int8)
+_OF_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
+
+KEPT_KEY = "shardwise/is_kept"  # of the store that torchrun keeps when it restarts ranks
 ABSURD_BYTES = 1 << 44
 JOIN_SECONDS = 60.0  # that ranks of a group may have between their first calls
 
@@ -301,7 +302,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         if send_counts[own] != recv_counts[own]:
             raise unequal(here, here, send_counts[own], recv_counts[own], pending())
         out = (allocate or send.new_empty)(sum(recv_counts))
-        wire_out, wire_send = as_supported(out), as_supported(send.contiguous())
+        wire_out, wire_send = _as_supported(out), _as_supported(send.contiguous())
 
         def start() -> Sequence[dist.Work]:
             if group is None:
@@ -339,7 +340,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         empty = allocate or local.new_empty
         out = empty(width * len(ranks))
         wait = self._started(
-            lambda: [dist.all_gather_single(as_supported(out), as_supported(padded), group, async_op=True)],
+            lambda: [dist.all_gather_single(_as_supported(out), _as_supported(padded), group, async_op=True)],
             partial(self._pending, ALL_GATHER, local, counts, number, ranks),
             ranks,
             out,
@@ -384,7 +385,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
             return self._start_to_each(local if is_root else local.new_empty(0), sent, ranks)
         out = local.clone() if is_root else local.new_empty(count)
         return self._started(
-            lambda: [dist.broadcast(as_supported(out), root, group, async_op=True)],
+            lambda: [dist.broadcast(_as_supported(out), root, group, async_op=True)],
             partial(self._pending, f"broadcast from {root}", local, (count,), number, ranks),
             ranks,
             out,
@@ -453,6 +454,15 @@ def _absurd_length(log: CallLog) -> Difference | None:
     return None
 
 
+def _as_supported(x: Tensor) -> Tensor:
+    """The same memory in a dtype that every backend supports."""
+    if x.dtype in _SUPPORTED:
+        return x
+    if x.element_size() == 16:  # complex128: one row an element, so that split sizes still count elements
+        return x.view(torch.int64).view(x.numel(), 2)
+    return x.view(_OF_SIZE[x.element_size()])
+
+
 def _as_real(x: Tensor) -> Tensor:
     """The same memory in a dtype that NCCL adds: a row of two numbers for a complex one."""
     return torch.view_as_real(x) if x.is_complex() else x
@@ -471,6 +481,55 @@ def timeout_of(group: dist.ProcessGroup | None, device_type: str) -> timedelta |
         return None
     found = getattr(getattr(backend, "options", None), "_timeout", None)
     return found if isinstance(found, timedelta) else None
+
+
+# ---- restarts ---------------------------------------------------------------------------------------------
+
+
+def warn_of_failing_restarts() -> None:
+    """Warn on rank 0 if torchrun would restart the ranks, but they may not join each other again.
+
+    torchrun keeps the keys of its store. A process group that is in it without a prefix of its own has the keys of the
+    ranks that have ended. A new rank that joins before another one reads an address where nobody listens.
+    """
+    most, done = _number("TORCHELASTIC_MAX_RESTARTS"), _number("TORCHELASTIC_RESTART_COUNT")
+    world = dist.group.WORLD
+    if done >= most or not has_agent_store() or world is None or world.rank() != 0 or world.size() == 1:
+        return
+    if not _is_kept(world.get_group_store(), world.group_name):
+        return
+    site = call_site()
+    warnings.warn_explicit(
+        f"torchrun would restart the ranks of this program (restarts left: {most - done}), but they may not find each "
+        "other: the program calls init_process_group, in whose store torchrun keeps the addresses of ranks that have "
+        'ended ("Gloo connectFullMesh failed"). Fix: leave it out, as shardwise.init_device_mesh(…, timeout_seconds=…) '
+        "or launch(…) joins the ranks; or start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment.",
+        UserWarning,
+        *((site.file, site.line) if site else (__file__, 1)),
+    )
+
+
+def _number(variable: str) -> int:
+    """A number in the environment; 0 where there is none, as where another program than torchrun set the variable."""
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else 0
+
+
+def _is_kept(store: Store, group: str) -> bool:
+    """Whether `store`, that of a process group, is the one at MASTER_ADDR, with no prefixes but those of torch."""
+    server = store
+    while isinstance(server, PrefixStore):
+        server = server.underlying_store
+    if not isinstance(server, TCPStore):
+        return False
+    if (server.host, str(server.port)) != (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")):
+        return False
+    try:
+        store.set(KEPT_KEY, "")
+        # init_process_group adds the first prefix to the store that it makes, but not to one that it is given.
+        return any(server.check([f"{prefix}{group}//{KEPT_KEY}"]) for prefix in ("default_pg/", ""))
+    except dist.DistError:  # the store does not answer
+        return False
 
 
 TORCH_TRANSPORT = TorchTransport()

@@ -1,28 +1,38 @@
-"""Call records of ranks on several hosts, exchanged at calls 2, 4, 8, … 64 of a group and at every 64th.
+"""Call records and notes of values of ranks on several hosts; those of one host are read in memory (`shared_records`).
 
-Ranks on one host read each other's records in memory (`shared_records`). Others exchange a digest of all their calls so
-far, and the last records only if those differ, so they find at most 63 calls later that they disagree.
+Before calls 2, 4, 8, … 64 of a group and before every 64th its ranks exchange a digest of all their calls so far, and
+the last records only if the digests differ, so they find at most 63 calls later that they disagree.
+
+A group that calls no collectives, such as all ranks of a `dp` x `tp` mesh with a plan for `tp` alone, stores its notes
+in the store of the world: each of the first 64, and later once a second. Each rank then reads those of one rank of
+another host: of the first of the group, or where that is on its own host, of the last that is not.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from time import monotonic
 from typing import TypedDict
 
 import torch
 
 from shardwise.collectives.call_log import KEPT, CallLog, Difference
+from shardwise.collectives.failures.reports import with_store
+from shardwise.collectives.failures.store import FailureStore
 from shardwise.collectives.transport import Exchange, gather_with
-from shardwise.collectives.value_notes import Note
+from shardwise.collectives.value_notes import Note, stable_digest
+
+STORED_AT_ONCE = 64  # notes of a group
+EVERY_SECONDS = 1.0  # later ones
 
 
-class SentNotes(TypedDict):
+class _SentNotes(TypedDict):
     """The last of `num_notes` notes of a rank."""
 
     notes: list[list[int]]
     num_notes: int
 
 
-class _Sent(SentNotes):
+class _Sent(_SentNotes):
     """What a rank sends if the digests differ."""
 
     records: list[list[int]]
@@ -46,7 +56,7 @@ class RemoteRecords:
         if bool((digests == digest).all()):
             return
         records = sorted(record.tolist() for record in log.records if record[0])
-        sent: _Sent = {"records": records, **notes_of(log)}
+        sent: _Sent = {"records": records, **_notes_of(log)}
         everything = gather_with(exchange, json.dumps(sent).encode(), log.ranks)
         for rank, data in zip(log.ranks, everything, strict=True):
             if rank != log.ranks[log.position]:
@@ -67,18 +77,60 @@ class RemoteRecords:
         found: dict[int, Sequence[int]] = {}
         first: Note | None = None
         for rank, sent in self._by_rank.items():
-            different = different_note(log, rank, sent)
+            different = _different_note(log, rank, sent)
             if different is not None and (first is None or different[0] is first):
                 first, found[rank] = different
         return None if first is None else (first, found)
 
 
-def notes_of(log: CallLog) -> SentNotes:
+class StoredNotes:
+    """What this rank has stored of its notes."""
+
+    def __init__(self) -> None:
+        self._last: dict[CallLog, tuple[int, float]] = {}  # how many notes a log had, and when
+
+    def different_values(
+        self, log: CallLog, elsewhere: Collection[int]
+    ) -> tuple[Note, dict[int, Sequence[int]]] | None:
+        """A note of this rank and that of a rank of another host that differs from it, if there is one.
+
+        Args:
+            log: whose notes are stored, if that is due.
+            elsewhere: ranks of other hosts.
+        """
+        if not elsewhere or not self._is_due(log):
+            return None
+        others = [rank for rank in log.ranks if rank in elsewhere]
+        if not others:
+            return None
+        peer = others[0] if others[0] == log.ranks[0] else others[-1]
+        group, mine = stable_digest(log.ranks), _notes_of(log)
+
+        def exchange(store: FailureStore) -> _SentNotes | None:
+            store.publish_notes(group, mine)  # first: of two ranks that do this, one reads the other's
+            found: _SentNotes | None = store.notes(group, peer)
+            return found
+
+        sent = with_store(exchange)
+        found = None if sent is None else _different_note(log, peer, sent)
+        return None if found is None else (found[0], {peer: found[1]})
+
+    def _is_due(self, log: CallLog) -> bool:
+        """Whether there are notes to store; if so, they are counted as stored."""
+        now = monotonic()
+        stored, before = self._last.get(log, (0, now))
+        due = log.num_notes > stored and (stored < STORED_AT_ONCE or now >= before + EVERY_SECONDS)
+        if due:
+            self._last[log] = log.num_notes, now
+        return due
+
+
+def _notes_of(log: CallLog) -> _SentNotes:
     """The last notes of this rank."""
     return {"notes": [note.words.tolist() for note in log.notes], "num_notes": log.num_notes}
 
 
-def different_note(log: CallLog, rank: int, sent: SentNotes) -> tuple[Note, Sequence[int]] | None:
+def _different_note(log: CallLog, rank: int, sent: _SentNotes) -> tuple[Note, Sequence[int]] | None:
     """The first note that another rank has sent whose value differs, of those that were not compared yet."""
     notes, count = sent["notes"], sent["num_notes"]
     return log.different_note(rank, count, lambda number: notes[number - count])

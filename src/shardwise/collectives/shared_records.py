@@ -17,11 +17,10 @@ from pathlib import Path
 
 from shardwise.collectives.call_log import ALL, KEPT, NUM_COUNTS, NUMBER, SEND_COUNTS, CallLog, Difference
 from shardwise.collectives.collective_call import Ranks
-from shardwise.collectives.digests import MASK, stable_digest
 from shardwise.collectives.failures.reports import bounded
 from shardwise.collectives.failures.store import FailureStore, ProcessIdentity
 from shardwise.collectives.spawn import MemoryFile
-from shardwise.collectives.value_notes import KEPT_NOTES, WORDS, Note
+from shardwise.collectives.value_notes import KEPT_NOTES, MASK, WORDS, Note, stable_digest
 
 GROUPS = 256  # of a rank; calls of groups beyond these are not compared
 LATEST, NUM_NOTES, NOTES = range(1, 4)  # positions in a region, after its key

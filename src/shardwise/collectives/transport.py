@@ -1,16 +1,21 @@
-"""The `Transport` protocol, and helpers for its implementations."""
+"""The `Transport` protocol, its implementation for one rank, and helpers for the others.
+
+A process that a rank starts with `multiprocessing`, such as a worker of a DataLoader, has the `rank()` and
+`world_size()` of that rank: a forked one by its memory, a spawned one by the configuration that multiprocessing sends
+to each process. Without them it would take itself for the only rank and, for example, read the examples of all ranks.
+"""
 
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import accumulate
+from multiprocessing.process import current_process
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shardwise.collectives.call_log import CallLog
-from shardwise.collectives.child_processes import CANNOT_COMMUNICATE
 from shardwise.collectives.collective_call import Ranks
 from shardwise.collectives.threads import ThreadGuard
 from shardwise.collectives.value_notes import Note, ValueNotes
@@ -19,6 +24,13 @@ from shardwise.layout import Owner
 Finish = Callable[[], Tensor]  # waits for a collective that was started, and returns its result
 Allocate = Callable[[int], Tensor]  # a 1-D tensor of so many elements
 Exchange = Callable[[Tensor, Sequence[int], Sequence[int], Ranks], Tensor]  # an all-to-all of tensors on the CPU
+RankAndSize = tuple[int, int]
+
+CANNOT_COMMUNICATE = (
+    "A process that a rank started, such as a worker of a DataLoader, cannot communicate for the rank. "
+    "Fix: use plain tensors there, and distribute them in the process of the rank."
+)
+_KEY = "shardwise: rank and world size of the parent"
 
 
 class Transport(Protocol):
@@ -164,6 +176,42 @@ class SingleRankTransport:
 
     def draw_seed(self) -> int:
         return draw_from_torch()
+
+
+class _OfStartingThread:
+    """Is pickled as the rank and world size of the thread that starts a process: a simulated rank is a thread."""
+
+    def __init__(self, rank_and_size: Callable[[], RankAndSize | None]) -> None:
+        self._rank_and_size = rank_and_size
+
+    def __reduce__(self) -> tuple[type, tuple[RankAndSize | tuple[()]]]:
+        return tuple, (self._rank_and_size() or (),)  # of plain numbers: a process that needs no shardwise imports none
+
+
+def share_rank(rank_and_size: Callable[[], RankAndSize | None]) -> None:
+    """Send rank and world size to the processes that this one starts from here on.
+
+    Args:
+        rank_and_size: gives those of the calling thread; None if it is no rank.
+    """
+    _config()[_KEY] = _OfStartingThread(rank_and_size)
+
+
+def inherited_rank() -> RankAndSize | None:
+    """The rank and world size of the process that started this one; None if that was no rank."""
+    match _config().get(_KEY):
+        case (int(rank), int(size)):
+            return rank, size
+    return None
+
+
+def _config() -> dict[str, object]:
+    """What multiprocessing copies to each process that this one starts."""
+    found: dict[str, object] = vars(current_process())["_config"]
+    return found
+
+
+# ---- for implementations ----------------------------------------------------------------------------------
 
 
 def draw_from_torch(generator: torch.Generator | None = None) -> int:

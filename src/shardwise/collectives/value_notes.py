@@ -8,7 +8,7 @@ noted if `check_values(numbers=True)` was called, while a rank watches: up to th
 every 61st to the next one. At other times they cost nothing.
 
 Notes are read with call records (`call_log.py`); of groups that called no collective since, before collectives of other
-groups, in memory or from the store of the world (`stored_notes.py`). Ranks compare only notes of the same call site
+groups, in memory or from the store of the world (`remote_records.py`). Ranks compare only notes of the same call site
 (the innermost frames of the user's code), call number and last collective, so a call that only some ranks make
 (`if rank == 0: log(…)`) is compared with nothing. Differences of rounding are none.
 """
@@ -16,7 +16,7 @@ groups, in memory or from the store of the world (`stored_notes.py`). Ranks comp
 import hashlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from math import inf, isnan, prod
 from typing import NamedTuple
@@ -27,7 +27,6 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
 from shardwise.collectives.collective_call import Ranks
-from shardwise.collectives.digests import rolling, stable_digest
 from shardwise.trace.capture_hooks import is_capturing
 from shardwise.trace.user_stack import RUN_BACKWARD, CallSite, call_sites
 
@@ -43,6 +42,9 @@ FRAMES = 4
 KEY, COUNT, AFTER, DIGEST, NDIM, TOLERANCE = 0, 1, 2, 3, 4, 5 + SIZES  # positions in a note; sizes follow on NDIM
 VALUES = TOLERANCE + 3  # after two sums
 WORDS = VALUES + SAMPLES
+
+MASK = (1 << 62) - 1  # of digests
+_MULTIPLIER = 0x5851F42D4C957F2D
 
 # Relative differences that are taken for rounding; zero for others.
 _ROUNDING = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
@@ -152,6 +154,18 @@ _watching: WeakSet[ValueNotes] = WeakSet()
 def when_watching(listener: Callable[[bool], None]) -> None:
     """Call `listener` whenever a rank of this process begins or ends to watch, with whether any does."""
     _listeners.append(listener)
+
+
+def stable_digest(value: object) -> int:
+    """A positive number from the `repr` of a value, the same in all processes, unlike `hash`."""
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest())
+
+
+def rolling(digest: int, values: Iterable[int]) -> int:
+    """A digest of a sequence of numbers, continued from the `digest` of the numbers before."""
+    for value in values:
+        digest = (digest * _MULTIPLIER + value) & MASK
+    return digest
 
 
 def _key(what: str, ranks: Ranks, sites: Sequence[CallSite]) -> int:

@@ -14,7 +14,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.collectives.functional import functional_collective, torch_op
+from shardwise.collectives.torch_bridge import functional_collective, torch_op
 from shardwise.debug.module_tracker import GLOBAL, ModuleTracker, in_backward
 from shardwise.layout import Placement
 from shardwise.rules.row import Args, Kwargs

@@ -32,7 +32,7 @@ from shardwise.checkpoint.offline.training_names import TrainingNames, check_sha
 from shardwise.checkpoint.other_formats import OF_TORCH_SAVE, reader_of, reader_of_file
 from shardwise.checkpoint.remedies import foreign
 from shardwise.checkpoint.state import as_json
-from shardwise.collectives.checkpoints import StoredItem, flat_values, pickled_metadata
+from shardwise.collectives.torch_bridge import StoredItem, flat_values, pickled_metadata
 from shardwise.errors import CheckpointError, did_you_mean
 from shardwise.layout import Box, Layout, checked
 

@@ -1,7 +1,7 @@
 """The failure store: what ranks that fail, exit or wait publish through the store of their world.
 
 All processes of a world share the store, and it outlives most of them. A rank writes to it when it joins, exits or
-fails, and notes of values for ranks of other hosts (`stored_notes`). A collective that succeeds writes nothing.
+fails, and notes of values for ranks of other hosts (`remote_records`). A collective that succeeds writes nothing.
 """
 
 import json
