@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import shardwise as sw
-from shardwise.graph_capture.autocast import DEVICES
 from shardwise.graph_capture.guards import cache_key
+from shardwise.graph_capture.tracer import AUTOCAST_DEVICES
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 
@@ -59,7 +59,7 @@ def test_replays_equal_the_function(
     world(2).run(body)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", AUTOCAST_DEVICES)
 def test_autocast_of_each_device_is_a_kind_of_call(device: str) -> None:
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     keys = {cache_key([])}

@@ -20,7 +20,7 @@ from shardwise.parallel import (
     fully_shard,
     parallelize_module,
 )
-from shardwise.parallel.fully_sharded.policy import converted_policy
+from shardwise.parallel.fully_sharded.parameters import converted_policy
 from shardwise.testing import world
 from tests.parallel.one_process import full
 from tests.parallel.units import copied, gathered, two_layers

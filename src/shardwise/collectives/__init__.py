@@ -56,7 +56,6 @@ from shardwise.collectives.meshes import (
     device_mesh,
     group_ranks,
     init_device_mesh,
-    load_with_process_group,
     process_group,
 )
 from shardwise.collectives.torch_bridge import chunks, storage_metadata, torch_dtensor, write_items
@@ -72,7 +71,7 @@ __all__ = [
     "gather_if_different", "gather_json",
     "group_ranks", "has_failed", "init_device_mesh", "init_from_environment", "init_processes", "is_here",
     "is_simulated",
-    "load_with_process_group", "message_device", "outside_ranks", "owner", "process_group", "rank", "rank_of_thread",
+    "message_device", "outside_ranks", "owner", "process_group", "rank", "rank_of_thread",
     "reduce_scatter", "reduce_stack", "report_failure", "shutdown", "start_all_gather", "start_all_reduce",
     "start_all_to_all", "start_broadcast", "start_reduce_scatter", "storage_metadata",
     "torch_dtensor", "transport", "using",

@@ -6,13 +6,11 @@ from functools import update_wrapper
 from typing import Any
 
 from shardwise.errors import CaptureError
-from shardwise.graph_capture.compiled import Backend
-from shardwise.graph_capture.graphs import Graphs
+from shardwise.graph_capture.graphs import Backend, Graphs
 from shardwise.graph_capture.guards import StateGuards, cache_key, must_run_eagerly
-from shardwise.graph_capture.refusals import refusal
 from shardwise.graph_capture.replay import CapturedCall
 from shardwise.graph_capture.structure import LEAVES, flatten, jagged_leaves
-from shardwise.graph_capture.value_guards import OtherValueError
+from shardwise.graph_capture.tracer import OtherValueError, refusal
 from shardwise.layout import checked
 from shardwise.trace.user_stack import traced_inside
 

@@ -22,10 +22,8 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from shardwise import collectives
-from shardwise.graph_capture.autocast import autocast_state
-from shardwise.graph_capture.refusals import refusal
 from shardwise.graph_capture.structure import CONSTANTS
-from shardwise.graph_capture.tracer import strides
+from shardwise.graph_capture.tracer import autocast_state, refusal, strides
 from shardwise.tensor.dispatch.hooks import are_installed
 from shardwise.tensor.dtensor import DTensor
 from shardwise.trace import capture_hooks, comm_trace

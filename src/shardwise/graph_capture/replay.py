@@ -10,12 +10,9 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardwise import collectives
-from shardwise.graph_capture.compiled import Backend
-from shardwise.graph_capture.graphs import Graphs, partition
-from shardwise.graph_capture.refusals import refusal
+from shardwise.graph_capture.graphs import Backend, Graphs, partition
 from shardwise.graph_capture.structure import RETURNED, flatten, jagged_leaves, unflatten
-from shardwise.graph_capture.tracer import Tracer, apply_to_locals
-from shardwise.graph_capture.value_guards import ValueRead
+from shardwise.graph_capture.tracer import Tracer, ValueRead, apply_to_locals, refusal
 from shardwise.layout import Layout
 from shardwise.tensor.dtensor import DTensor, plain, tag
 from shardwise.trace.user_stack import traced_inside

@@ -1,8 +1,16 @@
-"""Traces a step on this rank into one FX graph of aten ops on local tensors and opaque calls (`allow_in_graph`)."""
+"""Traces a step on this rank into one FX graph of aten ops on local tensors and opaque calls (`allow_in_graph`).
 
+A function may read values, as `if mask.all()` does, or make a tensor whose shape depends on values, as `x[mask]` does.
+Its graph holds for the values that it read, so it has a call that compares each of them. These calls, and the ops on
+which they depend, come first in the graph and change nothing. If a value is another one, another graph is tried.
+"""
+
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -14,15 +22,17 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardwise.graph_capture.autocast import autocast_state, with_autocast
-from shardwise.graph_capture.code import getitem
-from shardwise.graph_capture.refusals import refusal
-from shardwise.graph_capture.value_guards import ValueRead, learned
+from shardwise.errors import CaptureError
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dtensor import DTensor, plain
 from shardwise.tensor.torch_objects import TORCH_DTENSOR, is_torch_dtensor_class
 from shardwise.trace import capture_hooks
 from shardwise.trace.capture_hooks import tracing_paused
+from shardwise.trace.user_stack import StackFrame, call_site, format_call_sites, frames_of
+
+P = ParamSpec("P")
+T = TypeVar("T")
+AutocastState = tuple[tuple[str, torch.dtype], ...]
 
 aten = torch.ops.aten
 
@@ -40,13 +50,90 @@ VALUE_READS = {
     "__deepcopy__": "copy.deepcopy()",
     "__reduce_ex__": "pickling",
 }
-
-
 # Attributes of a tensor that do not depend on its first size, which may vary from replay to replay.
 SAME_FOR_ALL_SIZES = frozenset({
     "dtype", "device", "requires_grad", "requires_grad_", "layout", "ndim", "dim", "is_leaf", "grad_fn", "is_meta",
     "is_nested", "is_inference", "_version", "detach",
 })  # fmt: skip
+AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mtia", "hpu")
+
+
+def refusal(what: str, fix: str) -> CaptureError:
+    """What cannot be captured, where the user's code does it, and what to do instead."""
+    where = format_call_sites([*frames_of(sys._getframe(1))])
+    return CaptureError(f"capture: {what}.{where}\n  Fix: {fix}.")
+
+
+class OtherValueError(Exception):
+    """A replay found another value than the traced call."""
+
+    def __init__(self, read: "ValueRead") -> None:
+        super().__init__(str(read))
+
+
+@dataclass(frozen=True)
+class ValueRead:
+    """What Python learned of values: a value as text, in which NaN equals NaN, or only the shapes of results.
+
+    Attributes:
+        what: the op or method that showed them, for messages.
+        frame: the line of the user's code.
+    """
+
+    found: object
+    shapes_only: bool
+    what: str = field(compare=False)
+    frame: StackFrame | None = field(compare=False, default_factory=call_site)
+
+    def __str__(self) -> str:
+        return self.what if self.frame is None else f"{self.what} at {self.frame}"
+
+    def check(self) -> Callable[[object], None]:
+        """A call for the graph, of the value at a replay."""
+
+        def check_value(value: object) -> None:
+            if learned(value, self.shapes_only) != self.found:
+                raise OtherValueError(self)
+
+        check_value.__module__ = "shardwise"  # what the code of the graph calls it
+        return check_value
+
+
+def learned(value: object, shapes_only: bool) -> object:
+    """What Python learns from the result of an op."""
+    if shapes_only:
+        return [tuple(x.shape) for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
+    return repr(value.tolist() if isinstance(value, Tensor) else value)
+
+
+def autocast_state() -> AutocastState:
+    """The devices for which autocast is on, with its dtypes."""
+    if not torch._C._is_any_autocast_enabled():
+        return ()
+    return tuple((d, torch.get_autocast_dtype(d)) for d in AUTOCAST_DEVICES if torch.is_autocast_enabled(d))
+
+
+def with_autocast(state: AutocastState, function: Callable[P, T]) -> Callable[P, T]:
+    """`function` under the autocast of `state`, whatever is on where it is called: a graph has the casts as ops."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        present = autocast_state()
+        if present == state:
+            return function(*args, **kwargs)
+        with ExitStack() as stack:
+            for device, _ in present:
+                stack.enter_context(torch.autocast(device, enabled=False))
+            for device, dtype in state:
+                stack.enter_context(torch.autocast(device, dtype))
+            return function(*args, **kwargs)
+
+    return run
+
+
+def getitem(values: Any, i: int) -> Any:
+    """One result of a call that has several."""
+    return values[i]
 
 
 class GraphInt(int):

@@ -1,11 +1,8 @@
 """Sharding specs, plans and sharders, compatible with `torch.distributed._shard` and TorchRec, on `DTensor`."""
 
-from shardwise.collectives import load_with_process_group
+from shardwise.collectives.meshes import load_with_process_group
 from shardwise.sharded_tensor.custom_ops import custom_sharding_spec_op
-from shardwise.sharded_tensor.hooks import pre_load_state_dict_hook, state_dict_hook
-from shardwise.sharded_tensor.layouts import layout_of_shards
 from shardwise.sharded_tensor.local_shards import LocalShardsWrapper
-from shardwise.sharded_tensor.metadata import RemoteDevice, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded_tensor.sharded_tensor import (
     LocalShard,
     ShardedTensor,
@@ -22,9 +19,18 @@ from shardwise.sharded_tensor.sharding import (
     ShardingPlan,
     ShardingPlanner,
     collect_local_shard,
+    pre_load_state_dict_hook,
     reshard_output,
     shard_module,
     shard_parameter,
+    state_dict_hook,
+)
+from shardwise.sharded_tensor.shards import (
+    RemoteDevice,
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+    layout_of_shards,
 )
 from shardwise.sharded_tensor.specs import (
     ChunkShardingSpec,

@@ -10,8 +10,13 @@ from torch import Tensor
 from shardwise import collectives
 from shardwise.errors import LayoutError, MismatchError, RuleError
 from shardwise.layout import SEQUENCE, Layout, checked, checked_init, describe, split_by_boxes
-from shardwise.sharded_tensor.layouts import layout_of_shards, shards_of
-from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.sharded_tensor.shards import (
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+    layout_of_shards,
+    shards_of,
+)
 from shardwise.sharded_tensor.specs import ShardingSpec, reshard, spec_of
 from shardwise.tensor import factories
 from shardwise.tensor.arguments import check_dense

@@ -27,13 +27,15 @@ from shardwise.layout import (
     is_integer,
     shown,
 )
-from shardwise.sharded_tensor.layouts import Ranks, layout_of_shards, shards_of
-from shardwise.sharded_tensor.metadata import (
+from shardwise.sharded_tensor.shards import (
+    Ranks,
     RemoteDevice,
     ShardedTensorMetadata,
     ShardMetadata,
     TensorProperties,
+    layout_of_shards,
     listed,
+    shards_of,
 )
 from shardwise.tensor.arguments import not_dense
 from shardwise.tensor.conversion import receive_local_shard

@@ -12,8 +12,13 @@ from shardwise.errors import LayoutError, MeshError, MissingError, PlanError
 from shardwise.layout import Kind, Mesh, Shard, as_integer, checked, describe
 from shardwise.parallel.fully_sharded.gathered import check_steps
 from shardwise.parallel.fully_sharded.parameters import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
     ShardPlacementFn,
     Stored,
+    class_of,
+    converted_policy,
     has_hooks,
     note_ignored,
     note_successor,
@@ -22,13 +27,6 @@ from shardwise.parallel.fully_sharded.parameters import (
     storage_of,
     store,
     successor,
-)
-from shardwise.parallel.fully_sharded.policy import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    class_of,
-    converted_policy,
 )
 from shardwise.parallel.fully_sharded.unit import UNIT, Options, Unit, next_number, unit_of
 from shardwise.tensor import module_sharding

@@ -1,11 +1,12 @@
-"""A unit: the parameters of a module that are all-gathered together, before its forward and before its backward."""
+"""Units, whose parameters are all-gathered together before forward and before backward, and the forwards that run."""
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,15 @@ from shardwise import collectives
 from shardwise.errors import PlanError
 from shardwise.layout import Mesh, Owner
 from shardwise.parallel.fully_sharded.gathered import NO_BACKWARD, Gathered, Message
-from shardwise.parallel.fully_sharded.parameters import Stored, axes_along, check_all_stored, shown_as, stored_of
-from shardwise.parallel.fully_sharded.policy import MixedPrecisionPolicy
-from shardwise.parallel.fully_sharded.runs import Followed, Forward, end_after_backward, running
-from shardwise.redistribute.together import together
+from shardwise.parallel.fully_sharded.parameters import (
+    MixedPrecisionPolicy,
+    Stored,
+    axes_along,
+    check_all_stored,
+    shown_as,
+    stored_of,
+)
+from shardwise.redistribute.together import buffers_of_rank, together
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.module_sharding import assign
@@ -68,6 +74,77 @@ class Options:
     prefetch: int
 
 
+# ---- the forward and the backward that run on this thread -------------------------------------------------
+
+
+class Forward:
+    """A forward of a root: the outermost unit.
+
+    Args:
+        root: its unit.
+        as_dtensors: the inputs are DTensors on a mesh with the data axis, so parameters are used as such.
+        prefetch: how many units are all-gathered ahead.
+    """
+
+    def __init__(self, root: "Unit", as_dtensors: bool, prefetch: int) -> None:
+        self.root, self.as_dtensors, self.prefetch = root, as_dtensors, prefetch
+        self.expected = root.order
+        self.units: list[Unit] = []
+        self.gathered: list[ref[Gathered]] = []
+
+    def add(self, unit: "Unit", gathered: Gathered) -> None:
+        """`unit` uses its parameters now; those of the units that followed it last time are started."""
+        gathered.before = self.gathered
+        gathered.number = len(self.gathered)
+        self.gathered.append(ref(gathered))
+        self.units.append(unit)
+        count = len(self.units)
+        if self.prefetch and self.expected[:count] == self.units:
+            for following in self.expected[count : count + self.prefetch]:
+                following.start_ahead(self.as_dtensors)
+
+    def begin(self) -> "Forward":
+        """Make this the forward that runs on this thread."""
+        _thread.forward = self
+        return self
+
+    def end(self) -> None:
+        """Keep the order of its units, and leave this thread."""
+        self.root.order = self.units
+        _thread.forward = None
+        if not torch.is_grad_enabled():
+            buffers_of_rank().clear()
+
+
+class _Thread(threading.local):
+    forward: Forward | None = None
+    backward: int = NO_BACKWARD
+    filled: list[Gathered] = []  # noqa: RUF012 - replaced, never changed
+
+
+_thread = _Thread()
+
+
+def _end_after_backward(gathered: Gathered) -> None:
+    """At the end of the backward that runs, free what is left then: parameters that need no gradient."""
+    task = torch._C._current_graph_task_id()
+    if _thread.backward != task:
+        filled = _thread.filled = []
+        _thread.backward = task
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: _end(filled))
+    _thread.filled.append(gathered)
+
+
+def _end(filled: list[Gathered]) -> None:
+    _thread.backward = NO_BACKWARD
+    for gathered in filled:
+        gathered.unit.end_backward(gathered)
+    buffers_of_rank().clear()
+
+
+# ---- units ------------------------------------------------------------------------------------------------
+
+
 class Unit:
     """What `fully_shard` adds to a module: its forward and backward run with all-gathered parameters.
 
@@ -83,7 +160,7 @@ class Unit:
         self.reshard_after_forward = options.reshard_after_forward
         self.requires_gradient_sync = True
         self.unreduced: dict[int, Tensor] = {}
-        self.order: list[Followed] = []  # of the last forward with this unit as root
+        self.order: list[Unit] = []  # of the last forward with this unit as root
         self._slots: list[Slot] = []
         self._messages: dict[bool, list[Message]] = {}
         self._units_then = 0
@@ -114,13 +191,13 @@ class Unit:
             return forward(*args, **kwargs)
         self._hide()
         run = self._enter(args, kwargs)
-        is_root = running.forward is run and run.root is self
+        is_root = _thread.forward is run and run.root is self
         gathered = None
         try:
             if self.slots():
                 gathered = self._running = self._gathered(run.as_dtensors)
                 gathered.fill()
-                if running.forward is run:
+                if _thread.forward is run:
                     run.add(self, gathered)
                 self._show(gathered)
             args, kwargs = self._cast(args, kwargs)
@@ -143,13 +220,13 @@ class Unit:
         if torch._C._current_graph_task_id() != NO_BACKWARD:  # recomputed: as it was in forward
             before = self._in_backward
             return Forward(self, self._as_dtensors if before is None else before.as_dtensors, 0)
-        if running.forward is None:
+        if _thread.forward is None:
             as_dtensors = _has_axis(args, kwargs, self.options.mesh)
             self._prepare_below(as_dtensors)
             Forward(self, as_dtensors, self.options.prefetch).begin()
-        assert running.forward is not None
-        self._as_dtensors = running.forward.as_dtensors
-        return running.forward
+        assert _thread.forward is not None
+        self._as_dtensors = _thread.forward.as_dtensors
+        return _thread.forward
 
     def _prepare_below(self, as_dtensors: bool) -> None:
         """Name the units of this root, and check that it reduces all gradients, in one way."""
@@ -278,7 +355,7 @@ class Unit:
         """Until its gradients are computed, also for what is recomputed meanwhile."""
         self._in_backward = gathered
         gathered.backward = torch._C._current_graph_task_id()
-        end_after_backward(gathered)
+        _end_after_backward(gathered)
         if not self._shown:
             with torch.enable_grad():
                 self._show(gathered)
