@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwise import DTensor, Mesh, Shard, collectives, shard_module
 from shardwise.checkpoint import converted_names, load_safetensors
 from shardwise.checkpoint.local_files import LocalFile
-from shardwise.checkpoint.offline import windows
+from shardwise.checkpoint.offline import sources
 from shardwise.errors import CheckpointError
 from shardwise.parallel import fully_shard, parallelize_module, plan_from_transformers
 from shardwise.testing import world
@@ -132,7 +132,7 @@ def test_shards_of_stacked_experts_are_read_in_parts_of_a_few_bytes(
         assert all(full(x).equal(want[key]) for key, x in sharded.state_dict().items())
 
     for size in (100, 5000):
-        monkeypatch.setattr(windows, "WINDOW_BYTES", size)
+        monkeypatch.setattr(sources, "WINDOW_BYTES", size)
         world(3).run(body)
 
 
@@ -164,7 +164,7 @@ def test_of_what_transformers_converts_one_conversion_is_in_memory(
 ) -> None:
     """And each is done once on a rank, although it is read in parts."""
     want = published(qwen_with_images(), tmp_path)
-    monkeypatch.setattr(windows, "WINDOW_BYTES", 100)
+    monkeypatch.setattr(sources, "WINDOW_BYTES", 100)
     done: list[str] = []
     plain = converted_names._Names._convert
 

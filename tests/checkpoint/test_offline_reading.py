@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.checkpoint import files, save
-from shardwise.checkpoint.offline import Difference, Progress, diff, sources, verify, windows
-from shardwise.checkpoint.offline.reading import CheckpointSource
+from shardwise.checkpoint.offline import Difference, Progress, diff, sources, verify
+from shardwise.checkpoint.offline.sources import CheckpointSource
 from shardwise.errors import CheckpointError
 from shardwise.layout import Box, Layout, Mesh, Shard
 from shardwise.testing import world
@@ -66,8 +66,8 @@ def test_windows_are_small_and_follow_each_other_in_the_file(
     box = Box(tuple(offset for offset, _ in dims), tuple(size for _, size in dims))
     numbers = torch.arange(box.numel).reshape(box.sizes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(windows, "WINDOW_BYTES", most)
-        found = list(windows.windows(box, itemsize))
+        patch.setattr(sources, "WINDOW_BYTES", most)
+        found = list(sources.windows(box, itemsize))
     assert [n for part in found for n in numbers[part.relative_to(box)].flatten().tolist()] == list(range(box.numel))
     for part in found:
         assert part.numel * itemsize <= max(most, itemsize)
@@ -80,7 +80,7 @@ def test_windows_are_small_and_follow_each_other_in_the_file(
 def block_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks and windows of tensors of a few bytes."""
     monkeypatch.setattr(files, "BLOCK_BYTES", request.param)
-    monkeypatch.setattr(windows, "WINDOW_BYTES", request.param)
+    monkeypatch.setattr(sources, "WINDOW_BYTES", request.param)
 
 
 @pytest.mark.usefixtures("block_bytes")

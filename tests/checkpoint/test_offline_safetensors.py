@@ -18,7 +18,7 @@ from shardwise.checkpoint.offline import (
     export_hugging_face,
     export_torch,
     import_safetensors,
-    windows,
+    sources,
 )
 from shardwise.errors import ArgumentError, CheckpointError, PlanError
 from shardwise.layout import Layout, Mesh, Placement, Shard
@@ -39,7 +39,7 @@ INDEX = "model.safetensors.index.json"
 @pytest.fixture(params=[1 << 24, 9], ids=["at once", "9 bytes at a time"], autouse=True)
 def block_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "BLOCK_BYTES", request.param)
-    monkeypatch.setattr(windows, "WINDOW_BYTES", request.param)
+    monkeypatch.setattr(sources, "WINDOW_BYTES", request.param)
 
 
 def saved(folder: Path, placement: Placement | None = None) -> Path:

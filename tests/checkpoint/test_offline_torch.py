@@ -15,8 +15,8 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load as load_of_torch
 
 from shardwise.checkpoint import files, load, read_manifest, restore, save, state_of
-from shardwise.checkpoint.offline import diff, export_torch, import_torch, torch_format, windows
-from shardwise.checkpoint.offline.nested_values import with_lists
+from shardwise.checkpoint.offline import diff, export_torch, import_torch, sources, torch_format
+from shardwise.checkpoint.offline.training_names import with_lists
 from shardwise.errors import CheckpointError
 from shardwise.layout import Layout, Mesh, Shard
 from shardwise.testing import world
@@ -36,7 +36,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 @pytest.fixture(params=[1 << 24, 24], ids=["at once", "24 bytes at a time"])
 def block_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "BLOCK_BYTES", request.param)
-    monkeypatch.setattr(windows, "WINDOW_BYTES", request.param)
+    monkeypatch.setattr(sources, "WINDOW_BYTES", request.param)
 
 
 def assert_loads(folder: Path | str) -> None:

@@ -19,7 +19,7 @@ from shardwise.checkpoint.offline import (
     export_hugging_face,
     import_safetensors,
 )
-from shardwise.checkpoint.prefixes import extra_prefix
+from shardwise.checkpoint.remedies import extra_prefix
 from shardwise.errors import CheckpointError
 from shardwise.testing import world
 from tests.checkpoint.faults import failed

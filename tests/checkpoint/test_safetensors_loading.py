@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise import Mesh, Replicate, Shard, collectives, shard_module
 from shardwise.checkpoint import load_safetensors
 from shardwise.checkpoint.local_files import LocalFile
-from shardwise.checkpoint.offline import windows
+from shardwise.checkpoint.offline import sources
 from shardwise.errors import CheckpointError, MismatchError
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module, plan_from_transformers
 from shardwise.testing import world
@@ -60,7 +60,7 @@ def full(x: Any) -> Tensor:
 
 @pytest.fixture(params=[1 << 22, 9], ids=["at once", "9 bytes at a time"])
 def window_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(windows, "WINDOW_BYTES", request.param)
+    monkeypatch.setattr(sources, "WINDOW_BYTES", request.param)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

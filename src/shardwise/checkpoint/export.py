@@ -12,8 +12,8 @@ from torch import Tensor
 from shardwise import collectives
 from shardwise.checkpoint.collective_errors import all_ranks, digest, on_all_ranks, require_same
 from shardwise.checkpoint.files import byte_blocks, check_export_dtype, export_dtype, file_layout
+from shardwise.checkpoint.local_files import FileDraft
 from shardwise.checkpoint.locations import local_path
-from shardwise.checkpoint.path_drafts import FileDraft
 from shardwise.checkpoint.state import LocalBoxes, holders, storable_boxes
 from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection
 from shardwise.embedding.sharded import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection

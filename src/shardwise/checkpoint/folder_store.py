@@ -32,7 +32,7 @@ from shardwise.checkpoint.local_files import (
     write_synced,
 )
 from shardwise.checkpoint.manifest import MANIFEST
-from shardwise.checkpoint.other_formats import reader_of_file
+from shardwise.checkpoint.remedies import reader_of_file
 from shardwise.checkpoint.stores import NAME_A_FOLDER, LockFile, step_name, step_of, why_incomplete
 from shardwise.errors import CheckpointError
 

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.collection import collection_off
 from shardwise.checkpoint.collective_errors import digest, listed, on_all_ranks, on_first_rank, require_same
 from shardwise.checkpoint.files import ChunkFile, span
 from shardwise.checkpoint.locations import store_at
-from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor
-from shardwise.checkpoint.pending import finish_pending
-from shardwise.checkpoint.prefixes import extra_prefix
+from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor, gc_paused
+from shardwise.checkpoint.remedies import extra_prefix
 from shardwise.checkpoint.resizing import Rows, as_rows, fill_new_rows, resize_argument, resized, try_initializers
+from shardwise.checkpoint.saving import finish_pending
 from shardwise.checkpoint.state import MODEL, Leaf, LocalBoxes, flatten, storable_boxes
 from shardwise.checkpoint.stores import CheckpointStore, find, stored_manifest
 from shardwise.embedding.new_rows import draw_seed
@@ -175,7 +174,7 @@ class _Reading:
                 leaf.holder[leaf.key] = self.manifest.values[name]
 
 
-@collection_off()
+@gc_paused()
 def _copies(target: LocalBoxes, stored: StoredTensor) -> list[_Copy]:
     index = BoxIndex([[chunk.box] for chunk in stored.chunks])
     return [_Copy(stored.chunks[number], box, view) for box, view in target.views for number, _ in index.touching(box)]

@@ -1,6 +1,7 @@
-"""Files of a file system: written to disk, read without following links, renamed, removed."""
+"""Files of a file system: read without following links, synced to disk, renamed, removed, replaced at once."""
 
 import errno
+import glob
 import os
 import secrets
 import shutil
@@ -8,7 +9,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from shardwise.checkpoint.remedies import UNREACHABLE, damaged, foreign
 from shardwise.errors import CheckpointError, UnreachableError
@@ -158,3 +159,128 @@ def undone_on_error() -> Iterator[Callable[[Path, Path], None]]:
         for source, target in reversed(done):
             target.rename(source)
         raise
+
+
+# ---- new files and folders ------------------------------------------------------------------------------------
+
+
+class _Draft:
+    """What appears at `path` when it is on disk, and replaces what is there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._draft = path, path.with_name(temp_name("tmp", path.name))
+        _tidy_beside(path)
+
+    def commit(self) -> None:
+        """Let it take the place of what may be at `path`."""
+        raise NotImplementedError
+
+    def discard(self) -> None:
+        """Remove it, unless it was committed."""
+        remove(self._draft)
+
+
+class FileDraft(_Draft):
+    """A file that appears at `path` when all of it is on disk."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._file = self._draft.open("xb")
+
+    def append(self, blocks: Iterable[memoryview | bytes]) -> None:
+        """Write to its end."""
+        with naming(self._draft):
+            for block in blocks:
+                self._file.write(block)
+
+    def commit(self) -> None:
+        with naming(self._draft):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+        old = self.path.with_name(temp_name("old", self.path.name))
+        with suppress(OSError):  # nothing is there, or it cannot have a second name: then it cannot be put back
+            os.link(self.path, old)
+        try:
+            self._draft.replace(self.path)
+            sync_folder(self.path.parent)
+        except BaseException:
+            if not self._draft.exists():
+                old.replace(self.path) if old.exists() else self.path.rename(self._draft)
+            remove(old)
+            raise
+        remove(old)
+
+    def discard(self) -> None:
+        with suppress(OSError):  # what a full disk could not take
+            self._file.close()
+        super().discard()
+
+
+class FolderDraft(_Draft):
+    """A folder that appears at `path` when all its files are on disk.
+
+    There is no way to exchange two folders: one that is replaced has another name for a moment, `.old-NAME-…`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._draft.mkdir()
+
+    def write(self, file: str, content: Iterable[memoryview | bytes]) -> None:
+        """Write a new file in it."""
+        write_synced(self._draft / file, content)
+
+    def commit(self) -> None:
+        sync_folder(self._draft)
+        old = self.path.with_name(temp_name("old", self.path.name))
+        with undone_on_error() as move:
+            if os.path.lexists(self.path):
+                move(self.path, old)
+            move(self._draft, self.path)
+            sync_folder(self.path.parent)
+        remove(old)
+
+
+D = TypeVar("D", bound=_Draft)
+
+
+@contextmanager
+def new_at(path: Path, kind: type[D], overwrite: bool) -> Iterator[D]:
+    """A draft that is at `path` after the block, or is not there if that raises.
+
+    Raises:
+        CheckpointError: there is something at `path` already, or it cannot be written.
+    """
+    with reported(path):
+        if os.path.lexists(path) and not overwrite:
+            raise CheckpointError(f"{path} exists already. Fix: another name, or overwrite=True (--overwrite).")
+        draft = kind(path)
+        try:
+            yield draft
+            draft.commit()
+        finally:
+            draft.discard()
+
+
+@contextmanager
+def reported(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise a CheckpointError for an OSError: what is not there yet cannot be written to."""
+    try:
+        yield
+    except OSError as error:
+        ours = error.filename is None or Path(error.filename).parent == Path(path).parent  # a draft of `path`
+        where = "" if ours else f": {error.filename}"
+        raise CheckpointError(
+            f"{path} cannot be written: {error.strerror}{where}. Fix: name a place that exists and has room."
+        ) from error
+
+
+def _tidy_beside(path: Path) -> None:
+    """Remove what interrupted drafts of `path` left; what was there before is put back if it was moved aside."""
+    for kind in ("old", "tmp"):
+        for left in path.parent.glob(f".{kind}-{glob.escape(path.name)}-{'[0-9a-f]' * 8}"):
+            if kind == "old" and not os.path.lexists(path):
+                left.rename(path)
+            else:
+                remove(left)

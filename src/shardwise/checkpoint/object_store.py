@@ -25,8 +25,7 @@ from time import time_ns
 
 from shardwise.checkpoint.files import StoredFile
 from shardwise.checkpoint.objects import REQUEST_BYTES, Objects, reading
-from shardwise.checkpoint.other_formats import FROM_URL, reader_of_file
-from shardwise.checkpoint.remedies import damaged
+from shardwise.checkpoint.remedies import FROM_URL, damaged, reader_of_file
 from shardwise.checkpoint.stores import NAME_A_FOLDER, LockFile, step_name, step_of
 from shardwise.errors import CheckpointError
 

@@ -1,4 +1,7 @@
-"""What a user can do about a file that is damaged or does not answer, in the same words wherever it is found."""
+"""What errors of checkpoints say to do about damaged files, other formats and other prefixes of names."""
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import PurePath
 
 from shardwise.errors import CheckpointError
 
@@ -8,6 +11,33 @@ DAMAGED = (
 )
 FOREIGN = ". Fix: copy or download the file again, or save it once more with the program that wrote it"
 UNREACHABLE = ". Fix: try again when the place answers; look at the network, the credentials and the permissions"
+FROM_URL = "copy it to a local path: "  # before what reads no URLs
+OF_TORCH_SAVE = (
+    "of a file of torch.save, torch.distributed.checkpoint.format_utils.torch_save_to_dcp(file, folder) makes a "
+    "folder; import that by import_torch"
+)
+_OF_SAFETENSORS = "import_safetensors or load_safetensors reads this folder of safetensors"
+_OF_WEIGHTS = (
+    "from_pretrained(folder).save_pretrained(other) of transformers makes a folder of safetensors of this one, which "
+    "import_safetensors or load_safetensors reads"
+)
+# A file by which a folder is recognized, and what reads the folder.
+_OTHER = {
+    ".metadata": "import_torch reads this folder of torch.distributed.checkpoint",
+    "model.safetensors.index.json": _OF_SAFETENSORS,
+    "model.safetensors": _OF_SAFETENSORS,
+    "pytorch_model.bin.index.json": _OF_WEIGHTS,
+    "pytorch_model.bin": _OF_WEIGHTS,
+}
+_CHECKPOINTS = {
+    "manifest.json": "restore or load reads this folder, which is a checkpoint of shardwise",
+    "latest": "restore or load reads this folder, which has checkpoints of shardwise",
+}
+_FILES = {
+    ".safetensors": "import_safetensors or load_safetensors reads this file",
+    ".distcp": "import_torch reads the folder of this file, which is of torch.distributed.checkpoint",
+    **dict.fromkeys((".bin", ".ckpt", ".pt", ".pth"), OF_TORCH_SAVE),
+}
 
 
 def damaged(text: str) -> CheckpointError:
@@ -23,3 +53,40 @@ def foreign(text: str) -> CheckpointError:
 def without_remedy(error: CheckpointError) -> str:
     """The text of an error that is one line of a report, which says at its end what to do."""
     return str(error).replace(DAMAGED, "").replace(UNREACHABLE, "")
+
+
+def reader_of(names: Collection[str], otherwise: str) -> str:
+    """What reads a folder of another format than expected, which has these names; `otherwise` if it is not known."""
+    return _reader(_OTHER | _CHECKPOINTS, names) or otherwise
+
+
+def reader_of_no_checkpoint(names: Collection[str]) -> str:
+    """What reads a folder that has these names, and no checkpoint; "" if it is not known."""
+    return _reader(_OTHER, names)
+
+
+def reader_of_file(file: str | PurePath) -> str:
+    """What reads a file where a folder is expected; "" if it is not known."""
+    path = PurePath(file)
+    of_folder = _reader(_OTHER, [path.name])
+    return _FILES.get(path.suffix) or (of_folder and f"name its folder: {of_folder}")
+
+
+def _reader(readers: Mapping[str, str], names: Collection[str]) -> str:
+    return next((reader for name, reader in readers.items() if name in names), "")
+
+
+def extra_prefix(expected: Sequence[Collection[str]], found: Collection[str]) -> str:
+    """The prefix, up to a dot, that each expected name has in `found`; "" if there is no such prefix.
+
+    Args:
+        expected: names, each with the others of the same tensor, of which one is enough.
+    """
+    there = set(found)
+    firsts = tuple(f".{name}" for name in expected[0]) if expected else ()
+    for name in found:
+        for first in firsts:
+            prefix = name.removesuffix(first[1:])
+            if name.endswith(first) and all(any(prefix + one in there for one in same) for same in expected):
+                return prefix
+    return ""

@@ -14,12 +14,9 @@ from shardwise.checkpoint.collective_errors import digest, listed, on_all_ranks,
 from shardwise.checkpoint.converted_names import Converted, converted
 from shardwise.checkpoint.files import StoredFile, copy_box
 from shardwise.checkpoint.locations import local_path
-from shardwise.checkpoint.offline.outputs import chosen
-from shardwise.checkpoint.offline.progress import Progress
 from shardwise.checkpoint.offline.safetensors_format import open_safetensors
-from shardwise.checkpoint.offline.sources import Source
-from shardwise.checkpoint.offline.windows import windows
-from shardwise.checkpoint.prefixes import extra_prefix
+from shardwise.checkpoint.offline.sources import Progress, Source, chosen, windows
+from shardwise.checkpoint.remedies import extra_prefix
 from shardwise.checkpoint.state import storable_boxes
 from shardwise.errors import IN_PARENTHESES, CheckpointError, did_you_mean
 from shardwise.layout import Box, checked

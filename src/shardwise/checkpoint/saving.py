@@ -2,32 +2,41 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from importlib import metadata as packages
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeAlias, overload
+from typing import Any, Protocol, TypeAlias, overload
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from shardwise import collectives
-from shardwise.checkpoint import drafts
-from shardwise.checkpoint.collection import collection_off
 from shardwise.checkpoint.collective_errors import digest, listed, on_all_ranks, require_same
 from shardwise.checkpoint.files import METADATA_KEY, Checksum, byte_blocks, checksum, content, file_layout
 from shardwise.checkpoint.locations import store_at
-from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor, check_chunks, file_name
-from shardwise.checkpoint.pending import finish_pending
+from shardwise.checkpoint.manifest import (
+    MANIFEST,
+    Chunk,
+    Manifest,
+    MisnamedError,
+    NewerVersionError,
+    StoredTensor,
+    as_bytes,
+    check_chunks,
+    file_name,
+    gc_paused,
+)
+from shardwise.checkpoint.remedies import without_remedy
 from shardwise.checkpoint.retention import Keep, keep_only
-from shardwise.checkpoint.state import LocalBoxes, as_json, flatten, held_boxes, key_of, storable_boxes
-from shardwise.checkpoint.stores import CheckpointStore
-from shardwise.checkpoint.sub_meshes import with_replicas
-from shardwise.checkpoint.writer_lock import WriterLock
-from shardwise.errors import CheckpointError, NotFiniteError
-from shardwise.layout import Box, checked
+from shardwise.checkpoint.state import LocalBoxes, as_json, flatten, held_boxes, key_of, storable_boxes, with_replicas
+from shardwise.checkpoint.stores import CheckpointStore, check_files, complete_manifest
+from shardwise.checkpoint.writer_lock import WriterLock, require_lock
+from shardwise.errors import CheckpointError, NotFiniteError, UnreachableError
+from shardwise.layout import Box, Owner, checked
 
 Sums: TypeAlias = list[tuple[Sequence[int], bool]]
 """The crc32s of each box that a rank holds, and whether its values are finite."""
@@ -149,7 +158,7 @@ class Saving:
 
     def begin(self) -> str:
         """The name of a new draft; this job has the lock until `release`."""
-        return self._lock.take(self.what, lambda: drafts.begin(self.store, self.step, self.overwrite))
+        return self._lock.take(self.what, lambda: begin_draft(self.store, self.step, self.overwrite))
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -173,7 +182,7 @@ class Saving:
         self.contents.check_equal(sums)
         if not self.is_first:
             return ""
-        version = drafts.commit(self.store, draft, self.contents.manifest(self.step, sums))
+        version = commit_draft(self.store, draft, self.contents.manifest(self.step, sums))
         if self.keep is not None:
             keep_only(self.store, self.step, self.keep if isinstance(self.keep, Keep) else Keep(last=self.keep))
         return version
@@ -181,7 +190,7 @@ class Saving:
     def abandon(self, draft: str) -> None:
         """Remove the draft."""
         if self.is_first:
-            drafts.abandon(self.store, draft)
+            abandon_draft(self.store, draft)
 
     def release(self) -> None:
         """Give back the lock, if this rank has it."""
@@ -294,7 +303,7 @@ class Contents:
         }
         return tuple(name for name in self.tensors if name in found)
 
-    @collection_off()
+    @gc_paused()
     def check_equal(self, sums: AllSums) -> None:
         """Raise CheckpointError unless all ranks that hold a box have written or compared the same, by the crc32s."""
         first: dict[tuple[str, Box], Sequence[int]] = {}  # of the first rank that holds a box
@@ -319,7 +328,7 @@ class Contents:
             "what differs by rank on purpose belongs in a sharded DTensor"
         )
 
-    @collection_off()
+    @gc_paused()
     def manifest(self, step: int, sums: AllSums) -> Manifest:
         """What was written, checked: every element once."""
         chunks: dict[str, list[Chunk]] = {name: [] for name in self.tensors}
@@ -343,3 +352,89 @@ def package_versions() -> dict[str, str]:
     except packages.PackageNotFoundError:  # run from a source tree
         own = "unknown"
     return {"shardwise": own, "torch": torch.__version__}
+
+
+# ---- drafts, which become versions; on the rank that has the lock -------------------------------------------------
+
+
+def begin_draft(store: CheckpointStore, step: int, overwrite: bool) -> str:
+    """A new draft of `step`, after what interrupted saves left was removed.
+
+    A version of that step that is not complete is replaced, as `latest` passes it over: a run that went on from an
+    earlier step saves this one again.
+
+    Raises:
+        CheckpointError: the step exists, and `overwrite` is False.
+    """
+    found = store.tidy()
+    if step in found and not overwrite and not _is_damaged(store, found[step]):
+        where = store.location(found[step])
+        raise CheckpointError(f"{where} exists already. Fix: overwrite=True (--overwrite), or another folder")
+    return store.draft(step, found.values())
+
+
+def _is_damaged(store: CheckpointStore, version: str) -> bool:
+    """Whether nothing can be loaded from it; not so one that another release reads, or that has another step's name."""
+    try:
+        complete_manifest(store, version)
+    except UnreachableError:
+        raise
+    except (NewerVersionError, MisnamedError):
+        return False
+    except CheckpointError:
+        return True
+    return False
+
+
+def commit_draft(store: CheckpointStore, draft: str, manifest: Manifest) -> str:
+    """Make the draft a version, unless a file of it is missing or misshapen, or this job has lost the lock.
+
+    If this raises, the store is as it was before, but for the draft.
+    """
+    try:
+        check_files(store, draft, manifest)
+    except UnreachableError:
+        raise
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{without_remedy(error)}, after it was written. Fix: save to a place where nothing else changes files"
+        ) from error
+    data = as_bytes(manifest)
+    store.write(draft, MANIFEST, len(data), [data])
+    require_lock(store)
+    return store.publish(draft)
+
+
+def abandon_draft(store: CheckpointStore, draft: str) -> None:
+    """Remove the draft as far as possible, after an error that is raised next; a version stays."""
+    with suppress(OSError, CheckpointError):
+        store.discard(draft)
+
+
+# ---- the save of this rank that goes on while it trains: at most one -----------------------------------------------
+
+
+class Pending(Protocol):
+    """A save that was begun."""
+
+    def wait(self) -> object:
+        """Return when the checkpoint is complete on all ranks, or raise on all why it is not."""
+
+
+_pending: WeakKeyDictionary[Owner, Pending] = WeakKeyDictionary()
+
+
+def set_pending(save: Pending) -> None:
+    """Let `save` be finished before the next one begins; all ranks call it."""
+    _pending[collectives.owner()] = save
+
+
+def finish_pending() -> None:
+    """Wait for the save of this rank that goes on, if there is one; all ranks call it.
+
+    Raises:
+        CheckpointError: it failed.
+    """
+    save = _pending.pop(collectives.owner(), None)
+    if save is not None:
+        save.wait()

@@ -26,9 +26,8 @@ from torch import Tensor
 
 from shardwise import collectives
 from shardwise.checkpoint.collective_errors import on_all_ranks, text_of
-from shardwise.checkpoint.pending import finish_pending, set_pending
 from shardwise.checkpoint.retention import Keep
-from shardwise.checkpoint.saving import AllSums, Contents, Saving, Sums
+from shardwise.checkpoint.saving import AllSums, Contents, Saving, Sums, finish_pending, set_pending
 from shardwise.errors import CheckpointError, NotFiniteError, UnreachableError
 from shardwise.layout import Owner, checked
 

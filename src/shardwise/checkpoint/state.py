@@ -1,9 +1,11 @@
 """A nested state as flat names, and what a rank holds of each tensor in it."""
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from itertools import product as cartesian
 from typing import Any
 from zlib import crc32
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise import collectives
+from shardwise.checkpoint.collective_errors import all_ranks
 from shardwise.checkpoint.files import DTYPES
 from shardwise.errors import CheckpointError
 from shardwise.layout import REPLICATE, Box, Layout, Mesh, split_by_boxes
@@ -165,3 +168,30 @@ def held_boxes(layouts: Mapping[str, Layout], rank: int) -> Iterator[tuple[str, 
 def key_of(name: str, box: Box, shape: tuple[int, ...]) -> str:
     """The name of a box in its file: a full tensor keeps its own name, so that other tools find it."""
     return name if box.sizes == shape else f"{name}{box}"
+
+
+def with_replicas(layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+    """The layouts by name, those on a sub-mesh as replicas on all sub-meshes that other ranks have for the same names.
+
+    All ranks call it. Names on sub-meshes that overlap are left as they are.
+    """
+    on_mesh: dict[Mesh, list[str]] = {}
+    for name, layout in layouts.items():
+        if layout.mesh.size() < collectives.world_size():
+            on_mesh.setdefault(layout.mesh, []).append(name)
+    keys = {mesh: hashlib.sha256("\n".join(names).encode()).hexdigest() for mesh, names in on_mesh.items()}
+    every = collectives.gather_json({key: mesh.ranks for mesh, key in keys.items()}, all_ranks())
+    found = dict(layouts)
+    for mesh, names in on_mesh.items():
+        replicas = sorted({tuple(one[keys[mesh]]) for one in every if keys[mesh] in one})
+        ranks = tuple(chain.from_iterable(replicas))
+        if len(replicas) > 1 and len(set(ranks)) == len(ranks):
+            joint = Mesh((len(replicas), *mesh.shape), ranks, None, mesh.device_type)
+            found |= {name: _on_joint_mesh(layouts[name], joint) for name in names}
+    return found
+
+
+def _on_joint_mesh(layout: Layout, mesh: Mesh) -> Layout:
+    """The layout on a mesh with one more axis, the first, on which it is replicated."""
+    order = (0, *(axis + 1 for axis in layout.shard_order))
+    return Layout(mesh, [REPLICATE, *layout.placements], layout.shape, order, layout.strides)

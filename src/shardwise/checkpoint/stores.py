@@ -1,7 +1,7 @@
 """What saving and loading need of the place where checkpoints are stored: `FolderStore`, `ObjectStore`.
 
 A store holds one version per step: a manifest and the files that it names. A version being written is a draft; how it
-becomes a version is in `drafts.py`. All ranks write and read; the rank that has the lock does the rest. An OSError or
+becomes a version is in `saving.py`. All ranks write and read; the rank that has the lock does the rest. An OSError or
 CheckpointError of a method is reported on all ranks.
 """
 
@@ -22,8 +22,7 @@ from shardwise.checkpoint.manifest import (
     NewerVersionError,
     parse,
 )
-from shardwise.checkpoint.other_formats import FROM_URL, reader_of_no_checkpoint
-from shardwise.checkpoint.remedies import DAMAGED, damaged, without_remedy
+from shardwise.checkpoint.remedies import DAMAGED, FROM_URL, damaged, reader_of_no_checkpoint, without_remedy
 from shardwise.errors import CheckpointError, UnreachableError
 
 _STEP = re.compile(r"step-(\d{8,18})", re.ASCII)

@@ -16,9 +16,9 @@ from typing import Protocol, TypeVar
 
 from shardwise.checkpoint import latest
 from shardwise.checkpoint.collective_errors import on_all_ranks, on_first_rank
+from shardwise.checkpoint.local_files import FileDraft
 from shardwise.checkpoint.locations import is_url
 from shardwise.checkpoint.objects import Objects, reading
-from shardwise.checkpoint.path_drafts import FileDraft
 from shardwise.demos.config import NO_RUN, RunConfig
 from shardwise.errors import CheckpointError
 

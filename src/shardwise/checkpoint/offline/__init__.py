@@ -7,11 +7,10 @@ Data is read and written some MiB at a time, so the memory needed does not depen
 `shardwise checkpoint` is this on the command line.
 """
 
-from shardwise.checkpoint.offline.difference import Difference, diff
-from shardwise.checkpoint.offline.progress import Progress
-from shardwise.checkpoint.offline.reading import find, verify
+from shardwise.checkpoint.offline.reading import Difference, diff, find, verify
 from shardwise.checkpoint.offline.resharding import reshard
 from shardwise.checkpoint.offline.safetensors_format import export_file, export_hugging_face, import_safetensors
+from shardwise.checkpoint.offline.sources import Progress
 from shardwise.checkpoint.offline.torch_format import export_torch, import_torch
 
 __all__ = [

@@ -1,72 +1,23 @@
-"""A checkpoint as a source, and whether its data is as it was written."""
+"""Whether the data of a checkpoint is as it was written, and what two checkpoints have that is not the same."""
 
-from collections.abc import Mapping
+import json
 from contextlib import closing
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from shardwise.checkpoint import stores
-from shardwise.checkpoint.files import (
-    ChunkFile,
-    FileLayout,
-    StoredFile,
-    check_export_dtype,
-    export_dtype,
-    verify_bytes,
-)
+from shardwise.checkpoint.files import ChunkFile, verify_bytes
 from shardwise.checkpoint.locations import store_at
 from shardwise.checkpoint.manifest import Manifest, StoredTensor
-from shardwise.checkpoint.offline.progress import Progress
-from shardwise.checkpoint.offline.sources import Extent, RangeChecksum, Source, SourceTensor
-from shardwise.checkpoint.optimizers import PREFIX as STATES
+from shardwise.checkpoint.offline.sources import CheckpointSource, Progress, Source, windows
 from shardwise.checkpoint.remedies import without_remedy
 from shardwise.checkpoint.stores import CheckpointStore
 from shardwise.errors import CheckpointError
 from shardwise.layout import checked
-
-
-class CheckpointSource(Source):
-    """A checkpoint, or the latest one of a folder that was saved to.
-
-    Args:
-        dtype: what floating-point tensors are converted to on reading, after their bytes were verified, except states
-            of optimizers; None is that of each.
-
-    Raises:
-        ArgumentError: `dtype` is no floating-point dtype of safetensors.
-        CheckpointError: there is none that is complete.
-    """
-
-    def __init__(self, folder: str | PathLike[str], progress: Progress, dtype: torch.dtype | None = None) -> None:
-        check_export_dtype(dtype)
-        store = store_at(folder)
-        version, self.manifest = stores.find(store)
-        layouts = self.manifest.file_layouts()
-
-        def open_file(name: str) -> StoredFile:
-            file = store.open(version, name)
-            try:
-                return ChunkFile(file, layouts[name]).file
-            except CheckpointError:
-                file.close()
-                raise
-
-        tensors = {
-            name: _in_files(tensor, layouts, None if name.startswith(STATES) else dtype)
-            for name, tensor in self.manifest.tensors.items()
-        }
-        super().__init__(str(folder), tensors, self.manifest.values, open_file, progress)
-
-
-def _in_files(tensor: StoredTensor, layouts: Mapping[str, FileLayout], dtype: torch.dtype | None) -> SourceTensor:
-    extents = []
-    for chunk in tensor.chunks:
-        start = layouts[chunk.file].starts[chunk.key]
-        checksum = RangeChecksum(start, chunk.box.numel * tensor.dtype.itemsize, chunk.crcs)
-        extents.append(Extent(chunk.file, start, chunk.box, checksum))
-    return SourceTensor(export_dtype(tensor.dtype, dtype), tensor.shape, extents, tensor.dtype)
 
 
 @checked
@@ -141,3 +92,88 @@ def _damaged(file: ChunkFile, chunks: list[tuple[str, StoredTensor, int]], progr
         except CheckpointError as error:
             problems.append(f"tensor {name!r}: {without_remedy(error)}")
     return problems
+
+
+# ---- comparing -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One entry that is not the same: its name, and in words how it differs."""
+
+    name: str
+    how: str
+
+
+@checked
+def diff(first: str | PathLike[str], second: str | PathLike[str], progress: Progress | None = None) -> list[Difference]:
+    """What differs between two checkpoints, whatever ranks and layouts saved them.
+
+        diff("runs/1/step-00000100", "runs/1/step-00000200")
+
+    Compared are names, dtypes, shapes, every bit of every element, and JSON values; not steps or metadata.
+
+    Args:
+        first: a checkpoint, or the folder or URL that it was saved to, which means its latest one.
+        second: the same.
+
+    Raises:
+        CheckpointError: one of them is not there, not complete or damaged.
+    """
+    shown = progress or Progress()
+    with CheckpointSource(first, shown) as a, CheckpointSource(second, shown) as b:
+        both = [name for name in a.tensors if name in b.tensors and _kind(a, name) == _kind(b, name)]
+        shown.begin(a.num_bytes(both) + a.num_bytes_verified(both) + b.num_bytes_verified(both))
+        found = []
+        for name in sorted({*a.tensors, *a.values, *b.tensors, *b.values}):
+            how = _compared(a, b, name) if name in both else _kinds(a, b, name)
+            if how:
+                found.append(Difference(name, how))
+    return found
+
+
+def _kind(source: Source, name: str) -> str:
+    """What there is under `name`, in words."""
+    if name in source.tensors:
+        tensor = source.tensors[name]
+        return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    return json.dumps(source.values[name]) if name in source.values else ""
+
+
+def _kinds(a: Source, b: Source, name: str) -> str:
+    first, second = _kind(a, name), _kind(b, name)
+    if not first or not second:
+        return f"only in the {'first' if first else 'second'}: {_short(first or second)}"
+    return "" if first == second else f"{_short(first)} against {_short(second)}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:79]}…"
+
+
+def _compared(a: Source, b: Source, name: str) -> str:
+    """How the elements of a tensor differ."""
+    differing, largest, tensor = 0, 0.0, a.tensors[name]
+    for window in windows(tensor.full, tensor.dtype.itemsize):
+        x, y = a.read(name, window), b.read(name, window)
+        a.progress.advance(name, x.numel() * x.element_size())
+        unequal = (_bytes(x) != _bytes(y)).any(1)
+        if count := int(unequal.sum()):
+            differing += count
+            largest = max(largest, _distance(x.reshape(-1)[unequal], y.reshape(-1)[unequal]))
+    if not differing:
+        return ""
+    return f"{differing:,} of {tensor.full.numel:,} elements differ, by {largest:.3g} at most"
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.reshape(-1, 1).view(torch.uint8)
+
+
+def _distance(x: Tensor, y: Tensor) -> float:
+    """The largest absolute difference; infinite where only one is a number."""
+    wide = torch.complex128 if x.is_complex() else torch.float64
+    distance = (x.to(wide) - y.to(wide)).abs()
+    distance[x.to(wide) == y.to(wide)] = 0  # infinities
+    distance[x.to(wide).isnan() & y.to(wide).isnan()] = 0
+    return float(distance.nan_to_num(nan=float("inf"), posinf=float("inf")).max())

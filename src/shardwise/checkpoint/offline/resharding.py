@@ -5,21 +5,19 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint import drafts
 from shardwise.checkpoint.files import Checksum, content, file_layout
+from shardwise.checkpoint.local_files import reported
 from shardwise.checkpoint.locations import store_at
 from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor, file_name
-from shardwise.checkpoint.offline.layouts import planned_layouts
-from shardwise.checkpoint.offline.outputs import reported
-from shardwise.checkpoint.offline.progress import Progress
-from shardwise.checkpoint.offline.reading import CheckpointSource
-from shardwise.checkpoint.offline.sources import Source
-from shardwise.checkpoint.saving import package_versions
-from shardwise.checkpoint.state import held_boxes, key_of
+from shardwise.checkpoint.offline.sources import CheckpointSource, Progress, Source, SourceTensor
+from shardwise.checkpoint.optimizer_states import layout_of_state
+from shardwise.checkpoint.optimizers import PREFIX as STATES
+from shardwise.checkpoint.saving import abandon_draft, begin_draft, commit_draft, package_versions
+from shardwise.checkpoint.state import MODEL, held_boxes, key_of
 from shardwise.checkpoint.stores import CheckpointStore
 from shardwise.checkpoint.writer_lock import lock_alone
-from shardwise.errors import ArgumentError
-from shardwise.layout import Box, Layout, checked
+from shardwise.errors import ArgumentError, PlanError, did_you_mean
+from shardwise.layout import REPLICATE, Box, Layout, Mesh, checked
 
 
 @checked
@@ -72,7 +70,7 @@ def write_checkpoint(
         raise ArgumentError(
             f"A checkpoint has one rank or more, got {world_size}. Fix: as many as will load it (--ranks)."
         )
-    layouts = planned_layouts(source.tensors, plan, world_size)
+    layouts = _layouts(source.tensors, plan, world_size)
     source.progress.begin(source.num_bytes(layouts) + source.num_bytes_verified(layouts))
     with reported(target), lock_alone(target):
         store = store_at(target)
@@ -88,7 +86,7 @@ def _written(
     metadata: Mapping[str, Any],
     overwrite: bool,
 ) -> str:
-    draft = drafts.begin(store, step, overwrite)
+    draft = begin_draft(store, step, overwrite)
     try:
         chunks: dict[str, list[Chunk]] = {name: [] for name in layouts}
         not_finite = set()
@@ -105,9 +103,9 @@ def _written(
         values = dict(sorted(source.values.items()))
         flagged = tuple(name for name in tensors if name in not_finite)
         manifest = Manifest(step, world_size, tensors, values, metadata, package_versions(), flagged)
-        return drafts.commit(store, draft, manifest)
+        return commit_draft(store, draft, manifest)
     except BaseException:
-        drafts.abandon(store, draft)
+        abandon_draft(store, draft)
         raise
 
 
@@ -122,3 +120,49 @@ def _write(
     sums: dict[str, Checksum] = {}
     store.write(draft, file, layout.size, content(layout, lambda key: source.blocks(*keys[key]), sums))
     return [(name, Chunk(file, key, box, sums[key].crcs), sums[key].finite) for key, (name, box) in keys.items()]
+
+
+def _layouts(tensors: Mapping[str, SourceTensor], plan: Mapping[str, Layout], world_size: int) -> dict[str, Layout]:
+    """The layout of every tensor, as `save` would find it on `world_size` ranks whose parameters follow `plan`.
+
+    Args:
+        plan: layouts by the name of a parameter in its module, or of a tensor in the checkpoint. States of optimizers
+            get the layout of their parameter; what the plan does not name is replicated.
+
+    Raises:
+        PlanError: a name that no tensor has, another shape, or a rank that is not of the world.
+    """
+    replicated = Mesh((world_size,))
+    found = {name: Layout(replicated, [REPLICATE], tensor.shape) for name, tensor in tensors.items()}
+    for name, layout in plan.items():
+        owner = next((candidate for candidate in (name, f"{MODEL}{name}") if candidate in tensors), None)
+        if owner is None:
+            meant = did_you_mean(name, [known.removeprefix(MODEL) for known in tensors])
+            raise PlanError(
+                f"{name}: the checkpoint has no such tensor.{meant} Fix: `shardwise checkpoint inspect` lists them."
+            )
+        _check(name, layout, tensors[owner], world_size)
+        found[owner] = layout
+        states = f"{STATES}{owner.removeprefix(MODEL)}."
+        for state, tensor in tensors.items():
+            key = state.removeprefix(states)
+            if state.startswith(states) and "." not in key and key != "step":
+                found[state] = layout_of_state(layout, tensor.shape)
+    return found
+
+
+def _check(name: str, layout: Layout, tensor: SourceTensor, world_size: int) -> None:
+    if layout.shape != tensor.shape:
+        raise PlanError(
+            f"{name}: shape {list(layout.shape)} in the plan, {list(tensor.shape)} in the checkpoint. "
+            f"Fix: write shape = {list(tensor.shape)}."
+        )
+    if layout.partial_axes:
+        raise PlanError(
+            f"{name}: {list(layout.placements)} is a sum that is not reduced yet. Fix: Shard or Replicate in its place."
+        )
+    if max(layout.mesh.ranks) >= world_size:
+        raise PlanError(
+            f"{name}: rank {max(layout.mesh.ranks)} of its mesh is not one of {world_size} ranks. "
+            f"Fix: a world of {max(layout.mesh.ranks) + 1} ranks or more."
+        )

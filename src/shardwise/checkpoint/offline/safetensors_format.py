@@ -17,16 +17,12 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.files import DTYPES, HEADER_LIMIT, METADATA_KEY, FileLayout, StoredFile, content, file_layout
-from shardwise.checkpoint.local_files import LocalFile, foreign_names
+from shardwise.checkpoint.local_files import FileDraft, FolderDraft, LocalFile, foreign_names, new_at
 from shardwise.checkpoint.locations import local_path
 from shardwise.checkpoint.manifest import LARGEST, MANIFEST_LIMIT
-from shardwise.checkpoint.offline.outputs import chosen, new_file, new_folder
-from shardwise.checkpoint.offline.progress import Progress
-from shardwise.checkpoint.offline.reading import CheckpointSource
 from shardwise.checkpoint.offline.resharding import write_checkpoint
-from shardwise.checkpoint.offline.sources import Extent, Source, SourceTensor
-from shardwise.checkpoint.other_formats import OF_TORCH_SAVE, reader_of
-from shardwise.checkpoint.remedies import foreign
+from shardwise.checkpoint.offline.sources import CheckpointSource, Extent, Progress, Source, SourceTensor, chosen
+from shardwise.checkpoint.remedies import OF_TORCH_SAVE, foreign, reader_of
 from shardwise.checkpoint.state import MODEL
 from shardwise.errors import ArgumentError, CheckpointError
 from shardwise.layout import Box, Layout, checked
@@ -75,7 +71,7 @@ def export_file(
         exported = chosen(found, names, prefix)
         found.progress.begin(found.num_bytes(exported.values()) + found.num_bytes_verified(exported.values()))
         layout = _layout(found, exported, prefix)
-        with new_file(path, overwrite) as draft:
+        with new_at(path, FileDraft, overwrite) as draft:
             draft.append(_content(layout, found, exported))
     return path
 
@@ -122,7 +118,7 @@ def export_hugging_face(
         of_file = {f"model-{i:05d}-of-{len(files):05d}.safetensors": part for i, part in enumerate(files, 1)}
         weight_map = {name: file for file, part in of_file.items() for name in part}
         index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-        with new_folder(path, overwrite) as draft:
+        with new_at(path, FolderDraft, overwrite) as draft:
             for file, part in of_file.items():
                 draft.write(file, _content(_layout(found, part, prefix), found, part))
             draft.write(INDEX, [json.dumps(index, indent=2).encode() + b"\n"])

@@ -1,21 +1,76 @@
-"""Tensors in files of any format, read window by window; the modules of formats make them."""
+"""Tensors in files of any format, read window by window; a checkpoint is one such source."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
+from os import PathLike
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.files import StoredFile, byte_blocks, copy_box, verify_bytes
-from shardwise.checkpoint.offline.progress import Progress
-from shardwise.checkpoint.offline.windows import windows
-from shardwise.errors import CheckpointError
+from shardwise.checkpoint import stores
+from shardwise.checkpoint.files import (
+    METADATA_KEY,
+    ChunkFile,
+    FileLayout,
+    StoredFile,
+    byte_blocks,
+    check_export_dtype,
+    copy_box,
+    export_dtype,
+    verify_bytes,
+)
+from shardwise.checkpoint.locations import store_at
+from shardwise.checkpoint.manifest import StoredTensor
+from shardwise.checkpoint.optimizers import PREFIX as STATES
+from shardwise.errors import CheckpointError, did_you_mean
 from shardwise.layout import Box
 from shardwise.layout.boxes import BoxIndex
 
 OPEN_FILES = 64  # a checkpoint of thousands of ranks has more files than a process may open
+WINDOW_BYTES = 1 << 22
+SHOWN = 8  # of the prefixes that an error names
+
+
+class Progress:
+    """How far an operation on files is. This one shows nothing; what shows something overrides its methods."""
+
+    def begin(self, num_bytes: int) -> None:
+        """The operation will read and write this many bytes of data in all."""
+
+    def advance(self, what: str, num_bytes: int) -> None:
+        """It has read or written so many more, of the tensor `what`."""
+
+
+def windows(box: Box, itemsize: int) -> Iterator[Box]:
+    """`box` in parts of at most WINDOW_BYTES, or one element, so that no operation needs memory for a full tensor.
+
+    Each is contiguous in `box`, in row-major order.
+    """
+    if not box.numel:
+        return
+    dim, inner = 0, itemsize * prod(box.sizes[1:])
+    while dim + 1 < len(box.sizes) and (inner > WINDOW_BYTES or box.sizes[dim] == 1):
+        dim += 1
+        inner = itemsize * prod(box.sizes[dim + 1 :])
+    yield from _along(box, dim, max(1, WINDOW_BYTES // inner))
+
+
+def _along(box: Box, last: int, step: int) -> Iterator[Box]:
+    """One index of each dim before `last`, and `step` indices of that."""
+    dim = next((dim for dim in range(last) if box.sizes[dim] > 1), last)
+    if not box.sizes:
+        yield box
+        return
+    length = step if dim == last else 1
+    for start in range(0, box.sizes[dim], length):
+        part = box.along(dim, box.offsets[dim] + start, min(length, box.sizes[dim] - start))
+        if dim == last:
+            yield part
+        else:
+            yield from _along(part, last, step)
 
 
 @dataclass(frozen=True)
@@ -179,3 +234,78 @@ def _copy(file: StoredFile, extent: Extent, target: Tensor, window: Box) -> None
 
 def _permuted(box: Box, order: Sequence[int]) -> Box:
     return Box(tuple(box.offsets[dim] for dim in order), tuple(box.sizes[dim] for dim in order))
+
+
+class CheckpointSource(Source):
+    """A checkpoint, or the latest one of a folder that was saved to.
+
+    Args:
+        dtype: what floating-point tensors are converted to on reading, after their bytes were verified, except states
+            of optimizers; None is that of each.
+
+    Raises:
+        ArgumentError: `dtype` is no floating-point dtype of safetensors.
+        CheckpointError: there is none that is complete.
+    """
+
+    def __init__(self, folder: str | PathLike[str], progress: Progress, dtype: torch.dtype | None = None) -> None:
+        check_export_dtype(dtype)
+        store = store_at(folder)
+        version, self.manifest = stores.find(store)
+        layouts = self.manifest.file_layouts()
+
+        def open_file(name: str) -> StoredFile:
+            file = store.open(version, name)
+            try:
+                return ChunkFile(file, layouts[name]).file
+            except CheckpointError:
+                file.close()
+                raise
+
+        tensors = {
+            name: _in_files(tensor, layouts, None if name.startswith(STATES) else dtype)
+            for name, tensor in self.manifest.tensors.items()
+        }
+        super().__init__(str(folder), tensors, self.manifest.values, open_file, progress)
+
+
+def _in_files(tensor: StoredTensor, layouts: Mapping[str, FileLayout], dtype: torch.dtype | None) -> SourceTensor:
+    extents = []
+    for chunk in tensor.chunks:
+        start = layouts[chunk.file].starts[chunk.key]
+        checksum = RangeChecksum(start, chunk.box.numel * tensor.dtype.itemsize, chunk.crcs)
+        extents.append(Extent(chunk.file, start, chunk.box, checksum))
+    return SourceTensor(export_dtype(tensor.dtype, dtype), tensor.shape, extents, tensor.dtype)
+
+
+def chosen(source: Source, names: Sequence[str] | None, prefix: str) -> dict[str, str]:
+    """Which tensors are exported: the name of each in the output, and in `source`.
+
+    Args:
+        names: of tensors without `prefix`; None is all.
+        prefix: of the tensors that are exported, whose names lose it.
+
+    Raises:
+        CheckpointError: a name that is not there, or none.
+    """
+    found = {name.removeprefix(prefix): name for name in source.tensors if name.startswith(prefix) and name != prefix}
+    if not found:
+        raise CheckpointError(
+            f"{source.name} has no tensor whose name begins with {prefix!r}{_begins(source)}. "
+            f"Fix: one that there is, or prefix='' (--prefix ''), for all."
+        )
+    for name in names or ():
+        if name not in found:
+            meant = did_you_mean(name, found)
+            raise CheckpointError(
+                f"{source.name} has no tensor {prefix + name!r}.{meant} Fix: `shardwise checkpoint inspect` lists them."
+            )
+    if METADATA_KEY in found:
+        raise CheckpointError(f"{prefix + METADATA_KEY!r} cannot be exported as {METADATA_KEY!r}. Fix: prefix=''.")
+    return found if names is None else {name: found[name] for name in names}
+
+
+def _begins(source: Source) -> str:
+    begins = sorted({repr(name.partition(".")[0] + ".") for name in source.tensors if "." in name})
+    more = ", …" if len(begins) > SHOWN else ""
+    return f"; there are {', '.join(begins[:SHOWN])}{more}" if begins else ""

@@ -18,19 +18,22 @@ from typing import IO, TYPE_CHECKING, cast
 import torch
 
 from shardwise.checkpoint.files import StoredFile
-from shardwise.checkpoint.local_files import LocalFile, foreign_names
+from shardwise.checkpoint.local_files import FolderDraft, LocalFile, foreign_names, new_at
 from shardwise.checkpoint.locations import local_path
 from shardwise.checkpoint.manifest import MANIFEST_LIMIT
-from shardwise.checkpoint.offline.nested_values import KeyPath, with_lists
-from shardwise.checkpoint.offline.outputs import chosen, new_folder
-from shardwise.checkpoint.offline.progress import Progress
-from shardwise.checkpoint.offline.reading import CheckpointSource
 from shardwise.checkpoint.offline.resharding import write_checkpoint
-from shardwise.checkpoint.offline.sources import Extent, RangeChecksum, Source, SourceTensor
-from shardwise.checkpoint.offline.torch_pickles import Described, Entry, entries, sizes_of, unpickled
-from shardwise.checkpoint.offline.training_names import TrainingNames, check_shapes, renamed
-from shardwise.checkpoint.other_formats import OF_TORCH_SAVE, reader_of, reader_of_file
-from shardwise.checkpoint.remedies import foreign
+from shardwise.checkpoint.offline.sources import (
+    CheckpointSource,
+    Extent,
+    Progress,
+    RangeChecksum,
+    Source,
+    SourceTensor,
+    chosen,
+)
+from shardwise.checkpoint.offline.torch_pickles import Described, Entry, KeyPath, entries, sizes_of, unpickled
+from shardwise.checkpoint.offline.training_names import TrainingNames, check_shapes, renamed, with_lists
+from shardwise.checkpoint.remedies import OF_TORCH_SAVE, foreign, reader_of, reader_of_file
 from shardwise.checkpoint.state import as_json
 from shardwise.collectives.torch_bridge import StoredItem, flat_values, pickled_metadata
 from shardwise.errors import CheckpointError, did_you_mean
@@ -80,7 +83,7 @@ def export_torch(
         items: list[StoredItem] = []
         tensors = {name: found.tensors[of] for name, of in exported.items()}
         flat, paths = flat_values(values if names is None else {})
-        with new_folder(path, overwrite) as draft:
+        with new_at(path, FolderDraft, overwrite) as draft:
             draft.write(DATA, _items(found, exported, flat, items))
             described = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
             draft.write(METADATA, [pickled_metadata(described, items, paths)])

@@ -16,7 +16,6 @@ import torch
 
 from shardwise.checkpoint.files import DTYPES
 from shardwise.checkpoint.manifest import LARGEST
-from shardwise.checkpoint.offline.nested_values import KeyPath, as_path
 from shardwise.checkpoint.remedies import foreign
 from shardwise.errors import CheckpointError, LayoutError, without_fix
 from shardwise.layout import Box, check_cover
@@ -39,6 +38,12 @@ _STORAGES = {
     "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
     "ComplexFloatStorage": torch.complex64,
 }  # fmt: skip
+
+
+KeyPath: TypeAlias = tuple[str | int, ...]
+"""Where a value is in a nested state: keys of mappings and places in lists."""
+
+DEEPEST = 64  # of a path
 
 
 class _Record:
@@ -173,7 +178,14 @@ def entries(data: bytes, what: str) -> tuple[list[Described], dict[str, KeyPath]
 def _paths(metadata: object) -> dict[str, KeyPath]:
     said = _state(metadata, "Metadata").get("planner_data")
     given = said.items() if isinstance(said, dict) else ()
-    return {name: path for name, one in given if type(name) is str and (path := as_path(one)) is not None}
+    return {name: path for name, one in given if type(name) is str and (path := _as_path(one)) is not None}
+
+
+def _as_path(said: object) -> KeyPath | None:
+    """`said`, if it is a path."""
+    if isinstance(said, tuple) and len(said) <= DEEPEST and all(type(part) in (str, int) for part in said):
+        return said
+    return None
 
 
 def _place(info: object) -> tuple[str, int, int]:
