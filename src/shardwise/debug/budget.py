@@ -51,10 +51,9 @@ def _refusal(event: CommEvent, max_bytes: int, spent: int) -> str:
     """The same text on every rank, so without what one of them would send."""
     cause = event.cause
     allowed = f"{max_bytes:,} bytes" + (f", of which {spent:,} are spent" if spent else "")
-    fix = f"{event.avoid}; or allow it: " if event.avoid else ""
-    if cause.parameters and " " in cause.operand:  # it is not a parameter itself
-        names = " or ".join(cause.parameters)
-        fix = f"another layout of {names} in the plan, if explain() names one that sends less; or {fix}"
+    fix = ""
+    if cause.kind != "gradient":
+        fix = f"give {cause.operand} the layout that the op needs, or redistribute it explicitly; or allow it: "
     return (
         f"Implicit communication exceeds the budget: {event}\n"
         f"  Where: {cause.call_site or 'unknown'}\n"

@@ -25,7 +25,7 @@ from shardwise.tensor.torch_objects import is_torch_dtensor
 from shardwise.tensor.transforms import check_no_transform, check_untransformed
 from shardwise.trace.autograd_function import TensorFunction
 from shardwise.trace.capture_hooks import not_capturable
-from shardwise.trace.comm_trace import Cause, ModuleStyle, note_conversion
+from shardwise.trace.comm_trace import Cause
 
 AxisPlacements = tuple[Placement | None, ...]
 """One placement per mesh axis; None is the default there, or keeps the placement of a DTensor."""
@@ -170,7 +170,7 @@ class BoundaryRedistribution:
         what: which tensor of which module this is, for errors and communication traces.
         shared: the input that sibling modules share.
         features: that the last dim of a plain tensor must have in all, if known.
-        style: of the module, for communication traces.
+        style: the class of its style, for communication traces.
     """
 
     __slots__ = (
@@ -188,20 +188,18 @@ class BoundaryRedistribution:
         what: str,
         shared: SharedInput | None = None,
         features: int | None = None,
-        style: ModuleStyle | None = None,
+        style: str = "",
     ) -> None:
         self.mesh, self.axis, self.plain_layout, self.desired_layout = mesh, axis, plain_layout, desired_layout
         self.use_local_output, self.what, self.features = use_local_output, what, features
         self.shared = shared if shared is not None else SharedInput()
-        why = "" if style is None else f"the style is {style.name}"
-        self.cause = Cause("explicit", "parallelize_module", what, why, style=style)
+        self.cause = Cause("explicit", "parallelize_module", what, f"the style is {style}" if style else "")
         self._plain_plans: dict[torch.Size, BoundaryPlan] = {}
         self._dtensor_plans: dict[Layout, BoundaryPlan] = {}
         self._targets: dict[Layout, tuple[Layout, bool]] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
         if type(x) is DTensor:
-            note_conversion(x, None, None, self.cause)
             if self.use_local_output:
                 return self._to_local(x)
             layout = x._layout

@@ -15,7 +15,6 @@ from shardwise.parallel.styles import InputFn, ModuleContext, OutputFn, Parallel
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor import module_sharding
 from shardwise.tensor.compiling import refuse_compilation
-from shardwise.trace.comm_trace import ModuleStyle
 
 M = TypeVar("M", bound=nn.Module)
 ParallelPlan = ParallelStyle | Placement | Mapping[str, "ParallelPlan"]
@@ -175,9 +174,7 @@ def resolve(module: nn.Module, plan: Entries, mesh: Mesh) -> ResolvedPlan:
                 continue  # a shared module, or one that several globs match
             applied[id(child)].append(style)
             shared_input = shared[parent][1] if parent in shared else SharedInput()
-            features = child.out_features if isinstance(child, nn.Linear) else 0
-            kind = ModuleStyle(type(style).__name__, path or "the module", features)
-            context = ModuleContext(path, mesh, tensor_parallel_axis(mesh), shared_input, kind)
+            context = ModuleContext(path, mesh, tensor_parallel_axis(mesh), shared_input, type(style).__name__)
             try:
                 input_fn, output_fn = style.input_fn(child, context), style.output_fn(child, context)
                 if input_fn is not None and path:

@@ -26,7 +26,6 @@ from shardwise.layout import (
 from shardwise.parallel.boundary import AxisPlacements, BoundaryRedistribution, SharedInput
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor import DTensor
-from shardwise.trace.comm_trace import ModuleStyle
 
 PlacementsLike = Placement | Sequence[Placement | None] | Mapping[str, Placement | None]
 """A placement on the tensor-parallel axis; or one per mesh axis, in a sequence or by axis name.
@@ -75,14 +74,14 @@ class ModuleContext:
         mesh: of the plan.
         axis: the tensor-parallel axis, to which a single placement refers; the others are data axes.
         shared: the input that the module may share with its siblings.
-        style: of the module, for communication traces.
+        style: the class of the style, for communication traces.
     """
 
     path: str
     mesh: Mesh
     axis: int
     shared: SharedInput = field(default_factory=SharedInput, compare=False, repr=False)
-    style: ModuleStyle | None = None
+    style: str = ""
 
     @property
     def axis_size(self) -> int:
@@ -143,10 +142,10 @@ class ModuleContext:
             features: that the last dim of a plain tensor must have in all, if known.
         """
         plain = None if plain_layout is None else self.axes(plain_layout)
-        desired, style = self.axes(desired_layout), self.style and self.style._replace(tensor=what)
+        desired = self.axes(desired_layout)
         what = f"{what} of {self.path or 'the module'}"
         return BoundaryRedistribution(
-            self.mesh, self.axis, plain, desired, use_local_output, what, self.shared, features, style
+            self.mesh, self.axis, plain, desired, use_local_output, what, self.shared, features, self.style
         )
 
 

@@ -196,7 +196,7 @@ def event_of(plan: RedistributePlan, itemsize: int, cause: Cause) -> CommEvent:
     if cause.group_total:
         return CommEvent(cause, None, None, cause.group_total[0], sent, cause.group_total[1])
     total = plan.total_elements * itemsize if comm_trace.wants_totals() else None
-    return CommEvent(cause, plan.src, plan.dst, plan.ranks, sent, total, itemsize)
+    return CommEvent(cause, plan.src, plan.dst, plan.ranks, sent, total)
 
 
 @dataclass(frozen=True)

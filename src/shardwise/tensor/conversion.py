@@ -38,7 +38,6 @@ from shardwise.tensor.dtensor import DTensor, Tiling, check_owners, default_mesh
 from shardwise.tensor.handlers.copies import track
 from shardwise.tensor.torch_objects import TorchDTensor, arrived, is_torch_dtensor
 from shardwise.tensor.transforms import check_no_transform, check_untransformed
-from shardwise.trace.comm_trace import EXPLICIT, note_conversion
 
 
 def to_local(x: DTensor, grad_placements: Placements | None) -> Tensor:
@@ -46,7 +45,6 @@ def to_local(x: DTensor, grad_placements: Placements | None) -> Tensor:
     if collectives.world_size() > 1:  # elsewhere the local tensors that simulated ranks returned may be read
         check_owners("to_local", (layout,))
     check_no_transform("to_local")
-    note_conversion(x, None, None, EXPLICIT)
     with DisableTorchFunctionSubclass():
         local = plain(x)
         grad_layout = None if grad_placements is None else layout.replace(grad_placements)

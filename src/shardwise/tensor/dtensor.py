@@ -22,7 +22,7 @@ from shardwise.redistribute.run_plan import known_redistribution, redistribution
 from shardwise.rules.row import Args, Handler, Kwargs, Op
 from shardwise.tensor.descriptors import NotOffered, PendingLayout, Registered
 from shardwise.tensor.transforms import check_no_transform
-from shardwise.trace.comm_trace import EXPLICIT, ITEM, Cause, note_conversion
+from shardwise.trace.comm_trace import EXPLICIT, ITEM, Cause
 
 _local_shape: Any = torch._C.TensorBase.shape
 _local_dim: Callable[..., int] = torch._C.TensorBase.dim
@@ -490,7 +490,6 @@ def to_layout(x: DTensor, layout: Layout, cause: Cause = EXPLICIT) -> DTensor:
                 if x.is_sparse:
                     raise RuleError("A sparse DTensor cannot be redistributed. Fix: to_dense() it first.")
                 out = tag(found.run(_as_subclass(x, torch.Tensor), cause), found.target)
-    note_conversion(x, layout, out, cause)
     return out
 
 

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from shardwise.layout import Layout, Replicate
+from shardwise.layout import Layout
 from shardwise.trace.user_stack import StackFrame, call_site
 
 # explicit: the user called redistribute, full_tensor, item, …
@@ -22,22 +22,6 @@ from shardwise.trace.user_stack import StackFrame, call_site
 Kind = Literal["explicit", "operand", "no rule", "gradient", "internal"]
 
 
-class ModuleStyle(NamedTuple):
-    """The parallel style of a module at whose boundary a tensor is redistributed.
-
-    Args:
-        name: the class of the style.
-        module: the path of the module, or "the module".
-        out_features: of a `Linear`; of other modules 0.
-        tensor: which one at the boundary: "the input", "the output", or the name of an argument.
-    """
-
-    name: str
-    module: str
-    out_features: int
-    tensor: str = ""
-
-
 class Cause(NamedTuple):
     """Why a tensor is redistributed. Kept by its autograd node, so that backward can report it as well.
 
@@ -45,25 +29,19 @@ class Cause(NamedTuple):
         op: what the user called.
         operand: which operand, by name or number.
         why: the reason that the rows give, or why there are none.
-        wanted: the layout that the op needs the operand in; in backward still that of forward.
         backward: a gradient is redistributed because its tensor was in forward.
         call_site: where the user called the op, if anybody listened then; else where backward was called.
         group_total: if several groups of a mesh do the same side by side: all their ranks, and the bytes of all, or
             None if no listener wants them.
-        style: of the module whose input or output it is, if `parallelize_module` redistributes it.
-        parameters: if anybody listened, the names of other operands that are sharded where this one is gathered.
     """
 
     kind: Kind
     op: str = ""
     operand: str = ""
     why: str = ""
-    wanted: Layout | None = None
     backward: bool = False
     call_site: StackFrame | None = None
     group_total: tuple[tuple[int, ...], int | None] | None = None
-    style: ModuleStyle | None = None
-    parameters: tuple[str, ...] = ()
 
     @property
     def implicit(self) -> bool:
@@ -81,10 +59,6 @@ class Cause(NamedTuple):
 
 EXPLICIT = Cause("explicit")
 ITEM = Cause("explicit", "item or tolist")
-_OF_GRADIENTS = (
-    "the all-reduce of replicated parameters, 2 (n - 1) / n of their bytes a step if gradients are read once; "
-    "it is needed where ranks have different parts of the batch, and less for sharded parameters"
-)
 INTERNAL = Cause("internal", "an op")
 
 
@@ -99,8 +73,6 @@ class CommEvent:
         sent_bytes: what this rank sends to others.
         total_bytes: what all of `ranks` send together; None if a rank knows its own share only, or no listener wants
             it.
-        itemsize: bytes of an element of the redistributed tensor; 0 where `src` is None.
-        advice: what to change, if `explain` has compared what else one may do.
     """
 
     cause: Cause
@@ -109,36 +81,6 @@ class CommEvent:
     ranks: tuple[int, ...]
     sent_bytes: int
     total_bytes: int | None
-    itemsize: int = 0
-    advice: str | None = None
-
-    @property
-    def avoid(self) -> str:
-        """What to write so that it does not happen at every call; empty if there is nothing to avoid.
-
-        Replicated instead, a parameter costs about as much: its gradient is all-reduced, where it was all-gathered and
-        its gradient reduce-scattered.
-        """
-        cause, wanted = self.cause, self.cause.wanted
-        if self.advice is not None:
-            return self.advice
-        if cause.kind == "gradient":
-            return _OF_GRADIENTS if cause.op in (".grad", "torch.autograd.grad") else ""
-        if cause.op == "full_tensor" and not cause.backward:
-            norms = "; clip_grad_norm_ for norms of gradients"
-            return f"sums and norms work on the shards, without full_tensor(){norms}"
-        if not cause.implicit or wanted is None or self.src is None or self.dst is None:
-            return ""
-        placements, order = list(wanted.reduced().placements), wanted.shard_order  # nobody can make partial sums of it
-        how = f"device_mesh={wanted.mesh}, " if self.src.mesh != self.dst.mesh else ""
-        how += f"placements={placements}" + ("" if order == tuple(sorted(order)) else f", shard_order={order}")
-        if " " in cause.operand:  # not a name, such as 0.weight
-            return f".redistribute({how}) of {cause.operand}, once if several ops use it"
-        if cause.kind != "operand" or not any(isinstance(placement, Replicate) for placement in placements):
-            return f"{placements} in the plan"
-        styles = "; ColwiseParallel and RowwiseParallel leave parameters where they are"
-        of_weights = styles if cause.op == "linear" and len(wanted.shape) == 2 else ""
-        return f"{placements} in the plan, which sends about as much in fewer collectives{of_weights}"
 
     def __str__(self) -> str:
         return f"{self.cause}" if self.src is None else f"{self.cause}: {self.src} -> {self.dst}"
@@ -169,15 +111,6 @@ class Listener:
 
     def record(self, event: CommEvent) -> None:
         """Called before anything is sent, if no listener's check raised."""
-
-    def converted(self, x: object, layout: Layout | None, out: object, cause: Cause) -> None:
-        """A DTensor was redistributed to `layout`, whether that sends something or not; None: its local tensor is read.
-
-        Not called for the operands of an op by its rows.
-        """
-
-    def backward_starts(self, x: object) -> None:
-        """Backward starts at a tensor."""
 
     def collective(self, kind: str, sent_bytes: int, event: CommEvent | None) -> None:
         """A collective, what this rank sends in it, and the event that it is part of, if any."""
@@ -243,18 +176,6 @@ def muted() -> Iterator[None]:
         yield
     finally:
         rank.listeners = before
-
-
-def note_conversion(x: object, layout: Layout | None, out: object, cause: Cause) -> None:
-    """Report a conversion of a DTensor; see `Listener.converted`."""
-    for listener in _local.rank.listeners:
-        listener.converted(x, layout, out, cause)
-
-
-def note_backward(x: object) -> None:
-    """Report that backward starts at a tensor."""
-    for listener in _local.rank.listeners:
-        listener.backward_starts(x)
 
 
 def wants_totals() -> bool:

@@ -25,7 +25,7 @@ from shardwise.tensor.dtensor import DTensor, check_owners, plain, tag, to_layou
 from shardwise.tensor.torch_objects import is_torch_dtensor
 from shardwise.tensor.transforms import check_untransformed
 from shardwise.trace.autograd_function import TensorFunction
-from shardwise.trace.comm_trace import Cause, note_backward
+from shardwise.trace.comm_trace import Cause
 
 T = TypeVar("T")
 Tensors = Tensor | Iterable[Tensor]
@@ -175,8 +175,6 @@ def _as_list(x: T | Iterable[T]) -> list[T]:
 def _local_outputs(tensors: Tensors, grad_tensors: Gradients) -> tuple[list[Tensor], list[Tensor | None]]:
     """The local tensors of outputs, and the cotangents that backward starts with at them."""
     given, gradients = _as_list(tensors), _as_list(grad_tensors)
-    for x in given:
-        note_backward(x)
     with torch.enable_grad():  # as torch, backward works where gradients are disabled, such as in another backward
         outputs = [_reduced_output(x) for x in given]
     if len(gradients) != len(outputs):

@@ -244,7 +244,7 @@ def _gathered(func: Op, leaves: Sequence[Any], written: Sequence[DTensor], why: 
         if type(x) is not DTensor or id(x) in full:
             continue
         target = x._layout.replicated()
-        replicated = to_layout(x, target, Cause("no rule", str(func), x._name or "an operand", why, target))
+        replicated = to_layout(x, target, Cause("no rule", str(func), x._name or "an operand", why))
         with DisableTorchFunctionSubclass():
             full[id(x)] = plain(replicated)
         if any(x is y for y in written) and not x._layout.is_replicated:

@@ -1,6 +1,6 @@
 """What a recipe runs on the local tensors of its operands."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors_hooks
 
 from shardwise import collectives
-from shardwise.layout import REPLICATE, Layout, Shard, contiguous_strides
+from shardwise.layout import Layout, contiguous_strides
 from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.rules import OpRule
 from shardwise.rules.local_context import specialization
@@ -22,7 +22,6 @@ from shardwise.tensor.dispatch.results import as_dtensors, layouts_of_results
 from shardwise.tensor.dtensor import DTensor, _as_subclass, plain
 from shardwise.tensor.handlers.copies import copies_of, is_copy, storage_of
 from shardwise.trace.capture_hooks import tracing_paused
-from shardwise.trace.comm_trace import listening
 
 T = TypeVar("T")
 PreparedCall = tuple[resolve.Recipe, RankContext, list[Any], Kwargs]  # a recipe, its context, local arguments
@@ -175,10 +174,7 @@ def prepare_operands(runnable: RunnableRecipe, args: Args, kwargs: Kwargs) -> Pr
         operands.append(x)
         if index in targets:
             name = x._name or f"operand {index}"
-            cause = recipe.cause._replace(kind="operand", operand=name, wanted=targets[index])
-            if listening():
-                others = [y for y in (*args, *kwargs.values()) if y is not x]
-                cause = cause._replace(parameters=_sharded_beside(x._layout, targets[index], others))
+            cause = recipe.cause._replace(kind="operand", operand=name)
             return redistribute_local(plain(x), x._layout, targets[index], cause)
         # Python code would read the global shape of a DTensor, and so would saved-tensor hooks: see `call_under_hooks`.
         hide = needs_plain or (hooked and not x.requires_grad and (index > 0 or recipe.output is not None))
@@ -194,14 +190,6 @@ def prepare_operands(runnable: RunnableRecipe, args: Args, kwargs: Kwargs) -> Pr
 def _each(function: Callable[[object], object], x: object) -> object:
     """The items of lists and tuples replaced; a closure that calls itself is a cycle, which would keep operands."""
     return [_each(function, y) for y in x] if isinstance(x, list | tuple) else function(x)
-
-
-def _sharded_beside(src: Layout, dst: Layout, args: Sequence[object]) -> tuple[str, ...]:
-    """The names of parameters that are sharded on an axis on which an operand is gathered."""
-    moves = enumerate(zip(src.placements, dst.placements, strict=True))
-    gathered = [axis for axis, (p, q) in moves if isinstance(p, Shard) and q == REPLICATE]
-    found = [(x._name, x._layout) for x in args if type(x) is DTensor and x._layout.mesh == src.mesh]
-    return tuple(name for name, own in found if name and any(isinstance(own.placements[a], Shard) for a in gathered))
 
 
 def call_under_hooks(call: Callable[..., Any], args: Args, kwargs: Kwargs, in_place: bool) -> Any:

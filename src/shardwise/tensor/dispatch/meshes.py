@@ -58,7 +58,7 @@ def on_one_mesh(func: Op, args: Args, kwargs: Kwargs, kept_operand: int | None) 
             return _beside_other_slices(x, lead._layout.mesh, axes, name_of(func))
         target = _cheapest(x._layout, lead._layout)
         why = "operands of one op must be on one mesh"
-        return to_layout(x, target, Cause("operand", name_of(func), x._name or "an operand", why, target))
+        return to_layout(x, target, Cause("operand", name_of(func), x._name or "an operand", why))
 
     found: Call = pytree.tree_map(on_mesh, (args, kwargs))
     return found

@@ -96,7 +96,7 @@ def into_plain(func: Op, args: Args, kwargs: Kwargs) -> Any:
             )
         target = x._layout.replicated()
         why = "an op in place on a plain tensor needs full tensors"
-        cause = Cause("operand", name_of(func), x._name or "the operand", why, target)
+        cause = Cause("operand", name_of(func), x._name or "the operand", why)
         full = to_layout(x, target, cause).to_local()
         if into is None:
             return full

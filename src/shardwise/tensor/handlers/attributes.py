@@ -207,7 +207,7 @@ def _in_layout_of(x: DTensor, value: Any, what: str) -> DTensor:
     elif type(value) is not DTensor:
         value = gradients.tag_full(value, x._layout, f"{what}: the plain tensor")
     check_owners(what, (x._layout, value._layout))
-    return to_layout(value, x._layout, Cause("operand", what, "the new value", "a DTensor keeps its layout", x._layout))
+    return to_layout(value, x._layout, Cause("operand", what, "the new value", "a DTensor keeps its layout"))
 
 
 def replace_value(x: DTensor, value: DTensor) -> None:

@@ -109,7 +109,7 @@ def _write(x: DTensor, brackets: Any, value: Any) -> None:
     index = _parsed(x, brackets) if items is None else Index(items, {})
     if any(isinstance(p, Boxes) for p in x._layout.placements):
         full = x._layout.replicated()
-        cause = Cause("operand", "x[…] = value", x._name or "x", "boxes have no slices", full)
+        cause = Cause("operand", "x[…] = value", x._name or "x", "boxes have no slices")
         copy = to_layout(x, full, cause).clone()
         copy[brackets] = value  # type: ignore[assignment]
         x.copy_(copy)

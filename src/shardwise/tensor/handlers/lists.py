@@ -193,7 +193,7 @@ def _item(name: str, x: Tensor, layout: Layout | None) -> Tensor:
     if x._layout == layout:
         return x
     why = "tensors at one position of the lists take the layout in the first list"
-    return to_layout(x, layout, Cause("operand", name, x._name or "an item of a list", why, layout))
+    return to_layout(x, layout, Cause("operand", name, x._name or "an item of a list", why))
 
 
 def _scalar(name: str, x: DTensor) -> Tensor:
@@ -204,7 +204,7 @@ def _scalar(name: str, x: DTensor) -> Tensor:
         )
     target = x._layout.replicated()
     why = "a number beside lists has to be replicated"
-    replicated = to_layout(x, target, Cause("operand", name, x._name or "a number beside the lists", why, target))
+    replicated = to_layout(x, target, Cause("operand", name, x._name or "a number beside the lists", why))
     return plain(replicated)
 
 
