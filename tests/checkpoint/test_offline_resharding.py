@@ -11,7 +11,7 @@ from torch.optim import Adam
 
 from shardwise import collectives
 from shardwise.checkpoint import files, restore, save, state_of
-from shardwise.checkpoint.offline import reshard, windows
+from shardwise.checkpoint.offline import reshard, sources
 from shardwise.errors import ArgumentError, CheckpointError, PlanError
 from shardwise.layout import Boxes, Layout, Mesh, Placement, Shard
 from shardwise.testing import world
@@ -40,7 +40,7 @@ def test_the_files_are_those_that_ranks_would_have_saved(
     tmp_path: Path, size: int, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "BLOCK_BYTES", block_bytes)
-    monkeypatch.setattr(windows, "WINDOW_BYTES", block_bytes)
+    monkeypatch.setattr(sources, "WINDOW_BYTES", block_bytes)
     for other in (1, 3, 4):
         before = all_tensors(other)
         after = other_layouts(before, size, other)
