@@ -37,13 +37,11 @@ def test_a_spawned_worker_has_the_rank_of_its_parent() -> None:
     assert world(3).run(read, ShardOfRank()) == [[0, 3, 6], [1, 4], [2, 5]]
 
 
+@world(2)
 def test_a_spawned_worker_cannot_communicate() -> None:
-    def body() -> None:
-        if rank() == 1:
-            with pytest.raises(ThreadError, match="process that a rank started, such as a worker of a DataLoader"):
-                read(Communicating())
-
-    world(2).run(body)
+    if rank() == 1:
+        with pytest.raises(ThreadError, match="process that a rank started, such as a worker of a DataLoader"):
+            read(Communicating())
 
 
 @world(2)

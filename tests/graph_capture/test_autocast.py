@@ -36,27 +36,25 @@ def _lookup(x: Tensor, weight: Tensor, table: Tensor, ids: Tensor) -> Tensor:
 @pytest.mark.parametrize("backward_under_autocast", [False, True])
 @pytest.mark.parametrize("around", [False, True])
 @pytest.mark.parametrize("function", [_without, _within, _lookup])
+@world(2)
 def test_replays_equal_the_function(
     function: Callable[..., Tensor], around: bool, backward_under_autocast: bool
 ) -> None:
-    def body() -> None:
-        mesh = sw.Mesh((2,))
-        weight, table = (sw.distribute_tensor(t, mesh, [sw.Shard(0)]).requires_grad_() for t in (WEIGHT, TABLE))
-        ids, step = sw.distribute_tensor(IDS, mesh, [sw.Replicate()]), sw.capture(function)
-        for number in range(3):
-            x, found = sw.distribute_tensor(torch.randn(2, 8), mesh, [sw.Replicate()]), []
-            for run in (step, function):
-                with torch.autocast("cpu", torch.bfloat16, enabled=around):
-                    out = run(x, weight, table, ids)
-                with torch.autocast("cpu", torch.bfloat16, enabled=backward_under_autocast):
-                    out.sum().backward()
-                found.append([as_dtensor(t).full_tensor() for t in (out.detach(), weight.grad) if t is not None])
-                weight.grad = table.grad = None
-            assert found[0][0].dtype == found[1][0].dtype, number
-            assert_close(found[0], found[1], rtol=0, atol=0)
-        assert len(step.graphs()) == 1
-
-    world(2).run(body)
+    mesh = sw.Mesh((2,))
+    weight, table = (sw.distribute_tensor(t, mesh, [sw.Shard(0)]).requires_grad_() for t in (WEIGHT, TABLE))
+    ids, step = sw.distribute_tensor(IDS, mesh, [sw.Replicate()]), sw.capture(function)
+    for number in range(3):
+        x, found = sw.distribute_tensor(torch.randn(2, 8), mesh, [sw.Replicate()]), []
+        for run in (step, function):
+            with torch.autocast("cpu", torch.bfloat16, enabled=around):
+                out = run(x, weight, table, ids)
+            with torch.autocast("cpu", torch.bfloat16, enabled=backward_under_autocast):
+                out.sum().backward()
+            found.append([as_dtensor(t).full_tensor() for t in (out.detach(), weight.grad) if t is not None])
+            weight.grad = table.grad = None
+        assert found[0][0].dtype == found[1][0].dtype, number
+        assert_close(found[0], found[1], rtol=0, atol=0)
+    assert len(step.graphs()) == 1
 
 
 @pytest.mark.parametrize("device", AUTOCAST_DEVICES)

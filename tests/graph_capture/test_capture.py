@@ -78,19 +78,17 @@ def test_a_tensor_parallel_transformer_replays_bit_for_bit(ranks: int, dropout: 
     world(ranks).run(check)
 
 
+@world(4)
 def test_each_layout_of_uneven_batches_on_a_grid_has_its_own_graph() -> None:
-    def check() -> None:
-        torch.manual_seed(0)
-        mesh = sw.Mesh((2, 2))
-        model = sw.shard_module(Transformer(ModelArgs(n_layers=1, vocab_size=13, dropout_p=0.0)), {
-            name: [sw.Replicate(), sharded] for name, sharded in PLAN.items()
-        }, mesh=mesh)  # fmt: skip
-        step = sw.capture(lambda x, y: F.cross_entropy(model(x).flatten(0, 1), y.flatten()))
-        for rows in (sw.Shard(0), sw.Shard(0, [1, 4]), sw.Shard(0)):
-            agrees(step, batches(mesh, [rows, sw.Replicate()], 2), list(model.parameters()))
-        assert len(step.graphs()) == 2
-
-    world(4).run(check)
+    torch.manual_seed(0)
+    mesh = sw.Mesh((2, 2))
+    model = sw.shard_module(Transformer(ModelArgs(n_layers=1, vocab_size=13, dropout_p=0.0)), {
+        name: [sw.Replicate(), sharded] for name, sharded in PLAN.items()
+    }, mesh=mesh)  # fmt: skip
+    step = sw.capture(lambda x, y: F.cross_entropy(model(x).flatten(0, 1), y.flatten()))
+    for rows in (sw.Shard(0), sw.Shard(0, [1, 4]), sw.Shard(0)):
+        agrees(step, batches(mesh, [rows, sw.Replicate()], 2), list(model.parameters()))
+    assert len(step.graphs()) == 2
 
 
 def test_an_optimiser_trains_through_replays_as_without_them() -> None:
@@ -161,34 +159,32 @@ def test_a_replay_sends_as_much_in_as_many_collectives_and_runs_no_rules() -> No
         }
 
 
+@world(2)
 def test_every_kind_of_output_is_returned_unchanged() -> None:
-    def check() -> None:
-        mesh = sw.Mesh((2,))
-        weight = sw.distribute_tensor(torch.randn(4, 3), mesh, [sw.Shard(0)]).requires_grad_()
-        offset = torch.ones(4, 1)
+    mesh = sw.Mesh((2,))
+    weight = sw.distribute_tensor(torch.randn(4, 3), mesh, [sw.Shard(0)]).requires_grad_()
+    offset = torch.ones(4, 1)
 
-        def function(x: Tensor, flags: dict[str, Any]) -> dict[str, Any]:
-            y = weight * x + offset * flags["times"]
-            return {"y": y, "again": y, "x": x, "flags": ("kept", 3, None), "where": y.argmax(), "list": [y.sum()]}
+    def function(x: Tensor, flags: dict[str, Any]) -> dict[str, Any]:
+        y = weight * x + offset * flags["times"]
+        return {"y": y, "again": y, "x": x, "flags": ("kept", 3, None), "where": y.argmax(), "list": [y.sum()]}
 
-        step = sw.capture(function)
-        for times in (1, 2, 1, 2):
-            x = sw.distribute_tensor(torch.randn(4, 3), mesh, [sw.Shard(0)]).requires_grad_()
-            expected, found = function(x, {"times": times}), step(x, {"times": times})
-            assert found["flags"] == ("kept", 3, None)
-            assert found["x"] is x
-            assert torch.equal(full_value(found["y"]), full_value(expected["y"]))
-            assert torch.equal(full_value(found["again"]), full_value(expected["y"]))
-            assert torch.equal(full_value(found["where"]), full_value(expected["where"]))
-            assert found["y"].placements == expected["y"].placements
-            assert not found["where"].requires_grad
-            (found["list"][0] * 2 + found["y"].sum()).backward()
-            assert x.grad is not None
-            assert torch.equal(full_value(x.grad), 3 * full_value(weight))
-            assert step(x, {"times": times})["list"][0].requires_grad
-        assert len(step.graphs()) == 2
-
-    world(2).run(check)
+    step = sw.capture(function)
+    for times in (1, 2, 1, 2):
+        x = sw.distribute_tensor(torch.randn(4, 3), mesh, [sw.Shard(0)]).requires_grad_()
+        expected, found = function(x, {"times": times}), step(x, {"times": times})
+        assert found["flags"] == ("kept", 3, None)
+        assert found["x"] is x
+        assert torch.equal(full_value(found["y"]), full_value(expected["y"]))
+        assert torch.equal(full_value(found["again"]), full_value(expected["y"]))
+        assert torch.equal(full_value(found["where"]), full_value(expected["where"]))
+        assert found["y"].placements == expected["y"].placements
+        assert not found["where"].requires_grad
+        (found["list"][0] * 2 + found["y"].sum()).backward()
+        assert x.grad is not None
+        assert torch.equal(full_value(x.grad), 3 * full_value(weight))
+        assert step(x, {"times": times})["list"][0].requires_grad
+    assert len(step.graphs()) == 2
 
 
 def test_plain_tensors_and_modules_of_plain_torch_are_captured_too() -> None:
@@ -248,42 +244,38 @@ def test_autocast_has_a_graph_of_its_own() -> None:
     assert len(step.graphs()) == 2
 
 
+@world(2)
 def test_dropout_takes_new_numbers_at_every_replay() -> None:
-    def check() -> None:
+    torch.manual_seed(3)
+    mesh = sw.Mesh((2,))
+    step = sw.capture(lambda x: F.dropout(x, 0.5) + torch.rand_like(x) + torch.poisson(x))
+    x = sw.distribute_tensor(torch.ones(64), mesh, [sw.Shard(0)])
+    with torch.no_grad():
+        found = [full_value(step(x)) for _ in range(3)]
         torch.manual_seed(3)
-        mesh = sw.Mesh((2,))
-        step = sw.capture(lambda x: F.dropout(x, 0.5) + torch.rand_like(x) + torch.poisson(x))
-        x = sw.distribute_tensor(torch.ones(64), mesh, [sw.Shard(0)])
-        with torch.no_grad():
-            found = [full_value(step(x)) for _ in range(3)]
-            torch.manual_seed(3)
-            assert [torch.equal(full_value(step.function(x)), y) for y in found] == [True] * 3
-        assert not torch.equal(found[1], found[2])
-
-    world(2).run(check)
+        assert [torch.equal(full_value(step.function(x)), y) for y in found] == [True] * 3
+    assert not torch.equal(found[1], found[2])
 
 
 @pytest.mark.parametrize("sharded", [sw.Shard(0), sw.Shard(1), sw.OnRanks(1)])
+@world(2)
 def test_lookups_go_where_the_ids_of_this_call_are(sharded: sw.Placement) -> None:
-    def check() -> None:
-        torch.manual_seed(0)
-        mesh = sw.Mesh((2,))
-        model = sw.shard_module(nn.EmbeddingBag(9, 4, sparse=True), {"weight": sharded}, mesh=mesh)
-        (weight,) = model.parameters()
-        step = sw.capture(lambda ids: model(ids).square().sum())
-        data = [[sw.distribute_tensor(torch.randint(0, 9, (5, 3)), mesh, [sw.Shard(0)])] for _ in range(4)]
-        for inputs in data:
-            parts = []
-            for function in (step.function, step):
-                function(*inputs).backward()
-                grad: Any = weight.grad
-                parts.append(grad._values().clone() if grad.is_sparse else full_value(grad).to_dense())
-                weight.grad = None
-            assert torch.equal(*parts)
-        with pytest.raises(IndexError, match="id 9 at position"):
-            step(sw.distribute_tensor(torch.full((5, 3), 9), mesh, [sw.Shard(0)]))
-
-    world(2).run(check)
+    torch.manual_seed(0)
+    mesh = sw.Mesh((2,))
+    model = sw.shard_module(nn.EmbeddingBag(9, 4, sparse=True), {"weight": sharded}, mesh=mesh)
+    (weight,) = model.parameters()
+    step = sw.capture(lambda ids: model(ids).square().sum())
+    data = [[sw.distribute_tensor(torch.randint(0, 9, (5, 3)), mesh, [sw.Shard(0)])] for _ in range(4)]
+    for inputs in data:
+        parts = []
+        for function in (step.function, step):
+            function(*inputs).backward()
+            grad: Any = weight.grad
+            parts.append(grad._values().clone() if grad.is_sparse else full_value(grad).to_dense())
+            weight.grad = None
+        assert torch.equal(*parts)
+    with pytest.raises(IndexError, match="id 9 at position"):
+        step(sw.distribute_tensor(torch.full((5, 3), 9), mesh, [sw.Shard(0)]))
 
 
 @pytest.mark.processes

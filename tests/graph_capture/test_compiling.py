@@ -92,16 +92,14 @@ def test_a_compiled_sharded_module_is_one_error(shard: Callable[[nn.Sequential],
 
 
 @pytest.mark.parametrize("shard", SHARD)
+@world(2)
 def test_a_module_that_is_sharded_after_it_was_compiled_is_the_same_error(
     shard: Callable[[nn.Sequential], nn.Sequential],
 ) -> None:
-    def body() -> None:
-        model = blocks()
-        model.compile(backend="eager")
-        shard(model)
-        refused(lambda: model(torch.ones(2, 4)))
-
-    world(2).run(body)
+    model = blocks()
+    model.compile(backend="eager")
+    shard(model)
+    refused(lambda: model(torch.ones(2, 4)))
 
 
 MESH = sw.Mesh((2,))
@@ -113,14 +111,12 @@ MAKING: list[Callable[[Tensor], Tensor]] = [
 
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("make", MAKING)
+@world(2)
 def test_a_compiled_function_that_makes_a_dtensor_is_the_same_error(
     make: Callable[[Tensor], Tensor], fullgraph: bool
 ) -> None:
-    def body() -> None:
-        run = torch.compile(make, backend="eager", fullgraph=fullgraph)
-        refused(lambda: run(torch.ones(2, 4)))
-
-    world(2).run(body)
+    run = torch.compile(make, backend="eager", fullgraph=fullgraph)
+    refused(lambda: run(torch.ones(2, 4)))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # read by the compiler

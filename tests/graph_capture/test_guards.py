@@ -104,27 +104,25 @@ def test_numbers_in_a_closure_or_a_global_are_guarded(monkeypatch: pytest.Monkey
     assert torch.equal(step(x), x * 4.0 * 5.0)
 
 
+@world(2)
 def test_every_kind_of_call_has_its_own_graph() -> None:
-    def check() -> None:
-        mesh = sw.Mesh((2,))
-        x, y = torch.randn(4, 6), torch.randn(6, 4)
-        kinds: list[Any] = [
-            sw.distribute_tensor(x, mesh, [sw.Shard(0)]), sw.distribute_tensor(x, mesh, [sw.Shard(0, [1, 3])]),
-            sw.distribute_tensor(x, mesh, [sw.Replicate()]),
-            sw.distribute_tensor(x.double(), mesh, [sw.Shard(0)]), x, y.t(), x[:2],
-            sw.distribute_tensor(x, mesh, [sw.Shard(0)]).requires_grad_(),
-        ]  # fmt: skip
-        step = sw.capture(lambda a: (a.reshape(-1) * 2).sum(0))
-        for _ in range(2):
-            for a in kinds:
-                out = step(a)
-                assert type(out) is type(a)
-                assert torch.allclose(out.full_tensor() if isinstance(out, sw.DTensor) else out, step.function(a))
-                if a.requires_grad:
-                    out.backward()
-        assert len(step.graphs()) == len(kinds)
-
-    world(2).run(check)
+    mesh = sw.Mesh((2,))
+    x, y = torch.randn(4, 6), torch.randn(6, 4)
+    kinds: list[Any] = [
+        sw.distribute_tensor(x, mesh, [sw.Shard(0)]), sw.distribute_tensor(x, mesh, [sw.Shard(0, [1, 3])]),
+        sw.distribute_tensor(x, mesh, [sw.Replicate()]),
+        sw.distribute_tensor(x.double(), mesh, [sw.Shard(0)]), x, y.t(), x[:2],
+        sw.distribute_tensor(x, mesh, [sw.Shard(0)]).requires_grad_(),
+    ]  # fmt: skip
+    step = sw.capture(lambda a: (a.reshape(-1) * 2).sum(0))
+    for _ in range(2):
+        for a in kinds:
+            out = step(a)
+            assert type(out) is type(a)
+            assert torch.allclose(out.full_tensor() if isinstance(out, sw.DTensor) else out, step.function(a))
+            if a.requires_grad:
+                out.backward()
+    assert len(step.graphs()) == len(kinds)
 
 
 def test_aliased_arguments_are_another_kind_of_call() -> None:
@@ -142,20 +140,18 @@ def test_too_many_kinds_of_calls_are_an_error_that_says_what_to_do() -> None:
         step(torch.ones(2), 4.0)
 
 
+@world(2)
 def test_debugging_tools_see_the_step_itself() -> None:
-    def check() -> None:
-        mesh = sw.Mesh((2,))
-        weight = sw.distribute_tensor(torch.randn(4, 4), mesh, [sw.Shard(0)])
-        step = sw.capture(lambda x: (weight @ x).sum())
-        x = sw.distribute_tensor(torch.randn(4, 4), mesh, [sw.Shard(0)])
+    mesh = sw.Mesh((2,))
+    weight = sw.distribute_tensor(torch.randn(4, 4), mesh, [sw.Shard(0)])
+    step = sw.capture(lambda x: (weight @ x).sum())
+    x = sw.distribute_tensor(torch.randn(4, 4), mesh, [sw.Shard(0)])
+    step(x)
+    with sw.count_comms() as comms:
         step(x)
-        with sw.count_comms() as comms:
-            step(x)
-        assert comms.implicit
-        with pytest.raises(sw.ShardwiseError, match="no_implicit_comm"), sw.no_implicit_comm():
-            step(x)
-
-    world(2).run(check)
+    assert comms.implicit
+    with pytest.raises(sw.ShardwiseError, match="no_implicit_comm"), sw.no_implicit_comm():
+        step(x)
 
 
 # ---- what cannot be replayed ------------------------------------------------------------------------------------
@@ -201,14 +197,12 @@ def test_constants_may_be_read() -> None:
         assert torch.equal(step(x), function(x))
 
 
+@world(2)
 def test_facts_that_ranks_exchange_are_refused_on_all_of_them() -> None:
-    def check() -> None:
-        mesh = sw.Mesh((2,))
-        step = sw.capture(lambda x: sw.DTensor.from_local(x, mesh, [sw.Shard(0)]).sum())
-        with pytest.raises(CaptureError, match="what shapes from_local was given"):
-            step(torch.randn(2 + sw.rank()))
-
-    world(2).run(check)
+    mesh = sw.Mesh((2,))
+    step = sw.capture(lambda x: sw.DTensor.from_local(x, mesh, [sw.Shard(0)]).sum())
+    with pytest.raises(CaptureError, match="what shapes from_local was given"):
+        step(torch.randn(2 + sw.rank()))
 
 
 def test_plain_batches_of_unknown_shard_sizes_are_refused_and_given_sizes_work() -> None:
@@ -298,13 +292,11 @@ def test_a_compiler_gets_the_ops_of_forward_and_backward_and_no_collective() -> 
     assert not any(word in stretch for stretch in seen for word in ("all_to_all", "all_reduce"))
 
 
+@world(1)
 def test_torch_compile_of_dtensors_names_what_to_use_instead() -> None:
-    def check() -> None:
-        mesh = sw.Mesh((1,))
-        x = sw.distribute_tensor(torch.ones(2, 3), mesh, [sw.Shard(0)])
-        for function in (sw.shard_module(nn.Linear(3, 3), {}, mesh=mesh), lambda x: x * 2):
-            compiled = torch.compile(function, backend="eager")
-            with pytest.raises(CaptureError, match=r"^torch.compile cannot trace a DTensor. Fix: shardwise.capture\("):
-                compiled(x)
-
-    world(1).run(check)
+    mesh = sw.Mesh((1,))
+    x = sw.distribute_tensor(torch.ones(2, 3), mesh, [sw.Shard(0)])
+    for function in (sw.shard_module(nn.Linear(3, 3), {}, mesh=mesh), lambda x: x * 2):
+        compiled = torch.compile(function, backend="eager")
+        with pytest.raises(CaptureError, match=r"^torch.compile cannot trace a DTensor. Fix: shardwise.capture\("):
+            compiled(x)

@@ -155,17 +155,15 @@ NUMBERS: dict[str, tuple[Callable[..., Any], int]] = {  # with how many graphs t
 }
 
 
+@world(2)
 def test_what_depends_on_the_number_of_ids_has_a_graph_for_each() -> None:
-    def run() -> None:
-        tables = collection_of(PLAN)
-        for name, (function, graphs) in NUMBERS.items():
-            step = sw.capture(partial(function, tables))
-            with torch.no_grad():
-                for number in (0, 1, 2, 1, 0):
-                    assert torch.equal(step(batch_of(number)), function(tables, batch_of(number))), name
-            assert len(step.graphs()) == graphs, name
-
-    world(2).run(run)
+    tables = collection_of(PLAN)
+    for name, (function, graphs) in NUMBERS.items():
+        step = sw.capture(partial(function, tables))
+        with torch.no_grad():
+            for number in (0, 1, 2, 1, 0):
+                assert torch.equal(step(batch_of(number)), function(tables, batch_of(number))), name
+        assert len(step.graphs()) == graphs, name
 
 
 def test_an_error_names_the_line_that_depends_on_the_number_of_ids() -> None:
@@ -195,164 +193,151 @@ def step_line() -> int:
     return next(number for number, text in enumerate(lines, 1) if text.endswith("# this line"))
 
 
+@world(2)
 def test_arguments_that_are_returned_are_those_of_the_call() -> None:
-    def run() -> None:
-        tables = collection_of(PLAN)
+    tables = collection_of(PLAN)
 
-        def function(batch: Any) -> Any:
-            k, number = batch["ids"]
-            return tables(k), k, k.values(), k.values().detach(), number
+    def function(batch: Any) -> Any:
+        k, number = batch["ids"]
+        return tables(k), k, k.values(), k.values().detach(), number
 
-        step = sw.capture(function)
-        for number in range(3):
-            features = batch_of(number)
-            pooled, same, *values, count = step({"first": [*torch.ones(4)], "ids": [features, 7]})
-            pooled.values().sum().backward()
-            assert torch.equal(pooled.values(), tables(features).values())
-            assert pooled.keys() == ["user", "item", "last", "word"]
-            assert same.values() is features.values() is values[0]
-            assert torch.equal(values[1], features.values())
-            assert count == 7
-        assert len(step.graphs()) == 1
-
-    world(2).run(run)
+    step = sw.capture(function)
+    for number in range(3):
+        features = batch_of(number)
+        pooled, same, *values, count = step({"first": [*torch.ones(4)], "ids": [features, 7]})
+        pooled.values().sum().backward()
+        assert torch.equal(pooled.values(), tables(features).values())
+        assert pooled.keys() == ["user", "item", "last", "word"]
+        assert same.values() is features.values() is values[0]
+        assert torch.equal(values[1], features.values())
+        assert count == 7
+    assert len(step.graphs()) == 1
 
 
+@world(2)
 def test_rows_that_are_not_pooled_have_a_graph_for_each_number_of_ids() -> None:
-    def run() -> None:
-        found = []
-        for captured in (False, True):
-            tables = collection_of(PLAN, optimizer=Adam(lr=0.1), pooled=False)
-            function = lambda k, tables=tables: {name: of.values().sin() for name, of in tables(k).items()}  # noqa: E731
-            step: Any = sw.capture(function) if captured else function
-            values = []
-            for number in (0, 1, 2, 1, 0):
-                rows = step(batch_of(number))
-                sum(of.square().sum() for of in rows.values()).backward()
-                values += [rows[name].detach() for name in FEATURES]
-            found.append(values + [parameter.detach() for parameter in tables.unshard().parameters()])
-            if captured:
-                assert len(step.graphs()) == 3
-        assert all(map(torch.equal, *found))
-
-    world(2).run(run)
+    found = []
+    for captured in (False, True):
+        tables = collection_of(PLAN, optimizer=Adam(lr=0.1), pooled=False)
+        function = lambda k, tables=tables: {name: of.values().sin() for name, of in tables(k).items()}  # noqa: E731
+        step: Any = sw.capture(function) if captured else function
+        values = []
+        for number in (0, 1, 2, 1, 0):
+            rows = step(batch_of(number))
+            sum(of.square().sum() for of in rows.values()).backward()
+            values += [rows[name].detach() for name in FEATURES]
+        found.append(values + [parameter.detach() for parameter in tables.unshard().parameters()])
+        if captured:
+            assert len(step.graphs()) == 3
+    assert all(map(torch.equal, *found))
 
 
 # ---- around the step ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("weighted", [False, True])
+@world(2)
 def test_replays_look_up_what_was_prefetched_also_beside_ranks_that_trace(weighted: bool) -> None:
     bags = [(3, 3), (3, 5), (5, 5), (3, 3), (5, 3), (3, 5)]  # of the ranks
-
-    def run() -> None:
-        found = []
-        for captured in (False, True):
-            tables, taken = collection_of(PLAN, optimizer=Adam(lr=0.1), weighted=weighted), 0
-            function = lambda k, tables=tables: tables(k).values().sin().sum()  # noqa: E731
-            step: Any = sw.capture(function) if captured else function
-            values = []
-            batches = [batch_of(n, of_ranks[sw.rank()], weighted) for n, of_ranks in enumerate(bags)]
-            for features in prefetch(batches, tables):
-                loss = step(features)
-                taken += tables.prefetched is None
-                loss.backward()
-                values.append(loss.detach())
-            assert taken == len(bags)
-            found.append(values + [parameter.detach() for parameter in tables.unshard().parameters()])
-            if captured:
-                assert len(step.graphs()) == 2
-        assert all(map(torch.equal, *found))
-
-    world(2).run(run)
+    found = []
+    for captured in (False, True):
+        tables, taken = collection_of(PLAN, optimizer=Adam(lr=0.1), weighted=weighted), 0
+        function = lambda k, tables=tables: tables(k).values().sin().sum()  # noqa: E731
+        step: Any = sw.capture(function) if captured else function
+        values = []
+        batches = [batch_of(n, of_ranks[sw.rank()], weighted) for n, of_ranks in enumerate(bags)]
+        for features in prefetch(batches, tables):
+            loss = step(features)
+            taken += tables.prefetched is None
+            loss.backward()
+            values.append(loss.detach())
+        assert taken == len(bags)
+        found.append(values + [parameter.detach() for parameter in tables.unshard().parameters()])
+        if captured:
+            assert len(step.graphs()) == 2
+    assert all(map(torch.equal, *found))
 
 
+@world(2)
 def test_what_changes_between_replays_counts() -> None:
     """Accumulated steps, learning rates, loaded tables, other numbers of rows, no_grad, eval, and frozen tables."""
 
-    def run() -> None:
-        found = []
-        for captured in (False, True):
-            values = []
-            for optimizer in (Adam(lr=0.1), None):
-                tables = collection_of(PLAN, optimizer=optimizer)
-                function = lambda k, tables=tables: tables(k).values().sin().sum()  # noqa: E731
-                step: Any = sw.capture(function) if captured else function
-                step(batch_of(0)).backward()
-                with tables.accumulate():
-                    for number in (1, 2):
-                        step(batch_of(number)).backward()
-                if tables.fused_optimizer is not None:
-                    tables.fused_optimizer.param_groups[0]["lr"] = 0.01
-                step(batch_of(3)).backward()
-                saved = {name: value.clone() for name, value in tables.state_dict().items()}
-                step(batch_of(4)).backward()
-                tables.load_state_dict(saved)
-                with torch.no_grad():
-                    values.append(step(batch_of(5)))
-                values.append(tables.eval() and step(batch_of(5)).detach())
-                tables.zero_grad()
-                tables.resize_({"items": 12})
-                values.append(step(batch_of(6)).detach())
-                step(batch_of(6)).backward()
-                for parameter in tables.parameters():
-                    parameter.requires_grad_(False)
-                values.append(step(batch_of(7)).detach())
-                values += [parameter.detach() for parameter in tables.unshard().parameters()]
-                values += [p.grad.full_tensor() for p in tables.parameters() if p.grad is not None]
-            found.append(values)
-        assert len(found[0]) == len(found[1])
-        assert all(map(torch.equal, *found))
-
-    world(2).run(run)
-
-
-def test_two_collections_under_autocast() -> None:
-    def run() -> None:
-        found = []
-        for captured in (False, True):
-            mesh = MESH
-            model, other = (
-                Recommender(collection_of(PLAN, mesh, Adam(lr=0.1)), mesh),
-                collection_of({}, mesh, Adam(lr=0.2)),
-            )
-
-            def function(features: KeyedJaggedTensor, model: Any = model, other: Any = other) -> Tensor:
-                with torch.autocast("cpu", torch.bfloat16):
-                    loss: Tensor = model(features)
-                local = other(features).values().sin().mean()
-                return loss + sw.DTensor.from_local(local, MESH, [sw.Partial()], run_check=False, shape=())
-
+    found = []
+    for captured in (False, True):
+        values = []
+        for optimizer in (Adam(lr=0.1), None):
+            tables = collection_of(PLAN, optimizer=optimizer)
+            function = lambda k, tables=tables: tables(k).values().sin().sum()  # noqa: E731
             step: Any = sw.capture(function) if captured else function
-            values = trained(model, step, [batch_of(number) for number in range(5)])
-            found.append(values + [parameter.detach() for parameter in other.unshard().parameters()])
-            if captured:
-                assert len(step.graphs()) == 1
-        assert all(map(torch.equal, *found))
+            step(batch_of(0)).backward()
+            with tables.accumulate():
+                for number in (1, 2):
+                    step(batch_of(number)).backward()
+            if tables.fused_optimizer is not None:
+                tables.fused_optimizer.param_groups[0]["lr"] = 0.01
+            step(batch_of(3)).backward()
+            saved = {name: value.clone() for name, value in tables.state_dict().items()}
+            step(batch_of(4)).backward()
+            tables.load_state_dict(saved)
+            with torch.no_grad():
+                values.append(step(batch_of(5)))
+            values.append(tables.eval() and step(batch_of(5)).detach())
+            tables.zero_grad()
+            tables.resize_({"items": 12})
+            values.append(step(batch_of(6)).detach())
+            step(batch_of(6)).backward()
+            for parameter in tables.parameters():
+                parameter.requires_grad_(False)
+            values.append(step(batch_of(7)).detach())
+            values += [parameter.detach() for parameter in tables.unshard().parameters()]
+            values += [p.grad.full_tensor() for p in tables.parameters() if p.grad is not None]
+        found.append(values)
+    assert len(found[0]) == len(found[1])
+    assert all(map(torch.equal, *found))
 
-    world(2).run(run)
+
+@world(2)
+def test_two_collections_under_autocast() -> None:
+    found = []
+    for captured in (False, True):
+        mesh = MESH
+        model, other = (
+            Recommender(collection_of(PLAN, mesh, Adam(lr=0.1)), mesh),
+            collection_of({}, mesh, Adam(lr=0.2)),
+        )
+
+        def function(features: KeyedJaggedTensor, model: Any = model, other: Any = other) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss: Tensor = model(features)
+            local = other(features).values().sin().mean()
+            return loss + sw.DTensor.from_local(local, MESH, [sw.Partial()], run_check=False, shape=())
+
+        step: Any = sw.capture(function) if captured else function
+        values = trained(model, step, [batch_of(number) for number in range(5)])
+        found.append(values + [parameter.detach() for parameter in other.unshard().parameters()])
+        if captured:
+            assert len(step.graphs()) == 1
+    assert all(map(torch.equal, *found))
 
 
+@world(2)
 def test_a_collection_that_is_not_sharded() -> None:
-    def run() -> None:
-        found = []
-        for captured in (False, True):
-            tables = collection_of(PLAN, MESH).unshard()
-            step: Any = sw.capture(tables) if captured else tables
-            values = []
-            for number in (0, 2, 1, 0):
-                pooled = step(batch_of(number)).values()
-                pooled.sin().sum().backward()
-                values.append(pooled.detach())
-            found.append(values + [parameter.grad for parameter in tables.parameters()])
-            if captured:
-                assert len(step.graphs()) == 1
-        assert all(map(torch.equal, *found))
-        rows = collection_of(PLAN, MESH, pooled=False).unshard()
-        with pytest.raises(CaptureError, match="cannot repeat a lookup of an EmbeddingCollection that is not sharded"):
-            sw.capture(rows)(batch_of(0))
-
-    world(2).run(run)
+    found = []
+    for captured in (False, True):
+        tables = collection_of(PLAN, MESH).unshard()
+        step: Any = sw.capture(tables) if captured else tables
+        values = []
+        for number in (0, 2, 1, 0):
+            pooled = step(batch_of(number)).values()
+            pooled.sin().sum().backward()
+            values.append(pooled.detach())
+        found.append(values + [parameter.grad for parameter in tables.parameters()])
+        if captured:
+            assert len(step.graphs()) == 1
+    assert all(map(torch.equal, *found))
+    rows = collection_of(PLAN, MESH, pooled=False).unshard()
+    with pytest.raises(CaptureError, match="cannot repeat a lookup of an EmbeddingCollection that is not sharded"):
+        sw.capture(rows)(batch_of(0))
 
 
 class OtherFeatures:
@@ -380,14 +365,12 @@ class OtherFeatures:
         return self.features.stride_per_key()
 
 
+@world(2)
 def test_inputs_of_another_class_are_refused() -> None:
-    def run() -> None:
-        tables = collection_of(PLAN)
-        assert tables(OtherFeatures(batch_of(0))).values().shape == (3, 16)
-        with pytest.raises(CaptureError, match=r"a lookup of a tests\.graph_capture\.test_jagged\.OtherFeatures"):
-            sw.capture(lambda k: tables(OtherFeatures(k)))(batch_of(0))
-
-    world(2).run(run)
+    tables = collection_of(PLAN)
+    assert tables(OtherFeatures(batch_of(0))).values().shape == (3, 16)
+    with pytest.raises(CaptureError, match=r"a lookup of a tests\.graph_capture\.test_jagged\.OtherFeatures"):
+        sw.capture(lambda k: tables(OtherFeatures(k)))(batch_of(0))
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------
@@ -419,59 +402,53 @@ def test_a_bad_id_of_one_rank_is_the_same_error_on_all_and_the_next_step_replays
     assert "of rank 1" in texts[0]
 
 
+@world(2)
 def test_a_rank_without_a_batch_raises_its_error_and_the_others_name_it() -> None:
-    def run() -> None:
-        tables = collection_of(PLAN, optimizer=Adam(lr=0.1))
-        step = sw.capture(lambda k: tables(k).values().sum())
-        for number in (0, 1):
-            step(batch_of(number)).backward()
-        features = batch_of(2)
+    tables = collection_of(PLAN, optimizer=Adam(lr=0.1))
+    step = sw.capture(lambda k: tables(k).values().sum())
+    for number in (0, 1):
+        step(batch_of(number)).backward()
+    features = batch_of(2)
+    if sw.rank() == 0:
+        with pytest.raises(RemoteRankError, match="Rank 1 could not take its batch"):
+            step(features)
+    else:
+        with pytest.raises(IdTypeError, match="no feature 'user'"):
+            step(features.split([1, 3])[1])
+    step(batch_of(3)).backward()
+    assert len(step.graphs()) == 1
+
+
+@world(2)
+def test_a_bag_that_only_one_rank_finds_too_long_is_an_error_on_all() -> None:
+    tables = FeatureProcessedEmbeddingBagCollection(
+        collection_of(PLAN, optimizer=Adam(lr=0.1), weighted=True),
+        PositionWeightedModuleCollection(dict.fromkeys(FEATURES, 3)),
+    )
+    step = sw.capture(lambda k: tables(k).values().sum())
+    long = KeyedJaggedTensor(list(FEATURES), torch.zeros(4, dtype=torch.int64), lengths=torch.tensor([4, 0, 0, 0]))
+    for number in (0, 1):
         if sw.rank() == 0:
             with pytest.raises(RemoteRankError, match="Rank 1 could not take its batch"):
-                step(features)
+                step(batch_of(number, 1))
         else:
-            with pytest.raises(IdTypeError, match="no feature 'user'"):
-                step(features.split([1, 3])[1])
-        step(batch_of(3)).backward()
-        assert len(step.graphs()) == 1
-
-    world(2).run(run)
+            with pytest.raises(JaggedError, match="Feature user: sample 0 has 4 ids"):
+                step(long)
+        step(batch_of(number)).backward()
+    assert len(step.graphs()) == 2
 
 
-def test_a_bag_that_only_one_rank_finds_too_long_is_an_error_on_all() -> None:
-    def run() -> None:
-        tables = FeatureProcessedEmbeddingBagCollection(
-            collection_of(PLAN, optimizer=Adam(lr=0.1), weighted=True),
-            PositionWeightedModuleCollection(dict.fromkeys(FEATURES, 3)),
-        )
-        step = sw.capture(lambda k: tables(k).values().sum())
-        long = KeyedJaggedTensor(list(FEATURES), torch.zeros(4, dtype=torch.int64), lengths=torch.tensor([4, 0, 0, 0]))
-        for number in (0, 1):
-            if sw.rank() == 0:
-                with pytest.raises(RemoteRankError, match="Rank 1 could not take its batch"):
-                    step(batch_of(number, 1))
-            else:
-                with pytest.raises(JaggedError, match="Feature user: sample 0 has 4 ids"):
-                    step(long)
-            step(batch_of(number)).backward()
-        assert len(step.graphs()) == 2
-
-    world(2).run(run)
-
-
+@world(2)
 def test_a_second_backward_is_an_error_as_without_capture() -> None:
-    def run() -> None:
-        tables = collection_of(PLAN, optimizer=Adam(lr=0.1))
-        step = sw.capture(lambda k: tables(k).values().sum())
-        for _ in range(2):  # traced, and replayed
-            loss = step(batch_of(0))
-            loss.backward(retain_graph=True)
+    tables = collection_of(PLAN, optimizer=Adam(lr=0.1))
+    step = sw.capture(lambda k: tables(k).values().sum())
+    for _ in range(2):  # traced, and replayed
+        loss = step(batch_of(0))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
             loss.backward()
-            with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-                loss.backward()
-        assert tables.fused_optimizer.param_groups[0]["step"] == 4
-
-    world(2).run(run)
+    assert tables.fused_optimizer.param_groups[0]["step"] == 4
 
 
 @pytest.mark.parametrize("at", ["before the lookup", "between lookup and loss", "in backward"])

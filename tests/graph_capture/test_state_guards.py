@@ -374,53 +374,49 @@ def test_minus_zero_is_another_number() -> None:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
+@world(1)
 def test_an_argument_may_alias_another_or_a_reachable_tensor(sharded: bool) -> None:
     def made() -> Tensor:
         x = torch.randn(4)
         return sw.distribute_tensor(x, placements=[sw.Shard(0)]) if sharded else x
 
-    def run() -> None:
-        weight = nn.Parameter(made())
-        step = sw.capture(lambda a, b: a * 2 + b * 3 + weight * 5)
-        first, second = made(), made()
-        for a, b in [(first, first.detach()), (weight.detach(), weight.detach()), (first, second), (second, first)]:
-            for _ in range(2):
-                step(a, b).sum().backward()
-                assert torch.equal(step(a, b), step.function(a, b))
-                assert weight.grad is not None
-                assert weight.grad.sum() == 20
-                weight.grad = None
-
-    world(1).run(run)
+    weight = nn.Parameter(made())
+    step = sw.capture(lambda a, b: a * 2 + b * 3 + weight * 5)
+    first, second = made(), made()
+    for a, b in [(first, first.detach()), (weight.detach(), weight.detach()), (first, second), (second, first)]:
+        for _ in range(2):
+            step(a, b).sum().backward()
+            assert torch.equal(step(a, b), step.function(a, b))
+            assert weight.grad is not None
+            assert weight.grad.sum() == 20
+            weight.grad = None
 
 
 @pytest.mark.parametrize("sharded", [False, True])
+@world(1)
 def test_results_are_tensors_of_their_own(sharded: bool) -> None:
-    def run() -> None:
-        start = torch.randn(4)
-        if sharded:
-            start = sw.distribute_tensor(start, placements=[sw.Shard(0)])
-        weight = nn.Parameter(start)
+    start = torch.randn(4)
+    if sharded:
+        start = sw.distribute_tensor(start, placements=[sw.Shard(0)])
+    weight = nn.Parameter(start)
 
-        def function(x: Tensor) -> tuple[Tensor, ...]:
-            y = x * weight
-            return weight, weight.detach(), x.detach(), y, y.detach(), y
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        y = x * weight
+        return weight, weight.detach(), x.detach(), y, y.detach(), y
 
-        step = sw.capture(function)
-        for grad in (True, False):
-            for _ in range(3):
-                x = start.detach().clone()
-                with torch.set_grad_enabled(grad):
-                    found, expected = step(x), function(x)
-                assert [t.requires_grad for t in found] == [True, False, False, grad, False, grad] or not grad
-                assert not any(t is weight or t is x for t in found)
-                assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-                if grad:
-                    (found[0].sum() + found[3].sum()).backward()
-                    assert torch.equal(weight.grad, x + 1)  # type: ignore[arg-type]
-                    weight.grad = None
-
-    world(1).run(run)
+    step = sw.capture(function)
+    for grad in (True, False):
+        for _ in range(3):
+            x = start.detach().clone()
+            with torch.set_grad_enabled(grad):
+                found, expected = step(x), function(x)
+            assert [t.requires_grad for t in found] == [True, False, False, grad, False, grad] or not grad
+            assert not any(t is weight or t is x for t in found)
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+            if grad:
+                (found[0].sum() + found[3].sum()).backward()
+                assert torch.equal(weight.grad, x + 1)  # type: ignore[arg-type]
+                weight.grad = None
 
 
 def _through_a_view(x: Tensor) -> Tensor:

@@ -45,50 +45,41 @@ def test_captured_units_train_as_one_process(
     world(ranks).run(run)
 
 
+@world(4)
 def test_captured_units_beside_tensor_parallelism() -> None:
     model, data = transformer(ARGS), batches(4)
-
-    def run() -> None:
-        mesh = Mesh((2, 2), names=("dp", "tp"))
-        found = shard(copied(model), mesh, sequence_parallel=False, over_data=True)
-        of_all = [distribute_tensor(x, mesh, [Shard(0), Replicate()]) for x in data]
-        step = capture(lambda tokens: mean_loss(found, tokens))
-        trained = train(found, of_all, lambda _, tokens: step(tokens))
-        assert len(step.graphs()) == 1
-        assert_trained_alike(trained, model, data)
-
-    world(4).run(run)
+    mesh = Mesh((2, 2), names=("dp", "tp"))
+    found = shard(copied(model), mesh, sequence_parallel=False, over_data=True)
+    of_all = [distribute_tensor(x, mesh, [Shard(0), Replicate()]) for x in data]
+    step = capture(lambda tokens: mean_loss(found, tokens))
+    trained = train(found, of_all, lambda _, tokens: step(tokens))
+    assert len(step.graphs()) == 1
+    assert_trained_alike(trained, model, data)
 
 
+@world(2)
 def test_what_was_gathered_before_the_trace_is_not_replayed() -> None:
     model, (tokens, *_) = transformer(replace(ARGS, n_layers=1)), batches(4)
-
-    def run() -> None:
-        mesh = Mesh((2,))
-        found, want = sharded(copied(model), mesh), copied(model)
-        of_all = distribute_tensor(tokens, mesh, [Shard(0)])
-        step = capture(lambda x: mean_loss(found, x))
-        mean_loss(found, of_all)  # says that parameters are used as DTensors
-        found.layers[0].unshard()
-        step(of_all).backward()
-        for each in (found, want):
-            with torch.no_grad():
-                for p in each.parameters():
-                    p.mul_(1.5)
-        assert_close(full(step(of_all).detach()), mean_loss(want, tokens).detach())
-
-    world(2).run(run)
+    mesh = Mesh((2,))
+    found, want = sharded(copied(model), mesh), copied(model)
+    of_all = distribute_tensor(tokens, mesh, [Shard(0)])
+    step = capture(lambda x: mean_loss(found, x))
+    mean_loss(found, of_all)  # says that parameters are used as DTensors
+    found.layers[0].unshard()
+    step(of_all).backward()
+    for each in (found, want):
+        with torch.no_grad():
+            for p in each.parameters():
+                p.mul_(1.5)
+    assert_close(full(step(of_all).detach()), mean_loss(want, tokens).detach())
 
 
+@world(2)
 def test_gradients_that_are_not_reduced_are_refused() -> None:
     model, (tokens, *_) = transformer(replace(ARGS, n_layers=1)), batches(4)
-
-    def run() -> None:
-        mesh = Mesh((2,))
-        found = sharded(copied(model), mesh)
-        found.set_requires_gradient_sync(False)
-        step = capture(lambda x: mean_loss(found, x))
-        with pytest.raises(CaptureError, match="gradients of fully_shard that are not reduced"):
-            step(distribute_tensor(tokens, mesh, [Shard(0)])).backward()
-
-    world(2).run(run)
+    mesh = Mesh((2,))
+    found = sharded(copied(model), mesh)
+    found.set_requires_gradient_sync(False)
+    step = capture(lambda x: mean_loss(found, x))
+    with pytest.raises(CaptureError, match="gradients of fully_shard that are not reduced"):
+        step(distribute_tensor(tokens, mesh, [Shard(0)])).backward()

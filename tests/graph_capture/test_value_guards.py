@@ -182,10 +182,8 @@ def test_values_read_in_backward_are_refused() -> None:
         out.backward()
 
 
+@world(2)
 def test_values_that_collectives_compute_are_refused() -> None:
-    def body() -> None:
-        x = sw.distribute_tensor(torch.ones(4), sw.Mesh((2,)), [sw.Shard(0)])
-        with pytest.raises(CaptureError, match=r"a replay cannot repeat item\(\)"):
-            sw.capture(lambda x: x * x.sum().item())(x)
-
-    world(2).run(body)
+    x = sw.distribute_tensor(torch.ones(4), sw.Mesh((2,)), [sw.Shard(0)])
+    with pytest.raises(CaptureError, match=r"a replay cannot repeat item\(\)"):
+        sw.capture(lambda x: x * x.sum().item())(x)

@@ -118,22 +118,12 @@ def test_recomputation_shares_as_the_first_run_did() -> None:
         assert (forward, backward <= 2) == (1, True)
 
 
+@world(2)
 def test_what_is_shared_ends_with_the_forward_of_the_parent_even_if_it_fails() -> None:
     class Failing(Heads):
         def forward(self, x: Tensor) -> Tensor:
             self.wq(x)
             raise ZeroDivisionError
-
-    def body() -> None:
-        module = Failing()
-        parallelize_module(module, None, {"w[qkv]": ColwiseParallel()})
-        shared = shared_of(module)
-        x = torch.ones(2, 6, requires_grad=True)
-        with pytest.raises(ZeroDivisionError):
-            module(x)
-        assert (shared.depth, shared.source, shared.result) == (0, None, None)
-        module.wq(x)
-        assert shared.source is None
 
     def shared_of(module: nn.Module) -> SharedInput:
         """Its hook is bound to it."""
@@ -142,9 +132,18 @@ def test_what_is_shared_ends_with_the_forward_of_the_parent_even_if_it_fails() -
         assert isinstance(found, SharedInput)
         return found
 
-    world(2).run(body)
+    module = Failing()
+    parallelize_module(module, None, {"w[qkv]": ColwiseParallel()})
+    shared = shared_of(module)
+    x = torch.ones(2, 6, requires_grad=True)
+    with pytest.raises(ZeroDivisionError):
+        module(x)
+    assert (shared.depth, shared.source, shared.result) == (0, None, None)
+    module.wq(x)
+    assert shared.source is None
 
 
+@world(2)
 def test_an_input_that_changed_in_place_is_taken_anew() -> None:
     class Changing(Heads):
         def forward(self, x: Tensor) -> Tensor:
@@ -153,14 +152,11 @@ def test_an_input_that_changed_in_place_is_taken_anew() -> None:
             result: Tensor = self.wk(x) + first
             return result
 
-    def body() -> None:
-        plain = Changing().double()
-        sharded = ColwiseParallel(input_layouts=S0, output_layouts=R)
-        module = parallelize_module(copy.deepcopy(plain), None, {"w[qk]": sharded})
-        with torch.no_grad():
-            assert_close(module(local_shard_of(X[0], 0, 2).clone()), plain(X[0].clone()))
-
-    world(2).run(body)
+    plain = Changing().double()
+    sharded = ColwiseParallel(input_layouts=S0, output_layouts=R)
+    module = parallelize_module(copy.deepcopy(plain), None, {"w[qk]": sharded})
+    with torch.no_grad():
+        assert_close(module(local_shard_of(X[0], 0, 2).clone()), plain(X[0].clone()))
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, RMSNormPython, lambda n: nn.Dropout(0.0)])
@@ -193,31 +189,26 @@ def test_norms_on_shards_of_a_sequence(norm: Any, local: bool, dim: int, ranks: 
     world(ranks).run(body)
 
 
+@world(3)
 def test_shard_sizes_that_chunk_does_not_give_form_the_correct_tensor() -> None:
     """Without sizes in the plan the ranks are asked."""
     sizes = (0, 3, 2)
-
-    def body() -> None:
-        plain = nn.LayerNorm(6).double()
-        module = parallelize_module(copy.deepcopy(plain), None, SequenceParallel())
-        with count_comms() as comms:
-            out = module(local_shard_of(X, 1, 3, sizes))
-        assert comms.total_calls == 1
-        assert out.layout_.shard_sizes(0) == sizes
-        assert_close(full(out), plain(X))
-
-    world(3).run(body)
+    plain = nn.LayerNorm(6).double()
+    module = parallelize_module(copy.deepcopy(plain), None, SequenceParallel())
+    with count_comms() as comms:
+        out = module(local_shard_of(X, 1, 3, sizes))
+    assert comms.total_calls == 1
+    assert out.layout_.shard_sizes(0) == sizes
+    assert_close(full(out), plain(X))
 
 
+@world(3)
 def test_sizes_in_the_plan_save_the_question() -> None:
-    def body() -> None:
-        module = parallelize_module(nn.Linear(6, 6), None, ColwiseParallel(input_layouts=Shard(0, (0, 2, 0))))
-        for _ in range(2):
-            with count_comms() as comms:
-                module(torch.ones([0, 2, 0][collectives.rank()], 6))
-            assert comms.total_calls == 1
-
-    world(3).run(body)
+    module = parallelize_module(nn.Linear(6, 6), None, ColwiseParallel(input_layouts=Shard(0, (0, 2, 0))))
+    for _ in range(2):
+        with count_comms() as comms:
+            module(torch.ones([0, 2, 0][collectives.rank()], 6))
+        assert comms.total_calls == 1
 
 
 def refused(module: nn.Module, style: Any, x: Tensor) -> tuple[type, str]:
@@ -258,37 +249,33 @@ def test_a_tensor_of_another_mesh_is_refused() -> None:
     )
 
 
+@world(2)
 def test_no_gradient_is_kept_where_none_is_wanted() -> None:
-    def body() -> None:
-        module = parallelize_module(Block().double(), None, WHOLE)
-        for context in (torch.no_grad, torch.inference_mode):
-            with context():
-                out = module(X)
-            assert not out.requires_grad
-            assert out.grad_fn is None
-
-    world(2).run(body)
+    module = parallelize_module(Block().double(), None, WHOLE)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            out = module(X)
+        assert not out.requires_grad
+        assert out.grad_fn is None
 
 
+@world(1)
 def test_on_one_rank_the_boundary_returns_its_input() -> None:
     """No copy, and no node in the graph that is not torch's own."""
 
-    def body() -> None:
-        plain = Block().double()
-        module = parallelize_module(copy.deepcopy(plain), None, SEQUENCE)
-        seen: list[Any] = []
-        module.get_submodule("heads.wq").register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-        x = X.clone().requires_grad_()
-        out = module(x)
-        out.sum().backward()
-        plain(X).sum().backward()
-        assert own_nodes(out.grad_fn) == set()
-        assert seen[0].placements == (R,)
-        for p, want in zip(module.parameters(), plain.parameters(), strict=True):
-            assert p.grad is not None
-            assert_close(full(p.grad), want.grad)
-
-    world(1).run(body)
+    plain = Block().double()
+    module = parallelize_module(copy.deepcopy(plain), None, SEQUENCE)
+    seen: list[Any] = []
+    module.get_submodule("heads.wq").register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    x = X.clone().requires_grad_()
+    out = module(x)
+    out.sum().backward()
+    plain(X).sum().backward()
+    assert own_nodes(out.grad_fn) == set()
+    assert seen[0].placements == (R,)
+    for p, want in zip(module.parameters(), plain.parameters(), strict=True):
+        assert p.grad is not None
+        assert_close(full(p.grad), want.grad)
 
 
 def own_nodes(node: Any) -> set[str]:

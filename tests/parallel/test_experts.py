@@ -291,6 +291,7 @@ def test_an_expert_that_is_not_there_is_one_error_on_every_rank(
     assert len(set(world(4).run(body))) == 1
 
 
+@world(2)
 def test_bad_operands_are_refused_alone_and_on_ranks() -> None:
     ids, w1, w2, x, weights = operands()
     with pytest.raises(IdError, match=r"no expert 5, chosen at \(5, 1\)\. Experts are 0 to 4"):
@@ -304,17 +305,13 @@ def test_bad_operands_are_refused_alone_and_on_ranks() -> None:
         mix_experts(ids, w2, w2, x, weights)
     with pytest.raises(ValueError, match="top_k must be from 1 to 3"):
         MixtureOfExperts(2, 2, 3, 4)
-
-    def on_ranks() -> None:
-        ids, w1, w2, x, weights = operands(Mesh((2,)), [S0], [S0], [Shard(0, [1, 4])])
-        with pytest.raises(LayoutError, match="w1 and w2 must be sharded alike"):
-            mix_experts(ids, w1, w2, x, weights)
-        with pytest.raises(LayoutError, match=r"got .*\(5, 6, 7\)"):
-            mix_experts(ids, w2, w2, x, weights)
-        with pytest.raises(IdTypeError, match=r"int64, got torch\.int32"):
-            mix_experts(ids.int(), w1, w1.transpose(1, 2), x, weights)
-
-    world(2).run(on_ranks)
+    ids, w1, w2, x, weights = operands(Mesh((2,)), [S0], [S0], [Shard(0, [1, 4])])
+    with pytest.raises(LayoutError, match="w1 and w2 must be sharded alike"):
+        mix_experts(ids, w1, w2, x, weights)
+    with pytest.raises(LayoutError, match=r"got .*\(5, 6, 7\)"):
+        mix_experts(ids, w2, w2, x, weights)
+    with pytest.raises(IdTypeError, match=r"int64, got torch\.int32"):
+        mix_experts(ids.int(), w1, w1.transpose(1, 2), x, weights)
 
 
 @world(4)

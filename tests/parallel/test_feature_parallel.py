@@ -64,16 +64,13 @@ UNITS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("name", UNITS)
+@world(4)
 def test_features_are_sharded_by_units_or_explicit_sizes(name: str) -> None:
     options, sharded = UNITS[name]
-
-    def body() -> None:
-        plan = {"up": ColwiseParallel(**options), "down": RowwiseParallel(**options)}
-        module = check_equals_one_process(Pair(40), lambda m: parallelize_module(m, None, plan), X, loss_of)
-        for path, dim in (("up.weight", 0), ("up.bias", 0), ("down.weight", 1)):
-            assert as_dtensor(module.get_parameter(path)).to_local().shape[dim] == sharded[collectives.rank()]
-
-    world(4).run(body)
+    plan = {"up": ColwiseParallel(**options), "down": RowwiseParallel(**options)}
+    module = check_equals_one_process(Pair(40), lambda m: parallelize_module(m, None, plan), X, loss_of)
+    for path, dim in (("up.weight", 0), ("up.bias", 0), ("down.weight", 1)):
+        assert as_dtensor(module.get_parameter(path)).to_local().shape[dim] == sharded[collectives.rank()]
 
 
 def test_the_toy_perceptron_of_the_peer_s_tests() -> None:
@@ -105,24 +102,21 @@ STYLES: list[tuple[ParallelStyle, int | None]] = [  # and the dim along which th
 
 @pytest.mark.parametrize("style", STYLES, ids=lambda s: repr(s[0]))
 @pytest.mark.parametrize("table", TABLES)
+@world(3)
 def test_a_row_wise_or_column_wise_table_equals_the_plain_table(
     style: tuple[ParallelStyle, int | None], table: str
 ) -> None:
     make, args, kwargs = TABLES[table]
-
-    def body() -> None:
-        torch.manual_seed(0)
-        plain = make().double()
-        module = parallelize_module(copy.deepcopy(plain), None, style[0])
-        out, want = module(*args, **kwargs), plain(*args, **kwargs)
-        assert isinstance(out, DTensor) != style[0].use_local_output  # type: ignore[attr-defined]
-        assert_close(full(out), local_shard_of(want, style[1], 3))
-        factors = torch.arange(want.numel(), dtype=want.dtype).view(want.shape)
-        (out * local_shard_of(factors, style[1], 3)).sum().backward()
-        (want * factors).sum().backward()
-        assert_same_parameters(module, plain)
-
-    world(3).run(body)
+    torch.manual_seed(0)
+    plain = make().double()
+    module = parallelize_module(copy.deepcopy(plain), None, style[0])
+    out, want = module(*args, **kwargs), plain(*args, **kwargs)
+    assert isinstance(out, DTensor) != style[0].use_local_output  # type: ignore[attr-defined]
+    assert_close(full(out), local_shard_of(want, style[1], 3))
+    factors = torch.arange(want.numel(), dtype=want.dtype).view(want.shape)
+    (out * local_shard_of(factors, style[1], 3)).sum().backward()
+    (want * factors).sum().backward()
+    assert_same_parameters(module, plain)
 
 
 @pytest.mark.parametrize(
@@ -137,51 +131,47 @@ def test_a_row_wise_or_column_wise_table_equals_the_plain_table(
     ],
     ids=repr,
 )
+@world(3)
 def test_inputs_and_outputs_are_laid_out_as_the_style_says(style: ParallelStyle, given: Any, part: Any) -> None:
     """A linear layer from 6 to 5 features, three examples, on three ranks."""
 
     def own(x: Tensor, how: Any, dim: int) -> Tensor:
         return local_shard_of(x, dim, 3, how) if isinstance(how, tuple) else local_shard_of(x, how, 3)
 
-    def body() -> None:
-        torch.manual_seed(0)
-        plain = nn.Linear(6, 5).double()
-        module = parallelize_module(copy.deepcopy(plain), None, style)
-        x = X.double().requires_grad_()
-        mine = own(x, given, 0).detach().clone().requires_grad_()
-        out, want = module(mine), plain(x)
-        assert type(out) is Tensor
-        assert_close(out, own(want, part, 1))
-        factors = torch.arange(15.0, dtype=torch.float64).view(3, 5)
-        (out * own(factors, part, 1)).sum().backward()
-        (gradient,) = torch.autograd.grad((want * factors).sum(), x, retain_graph=True)
-        assert mine.grad is not None
-        assert_close(mine.grad, own(gradient, given, 0))
-        (want * factors).sum().backward()
-        assert_same_parameters(module, plain)
-
-    world(3).run(body)
+    torch.manual_seed(0)
+    plain = nn.Linear(6, 5).double()
+    module = parallelize_module(copy.deepcopy(plain), None, style)
+    x = X.double().requires_grad_()
+    mine = own(x, given, 0).detach().clone().requires_grad_()
+    out, want = module(mine), plain(x)
+    assert type(out) is Tensor
+    assert_close(out, own(want, part, 1))
+    factors = torch.arange(15.0, dtype=torch.float64).view(3, 5)
+    (out * own(factors, part, 1)).sum().backward()
+    (gradient,) = torch.autograd.grad((want * factors).sum(), x, retain_graph=True)
+    assert mine.grad is not None
+    assert_close(mine.grad, own(gradient, given, 0))
+    (want * factors).sum().backward()
+    assert_same_parameters(module, plain)
 
 
 @pytest.mark.parametrize("placement", [R, S0, S1, Partial()], ids=str)
 @pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
+@world(4)
 def test_a_distributed_input_may_come_in_any_layout(style: type[ParallelStyle], placement: Any) -> None:
-    def body() -> None:
-        torch.manual_seed(0)
-        plain = nn.Linear(6, 5)
-        module = parallelize_module(copy.deepcopy(plain), None, style(use_local_output=False))  # type: ignore[call-arg]
-        x = distribute_tensor(X, Mesh((4,)), [placement]).requires_grad_()
-        out, y = module(x), X.clone().requires_grad_()
-        want = plain(y)
-        assert_close(full(out), want)
-        out.square().sum().backward()
-        want.square().sum().backward()
-        assert x.grad is not None
-        assert y.grad is not None
-        assert_close(full(x.grad), y.grad)
-        assert_same_parameters(module, plain)
-
-    world(4).run(body)
+    torch.manual_seed(0)
+    plain = nn.Linear(6, 5)
+    module = parallelize_module(copy.deepcopy(plain), None, style(use_local_output=False))  # type: ignore[call-arg]
+    x = distribute_tensor(X, Mesh((4,)), [placement]).requires_grad_()
+    out, y = module(x), X.clone().requires_grad_()
+    want = plain(y)
+    assert_close(full(out), want)
+    out.square().sum().backward()
+    want.square().sum().backward()
+    assert x.grad is not None
+    assert y.grad is not None
+    assert_close(full(x.grad), y.grad)
+    assert_same_parameters(module, plain)
 
 
 BAD: dict[str, tuple[nn.Module, ParallelStyle, str]] = {
@@ -200,17 +190,14 @@ BAD: dict[str, tuple[nn.Module, ParallelStyle, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
+@world(2)
 def test_an_unsupported_module_or_option_raises_before_anything_changes(name: str) -> None:
     module, style, text = BAD[name]
-
-    def body() -> None:
-        own = copy.deepcopy(module)
-        with pytest.raises(PlanError, match=text):
-            parallelize_module(own, None, {"": style})
-        assert not any(isinstance(p, DTensor) for p in own.parameters())
-        assert not own._forward_pre_hooks
-
-    world(2).run(body)
+    own = copy.deepcopy(module)
+    with pytest.raises(PlanError, match=text):
+        parallelize_module(own, None, {"": style})
+    assert not any(isinstance(p, DTensor) for p in own.parameters())
+    assert not own._forward_pre_hooks
 
 
 def test_sizes_are_one_number_a_rank() -> None:

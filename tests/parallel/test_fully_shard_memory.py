@@ -28,15 +28,12 @@ from tests.parallel.units import (
 
 
 @each_switch()
+@world(4)
 def test_parameters_are_resharded_to_fewer_ranks(tying: bool, recompute: bool, experts: int) -> None:
     model, data = transformer(model_args(tying, recompute, experts)), batches(5)
-
-    def run() -> None:
-        mesh = Mesh((4,))
-        of_all = [distribute_tensor(x, mesh, [Shard(0)]) for x in data]
-        assert_trained_alike(train(sharded(copied(model), mesh, reshard_after_forward=2), of_all), model, data)
-
-    world(4).run(run)
+    mesh = Mesh((4,))
+    of_all = [distribute_tensor(x, mesh, [Shard(0)]) for x in data]
+    assert_trained_alike(train(sharded(copied(model), mesh, reshard_after_forward=2), of_all), model, data)
 
 
 @pytest.mark.parametrize(("shape", "fewer"), [((1, 6), 3), ((1, 6), 2), ((2, 4), 2)])
@@ -52,42 +49,37 @@ def test_a_factor_of_the_axis_beside_replicas_and_prefetching(shape: tuple[int, 
     world(shape[0] * shape[1]).run(run)
 
 
+@world(8)
 def test_fewer_ranks_beside_tensor_parallelism() -> None:
     model, data = transformer(ARGS), batches(4)
-
-    def run() -> None:
-        mesh, rank = Mesh((4, 2), names=("dp", "tp")), collectives.rank()
-        found: Any = Transformer.parallelize(copied(model), mesh, False)
-        sharded(found, mesh.submesh("dp", rank), reshard_after_forward=2)
-        own = [x[rank // 2 : rank // 2 + 1] for x in data]
-        losses, left = train(found, own, lambda m, tokens: mean_loss(m, tokens) / 4)
-        sums = [collectives.all_reduce(loss, "sum", mesh.axis_ranks(rank, 0)) for loss in losses]
-        assert_trained_alike((sums, left), model, data)
-
-    world(8).run(run)
+    mesh, rank = Mesh((4, 2), names=("dp", "tp")), collectives.rank()
+    found: Any = Transformer.parallelize(copied(model), mesh, False)
+    sharded(found, mesh.submesh("dp", rank), reshard_after_forward=2)
+    own = [x[rank // 2 : rank // 2 + 1] for x in data]
+    losses, left = train(found, own, lambda m, tokens: mean_loss(m, tokens) / 4)
+    sums = [collectives.all_reduce(loss, "sum", mesh.axis_ranks(rank, 0)) for loss in losses]
+    assert_trained_alike((sums, left), model, data)
 
 
+@world(4)
 def test_backward_gathers_from_fewer_ranks_what_forward_kept() -> None:
     """Of 5 x 3 and 5 elements, each of two ranks keeps the larger half, 8 and 3."""
 
-    def run() -> None:
-        mesh, model = Mesh((4,)), nn.Linear(3, 5)
-        shown: list[Any] = []
-        fully_shard(model, mesh=mesh, reshard_after_forward=2)
-        model.register_forward_pre_hook(lambda m, args: shown.append(m.weight.to_local().untyped_storage()))
-        x = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
-        with count_comms() as forward:
-            out = model(x).square().sum()
-        assert forward.calls["all_gather"] == 1
+    mesh, model = Mesh((4,)), nn.Linear(3, 5)
+    shown: list[Any] = []
+    fully_shard(model, mesh=mesh, reshard_after_forward=2)
+    model.register_forward_pre_hook(lambda m, args: shown.append(m.weight.to_local().untyped_storage()))
+    x = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
+    with count_comms() as forward:
+        out = model(x).square().sum()
+    assert forward.calls["all_gather"] == 1
+    assert shown[0].nbytes() == 0
+    for retain, elements in ((True, 8 + 3), (False, 3 * (2 * 3 + 2))):  # after a backward, stored shards are left
+        with count_comms() as backward:
+            torch.autograd.grad(out, list(model.parameters()), retain_graph=retain)
+        assert backward.calls["all_gather"] == 1
+        assert backward.sent_bytes["all_gather"] == 4 * elements
         assert shown[0].nbytes() == 0
-        for retain, elements in ((True, 8 + 3), (False, 3 * (2 * 3 + 2))):  # after a backward, stored shards are left
-            with count_comms() as backward:
-                torch.autograd.grad(out, list(model.parameters()), retain_graph=retain)
-            assert backward.calls["all_gather"] == 1
-            assert backward.sent_bytes["all_gather"] == 4 * elements
-            assert shown[0].nbytes() == 0
-
-    world(4).run(run)
 
 
 def test_memory_of_what_fewer_ranks_keep() -> None:
@@ -110,6 +102,7 @@ def test_memory_of_what_fewer_ranks_keep() -> None:
     assert (layers - 2) * layer_bytes < kept - freed < (layers + 1) * layer_bytes
 
 
+@world(4)
 def test_a_parameter_that_is_returned_and_a_change_before_backward() -> None:
     torch.manual_seed(0)
 
@@ -118,50 +111,41 @@ def test_a_parameter_that_is_returned_and_a_change_before_backward() -> None:
             return super().forward(x), self.weight
 
     plain, x = Shows(4, 4), torch.randn(4, 4)
-
-    def run() -> None:
-        mesh = Mesh((4,))
-        model, want = copied(plain), copied(plain)
-        fully_shard(model, mesh=mesh, reshard_after_forward=2)
-        of_all = distribute_tensor(x, mesh, [Shard(0)])
-        for each, inputs in ((model, of_all), (want, x)):
-            out, weight = each(inputs)
-            (out.square().sum() + weight.square().sum()).backward()
-        assert_close(gathered(model.weight.grad), want.weight.grad)
-        out, _ = model(of_all)
-        with torch.no_grad():
-            model.weight.mul_(2)
-        with pytest.raises(RuntimeError, match="changed between forward and backward"):
-            out.square().sum().backward()
-
-    world(4).run(run)
+    mesh = Mesh((4,))
+    model, want = copied(plain), copied(plain)
+    fully_shard(model, mesh=mesh, reshard_after_forward=2)
+    of_all = distribute_tensor(x, mesh, [Shard(0)])
+    for each, inputs in ((model, of_all), (want, x)):
+        out, weight = each(inputs)
+        (out.square().sum() + weight.square().sum()).backward()
+    assert_close(gathered(model.weight.grad), want.weight.grad)
+    out, _ = model(of_all)
+    with torch.no_grad():
+        model.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="changed between forward and backward"):
+        out.square().sum().backward()
 
 
+@world(4)
 def test_numbers_of_ranks_that_are_refused_and_all_of_them() -> None:
-    def run() -> None:
-        mesh = Mesh((4,))
-        for wrong in (1, 0, -2, 3, 8):
-            with pytest.raises(PlanError, match=rf"reshard_after_forward={wrong} is no factor above 1 of the 4 ranks"):
-                fully_shard(nn.Linear(4, 4), mesh=mesh, reshard_after_forward=wrong)
-        calls = []
-        for every in (4, True):
-            model = fully_shard(nn.Linear(4, 4), mesh=mesh, reshard_after_forward=every)
-            with count_comms() as comms:
-                model(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])).sum().backward()
-            calls.append((comms.calls, comms.total_bytes))
-        assert calls[0] == calls[1]
-
-    world(4).run(run)
+    mesh = Mesh((4,))
+    for wrong in (1, 0, -2, 3, 8):
+        with pytest.raises(PlanError, match=rf"reshard_after_forward={wrong} is no factor above 1 of the 4 ranks"):
+            fully_shard(nn.Linear(4, 4), mesh=mesh, reshard_after_forward=wrong)
+    calls = []
+    for every in (4, True):
+        model = fully_shard(nn.Linear(4, 4), mesh=mesh, reshard_after_forward=every)
+        with count_comms() as comms:
+            model(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])).sum().backward()
+        calls.append((comms.calls, comms.total_bytes))
+    assert calls[0] == calls[1]
 
 
+@world(3)
 def test_offloading_changes_nothing_on_cpus() -> None:
     model, data = transformer(ARGS), batches(5)
-
-    def run() -> None:
-        mesh = Mesh((3,))
-        of_all = [distribute_tensor(x, mesh, [Shard(0)]) for x in data]
-        found = sharded(copied(model), mesh, offload_policy=CPUOffloadPolicy())
-        assert not any(p.to_local().is_pinned() for p in found.parameters())
-        assert_trained_alike(train(found, of_all), model, data)
-
-    world(3).run(run)
+    mesh = Mesh((3,))
+    of_all = [distribute_tensor(x, mesh, [Shard(0)]) for x in data]
+    found = sharded(copied(model), mesh, offload_policy=CPUOffloadPolicy())
+    assert not any(p.to_local().is_pinned() for p in found.parameters())
+    assert_trained_alike(train(found, of_all), model, data)

@@ -40,102 +40,90 @@ def test_modules_of_the_meta_device_are_the_same_on_any_number_of_ranks() -> Non
     assert_close(world(2).run(run)[0], world(3).run(run)[1])
 
 
+@world(2)
 def test_mixed_precision() -> None:
     torch.manual_seed(0)
     plain, x = nn.Linear(8, 8), torch.randn(4, 8)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
-
-    def run() -> None:
-        mesh = Mesh((2,))
-        model, want = copied(plain), copied(plain)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
-        mine = distribute_tensor(x, mesh, [Shard(0)])
-        with count_comms() as comms:
-            out = model(mine)
-        assert comms.total_bytes == (4 * 8 + 4) * 2
-        assert out.dtype == torch.float32
-        with count_comms() as comms:
-            out.square().sum().backward()
-        assert comms.calls == {"all_to_all": 1}
-        assert comms.total_bytes == (4 * 8 + 4) * 4
-        half = F.linear(x.bfloat16(), want.weight.bfloat16(), want.bias.bfloat16())
-        half.float().square().sum().backward()
-        assert_close(full(out.detach()), half.float())
-        assert model.weight.grad.dtype == torch.float32
-        assert_close(gathered(model.weight.grad), want.weight.grad, rtol=0.02, atol=0.05)
-
-    world(2).run(run)
+    mesh = Mesh((2,))
+    model, want = copied(plain), copied(plain)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    mine = distribute_tensor(x, mesh, [Shard(0)])
+    with count_comms() as comms:
+        out = model(mine)
+    assert comms.total_bytes == (4 * 8 + 4) * 2
+    assert out.dtype == torch.float32
+    with count_comms() as comms:
+        out.square().sum().backward()
+    assert comms.calls == {"all_to_all": 1}
+    assert comms.total_bytes == (4 * 8 + 4) * 4
+    half = F.linear(x.bfloat16(), want.weight.bfloat16(), want.bias.bfloat16())
+    half.float().square().sum().backward()
+    assert_close(full(out.detach()), half.float())
+    assert model.weight.grad.dtype == torch.float32
+    assert_close(gathered(model.weight.grad), want.weight.grad, rtol=0.02, atol=0.05)
 
 
+@world(3)
 def test_another_dim_and_ignored_parameters() -> None:
     torch.manual_seed(0)
     plain, x = nn.Linear(5, 7), torch.randn(4, 5)
-
-    def run() -> None:
-        mesh = Mesh((3,))
-        model, want = copied(plain), copied(plain)
-        bias = model.bias
-        fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1), ignored_params=[bias])
-        assert model.weight.placements == (Shard(1),)
-        assert model.bias is bias
-        model(distribute_tensor(x, mesh, [Shard(0)])).square().sum().backward()
-        want(x).square().sum().backward()
-        assert_close(gathered(model.weight.grad), want.weight.grad)
-        assert_close(gathered(bias.grad), want.bias.grad)
-
-    world(3).run(run)
+    mesh = Mesh((3,))
+    model, want = copied(plain), copied(plain)
+    bias = model.bias
+    fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1), ignored_params=[bias])
+    assert model.weight.placements == (Shard(1),)
+    assert model.bias is bias
+    model(distribute_tensor(x, mesh, [Shard(0)])).square().sum().backward()
+    want(x).square().sum().backward()
+    assert_close(gathered(model.weight.grad), want.weight.grad)
+    assert_close(gathered(bias.grad), want.bias.grad)
 
 
+@world(3)
 def test_shards_of_given_sizes() -> None:
     torch.manual_seed(0)
     plain, x = nn.Linear(5, 4), torch.randn(4, 5)
-
-    def run() -> None:
-        mesh = Mesh((3,))
-        model, want = copied(plain), copied(plain)
-        fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(0, sizes=(1, 0, 3)))
-        assert model.weight.to_local().shape == ((1, 0, 3)[collectives.rank()], 5)
-        for each in (model, want):
-            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
-            each(x if each is want else distribute_tensor(x, mesh, [Shard(0)])).square().sum().backward()
-            optimizer.step()
-        assert model.weight.placements == (Shard(0, sizes=(1, 0, 3)),)
-        assert_close(full(model.weight.detach()), want.weight.detach())
-
-    world(3).run(run)
+    mesh = Mesh((3,))
+    model, want = copied(plain), copied(plain)
+    fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(0, sizes=(1, 0, 3)))
+    assert model.weight.to_local().shape == ((1, 0, 3)[collectives.rank()], 5)
+    for each in (model, want):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        each(x if each is want else distribute_tensor(x, mesh, [Shard(0)])).square().sum().backward()
+        optimizer.step()
+    assert model.weight.placements == (Shard(0, sizes=(1, 0, 3)),)
+    assert_close(full(model.weight.detach()), want.weight.detach())
 
 
+@world(2)
 def test_a_refused_module_is_as_before() -> None:
-    def run() -> None:
-        mesh = Mesh((2,))
-        model = two_layers()
-        model[2].scale = nn.Parameter(torch.tensor(1.0))
-        before = dict(model.named_parameters())
-        with pytest.raises(PlanError, match=r"2\.scale: a parameter without dims"):
-            fully_shard(model, mesh=mesh, ignored_params=[model[0].bias])
-        assert type(model) is nn.Sequential
-        assert all(p is before[name] for name, p in model.named_parameters())
-        fully_shard(model, mesh=mesh, ignored_params=[model[2].scale])
-        assert all(isinstance(p, DTensor) for name, p in model.named_parameters() if "scale" not in name)
-
-    world(2).run(run)
+    mesh = Mesh((2,))
+    model = two_layers()
+    model[2].scale = nn.Parameter(torch.tensor(1.0))
+    before = dict(model.named_parameters())
+    with pytest.raises(PlanError, match=r"2\.scale: a parameter without dims"):
+        fully_shard(model, mesh=mesh, ignored_params=[model[0].bias])
+    assert type(model) is nn.Sequential
+    assert all(p is before[name] for name, p in model.named_parameters())
+    fully_shard(model, mesh=mesh, ignored_params=[model[2].scale])
+    assert all(isinstance(p, DTensor) for name, p in model.named_parameters() if "scale" not in name)
 
 
+@world(2)
 def test_parameters_that_are_sharded_on_the_axis_already_stay() -> None:
-    def run() -> None:
-        mesh = Mesh((2,))
-        model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 3))
-        shard_module(model[0], {"weight": Shard(1)}, mesh=mesh)
-        table = model[0].weight
-        fully_shard(model, mesh=mesh)
-        assert model[0].weight is table
-        ids = distribute_tensor(torch.tensor([1, 5, 2]), mesh, [Shard(0)])
-        model(ids).sum().backward()
-        assert isinstance(table.grad, DTensor)
-
-    world(2).run(run)
+    mesh = Mesh((2,))
+    model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 3))
+    shard_module(model[0], {"weight": Shard(1)}, mesh=mesh)
+    table = model[0].weight
+    fully_shard(model, mesh=mesh)
+    assert model[0].weight is table
+    ids = distribute_tensor(torch.tensor([1, 5, 2]), mesh, [Shard(0)])
+    model(ids).sum().backward()
+    assert isinstance(table.grad, DTensor)
 
 
+@world(2)
 def test_units_may_be_made_in_any_order_and_tied_parameters_stay_tied() -> None:
     torch.manual_seed(0)
 
@@ -149,93 +137,82 @@ def test_units_may_be_made_in_any_order_and_tied_parameters_stay_tied() -> None:
             return cast(Tensor, self.head(self.middle(self.table(ids))))
 
     plain, ids = Tied(), torch.tensor([1, 2, 6, 6, 0])
-
-    def run() -> None:
-        want = copied(plain)
-        want(ids).square().sum().backward()
-        for order in (["", "table", "head"], ["table", "head", ""], ["middle", ""]):
-            mesh = Mesh((2,))
-            model = copied(plain)
-            for path in order:
-                fully_shard(model.get_submodule(path), mesh=mesh)
-            assert model.head.weight is model.table.weight
-            model(distribute_tensor(ids, mesh, [Shard(0)])).square().sum().backward()
-            for p, q in zip(model.parameters(), want.parameters(), strict=True):
-                assert_close(gathered(p.grad), q.grad)
-
-    world(2).run(run)
+    want = copied(plain)
+    want(ids).square().sum().backward()
+    for order in (["", "table", "head"], ["table", "head", ""], ["middle", ""]):
+        mesh = Mesh((2,))
+        model = copied(plain)
+        for path in order:
+            fully_shard(model.get_submodule(path), mesh=mesh)
+        assert model.head.weight is model.table.weight
+        model(distribute_tensor(ids, mesh, [Shard(0)])).square().sum().backward()
+        for p, q in zip(model.parameters(), want.parameters(), strict=True):
+            assert_close(gathered(p.grad), q.grad)
 
 
+@world(2)
 def test_a_copy_of_a_module_is_a_module_of_its_own() -> None:
     torch.manual_seed(0)
     plain, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.randn(4, 4)
-
-    def run() -> None:
-        mesh = Mesh((2,))
-        model = copied(plain)
-        fully_shard(model[0], mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        batch = distribute_tensor(x, mesh, [Shard(0)])
-        out = model(batch)
-        twin = copied(model)
-        with torch.no_grad():
-            twin[0].weight.zero_()
-        out.sum().backward()
-        assert_close(full(out.detach()), plain(x).detach())
-        assert twin[0].weight.grad is None
-        twin(batch).sum().backward()
-        assert not gathered(twin[1].weight.grad).eq(gathered(model[1].weight.grad)).all()
-
-    world(2).run(run)
+    mesh = Mesh((2,))
+    model = copied(plain)
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    batch = distribute_tensor(x, mesh, [Shard(0)])
+    out = model(batch)
+    twin = copied(model)
+    with torch.no_grad():
+        twin[0].weight.zero_()
+    out.sum().backward()
+    assert_close(full(out.detach()), plain(x).detach())
+    assert twin[0].weight.grad is None
+    twin(batch).sum().backward()
+    assert not gathered(twin[1].weight.grad).eq(gathered(model[1].weight.grad)).all()
 
 
+@world(4)
 def test_wrong_uses_are_refused() -> None:
-    def run() -> None:
-        mesh = Mesh((2, 2), names=("dp", "tp"))
-        dp = mesh.submesh("dp", collectives.rank())
-        model = nn.Linear(4, 4)
+    mesh = Mesh((2, 2), names=("dp", "tp"))
+    dp = mesh.submesh("dp", collectives.rank())
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=dp)
+    with pytest.raises(PlanError, match="called on this FullyShardedLinear before"):
         fully_shard(model, mesh=dp)
-        with pytest.raises(PlanError, match="called on this FullyShardedLinear before"):
-            fully_shard(model, mesh=dp)
-        odd = nn.Module()
-        odd.scale = nn.Parameter(torch.tensor(1.0))
-        with pytest.raises(PlanError, match="scale: a parameter without dims"):
-            fully_shard(odd, mesh=dp)
-        mixed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        shard_module(mixed[0], {"weight": [Replicate(), Shard(0)]}, mesh=mesh)
-        fully_shard(mixed, mesh=dp)
-        with pytest.raises(PlanError, match=r"are added over the ranks of that axis, but those of .* are averaged"):
-            mixed(torch.ones(2, 4))
-        model.weight = nn.Parameter(torch.ones(4, 4))
-        with pytest.raises(PlanError, match="weight of FullyShardedLinear was replaced after fully_shard"):
-            model(torch.ones(2, 4))
-
-    world(4).run(run)
+    odd = nn.Module()
+    odd.scale = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(PlanError, match="scale: a parameter without dims"):
+        fully_shard(odd, mesh=dp)
+    mixed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    shard_module(mixed[0], {"weight": [Replicate(), Shard(0)]}, mesh=mesh)
+    fully_shard(mixed, mesh=dp)
+    with pytest.raises(PlanError, match=r"are added over the ranks of that axis, but those of .* are averaged"):
+        mixed(torch.ones(2, 4))
+    model.weight = nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(PlanError, match="weight of FullyShardedLinear was replaced after fully_shard"):
+        model(torch.ones(2, 4))
 
 
+@world(2)
 def test_changes_between_forward_and_backward_are_errors() -> None:
-    def run() -> None:
-        mesh = Mesh((2,))
-        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        for layer in model:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
-        out = model(x).sum()
-        with torch.no_grad():
-            model[0].weight.mul_(2)
-        with pytest.raises(RuntimeError, match="weight of 0 changed between forward and backward"):
-            out.backward()
+    mesh = Mesh((2,))
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    out = model(x).sum()
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="weight of 0 changed between forward and backward"):
+        out.backward()
 
-        @torch.no_grad()
-        def double(module: nn.Linear, args: object) -> None:
-            module.weight.mul_(2)
+    @torch.no_grad()
+    def double(module: nn.Linear, args: object) -> None:
+        module.weight.mul_(2)
 
-        model[1].register_forward_pre_hook(double)
-        with pytest.raises(RuntimeError, match="weight of 1 changed in place in forward"):
-            model(x)
-
-    world(2).run(run)
+    model[1].register_forward_pre_hook(double)
+    with pytest.raises(RuntimeError, match="weight of 1 changed in place in forward"):
+        model(x)
 
 
 def test_models_of_different_seeds_that_were_parallelised_before_are_an_error_that_names_the_seed() -> None:
@@ -256,6 +233,7 @@ def test_models_of_different_seeds_that_were_parallelised_before_are_an_error_th
         assert "from_local" not in text
 
 
+@world(2)
 def test_policies_of_torch_are_taken_with_all_their_fields() -> None:
     of_torch = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float64, False)
     ours = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float64, False)
@@ -264,19 +242,13 @@ def test_policies_of_torch_are_taken_with_all_their_fields() -> None:
     assert converted_policy(fsdp.CPUOffloadPolicy(pin_memory=False)) == CPUOffloadPolicy(pin_memory=False)
     assert type(converted_policy(fsdp.OffloadPolicy())) is OffloadPolicy
     assert converted_policy(ours) is ours
-
-    def body() -> None:
-        model = nn.Linear(4, 4)
-        fully_shard(model, mp_policy=cast(Any, of_torch), offload_policy=cast(Any, fsdp.CPUOffloadPolicy()))
-        assert model(torch.ones(2, 4, dtype=torch.bfloat16)).dtype == torch.float64
-        wrong: list[dict[str, Any]] = [{"mp_policy": fsdp.OffloadPolicy()}, {"offload_policy": of_torch}]
-        for options in [*wrong, {"mp_policy": fsdp.MixedPrecision()}]:
-            with pytest.raises(
-                PlanError, match=r"_policy must be an? .*Policy or None, got an? torch\.distributed\.fsdp"
-            ):
-                fully_shard(nn.Linear(4, 4), **options)
-
-    world(2).run(body)
+    model = nn.Linear(4, 4)
+    fully_shard(model, mp_policy=cast(Any, of_torch), offload_policy=cast(Any, fsdp.CPUOffloadPolicy()))
+    assert model(torch.ones(2, 4, dtype=torch.bfloat16)).dtype == torch.float64
+    wrong: list[dict[str, Any]] = [{"mp_policy": fsdp.OffloadPolicy()}, {"offload_policy": of_torch}]
+    for options in [*wrong, {"mp_policy": fsdp.MixedPrecision()}]:
+        with pytest.raises(PlanError, match=r"_policy must be an? .*Policy or None, got an? torch\.distributed\.fsdp"):
+            fully_shard(nn.Linear(4, 4), **options)
 
 
 @world(2)

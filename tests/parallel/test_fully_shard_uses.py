@@ -28,29 +28,25 @@ class OneOfTwo(nn.Module):
 
 
 @pytest.mark.parametrize("units", [True, False])
+@world(2)
 def test_ranks_that_use_other_parameters_are_an_error(units: bool) -> None:
-    def run() -> None:
-        model: Any = OneOfTwo()
-        for layer in model.layers if units else ():
-            fully_shard(layer, mesh=Mesh((2,)))
-        fully_shard(model, mesh=Mesh((2,)))
-        with pytest.raises(MismatchError, match="for the same purpose"):
-            model(torch.ones(2, 4)).sum().backward()
-
-    world(2).run(run)
+    model: Any = OneOfTwo()
+    for layer in model.layers if units else ():
+        fully_shard(layer, mesh=Mesh((2,)))
+    fully_shard(model, mesh=Mesh((2,)))
+    with pytest.raises(MismatchError, match="for the same purpose"):
+        model(torch.ones(2, 4)).sum().backward()
 
 
+@world(2)
 def test_ranks_that_call_other_units_or_copies_are_an_error() -> None:
-    def run() -> None:
-        mesh = Mesh((2,))
-        if collectives.rank() == 1:
-            copied(as_units(two_layers(), Mesh((1,), (1,))))  # ranks may make units and copies of their own
-        model = as_units(two_layers(), mesh)
-        for units in ((model[0], model[2]), (model, copied(model))):
-            with pytest.raises(MismatchError, match="for the same purpose"):
-                units[collectives.rank()](torch.ones(2, 4)).sum().backward()
-
-    world(2).run(run)
+    mesh = Mesh((2,))
+    if collectives.rank() == 1:
+        copied(as_units(two_layers(), Mesh((1,), (1,))))  # ranks may make units and copies of their own
+    model = as_units(two_layers(), mesh)
+    for units in ((model[0], model[2]), (model, copied(model))):
+        with pytest.raises(MismatchError, match="for the same purpose"):
+            units[collectives.rank()](torch.ones(2, 4)).sum().backward()
 
 
 def test_a_copy_that_one_rank_made_is_not_taken_for_another_one() -> None:
@@ -77,58 +73,55 @@ def test_a_copy_that_one_rank_made_is_not_taken_for_another_one() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+@world(2)
 def test_a_forward_that_fails_leaves_nothing_behind(error: type[BaseException]) -> None:
     plain, x = two_layers(), torch.randn(4, 4)
 
     def fail(module: nn.Module, args: object) -> None:
         raise error
 
-    def run() -> None:
-        mesh = Mesh((2,))
-        model, batch = as_units(plain, mesh), distribute_tensor(x, mesh, [Shard(0)])
-        for prepend in (False, True):
-            handle = model[2].register_forward_pre_hook(fail, prepend=prepend)
-            with pytest.raises(error):
-                model(batch)
-            handle.remove()
-            assert all(isinstance(p, nn.Parameter) and isinstance(p, DTensor) for p in model.parameters())
-        with torch.no_grad():
-            model[0].weight.mul_(0.5)
-        want = copied(plain)
-        with torch.no_grad():
-            want[0].weight.mul_(0.5)
-        assert_close(full(model(batch)), want(x))
-
-    world(2).run(run)
+    mesh = Mesh((2,))
+    model, batch = as_units(plain, mesh), distribute_tensor(x, mesh, [Shard(0)])
+    for prepend in (False, True):
+        handle = model[2].register_forward_pre_hook(fail, prepend=prepend)
+        with pytest.raises(error):
+            model(batch)
+        handle.remove()
+        assert all(isinstance(p, nn.Parameter) and isinstance(p, DTensor) for p in model.parameters())
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+    want = copied(plain)
+    with torch.no_grad():
+        want[0].weight.mul_(0.5)
+    assert_close(full(model(batch)), want(x))
 
 
+@world(2)
 def test_a_backward_that_fails_leaves_the_stored_parameters() -> None:
     plain, x = two_layers(), torch.randn(4, 4)
 
     def fail(grad: Tensor) -> None:
         raise MemoryError
 
-    def run() -> None:
-        mesh = Mesh((2,))
-        model, batch = as_units(plain, mesh), distribute_tensor(x, mesh, [Shard(0)])
+    mesh = Mesh((2,))
+    model, batch = as_units(plain, mesh), distribute_tensor(x, mesh, [Shard(0)])
+    model(batch).sum().backward()
+    handle = model[1].register_forward_hook(lambda m, args, out: out.register_hook(fail) and None)
+    with pytest.raises(MemoryError):
         model(batch).sum().backward()
-        handle = model[1].register_forward_hook(lambda m, args, out: out.register_hook(fail) and None)
-        with pytest.raises(MemoryError):
-            model(batch).sum().backward()
-        handle.remove()
-        assert all(isinstance(x, DTensor) for x in model.state_dict().values())
-        model.zero_grad()
-        model(batch).sum().backward()
-        want = copied(plain)
-        want(x).sum().backward()
-        for p, q in zip(copied(model).parameters(), want.parameters(), strict=True):
-            assert_close(full(p.detach()), q.detach())
-        for p, q in zip(model.parameters(), want.parameters(), strict=True):
-            assert_close(gathered(p.grad), q.grad)
-
-    world(2).run(run)
+    handle.remove()
+    assert all(isinstance(x, DTensor) for x in model.state_dict().values())
+    model.zero_grad()
+    model(batch).sum().backward()
+    want = copied(plain)
+    want(x).sum().backward()
+    for p, q in zip(copied(model).parameters(), want.parameters(), strict=True):
+        assert_close(full(p.detach()), q.detach())
+    for p, q in zip(model.parameters(), want.parameters(), strict=True):
+        assert_close(gathered(p.grad), q.grad)
 
 
+@world(2)
 def test_an_output_that_is_a_parameter_keeps_its_memory() -> None:
     class Table(nn.Module):
         def __init__(self) -> None:
@@ -140,83 +133,70 @@ def test_an_output_that_is_a_parameter_keeps_its_memory() -> None:
 
     torch.manual_seed(0)
     plain, ids = Table(), torch.tensor([1, 4, 0, 1])
-
-    def run() -> None:
-        mesh = Mesh((2,))
-        model = copied(plain)
-        fully_shard(model, mesh=mesh, reshard_after_forward=True)
-        rows, weight = model(distribute_tensor(ids, mesh, [Shard(0)]))
-        (rows @ weight).sum().backward()
-        assert_close(full(weight.detach()), plain.weight.detach().t())
-        want = copied(plain)
-        rows, weight = want(ids)
-        (rows @ weight).sum().backward()
-        assert_close(gathered(model.weight.grad), want.weight.grad)
-
-    world(2).run(run)
+    mesh = Mesh((2,))
+    model = copied(plain)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    rows, weight = model(distribute_tensor(ids, mesh, [Shard(0)]))
+    (rows @ weight).sum().backward()
+    assert_close(full(weight.detach()), plain.weight.detach().t())
+    want = copied(plain)
+    rows, weight = want(ids)
+    (rows @ weight).sum().backward()
+    assert_close(gathered(model.weight.grad), want.weight.grad)
 
 
+@world(2)
 def test_values_written_through_data_between_forwards() -> None:
     plain, x = two_layers(), torch.randn(4, 4)
-
-    def run() -> None:
-        mesh = Mesh((2,))
-        model, batch = copied(plain), distribute_tensor(x, mesh, [Shard(0)])
-        fully_shard(model, mesh=mesh)
-        model(batch)
-        model[0].weight.data.mul_(0.5)
-        want = copied(plain)
-        want[0].weight.data.mul_(0.5)
-        assert_close(full(model(batch)), want(x))
-
-    world(2).run(run)
+    mesh = Mesh((2,))
+    model, batch = copied(plain), distribute_tensor(x, mesh, [Shard(0)])
+    fully_shard(model, mesh=mesh)
+    model(batch)
+    model[0].weight.data.mul_(0.5)
+    want = copied(plain)
+    want[0].weight.data.mul_(0.5)
+    assert_close(full(model(batch)), want(x))
 
 
+@world(2)
 def test_parameters_that_are_added_or_replaced_are_refused() -> None:
-    def run() -> None:
-        mesh = Mesh((2,))
-        model = as_units(two_layers(), mesh)
-        model.append(nn.Linear(4, 4))
-        with pytest.raises(PlanError, match=r"3\.weight was added after fully_shard"):
-            model(torch.ones(2, 4))
-        fully_shard(model[3], mesh=mesh)
+    mesh = Mesh((2,))
+    model = as_units(two_layers(), mesh)
+    model.append(nn.Linear(4, 4))
+    with pytest.raises(PlanError, match=r"3\.weight was added after fully_shard"):
         model(torch.ones(2, 4))
-        model[0].scale = nn.Parameter(torch.ones(4))
-        with pytest.raises(PlanError, match=r"0\.scale was added after fully_shard"):
-            model(torch.ones(2, 4))
+    fully_shard(model[3], mesh=mesh)
+    model(torch.ones(2, 4))
+    model[0].scale = nn.Parameter(torch.ones(4))
+    with pytest.raises(PlanError, match=r"0\.scale was added after fully_shard"):
+        model(torch.ones(2, 4))
 
-    world(2).run(run)
 
-
+@world(2)
 def test_hooks_of_plain_parameters_are_refused_and_attributes_stay() -> None:
-    def run() -> None:
-        model: Any = two_layers()
-        model[0].weight.no_decay = True
-        handle = model[0].weight.register_hook(lambda grad: grad * 0)
-        with pytest.raises(PlanError, match=r"0\.weight: its hooks would not run"):
-            fully_shard(model, mesh=Mesh((2,)))
-        handle.remove()
+    model: Any = two_layers()
+    model[0].weight.no_decay = True
+    handle = model[0].weight.register_hook(lambda grad: grad * 0)
+    with pytest.raises(PlanError, match=r"0\.weight: its hooks would not run"):
         fully_shard(model, mesh=Mesh((2,)))
-        assert model[0].weight.no_decay
+    handle.remove()
+    fully_shard(model, mesh=Mesh((2,)))
+    assert model[0].weight.no_decay
 
-    world(2).run(run)
 
-
+@world(2)
 def test_batch_norm_as_a_unit() -> None:
     torch.manual_seed(0)
     plain, x = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)), torch.randn(8, 4)
-
-    def run() -> None:
-        mesh = Mesh((2,))
-        model, want = as_units(plain, mesh), copied(plain)
-        model(distribute_tensor(x, mesh, [Shard(0)])).square().sum().backward()
-        want(x).square().sum().backward()
-        for p, q in zip(model.parameters(), want.parameters(), strict=True):
-            assert_close(gathered(p.grad), q.grad)
-
-    world(2).run(run)
+    mesh = Mesh((2,))
+    model, want = as_units(plain, mesh), copied(plain)
+    model(distribute_tensor(x, mesh, [Shard(0)])).square().sum().backward()
+    want(x).square().sum().backward()
+    for p, q in zip(model.parameters(), want.parameters(), strict=True):
+        assert_close(gathered(p.grad), q.grad)
 
 
+@world(2)
 def test_a_gradient_penalty_beside_another_forward() -> None:
     plain = two_layers()
     x, y = torch.randn(4, 4), torch.randn(4, 4)
@@ -226,26 +206,21 @@ def test_a_gradient_penalty_beside_another_forward() -> None:
         (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
         return cast(Tensor, gradient.square().sum() + model(y).square().sum())
 
-    def run() -> None:
-        mesh = Mesh((2,))
-        model, want = as_units(plain, mesh), copied(plain)
-        loss_of(model, *(distribute_tensor(t, mesh, [Shard(0)]) for t in (x, y))).backward()
-        loss_of(want, x, y).backward()
-        for p, q in zip(model.parameters(), want.parameters(), strict=True):
-            assert_close(gathered(p.grad), q.grad)
-
-    world(2).run(run)
+    mesh = Mesh((2,))
+    model, want = as_units(plain, mesh), copied(plain)
+    loss_of(model, *(distribute_tensor(t, mesh, [Shard(0)]) for t in (x, y))).backward()
+    loss_of(want, x, y).backward()
+    for p, q in zip(model.parameters(), want.parameters(), strict=True):
+        assert_close(gathered(p.grad), q.grad)
 
 
+@world(2)
 def test_a_sparse_gradient_is_refused() -> None:
-    def run() -> None:
-        mesh = Mesh((2,))
-        model = nn.Embedding(6, 4, sparse=True)
-        fully_shard(model, mesh=mesh)
-        with pytest.raises(RuleError, match="weight of Embedding has a sparse gradient"):
-            model(torch.tensor([1, 2])).sum().backward()
-
-    world(2).run(run)
+    mesh = Mesh((2,))
+    model = nn.Embedding(6, 4, sparse=True)
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(RuleError, match="weight of Embedding has a sparse gradient"):
+        model(torch.tensor([1, 2])).sum().backward()
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -271,6 +246,7 @@ def test_a_rank_that_fails_ends_all(where: str, prefetch: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@world(2)
 def test_a_reentrant_checkpoint_is_recomputed_with_the_kind_of_batch_of_its_forward() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -282,22 +258,19 @@ def test_a_reentrant_checkpoint_is_recomputed_with_the_kind_of_batch_of_its_forw
 
     torch.manual_seed(0)
     plain, x = Model(), torch.randn(4, 4)
-
-    def run() -> None:
-        mesh = Mesh((2,))
-        model, want = copied(plain), copied(plain)
-        fully_shard(model, mesh=mesh, reshard_after_forward=True)
-        own = x.chunk(2)[collectives.rank()].clone().requires_grad_()
-        loss = model(own).square().mean()
-        with torch.no_grad():
-            model(distribute_tensor(x, mesh, [Shard(0)]))
-        loss.backward()
-        want(x.clone().requires_grad_()).square().mean().backward()
-        assert_close(gathered(model.inner.weight.grad), want.inner.weight.grad)
-
-    world(2).run(run)
+    mesh = Mesh((2,))
+    model, want = copied(plain), copied(plain)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    own = x.chunk(2)[collectives.rank()].clone().requires_grad_()
+    loss = model(own).square().mean()
+    with torch.no_grad():
+        model(distribute_tensor(x, mesh, [Shard(0)]))
+    loss.backward()
+    want(x.clone().requires_grad_()).square().mean().backward()
+    assert_close(gathered(model.inner.weight.grad), want.inner.weight.grad)
 
 
+@world(2)
 def test_a_backward_inside_a_forward() -> None:
     class Energy(nn.Module):
         """Forces are the gradient of an energy."""
@@ -314,22 +287,19 @@ def test_a_backward_inside_a_forward() -> None:
 
     torch.manual_seed(0)
     plain, x = Energy(), torch.randn(4, 4)
-
-    def run() -> None:
-        mesh = Mesh((2,))
-        model, want = copied(plain), copied(plain)
-        for layer in (model.layers[0], model.layers[2]):
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        model(distribute_tensor(x, mesh, [Shard(0)])).square().sum().backward()
-        want(x).square().sum().backward()
-        for p, q in zip(model.parameters(), want.parameters(), strict=True):
-            assert_close(gathered(p.grad), q.grad)
-
-    world(2).run(run)
+    mesh = Mesh((2,))
+    model, want = copied(plain), copied(plain)
+    for layer in (model.layers[0], model.layers[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model(distribute_tensor(x, mesh, [Shard(0)])).square().sum().backward()
+    want(x).square().sum().backward()
+    for p, q in zip(model.parameters(), want.parameters(), strict=True):
+        assert_close(gathered(p.grad), q.grad)
 
 
 @pytest.mark.parametrize("reshard", [True, False])
+@world(3)
 def test_a_step_through_parameters_that_functional_call_puts_there(reshard: bool) -> None:
     plain = two_layers()
     x, y = torch.randn(5, 4), torch.randn(5, 4)
@@ -349,12 +319,8 @@ def test_a_step_through_parameters_that_functional_call_puts_there(reshard: bool
 
     want = copied(plain)
     expected = [train(want, x, y) for _ in range(2)]
-
-    def check() -> None:
-        mesh = Mesh((3,))
-        model = as_units(plain, mesh, reshard_after_forward=reshard)
-        for loss, values in expected:
-            found, got = train(model, *(distribute_tensor(t, mesh, [Shard(0)]) for t in (x, y)))
-            assert_close([found, *got], [loss, *values])
-
-    world(3).run(check)
+    mesh = Mesh((3,))
+    model = as_units(plain, mesh, reshard_after_forward=reshard)
+    for loss, values in expected:
+        found, got = train(model, *(distribute_tensor(t, mesh, [Shard(0)]) for t in (x, y)))
+        assert_close([found, *got], [loss, *values])

@@ -91,20 +91,17 @@ def test_a_distributed_output_has_the_mean_of_the_global_uneven_batch(mesh: Mesh
     world(mesh.size()).run(body)
 
 
+@world(4)
 def test_a_distributed_input_keeps_what_it_is_on_data_axes() -> None:
     mesh = MESHES[0]
-
-    def body() -> None:
-        plain = MLPModule("cpu")
-        plan = {"net1": ColwiseParallel(use_local_output=False), "net2": RowwiseParallel(use_local_output=False)}
-        module = parallelize_module(copy.deepcopy(plain), mesh, plan)
-        for placement in (R, S0):
-            x = DTensor.from_local(X, mesh, [R, R]).redistribute(placements=[placement, S1])
-            out = module(x)
-            assert out.placements == (placement, R)
-            assert_close(full(out), plain(X))
-
-    world(4).run(body)
+    plain = MLPModule("cpu")
+    plan = {"net1": ColwiseParallel(use_local_output=False), "net2": RowwiseParallel(use_local_output=False)}
+    module = parallelize_module(copy.deepcopy(plain), mesh, plan)
+    for placement in (R, S0):
+        x = DTensor.from_local(X, mesh, [R, R]).redistribute(placements=[placement, S1])
+        out = module(x)
+        assert out.placements == (placement, R)
+        assert_close(full(out), plain(X))
 
 
 class Placed(nn.Module):
@@ -122,43 +119,37 @@ class Placed(nn.Module):
 
 @pytest.mark.parametrize("style", [RowwiseParallel, ColwiseParallel])
 @pytest.mark.parametrize("local", [True, False])
+@world(4)
 def test_an_input_that_is_replicated_over_the_batch_gets_the_global_gradient(style: Any, local: bool) -> None:
     mesh, ids = MESHES[0], torch.arange(15).view(5, 3) % 9
     everywhere = style(input_layouts=(R, R), use_local_output=local, output_layouts=R)
     plan = {"words": style(use_local_output=local, output_layouts=R), "positions": everywhere}
-
-    def body() -> None:
-        plain = Placed()
-        module = parallelize_module(copy.deepcopy(plain), mesh, plan)
-        out, want = module(own_batch(mesh, ids)), plain(ids)
-        assert_close(full(out), own_batch(mesh, want) if local else want)
-        out.square().sum().backward()
-        want.square().sum().backward()
-        assert_same_parameters(module, plain)
-
-    world(4).run(body)
+    plain = Placed()
+    module = parallelize_module(copy.deepcopy(plain), mesh, plan)
+    out, want = module(own_batch(mesh, ids)), plain(ids)
+    assert_close(full(out), own_batch(mesh, want) if local else want)
+    out.square().sum().backward()
+    want.square().sum().backward()
+    assert_same_parameters(module, plain)
 
 
+@world(4)
 def test_a_layout_may_name_every_axis() -> None:
     """Positions are the same for every part of the batch."""
     mesh = MESHES[0]
-
-    def body() -> None:
-        torch.manual_seed(0)
-        plain = nn.Embedding(9, 4)
-        for style in (
-            RowwiseParallel(input_layouts=(R, R), use_local_output=False),
-            ColwiseParallel(input_layouts=(R, R), output_layouts=(S0, R), use_local_output=False),
-            PrepareModuleInput(input_layouts=((R, R),), desired_input_layouts=((R, S0),)),
-        ):
-            module = parallelize_module(copy.deepcopy(plain), mesh, style)
-            shard_module(module, {}, mesh=mesh)
-            with count_comms() as comms:
-                out = module(torch.arange(7))
-            assert comms.total_calls <= 1, "nobody is asked for sizes"
-            assert_close(full(out), plain(torch.arange(7)))
-
-    world(4).run(body)
+    torch.manual_seed(0)
+    plain = nn.Embedding(9, 4)
+    for style in (
+        RowwiseParallel(input_layouts=(R, R), use_local_output=False),
+        ColwiseParallel(input_layouts=(R, R), output_layouts=(S0, R), use_local_output=False),
+        PrepareModuleInput(input_layouts=((R, R),), desired_input_layouts=((R, S0),)),
+    ):
+        module = parallelize_module(copy.deepcopy(plain), mesh, style)
+        shard_module(module, {}, mesh=mesh)
+        with count_comms() as comms:
+            out = module(torch.arange(7))
+        assert comms.total_calls <= 1, "nobody is asked for sizes"
+        assert_close(full(out), plain(torch.arange(7)))
 
 
 class Block(nn.Module):
@@ -210,32 +201,27 @@ def test_data_tensor_and_sequence_axes_work_together(sizes: tuple[int, int, int]
     world(mesh.size()).run(body)
 
 
+@world(4)
 def test_a_new_shard_axis_comes_last_in_the_shard_order_and_sends_nothing() -> None:
     """The sequence is cut on "sp" unevenly; to cut the parts on "tp" as well, every rank drops some of its own."""
     mesh = Mesh((2, 2), names=("tp", "sp"))
     style = PrepareModuleInput(input_layouts=((R, Shard(0, (2, 5))),), desired_input_layouts=((S0, S0),))
-
-    def body() -> None:
-        module = parallelize_module(nn.Identity(), mesh, style)
-        x = torch.arange(7.0)
-        with count_comms() as comms:
-            out = module(x.split([2, 5])[collectives.rank() % 2])
-        assert comms.total_calls == 0
-        assert out.layout_.shard_sizes(1) == (2, 5)
-        assert_close(out.to_local(), torch.tensor([[0.0], [2.0, 3.0, 4.0], [1.0], [5.0, 6.0]][collectives.rank()]))
-        assert_close(full(out), x)
-
-    world(4).run(body)
+    module = parallelize_module(nn.Identity(), mesh, style)
+    x = torch.arange(7.0)
+    with count_comms() as comms:
+        out = module(x.split([2, 5])[collectives.rank() % 2])
+    assert comms.total_calls == 0
+    assert out.layout_.shard_sizes(1) == (2, 5)
+    assert_close(out.to_local(), torch.tensor([[0.0], [2.0, 3.0, 4.0], [1.0], [5.0, 6.0]][collectives.rank()]))
+    assert_close(full(out), x)
 
 
+@world(4)
 def test_offsets_of_a_shard_of_the_batch_are_refused() -> None:
-    def body() -> None:
-        module = parallelize_module(nn.EmbeddingBag(7, 4), MESHES[0], RowwiseParallel())
-        with pytest.raises(PlanError, match=r"offsets count from the first of all ids. Fix: 2-D ids"):
-            module(torch.arange(4), torch.tensor([0, 2]))
-        assert module(torch.zeros(2, 3, dtype=torch.long)).shape == (2, 4)
-
-    world(4).run(body)
+    module = parallelize_module(nn.EmbeddingBag(7, 4), MESHES[0], RowwiseParallel())
+    with pytest.raises(PlanError, match=r"offsets count from the first of all ids. Fix: 2-D ids"):
+        module(torch.arange(4), torch.tensor([0, 2]))
+    assert module(torch.zeros(2, 3, dtype=torch.long)).shape == (2, 4)
 
 
 def on_torch_s_meshes() -> list[Any]:

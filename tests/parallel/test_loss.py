@@ -54,6 +54,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("targets", [TARGETS, CHANCES], ids=["classes", "probabilities"])
+@world(4)
 def test_every_option_is_exact_on_any_sharding_of_the_classes(targets: Tensor, options: str, reduction: str) -> None:
     given = {**OPTIONS[options], "reduction": reduction}
     if targets is CHANCES:
@@ -61,20 +62,16 @@ def test_every_option_is_exact_on_any_sharding_of_the_classes(targets: Tensor, o
     y = SCORES.clone().requires_grad_()
     want = F.cross_entropy(y, targets, **given)
     want.square().sum().backward()
-
-    def body() -> None:
-        for sharded in (S1, Shard(1, (0, 30, 0, 13))):
-            x = distribute_tensor(SCORES, Mesh((4,)), [sharded]).requires_grad_()
-            with loss_parallel():
-                loss = F.cross_entropy(x, targets, **given)
-                assert_close(full(loss), want)
-                loss.square().sum().backward()
-            assert x.grad is not None
-            assert as_dtensor(x.grad).placements == as_dtensor(x).placements
-            assert y.grad is not None
-            assert_close(full(x.grad), y.grad)
-
-    world(4).run(body)
+    for sharded in (S1, Shard(1, (0, 30, 0, 13))):
+        x = distribute_tensor(SCORES, Mesh((4,)), [sharded]).requires_grad_()
+        with loss_parallel():
+            loss = F.cross_entropy(x, targets, **given)
+            assert_close(full(loss), want)
+            loss.square().sum().backward()
+        assert x.grad is not None
+        assert as_dtensor(x.grad).placements == as_dtensor(x).placements
+        assert y.grad is not None
+        assert_close(full(x.grad), y.grad)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -148,16 +145,14 @@ def test_plain_logits_are_refused() -> None:
 
 
 @pytest.mark.parametrize("placement", [R, S0, Partial()], ids=str)
+@world(4)
 def test_scores_of_all_classes_on_a_rank_are_refused(placement: Any) -> None:
-    def body() -> None:
-        x = distribute_tensor(SCORES, Mesh((4,)), [placement])
-        with (
-            pytest.raises(LayoutError, match="not sharded along dim 1, the classes: every rank holds all of them"),
-            loss_parallel(),
-        ):
-            F.nll_loss(x, TARGETS)
-
-    world(4).run(body)
+    x = distribute_tensor(SCORES, Mesh((4,)), [placement])
+    with (
+        pytest.raises(LayoutError, match="not sharded along dim 1, the classes: every rank holds all of them"),
+        loss_parallel(),
+    ):
+        F.nll_loss(x, TARGETS)
 
 
 def test_a_gather_of_scores_that_a_loss_was_made_of_is_refused() -> None:
@@ -186,73 +181,61 @@ def test_a_gather_of_scores_that_a_loss_was_made_of_is_refused() -> None:
     assert any("svdvals" in text for text in texts)
 
 
+@world(4)
 def test_an_option_that_needs_full_logits_is_refused_before_they_are_gathered() -> None:
     """Torch refuses to ignore a class of probabilities; nothing is gathered to hear it say so."""
 
     def run() -> None:
         F.cross_entropy(scores(), CHANCES, ignore_index=2)
 
-    def body() -> None:
-        with pytest.raises((RuleError, ValueError, RuntimeError)), loss_parallel():
-            run()
-
-    world(4).run(body)
+    with pytest.raises((RuleError, ValueError, RuntimeError)), loss_parallel():
+        run()
 
 
+@world(1)
 def test_one_rank_alone_may_have_all_classes() -> None:
-    def body() -> None:
-        with loss_parallel():
-            distributed = F.cross_entropy(distribute_tensor(SCORES, Mesh((1,)), [R]), TARGETS)
-            assert_close(F.cross_entropy(SCORES, TARGETS), full(distributed))
-
-    world(1).run(body)
+    with loss_parallel():
+        distributed = F.cross_entropy(distribute_tensor(SCORES, Mesh((1,)), [R]), TARGETS)
+        assert_close(F.cross_entropy(SCORES, TARGETS), full(distributed))
 
 
+@world(4)
 def test_on_two_axes_the_mean_is_that_of_the_global_batch() -> None:
     mesh = Mesh((2, 2), names=("dp", "tp"))
     y = SCORES.clone().requires_grad_()
     want = F.cross_entropy(y, TARGETS, ignore_index=4, label_smoothing=0.1)
     want.backward()
-
-    def body() -> None:
-        here = collectives.rank() // 2
-        goal = DTensor.from_local(TARGETS.split([29, 1])[here], mesh, [S0, R])
-        x = distribute_tensor(SCORES, mesh, [Shard(0, (29, 1)), S1]).requires_grad_()
-        with loss_parallel():
-            loss = F.cross_entropy(x, goal, ignore_index=4, label_smoothing=0.1)
-            loss.backward()
-        assert_close(full(loss), want)
-        assert x.grad is not None
-        assert y.grad is not None
-        assert_close(full(x.grad), y.grad)
-
-    world(4).run(body)
-
-
-def test_outside_the_block_scores_may_be_gathered_again() -> None:
-    def body() -> None:
-        x = scores()
-        with loss_parallel():
-            loss = F.cross_entropy(x, TARGETS)
-        assert_close(F.cross_entropy(x.full_tensor(), TARGETS), full(loss))
+    here = collectives.rank() // 2
+    goal = DTensor.from_local(TARGETS.split([29, 1])[here], mesh, [S0, R])
+    x = distribute_tensor(SCORES, mesh, [Shard(0, (29, 1)), S1]).requires_grad_()
+    with loss_parallel():
+        loss = F.cross_entropy(x, goal, ignore_index=4, label_smoothing=0.1)
         loss.backward()
+    assert_close(full(loss), want)
+    assert x.grad is not None
+    assert y.grad is not None
+    assert_close(full(x.grad), y.grad)
 
-    world(4).run(body)
+
+@world(4)
+def test_outside_the_block_scores_may_be_gathered_again() -> None:
+    x = scores()
+    with loss_parallel():
+        loss = F.cross_entropy(x, TARGETS)
+    assert_close(F.cross_entropy(x.full_tensor(), TARGETS), full(loss))
+    loss.backward()
 
 
 @pytest.mark.parametrize("options", OPTIONS)
+@world(3)
 def test_no_example_at_all_has_the_loss_of_one_process(options: str) -> None:
     given = OPTIONS[options]
     none = TARGETS[:0]
-
-    def body() -> None:
-        for reduction in ("sum", "mean"):
-            x = distribute_tensor(SCORES[:0], Mesh((3,)), [S1]).requires_grad_()
-            with loss_parallel():
-                loss = F.cross_entropy(x, none, **given, reduction=reduction)
-                loss.backward()
-            assert_close(full(loss), F.cross_entropy(SCORES[:0], none, **given, reduction=reduction), equal_nan=True)
-            assert x.grad is not None
-            assert x.grad.shape == (0, CLASSES)
-
-    world(3).run(body)
+    for reduction in ("sum", "mean"):
+        x = distribute_tensor(SCORES[:0], Mesh((3,)), [S1]).requires_grad_()
+        with loss_parallel():
+            loss = F.cross_entropy(x, none, **given, reduction=reduction)
+            loss.backward()
+        assert_close(full(loss), F.cross_entropy(SCORES[:0], none, **given, reduction=reduction), equal_nan=True)
+        assert x.grad is not None
+        assert x.grad.shape == (0, CLASSES)

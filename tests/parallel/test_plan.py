@@ -132,25 +132,21 @@ def test_plans_that_differ_between_ranks_are_reported() -> None:
     assert "unit=2" in text
 
 
+@world(3)
 def test_a_rank_outside_the_mesh_raises() -> None:
-    def body() -> None:
-        if collectives.rank() < 2:
+    if collectives.rank() < 2:
+        parallelize_module(MLPModule("cpu"), Mesh((2,)), PAIR)
+    else:
+        with pytest.raises(MeshError, match=r"Rank 2 is not part of Mesh\(0=2\)"):
             parallelize_module(MLPModule("cpu"), Mesh((2,)), PAIR)
-        else:
-            with pytest.raises(MeshError, match=r"Rank 2 is not part of Mesh\(0=2\)"):
-                parallelize_module(MLPModule("cpu"), Mesh((2,)), PAIR)
-
-    world(3).run(body)
 
 
+@world(2)
 def test_a_module_is_parallelised_once() -> None:
-    def body() -> None:
-        module = parallelize_module(MLPModule("cpu"), None, PAIR)
-        with pytest.raises(PlanError, match="net1: it was parallelised before"):
-            parallelize_module(module, None, {"net1": COL})
-        parallelize_module(module, None, PrepareModuleInput(input_layouts=R, desired_input_layouts=R))
-
-    world(2).run(body)
+    module = parallelize_module(MLPModule("cpu"), None, PAIR)
+    with pytest.raises(PlanError, match="net1: it was parallelised before"):
+        parallelize_module(module, None, {"net1": COL})
+    parallelize_module(module, None, PrepareModuleInput(input_layouts=R, desired_input_layouts=R))
 
 
 @pytest.mark.parametrize("source", [0, 2, None])
@@ -168,15 +164,13 @@ def test_values_come_from_one_rank_or_are_every_rank_s_own(source: int | None) -
         assert found[:, 0].tolist() == rows
 
 
+@world(2)
 def test_modules_that_a_plan_leaves_out_stay_as_they_are() -> None:
-    def body() -> None:
-        module = MLPStacked("cpu")
-        parallelize_module(module, None, {"layers.0": PAIR})
-        assert {name for name, p in module.named_parameters() if isinstance(p, DTensor)} == {
-            f"layers.0.{name}" for name in CUT_PAIR
-        }
-
-    world(2).run(body)
+    module = MLPStacked("cpu")
+    parallelize_module(module, None, {"layers.0": PAIR})
+    assert {name for name, p in module.named_parameters() if isinstance(p, DTensor)} == {
+        f"layers.0.{name}" for name in CUT_PAIR
+    }
 
 
 class Tied(nn.Module):
@@ -194,23 +188,20 @@ class Tied(nn.Module):
         return result
 
 
+@world(3)
 def test_tied_parameters_stay_one_whatever_the_order_of_the_plans() -> None:
     whole_out = ColwiseParallel(output_layouts=R)
 
     several: list[list[dict[str, Any]]] = [[{"table": ROW, "out": whole_out}], [{"out": whole_out}, {"table": ROW}]]
+    ids = torch.tensor([[0, 6, 3], [2, 2, 5]])
+    for plans in several:
 
-    def body() -> None:
-        ids = torch.tensor([[0, 6, 3], [2, 2, 5]])
-        for plans in several:
+        def parallelize(module: nn.Module, plans: list[dict[str, Any]] = plans) -> None:
+            for plan in plans:
+                parallelize_module(module, None, plan)
 
-            def parallelize(module: nn.Module, plans: list[dict[str, Any]] = plans) -> None:
-                for plan in plans:
-                    parallelize_module(module, None, plan)
-
-            module = check_equals_one_process(Tied(), parallelize, ids, lambda out: out.square().sum())
-            assert module.out.weight is module.table.weight  # type: ignore[union-attr]
-
-    world(3).run(body)
+        module = check_equals_one_process(Tied(), parallelize, ids, lambda out: out.square().sum())
+        assert module.out.weight is module.table.weight  # type: ignore[union-attr]
 
 
 def test_styles_that_tear_a_tie_are_refused() -> None:
@@ -218,18 +209,16 @@ def test_styles_that_tear_a_tie_are_refused() -> None:
         cuts(Tied(), {"table": COL, "out": COL})
 
 
+@world(2)
 def test_a_module_in_two_places_is_parallelised_once() -> None:
-    def body() -> None:
-        torch.manual_seed(0)
-        layer = nn.Linear(4, 4)
-        plan = {"*": ColwiseParallel(output_layouts=R)}
-        plain = nn.Sequential(layer, nn.Sequential(nn.ReLU()), layer)
-        module = check_equals_one_process(
-            plain, lambda m: parallelize_module(m, None, {"[02]": plan["*"]}), torch.randn(3, 4), torch.sum
-        )
-        assert len(module[0]._forward_pre_hooks) == 1  # type: ignore[index]
-
-    world(2).run(body)
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4)
+    plan = {"*": ColwiseParallel(output_layouts=R)}
+    plain = nn.Sequential(layer, nn.Sequential(nn.ReLU()), layer)
+    module = check_equals_one_process(
+        plain, lambda m: parallelize_module(m, None, {"[02]": plan["*"]}), torch.randn(3, 4), torch.sum
+    )
+    assert len(module[0]._forward_pre_hooks) == 1  # type: ignore[index]
 
 
 def test_a_module_on_the_meta_device_is_materialised_submodule_by_submodule() -> None:
@@ -267,21 +256,19 @@ class ChannelParallel(ParallelStyle):
         return context.redistribution(None, R, use_local_output=True)
 
 
+@world(2)
 def test_a_style_of_one_s_own_is_one_short_class() -> None:
-    def body() -> None:
-        torch.manual_seed(0)
-        x = torch.randn(2, 3, 8)
-        module = check_equals_one_process(
-            nn.Sequential(nn.Conv1d(3, 5, 3)), lambda m: parallelize_module(m, None, {"0": ChannelParallel()}), x, loss
-        )
-        assert [tuple(p.to_local().shape) for p in module.parameters()] == (  # type: ignore[attr-defined]
-            [(3, 3, 3), (3,)] if collectives.rank() == 0 else [(2, 3, 3), (2,)]
-        )
-
     def loss(out: Tensor) -> Tensor:
         return (out * torch.arange(out.shape[1]).view(-1, 1)).square().sum()
 
-    world(2).run(body)
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8)
+    module = check_equals_one_process(
+        nn.Sequential(nn.Conv1d(3, 5, 3)), lambda m: parallelize_module(m, None, {"0": ChannelParallel()}), x, loss
+    )
+    assert [tuple(p.to_local().shape) for p in module.parameters()] == (  # type: ignore[attr-defined]
+        [(3, 3, 3), (3,)] if collectives.rank() == 0 else [(2, 3, 3), (2,)]
+    )
 
 
 class Careless:
@@ -301,25 +288,24 @@ def test_a_style_that_names_unknown_parameters_raises() -> None:
         cuts(nn.Sequential(nn.ReLU()), {"0": ChannelParallel()})
 
 
+@world(3)
 def test_an_optimizer_and_a_state_dict_see_the_parameters_of_a_parallel_module() -> None:
-    def body() -> None:
-        plain = MLPModule("cpu")
-        module = parallelize_module(copy.deepcopy(plain), None, PAIR)
-        x = torch.randn(4, 10)
-        for each in (plain, module):
-            optimizer = torch.optim.Adam(each.parameters(), lr=0.1)
-            for _ in range(3):
-                optimizer.zero_grad()
-                each(x).square().mean().backward()
-                torch.nn.utils.clip_grad_norm_(each.parameters(), 0.5)
-                optimizer.step()
-        assert list(module.state_dict()) == list(plain.state_dict())
-        for p, want in zip(module.parameters(), plain.parameters(), strict=True):
-            assert_close(full(p), want)
-
-    world(3).run(body)
+    plain = MLPModule("cpu")
+    module = parallelize_module(copy.deepcopy(plain), None, PAIR)
+    x = torch.randn(4, 10)
+    for each in (plain, module):
+        optimizer = torch.optim.Adam(each.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            each(x).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(each.parameters(), 0.5)
+            optimizer.step()
+    assert list(module.state_dict()) == list(plain.state_dict())
+    for p, want in zip(module.parameters(), plain.parameters(), strict=True):
+        assert_close(full(p), want)
 
 
+@world(3)
 def test_the_plan_of_the_peer_s_transformer_works_as_it_is_written_there() -> None:
     """Plain tensors between the layers, positions cut by rows, scores whole: `use_local_output` as torch has it."""
     args = ModelArgs(dropout_p=0.0, n_layers=1)
@@ -339,24 +325,18 @@ def test_the_plan_of_the_peer_s_transformer_works_as_it_is_written_there() -> No
         "layers.*": layer,
         "output": ColwiseParallel(input_layouts=S1, output_layouts=R),
     }
-
-    def body() -> None:
-        torch.manual_seed(0)
-        tokens = torch.randint(0, 8, (2, 7))
-        module = check_equals_one_process(
-            Transformer(args).double(), lambda m: parallelize_module(m, None, plan), tokens, lambda out: out.sum()
-        )
-        assert module.output.weight is module.tok_embeddings.weight  # type: ignore[union-attr]
-
-    world(3).run(body)
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 8, (2, 7))
+    module = check_equals_one_process(
+        Transformer(args).double(), lambda m: parallelize_module(m, None, plan), tokens, lambda out: out.sum()
+    )
+    assert module.output.weight is module.tok_embeddings.weight  # type: ignore[union-attr]
 
 
+@world(3)
 def test_a_distributed_loss_needs_no_style() -> None:
-    def body() -> None:
-        scores = distribute_tensor(torch.randn(4, 9), Mesh((3,)), [S1]).requires_grad_()
-        with loss_parallel():
-            torch.nn.functional.cross_entropy(scores, torch.tensor([0, 8, 3, 3])).backward()
-        assert scores.grad is not None
-        assert as_dtensor(scores.grad).placements == (S1,)
-
-    world(3).run(body)
+    scores = distribute_tensor(torch.randn(4, 9), Mesh((3,)), [S1]).requires_grad_()
+    with loss_parallel():
+        torch.nn.functional.cross_entropy(scores, torch.tensor([0, 8, 3, 3])).backward()
+    assert scores.grad is not None
+    assert as_dtensor(scores.grad).placements == (S1,)

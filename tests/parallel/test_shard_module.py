@@ -64,26 +64,23 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("plan", PLANS)
+@world(3)
 def test_a_sharded_module_computes_and_learns_what_the_plain_one_does(plan: str) -> None:
     expected = copy.deepcopy(MODEL)
     loss = expected(IDS).square().mean()
     loss.backward()
-
-    def body() -> None:
-        module = copy.deepcopy(MODEL)
-        assert shard_module(module, PLANS[plan]) is module
-        got = module(distribute_tensor(IDS, Mesh((3,)), [S0])).square().mean()
-        assert_close(as_dtensor(got).full_tensor(), loss)
-        got.backward()
-        for (name, p), want in zip(module.named_parameters(), expected.parameters(), strict=True):
-            assert isinstance(p, DTensor)
-            assert isinstance(p, nn.Parameter)
-            assert as_dtensor(p)._name == name
-            assert want.grad is not None
-            assert_close(as_dtensor(p.grad).full_tensor(), want.grad)
-        assert type(module.scale) is Tensor
-
-    world(3).run(body)
+    module = copy.deepcopy(MODEL)
+    assert shard_module(module, PLANS[plan]) is module
+    got = module(distribute_tensor(IDS, Mesh((3,)), [S0])).square().mean()
+    assert_close(as_dtensor(got).full_tensor(), loss)
+    got.backward()
+    for (name, p), want in zip(module.named_parameters(), expected.parameters(), strict=True):
+        assert isinstance(p, DTensor)
+        assert isinstance(p, nn.Parameter)
+        assert as_dtensor(p)._name == name
+        assert want.grad is not None
+        assert_close(as_dtensor(p.grad).full_tensor(), want.grad)
+    assert type(module.scale) is Tensor
 
 
 def test_a_name_beats_a_glob_and_a_later_glob_an_earlier_one() -> None:
@@ -237,26 +234,23 @@ class Tied(nn.Module):
     ],
     ids=repr,
 )
+@world(3)
 def test_tied_parameters_stay_tied_and_one_of_their_names_is_enough(plan: dict[str, Placement]) -> None:
     plain = Tied().double()
     ids = torch.tensor([0, 5, 2])
     plain(ids).square().sum().backward()
     expected = plain.embed.weight.grad
     assert expected is not None
-
-    def body() -> None:
-        module = copy.deepcopy(plain)
-        module.zero_grad()
-        with pytest.raises(PlanError, match=r"embed.weight and out.weight are tied, but the plan gives"):
-            shard_module(module, {"embed.weight": S0, "out.weight": S1})
-        shard_module(module, plan)
-        assert module.embed.weight is module.out.weight
-        assert as_dtensor(module.embed.weight).placements == (S0,)
-        assert len(list(module.parameters())) == 1
-        module(distribute_tensor(ids, Mesh((3,)), [R])).square().sum().backward()
-        assert_close(as_dtensor(module.embed.weight.grad).full_tensor(), expected)
-
-    world(3).run(body)
+    module = copy.deepcopy(plain)
+    module.zero_grad()
+    with pytest.raises(PlanError, match=r"embed.weight and out.weight are tied, but the plan gives"):
+        shard_module(module, {"embed.weight": S0, "out.weight": S1})
+    shard_module(module, plan)
+    assert module.embed.weight is module.out.weight
+    assert as_dtensor(module.embed.weight).placements == (S0,)
+    assert len(list(module.parameters())) == 1
+    module(distribute_tensor(ids, Mesh((3,)), [R])).square().sum().backward()
+    assert_close(as_dtensor(module.embed.weight.grad).full_tensor(), expected)
 
 
 @world(4)
@@ -297,21 +291,19 @@ class HalfReset(nn.Linear):
 
 @world(2)
 @pytest.mark.parametrize("placement", [R, S0, S1, Shard(0, (0, 9)), OnRanks(1)], ids=str)
+@world(2)
 def test_the_row_of_the_padding_of_a_meta_table_is_zero(placement: Placement) -> None:
     """It was filled through a view, which of a table cut by rows is a copy."""
 
-    def body() -> None:
-        for kind in (nn.Embedding, nn.EmbeddingBag):
-            with torch.device("meta"):
-                module = nn.Sequential(kind(9, 4, padding_idx=5))
-            with count_comms() as comms:
-                shard_module(module, {"0.weight": placement})
-            rows = as_dtensor(module.get_parameter("0.weight")).full_tensor().detach()
-            assert (rows == 0).all(1).tolist() == [row == 5 for row in range(9)]
-            assert comms.implicit == []
-            assert module[0].padding_idx == 5
-
-    world(2).run(body)
+    for kind in (nn.Embedding, nn.EmbeddingBag):
+        with torch.device("meta"):
+            module = nn.Sequential(kind(9, 4, padding_idx=5))
+        with count_comms() as comms:
+            shard_module(module, {"0.weight": placement})
+        rows = as_dtensor(module.get_parameter("0.weight")).full_tensor().detach()
+        assert (rows == 0).all(1).tolist() == [row == 5 for row in range(9)]
+        assert comms.implicit == []
+        assert module[0].padding_idx == 5
 
 
 def test_buffers_of_the_meta_device_are_filled_or_refused() -> None:
@@ -390,16 +382,13 @@ GRIDS: list[dict[str, list[Placement]]] = [
 
 
 @pytest.mark.parametrize("plan", GRIDS, ids=str)
+@world(4)
 def test_grids_equal_one_process(plan: dict[str, list[Placement]]) -> None:
     expected = MODEL(IDS)
-
-    def body() -> None:
-        module, mesh = copy.deepcopy(MODEL), Mesh((2, 2), (), ("dp", "tp"))
-        shard_module(module, plan, mesh=mesh)
-        got = module(distribute_tensor(IDS, mesh, [S0, R]))
-        assert_close(as_dtensor(got).full_tensor(), expected)
-
-    world(4).run(body)
+    module, mesh = copy.deepcopy(MODEL), Mesh((2, 2), (), ("dp", "tp"))
+    shard_module(module, plan, mesh=mesh)
+    got = module(distribute_tensor(IDS, mesh, [S0, R]))
+    assert_close(as_dtensor(got).full_tensor(), expected)
 
 
 @world(4)

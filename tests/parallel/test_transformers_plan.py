@@ -59,22 +59,17 @@ def learnt(model: nn.Module, *inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
     return full(out.detach()), grads
 
 
+@world(3)
 def test_styles_that_no_small_model_has_equal_one_process() -> None:
     torch.manual_seed(0)
     plain, ids = Toy().double(), torch.randint(5, (2, 4))
     want = learnt(deepcopy(plain), ids)
     assert len(want[1]) == len(list(plain.parameters()))
-
-    def body() -> None:
-        model = parallelize_module(deepcopy(plain), Mesh((3,)), plan_from_transformers(plain))
-        sharded = {
-            name for name, p in model.named_parameters() if isinstance(p, DTensor) and p.placements[0].is_shard()
-        }
-        assert sharded == {"table.weight", "up.weight", "up.bias", "down.weight", "wide.weight", "wide.bias", "stack",
-                           "bias", "inner.weight"}  # fmt: skip
-        assert_close(learnt(model, ids), want)
-
-    world(3).run(body)
+    model = parallelize_module(deepcopy(plain), Mesh((3,)), plan_from_transformers(plain))
+    sharded = {name for name, p in model.named_parameters() if isinstance(p, DTensor) and p.placements[0].is_shard()}
+    assert sharded == {"table.weight", "up.weight", "up.bias", "down.weight", "wide.weight", "wide.bias", "stack",
+                       "bias", "inner.weight"}  # fmt: skip
+    assert_close(learnt(model, ids), want)
 
 
 def test_every_style_of_transformers_is_known() -> None:
@@ -134,21 +129,18 @@ def test_a_model_without_a_plan_or_with_an_unknown_style_is_refused() -> None:
 # ---- placements of parameters in a plan -----------------------------------------------------------------------------
 
 
+@world(4)
 def test_a_plan_may_name_parameters_and_their_placements() -> None:
     torch.manual_seed(0)
     plain, ids = Toy().double(), torch.randint(5, (2, 4))
     want = learnt(deepcopy(plain), ids)
     mesh = Mesh((2, 2), names=("dp", "tp"))
-
-    def body() -> None:
-        model = parallelize_module(
-            deepcopy(plain), mesh, {"stack": Shard(2), "*.weight": Replicate(), "inner.bias": Shard(0)}
-        )
-        assert as_dtensor(model.stack).placements == (Replicate(), Shard(2))
-        assert not isinstance(model.bias, DTensor)
-        assert_close(learnt(model, ids), want)
-
-    world(4).run(body)
+    model = parallelize_module(
+        deepcopy(plain), mesh, {"stack": Shard(2), "*.weight": Replicate(), "inner.bias": Shard(0)}
+    )
+    assert as_dtensor(model.stack).placements == (Replicate(), Shard(2))
+    assert not isinstance(model.bias, DTensor)
+    assert_close(learnt(model, ids), want)
 
 
 @pytest.mark.parametrize(
