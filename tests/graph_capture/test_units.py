@@ -8,14 +8,15 @@ import torch
 from torch.testing import assert_close
 
 from shardwise import Mesh, Replicate, Shard, capture, distribute_tensor
-from shardwise.demos.lm.model import shard
 from shardwise.errors import CaptureError
+from shardwise.models import Transformer
 from shardwise.testing import world
 from tests.parallel.one_process import full
 from tests.parallel.units import (
     ARGS,
     assert_trained_alike,
     batches,
+    batches_of_all,
     copied,
     each_switch,
     mean_loss,
@@ -31,30 +32,28 @@ from tests.parallel.units import (
 def test_captured_units_train_as_one_process(
     tying: bool, recompute: bool, experts: int, ranks: int, options: dict[str, Any]
 ) -> None:
-    model, data = transformer(model_args(tying, recompute, experts)), batches(5)
+    args = model_args(tying, recompute, experts)
 
     def run() -> None:
         mesh = Mesh((ranks,))
-        of_all = [distribute_tensor(x, mesh, [Shard(0)]) for x in data]
-        found = sharded(copied(model), mesh, **options)
+        found = sharded(transformer(args), mesh, **options)
         step = capture(lambda tokens: mean_loss(found, tokens))
-        trained = train(found, of_all, lambda _, tokens: step(tokens))
+        trained = train(found, batches_of_all(5, mesh), lambda _, tokens: step(tokens))
         assert len(step.graphs()) == 1
-        assert_trained_alike(trained, model, data)
+        assert_trained_alike(trained, args, 5)
 
     world(ranks).run(run)
 
 
 @world(4)
 def test_captured_units_beside_tensor_parallelism() -> None:
-    model, data = transformer(ARGS), batches(4)
     mesh = Mesh((2, 2), names=("dp", "tp"))
-    found = shard(copied(model), mesh, sequence_parallel=False, over_data=True)
-    of_all = [distribute_tensor(x, mesh, [Shard(0), Replicate()]) for x in data]
+    found = sharded(Transformer.parallelize(transformer(ARGS), mesh, False, gather_output=False), mesh["dp"])
+    of_all = [distribute_tensor(x, mesh, [Shard(0), Replicate()]) for x in batches(4)]
     step = capture(lambda tokens: mean_loss(found, tokens))
     trained = train(found, of_all, lambda _, tokens: step(tokens))
     assert len(step.graphs()) == 1
-    assert_trained_alike(trained, model, data)
+    assert_trained_alike(trained, ARGS, 4)
 
 
 @world(2)

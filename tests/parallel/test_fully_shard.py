@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -10,23 +10,26 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import Mesh, Replicate, Shard, collectives, count_comms, distribute_tensor
+from shardwise import Mesh, Replicate, Shard, count_comms, distribute_tensor
 from shardwise.models import Transformer
-from shardwise.parallel import fully_shard
 from shardwise.testing import world
 from tests.parallel.one_process import full
 from tests.parallel.units import (
     ARGS,
     as_units,
+    assert_same_gradients,
     assert_trained_alike,
     batches,
+    batches_of_all,
+    check_gradients,
     copied,
     each_switch,
-    gathered,
     mean_loss,
     model_args,
     sharded,
+    squares,
     train,
+    train_parts,
     transformer,
     two_layers,
 )
@@ -35,12 +38,11 @@ from tests.parallel.units import (
 @each_switch()
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_a_batch_of_all_ranks(tying: bool, recompute: bool, experts: int, ranks: int) -> None:
-    model, data = transformer(model_args(tying, recompute, experts)), batches(5)
+    args = model_args(tying, recompute, experts)
 
     def run() -> None:
         mesh = Mesh((ranks,))
-        of_all = [distribute_tensor(x, mesh, [Shard(0)]) for x in data]
-        assert_trained_alike(train(sharded(copied(model), mesh), of_all), model, data)
+        assert_trained_alike(train(sharded(transformer(args), mesh), batches_of_all(5, mesh)), args, 5)
 
     world(ranks).run(run)
 
@@ -49,21 +51,17 @@ def test_a_batch_of_all_ranks(tying: bool, recompute: bool, experts: int, ranks:
 @pytest.mark.parametrize("reshard", [True, False, None])
 @world(3)
 def test_a_plain_batch_on_each_rank(tying: bool, recompute: bool, experts: int, reshard: bool | None) -> None:
-    model, data = transformer(model_args(tying, recompute, experts)), batches(6)
-    own = [x.chunk(3)[collectives.rank()] for x in data]
-    losses, left = train(sharded(copied(model), Mesh((3,)), reshard_after_forward=reshard), own)
-    means = [collectives.all_reduce(loss, "sum", (0, 1, 2)) / 3 for loss in losses]
-    assert_trained_alike((means, left), model, data)
+    args, mesh = model_args(tying, recompute, experts), Mesh((3,))
+    model = sharded(transformer(args), mesh, reshard_after_forward=reshard)
+    assert_trained_alike(train_parts(model, 6, mesh, mean=True), args, 6)
 
 
 @each_switch()
 @world(4)
 def test_replicas_of_shards(tying: bool, recompute: bool, experts: int) -> None:
-    model, data = transformer(model_args(tying, recompute, experts)), batches(5)
-    mesh = Mesh((2, 2), names=("replicate", "shard"))
-    of_all = [distribute_tensor(x, mesh, [Shard(0), Shard(0)]) for x in data]
-    found = sharded(copied(model), mesh)
-    assert_trained_alike(train(found, of_all), model, data)
+    args, mesh = model_args(tying, recompute, experts), Mesh((2, 2), names=("replicate", "shard"))
+    found = sharded(transformer(args), mesh)
+    assert_trained_alike(train(found, batches_of_all(5, mesh)), args, 5)
     assert found.layers[0].attention.wq.weight.placements == (Replicate(), Shard(0))
 
 
@@ -73,19 +71,13 @@ def test_replicas_of_shards(tying: bool, recompute: bool, experts: int) -> None:
 def test_beside_tensor_parallelism_on_the_same_mesh(
     tying: bool, recompute: bool, experts: int, sequence: bool, shape: tuple[int, int]
 ) -> None:
-    model, data = transformer(model_args(tying, recompute, experts)), batches(6)
+    args = model_args(tying, recompute, experts)
 
     def run() -> None:
         mesh = Mesh(shape, names=("dp", "tp"))
-        rank = collectives.rank()
-        found: Any = Transformer.parallelize(copied(model), mesh, sequence)
-        sharded(found, mesh.submesh("dp", rank))
-        at = mesh.coordinate(rank)
-        assert at is not None
-        own = [x.chunk(shape[0])[at[0]] for x in data]
-        losses, left = train(found, own, lambda m, tokens: mean_loss(m, tokens) / shape[0])
-        sums = [collectives.all_reduce(loss, "sum", mesh.axis_ranks(rank, 0)) for loss in losses]
-        assert_trained_alike((sums, left), model, data)
+        found = Transformer.parallelize(transformer(args), mesh, sequence)
+        sharded(found, mesh["dp"])
+        assert_trained_alike(train_parts(found, 6, mesh, mean=False), args, 6)
 
     world(shape[0] * shape[1]).run(run)
 
@@ -93,28 +85,51 @@ def test_beside_tensor_parallelism_on_the_same_mesh(
 @each_switch(experts=0)
 @world(4)
 def test_beside_tensor_parallelism_on_the_other_axis(tying: bool, recompute: bool, experts: int) -> None:
-    model, data = transformer(model_args(tying, recompute, experts)), batches(6)
-    mesh = Mesh((2, 2), names=("dp", "tp"))
-    rank = collectives.rank()
-    found: Any = Transformer.parallelize(copied(model), mesh.submesh("tp", rank), False)
-    sharded(found, mesh.submesh("dp", rank))
+    args, mesh = model_args(tying, recompute, experts), Mesh((2, 2), names=("dp", "tp"))
+    found: Any = Transformer.parallelize(transformer(args), mesh["tp"], False)
+    sharded(found, mesh["dp"])
     weight = found.layers[0].attention.wq.weight
     assert weight.layout_.mesh == mesh
     assert weight.placements == (Shard(0), Shard(0))
-    own = [x.chunk(2)[rank // 2] for x in data]
-    losses, left = train(found, own)
-    means = [collectives.all_reduce(loss, "sum", mesh.axis_ranks(rank, 0)) / 2 for loss in losses]
-    assert_trained_alike((means, left), model, data)
+    assert_trained_alike(train_parts(found, 6, mesh, mean=True), args, 6)
+
+
+@world(2)
+def test_prefetching_changes_nothing_but_the_order_of_collectives() -> None:
+    args, mesh = replace(ARGS, n_layers=4), Mesh((2,))
+    counts = []
+    for prefetch in (0, 1, 3):
+        with count_comms() as comms:
+            found = train(sharded(transformer(args), mesh, prefetch=prefetch), batches_of_all(4, mesh))
+        assert_trained_alike(found, args, 4)
+        counts.append((comms.total_calls, comms.total_bytes))
+    assert counts == counts[:1] * 3
+
+
+@world(2)
+def test_evaluation_between_steps() -> None:
+    model, data, mesh = transformer(ARGS), batches(4), Mesh((2,))
+    found = sharded(copied(model), mesh)
+    tokens = distribute_tensor(data[0], mesh, [Shard(0)])
+    want = mean_loss(model, data[0])
+    for around in (torch.no_grad, torch.inference_mode):
+        with around():
+            assert_close(full(mean_loss(found, tokens)), want.detach())
+    loss = mean_loss(found, tokens)
+    with torch.no_grad():
+        assert_close(full(mean_loss(found, tokens)), want.detach())
+    loss.backward()
+    want.backward()
+    assert_same_gradients(found, model)
+
+
+# ---- collectives and memory -----------------------------------------------------------------------------------------
 
 
 @world(2)
 def test_each_unit_is_gathered_twice_and_reduced_once() -> None:
-    model = nn.Sequential(*[nn.Linear(5, 5) for _ in range(3)])
     mesh = Mesh((2,))
-    found = copied(model)
-    for layer in found:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(found, mesh=mesh)
+    found = as_units(nn.Sequential(*[nn.Linear(5, 5) for _ in range(3)]), mesh)
     x = distribute_tensor(torch.ones(4, 5), mesh, [Shard(0)])
     with count_comms() as forward:
         out = found(x).sum()
@@ -126,56 +141,60 @@ def test_each_unit_is_gathered_twice_and_reduced_once() -> None:
     assert forward.total_bytes == 3 * (3 * 5 + 3) * 4  # the larger of the shards of 3 and 2 rows
 
 
+def gathered_memory(layers: list[Any]) -> list[Any]:
+    """The storages of all-gathered weights, filled by forward."""
+    held: list[Any] = []
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda m, args: held.append(m.weight.to_local().untyped_storage()))
+    return held
+
+
 @world(2)
 def test_memory_of_parameters_is_freed_after_forward_and_after_backward() -> None:
     mesh = Mesh((2,))
-    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
-    seen: list[Any] = []
-    for layer in (model[0], model[2]):
-        fully_shard(layer, mesh=mesh)
-        layer.register_forward_pre_hook(lambda m, args: seen.append(m.weight.to_local().untyped_storage()))
-    fully_shard(model, mesh=mesh)
-    x = distribute_tensor(torch.randn(4, 6), mesh, [Shard(0)])
-    out = model(x)
-
-    def nbytes(x: Any) -> int:
-        return int(x.nbytes())
-
-    assert [nbytes(w) for w in seen] == [0, 0]
+    model = as_units(two_layers(), mesh)
+    seen = gathered_memory([model[0], model[2]])
+    out = model(distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)]))
+    assert [w.nbytes() for w in seen] == [0, 0]
     during = []
-    cast(Any, model[0]).weight.register_hook(lambda g: during.append([nbytes(w) for w in seen]))
+    model[0].weight.register_hook(lambda g: during.append([w.nbytes() for w in seen]))
     out.sum().backward()
     assert during == [[0, 0]]
-    assert [nbytes(w) for w in seen] == [0, 0]
+    assert [w.nbytes() for w in seen] == [0, 0]
+
+
+@world(2)
+def test_frozen_units_are_freed_one_after_the_other_in_backward() -> None:
+    mesh = Mesh((2,))
+    model = as_units(nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)]).requires_grad_(False), mesh)
+    held, filled = gathered_memory(list(model)), list[int]()
+
+    def count(grad: Tensor) -> None:
+        filled.append(sum(w.nbytes() > 0 for w in held))
+
+    for layer in model:
+        layer.register_forward_hook(lambda m, args, out: out.register_hook(count) and None)
+    model(distribute_tensor(torch.randn(4, 6), mesh, [Shard(0)]).requires_grad_()).sum().backward()
+    assert max(filled) in (1, 2)  # the gradient of an input is that of an output before
+    assert len(filled) == 4
+    assert not any(w.nbytes() for w in held)
+
+
+# ---- kinds of backward ----------------------------------------------------------------------------------------------
 
 
 @world(2)
 def test_two_uses_one_backward_and_a_second_backward() -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    x = torch.randn(6, 4)
+    def twice(model: Any, x: Tensor) -> Tensor:
+        loss: Tensor = (model(x) * model(x.flip(1))).square().mean()
+        loss.backward(retain_graph=True)
+        return loss
 
-    def loss_of(model: Any, x: Tensor) -> Tensor:
-        return cast(Tensor, (model(x) * model(x.flip(1))).square().mean())
-
-    mesh = Mesh((2,))
-    model = copied(plain)
-    for layer in (model[0], model[2]):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    want = copied(plain)
-    loss, expected = loss_of(model, distribute_tensor(x, mesh, [Shard(0)])), loss_of(want, x)
-    for retain in (True, False):
-        loss.backward(retain_graph=retain)
-        expected.backward(retain_graph=retain)
-    for p, q in zip(model.parameters(), want.parameters(), strict=True):
-        assert_close(gathered(p.grad), q.grad)
+    check_gradients(two_layers(), torch.randn(6, 4), twice)
 
 
 @world(2)
 def test_outputs_that_are_views_and_change_in_place() -> None:
-    torch.manual_seed(0)
-
     class Views(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -185,65 +204,41 @@ def test_outputs_that_are_views_and_change_in_place() -> None:
             y = self.inner(x)
             return y[:, :3], {"rest": y[:, 3:].unflatten(1, (3, 1))}
 
-    plain, x = Views(), torch.randn(6, 4)
-
-    def gradient(model: nn.Module, x: Tensor) -> Tensor:
+    def loss(model: Any, x: Tensor) -> Tensor:
         first, others = model(x.clone().requires_grad_())
         first += 1
         others["rest"].mul_(2)
-        (first.square().sum() + others["rest"].sin().sum()).backward()
-        return cast(Tensor, model.get_parameter("inner.weight").grad)
+        total: Tensor = first.square().sum() + others["rest"].sin().sum()
+        return total
 
-    mesh = Mesh((2,))
-    model = copied(plain)
-    fully_shard(model, mesh=mesh, reshard_after_forward=True)
-    assert_close(full(gradient(model, distribute_tensor(x, mesh, [Shard(0)]))), gradient(copied(plain), x))
+    check_gradients(Views(), torch.randn(6, 4), loss, kinds=(), reshard_after_forward=True)
 
 
 @world(3)
 def test_double_backward() -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-    x = torch.randn(6, 4)
-
-    def penalty(model: nn.Module, x: Tensor) -> Tensor:
-        first = torch.autograd.grad(model(x).square().sum(), list(model.parameters()), create_graph=True)
+    def penalty(model: Any, x: Tensor) -> Tensor:
+        first = torch.autograd.grad(squares(model, x), list(model.parameters()), create_graph=True)
         return sum((g.square().sum() for g in first), torch.zeros(()))
 
-    mesh = Mesh((3,))
-    model = copied(plain)
-    for layer in (model[0], model[2]):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    want = copied(plain)
-    penalty(want, x).backward()
-    penalty(model, distribute_tensor(x, mesh, [Shard(0)])).backward()
-    for p, q in zip(model.parameters(), want.parameters(), strict=True):
-        assert_close(gathered(p.grad), q.grad)
+    check_gradients(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(6, 4), penalty)
 
 
 @world(2)
 def test_accumulation_with_and_without_reducing() -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+    plain, mesh = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)), Mesh((2,))
     data = [torch.randn(4, 4) for _ in range(3)]
     want = copied(plain)
     for x in data:
-        want(x).square().mean().backward()
+        squares(want, x).backward()
+    of_all = [distribute_tensor(x, mesh, [Shard(0)]) for x in data]
     for sync in (True, False):
-        mesh = Mesh((2,))
-        model = copied(plain)
-        for layer in model:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        of_all = [distribute_tensor(x, mesh, [Shard(0)]) for x in data]
+        model = as_units(plain, mesh)
         with count_comms() as comms:
-            for i, x in enumerate(of_all):
+            for i, batch in enumerate(of_all):
                 model.set_requires_gradient_sync(sync or i == len(data) - 1)
-                model(x).square().mean().backward()
+                squares(model, batch).backward()
         assert sum(n for name, n in comms.calls.items() if name != "all_gather") == (6 if sync else 2)
-        for p, q in zip(model.parameters(), want.parameters(), strict=True):
-            assert_close(gathered(p.grad), q.grad)
+        assert_same_gradients(model, want)
 
 
 @world(2)
@@ -267,54 +262,16 @@ def test_a_step_with_gradients_that_were_not_reduced_is_refused() -> None:
 
 @world(2)
 def test_frozen_parameters_and_inputs_without_gradients() -> None:
-    torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
     plain[0].requires_grad_(False)
     plain[2].weight.requires_grad_(False)
     plain[3].requires_grad_(False)
-    x = torch.randn(5, 4)
-    mesh = Mesh((2,))
-    model, want = copied(plain), copied(plain)
-    for layer in (model[0], model[2], model[3]):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    model(distribute_tensor(x, mesh, [Shard(0)])).square().sum().backward()
-    want(x).square().sum().backward()
-    for p, q in zip(model.parameters(), want.parameters(), strict=True):
-        assert p.requires_grad == q.requires_grad
-        assert (p.grad is None) == (q.grad is None)
-        if q.grad is not None:
-            assert_close(gathered(p.grad), q.grad)
-
-
-@world(2)
-def test_frozen_units_are_freed_one_after_the_other_in_backward() -> None:
-    mesh = Mesh((2,))
-    model: Any = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)]).requires_grad_(False)
-    held: list[Any] = []
-    filled = []
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-        layer.register_forward_pre_hook(lambda m, args: held.append(m.weight.to_local().untyped_storage()))
-    fully_shard(model, mesh=mesh)
-    x = distribute_tensor(torch.randn(4, 6), mesh, [Shard(0)]).requires_grad_()
-
-    def count(grad: Tensor) -> None:
-        filled.append(sum(w.nbytes() > 0 for w in held))
-
-    for layer in model:
-        layer.register_forward_hook(lambda m, args, out: out.register_hook(count) and None)
-    model(x).sum().backward()
-    assert max(filled) in (1, 2)  # the gradient of an input is that of an output before
-    assert len(filled) == 4
-    assert not any(w.nbytes() for w in held)
+    check_gradients(plain, torch.randn(5, 4))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @world(2)
 def test_checkpoints_around_units_and_inside(reentrant: bool) -> None:
-    torch.manual_seed(0)
-
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -322,38 +279,22 @@ def test_checkpoints_around_units_and_inside(reentrant: bool) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             y = checkpoint(lambda t: self.inner(t).tanh(), x, use_reentrant=reentrant)
-            return cast(Tensor, self.outer(y).tanh() + x)
+            out: Tensor = self.outer(y).tanh() + x
+            return out
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Block() for _ in range(2))
-
+    class Model(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
+            for block in self:
                 x = checkpoint(block, x, use_reentrant=reentrant)
             return x
 
-    plain, x = Model(), torch.randn(5, 4)
-    mesh = Mesh((2,))
-    model, want = copied(plain), copied(plain)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    mine = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
-    theirs = x.clone().requires_grad_()
-    model(mine).square().sum().backward()
-    want(theirs).square().sum().backward()
-    assert_close(gathered(mine.grad), theirs.grad)
-    for p, q in zip(model.parameters(), want.parameters(), strict=True):
-        assert_close(gathered(p.grad), q.grad)
+    check_gradients(Model(Block(), Block()), torch.randn(5, 4, requires_grad=True), kinds=Block)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @world(2)
 def test_a_parameter_of_the_root_that_checkpoints_use(reentrant: bool) -> None:
     """A reentrant checkpoint runs a backward of its own, in which gradients of the root are reduced early."""
-    torch.manual_seed(0)
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -361,7 +302,8 @@ def test_a_parameter_of_the_root_that_checkpoints_use(reentrant: bool) -> None:
             self.inner = nn.Linear(4, 4)
 
         def forward(self, x: Tensor, shift: Tensor) -> Tensor:
-            return cast(Tensor, (self.inner(x) * shift.unsqueeze(0)).tanh())
+            out: Tensor = (self.inner(x) * shift.unsqueeze(0)).tanh()
+            return out
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -374,47 +316,4 @@ def test_a_parameter_of_the_root_that_checkpoints_use(reentrant: bool) -> None:
                 x = checkpoint(partial(layer, shift=self.shift), x, use_reentrant=reentrant)
             return x
 
-    plain, x = Model(), torch.randn(6, 4)
-    mesh = Mesh((2,))
-    model, want = copied(plain), copied(plain)
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    model(distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()).square().sum().backward()
-    want(x.clone().requires_grad_()).square().sum().backward()
-    for p, q in zip(model.parameters(), want.parameters(), strict=True):
-        assert_close(gathered(p.grad), q.grad)
-
-
-@world(2)
-def test_evaluation_between_steps() -> None:
-    model, data = transformer(ARGS), batches(4)
-    mesh = Mesh((2,))
-    found = sharded(copied(model), mesh)
-    tokens = distribute_tensor(data[0], mesh, [Shard(0)])
-    want = mean_loss(model, data[0]).detach()
-    with torch.no_grad():
-        assert_close(full(mean_loss(found, tokens)), want)
-    with torch.inference_mode():
-        assert_close(full(mean_loss(found, tokens)), want)
-    loss = mean_loss(found, tokens)
-    with torch.no_grad():
-        assert_close(full(mean_loss(found, tokens)), want)
-    loss.backward()
-    reference = copied(model)
-    mean_loss(reference, data[0]).backward()
-    assert_close(gathered(found.output.weight.grad), reference.output.weight.grad)
-
-
-@world(2)
-def test_prefetching_changes_nothing_but_the_order_of_collectives() -> None:
-    model, data = transformer(replace(ARGS, n_layers=4)), batches(4)
-    mesh = Mesh((2,))
-    of_all = [distribute_tensor(x, mesh, [Shard(0)]) for x in data]
-    counts = []
-    for prefetch in (0, 1, 3):
-        with count_comms() as comms:
-            found = train(sharded(copied(model), mesh, prefetch=prefetch), of_all)
-        assert_trained_alike(found, model, data)
-        counts.append((comms.total_calls, comms.total_bytes))
-    assert counts == counts[:1] * 3
+    check_gradients(Model(), torch.randn(6, 4, requires_grad=True), kinds=Layer)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from shardwise import Mesh, Shard, collectives, count_comms, distribute_tensor
+from shardwise import Mesh, Shard, count_comms, distribute_tensor
 from shardwise.errors import PlanError
 from shardwise.models import Transformer
 from shardwise.parallel import CPUOffloadPolicy, fully_shard
@@ -15,14 +15,14 @@ from shardwise.testing import simulate, world
 from tests.parallel.units import (
     ARGS,
     assert_trained_alike,
-    batches,
+    batches_of_all,
     copied,
     each_switch,
     gathered,
-    mean_loss,
     model_args,
     sharded,
     train,
+    train_parts,
     transformer,
 )
 
@@ -30,35 +30,27 @@ from tests.parallel.units import (
 @each_switch()
 @world(4)
 def test_parameters_are_resharded_to_fewer_ranks(tying: bool, recompute: bool, experts: int) -> None:
-    model, data = transformer(model_args(tying, recompute, experts)), batches(5)
-    mesh = Mesh((4,))
-    of_all = [distribute_tensor(x, mesh, [Shard(0)]) for x in data]
-    assert_trained_alike(train(sharded(copied(model), mesh, reshard_after_forward=2), of_all), model, data)
+    args, mesh = model_args(tying, recompute, experts), Mesh((4,))
+    found = sharded(transformer(args), mesh, reshard_after_forward=2)
+    assert_trained_alike(train(found, batches_of_all(5, mesh)), args, 5)
 
 
 @pytest.mark.parametrize(("shape", "fewer"), [((1, 6), 3), ((1, 6), 2), ((2, 4), 2)])
 def test_a_factor_of_the_axis_beside_replicas_and_prefetching(shape: tuple[int, int], fewer: int) -> None:
-    model, data = transformer(ARGS), batches(5)
-
     def run() -> None:
         mesh = Mesh(shape, names=("replicate", "shard"))
-        of_all = [distribute_tensor(x, mesh, [Shard(0), Shard(0)]) for x in data]
-        found = sharded(copied(model), mesh, reshard_after_forward=fewer, prefetch=2)
-        assert_trained_alike(train(found, of_all), model, data)
+        found = sharded(transformer(ARGS), mesh, reshard_after_forward=fewer, prefetch=2)
+        assert_trained_alike(train(found, batches_of_all(5, mesh)), ARGS, 5)
 
     world(shape[0] * shape[1]).run(run)
 
 
 @world(8)
 def test_fewer_ranks_beside_tensor_parallelism() -> None:
-    model, data = transformer(ARGS), batches(4)
-    mesh, rank = Mesh((4, 2), names=("dp", "tp")), collectives.rank()
-    found: Any = Transformer.parallelize(copied(model), mesh, False)
-    sharded(found, mesh.submesh("dp", rank), reshard_after_forward=2)
-    own = [x[rank // 2 : rank // 2 + 1] for x in data]
-    losses, left = train(found, own, lambda m, tokens: mean_loss(m, tokens) / 4)
-    sums = [collectives.all_reduce(loss, "sum", mesh.axis_ranks(rank, 0)) for loss in losses]
-    assert_trained_alike((sums, left), model, data)
+    mesh = Mesh((4, 2), names=("dp", "tp"))
+    found = Transformer.parallelize(transformer(ARGS), mesh, False)
+    sharded(found, mesh["dp"], reshard_after_forward=2)
+    assert_trained_alike(train_parts(found, 4, mesh, mean=False), ARGS, 4)
 
 
 @world(4)
@@ -143,9 +135,7 @@ def test_numbers_of_ranks_that_are_refused_and_all_of_them() -> None:
 
 @world(3)
 def test_offloading_changes_nothing_on_cpus() -> None:
-    model, data = transformer(ARGS), batches(5)
     mesh = Mesh((3,))
-    of_all = [distribute_tensor(x, mesh, [Shard(0)]) for x in data]
-    found = sharded(copied(model), mesh, offload_policy=CPUOffloadPolicy())
+    found = sharded(transformer(ARGS), mesh, offload_policy=CPUOffloadPolicy())
     assert not any(p.to_local().is_pinned() for p in found.parameters())
-    assert_trained_alike(train(found, of_all), model, data)
+    assert_trained_alike(train(found, batches_of_all(5, mesh)), ARGS, 5)

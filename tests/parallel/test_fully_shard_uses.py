@@ -13,7 +13,7 @@ from shardwise.errors import MismatchError, PlanError, RuleError
 from shardwise.parallel import fully_shard
 from shardwise.testing import world
 from tests.parallel.one_process import full
-from tests.parallel.units import as_units, copied, gathered, two_layers
+from tests.parallel.units import as_units, assert_same_gradients, check_gradients, copied, gathered, squares, two_layers
 
 
 class OneOfTwo(nn.Module):
@@ -88,12 +88,9 @@ def test_a_forward_that_fails_leaves_nothing_behind(error: type[BaseException]) 
             model(batch)
         handle.remove()
         assert all(isinstance(p, nn.Parameter) and isinstance(p, DTensor) for p in model.parameters())
-    with torch.no_grad():
-        model[0].weight.mul_(0.5)
-    want = copied(plain)
-    with torch.no_grad():
-        want[0].weight.mul_(0.5)
-    assert_close(full(model(batch)), want(x))
+    for each in (model, plain):
+        each[0].weight.data.mul_(0.5)
+    assert_close(full(model(batch)), plain(x))
 
 
 @world(2)
@@ -117,8 +114,7 @@ def test_a_backward_that_fails_leaves_the_stored_parameters() -> None:
     want(x).sum().backward()
     for p, q in zip(copied(model).parameters(), want.parameters(), strict=True):
         assert_close(full(p.detach()), q.detach())
-    for p, q in zip(model.parameters(), want.parameters(), strict=True):
-        assert_close(gathered(p.grad), q.grad)
+    assert_same_gradients(model, want)
 
 
 @world(2)
@@ -131,31 +127,16 @@ def test_an_output_that_is_a_parameter_keeps_its_memory() -> None:
         def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
             return self.weight[ids], self.weight.t()
 
-    torch.manual_seed(0)
-    plain, ids = Table(), torch.tensor([1, 4, 0, 1])
-    mesh = Mesh((2,))
-    model = copied(plain)
-    fully_shard(model, mesh=mesh, reshard_after_forward=True)
-    rows, weight = model(distribute_tensor(ids, mesh, [Shard(0)]))
-    (rows @ weight).sum().backward()
-    assert_close(full(weight.detach()), plain.weight.detach().t())
-    want = copied(plain)
-    rows, weight = want(ids)
-    (rows @ weight).sum().backward()
-    assert_close(gathered(model.weight.grad), want.weight.grad)
+    plain, shown = Table(), list[Tensor]()
 
+    def loss(model: Any, ids: Tensor) -> Tensor:
+        rows, weight = model(ids)
+        shown.append(weight)
+        total: Tensor = (rows @ weight).sum()
+        return total
 
-@world(2)
-def test_values_written_through_data_between_forwards() -> None:
-    plain, x = two_layers(), torch.randn(4, 4)
-    mesh = Mesh((2,))
-    model, batch = copied(plain), distribute_tensor(x, mesh, [Shard(0)])
-    fully_shard(model, mesh=mesh)
-    model(batch)
-    model[0].weight.data.mul_(0.5)
-    want = copied(plain)
-    want[0].weight.data.mul_(0.5)
-    assert_close(full(model(batch)), want(x))
+    check_gradients(plain, torch.tensor([1, 4, 0, 1]), loss, reshard_after_forward=True)
+    assert_close(full(shown[0].detach()), plain.weight.detach().t())
 
 
 @world(2)
@@ -186,32 +167,17 @@ def test_hooks_of_plain_parameters_are_refused_and_attributes_stay() -> None:
 
 @world(2)
 def test_batch_norm_as_a_unit() -> None:
-    torch.manual_seed(0)
-    plain, x = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)), torch.randn(8, 4)
-    mesh = Mesh((2,))
-    model, want = as_units(plain, mesh), copied(plain)
-    model(distribute_tensor(x, mesh, [Shard(0)])).square().sum().backward()
-    want(x).square().sum().backward()
-    for p, q in zip(model.parameters(), want.parameters(), strict=True):
-        assert_close(gathered(p.grad), q.grad)
+    check_gradients(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)), torch.randn(8, 4))
 
 
 @world(2)
 def test_a_gradient_penalty_beside_another_forward() -> None:
-    plain = two_layers()
-    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    def penalty(model: Any, both: Tensor) -> Tensor:
+        x, y = both[:, 0].clone().requires_grad_(), both[:, 1]
+        (gradient,) = torch.autograd.grad(squares(model, x), x, create_graph=True)
+        return gradient.square().sum() + squares(model, y)
 
-    def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
-        x = x.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-        return cast(Tensor, gradient.square().sum() + model(y).square().sum())
-
-    mesh = Mesh((2,))
-    model, want = as_units(plain, mesh), copied(plain)
-    loss_of(model, *(distribute_tensor(t, mesh, [Shard(0)]) for t in (x, y))).backward()
-    loss_of(want, x, y).backward()
-    for p, q in zip(model.parameters(), want.parameters(), strict=True):
-        assert_close(gathered(p.grad), q.grad)
+    check_gradients(two_layers(), torch.randn(4, 2, 4), penalty)
 
 
 @world(2)
@@ -248,26 +214,19 @@ def test_a_rank_that_fails_ends_all(where: str, prefetch: int) -> None:
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @world(2)
 def test_a_reentrant_checkpoint_is_recomputed_with_the_kind_of_batch_of_its_forward() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-
+    class Model(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
-            return cast(Tensor, checkpoint(lambda t: self.inner(t).tanh(), x, use_reentrant=True))
+            return cast(Tensor, checkpoint(lambda t: self[0](t).tanh(), x, use_reentrant=True))
 
-    torch.manual_seed(0)
-    plain, x = Model(), torch.randn(4, 4)
-    mesh = Mesh((2,))
-    model, want = copied(plain), copied(plain)
-    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    want, x, mesh = Model(nn.Linear(4, 4)), torch.randn(4, 4), Mesh((2,))
+    model = fully_shard(copied(want), mesh=mesh, reshard_after_forward=True)
     own = x.chunk(2)[collectives.rank()].clone().requires_grad_()
     loss = model(own).square().mean()
     with torch.no_grad():
         model(distribute_tensor(x, mesh, [Shard(0)]))
     loss.backward()
     want(x.clone().requires_grad_()).square().mean().backward()
-    assert_close(gathered(model.inner.weight.grad), want.inner.weight.grad)
+    assert_same_gradients(model, want)
 
 
 @world(2)
@@ -285,17 +244,7 @@ def test_a_backward_inside_a_forward() -> None:
             assert x.grad is not None
             return cast(Tensor, self.layers(x) + x.grad.sum(1, keepdim=True))
 
-    torch.manual_seed(0)
-    plain, x = Energy(), torch.randn(4, 4)
-    mesh = Mesh((2,))
-    model, want = copied(plain), copied(plain)
-    for layer in (model.layers[0], model.layers[2]):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    model(distribute_tensor(x, mesh, [Shard(0)])).square().sum().backward()
-    want(x).square().sum().backward()
-    for p, q in zip(model.parameters(), want.parameters(), strict=True):
-        assert_close(gathered(p.grad), q.grad)
+    check_gradients(Energy(), torch.randn(4, 4))
 
 
 @pytest.mark.parametrize("reshard", [True, False])
