@@ -80,8 +80,6 @@ def counted(plan: dict[str, Any], run: Any = lambda module, x: module(x), sharde
         out.square().sum().backward()
     counts.append(comms.total_calls)
     want.square().sum().backward()
-    assert x.grad is not None
-    assert y.grad is not None
     assert_close(x.grad, local_shard_of(y.grad, sharded, collectives.world_size()))
     assert_same_parameters(module, plain)
     return counts
@@ -274,7 +272,6 @@ def test_on_one_rank_the_boundary_returns_its_input() -> None:
     assert own_nodes(out.grad_fn) == set()
     assert seen[0].placements == (R,)
     for p, want in zip(module.parameters(), plain.parameters(), strict=True):
-        assert p.grad is not None
         assert_close(full(p.grad), want.grad)
 
 

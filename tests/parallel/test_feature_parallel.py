@@ -149,7 +149,6 @@ def test_inputs_and_outputs_are_laid_out_as_the_style_says(style: ParallelStyle,
     factors = torch.arange(15.0, dtype=torch.float64).view(3, 5)
     (out * own(factors, part, 1)).sum().backward()
     (gradient,) = torch.autograd.grad((want * factors).sum(), x, retain_graph=True)
-    assert mine.grad is not None
     assert_close(mine.grad, own(gradient, given, 0))
     (want * factors).sum().backward()
     assert_same_parameters(module, plain)
@@ -168,8 +167,6 @@ def test_a_distributed_input_may_come_in_any_layout(style: type[ParallelStyle], 
     assert_close(full(out), want)
     out.square().sum().backward()
     want.square().sum().backward()
-    assert x.grad is not None
-    assert y.grad is not None
     assert_close(full(x.grad), y.grad)
     assert_same_parameters(module, plain)
 

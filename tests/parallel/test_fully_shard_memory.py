@@ -12,13 +12,13 @@ from shardwise.errors import PlanError
 from shardwise.models import Transformer
 from shardwise.parallel import CPUOffloadPolicy, fully_shard
 from shardwise.testing import simulate, world
+from tests.parallel.one_process import full
 from tests.parallel.units import (
     ARGS,
     assert_trained_alike,
     batches_of_all,
     copied,
     each_switch,
-    gathered,
     model_args,
     sharded,
     train,
@@ -110,7 +110,7 @@ def test_a_parameter_that_is_returned_and_a_change_before_backward() -> None:
     for each, inputs in ((model, of_all), (want, x)):
         out, weight = each(inputs)
         (out.square().sum() + weight.square().sum()).backward()
-    assert_close(gathered(model.weight.grad), want.weight.grad)
+    assert_close(full(model.weight.grad), want.weight.grad)
     out, _ = model(of_all)
     with torch.no_grad():
         model.weight.mul_(2)

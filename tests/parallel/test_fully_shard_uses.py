@@ -13,7 +13,7 @@ from shardwise.errors import MismatchError, PlanError, RuleError
 from shardwise.parallel import fully_shard
 from shardwise.testing import world
 from tests.parallel.one_process import full
-from tests.parallel.units import as_units, assert_same_gradients, check_gradients, copied, gathered, squares, two_layers
+from tests.parallel.units import as_units, assert_same_gradients, check_gradients, copied, squares, two_layers
 
 
 class OneOfTwo(nn.Module):
@@ -262,9 +262,9 @@ def test_a_step_through_parameters_that_functional_call_puts_there(reshard: bool
         outer = model(x).square().mean() + torch.func.functional_call(model, moved, (y,)).square().mean()
         outer.backward()
         assert all(p is own[name] for name, p in model.named_parameters())
-        gradients = [gathered(p.grad).clone() for p in model.parameters()]
+        gradients = [full(p.grad).clone() for p in model.parameters()]
         torch.optim.SGD(model.parameters(), lr=0.1).step()
-        return gathered(outer), gradients + [gathered(p).clone() for p in model.parameters()]
+        return full(outer), gradients + [full(p).clone() for p in model.parameters()]
 
     want = copied(plain)
     expected = [train(want, x, y) for _ in range(2)]

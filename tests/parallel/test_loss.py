@@ -70,7 +70,6 @@ def test_every_option_is_exact_on_any_sharding_of_the_classes(targets: Tensor, o
             loss.square().sum().backward()
         assert x.grad is not None
         assert as_dtensor(x.grad).placements == as_dtensor(x).placements
-        assert y.grad is not None
         assert_close(full(x.grad), y.grad)
 
 
@@ -212,8 +211,6 @@ def test_on_two_axes_the_mean_is_that_of_the_global_batch() -> None:
         loss = F.cross_entropy(x, goal, ignore_index=4, label_smoothing=0.1)
         loss.backward()
     assert_close(full(loss), want)
-    assert x.grad is not None
-    assert y.grad is not None
     assert_close(full(x.grad), y.grad)
 
 

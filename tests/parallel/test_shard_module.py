@@ -78,7 +78,6 @@ def test_a_sharded_module_computes_and_learns_what_the_plain_one_does(plan: str)
         assert isinstance(p, DTensor)
         assert isinstance(p, nn.Parameter)
         assert as_dtensor(p)._name == name
-        assert want.grad is not None
         assert_close(as_dtensor(p.grad).full_tensor(), want.grad)
     assert type(module.scale) is Tensor
 
@@ -428,7 +427,6 @@ def test_real_processes_on_a_grid_equal_one() -> None:
     F.mse_loss(out, torch.zeros(5, 1, dtype=torch.float64)).backward()
     F.mse_loss(plain(x), torch.zeros(5, 1, dtype=torch.float64)).backward()
     for p, want in zip(module.parameters(), plain.parameters(), strict=True):
-        assert want.grad is not None
         assert_close(as_dtensor(p.grad).full_tensor(), want.grad)
 
 

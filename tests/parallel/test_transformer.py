@@ -68,8 +68,6 @@ def check(args: ModelArgs, mesh: Mesh, sequence: bool, local_heads: bool, gather
     counts["gradients"] = comms.total_calls
     for p, reference in zip(module.parameters(), plain.parameters(), strict=True):
         assert_close(full(p), reference)
-        assert p.grad is not None
-        assert reference.grad is not None
         near(full(p.grad), reference.grad)
     assert (module.output.weight is module.tok_embeddings.weight) == args.weight_tying
     return counts

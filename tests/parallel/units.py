@@ -29,11 +29,6 @@ def copied(model: nn.Module) -> Any:
     return copy.deepcopy(model)
 
 
-def gathered(x: Any) -> Tensor:
-    assert isinstance(x, Tensor)
-    return full(x)
-
-
 # ---- small modules, and one step of them ----------------------------------------------------------------------------
 
 
@@ -61,7 +56,7 @@ def assert_same_gradients(model: nn.Module, want: nn.Module) -> None:
         assert p.requires_grad == q.requires_grad, name
         assert (p.grad is None) == (q.grad is None), name
         if q.grad is not None:
-            assert_close(gathered(p.grad), q.grad, msg=f"{name}: {{}}".format)
+            assert_close(full(p.grad), q.grad, msg=f"{name}: {{}}".format)
 
 
 def check_gradients(plain: nn.Module, x: Tensor, loss: Loss = squares, **options: Any) -> Any:
@@ -73,7 +68,7 @@ def check_gradients(plain: nn.Module, x: Tensor, loss: Loss = squares, **options
         loss(each, given.requires_grad_(x.requires_grad)).backward()
     assert_same_gradients(model, want)
     if x.requires_grad:
-        assert_close(gathered(mine.grad), theirs.grad)
+        assert_close(full(mine.grad), theirs.grad)
     return model
 
 
@@ -131,7 +126,7 @@ def train(model: nn.Module, data: Sequence[Tensor], loss_of: Loss = mean_loss) -
         optimizer.step()
         losses.append(full(loss.detach()))
     left = {name: full(p.detach()) for name, p in model.named_parameters()}
-    left |= {f"gradient of {name}": gathered(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    left |= {f"gradient of {name}": full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     return losses, left
 
 

@@ -15,7 +15,7 @@ from shardwise.debug import explain
 from shardwise.models import ModelArgs, Transformer
 from shardwise.parallel import fully_shard
 from shardwise.testing import world
-from tests.parallel.units import gathered
+from tests.parallel.one_process import full
 
 ARGS = ModelArgs(n_layers=2, vocab_size=210, max_seq_len=24, dim=96, n_heads=6, dropout_p=0.0)
 
@@ -38,7 +38,7 @@ def test_a_batch_stays_sharded_where_parameters_are_sharded_too(ranks: int) -> N
         assert moved - set(names) <= {"operand 1"}  # the positions, which a sharded table gives as partial sums
         for name, p in want.named_parameters():
             assert p.grad is not None
-            assert_close(gathered(names[name].grad), p.grad)
+            assert_close(full(names[name].grad), p.grad)
 
     world(ranks).run(run)
 
