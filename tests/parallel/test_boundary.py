@@ -323,27 +323,23 @@ def test_plain_inputs_that_should_be_replicated_and_differ_are_found(style: Para
     assert "the input of the module: the plain tensor of shape (2,), int64, must be the same on all ranks" in text
 
 
+@world(4)
 def test_the_loss_of_a_plain_output_is_the_sum_over_the_other_axes() -> None:
     """Each rank of "dp" computes a loss of its own from a DTensor that is replicated there; those of "tp" the same."""
     torch.manual_seed(0)
     layer, x = nn.Linear(3, 4).double(), torch.randn(2, 3, dtype=torch.float64)
     expected = x.clone().requires_grad_()
     sum(k * layer(expected).square().sum() for k in (1, 2)).backward()
-
-    @world(4)
-    def body() -> None:
-        mesh = Mesh((2, 2), names=("dp", "tp"))
-        style = ColwiseParallel(output_layouts=Replicate())
-        model: Any = parallelize_module(copy.deepcopy(layer), mesh, style)
-        mine: Any = distribute_tensor(x.clone(), mesh, [Replicate(), Replicate()]).requires_grad_()
-        out = model(mine)
-        assert type(out) is Tensor
-        loss = (1 + mesh.get_local_rank("dp")) * out.square().sum()
-        loss.backward()
-        assert_close(full(mine.grad), expected.grad)
-        assert_close(full(model.weight.grad), layer.weight.grad)
-
-    body()
+    mesh = Mesh((2, 2), names=("dp", "tp"))
+    style = ColwiseParallel(output_layouts=Replicate())
+    model: Any = parallelize_module(copy.deepcopy(layer), mesh, style)
+    mine: Any = distribute_tensor(x.clone(), mesh, [Replicate(), Replicate()]).requires_grad_()
+    out = model(mine)
+    assert type(out) is Tensor
+    loss = (1 + mesh.get_local_rank("dp")) * out.square().sum()
+    loss.backward()
+    assert_close(full(mine.grad), expected.grad)
+    assert_close(full(model.weight.grad), layer.weight.grad)
 
 
 class Attention(nn.Module):

@@ -134,43 +134,40 @@ def test_a_sharder_that_returns_no_module_raises() -> None:
         shard_module(model, {"head": Forgetful()})  # type: ignore[arg-type]
 
 
+@world(2)
 def test_all_errors_of_a_sharding_plan_are_reported_at_once_and_nothing_changes() -> None:
-    @world(2)
-    def body() -> None:
-        model = Model()
-        rows = chunks(0, 0, 1)
-        plan = ShardingPlan(
-            plan={
-                "inner": Doubled(),
-                "inner.0.weight": rows,
-                "inner.0": Doubled(),
-                "": Doubled(),
-                "tabel.weight": rows,
-                "head.weight": "rows",  # type: ignore[dict-item]
-                "attic": Doubled(),
-                "table.weight": rows,
-            },
-            output_plan={"head": 3, "cellar": rows},  # type: ignore[dict-item]
-            return_local_tensor=["roof"],
-        )
-        with pytest.raises(PlanError) as error:
-            shard_module(model, plan)
-        for said in (
-            "'inner.0.weight' has a spec, but it belongs to 'inner', which a Sharder replaces",
-            "'inner' has a Sharder, and so has 'inner.0', which is inside it",
-            "no parent to be replaced in",
-            "'tabel.weight' matches no parameter or buffer. Did you mean 'table.weight'?",
-            "'head.weight' needs a ShardingSpec or a Sharder, got str",
-            "'attic' matches no module",
-            "the output of 'head' needs a ShardingSpec, got int",
-            "the plan for the output: 'cellar' matches no module",
-            "the plan for the output: 'roof' matches no module",
-        ):
-            assert said in str(error.value)
-        assert not isinstance(model.table.weight, DTensor)
-        assert type(model.inner) is nn.Sequential
-
-    body()
+    model = Model()
+    rows = chunks(0, 0, 1)
+    plan = ShardingPlan(
+        plan={
+            "inner": Doubled(),
+            "inner.0.weight": rows,
+            "inner.0": Doubled(),
+            "": Doubled(),
+            "tabel.weight": rows,
+            "head.weight": "rows",  # type: ignore[dict-item]
+            "attic": Doubled(),
+            "table.weight": rows,
+        },
+        output_plan={"head": 3, "cellar": rows},  # type: ignore[dict-item]
+        return_local_tensor=["roof"],
+    )
+    with pytest.raises(PlanError) as error:
+        shard_module(model, plan)
+    for said in (
+        "'inner.0.weight' has a spec, but it belongs to 'inner', which a Sharder replaces",
+        "'inner' has a Sharder, and so has 'inner.0', which is inside it",
+        "no parent to be replaced in",
+        "'tabel.weight' matches no parameter or buffer. Did you mean 'table.weight'?",
+        "'head.weight' needs a ShardingSpec or a Sharder, got str",
+        "'attic' matches no module",
+        "the output of 'head' needs a ShardingSpec, got int",
+        "the plan for the output: 'cellar' matches no module",
+        "the plan for the output: 'roof' matches no module",
+    ):
+        assert said in str(error.value)
+    assert not isinstance(model.table.weight, DTensor)
+    assert type(model.inner) is nn.Sequential
 
 
 @world(2)

@@ -51,20 +51,17 @@ SPECS: dict[str, ShardingSpec] = {
 
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("src", [0, 3])
+@world(4)
 def test_the_values_of_the_source_arrive_and_nobody_else_needs_them(name: str, src: int) -> None:
-    @world(4)
-    def body() -> None:
-        given = VALUE if rank() == src else torch.empty(10, 4, device="meta")
-        with count_comms() as comms:
-            x = SPECS[name].shard(given, src_rank=src)
-        held = sum(box.numel for box in x.layout_.boxes(src))
-        assert comms.total_bytes <= (40 - held) * 4 + 4 * 4 * 8  # what the source does not keep, and the agreement
-        assert_close(x.full_tensor(), VALUE)
-        assert x.sharding_spec() is SPECS[name]
-        for mine in x.local_shards():
-            assert_close(mine.tensor, VALUE[mine.metadata.box.relative_to(Box((0, 0), (10, 4)))])
-
-    body()
+    given = VALUE if rank() == src else torch.empty(10, 4, device="meta")
+    with count_comms() as comms:
+        x = SPECS[name].shard(given, src_rank=src)
+    held = sum(box.numel for box in x.layout_.boxes(src))
+    assert comms.total_bytes <= (40 - held) * 4 + 4 * 4 * 8  # what the source does not keep, and the agreement
+    assert_close(x.full_tensor(), VALUE)
+    assert x.sharding_spec() is SPECS[name]
+    for mine in x.local_shards():
+        assert_close(mine.tensor, VALUE[mine.metadata.box.relative_to(Box((0, 0), (10, 4)))])
 
 
 @world(4)

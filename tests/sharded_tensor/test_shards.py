@@ -41,21 +41,18 @@ WHOLE = Box((0, 0), (10, 4))
 
 
 @pytest.mark.parametrize("source", SPECS)
+@world(4)
 def test_any_spec_becomes_any_other_and_only_what_a_rank_lacks_is_sent(source: str) -> None:
-    @world(4)
-    def body() -> None:
-        x = SPECS[source].shard(VALUE)
-        for name, target in SPECS.items():
-            with count_comms() as comms:
-                y = x.reshard(target)
-            assert_close(y.full_tensor(), VALUE, msg=name)
-            assert y.sharding_spec() is target
-            before, after = x.layout_.boxes(rank()), y.layout_.boxes(rank())
-            kept = sum(common.numel for a, b in product(before, after) if (common := a.intersect(b)))
-            sent = sum(box.numel for box in before) - kept
-            assert comms.total_bytes == sent * 4, name
-
-    body()
+    x = SPECS[source].shard(VALUE)
+    for name, target in SPECS.items():
+        with count_comms() as comms:
+            y = x.reshard(target)
+        assert_close(y.full_tensor(), VALUE, msg=name)
+        assert y.sharding_spec() is target
+        before, after = x.layout_.boxes(rank()), y.layout_.boxes(rank())
+        kept = sum(common.numel for a, b in product(before, after) if (common := a.intersect(b)))
+        sent = sum(box.numel for box in before) - kept
+        assert comms.total_bytes == sent * 4, name
 
 
 @world(4)
@@ -89,21 +86,18 @@ def test_replicated_and_partial_tensors_can_be_resharded() -> None:
 
 
 @pytest.mark.parametrize("name", SPECS)
+@world(4)
 def test_every_shard_is_where_its_metadata_say(name: str) -> None:
-    @world(4)
-    def body() -> None:
-        x = SPECS[name].shard(VALUE)
-        meta = x.metadata()
-        assert meta.size == (10, 4)
-        assert meta == SPECS[name].build_metadata((10, 4), meta.tensor_properties)
-        mine = x.local_shards()
-        assert [s.metadata for s in mine] == [m for m in meta if m.rank == rank()]
-        for shard in mine:
-            assert_close(shard.tensor, VALUE[shard.metadata.box.relative_to(WHOLE)])
-            shard.tensor.mul_(2)  # it is the memory of the tensor
-        assert_close(x.full_tensor(), VALUE * 2)
-
-    body()
+    x = SPECS[name].shard(VALUE)
+    meta = x.metadata()
+    assert meta.size == (10, 4)
+    assert meta == SPECS[name].build_metadata((10, 4), meta.tensor_properties)
+    mine = x.local_shards()
+    assert [s.metadata for s in mine] == [m for m in meta if m.rank == rank()]
+    for shard in mine:
+        assert_close(shard.tensor, VALUE[shard.metadata.box.relative_to(WHOLE)])
+        shard.tensor.mul_(2)  # it is the memory of the tensor
+    assert_close(x.full_tensor(), VALUE * 2)
 
 
 @world(4)
@@ -143,23 +137,20 @@ def test_the_only_shard_is_given_with_its_gradient() -> None:
 
 
 @pytest.mark.parametrize("name", SPECS)
+@world(4)
 def test_gather_returns_the_full_tensor_on_one_rank_and_none_on_the_others(name: str) -> None:
-    @world(4)
-    def body() -> None:
-        x = SPECS[name].shard(VALUE)
-        with count_comms() as comms:
-            plain = x.gather(dst=2)
-        held = sum(box.numel for box in x.layout_.boxes(rank()))
-        assert comms.total_bytes == (0 if rank() == 2 else held * 4)
-        assert (plain is None) == (rank() != 2)
-        if plain is not None:
-            assert_close(plain, VALUE)
-        out = torch.empty(10, 4, dtype=torch.float64) if rank() == 1 else None
-        x.gather(1, out=out)
-        if out is not None:
-            assert_close(out, VALUE.double())
-
-    body()
+    x = SPECS[name].shard(VALUE)
+    with count_comms() as comms:
+        plain = x.gather(dst=2)
+    held = sum(box.numel for box in x.layout_.boxes(rank()))
+    assert comms.total_bytes == (0 if rank() == 2 else held * 4)
+    assert (plain is None) == (rank() != 2)
+    if plain is not None:
+        assert_close(plain, VALUE)
+    out = torch.empty(10, 4, dtype=torch.float64) if rank() == 1 else None
+    x.gather(1, out=out)
+    if out is not None:
+        assert_close(out, VALUE.double())
 
 
 @world(4)
@@ -252,17 +243,14 @@ def shards(name: str) -> list[LocalShard]:
 
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("expected", [True, False])
+@world(4)
 def test_shards_become_the_tensor_that_they_are_of(name: str, expected: bool) -> None:
-    @world(4)
-    def body() -> None:
-        mine = shards(name)
-        x = init_from_local_shards(mine, *((10, 4) if expected else ()))
-        assert_close(x.full_tensor(), VALUE)
-        if len(mine) == 1 and mine[0].tensor.numel():
-            mine[0].tensor.add_(1)  # its memory is that of the tensor
-            assert_close(x.local_shards()[0].tensor, mine[0].tensor)
-
-    body()
+    mine = shards(name)
+    x = init_from_local_shards(mine, *((10, 4) if expected else ()))
+    assert_close(x.full_tensor(), VALUE)
+    if len(mine) == 1 and mine[0].tensor.numel():
+        mine[0].tensor.add_(1)  # its memory is that of the tensor
+        assert_close(x.local_shards()[0].tensor, mine[0].tensor)
 
 
 @world(3)
@@ -341,48 +329,42 @@ def test_a_shard_has_the_shape_that_its_metadata_say() -> None:
 
 
 @pytest.mark.parametrize("name", SPECS)
+@world(4)
 def test_tensors_are_filled_by_spec(name: str) -> None:
-    @world(4)
-    def body() -> None:
-        by = SPECS[name]
-        assert_close(sharded_tensor.zeros(by, 10, 4).full_tensor(), torch.zeros(10, 4))
-        assert_close(
-            sharded_tensor.ones(by, (10, 4), dtype=torch.int32).full_tensor(), torch.ones(10, 4, dtype=torch.int32)
-        )
-        for filled in (sharded_tensor.full(by, (10, 4), 3.0), sharded_tensor.full(by, size=[10, 4], fill_value=3.0)):
-            assert_close(filled.full_tensor(), torch.full((10, 4), 3.0))
-        torch.manual_seed(0)
-        drawn = sharded_tensor.rand(by, 10, 4, requires_grad=True)
-        torch.manual_seed(0)
-        assert_close(drawn.detach().full_tensor(), sharded_tensor.rand(SPECS["rows"], 10, 4).full_tensor())
-        assert drawn.requires_grad
-        assert sharded_tensor.empty(by, 10, 4).sharding_spec() is by
-        torch.manual_seed(1)
-        assert sharded_tensor.randn(by, 10, 4).full_tensor().std() > 0.5
-
-    body()
+    by = SPECS[name]
+    assert_close(sharded_tensor.zeros(by, 10, 4).full_tensor(), torch.zeros(10, 4))
+    assert_close(
+        sharded_tensor.ones(by, (10, 4), dtype=torch.int32).full_tensor(), torch.ones(10, 4, dtype=torch.int32)
+    )
+    for filled in (sharded_tensor.full(by, (10, 4), 3.0), sharded_tensor.full(by, size=[10, 4], fill_value=3.0)):
+        assert_close(filled.full_tensor(), torch.full((10, 4), 3.0))
+    torch.manual_seed(0)
+    drawn = sharded_tensor.rand(by, 10, 4, requires_grad=True)
+    torch.manual_seed(0)
+    assert_close(drawn.detach().full_tensor(), sharded_tensor.rand(SPECS["rows"], 10, 4).full_tensor())
+    assert drawn.requires_grad
+    assert sharded_tensor.empty(by, 10, 4).sharding_spec() is by
+    torch.manual_seed(1)
+    assert sharded_tensor.randn(by, 10, 4).full_tensor().std() > 0.5
 
 
 @pytest.mark.parametrize("name", SPECS)
+@world(4)
 def test_elementwise_ops_and_views_equal_one_process(name: str) -> None:
-    @world(4)
-    def body() -> None:
-        x = SPECS[name].shard(VALUE)
-        for op in (
-            lambda t: t * 2 + 1,
-            torch.relu,
-            lambda t: t.sum(),
-            lambda t: t.mean(0),
-            lambda t: t.view(5, 8),
-            lambda t: t.t(),
-            lambda t: t[3:7],
-            lambda t: torch.softmax(t, 1),
-            lambda t: t @ t.t(),
-            lambda t: torch.cat([t, t], 1),
-        ):
-            assert_close(as_dtensor(op(x)).full_tensor(), op(VALUE))
-
-    body()
+    x = SPECS[name].shard(VALUE)
+    for op in (
+        lambda t: t * 2 + 1,
+        torch.relu,
+        lambda t: t.sum(),
+        lambda t: t.mean(0),
+        lambda t: t.view(5, 8),
+        lambda t: t.t(),
+        lambda t: t[3:7],
+        lambda t: torch.softmax(t, 1),
+        lambda t: t @ t.t(),
+        lambda t: torch.cat([t, t], 1),
+    ):
+        assert_close(as_dtensor(op(x)).full_tensor(), op(VALUE))
 
 
 @world(2)
