@@ -20,9 +20,10 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
         "torch._dynamo",  # which the first step of an optimizer of torch imports
-        "shardwise.demos.recommender.training",
-        "shardwise.demos.lm.training",
-        "shardwise.demos.dlrm.training",
+        "shardwise.checkpoint",
+        "shardwise.data",
+        "shardwise.embedding",
+        "shardwise.parallel",
         "shardwise.cli",
         "shardwise.testing.worker",  # the ranks of real worlds come from this server as well,
         "pytest",  # and import tests

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tools.soak import JOBS, ROUNDS, TOLERANCE, Counts, Ranks, SoakError, difference, recorded
+from shardwise.testing import world
+from tools.soak import OTHERS, SAME, TOLERANCE, Counts, SoakError, difference, recorded
+from tools.soak_job import parser, train
 
 LOSSES = {1: 2.0, 2: 1.0, 3: 0.5}
 
@@ -31,16 +33,15 @@ def test_a_checkpoint_that_was_not_gone_on_from_fails() -> None:
         difference([*until_21, *((step, 1.0) for step in range(11, 26))], wanted)
 
 
-def test_what_a_command_says_is_counted() -> None:
-    counts, two = Counts(), Ranks(2, "--plan row")
-    counts.add("step 5/150\nRestart 1 of 9: killed. Starting again from the beginning on 2 ranks.\n", two, None)
+def test_what_a_job_says_is_counted() -> None:
+    counts = Counts()
+    counts.add("Restart 1: rank 0 was killed by SIGKILL\n")
     assert (counts.restarts, counts.resumes, counts.other_ranks, counts.other_plans) == (1, 0, 0, 0)
-    said = (
-        "Going on from step 10 in runs.\nRestart 1 of 9: killed. Starting again from step 20 on 3 ranks.\n"
-        "Restart 2 of 9: killed. Starting again from step 20 on 2 ranks instead of 3, as …\n"
+    counts.add(
+        "Resumed from step 10 of 2 ranks, row, fully; now 2 ranks, table, fully\nRestart 1: rank 1 was killed\n"
+        "Resumed from step 20 of 2 ranks, table, fully; now 3 ranks, table, fully\n"
     )
-    counts.add(said, Ranks(3, "--plan table"), two)
-    assert (counts.restarts, counts.resumes, counts.other_ranks, counts.other_plans) == (3, 3, 2, 1)
+    assert (counts.restarts, counts.resumes, counts.other_ranks, counts.other_plans) == (2, 2, 1, 1)
 
 
 def test_losses_are_read_to_the_bit(tmp_path: Path) -> None:
@@ -48,5 +49,26 @@ def test_losses_are_read_to_the_bit(tmp_path: Path) -> None:
     assert recorded(tmp_path / "losses") == [(1, 0.1), (2, 1 / 3), (1, 0.1)]
 
 
-def test_every_job_has_rounds_on_the_same_and_on_changing_ranks() -> None:
-    assert set(ROUNDS) == {(name, same) for name in JOBS for same in (True, False)}
+def trained(folder: Path, options: str, last_step: int) -> list[tuple[int, float]]:
+    """The losses so far of a job in a folder, after it was started with these options on simulated ranks."""
+    args = parser().parse_args([str(folder / "losses"), *options.split()])
+    world(args.ranks[0]).run(train, args.losses, args.tables, args.layers, str(folder / "runs"), last_step)
+    return recorded(folder / "losses")
+
+
+def test_a_resumed_job_takes_the_steps_of_one_that_was_not_interrupted(tmp_path: Path) -> None:
+    wanted = {}
+    for number, options in enumerate(SAME):
+        whole, parts = tmp_path / f"whole-{number}", tmp_path / f"parts-{number}"
+        whole.mkdir()
+        parts.mkdir()
+        wanted[options] = dict(trained(whole, options, 27))
+        for last_step in (13, 25, 27):  # from the beginning, in the first and in the second epoch
+            found = trained(parts, options, last_step)
+        assert [step for step, _ in found] == [*range(1, 14), *range(11, 26), *range(21, 28)]
+        assert difference(found, wanted[options]) == 0
+    changing = tmp_path / "changing"
+    changing.mkdir()
+    for last_step, options in enumerate((*OTHERS, SAME[1]), 22):
+        found = trained(changing, options, last_step)
+    assert difference([*found, (27, wanted[SAME[0]][27])], wanted[SAME[0]]) <= TOLERANCE

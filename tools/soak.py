@@ -2,14 +2,16 @@
 
     python -m tools.soak --seconds 60 --seed 0
 
-Each round is a run of `shardwise train --max-restarts … --auto-resume` that is disturbed until it has taken its last
-step: SIGKILL of a rank or of all processes; SIGSTOP of a rank, which is continued soon or never; SIGTERM, which saves.
-That happens after some steps and a random time; every third time, while a checkpoint is being written.
+Each round is a run of `tools.soak_job` that is disturbed until it has taken its last step: SIGKILL of a rank or of all
+processes; SIGSTOP of a rank, which is continued soon or never; SIGTERM. That happens after some steps and a random
+time; every third time, while a checkpoint is being written. The job starts its ranks again after the failure of one;
+where all its processes have ended, it is started again here.
+
 In half of the rounds it always has the ranks and the plan of the uninterrupted run: every loss has to be equal to the
 bit. In the others each start has another number of ranks or another plan: the losses may differ by `TOLERANCE`.
 
 The disturbances end after `--seconds`; the round that is under way then goes to its end. The exit code is 1 if a loss
-differs, if a step is missing, or if the command ends, hangs or fails as it should not.
+differs, if a step is missing, or if the job ends, hangs or fails as it should not.
 """
 
 import argparse
@@ -29,73 +31,29 @@ from math import inf
 from pathlib import Path
 from time import monotonic, sleep
 
+from tools.soak_job import FOLDER, SAVE_EVERY, TIMEOUT_SECONDS
+
 ROOT = Path(__file__).parents[1]
 
 # Other ranks and layouts add the same float32 numbers in another order. Each sum then differs by some 6e-8 of it, and
-# training carries that on from step to step: after 150 steps of these jobs, losses differ by up to 2e-7.
+# training carries that on from step to step: after 150 steps of this job, losses differ by up to 2e-7.
 TOLERANCE = 1e-6  # of a loss, relative
 
-TIMEOUT_SECONDS = 8.0  # of a collective: a rank that is stopped for longer hangs
-PATIENCE_SECONDS = 240.0  # without a step: neither the command nor its timeouts do what they should
+PATIENCE_SECONDS = 240.0  # without a step: neither the job nor its timeouts do what they should
 POLL_SECONDS = 0.02
 SAVING_POLL_SECONDS = 0.001  # a save takes some 20 ms
 AT_A_SAVE, SOON_SECONDS = 1 / 3, 0.3
-SAVE_EVERY = 10  # steps
-KILLED_ALL, GAVE_UP, TERMINATED = -signal.SIGKILL, 5, 143
+KILLED_ALL, TERMINATED = -signal.SIGKILL, 143
 
-
-@dataclass(frozen=True)
-class Ranks:
-    """How many, and the options that say how the model is sharded over them."""
-
-    count: int
-    plan: str = ""
-    least: int | None = None
-
-    @property
-    def options(self) -> str:
-        return f"--nproc {self.count} {self.plan}" + (f" --min-nproc {self.least}" if self.least else "")
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is trained.
-
-    Attributes:
-        options: of every start.
-        same: those of the uninterrupted run.
-        others: further ones.
-    """
-
-    options: str
-    same: Ranks
-    others: tuple[Ranks, ...]
-
-
-JOBS = {
-    "recommender": Job(
-        "--steps 150 --set dim=16 --set batch_size=512 --set negatives=64",
-        Ranks(2, "--plan row"),
-        (Ranks(3, "--plan table", 1), Ranks(1, "--plan replicate"), Ranks(2, "--plan column", 1)),
-    ),
-    "lm": Job(
-        "--steps 150 --set dim=24 --set heads=2 --set layers=2 --set context=24 --set batch_size=6 --set dropout=0.1 "
-        "--set warmup_steps=20 --set learning_rate=0.001 --set sample_bytes=0",
-        Ranks(2),
-        (Ranks(3, least=1), Ranks(1), Ranks(2, "--mesh tp=2"), Ranks(2, "--mesh dp=2 --fully-shard")),
-    ),
-    "dlrm": Job(
-        "--steps 150 --epochs 20 --set batch_size=36 --set hidden=16 --set learning_rate=0.0003 "
-        "--set table_learning_rate=0.002",
-        Ranks(2, "--plan row"),
-        (Ranks(3, "--plan table", 1), Ranks(1, "--plan row"), Ranks(2, "--plan replicate", 1)),
-    ),
-}  # column-wise tables of dlrm are left out: row-wise Adagrad then has a number of each shard of a row
-SHARED = (
-    f"--set log_every=1 --set save_every={SAVE_EVERY} --set timeout_seconds={TIMEOUT_SECONDS:g} "
-    "--checkpoint runs --run soak"
+# Options of a start: the numbers of ranks, in turn, and the plans of tables and layers.
+SAME = ("--ranks 2 --tables row --layers fully", "--ranks 2 --tables table --layers tensor")
+OTHERS = (
+    "--ranks 3 1 --tables table --layers fully",
+    "--ranks 1 --tables row --layers replicate",
+    "--ranks 2 1 --tables column --layers replicate",
+    "--ranks 3 2 --tables replicate --layers tensor",
 )
-ROUNDS = tuple((name, (turn + place) % 2 == 1) for turn in range(2) for place, name in enumerate(JOBS))
+ROUNDS = (SAME[0], "", SAME[1], "")
 EVENTS = ("kill a rank", "kill a rank", "kill all", "stop and continue", "stop for good", "SIGTERM")
 
 
@@ -119,22 +77,19 @@ class Counts:
     largest: dict[bool, float] = field(default_factory=dict[bool, float])
     """The largest difference of a loss, on the same ranks or not."""
 
-    def add(self, said: str, ranks: Ranks, before: Ranks | None) -> None:
-        """Count what a command said of itself."""
-        restarts = re.findall(r"^Restart \d.*$", said, re.MULTILINE)
-        resumed = re.search(r"^Going on from step", said, re.MULTILINE) is not None
-        self.restarts += len(restarts)
-        self.resumes += resumed + sum("from step" in line for line in restarts)
-        self.other_ranks += sum("from step" in line and "instead of" in line for line in restarts)
-        if before is not None:
-            self.other_ranks += resumed and before.count != ranks.count
-            self.other_plans += resumed and before.plan != ranks.plan
+    def add(self, said: str) -> None:
+        """Count what a job said of itself."""
+        self.restarts += len(re.findall(r"^Restart \d", said, re.MULTILINE))
+        resumed = re.findall(r"^Resumed from step \d+ of (\d) ranks, (.*); now (\d) ranks, (.*)$", said, re.MULTILINE)
+        self.resumes += len(resumed)
+        self.other_ranks += sum(before != now for before, _, now, _ in resumed)
+        self.other_plans += sum(before != now for _, before, _, now in resumed)
 
     def __str__(self) -> str:
         same, other = (f"{self.largest[same]:.1e}" if same in self.largest else "no run" for same in (True, False))
         rows = {f"disturbances: {name}": self.events[name] for name in dict.fromkeys(EVENTS)} | {
             "disturbances while a checkpoint was written": self.saving,
-            "restarts by `--max-restarts`": self.restarts,
+            "restarts of the ranks by the job": self.restarts,
             "resumes from a checkpoint": self.resumes,
             "resumes on another number of ranks": self.other_ranks,
             "resumes with another plan": self.other_plans,
@@ -148,7 +103,7 @@ class Counts:
 
 
 class Command:
-    """`shardwise train` in a session of its own, in a folder.
+    """The job in a session of its own, in a folder.
 
     Attributes:
         stopped: the process id of a rank that was stopped for good.
@@ -156,13 +111,12 @@ class Command:
 
     stopped = 0
 
-    def __init__(self, folder: Path, name: str, options: str) -> None:
+    def __init__(self, folder: Path, options: str) -> None:
         self._folder, self.losses, self._said = folder, folder / "losses", folder / "said"
-        words = f"{JOBS[name].options} {SHARED} {options}".split()
         with self._said.open("ab") as said:
             self._begin = said.tell()
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tools.soak_job", str(self.losses), name, *words],
+                [sys.executable, "-m", "tools.soak_job", str(self.losses), *options.split()],
                 cwd=folder,
                 env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
                 stdin=subprocess.DEVNULL,
@@ -180,7 +134,7 @@ class Command:
 
     def drafts(self) -> set[Path]:
         """The checkpoints that are being written or removed, or were when a rank was killed."""
-        return set(self._folder.glob("runs/soak/.tmp-step-*"))
+        return set(self._folder.glob(f"{FOLDER}/.tmp-step-*"))
 
     def wait_for_save(self, earlier: set[Path]) -> None:
         """Return while a checkpoint is being written, if one is soon."""
@@ -221,9 +175,9 @@ class Command:
 
 
 @contextmanager
-def started(folder: Path, name: str, options: str) -> Iterator[Command]:
-    """A command; no process of it outlives the block."""
-    command = Command(folder, name, options)
+def started(folder: Path, options: str) -> Iterator[Command]:
+    """A job; no process of it outlives the block."""
+    command = Command(folder, options)
     try:
         yield command
     finally:
@@ -257,15 +211,17 @@ def shuffled(rng: random.Random) -> Iterator[str]:
 
 
 def survive(
-    folder: Path, name: str, same: bool, until: float, rng: random.Random, events: Iterator[str], counts: Counts
+    folder: Path, options: str, until: float, rng: random.Random, events: Iterator[str], counts: Counts
 ) -> None:
-    """Train to the last step through all that happens."""
-    job = JOBS[name]
-    before: Ranks | None = None
-    code: int | None = None
+    """Train to the last step through all that happens.
+
+    Args:
+        options: of every start; "": others at each.
+    """
+    before, code = "", None
     while code != 0:
-        ranks = job.same if same else rng.choice([ranks for ranks in (job.same, *job.others) if ranks != before])
-        with started(folder, name, f"{ranks.options} --auto-resume --max-restarts 1000") as command:
+        now = options or rng.choice([each for each in (SAME[0], *OTHERS) if each != before])
+        with started(folder, now) as command:
             code, event = None, ""
             while code is None:
                 earlier = command.drafts()
@@ -282,10 +238,10 @@ def survive(
                         counts.saving += not command.drafts() <= earlier
                         if event in ("kill all", "SIGTERM"):
                             code = command.wait()
-            counts.add(command.said, ranks, before)
-            before = ranks
-            if code not in {0, GAVE_UP} and (event, code) not in {("kill all", KILLED_ALL), ("SIGTERM", TERMINATED)}:
-                raise SoakError(f"{name} ended with {code} after {event or 'nothing'}:\n{command.said}")
+            counts.add(command.said)
+            before = now
+            if code != 0 and (event, code) not in {("kill all", KILLED_ALL), ("SIGTERM", TERMINATED)}:
+                raise SoakError(f"{now} ended with {code} after {event or 'nothing'}:\n{command.said}")
 
 
 def recorded(losses: Path) -> list[tuple[int, float]]:
@@ -311,12 +267,12 @@ def difference(found: Sequence[tuple[int, float]], wanted: Mapping[int, float]) 
     return max(abs(loss - wanted[step]) / abs(wanted[step]) for step, loss in found)
 
 
-def uninterrupted(folder: Path, name: str) -> dict[int, float]:
+def uninterrupted(folder: Path, options: str) -> dict[int, float]:
     """The losses of a run that nothing happens to."""
     folder.mkdir()
-    with started(folder, name, JOBS[name].same.options) as command:
+    with started(folder, options) as command:
         if command.wait() != 0:
-            raise SoakError(f"{name} failed on its own:\n{command.said}")
+            raise SoakError(f"{options} failed on its own:\n{command.said}")
     return dict(recorded(folder / "losses"))
 
 
@@ -329,26 +285,27 @@ def soak(folder: Path, seconds: float, seed: int, counts: Counts) -> None:
     rng, until = random.Random(seed), monotonic() + seconds
     events = shuffled(rng)
     wanted: dict[str, dict[int, float]] = {}
-    print("| job | ranks and plans | steps | last loss | uninterrupted | largest relative difference |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for name, same in cycle(ROUNDS):
-        if name not in wanted:
-            wanted[name] = uninterrupted(folder / name, name)
-        run = folder / f"{name}-{counts.runs}"
+    print("| ranks and plans | steps | last loss | uninterrupted | largest relative difference |")
+    print("| --- | --- | --- | --- | --- |")
+    for options in cycle(ROUNDS):
+        same = options or SAME[0]
+        if same not in wanted:
+            wanted[same] = uninterrupted(folder / f"uninterrupted-{len(wanted)}", same)
+        run = folder / f"{counts.runs}"
         run.mkdir()
-        survive(run, name, same, until, rng, events, counts)
-        found = recorded(run / "losses")
-        largest = difference(found, wanted[name])
+        survive(run, options, until, rng, events, counts)
+        found, expected = recorded(run / "losses"), wanted[same]
+        largest, last = difference(found, expected), max(expected)
         counts.runs, counts.steps = counts.runs + 1, counts.steps + len(found)
-        counts.again += len(found) - len(wanted[name])
-        counts.largest[same] = max(counts.largest.get(same, 0.0), largest)
-        last, kind = max(wanted[name]), "same" if same else "changing"
+        counts.again += len(found) - len(expected)
+        counts.largest[bool(options)] = max(counts.largest.get(bool(options), 0.0), largest)
         print(
-            f"| {name} | {kind} | {len(found)} | {dict(found)[last]:.9f} | {wanted[name][last]:.9f} | {largest:.1e} |",
+            f"| {options or 'changing'} | {len(found)} | {dict(found)[last]:.9f} | {expected[last]:.9f} | "
+            f"{largest:.1e} |",
             flush=True,
         )
-        if largest > (0 if same else TOLERANCE):
-            raise SoakError(f"{name}: a loss differs by {largest:.1e} from that of the uninterrupted run")
+        if largest > (0 if options else TOLERANCE):
+            raise SoakError(f"a loss differs by {largest:.1e} from that of the uninterrupted run")
         if monotonic() >= until:
             return
 

@@ -9,9 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.demos.lm.batches import batch_placements
-from shardwise.demos.lm.config import TENSOR_AXIS
-from shardwise.demos.lm.model import data_mesh, shard
+from shardwise import collectives
 from shardwise.embedding import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -20,13 +18,15 @@ from shardwise.embedding import (
     shard_embeddings,
 )
 from shardwise.errors import ConfigError
-from shardwise.layout import REPLICATE, Mesh, Shard
+from shardwise.layout import REPLICATE, Mesh, Placement, Shard
 from shardwise.models import MixtureOfExperts, ModelArgs, Transformer
 from shardwise.models.moe import Routing
 from shardwise.parallel import fully_shard, loss_parallel
 from shardwise.parallel.shard_module import shard_module
 from shardwise.simulation.api import Step
 from shardwise.tensor import DTensor
+
+TENSOR_AXIS = "tp"  # shards the model; every other axis of the mesh shards the batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +103,8 @@ def transformer(args: ModelArgs, options: Options, mesh: Mesh) -> Step:
             experts = BalancedExperts(args.dim, args.ffn_dim, args.num_experts)
             block.expert_layer = shard_module(experts, by_features, mesh=mesh, src_rank=None)
             if options.fully_shard:  # by dim 0, most ranks would have no expert
-                fully_shard(experts, mesh=data_mesh(mesh), shard_placement_fn=_longest_dim)
-    shard(model, mesh, options.sequence_parallel, options.fully_shard, src_data_rank=None)
+                fully_shard(experts, mesh=_data_mesh(mesh), shard_placement_fn=_longest_dim)
+    _shard(model, mesh, options)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:
@@ -116,6 +116,30 @@ def transformer(args: ModelArgs, options: Options, mesh: Mesh) -> Step:
         optimizer.step()
 
     return step
+
+
+def _shard(model: Transformer, mesh: Mesh, options: Options) -> None:
+    """Shard `model` in place: tensor-parallel on the axis tp if there is one, replicated on all other axes.
+
+    With `fully_shard` each layer is a unit on the other axes.
+    """
+    if TENSOR_AXIS in (mesh.names or ()):
+        Transformer.parallelize(model, mesh, options.sequence_parallel, gather_output=False, src_data_rank=None)
+    else:
+        shard_module(model, {}, mesh=mesh, src_rank=None)
+    if options.fully_shard:
+        for unit in (*model.layers, model):
+            fully_shard(unit, mesh=_data_mesh(mesh))
+
+
+def _data_mesh(mesh: Mesh) -> Mesh:
+    """The axes of `mesh` but tp, of the ranks with which this one shares its position on that."""
+    return mesh.submesh([name for name in mesh.names or () if name != TENSOR_AXIS], collectives.rank())
+
+
+def _batch_placements(mesh: Mesh) -> list[Placement]:
+    """Placements of a batch: Shard(0) on every axis but tp."""
+    return [REPLICATE if name == TENSOR_AXIS else Shard(0) for name in mesh.names or ()]
 
 
 def _longest_dim(parameter: nn.Parameter) -> Shard:
@@ -171,7 +195,7 @@ def _distributed(local: Tensor, mesh: Mesh) -> DTensor:
     """The batch of which this rank has `local`."""
     data_ranks = prod(size for name, size in zip(mesh.names or (), mesh.shape, strict=True) if name != TENSOR_AXIS)
     shape = torch.Size((len(local) * data_ranks, *local.shape[1:]))
-    return DTensor.from_local(local, mesh, batch_placements(mesh), run_check=False, shape=shape, stride=local.stride())
+    return DTensor.from_local(local, mesh, _batch_placements(mesh), run_check=False, shape=shape, stride=local.stride())
 
 
 # ---- by name ----------------------------------------------------------------------------------------------------
