@@ -1,4 +1,4 @@
-# make train   train the recommender demo        (make train ARGS="--nproc 4"; a language model: make train ARGS=lm)
+# make train   train examples/recommender.py     (make train ARGS="--nproc 4")
 # make docs    the documentation site, in build/docs/index.html
 # make check   format check, lint, types
 # make quick   the tests that start no processes
@@ -28,8 +28,10 @@ SHARING := --numprocesses $(shell expr $$(nproc) + $$(nproc) / 2) --maxprocesses
 
 .PHONY: train docs check quick test tests surveys every test-torch wheel release
 
+# The first word of ARGS may name the example; the others are its options.
+JOB := $(filter recommender,$(firstword $(ARGS)))
 train: $(RUN_READY)
-	$(BIN)/shardwise train $(ARGS)
+	$(BIN)/python examples/$(or $(JOB:lm=language_model),recommender).py $(if $(JOB),$(wordlist 2,99,$(ARGS)),$(ARGS))
 
 docs: $(DOCS_READY)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
@@ -92,7 +94,7 @@ $(TORCH_READY): pyproject.toml constraints.txt
 
 $(RUN_READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(INSTALL) .
+	$(INSTALL) ".[parquet]"
 	touch $@
 
 $(DOCS_READY): pyproject.toml constraints.txt

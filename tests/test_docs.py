@@ -54,8 +54,9 @@ def test_the_python_blocks_of_a_page_run_one_after_the_other(page: Path, tmp_pat
         assert not output or text == output
 
 
-# `tests/test_examples.py` runs those that say what they print.
-SILENT = [p for p in sorted(ROOT.glob("examples/*.py")) if "\nprints\n" not in p.read_text()]
+# `tests/test_examples.py` runs those that say what they print, and those that train for longer.
+OTHERS = re.compile(r"^prints$|^from common import |^def on_ranks", re.MULTILINE)
+SILENT = [p for p in sorted(ROOT.glob("examples/*.py")) if not OTHERS.search(p.read_text())]
 
 
 @pytest.mark.parametrize("example", SILENT, ids=lambda p: p.name)

@@ -1,8 +1,10 @@
 """The examples of one page each: they print what they say, and train as one process does."""
 
 import importlib.util
+import os
 import re
 import runpy
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,14 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.checkpoint import save
+from shardwise.checkpoint import load, save, state_of
 from shardwise.demos.data import CriteoDataset
 from shardwise.demos.data.criteo import KEYS, SAMPLE
 from shardwise.embedding import KeyedJaggedTensor
 from shardwise.parallel import MixedPrecisionPolicy
 from shardwise.testing import world
-
-pytestmark = pytest.mark.slow
+from tests.forked import run_forked
 
 FOLDER = Path(__file__).parents[1] / "examples"
 OUTPUT = re.compile(r"^prints\n\n((?:    .*\n)+)", re.MULTILINE)
@@ -33,11 +34,14 @@ def example(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(f"examples_{name}", FOLDER / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))  # for `common`
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_an_example_is_one_page_and_prints_what_it_says(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -52,6 +56,28 @@ def test_an_example_is_one_page_and_prints_what_it_says(
     assert NUMBER.sub("n", printed) == NUMBER.sub("n", said)
     numbers = [[float(number) for number in NUMBER.findall(text)] for text in (printed, said)]
     assert numbers[0] == pytest.approx(numbers[1], rel=0.05)  # the last digits of many steps depend on the processor
+
+
+def run_example(name: str, folder: Path, *options: str) -> str:
+    """What an example prints that runs in a folder, with ranks that are processes."""
+    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent / "src"), "COLUMNS": "120"}
+    done = run_forked([str(FOLDER / f"{name}.py"), *options], folder, environment, ranks=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def losses_of(printed: str) -> list[float]:
+    """The losses in lines of progress, in order."""
+    return [float(loss) for loss in re.findall(r"^step .* loss (\S+)", printed, re.MULTILINE)]
+
+
+def check_checkpoint(folder: Path, plain: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The latest checkpoint has the parameters and optimizer states of training in one process."""
+    for name, expected in state_of(plain, optimizer).items():
+        if isinstance(expected, Tensor):
+            found = torch.zeros_like(expected)
+            load(folder, {name: found}, subset=True)
+            assert torch.allclose(found, expected, atol=1e-5, rtol=1e-4), name
 
 
 # ---- the same in one process ----------------------------------------------------------------------------------
@@ -76,6 +102,7 @@ def row_wise_adagrad(tables: nn.Module, sums: dict[str, Tensor], lr: float) -> N
         weight.grad = None
 
 
+@pytest.mark.slow
 def test_the_gpt_trains_as_in_one_process_and_goes_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -> None:
     """Also where ranks divide neither batch nor vocabulary: 3 x 2, 2 x 2 and 3 x 1 of them."""
     nanogpt = example("nanogpt")
@@ -102,6 +129,7 @@ def test_the_gpt_trains_as_in_one_process_and_goes_on_from_a_checkpoint_on_other
             assert part < 1.2 / ranks  # norms and uneven shards aside
 
 
+@pytest.mark.slow
 def test_the_gpt_goes_on_bitwise_on_as_many_ranks(tmp_path: Path) -> None:
     nanogpt = example("nanogpt")
     whole = world(4).run(nanogpt.train, None, 4, 8)[0]
@@ -111,6 +139,7 @@ def test_the_gpt_goes_on_bitwise_on_as_many_ranks(tmp_path: Path) -> None:
     assert second[1] == whole[1]
 
 
+@pytest.mark.slow
 def test_the_dlrm_trains_as_in_one_process() -> None:
     dlrm = example("dlrm")
     torch.manual_seed(0)
@@ -135,6 +164,7 @@ def test_the_dlrm_trains_as_in_one_process() -> None:
         assert calls.total() == 4
 
 
+@pytest.mark.slow
 def test_the_dlrm_goes_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -> None:
     """A batch is divided among ranks, so losses are those of one run; a run that is complete trains nothing."""
     dlrm = example("dlrm")
@@ -145,6 +175,7 @@ def test_the_dlrm_goes_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -> No
     assert first == []
 
 
+@pytest.mark.slow
 def test_a_captured_dlrm_trains_as_without_capture() -> None:
     dlrm = example("dlrm")
 
@@ -183,49 +214,44 @@ def test_a_captured_dlrm_trains_as_without_capture() -> None:
     world(2).run(run)
 
 
-def test_the_two_towers_train_and_retrieve_as_in_one_process_and_go_on_on_other_ranks(tmp_path: Path) -> None:
-    towers = example("two_tower")
+@pytest.mark.processes
+def test_the_recommender_trains_as_in_one_process_and_goes_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -> None:
+    """First 3 ranks, which divide neither the batch nor the tables, then 2."""
+    options = ("--batch", "20", "--dim", "6", "--save-every", "2")
+    first = run_example("recommender", tmp_path, "--nproc", "3", "--steps", "3", *options)
+    assert "Starting at step 0." in first
+    then = run_example("recommender", tmp_path, "--nproc", "2", "--steps", "5", *options)
+    assert "Going on from step 3 " in then
+    recommender = example("recommender")
+    words, functions, test = recommender.read(recommender.DATA)
     torch.manual_seed(0)
-    plain = towers.TwoTower()
+    plain = recommender.Recommender(functions.ids.bincount(minlength=len(words)).float(), 6)
+    optimizer = torch.optim.Adagrad(plain.parameters(), lr=0.1)
     losses: list[float] = []
-    sums: dict[str, Tensor] = {}
-    optimizer = torch.optim.Adam([*plain.user.parameters(), *plain.item.parameters()], lr=3e-3)
-    for step in range(1, 7):
-        seen, items = towers.users(step, 32)
-        with step_of(optimizer, losses, towers.in_batch_loss(plain, seen, items, all_items=items)):
-            row_wise_adagrad(plain.table, sums, lr=0.2)
-    seen, items = towers.users(-1, 500)
+    for step in range(5):
+        batch = functions.hide(recommender.positions(step, len(functions.ids), 20))
+        with step_of(optimizer, losses, plain.loss(*batch, recommender.same_function(*batch, len(words)))):
+            pass
+    assert losses_of(first + then) == pytest.approx(losses, abs=6e-4)
+    check_checkpoint(tmp_path / "runs" / "recommender", plain, optimizer)
     with torch.no_grad():
-        users, vectors = plain(seen, torch.arange(towers.ITEMS))
-    scores = (users @ vectors.T).scatter(1, seen, -torch.inf)
-    found = [item in row.argsort(descending=True)[:10] for item, row in zip(items, scores, strict=True)]
-    expected = dict(enumerate(losses, 1))
-    # 11, 11 and 10 users a rank; then 2, 4 and 3 ranks one after the other, the last of which trains nothing
-    for folder, first, last, ranks in [(None, 1, 6, 3), ("a", 1, 2, 2), ("a", 3, 6, 4), ("a", 7, 6, 3)]:
-        for got, recall in world(ranks).run(towers.train, folder and str(tmp_path), last, 32, 2):
-            assert got == pytest.approx({step: expected[step] for step in range(first, last + 1)}, abs=1e-5)
-            if last == 6:
-                assert recall == pytest.approx(sum(found) / 500, abs=0.003)  # one user: two items as near
+        reached = recommender.hit_rate(plain(*test[:2]), *test)
+    assert re.findall(r"(most popular|this model) +(0\.\d+)", then) == [
+        ("most popular", "0.250"),
+        ("this model", f"{reached:.3f}"),
+    ]
 
 
-def test_the_two_towers_go_on_bitwise_on_as_many_ranks(tmp_path: Path) -> None:
-    towers = example("two_tower")
-    whole = world(3).run(towers.train, None, 4, 32)[0]
-    first = world(3).run(towers.train, str(tmp_path), 2, 32, 2)[0]
-    second = world(3).run(towers.train, str(tmp_path), 4, 32, 2)[0]
-    assert (first[0] | second[0], second[1]) == whole
+def test_the_recommender_hides_one_identifier_of_each_function() -> None:
+    recommender = example("recommender")
+    functions = recommender.Functions(torch.tensor([5, 6, 7, 8, 5, 6]), torch.tensor([0, 3, 6]))
+    ids, offsets, hidden = functions.hide(torch.tensor([4, 0]))
+    assert (ids.tolist(), offsets.tolist(), hidden.tolist()) == ([8, 6, 6, 7], [0, 2], [5, 5])
+    others = recommender.same_function(ids, offsets, torch.tensor([5, 8]), 9)
+    assert others.tolist() == [[False, True], [False, False]]
 
 
-def test_another_user_with_the_same_item_is_no_negative() -> None:
-    towers = example("two_tower")
-    torch.manual_seed(0)
-    model, (seen, _) = towers.TwoTower(), towers.users(0, 5)
-    same = torch.full((5,), 7)
-    assert towers.in_batch_loss(model, seen, same, same).item() == 0
-    other = torch.tensor([7, 7, 7, 7, 8])
-    assert towers.in_batch_loss(model, seen, other, other).item() > 0
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("published", [False, True])
 def test_a_mixtral_trains_as_in_one_process_and_its_weights_load_into_the_plain_model(
     published: bool, tmp_path: Path
@@ -253,6 +279,7 @@ def test_a_mixtral_trains_as_in_one_process_and_its_weights_load_into_the_plain_
         assert part == (total - experts / 2) / total
 
 
+@pytest.mark.slow
 def test_the_llama_trains_as_in_one_process_and_goes_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -> None:
     """FSDP over 2 and 3 ranks, tensor parallelism over 2 and 1 (3 keys on 2 ranks); the optimizer and its schedule."""
     llama = example("llama")
@@ -280,11 +307,13 @@ def test_the_llama_trains_as_in_one_process_and_goes_on_from_a_checkpoint_on_oth
         assert got.losses == pytest.approx(losses[:2], abs=0.02)
 
 
+@pytest.mark.slow
 def test_the_llama_refuses_a_batch_that_its_ranks_do_not_divide() -> None:
     with pytest.raises(ValueError, match="2 ranks of dp do not divide 5 sequences"):
         world(2).run(example("llama").train, None, 1, size=5, tp=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ids", ["", "10", "-1", "3,,4", "1.0", "1_0", "²", " 1", "3,x", "9" * 30])
 def test_the_server_refuses_what_is_no_id(ids: str) -> None:
     lookup: Callable[[Tensor, str], list[list[float]]] = example("embedding_server").lookup
@@ -294,6 +323,7 @@ def test_the_server_refuses_what_is_no_id(ids: str) -> None:
         lookup(table, ids)
 
 
+@pytest.mark.slow
 def test_the_server_names_the_tables_that_there_are(tmp_path: Path) -> None:
     save(tmp_path, {"items": torch.zeros(3, 2), "bias": torch.zeros(3), "users": torch.ones(4, 2)}, step=5)
     read_table = example("embedding_server").read_table
