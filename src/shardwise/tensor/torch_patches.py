@@ -29,7 +29,6 @@ from shardwise.tensor.handlers.lists import total_norm_in_one_exchange
 from shardwise.tensor.handlers.loaded_state import keeping_layouts, sharding_states
 from shardwise.tensor.handlers.optimisers import step_on_locals
 from shardwise.tensor.handlers.replicas import check_fully_shard, checking
-from shardwise.tensor.handlers.scripts import calling_scripts, without_attributes, without_dtensors, without_elements
 from shardwise.tensor.handlers.state_dicts import staging_locals, with_dtensors
 from shardwise.tensor.handlers.unasked import (
     asking,
@@ -39,6 +38,8 @@ from shardwise.tensor.handlers.unasked import (
     refusing_anywhere,
     refusing_kernels,
     refusing_lists,
+    refusing_scripts,
+    refusing_traces,
     taking_numbers,
 )
 from shardwise.tensor.transforms import FORWARD_MODE
@@ -333,26 +334,11 @@ PATCHES = (
     ),
     *_made_of_local_shards(data_of_alike, "Refuses a DTensor as the data of a plain tensor.", "torch.Tensor.data"),
     *_made_of_local_shards(
-        calling_scripts,
-        "Runs a scripted or traced function or method on the ops of DTensors, also of those in lists and dicts.",
+        refusing_scripts,
+        "Refuses DTensors with an error.",
         "torch.jit.ScriptFunction.__call__",
         "torch.ScriptMethod.__call__",
-    ),
-    *_made_of_local_shards(
-        without_attributes,
-        "Refuses a DTensor as a parameter, buffer or other attribute of a scripted module.",
         "torch.ScriptObject.setattr",
-    ),
-    *_made_of_local_shards(
-        without_elements,
-        "Refuses DTensors in lists and dicts of TorchScript.",
-        "torch.ScriptList.__init__",
-        "torch.ScriptList.__setitem__",
-        "torch.ScriptList.append",
-        "torch.ScriptList.extend",
-        "torch.ScriptList.insert",
-        "torch.ScriptDict.__init__",
-        "torch.ScriptDict.__setitem__",
     ),
     *_made_of_local_shards(
         full_gradients,
@@ -360,7 +346,7 @@ PATCHES = (
         "torch.autograd._make_grads",
     ),
     *_made_of_local_shards(
-        without_dtensors,
+        refusing_traces,
         "Refuses to trace functions of DTensors.",
         "torch.jit.trace",
         "torch.jit.trace_module",

@@ -11,7 +11,7 @@ dispatcher if a DTensor is among the arguments, so the handlers below answer, an
 from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from types import GetSetDescriptorType
-from typing import Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from shardwise.errors import RuleError
 from shardwise.rules.registry import handler, replacement
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dispatch.fallback import run_decomposed
+from shardwise.tensor.dispatch.hooks import hook_calls
+from shardwise.tensor.dispatch.names import name_of
 from shardwise.tensor.dispatch.promotion import is_strict
 from shardwise.tensor.dtensor import DTensor, call
 from shardwise.tensor.handlers.attributes import refuse, refuse_local, set_
@@ -112,6 +114,48 @@ def refusing_anywhere(original: Op) -> Op:
         if kwargs:
             check(kwargs.values())
         return method(*args, **kwargs)
+
+    return function
+
+
+def refusing_scripts(original: Op) -> Op:
+    """A call, or an attribute that is set, of TorchScript, refusing DTensors: C++ would use their local tensors."""
+    run = getattr(original, "__func__", original)
+
+    @wraps(run)
+    def function(*args: object, **kwargs: object) -> object:
+        if _has_dtensor((args, kwargs)):
+            raise RuleError(
+                "TorchScript would use the local tensor of a DTensor as if it were the global one. "
+                "Fix: use the function or module without torch.jit."
+            )
+        return run(*args, **kwargs)
+
+    return function
+
+
+def _has_dtensor(x: Any) -> bool:
+    """Whether `x` is a DTensor, or one is in it: in a list, tuple or dict, also of TorchScript."""
+    if type(x) is DTensor:
+        return True
+    if isinstance(x, dict | torch._C.ScriptDict):
+        return any(_has_dtensor(value) for _, value in x.items())
+    return isinstance(x, list | tuple | torch._C.ScriptList) and any(map(_has_dtensor, x))
+
+
+def refusing_traces(original: Op) -> Op:
+    """`torch.jit.trace`, refusing the call of any function with a DTensor inside: it would record what C++ runs."""
+
+    def refuse_call(proceed: object, func: Op, args: Args, kwargs: Kwargs) -> NoReturn:
+        raise RuleError(
+            f"torch.jit.{original.__name__}() would record what {name_of(func)}() does to the local tensor of a "
+            f"DTensor. Fix: shardwise.capture(module), which captures the step with its communication."
+        )
+
+    @wraps(original)
+    def function(*args: object, **kwargs: object) -> object:
+        with hook_calls(refuse_call):
+            return original(*args, **kwargs)
 
     return function
 
