@@ -28,7 +28,7 @@ from shardwise.tensor.dispatch import meshes, outside, seeds
 from shardwise.tensor.dispatch.autocasting import Autocast
 from shardwise.tensor.dispatch.dtype_errors import raise_dtype_error
 from shardwise.tensor.dispatch.modes import hidden_from_modes
-from shardwise.tensor.dispatch.plain_shapes import explained
+from shardwise.tensor.dispatch.plain_shapes import checked_sizes
 from shardwise.tensor.dispatch.promotion import into_plain, promoted
 from shardwise.tensor.dispatch.resolve import global_on_meta, with_meta_device
 from shardwise.tensor.dispatch.version_checks import Version, check_versions, saved_by, versions_of
@@ -129,7 +129,7 @@ def run_decomposed(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return x
 
     given, (args, kwargs) = (args, kwargs), pytree.tree_map(wrap, (args, kwargs))
-    with hidden_from_modes(Wrapper), explained(func, *given):
+    with hidden_from_modes(Wrapper), checked_sizes(func, *given):
         out = func(*args, **kwargs)
     assert mesh is not None or not wrapped
     operands = {id(wrapper): dtensor for dtensor, wrapper in wrapped.values()}

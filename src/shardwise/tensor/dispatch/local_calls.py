@@ -1,20 +1,20 @@
 """What a recipe runs on the local tensors of its operands."""
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors_hooks
 
 from shardwise import collectives
-from shardwise.layout import Layout, contiguous_strides
+from shardwise.layout import REPLICATE, Layout, Mesh, Shard, contiguous_strides
 from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.rules import OpRule
 from shardwise.rules.local_context import specialization
 from shardwise.rules.row import Args, Kwargs, LocalFunction
 from shardwise.tensor.dispatch import resolve
-from shardwise.tensor.dispatch.gathered_parameters import warn_of_gathered
 from shardwise.tensor.dispatch.keys import PLAIN_VALUES
 from shardwise.tensor.dispatch.local_context import RankContext
 from shardwise.tensor.dispatch.recipes import RunnableRecipe
@@ -22,7 +22,9 @@ from shardwise.tensor.dispatch.results import as_dtensors, layouts_of_results
 from shardwise.tensor.dtensor import DTensor, _as_subclass, plain
 from shardwise.tensor.handlers.copies import copies_of, is_copy, storage_of
 from shardwise.trace.capture_hooks import tracing_paused
+from shardwise.trace.user_stack import call_site
 
+_warned: set[tuple[Mesh, int]] = set()  # axes along which a parameter is all-gathered
 T = TypeVar("T")
 PreparedCall = tuple[resolve.Recipe, RankContext, list[Any], Kwargs]  # a recipe, its context, local arguments
 
@@ -182,9 +184,43 @@ def prepare_operands(runnable: RunnableRecipe, args: Args, kwargs: Kwargs) -> Pr
 
     locals_ = [_each(operand, a) for a in args]
     named = {k: _each(operand, a) for k, a in kwargs.items()}
-    warn_of_gathered(recipe, operands)
+    _warn_of_gathered(recipe, operands)
     ctx = RankContext(op, recipe.layouts, _known_outputs(recipe), recipe.local_axes, operands, recipe.cause)
     return recipe, ctx, locals_, named
+
+
+def _warn_of_gathered(recipe: resolve.Recipe, operands: Sequence[DTensor]) -> None:
+    """Warn, once for each mesh axis, if a call all-gathers a parameter along an axis on which its batch is sharded.
+
+    Parameters of one dim, such as those of norms, are too small to matter: the next one is named.
+
+    Args:
+        operands: before they are redistributed.
+    """
+    for index, target in recipe.redistributed:
+        x = operands[index]
+        if not isinstance(x, nn.Parameter) or len(target.shape) == 1:
+            continue
+        mesh = target.mesh
+        for axis, (have, wanted) in enumerate(zip(x._layout.placements, target.placements, strict=True)):
+            gathered = isinstance(have, Shard) and wanted == REPLICATE and mesh.shape[axis] > 1
+            if not gathered or (mesh, axis) in _warned or not _is_batch_sharded(operands, axis):
+                continue
+            _warned.add((mesh, axis))
+            label, site = repr(mesh.names[axis]) if mesh.names else str(axis), call_site()
+            text = (
+                f"{recipe.cause.op}: {x._name or 'a parameter'} is sharded on mesh axis {label}, as is its input, so "
+                f"each call all-gathers it, keeps it until backward, and reduces its gradient alone; so with all "
+                f"parameters like it. Fix: fully_shard(module), which frees them in between; or Replicate() on {label} "
+                f"(data parallelism); or ColwiseParallel and RowwiseParallel on a second mesh axis (tensor "
+                f"parallelism). explain() lists all that a step sends."
+            )
+            warnings.warn_explicit(text, UserWarning, *((site.file, site.line) if site else (__file__, 1)))
+
+
+def _is_batch_sharded(operands: Sequence[DTensor], axis: int) -> bool:
+    """Whether an operand that is no parameter is sharded on the axis."""
+    return any(isinstance(x._layout.placements[axis], Shard) and not isinstance(x, nn.Parameter) for x in operands)
 
 
 def _each(function: Callable[[object], object], x: object) -> object:

@@ -26,7 +26,7 @@ from shardwise.tensor.dispatch.fallback import run_without_row
 from shardwise.tensor.dispatch.keys import NO_KEY, by_value, call_key
 from shardwise.tensor.dispatch.local_calls import PreparedCall, call_under_hooks, local_call, prepare_operands
 from shardwise.tensor.dispatch.names import name_of
-from shardwise.tensor.dispatch.plain_shapes import explained
+from shardwise.tensor.dispatch.plain_shapes import checked_sizes
 from shardwise.tensor.dispatch.promotion import (
     WITHOUT_VALUES,
     all_promoted,
@@ -108,7 +108,7 @@ def _run_cold(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any
     if NO_KEY in key and has_plain_tensors((*args, *kwargs.values())):
         if (rule.in_place or func in WITHOUT_VALUES) and type(args[0]) is not DTensor:
             return (into_plain if rule.in_place else run_without_values)(func, args, kwargs)
-        with explained(func, args, kwargs):
+        with checked_sizes(func, args, kwargs):
             return run(func, rule, *all_promoted(func, args, kwargs))
     try:
         runnable = recipes.find_recipe(value, func, rule, args, kwargs)
