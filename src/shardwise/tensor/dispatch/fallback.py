@@ -24,7 +24,7 @@ from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.rules.pointwise import register_if_tagged
 from shardwise.rules.registry import OpRule, rule_of
 from shardwise.rules.row import Args, Kwargs, Op
-from shardwise.tensor.dispatch import meshes, outside, seeds
+from shardwise.tensor.dispatch import meshes, outside_mesh, seeds
 from shardwise.tensor.dispatch.autocasting import Autocast
 from shardwise.tensor.dispatch.dtype_errors import raise_dtype_error
 from shardwise.tensor.dispatch.modes import hidden_from_modes
@@ -171,8 +171,8 @@ def run_replicated(func: Any, args: Args, kwargs: Kwargs, why: str) -> Any:
         raise_dtype_error(func, args, kwargs)
         invalidate(copies)
         if written:
-            return outside.changed_empty(func, args, kwargs)
-        return outside.empty_results(func, None, mesh, args, kwargs, copies_view)
+            return outside_mesh.changed_empty(func, args, kwargs)
+        return outside_mesh.empty_results(func, None, mesh, args, kwargs, copies_view)
     full = _gathered(func, leaves, written, why)
 
     def operand(x: Any) -> Any:

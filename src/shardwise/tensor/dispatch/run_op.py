@@ -19,7 +19,7 @@ from shardwise.errors import RuleError
 from shardwise.layout import Layout, Owner, forget_calls, remember
 from shardwise.rules import RULES, OpRule
 from shardwise.rules.row import Args, Kwargs, Op
-from shardwise.tensor.dispatch import meshes, outside, recipes, resolve
+from shardwise.tensor.dispatch import meshes, outside_mesh, recipes, resolve
 from shardwise.tensor.dispatch.consistent_errors import with_consistent_errors
 from shardwise.tensor.dispatch.dtype_errors import raise_dtype_error
 from shardwise.tensor.dispatch.fallback import run_without_row
@@ -125,8 +125,8 @@ def _run_cold(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any
             raise_dtype_error(func, args, kwargs)
         invalidate(copies)
         if rule.in_place:
-            return outside.changed_empty(func, args, kwargs)
-        return outside.empty_results(func, recipe.output, mesh, args, kwargs, recipe.copied)
+            return outside_mesh.changed_empty(func, args, kwargs)
+        return outside_mesh.empty_results(func, recipe.output, mesh, args, kwargs, recipe.copied)
     call = with_consistent_errors(rule, func, recipe, local_call(rule, runnable), value)
     with DisableTorchFunctionSubclass():
         out = call_under_hooks(call, args, kwargs, recipe.output is None)

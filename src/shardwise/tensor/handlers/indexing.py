@@ -21,7 +21,7 @@ from shardwise.rules.shapes.masks import boolean_index
 from shardwise.rules.shapes.probe import DimSlice, ViewMap, probe_views
 from shardwise.rules.shapes.view import basic_index
 from shardwise.tensor.conversion import wrap
-from shardwise.tensor.dispatch import align_shards, meshes, outside
+from shardwise.tensor.dispatch import align_shards, meshes, outside_mesh
 from shardwise.tensor.dispatch.fallback import run_decomposed, run_replicated
 from shardwise.tensor.dispatch.promotion import into_plain, promoted
 from shardwise.tensor.dtensor import DTensor, call, check_owners, plain, tag, to_layout
@@ -98,7 +98,7 @@ def _set_item(func: Op, args: Args, kwargs: Kwargs) -> None:
     if not meshes.is_outside(x._layout.mesh):
         _write(x, brackets, value)
         return
-    outside.changed_empty(func, (x, brackets, value), {})
+    outside_mesh.changed_empty(func, (x, brackets, value), {})
     invalidate(copies)
 
 
