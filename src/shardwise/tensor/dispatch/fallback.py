@@ -25,13 +25,16 @@ from shardwise.rules.pointwise import register_if_tagged
 from shardwise.rules.registry import OpRule, rule_of
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dispatch import meshes, outside_mesh, seeds
-from shardwise.tensor.dispatch.autocasting import Autocast
-from shardwise.tensor.dispatch.dtype_errors import raise_dtype_error
-from shardwise.tensor.dispatch.modes import hidden_from_modes
+from shardwise.tensor.dispatch.consistent_errors import (
+    Version,
+    check_versions,
+    raise_dtype_error,
+    saved_by,
+    versions_of,
+)
 from shardwise.tensor.dispatch.plain_shapes import checked_sizes
 from shardwise.tensor.dispatch.promotion import into_plain, promoted
-from shardwise.tensor.dispatch.resolve import global_on_meta, with_meta_device
-from shardwise.tensor.dispatch.version_checks import Version, check_versions, saved_by, versions_of
+from shardwise.tensor.dispatch.without_memory import Autocast, global_on_meta, hidden_from_modes, with_meta_device
 from shardwise.tensor.dtensor import DTensor, plain, tag, to_layout
 from shardwise.tensor.handlers.copies import before_change, copies_of, invalidate, track
 from shardwise.trace.comm_trace import Cause

@@ -12,9 +12,8 @@ from torch.utils import _pytree as pytree
 
 from shardwise.errors import RuleError, ShapeError, ShardwiseError
 from shardwise.rules.row import Args, Kwargs, Op
-from shardwise.tensor.dispatch.modes import without_modes
 from shardwise.tensor.dispatch.names import name_of
-from shardwise.tensor.dispatch.resolve import global_on_meta, with_meta_device
+from shardwise.tensor.dispatch.without_memory import global_on_meta, with_meta_device, without_modes
 from shardwise.tensor.dtensor import DTensor
 from shardwise.trace.capture_hooks import tracing_paused
 

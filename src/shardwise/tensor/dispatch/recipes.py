@@ -17,8 +17,8 @@ from shardwise.rules.registry import Shapes, no_rows
 from shardwise.rules.row import Args, Kwargs, Op, arguments
 from shardwise.tensor.dispatch import resolve
 from shardwise.tensor.dispatch.keys import NO_KEY, call_key
-from shardwise.tensor.dispatch.modes import without_modes
 from shardwise.tensor.dispatch.names import name_of
+from shardwise.tensor.dispatch.without_memory import global_on_meta, without_modes
 from shardwise.tensor.dtensor import DTensor
 from shardwise.trace.capture_hooks import tracing_paused
 
@@ -108,7 +108,7 @@ def _in_order_of(first: resolve.Operand, output: Layout) -> Layout:
     """The layout with the memory order of the first operand, whose dims may be expanded."""
     if first.layout.strides is None:
         return output
-    order = dims_by_stride(torch.empty_like(resolve.global_on_meta(first.layout, first.dtype)).stride())
+    order = dims_by_stride(torch.empty_like(global_on_meta(first.layout, first.dtype)).stride())
     return output.with_strides(strides_in_order(output.shape, order))
 
 

@@ -19,6 +19,7 @@ from shardwise.rules import Meta, OpRule, Row
 from shardwise.rules.registry import Shapes
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dispatch.align_shards import kind, operand_layouts, output_layouts
+from shardwise.tensor.dispatch.without_memory import global_on_meta, with_meta_device
 from shardwise.trace.comm_trace import INTERNAL, Cause
 
 
@@ -310,16 +311,6 @@ def _latency(mesh: Mesh, axis: int) -> float:
 
 
 # ---- results -------------------------------------------------------------------------------------------------
-
-
-def global_on_meta(layout: Layout, dtype: torch.dtype) -> Tensor:
-    """The global tensor on torch's meta device, which has no memory."""
-    return torch.empty_strided(layout.shape, layout.stride(), dtype=dtype, device="meta")
-
-
-def with_meta_device(kwargs: Kwargs) -> Kwargs:
-    """Keyword arguments of a call on the meta device: on another it would allocate, and draw random numbers."""
-    return {**kwargs, "device": "meta"} if "device" in kwargs else kwargs
 
 
 class OnMeta(NamedTuple):

@@ -20,8 +20,7 @@ from shardwise.layout import Layout, Owner, forget_calls, remember
 from shardwise.rules import RULES, OpRule
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dispatch import meshes, outside_mesh, recipes, resolve
-from shardwise.tensor.dispatch.consistent_errors import with_consistent_errors
-from shardwise.tensor.dispatch.dtype_errors import raise_dtype_error
+from shardwise.tensor.dispatch.consistent_errors import raise_dtype_error, with_consistent_errors
 from shardwise.tensor.dispatch.fallback import run_without_row
 from shardwise.tensor.dispatch.keys import NO_KEY, by_value, call_key
 from shardwise.tensor.dispatch.local_calls import PreparedCall, call_under_hooks, local_call, prepare_operands
