@@ -10,7 +10,7 @@ import torch
 from shardwise import Mesh, Replicate, Shard, distribute_tensor
 from shardwise.rules.registry import OpRule
 from shardwise.rules.row import Row
-from shardwise.tensor.dispatch.keys import NO_KEY, call_key
+from shardwise.tensor.dispatch.recipes import NO_KEY, call_key
 from shardwise.testing import world
 
 

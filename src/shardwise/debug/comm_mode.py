@@ -22,7 +22,7 @@ from shardwise.tensor import DTensor
 from shardwise.tensor.dispatch.dispatcher import is_op
 from shardwise.tensor.dispatch.fallback import Wrapper
 from shardwise.tensor.dispatch.hooks import Proceed, hook_calls
-from shardwise.tensor.dispatch.names import name_of
+from shardwise.tensor.dtensor import name_of
 from shardwise.tensor.torch_objects import is_torch_dtensor_class
 from shardwise.trace.comm_trace import CommEvent, Listener, listening_with
 

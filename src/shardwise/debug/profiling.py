@@ -11,7 +11,7 @@ from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor import DTensor
 from shardwise.tensor.dispatch.dispatcher import is_op
 from shardwise.tensor.dispatch.hooks import Proceed, hook_calls
-from shardwise.tensor.dispatch.names import name_of
+from shardwise.tensor.dtensor import name_of
 from shardwise.trace.comm_trace import CommEvent, Listener, listening_with
 
 

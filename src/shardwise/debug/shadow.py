@@ -20,7 +20,7 @@ from shardwise.tensor import DTensor, plain, to_layout
 from shardwise.tensor.dispatch import dispatcher
 from shardwise.tensor.dispatch.dispatcher import is_op
 from shardwise.tensor.dispatch.hooks import Proceed, hook_calls
-from shardwise.tensor.dispatch.names import name_of
+from shardwise.tensor.dtensor import name_of
 from shardwise.trace.comm_trace import muted
 from shardwise.trace.user_stack import call_site
 

@@ -5,11 +5,11 @@ This file is where the class `DTensor` is completed, and where the modules that 
 
 import shardwise.attention
 import shardwise.lookups  # noqa: F401  (both register rules)
-from shardwise.tensor import conversion, factories, notebooks, torch_dtensors, torch_patches
+from shardwise.tensor import conversion, factories, torch_dtensors, torch_patches
 from shardwise.tensor.autograd import functions, gradients
 from shardwise.tensor.conversion import distribute_tensor
 from shardwise.tensor.dispatch import dispatcher, native
-from shardwise.tensor.dispatch.promotion import strict
+from shardwise.tensor.dispatch.operands import strict
 from shardwise.tensor.dtensor import DTensor, check_owners, implement, plain, tag, to_layout
 from shardwise.tensor.handlers import (
     async_redistribute,
@@ -43,7 +43,6 @@ __all__ = [
     "inplace_views",
     "lists",
     "native",
-    "notebooks",
     "optimisers",
     "plain",
     "random_functions",

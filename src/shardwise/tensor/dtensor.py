@@ -6,9 +6,11 @@ Every torch function called with a DTensor arrives at `__torch_function__`; see 
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from html import escape
 from threading import RLock, current_thread
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
@@ -16,11 +18,10 @@ from torch._ops import OpOverload
 
 from shardwise import collectives
 from shardwise.collectives import DeviceMesh
-from shardwise.errors import MeshError, RuleError
+from shardwise.errors import MeshError, RuleError, printable
 from shardwise.layout import Box, Layout, Mesh, Placement, Placements, checked, placements_text
 from shardwise.redistribute.run_plan import known_redistribution, redistribution, with_placements
 from shardwise.rules.row import Args, Handler, Kwargs, Op
-from shardwise.tensor.descriptors import NotOffered, PendingLayout, Registered
 from shardwise.tensor.transforms import check_no_transform
 from shardwise.trace.comm_trace import EXPLICIT, ITEM, Cause
 
@@ -37,6 +38,47 @@ def _is_below_autograd() -> bool:
     """Whether a `TorchDispatchMode` sees an op of backward, which autograd runs on local tensors."""
     # `torch.tensor([x])` reads values with both keys excluded.
     return _is_excluded(_AUTOGRAD) and not (_is_excluded(_PYTHON) or torch.is_inference_mode_enabled())
+
+
+# ---- attributes that raise or wait -----------------------------------------------------------------------------------
+
+
+class Registered:
+    """A method of `DTensor` that a higher module gives with `register_method`."""
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, x: object, owner: type | None = None) -> Any:
+        raise AttributeError(f"DTensor.{self.name} is registered by {self.module}. Fix: import {self.module}.")
+
+
+class NotOffered:
+    """An attribute of `torch.Tensor` that `DTensor` does not have."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+    def __get__(self, x: object, owner: type | None = None) -> NoReturn:
+        raise AttributeError(self.why)
+
+
+class PendingLayout:
+    """The layout of a `DTensor` whose redistribution is running: to read it waits. Other instances have their own."""
+
+    def __get__(self, x: object, owner: type | None = None) -> object:
+        own: dict[str, Any] = {} if x is None else vars(x)
+        if (settle := own.get("_settle")) is not None:
+            return settle(x)
+        if "_layout" in own:  # another thread has waited meanwhile
+            return own["_layout"]
+        raise AttributeError("_layout")
+
+
+# ---- the class -------------------------------------------------------------------------------------------------------
 
 
 class Tiling(Protocol):
@@ -283,6 +325,23 @@ class DTensor(torch.Tensor):
             f"mesh={layout.mesh}, {where}: {plain(self).detach()!r})"
         )
 
+    def _repr_html_(self) -> str:
+        """The text with the elements of this rank, and a drawing of which rank holds which shard."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        header = f"{self._name}: {dtype}" if self._name else dtype
+        drawing = self._layout._repr_html_(header, self.element_size())
+        return f"<div><pre>{escape(printable(repr(self)))}</pre>{drawing}</div>"
+
+    def numpy(self, *, force: bool = False) -> np.ndarray:
+        """A copy of a replicated tensor of one element, such as TensorBoard makes of a loss; sends nothing.
+
+        Raises:
+            RuleError: another tensor, of which this rank may hold a part only, or a rank outside its mesh.
+        """
+        if self.numel() != 1 or not self._layout.is_replicated or not self.to_local().numel():
+            raise RuleError(local_only("numpy()"))
+        return self.to_local().clone().numpy(force=force)
+
     def __deepcopy__(self, memo: dict[int, "DTensor"]) -> "DTensor":
         if id(self) in memo:
             return memo[id(self)]
@@ -411,6 +470,13 @@ _NO_PICKLE = (
 
 def _raise_rule_error(text: str) -> NoReturn:
     raise RuleError(text)
+
+
+def name_of(func: Any) -> str:
+    """What to call a function in an error."""
+    if getattr(func, "__name__", "") == "__get__":
+        return f".{func.__self__.__name__}"
+    return str(getattr(func, "__name__", func))
 
 
 def local_only(what: str) -> str:

@@ -24,7 +24,7 @@ from shardwise.layout import (
 from shardwise.rules.row import Kwargs
 from shardwise.tensor.compiling import refuse_compilation
 from shardwise.tensor.conversion import local_shard_of
-from shardwise.tensor.dispatch.number_notes import note_numbers, numbers_of
+from shardwise.tensor.dispatch.hooks import expect_equal_numbers, numbers_of
 from shardwise.tensor.dtensor import DTensor, default_mesh, tag
 
 
@@ -50,7 +50,7 @@ def _made(
 
 def _note(mesh: Mesh, **given: complex | tuple[int, ...]) -> None:
     if collectives.watches_numbers():
-        note_numbers(dict(numbers_of(given)), mesh, "a factory")
+        expect_equal_numbers(dict(numbers_of(given)), mesh, "a factory")
 
 
 @checked

@@ -13,7 +13,7 @@ Versions: backward raises if a tensor that torch saves for it was changed in pla
 Torch checks the tensors that a rank's own ops saved. A rank saves others where an operand was redistributed, its shard
 is empty, or it is outside the mesh: there `check_versions` adds the checks that torch makes for the global tensors.
 
-Dtypes: torch's kernels raise for some, such as `"median_cpu" not implemented for 'Bool'`. A rank outside the mesh runs no
+Dtypes: torch's kernels raise for some, as in `"median_cpu" not implemented for 'Bool'`. A rank outside the mesh runs no
 kernel on the operands, and tries the op on tensors of size 1.
 """
 
@@ -37,12 +37,11 @@ from shardwise.rules.local_context import has_specialized_version
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.rules.shapes import index
 from shardwise.rules.shapes.index import IndexForm
-from shardwise.tensor.dispatch.keys import NO_KEY
 from shardwise.tensor.dispatch.local_calls import ReadsLayouts, call_under_hooks
-from shardwise.tensor.dispatch.names import name_of
+from shardwise.tensor.dispatch.recipes import NO_KEY
 from shardwise.tensor.dispatch.resolve import Recipe, has_empty_shards
 from shardwise.tensor.dispatch.without_memory import Autocast, on_meta, without_modes
-from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.dtensor import DTensor, name_of
 from shardwise.trace.capture_hooks import tracing_paused
 
 

@@ -12,9 +12,9 @@ from shardwise.rules.registry import FAMILIES
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dispatch import run_op
 from shardwise.tensor.dispatch.fallback import run_decomposed
-from shardwise.tensor.dispatch.names import name_of
-from shardwise.tensor.dispatch.promotion import all_promoted
+from shardwise.tensor.dispatch.operands import all_promoted
 from shardwise.tensor.dispatch.run_op import run
+from shardwise.tensor.dtensor import name_of
 
 _family_cache: dict[Any, OpRule] = {}  # the entries of functions that `RULES` does not have
 

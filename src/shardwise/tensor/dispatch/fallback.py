@@ -24,7 +24,7 @@ from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.rules.pointwise import register_if_tagged
 from shardwise.rules.registry import OpRule, rule_of
 from shardwise.rules.row import Args, Kwargs, Op
-from shardwise.tensor.dispatch import meshes, outside_mesh, seeds
+from shardwise.tensor.dispatch import outside_mesh, seeds
 from shardwise.tensor.dispatch.consistent_errors import (
     Version,
     check_versions,
@@ -32,8 +32,7 @@ from shardwise.tensor.dispatch.consistent_errors import (
     saved_by,
     versions_of,
 )
-from shardwise.tensor.dispatch.plain_shapes import checked_sizes
-from shardwise.tensor.dispatch.promotion import into_plain, promoted
+from shardwise.tensor.dispatch.operands import are_several, checked_sizes, into_plain, is_outside, on_one_mesh, promoted
 from shardwise.tensor.dispatch.without_memory import Autocast, global_on_meta, hidden_from_modes, with_meta_device
 from shardwise.tensor.dtensor import DTensor, plain, tag, to_layout
 from shardwise.tensor.handlers.copies import before_change, copies_of, invalidate, track
@@ -168,7 +167,7 @@ def run_replicated(func: Any, args: Args, kwargs: Kwargs, why: str) -> Any:
     copies = [copy for x in written for copy in before_change(str(func), x)]
     view = not written and any(a.alias_info is not None for a in func._schema.arguments)
     copies_view = view and not first._layout.is_replicated
-    if meshes.is_outside(mesh):
+    if is_outside(mesh):
         if seeded:
             seeds.draw_seed(mesh, generator)
         raise_dtype_error(func, args, kwargs)
@@ -231,9 +230,9 @@ def _written_operands(func: Any, args: Args, kwargs: Kwargs) -> list[Any]:
 
 
 def _on_one_mesh(func: Any, args: Args, kwargs: Kwargs, written: Sequence[DTensor]) -> tuple[Args, Kwargs]:
-    if not meshes.are_several(args, kwargs):
+    if not are_several(args, kwargs):
         return args, kwargs
-    args, kwargs = meshes.on_one_mesh(func, args, kwargs, 0 if written else None)
+    args, kwargs = on_one_mesh(func, args, kwargs, 0 if written else None)
     kept = {id(x) for x in pytree.tree_leaves((args, kwargs))}
     if not all(id(x) in kept for x in written):
         raise RuleError(f"{func} changes an operand that is on another mesh than its first. Fix: redistribute it.")

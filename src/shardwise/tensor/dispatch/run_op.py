@@ -1,7 +1,7 @@
 """Running a function by its rule, on the local tensors of its operands.
 
-What runs on the local tensors is cached under the layouts and the other arguments (`keys.call_key`). So a warm op costs
-a dictionary look-up, the op itself, and giving the result its layout.
+What runs on the local tensors is cached under the layouts and the other arguments (`call_key`). So a warm op costs a
+dictionary look-up, the op itself, and giving the result its layout.
 """
 
 import threading
@@ -19,23 +19,28 @@ from shardwise.errors import RuleError
 from shardwise.layout import Layout, Owner, forget_calls, remember
 from shardwise.rules import RULES, OpRule
 from shardwise.rules.row import Args, Kwargs, Op
-from shardwise.tensor.dispatch import meshes, outside_mesh, recipes, resolve
+from shardwise.tensor.dispatch import outside_mesh, resolve
 from shardwise.tensor.dispatch.consistent_errors import raise_dtype_error, with_consistent_errors
 from shardwise.tensor.dispatch.fallback import run_without_row
-from shardwise.tensor.dispatch.keys import NO_KEY, by_value, call_key
-from shardwise.tensor.dispatch.local_calls import PreparedCall, call_under_hooks, local_call, prepare_operands
-from shardwise.tensor.dispatch.names import name_of
-from shardwise.tensor.dispatch.plain_shapes import checked_sizes
-from shardwise.tensor.dispatch.promotion import (
+from shardwise.tensor.dispatch.local_calls import (
+    PreparedCall,
+    as_dtensors,
+    call_under_hooks,
+    local_call,
+    prepare_operands,
+)
+from shardwise.tensor.dispatch.operands import (
     WITHOUT_VALUES,
     all_promoted,
+    checked_sizes,
     has_plain_tensors,
     into_plain,
+    is_outside,
+    on_one_mesh,
     run_without_values,
 )
-from shardwise.tensor.dispatch.recipes import RunnableRecipe
-from shardwise.tensor.dispatch.results import as_dtensors
-from shardwise.tensor.dtensor import DTensor, check_owners
+from shardwise.tensor.dispatch.recipes import NO_KEY, RunnableRecipe, by_value, call_key, find_recipe, forget_recipes
+from shardwise.tensor.dtensor import DTensor, check_owners, name_of
 from shardwise.tensor.handlers.copies import before_op, invalidate
 
 FIRST_OPERANDS = ("condition", "sorted_sequence", "tensors", "tensor", "input", "self")
@@ -61,7 +66,7 @@ def forget() -> None:
     """Drop what is cached."""
     _known_calls.clear()
     forget_calls()
-    recipes.forget()
+    forget_recipes()
 
 
 def run(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> Any:
@@ -110,16 +115,16 @@ def _run_cold(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any
         with checked_sizes(func, args, kwargs):
             return run(func, rule, *all_promoted(func, args, kwargs))
     try:
-        runnable = recipes.find_recipe(value, func, rule, args, kwargs)
+        runnable = find_recipe(value, func, rule, args, kwargs)
     except resolve.NoRowError as error:
         return run_without_row(func, rule, args, kwargs, error)
     except resolve.SeveralMeshesError:
-        return run(func, rule, *meshes.on_one_mesh(func, args, kwargs, 0 if rule.in_place else rule.kept_operand))
+        return run(func, rule, *on_one_mesh(func, args, kwargs, 0 if rule.in_place else rule.kept_operand))
     recipe = runnable.recipe
     mesh = recipe.layouts[0].mesh
     on_all_ranks = mesh.size() == owner.world_size
     copies, args = before_op(func, args) if rule.in_place else ((), args)
-    if not (on_all_ranks or rule.random) and meshes.is_outside(mesh):
+    if not (on_all_ranks or rule.random) and is_outside(mesh):
         if recipe.local_impl is None:
             raise_dtype_error(func, args, kwargs)
         invalidate(copies)
@@ -191,7 +196,7 @@ def recipe_of(func: Op, args: Args, kwargs: Kwargs) -> RunnableRecipe:
     """The recipe of a call without plain tensors."""
     rule = RULES[func]
     key = call_key(func, rule, args, kwargs)
-    return recipes.find_recipe(_checked_key(key, func, args, kwargs), func, rule, args, kwargs)
+    return find_recipe(_checked_key(key, func, args, kwargs), func, rule, args, kwargs)
 
 
 def prepared(func: Op, args: Args, kwargs: Kwargs) -> PreparedCall:

@@ -19,8 +19,7 @@ from shardwise.tensor.autograd.bucket_plan import local_gradient
 from shardwise.tensor.autograd.buckets import enable_bucketing
 from shardwise.tensor.compiling import refuse_compilation
 from shardwise.tensor.dispatch.fallback import run_decomposed
-from shardwise.tensor.dispatch.names import name_of
-from shardwise.tensor.dtensor import DTensor, check_owners, plain, remembering, tag, to_layout
+from shardwise.tensor.dtensor import DTensor, check_owners, name_of, plain, remembering, tag, to_layout
 from shardwise.tensor.handlers.copies import LIVING, copies_of_memory, invalidate, track
 from shardwise.tensor.torch_objects import is_torch_dtensor
 from shardwise.tensor.transforms import check_untransformed

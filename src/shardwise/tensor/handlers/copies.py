@@ -19,8 +19,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from shardwise.errors import RuleError
 from shardwise.rules.row import Args, Kwargs, Op
-from shardwise.tensor.dispatch.names import name_of
-from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.dtensor import DTensor, name_of
 
 T = TypeVar("T")
 _is_alias: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]

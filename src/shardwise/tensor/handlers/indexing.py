@@ -21,9 +21,9 @@ from shardwise.rules.shapes.masks import boolean_index
 from shardwise.rules.shapes.probe import DimSlice, ViewMap, probe_views
 from shardwise.rules.shapes.view import basic_index
 from shardwise.tensor.conversion import wrap
-from shardwise.tensor.dispatch import align_shards, meshes, outside_mesh
+from shardwise.tensor.dispatch import align_shards, outside_mesh
 from shardwise.tensor.dispatch.fallback import run_decomposed, run_replicated
-from shardwise.tensor.dispatch.promotion import into_plain, promoted
+from shardwise.tensor.dispatch.operands import into_plain, is_outside, on_one_mesh, promoted
 from shardwise.tensor.dtensor import DTensor, call, check_owners, plain, tag, to_layout
 from shardwise.tensor.handlers.copies import before_change, invalidate, storage_of
 from shardwise.tensor.handlers.items import write_number
@@ -60,7 +60,7 @@ def _on_one_mesh(func: Any, args: Args) -> Args:
     """The tensor, the index and the value, redistributed to the mesh of the tensor."""
     parts = (*(args[1] if isinstance(args[1], tuple) else args[1:2]), *args[2:])
     if any(type(p) is DTensor and p._layout.mesh != args[0]._layout.mesh for p in parts):
-        args, _ = meshes.on_one_mesh(func, args, {}, 0)
+        args, _ = on_one_mesh(func, args, {}, 0)
     return args
 
 
@@ -95,7 +95,7 @@ def _set_item(func: Op, args: Args, kwargs: Kwargs) -> None:
     if isinstance(value, int | float) and write_number(x, brackets, value):
         return
     copies = before_change("x[…] = value", x)
-    if not meshes.is_outside(x._layout.mesh):
+    if not is_outside(x._layout.mesh):
         _write(x, brackets, value)
         return
     outside_mesh.changed_empty(func, (x, brackets, value), {})

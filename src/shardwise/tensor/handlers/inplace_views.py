@@ -9,8 +9,7 @@ from torch._C import DisableTorchFunctionSubclass
 from shardwise.errors import RuleError
 from shardwise.rules.registry import handler
 from shardwise.rules.row import Args, Handler, Kwargs, Op
-from shardwise.tensor.dispatch.names import name_of
-from shardwise.tensor.dtensor import plain
+from shardwise.tensor.dtensor import name_of, plain
 from shardwise.tensor.handlers.copies import track
 
 

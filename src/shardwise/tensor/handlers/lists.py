@@ -15,7 +15,7 @@ from shardwise.layout import REPLICATE, Layout, Mesh, Partial, Shard
 from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.rules.registry import handler_of_family
 from shardwise.rules.row import Args, Kwargs, Op
-from shardwise.tensor.dispatch.meshes import is_outside
+from shardwise.tensor.dispatch.operands import is_outside
 from shardwise.tensor.dtensor import DTensor, check_owners, plain, tag, to_layout
 from shardwise.tensor.handlers.copies import before_changes, invalidate
 from shardwise.tensor.torch_objects import is_torch_dtensor

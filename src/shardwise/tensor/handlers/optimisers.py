@@ -18,7 +18,7 @@ from shardwise.errors import RuleError
 from shardwise.layout import Layout
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dispatch import hooks
-from shardwise.tensor.dispatch.number_notes import note_numbers, numbers_of
+from shardwise.tensor.dispatch.hooks import expect_equal_numbers, numbers_of
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.handlers.copies import LIVING, before_changes, invalidate
 from shardwise.tensor.replaced_parameters import holds_replaced, refuse_replaced
@@ -154,7 +154,7 @@ def _note_options(optimizer: Optimizer) -> None:
         if first is not None:
             options = {name: value for name, value in group.items() if name != "params"}
             what = f"{type(optimizer).__name__}.step() of parameter group {i}"
-            note_numbers(dict(numbers_of(options)), first._layout.mesh, what)
+            expect_equal_numbers(dict(numbers_of(options)), first._layout.mesh, what)
 
 
 def _has_dtensors(optimizer: Optimizer) -> bool:

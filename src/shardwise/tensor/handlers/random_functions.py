@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shardwise.rules.registry import replacement
 from shardwise.rules.row import Op
-from shardwise.tensor.dispatch.promotion import promoted
+from shardwise.tensor.dispatch.operands import promoted
 from shardwise.tensor.dtensor import DTensor, call
 
 # ---- dropout ------------------------------------------------------------------------------------------------

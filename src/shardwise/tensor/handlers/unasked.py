@@ -22,9 +22,8 @@ from shardwise.rules.registry import handler, replacement
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dispatch.fallback import run_decomposed
 from shardwise.tensor.dispatch.hooks import hook_calls
-from shardwise.tensor.dispatch.names import name_of
-from shardwise.tensor.dispatch.promotion import is_strict
-from shardwise.tensor.dtensor import DTensor, call
+from shardwise.tensor.dispatch.operands import is_strict
+from shardwise.tensor.dtensor import DTensor, call, name_of
 from shardwise.tensor.handlers.attributes import refuse, refuse_local, set_
 
 _dispatches = torch._C._is_torch_function_enabled
