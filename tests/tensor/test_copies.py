@@ -131,12 +131,12 @@ def test_views_that_share_memory_show_the_change() -> None:
         assert_close(v.full_tensor(), expected + 1)
 
 
-@pytest.mark.parametrize("optimiser", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
 @world(2)
-def test_steps_of_optimisers_invalidate_living_views_and_leave_training_alone(optimiser: Any) -> None:
+def test_steps_of_optimizers_invalidate_living_views_and_leave_training_alone(optimizer: Any) -> None:
     weight: Any = torch.nn.Parameter(sharded(mesh=Mesh((2,))))
     plain = torch.nn.Parameter(VALUES.clone())
-    both = [(w, optimiser([w], lr=0.1)) for w in (weight, plain)]
+    both = [(w, optimizer([w], lr=0.1)) for w in (weight, plain)]
     for _ in range(3):
         for w, steps in both:
             (w.view(3, 4) ** 2).sum().backward()

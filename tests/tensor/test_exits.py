@@ -201,7 +201,7 @@ IS_REFUSED: dict[str, Callable[[Any], Any]] = {
     "data =": lambda d: set_data(zeros(), d),
     "data of a parameter =": lambda d: set_data(nn.Parameter(zeros()), d),
     "vector_to_parameters": lambda d: nn.utils.vector_to_parameters(d, [nn.Parameter(zeros())]),
-    "option of an optimiser": lambda d: stepped(d.detach()),
+    "option of an optimizer": lambda d: stepped(d.detach()),
     "sparse values": lambda d: torch.sparse_coo_tensor(AT[None], d, (7,)),
     "sparse indices": lambda d: torch.sparse_coo_tensor(indices=d.long()[None] - 1, values=FULL, size=(7,)),
     "sparse rows": lambda d: torch.sparse_csr_tensor(torch.tensor([0, 7]), AT, d, (1, 7)),

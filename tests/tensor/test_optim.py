@@ -1,4 +1,4 @@
-"""Ordinary optimisers on sharded parameters take the steps that they take in one process, with shard-sized state."""
+"""Ordinary optimizers on sharded parameters take the steps that they take in one process, with shard-sized state."""
 
 import copy
 from collections.abc import Callable
@@ -163,7 +163,7 @@ def train_table(table: nn.Parameter, ids: list[Any], name: str) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's optimisers build sparse tensors themselves
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's optimizers build sparse tensors themselves
 @pytest.mark.parametrize("name", ["SGD", "Adagrad", "SparseAdam"])
 def test_sparse_steps_equal_one_process_for_every_layout(name: str) -> None:
     plain = nn.Parameter(TABLE.clone())

@@ -8,29 +8,28 @@ import shardwise.lookups  # noqa: F401  (both register rules)
 from shardwise.tensor import conversion, factories, torch_dtensors, torch_patches
 from shardwise.tensor.autograd import functions, gradients
 from shardwise.tensor.conversion import distribute_tensor
-from shardwise.tensor.dispatch import dispatcher, native
+from shardwise.tensor.dispatch import dispatcher
 from shardwise.tensor.dispatch.operands import strict
 from shardwise.tensor.dtensor import DTensor, check_owners, implement, plain, tag, to_layout
 from shardwise.tensor.handlers import (
     async_redistribute,
     attributes,
+    bypasses,
     checkpointable,
     compositions,
     embedding_bags,
-    fused,
     indexing,
-    inplace_views,
     lists,
-    optimisers,
+    optimizers,
     random_functions,
     sparse,
-    unasked,
 )
 
 __all__ = [
     "DTensor",
     "async_redistribute",
     "attributes",
+    "bypasses",
     "check_owners",
     "checkpointable",
     "compositions",
@@ -38,12 +37,9 @@ __all__ = [
     "embedding_bags",
     "factories",
     "functions",
-    "fused",
     "indexing",
-    "inplace_views",
     "lists",
-    "native",
-    "optimisers",
+    "optimizers",
     "plain",
     "random_functions",
     "sparse",
@@ -52,7 +48,6 @@ __all__ = [
     "to_layout",
     "torch_dtensors",
     "torch_patches",
-    "unasked",
 ]  # fmt: skip
 
 implement(

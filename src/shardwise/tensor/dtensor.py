@@ -40,7 +40,7 @@ def _is_below_autograd() -> bool:
     return _is_excluded(_AUTOGRAD) and not (_is_excluded(_PYTHON) or torch.is_inference_mode_enabled())
 
 
-# ---- attributes that raise or wait -----------------------------------------------------------------------------------
+# ---- attributes that raise or wait ------------------------------------------------------------------------------
 
 
 class Registered:
@@ -78,7 +78,7 @@ class PendingLayout:
         raise AttributeError("_layout")
 
 
-# ---- the class -------------------------------------------------------------------------------------------------------
+# ---- the class --------------------------------------------------------------------------------------------------
 
 
 class Tiling(Protocol):

@@ -25,12 +25,7 @@ from shardwise.tensor.autograd.functions import (
     with_layouts,
 )
 from shardwise.tensor.dtensor import DTensor, before_first_dtensor
-from shardwise.tensor.handlers.lists import total_norm_in_one_exchange
-from shardwise.tensor.handlers.loaded_state import keeping_layouts, sharding_states
-from shardwise.tensor.handlers.optimisers import step_on_locals
-from shardwise.tensor.handlers.replicas import check_fully_shard, checking
-from shardwise.tensor.handlers.state_dicts import staging_locals, with_dtensors
-from shardwise.tensor.handlers.unasked import (
+from shardwise.tensor.handlers.bypasses import (
     asking,
     data_of_alike,
     full_gradients,
@@ -42,6 +37,11 @@ from shardwise.tensor.handlers.unasked import (
     refusing_traces,
     taking_numbers,
 )
+from shardwise.tensor.handlers.lists import total_norm_in_one_exchange
+from shardwise.tensor.handlers.loaded_state import keeping_layouts, sharding_states
+from shardwise.tensor.handlers.optimizers import step_on_locals
+from shardwise.tensor.handlers.replicas import check_fully_shard, checking
+from shardwise.tensor.handlers.state_dicts import staging_locals, with_dtensors
 from shardwise.tensor.transforms import FORWARD_MODE
 
 TESTED = ("2.13", "2.14")
@@ -179,15 +179,15 @@ PATCHES = (
     ),
     Patch(
         "torch.optim.optimizer._foreach_supported_types",
-        "The list with `DTensor` added: optimisers use their foreach implementation by default.",
+        "The list with `DTensor` added: optimizers use their foreach implementation by default.",
         "torch has no function that adds a type; its own DTensor appends to the same list.",
-        "an optimiser step dispatches every op of every parameter on its own",
+        "an optimizer step dispatches every op of every parameter on its own",
         _with_dtensor,
     ),
     Patch(
         "torch.utils._foreach_utils._foreach_supported_types",
         "The list with `DTensor` added: `clip_grad_norm_` uses `torch._foreach_norm`.",
-        "The same as for optimisers.",
+        "The same as for optimizers.",
         "clipping gradients takes one exchange a parameter",
         _with_dtensor,
     ),
@@ -356,7 +356,7 @@ PATCHES = (
 HOOKS = (
     Hook(
         "torch.optim.optimizer.register_optimizer_step_pre_hook",
-        "Elementwise optimisers take a step on the local tensors where parameters, gradients and states share layouts.",
+        "Elementwise optimizers take a step on the local tensors where parameters, gradients and states share layouts.",
         "the first DTensor",
     ),
     Hook(

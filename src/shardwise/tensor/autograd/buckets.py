@@ -135,7 +135,7 @@ def enable_bucketing(leaf: DTensor) -> None:
         leaf.register_post_accumulate_grad_hook(add_to_pending)  # type: ignore[no-untyped-call]
 
 
-# ---- during backward ----------------------------------------------------------------------------------------
+# ---- during backward --------------------------------------------------------------------------------------------
 
 
 class PendingGradients:
@@ -193,7 +193,7 @@ def add_to_pending(leaf: Tensor) -> None:
                 pending.send_complete_buckets(plan.buckets)
 
 
-# ---- when a gradient is read --------------------------------------------------------------------------------
+# ---- when a gradient is read ------------------------------------------------------------------------------------
 
 
 def reduce_pending(pending: PendingGradients) -> None:
@@ -278,7 +278,7 @@ def _described(leaf: DTensor) -> Gradient:
     return Gradient(leaf._leaf_number, (layout.mesh, axes_to_reduce(layout), like.dtype, like.device), nbytes)
 
 
-# ---- one bucket ---------------------------------------------------------------------------------------------
+# ---- one bucket -------------------------------------------------------------------------------------------------
 
 
 def _reduce_buckets(sent: Sequence[SentBucket], buckets: Iterable[Sequence[DTensor]]) -> None:

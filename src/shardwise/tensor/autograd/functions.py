@@ -21,8 +21,8 @@ from shardwise.layout import Layout, Partial
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.autograd.bucket_plan import local_gradient
 from shardwise.tensor.autograd.gradients import as_cotangent
+from shardwise.tensor.dispatch.view_copies import track
 from shardwise.tensor.dtensor import DTensor, plain, tag, to_layout
-from shardwise.tensor.handlers.copies import track
 from shardwise.tensor.transforms import refuse_transform
 from shardwise.trace.autograd_function import TensorFunction
 
@@ -148,7 +148,7 @@ def _apply(original: Any, cls: type[Function], args: Args, kwargs: Kwargs) -> An
     return out
 
 
-# ---- full backward hooks of modules ---------------------------------------------------------------------------
+# ---- full backward hooks of modules -----------------------------------------------------------------------------
 
 
 class BackwardHookFunction(Function):

@@ -33,9 +33,9 @@ from shardwise.tensor.dispatch.consistent_errors import (
     versions_of,
 )
 from shardwise.tensor.dispatch.operands import are_several, checked_sizes, into_plain, is_outside, on_one_mesh, promoted
+from shardwise.tensor.dispatch.view_copies import before_change, copies_of, invalidate, track
 from shardwise.tensor.dispatch.without_memory import Autocast, global_on_meta, hidden_from_modes, with_meta_device
 from shardwise.tensor.dtensor import DTensor, plain, tag, to_layout
-from shardwise.tensor.handlers.copies import before_change, copies_of, invalidate, track
 from shardwise.trace.comm_trace import Cause
 
 
@@ -146,7 +146,7 @@ def run_decomposed(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return track(pytree.tree_map(unwrapped, out))
 
 
-# ---- replicated -----------------------------------------------------------------------------------------------
+# ---- replicated -------------------------------------------------------------------------------------------------
 
 
 def run_replicated(func: Any, args: Args, kwargs: Kwargs, why: str) -> Any:

@@ -69,7 +69,7 @@ _conditions: list[Callable[[Iterable[Any]], bool]] = []
 
 
 def dispatch_each_op_if(condition: Callable[[Iterable[Any]], bool]) -> None:
-    """Let composite steps, such as those of optimisers, dispatch op by op for tensors that meet the condition."""
+    """Let composite steps, such as those of optimizers, dispatch op by op for tensors that meet the condition."""
     _conditions.append(condition)
 
 

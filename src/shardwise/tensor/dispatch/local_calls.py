@@ -18,8 +18,8 @@ from shardwise.rules.row import Args, Kwargs, LocalFunction
 from shardwise.tensor.dispatch import align_shards, resolve
 from shardwise.tensor.dispatch.local_context import RankContext
 from shardwise.tensor.dispatch.recipes import RunnableRecipe
+from shardwise.tensor.dispatch.view_copies import copies_of, is_copy, storage_of
 from shardwise.tensor.dtensor import DTensor, _as_subclass, plain, tag
-from shardwise.tensor.handlers.copies import copies_of, is_copy, storage_of
 from shardwise.trace.capture_hooks import tracing_paused
 from shardwise.trace.user_stack import call_site
 

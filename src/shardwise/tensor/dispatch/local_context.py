@@ -13,7 +13,7 @@ from shardwise.redistribute import transfers
 from shardwise.redistribute.fetch import fetch
 from shardwise.tensor.dispatch import seeds
 from shardwise.tensor.dispatch.align_shards import sizes_by_axis
-from shardwise.tensor.handlers.copies import mark_copy
+from shardwise.tensor.dispatch.view_copies import mark_copy
 from shardwise.trace.comm_trace import Cause, listening, with_call_site
 
 
@@ -50,7 +50,7 @@ class RankContext:
         return self.op(*args, **kwargs)
 
     def ranks(self, axes: Sequence[int] | None = None) -> tuple[int, ...]:
-        return _neighbours(self.layouts[0].mesh, self.rank, self.axes if axes is None else tuple(axes))
+        return _neighbors(self.layouts[0].mesh, self.rank, self.axes if axes is None else tuple(axes))
 
     def all_to_all(
         self,
@@ -112,5 +112,5 @@ class RankContext:
 
 
 @lru_cache(maxsize=1024)
-def _neighbours(mesh: Mesh, rank: int, axes: tuple[int, ...]) -> tuple[int, ...]:
+def _neighbors(mesh: Mesh, rank: int, axes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(mesh.submesh(tuple(sorted(axes)), rank).ranks)) if axes else (rank,)

@@ -66,7 +66,7 @@ def all_promoted(func: Op, args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...],
         if not isinstance(x, Tensor) or type(x) is DTensor:
             return x
         if x.is_sparse and tuple(x.shape) == first._layout.local_shape(collectives.rank()):
-            return tag(x.detach(), first._layout)  # made by an optimiser from the local rows
+            return tag(x.detach(), first._layout)  # made by an optimizer from the local rows
         return promoted(x, mesh, name_of(func))
 
     return tuple(promote(a) for a in args), {k: promote(a) for k, a in kwargs.items()}

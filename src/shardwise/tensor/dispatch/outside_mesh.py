@@ -22,9 +22,9 @@ from shardwise.errors import RuleError
 from shardwise.layout import REPLICATE, Layout, Mesh
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dispatch.consistent_errors import check_versions, recording_saved, tensors_in, versions_of
+from shardwise.tensor.dispatch.view_copies import copies_of, storage_of
 from shardwise.tensor.dispatch.without_memory import Autocast, on_meta, without_modes
 from shardwise.tensor.dtensor import DTensor, name_of, plain, tag
-from shardwise.tensor.handlers.copies import copies_of, storage_of
 from shardwise.trace.autograd_function import TensorFunction
 
 

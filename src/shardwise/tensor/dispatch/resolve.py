@@ -214,7 +214,7 @@ def called(function: Callable[..., Any], metas: Sequence[Any], args: Args, kwarg
     return function(*(with_metas(a, metas) for a in args), **{k: with_metas(v, metas) for k, v in kwargs.items()})
 
 
-# ---- choosing a row -----------------------------------------------------------------------------------------
+# ---- choosing a row ---------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1024)
@@ -310,7 +310,7 @@ def _latency(mesh: Mesh, axis: int) -> float:
     return collectives.costs(mesh.device_type).of("all_gather", ranks, mesh.sorted_ranks, 0)
 
 
-# ---- results -------------------------------------------------------------------------------------------------
+# ---- results ----------------------------------------------------------------------------------------------------
 
 
 class OnMeta(NamedTuple):

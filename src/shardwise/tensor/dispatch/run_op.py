@@ -40,8 +40,8 @@ from shardwise.tensor.dispatch.operands import (
     run_without_values,
 )
 from shardwise.tensor.dispatch.recipes import NO_KEY, RunnableRecipe, by_value, call_key, find_recipe, forget_recipes
+from shardwise.tensor.dispatch.view_copies import before_op, invalidate
 from shardwise.tensor.dtensor import DTensor, check_owners, name_of
-from shardwise.tensor.handlers.copies import before_op, invalidate
 
 FIRST_OPERANDS = ("condition", "sorted_sequence", "tensors", "tensor", "input", "self")
 # By key: what runs on the local tensors, and the layouts of its results; None if it works in place.

@@ -1,1 +1,1 @@
-"""Torch functions that need more than a rule: indexing, lists of tensors, optimisers, sparse gradients, attributes."""
+"""Torch functions that need more than a rule: indexing, lists of tensors, optimizers, sparse gradients, attributes."""

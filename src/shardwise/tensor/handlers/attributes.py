@@ -13,14 +13,14 @@ from shardwise.errors import RuleError
 from shardwise.layout import REPLICATE, Partial
 from shardwise.rules.pointwise import is_contiguous
 from shardwise.rules.registry import handler, handler_of_family, replacement
-from shardwise.rules.row import Args, Kwargs, Meta, Op
+from shardwise.rules.row import Args, Handler, Kwargs, Meta, Op
 from shardwise.tensor.autograd import gradients
 from shardwise.tensor.autograd.bucket_plan import local_gradient
 from shardwise.tensor.autograd.buckets import enable_bucketing
 from shardwise.tensor.compiling import refuse_compilation
 from shardwise.tensor.dispatch.fallback import run_decomposed
+from shardwise.tensor.dispatch.view_copies import LIVING, copies_of_memory, invalidate, track
 from shardwise.tensor.dtensor import DTensor, check_owners, name_of, plain, remembering, tag, to_layout
-from shardwise.tensor.handlers.copies import LIVING, copies_of_memory, invalidate, track
 from shardwise.tensor.torch_objects import is_torch_dtensor
 from shardwise.tensor.transforms import check_untransformed
 from shardwise.trace.comm_trace import Cause
@@ -256,6 +256,42 @@ def _expand_as(input: Tensor, other: Tensor) -> Tensor:
 def _reshape_as(input: Tensor, other: Tensor) -> Tensor:
     return input.reshape(other.shape)
 
+
+# ---- t_, unsqueeze_ and the like: a tensor becomes a view of itself, and its layout that of the view ------------
+
+
+def _root(x: Tensor) -> Tensor | None:
+    return x._base if x._is_view() else x
+
+
+def _becomes(view: Op) -> Handler:
+    def run(func: Op, args: Args, kwargs: Kwargs) -> Any:
+        x = args[0]
+        out = view(*args, **kwargs)
+        with DisableTorchFunctionSubclass():
+            new = plain(out.detach())
+            if _root(out) is _root(x):
+                torch.Tensor.as_strided_(x, new.shape, new.stride(), new.storage_offset())
+            elif x._is_view() or x.requires_grad:
+                raise RuleError(
+                    f"{name_of(func)} works in place, but {x._layout} needs a redistribution for this view, and "
+                    f"neither its views nor its gradients would follow. Fix: use the op that returns a new tensor."
+                )
+            else:
+                torch.Tensor.data.__set__(x, new)  # type: ignore[attr-defined]
+                track(x)  # a copy: `detach()` or `.data` may have made other tensors of the memory that it had
+            x._layout = out._layout
+            x._spec = x._tiling = None  # of the old shape
+        return x
+
+    return run
+
+
+for _name in ("t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze"):
+    handler(getattr(Tensor, f"{_name}_"))(_becomes(getattr(Tensor, _name)))
+
+
+# ---- refused ----------------------------------------------------------------------------------------------------
 
 _COMMUNICATES = ("torch.distributed.", "torch._ops._c10d_functional", "torch._ops.c10d")  # modules of functions
 

@@ -1,14 +1,18 @@
-"""Ops with a decomposition of their own, because torch's would communicate more, or would miss something."""
+"""Functions in terms of other ops: torch's code would communicate more, miss something, or read local shapes."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.rules.registry import handler, replacement
+from shardwise.rules.registry import amend, handler, replacement
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dispatch.fallback import run_decomposed
+from shardwise.tensor.dispatch.view_copies import mark_copy
+
+# ---- decompositions ---------------------------------------------------------------------------------------------
 
 
 @handler(torch.roll, Tensor.roll, no_row=True)
@@ -73,3 +77,47 @@ def _one_hot(func: Op, args: Args, kwargs: Kwargs) -> object:
         return run_decomposed(func, (x, num_classes), {})
 
     return coded(*args, **{"x" if k in ("tensor", "input", "self") else k: a for k, a in kwargs.items()})
+
+
+@handler(F.linear_cross_entropy)
+def _linear_cross_entropy(func: Op, args: Args, kwargs: Kwargs) -> object:
+    """`options` are for the fused kernel, which works in chunks."""
+    named = {k: v for k, v in kwargs.items() if k not in ("linear_bias", "options")}
+    x, linear_weight, target = args
+    bias, (classes, *rest) = kwargs["linear_bias"], linear_weight.shape[:-1]
+    if rest:
+        linear_weight, bias = linear_weight.flatten(0, -2), None if bias is None else bias.flatten()
+    if named["ignore_index"] is None:
+        named["ignore_index"] = -100
+    logits = F.linear(x, linear_weight, bias)
+    return F.cross_entropy(logits.unflatten(-1, (classes, *rest)) if rest else logits, target, **named)
+
+
+# ---- substitutes for functions whose Python code reads shapes ---------------------------------------------------
+
+# A DTensor reports its global shape there, so such code needs plain local tensors; a substitute takes DTensors.
+
+
+def _view_or_copy(x: Tensor, size: Any) -> Tensor:
+    """C++ asks for a view where the strides of the global tensor allow one; those of the local tensor may not."""
+    try:
+        return x.view(size)
+    except RuntimeError:
+        return mark_copy(x.reshape(size))
+
+
+NATIVE: dict[Op, Op] = {
+    F.relu: lambda input, inplace=False: torch.relu_(input) if inplace else torch.relu(input),
+    F.sigmoid: torch.sigmoid,
+    F.tanh: torch.tanh,
+    F.softmax: lambda input, dim=None, _stacklevel=3, dtype=None: torch.softmax(input, dim, dtype),
+    F.log_softmax: lambda input, dim=None, _stacklevel=3, dtype=None: torch.log_softmax(input, dim, dtype),
+    F.layer_norm: torch.layer_norm,
+    F.rms_norm: torch.rms_norm,
+    torch.ops.aten.view.default: _view_or_copy,
+    Tensor.__rpow__: lambda x, other: torch.pow(other, x),
+    Tensor.__rsub__: torch.rsub,
+    Tensor.__rdiv__: lambda x, other: torch.reciprocal(x) * other,
+}
+for _op, _native in NATIVE.items():
+    amend(_op, native=_native)

@@ -1,6 +1,6 @@
 """x[…] and x[…] = value, in terms of slices, index, index_put and masks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from operator import index as as_int
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.utils import _pytree as pytree
 
 from shardwise import collectives
-from shardwise.layout import REPLICATE, Boxes, Layout, OnRanks, Placement, Shard
+from shardwise.layout import REPLICATE, Box, Boxes, Layout, OnRanks, Placement, Shard, split_by_boxes
 from shardwise.rules import Meta, Row
 from shardwise.rules.local_context import local_with
 from shardwise.rules.registry import handler, replacement
@@ -24,9 +24,8 @@ from shardwise.tensor.conversion import wrap
 from shardwise.tensor.dispatch import align_shards, outside_mesh
 from shardwise.tensor.dispatch.fallback import run_decomposed, run_replicated
 from shardwise.tensor.dispatch.operands import into_plain, is_outside, on_one_mesh, promoted
+from shardwise.tensor.dispatch.view_copies import before_change, invalidate, storage_of
 from shardwise.tensor.dtensor import DTensor, call, check_owners, plain, tag, to_layout
-from shardwise.tensor.handlers.copies import before_change, invalidate, storage_of
-from shardwise.tensor.handlers.items import write_number
 from shardwise.trace.comm_trace import Cause
 
 aten = torch.ops.aten
@@ -177,7 +176,7 @@ def _over_mask(start: int, mask: Tensor, ndim: int, value: Tensor) -> Tensor | N
     )
 
 
-# ---- parsing an index -------------------------------------------------------------------------------------
+# ---- parsing an index -------------------------------------------------------------------------------------------
 
 
 class _Flag(NamedTuple):
@@ -300,7 +299,59 @@ def _as_list(index: Index) -> list[Any]:
     return [found.get(d) for d in range(max(found) + 1)]
 
 
-# ---- a view to write to -------------------------------------------------------------------------------------------
+# ---- x[i, j] = number: every rank writes to the elements of its local shard -------------------------------------
+
+
+def write_number(x: DTensor, index: object, value: float) -> bool:
+    """x[index] = value where the index names single elements; False, and nothing done, where it does not."""
+    indices = _single_elements(x, index)
+    if indices is None:
+        return False
+    copies = before_change("x[i] = number", x)
+    with DisableTorchFunctionSubclass():
+        rank = collectives.rank()
+        neutral = x._layout.identity_element(rank)
+        _write_elements(plain(x), x._layout.boxes(rank), indices, value if neutral is None else neutral)
+    invalidate(copies)
+    return True
+
+
+def _single_elements(x: DTensor, index: object) -> list[Tensor] | None:
+    """A plain tensor for each dim, with the index of every element in it; None for slices and masks.
+
+    Raises:
+        IndexError: an index out of bounds.
+    """
+    shape = x._layout.shape
+    parts = index if isinstance(index, tuple) else (index,)
+    if not shape or len(parts) != len(shape) or not all(map(_is_index, parts)):
+        return None
+    found = []
+    for dim, (part, size) in enumerate(zip(parts, shape, strict=True)):
+        at = torch.as_tensor(part, dtype=torch.int64, device=x.device)
+        bad = at[(at < -size) | (at >= size)]
+        if bad.numel():
+            raise IndexError(f"index {bad[0].item()} is out of bounds for dimension {dim} with size {size}")
+        found.append(at % size)
+    return list(torch.broadcast_tensors(*found))
+
+
+def _is_index(part: object) -> bool:
+    if isinstance(part, Tensor):
+        return type(part) is not DTensor and part.dtype in (torch.int64, torch.int32)
+    return isinstance(part, int) and not isinstance(part, bool)
+
+
+def _write_elements(local: Tensor, boxes: Sequence[Box], indices: Sequence[Tensor], value: float) -> None:
+    if not boxes:  # saves indices for backward, as other ranks do
+        local[tuple(at.reshape(-1)[:0] for at in indices)] = value
+    for box, view in zip(boxes, split_by_boxes(local, boxes), strict=True):
+        own = [at - offset for at, offset in zip(indices, box.offsets, strict=True)]
+        here = torch.stack([(at >= 0) & (at < size) for at, size in zip(own, box.sizes, strict=True)]).all(0)
+        view[tuple(at[here] for at in own)] = value
+
+
+# ---- a view to write to -----------------------------------------------------------------------------------------
 
 
 def _local_view(x: DTensor, items: tuple[Any, ...]) -> DTensor:
@@ -346,7 +397,7 @@ def _owner(layout: Layout, dim: int, index: int) -> tuple[int, ...]:
     return coordinate
 
 
-# ---- functions in terms of these ----
+# ---- functions in terms of these --------------------------------------------------------------------------------
 
 
 @replacement(torch.select_scatter, Tensor.select_scatter, aten.select_scatter.default)

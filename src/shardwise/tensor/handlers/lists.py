@@ -1,4 +1,4 @@
-"""Ops on lists of tensors: the foreach and fused kernels of optimisers, element by element on the locals."""
+"""Ops on lists of tensors: the foreach and fused kernels of optimizers, element by element on the locals."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
@@ -16,8 +16,8 @@ from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.rules.registry import handler_of_family
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dispatch.operands import is_outside
+from shardwise.tensor.dispatch.view_copies import before_changes, invalidate
 from shardwise.tensor.dtensor import DTensor, check_owners, plain, tag, to_layout
-from shardwise.tensor.handlers.copies import before_changes, invalidate
 from shardwise.tensor.torch_objects import is_torch_dtensor
 from shardwise.tensor.transforms import check_untransformed
 from shardwise.trace.comm_trace import Cause
@@ -295,7 +295,7 @@ def _on_nested_meshes(tensors: Sequence[Any]) -> bool:
     """Whether all are DTensors, some on one mesh and others on meshes within it, and every rank is part of them all.
 
     So it is where `fully_shard` was given `mesh["dp"]` and some parameters are DTensors on `mesh["tp"]`. Ranks see
-    other meshes than their neighbours, so they decide together.
+    other meshes than their neighbors, so they decide together.
     """
     if not all(type(x) is DTensor for x in tensors):
         return False

@@ -11,7 +11,7 @@ from shardwise.rules.row import Op
 from shardwise.tensor.dispatch.operands import promoted
 from shardwise.tensor.dtensor import DTensor, call
 
-# ---- dropout ------------------------------------------------------------------------------------------------
+# ---- dropout ----------------------------------------------------------------------------------------------------
 
 
 def _raise_as_torch(function: Op, input: Tensor, p: float, training: bool) -> None:
@@ -98,7 +98,7 @@ def _bernoulli_in_place(input: Tensor, p: float | Tensor = 0.5, *, generator: to
     return out
 
 
-# ---- initialisation -----------------------------------------------------------------------------------------
+# ---- initialisation ---------------------------------------------------------------------------------------------
 
 
 def _uniform(tensor: Tensor, a: float = 0.0, b: float = 1.0, generator: torch.Generator | None = None) -> Tensor:

@@ -1,6 +1,6 @@
 """Row-sparse gradients, which `torch.optim` takes from a sparse tensor and puts into a new one.
 
-An optimiser reads `_indices()`, `_values()` and `size()` of a sparse gradient, computes with the values, makes sparse
+An optimizer reads `_indices()`, `_values()` and `size()` of a sparse gradient, computes with the values, makes sparse
 tensors of them with `torch.sparse_coo_tensor` (which no subclass can intercept) and adds those to dense state. For a
 sparse DTensor all three therefore return what belongs to the local shard, and a plain sparse tensor of the local shape
 beside a DTensor counts as its local shard (`promotion.all_promoted`). `indices()` and `values()`, which users call,
@@ -68,7 +68,7 @@ def sparse_mask(func: Op, args: Args, kwargs: Kwargs) -> DTensor:
 
 @handler(Tensor.new)
 def new(func: Any, args: Args, kwargs: Kwargs) -> DTensor:
-    """`grad.new(indices, values, size)`, by which sparse optimisers make a sparse tensor."""
+    """`grad.new(indices, values, size)`, by which sparse optimizers make a sparse tensor."""
     like, *rest = args
     with DisableTorchFunctionSubclass():
         sparse_parts = like.is_sparse and len(rest) == 3

@@ -1,7 +1,7 @@
-"""Elementwise optimisers take a step on the local tensors.
+"""Elementwise optimizers take a step on the local tensors.
 
 A step over a hundred parameters dispatches a thousand ops, all with the same layouts. `step_on_locals` is a pre-hook of
-all optimisers: where parameters, gradients and states share layouts, torch's own step runs on the local tensors.
+all optimizers: where parameters, gradients and states share layouts, torch's own step runs on the local tensors.
 Where not (the first step, which makes the state; a gradient in another layout; a closure), every op is dispatched.
 """
 
@@ -19,8 +19,8 @@ from shardwise.layout import Layout
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dispatch import hooks
 from shardwise.tensor.dispatch.hooks import expect_equal_numbers, numbers_of
+from shardwise.tensor.dispatch.view_copies import LIVING, before_changes, invalidate
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.handlers.copies import LIVING, before_changes, invalidate
 from shardwise.tensor.replaced_parameters import holds_replaced, refuse_replaced
 
 # Whose new values of an element depend on nothing but that element's gradient and state.
@@ -79,9 +79,9 @@ def _state_agrees(state: dict[str, Any], layout: Layout | None) -> bool:
 
 
 class _LocalStep:
-    """Takes the optimiser's place as `self` of its `step`, after all hooks of the user's have run.
+    """Takes the optimizer's place as `self` of its `step`, after all hooks of the user's have run.
 
-    The first thing that such a step needs is `param_groups`. Reading it takes the optimiser's own step, on the local
+    The first thing that such a step needs is `param_groups`. Reading it takes the optimizer's own step, on the local
     tensors where possible, and leaves the step that reads it nothing to do.
     """
 
@@ -99,7 +99,7 @@ def _step(optimizer: Optimizer) -> None:
     step: Callable[[Optimizer], None] = unwrap(type(optimizer).step)  # hooks and grad mode are around the caller
     if hooks.dispatches_each_op(lambda: _parameters(optimizer)) or not _layouts_agree(optimizer):
         return step(optimizer)
-    copies = before_changes("an optimiser's step", _parameters(optimizer) if LIVING else ())
+    copies = before_changes("an optimizer's step", _parameters(optimizer) if LIVING else ())
     with DisableTorchFunctionSubclass():
         step(optimizer)
     return invalidate(copies)

@@ -1,4 +1,4 @@
-"""A warm step of an elementwise optimiser asks no op for its way, and is right where it has to ask."""
+"""A warm step of an elementwise optimizer asks no op for its way, and is right where it has to ask."""
 
 from collections.abc import Callable
 from typing import Any
@@ -83,7 +83,7 @@ def test_a_first_step_asks_because_it_makes_the_state(monkeypatch: pytest.Monkey
 
 
 class Halving(optim.SGD):
-    """An optimiser of somebody's, whose step need not be element by element."""
+    """An optimizer of somebody's, whose step need not be element by element."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         with torch.no_grad():
@@ -93,7 +93,7 @@ class Halving(optim.SGD):
 
 
 @world(3)
-def test_an_optimiser_of_somebodys_is_not_taken_for_elementwise() -> None:
+def test_an_optimizer_of_somebodys_is_not_taken_for_elementwise() -> None:
     p = with_grad(Mesh((3,)))
     optimizer = Halving([p], lr=0.1)
     for _ in range(2):
@@ -182,7 +182,7 @@ def test_who_watches_sees_the_ops_of_a_step() -> None:
 
 
 @world(2)
-def test_a_step_after_an_error_of_the_optimiser_asks_as_before() -> None:
+def test_a_step_after_an_error_of_the_optimizer_asks_as_before() -> None:
     p = with_grad(Mesh((2,)))
     optimizer = optim.Adam([p], foreach=True)
     optimizer.step()
