@@ -29,7 +29,7 @@ from shardwise import (
 )
 from shardwise.errors import MismatchError, RuleError
 from shardwise.parallel import local_parameters
-from shardwise.tensor.handlers.replicas import FULL, check_fully_shard, check_replicas
+from shardwise.tensor.replicas import FULL, check_fully_shard, check_replicas
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardwise import Mesh
-from shardwise.tensor.autograd.bucket_plan import BucketOptions, BucketPlan, Gradient, SendTime, split_into_buckets
+from shardwise.tensor.autograd.buckets import BucketOptions, BucketPlan, Gradient, SendTime, split_into_buckets
 
 FLOAT = Mesh((2,)), (0,), torch.float32, torch.device("cpu")
 DOUBLE = Mesh((2,)), (0,), torch.float64, torch.device("cpu")

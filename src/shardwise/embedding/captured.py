@@ -7,7 +7,7 @@ from torch import Tensor
 from shardwise.embedding.jagged import KeyedJaggedTensor
 from shardwise.embedding.jagged.keyed_jagged_tensor import JaggedFeatures
 from shardwise.tensor import DTensor
-from shardwise.tensor.compiling import refuse_compilation
+from shardwise.tensor.transforms import refuse_compilation
 from shardwise.trace.capture_hooks import allow_in_graph_with_backward, not_capturable
 
 

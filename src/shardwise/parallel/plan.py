@@ -14,7 +14,7 @@ from shardwise.parallel.boundary import SharedInput
 from shardwise.parallel.styles import InputFn, ModuleContext, OutputFn, ParallelStyle, misused_style
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor import module_sharding
-from shardwise.tensor.compiling import refuse_compilation
+from shardwise.tensor.transforms import refuse_compilation
 
 M = TypeVar("M", bound=nn.Module)
 ParallelPlan = ParallelStyle | Placement | Mapping[str, "ParallelPlan"]

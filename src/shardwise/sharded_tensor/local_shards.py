@@ -17,7 +17,7 @@ from shardwise.rules import pointwise
 from shardwise.rules.registry import RowsFunction, rule_of
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.tensor.dtensor import DTensor, name_of
-from shardwise.tensor.handlers.checkpointable import shard_at
+from shardwise.tensor.state_dicts import shard_at
 
 _as_subclass: Any = torch._C.TensorBase.as_subclass
 

@@ -5,7 +5,7 @@ This file is where the class `DTensor` is completed, and where the modules that 
 
 import shardwise.attention
 import shardwise.lookups  # noqa: F401  (both register rules)
-from shardwise.tensor import conversion, factories, torch_dtensors, torch_patches
+from shardwise.tensor import conversion, factories, state_dicts, torch_dtensors, torch_patches
 from shardwise.tensor.autograd import functions, gradients
 from shardwise.tensor.conversion import distribute_tensor
 from shardwise.tensor.dispatch import dispatcher
@@ -15,7 +15,6 @@ from shardwise.tensor.handlers import (
     async_redistribute,
     attributes,
     bypasses,
-    checkpointable,
     compositions,
     embedding_bags,
     indexing,
@@ -31,7 +30,6 @@ __all__ = [
     "attributes",
     "bypasses",
     "check_owners",
-    "checkpointable",
     "compositions",
     "distribute_tensor",
     "embedding_bags",
@@ -43,6 +41,7 @@ __all__ = [
     "plain",
     "random_functions",
     "sparse",
+    "state_dicts",
     "strict",
     "tag",
     "to_layout",

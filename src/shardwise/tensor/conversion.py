@@ -32,12 +32,11 @@ from shardwise.layout import (
 from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.tensor.arguments import check_dense
 from shardwise.tensor.autograd.gradients import FromPlain, ToPlain
-from shardwise.tensor.compiling import refuse_compilation
 from shardwise.tensor.dispatch.align_shards import sizes_by_axis
 from shardwise.tensor.dispatch.view_copies import track
 from shardwise.tensor.dtensor import DTensor, Tiling, check_owners, default_mesh, plain, tag
 from shardwise.tensor.torch_objects import TorchDTensor, arrived, is_torch_dtensor
-from shardwise.tensor.transforms import check_no_transform, check_untransformed
+from shardwise.tensor.transforms import check_no_transform, check_untransformed, refuse_compilation
 
 
 def to_local(x: DTensor, grad_placements: Placements | None) -> Tensor:

@@ -22,10 +22,10 @@ from shardwise.layout import (
     shown,
 )
 from shardwise.rules.row import Kwargs
-from shardwise.tensor.compiling import refuse_compilation
 from shardwise.tensor.conversion import local_shard_of
 from shardwise.tensor.dispatch.hooks import expect_equal_numbers, numbers_of
 from shardwise.tensor.dtensor import DTensor, default_mesh, tag
+from shardwise.tensor.transforms import refuse_compilation
 
 
 def _made(

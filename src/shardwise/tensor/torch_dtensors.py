@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from shardwise import collectives
 from shardwise.collectives import DeviceMesh
-from shardwise.errors import LayoutError, MeshError
+from shardwise.errors import LayoutError, MeshError, RuleError
 from shardwise.layout import Layout, Mesh, Partial, Replicate, Shard, as_placement, checked, shown
+from shardwise.tensor.autograd.gradients import tag_full
 from shardwise.tensor.conversion import wrap
-from shardwise.tensor.dtensor import DTensor, register_method
+from shardwise.tensor.dtensor import DTensor, plain, register_method, to_layout
 from shardwise.tensor.torch_objects import TorchDTensor, TorchPlacement, arrived, is_torch_dtensor
+from shardwise.trace.comm_trace import Cause
 
 
 @checked
@@ -118,6 +120,50 @@ def torch_layout(mesh: Mesh, placements: Sequence[TorchPlacement], shape: Sequen
         f"{shown([str(p) for p in placements])} on {mesh}: no order of the axes has these split factors. "
         f"Fix: redistribute it in torch first, to Shard(dim) without split factors."
     )
+
+
+# ---- loaded into DTensors of shardwise, or the other way --------------------------------------------------------
+
+
+def from_torch(x: TorchDTensor, layout: Layout, what: str) -> DTensor:
+    """A DTensor of torch on the mesh of `layout`, without history; `what` names it in errors.
+
+    Local shards are used where both meshes have the same ranks. Otherwise it is gathered first: with torch's tensor
+    parallelism each group of ranks has a mesh of its own.
+    """
+    x = x.detach()
+    mesh = collectives.as_mesh(x.device_mesh)
+    if x.is_meta or sorted(mesh.ranks) != sorted(layout.mesh.ranks):
+        return tag_full(x.full_tensor(), layout, what)
+    return wrap(arrived(x.to_local()), torch_layout(mesh, x.placements, x.shape))
+
+
+def to_torch(x: DTensor, like: TorchDTensor, what: str) -> Tensor:
+    """A DTensor as one of torch with the mesh and placements of `like`, without history."""
+    x = x.detach()
+    mesh = collectives.as_mesh(like.device_mesh)
+    wanted = torch_layout(mesh, like.placements, like.shape)
+    if sorted(mesh.ranks) != sorted(x._layout.mesh.ranks):
+        x = tag_full(full_here(x, what), wanted, what)
+    local = plain(to_layout(x, wanted, Cause("explicit", "load_state_dict", what)))
+    return like.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def full_here(x: DTensor, what: str) -> Tensor:
+    """The full tensor on this rank, without history; `what` names it in errors.
+
+    Raises:
+        RuleError: this rank is outside the mesh, where `full_tensor` has no elements.
+    """
+    mesh = x._layout.mesh
+    if mesh.coordinate(collectives.rank()) is None:
+        raise RuleError(
+            f"{what}: rank {collectives.rank()} is outside {mesh} and has no elements of it. "
+            f"Fix: redistribute it to a mesh of all ranks first."
+        )
+    return x.detach().full_tensor()
 
 
 register_method("from_torch_dtensor", staticmethod(from_torch_dtensor))

@@ -7,9 +7,12 @@ import inspect
 import pkgutil
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,7 +20,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._device import _device_constructors
 
 from shardwise.errors import RuleError
-from shardwise.tensor.after_import import after_import, forget_imports
 from shardwise.tensor.autograd.functions import (
     apply_with_dtensors,
     refusing,
@@ -38,10 +40,9 @@ from shardwise.tensor.handlers.bypasses import (
     taking_numbers,
 )
 from shardwise.tensor.handlers.lists import total_norm_in_one_exchange
-from shardwise.tensor.handlers.loaded_state import keeping_layouts, sharding_states
 from shardwise.tensor.handlers.optimizers import step_on_locals
-from shardwise.tensor.handlers.replicas import check_fully_shard, checking
-from shardwise.tensor.handlers.state_dicts import staging_locals, with_dtensors
+from shardwise.tensor.replicas import check_fully_shard, checking
+from shardwise.tensor.state_dicts import keeping_layouts, sharding_states, staging_locals, with_dtensors
 from shardwise.tensor.transforms import FORWARD_MODE
 
 TESTED = ("2.13", "2.14")
@@ -377,6 +378,54 @@ HOOKS = (
         "the first world of several processes",
     ),
 )
+
+# ---- modules that are imported later ----------------------------------------------------------------------------
+
+
+class _Finder(MetaPathFinder):
+    """Finds the modules that actions wait for as the other finders do."""
+
+    def __init__(self) -> None:
+        self.actions: dict[str, list[Callable[[], None]]] = {}
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name not in self.actions:
+            return None
+        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((found for found in others if found is not None), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_act(module: ModuleType) -> None:
+                execute(module)
+                for action in self.actions.pop(name, ()):
+                    action()
+
+            vars(spec.loader)["exec_module"] = execute_and_act
+        return spec
+
+
+_finder = _Finder()
+
+
+def after_import(module: str, action: Callable[[], None]) -> None:
+    """Run `action` after the next import of `module`; at once if it is imported already."""
+    if module in sys.modules:
+        action()
+        return
+    _finder.actions.setdefault(module, []).append(action)
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+
+
+def forget_imports() -> None:
+    """Forget all actions that did not run."""
+    _finder.actions.clear()
+    if _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
+
+
+# ---- installing -------------------------------------------------------------------------------------------------
 
 _undo: list[Callable[[], None]] = []
 

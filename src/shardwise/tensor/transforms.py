@@ -1,4 +1,4 @@
-"""Errors where `torch.func` or forward-mode autograd meets DTensors: both transform plain tensors only.
+"""Errors where `torch.func`, forward-mode autograd or `torch.compile` meets DTensors: all transform plain tensors only.
 
 torch.func.grad(lambda v: (v * w).sum())(v)                    refused if v or w is a DTensor
 torch.func.grad(lambda v: (v * w.full_tensor()).sum())(v)      refused: w would lose its gradient
@@ -7,13 +7,15 @@ torch.func.grad(lambda v: (v * full).sum())(v)
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch.autograd import forward_ad
 
-from shardwise.errors import LayoutError, RuleError
+from shardwise.errors import CaptureError, LayoutError, RuleError
 from shardwise.tensor.torch_objects import TORCH_DTENSOR, is_torch_dtensor
 
 FORWARD_MODE = "forward-mode autograd"
@@ -51,3 +53,29 @@ def check_no_transform(where: str) -> None:
     """
     if _are_transforms_active() and torch.is_grad_enabled():
         refuse_transform(f"{where}: {FUNC}")
+
+
+def refuse_compilation() -> None:
+    """Raise if `torch.compile` is tracing.
+
+    The compiler does not trace this function, but calls it where traced code does, such as in a hook of a module.
+
+    Raises:
+        CaptureError: with the line of the user's code.
+    """
+    if TracingContext.try_get() is not None:
+        raise _compile_error()(
+            "torch.compile cannot trace a DTensor. Fix: shardwise.capture(module, backend='inductor'), which "
+            "captures the step and compiles its local ops."
+        )
+
+
+vars(refuse_compilation)["_dynamo_marked_constant"] = True  # `assume_constant_result`, which takes seconds to import
+
+
+@cache
+def _compile_error() -> type[CaptureError]:
+    """A CaptureError that torch.compile passes on as it is, with the line of the user's code; others it wraps."""
+    from torch._dynamo.exc import TorchRuntimeError
+
+    return type("CaptureError", (CaptureError, TorchRuntimeError), {"__module__": CaptureError.__module__})

@@ -30,7 +30,7 @@ from shardwise.parallel.fully_sharded.parameters import (
 )
 from shardwise.parallel.fully_sharded.unit import UNIT, Options, Unit, next_number, unit_of
 from shardwise.tensor import module_sharding
-from shardwise.tensor.compiling import refuse_compilation
+from shardwise.tensor.transforms import refuse_compilation
 
 M = TypeVar("M", bound=nn.Module)
 describe(

@@ -19,7 +19,7 @@ from torch.nn.modules import _functions as of_modules
 
 from shardwise.layout import Layout, Partial
 from shardwise.rules.row import Args, Kwargs
-from shardwise.tensor.autograd.bucket_plan import local_gradient
+from shardwise.tensor.autograd.buckets import local_gradient
 from shardwise.tensor.autograd.gradients import as_cotangent
 from shardwise.tensor.dispatch.view_copies import track
 from shardwise.tensor.dtensor import DTensor, plain, tag, to_layout

@@ -19,8 +19,14 @@ from shardwise.layout import PARTIAL, REPLICATE, Layout, Partial
 from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.rules.registry import handler
 from shardwise.rules.row import Args, Kwargs
-from shardwise.tensor.autograd.bucket_plan import axes_to_reduce, local_gradient, readable
-from shardwise.tensor.autograd.buckets import raw_grad, reduce_alone, reduce_pending
+from shardwise.tensor.autograd.buckets import (
+    axes_to_reduce,
+    local_gradient,
+    raw_grad,
+    readable,
+    reduce_alone,
+    reduce_pending,
+)
 from shardwise.tensor.dtensor import DTensor, check_owners, plain, tag, to_layout
 from shardwise.tensor.torch_objects import is_torch_dtensor
 from shardwise.tensor.transforms import check_untransformed

@@ -15,14 +15,12 @@ from shardwise.rules.pointwise import is_contiguous
 from shardwise.rules.registry import handler, handler_of_family, replacement
 from shardwise.rules.row import Args, Handler, Kwargs, Meta, Op
 from shardwise.tensor.autograd import gradients
-from shardwise.tensor.autograd.bucket_plan import local_gradient
-from shardwise.tensor.autograd.buckets import enable_bucketing
-from shardwise.tensor.compiling import refuse_compilation
+from shardwise.tensor.autograd.buckets import enable_bucketing, local_gradient
 from shardwise.tensor.dispatch.fallback import run_decomposed
 from shardwise.tensor.dispatch.view_copies import LIVING, copies_of_memory, invalidate, track
 from shardwise.tensor.dtensor import DTensor, check_owners, name_of, plain, remembering, tag, to_layout
 from shardwise.tensor.torch_objects import is_torch_dtensor
-from shardwise.tensor.transforms import check_untransformed
+from shardwise.tensor.transforms import check_untransformed, refuse_compilation
 from shardwise.trace.comm_trace import Cause
 
 # Attributes and methods whose result for the local tensor is right for the global one.
