@@ -71,8 +71,7 @@ CAUGHT = {
     "demos/lm/config.py": {"__post_init__", "_check_mesh", "_mesh"},
     "demos/recommender/config.py": {"__post_init__"},
     "layout/parse.py": {"parse_placements", "_placement"},
-    "tensor/descriptors.py": {"__get__"},
-    "tensor/dtensor.py": {"__cuda_array_interface__"},
+    "tensor/dtensor.py": {"__cuda_array_interface__", "__get__"},
     "testing/__init__.py": {"__getattr__"},
     "testing/cases.py": {"__getattr__"},
 }
