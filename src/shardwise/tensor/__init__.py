@@ -57,5 +57,5 @@ implement(
     backward=gradients.backward,
     read_grad=gradients.read,
     write_grad=gradients.write,
-    set_=attributes.set_,
+    set=attributes.set_,
 )

@@ -104,7 +104,7 @@ class DTensor(torch.Tensor):
     _spec: Any = None  # the sharding spec that it was made by
     _tiling: Tiling | None = None  # of a local tensor that is made of several shards
 
-    # Passed by `shardwise.tensor` to `implement`: their modules import this one.
+    # Set by tensor/__init__.py, to avoid an import cycle.
     _dispatch: Handler
     _from_local: Callable[..., "DTensor"]
     _to_local: Callable[["DTensor", Placements | None], Tensor]
@@ -420,25 +420,13 @@ class DTensor(torch.Tensor):
         raise RuleError(_NO_PICKLE)
 
 
-def implement(
-    *,
-    dispatch: Handler,
-    from_local: Callable[..., DTensor],
-    to_local: Callable[[DTensor, Placements | None], Tensor],
-    redistributed: Callable[[DTensor, Layout, torch.dtype, bool], DTensor],
-    backward: Callable[..., None],
-    read_grad: Callable[[DTensor], DTensor | None],
-    write_grad: Callable[[DTensor, Tensor | None], None],
-    set_: Callable[..., DTensor],
-) -> None:
-    """Complete the class with what is implemented in terms of it; called once, by `shardwise.tensor`."""
+def implement(dispatch: Handler, **methods: Callable[..., Any]) -> None:
+    """Complete the class: `_name` is the function `name`. Called once, by `shardwise.tensor`."""
     set_dispatcher(dispatch)
-    DTensor._from_local, DTensor._to_local = staticmethod(from_local), staticmethod(to_local)
-    DTensor._redistributed, DTensor._backward = staticmethod(redistributed), staticmethod(backward)
-    DTensor._set = staticmethod(set_)
-    DTensor._read_grad, DTensor._write_grad = staticmethod(read_grad), staticmethod(write_grad)
-    with_methods: Any = vars(DTensor)["grad"]
-    DTensor.grad = property(read_grad, write_grad, with_methods.fdel, with_methods.__doc__)  # type: ignore[assignment, method-assign]
+    for name, function in methods.items():
+        setattr(DTensor, f"_{name}", staticmethod(function))
+    own: Any = vars(DTensor)["grad"]
+    DTensor.grad = property(methods["read_grad"], methods["write_grad"], own.fdel, own.__doc__)  # type: ignore[assignment, method-assign]
 
 
 def set_dispatcher(dispatch: Handler) -> None:

@@ -22,7 +22,7 @@ from torch.utils._device import _device_constructors
 from shardwise.errors import RuleError
 from shardwise.tensor.autograd.functions import (
     apply_with_dtensors,
-    refusing,
+    refusing_transform,
     saving_layouts,
     with_layouts,
 )
@@ -32,10 +32,7 @@ from shardwise.tensor.handlers.bypasses import (
     data_of_alike,
     full_gradients,
     new_without_dtensors,
-    refusing_anywhere,
-    refusing_kernels,
-    refusing_lists,
-    refusing_scripts,
+    refusing,
     refusing_traces,
     taking_numbers,
 )
@@ -92,6 +89,9 @@ class Hook:
     since: str
 
 
+_SUBCLASS = "torch offers `__torch_function__` for ops only"
+
+
 def _with_dtensor(types: list[type]) -> list[type]:
     return [*types, DTensor]
 
@@ -102,10 +102,15 @@ def _made_of_local_shards(replacement: Callable[[Any], Any], what: str, *targets
     return tuple(Patch(target, what, why, "it silently uses the local shard", replacement) for target in targets)
 
 
+def _transforms(what: str, *targets: str) -> tuple[Patch, ...]:
+    """Patches of functions that begin or end a transform of `torch.func`."""
+    why = f"{_SUBCLASS}; `torch.func` wraps the local tensor in another one, which is no subclass any more."
+    text, without = f"Refuses a DTensor in {what}.", "the transform silently takes, or returns, the local shard"
+    return tuple(Patch(f"torch._functorch.{name}", text, why, without, refusing_transform(what)) for name in targets)
+
+
 # Since torch 2.14 `Function` has an `apply` of its own; before, it calls that of its base, which may be bound already.
 _OWN_APPLY = not isinstance(vars(torch.autograd.Function)["apply"], classmethod)
-_SUBCLASS = "torch offers `__torch_function__` for ops only"
-_DERIVATIVES = "torch.func.grad, vjp, jvp or a jacobian"
 _BINDING = "A function of C++ that takes a list of tensors, without `__torch_function__`."
 
 PATCHES = (
@@ -136,48 +141,13 @@ PATCHES = (
         "a nested checkpoint recomputes local tensors as if they were global",
         with_layouts,
     ),
-    Patch(
-        "torch._functorch.vmap._add_batch_dim",
-        "Refuses a DTensor under `torch.func.vmap` with an error.",
-        f"{_SUBCLASS}; `torch.func` wraps the local tensor in a batched tensor, which is no subclass any more.",
-        "vmap silently maps over the local shard",
-        refusing("torch.func.vmap"),
+    *_transforms("torch.func.vmap", "vmap._add_batch_dim", "vmap._remove_batch_dim"),
+    *_transforms(
+        "torch.func.grad, vjp, jvp or a jacobian",
+        "eager_transforms._wrap_tensor_for_grad",
+        "eager_transforms._unwrap_for_grad",
     ),
-    Patch(
-        "torch._functorch.vmap._remove_batch_dim",
-        "Refuses a DTensor that a function under `torch.func.vmap` returns.",
-        "The same as for what it is called with.",
-        "the result of vmap is silently made of the local shard",
-        refusing("torch.func.vmap"),
-    ),
-    Patch(
-        "torch._functorch.eager_transforms._wrap_tensor_for_grad",
-        "Refuses a DTensor under `torch.func.grad`, `vjp`, `jvp` and the jacobians with an error.",
-        "The same as for vmap.",
-        "torch.func.grad silently differentiates with respect to the local shard",
-        refusing(_DERIVATIVES),
-    ),
-    Patch(
-        "torch._functorch.eager_transforms._unwrap_for_grad",
-        "Refuses a DTensor that a function under `torch.func.grad`, `vjp`, `jvp` or a jacobian returns.",
-        "The same as for vmap.",
-        "a jacobian silently has the shape of the local shard",
-        refusing(_DERIVATIVES),
-    ),
-    Patch(
-        "torch._functorch.predispatch._make_dual",
-        "Refuses a DTensor in forward-mode autograd with an error.",
-        "The same as for vmap.",
-        "forward-mode autograd silently uses local tangents",
-        refusing(FORWARD_MODE),
-    ),
-    Patch(
-        "torch._functorch.predispatch._unpack_dual",
-        "Refuses a DTensor in forward-mode autograd with an error.",
-        "The same as for vmap.",
-        "forward-mode autograd silently uses local tangents",
-        refusing(FORWARD_MODE),
-    ),
+    *_transforms(FORWARD_MODE, "predispatch._make_dual", "predispatch._unpack_dual"),
     Patch(
         "torch.optim.optimizer._foreach_supported_types",
         "The list with `DTensor` added: optimizers use their foreach implementation by default.",
@@ -273,7 +243,7 @@ PATCHES = (
             "Refuses a DTensor with an error, as the functions of `torch.distributed` do.",
             "A method of C++, without `__torch_function__`.",
             "it silently sends or overwrites the local shard",
-            refusing_anywhere,
+            refusing(),
         )
         for method in (
             "broadcast allreduce allreduce_coalesced reduce allgather allgather_coalesced _allgather_base "
@@ -323,19 +293,19 @@ PATCHES = (
     ),
     *_made_of_local_shards(new_without_dtensors, "Refuses a DTensor with an error.", "torch.Tensor.__new__"),
     *_made_of_local_shards(
-        refusing_kernels,
+        refusing("A kernel of torch.cuda.jiterator"),
         "Refuses DTensors with an error, in functions that `torch.cuda.jiterator` makes.",
         "torch.cuda.jiterator._JittedFunction.__call__",
     ),
     *_made_of_local_shards(
-        refusing_lists,
+        refusing(),
         "Refuses DTensors with an error.",
         "torch.nested.nested_tensor",
         "torch.nested.as_nested_tensor",
     ),
     *_made_of_local_shards(data_of_alike, "Refuses a DTensor as the data of a plain tensor.", "torch.Tensor.data"),
     *_made_of_local_shards(
-        refusing_scripts,
+        refusing("TorchScript"),
         "Refuses DTensors with an error.",
         "torch.jit.ScriptFunction.__call__",
         "torch.ScriptMethod.__call__",

@@ -245,7 +245,7 @@ def with_layouts(original: Callable[[_Frame], Sequence[object]]) -> Callable[[_F
     return get_inputs
 
 
-def refusing(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def refusing_transform(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """From a function that begins or ends a transform of a tensor to one that refuses DTensors."""
 
     def replacement(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,6 +20,7 @@ kernel on the operands, and tries the op on tensors of size 1.
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
@@ -59,14 +60,14 @@ def with_consistent_errors(
 # ---- values -----------------------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
 class _ConsistentErrors(ReadsLayouts):
-    __slots__ = ("call", "form", "func", "recipe")
+    """A call on ranks some of which may read no elements."""
 
-    def __init__(self, func: Op, form: IndexForm | None, recipe: Recipe, call: Callable[..., Any]) -> None:
-        self.func = func
-        self.form = form
-        self.recipe = recipe
-        self.call = call
+    func: Op
+    form: IndexForm | None
+    recipe: Recipe
+    call: Callable[..., Any]
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         empty = not self.recipe.layouts[0].local_numel(collectives.rank())
@@ -208,16 +209,14 @@ def tensors_in(values: object) -> list[Tensor]:
     return [y for x in values for y in tensors_in(x)] if isinstance(values, list | tuple) else []
 
 
+@dataclass(slots=True, eq=False)
 class _ChecksVersions(ReadsLayouts):
     """A call on ranks some of which may save other tensors than torch does."""
 
-    __slots__ = ("call", "func", "key", "recipe")
-
-    def __init__(self, func: Op, recipe: Recipe, call: Callable[..., Any], key: tuple[Any, ...]) -> None:
-        self.func = func
-        self.recipe = recipe
-        self.call = call
-        self.key = key
+    func: Op
+    recipe: Recipe
+    call: Callable[..., Any]
+    key: tuple[Any, ...]
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         in_place = self.recipe.output is None

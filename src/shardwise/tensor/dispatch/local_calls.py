@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -41,7 +42,7 @@ def local_call(rule: OpRule, runnable: RunnableRecipe) -> Callable[..., Any]:
     if recipe.redistributed or recipe.rows:
         return _RedistributeCall(runnable, _makes_views(rule, recipe))
     local = needs_plain and (not rule.takes_dtensors or recipe.local_impl is not None)
-    call = _LocalCall(recipe, op, _makes_views(rule, recipe)) if local else op
+    call = _LocalCall(recipe, op, _makes_views(rule, recipe), _known_outputs(recipe)) if local else op
     return _CopyCall(call) if recipe.copied else call
 
 
@@ -86,17 +87,16 @@ class ReadsLayouts:
     __slots__ = ()
 
 
+@dataclass(slots=True, eq=False)
 class _LocalCall(ReadsLayouts):
     """An op on plain local tensors: Python code, or a local implementation."""
 
-    __slots__ = ("makes_views", "op", "outputs", "recipe", "specialized")
-
-    def __init__(self, recipe: resolve.Recipe, op: Callable[..., Any], makes_views: bool) -> None:
-        self.recipe = recipe
-        self.makes_views = makes_views
-        self.op = op
-        self.outputs = _known_outputs(recipe)
-        self.specialized: dict[int, tuple[LocalFunction | None, bool]] = {}  # by rank: simulated ranks share this call
+    recipe: resolve.Recipe
+    op: Callable[..., Any]
+    makes_views: bool
+    outputs: tuple[Layout, ...]
+    # By rank: simulated ranks share this call.
+    specialized: dict[int, tuple[LocalFunction | None, bool]] = field(default_factory=dict)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         recipe = self.recipe
@@ -127,26 +127,22 @@ class _LocalCall(ReadsLayouts):
         return RankContext(self.op, recipe.layouts, self.outputs, recipe.local_axes, operands, recipe.cause)
 
 
+@dataclass(slots=True, eq=False)
 class _CopyCall(ReadsLayouts):
     """An op that returns copies where torch returns views."""
 
-    __slots__ = ("call",)
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.call = call
+    call: Callable[..., Any]
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         return copies_of(_first_dtensor(args, kwargs), self.call(*args, **kwargs))
 
 
+@dataclass(slots=True, eq=False)
 class _RedistributeCall(ReadsLayouts):
     """An op some of whose operands are redistributed first, or whose result has a data-dependent shape."""
 
-    __slots__ = ("makes_views", "runnable")
-
-    def __init__(self, runnable: RunnableRecipe, makes_views: bool) -> None:
-        self.runnable = runnable
-        self.makes_views = makes_views
+    runnable: RunnableRecipe
+    makes_views: bool
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         recipe, ctx, locals_, named = prepare_operands(self.runnable, args, kwargs)

@@ -1,6 +1,7 @@
 """The context of a local implementation: layouts, ranks and collectives."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,26 +18,16 @@ from shardwise.tensor.dispatch.view_copies import mark_copy
 from shardwise.trace.comm_trace import Cause, listening, with_call_site
 
 
+@dataclass(slots=True, eq=False)
 class RankContext:
     """The implementation of `LocalContext`."""
 
-    __slots__ = ("axes", "cause", "layouts", "op", "operands", "outputs")
-
-    def __init__(
-        self,
-        op: Callable[..., Any],
-        layouts: tuple[Layout, ...],
-        outputs: tuple[Layout, ...],
-        axes: tuple[int, ...],
-        operands: Sequence[Any],
-        cause: Cause,
-    ) -> None:
-        self.op = op
-        self.layouts = layouts
-        self.outputs = outputs
-        self.axes = axes
-        self.operands = operands
-        self.cause = cause
+    op: Callable[..., Any]
+    layouts: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    axes: tuple[int, ...]
+    operands: Sequence[Any]
+    cause: Cause
 
     @property
     def output(self) -> Layout:
@@ -105,7 +96,7 @@ class RankContext:
         sizes = sizes_by_axis(model.mesh, axes, model.shard_order, lengths)
         placements = [Shard(0, sizes[axis]) if axis in sizes else p for axis, p in enumerate(model.placements)]
         layouts[operand] = Layout(model.mesh, placements, layouts[operand].shape, model.shard_order)
-        return RankContext(self.op, tuple(layouts), self.outputs, self.axes, self.operands, self.cause)
+        return replace(self, layouts=tuple(layouts))
 
     def name_of(self, operand: int) -> str:
         return self.operands[operand]._name or f"operand {operand}"

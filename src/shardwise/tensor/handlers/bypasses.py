@@ -11,7 +11,7 @@ dispatcher if a DTensor is among the arguments, so the handlers below answer, an
 from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from types import GetSetDescriptorType
-from typing import Any, NoReturn, Protocol, cast
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -82,64 +82,37 @@ def taking_numbers(first: int) -> Callable[[Op], Op]:
     return replaced
 
 
-def refusing_lists(original: Op) -> Op:
-    """`original`, a function of a tensor or a list of tensors, refusing DTensors."""
+def refusing(what: str = "") -> Callable[[Op], Op]:
+    """From a function of C++ to one that refuses DTensors among its arguments, also in lists, tuples and dicts.
 
-    @wraps(original)
-    def function(tensors: object, *args: object, **kwargs: object) -> object:
-        for x in tensors if isinstance(tensors, list | tuple) else (tensors,):
-            if type(x) is DTensor:
-                refuse(original, (), {})
-        return original(tensors, *args, **kwargs)
+    `what` names it in the error, in place of its own name.
+    """
 
-    return function
+    def replaced(original: Op) -> Op:
+        function = getattr(original, "__func__", original)
 
+        def check(values: Iterable[object]) -> None:
+            for x in values:
+                kind = type(x)
+                if kind is DTensor:
+                    refuse_local(what or f"{name_of(function)}()")
+                if kind is int or kind is Tensor:
+                    continue
+                if isinstance(x, list | tuple | torch._C.ScriptList):
+                    check(x)
+                elif isinstance(x, dict | torch._C.ScriptDict):
+                    check(value for _, value in x.items())
 
-def refusing_anywhere(original: Op) -> Op:
-    """A method that pybind11 made, refusing DTensors among its arguments, also in lists of lists."""
-    method = getattr(original, "__func__", original)
+        @wraps(function)
+        def checked(*args: object, **kwargs: object) -> object:
+            check(args)
+            if kwargs:
+                check(kwargs.values())
+            return function(*args, **kwargs)
 
-    def check(values: Iterable[object]) -> None:
-        for x in values:
-            kind = type(x)
-            if kind is DTensor:
-                refuse(method, (), {})
-            if kind is list or kind is tuple:
-                check(cast(Iterable[object], x))
+        return checked
 
-    @wraps(method)
-    def function(*args: object, **kwargs: object) -> object:
-        check(args)
-        if kwargs:
-            check(kwargs.values())
-        return method(*args, **kwargs)
-
-    return function
-
-
-def refusing_scripts(original: Op) -> Op:
-    """A call, or an attribute that is set, of TorchScript, refusing DTensors: C++ would use their local tensors."""
-    run = getattr(original, "__func__", original)
-
-    @wraps(run)
-    def function(*args: object, **kwargs: object) -> object:
-        if _has_dtensor((args, kwargs)):
-            raise RuleError(
-                "TorchScript would use the local tensor of a DTensor as if it were the global one. "
-                "Fix: use the function or module without torch.jit."
-            )
-        return run(*args, **kwargs)
-
-    return function
-
-
-def _has_dtensor(x: Any) -> bool:
-    """Whether `x` is a DTensor, or one is in it: in a list, tuple or dict, also of TorchScript."""
-    if type(x) is DTensor:
-        return True
-    if isinstance(x, dict | torch._C.ScriptDict):
-        return any(_has_dtensor(value) for _, value in x.items())
-    return isinstance(x, list | tuple | torch._C.ScriptList) and any(map(_has_dtensor, x))
+    return replaced
 
 
 def refusing_traces(original: Op) -> Op:
@@ -155,22 +128,6 @@ def refusing_traces(original: Op) -> Op:
     def function(*args: object, **kwargs: object) -> object:
         with hook_calls(refuse_call):
             return original(*args, **kwargs)
-
-    return function
-
-
-class _Jitted(Protocol):
-    kernel_name: str
-
-
-def refusing_kernels(original: Op) -> Op:
-    """The call of a function that `torch.cuda.jiterator` made, refusing DTensors."""
-
-    @wraps(original)
-    def function(jitted: _Jitted, *tensors: object, **kwargs: object) -> object:
-        if any(type(x) is DTensor for x in tensors):
-            refuse_local(f"{jitted.kernel_name}() of torch.cuda.jiterator")
-        return original(jitted, *tensors, **kwargs)
 
     return function
 
