@@ -150,7 +150,6 @@ def test_a_replay_sends_as_much_in_as_many_collectives_and_runs_no_rules() -> No
         assert "api.py" in ran  # its collectives
         assert not ran & {
             "dispatcher.py",
-            "run_op.py",
             "recipes.py",
             "resolve.py",
             "local_calls.py",

@@ -15,7 +15,7 @@ from shardwise.layout import Layout
 from shardwise.rules.registry import RULES, rule_of
 from shardwise.tensor import tag
 from shardwise.tensor.dispatch import dispatcher, resolve
-from shardwise.tensor.dispatch.run_op import recipe_of
+from shardwise.tensor.dispatch.dispatcher import recipe_of
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from shardwise.testing.judge import Sample

@@ -9,18 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from shardwise import (
-    DTensor,
-    Mesh,
-    OnRanks,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    count_comms,
-    distribute_tensor,
-    rank,
-)
+from shardwise import DTensor, Mesh, OnRanks, Partial, Placement, Replicate, Shard, count_comms, distribute_tensor, rank
 from shardwise.errors import MismatchError, RuleError
 from shardwise.layout import Layout
 from shardwise.testing import world

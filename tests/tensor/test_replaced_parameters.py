@@ -15,7 +15,7 @@ from shardwise.parallel import ColwiseParallel, RowwiseParallel, local_parameter
 from shardwise.parallel.fully_sharded import fully_shard
 from shardwise.sharded_tensor import ChunkShardingSpec, ShardingPlan
 from shardwise.sharded_tensor import shard_module as shard_by_plan
-from shardwise.tensor import replaced_parameters
+from shardwise.tensor import module_sharding
 from shardwise.testing import world
 
 S0 = Shard(0)
@@ -179,12 +179,12 @@ def test_what_still_trains_is_not_refused() -> None:
 def test_nothing_is_remembered_of_parameters_that_nothing_holds() -> None:
     shard_module(layers(), {"0.weight": S0})
     gc.collect()
-    assert not any(found.parameter() is None for found in replaced_parameters._replaced.values())
-    before = len(replaced_parameters._replaced)
+    assert not any(found.parameter() is None for found in module_sharding._replaced.values())
+    before = len(module_sharding._replaced)
     module = layers()
     held = module[0].weight
     shard_module(module, {"0.weight": S0})
     assert isinstance(module[0].weight, DTensor)
-    assert len(replaced_parameters._replaced) == before + 1
+    assert len(module_sharding._replaced) == before + 1
     del held
-    assert len(replaced_parameters._replaced) == before
+    assert len(module_sharding._replaced) == before

@@ -25,7 +25,7 @@ from shardwise.sharded_tensor.specs import ShardingSpec
 from shardwise.tensor import module_sharding
 from shardwise.tensor.conversion import distribute_tensor, wrap
 from shardwise.tensor.dtensor import DTensor, plain
-from shardwise.tensor.replaced_parameters import note_replaced
+from shardwise.tensor.module_sharding import note_replaced
 from shardwise.tensor.replicas import note_local_shard
 from shardwise.tensor.torch_dtensors import converted
 from shardwise.tensor.torch_objects import is_torch_dtensor

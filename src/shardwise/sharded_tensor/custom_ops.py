@@ -17,8 +17,7 @@ from shardwise.rules import OpRule, registry
 from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.sharded_tensor.specs import ShardingSpec
 from shardwise.tensor.dispatch import hooks
-from shardwise.tensor.dispatch.dispatcher import entry_of
-from shardwise.tensor.dispatch.run_op import run
+from shardwise.tensor.dispatch.dispatcher import entry_of, run
 from shardwise.tensor.dtensor import DTensor
 
 F = TypeVar("F", bound=Callable[..., Any])

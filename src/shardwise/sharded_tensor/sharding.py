@@ -15,7 +15,7 @@ from shardwise.sharded_tensor.sharded_tensor import local_tensor
 from shardwise.sharded_tensor.specs import ShardingSpec, describe_spec, reshard
 from shardwise.tensor import module_sharding
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.replaced_parameters import note_replaced
+from shardwise.tensor.module_sharding import note_replaced
 from shardwise.tensor.torch_dtensors import converted
 
 

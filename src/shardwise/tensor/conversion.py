@@ -284,10 +284,7 @@ def _check_fit(
 
 
 def layout_of_local_shapes(
-    mesh: Mesh,
-    placements: Sequence[Placement],
-    shapes: dict[int, tuple[int, ...]],
-    shape: Sequence[int] | None = None,
+    mesh: Mesh, placements: Sequence[Placement], shapes: dict[int, tuple[int, ...]], shape: Sequence[int] | None = None
 ) -> Layout:
     """The layout of local tensors of these shapes, by rank: every Shard without sizes gets theirs.
 

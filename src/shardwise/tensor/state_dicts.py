@@ -80,11 +80,7 @@ def sharding_states(original: "staticmethod[..., Tensor]") -> "staticmethod[...,
 
     @wraps(convert)
     def process(
-        param: Tensor,
-        value: Tensor,
-        param_id: int,
-        param_groups: list[dict[str, object]],
-        key: Hashable = None,
+        param: Tensor, value: Tensor, param_id: int, param_groups: list[dict[str, object]], key: Hashable = None
     ) -> Tensor:
         state = convert(param, value, param_id, param_groups, key)
         if not _is_distributed(param) and not _is_distributed(state):

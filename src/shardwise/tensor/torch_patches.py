@@ -20,12 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._device import _device_constructors
 
 from shardwise.errors import RuleError
-from shardwise.tensor.autograd.functions import (
-    apply_with_dtensors,
-    refusing_transform,
-    saving_layouts,
-    with_layouts,
-)
+from shardwise.tensor.autograd.functions import apply_with_dtensors, refusing_transform, saving_layouts, with_layouts
 from shardwise.tensor.dtensor import DTensor, before_first_dtensor
 from shardwise.tensor.handlers.bypasses import (
     asking,
@@ -269,10 +264,7 @@ PATCHES = (
         "torch.range",
     ),
     *_made_of_local_shards(
-        taking_numbers(1),
-        "Takes the number that a 0-d DTensor holds.",
-        "torch.full_like",
-        "torch.Tensor.new_full",
+        taking_numbers(1), "Takes the number that a 0-d DTensor holds.", "torch.full_like", "torch.Tensor.new_full"
     ),
     *_made_of_local_shards(
         asking,
@@ -298,10 +290,7 @@ PATCHES = (
         "torch.cuda.jiterator._JittedFunction.__call__",
     ),
     *_made_of_local_shards(
-        refusing(),
-        "Refuses DTensors with an error.",
-        "torch.nested.nested_tensor",
-        "torch.nested.as_nested_tensor",
+        refusing(), "Refuses DTensors with an error.", "torch.nested.nested_tensor", "torch.nested.as_nested_tensor"
     ),
     *_made_of_local_shards(data_of_alike, "Refuses a DTensor as the data of a plain tensor.", "torch.Tensor.data"),
     *_made_of_local_shards(
@@ -317,10 +306,7 @@ PATCHES = (
         "torch.autograd._make_grads",
     ),
     *_made_of_local_shards(
-        refusing_traces,
-        "Refuses to trace functions of DTensors.",
-        "torch.jit.trace",
-        "torch.jit.trace_module",
+        refusing_traces, "Refuses to trace functions of DTensors.", "torch.jit.trace", "torch.jit.trace_module"
     ),
 )
 

@@ -44,11 +44,7 @@ class RankContext:
         return _neighbors(self.layouts[0].mesh, self.rank, self.axes if axes is None else tuple(axes))
 
     def all_to_all(
-        self,
-        send: Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        ranks: tuple[int, ...] | None = None,
+        self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: tuple[int, ...] | None = None
     ) -> Tensor:
         ranks = self.ranks() if ranks is None else ranks
         return transfers.all_to_all(send, send_counts, recv_counts, ranks, self.cause)

@@ -135,11 +135,7 @@ def _local_of(chosen: Sequence[Row], rule: OpRule) -> Callable[..., Any] | None:
 
 
 def recipe(
-    name: str,
-    rule: OpRule,
-    layouts: Sequence[Layout],
-    chosen: Sequence[Row],
-    output_shape: Callable[[], Shapes],
+    name: str, rule: OpRule, layouts: Sequence[Layout], chosen: Sequence[Row], output_shape: Callable[[], Shapes]
 ) -> Recipe:
     """The recipe of the chosen rows.
 

@@ -47,11 +47,7 @@ def on_meta(args: Args, kwargs: Kwargs, device: str) -> tuple[Args, Kwargs, list
 
 
 def _new_meta(
-    shape: tuple[int, ...],
-    strides: tuple[int, ...] | None,
-    dtype: torch.dtype,
-    requires_grad: bool,
-    device: str,
+    shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: torch.dtype, requires_grad: bool, device: str
 ) -> Tensor:
     """A tensor for calls without memory; not a leaf, which no op may change in place."""
     with torch.enable_grad():

@@ -1,21 +1,29 @@
-"""Ops on lists of tensors: the foreach and fused kernels of optimizers, element by element on the locals."""
+"""Ops on lists of tensors: foreach and fused kernels, element by element on the local tensors; and `embedding_bags`."""
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from math import prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
 from shardwise import collectives
 from shardwise.errors import MismatchError, RuleError
 from shardwise.layout import REPLICATE, Layout, Mesh, Partial, Shard
+from shardwise.lookups import lookup
+from shardwise.lookups.bad_ids import StraddlingError
+from shardwise.lookups.grouped import embedding_bags
+from shardwise.lookups.requests import Lookup, exchange_axes
 from shardwise.redistribute.run_plan import redistribute_local
-from shardwise.rules.registry import handler_of_family
-from shardwise.rules.row import Args, Kwargs, Op
+from shardwise.rules.registry import handler, handler_of_family
+from shardwise.rules.row import Args, Kwargs, Op, arguments
+from shardwise.tensor.dispatch.dispatcher import prepared
+from shardwise.tensor.dispatch.local_calls import PreparedCall
 from shardwise.tensor.dispatch.operands import is_outside
+from shardwise.tensor.dispatch.resolve import NoRowError, SeveralMeshesError
 from shardwise.tensor.dispatch.view_copies import before_changes, invalidate
 from shardwise.tensor.dtensor import DTensor, check_owners, plain, tag, to_layout
 from shardwise.tensor.torch_objects import is_torch_dtensor
@@ -329,3 +337,53 @@ def _norm_over_meshes(tensors: Sequence[DTensor], norm_type: float) -> DTensor:
 
 def _largest(meshes: Iterable[Mesh]) -> Mesh:
     return max(meshes, key=lambda mesh: (mesh.size(), mesh.ndim))
+
+
+# ---- embedding_bags: each lookup gets its recipe, then those over the same ranks run together -------------------
+
+Member = tuple[int, Lookup, Callable[[], Tensor]]  # position, lookup, the lookup with an exchange of its own
+
+
+@handler(embedding_bags, is_op=True)
+def _embedding_bags(func: object, args: Args, kwargs: Kwargs) -> list[Tensor]:
+    inputs, weights, starts, mode, sparse = arguments(embedding_bags, args, kwargs).values()
+    results: dict[int, Tensor] = {}
+    shared: dict[object, list[Member]] = {}
+    for index, (ids, weight, start) in enumerate(zip(inputs, weights, starts, strict=True)):
+        with DisableTorchFunctionSubclass():
+            prepared = _prepared(ids, weight, start, {"mode": mode, "sparse": sparse})
+            if prepared is not None:
+                recipe, ctx, locals_, named = prepared
+                assert recipe.local_impl is not None
+                alone = partial(recipe.local_impl, ctx, *locals_, **named)
+                axes = exchange_axes(ctx)
+                if axes and recipe.local_impl is lookup.embedding_bag:
+                    call = arguments(F.embedding_bag, tuple(locals_), named)
+                    one = Lookup(ctx, call["input"], call["weight"], lookup.bags_of(ctx, call), sparse, axes)
+                    shared.setdefault((ctx.ranks(axes), weight.dtype), []).append((index, one, alone))
+                else:
+                    results[index] = tag(alone(), ctx.output)
+        if prepared is None:
+            results[index] = F.embedding_bag(ids, weight, start, mode=mode, sparse=sparse)
+    with DisableTorchFunctionSubclass():
+        for members in shared.values():
+            for (index, one, _), out in zip(members, _exchanged(members), strict=True):
+                results[index] = tag(out, one.ctx.output)
+    return [results[index] for index in range(len(inputs))]
+
+
+def _exchanged(members: Sequence[Member]) -> list[Tensor]:
+    try:
+        return lookup.exchange_lookups([one for _, one, _ in members])
+    except StraddlingError:  # each lookup sends its ids to their bags first
+        return [alone() for _, _, alone in members]
+
+
+def _prepared(ids: Tensor, weight: Tensor, start: Tensor | None, kwargs: Kwargs) -> PreparedCall | None:
+    """A lookup's recipe and local arguments; None if it shares nothing: plain tensors, several meshes, no row."""
+    if type(weight) is not DTensor and type(ids) is not DTensor:
+        return None
+    try:
+        return prepared(F.embedding_bag, (ids, weight, start), kwargs)
+    except (NoRowError, SeveralMeshesError):
+        return None

@@ -21,7 +21,7 @@ from shardwise.tensor.dispatch import hooks
 from shardwise.tensor.dispatch.hooks import expect_equal_numbers, numbers_of
 from shardwise.tensor.dispatch.view_copies import LIVING, before_changes, invalidate
 from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.replaced_parameters import holds_replaced, refuse_replaced
+from shardwise.tensor.module_sharding import holds_replaced, refuse_replaced
 
 # Whose new values of an element depend on nothing but that element's gradient and state.
 ELEMENTWISE: tuple[type[Optimizer], ...] = (

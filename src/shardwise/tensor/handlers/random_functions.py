@@ -20,13 +20,7 @@ def _raise_as_torch(function: Op, input: Tensor, p: float, training: bool) -> No
         function(torch.ones((1,) * input.ndim), p, training)
 
 
-def _dropout(
-    function: Op,
-    op: Op,
-    default_training: bool,
-    ndim: int | None,
-    unbatched: bool,
-) -> Op:
+def _dropout(function: Op, op: Op, default_training: bool, ndim: int | None, unbatched: bool) -> Op:
     """`function` of `torch.nn.functional` in terms of `op`.
 
     Args:
