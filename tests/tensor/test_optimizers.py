@@ -1,23 +1,256 @@
-"""A warm step of an elementwise optimizer asks no op for its way, and is right where it has to ask."""
+"""Ordinary optimizers on sharded parameters take the steps that they take in one process."""
 
+import copy
+import gc
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn, optim
 from torch.testing import assert_close
 
-from shardwise import DTensor, Mesh, Replicate, Shard, distribute_tensor
+from shardwise import (
+    DTensor,
+    Mesh,
+    OnRanks,
+    Placement,
+    Replicate,
+    Shard,
+    collectives,
+    distribute_module,
+    distribute_tensor,
+    shard_module,
+)
+from shardwise.errors import OptimizerError, RuleError
+from shardwise.parallel import ColwiseParallel, RowwiseParallel, local_parameters, parallelize_module
+from shardwise.parallel.fully_sharded import fully_shard
+from shardwise.sharded_tensor import ChunkShardingSpec, ShardingPlan
+from shardwise.sharded_tensor import shard_module as shard_by_plan
+from shardwise.tensor import module_sharding
 from shardwise.tensor.dispatch import dispatcher
 from shardwise.tensor.dispatch.hooks import hook_calls
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
+GENERATOR = torch.Generator().manual_seed(0)
+Make = Callable[..., torch.optim.Optimizer]
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
+
+
+FIRST, BIAS, SECOND, X, Y = normal(5, 3), normal(5), normal(1, 5), normal(7, 3), normal(7, 1)
+VALUES = (FIRST, BIAS, SECOND)
+LAYOUTS: dict[str, tuple[Placement, Placement, Placement]] = {
+    "copies": (R, R, R),
+    "rows": (S0, S0, S0),  # the second weight has one row: two ranks hold nothing of it
+    "columns then rows": (S0, S0, S1),
+    "uneven": (Shard(0, [1, 4, 0]), Shard(0, [1, 4, 0]), Shard(1, [1, 4, 0])),
+    "on ranks": (OnRanks(0), OnRanks(1), OnRanks(2)),
+    "mixed": (S1, R, OnRanks(1)),
+}
+OPTIMIZERS: dict[str, tuple[Make, dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.05}),
+    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.05, "weight_decay": 0.1}),
+    "Adam": (torch.optim.Adam, {"lr": 0.05}),
+    "amsgrad": (torch.optim.Adam, {"lr": 0.05, "amsgrad": True, "weight_decay": 0.1}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1}),
+    "maximize": (torch.optim.Adam, {"lr": 0.05, "maximize": True}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.05, "centered": True, "momentum": 0.9}),
+    "Adadelta": (torch.optim.Adadelta, {"lr": 0.5}),
+    "Adamax": (torch.optim.Adamax, {"lr": 0.05}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.05, "decoupled_weight_decay": True, "weight_decay": 0.1}),
+    "RAdam": (torch.optim.RAdam, {"lr": 0.05}),
+    "Rprop": (torch.optim.Rprop, {"lr": 0.05}),
+    "ASGD": (torch.optim.ASGD, {"lr": 0.05, "t0": 1}),
+}
+FUSED = ("SGD", "momentum", "Adagrad", "Adam", "amsgrad", "AdamW", "maximize")  # what torch has fused
+WAYS: dict[str, dict[str, bool]] = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+
+
+def loss_of(weights: list[Any], x: Tensor, y: Tensor) -> Tensor:
+    first, bias, second = weights
+    return F.mse_loss(F.linear(torch.relu(F.linear(x, first, bias)), second), y)
+
+
+def train(weights: list[Any], make: Make, settings: dict[str, Any], x: Tensor, y: Tensor, *, steps: int = 3) -> Any:
+    optimizer = make(weights, **settings)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(weights, x, y).backward()
+        optimizer.step()
+    return optimizer
+
+
+def sharded(layout: str, mesh: Mesh) -> list[nn.Parameter]:
+    return [
+        nn.Parameter(distribute_tensor(value, mesh, [place]))
+        for value, place in zip(VALUES, LAYOUTS[layout], strict=True)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "way"), [(name, way) for name in OPTIMIZERS for way in WAYS if way != "fused" or name in FUSED]
+)
+def test_steps_equal_one_process_for_every_layout(name: str, way: str) -> None:
+    make, settings = OPTIMIZERS[name]
+    settings = settings | WAYS[way]
+    expected = [nn.Parameter(value.clone()) for value in VALUES]
+    train(expected, make, settings, X, Y)
+
+    def body() -> None:
+        mesh = Mesh((3,))
+        for layout, data in product(LAYOUTS, (R, S0)):
+            weights = sharded(layout, mesh)
+            inputs = [distribute_tensor(t, mesh, [data]) for t in (X, Y)]
+            optimizer = train(weights, make, settings, *inputs)
+            for weight, want in zip(weights, expected, strict=True):
+                assert_close(as_dtensor(weight.detach()).full_tensor(), want.detach())
+                shard = as_dtensor(weight).to_local()
+                assert as_dtensor(weight.grad).to_local().shape == shard.shape
+                assert_state_fits(optimizer.state[weight], shard)
+
+    world(3).run(body)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_adafactor_whose_factors_have_other_shapes_equals_one_process(foreach: bool) -> None:
+    settings = {"lr": 0.05, "weight_decay": 0.1, "foreach": foreach}
+    expected = [nn.Parameter(value.clone()) for value in VALUES]
+    train(expected, torch.optim.Adafactor, settings, X, Y)
+
+    def body() -> None:
+        for layout, places in LAYOUTS.items():
+            weights = sharded(layout, Mesh((3,)))
+            train(weights, torch.optim.Adafactor, settings, *(distribute_tensor(t, Mesh((3,)), [S0]) for t in (X, Y)))
+            for weight, want, place in zip(weights, expected, places, strict=True):
+                assert as_dtensor(weight).placements == (place,)
+                assert_close(as_dtensor(weight.detach()).full_tensor(), want.detach())
+
+    world(3).run(body)
+
+
+def assert_state_fits(state: dict[str, Any], shard: Tensor) -> None:
+    """No state is larger than the shard it belongs to; numbers (step counts) aside."""
+    for key, value in state.items():
+        if isinstance(value, DTensor):
+            local = value.to_local()
+            assert local.shape == shard.shape, key
+            assert local.untyped_storage().nbytes() <= max(shard.numel(), 1) * 8, key
+        elif isinstance(value, Tensor):
+            assert value.ndim == 0, key
+
+
+@pytest.mark.slow
+@world(4)
+def test_steps_on_a_grid_equal_one_process() -> None:
+    mesh = Mesh((2, 2))
+    expected = [nn.Parameter(value.clone()) for value in VALUES]
+    train(expected, torch.optim.AdamW, {"lr": 0.05}, X, Y)
+    for places in ([R, S0], [S0, S1], [S1, S0], [R, R]):
+        weights = [
+            nn.Parameter(distribute_tensor(FIRST, mesh, places)),
+            nn.Parameter(distribute_tensor(BIAS, mesh, [R, S0])),
+            nn.Parameter(distribute_tensor(SECOND, mesh, [R, S1])),
+        ]
+        train(weights, torch.optim.AdamW, {"lr": 0.05}, *(distribute_tensor(t, mesh, [S0, R]) for t in (X, Y)))
+        for weight, want in zip(weights, expected, strict=True):
+            assert_close(as_dtensor(weight.detach()).full_tensor(), want.detach())
+
+
+TABLE = normal(7, 5)
+IDS = [torch.tensor([[0, 3], [3, 6], [1, 1]]), torch.tensor([[2, 2], [0, 0], [5, 5]]), torch.tensor([[0, 3]] * 3)]
+TABLES: list[Placement] = [R, S0, S1, OnRanks(2), Shard(0, [0, 2, 5])]
+
+
+def train_table(table: nn.Parameter, ids: list[Any], name: str) -> list[float]:
+    optimizer = getattr(torch.optim, name)([table], lr=0.1)
+    losses = []
+    for batch in ids:
+        optimizer.zero_grad()
+        loss = F.embedding_bag(batch, table, mode="sum", sparse=True).square().sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's optimizers build sparse tensors themselves
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "SparseAdam"])
+def test_sparse_steps_equal_one_process_for_every_layout(name: str) -> None:
+    plain = nn.Parameter(TABLE.clone())
+    expected = train_table(plain, IDS, name)
+
+    def body() -> None:
+        mesh = Mesh((3,))
+        for place, data in product(TABLES, (R, S0)):
+            table = nn.Parameter(distribute_tensor(TABLE, mesh, [place]))
+            losses = train_table(table, [distribute_tensor(batch, mesh, [data]) for batch in IDS], name)
+            assert losses == pytest.approx(expected)
+            assert_close(as_dtensor(table.detach()).full_tensor(), plain.detach())
+
+    world(3).run(body)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@world(3)
+def test_a_loaded_optimizer_goes_on_as_if_it_had_never_stopped(way: str) -> None:
+    mesh, settings = Mesh((3,)), {"lr": 0.05, **WAYS[way]}
+    for layout in LAYOUTS:
+        straight = sharded(layout, mesh)
+        x, y = (distribute_tensor(t, mesh, [S0]) for t in (X, Y))
+        train(straight, torch.optim.AdamW, settings, x, y, steps=4)
+        weights = sharded(layout, mesh)
+        saved = copy.deepcopy(train(weights, torch.optim.AdamW, settings, x, y, steps=2).state_dict())
+        resumed = torch.optim.AdamW(weights, **settings)  # type: ignore[arg-type]
+        resumed.load_state_dict(saved)
+        for _ in range(2):
+            resumed.zero_grad()
+            loss_of(weights, x, y).backward()
+            resumed.step()
+        for got, want in zip(weights, straight, strict=True):
+            assert_close(as_dtensor(got.detach()).to_local(), as_dtensor(want.detach()).to_local())
+
+
+@world(2)
+def test_plain_values_load_into_a_sharded_module() -> None:
+    """E8: it was an error."""
+    linear = nn.Linear(3, 5).double()
+    linear.weight, linear.bias = (nn.Parameter(distribute_tensor(v, Mesh((2,)), [S0])) for v in (FIRST, BIAS))
+    linear.load_state_dict({"weight": FIRST * 2, "bias": BIAS * 2})
+    assert torch.equal(as_dtensor(linear.weight.detach()).full_tensor(), FIRST * 2)
+    state = linear.state_dict()
+    assert isinstance(state["weight"], DTensor)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        linear.load_state_dict({"weight": FIRST.t(), "bias": BIAS})
+
+
+@pytest.mark.processes
+@world(2, real=True)
+def test_real_processes_take_the_steps_of_one() -> None:
+    expected = [nn.Parameter(value.clone()) for value in VALUES]
+    train(expected, torch.optim.AdamW, {"lr": 0.05, "fused": True}, X, Y)
+    mesh = Mesh((2,))
+    places: list[Placement] = [Shard(0, [5, 0]), R, S0]
+    weights = [nn.Parameter(distribute_tensor(v, mesh, [p])) for v, p in zip(VALUES, places, strict=True)]
+    inputs = [distribute_tensor(t, mesh, [S0]) for t in (X, Y)]
+    train(weights, torch.optim.AdamW, {"lr": 0.05, "fused": True}, *inputs)
+    for weight, want in zip(weights, expected, strict=True):
+        assert_close(as_dtensor(weight.detach()).full_tensor(), want.detach())
+    assert collectives.world_size() == 2
+
+
+# ---- a warm step asks no op for its recipe, and is right where it has to ask ------------------------------------
 VALUE = torch.arange(35.0).reshape(7, 5) / 10
 GRAD = (torch.arange(35.0).reshape(7, 5) * 7 % 11 - 5) / 10
-Make = Callable[[list[nn.Parameter]], optim.Optimizer]
 
 
 def with_grad(mesh: Mesh, place: Any = S0, grad_place: Any = None) -> nn.Parameter:
@@ -64,20 +297,11 @@ def test_a_warm_step_asks_nothing_and_equals_one_process(name: str, monkeypatch:
     def body() -> None:
         mine, theirs = with_grad(Mesh((1,))), plain_with_grad()
         ours, reference = WARM[name]([mine]), WARM[name]([theirs])
-        ours.step(), reference.step()
+        assert asked(ours.step, monkeypatch) or not name.startswith("Adam"), "the first step makes the state"
         assert asked(ours.step, monkeypatch) == []
-        reference.step()
+        reference.step(), reference.step()
         assert_close(as_dtensor(mine.detach()).full_tensor(), theirs.detach(), rtol=0, atol=0)
         assert all(type(v) is DTensor for v in ours.state[mine].values() if isinstance(v, Tensor) and v.ndim)
-
-    body()
-
-
-def test_a_first_step_asks_because_it_makes_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    @world(1)
-    def body() -> None:
-        p = with_grad(Mesh((1,)))
-        assert asked(optim.Adam([p], foreach=True).step, monkeypatch)
 
     body()
 
@@ -102,62 +326,47 @@ def test_an_optimizer_of_somebodys_is_not_taken_for_elementwise() -> None:
 
 
 @world(3)
-def test_a_closure_sees_distributed_tensors() -> None:
-    p = with_grad(Mesh((3,)))
+def test_closures_and_hooks_around_a_step_see_distributed_tensors() -> None:
+    p, seen = with_grad(Mesh((3,))), list[float]()
     optimizer = optim.SGD([p], lr=0.1)
-    sums = []
 
     def closure() -> float:
         total = p.sum()
         assert type(total) is DTensor
-        sums.append(total.item())
-        return float(sums[-1])
+        seen.append(total.item())
+        return float(seen[-1])
 
     for _ in range(2):
         p.grad = distribute_tensor(GRAD, Mesh((3,)), [S0])
         optimizer.step(closure)
-    assert sums == pytest.approx([float(VALUE.sum()), float((VALUE - 0.1 * GRAD).sum())])
-
-
-@world(3)
-def test_hooks_around_a_step_see_distributed_tensors() -> None:
-    p = with_grad(Mesh((3,)))
-    optimizer = optim.Adam([p])
-    shapes: list[tuple[int, ...]] = []
-    optimizer.register_step_pre_hook(lambda *_: shapes.append(tuple((p * 2).shape)))
-    optimizer.register_step_post_hook(lambda *_: shapes.append(tuple(p.sum(0).shape)))
+    assert seen == pytest.approx([float(VALUE.sum()), float((VALUE - 0.1 * GRAD).sum())])
+    hooked, shapes = optim.Adam([p]), list[tuple[int, ...]]()
+    hooked.register_step_pre_hook(lambda *_: shapes.append(tuple((p * 2).shape)))
+    hooked.register_step_post_hook(lambda *_: shapes.append(tuple(p.sum(0).shape)))
     for _ in range(3):
-        optimizer.step()
+        hooked.step()
     assert shapes == [(7, 5), (5,)] * 3
 
 
 @world(3)
-def test_a_state_that_lies_elsewhere_is_brought_to_its_parameter() -> None:
+def test_states_in_another_layout_or_that_begin_late_are_those_of_their_parameter() -> None:
     p, reference = with_grad(Mesh((3,))), plain_with_grad()
     ours, theirs = optim.Adam([p], lr=0.1), optim.Adam([reference], lr=0.1)
     for step in range(3):
         ours.step(), theirs.step()
         if step == 0:
-            state = ours.state[p]
-            state["exp_avg"] = state["exp_avg"].redistribute(placements=[S1])
+            ours.state[p]["exp_avg"] = ours.state[p]["exp_avg"].redistribute(placements=[S1])
     assert_close(as_dtensor(p.detach()).full_tensor(), reference.detach())
-
-
-@world(3)
-def test_a_momentum_that_begins_late_is_distributed() -> None:
-    p = with_grad(Mesh((3,)))
-    optimizer = optim.SGD([p], lr=0.1)
-    optimizer.step()
-    optimizer.param_groups[0]["momentum"] = 0.9
-    for _ in range(2):
-        optimizer.step()
-    assert type(optimizer.state[p]["momentum_buffer"]) is DTensor
+    late = optim.SGD([p], lr=0.1)
+    late.step()
+    late.param_groups[0]["momentum"] = 0.9
+    late.step(), late.step()
+    assert type(late.state[p]["momentum_buffer"]) is DTensor
 
 
 @world(2)
 def test_plain_and_distributed_parameters_share_a_group() -> None:
-    p, other = with_grad(Mesh((2,))), plain_with_grad()
-    reference = plain_with_grad()
+    p, other, reference = with_grad(Mesh((2,))), plain_with_grad(), plain_with_grad()
     ours, theirs = optim.Adam([other, p], foreach=True), optim.Adam([reference])
     for _ in range(3):
         ours.step(), theirs.step()
@@ -166,11 +375,10 @@ def test_plain_and_distributed_parameters_share_a_group() -> None:
 
 
 @world(2)
-def test_who_watches_sees_the_ops_of_a_step() -> None:
-    p = with_grad(Mesh((2,)))
+def test_hooks_of_tools_see_the_ops_of_a_step_and_an_error_of_the_optimizer_leaves_nothing_behind() -> None:
+    p, names = with_grad(Mesh((2,))), list[str]()
     optimizer = optim.Adam([p], foreach=True)
     optimizer.step()
-    names: list[str] = []
 
     def watcher(proceed: Callable[[], Any], func: Any, args: Any, kwargs: Any) -> Any:
         names.append(getattr(func, "__name__", ""))
@@ -179,15 +387,225 @@ def test_who_watches_sees_the_ops_of_a_step() -> None:
     with hook_calls(watcher):
         optimizer.step()
     assert "_foreach_lerp_" in names
-
-
-@world(2)
-def test_a_step_after_an_error_of_the_optimizer_asks_as_before() -> None:
-    p = with_grad(Mesh((2,)))
-    optimizer = optim.Adam([p], foreach=True)
-    optimizer.step()
     optimizer.param_groups[0]["betas"] = None
     with pytest.raises(TypeError):
         optimizer.step()
     assert tuple(p.sum(0).shape) == (5,)
     assert torch._C._is_torch_function_enabled()
+
+
+# ---- made before the module was sharded -------------------------------------------------------------------------
+
+ONES = torch.ones(2, 4)
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+
+
+def by_function(module: nn.Module) -> nn.Module:
+    def partition(name: str, child: nn.Module, mesh: Any) -> None:
+        if name == "0":
+            child.register_parameter(
+                "weight", nn.Parameter(distribute_tensor(child.get_parameter("weight"), mesh, [S0]))
+            )
+
+    return distribute_module(module, Mesh((2,)), partition)
+
+
+SHARDED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "shard_module": lambda module: shard_module(module, {"0.weight": S0}),
+    "parallelize_module": lambda module: parallelize_module(
+        module, None, {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    ),
+    "fully_shard": fully_shard,
+    "distribute_module": by_function,
+    "sharded_tensor.shard_module": lambda module: shard_by_plan(
+        module,
+        ShardingPlan(
+            {name: ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]) for name, _ in module.named_parameters()}
+        ),
+    ),
+}
+
+
+def trained(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        module(ONES).sum().backward()
+        optimizer.step()
+
+
+def refusal(step: Callable[[], object]) -> str:
+    with pytest.raises(OptimizerError) as caught:
+        step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("made", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafactor])
+@pytest.mark.parametrize("sharded", SHARDED)
+def test_every_step_names_parameters_that_were_replaced(sharded: str, made: Any) -> None:
+    def body() -> str:
+        module = layers()
+        early = made(module.parameters(), lr=0.1)
+        SHARDED[sharded](module)
+        texts = {refusal(lambda: trained(module, early)) for _ in range(2)}
+        (text,) = texts
+        return text
+
+    (text,) = set(world(2).run(body))
+    assert text.startswith(f"{made.__name__}.step() would not change 4 of its 4 parameters in their module: ")
+    assert text.endswith("Fix: make the optimizer after the module is sharded.")
+    assert all(name in text for name in ("weight", "bias"))
+
+
+def test_parameters_that_are_sharded_again_or_made_local_are_named() -> None:
+    def body() -> tuple[str, str]:
+        module = shard_module(layers(), {"**": S0})
+        early = torch.optim.SGD(module.parameters(), lr=0.1)
+        shard_module(module, {"1.weight": Shard(1)})
+        again = refusal(lambda: trained(module, early))
+        late = torch.optim.SGD(module.parameters(), lr=0.1)
+        local_parameters(module)
+        return again, refusal(lambda: trained(module, late))
+
+    ((again, local),) = world(1).run(body)
+    assert "would not change 1 of its 4 parameters in their module: 1.weight." in again
+    assert "would not change 4 of its 4 parameters in their module: 0.weight, 0.bias, 1.weight, 1.bias." in local
+
+
+def test_nothing_of_a_refused_step_is_done_whose_gradients_are_from_before() -> None:
+    def body() -> None:
+        module = layers()
+        early = torch.optim.SGD(module.parameters(), lr=0.1)
+        kept, old = module[1].get_parameter("weight"), module[0].get_parameter("weight").detach().clone()
+        module(ONES).sum().backward()
+        shard_module(module[0], {"weight": S0})
+        before = kept.detach().clone()
+        refusal(early.step)
+        refusal(lambda: trained(module, early))
+        assert torch.equal(kept, before)
+        weight = module[0].get_parameter("weight")
+        assert isinstance(weight, DTensor)
+        assert torch.equal(weight.full_tensor(), old)
+
+    world(2).run(body)
+
+
+def test_a_closure_computes_the_gradients_first() -> None:
+    def body() -> None:
+        shared, other = layers(), layers()
+        other[0].weight = shared[0].weight
+        of_other = torch.optim.LBFGS(other.parameters(), lr=0.1)
+        early = torch.optim.LBFGS(shared[1].parameters(), lr=0.1)
+        shard_module(shared, {"**": S0})
+
+        def closure_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+            def closure() -> Any:
+                optimizer.zero_grad()
+                loss = module(ONES).square().sum()
+                loss.backward()
+                return loss
+
+            return closure
+
+        before = other[0].get_parameter("weight").detach().clone()
+        of_other.step(closure_of(other, of_other))
+        assert not torch.equal(other[0].get_parameter("weight"), before)
+        refusal(lambda: early.step(closure_of(shared, early)))
+        refusal(lambda: early.step(closure=closure_of(shared, early)))
+
+    world(2).run(body)
+
+
+def test_what_still_trains_is_not_refused() -> None:
+    """An optimizer made afterwards, copies, a parameter that another module still trains, old modules, frozen ones."""
+
+    def body() -> None:
+        plain = layers()
+        of_plain = torch.optim.SGD(plain.parameters(), lr=0.1)
+        module = shard_module(copy.deepcopy(plain), {"0.weight": S0})
+        trained(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        trained(plain, of_plain)
+        shared, other = layers(), layers()
+        other[0].weight = shared[0].weight
+        of_other = torch.optim.SGD(other.parameters(), lr=0.1)
+        shard_module(shared, {"0.weight": S0})
+        trained(other, of_other)
+        shard_module(module, {})  # nothing is replaced
+        trained(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        adapted = layers()
+        adapted[0].requires_grad_(False)
+        of_adapted = torch.optim.SGD(adapted.parameters(), lr=0.1)
+        shard_module(adapted[0], {"weight": S0})
+        trained(adapted, of_adapted)
+
+    world(2).run(body)
+
+
+def test_nothing_is_remembered_of_parameters_that_nothing_holds() -> None:
+    shard_module(layers(), {"0.weight": S0})
+    gc.collect()
+    assert not any(found.parameter() is None for found in module_sharding._replaced.values())
+    before = len(module_sharding._replaced)
+    module = layers()
+    held = module[0].weight
+    shard_module(module, {"0.weight": S0})
+    assert isinstance(module[0].weight, DTensor)
+    assert len(module_sharding._replaced) == before + 1
+    del held
+    assert len(module_sharding._replaced) == before
+
+
+# ---- row-sparse gradients outside of an optimizer ---------------------------------------------------------------
+
+PLACEMENTS = [Replicate(), Shard(0), Shard(1), Shard(1, (0, 5)), Shard(0, (7, 0)), OnRanks(1)]
+
+
+def gradient(table: Tensor, ids: Tensor) -> Tensor:
+    leaf = nn.Parameter(table)
+    F.embedding_bag(ids, leaf, mode="sum", sparse=True).square().sum().backward()
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+@world(2)
+def test_the_dense_form_of_a_sparse_gradient_is_that_of_one_process() -> None:
+    expected = gradient(TABLE, IDS[0]).to_dense()
+    for placement in PLACEMENTS:
+        for ids in (IDS[0], distribute_tensor(IDS[0], placements=[Shard(0)])):
+            found = gradient(distribute_tensor(TABLE, placements=[placement]), ids)
+            dense = found.to_dense()
+            assert isinstance(dense, DTensor)
+            assert not dense.is_sparse
+            assert torch.equal(as_dtensor(dense).full_tensor(), expected), placement
+            assert torch.equal(found.coalesce().to_dense().norm(), expected.norm())
+
+
+@world(4)
+def test_a_rank_without_columns_takes_part_in_the_sum_of_sparse_gradients() -> None:
+    mesh = Mesh((2, 2))
+    expected = gradient(TABLE, IDS[0]).to_dense()
+    table = distribute_tensor(TABLE, mesh, [Shard(1, (5, 0)), Replicate()])
+    found = gradient(table, distribute_tensor(IDS[0], mesh, [Replicate(), Shard(0)]))
+    assert torch.equal(as_dtensor(found.to_dense()).full_tensor(), expected)
+
+
+REFUSED: dict[str, Callable[[Tensor], object]] = {
+    "values": lambda grad: grad.coalesce().values().norm(),
+    "indices": lambda grad: grad.coalesce().indices(),
+    "full_tensor": lambda grad: grad.full_tensor() if isinstance(grad, DTensor) else None,
+    "redistribute": lambda grad: grad.redistribute(placements=[Replicate()]) if isinstance(grad, DTensor) else None,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_show_only_local_rows_is_refused_on_all_ranks(name: str) -> None:
+    def body() -> str:
+        grad = gradient(distribute_tensor(TABLE, placements=[Shard(0)]), IDS[0])
+        with pytest.raises(RuleError, match=r"sparse DTensor .* Fix: to_dense\(\)") as caught:
+            REFUSED[name](grad)
+        return str(caught.value)
+
+    assert len(set(world(2).run(body))) == 1
