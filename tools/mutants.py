@@ -301,15 +301,19 @@ def package(mutant: Mutant) -> str:
 
 
 def test_files(mutant: Mutant, kills: Counter[str]) -> list[str]:
-    """The files of tests in the order in which they are tried: killers of this package, alike names, small files."""
+    """The files of tests in the order in which they are tried.
+
+    First those that name the file or the function that is changed, or killed other mutants of the package.
+    """
     words = set(re.split(r"[/_.]", mutant.file)) - {"shardwise", "py", ""}
+    module = mutant.file.removesuffix(".py").replace("/", ".")
+    names = re.compile(rf"\b({'|'.join(map(re.escape, [module, *mutant.function.split('.')]))})\b")
+    folders = TESTS_OF[package(mutant)]
 
     def order(path: Path) -> tuple[int, int, int]:
-        name = str(path.relative_to(ROOT))
-        alike = len(words & set(re.split(r"[/_.]", path.stem)))
-        return -alike * 3 - min(kills[name], 6), folders.index(path.parent.name), path.stat().st_size
+        alike = 3 * len(words & set(re.split(r"[/_.]", path.stem))) + 3 * bool(names.search(path.read_text()))
+        return -alike - min(kills[str(path.relative_to(ROOT))], 6), folders.index(path.parent.name), path.stat().st_size
 
-    folders = [*TESTS_OF[package(mutant)]]
     paths = [path for name in folders for path in (ROOT / "tests" / name).glob("test_*.py")]
     return [str(path.relative_to(ROOT)) for path in sorted(paths, key=order)]
 
