@@ -33,6 +33,7 @@ from shardwise import (
     models,
     parallel,
     pictures,
+    simulation,
     testing,
 )
 from shardwise import sharded_tensor as st
@@ -41,7 +42,7 @@ from shardwise.testing import world
 
 RANKS = 2
 MESH = Mesh((RANKS,))
-NAMESPACES = (sw, embedding, parallel, st, testing, checkpoint, debug, experimental, pictures, models)
+NAMESPACES = (sw, embedding, parallel, st, testing, checkpoint, debug, experimental, pictures, models, simulation)
 COLLECTIVES = ("as_mesh", "check_ranks", "init_device_mesh")  # what users call there
 
 # ---- nonsense -----------------------------------------------------------------------------------------------------
@@ -520,8 +521,10 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
     ),
     "shardwise.testing.World": lambda: (testing.World, {"size": 2, "real": False, "timeout": 1.0}),
     "shardwise.testing.world": lambda: (testing.world, {"size": 2, "real": False, "timeout": 1.0}),
-    "shardwise.testing.simulate": lambda: (
-        lambda module, **kwargs: testing.simulate(module, torch.ones(2, 3), **kwargs),  # its inputs are its own affair
+    "shardwise.simulation.simulate": lambda: (
+        lambda module, **kwargs: simulation.simulate(
+            module, torch.ones(2, 3), **kwargs
+        ),  # its inputs are its own affair
         {"*module": nn.Linear(3, 3), "mesh": MESH, "plan": {"weight": Shard(0)}, "costs": None},
     ),
     "shardwise.testing.check_rows": lambda: (
@@ -623,21 +626,15 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
         pictures.Picture,
         {"layout": table().layout_, "header": "", "itemsize": 4},
     ),
-    "shardwise.models.ModelArgs": lambda: (models.ModelArgs, {"dim": 8, "dropout_p": 0.1, "weight_tying": True}),
-    **{
-        f"shardwise.models.{f.__name__}": partial(with_arguments, f, lambda: {"args": models.ModelArgs()})
-        for f in (models.Attention, models.Transformer, models.TransformerBlock)
-    },
-    "shardwise.models.FeedForward": lambda: (models.FeedForward, {"dim": 4, "hidden_dim": 4, "dropout_p": 0.0}),
-    **{
-        f"shardwise.models.{f.__name__}": partial(
-            with_arguments, f, lambda: {"num_experts": 2, "dim": 4, "hidden_dim": 4}
-        )
-        for f in (models.ExpertLayer, models.Experts, models.MixtureOfExperts)
-    },
-    "shardwise.models.MLPModule": lambda: (models.MLPModule, {"device": None, "bias": True}),
-    "shardwise.models.MLPStacked": lambda: (models.MLPStacked, {"device": None, "n_layers": 2}),
-    "shardwise.models.RMSNormPython": lambda: (models.RMSNormPython, {"dim": 4, "eps": 1e-6}),
+    "shardwise.testing.MLPModule": lambda: (testing.MLPModule, {"device": None, "bias": True}),
+    "shardwise.testing.MLPStacked": lambda: (testing.MLPStacked, {"device": None, "n_layers": 2}),
+    "shardwise.testing.ModelArgs": lambda: (testing.ModelArgs, {"dim": 8, "dropout_p": 0.1, "weight_tying": True}),
+    "shardwise.testing.RMSNormPython": lambda: (testing.RMSNormPython, {"dim": 4, "eps": 1e-6}),
+    "shardwise.testing.Transformer": lambda: (testing.Transformer, {"args": testing.ModelArgs()}),
+    "shardwise.models.MixtureOfExperts": lambda: (
+        models.MixtureOfExperts,
+        {"num_experts": 2, "dim": 4, "hidden_dim": 4},
+    ),
     "shardwise.models.balance_loss": lambda: (
         models.balance_loss,
         {"routing": models.Routing(torch.tensor([[0], [1]]), torch.ones(2, 1), torch.ones(2, 2) / 2)},
@@ -709,6 +706,7 @@ NOT_CALLED = {
         "DeadlockError",
         "SendError",
     ),
+    *("Collective", "RankClass", "Simulation", "Step"),
     *("FullyShardedModule", "skip_unless_torch_gpu", "with_comms", "pre_load_state_dict_hook", "state_dict_hook"),
 }
 

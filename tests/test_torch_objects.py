@@ -129,7 +129,7 @@ def outcomes(name: str) -> dict[str, tuple[object, object]]:
 REFUSED = {  # what takes ours only, and what its error says
     ("shardwise.embedding_bags", "weights"): r"each a tensor, got .*Fix: DTensor\.from_torch_dtensor\(x\)",
     ("shardwise.parallel.ModuleContext", "mesh"): r"mesh must be a Mesh, got a torch\.",
-    ("shardwise.testing.simulate", "mesh"): r"mesh must be a Mesh, got a torch\.",
+    ("shardwise.simulation.simulate", "mesh"): r"mesh must be a Mesh, got a torch\.",
     ("shardwise.testing.check_rows", "meshes"): r"each a Mesh, got \[a torch\.",
 }
 

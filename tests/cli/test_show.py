@@ -85,17 +85,14 @@ def test_a_plan_is_a_table_and_a_picture_of_each_tensor(plan: str, capsys: Captu
     )
 
 
-def test_files_are_written_instead(plan: str, tmp_path: Path, capsys: Captured) -> None:
-    page, drawing = tmp_path / "a.html", tmp_path / "a.svg"
-    assert cli.main([*GRID, "Shard(0), R", "--html", str(page), "--svg", str(drawing), "--header", "<b>"]) == 0
-    assert capsys.readouterr().out == f"Wrote {page}.\nWrote {drawing}.\n"
-    one = picture(Layout(Mesh((2, 2)), [Shard(0), Replicate()], (10, 4)), "<b>")
-    assert page.read_text() == one.html()
-    assert drawing.read_text() == one.svg()
-    assert cli.main(["show", plan, "--html", str(page), "--svg", str(drawing)]) == 0
-    assert page.read_text().count("<svg ") == 2
-    assert '<td class="word">a&lt;b&gt;</td>' in page.read_text()
+def test_a_drawing_is_written_instead(plan: str, tmp_path: Path, capsys: Captured) -> None:
+    drawing = tmp_path / "a.svg"
+    assert cli.main([*GRID, "Shard(0), R", "--svg", str(drawing), "--header", "<b>"]) == 0
+    assert capsys.readouterr().out == f"Wrote {drawing}.\n"
+    assert drawing.read_text() == picture(Layout(Mesh((2, 2)), [Shard(0), Replicate()], (10, 4)), "<b>").svg()
+    assert cli.main(["show", plan, "--svg", str(drawing)]) == 0
     assert drawing.read_text().count('<g transform="translate(0 ') == 2
+    assert "a&lt;b&gt;" in drawing.read_text()
 
 
 @pytest.mark.parametrize(
@@ -110,7 +107,7 @@ def test_files_are_written_instead(plan: str, tmp_path: Path, capsys: Captured) 
         ([*GRID, "R, R", "--ranks", "1,2"], "got 2 ranks"),
         ([*GRID, "R, R", "--dtype", "f4"], "'f4' is no dtype. Fix: use one of bool, "),
         ([*GRID, "R, R", "--shard-order", "0,0"], "must be a permutation"),
-        ([*GRID, "R, R", "--html", "/nowhere/a.html"], "/nowhere/a.html cannot be written: No such file"),
+        ([*GRID, "R, R", "--svg", "/nowhere/a.svg"], "/nowhere/a.svg cannot be written: No such file"),
         (["show", "--mesh", "2,two", "--shape", "4", "R"], "'2,two' is no mesh. Fix: "),
         (["show", "--mesh", "2", "--shape=-4", "R"], "no negative sizes"),
         (["show", "--mesh", "2", "R"], "--shape is missing. Fix: "),
@@ -146,7 +143,7 @@ def test_torch_is_not_needed_and_colours_are_not_piped(plan: str, tmp_path: Path
     code = (
         "import sys; from shardwise.cli import main; "
         f"assert main(['show', {plan!r}]) == 0; "
-        f"assert main(['show', {plan!r}, '--html', {str(tmp_path / 'a.html')!r}]) == 0; "
+        f"assert main(['show', {plan!r}, '--svg', {str(tmp_path / 'a.svg')!r}]) == 0; "
         "assert main(['show', '--help']) == 0; "
         "assert not {'torch', 'rich', 'numpy'} & set(sys.modules)"
     )

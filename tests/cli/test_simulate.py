@@ -6,7 +6,6 @@ import pytest
 
 from shardwise import Mesh, cli
 from shardwise.simulation import simulate
-from shardwise.simulation.page import page
 from shardwise.simulation.shapes import SHAPES, Options
 
 Captured = pytest.CaptureFixture[str]
@@ -38,15 +37,14 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_a_function_is_simulated_and_a_page_written(tmp_path: Path, capsys: Captured) -> None:
-    assert cli.main(["simulate", "my_steps:train", "--mesh", "tp=3", "--html", "a.html"]) == 0
+def test_a_function_is_simulated(capsys: Captured) -> None:
+    assert cli.main(["simulate", "my_steps:train", "--mesh", "tp=3"]) == 0
     out, err = capsys.readouterr()
     from my_steps import train  # type: ignore[import-not-found]  # written above
 
     found = simulate(train, mesh=Mesh((3,), names=("tp",)))
-    assert out == f"{found}\n\nWrote a.html.\n"
+    assert out == f"{found}\n"
     assert err.splitlines() == ["rank 0: the model is made", "rank 0: step 1 of 2", "rank 0: step 2 of 2"]
-    assert (tmp_path / "a.html").read_text() == page(found)
 
 
 def test_options_of_a_shape_are_obeyed(capsys: Captured) -> None:
@@ -80,7 +78,6 @@ def test_options_of_a_shape_are_obeyed(capsys: Captured) -> None:
         (["my_steps:trian", "--mesh", "2"], "my_steps has no function 'trian'. Did you mean 'train'? Fix: "),
         (["my_steps:number", "--mesh", "2"], "my_steps has no function 'number'. Fix: "),
         (["my_steps:nothing", "--mesh", "2"], "must return a function of one step, got NoneType. Fix: "),
-        (["my_steps:train", "--mesh", "2", "--html", "/nowhere/a.html"], "/nowhere/a.html cannot be written"),
         (["my_steps:train"], "required: --mesh"),
     ],
 )
@@ -89,11 +86,6 @@ def test_what_cannot_be_simulated_is_one_line_and_exits_with_2(argv: list[str], 
     out, err = capsys.readouterr()
     assert out == ""
     assert why in err.splitlines()[-1]
-
-
-def test_a_folder_that_does_not_exist_is_noticed_before_the_simulation(capsys: Captured) -> None:
-    assert cli.main(["simulate", "my_steps:train", "--mesh", "2", "--html", "/nowhere/a.html"]) == 2
-    assert "rank 0" not in capsys.readouterr().err
 
 
 def test_progress_is_one_line_of_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:

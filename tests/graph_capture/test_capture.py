@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise import collectives
 from shardwise.graph_capture import Captured
-from shardwise.models.transformer import ModelArgs, Transformer
+from shardwise.models import ModelArgs, Transformer
 from shardwise.testing import world
 
 PLAN: dict[str, Any] = {

@@ -11,7 +11,8 @@ from shardwise import Mesh, Shard, count_comms, distribute_tensor
 from shardwise.errors import PlanError
 from shardwise.models import Transformer
 from shardwise.parallel import CPUOffloadPolicy, fully_shard
-from shardwise.testing import simulate, world
+from shardwise.simulation import simulate
+from shardwise.testing import world
 from tests.parallel.one_process import full
 from tests.parallel.units import (
     ARGS,

@@ -9,14 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-import torch
 from playwright.sync_api import Browser, Page, Request, ViewportSize, sync_playwright
 
-from shardwise import cli
-from shardwise.checkpoint import save
-from shardwise.debug import explain_redistribute
-from shardwise.layout import Layout, Mesh, Replicate, Shard
-from shardwise.pictures import picture
+from shardwise.layout import Layout, Mesh, Shard
 from tests.browser import BROWSER
 from tests.timeouts import PATIENCE_SECONDS
 
@@ -156,52 +151,21 @@ def test_colours_can_be_chosen(browser: Browser, address: str) -> None:
         check(page, "dark")
 
 
-# ---- pages that the library writes --------------------------------------------------------------------------------
-
-STEP = """
-from torch import nn
-
-from shardwise import Shard, distribute_tensor, randn, shard_module
-
-
-def train(mesh):
-    layer = shard_module(nn.Linear(16, 8), {"weight": Shard(0)}, mesh=mesh)
-
-    def step():
-        layer(randn(4, 16, device_mesh=mesh, placements=[Shard(0)])).sum().backward()
-
-    return step
-"""
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a page of each command and object that writes one."""
-    folder = tmp_path_factory.mktemp("written")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        Path("my_steps.py").write_text(STEP)
-        saved = save("checkpoints", {"weight": torch.zeros(6, 4), "bias": torch.zeros(6)}, step=1)
-        for command in (
-            "show --mesh dp=2,tp=2 --shape 1000,64 S(0),S(1) --html show.html",
-            "show --mesh 3 --shape 64,8 S(0,[10,30,24]) --html uneven.html",
-            f"checkpoint inspect --html inspect.html {saved}",
-            "simulate my_steps:train --mesh tp=3 --html simulate.html",
-        ):
-            assert cli.main(command.split()) == 0
-    layout = Layout(Mesh((2, 2)), [Shard(0), Shard(1)], (9, 7))
-    compared = explain_redistribute(layout, Layout(Mesh((2, 2)), [Replicate(), Shard(0)], (9, 7)))
-    fragments = (picture(layout)._repr_html_(), layout._repr_html_(), compared._repr_html_())
-    page = "<!doctype html><meta charset=utf-8><title>notebook</title><h1>Notebook</h1>" + "".join(fragments)
-    (folder / "notebook.html").write_text(page, encoding="utf-8")
-    return folder
+# ---- what notebooks show ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("size", "scheme"), LOOKS)
-def test_written_pages_can_be_read(browser: Browser, written: Path, size: tuple[int, int], scheme: Scheme) -> None:
-    pictures = {}
-    with window(browser, size, scheme, f"{written.as_uri()}/") as page:
-        for file in written.glob("*.html"):
-            page.goto(file.as_uri())
-            pictures[file.stem] = check(page)
-    assert pictures == {"show": 1, "uneven": 1, "inspect": 2, "simulate": 3, "notebook": 2}
+def test_drawings_of_a_notebook_can_be_read(
+    browser: Browser, tmp_path: Path, size: tuple[int, int], scheme: Scheme
+) -> None:
+    layouts = (
+        Layout(Mesh((2, 2)), [Shard(0), Shard(1)], (9, 7)),
+        Layout(Mesh((2, 2), names=("dp", "tp")), [Shard(0), Shard(1)], (1000, 64)),
+        Layout(Mesh((3,)), [Shard(0, [10, 30, 24])], (64, 8)),
+    )
+    drawings = "".join(layout._repr_html_() for layout in layouts)
+    file = tmp_path / "notebook.html"
+    file.write_text(f"<!doctype html><meta charset=utf-8><title>notebook</title><h1>Notebook</h1>{drawings}", "utf-8")
+    with window(browser, size, scheme, f"{tmp_path.as_uri()}/") as page:
+        page.goto(file.as_uri())
+        assert check(page) == len(layouts)

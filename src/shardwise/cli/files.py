@@ -19,16 +19,6 @@ def lines_of(file: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def check_folder(file: str) -> None:
-    """Refuse a file in a folder that does not exist, before what takes long.
-
-    Raises:
-        ConfigError: there is no such folder.
-    """
-    if not Path(file).absolute().parent.is_dir():
-        raise ConfigError(f"{file} cannot be written: No such folder. Fix: name a file in a folder that exists.")
-
-
 def write(file: str, content: str) -> None:
     """Write a file and print so.
 

@@ -37,7 +37,6 @@ def add_parser(subparsers: SubParsers) -> None:
     parser.add_argument("--shard-order", metavar="AXES", help="which axis divides first (default: 0,1,2,…)")
     parser.add_argument("--dtype", metavar="DTYPE", help="adds bytes; such as float32")
     parser.add_argument("--header", metavar="TEXT", help="a line above the picture")
-    parser.add_argument("--html", metavar="FILE", help="write a page instead, which loads nothing")
     parser.add_argument("--svg", metavar="FILE", help="write a drawing instead")
     parser.set_defaults(command=run)
 
@@ -53,15 +52,11 @@ def run(args: argparse.Namespace) -> int:
     except (LayoutError, MeshError, PlanError) as error:
         text = " ".join(str(error).split())
         raise ConfigError(text if "Fix:" in text else f"{text} Fix: see shardwise show --help.") from error
-    if args.html is None and args.svg is None:
+    if args.svg is None:
         _print(rows, pictures)
-        return Exit.OK
-    from shardwise.pictures.page import page_html
-    from shardwise.pictures.svg import draw_svg
+    else:
+        from shardwise.pictures.svg import draw_svg
 
-    if args.html is not None:
-        write(args.html, page_html(pictures, rows))
-    if args.svg is not None:
         write(args.svg, draw_svg(pictures))
     return Exit.OK
 

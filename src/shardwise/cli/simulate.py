@@ -10,7 +10,6 @@ from types import FunctionType
 from typing import TYPE_CHECKING, TypeAlias
 
 from shardwise.cli.exits import Exit, SubParsers
-from shardwise.cli.files import check_folder, write
 from shardwise.errors import ConfigError, PlanError, did_you_mean
 
 if TYPE_CHECKING:
@@ -34,7 +33,6 @@ def add_parser(subparsers: SubParsers) -> None:
     )
     parser.add_argument("what", metavar="SHAPE | MODULE:FUNCTION", help=f"one of {', '.join(SHAPES)}, or a function")
     parser.add_argument("--mesh", required=True, metavar="AXES", help="such as dp=512,tp=8")
-    parser.add_argument("--html", metavar="FILE", help="write a page as well, which loads nothing")
     own = parser.add_argument_group("options of shapes")
     own.add_argument("--layers", type=int, metavar="N", help="(default: as many as the model has)")
     own.add_argument("--batch-size", type=int, metavar="N", help="examples of each shard of the batch (default: 1)")
@@ -55,28 +53,22 @@ def add_parser(subparsers: SubParsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate, print the tables, write the page.
+    """Simulate, and print the tables.
 
     Raises:
         ConfigError: what, the mesh or options that do not fit; one line.
     """
     from shardwise.layout import parse_mesh
     from shardwise.simulation import simulate
-    from shardwise.simulation.page import page
 
     try:
         mesh = parse_mesh(args.mesh)
     except PlanError as error:
         raise ConfigError(str(error)) from error
     step = _step_of(args, mesh)
-    if args.html is not None:
-        check_folder(args.html)
     with _progress() as show:
         simulation = simulate(lambda mesh: _watched(step, mesh, show), mesh=mesh)
     print(simulation)
-    if args.html is not None:
-        print()
-        write(args.html, page(simulation))
     return Exit.OK
 
 

@@ -6,8 +6,6 @@ from typing import NamedTuple
 from shardwise.errors import ArgumentError
 from shardwise.layout import Layout, checked
 from shardwise.layout.by_axis import placements_text
-from shardwise.pictures.page import table_html
-from shardwise.pictures.svg import safe
 from shardwise.redistribute.plan import RedistributePlan, alternatives
 from shardwise.redistribute.steps import CommStep
 
@@ -34,9 +32,9 @@ class CollectiveSequence(NamedTuple):
         return ", ".join(self.steps) or "nothing is sent"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RedistributeComparison:
-    """What `explain_redistribute` found; `print` shows it as text, a notebook as a table.
+    """What `explain_redistribute` found; its text has a line for each sequence.
 
     Args:
         sequences: the plan, then its alternatives, the cheapest first.
@@ -52,24 +50,14 @@ class RedistributeComparison:
             f"{s.cost:>7.2f}x {s.busiest_bytes:>13,} {s.total_bytes:>13,}  {s.text}"
             for s in self.sequences[:MOST_LINES]
         ]
-        return "\n".join([*lines, *self._more()])
+        more = len(self.sequences) - MOST_LINES
+        return "\n".join([*lines, *([f"and {more} that cost more"] if more > 0 else [])])
 
-    def _repr_html_(self) -> str:
-        rows = [["collectives", "cost", "busiest rank", "all ranks"]]
-        rows += [
-            [s.text, f"{s.cost:.2f}x", f"{s.busiest_bytes:,}", f"{s.total_bytes:,}"]
-            for s in self.sequences[:MOST_LINES]
-        ]
-        more = "".join(f"<div>{line}</div>" for line in self._more())
-        return f"<div><div>{safe(self._title())}</div>{table_html(rows, 1)}{more}</div>"
+    __repr__ = __str__
 
     def _title(self) -> str:
         elsewhere = "" if self.src.mesh == self.dst.mesh else f" on {self.dst.mesh}"
         return f"{self.src.shape} on {self.src.mesh}: {_placements(self.src)} -> {_placements(self.dst)}{elsewhere}"
-
-    def _more(self) -> list[str]:
-        more = len(self.sequences) - MOST_LINES
-        return [f"and {more} that cost more"] if more > 0 else []
 
 
 @checked

@@ -8,8 +8,6 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
 from shardwise import collectives
 from shardwise.errors import ArgumentError
 from shardwise.layout import Layout, shown
-from shardwise.pictures.page import table_html
-from shardwise.pictures.svg import safe
 from shardwise.trace.comm_trace import Cause, CommEvent, Kind, Listener, listening_with
 
 P = ParamSpec("P")
@@ -18,7 +16,6 @@ R = TypeVar("R")
 FEW = 8  # entries that one reads without a summary
 LINES = 5  # of the summary
 _HEADING = "  all ranks   this rank  times"
-_NUMBERS = "all ranks", "this rank", "times"
 
 _TITLES: dict[Kind, str] = {
     "operand": "Implicit: operands redistributed for an op",
@@ -89,17 +86,7 @@ class Explanation(Listener, Generic[R]):
         notes += [f"Redistributions that send nothing, left out: {silent}."] if silent else []
         return "\n".join([*lines, "", *notes] if notes else lines)
 
-    def _repr_html_(self) -> str:
-        parts, lines = [f"<div>{safe(self._sent())}</div>"], self._by_line()
-        if lines:
-            rows = [["line", *_NUMBERS], *([where, *_columns(events)] for where, events in lines)]
-            parts.append(f"<div>By line</div>{table_html(rows, 1)}")
-        listed, small = self._entries()
-        for kind, groups in listed.items():
-            rows = [["operation", "layouts", "why", *_NUMBERS], *map(self._html_row, groups)]
-            parts.append(f"<div>{safe(_TITLES[kind])}</div>{table_html(rows, 3)}")
-        parts += [f"<div>{safe(note)}</div>" for note in _of_small(small)]
-        return f"<div>{''.join(parts)}</div>"
+    __repr__ = __str__
 
     def _sent(self) -> str:
         sent = f"{self.sent_bytes:,} bytes, {self.implicit_bytes:,} of them implicitly"
@@ -122,11 +109,6 @@ class Explanation(Listener, Generic[R]):
         where = "" if cause.call_site is None else f"{cause.call_site}: "
         change = "" if event.src is None or event.dst is None else _change(event.src, event.dst)
         return [f"{where}{cause}", change, cause.why, *_columns(group)]
-
-    def _html_row(self, group: list[CommEvent]) -> list[str]:
-        """With arrows that are not broken at the end of a line."""
-        what, change, *rest = self._row(group)
-        return [what, change.replace("->", "→"), *rest]
 
     def _entries(self) -> tuple[dict[Kind, list[list[CommEvent]]], list[list[CommEvent]]]:
         """The groups that send something, by kind; of more than one reads, those that send least apart."""

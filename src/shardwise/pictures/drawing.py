@@ -1,4 +1,4 @@
-"""A picture of a layout: as text, as SVG, as a page, in a notebook."""
+"""A picture of a layout: as text, as SVG, in a notebook."""
 
 import os
 import shutil
@@ -9,7 +9,6 @@ from typing import Any, TextIO
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, checked, checked_init
 from shardwise.pictures.labels import fitting
-from shardwise.pictures.page import fragment_html, page_html
 from shardwise.pictures.scene import Subject
 from shardwise.pictures.svg import draw_svg
 from shardwise.pictures.text import draw_text
@@ -35,10 +34,6 @@ class Picture(Subject):
         """A self-contained drawing, with the full description of each cell as its tooltip."""
         return draw_svg([self])
 
-    def html(self) -> str:
-        """A page with the drawing and a table of what each rank holds. It loads no resources and runs no scripts."""
-        return page_html([self])
-
     def show(self, file: TextIO | None = None) -> None:
         """Print the text, on standard output if no file is given.
 
@@ -55,7 +50,7 @@ class Picture(Subject):
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return fragment_html(self)
+        return f"<div>{self.svg()}</div>"
 
 
 def takes_colour() -> bool:

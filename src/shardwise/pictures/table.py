@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import printable
 from shardwise.layout import Layout, Mesh, Placement, checked
 from shardwise.pictures.labels import aligned, bytes_text, placement_text
-from shardwise.pictures.page import page_html, table_html
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,9 +32,9 @@ class Placed:
     rank_bytes: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Table:
-    """Parameters, and the ranks of their bytes. `str()` is the text; notebooks show a table."""
+    """Parameters, and the ranks of their bytes. `str()` is the text."""
 
     placed: tuple[Placed, ...]
     ranks: tuple[int, ...]
@@ -58,15 +57,10 @@ class Table:
             ["all" if len(known) == len(self.placed) else "all that is known", "", "", *shown(sums)],
         ]
 
-    def html(self) -> str:
-        """A page that loads no resources and runs no scripts."""
-        return page_html([], self.rows())
-
     def __str__(self) -> str:
         return "\n".join(aligned([[printable(cell) for cell in row] for row in self.rows()], WORDS))
 
-    def _repr_html_(self) -> str:
-        return table_html(self.rows(), WORDS)
+    __repr__ = __str__
 
 
 def _grouped(shape: Sequence[int]) -> str:

@@ -16,11 +16,9 @@ from shardwise.errors import ArgumentError, MeshError
 from shardwise.layout import Boxes, Layout, Mesh, OnRanks, checked
 from shardwise.parallel.shard_module import LayoutPlan, shard_module
 from shardwise.redistribute.plan import plan_redistribute
-from shardwise.simulation.memory import Memory
+from shardwise.simulation.memory import Memory, Roles
 from shardwise.simulation.one_rank import OneRank
-from shardwise.simulation.result import RankClass, Simulation
-from shardwise.simulation.roles import Roles
-from shardwise.simulation.traffic import Recorded
+from shardwise.simulation.result import RankClass, Recorded, Simulation
 from shardwise.trace.comm_trace import listening_with
 
 Step = Callable[[], object]

@@ -14,7 +14,7 @@ from shardwise.collectives.call_log import CallLog
 from shardwise.collectives.threads import ThreadGuard
 from shardwise.collectives.value_notes import Note, ValueNotes
 from shardwise.layout import Owner
-from shardwise.simulation.traffic import Recorded
+from shardwise.simulation.result import Recorded
 from shardwise.trace.user_stack import StackFrame, is_user_file
 
 

@@ -19,8 +19,7 @@ from shardwise.embedding import (
 )
 from shardwise.errors import ConfigError
 from shardwise.layout import REPLICATE, Mesh, Placement, Shard
-from shardwise.models import MixtureOfExperts, ModelArgs, Transformer
-from shardwise.models.moe import Routing
+from shardwise.models import MixtureOfExperts, ModelArgs, Routing, Transformer
 from shardwise.parallel import fully_shard, loss_parallel
 from shardwise.parallel.shard_module import shard_module
 from shardwise.simulation.api import Step

@@ -7,19 +7,7 @@ from shardwise.testing.failures import DeadlockError, SendError
 from shardwise.testing.worlds import World, world
 
 if TYPE_CHECKING:
-    from shardwise.models import (
-        Attention,
-        ExpertLayer,
-        Experts,
-        FeedForward,
-        MLPModule,
-        MLPStacked,
-        ModelArgs,
-        RMSNormPython,
-        Transformer,
-        TransformerBlock,
-    )
-    from shardwise.simulation import simulate
+    from shardwise.models import MLPModule, MLPStacked, ModelArgs, RMSNormPython, Transformer
     from shardwise.testing.assertions import TensorAssertions
     from shardwise.testing.cases import (
         DEVICE_COUNT,
@@ -36,11 +24,7 @@ if TYPE_CHECKING:
 
 # What needs torch is imported when it is used: pytest imports the plugin beside this in every run.
 _HOMES = {
-    "shardwise.models": (
-        "Attention", "ExpertLayer", "Experts", "FeedForward", "MLPModule", "MLPStacked", "ModelArgs", "RMSNormPython",
-        "Transformer", "TransformerBlock",
-    ),
-    "shardwise.simulation": ("simulate",),
+    "shardwise.models": ("MLPModule", "MLPStacked", "ModelArgs", "RMSNormPython", "Transformer"),
     "shardwise.testing.assertions": ("TensorAssertions",),
     "shardwise.testing.cases": (
         "DEVICE_COUNT", "DEVICE_TYPE", "DTensorOpTestBase", "DTensorTestBase", "NUM_DEVICES", "PG_BACKEND",
@@ -52,10 +36,9 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "DEVICE_COUNT", "DEVICE_TYPE", "NUM_DEVICES", "PG_BACKEND", "Attention", "DTensorConverter", "DTensorOpTestBase",
-    "DTensorTestBase", "DeadlockError", "ExpertLayer", "Experts", "FeedForward", "MLPModule", "MLPStacked", "ModelArgs",
-    "RMSNormPython", "SendError", "TensorAssertions", "Transformer", "TransformerBlock", "World", "check_rows",
-    "simulate", "skip_unless_torch_gpu", "with_comms", "world",
+    "DEVICE_COUNT", "DEVICE_TYPE", "NUM_DEVICES", "PG_BACKEND", "DTensorConverter", "DTensorOpTestBase",
+    "DTensorTestBase", "DeadlockError", "MLPModule", "MLPStacked", "ModelArgs", "RMSNormPython", "SendError",
+    "TensorAssertions", "Transformer", "World", "check_rows", "skip_unless_torch_gpu", "with_comms", "world",
 ]  # fmt: skip
 
 

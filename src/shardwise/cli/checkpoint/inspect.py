@@ -30,7 +30,7 @@ def add_parser(verbs: SubParsers) -> None:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--tree", action="store_true", help="by the parts of names, with sums")
     how.add_argument("--json", action="store_true", help="everything, with each chunk, as JSON")
-    how.add_argument("--html", metavar="FILE", help="write a page with a picture of each tensor, which loads nothing")
+    how.add_argument("--svg", metavar="FILE", help="write a drawing of each tensor")
     parser.set_defaults(command=run)
 
 
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         CheckpointError: there is no complete checkpoint.
-        ConfigError: the page cannot be written.
+        ConfigError: the drawing cannot be written.
     """
     from shardwise.checkpoint.offline import find
     from shardwise.pictures.labels import aligned
@@ -47,10 +47,10 @@ def run(args: argparse.Namespace) -> int:
     path, manifest = find(args.checkpoint)
     if args.json:
         _print([json.dumps(as_json(manifest), indent=2, ensure_ascii=False)])
-    elif args.html is not None:
-        from shardwise.pictures.page import page_html
+    elif args.svg is not None:
+        from shardwise.pictures.svg import draw_svg
 
-        write(args.html, page_html(list(_pictures(manifest)), _rows(manifest)))
+        write(args.svg, draw_svg(list(_pictures(manifest))))
     else:
         _print([*_heading(str(path), manifest), ""])
         if args.tree:

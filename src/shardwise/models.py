@@ -1,11 +1,11 @@
-"""A toy GPT with the options that make tensor parallelism hard.
+"""Models in plain torch: a mixture of experts, and the toy models of torch's own distributed tests.
 
-The code does not depend on the number of ranks: heads are counted from the width of the projections, so it runs on
-plain tensors, on DTensors, and on local heads.
+`shardwise.testing` offers the toy models. Their code does not depend on the number of ranks: heads are counted from the
+width of the projections, so a `Transformer` runs on plain tensors, on DTensors, and on local heads.
 """
 
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.collectives import DeviceMesh, as_mesh
 from shardwise.errors import ConfigError
-from shardwise.layout import Count, Mesh, Probability, Replicate, Shard, checked_init
-from shardwise.models.experts import ExpertLayer
+from shardwise.layout import Count, Mesh, Replicate, Shard, checked, checked_init
 from shardwise.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -24,7 +23,150 @@ from shardwise.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from shardwise.parallel.experts import mix_experts
 from shardwise.parallel.shard_module import shard_module
+
+__all__ = ["MixtureOfExperts", "Routing", "balance_loss"]
+
+
+# ---- a mixture of experts -------------------------------------------------------------------------------------------
+
+
+class Routing(NamedTuple):
+    """The output of a router.
+
+    Attributes:
+        chosen: indices of experts, (tokens, k), the most probable first.
+        weights: of the chosen experts, (tokens, k); those of a token add up to 1.
+        probabilities: of all experts, (tokens, experts).
+    """
+
+    chosen: Tensor
+    weights: Tensor
+    probabilities: Tensor
+
+
+@checked_init
+class MixtureOfExperts(nn.Module):
+    """The weighted sum of the `top_k` most probable experts of each token, none of which is dropped.
+
+    Plain torch in one process. On several ranks, shard `w1` and `w2` along dim 0, with `shard_module` or
+    `shardwise.parallel.ExpertParallel`; see `mix_experts` for its communication.
+
+    Args:
+        dim: width of a token.
+        hidden_dim: width inside an expert.
+        num_experts: number of experts.
+        top_k: number of experts per token.
+    """
+
+    def __init__(self, dim: Count, hidden_dim: Count, num_experts: Count, top_k: Count = 2) -> None:
+        super().__init__()
+        if not 1 <= top_k <= num_experts:
+            raise ConfigError(
+                f"top_k must be from 1 to {num_experts}, the number of experts, got {top_k}. "
+                f"Fix: top_k={min(max(top_k, 1), num_experts)}."
+            )
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.router = nn.Linear(dim, num_experts, bias=False)
+        self.w1 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
+        self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal weights with standard deviation 1 / sqrt(inputs)."""
+        for weight in (self.router.weight, self.w1, self.w2):
+            nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+
+    def route(self, tokens: Tensor) -> Routing:
+        """The experts that compute tokens, (tokens, dim)."""
+        probabilities = F.softmax(self.router(tokens), -1)
+        weights, chosen = probabilities.topk(self.top_k, -1)
+        return Routing(chosen, weights / weights.sum(-1, keepdim=True), probabilities)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., dim) -> (..., dim)."""
+        tokens = x.flatten(0, -2)
+        routing = self.route(tokens)
+        return mix_experts(routing.chosen, self.w1, self.w2, tokens, routing.weights).view(x.shape)
+
+
+@checked
+def balance_loss(routing: Routing) -> Tensor:
+    """1 if experts are chosen equally often, up to the number of experts if not.
+
+    num_experts · Σ_e (fraction of choices of e) · (mean probability of e)
+    (Fedus et al., Switch Transformers, 2021, equation 4). Gradient: to the probabilities.
+    """
+    probabilities = routing.probabilities
+    count = probabilities.shape[-1]
+    shares = F.one_hot(routing.chosen, count).sum(1).to(probabilities.dtype).mean(0) / routing.chosen.shape[-1]
+    return count * (shares * probabilities.mean(0)).sum()
+
+
+# ---- perceptrons ----------------------------------------------------------------------------------------------------
+
+
+@checked_init
+class RMSNormPython(nn.Module):
+    """x / sqrt(mean(x²) + eps) · weight over the last dim, written out in elementwise ops.
+
+    Args:
+        dim: size of the last dim of the input, (..., dim).
+        eps: keeps a row of zeros finite.
+    """
+
+    def __init__(self, dim: Count, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def _norm(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., dim) -> (..., dim)."""
+        return self._norm(x) * self.weight
+
+
+@checked_init
+class MLPModule(nn.Module):
+    """Linear 10 to 16, ReLU, linear 16 to 10. Sets torch's seed to 5, so that all instances have equal weights."""
+
+    def __init__(self, device: torch.device | str | None, bias: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.net1 = nn.Linear(10, 16, bias=bias, device=device)
+        self.relu = nn.ReLU()
+        self.net2 = nn.Linear(16, 10, bias=bias, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., 10) -> (..., 10)."""
+        return cast(Tensor, self.net2(self.relu(self.net1(x))))
+
+    def reset_parameters(self) -> None:
+        """Draw all weights anew from the current generator."""
+        self.net1.reset_parameters()
+        self.net2.reset_parameters()
+
+
+@checked_init
+class MLPStacked(nn.Module):
+    """`n_layers` times `MLPModule`, one after the other."""
+
+    def __init__(self, device: torch.device | str | None, n_layers: Count = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([MLPModule(device) for _ in range(n_layers)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., 10) -> (..., 10)."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+# ---- a transformer --------------------------------------------------------------------------------------------------
 
 
 @checked_init
@@ -86,7 +228,49 @@ class ModelArgs:
         return 4 * self.dim if self.hidden_dim is None else self.hidden_dim
 
 
-@checked_init
+class Experts(nn.Module):
+    """The sum over experts of w2[e] · gelu(w1[e] · x).
+
+    Args:
+        dim: width of a token.
+        hidden_dim: width inside an expert.
+        num_experts: first dim of both weights, so that experts can be sharded.
+    """
+
+    def __init__(self, dim: int, hidden_dim: int, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.w1 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
+        self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
+        self.reset_parameters()
+        self.gelu = nn.GELU()
+
+    def reset_parameters(self) -> None:
+        """Normal weights with standard deviation 0.02."""
+        nn.init.normal_(self.w1, std=0.02)
+        nn.init.normal_(self.w2, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(tokens, dim) -> (tokens, dim)."""
+        each = x.unsqueeze(0).expand(self.w1.shape[0], -1, -1)
+        hidden = self.gelu(torch.bmm(each, self.w1.transpose(-2, -1)))
+        return torch.bmm(hidden, self.w2.transpose(-2, -1)).sum(dim=0)
+
+
+class ExpertLayer(nn.Module):
+    """The mean of `num_experts` experts, in place of a feed-forward layer."""
+
+    def __init__(self, num_experts: int, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.experts = Experts(dim=dim, hidden_dim=hidden_dim, num_experts=num_experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, seq, dim) -> (batch, seq, dim)."""
+        mean = self.experts(x.flatten(0, 1)) / self.num_experts
+        return cast(Tensor, mean.unflatten(0, x.shape[:2]))
+
+
 class Attention(nn.Module):
     """Causal self-attention; keys and values may have fewer heads than queries."""
 
@@ -125,11 +309,10 @@ class Attention(nn.Module):
         return cast(Tensor, self.resid_dropout(self.wo(mixed.transpose(1, 2).flatten(-2))))
 
 
-@checked_init
 class FeedForward(nn.Module):
     """Linear, GELU, linear, dropout."""
 
-    def __init__(self, dim: Count, hidden_dim: Count, dropout_p: Probability) -> None:
+    def __init__(self, dim: int, hidden_dim: int, dropout_p: float) -> None:
         super().__init__()
         self.w1 = nn.Linear(dim, hidden_dim)
         self.gelu = nn.GELU()
@@ -141,7 +324,6 @@ class FeedForward(nn.Module):
         return cast(Tensor, self.resid_dropout(self.w2(self.gelu(self.w1(x)))))
 
 
-@checked_init
 class TransformerBlock(nn.Module):
     """Attention and a feed-forward or expert layer, each after a normalisation and added to its input."""
 

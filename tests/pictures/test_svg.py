@@ -1,25 +1,26 @@
-"""SVG and HTML show what the text shows, stand alone, and treat every name as text."""
+"""SVG shows what the text shows, stands alone, and treats every name as text; notebooks show it."""
 
 import re
-import subprocess
 import xml.etree.ElementTree as ET  # what is parsed was made here
-from html.parser import HTMLParser
 from itertools import pairwise
 from itertools import product as cartesian
 from math import prod
-from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 
-from shardwise.layout import Box, Layout, Mesh, OnRanks, Partial, Replicate, Shard
-from shardwise.pictures import Picture, Placed, Table, picture
-from tests.browser import BROWSER
+from shardwise import distribute_tensor
+from shardwise.layout import Box, Layout, Mesh, Partial, Replicate, Shard
+from shardwise.pictures import picture
+from shardwise.testing import world
 from tests.strategies import Written, laws, layouts
 
 pytestmark = pytest.mark.slow
 
 SVG = "{http://www.w3.org/2000/svg}"
+HTML = {"div", "pre", "table", "caption", "thead", "tbody", "tr", "td", "th"}
 EVIL = [
     "<script>document.title='broken'</script>",
     "</title><script>document.title='broken'</script>",
@@ -45,10 +46,24 @@ def cells(svg: str) -> list[tuple[list[slice], set[int], tuple[float, ...]]]:
     return found
 
 
+def checked(html: str) -> str:
+    """The text of what a notebook shows: well-formed, with tags that draw, and nothing from outside or that runs."""
+    root = ET.fromstring(html)  # noqa: S314 - not from elsewhere
+    for element in root.iter():
+        assert element.tag.removeprefix(SVG) in {"svg", "g", "rect", "text", "title", *HTML}, element.tag
+        for name, value in element.attrib.items():
+            assert not name.startswith("on"), name
+            assert name not in {"src", "href", "data", "action"}, name
+            assert "url(" not in value
+    html.encode()  # can be written to a file
+    return " ".join(root.itertext())
+
+
 @laws
 @given(layouts())
 def test_each_element_is_in_one_cell_with_its_holders(written: Written) -> None:
     layout = written.layout
+    checked(layout._repr_html_())
     drawn = cells(picture(layout).svg())
     for index in cartesian(*map(range, layout.shape)):
         point = Box(index, (1,) * len(index))
@@ -62,15 +77,6 @@ def test_each_element_is_in_one_cell_with_its_holders(written: Written) -> None:
         ]
         assert here == [holders]
     assert bool(drawn) == bool(prod(layout.shape))
-
-
-@laws
-@given(layouts())
-def test_every_page_is_well_formed(written: Written) -> None:
-    one = picture(written.layout, itemsize=2)
-    check_page(one.html())
-    check_page(f"<!doctype html>{one._repr_html_()}")
-    ET.fromstring(one.svg())  # noqa: S314 - not from elsewhere
 
 
 @pytest.mark.parametrize("shape", [(1000, 64), (8, 64), (64, 1000), (64,)])
@@ -126,109 +132,46 @@ def test_numbers_on_edges_do_not_overlap(shape: tuple[int, ...]) -> None:
     assert {"0", *map(str, shape)} <= ends
 
 
-def test_a_page_shows_what_each_rank_holds() -> None:
-    page = picture(Layout(Mesh((3,)), [Shard(0, [3, 0, 1])], (4, 2)), itemsize=4).html()
-    rows = re.findall(r"<tr><td>(\d+)</td><td class=\"word\">(.*?)</td><td>(.*?)</td><td>(.*?)</td>", page)
-    assert rows == [("0", "[0:3, 0:2]", "6", "24 B"), ("1", "nothing", "0", "0 B"), ("2", "[3:4, 0:2]", "2", "8 B")]
-    assert "bytes" not in picture(Layout(Mesh((3,)), [OnRanks(1)], (4, 2))).html()
-
-
-def test_a_table_of_very_many_ranks_ends_somewhere_and_says_so() -> None:
-    page = picture(Layout(Mesh((5000,)), [Shard(0)], (5000, 2))).html()
-    assert page.count("<tr><td>") == 4096
-    assert "5,000 ranks, of which the first 4,096 are listed" in page
-    assert "of which" not in picture(Layout(Mesh((4096,)), [Shard(0)], (5000, 2))).html()
-
-
-# ---- what is in them --------------------------------------------------------------------------------------------
-
-
-class Page(HTMLParser):
-    """Every tag with its attributes; complains about tags that are not closed in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.said = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert len(dict(attrs)) == len(attrs), f"an attribute twice: {tag} {attrs}"
-        self.tags.append((tag, dict(attrs)))
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.said += data
-
-
-def check_page(page: str) -> Page:
-    """That it is well-formed, has only tags that draw, and refers to nothing outside."""
-    parser = Page()
-    parser.feed(page)
-    parser.close()
-    assert parser.open == []
-    ids = [attributes["id"] for _, attributes in parser.tags if "id" in attributes]
-    assert len(ids) == len(set(ids))
-    drawing = {"svg", "g", "rect", "text", "title"}
-    table = {"pre", "table", "caption", "thead", "tbody", "tr", "td", "th", "div", "span"}
-    for tag, attributes in parser.tags:
-        assert tag in {"html", "head", "meta", "style", "body", "h1", "h2", *drawing, *table}, tag
-        for name, value in attributes.items():
-            assert not name.startswith("on"), name
-            assert name not in {"src", "href", "xlink:href", "data", "action"}, name
-            assert "url(" not in (value or "")
-    page.encode()  # can be written to a file
-    return parser
+# ---- names, and what notebooks show --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("evil", EVIL)
 def test_names_are_text_whatever_they_contain(evil: str) -> None:
     one = picture(UNEVEN, evil)
-    for page in (
-        one.html(),
-        f"<!doctype html>{one._repr_html_()}",
-        Table((Placed(evil, (2,), evil, (8,)),), (0,)).html(),
-    ):
-        parser = check_page(page)
-        assert evil[:8].replace("\x00", "") in parser.said
-    ET.fromstring(one.svg())  # noqa: S314 - not from elsewhere
+    assert evil[:8] in checked(one._repr_html_())
     assert "\x1b" not in str(one)
-    assert "<script" not in one.svg()
 
 
-def test_a_page_forbids_itself_everything_but_its_own_style() -> None:
-    _, policy = next(t for t in check_page(picture(UNEVEN).html()).tags if "http-equiv" in t[1])
-    assert policy["content"] == "default-src 'none'; style-src 'unsafe-inline'"
+@pytest.mark.parametrize("placements", [[Shard(0)], [Shard(0, (0, 5))], [Replicate()], [Partial()]])
+def test_a_dtensor_shows_its_elements_and_a_drawing_with_bytes(placements: list[Any]) -> None:
+    @world(2)
+    def on_ranks() -> None:
+        x: Any = distribute_tensor(torch.arange(10.0).view(5, 2), Mesh((2,), names=(EVIL[0],)), placements)
+        text = checked(x._repr_html_())
+        assert repr(x) in text
+        assert "float32" in text
+        assert "<svg" in x._repr_html_()
+        sizes = {16: "16 B", 24: "24 B", 40: "40 B", 0: "0 B"}
+        for rank in range(2):
+            assert sizes[4 * x.layout_.local_numel(rank)] in text
+
+    on_ranks()
 
 
-# ---- in a browser -----------------------------------------------------------------------------------------------
+def test_a_layout_without_a_dtensor_shows_no_bytes() -> None:
+    assert " B" not in checked(Layout(Mesh((2,)), [Shard(0)], (5, 2))._repr_html_())
 
 
-def dom(page: str, folder: Path) -> str:
-    """What a browser made of `page`, once its scripts had their time to run."""
-    assert BROWSER is not None
-    file = folder / "page.html"
-    file.write_text(page, encoding="utf-8")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}", "--dump-dom"]
-    command = [BROWSER, *flags, file.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def test_a_mesh_is_a_table_of_its_ranks() -> None:
+    mesh = Mesh((2, 1, 3), (5, 4, 3, 2, 1, 0), ("pp", EVIL[0], "tp"))
+    rows = [[cell.text for cell in row] for row in ET.fromstring(mesh._repr_html_()).iter("tr")]  # noqa: S314
+    assert rows == [
+        ["pp", EVIL[0], "tp 0", "tp 1", "tp 2"],
+        ["0", "0", "rank 5", "rank 4", "rank 3"],
+        ["1", "0", "rank 2", "rank 1", "rank 0"],
+    ]
+    assert f"{mesh} on cpu" in checked(mesh._repr_html_())
 
 
-def open_a_page(one: Picture, folder: Path) -> None:
-    shown = dom(one.html(), folder)
-    parser = check_page(re.sub(r"^<!DOCTYPE html>", "<!doctype html>", shown))
-    assert len([tag for tag, _ in parser.tags if tag == "rect"]) == 1 + len(cells(one.svg()))
-    assert "broken" not in re.findall("<title>(.*?)</title>", shown)
-
-
-@pytest.mark.browser
-@pytest.mark.parametrize("evil", EVIL[:4])
-def test_a_browser_shows_all_cells_and_runs_nothing(evil: str, tmp_path: Path) -> None:
-    open_a_page(picture(DEEP, evil, 4), tmp_path)
+def test_a_large_mesh_is_its_text() -> None:
+    assert checked(Mesh((64, 64))._repr_html_()).strip() == "Mesh(0=64, 1=64)"

@@ -31,9 +31,9 @@ from shardwise.embedding import Adam, EmbeddingBagCollection, EmbeddingBagConfig
 from shardwise.errors import ArgumentError, ShardwiseError
 from shardwise.models import ModelArgs, Transformer
 from shardwise.parallel import fully_shard
+from shardwise.simulation import simulate
 from shardwise.simulation.memory import Memory
-from shardwise.simulation.page import page
-from shardwise.testing import simulate, world
+from shardwise.testing import world
 
 ARGS = ModelArgs(n_layers=2, vocab_size=64, max_seq_len=16, dim=48, n_heads=4, dropout_p=0.0)
 Step = Callable[[], object]
@@ -318,7 +318,6 @@ def test_what_depends_on_values_or_ranks_is_said() -> None:
     assert "in step: a condition on values that are not there is False" in condition
     assert "in build: rank() is the lowest of each class" in reads
     assert condition in str(found)
-    assert condition in page(found)
     assert not simulate(nn.Linear(2, 2), torch.ones(1, 2), mesh=Mesh((2,))).assumptions
 
 
@@ -363,7 +362,7 @@ def test_a_limit_of_addresses_is_named() -> None:
 import resource, torch
 from torch import nn
 from shardwise import Mesh
-from shardwise.testing import simulate
+from shardwise.simulation import simulate
 resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))
 simulate(nn.Linear(2, 2), torch.ones(1, 2), mesh=Mesh((2,)))
 """
