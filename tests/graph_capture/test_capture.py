@@ -247,7 +247,7 @@ def test_autocast_has_a_graph_of_its_own() -> None:
 def test_dropout_takes_new_numbers_at_every_replay() -> None:
     torch.manual_seed(3)
     mesh = sw.Mesh((2,))
-    step = sw.capture(lambda x: F.dropout(x, 0.5) + torch.rand_like(x) + torch.poisson(x))
+    step = sw.capture(lambda x: F.dropout(x, 0.5) + torch.rand_like(x))
     x = sw.distribute_tensor(torch.ones(64), mesh, [sw.Shard(0)])
     with torch.no_grad():
         found = [full_value(step(x)) for _ in range(3)]

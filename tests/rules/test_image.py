@@ -38,7 +38,6 @@ SAMPLES = [
     Sample(F.interpolate, (normal(1, 2, 3, 2, 4),), {"scale_factor": 2, "mode": "trilinear"}),
     Sample(F.pixel_shuffle, (PLANES, 2)),
     Sample(F.pixel_unshuffle, (X[0], 2)),
-    Sample(F.channel_shuffle, (PLANES, 4)),
     Sample(F.grid_sample, (X, GRID), {"align_corners": False}),
     Sample(F.grid_sample, (normal(2, 1, 3, 2, 4), normal(2, 2, 1, 3, 3)), {"align_corners": True, "mode": "nearest"}),
     Sample(torch.grid_sampler_2d, (X, GRID, 0, 1, True)),

@@ -82,8 +82,6 @@ SAMPLES = [
     Sample(torch.linalg.vecdot, (A, normal(5, 3)), {"dim": 0}),
     Sample(torch.tensordot, (normal(2, 4, 3), normal(4, 3, 2)), {"dims": 2}),
     Sample(torch.tensordot, (normal(2, 4, 3), normal(5, 2, 3)), {"dims": ([0, -1], [1, 2])}),
-    Sample(torch.kron, (A, normal(2, 4))),
-    Sample(torch.kron, (normal(1, 3), normal(4, 3, 2))),
     Sample(torch.linalg.multi_dot, ([B, normal(3, 4), normal(4, 2)],)),
     Sample(torch.linalg.multi_dot, ([A, normal(3, 4), normal(4)],)),
     Sample(F.bilinear, (normal(2, 5, 3), normal(2, 5, 2), normal(4, 3, 2), normal(4))),

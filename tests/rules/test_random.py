@@ -137,7 +137,6 @@ BAD: dict[str, Op] = {
     "rrelu": lambda x: F.rrelu(x, 0.5, 0.1, True),
     # Errors that depend on values of one rank.
     "normal of a bad value": lambda x: torch.normal(0.0, bad_in_one_place(x, -1.0)),
-    "poisson of a bad value": lambda x: torch.poisson(bad_in_one_place(x, -1.0)),
     "multinomial of a negative": lambda x: torch.multinomial(bad_in_one_place(x, -1.0)[:, :, 0], 1),
     "multinomial of nan": lambda x: torch.multinomial(bad_in_one_place(x, math.nan)[:, :, 0], 1, True),
     "multinomial of zeros": lambda x: torch.multinomial(x[:, :, 0] * torch.tensor([[1]] * 5 + [[0]]), 2),
@@ -156,23 +155,15 @@ def test_bad_arguments_are_torchs_error_on_every_rank_before_anything_is_drawn(n
 
 
 def test_a_bad_probability_on_one_rank_is_an_error_on_all() -> None:
-    def body(layout: Layout) -> list[str]:
+    def body(layout: Layout) -> str:
         bad = bad_in_one_place(sharded_values(layout), 1.5)
-        ops: list[Op] = [torch.bernoulli, lambda p: torch.binomial(p * 0 + 3, p), lambda p: torch.binomial(-p, p / 2)]
-        texts = []
-        for op in ops:
-            with pytest.raises(RuntimeError) as caught:
-                op(bad)
-            texts.append(str(caught.value))
-        return texts
+        with pytest.raises(RuntimeError) as caught:
+            torch.bernoulli(bad)
+        return str(caught.value)
 
     for layout in (on(Mesh((3,)), [S0]), on(Mesh((2, 2)), [S1, S0]), on(Mesh((2,)), [R]), on(Mesh((3,)), [OnRanks(1)])):
-        for texts in world(layout.mesh.size()).run(body, layout):
-            assert texts == [
-                "bernoulli expects probabilities from 0 to 1.",
-                "binomial expects probabilities from 0 to 1.",
-                "binomial expects finite counts that are not negative.",
-            ]
+        texts = world(layout.mesh.size()).run(body, layout)
+        assert set(texts) == {"bernoulli expects probabilities from 0 to 1."}
 
 
 # ---- laws ---------------------------------------------------------------------------------------------------
@@ -304,42 +295,6 @@ def test_multinomial_draws_categories_by_their_weights() -> None:
     assert_close(once[:, 0].bincount(minlength=6) / rows, weights / 10, atol=0.015, rtol=0)
     after_4 = once[once[:, 0] == 4][:, 1].bincount(minlength=6) / (once[:, 0] == 4).sum()
     assert_close(after_4, torch.tensor([0.0, 0.2, 0.4, 0, 0, 0.4]), atol=0.02, rtol=0)
-
-
-def goodness(numbers: Tensor, chances: Tensor) -> float:
-    """Chi-squared over its degrees of freedom, of the values that are expected ten times or more."""
-    wanted = chances * len(numbers)
-    seen = numbers.long().bincount(minlength=len(wanted)).double()
-    assert len(seen) == len(wanted)
-    often = wanted > 10
-    return (((seen - wanted) ** 2 / wanted)[often].sum() / often.sum()).item()
-
-
-@pytest.mark.parametrize("rate", [0.5, 9.5, 10.5, 40])
-def test_poissons_law(rate: float) -> None:
-    k = torch.arange(200, dtype=torch.float64)
-    chances = (k * math.log(rate) - rate - torch.lgamma(k + 1)).exp()
-    assert goodness(drawn(lambda x: torch.poisson(x + rate), torch.float64), chances) < 2.5
-
-
-@pytest.mark.parametrize(("count", "p"), [(1, 0.5), (15, 0.4), (30, 0.4), (100, 0.85), (1000, 0.002)])
-def test_binomial_law(count: int, p: float) -> None:
-    k = torch.arange(count + 1, dtype=torch.float64)
-    ways = math.lgamma(count + 1) - torch.lgamma(k + 1) - torch.lgamma(count - k + 1)
-    chances = (ways + k * math.log(p) + (count - k) * math.log1p(-p)).exp()
-    assert goodness(drawn(lambda x: torch.binomial(x + count, x + p), torch.float64), chances) < 2.5
-
-
-def test_counts_that_are_certain_and_counts_that_are_large() -> None:
-    for dtype in FLOATS:
-        assert drawn(torch.poisson, dtype, 10).unique().tolist() == [0]
-        assert drawn(lambda x: torch.binomial(x + 30, x), dtype, 10).unique().tolist() == [0]
-        assert drawn(lambda x: torch.binomial(x + 30, x + 1), dtype, 10).unique().tolist() == [30]
-        assert drawn(lambda x: torch.binomial(x, x + 0.5), dtype, 10).unique().tolist() == [0]
-    million = drawn(lambda x: torch.poisson(x + 1e6), torch.float64)
-    assert distance((million - 1e6) / 1e3, normal_cdf) < 0.01
-    many = drawn(lambda x: torch.binomial(x + 1e8, x + 0.9), torch.float64)
-    assert distance((many - 0.9e8) / 3e3, normal_cdf) < 0.01
 
 
 def test_gradients_of_random_values_are_torchs() -> None:

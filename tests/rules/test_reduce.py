@@ -106,24 +106,6 @@ NORMS = [
     Sample(torch.logsumexp, (normal(0, 3), 0)),
     Sample(torch.linalg.vector_norm, (normal(0, 3), 2, 0)),
 ]
-LENGTHS = torch.tensor([3, 0, 4])
-PARTS = [
-    *(Sample(torch.renorm, (B, p, dim, 1.5)) for p in (2, 1, 3.5, INF) for dim in (0, -2)),
-    Sample(Tensor.renorm_, (A, 2, 1, 1.5), gradients=False),
-    Sample(torch.renorm, (torch.complex(A, A), 2, 0, 1.5)),
-    Sample(torch.renorm, (normal(3, 0), 2, 0, 1.5)),
-    *(Sample(torch.pdist, (normal(7, 3), p)) for p in (2, 1, 0.5, INF)),
-    Sample(F.pdist, (torch.cat([A, A[:2]]),)),
-    Sample(torch.pdist, (normal(1, 3),)),
-    Sample(torch.pdist, (normal(4, 0),)),
-    *(
-        Sample(torch.segment_reduce, (normal(7, 3), how), {"lengths": LENGTHS})
-        for how in ("sum", "mean", "max", "prod")
-    ),
-    Sample(torch.segment_reduce, (normal(7, 3), "sum"), {"offsets": torch.tensor([1, 4, 4, 6]), "initial": 2.5}),
-    Sample(torch.segment_reduce, (normal(2, 7, 3), "sum"), {"lengths": LENGTHS.repeat(2, 1), "axis": 1, "initial": -1}),
-    Sample(torch.segment_reduce, (normal(2, 7), "min"), {"lengths": LENGTHS.repeat(2, 1), "axis": -1, "unsafe": True}),
-]
 EXTREMES = [
     Sample(torch.amax, (A, 1)),
     Sample(torch.amax, (TIED, 0)),
@@ -144,39 +126,9 @@ EXTREMES = [
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")  # torch's word on a rank that holds nothing
-@pytest.mark.parametrize("sample", SAMPLES + SPREADS + NORMS + PARTS + EXTREMES, ids=str)
+@pytest.mark.parametrize("sample", SAMPLES + SPREADS + NORMS + EXTREMES, ids=str)
 def test_reductions_equal_one_process(sample: Sample) -> None:
     assert_equals_one_process([sample], MESHES, limit=3)
-
-
-@world(3)
-def test_slices_pairs_and_segments_send_norms_and_rows_only() -> None:
-    mesh, rows = Mesh((3,)), Shard(0, (1, 0, 4))
-    a = distribute_tensor(A, mesh, [rows])
-    by_rows, by_columns = (distribute_tensor(torch.cat([A, A[:2]]), mesh, [p]) for p in (S0, S1))
-    with count_comms() as comms:
-        assert as_dtensor(a.renorm(2, 0, 1.5)).placements == (rows,)
-        assert as_dtensor(torch.segment_reduce(by_rows, "sum", lengths=LENGTHS)).placements == (Partial(),)
-        assert as_dtensor(torch.segment_reduce(by_columns, "max", lengths=LENGTHS)).placements == (S1,)
-    assert (comms.total_calls, comms.implicit, comms.fallbacks) == (0, [], [])
-    with count_comms() as comms:
-        assert as_dtensor(a.renorm(2, 1, 1.5)).placements == (rows,)
-    assert (comms.total_bytes, comms.fallbacks) == (2 * 3 * 8, [])
-    with count_comms() as comms:
-        assert as_dtensor(torch.pdist(a)).placements == (Shard(0, (4, 0, 6)),)
-    assert (comms.implicit, comms.fallbacks) == ([], [])
-    assert comms.total_bytes == (4 * 3 * 8 if collectives.rank() == 2 else 0)
-
-
-@pytest.mark.parametrize("placement", [R, S0, S1])
-@pytest.mark.parametrize("lengths", [[3, 0, 5], [-1, 4, 4]])
-def test_lengths_that_are_not_those_of_segments_are_refused(placement: Placement, lengths: list[int]) -> None:
-    def body() -> None:
-        x = distribute_tensor(normal(7, 3), Mesh((3,)), [placement])
-        with pytest.raises(RuntimeError, match="lengths"):
-            torch.segment_reduce(x, "sum", lengths=torch.tensor(lengths))
-
-    world(3).run(body)
 
 
 @pytest.mark.parametrize("name", ["sum", "mean", "amax", "amin", "all", "var", "logsumexp", "norm"])

@@ -18,7 +18,6 @@ from tools.rows import written
 MESH = Mesh((2,))
 OTHERWISE = {
     torch.dropout: "with train=False, an alias instead of the operand itself; F.dropout returns the operand",
-    torch.binomial: "no gradient instead of zeros",
 }
 OTHER_STRIDES = {
     torch.linalg.svd: "row-major on the meta device; column-major on others",

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise import Mesh, Partial, Shard, count_comms, distribute_tensor
@@ -25,7 +24,6 @@ A = normal(4, 2, 3, 3)
 SYMMETRIC = A @ A.mT + 3 * torch.eye(3, dtype=torch.float64)
 B, SIGNAL = normal(4, 2, 3, 2), normal(4, 5, 6)
 LU, PIVOTS = linalg.lu_factor(A)
-POOLED, PLACES = F.max_pool2d(normal(2, 3, 6, 4), 2, return_indices=True)
 SPECTRA, WINDOW = normal(4, 5, 7, dtype=torch.complex128), normal(8).abs() + 0.1
 SAMPLES = [
     Sample(linalg.det, (A,)),
@@ -70,7 +68,6 @@ SAMPLES = [
     Sample(fft.ifft2, (normal(4, 5, 3, dtype=torch.complex128),), {"dim": (0, -1), "s": (3, 4)}),
     Sample(fft.fftn, (SIGNAL,), {"s": (4,)}),
     Sample(fft.fftn, (SIGNAL[0],)),
-    Sample(F.max_unpool2d, (POOLED, PLACES, 2)),
 ]
 
 

@@ -84,11 +84,6 @@ def _scaled(factor: int, divisor: int, offset: int) -> int:
     return offset * factor // divisor
 
 
-def channel_shuffle(input: Meta, groups: int) -> list[Row]:
-    """Channels are permuted."""
-    return [Row((Shard(d),), Shard(d), "sharded outside the channel dim") for d in range(input.ndim) if d != 1]
-
-
 def grid_sample(input: Meta, grid: Meta, *_: object, **__: object) -> list[Row]:
     """out[n, c, at] = input[n, c] at the point grid[n, at]."""
     rows = [Row((Shard(0), Shard(0)), Shard(0), "batch-sharded")]
@@ -179,7 +174,7 @@ def _with_samples(op: Op, dims: int, input: Tensor, *args: object, **kwargs: obj
 
 
 register(OpRule(interpolate, shape=_interpolated_shape), F.interpolate)
-for _rule in (unfold, fold, grid_sample, affine_grid, pixel_shuffle, pixel_unshuffle, channel_shuffle):
+for _rule in (unfold, fold, grid_sample, affine_grid, pixel_shuffle, pixel_unshuffle):
     register(OpRule(_rule), getattr(F, _rule.__name__))
 _samplers = torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d
 register(OpRule(grid_sample), *_samplers, aten.grid_sampler_2d.default, aten.grid_sampler_3d.default)

@@ -1,7 +1,6 @@
 """Matrix products and other contractions: their rows follow from the letters of an einsum."""
 
 from collections.abc import Callable, Sequence
-from operator import mul
 from string import ascii_letters, ascii_lowercase, ascii_uppercase
 from typing import Any, NamedTuple
 
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from shardwise.errors import RuleError
 from shardwise.layout import REPLICATE, Partial, Placement, Shard
-from shardwise.rules.local_context import LocalContext, local_with
 from shardwise.rules.registry import OpRule, register
 from shardwise.rules.row import Meta, Op, Row
 
@@ -191,30 +189,6 @@ def added(term: str, left: str, right: str, output: str) -> Callable[..., Produc
     return indices
 
 
-def kron(input: Meta, other: Meta) -> list[Row]:
-    """out[i n + j] = input[i] other[j] in every dim, n the size of that dim of `other`."""
-    ndim = max(input.ndim, other.ndim)
-    first, second = ((1,) * (ndim - x.ndim) + x.shape for x in (input, other))
-    rows = [
-        Row((Partial(), REPLICATE), Partial(), "linear", _kron),
-        Row((REPLICATE, Partial()), Partial(), "linear", _kron),
-        Row((REPLICATE, REPLICATE), REPLICATE, "every rank has everything", _kron),
-    ]
-    for d in range(ndim):
-        own, second_dim = d - (ndim - input.ndim), d - (ndim - other.ndim)
-        if own >= 0:
-            map_index = local_with(mul, second[d])
-            rows.append(Row((Shard(own), REPLICATE), Shard(d), "sharded first factor", _kron, map_index=map_index))
-        if second_dim >= 0 and first[d] == 1:
-            rows.append(Row((REPLICATE, Shard(second_dim)), Shard(d), "sharded second factor", _kron))
-    return rows
-
-
-def _kron(ctx: LocalContext, input: Tensor, other: Tensor) -> Tensor:
-    """torch views its product in the shape of the result, which fails for some strides."""
-    return torch.kron(input.contiguous(), other.contiguous())
-
-
 register_product(linear, F.linear, aten.linear.default)
 register_product(
     matmul, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.linalg.matmul, torch.mm, Tensor.mm, torch.bmm,
@@ -233,4 +207,3 @@ for _name, _letters in {
     register_product(added(*_letters), *_in_place, in_place=True)
 register(OpRule(decomposition=_bilinear), F.bilinear)
 register(OpRule(decomposition=lambda input, other: torch.matmul(other, input)), Tensor.__rmatmul__)
-register(OpRule(kron), torch.kron, Tensor.kron)

@@ -11,14 +11,12 @@ from math import inf, prod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.errors import EmptyError
-from shardwise.layout import PARTIAL, REPLICATE, Box, Boxes, OnRanks, Partial, Placement, Shard
+from shardwise.layout import PARTIAL, REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
 from shardwise.rules.autocast import autocast_to_float
-from shardwise.rules.empty import emptied, filled
-from shardwise.rules.local_context import LocalContext, local_with
+from shardwise.rules.local_context import LocalContext
 from shardwise.rules.pointwise import SUMS, broadcast, callables_of, shape_of_first, shard_rows
 from shardwise.rules.reductions.over_dims import (
     OWN_SHARD,
@@ -39,7 +37,6 @@ from shardwise.rules.reductions.over_dims import (
 from shardwise.rules.registry import OpRule, Shapes, register
 from shardwise.rules.row import Args, Kwargs, Meta, Op, Row
 from shardwise.trace.autograd_function import TensorFunction
-from shardwise.trace.capture_hooks import allow_in_graph
 
 
 def reduced(reduce_op: str, linear: Sequence[Placement], input: Meta, *args: Any, **kwargs: Any) -> list[Row]:
@@ -176,20 +173,6 @@ def _norm(
     return every.sum(0) if ord == 0 else torch.linalg.vector_norm(every, ord, 0)  # torch defines its gradient at zero
 
 
-def renorm(input: Meta, ord: float, dim: int, maxnorm: float) -> list[Row]:
-    """The slices along `dim`, scaled down to a norm of `maxnorm` where they have a larger one."""
-    kept = non_negative(input, dim)
-    others = tuple(d for d in range(input.ndim) if d != kept)
-    local = local_with(_renorm, others)
-    rows = [Row((Shard(d),), Shard(d), "ranks all-gather the norms of their parts of slices", local) for d in others]
-    return [Row((Shard(kept),), Shard(kept), "each rank has full slices"), *rows]
-
-
-def _renorm(dims: tuple[int, ...], ctx: LocalContext, x: Tensor, p: float, dim: int, maxnorm: float) -> Tensor:
-    norms = _norm(ctx, x.float() if x.dtype in (torch.float16, torch.bfloat16) else x, dims, True, float(p))
-    return x * torch.where(norms > maxnorm, maxnorm / (norms + 1e-7), 1).to(x.dtype)
-
-
 def _dist(input: Tensor, other: Tensor, p: float = 2) -> Tensor:
     distance: Tensor = torch.linalg.vector_norm(input - other, p)
     return distance
@@ -201,71 +184,6 @@ def cdist(x1: Meta, x2: Meta, *args: object, **kwargs: object) -> list[Row]:
     last, why = len(broadcast(a, b)), "each rank computes its own pairs"
     rows = [Row((Shard(x1.ndim - 2), REPLICATE), Shard(last), why)]
     return [*rows, Row((REPLICATE, Shard(x2.ndim - 2)), Shard(last + 1), why), *shard_rows([a, b], why)]
-
-
-def pairwise(input: Meta, ord: float = 2) -> list[Row]:
-    """out = the distances between rows i < j, ordered by i, then by j."""
-    if input.ndim != 2:
-        raise NotImplementedError("torch raises for it")
-    why, before = "each rank computes the pairs of its rows with later ones", local_with(_pairs_before, input.shape[0])
-    return [Row((Shard(0),), Shard(0), why, _distances_to_later, map_index=before)]
-
-
-def _pairs_before(rows: int, row: int) -> int:
-    return row * (2 * rows - row - 1) // 2
-
-
-def _distances_to_later(ctx: LocalContext, x: Tensor, p: float = 2) -> Tensor:
-    def later(rank: int) -> Box:
-        box, rows = ctx.layouts[0].boxes(rank)[0], ctx.layouts[0].shape[0]
-        return box.along(0, box.offsets[0], rows - box.offsets[0] if box.sizes[0] else 0)
-
-    distances = torch.cdist(x, ctx.fetch(x, 0, later), p, "donot_use_mm_for_euclid_dist")
-    return distances.masked_select(torch.ones_like(distances, dtype=torch.bool).triu(1))
-
-
-def segment_reduce(
-    data: Meta, reduce: str, *, lengths: Meta | None = None, indices: Meta | None = None, offsets: Meta | None = None,
-    dim: int = 0, **_: object,
-) -> list[Row]:  # fmt: skip
-    """out[…, s] = the sum, mean, … of segment s of dim `axis`; dims before it have segments of their own."""
-    axis = non_negative(data, dim)
-    if indices is not None or (lengths is None) == (offsets is None):
-        raise NotImplementedError("torch chooses, or raises")
-    rows = [
-        Row((Shard(d), Shard(d) if d < axis else REPLICATE), Shard(d), "each rank has full segments", _segments)
-        for d in range(data.ndim)
-        if d != axis
-    ]
-    why = "each rank adds up its part of each segment"
-    return [*rows, Row((Shard(axis), REPLICATE), PARTIAL, why, _segments)] if reduce == "sum" else rows
-
-
-def _segments(
-    ctx: LocalContext, data: Tensor, reduce: str, *, lengths: Tensor | None = None, indices: None = None,
-    offsets: Tensor | None = None, axis: int = 0, unsafe: bool = False, initial: float | None = None,
-) -> Tensor:  # fmt: skip
-    box, axis, length = ctx.layouts[0].boxes(ctx.rank)[0], axis % data.ndim, ctx.layouts[0].shape[axis]
-    if lengths is not None:
-        offsets = F.pad(lengths.cumsum(axis, dtype=lengths.dtype), (1, 0))
-        if not unsafe:
-            _check_lengths(lengths, offsets, length)
-    assert offsets is not None
-    own = (offsets - box.offsets[axis]).clamp(0, box.sizes[axis])
-    if ctx.rank != ctx.ranks([a for a in ctx.axes if ctx.layouts[0].placements[a].is_shard(axis)])[0]:
-        initial = None  # a rank before adds it
-    data, own = filled(data, (1,) * data.ndim), filled(own, (1,) * own.ndim)
-    out: Tensor = ctx.call(data, reduce, offsets=own, axis=axis, unsafe=True, initial=initial)
-    return emptied(out, ctx.output.local_shape(ctx.rank))
-
-
-@allow_in_graph
-def _check_lengths(lengths: Tensor, ends: Tensor, total: int) -> None:
-    if bool((lengths < 0).any() | (ends[..., -1] != total).any()):
-        raise RuntimeError(
-            "segment_reduce: lengths that are negative, or of segments that are not all of the data. "
-            f"Fix: lengths of 0 or more that add up to {total} along their last dim."
-        )
 
 
 def log_sum_exp(input: Meta, dim: int | Sequence[int] | None, keepdim: bool = False) -> list[Row]:
@@ -425,15 +343,6 @@ for _root, _name in ((False, "var"), (True, "std")):
 register_reduction(norm, _norm_shape, "norm linalg_vector_norm", torch.linalg.vector_norm, shape_independent=False)
 register(OpRule(decomposition=_dist), *(op for op, _ in callables_of("dist")))
 register_reduction(cdist, None, "cdist _cdist_forward _euclidean_dist")
-register_reduction(renorm, shape_of_first, "renorm", shape_independent=False)
-register(OpRule(decomposition=partial(_in_place, Tensor.renorm)), Tensor.renorm_, torch.ops.aten.renorm_.default)
-register_reduction(
-    pairwise,
-    lambda input, ord=2: (_pairs_before(*input.shape[:1] * 2),),
-    "pdist _pdist_forward",
-    shape_independent=False,
-)
-register_reduction(segment_reduce, None, "segment_reduce", shape_independent=False)
 register_reduction(log_sum_exp, reduced_shape, "logsumexp")
 register_reduction(partial(extreme, (True,)), reduced_shape, "amax")
 register_reduction(partial(extreme, (False,)), reduced_shape, "amin")

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, _linalg_utils
 
 from shardwise.layout import REPLICATE, Shard
@@ -119,11 +118,6 @@ def _signal_shape(
     return (*input.shape[:-2], full - center * (n_fft // 2) * 2 if length is None else length)
 
 
-def unpool(dims: int, input: Meta, indices: Meta, *_: object, **__: object) -> list[Row]:
-    """The inverse of max pooling: elements return to the indices that pooling took them from."""
-    return slice_rows([(input, dims), (indices, dims)], (), local_with(never_empty, (dims + 1,) * 2))
-
-
 def pairs(last: int, input: Meta) -> list[Row]:
     """view_as_real, view_as_complex: complex numbers as pairs in a last dim."""
     return [*slice_rows([(input, last)]), *(Row((p,), p, "a view of partial sums is Partial") for p in SUMS)]
@@ -154,7 +148,5 @@ for _suffix, _dims in (("", -1), ("2", (-2, -1)), ("n", None)):
     register(OpRule(partial(fourier, _dims)), *_transforms)
 register(OpRule(short_time), torch.stft, Tensor.stft)
 register(OpRule(inverse_short_time, shape=_signal_shape), torch.istft, Tensor.istft)
-for _count in (1, 2, 3):
-    register(OpRule(partial(unpool, _count)), getattr(F, f"max_unpool{_count}d"))
 register(OpRule(partial(pairs, 0), empty_shards_impl=_view_as_real), torch.view_as_real, aten.view_as_real.default)
 register(OpRule(partial(pairs, 1)), torch.view_as_complex, aten.view_as_complex.default)

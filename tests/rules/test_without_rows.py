@@ -1,0 +1,75 @@
+"""Ops without rows of their own: their operands are gathered, or torch decomposes them, and every layout is right."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise import Mesh, Replicate, Shard, count_comms, distribute_tensor
+from shardwise.rules.registry import rule_of
+from shardwise.testing import world
+from shardwise.testing.judge import Sample
+from shardwise.testing.rule_checks import assert_equals_one_process
+
+GENERATOR = torch.Generator().manual_seed(1)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
+
+
+A, B, ROWS, LENGTHS = normal(5, 3), normal(2, 5, 3), normal(7, 3), torch.tensor([3, 0, 4])
+POOLED, INDICES = F.max_pool2d(normal(2, 3, 6, 4), 2, return_indices=True)
+REPLICATED = [
+    Sample(torch.renorm, (B, 2, 0, 1.5)),
+    Sample(torch.renorm, (B, float("inf"), -2, 1.5)),
+    Sample(Tensor.renorm_, (A, 2, 1, 1.5), gradients=False, mutates=True),
+    Sample(torch.pdist, (ROWS,)),
+    Sample(F.pdist, (torch.cat([A, A[:2]]), 1)),  # two pairs of equal rows
+    Sample(torch.segment_reduce, (ROWS, "mean"), {"lengths": LENGTHS}),
+    Sample(torch.segment_reduce, (ROWS, "sum"), {"offsets": torch.tensor([1, 4, 4, 6]), "initial": 2.5}),
+    Sample(torch.segment_reduce, (normal(2, 7), "min"), {"lengths": LENGTHS.repeat(2, 1), "axis": 1}),
+    Sample(F.max_unpool2d, (POOLED, INDICES, 2)),
+    Sample(F.channel_shuffle, (normal(2, 4, 2, 3), 2)),
+]
+DECOMPOSED = [Sample(torch.kron, (A, normal(2, 4))), Sample(torch.kron, (normal(1, 3), normal(4, 3, 2)))]
+
+
+def test_ops_without_rows_equal_one_process() -> None:
+    samples = [*REPLICATED, *DECOMPOSED]
+    assert all(rule_of(sample.op) is None for sample in samples)
+    tally = assert_equals_one_process(samples, (Mesh((3,)), Mesh((2, 2))), limit=3)
+    assert (tally.cases, tally.refused) == (6 * len(samples), 0)
+
+
+@world(3)
+def test_what_runs_replicated_is_reported() -> None:
+    for sample in REPLICATED:
+        operands = [distribute_tensor(x, Mesh((3,)), [Shard(0)]) for x in sample.tensors()]
+        with count_comms() as comms:
+            sample.call(operands)
+        assert comms.fallbacks, sample
+
+
+@pytest.mark.parametrize(
+    ("op", "x"),
+    [
+        (lambda x: torch.segment_reduce(x, "sum", lengths=torch.tensor([3, 0, 5])), ROWS),
+        (lambda x: torch.segment_reduce(x, "sum", lengths=torch.tensor([-1, 4, 4])), ROWS),
+        (torch.poisson, torch.tensor([2.0, 1, 0, -1])),
+    ],
+)
+def test_an_error_of_some_values_is_torchs_on_every_rank(op: Callable[[Any], Any], x: Tensor) -> None:
+    with pytest.raises(RuntimeError) as expected:
+        op(x)
+
+    def body() -> None:
+        for placement in (Replicate(), Shard(0)):
+            with pytest.raises(RuntimeError) as caught:
+                op(distribute_tensor(x, Mesh((3,)), [placement]))
+            assert str(caught.value) == str(expected.value)
+
+    world(3).run(body)
