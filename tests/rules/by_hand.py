@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.rules.shapes.masks import boolean_index
+from shardwise.rules.shapes.index import boolean_index
 from shardwise.testing.judge import Sample
 
 aten = torch.ops.aten
@@ -121,7 +121,7 @@ SAMPLES = [
     # Padding.
     Sample(aten.reflection_pad3d.default, (normal(1, 3, 4, 2, 2), [1, 0, 1, 0, 2, 1])),
     Sample(aten.replication_pad3d.default, (normal(1, 3, 4, 2, 2), [1, 0, 1, 0, 2, 1])),
-    # Normalisations.
+    # Normalizations.
     Sample(aten.softmax.int, (X, 1)),
     Sample(aten.log_softmax.int, (X, 1)),
     Sample(torch.instance_norm, (IMAGES, normal(3), normal(3), None, None, True, 0.1, 1e-5, False)),

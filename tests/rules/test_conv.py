@@ -73,8 +73,8 @@ def test_a_sharded_spatial_dim_sends_its_halo_only() -> None:
         out = as_dtensor(F.conv2d(x, weight, None, 1, 1))
     assert not comms.implicit
     assert out.placements == (S2,)
-    neighbours = 1 if collectives.rank() in (0, 3) else 2
-    assert (comms.total_calls, comms.total_bytes) == (1, neighbours * 2 * 3 * 5 * 8)
+    neighbors = 1 if collectives.rank() in (0, 3) else 2
+    assert (comms.total_calls, comms.total_bytes) == (1, neighbors * 2 * 3 * 5 * 8)
 
 
 @world(4)

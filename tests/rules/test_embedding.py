@@ -452,7 +452,7 @@ def test_ops_of_tables_equal_one_process(sample: Sample) -> None:
 @pytest.mark.parametrize("op", [F.embedding, F.embedding_bag], ids=lambda op: op.__name__)
 @pytest.mark.parametrize("placement", [Boxes([[((0, 0), (2, 5))], [((2, 0), (5, 5))]]), Partial()], ids=str)
 @world(2)
-def test_a_table_that_cannot_change_where_it_is_is_renormalised_as_a_whole(op: Any, placement: Placement) -> None:
+def test_a_table_that_cannot_change_where_it_is_is_renormalized_as_a_whole(op: Any, placement: Placement) -> None:
     full_value = table()
     want = op(NUMBERS, full_value, max_norm=1.0)
     param = distribute_tensor(table(), Mesh((2,)), [placement])
@@ -515,7 +515,7 @@ def test_options_that_torch_refuses_are_refused() -> None:
 
 
 @world(2)
-def test_a_table_that_backward_still_needs_is_not_renormalised_behind_its_back() -> None:
+def test_a_table_that_backward_still_needs_is_not_renormalized_behind_its_back() -> None:
     param, ids = weight_of(table() + 2, Mesh((2,)), [S0]), distribute_tensor(NUMBERS, Mesh((2,)), [S0])
     squares = param.square().sum()
     F.embedding(ids, param, max_norm=0.1)

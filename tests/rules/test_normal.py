@@ -1,4 +1,4 @@
-"""Softmax and normalisations equal one process, whatever is cut; what travels is moments, not elements."""
+"""Softmax and normalizations equal one process, whatever is cut; what travels is moments, not elements."""
 
 import copy
 from collections.abc import Callable
@@ -123,7 +123,7 @@ def test_infinite_scores_are_treated_as_in_one_process(op: Callable[..., Tensor]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sample", NORMS, ids=str)
-def test_normalisations_equal_one_process(sample: Sample) -> None:
+def test_normalizations_equal_one_process(sample: Sample) -> None:
     assert_equals_one_process([sample], meshes_of(sample), limit=6)
 
 

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from shardwise import Mesh, OnRanks, Partial, collectives
 from shardwise.layout import Layout
-from shardwise.rules.random import counter_rng
+from shardwise.rules import counter_rng
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from tests.rules.random_ops import (

@@ -31,7 +31,7 @@ from shardwise import (
 )
 from shardwise.errors import LayoutError, MismatchError, RuleError
 from shardwise.layout import Layout
-from shardwise.rules.random import counter_rng
+from shardwise.rules import counter_rng
 from shardwise.tensor.dispatch import seeds
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor

@@ -9,16 +9,15 @@ Source: Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers for 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
+from math import inf, prod
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.rules.empty import flat_cat
 from shardwise.rules.local_context import Exchange
-from shardwise.rules.reductions.normalisation import INF, wide
+from shardwise.rules.local_tensors import as_accumulator, flat_cat
 from shardwise.trace.autograd_function import TensorFunction
 
 Spans = tuple[tuple[int, int], ...]  # positions in the sequence, in local order: (first, how many) of each run
@@ -50,7 +49,7 @@ class Ring:
         """How many ranks each block is passed on to: up to the last one that needs it."""
         return _hops(self.queries, self.keys, self.causal)
 
-    def neighbour(self, steps: int) -> int:
+    def neighbor(self, steps: int) -> int:
         """The index of the rank so many steps ahead."""
         return (self.at + steps) % len(self.keys)
 
@@ -104,9 +103,9 @@ class _Context(Protocol):
 class _RingAttention(TensorFunction):
     @staticmethod
     def forward(ctx: _Context, query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Tensor:
-        queries, shape = wide(query), _batch_shape(query, key, value)
+        queries, shape = as_accumulator(query), _batch_shape(query, key, value)
         sums = queries.new_zeros(*shape, query.shape[-2], value.shape[-1] + 1)  # of weights x values, of weights
-        top = queries.new_full((*shape, query.shape[-2], 1), -INF)
+        top = queries.new_full((*shape, query.shape[-2], 1), -inf)
         for step, keys, values in _blocks(ring, ring.exchange, query, key, value):
             values_and_ones = F.pad(values, (0, 1), value=1.0)
             for rows, columns, scores in _scores(ring, step, queries, keys, prod(shape)):
@@ -130,7 +129,7 @@ class _RingAttention(TensorFunction):
         with torch.autocast(query.device.type, enabled=False):
             if torch.is_grad_enabled():
                 return (*_differentiable_gradients((query, key, value), ctx.needs_input_grad, grads[0], ctx.ring), None)
-            found = _gradients(ctx.ring, query, key, value, wide(grads[0]), logs, wide(out))
+            found = _gradients(ctx.ring, query, key, value, as_accumulator(grads[0]), logs, as_accumulator(out))
             return (*(x.to(like.dtype) for x, like in zip(found, (query, key, value), strict=True)), None)
 
 
@@ -138,7 +137,7 @@ def _gradients(
     ring: Ring, query: Tensor, key: Tensor, value: Tensor, grad: Tensor, logs: Tensor, out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Those of the local tensors. The gradient of a block follows it around the ring, and returns to its rank."""
-    queries, shape, exchange = wide(query), _batch_shape(query, key, value), ring.exchange.for_backward()
+    queries, shape, exchange = as_accumulator(query), _batch_shape(query, key, value), ring.exchange.for_backward()
     inner = (grad * out).sum(-1, keepdim=True)
     of_query, own = queries.new_zeros(*shape, *query.shape[-2:]), queries.new_empty(0)
     arrived: Arrived = dict
@@ -152,7 +151,7 @@ def _gradients(
             of_keys[..., columns, :] += weights.mT @ queries[..., rows, :]
         added = torch.cat([_of_block(x, like) for x, like in ((of_keys, key), (of_values, value))])
         gradients = arrived()
-        block, own = ring.neighbour(-step), gradients.pop(ring.at, own)
+        block, own = ring.neighbor(-step), gradients.pop(ring.at, own)
         added += gradients.get(block, 0)
         own = added if step == 0 else own
         arrived = _pass_gradient(ring, exchange, step, added, _elements(key, value))
@@ -174,34 +173,34 @@ def _blocks(
     hops, elements, block = ring.hops, _elements(key, value), ring.at
     flat = torch.cat([key.reshape(-1), value.reshape(-1)])
     for step in range(max(hops) + 1):
-        coming = ring.neighbour(-step - 1)
+        coming = ring.neighbor(-step - 1)
         arrived = _started(
             exchange,
-            {ring.neighbour(1): flat} if step < hops[block] else {},
-            {ring.neighbour(-1): (coming, elements * ring.length(coming))} if step < hops[coming] else {},
+            {ring.neighbor(1): flat} if step < hops[block] else {},
+            {ring.neighbor(-1): (coming, elements * ring.length(coming))} if step < hops[coming] else {},
             flat,
             step < max(hops),
         )
         shapes = [(*x.shape[:-2], flat.numel() // max(elements, 1), x.shape[-1]) for x in (key, value)]
         parts = zip(flat.split([prod(shape) for shape in shapes]), shapes, strict=True)
-        keys, values = (wide(_with_heads_of(query, part.view(shape))) for part, shape in parts)
+        keys, values = (as_accumulator(_with_heads_of(query, part.view(shape))) for part, shape in parts)
         yield step, keys, values
         block, flat = coming, arrived().get(coming, flat[:0])
 
 
 def _pass_gradient(ring: Ring, exchange: Exchange, step: int, gradient: Tensor, elements: int) -> Arrived:
     """Start to send the gradient of this step's block to the next rank, or to its own rank after the last hop."""
-    hops, block, coming = ring.hops, ring.neighbour(-step), ring.neighbour(-step - 1)
+    hops, block, coming = ring.hops, ring.neighbor(-step), ring.neighbor(-step - 1)
     sends: dict[int, Tensor] = {}
     expected: dict[int, tuple[int, int]] = {}
     if step < hops[block]:
-        sends[ring.neighbour(1)] = gradient
+        sends[ring.neighbor(1)] = gradient
     elif 0 < step == hops[block]:
         sends[block] = gradient
     if step < hops[coming]:
-        expected[ring.neighbour(-1)] = coming, elements * ring.length(coming)
+        expected[ring.neighbor(-1)] = coming, elements * ring.length(coming)
     if 0 < step == hops[ring.at]:
-        expected[ring.neighbour(step)] = ring.at, elements * ring.length(ring.at)
+        expected[ring.neighbor(step)] = ring.at, elements * ring.length(ring.at)
     return _started(exchange, sends, expected, gradient, max(hops) > 0)
 
 
@@ -243,7 +242,7 @@ def _scores(ring: Ring, step: int, query: Tensor, keys: Tensor, batch: int) -> I
     row = 0
     for q, queries in ring.queries[ring.at]:
         column = 0
-        for k, length in ring.keys[ring.neighbour(-step)] if keys.shape[-2] else ():
+        for k, length in ring.keys[ring.neighbor(-step)] if keys.shape[-2] else ():
             rows_at_once = max(1, SCORES // max(1, batch * length))
             for first in range(0, queries, rows_at_once):
                 stop = min(queries, first + rows_at_once)
@@ -254,7 +253,7 @@ def _scores(ring: Ring, step: int, query: Tensor, keys: Tensor, batch: int) -> I
                 scores = query[..., rows, :] * ring.scale @ keys[..., columns, :].mT
                 if ring.causal and k + seen - 1 > q + first:
                     last = torch.arange(q + first, q + stop, device=query.device).unsqueeze(1)
-                    scores.masked_fill_(torch.arange(k, k + seen, device=query.device) > last, -INF)
+                    scores.masked_fill_(torch.arange(k, k + seen, device=query.device) > last, -inf)
                 yield rows, columns, scores
             column += length
         row += queries
@@ -298,15 +297,15 @@ def _differentiable_gradients(
     gathered = ring.exchange.all_to_all(flat.repeat(count), [flat.numel()] * count, [elements * n for n in lengths])
     shapes = [(*x.shape[:-2], n, x.shape[-1]) for n in lengths for x in (key, value)]
     parts = [x.view(s) for x, s in zip(gathered.split([prod(s) for s in shapes]), shapes, strict=True)]
-    keys, values = (wide(_with_heads_of(query, torch.cat(parts[i::2], -2))) for i in (0, 1))
-    scores = wide(query) * ring.scale @ keys.mT
+    keys, values = (as_accumulator(_with_heads_of(query, torch.cat(parts[i::2], -2))) for i in (0, 1))
+    scores = as_accumulator(query) * ring.scale @ keys.mT
     if ring.causal:
         rows, columns = (
             torch.cat([torch.arange(first, first + n, device=query.device) for first, n in spans])
             for spans in (ring.queries[ring.at], [span for block in ring.keys for span in block])
         )
-        scores = scores.masked_fill(columns > rows.unsqueeze(1), -INF)
-    none = (scores == -INF).all(-1, keepdim=True)
+        scores = scores.masked_fill(columns > rows.unsqueeze(1), -inf)
+    none = (scores == -inf).all(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(none, 0), -1).masked_fill(none, 0)
     out = (weights @ values).to(query.dtype)
     wanted = [x for x, is_needed in zip(operands, needed, strict=False) if is_needed]

@@ -3,6 +3,7 @@
 If queries and keys are sharded along the sequence, keys and values pass around a ring (`ring.py`).
 """
 
+from math import inf
 from types import FunctionType
 
 import torch
@@ -11,9 +12,8 @@ from torch import Tensor
 
 from shardwise.attention.ring import Ring, ring_attention
 from shardwise.layout import PARTIAL, REPLICATE, Box, Placement, Shard
-from shardwise.rules.empty import emptied, filled, never_empty
 from shardwise.rules.local_context import LocalContext, local_with
-from shardwise.rules.reductions.normalisation import INF, Maybe, wide
+from shardwise.rules.local_tensors import as_accumulator, emptied, filled, never_empty
 from shardwise.rules.registry import OpRule, register
 from shardwise.rules.row import LocalFunction, Meta, Op, Row, arguments
 
@@ -72,8 +72,8 @@ def attention(
 
 
 def _attend(
-    ctx: LocalContext, query: Tensor, key: Tensor, value: Tensor, attn_mask: Maybe = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ctx: LocalContext, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     at = query.ndim - 2
     own, keys = (ctx.layouts[i].boxes(ctx.rank)[0] for i in (0, 1))
@@ -167,7 +167,7 @@ def _combined(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Maybe,
+    mask: Tensor | None,
     scale: float | None,
 ) -> Tensor:
     """All-gathers each rank's weighted values, the sum of its weights, and the largest score both are relative to."""
@@ -175,10 +175,10 @@ def _combined(
     autocast = torch.is_autocast_enabled(kind) and query.dtype != torch.float64
     dtype = torch.get_autocast_dtype(kind) if autocast else query.dtype
     with torch.autocast(kind, enabled=False):
-        query, key, value = (wide(x.to(dtype)) for x in (query, key, value))
+        query, key, value = (as_accumulator(x.to(dtype)) for x in (query, key, value))
         scores = _scores(query, key, mask, scale)
         if not key.shape[-2]:
-            scores, value = F.pad(scores, (0, 1), value=-INF), F.pad(value, (0, 0, 0, 1))
+            scores, value = F.pad(scores, (0, 1), value=-inf), F.pad(value, (0, 0, 0, 1))
         least = torch.finfo(scores.dtype).min
         top = scores.detach().amax(-1, keepdim=True)
         weights = (scores - top.clamp(min=least)).exp()
@@ -193,15 +193,15 @@ def _combined(
         return attended
 
 
-def _scores(query: Tensor, key: Tensor, mask: Maybe, scale: float | None) -> Tensor:
+def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
     if mask is None:
         return scores
-    return scores.masked_fill(~mask, -INF) if mask.dtype == torch.bool else scores + mask
+    return scores.masked_fill(~mask, -inf) if mask.dtype == torch.bool else scores + mask
 
 
 def math_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Maybe = None, dropout_p: float = 0.0,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     """Attention as matrix products, a softmax and dropout."""
@@ -210,8 +210,8 @@ def math_attention(
         key, value = (x.repeat_interleave(heads // x.shape[-3], -3) for x in (key, value))
     scores = _scores(query, key, attn_mask, scale)
     if is_causal:
-        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -INF)
-    masked = (scores == -INF).all(-1, keepdim=True)  # a query without keys gets zeros
+        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -inf)
+    masked = (scores == -inf).all(-1, keepdim=True)  # a query without keys gets zeros
     weights = torch.softmax(scores.masked_fill(masked, 0.0), -1).masked_fill(masked, 0.0)
     return F.dropout(weights, dropout_p) @ value
 

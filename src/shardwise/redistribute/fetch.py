@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardwise.layout import Box
 from shardwise.redistribute.transfers import Ranks, Region, Schedule, all_to_all, pack, schedule, unpack
-from shardwise.rules.empty import flat_cat
+from shardwise.rules.local_tensors import flat_cat
 from shardwise.trace.comm_trace import Cause
 
 Boxes = tuple[Box, ...]

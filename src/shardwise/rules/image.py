@@ -11,12 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.layout import PARTIAL, REPLICATE, Box, Shard
-from shardwise.rules.empty import emptied, filled, never_empty
 from shardwise.rules.local_context import LocalContext, local_with
-from shardwise.rules.pool import pool_rows, resized, with_halo
+from shardwise.rules.local_tensors import emptied, filled, never_empty
 from shardwise.rules.registry import OpRule, register
 from shardwise.rules.row import Ints, Meta, Op, Row
-from shardwise.rules.window import Window, each, sliding
+from shardwise.rules.windows import Window, each, pool_rows, resized, sliding, with_halo
 
 aten = torch.ops.aten
 Scale = float | Sequence[float] | None

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -10,11 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.layout import PARTIAL, REPLICATE, Placement, Shard
-from shardwise.rules.autocast import autocast_to_float
-from shardwise.rules.empty import emptied, filled
 from shardwise.rules.local_context import LocalContext, local_with, specialized
+from shardwise.rules.local_tensors import as_accumulator, autocast_to_float, emptied, filled
 from shardwise.rules.pointwise import broadcast, shard_rows
-from shardwise.rules.reductions.normalisation import INF, wide
 from shardwise.rules.registry import OpRule, register
 from shardwise.rules.row import Args, LocalFunction, Meta, Row, arguments
 from shardwise.trace.capture_hooks import allow_in_graph
@@ -163,7 +161,7 @@ def _classified(loss: Loss, batch_size: int, ctx: LocalContext, /, *args: object
     else:
         losses = loss(**{**named, "reduction": "none"})
         weights = counts if counts is None or weight is None else weight[target.where(counts & ~invalid, 0)] * counts
-    total = losses if reduction == "none" else wide(losses).sum()
+    total = losses if reduction == "none" else as_accumulator(losses).sum()
     if weights is not None and counts is not None:
         weights = _total_weight(
             ctx, batch_axes if reduction == "mean" else [], weights, _first_invalid(target, invalid)
@@ -207,10 +205,10 @@ def _class_sharded(
     """
     box, total = ctx.layouts[0].boxes(ctx.rank)[0], ctx.layouts[0].shape[classes]
     start, length = box.offsets[classes], box.sizes[classes]
-    scores, target, weight = wide(named["input"]), named["target"], named["weight"]
-    smoothing, normalised = named.get("label_smoothing", 0.0), "label_smoothing" in named
+    scores, target, weight = as_accumulator(named["input"]), named["target"], named["weight"]
+    smoothing, normalized = named.get("label_smoothing", 0.0), "label_smoothing" in named
     share = smoothing / max(total, 1)  # of each class
-    top = _largest(scores, classes) if normalised else None
+    top = _largest(scores, classes) if normalized else None
     scores = scores if top is None else scores - top.nan_to_num(neginf=0.0, posinf=0.0).unsqueeze(classes)
     by_class = scores.new_ones(length) if weight is None else weight.to(scores.dtype)
     column = by_class.view([-1 if d == classes else 1 for d in range(scores.ndim)])
@@ -251,15 +249,15 @@ def _combined(gathered: dict[str, Tensor]) -> Tensor:
 def _largest(scores: Tensor, classes: int) -> Tensor:
     """The largest score of each example on this rank; -inf if it has none."""
     values = scores.detach()
-    return values.amax(classes) if values.shape[classes] else values.sum(classes) - INF
+    return values.amax(classes) if values.shape[classes] else values.sum(classes) - inf
 
 
 def _log_sum_exp(x: Tensor, dim: int) -> Tensor:
     """With a gradient of zero where all of x is -inf: other ranks may have finite scores."""
     if x.shape[dim] == 0:
-        return x.sum(dim) - INF
-    masked = (x.detach() == -INF).all(dim, keepdim=True)
-    return torch.logsumexp(x.masked_fill(masked, 0), dim).masked_fill(masked.squeeze(dim), -INF)
+        return x.sum(dim) - inf
+    masked = (x.detach() == -inf).all(dim, keepdim=True)
+    return torch.logsumexp(x.masked_fill(masked, 0), dim).masked_fill(masked.squeeze(dim), -inf)
 
 
 def ctc(loss: Loss, *args: object, **kwargs: object) -> list[Row]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import REPLICATE, Shard
-from shardwise.rules.empty import never_empty
 from shardwise.rules.local_context import local_with
+from shardwise.rules.local_tensors import never_empty
 from shardwise.rules.registry import OpRule, register
 from shardwise.rules.row import Meta, Op, Row
 

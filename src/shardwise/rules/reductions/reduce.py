@@ -15,8 +15,8 @@ from torch import Tensor
 
 from shardwise.errors import EmptyError
 from shardwise.layout import PARTIAL, REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
-from shardwise.rules.autocast import autocast_to_float
 from shardwise.rules.local_context import LocalContext
+from shardwise.rules.local_tensors import as_float64, autocast_to_float
 from shardwise.rules.pointwise import SUMS, broadcast, callables_of, shape_of_first, shard_rows
 from shardwise.rules.reductions.over_dims import (
     OWN_SHARD,
@@ -59,16 +59,11 @@ def product(input: Meta, *args: object, dtype: torch.dtype | None = None, **kwar
 
 def _local_product(ctx: LocalContext, x: Tensor, dims: Dims, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
     x = autocast_to_float(x) if dtype is None else x.to(dtype)
-    shard, (along,) = nonempty_shard(ctx, wide(x), dims, 1)
+    shard, (along,) = nonempty_shard(ctx, as_float64(x), dims, 1)
     own = shard.prod(along, keepdim=keepdim)
     total: Tensor = ctx.all_gather(own).prod(0)
     kept = x.dtype if x.is_floating_point() or x.is_complex() else own.dtype
     return total.to(dtype or kept)
-
-
-def wide(x: Tensor) -> Tensor:
-    """Floats in double precision: what ranks combine is rounded once, and 0 * 1e60 is 0 where 0 * inf is nan."""
-    return x.to(torch.complex128 if x.is_complex() else torch.float64 if x.is_floating_point() else x.dtype)
 
 
 def mean(input: Meta, *args: object, dtype: torch.dtype | None = None, **kwargs: object) -> list[Row]:
@@ -286,7 +281,7 @@ def scan(name: str, input: Meta, dim: int, dtype: torch.dtype | None = None) -> 
 def _scanned(ctx: LocalContext, x: Tensor, name: str, dim: int, dtype: torch.dtype | None) -> Tensor:
     x = x if dtype is None else x.to(dtype)
     dtype = x.dtype if x.is_floating_point() or x.is_complex() else dtype
-    x = wide(x)
+    x = as_float64(x)
     if name == "logcumsumexp":
         total = log_of_sum(*nonempty_shard(ctx, x, (dim,), -inf, True), False)
         total = torch.where(total == inf, inf, total)  # finite elements beside it get no gradient instead of nan

@@ -15,14 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.layout import REPLICATE, Box, Layout, OnRanks, Placement, Shard
-from shardwise.rules.autocast import autocast_to_float
-from shardwise.rules.empty import flat_cat
 from shardwise.rules.local_context import LocalContext, local_with
+from shardwise.rules.local_tensors import autocast_to_float, flat_cat
 from shardwise.rules.pointwise import PARTIALS, shape_of_first
 from shardwise.rules.registry import OpRule, register
 from shardwise.rules.row import NO_OPERAND, Args, Ints, Meta, Row
-from shardwise.rules.shapes.common import OWNER, empty_result, functions_named, unsharded_rows
-from shardwise.rules.shapes.probe import DimSlice
+from shardwise.rules.shapes.view import OWNER, DimSlice, empty_result, functions_named, unsharded_rows
 
 aten = torch.ops.aten
 FILLED = -1

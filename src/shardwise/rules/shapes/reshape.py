@@ -15,7 +15,7 @@ from shardwise.rules.local_context import LocalContext, local_with, specialized
 from shardwise.rules.pointwise import copies
 from shardwise.rules.registry import OpRule, register
 from shardwise.rules.row import NO_OPERAND, LocalFunction, Meta, Op, Row
-from shardwise.rules.shapes.common import functions_named, unsharded_rows
+from shardwise.rules.shapes.view import functions_named, unsharded_rows
 
 aten = torch.ops.aten
 FLATTENS = (Tensor.flatten, torch.flatten)

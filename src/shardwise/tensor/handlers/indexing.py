@@ -17,9 +17,8 @@ from shardwise.rules import Meta, Row
 from shardwise.rules.local_context import local_with
 from shardwise.rules.registry import handler, replacement
 from shardwise.rules.row import Args, IndexMap, Kwargs, Op
-from shardwise.rules.shapes.masks import boolean_index
-from shardwise.rules.shapes.probe import DimSlice, ViewMap, probe_views
-from shardwise.rules.shapes.view import basic_index
+from shardwise.rules.shapes.index import boolean_index
+from shardwise.rules.shapes.view import DimSlice, ViewMap, basic_index, probe_views
 from shardwise.tensor.conversion import wrap
 from shardwise.tensor.dispatch import align_shards, outside_mesh
 from shardwise.tensor.dispatch.fallback import run_decomposed, run_replicated

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, _linalg_utils
 
 from shardwise.layout import REPLICATE, Shard
-from shardwise.rules.empty import never_empty
 from shardwise.rules.local_context import LocalContext, local_with
+from shardwise.rules.local_tensors import never_empty
 from shardwise.rules.pointwise import SUMS, broadcast, shard_at, tensors_of
 from shardwise.rules.registry import OpRule, register
 from shardwise.rules.row import LocalFunction, Meta, Row

@@ -1,4 +1,4 @@
-"""Softmax and normalisations. If the normalised dim is sharded, ranks exchange moments, not elements.
+"""Softmax and normalizations. If the normalized dim is sharded, ranks exchange moments, not elements.
 
 Moments are (count, mean, sum of squared deviations from the mean). Those of a union of shards follow from those of the
 shards (Chan, Golub and LeVeque, 1983), for uneven and empty shards too, and without cancellation.
@@ -6,7 +6,7 @@ shards (Chan, Golub and LeVeque, 1983), for uneven and empty shards too, and wit
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -17,20 +17,13 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from shardwise.errors import RuleError
 from shardwise.layout import REPLICATE, Box, Boxes, Partial, Placement, Shard
 from shardwise.rules.local_context import LocalContext, local_with
+from shardwise.rules.local_tensors import as_accumulator
 from shardwise.rules.pointwise import shape_of_first
 from shardwise.rules.registry import OpRule, register
 from shardwise.rules.row import Args, Meta, Op, Row
 
 aten = torch.ops.aten
-INF = float("inf")
 Maybe = Tensor | None
-
-
-def wide(x: Tensor) -> Tensor:
-    """16-bit floats as float32, in which torch's kernels accumulate; integers are refused, as by torch."""
-    if not x.is_floating_point():
-        raise RuntimeError(f"Softmax and normalisations are not implemented for {x.dtype}.")
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 # ---- softmax ------------------------------------------------------------------------------------------------
@@ -52,19 +45,19 @@ def softmax(kind: str, x: Meta, dim: int | None = None, *args: object, **kwargs:
 
 
 def _batch_rows(others: int, dims: list[int]) -> list[Row]:
-    """Rows for dims that are not normalised: each rank runs the op itself, with the `others` replicated."""
-    return [Row((Shard(d), *(REPLICATE,) * others), Shard(d), "each rank normalises its own shard") for d in dims]
+    """Rows for dims that are not normalized: each rank runs the op itself, with the `others` replicated."""
+    return [Row((Shard(d), *(REPLICATE,) * others), Shard(d), "each rank normalizes its own shard") for d in dims]
 
 
 def _softmax_of_shards(kind: str, dim: int, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Tensor:
     dtype = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)), x.dtype)
-    scores = wide(x.to(dtype))
+    scores = as_accumulator(x.to(dtype))
     values = scores.detach()
-    top = values.amax(dim, keepdim=True) if values.shape[dim] else values.sum(dim, keepdim=True) - INF
-    own = (scores - top.masked_fill(top == -INF, 0)).exp().sum(dim, keepdim=True)
+    top = values.amax(dim, keepdim=True) if values.shape[dim] else values.sum(dim, keepdim=True) - inf
+    own = (scores - top.masked_fill(top == -inf, 0)).exp().sum(dim, keepdim=True)
     tops, sums = ctx.all_gather(torch.stack([top, own])).unbind(1)
     top = tops.detach().amax(0)
-    empty = (top == -INF) & (kind == "safe")
+    empty = (top == -inf) & (kind == "safe")
     top = top.masked_fill(empty, 0)
     total = (sums * (tops.detach() - top).exp()).sum(0).masked_fill(empty, 1)
     out = scores - top - total.log() if kind == "log" else (scores - top).exp() / total
@@ -135,7 +128,7 @@ def _layer_norm_of_shards(
     eps: float = 1e-5,
     *_: object,
 ) -> Tensor:
-    full = wide(x)
+    full = as_accumulator(x)
     count, mean, squares = _local_moments(full, _last(normalized_shape))
     total, mean, squares = _combined(ctx, ctx.ranks(), mean.new_tensor(count), mean, squares)
     return _scaled(_without_mean(full, mean), (squares / total).to(full.dtype), weight, bias, eps).to(x.dtype)
@@ -144,7 +137,7 @@ def _layer_norm_of_shards(
 def _rms_norm_of_shards(
     ctx: LocalContext, x: Tensor, normalized_shape: Sequence[int], weight: Maybe = None, eps: float | None = None
 ) -> Tensor:
-    full = wide(x)
+    full = as_accumulator(x)
     squares = ctx.all_gather(full.square().sum(_last(normalized_shape), keepdim=True)).sum(0)
     eps = torch.finfo(full.dtype).eps if eps is None else eps
     return _scaled(full, squares / prod(normalized_shape), weight, None, eps).to(x.dtype)
@@ -200,7 +193,7 @@ def channelwise(op: Op, *args: object, **kwargs: object) -> list[Row]:
             f"place; got {', '.join(f'{s.shape} as {s.placement}' for s in statistics)}. Fix: redistribute them."
         )
     local = local_with(_by_moments if from_input else _by_statistics, op)
-    why = "ranks all-gather moments of their shards" if from_input else "each rank normalises its own shard"
+    why = "ranks all-gather moments of their shards" if from_input else "each rank normalizes its own shard"
     rows = [Row(_placed(named, d), Shard(d), why, local, aligned=not from_input) for d in range(x.ndim)]
     if any(s.placement != REPLICATE for s in statistics):
         rows.append(Row(_placed(named, None), REPLICATE, "statistics keep their layout", local, aligned=False))
@@ -257,7 +250,7 @@ def _by_moments(op: Op, ctx: LocalContext, *args: object, **kwargs: object) -> T
     shared = _shared(ctx, ranks, operand, size)
     if x.numel() and not (tracked or shared or op in BATCH):
         return torch.group_norm(x, box.sizes[1] // size, weight, bias, named["eps"])
-    full = wide(x).reshape(*x.shape[:2], prod(x.shape[2:]))
+    full = as_accumulator(x).reshape(*x.shape[:2], prod(x.shape[2:]))
     count, mean, squares = _group_moments(full, (0, 2) if op in BATCH else (2,), group, groups)
     before, examples = 0, mean.shape[0]
     if shared:

@@ -1,4 +1,4 @@
-"""Empty shards, where torch treats them otherwise: kernels that refuse empty dims, gradients that are constant."""
+"""Local tensors as torch's kernels take them: empty shards, and dtypes that ranks compute in before they combine."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.rules.local_context import LocalContext
+
+# ---- empty shards: kernels refuse some, and give others a constant gradient ---------------------------------------
 
 
 def filled(x: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -56,3 +58,33 @@ def flat_cat(parts: Sequence[Tensor]) -> Tensor:
     would lack collectives that the graphs of other ranks have. An empty tensor of two dims gets a slice.
     """
     return torch.cat([x.unsqueeze(1) for x in parts]).squeeze(1)
+
+
+# ---- dtypes -------------------------------------------------------------------------------------------------------
+
+
+def autocast_to_float(x: Tensor, *device_types: str) -> Tensor:
+    """`x`, or a float32 copy under autocast: for an op that torch then computes in float32, such as a loss.
+
+    Args:
+        device_types: where torch does; all by default.
+    """
+    kind = x.device.type
+    half = x.dtype in (torch.bfloat16, torch.float16) and kind in (device_types or (kind,))
+    return x.float() if half and torch.is_autocast_enabled(kind) else x
+
+
+def as_accumulator(x: Tensor) -> Tensor:
+    """16-bit floats as float32, in which torch's kernels accumulate.
+
+    Raises:
+        RuntimeError: it has integers, which torch refuses too.
+    """
+    if not x.is_floating_point():
+        raise RuntimeError(f"Softmax and normalizations are not implemented for {x.dtype}.")
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def as_float64(x: Tensor) -> Tensor:
+    """Floats in double precision: what ranks combine is rounded once, and 0 * 1e60 is 0 where 0 * inf is nan."""
+    return x.to(torch.complex128 if x.is_complex() else torch.float64 if x.is_floating_point() else x.dtype)

@@ -1,1 +1,0 @@
-"""Op rules: random."""
