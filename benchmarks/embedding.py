@@ -31,7 +31,7 @@ from torch.multiprocessing.spawn import spawn
 import shardwise.tensor as ours
 from shardwise.collectives import count_comms, init_device_mesh, init_processes
 from shardwise.layout import OnRanks, Placement, Shard
-from shardwise.lookups.grouped import embedding_bags
+from shardwise.lookups.rules import embedding_bags
 
 
 @dataclass(frozen=True)

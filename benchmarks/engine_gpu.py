@@ -22,9 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from shardwise.collectives import init_processes
 from shardwise.embedding import RowWiseAdagrad
-from shardwise.embedding.exchange.stacks import Stack
-from shardwise.embedding.kernels import Kernels
-from shardwise.embedding.plan import StackKey
+from shardwise.embedding.kernels import Kernels, Stack
 
 DEVICE = "cuda"
 DRAWN = 4
@@ -37,8 +35,7 @@ class KernelsAlone:
         bases = torch.tensor([0, *cell.rows]).cumsum(0)
         weight = torch.cat([first_values(block) for block in cell.blocks]).to(DEVICE)
         self.optimizer = RowWiseAdagrad(LEARNING_RATE, EPS)
-        key = StackKey(cell.dim, "float32", ())
-        self.stack = Stack(key, weight, Kernels(), self.optimizer.new_states(weight))
+        self.stack = Stack(weight, Kernels(), self.optimizer.new_states(weight))
         self.gradient = torch.cat(cell.gradient.split(cell.dim, 1)).to(DEVICE)
         self.batches = []
         for batch in batches:

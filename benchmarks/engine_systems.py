@@ -20,7 +20,7 @@ from shardwise.embedding import (
     shard_embeddings,
 )
 from shardwise.layout import OnRanks, Shard
-from shardwise.lookups.grouped import embedding_bags
+from shardwise.lookups.rules import embedding_bags
 
 
 class System(Protocol):

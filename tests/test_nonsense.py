@@ -243,7 +243,6 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., object], Arguments]]] = {
             "optimizer": None,
             "forward_dtype": torch.float32,
             "backward_dtype": torch.float32,
-            "hot_rows": 0,
         },
     ),
     "shardwise.distribute_module": lambda: (

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from shardwise import DTensor, Mesh, count_comms, distribute_tensor, rank
 from shardwise.errors import RuleError
 from shardwise.layout import Boxes, OnRanks, Placement, Replicate, Shard
-from shardwise.lookups.grouped import embedding_bags
+from shardwise.lookups.rules import embedding_bags
 from shardwise.sharded_tensor import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
 from shardwise.tensor import tag
 from shardwise.testing import world

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardwise.errors import ShardwiseError
     from shardwise.graph_capture import capture
     from shardwise.layout import Boxes, Layout, Mesh, OnRanks, Partial, Placement, Placements, Replicate, Shard
-    from shardwise.lookups.grouped import embedding_bags
+    from shardwise.lookups.rules import embedding_bags
     from shardwise.parallel import parallelize_module
     from shardwise.parallel.shard_module import distribute_module, shard_module
     from shardwise.pictures import Picture, picture, sharding_table
@@ -32,7 +32,7 @@ _HOMES = {
     "shardwise.graph_capture": ("capture",),
     "shardwise.collectives": ("DeviceMesh", "init_device_mesh", "rank", "world_size"),
     "shardwise.debug": ("explain", "no_implicit_comm"),
-    "shardwise.lookups.grouped": ("embedding_bags",),
+    "shardwise.lookups.rules": ("embedding_bags",),
     "shardwise.errors": ("ShardwiseError",),
     "shardwise.layout.layout": ("Layout",),
     "shardwise.layout.mesh": ("Mesh",),

@@ -36,7 +36,6 @@ class Case:
         optimizers: of each table; None: dense gradients, and SGD with a learning rate of 1/64.
         signed: whether gradients may be negative.
         kernels: of the ranks.
-        hot_rows: of `shard_embeddings`.
     """
 
     configs: Sequence[EmbeddingConfig]
@@ -48,7 +47,6 @@ class Case:
     batches: Sequence[Sequence[RankBatch]]
     signed: bool = True
     kernels: Kernels = KERNELS[0]
-    hot_rows: int = 0
 
     def layout_of(self, config: EmbeddingConfig) -> Layout:
         placements = as_placements(self.mesh, self.plan.get(config.name))
@@ -148,9 +146,7 @@ def close(case: Case, got: Tensor, want: Tensor, what: str, dtype: torch.dtype =
 def steps_of_a_rank(case: Case, expected: Sequence[Expected]) -> None:
     """The same steps on a rank of a sharded collection."""
     optimizers = None if case.optimizers is None else dict(case.optimizers)
-    module = shard_embeddings(
-        case.collection(), case.plan, case.mesh, optimizers, kernels=case.kernels, hot_rows=case.hot_rows
-    )
+    module = shard_embeddings(case.collection(), case.plan, case.mesh, optimizers, kernels=case.kernels)
     me = sorted(case.mesh.ranks).index(collectives.rank())
     for step, (batches, want) in enumerate(zip(case.batches, expected, strict=True)):
         batch = jagged(batches[me], case.weighted)

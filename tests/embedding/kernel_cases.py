@@ -1,13 +1,13 @@
 """What the tests of kernels and optimizers share: random lookups, and all kernels that are installed."""
 
 import importlib.util
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise.embedding.kernels import Kernels
+from shardwise.embedding.kernels import Kernels, Stack
 from shardwise.embedding.kernels.compiled import CompiledKernels
 
 DTYPES = [torch.int32, torch.int64]
@@ -18,11 +18,8 @@ if importlib.util.find_spec("fbgemm_gpu") is not None:  # it belongs to one vers
     KERNELS.append(FbgemmKernels())
 
 
-@dataclass
-class Stack:
-    weight: Tensor
-    states: dict[str, Tensor] = field(default_factory=dict)
-    kernels: Kernels = KERNELS[0]
+def stack_of(weight: Tensor, states: dict[str, Tensor] | None = None, kernels: Kernels = KERNELS[0]) -> Stack:
+    return Stack(weight, kernels, {} if states is None else states)
 
 
 @dataclass(frozen=True)

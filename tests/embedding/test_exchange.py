@@ -15,9 +15,8 @@ from shardwise.embedding.batch import IdRules, features_of, make_batch
 from shardwise.embedding.configs import EmbeddingConfig
 from shardwise.embedding.exchange.engine import Engine, Gradients
 from shardwise.embedding.exchange.ids import FIRST_CAPACITY, Capacities, IdMessages, id_messages
-from shardwise.embedding.exchange.owner import dense_gradient
+from shardwise.embedding.exchange.owner import dense_gradient, make_stacks
 from shardwise.embedding.exchange.requests import request_bags
-from shardwise.embedding.exchange.stacks import make_stacks
 from shardwise.embedding.kernels import Kernels
 from shardwise.embedding.plan import Table, make_plan
 from shardwise.errors import IdError, MismatchError, RemoteRankError
@@ -69,10 +68,12 @@ class Setup:
         given = make_batch(values, torch.tensor([len(bag) for bag in ids], dtype=torch.int64), None, [len(ids)])
         batch, verdict = rules.apply(given)
         out = request_bags(self.engine.batch_index(batch.bags), batch)
-        requested = self.engine.request(out, verdict, lambda verdicts: rules.raise_for(verdicts, self.plan.ranks))
+        received = self.engine.arrive(self.engine.prepare(out, verdict))
+        rules.raise_for(received.verdicts, self.plan.ranks)
+        exchange = self.engine.finish(received)
         if self.fails:
             raise ValueError("between messages 1 and 2")
-        return self.engine.results(requested, self.engine.trigger_of_backward()).view(len(ids), self.plan.dims[0])
+        return self.engine.results(exchange, self.engine.trigger_of_backward()).view(len(ids), self.plan.dims[0])
 
 
 ROWS = 1001  # so that sums stay exact
@@ -115,7 +116,7 @@ def exchange_random(size: int, in_flight: int) -> None:
     started: list[tuple[int, IdMessages, Finish]] = []
 
     def finish(step: int, ids: IdMessages, wait: Finish) -> None:
-        arrived = ids.arrived(wait())
+        arrived = ids.read(wait())
         assert arrived.headers == [[source, me] for source in ranks]
         assert arrived.lengths == [of_source[me] for of_source in lengths[step]]
         capacities.saw(ids.lengths, arrived.lengths)

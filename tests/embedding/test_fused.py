@@ -31,7 +31,7 @@ from shardwise.embedding.sharded import ShardedEmbeddingBagCollection, ShardedEm
 from shardwise.errors import ConfigError, PlanError
 from shardwise.layout import Boxes, Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise.testing import world
-from tests.embedding.kernel_cases import Stack
+from tests.embedding.kernel_cases import stack_of
 
 SIZE, STEPS = 2, 10
 CONFIGS = [
@@ -113,7 +113,7 @@ def dense_table(
     parameter, rows = module.get_parameter(name), states["looked up"][name]
     assert parameter.grad is not None
     for columns in torch.arange(parameter.shape[1]).chunk(shards):
-        of_rank = Stack(parameter.data[:, columns].contiguous())
+        of_rank = stack_of(parameter.data[:, columns].contiguous())
         of_rank.states = states.setdefault((name, int(columns[0])), now.new_states(of_rank.weight))
         now(of_rank, rows, torch.arange(len(rows) + 1), parameter.grad[rows][:, columns].contiguous(), None, step)
         parameter.data[:, columns] = of_rank.weight

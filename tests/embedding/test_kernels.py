@@ -13,13 +13,13 @@ from torch.testing import assert_close
 from shardwise import Mesh, OnRanks, Placement, Shard
 from shardwise.embedding import SGD, Adagrad, RowWiseAdagrad
 from shardwise.embedding.batch import make_batch
-from shardwise.embedding.exchange.requests import Outgoing, make_batch_index, make_routes, request_bags
+from shardwise.embedding.exchange.requests import Request, make_batch_index, make_routes, request_bags
 from shardwise.embedding.kernels import Kernels, fastest_kernels, plain
 from shardwise.embedding.kernels.compiled import CompiledKernels
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.embedding.plan import Table, make_plan, requests_of
 from shardwise.layout import Layout
-from tests.embedding.kernel_cases import DTYPES, KERNELS, Lookup, Stack, lookups
+from tests.embedding.kernel_cases import DTYPES, KERNELS, Lookup, lookups, stack_of
 from tests.strategies import laws
 
 each_kernel = pytest.mark.parametrize("kernels", KERNELS, ids=lambda kernels: kernels.name)
@@ -122,10 +122,12 @@ UPDATES: list[RowOptimizer] = [SGD(0.5), Adagrad(0.5), Adagrad(0.5, eps=0.1), Ro
 def test_updates_are_those_of_the_formula(kernels: Kernels, batches: list[Lookup], optimizer: RowOptimizer) -> None:
     columns = min(batch.gradient.shape[1] for batch in batches)
     weight = torch.arange(7.0 * columns).view(7, -1).sin()
-    stacks = [Stack(weight.clone(), optimizer.new_states(weight), each) for each in (KERNELS[0], kernels)]
+    stacks = [stack_of(weight.clone(), optimizer.new_states(weight), each) for each in (KERNELS[0], kernels)]
     for batch in batches:
         gradient = batch.gradient[:, :columns].contiguous()
-        assert kernels.update(optimizer, Stack(weight.clone(), optimizer.new_states(weight)), *lookup(batch, gradient))
+        assert kernels.update(
+            optimizer, stack_of(weight.clone(), optimizer.new_states(weight)), *lookup(batch, gradient)
+        )
         for stack in stacks:
             optimizer(stack, batch.rows, batch.offsets, gradient, batch.scale, 1)
     assert_close(stacks[1].weight, stacks[0].weight, rtol=1e-6, atol=1e-6)
@@ -141,10 +143,10 @@ def lookup(batch: Lookup, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, Ten
 def test_what_kernels_do_not_know_is_left_to_the_formula(kernels: Kernels) -> None:
     weight, rows, offsets = torch.ones(4, 3), torch.tensor([1, 3, 1]), torch.tensor([0, 2, 3])
     for optimizer, dtype in ((SGD(0.5, max_gradient=0.1), torch.float32), (SGD(0.5), torch.bfloat16)):
-        stack = Stack(weight.to(dtype), kernels=kernels)
+        stack = stack_of(weight.to(dtype), kernels=kernels)
         assert not kernels.update(optimizer, stack, rows, offsets, torch.ones(2, 3), None)
         assert torch.equal(stack.weight, weight.to(dtype))
-    stack = Stack(weight.clone(), kernels=kernels)
+    stack = stack_of(weight.clone(), kernels=kernels)
     replace(SGD(0.5), max_gradient=0.125)(stack, rows, offsets, torch.ones(2, 3), None, 1)
     assert stack.weight[:, 0].tolist() == [1.0, 0.9375, 1.0, 0.9375]
 
@@ -156,7 +158,7 @@ def test_another_optimizer_of_the_same_name_keeps_its_formula(kernels: Kernels) 
         def change(self, states: dict[str, Tensor], rows: Tensor, gradient: Tensor, step: int) -> Tensor:
             return torch.full_like(gradient, 7.0)
 
-    stack = Stack(torch.zeros(3, 2), kernels=kernels)
+    stack = stack_of(torch.zeros(3, 2), kernels=kernels)
     SGD(lr=0.5)(stack, torch.tensor([1]), torch.tensor([0, 1]), torch.ones(1, 2), None, 1)
     assert stack.weight[:, 0].tolist() == [0.0, 7.0, 0.0]
 
@@ -207,7 +209,7 @@ def test_compiled_runs_are_those_of_torch(drawn: tuple[list[Table], list[list[li
     plan = make_plan(of_tables)
     values = torch.tensor([i for bags in ids for bag in bags for i in bag], dtype=torch.int64)
     lengths = torch.tensor([len(bag) for bags in ids for bag in bags], dtype=torch.int64)
-    made: list[Outgoing] = []
+    made: list[Request] = []
     for kernels in (Kernels(), CompiledKernels()):
         batch = make_batch(values, lengths, None, [len(bags) for bags in ids])
         routes = make_routes(plan, requests_of(plan, rank), torch.device("cpu"), kernels)

@@ -22,7 +22,7 @@ from shardwise.embedding.optimizers import (
     RowWiseLamb,
 )
 from shardwise.errors import ConfigError
-from tests.embedding.kernel_cases import Lookup, Stack, lookups
+from tests.embedding.kernel_cases import Lookup, lookups, stack_of
 from tests.strategies import laws
 
 
@@ -90,7 +90,7 @@ OPTIMIZERS = [
 def test_steps_are_those_of_the_formulas(batches: list[Lookup], optimizer: RowOptimizer) -> None:
     columns = min(batch.gradient.shape[1] for batch in batches)
     weight = torch.arange(7.0 * columns).view(7, -1).sin()
-    stack, plain = Stack(weight.clone(), optimizer.new_states(weight)), weight.double()
+    stack, plain = stack_of(weight.clone(), optimizer.new_states(weight)), weight.double()
     states: list[dict[str, Tensor]] = [{} for _ in range(7)]
     for step, batch in enumerate(batches, 1):
         gradient = batch.gradient[:, :columns].contiguous()
@@ -118,7 +118,7 @@ def test_steps_that_look_up_every_row_are_those_of_torch(batches: list[Lookup], 
     optimizer, kind = pair
     columns = min(batch.gradient.shape[1] for batch in batches)
     weight = torch.arange(7.0 * columns).view(7, -1).sin()
-    stack, plain = Stack(weight.clone(), optimizer.new_states(weight)), weight.double().requires_grad_()
+    stack, plain = stack_of(weight.clone(), optimizer.new_states(weight)), weight.double().requires_grad_()
     of_torch = kind([plain], lr=0.5)
     for step, batch in enumerate(batches, 1):
         rows = torch.cat([batch.rows, torch.arange(7, dtype=batch.rows.dtype)])  # a last bag of every row
@@ -136,7 +136,7 @@ def test_steps_that_look_up_every_row_are_those_of_torch(batches: list[Lookup], 
 @pytest.mark.parametrize("limit", [0.0, 0.5, 100.0])
 def test_the_norm_of_a_row_is_clipped_as_by_torch(limit: float) -> None:
     weight, gradient = torch.ones(4, 3), torch.tensor([[3.0, 0.0, 4.0], [0.0, 0.0, 0.0], [0.1, 0.2, 0.2]])
-    stack = Stack(weight.clone())
+    stack = stack_of(weight.clone())
     SGD(1.0, max_gradient_norm=limit)(stack, torch.tensor([2, 0, 3]), torch.arange(4), gradient, None, 1)
     for row, grad in zip((2, 0, 3), gradient, strict=True):
         plain = torch.ones(3, requires_grad=True)
@@ -147,7 +147,7 @@ def test_the_norm_of_a_row_is_clipped_as_by_torch(limit: float) -> None:
 
 
 def test_trust_ratios_of_rows_and_gradients_of_zeros_are_one() -> None:
-    stack = Stack(torch.tensor([[0.0, 0.0], [3.0, 4.0]]), Lamb(0.5).new_states(torch.zeros(2, 2)))
+    stack = stack_of(torch.tensor([[0.0, 0.0], [3.0, 4.0]]), Lamb(0.5).new_states(torch.zeros(2, 2)))
     Lamb(0.5)(stack, torch.tensor([0, 1]), torch.arange(3), torch.tensor([[1.0, -2.0], [0.0, 0.0]]), None, 1)
     assert_close(stack.weight, torch.tensor([[-0.5, 0.5], [3.0, 4.0]]))
 
@@ -155,7 +155,7 @@ def test_trust_ratios_of_rows_and_gradients_of_zeros_are_one() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_short_floats_are_updated_in_float32(dtype: torch.dtype) -> None:
     weight = torch.linspace(-1, 1, 12).view(4, 3).to(dtype)
-    stack = Stack(weight.clone())
+    stack = stack_of(weight.clone())
     rows, offsets, gradient = torch.tensor([1, 3, 1]), torch.tensor([0, 2, 3]), torch.ones(2, 3) / 3
     SGD(0.1)(stack, rows, offsets, gradient, None, 1)
     dense = torch.tensor([0.0, 2.0, 0.0, 1.0])[:, None] / 3
@@ -169,7 +169,7 @@ def test_stochastic_rounding_keeps_the_mean(dtype: torch.dtype, sign: int) -> No
     weight = torch.full((rows, columns), sign * 1.0).to(dtype)
     ulp = torch.finfo(dtype).eps
     optimizer = SGD(0.3 * ulp, stochastic_rounding=True)  # to the nearest, nothing would ever change
-    stack, replica = Stack(weight.clone()), Stack(weight.clone())
+    stack, replica = stack_of(weight.clone()), stack_of(weight.clone())
     ids = torch.arange(rows)
     for step in range(1, steps + 1):
         for one in stack, replica:
@@ -181,7 +181,7 @@ def test_stochastic_rounding_keeps_the_mean(dtype: torch.dtype, sign: int) -> No
     assert abs(moved.mean() - expected) < 5 * spread
     assert moved.std() == pytest.approx((0.3 * 0.7 * steps) ** 0.5, rel=0.1)  # steps are independent
     assert moved.mean(0).std() < 3 * (0.3 * 0.7 * steps / rows) ** 0.5  # and columns
-    plain = Stack(weight.clone())
+    plain = stack_of(weight.clone())
     SGD(0.3 * ulp)(plain, ids, torch.arange(rows + 1), -sign * torch.ones(rows, columns), None, 1)
     assert torch.equal(plain.weight, weight)
 

@@ -30,9 +30,9 @@ from shardwise.embedding import (
     RowWiseAdagrad,
     RowWiseAdam,
     prefetch,
+    resizing,
     shard_embeddings,
 )
-from shardwise.embedding.exchange import moving
 from shardwise.errors import ConfigError, IdError, LayoutError, MismatchError, PlanError
 from shardwise.layout import Boxes, Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise.testing import world
@@ -221,7 +221,7 @@ def test_on_processes() -> None:
 
 
 def test_rows_are_sent_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moving, "MOST_BYTES", 40)  # a row or two
+    monkeypatch.setattr(resizing, "MOST_BYTES", 40)  # a row or two
     world(3).run(train, RowWiseAdagrad(0.1), "uneven", True, Mesh((3,)))
     world(4).run(train, Adam(0.1), "", True, Mesh((2, 2)), dict.fromkeys(["t0", "t1", "t2"], GRIDS[0]))
 
@@ -515,7 +515,7 @@ def refused() -> None:
     sharded = shard_embeddings(collection(), plan_of("uneven", 2), Mesh((2,)), SGD(0.1))
     before = {name: value.full_tensor() for name, value in sharded.state_dict().items()}
     cases: list[tuple[dict[str, int], Plans | None, type[Exception], str]] = [
-        ({"t0": 9}, None, PlanError, r"t0 is \[Shard\(0, .* which divides 7 rows and not 9\. Fix: plan="),
+        ({"t0": 9}, None, PlanError, r"t0 is \[Shard\(0, .* which fits 7 rows; the new table has 9\. Fix: plan="),
         ({"t0": 9}, {"t0": Shard(0, (5, 2))}, LayoutError, "9"),
         ({"t0": 9}, {"t0": Shard(0), "t1": Shard(0)}, PlanError, "plan has 't1', which is not resized"),
         ({"x": 9}, None, ConfigError, r"no table 'x' to resize; the tables are t0, t1, t2"),

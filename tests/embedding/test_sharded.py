@@ -22,11 +22,11 @@ from shardwise.embedding import (
     KeyedTensor,
     PoolingType,
 )
-from shardwise.embedding.exchange import pooling
+from shardwise.embedding.exchange import requests
 from shardwise.embedding.kernels import Kernels
 from shardwise.embedding.optimizers import SGD
 from shardwise.embedding.plan import Plan
-from shardwise.embedding.sharding import shard_embeddings as shard_with_kernels
+from shardwise.embedding.sharded import shard_embeddings as shard_with_kernels
 from shardwise.errors import ArgumentError, IdTypeError, PlanError, RemoteRankError
 from shardwise.layout import Boxes, Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise.tensor import DTensor, distribute_tensor
@@ -276,7 +276,7 @@ def test_max_norm_scales_rows_as_one_process_does() -> None:
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("variable", [False, True])
 def test_bags_that_the_requesting_rank_pools(sharding: str, variable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pooling, "MIN_SAVED", -1000)  # also where it costs more
+    monkeypatch.setattr(requests, "MIN_SAVED", -1000)  # also where it costs more
 
     def make() -> EmbeddingBagCollection:
         return EmbeddingBagCollection(tables=bag_configs("sum", padding=True))
@@ -373,7 +373,7 @@ def changed(change: str, sharding: str) -> None:
     CHANGES[change](module, weight, other)
     with pytest.raises(PlanError, match=r"Table t0 was replaced"):
         module(batch_of(0, 0))
-    with pytest.raises(PlanError, match="A sharded collection has no copy"):
+    with pytest.raises(PlanError, match="A sharded collection cannot be deep-copied"):
         copy.deepcopy(module)
 
 

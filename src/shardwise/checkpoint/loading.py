@@ -18,7 +18,7 @@ from shardwise.checkpoint.resizing import Rows, as_rows, fill_new_rows, resize_a
 from shardwise.checkpoint.saving import finish_pending
 from shardwise.checkpoint.state import MODEL, Leaf, LocalBoxes, flatten, storable_boxes
 from shardwise.checkpoint.stores import CheckpointStore, find, stored_manifest
-from shardwise.embedding.new_rows import draw_seed
+from shardwise.embedding.tables import draw_seed
 from shardwise.errors import IN_PARENTHESES, CheckpointError, did_you_mean
 from shardwise.layout import Box, checked
 from shardwise.layout.boxes import BoxIndex

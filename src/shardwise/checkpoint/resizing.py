@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.state import LocalBoxes
-from shardwise.embedding.new_rows import by_chunk, seeded_rows
+from shardwise.embedding.tables import by_chunk, seeded_rows
 from shardwise.errors import IN_PARENTHESES, CheckpointError, did_you_mean
 from shardwise.layout import checked_init
 

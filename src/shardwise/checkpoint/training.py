@@ -17,7 +17,7 @@ from shardwise.checkpoint.optimizer_states import state_of_new_row
 from shardwise.checkpoint.optimizers import PREFIX, FittingState, by_name, fitting_state, optimizer_state
 from shardwise.checkpoint.resizing import Rows, as_rows, resize_argument, resized
 from shardwise.checkpoint.schedulers import SCHEDULERS, fitting_schedulers, scheduler_state
-from shardwise.embedding.collections import TableWeight
+from shardwise.embedding.tables import TableWeight
 from shardwise.errors import IN_PARENTHESES, CheckpointError, did_you_mean
 from shardwise.layout import checked
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from shardwise import collectives
 from shardwise.collectives import DeviceMesh
 from shardwise.data.shuffling import epoch_order, seed_of
-from shardwise.embedding.jagged.keyed_jagged_tensor import JaggedFeatures, KeyedJaggedTensor
+from shardwise.embedding.jagged import JaggedFeatures, KeyedJaggedTensor
 from shardwise.errors import ArgumentError, MeshError, RemoteRankError, summary
 from shardwise.layout import REPLICATE, Layout, Mesh, Placement, Shard, checked_init
 from shardwise.tensor.arguments import check_dense

@@ -3,7 +3,8 @@
 from shardwise.embedding.balance import balanced_rows, count_rows
 from shardwise.embedding.collections import EmbeddingBagCollection, EmbeddingCollection
 from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
-from shardwise.embedding.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from shardwise.embedding.jagged import JaggedTensor, KeyedJaggedTensor
+from shardwise.embedding.keyed_tensor import KeyedTensor
 from shardwise.embedding.optimizers import (
     SGD,
     Adagrad,
@@ -19,7 +20,7 @@ from shardwise.embedding.position_weights import (
     PositionWeightedModuleCollection,
 )
 from shardwise.embedding.prefetch import prefetch
-from shardwise.embedding.sharding import shard_embeddings
+from shardwise.embedding.sharded import shard_embeddings
 from shardwise.lookups import from_lengths
 
 __all__ = [

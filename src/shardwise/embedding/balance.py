@@ -8,7 +8,7 @@ from torch import Tensor
 from shardwise import collectives
 from shardwise.embedding.batch import IdRules, features_of
 from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig
-from shardwise.embedding.jagged.keyed_jagged_tensor import JaggedFeatures
+from shardwise.embedding.jagged import JaggedFeatures
 from shardwise.errors import ArgumentError, RemoteRankError
 from shardwise.layout import Shard, checked
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.embedding.configs import POLICIES, EmbeddingConfig
-from shardwise.embedding.jagged import KeyedJaggedTensor
-from shardwise.embedding.jagged.keyed_jagged_tensor import JaggedFeatures
+from shardwise.embedding.jagged import JaggedFeatures, KeyedJaggedTensor
 from shardwise.errors import ConfigError, IdError, IdTypeError, RemoteRankError
 
 Verdict = tuple[int, int, int, int]  # feature, sample, position in the sample, and the id; VALID if all are valid

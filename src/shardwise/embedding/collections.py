@@ -1,90 +1,23 @@
 """Collections of tables in one process; `shard_embeddings` shards them."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.embedding.batch import Batch, Features, IdRules, features_of
-from shardwise.embedding.captured import look_up
 from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType, resized
-from shardwise.embedding.jagged import JaggedTensor, KeyedTensor
-from shardwise.embedding.jagged.jagged_tensor import made
-from shardwise.embedding.jagged.keyed_jagged_tensor import JaggedFeatures
-from shardwise.embedding.new_rows import draw_seed, fill, new_rows
+from shardwise.embedding.jagged import JaggedFeatures, JaggedTensor, KeyedJaggedTensor, from_parts
+from shardwise.embedding.keyed_tensor import KeyedTensor
 from shardwise.embedding.plan import Block
-from shardwise.errors import ConfigError
+from shardwise.embedding.tables import Tables, TableWeight, check_no_gradient, draw_seed, fill, new_rows
 from shardwise.layout import checked, checked_init
-from shardwise.trace.capture_hooks import RunsInReplays, not_capturable
+from shardwise.tensor import DTensor
+from shardwise.tensor.transforms import refuse_compilation
+from shardwise.trace.capture_hooks import RunsInReplays, allow_in_graph_with_backward, not_capturable
 
 BAGS, ROWS = "embedding_bags", "embeddings"  # names in the state
-
-
-class TableWeight(nn.Module):
-    """The parameter of a table.
-
-    Attributes:
-        copies_state: whether a state is copied even with `load_state_dict(..., assign=True)`.
-    """
-
-    copies_state = False
-
-    def __init__(self, weight: Tensor, requires_grad: bool = True) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad)
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """As of any module; the error for another number of rows says how to load them."""
-        given, own = state_dict.get(f"{prefix}weight"), self.weight.shape
-        if isinstance(given, Tensor) and given.shape != own and given.shape[1:] == own[1:]:
-            name, rows = prefix.removesuffix(".").rpartition(".")[2], given.shape[0]
-            error_msgs.append(
-                f"Table {name} has {own[0]} rows, the state has {rows}. "
-                f"Fix: collection.resize_({{{name!r}: {rows}}}) before load_state_dict."
-            )
-            return
-        if self.copies_state:
-            local_metadata = local_metadata | {"assign_to_params_buffers": False}
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-
-
-class Tables(nn.Module):
-    """Tables by name: `tables["users"]`, `for name in tables`, `len`, `in`.
-
-    `nn.ModuleDict` has methods such as `items`, and so no table of that name.
-    """
-
-    def __init__(self, tables: Mapping[str, TableWeight]) -> None:
-        super().__init__()
-        for name, table in tables.items():
-            self.add_module(name, table)
-
-    def __getitem__(self, name: str) -> TableWeight:
-        table = self._modules[name]
-        assert isinstance(table, TableWeight)
-        return table
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._modules)
-
-    def __len__(self) -> int:
-        return len(self._modules)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._modules
 
 
 class _Collection(nn.Module, RunsInReplays):
@@ -147,19 +80,6 @@ class _Collection(nn.Module, RunsInReplays):
         return given, batch
 
 
-def check_no_gradient(name: str, parameter: Tensor) -> None:
-    """Whether a table may be resized.
-
-    Raises:
-        ConfigError: it has a gradient.
-    """
-    if parameter.grad is not None:
-        raise ConfigError(
-            f"Table {name} has a gradient of its {parameter.shape[0]} rows and cannot be resized. "
-            f"Fix: optimizer.step() and zero_grad() before resize_."
-        )
-
-
 def _new_table(config: EmbeddingConfig, device: torch.device | str | None) -> Tensor:
     table = torch.empty(config.num_embeddings, config.embedding_dim, dtype=config.data_type, device=device)
     if not table.is_meta:
@@ -198,7 +118,7 @@ class EmbeddingBagCollection(_Collection):
         super().__init__(BAGS, tables, device, is_weighted)
 
     def embedding_bag_configs(self) -> tuple[EmbeddingBagConfig, ...]:
-        """Those of the tables, in their order."""
+        """The configs of the tables, in their order."""
         return self._configs
 
     def is_weighted(self) -> bool:
@@ -269,7 +189,7 @@ class EmbeddingCollection(_Collection):
         super().__init__(ROWS, tables, device, weighted=False)
 
     def embedding_configs(self) -> tuple[EmbeddingConfig, ...]:
-        """Those of the tables, in their order."""
+        """The configs of the tables, in their order."""
         return self._configs
 
     def forward(self, features: JaggedFeatures) -> dict[str, JaggedTensor]:
@@ -306,5 +226,30 @@ def pooled(features: Features, bags: Sequence[int], flat: Tensor) -> KeyedTensor
 def rows_by_feature(features: Features, rows: Sequence[Tensor], lengths: Sequence[Tensor]) -> dict[str, JaggedTensor]:
     """The rows of the ids of each feature."""
     return {
-        name: made(found, None, of_bags) for name, found, of_bags in zip(features.outputs, rows, lengths, strict=True)
+        name: from_parts(found, None, of_bags)
+        for name, found, of_bags in zip(features.outputs, rows, lengths, strict=True)
     }
+
+
+# ---- captured graphs: a lookup is one custom op, whose Python code runs at every replay with new ids -----------
+
+
+def look_up(lookup: Callable[..., Tensor], features: JaggedFeatures, *tables: Tensor) -> Tensor:
+    """`lookup(features, *tables)`, the results of a collection as one tensor.
+
+    Args:
+        tables: that get gradients, or a tensor in their place: backward runs if one of them requires grad.
+    """
+    refuse_compilation()
+    if isinstance(features, JaggedFeatures) and not isinstance(features, KeyedJaggedTensor):
+        not_capturable(f"a lookup of a {type(features).__module__}.{type(features).__qualname__}")
+    if any(isinstance(table, DTensor) for table in tables):
+        not_capturable("a lookup in tables that are DTensors, of a collection without shard_embeddings")
+    return _in_graph(lookup, features, *tables)
+
+
+def _collection_lookup(lookup: Callable[..., Tensor], features: JaggedFeatures, *tables: Tensor) -> Tensor:
+    return lookup(features, *tables)
+
+
+_in_graph = allow_in_graph_with_backward(_collection_lookup, any_sizes=True)

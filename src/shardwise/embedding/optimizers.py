@@ -8,24 +8,16 @@ and of the same rows as the table; `FusedOptimizer` (fused.py) has them as DTens
 
 from dataclasses import dataclass, field
 from math import sqrt
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from shardwise.embedding.kernels import Kernels
+from shardwise.embedding.kernels import Stack
 from shardwise.errors import ConfigError
 from shardwise.layout import checked_init
 
 SMALLEST = torch.finfo(torch.float32).tiny  # a divisor that is not 0
-
-
-class Stack(Protocol):
-    """The rows of a rank, with their states."""
-
-    weight: Tensor
-    states: dict[str, Tensor]
-    kernels: Kernels
 
 
 @dataclass(frozen=True, kw_only=True)

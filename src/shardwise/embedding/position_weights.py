@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.embedding.collections import EmbeddingBagCollection
-from shardwise.embedding.jagged import KeyedJaggedTensor, KeyedTensor
-from shardwise.embedding.jagged.keyed_jagged_tensor import JaggedFeatures
+from shardwise.embedding.jagged import JaggedFeatures, KeyedJaggedTensor
+from shardwise.embedding.keyed_tensor import KeyedTensor
 from shardwise.embedding.sharded import ShardedEmbeddingBagCollection
 from shardwise.errors import ConfigError, JaggedError, ShardwiseError
 from shardwise.layout import checked_init

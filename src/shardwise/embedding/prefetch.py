@@ -10,9 +10,13 @@ from torch import Tensor, nn
 
 from shardwise import collectives
 from shardwise.embedding.batch import LOADER_ENDED, LOADER_FAILED, Verdict
-from shardwise.embedding.jagged.keyed_jagged_tensor import JaggedFeatures
-from shardwise.embedding.sent_batch import ReadyBatch, SentBatch
-from shardwise.embedding.sharded import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+from shardwise.embedding.jagged import JaggedFeatures
+from shardwise.embedding.sharded import (
+    PendingBatch,
+    ReadyBatch,
+    ShardedEmbeddingBagCollection,
+    ShardedEmbeddingCollection,
+)
 from shardwise.errors import ArgumentError, MismatchError, PlanError, RemoteRankError
 from shardwise.layout import checked
 
@@ -84,7 +88,7 @@ class _Loaded(Generic[B]):
 
     @property
     def verdict(self) -> Verdict:
-        """For the other ranks, where there is no batch."""
+        """The verdict for the other ranks, where there is no batch."""
         return LOADER_FAILED if self.error else LOADER_ENDED
 
 
@@ -130,15 +134,15 @@ class Prefetch(Generic[B]):
                 waiting.append(self._prepare(next(loads)))
             for number, (collection, mine) in enumerate(zip(collections.values(), of_collections, strict=True)):
                 collection.prefetched = mine
-                collection.to_start = [sent[number] for _, sent in waiting]
+                collection.to_start = [pending[number] for _, pending in waiting]
             yield batch
             count += 1
             for (name, collection), mine in zip(collections.items(), of_collections, strict=True):
                 if collection.prefetched is not mine:
                     used.add(name)
             for _, of_batch in waiting:  # what no lookup has started
-                for sent in of_batch:
-                    sent.engine.start(sent.requesting)
+                for pending in of_batch:
+                    pending.engine.start(pending.request)
         if count and len(used) < len(collections):
             unused = ", ".join(repr(name) for name in collections if name not in used)
             warnings.warn(
@@ -158,22 +162,24 @@ class Prefetch(Generic[B]):
         while True:
             yield _Loaded()
 
-    def _prepare(self, loaded: _Loaded[B]) -> tuple[_Loaded[B], list[SentBatch]]:
+    def _prepare(self, loaded: _Loaded[B]) -> tuple[_Loaded[B], list[PendingBatch]]:
         if not loaded.batch:
             return loaded, [one.prepare_no_batch(loaded.verdict, self._depth) for one in self._collections.values()]
         pairs = zip(self._collections.values(), loaded.inputs, strict=True)
         return loaded, [collection.prepare(features, self._depth) for collection, features in pairs]
 
-    def _receive(self, loaded: _Loaded[B], sent: Sequence[SentBatch], number: int) -> tuple[B, list[ReadyBatch]] | None:
+    def _receive(
+        self, loaded: _Loaded[B], pending: Sequence[PendingBatch], number: int
+    ) -> tuple[B, list[ReadyBatch]] | None:
         """A batch whose ids have arrived; None if the loaders of all ranks have ended."""
-        pairs = list(zip(self._collections.values(), sent, strict=True))
-        arrived = [collection.arrive(one) for collection, one in pairs]
-        for one, of_all in zip(sent, arrived, strict=True):
+        pairs = list(zip(self._collections.values(), pending, strict=True))
+        received = [collection.arrive(one) for collection, one in pairs]
+        for one, of_all in zip(pending, received, strict=True):
             check_loaders(of_all.verdicts, one.engine.plan.ranks, loaded.error, number)
         if not loaded.batch:
             return None
         self._state = loaded.state
-        ready = [collection.receive(one, of_all) for (collection, one), of_all in zip(pairs, arrived, strict=True)]
+        ready = [collection.receive(one, of_all) for (collection, one), of_all in zip(pairs, received, strict=True)]
         return loaded.batch[0], ready
 
     def _inputs(self, batch: B) -> tuple[JaggedFeatures, ...]:
@@ -199,7 +205,7 @@ class Prefetch(Generic[B]):
 def check_loaders(
     verdicts: Sequence[Sequence[int]], ranks: Sequence[int], error: Exception | None, number: int
 ) -> None:
-    """Whether the loaders of all ranks have given batch `number`, or have ended. `error` is that of this one.
+    """Compare whether the loaders of all ranks have given batch `number`, or have ended. `error` is that of this one.
 
     Raises:
         MismatchError: only some have ended.
@@ -226,7 +232,7 @@ def check_loaders(
 
 
 def _features_in(value: object) -> Iterator[JaggedFeatures]:
-    """Those in tuples, lists, dicts and dataclasses."""
+    """The jagged features in tuples, lists, dicts and dataclasses."""
     if isinstance(value, Tensor | str):
         return
     if isinstance(value, JaggedFeatures):

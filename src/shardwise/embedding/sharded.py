@@ -1,7 +1,8 @@
-"""Sharded collections; `shard_embeddings` (sharding.py) makes them."""
+"""Sharded collections, and `shard_embeddings`, which makes them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import reduce
 from typing import NoReturn
 
@@ -9,47 +10,149 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import collectives
+from shardwise.collectives import DeviceMesh
 from shardwise.embedding.batch import NO_BATCH, Batch, IdRules, Verdict, features_of
-from shardwise.embedding.captured import look_up
 from shardwise.embedding.collections import (
     BAGS,
     ROWS,
     EmbeddingBagCollection,
     EmbeddingCollection,
-    Tables,
-    check_no_gradient,
+    look_up,
     pooled,
     rows_by_feature,
 )
 from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType, resized
-from shardwise.embedding.exchange.engine import Arrived, Engine, Gradients, MessageDtypes
-from shardwise.embedding.exchange.hot_rows import HotRows, HotRowsReport
-from shardwise.embedding.exchange.owner import dense_gradient, joined
-from shardwise.embedding.exchange.pooling import PoolingChoice
-from shardwise.embedding.exchange.requests import Outgoing, request_bags
-from shardwise.embedding.exchange.rows import distinct_rows, request_rows
-from shardwise.embedding.exchange.stacks import Stack, make_stacks
-from shardwise.embedding.exchange.weighted import needs_gradients, pool_weighted, request_weighted
+from shardwise.embedding.exchange.engine import (
+    Engine,
+    Exchange,
+    Gradients,
+    MessageDtypes,
+    PendingRequest,
+    ReceivedRequests,
+)
+from shardwise.embedding.exchange.owner import dense_gradient, joined, make_stacks
+from shardwise.embedding.exchange.requests import (
+    PoolingChoice,
+    Request,
+    needs_gradients,
+    pool_weighted,
+    request_bags,
+    request_rows,
+    request_weighted,
+)
 from shardwise.embedding.fused import FusedOptimizer, layout_of_rows
-from shardwise.embedding.jagged import JaggedTensor, KeyedTensor
-from shardwise.embedding.jagged.keyed_jagged_tensor import JaggedFeatures
-from shardwise.embedding.kernels import Kernels, fastest_kernels
-from shardwise.embedding.new_rows import fill, new_rows, rows_of_full, seed_of_first
+from shardwise.embedding.jagged import JaggedFeatures, JaggedTensor
+from shardwise.embedding.kernels import Kernels, Stack, fastest_kernels
+from shardwise.embedding.keyed_tensor import KeyedTensor
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.embedding.plan import Plan, Table, make_plan
 from shardwise.embedding.resizing import refuse_old_rows, resized_plan, resized_stacks
-from shardwise.embedding.sent_batch import ReadyBatch, SentBatch, versions_of
-from shardwise.embedding.view_of_stack import ViewOfStack
-from shardwise.errors import ConfigError, IdError, PlanError, RemoteRankError, ShardwiseError
-from shardwise.layout import Layout, Placements, checked
+from shardwise.embedding.tables import (
+    Tables,
+    ViewOfStack,
+    check_no_gradient,
+    fill,
+    new_rows,
+    rows_of_full,
+    seed_of_first,
+)
+from shardwise.errors import ConfigError, IdError, IdTypeError, PlanError, RemoteRankError, ShardwiseError
+from shardwise.layout import Layout, Mesh, Placements, as_placements, checked
 from shardwise.tensor import DTensor
 from shardwise.trace.capture_hooks import RunsInReplays, tracing_paused
 
 Optimizers = Sequence[RowOptimizer]  # of each table
+Versions = tuple[tuple[Tensor, int], ...]  # tensors, and how often each had been changed in place
+
+
+# ---- a batch between messages 1 and 2 -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PendingBatch:
+    """A batch whose ids are on their way, or will be.
+
+    Attributes:
+        features: the input; None: the rank has none.
+        versions: of a prefetched input.
+        given: the ids of the input.
+        batch: its valid ids.
+        error: why the input is no batch; or None.
+        by_rows: whether a row of each id was requested, because weights of ids need gradients.
+    """
+
+    features: JaggedFeatures | None
+    versions: Versions
+    given: Batch
+    batch: Batch
+    error: ShardwiseError | None
+    engine: Engine
+    request: PendingRequest
+    by_rows: bool = False
+
+    def is_of(self, features: JaggedFeatures) -> bool:
+        """Whether `features` is the input, or has its tensors, as in a captured graph, and no gradients of weights."""
+        own = self.features
+        if own is features or own is None:
+            return own is features
+        keys = list(own.keys()), list(own.stride_per_key())
+        if not isinstance(features, JaggedFeatures) or keys != (list(features.keys()), list(features.stride_per_key())):
+            return False
+        pairs = [(own.values(), features.values()), (own.lengths(), features.lengths())]
+        weights = own.weights_or_none(), features.weights_or_none()
+        if weights != (None, None):
+            if weights[0] is None or weights[1] is None or weights[0].requires_grad or weights[1].requires_grad:
+                return False
+            pairs.append((weights[0], weights[1]))
+        return all(x.dtype == y.dtype and x.is_set_to(y) for x, y in pairs)
+
+    def check_unchanged(self) -> None:
+        """Compare the input with what was sent.
+
+        Raises:
+            IdTypeError: it was changed in place, or its weights need gradients since then.
+        """
+        assert self.features is not None
+        now = versions_of(self.features)
+        same = [x is y and version == v for (x, version), (y, v) in zip(self.versions, now, strict=False)]
+        if len(now) != len(self.versions) or not all(same):
+            raise IdTypeError(
+                "A prefetched batch was changed after its ids were sent. Nothing was looked up.\n"
+                "  Fix: change batches in the loader, before prefetch gets them."
+            )
+        weights = self.features.weights_or_none() if self.given.weights is not None else None
+        if weights is not None and weights.requires_grad and torch.is_grad_enabled() and not self.by_rows:
+            raise IdTypeError(
+                "The weights of ids of a prefetched batch need gradients since its ids were sent. Nothing was looked "
+                "up.\n  Fix: requires_grad_() in the loader, before prefetch gets the batch."
+            )
+
+
+@dataclass(frozen=True)
+class ReadyBatch:
+    """A batch whose ids have arrived.
+
+    Attributes:
+        exchange: None if there is an error.
+        error: the same on all ranks, or, where the batch of a rank is none, its own and a RemoteRankError on others.
+    """
+
+    pending: PendingBatch
+    exchange: Exchange | None
+    error: ShardwiseError | None
+
+
+def versions_of(features: JaggedFeatures) -> Versions:
+    """The versions of the ids, lengths and weights."""
+    tensors = (features.values(), features.lengths(), features.weights_or_none())
+    return tuple((x, 0 if x.is_inference() else x._version) for x in tensors if x is not None)
+
+
+# ---- collections ----------------------------------------------------------------------------------------------
 
 
 class _Sharded(nn.Module, RunsInReplays):
-    """What both sharded collections share: tables that are views of stacks, and the exchange."""
+    """Tables that are views of stacks, and the exchange: the base of both sharded collections."""
 
     _configs: tuple[EmbeddingConfig, ...]
 
@@ -95,7 +198,7 @@ class _Sharded(nn.Module, RunsInReplays):
         self._set_configs(configs)
         self._dtypes = [getattr(torch, plan.tables[t].dtype) for t in plan.table_of]  # of the table of each feature
         self.prefetched: ReadyBatch | None = None  # `prefetch` sets it, and
-        self.to_start: list[SentBatch] = []  # what is sent after the results of the next lookup
+        self.to_start: list[PendingBatch] = []  # what is sent after the results of the next lookup
 
     def _set_configs(self, configs: Sequence[EmbeddingConfig]) -> None:
         self._configs, self._features = tuple(configs), features_of(configs)
@@ -183,7 +286,7 @@ class _Sharded(nn.Module, RunsInReplays):
 
     def _fused_optimizer(self, kind: str, optimizers: Sequence[RowOptimizer]) -> FusedOptimizer:
         for stack in self._engine.stacks:
-            stack.states = optimizers[stack.key.group].new_states(stack.weight)
+            stack.states = optimizers[stack.group].new_states(stack.weight)
         groups = range(len(optimizers))
         tables = [[t for t, table in enumerate(self._plan.tables) if table.group == group] for group in groups]
         names = [[f"{kind}.{self._plan.tables[t].name}.weight" for t in of_group] for of_group in tables]
@@ -212,12 +315,12 @@ class _Sharded(nn.Module, RunsInReplays):
         return plain
 
     def _plain(self) -> EmbeddingBagCollection | EmbeddingCollection:
-        """On the meta device."""
+        """The plain collection on the meta device."""
         raise NotImplementedError
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise PlanError(
-            "A sharded collection has no copy, because its tables are views of shared memory. "
+            "A sharded collection cannot be deep-copied, because its tables are views of shared memory. "
             "Fix: shard_embeddings(collection.unshard(), …)."
         )
 
@@ -236,22 +339,22 @@ class _Sharded(nn.Module, RunsInReplays):
             for table in self._tables:
                 table.check_place()
 
-    def _exchange(self, features: JaggedFeatures, trigger: Tensor) -> tuple[SentBatch, Tensor]:
+    def _exchange(self, features: JaggedFeatures, trigger: Tensor) -> tuple[PendingBatch, Tensor]:
         """The batch, and the results, flat, after messages 1 and 2; backward runs if `trigger` requires grad."""
         ready = self._take_prefetched(features)
         if ready is None:
-            sent = self.prepare(features)
-            ready = self.receive(sent, self.arrive(sent))
+            pending = self.prepare(features)
+            ready = self.receive(pending, self.arrive(pending))
         if ready.error is not None:
             raise ready.error
-        assert ready.requested is not None
-        flat = self._engine.results(ready.requested, trigger)
+        assert ready.exchange is not None
+        flat = self._engine.results(ready.exchange, trigger)
         for waiting in self.to_start:  # not earlier: on some backends, results would wait for it
-            waiting.engine.start(waiting.requesting)
+            waiting.engine.start(waiting.request)
         self.to_start = []
-        return ready.sent, flat
+        return ready.pending, flat
 
-    def _outgoing(self, given: Batch, batch: Batch) -> Outgoing:
+    def _request(self, given: Batch, batch: Batch) -> Request:
         """What message 1 of a batch requests; `batch` has its valid ids."""
         raise NotImplementedError
 
@@ -261,20 +364,19 @@ class _Sharded(nn.Module, RunsInReplays):
         """The features that a batch needs."""
         return self._features.names
 
-    def prepare(self, features: JaggedFeatures, ahead: int = 0) -> SentBatch:
+    def prepare(self, features: JaggedFeatures, ahead: int = 0) -> PendingBatch:
         """Prepare message 1, `ahead` batches before the lookup."""
         given, error = self._batch(features)
         batch, verdict = self._rules.apply(given)
         versions = versions_of(features) if ahead and error is None else ()
-        requesting = self._engine.prepare(self._outgoing(given, batch), NO_BATCH if error else verdict, ahead)
-        return SentBatch(features, versions, given, batch, error, self._engine, requesting, needs_gradients(batch))
+        request = self._engine.prepare(self._request(given, batch), NO_BATCH if error else verdict, ahead)
+        return PendingBatch(features, versions, given, batch, error, self._engine, request, needs_gradients(batch))
 
-    def prepare_no_batch(self, verdict: Verdict, ahead: int) -> SentBatch:
+    def prepare_no_batch(self, verdict: Verdict, ahead: int) -> PendingBatch:
         """Prepare message 1 of a rank whose `verdict` says why it has no batch."""
         batch = self._features.no_batch(self._engine.trigger.device)
-        outgoing = request_bags(self._engine.batch_index(batch.bags), batch)
-        requesting = self._engine.prepare(outgoing, verdict, ahead)
-        return SentBatch(None, (), batch, batch, None, self._engine, requesting)
+        request = request_bags(self._engine.batch_index(batch.bags), batch)
+        return PendingBatch(None, (), batch, batch, None, self._engine, self._engine.prepare(request, verdict, ahead))
 
     def refuse(self, error: ShardwiseError) -> NoReturn:
         """Take part in a lookup without a batch, because of `error`; the other ranks raise a RemoteRankError."""
@@ -282,18 +384,18 @@ class _Sharded(nn.Module, RunsInReplays):
             self.arrive(self.prepare_no_batch(NO_BATCH, ahead=0))
         raise error
 
-    def arrive(self, sent: SentBatch) -> Arrived:
+    def arrive(self, pending: PendingBatch) -> ReceivedRequests:
         """Wait for message 1 of all ranks."""
-        return sent.engine.arrive(sent.requesting)
+        return pending.engine.arrive(pending.request)
 
-    def receive(self, sent: SentBatch, arrived: Arrived) -> ReadyBatch:
+    def receive(self, pending: PendingBatch, received: ReceivedRequests) -> ReadyBatch:
         """Finish message 1, which has arrived. If the batch of any rank is an error, all ranks get one."""
-        error = sent.error
+        error = pending.error
         try:
-            self._rules.raise_for(arrived.verdicts, self._plan.ranks)
+            self._rules.raise_for(received.verdicts, self._plan.ranks)
         except (IdError, RemoteRankError) as of_all:
             error = error or of_all
-        return ReadyBatch(sent, None if error else sent.engine.finish(arrived), error)
+        return ReadyBatch(pending, None if error else pending.engine.finish(received), error)
 
     def _take_prefetched(self, features: JaggedFeatures) -> ReadyBatch | None:
         """The prefetched batch if it is `features`, once.
@@ -302,12 +404,12 @@ class _Sharded(nn.Module, RunsInReplays):
             IdTypeError: it was changed after its ids were sent, or its weights need gradients since then.
         """
         ready = self.prefetched
-        if ready is None or not ready.sent.is_of(features) or ready.sent.engine is not self._engine:
+        if ready is None or not ready.pending.is_of(features) or ready.pending.engine is not self._engine:
             return None
         self.prefetched = None
         self._check_tables()
         if ready.error is None:
-            ready.sent.check_unchanged()
+            ready.pending.check_unchanged()
         return ready
 
     def _as_dtensor(self, table: int, stacks: Sequence[Tensor]) -> DTensor:
@@ -348,7 +450,7 @@ class _Sharded(nn.Module, RunsInReplays):
             return
         optimizers = self.fused_optimizer.begin_step()
         for stack, (requests, grad) in zip(self._engine.stacks, gradients, strict=True):
-            optimizer, step = optimizers[stack.key.group]
+            optimizer, step = optimizers[stack.group]
             optimizer(stack, requests.rows, requests.offsets, grad, requests.weights, step)
 
     def _add_to_grad(self, gradients: Gradients) -> None:
@@ -375,44 +477,29 @@ class ShardedEmbeddingBagCollection(_Sharded):
         optimizers: Optimizers | None,
         kernels: Kernels | None,
         dtypes: MessageDtypes,
-        hot_rows: int,
     ) -> None:
         configs = collection.embedding_bag_configs()
         super().__init__(BAGS, collection, configs, layouts, optimizers, kernels, dtypes, collection.is_weighted())
-        self._hot_bytes = hot_rows
         self._choose_requests()
         self._means = [c.pooling is PoolingType.MEAN for c in configs for _ in c.feature_names]
 
     def _choose_requests(self) -> None:
-        dtypes, own = self._engine.dtypes, self._plan.ranks.index(collectives.rank())
-        sizes = dtypes.forward.itemsize, dtypes.backward.itemsize
-        self._hot_rows = HotRows(self._engine.routes, self._hot_bytes, sizes, own) if self._hot_bytes else None
-        self._pooling = PoolingChoice(dtypes.forward.itemsize, self._hot_rows)
+        self._pooling = PoolingChoice(self._engine.dtypes.forward.itemsize)
 
     def _plain(self) -> EmbeddingBagCollection:
         return EmbeddingBagCollection(self._configs, self._weighted, device="meta")
 
-    def _outgoing(self, given: Batch, batch: Batch) -> Outgoing:
+    def _request(self, given: Batch, batch: Batch) -> Request:
         index = self._engine.batch_index(batch.bags)
         return request_weighted(index, batch) if needs_gradients(batch) else self._pooling.request(index, batch)
 
     def embedding_bag_configs(self) -> tuple[EmbeddingBagConfig, ...]:
-        """Those of the tables, in their order."""
+        """The configs of the tables, in their order."""
         return self._configs
 
     def is_weighted(self) -> bool:
         """Whether rows are multiplied by the weights of the input."""
         return self._weighted
-
-    def hot_rows_report(self) -> HotRowsReport:
-        """What `hot_rows` of `shard_embeddings` saved on this rank.
-
-        Raises:
-            PlanError: there are none.
-        """
-        if self._hot_rows is None:
-            raise PlanError("The collection has no hot rows. Fix: shard_embeddings(…, hot_rows=1 << 20).")
-        return self._hot_rows.report
 
     def forward(self, features: JaggedFeatures) -> KeyedTensor:
         """The sums or means of this rank's bags. All ranks have to call it, each with its own batch.
@@ -429,9 +516,9 @@ class ShardedEmbeddingBagCollection(_Sharded):
 
     def _look_up(self, features: JaggedFeatures, trigger: Tensor) -> Tensor:
         """The sums or means, flat."""
-        sent, flat = self._exchange(features, trigger)
-        batch = sent.batch
-        if sent.by_rows:
+        pending, flat = self._exchange(features, trigger)
+        batch = pending.batch
+        if pending.by_rows:
             flat = pool_weighted(batch, flat, self._plan.dims, self._dtypes)
         if any(self._means):
             index = self._engine.batch_index(batch.bags)
@@ -458,15 +545,15 @@ class ShardedEmbeddingCollection(_Sharded):
     def _plain(self) -> EmbeddingCollection:
         return EmbeddingCollection(self._configs, device="meta")
 
-    def _outgoing(self, given: Batch, batch: Batch) -> Outgoing:
+    def _request(self, given: Batch, batch: Batch) -> Request:
         routes, feature_of = self._engine.routes, self._engine.batch_index(batch.bags).feature_of_bag
         feature, dims = feature_of[batch.bag], routes.dims[feature_of[given.bag]]
         first = dims.cumsum(0) - dims
         num_units, first = int(dims.sum()), first if batch.kept is None else first[batch.kept]
-        return request_rows(routes, distinct_rows(routes, batch.values, feature), feature, first, num_units)
+        return request_rows(routes, batch.values, feature, first, num_units)
 
     def embedding_configs(self) -> tuple[EmbeddingConfig, ...]:
-        """Those of the tables, in their order."""
+        """The configs of the tables, in their order."""
         return self._configs
 
     def forward(self, features: JaggedFeatures) -> dict[str, JaggedTensor]:
@@ -493,3 +580,59 @@ class ShardedEmbeddingCollection(_Sharded):
         """The rows of all ids, flat."""
         _, flat = self._exchange(features, trigger)
         return flat
+
+
+@checked
+def shard_embeddings(
+    collection: EmbeddingBagCollection | EmbeddingCollection,
+    plan: Mapping[str, Placements],
+    mesh: Mesh | DeviceMesh,
+    optimizer: RowOptimizer | Mapping[str, RowOptimizer] | None = None,
+    *,
+    forward_dtype: torch.dtype = torch.float32,
+    backward_dtype: torch.dtype = torch.float32,
+    kernels: Kernels | None = None,
+) -> ShardedEmbeddingBagCollection | ShardedEmbeddingCollection:
+    """The collection with its tables sharded over `mesh`. A training step has three collectives for all tables.
+
+        sharded = shard_embeddings(collection, {"users": Shard(0), "items": Shard(1)}, mesh, RowWiseAdagrad(lr=0.1))
+
+    Args:
+        collection: has the same values on all ranks; or is on the meta device, and is initialised with random numbers
+            that do not depend on the layout, from the generator of the first rank.
+        plan: the placements of each table by its name; tables that it does not name are replicated.
+        mesh: all ranks that call the collection, each with its own batch.
+        optimizer: updates the rows that a batch has looked up, in its backward; or one for each table, by name. The
+            result's `fused_optimizer` has its learning rate and states. None: the parameters get dense gradients, for
+            any optimizer of `torch.optim`.
+        forward_dtype, backward_dtype: in which results, and their gradients, are sent: float32, bfloat16 or float16.
+            Each is rounded once, also what a rank sends to itself, and summed in float32.
+        kernels: of local lookups and updates; None: the fastest that are installed.
+
+    Raises:
+        ConfigError: another dtype.
+        PlanError: a plan or optimizers that do not fit the collection.
+    """
+    dtypes = MessageDtypes(forward_dtype, backward_dtype)
+    configs = (
+        collection.embedding_bag_configs()
+        if isinstance(collection, EmbeddingBagCollection)
+        else collection.embedding_configs()
+    )
+    names = [config.name for config in configs]
+    if unknown := [name for name in plan if name not in names]:
+        raise PlanError(f"The plan has {unknown[0]!r}, but the tables are {', '.join(names)}. Fix: use their names.")
+    if isinstance(optimizer, Mapping) and set(optimizer) != set(names):
+        odd = min(set(optimizer) ^ set(names))
+        raise PlanError(
+            f"optimizer has {'no' if odd in names else 'an'} entry {odd!r}; the tables are {', '.join(names)}. "
+            f"Fix: one entry for each table, or one optimizer for all."
+        )
+    optimizers = [optimizer[n] if isinstance(optimizer, Mapping) else optimizer for n in names] if optimizer else None
+    where = collectives.as_mesh(mesh)
+    layouts = [
+        Layout(where, as_placements(where, plan.get(c.name)), (c.num_embeddings, c.embedding_dim)) for c in configs
+    ]
+    if isinstance(collection, EmbeddingBagCollection):
+        return ShardedEmbeddingBagCollection(collection, layouts, optimizers, kernels, dtypes)
+    return ShardedEmbeddingCollection(collection, layouts, optimizers, kernels, dtypes)

@@ -1,7 +1,7 @@
 """Lookups in a sharded table, `F.embedding` and `F.embedding_bag`, on local tensors.
 
-If ids and table are sharded on different mesh axes, each rank looks up the rows that it holds (local.py). If they are
-sharded on the same axes (`exchange_axes`), `exchange_lookups` sends ids to the owners of their rows. For example,
+If ids and table are sharded on different mesh axes, each rank looks up the rows that it holds (`local_lookup`). If they
+are sharded on the same axes (`exchange_axes`), `exchange_lookups` sends ids to the owners of their rows. For example,
 rank 0 holds rows 0 and 1 of a table and looks up ids 3, 3; rank 1 holds rows 2 and 3 and looks up id 0:
 
     request  each rank finds its distinct ids and their owners (requests.py)
@@ -25,9 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.layout import Box
 from shardwise.lookups import bad_ids
-from shardwise.lookups.ids import Bags, GroupedIds, coalesced_lookup, expand
-from shardwise.lookups.local import local_lookup, local_rows, table_boxes
+from shardwise.lookups.ids import Bags, GroupedIds, coalesced_lookup, expand, plain_lookup
 from shardwise.lookups.requests import (
     MAX_FIRST_BYTES,
     Lookup,
@@ -36,11 +36,12 @@ from shardwise.lookups.requests import (
     exchange_axes,
     message_dtype,
     requests_of,
+    table_boxes,
 )
 from shardwise.rules.local_context import LocalContext
 from shardwise.rules.row import Args, Kwargs, arguments
 from shardwise.rules.row_exchange import Route, exchange_messages
-from shardwise.trace.capture_hooks import allow_in_graph_with_backward
+from shardwise.trace.capture_hooks import allow_in_graph_with_backward, is_capturing
 
 # ---- entry points: local implementations of the rules ------------------------------------------------------------
 
@@ -120,6 +121,52 @@ def _local_lookup(ctx: LocalContext, ids: Tensor, weight: Tensor, bags: Bags | N
 
 def _sum(results: Iterable[Tensor]) -> Tensor:
     return reduce(torch.add, results)
+
+
+# ---- lookups that need no other rank ---------------------------------------------------------------------------
+
+
+def local_lookup(ctx: LocalContext, ids: Tensor, box: Box, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
+    """The lookup in one box: ids of other rows add zero, and so do other columns."""
+    (wanted,) = ctx.output.boxes(ctx.rank)
+    num_rows, width = ctx.layouts[1].shape[0], wanted.sizes[-1]
+    if not box.numel:  # zeros, yet connected to the table, so that every rank has a gradient
+        shape = ids.shape if bags is None else bags.lengths(ids).shape
+        nothing = F.embedding(torch.empty(0, dtype=torch.int64, device=weight.device), weight, sparse=sparse)
+        return weight.new_zeros(*shape, width) + nothing.sum(dtype=weight.dtype)
+    left = box.offsets[1] - wanted.offsets[-1]
+    pad = (left, width - left - box.sizes[1])
+    if box.sizes[0] == num_rows:
+        return _padded(plain_lookup(ids, weight, bags, sparse), pad)
+    flat = ids.reshape(-1)
+    mine = (flat >= box.offsets[0]) & (flat < box.offsets[0] + box.sizes[0])
+    own = flat[mine] - box.offsets[0]
+    if bags is None:
+        rows = _padded(F.embedding(own, weight, sparse=sparse), pad)
+        out = rows.new_zeros(flat.numel(), width).index_copy(0, mine.nonzero().squeeze(1), rows)
+        return out.view(*ids.shape, width)
+    lengths, bag_of = bags.lengths(ids), bags.bag_of(ids)[mine]
+    kept = torch.bincount(bag_of, minlength=lengths.numel())
+    sums = _padded(F.embedding_bag(own, weight, kept.cumsum(0) - kept, mode="sum", sparse=sparse), pad)
+    return sums / lengths.clamp(min=1).unsqueeze(1) if bags.mode == "mean" else sums
+
+
+def local_rows(ctx: LocalContext, ids: Tensor, box: Box, weight: Tensor) -> Tensor:
+    """`local_lookup` without bags. While a graph is captured, shapes must not depend on ids: all ids look up a row."""
+    if not is_capturing() or not box.numel or box.sizes[0] == ctx.layouts[1].shape[0]:
+        return local_lookup(ctx, ids, box, weight, None, False)
+    (wanted,) = ctx.output.boxes(ctx.rank)
+    mine = (ids >= box.offsets[0]) & (ids < box.offsets[0] + box.sizes[0])
+    rows = F.embedding(torch.where(mine, ids - box.offsets[0], 0), weight).masked_fill(~mine.unsqueeze(-1), 0)
+    left = box.offsets[1] - wanted.offsets[-1]
+    return _padded(rows, (left, wanted.sizes[-1] - left - box.sizes[1]))
+
+
+def _padded(x: Tensor, columns: tuple[int, int]) -> Tensor:
+    return F.pad(x, columns) if any(columns) else x
+
+
+# ---- lookups that exchange ids ---------------------------------------------------------------------------------
 
 
 def exchange_lookups(lookups: Sequence[Lookup]) -> list[Tensor]:

@@ -23,7 +23,7 @@ from shardwise.errors import IdError
 from shardwise.layout import Boxes, Shard
 from shardwise.lookups import bad_ids, lookup
 from shardwise.lookups.ids import pool
-from shardwise.lookups.local import table_boxes
+from shardwise.lookups.requests import table_boxes
 from shardwise.rules.local_context import LocalContext
 from shardwise.rules.row import arguments
 

@@ -18,16 +18,17 @@ from math import prod
 import torch
 from torch import Tensor
 
-from shardwise.layout import Box, Boxes, Layout, OnRanks, Shard
+from shardwise.errors import RuleError
+from shardwise.layout import Box, Boxes, Layout, OnRanks, Shard, split_by_boxes
 from shardwise.lookups.bad_ids import VALID, Verdict
 from shardwise.lookups.ids import Bags, DistinctIds, GroupedIds, distinct_ids, group_ids, number_of_distinct
-from shardwise.lookups.local import EMPTY_BOX, table_boxes
 from shardwise.rules.local_context import LocalContext
 
 MAX_RUNS_PER_ID = 0.8  # owners pool if the partial sums are fewer than this fraction of the distinct rows
 MIN_SAVED_BYTES = 1 << 18  # if pooling needs a second message of ids, it must save more bytes of answers than this
 CAPACITY_FACTOR = 1.25  # the capacity of a first message over the ids that an owner gets if ids are uniform
 MAX_FIRST_BYTES = 1 << 20  # of all first messages of a rank; one that may exceed its share has only a header
+EMPTY_BOX = Box((0, 0), (0, 0))
 
 Span = tuple[int, int]  # from, to
 
@@ -166,6 +167,21 @@ def exchange_axes(ctx: LocalContext, replicated_ids: bool = False) -> tuple[int,
     found = {axis for axis, a, b in sharded if isinstance(a, Shard) or (replicated_ids and not b.is_shard(1))}
     of_columns = {axis for axis, _, b in sharded if b.is_shard(1)}
     return tuple(sorted(found | of_columns if found & of_columns else found))
+
+
+def table_boxes(ctx: LocalContext, weight: Tensor, sparse: bool = False) -> list[tuple[Box, Tensor]]:
+    """This rank's boxes of the table with their elements; empty ones up to the largest number that any rank has."""
+    own, placements = ctx.layouts[1].boxes(ctx.rank), ctx.layouts[1].placements
+    count = max(len(boxes) for p in placements for boxes in (p.boxes if isinstance(p, Boxes) else ((),)))
+    if count <= 1:
+        return [(own[0] if own else EMPTY_BOX, weight)]
+    if sparse and weight.requires_grad and torch.is_grad_enabled():
+        raise RuleError(
+            f"{ctx.name_of(1)}: a table of which a rank holds several boxes has no sparse gradient. "
+            f"Fix: sparse=False, or one box a rank."
+        )
+    own += (Box((0, 0), (0, ctx.layouts[1].shape[1])),) * (count - len(own))
+    return list(zip(own, split_by_boxes(weight, own), strict=True))
 
 
 def requests_of(lookup: Lookup) -> list[Request]:

@@ -1,19 +1,21 @@
-"""Rows of `F.embedding` and `F.embedding_bag`.
+"""Rows of `F.embedding` and `F.embedding_bag`, and `embedding_bags`, which looks up in several tables.
 
 If ids are replicated on an axis, each rank looks up the rows that it holds, and ids of other rows add zero. If ids and
 table are both sharded, an all-to-all sends ids to the ranks that hold their rows, and another one rows or pooled sums
 back (`shardwise.lookups.lookup`). The table is never gathered.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from shardwise.errors import IdTypeError, LayoutError
-from shardwise.layout import PARTIAL, REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
+from shardwise.layout import PARTIAL, REPLICATE, Boxes, Kind, OnRanks, Partial, Placement, Shard, checked
 from shardwise.lookups import bad_ids, lookup, options
 from shardwise.lookups.requests import exchange_axes
 from shardwise.rules.local_context import LocalContext, specialized
@@ -22,6 +24,9 @@ from shardwise.rules.registry import op_rule
 from shardwise.rules.row import LocalFunction, Meta, Row, arguments
 
 aten = torch.ops.aten
+
+Mode = Annotated[str, Kind("'sum', 'mean' or 'max'", lambda value: isinstance(value, str) and value in MODES)]
+MODES = ("sum", "mean", "max")
 
 
 def _check_ids(ids: Meta, dims: tuple[int, ...], op: str, what: str = "ids") -> None:
@@ -218,3 +223,47 @@ def embedding_backward(
     rows = [Row((Shard(d), Shard(d)), PARTIAL, "each rank adds up its own ids", local) for d in range(indices.ndim)]
     rows.append(Row((Shard(grad.ndim - 1), REPLICATE), Shard(1), "each rank has some columns", local))
     return rows + [Row((p, REPLICATE), p, "linear in the gradient", local) for p in SUMS]
+
+
+# ---- several tables at once: latency is paid once, not once a table ---------------------------------------------
+
+
+@checked
+def embedding_bags(
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    offsets: Sequence[Tensor | None] | None = None,
+    *,
+    mode: Mode = "mean",
+    sparse: bool = False,
+) -> list[Tensor]:
+    """`F.embedding_bag` of every input in its table; lookups that exchange ids share their exchanges.
+
+    Two collectives forward and one backward serve all tables of a mesh, whether row-wise, column-wise or table-wise
+    sharded.
+
+    Args:
+        inputs: ids of each lookup, as for `F.embedding_bag`.
+        weights: the table of each; one table may occur several times.
+        offsets: of each; None where the ids have two dims.
+        mode: "sum", "mean", or "max", which shares no exchange.
+        sparse: row-sparse gradients.
+
+    Returns:
+        One tensor a lookup, with the layout that `F.embedding_bag` gives it.
+
+    Raises:
+        LayoutError: the lists have different lengths.
+        IdError: an id outside its table, the same on every rank.
+    """
+    starts = [None] * len(inputs) if offsets is None else list(offsets)
+    if not len(inputs) == len(weights) == len(starts):
+        raise LayoutError(
+            f"embedding_bags: {len(inputs)} inputs, {len(weights)} weights, {len(starts)} offsets. "
+            f"Fix: in each list one entry for each lookup; None where 2-D ids need no offsets."
+        )
+    operands = tuple(x for x in (*inputs, *weights, *starts) if x is not None)
+    if has_torch_function(operands):
+        return handle_torch_function(embedding_bags, operands, inputs, weights, starts, mode=mode, sparse=sparse)
+    lookups = zip(inputs, weights, starts, strict=True)
+    return [F.embedding_bag(ids, weight, start, mode=mode, sparse=sparse) for ids, weight, start in lookups]

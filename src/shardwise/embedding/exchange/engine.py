@@ -10,11 +10,11 @@ from torch import Tensor
 
 from shardwise import collectives
 from shardwise.collectives import Finish
-from shardwise.embedding.exchange.ids import ArrivedIds, Capacities, Headers, IdMessages, id_messages
+from shardwise.embedding.exchange.ids import Capacities, Headers, IdMessages, ReceivedIds, id_messages
 from shardwise.embedding.exchange.owner import StackRequests, by_rank, by_stack, received_requests
-from shardwise.embedding.exchange.requests import BatchIndex, Outgoing, Routes, make_batch_index, make_routes
+from shardwise.embedding.exchange.requests import BatchIndex, Request, Routes, make_batch_index, make_routes
 from shardwise.embedding.exchange.results import ResultIndex
-from shardwise.embedding.exchange.stacks import Stack
+from shardwise.embedding.kernels import Stack
 from shardwise.embedding.plan import Plan, requests_of
 from shardwise.errors import ConfigError, MismatchError, PlanError, RuleError
 from shardwise.redistribute.buffers import Buffers, Lent
@@ -22,7 +22,6 @@ from shardwise.trace import comm_trace
 from shardwise.trace.autograd_function import TensorFunction
 from shardwise.trace.comm_trace import Cause, CommEvent, Purpose
 
-CheckVerdicts = Callable[[Sequence[Sequence[int]]], None]
 Gradients = list[tuple[StackRequests, Tensor]]  # for each stack, runs and the gradients of their sums
 
 SENT = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,12 +30,12 @@ MOST_BATCH_SIZES = 64  # of which the index is kept
 
 
 @dataclass
-class Requesting:
-    """Message 1 of this rank.
+class PendingRequest:
+    """Message 1 of this rank, prepared or sent.
 
     Attributes:
         verdict_size: the integers of a verdict.
-        wait: for those of all ranks; None: it was not started yet.
+        wait: for the messages of all ranks; None: it was not started yet.
     """
 
     results: ResultIndex
@@ -46,7 +45,7 @@ class Requesting:
 
 
 @dataclass(frozen=True)
-class Arrived:
+class ReceivedRequests:
     """Message 1 of all ranks, perhaps without the ends of long ones.
 
     Attributes:
@@ -55,7 +54,7 @@ class Arrived:
     """
 
     results: ResultIndex
-    ids: ArrivedIds
+    ids: ReceivedIds
     verdicts: Headers
     counts: Headers
 
@@ -77,8 +76,8 @@ class MessageDtypes:
 
 
 @dataclass(frozen=True)
-class Requested:
-    """After message 1: what this rank waits for, and what all ranks requested of its stacks."""
+class Exchange:
+    """Where the results of this rank's request belong, and what all ranks requested of its stacks."""
 
     results: ResultIndex
     of_stacks: list[StackRequests]
@@ -164,17 +163,7 @@ class Engine:
             found = self._indices[bags] = make_batch_index(self.routes, bags)
         return found
 
-    def request(self, outgoing: Outgoing, verdict: Sequence[int], check: CheckVerdicts) -> Requested:
-        """Message 1.
-
-        Args:
-            check: called with the verdicts of all ranks; may raise, on all of them.
-        """
-        arrived = self.arrive(self.prepare(outgoing, verdict))
-        check(arrived.verdicts)
-        return self.finish(arrived)
-
-    def prepare(self, outgoing: Outgoing, verdict: Sequence[int], ahead: int = 0) -> Requesting:
+    def prepare(self, request: Request, verdict: Sequence[int], ahead: int = 0) -> PendingRequest:
         """Message 1, to be started. All ranks prepare, start and finish messages in the same order, or leave them.
 
         Args:
@@ -182,24 +171,24 @@ class Engine:
             ahead: how many batches before its use; 0: it is used at once.
         """
         count = len(self.plan.ranks)
-        headers = [[ahead, *verdict, *header] for header in outgoing.headers(count)]
-        ids = id_messages(self.capacities, self.plan.ranks, outgoing.messages(count), headers)
-        return Requesting(outgoing.results, ids, len(verdict))
+        headers = [[ahead, *verdict, *header] for header in request.headers(count)]
+        ids = id_messages(self.capacities, self.plan.ranks, request.messages(count), headers)
+        return PendingRequest(request.results, ids, len(verdict))
 
-    def start(self, requesting: Requesting) -> Finish:
+    def start(self, pending: PendingRequest) -> Finish:
         """Start message 1, unless it was started."""
-        if requesting.wait is None:
-            with self._sending("ids", requesting.ids.sent_bytes):
-                requesting.wait = requesting.ids.start()
-        return requesting.wait
+        if pending.wait is None:
+            with self._sending("ids", pending.ids.sent_bytes):
+                pending.wait = pending.ids.start()
+        return pending.wait
 
-    def arrive(self, requesting: Requesting) -> Arrived:
+    def arrive(self, pending: PendingRequest) -> ReceivedRequests:
         """Wait for message 1 of all ranks.
 
         Raises:
             MismatchError: they prepared it for another number of batches ahead.
         """
-        ids, stop = requesting.ids.arrived(self.start(requesting)()), 1 + requesting.verdict_size
+        ids, stop = pending.ids.read(self.start(pending)()), 1 + pending.verdict_size
         for rank, header in zip(self.plan.ranks, ids.headers, strict=True):
             if header[0] != ids.headers[0][0]:
                 said = [f"prefetches {n} ahead" if n else "does not prefetch" for n in (ids.headers[0][0], header[0])]
@@ -209,39 +198,39 @@ class Engine:
                     f"  Fix: on all ranks the same prefetch(…, depth=…), and the same lookups outside it."
                 )
         verdicts, counts = [h[1:stop] for h in ids.headers], [h[stop:] for h in ids.headers]
-        return Arrived(requesting.results, ids, verdicts, counts)
+        return ReceivedRequests(pending.results, ids, verdicts, counts)
 
-    def finish(self, arrived: Arrived) -> Requested:
+    def finish(self, received: ReceivedRequests) -> Exchange:
         """The requests of all ranks."""
-        ids = arrived.ids
+        ids = received.ids
         self.capacities.saw(ids.sent.lengths, ids.lengths)
         messages = ids.beginnings
         if ids.is_longer:
             with self._sending("rest of the ids", [n * messages[0].element_size() for n in ids.rest_sizes()[0]]):
                 messages = ids.with_rest()
-        return Requested(arrived.results, received_requests(messages, arrived.counts, len(self.stacks), self.weighted))
+        return Exchange(received.results, received_requests(messages, received.counts, len(self.stacks), self.weighted))
 
     def trigger_of_backward(self) -> Tensor:
         """An empty tensor that requires grad if the tables are trained: the operand of `results`."""
         trains = not self.parameters or any(parameter.requires_grad for parameter in self.parameters)
         return self.trigger if trains else self.trigger.detach()
 
-    def results(self, requested: Requested, trigger: Tensor) -> Tensor:
+    def results(self, exchange: Exchange, trigger: Tensor) -> Tensor:
         """The sums of all runs in their places: flat, float32. Backward calls `update` if `trigger` requires grad."""
-        return _Results.apply(trigger, self, requested)
+        return _Results.apply(trigger, self, exchange)
 
-    def answer(self, requested: Requested) -> Tensor:
+    def answer(self, exchange: Exchange) -> Tensor:
         """Message 2: the sums that this rank requested, in its output."""
-        for stack, requests in zip(self.stacks, requested.of_stacks, strict=True):
+        for stack, requests in zip(self.stacks, exchange.of_stacks, strict=True):
             stack.renorm(requests.rows)
-        replies = [r.only(ranks) for r, ranks in zip(requested.of_stacks, self._answered, strict=True)]
+        replies = [r.only(ranks) for r, ranks in zip(exchange.of_stacks, self._answered, strict=True)]
         made = self._lend(torch.float32)
         sums = [
             stack.kernels.pool(stack.weight, reply.rows, reply.offsets, reply.weights, made.empty)
             for stack, reply in zip(self.stacks, replies, strict=True)
         ]
-        runs = self._runs(requested, answered_only=True)
-        cols, results = [key.cols for key in self.plan.keys], requested.results
+        runs = self._runs(exchange, answered_only=True)
+        cols, results = [key.cols for key in self.plan.keys], exchange.results
         sizes = [sum(n * width for n, width in zip(of_rank, cols, strict=True)) for of_rank in zip(*runs, strict=True)]
         message = by_rank(sums, runs, made.empty).to(self.dtypes.forward)
         lent = self._lend(message.dtype)
@@ -252,21 +241,21 @@ class Engine:
         lent.give_back()
         return output
 
-    def update_rows(self, requested: Requested, grad: Tensor) -> None:
+    def update_rows(self, exchange: Exchange, grad: Tensor) -> None:
         """Message 3, and the update of the rows."""
         lent = self._lend(grad.dtype)
-        self.update(self.gradients(requested, grad, lent))
+        self.update(self.gradients(exchange, grad, lent))
         lent.give_back()
 
-    def gradients(self, requested: Requested, grad: Tensor, lent: Lent) -> Gradients:
+    def gradients(self, exchange: Exchange, grad: Tensor, lent: Lent) -> Gradients:
         """Message 3: for each stack, the runs of all ranks and the gradients of their sums, of that of the output."""
-        runs, cols, results = self._runs(requested), [key.cols for key in self.plan.keys], requested.results
+        runs, cols, results = self._runs(exchange), [key.cols for key in self.plan.keys], exchange.results
         sizes = [sum(n * width for n, width in zip(of_rank, cols, strict=True)) for of_rank in zip(*runs, strict=True)]
         message = results.spread(grad, lent.empty).to(self.dtypes.backward)
         arriving = lent if message.dtype == grad.dtype else self._lend(message.dtype)
         with self._sending("gradients", results.sent, message.element_size(), backward=True):
             message = self._exchange(message, results.sent, sizes, arriving)
-        per_stack = zip(self.stacks, requested.of_stacks, by_stack(message.float(), runs, cols), strict=True)
+        per_stack = zip(self.stacks, exchange.of_stacks, by_stack(message.float(), runs, cols), strict=True)
         return [_without_frozen(stack, requests, sums) for stack, requests, sums in per_stack]
 
     def _lend(self, dtype: torch.dtype) -> Lent:
@@ -276,11 +265,11 @@ class Engine:
     def _exchange(self, message: Tensor, sent: Sequence[int], received: Sequence[int], lent: Lent) -> Tensor:
         return collectives.start_all_to_all(message, sent, received, self.plan.ranks, lent.empty)()
 
-    def _runs(self, requested: Requested, answered_only: bool = False) -> list[list[int]]:
+    def _runs(self, exchange: Exchange, answered_only: bool = False) -> list[list[int]]:
         """How many runs each rank requested of each stack."""
         return [
             [n if not answered_only or i in answered else 0 for i, n in enumerate(requests.runs)]
-            for requests, answered in zip(requested.of_stacks, self._answered, strict=True)
+            for requests, answered in zip(exchange.of_stacks, self._answered, strict=True)
         ]
 
     @contextmanager
@@ -312,7 +301,7 @@ def _without_frozen(stack: Stack, requests: StackRequests, grad: Tensor) -> tupl
 
 
 class _Context(Protocol):
-    args: tuple[Engine, Requested]
+    args: tuple[Engine, Exchange]
     saved_tensors: tuple[Tensor, ...]
 
     def save_for_backward(self, *tensors: Tensor) -> None: ...
@@ -320,23 +309,23 @@ class _Context(Protocol):
 
 class _Results(TensorFunction):
     @staticmethod
-    def forward(ctx: _Context, trigger: Tensor, engine: Engine, requested: Requested) -> Tensor:
-        ctx.args = engine, requested
+    def forward(ctx: _Context, trigger: Tensor, engine: Engine, exchange: Exchange) -> Tensor:
+        ctx.args = engine, exchange
         ctx.save_for_backward(trigger)
         with _without_autocast(trigger):
-            return engine.answer(requested)
+            return engine.answer(exchange)
 
     @staticmethod
     def backward(ctx: _Context, *grads: Tensor) -> tuple[None, None, None]:
         (trigger,) = ctx.saved_tensors  # an error after a backward that did not retain the graph
-        engine, requested = ctx.args
+        engine, exchange = ctx.args
         if engine.parameters and torch.is_grad_enabled():
             raise RuleError(
                 "Gradients of the tables of a sharded collection have no gradients. Fix: backward() without "
                 "create_graph=True."
             )
         with torch.no_grad(), _without_autocast(trigger):
-            engine.update_rows(requested, grads[0])
+            engine.update_rows(exchange, grads[0])
         return None, None, None
 
 

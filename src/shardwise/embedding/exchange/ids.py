@@ -42,7 +42,7 @@ def _next_capacity(capacity: int, length: int) -> int:
 
 @dataclass(frozen=True)
 class IdMessages:
-    """The messages of this rank to each of `ranks`, which have not arrived yet.
+    """The messages of this rank to each of `ranks`.
 
     Attributes:
         lengths: of the message to each rank.
@@ -70,12 +70,12 @@ class IdMessages:
         sent, received = ([self.header_size + n for n in capacities] for capacities in (self.sent, self.received))
         return collectives.start_all_to_all(self.beginnings, sent, received, self.ranks)
 
-    def arrived(self, beginnings: Tensor) -> "ArrivedIds":
+    def read(self, beginnings: Tensor) -> "ReceivedIds":
         """Read what was received."""
         slices = beginnings.split([n for capacity in self.received for n in (self.header_size, capacity)])
         found: Headers = torch.stack(slices[::2]).view(torch.int64).tolist()
         lengths = [length for length, *_ in found]
-        return ArrivedIds(
+        return ReceivedIds(
             self,
             [header for _, _, *header in found],
             lengths,
@@ -85,7 +85,7 @@ class IdMessages:
 
 
 @dataclass(frozen=True)
-class ArrivedIds:
+class ReceivedIds:
     """What this rank has received.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Messages 1, 2 and 3 on the owner: runs of rows of its stacks, their sums, and the gradients of those."""
+"""Messages 1, 2 and 3 on the owner: its stacks, runs of their rows, sums of these, and the gradients of the sums."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,8 +9,19 @@ from torch import Tensor
 
 from shardwise.embedding.exchange.ids import Headers
 from shardwise.embedding.exchange.requests import as_weights
+from shardwise.embedding.kernels import Kernels, Stack
+from shardwise.embedding.plan import Plan
 
 Allocate = Callable[[int], Tensor]  # a 1-D tensor of so many elements
+
+
+def make_stacks(plan: Plan, rank: int, device: torch.device, kernels: Kernels) -> list[Stack]:
+    """The stacks of `rank`, one for each key of the plan; not initialized."""
+    rows = plan.stack_rows[plan.ranks.index(rank)].tolist()
+    return [
+        Stack(torch.empty(n, key.cols, dtype=getattr(torch, key.dtype), device=device), kernels, group=key.group)
+        for key, n in zip(plan.keys, rows, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -46,7 +57,7 @@ class StackRequests:
 def received_requests(
     messages: Sequence[Tensor], headers: Headers, num_stacks: int, weighted: bool
 ) -> list[StackRequests]:
-    """The requests of each stack, of the messages of all ranks; see `Outgoing.messages` and `headers`."""
+    """The requests of each stack, of the messages of all ranks; see `Request.messages` and `headers`."""
     lengths: list[list[Tensor]] = [[] for _ in range(num_stacks)]
     rows: list[list[Tensor]] = [[] for _ in range(num_stacks)]
     weights: list[list[Tensor]] = [[] for _ in range(num_stacks)]

@@ -1,4 +1,7 @@
-"""Message 1 on the requesting rank: its ids as runs of rows of the owners' stacks.
+"""What a rank requests from the owners of rows (message 1), and in which form.
+
+    bags   a run for each bag at each owner, which answers with the sum of its rows (`request_bags`)
+    rows   a run for each distinct row, which the requesting rank repeats, or adds into its bags (`request_rows`)
 
 For features a and b of two bags each, both row-wise on two ranks, the runs of the message to an owner are those of a's
 first and second bag, then b's. A run may have no id. What depends only on the plan and the sizes of the batch is
@@ -6,7 +9,7 @@ computed once (`BatchIndex`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -18,8 +21,11 @@ from shardwise.embedding.batch import Batch
 from shardwise.embedding.exchange.results import ResultIndex, result_index, unit_targets
 from shardwise.embedding.kernels import Kernels, RunIndex, Runs
 from shardwise.embedding.plan import Ints, Plan, Requests
+from shardwise.lookups.ids import distinct_ids
 
 MOST_RUNS = 0.75  # if fewer runs than this fraction have an id, only these are sent
+CHECK_EVERY = 64  # batches between comparisons of bags and rows: finding distinct rows costs as much as it may save
+MIN_SAVED = 160  # bytes of message 2 for each id; less is not worth sorting the ids
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,6 @@ class Routes:
     requests: Requests
     kernels: Kernels
     base: Tensor  # of each feature
-    num_rows: Tensor
     dims: Tensor  # in units
     starts: Tensor  # of each interval
     position: Tensor
@@ -77,31 +82,30 @@ def make_routes(plan: Plan, requests: Requests, device: torch.device, kernels: K
     replies = sent.replies.astype(bool)
     segment, num_segments = sent.owner * len(plan.keys) + sent.stack, len(plan.ranks) * len(plan.keys)
     return Routes(
-        plan,
-        requests,
-        kernels,
-        put(requests.base),
-        put(requests.rows),
-        put(np.array(plan.dims) // plan.unit),
-        put(requests.starts),
-        put(requests.position),
-        put(requests.feature_of),
-        put(sent.interval),
-        put(at),
-        bool(np.array_equal(at, np.arange(len(requests.starts)))),
-        put(sent.owner),
-        put(sent.feature),
-        put(sent.shift),
-        put(sent.column // plan.unit),
-        put(sent.width // plan.unit),
-        None if replies.all() else torch.from_numpy(replies).to(device),
-        put(np.searchsorted(segment, np.arange(num_segments), side="right")),
+        plan=plan,
+        requests=requests,
+        kernels=kernels,
+        base=put(requests.base),
+        dims=put(np.array(plan.dims) // plan.unit),
+        starts=put(requests.starts),
+        position=put(requests.position),
+        feature_of=put(requests.feature_of),
+        interval=put(sent.interval),
+        at=put(at),
+        in_order=bool(np.array_equal(at, np.arange(len(requests.starts)))),
+        owner=put(sent.owner),
+        feature=put(sent.feature),
+        shift=put(sent.shift),
+        column=put(sent.column // plan.unit),
+        widths=put(sent.width // plan.unit),
+        replies=None if replies.all() else torch.from_numpy(replies).to(device),
+        segments=put(np.searchsorted(segment, np.arange(num_segments), side="right")),
     )
 
 
 @dataclass(frozen=True)
-class Outgoing:
-    """What a rank sends in message 1, in the order of owners and stacks, and where the results belong.
+class Request:
+    """Message 1 of a rank, in the order of owners and stacks, and where the results belong.
 
     Attributes:
         lengths: of runs; None: each run has one id.
@@ -155,13 +159,13 @@ def as_weights(integers: Tensor) -> Tensor:
 class BatchIndex:
     """What follows from the plan and how many bags each feature has.
 
-    Bags are numbered by feature. Cells are the bags of each interval, in the order of positions.
+    Bags are numbered by feature. An interval is a range of rows that one owner holds. A cell is one bag within one
+    interval; cells are in the order of the positions of their intervals.
     """
 
     routes: Routes
     feature_of_bag: Tensor
     base_of_bag: Tensor
-    rows_of_bag: Tensor
     cell_shift: Tensor  # of each interval: from a bag to its cell
     num_cells: int
     cell_bounds: Tensor  # the first cell of each position
@@ -209,28 +213,29 @@ def make_batch_index(routes: Routes, bags: Sequence[int]) -> BatchIndex:
     first_unit = unit_targets(sizes, torch.ones_like(sizes), offsets, strides)[1]
     replies = None if routes.replies is None else torch.repeat_interleave(routes.replies, runs * routes.widths)
     segments = routes.bounds(runs)
+    num_units = int((sizes * dims).sum())
     return BatchIndex(
-        routes,
-        feature_of_bag,
-        routes.base[feature_of_bag],
-        routes.num_rows[feature_of_bag],
-        cell_shift,
-        int(cells.sum()),
-        cell_bounds,
-        None if routes.in_order else ranges(cell_bounds[routes.at], runs),
-        segments,
-        torch.tensor(segments, device=device),
-        run_of_unit,
-        bag_of_unit,
-        first_unit,
-        torch.searchsorted(routes.feature_of, feature_of_bag),
-        None if sizes_of is None else torch.from_numpy(sizes_of).to(device)[feature_of_bag],
-        result_index(routes.plan.unit, int((sizes * dims).sum()), targets, replies, *elements(routes, runs)),
-        _for_kernels(routes, bags, cell_bounds, cell_shift),
+        routes=routes,
+        feature_of_bag=feature_of_bag,
+        base_of_bag=routes.base[feature_of_bag],
+        cell_shift=cell_shift,
+        num_cells=int(cells.sum()),
+        cell_bounds=cell_bounds,
+        cell_of_run=None if routes.in_order else _ranges(cell_bounds[routes.at], runs),
+        runs=segments,
+        ends=torch.tensor(segments, device=device),
+        run_of_unit=run_of_unit,
+        bag_of_unit=bag_of_unit,
+        first_unit=first_unit,
+        first_interval=torch.searchsorted(routes.feature_of, feature_of_bag),
+        interval_size=None if sizes_of is None else torch.from_numpy(sizes_of).to(device)[feature_of_bag],
+        of_all_runs=result_index(routes.plan.unit, num_units, targets, replies, *_elements(routes, runs)),
+        for_kernels=_for_kernels(routes, bags, cell_bounds, cell_shift),
     )
 
 
 def _for_kernels(routes: Routes, bags: Sequence[int], cell_bounds: Tensor, cell_shift: Tensor) -> RunIndex | None:
+    """The same for compiled kernels; None: intervals of several sizes, ids of 64 bits, or another device."""
     requests, device = routes.requests, cell_bounds.device
     if requests.sizes is None or routes.dtype != torch.int32 or device.type != "cpu":
         return None
@@ -249,7 +254,7 @@ def _for_kernels(routes: Routes, bags: Sequence[int], cell_bounds: Tensor, cell_
     )
 
 
-def elements(routes: Routes, runs: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _elements(routes: Routes, runs: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The elements of message 2 from each owner and of message 3 to each owner, for `runs` of each request."""
     units = runs * routes.widths * routes.plan.unit
     return tuple(routes.by_owner(units if routes.replies is None else units * routes.replies)), tuple(
@@ -257,24 +262,24 @@ def elements(routes: Routes, runs: Tensor) -> tuple[tuple[int, ...], tuple[int, 
     )
 
 
-def ranges(starts: Tensor, counts: Tensor) -> Tensor:
+def _ranges(starts: Tensor, counts: Tensor) -> Tensor:
     """`start, start + 1, …`, `count` of them, one range after the other."""
     total = int(counts.sum())
     shift = torch.repeat_interleave(starts - (counts.cumsum(0) - counts), counts, output_size=total)
     return shift + torch.arange(total, device=starts.device)
 
 
-def request_bags(index: BatchIndex, batch: Batch, most_runs: float = MOST_RUNS) -> Outgoing:
-    """Request the sums of the bags of a batch; of all, unless fewer than this fraction have an id at an owner."""
+def request_bags(index: BatchIndex, batch: Batch) -> Request:
+    """Request the sums of the bags of a batch; of all, unless fewer than `MOST_RUNS` have an id at an owner."""
     routes, found, segments = index.routes, None, index.runs
     if index.for_kernels is not None and batch.weights is None:
         found = routes.kernels.runs(index.for_kernels, batch.values, batch.lengths)
     rows, lengths, counts, weights = found or _runs(index, batch)
     results, occupied = index.of_all_runs, lengths > 0
-    if int(occupied.sum()) < most_runs * lengths.numel():
+    if int(occupied.sum()) < MOST_RUNS * lengths.numel():
         lengths, segments = lengths[occupied], F.pad(occupied.cumsum(0), (1, 0))[index.ends].tolist()
         results = results.only(occupied[index.run_of_unit])
-    return Outgoing(lengths, rows, weights, segments, routes.bounds(counts), results)
+    return Request(lengths, rows, weights, segments, routes.bounds(counts), results)
 
 
 def _runs(index: BatchIndex, batch: Batch) -> Runs:
@@ -283,20 +288,145 @@ def _runs(index: BatchIndex, batch: Batch) -> Runs:
     if routes.requests.several:
         interval = index.intervals(values, rows, bag)
         lengths = torch.bincount(index.cell_shift.index_select(0, interval) + bag, minlength=index.num_cells)
-        order = stable_order(routes.position.index_select(0, interval), len(routes.requests.starts))
+        order = _stable_order(routes.position.index_select(0, interval), len(routes.requests.starts))
         rows, weights = rows.index_select(0, order), None if weights is None else weights.index_select(0, order)
     ends = F.pad(lengths.cumsum(0), (1, 0))[index.cell_bounds]
     counts = ends.diff()[routes.at]
     if index.cell_of_run is not None:
-        picked = ranges(ends[routes.at], counts)
+        picked = _ranges(ends[routes.at], counts)
         rows, weights = rows.index_select(0, picked), None if weights is None else weights.index_select(0, picked)
         lengths = lengths[index.cell_of_run]
     return Runs(routes.shifted(rows, counts), lengths.to(routes.dtype), counts, weights)
 
 
-def stable_order(keys: Tensor, num_keys: int) -> Tensor:
+def _stable_order(keys: Tensor, num_keys: int) -> Tensor:
     """The stable order of small integers. On CPUs numpy has a radix sort for short ones, which is 6 times as fast."""
     if keys.device.type == "cpu" and num_keys <= 1 << 16:
         short = keys.numpy().astype(np.uint8 if num_keys <= 1 << 8 else np.uint16)
         return torch.from_numpy(np.argsort(short, kind="stable"))
     return keys.argsort(stable=True)
+
+
+# ---- rows ---------------------------------------------------------------------------------------------------
+
+
+def request_rows(routes: Routes, values: Tensor, feature: Tensor, first: Tensor, num_units: int) -> Request:
+    """Request each distinct row of valid ids.
+
+    Args:
+        values: the ids, int64.
+        feature: of each id.
+        first: the first unit of the output to which the row of each id is added.
+        num_units: of the output.
+    """
+    device, found = feature.device, distinct_ids(values + routes.base.index_select(0, feature))  # over all features
+    bounds = F.pad(torch.searchsorted(found.values, routes.starts), (0, 1), value=found.values.numel())
+    counts = bounds.diff()[routes.interval]
+    rows = found.values[_ranges(bounds[routes.interval], counts)]
+    widths = routes.dims[torch.searchsorted(routes.base, found.values, right=True) - 1]
+    row_starts = F.pad(widths.cumsum(0), (1, 0))  # the first unit of each distinct row, as if they were all here
+    starts = row_starts[bounds[routes.interval]] + routes.column
+    _, held = unit_targets(counts, routes.widths, starts, routes.dims[routes.feature])  # by each unit of message 3
+
+    own = torch.zeros(1, dtype=torch.int64, device=device).expand(feature.numel())
+    ones, of_id = torch.ones_like(feature), routes.dims[feature]
+    _, wanted = unit_targets(ones, of_id, row_starts[found.inverse], own)
+    _, outputs = unit_targets(ones, of_id, first, own)
+
+    replies = None if routes.replies is None else torch.repeat_interleave(routes.replies, counts * routes.widths)
+    received = held if replies is None else held[replies]
+    position = torch.empty_like(received).index_copy_(0, received, torch.arange(received.numel(), device=device))
+    per_output = torch.bincount(outputs, minlength=num_units)
+    by_output = outputs.argsort(stable=True)
+    by_row = found.order if wanted.numel() == feature.numel() else wanted.argsort(stable=True)
+    uses = torch.bincount(wanted, minlength=int(row_starts[-1]))
+    used = uses[held]
+    from_owners, to_owners = _elements(routes, counts)
+    results = ResultIndex(
+        unit=routes.plan.unit,
+        num_units=num_units,
+        targets=outputs[by_row][_ranges((uses.cumsum(0) - uses)[held], used)],
+        target_offsets=used.cumsum(0) - used,
+        replies=replies,
+        sources=position[wanted[by_output]],
+        offsets=None if bool((per_output == 1).all()) else per_output.cumsum(0) - per_output,
+        received=from_owners,
+        sent=to_owners,
+    )
+    segments = routes.bounds(counts)
+    return Request(None, routes.shifted(rows, counts), None, segments, segments, results)
+
+
+class PoolingChoice:
+    """Whether a rank requests bags or rows, from what each would have cost for one of its last batches.
+
+    Owners do not know which it is, so each rank chooses for itself.
+
+    Args:
+        element_size: of message 2, in bytes.
+    """
+
+    def __init__(self, element_size: int = 4) -> None:
+        self._element_size = element_size
+        self.by_owners = True
+        self._batches = 0
+
+    def request(self, index: BatchIndex, batch: Batch) -> Request:
+        """The request of a batch of bags."""
+        compare, self._batches = self._batches % CHECK_EVERY == 0 and batch.weights is None, self._batches + 1
+        bags = request_bags(index, batch) if self.by_owners or compare else None
+        if bags is not None and not compare:
+            return bags
+        feature, first = (x.index_select(0, batch.bag) for x in (index.feature_of_bag, index.first_unit))
+        rows = request_rows(index.routes, batch.values, feature, first, index.of_all_runs.num_units)
+        if bags is not None:
+            saved = (sum(bags.results.received) - sum(rows.results.received)) * self._element_size
+            self.by_owners = saved <= MIN_SAVED * batch.values.numel()
+        return bags if bags is not None and self.by_owners else rows
+
+
+# ---- bags whose weights of ids need gradients ---------------------------------------------------------------
+
+
+def needs_gradients(batch: Batch) -> bool:
+    """Whether the weights of ids need gradients."""
+    return batch.weights is not None and batch.weights.requires_grad
+
+
+def request_weighted(index: BatchIndex, batch: Batch) -> Request:
+    """Request the row of every id, by feature; owners of a weighted collection multiply it by 1.
+
+    The gradient of the weight of an id is the dot product of its row and the gradient of its bag. Autograd computes it
+    where both are, so a step still has three collectives.
+    """
+    routes, feature = index.routes, index.feature_of_bag.index_select(0, batch.bag)
+    dims = routes.dims[feature]
+    rows = request_rows(routes, batch.values, feature, dims.cumsum(0) - dims, int(dims.sum()))
+    return replace(rows, weights=torch.ones_like(rows.rows, dtype=torch.float32))
+
+
+def pool_weighted(batch: Batch, flat: Tensor, dims: Sequence[int], dtypes: Sequence[torch.dtype]) -> Tensor:
+    """The weighted sums of rows, in the places of `BatchIndex`: flat, float32.
+
+    Args:
+        flat: the result of `request_weighted`.
+        dims: the columns of each feature.
+        dtypes: of the table of each feature, to which weights are rounded, as in one process.
+    """
+    assert batch.weights is not None
+    rows = flat.split([n * dim for n, dim in zip(batch.sizes, dims, strict=True)])
+    sums = [
+        F.embedding_bag(
+            torch.arange(n, device=flat.device),
+            of_feature.view(n, dim),
+            F.pad(lengths.cumsum(0), (1, 0)),
+            mode="sum",
+            per_sample_weights=weights.to(dtype).float(),
+            include_last_offset=True,
+        )
+        for n, dim, of_feature, lengths, weights, dtype in zip(
+            batch.sizes, dims, rows, batch.lengths.split(batch.bags), batch.weights.split(batch.sizes), dtypes,
+            strict=True,
+        )
+    ]  # fmt: skip
+    return (torch.cat(sums, 1) if len(set(batch.bags)) == 1 else torch.cat([s.reshape(-1) for s in sums])).view(-1)

@@ -8,9 +8,9 @@ import importlib.util
 
 import torch
 
-from shardwise.embedding.kernels.plain import Kernels, RunIndex, Runs
+from shardwise.embedding.kernels.plain import Kernels, RunIndex, Runs, Stack
 
-__all__ = ["Kernels", "RunIndex", "Runs", "fastest_kernels"]
+__all__ = ["Kernels", "RunIndex", "Runs", "Stack", "fastest_kernels"]
 
 
 def fastest_kernels(device: torch.device) -> Kernels:

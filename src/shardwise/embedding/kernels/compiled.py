@@ -4,14 +4,215 @@
 
 Ids are sorted by a radix sort, and rows that are needed soon are prefetched, which hides most of the time of random
 accesses. Sums are torch's, which are faster. The machine code is cached beside this file, or where
-`NUMBA_CACHE_DIR` says.
+`NUMBA_CACHE_DIR` says. All arrays of the loops are C-contiguous; rows are valid.
 """
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
 import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.core.base import BaseContext as Context
+from numba.core.typing.templates import Signature
+from numba.extending import intrinsic
+from numpy.typing import NDArray
 from torch import Tensor
 
-from shardwise.embedding.kernels import loops
-from shardwise.embedding.kernels.plain import LARGEST_INT32, ByRow, Formula, Kernels, Rows, RunIndex, Runs, plain_kind
+from shardwise.embedding.kernels.plain import LARGEST_INT32, ByRow, Kernels, RunIndex, Runs, Stack, plain_kind
+
+AHEAD = 12  # rows between the one that is used and the one that is prefetched
+LINE_BYTES = 64  # of a cache line
+MOST_LINES = 8  # of a row that are prefetched: the hardware finds the others
+BITS = 11  # sorted by at once: the counts of all values stay in the innermost cache
+MASK = (1 << BITS) - 1
+
+Array = NDArray[Any]
+Loop = Callable[..., Any]
+Values = Sequence[ir.Value]
+compiled: Callable[[Loop], Loop] = njit(
+    nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"}
+)
+
+
+def _prefetch(_context: Context, table: types.Array, _row: types.Integer) -> tuple[Signature, Loop]:
+    """Begin to read `table[row]`, a row of a 2-D array."""
+
+    def generate(context: Context, builder: ir.IRBuilder, signature: Signature, arguments: Values) -> ir.Value:
+        kind = signature.args[0]
+        array = context.make_array(kind)(context, builder, arguments[0])
+        zero = context.get_constant(types.intp, 0)
+        place = cgutils.get_item_pointer(context, builder, kind, array, [arguments[1], zero], wraparound=False)
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        place = builder.bitcast(place, byte)
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(ir.VoidType(), [byte, number, number, number]), "llvm.prefetch.p0"
+        )
+        read, keep, data = (ir.Constant(number, value) for value in (0, 3, 1))
+        with cgutils.for_range(builder, _lines(context, builder, array, kind)) as line:
+            offset = builder.mul(line.index, context.get_constant(types.intp, LINE_BYTES))
+            builder.call(function, [builder.gep(place, [offset]), read, keep, data])
+        return context.get_dummy_value()
+
+    return types.void(table, types.intp), generate
+
+
+prefetch: Loop = intrinsic(_prefetch)
+
+
+def _lines(context: Context, builder: ir.IRBuilder, array: ir.Value, kind: types.Array) -> ir.Value:
+    """How many lines of a row are prefetched."""
+    columns = cgutils.unpack_tuple(builder, array.shape, 2)[1]
+    row_bytes = builder.mul(columns, context.get_constant(types.intp, kind.dtype.bitwidth // 8))
+    line, most = (context.get_constant(types.intp, value) for value in (LINE_BYTES, MOST_LINES))
+    lines = builder.sdiv(builder.add(row_bytes, context.get_constant(types.intp, LINE_BYTES - 1)), line)
+    return builder.select(builder.icmp_signed("<", lines, most), lines, most)
+
+
+@compiled
+def sort_by_row(rows: Array, offsets: Array) -> tuple[Array, Array, Array]:
+    """Distinct rows, where the bags of each start, and the bags: a stable radix sort by row.
+
+    Row and bag are one integer, so that each pass writes to as few pages as there are values.
+    """
+    n, passes, largest = len(rows), 0, np.int32(0)
+    for i in range(n):
+        largest = max(largest, rows[i])
+    while largest >> (passes * BITS) > 0:
+        passes += 1
+    keys, to, ends = np.empty(n, np.int64), np.empty(n, np.int64), np.zeros((passes, 1 << BITS), np.int32)
+    for bag in range(len(offsets) - 1):
+        for i in range(offsets[bag], offsets[bag + 1]):
+            row = rows[i]
+            keys[i] = (np.int64(row) << 32) | bag
+            for p in range(passes):
+                ends[p, (row >> (p * BITS)) & MASK] += 1
+    for p in range(passes):
+        place, shift, total = ends[p], 32 + p * BITS, 0
+        for value in range(1 << BITS):
+            total, place[value] = total + place[value], total
+        for i in range(n):
+            key = keys[i]
+            value = (key >> shift) & MASK
+            to[place[value]] = key
+            place[value] += 1
+        keys, to = to, keys
+    count, last = 0, np.int64(-1)
+    distinct, starts, bags = np.empty(n, np.int64), np.empty(n + 1, np.int32), np.empty(n, np.int32)
+    for i in range(n):
+        key = keys[i]
+        bags[i] = key & 0xFFFFFFFF
+        if key >> 32 != last:
+            last = key >> 32
+            distinct[count], starts[count] = last, i
+            count += 1
+    starts[count] = n
+    return distinct[:count], starts[: count + 1], bags
+
+
+@compiled
+def make_runs(
+    values: Array,
+    lengths: Array,
+    bag_ends: Array,
+    interval_size: Array,
+    first_interval: Array,
+    position: Array,
+    cell_shift: Array,
+    cell_bounds: Array,
+    at: Array,
+    shift: Array,
+) -> tuple[Array, Array, Array]:
+    """See `Kernels.runs`."""
+    num_positions = len(position)
+    positions, cells = np.empty(len(values), np.int32), np.zeros(cell_bounds[num_positions], np.int32)
+    i, bag = 0, 0
+    for feature in range(len(bag_ends)):
+        first, size = first_interval[feature], interval_size[feature]
+        while bag < bag_ends[feature]:
+            for _ in range(lengths[bag]):
+                interval = first + np.uint32(values[i]) // np.uint32(size)
+                positions[i] = position[interval]
+                cells[cell_shift[interval] + bag] += 1
+                i += 1
+            bag += 1
+    ends = np.zeros(num_positions + 1, np.int64)
+    for p in range(num_positions):
+        ends[p + 1] = ends[p]
+        for cell in range(cell_bounds[p], cell_bounds[p + 1]):
+            ends[p + 1] += cells[cell]
+    cursor = ends[:num_positions].copy()
+    grouped = np.empty(len(values), np.int32)
+    for i in range(len(values)):
+        grouped[cursor[positions[i]]] = values[i]
+        cursor[positions[i]] += 1
+    counts = np.empty(len(at), np.int64)
+    num_ids, num_runs = 0, 0
+    for request in range(len(at)):
+        p = at[request]
+        counts[request] = ends[p + 1] - ends[p]
+        num_ids += counts[request]
+        num_runs += cell_bounds[p + 1] - cell_bounds[p]
+    rows, run_lengths = np.empty(num_ids, np.int32), np.empty(num_runs, np.int32)
+    num_ids, num_runs = 0, 0
+    for request in range(len(at)):
+        p, add = at[request], np.int32(shift[request])
+        for i in range(ends[p], ends[p + 1]):
+            rows[num_ids] = grouped[i] + add
+            num_ids += 1
+        for cell in range(cell_bounds[p], cell_bounds[p + 1]):
+            run_lengths[num_runs] = cells[cell]
+            num_runs += 1
+    return rows, run_lengths, counts
+
+
+# ---- optimizers: the formulas of optimizers.py for distinct rows and the sums of their gradients -----------------
+
+
+@compiled
+def sgd(rows: Array, gradient: Array, weight: Array, lr: float) -> None:
+    """w -= lr g."""
+    last, step = len(rows) - 1, np.float32(-lr)
+    for i in range(len(rows)):
+        prefetch(weight, rows[min(i + AHEAD, last)])
+        for k in range(weight.shape[1]):
+            weight[rows[i], k] += step * gradient[i, k]
+
+
+@compiled
+def adagrad(rows: Array, gradient: Array, weight: Array, total: Array, lr: float, eps: float) -> None:
+    """s += g², w -= lr g / (√s + eps)."""
+    last, step, small = len(rows) - 1, np.float32(-lr), np.float32(eps)
+    for i in range(len(rows)):
+        prefetch(weight, rows[min(i + AHEAD, last)])
+        prefetch(total, rows[min(i + AHEAD, last)])
+        row = rows[i]
+        for k in range(weight.shape[1]):
+            square = total[row, k] + gradient[i, k] * gradient[i, k]
+            total[row, k] = square
+            weight[row, k] += step * (gradient[i, k] / (np.sqrt(square) + small))
+
+
+@compiled
+def row_wise_adagrad(rows: Array, gradient: Array, weight: Array, total: Array, lr: float, eps: float) -> None:
+    """s += mean(g²), w -= lr g / (√s + eps)."""
+    last, step, small = len(rows) - 1, np.float32(-lr), np.float32(eps)
+    columns = np.float32(weight.shape[1])
+    for i in range(len(rows)):
+        prefetch(weight, rows[min(i + AHEAD, last)])
+        prefetch(total, rows[min(i + AHEAD, last)])
+        row, squares = rows[i], np.float32(0)
+        for k in range(weight.shape[1]):
+            squares += gradient[i, k] * gradient[i, k]
+        total[row, 0] += squares / columns
+        factor = step / (np.sqrt(total[row, 0]) + small)
+        for k in range(weight.shape[1]):
+            weight[row, k] += factor * gradient[i, k]
+
+
+FORMULAS = {"SGD": sgd, "Adagrad": adagrad, "RowWiseAdagrad": row_wise_adagrad}
 
 
 class CompiledKernels(Kernels):
@@ -22,23 +223,23 @@ class CompiledKernels(Kernels):
     def by_row(self, rows: Tensor, offsets: Tensor, scale: Tensor | None) -> ByRow:
         if rows.dtype != torch.int32 or scale is not None or len(rows) > LARGEST_INT32:
             return super().by_row(rows, offsets, scale)
-        distinct, starts, bags = map(torch.from_numpy, loops.sort_by_row(rows.numpy(), offsets.numpy()))
+        distinct, starts, bags = map(torch.from_numpy, sort_by_row(rows.numpy(), offsets.numpy()))
         return ByRow(distinct, starts, bags, None)
 
     def runs(self, index: RunIndex, values: Tensor, lengths: Tensor) -> Runs:
-        rows, of_runs, counts = map(torch.from_numpy, loops.runs(values.numpy(), lengths.numpy(), *index))
+        rows, of_runs, counts = map(torch.from_numpy, make_runs(values.numpy(), lengths.numpy(), *index))
         return Runs(rows, of_runs, counts, None)
 
     def update(
         self,
-        optimizer: Formula,
-        stack: Rows,
+        optimizer: object,
+        stack: Stack,
         rows: Tensor,
         offsets: Tensor,
         gradient: Tensor,
         scale: Tensor | None,
     ) -> bool:
-        formula = _FORMULAS.get(plain_kind(optimizer))
+        formula = FORMULAS.get(plain_kind(optimizer))
         if formula is None or stack.weight.dtype != torch.float32:
             return False
         options = [getattr(optimizer, name) for name in ("lr", "eps") if hasattr(optimizer, name)]
@@ -46,6 +247,3 @@ class CompiledKernels(Kernels):
         for distinct, sums in self.sums_by_row(rows, offsets, gradient, scale):
             formula(distinct.numpy(), sums.numpy(), *arrays, *options)
         return True
-
-
-_FORMULAS = {"SGD": loops.sgd, "Adagrad": loops.adagrad, "RowWiseAdagrad": loops.row_wise_adagrad}

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.embedding.kernels.plain import Formula, Kernels, Rows, plain_kind
+from shardwise.embedding.kernels.plain import Kernels, Stack, plain_kind
 
 SUM_POOLING = 0  # PoolingMode.SUM
 FLOAT32 = 0  # SparseType.FP32
@@ -30,8 +30,8 @@ class FbgemmKernels(Kernels):
 
     def update(
         self,
-        optimizer: Formula,
-        stack: Rows,
+        optimizer: object,
+        stack: Stack,
         rows: Tensor,
         offsets: Tensor,
         gradient: Tensor,

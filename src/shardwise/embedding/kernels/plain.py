@@ -1,4 +1,4 @@
-"""Sums of rows, and of gradients by row, in plain torch.
+"""The memory of a rank (`Stack`), and sums of rows, and of gradients by row, in plain torch.
 
     weight [100, 4], rows (7, 9, 7), offsets (0, 2, 3): two bags, (7, 9) and (7)
     pool(weight, rows, offsets)            [2, 4]: weight[7] + weight[9], weight[7]
@@ -10,8 +10,8 @@ row: several times as fast as `index_add_`.
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,19 +26,6 @@ MOST_AT_ONCE = 64  # gradients of a row that a thread block of a GPU adds up one
 LEVELS = 4  # of parts; those of the last are longer, if a row has more than MOST_AT_ONCE**LEVELS gradients
 MOST_PACKED = 30_000  # numpy sorts up to as many 64-bit integers faster than torch 32-bit ones with their order
 LARGEST_INT32 = (1 << 31) - 1
-
-
-class Rows(Protocol):
-    """The rows of a rank that a kernel changes, with their optimizer states."""
-
-    weight: Tensor
-    states: dict[str, Tensor]
-
-
-class Formula(Protocol):
-    """What is needed of an optimizer of rows."""
-
-    def change(self, states: dict[str, Tensor], rows: Tensor, gradient: Tensor, step: int) -> Tensor: ...
 
 
 class ByRow(NamedTuple):
@@ -171,8 +158,8 @@ class Kernels:
 
     def update(
         self,
-        optimizer: Formula,
-        stack: Rows,
+        optimizer: object,
+        stack: "Stack",
         rows: Tensor,
         offsets: Tensor,
         gradient: Tensor,
@@ -196,12 +183,42 @@ class Kernels:
         return None
 
 
+@dataclass
+class Stack:
+    """The rows of all blocks of a rank with the same number of columns, dtype and replicas: [rows, columns].
+
+    Attributes:
+        states: of the optimizer, by name.
+        group: the optimizer of the rows, among those of the collection.
+        max_norm: the greatest norm of each row, in float32; None: rows have any.
+        frozen: rows that are not trained, as `padding_idx` of tables that are looked up without pooling; or None.
+    """
+
+    weight: Tensor
+    kernels: Kernels
+    states: dict[str, Tensor] = field(default_factory=dict)
+    group: int = 0
+    frozen: Tensor | None = None
+    max_norm: Tensor | None = None
+
+    def renorm(self, rows: Tensor) -> None:
+        """Scale those of the `rows` that are longer than their `max_norm`, as `F.embedding` does."""
+        if self.max_norm is None:
+            return
+        rows = rows.long()
+        limit, found = self.max_norm[rows], self.weight[rows]
+        norm = found.float().norm(dim=1)
+        long = norm > limit
+        scale = (limit[long] / (norm[long] + 1e-7)).to(found.dtype)
+        self.weight[rows[long]] = found[long] * scale[:, None]
+
+
 def _chunk(columns: int) -> int:
     """Rows of float32 that are made at once."""
     return max(1, CHUNK_BYTES // (columns * 4))
 
 
-def plain_kind(optimizer: Formula) -> str:
+def plain_kind(optimizer: object) -> str:
     """The class of an optimizer of this library whose options but `lr` and `eps` have their defaults; "": another."""
     kind = type(optimizer)
     if kind.__module__ != "shardwise.embedding.optimizers" or not is_dataclass(optimizer):

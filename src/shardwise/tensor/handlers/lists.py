@@ -15,8 +15,8 @@ from shardwise.errors import MismatchError, RuleError
 from shardwise.layout import REPLICATE, Layout, Mesh, Partial, Shard
 from shardwise.lookups import lookup
 from shardwise.lookups.bad_ids import StraddlingError
-from shardwise.lookups.grouped import embedding_bags
 from shardwise.lookups.requests import Lookup, exchange_axes
+from shardwise.lookups.rules import embedding_bags
 from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.rules.registry import handler, handler_of_family
 from shardwise.rules.row import Args, Kwargs, Op, arguments

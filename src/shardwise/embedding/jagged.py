@@ -1,21 +1,176 @@
-"""`KeyedJaggedTensor`: bags of several features, the input of a collection."""
+"""Ids of bags of different lengths, with the names of TorchRec: `JaggedTensor` and `KeyedJaggedTensor`."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shardwise.embedding.jagged.jagged_tensor import JaggedTensor, made
-from shardwise.embedding.jagged.segments import Bags, check_keys, checked_lengths, shown
 from shardwise.errors import JaggedError
 from shardwise.layout import checked, checked_init
+from shardwise.tensor import DTensor
 
 if TYPE_CHECKING:
     import torchrec
+
+INTEGERS = (torch.int32, torch.int64)
+
+
+class Bags:
+    """The parts of jagged tensors with and without keys."""
+
+    _values: Tensor
+    _weights: Tensor | None
+    _lengths: Tensor
+
+    def values(self) -> Tensor:
+        """The values of all bags: [values, ...], or [ids] if there are keys."""
+        return self._values
+
+    def weights(self) -> Tensor:
+        """The weight of each value.
+
+        Raises:
+            JaggedError: there are none.
+        """
+        if self._weights is None:
+            raise JaggedError(f"This {type(self).__name__} has no weights. Fix: weights_or_none().")
+        return self._weights
+
+    def weights_or_none(self) -> Tensor | None:
+        """The weight of each value, or None."""
+        return self._weights
+
+    def lengths(self) -> Tensor:
+        """The length of each bag, by key if there are keys: [bags]."""
+        return self._lengths
+
+    def offsets(self) -> Tensor:
+        """Where each bag starts, and the number of values, [bags + 1]."""
+        return self._offsets
+
+    @cached_property
+    def _offsets(self) -> Tensor:
+        lengths = self._lengths
+        return F.pad(lengths.cumsum(0, dtype=lengths.dtype), (1, 0))
+
+    def device(self) -> torch.device:
+        """The device of the values."""
+        return self._values.device
+
+
+class _Nested(Protocol):
+    """What torch's annotations of nested tensors leave out."""
+
+    def offsets(self) -> Tensor: ...
+
+
+@checked_init
+class JaggedTensor(Bags):
+    """Bags of different lengths, one after another.
+
+        JaggedTensor(torch.tensor([7, 9, 7]), lengths=torch.tensor([2, 0, 1]))  # [7, 9], [], [7]
+
+    Args:
+        values: of all bags, [values, ...].
+        weights: one of each value, or None.
+        lengths: of each bag, [bags], int32 or int64.
+        offsets: where each bag starts, and the number of values, [bags + 1]; instead of lengths.
+
+    Raises:
+        JaggedError: lengths, offsets or weights that do not fit the values. On an accelerator, this check waits for
+            the lengths.
+    """
+
+    def __init__(
+        self,
+        values: Tensor,
+        weights: Tensor | None = None,
+        lengths: Tensor | None = None,
+        offsets: Tensor | None = None,
+    ) -> None:
+        self._lengths = checked_lengths("JaggedTensor", values, weights, lengths, offsets)
+        self._values, self._weights = values, weights
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "JaggedTensor":
+        """The same bags on another device."""
+        return from_parts(
+            self._values.to(device, non_blocking=non_blocking),
+            None if self._weights is None else self._weights.to(device, non_blocking=non_blocking),
+            self._lengths.to(device, non_blocking=non_blocking),
+        )
+
+    @staticmethod
+    def from_dense(values: Sequence[Tensor], weights: Sequence[Tensor] | None = None) -> "JaggedTensor":
+        """The bags of a sequence of tensors, one of each bag."""
+        if not values:
+            raise JaggedError("JaggedTensor.from_dense needs a bag. Fix: a tensor of each bag; it may be empty.")
+        lengths = torch.tensor([len(bag) for bag in values], device=values[0].device)
+        return JaggedTensor(torch.cat(list(values)), None if weights is None else torch.cat(list(weights)), lengths)
+
+    def to_dense(self) -> list[Tensor]:
+        """The values of each bag, as views."""
+        return list(self._values.split(self._lengths.tolist()))
+
+    def to_dense_weights(self) -> list[Tensor]:
+        """The weights of each bag, as views."""
+        return list(self.weights().split(self._lengths.tolist()))
+
+    def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
+        """[bags, desired_length, ...]: longer bags lose their last values, shorter ones end with `padding_value`.
+
+        `desired_length` None is the longest bag.
+        """
+        longest = int(self._lengths.max()) if self._lengths.numel() else 0
+        length = longest if desired_length is None else desired_length
+        position = torch.arange(length, device=self.device())
+        inside = position < self._lengths[:, None]
+        where = self._offsets[:-1, None] + position
+        padded = self._values.new_full((*inside.shape, *self._values.shape[1:]), padding_value)
+        return padded.index_put(tuple(inside.nonzero().T), self._values[where[inside]])
+
+    @staticmethod
+    def from_nested(nested: Tensor) -> "JaggedTensor":
+        """The bags of a nested tensor with `layout=torch.jagged`, without a copy.
+
+        Raises:
+            JaggedError: another tensor, or one whose bags do not follow each other.
+        """
+        if not nested.is_nested or nested.layout != torch.jagged:
+            raise JaggedError(
+                f"from_nested takes a tensor with layout torch.jagged, got {type(nested).__name__}. "
+                f"Fix: torch.nested.nested_tensor(bags, layout=torch.jagged)."
+            )
+        if not nested.is_contiguous():
+            raise JaggedError("from_nested takes bags that follow each other. Fix: nested.contiguous().")
+        return JaggedTensor(nested.values(), offsets=cast(_Nested, nested).offsets())
+
+    def to_nested(self) -> Tensor:
+        """A nested tensor with `layout=torch.jagged` of the same values, without a copy; weights are left out."""
+        nested: Tensor = torch.nested.nested_tensor_from_jagged(self._values, offsets=self._offsets)
+        return nested
+
+    def __repr__(self) -> str:
+        if self._values.is_meta:
+            return f"JaggedTensor({self._values.shape[0]} values of {self._lengths.numel()} bags on meta)"
+        return f"JaggedTensor({format_bags(self._values, self._lengths, self._weights)})"
+
+
+def from_parts(values: Tensor, weights: Tensor | None, lengths: Tensor) -> JaggedTensor:
+    """Without validation."""
+    jagged = JaggedTensor.__new__(JaggedTensor)
+    jagged._values, jagged._weights, jagged._lengths = values, weights, lengths
+    return jagged
+
+
+pytree.register_pytree_node(
+    JaggedTensor, lambda x: ([x._values, x._weights, x._lengths], None), lambda tensors, _: from_parts(*tensors)
+)
 
 
 @runtime_checkable
@@ -125,7 +280,7 @@ class KeyedJaggedTensor(Bags):
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "KeyedJaggedTensor":
         """The same bags on another device."""
-        return self._with(
+        return self._from_parts(
             self._keys,
             self._values.to(device, non_blocking=non_blocking),
             None if self._weights is None else self._weights.to(device, non_blocking=non_blocking),
@@ -136,7 +291,9 @@ class KeyedJaggedTensor(Bags):
     def pin_memory(self) -> "KeyedJaggedTensor":
         """The same bags in pinned memory, as a DataLoader with `pin_memory=True` asks for."""
         weights = None if self._weights is None else self._weights.pin_memory()
-        return self._with(self._keys, self._values.pin_memory(), weights, self._lengths.pin_memory(), self._strides)
+        return self._from_parts(
+            self._keys, self._values.pin_memory(), weights, self._lengths.pin_memory(), self._strides
+        )
 
     def __getitem__(self, key: str) -> JaggedTensor:
         """The bags of a feature, as views."""
@@ -149,7 +306,7 @@ class KeyedJaggedTensor(Bags):
         """The bags of each feature, as views."""
         values, lengths = self._values.split(self._length_per_key), self._lengths.split(self._strides)
         weights = [None] * len(values) if self._weights is None else self._weights.split(self._length_per_key)
-        return {key: made(*of_key) for key, *of_key in zip(self._keys, values, weights, lengths, strict=True)}
+        return {key: from_parts(*of_key) for key, *of_key in zip(self._keys, values, weights, lengths, strict=True)}
 
     def split(self, segments: Sequence[int]) -> list["KeyedJaggedTensor"]:
         """As views: the first `segments[0]` features, the next `segments[1]`, …"""
@@ -165,7 +322,9 @@ class KeyedJaggedTensor(Bags):
             bags = slice(first_bag[start], first_bag[stop])
             weights = None if self._weights is None else self._weights[ids]
             strides = self._strides[start:stop]
-            found.append(self._with(self._keys[start:stop], self._values[ids], weights, self._lengths[bags], strides))
+            found.append(
+                self._from_parts(self._keys[start:stop], self._values[ids], weights, self._lengths[bags], strides)
+            )
         return found
 
     def permute(self, indices: Sequence[int]) -> "KeyedJaggedTensor":
@@ -188,7 +347,7 @@ class KeyedJaggedTensor(Bags):
             return self
         features = self.to_dict()
         parts = [features[name] for name in names]
-        return self._with(
+        return self._from_parts(
             list(names),
             torch.cat([part.values() for part in parts]) if parts else self._values[:0],
             None if self._weights is None else torch.cat([part.weights() for part in parts]),
@@ -253,10 +412,10 @@ class KeyedJaggedTensor(Bags):
         )
 
     @staticmethod
-    def _with(
+    def _from_parts(
         keys: list[str], values: Tensor, weights: Tensor | None, lengths: Tensor, strides: list[int]
     ) -> "KeyedJaggedTensor":
-        """Of parts that fit."""
+        """Without validation."""
         jagged = KeyedJaggedTensor.__new__(KeyedJaggedTensor)
         jagged._keys, jagged._values, jagged._weights = keys, values, weights
         jagged._lengths, jagged._strides = lengths, strides
@@ -266,7 +425,8 @@ class KeyedJaggedTensor(Bags):
         if self._values.is_meta:
             return f"KeyedJaggedTensor({', '.join(self._keys)}; {self._values.shape[0]} values on meta)"
         parts = (
-            f"{key}: {shown(jt.values(), jt.lengths(), jt.weights_or_none())}" for key, jt in self.to_dict().items()
+            f"{key}: {format_bags(jt.values(), jt.lengths(), jt.weights_or_none())}"
+            for key, jt in self.to_dict().items()
         )
         return "KeyedJaggedTensor(" + ", ".join(parts) + ")"
 
@@ -276,5 +436,104 @@ _Tensors = tuple[Tensor, Tensor | None, Tensor]  # values, weights, lengths
 pytree.register_pytree_node(
     KeyedJaggedTensor,
     lambda x: ([x._values, x._weights, x._lengths], (tuple(x._keys), tuple(x._strides))),
-    lambda tensors, context: KeyedJaggedTensor._with(list(context[0]), *cast(_Tensors, tensors), list(context[1])),
+    lambda tensors, context: KeyedJaggedTensor._from_parts(
+        list(context[0]), *cast(_Tensors, tensors), list(context[1])
+    ),
 )
+
+
+# ---- checks and texts ----------------------------------------------------------------------------------------
+
+
+def check_keys(what: str, keys: Sequence[str]) -> None:
+    """Each key once.
+
+    Raises:
+        JaggedError: one is there twice.
+    """
+    if len(set(keys)) != len(keys):
+        twice = next(key for key, count in Counter(keys).items() if count > 1)
+        raise JaggedError(f"{what} has the key {twice!r} twice. Fix: one name for each feature.")
+
+
+def checked_lengths(
+    what: str, values: Tensor, weights: Tensor | None, lengths: Tensor | None, offsets: Tensor | None
+) -> Tensor:
+    """The lengths of bags of `values`, given as lengths, offsets or both.
+
+    Raises:
+        JaggedError: they do not fit the values, or weights do not.
+    """
+    for name, tensor in (("values", values), ("weights", weights), ("lengths", lengths), ("offsets", offsets)):
+        if isinstance(tensor, DTensor):
+            raise JaggedError(f"{what}: {name} are this rank's own, got a DTensor. Fix: {name}.to_local().")
+    if values.ndim == 0:
+        raise JaggedError(
+            f"{what}: values have no dim to divide, got the scalar {values.item()}. Fix: values.unsqueeze(0)."
+        )
+    if weights is not None and weights.shape != values.shape[:1]:
+        raise JaggedError(
+            f"{what}: {values.shape[0]} values need as many weights, got weights of shape {tuple(weights.shape)}. "
+            f"Fix: one weight for each value, 1-D."
+        )
+    if lengths is None and offsets is None:
+        raise JaggedError(f"{what} needs lengths or offsets. Fix: lengths=torch.tensor([...]), one of each bag.")
+    if lengths is None:
+        assert offsets is not None
+        lengths = _of_offsets(what, offsets)
+    elif offsets is not None and not torch.equal(_of_offsets(what, offsets), lengths.to(offsets.dtype)):
+        raise JaggedError(f"{what}: lengths are not the differences of offsets. Fix: give one of them.")
+    _check(what, values, lengths)
+    return lengths
+
+
+def _of_offsets(what: str, offsets: Tensor) -> Tensor:
+    _check_integers(what, "offsets", offsets)
+    if not offsets.numel() or int(offsets[0]) != 0:
+        first = int(offsets[0]) if offsets.numel() else "none"
+        raise JaggedError(f"{what}: offsets start with 0, got {first}. Fix: F.pad(lengths.cumsum(0), (1, 0)).")
+    return offsets.diff()
+
+
+def _check_integers(what: str, name: str, tensor: Tensor) -> None:
+    if tensor.ndim != 1 or tensor.dtype not in INTEGERS:
+        raise JaggedError(
+            f"{what}: {name} are 1-D and int32 or int64, got {tensor.ndim}-D {tensor.dtype}. "
+            f"Fix: {name}{'.flatten()' * (tensor.ndim != 1)}{'.long()' * (tensor.dtype not in INTEGERS)}."
+        )
+
+
+def _check(what: str, values: Tensor, lengths: Tensor) -> None:
+    _check_integers(what, "lengths", lengths)
+    if lengths.device != values.device:
+        raise JaggedError(f"{what}: values are on {values.device}, lengths on {lengths.device}. Fix: one device.")
+    if lengths.is_meta:
+        return
+    if lengths.numel() and int(lengths.min()) < 0:
+        bag = int((lengths < 0).nonzero()[0])
+        raise JaggedError(f"{what}: bag {bag} has length {int(lengths[bag])}. Fix: lengths of 0 or more.")
+    total = int(lengths.sum())
+    if total != values.shape[0]:
+        raise JaggedError(
+            f"{what}: the lengths of {lengths.numel()} bags sum to {total}, but there are {values.shape[0]} values. "
+            f"Fix: one length for each bag, or the values of all bags."
+        )
+
+
+def format_bags(values: Tensor, lengths: Tensor, weights: Tensor | None) -> str:
+    """The values of some bags, with their weights."""
+    most = 6
+    parts = values.detach().split(lengths.tolist())
+    texts = [_row(part) for part in parts[:most]]
+    if weights is not None:
+        of_bags = weights.detach().split(lengths.tolist())
+        texts = [f"{text} × {_row(w)}" for text, w in zip(texts, of_bags, strict=False)]
+    return "[" + ", ".join(texts) + (f", … {len(parts)} bags]" if len(parts) > most else "]")
+
+
+def _row(values: Tensor) -> str:
+    most = 8
+    if values.ndim > 1:
+        return f"[{values.shape[0]} of shape {tuple(values.shape[1:])}]"
+    texts = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in values[:most].tolist()]
+    return "[" + ", ".join(texts) + (f", … {len(values)}]" if len(values) > most else "]")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shardwise.embedding.jagged.segments import check_keys
+from shardwise.embedding.jagged import check_keys
 from shardwise.errors import JaggedError
 from shardwise.layout import checked, checked_init
 
