@@ -27,8 +27,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise import Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard, picture
-from shardwise.redistribute.exchange import program_of
-from shardwise.redistribute.native import native_program
+from shardwise.redistribute.exchange import native_program, program_of
 from shardwise.redistribute.plan import plan_redistribute
 from shardwise.redistribute.steps import Exchange
 

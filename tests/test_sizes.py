@@ -16,7 +16,7 @@ from tools.sizes import (
 )
 
 TEXTS = read(SOURCE)
-SMALL_FILES = 28  # at most
+SMALL_FILES = 10  # at most
 
 
 def test_no_file_is_too_long_to_be_one_idea() -> None:

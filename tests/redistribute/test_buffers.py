@@ -7,9 +7,9 @@ from torch.testing import assert_close
 
 from shardwise import Mesh, Shard, count_comms, distribute_tensor, world_size
 from shardwise.parallel import fully_shard
-from shardwise.redistribute import together
+from shardwise.redistribute import batched
+from shardwise.redistribute.batched import buffers_of_rank
 from shardwise.redistribute.buffers import MIN_BYTES, Buffers
-from shardwise.redistribute.together import buffers_of_rank
 from shardwise.testing import world
 from tests.parallel.one_process import full
 
@@ -98,7 +98,7 @@ def trained_in_units() -> list[Tensor]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_large_gradients_are_reduced_in_several_messages(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(together, "MESSAGE_BYTES", MIN_BYTES + 600_000)  # one weight and biases
+    monkeypatch.setattr(batched, "MESSAGE_BYTES", MIN_BYTES + 600_000)  # one weight and biases
 
     def run() -> tuple[int, list[Tensor]]:
         mesh = Mesh((world_size(),))

@@ -26,12 +26,10 @@ from shardwise import (
 )
 from shardwise.layout import Box, mesh
 from shardwise.layout.boxes import BoxIndex
-from shardwise.layout.division import Chunks, GivenSizes, given_sizes
-from shardwise.layout.placement import chunk
+from shardwise.layout.placement import Chunks, GivenSizes, chunk, given_sizes
 from shardwise.models import MLPModule
 from shardwise.redistribute import volume
-from shardwise.redistribute.exchange import program_of
-from shardwise.redistribute.native import native_program
+from shardwise.redistribute.exchange import native_program, program_of
 from shardwise.redistribute.plan import plan_redistribute, planned
 from shardwise.redistribute.steps import Exchange
 from shardwise.redistribute.volume import growth, held, largest

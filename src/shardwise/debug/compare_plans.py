@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardwise.errors import ArgumentError
-from shardwise.layout import Layout, checked
-from shardwise.layout.by_axis import placements_text
+from shardwise.layout import Layout, checked, placements_text
 from shardwise.redistribute.plan import RedistributePlan, alternatives
 from shardwise.redistribute.steps import CommStep
 

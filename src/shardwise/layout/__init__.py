@@ -17,11 +17,8 @@ from shardwise.layout.arguments import (
     is_listing,
     shown,
 )
-from shardwise.layout.at_rest import sharded_last
 from shardwise.layout.boxes import Box, check_cover, split_by_boxes
-from shardwise.layout.by_axis import PLACEMENTS, Placements, as_placement, as_placements, axis_names, placements_text
-from shardwise.layout.dim_shards import DimShards, ShardSizes, rows_of
-from shardwise.layout.layout import Layout
+from shardwise.layout.layout import Layout, contiguous_strides, dims_by_stride, sharded_last, strides_in_order
 from shardwise.layout.mesh import Mesh, entered_mesh, mesh_of, ring_elements
 from shardwise.layout.owner import LayoutKey, Owner, forget_calls, remember
 from shardwise.layout.parse import (
@@ -47,66 +44,25 @@ from shardwise.layout.placement import (
     dual,
     placement_of,
 )
-from shardwise.layout.strides import contiguous_strides, dims_by_stride, strides_in_order
+from shardwise.layout.placements import (
+    PLACEMENTS,
+    DimShards,
+    Placements,
+    ShardSizes,
+    as_placement,
+    as_placements,
+    axis_names,
+    placements_text,
+    rows_of,
+)
 
 __all__ = [
-    "ITEMSIZES",
-    "NAMED",
-    "PARTIAL",
-    "PLACEMENTS",
-    "REDUCE_OPS",
-    "REPLICATE",
-    "SEQUENCE",
-    "Box",
-    "Boxes",
-    "Count",
-    "DimShards",
-    "Kind",
-    "Layout",
-    "LayoutKey",
-    "Mesh",
-    "NumRanks",
-    "OnRanks",
-    "Owner",
-    "Partial",
-    "Placement",
-    "Placements",
-    "Probability",
-    "Replicate",
-    "Shard",
-    "ShardSizes",
-    "Timeout",
-    "as_integer",
-    "as_integers",
-    "as_placement",
-    "as_placements",
-    "axis_names",
-    "check_cover",
-    "checked",
-    "checked_init",
-    "chunk",
-    "contiguous_strides",
-    "describe",
-    "dims_by_stride",
-    "dual",
-    "entered_mesh",
-    "forget_calls",
-    "is_integer",
-    "is_listing",
-    "mesh_of",
-    "parse_integers",
-    "parse_itemsize",
-    "parse_mesh",
-    "parse_placement",
-    "parse_placements",
-    "placement_of",
-    "placements_text",
-    "read_toml",
-    "remember",
-    "ring_elements",
-    "rows_of",
-    "sharded_last",
-    "shown",
-    "split_by_boxes",
-    "strides_in_order",
+    "ITEMSIZES", "NAMED", "PARTIAL", "PLACEMENTS", "REDUCE_OPS", "REPLICATE", "SEQUENCE", "Box", "Boxes", "Count",
+    "DimShards", "Kind", "Layout", "LayoutKey", "Mesh", "NumRanks", "OnRanks", "Owner", "Partial", "Placement",
+    "Placements", "Probability", "Replicate", "Shard", "ShardSizes", "Timeout", "as_integer", "as_integers",
+    "as_placement", "as_placements", "axis_names", "check_cover", "checked", "checked_init", "chunk",
+    "contiguous_strides", "describe", "dims_by_stride", "dual", "entered_mesh", "forget_calls", "is_integer",
+    "is_listing", "mesh_of", "parse_integers", "parse_itemsize", "parse_mesh", "parse_placement",
+    "parse_placements", "placement_of", "placements_text", "read_toml", "remember", "ring_elements", "rows_of",
+    "sharded_last", "shown", "split_by_boxes", "strides_in_order",
 ]  # fmt: skip

@@ -12,14 +12,20 @@ from weakref import WeakValueDictionary
 from shardwise.errors import LayoutError
 from shardwise.layout.arguments import as_integers, shown
 from shardwise.layout.boxes import Box
-from shardwise.layout.by_axis import Placements, as_placements, placements_text
-from shardwise.layout.canonical import canonical_order, canonical_placements
-from shardwise.layout.dim_shards import DimShards, ShardSizes, rows_of, shard_sizes
-from shardwise.layout.division import Chunks
 from shardwise.layout.mesh import Mesh, mesh_of
 from shardwise.layout.owner import LayoutKey, Owner
-from shardwise.layout.placement import REPLICATE, Boxes, OnRanks, Partial, Placement, Shard, chunk, dual
-from shardwise.layout.strides import contiguous_strides, dims_by_stride
+from shardwise.layout.placement import REPLICATE, Boxes, Chunks, OnRanks, Partial, Placement, Shard, chunk, dual
+from shardwise.layout.placements import (
+    DimShards,
+    Placements,
+    ShardSizes,
+    as_placements,
+    canonical_order,
+    canonical_placements,
+    placements_text,
+    rows_of,
+    shard_sizes,
+)
 
 MOST_ELEMENTS = 2**62
 
@@ -380,6 +386,35 @@ def _lengths(placement: Shard, sizes: set[int], positions: int) -> set[int]:
     divisions = [Chunks(size, positions) for size in sizes]
     ends = {position for d in divisions for position in (0, d.last, positions - 1)}
     return {d.shard(position)[1] for d in divisions for position in ends}
+
+
+def sharded_last(layout: Layout, axis: int, placement: Shard) -> Layout:
+    """`layout`, sharded on `axis` too, where it is replicated, after all other axes: parameters of `fully_shard`."""
+    placements = [placement if at == axis else other for at, other in enumerate(layout.placements)]
+    order = [other for other in layout.shard_order if other != axis]
+    return Layout(layout.mesh, placements, layout.shape, [*order, axis])
+
+
+# ---- strides -------------------------------------------------------------------------------------------------
+
+
+def dims_by_stride(strides: Sequence[int]) -> list[int]:
+    """The dims from the one with the largest stride to that with the smallest: the order of an element in memory."""
+    return sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
+
+
+def strides_in_order(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a tensor of `shape` without gaps whose dims are in this order in memory, such as (1, 0)."""
+    by_dim = dict(zip(order, contiguous_strides([shape[d] for d in order]), strict=True))
+    return tuple([by_dim[d] for d in range(len(order))])
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a row-major tensor of `shape`, in elements."""
+    return tuple(prod(max(n, 1) for n in shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+# ---- drawing -------------------------------------------------------------------------------------------------
 
 
 class Drawing(Protocol):

@@ -4,7 +4,6 @@ import ast
 import re
 import tomllib
 from collections.abc import Callable, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ NAMES: dict[str, Callable[..., Placement]] = {
 }  # fmt: skip
 NO_ARGUMENTS = ("Replicate", "R", "Partial", "P")  # allowed without parentheses
 HELP = 'write "Shard(0)", "Shard(1, sizes=[…])", "OnRanks(0)", "Replicate()" or "Partial(\'sum\')"'
-
-MOST_RANKS = 1 << 16  # a typing error is an error at once
 
 ITEMSIZES = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint16": 2, "uint32": 4, "uint64": 8,
@@ -143,8 +140,6 @@ def parse_mesh(text: object, ranks: Sequence[int] = ()) -> Mesh:
     else:
         sizes = parse_integers([text] if isinstance(text, int) else text, "mesh")
     try:
-        if prod(sizes) > MOST_RANKS:
-            raise MeshError(f"it has {prod(sizes):,} ranks, more than {MOST_RANKS:,}.")
         if names is not None and not all(names):
             raise MeshError("An axis has a name or none has.")
         return Mesh(sizes, tuple(ranks), names)

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise import collectives
 from shardwise.errors import RuleError
-from shardwise.redistribute.together import Together
+from shardwise.redistribute.batched import Batched
 from shardwise.tensor.dtensor import DTensor, plain
 from shardwise.trace import comm_trace
 from shardwise.trace.autograd_function import TensorFunction
@@ -50,12 +50,12 @@ class Message:
 
     members: tuple[int, ...]
     names: tuple[str, ...]
-    moves: Together
+    moves: Batched
     device: str
     dtype: torch.dtype
     reduce_dtype: torch.dtype
     terms: tuple[int, ...]
-    resharded: Together | None = None
+    resharded: Batched | None = None
 
     def of_sums(self) -> "Message":
         """Gradients are added."""
@@ -92,7 +92,7 @@ class Gathered:
         self.full: list[Tensor] = []  # without history; those that a forward uses share their versions
         self.filled = False
         self._ahead: list[Fill] | None = None
-        self._resharded: list[tuple[Together, list[Tensor]]] = []  # shards of each message among fewer ranks
+        self._resharded: list[tuple[Batched, list[Tensor]]] = []  # shards of each message among fewer ranks
         self._seen = [_state(p) for p in parameters]
         self.before: Sequence[ref[Gathered]] = ()  # of the same forward, this one is `number`
         self.number = 0
@@ -110,7 +110,7 @@ class Gathered:
             sources = zip(self.messages, self._resharded or stored, strict=True)
             self._ahead = [self._start(message, *source) for message, source in sources]
 
-    def _start(self, message: Message, moves: Together, shards: Sequence[Tensor]) -> Fill:
+    def _start(self, message: Message, moves: Batched, shards: Sequence[Tensor]) -> Fill:
         backward = torch._C._current_graph_task_id() != NO_BACKWARD
         with self._sending("all-gather", moves.gathered_elements * message.dtype.itemsize, message, moves, backward):
             return moves.start_gather(shards, message.dtype)
@@ -268,7 +268,7 @@ class Gathered:
 
     @contextmanager
     def _sending(
-        self, what: str, num_bytes: int, message: Message, moves: Together, backward: bool = False
+        self, what: str, num_bytes: int, message: Message, moves: Batched, backward: bool = False
     ) -> Iterator[None]:
         """Say to listeners of the communication trace, and in errors, what is sent."""
         cause = Cause(
@@ -329,7 +329,7 @@ def _allocated(x: Tensor) -> Tensor:
 def _some(message: Message, present: Sequence[int]) -> Message:
     """The message without parameters that have no gradient."""
     moves = message.moves
-    fewer = Together(
+    fewer = Batched(
         moves.ranks,
         tuple(moves.shards[k] for k in present),
         tuple(moves.shapes[k] for k in present),

@@ -26,7 +26,7 @@ from shardwise.parallel.fully_sharded.parameters import (
     shown_as,
     stored_of,
 )
-from shardwise.redistribute.together import buffers_of_rank, together
+from shardwise.redistribute.batched import batched, buffers_of_rank
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.module_sharding import assign
@@ -450,7 +450,7 @@ def _messages(slots: Sequence[Slot], options: Options) -> list[Message]:
     messages = []
     for members in groups.values():
         first = slots[members[0]]
-        moves = together([slots[i].stored.sharded for i in members], first.stored.axis, collectives.rank())
+        moves = batched([slots[i].stored.sharded for i in members], first.stored.axis, collectives.rank())
         stored = first.parameter.dtype
         dtype = policy.param_dtype if policy.param_dtype is not None and stored.is_floating_point else stored
         terms = tuple(slots[i].stored.terms for i in members)

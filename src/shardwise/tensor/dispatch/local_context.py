@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise import collectives
 from shardwise.layout import Box, Layout, Mesh, Shard
 from shardwise.redistribute import transfers
-from shardwise.redistribute.fetch import fetch
+from shardwise.redistribute.transfers import fetch
 from shardwise.tensor.dispatch import seeds
 from shardwise.tensor.dispatch.align_shards import sizes_by_axis
 from shardwise.tensor.dispatch.view_copies import mark_copy

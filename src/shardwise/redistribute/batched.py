@@ -1,7 +1,7 @@
 """Several tensors along one mesh axis in one collective: an all-gather of all parameters of a layer, and the
 reduce-scatter of their gradients.
 
-    moves = together([layout.axis_of_weight, ...], axis, rank)
+    moves = batched([layout.axis_of_weight, ...], axis, rank)
     weight, bias = moves.start_gather([weight_shard, bias_shard])()
 """
 
@@ -16,15 +16,15 @@ from torch import Tensor
 
 from shardwise import collectives
 from shardwise.layout import Layout, Owner, Shard
-from shardwise.layout.division import Chunks
+from shardwise.layout.placement import Chunks
 from shardwise.redistribute.buffers import Buffers, Lent
-from shardwise.redistribute.native import Shards, as_result, shards_of, total
+from shardwise.redistribute.exchange import Shards, as_result, shards_of, total
 
 MESSAGE_BYTES = 16 << 20  # of an exchange; a message, what is received and the sum are held at once
 
 
 @dataclass(frozen=True)
-class Together:
+class Batched:
     """What one rank does with several tensors.
 
     Args:
@@ -63,12 +63,12 @@ class Together:
             return self.gathered_elements
         return sum(self.counts) - sum(map(prod, self.own))
 
-    def among(self, count: int, rank: int) -> "Together":
+    def among(self, count: int, rank: int) -> "Batched":
         """The same full tensors, divided evenly among the `count` ranks of this rank: ranks are taken as they rise."""
         at = self.ranks.index(rank)
         first = at - at % count
         chunks = [Chunks(prod(shape), count) for shape in self.shapes]
-        return Together(
+        return Batched(
             self.ranks[first : first + count],
             tuple([Shards(0, each, None) for each in chunks]),
             tuple([(each.size,) for each in chunks]),
@@ -140,7 +140,7 @@ class Together:
         received[here] = own
         return total(received)
 
-    def _messages(self, numel: int) -> Iterator[tuple[int, "Together"]]:
+    def _messages(self, numel: int) -> Iterator[tuple[int, "Batched"]]:
         """Consecutive tensors of at most `numel` elements together, or one: the number of the first, and what to do."""
         first = held = 0
         for at, shape in enumerate(self.shapes):
@@ -150,12 +150,12 @@ class Together:
             held += prod(shape)
         yield first, self._some(first, len(self.shapes))
 
-    def _some(self, first: int, end: int) -> "Together":
+    def _some(self, first: int, end: int) -> "Batched":
         some = slice(first, end)
         return replace(self, shards=self.shards[some], shapes=self.shapes[some], own=self.own[some])
 
 
-def together(layouts: Sequence[Layout], axis: int, rank: int) -> Together:
+def batched(layouts: Sequence[Layout], axis: int, rank: int) -> Batched:
     """What `rank` does with tensors of these layouts, all of one mesh, which shard a dim along `axis` last."""
     mesh = layouts[0].mesh
     shards, shapes, own = [], [], []
@@ -171,7 +171,7 @@ def together(layouts: Sequence[Layout], axis: int, rank: int) -> Together:
     num_bytes = 4 * (len(ranks) - 1) * sum(map(prod, own))
     costs = collectives.costs(mesh.device_type)
     of = {name: costs.of(name, ranks, mesh.sorted_ranks, num_bytes) for name in ("reduce_scatter", "all_to_all")}
-    return Together(ranks, tuple(shards), tuple(shapes), tuple(own), min(of, key=of.__getitem__))
+    return Batched(ranks, tuple(shards), tuple(shapes), tuple(own), min(of, key=of.__getitem__))
 
 
 def _message(parts: Sequence[Tensor], dtype: torch.dtype, lent: Lent) -> Tensor:
