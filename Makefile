@@ -1,4 +1,4 @@
-# make train   train examples/recommender.py     (make train ARGS="--nproc 4")
+# make train   train examples/recommender.py     (make train ARGS="--nproc 4"; clicks: make train ARGS=dlrm)
 # make docs    the documentation site, in build/docs/index.html
 # make check   format check, lint, types
 # make quick   the tests that start no processes
@@ -29,7 +29,7 @@ SHARING := --numprocesses $(shell expr $$(nproc) + $$(nproc) / 2) --maxprocesses
 .PHONY: train docs check quick test tests surveys every test-torch wheel release
 
 # The first word of ARGS may name the example; the others are its options.
-JOB := $(filter recommender,$(firstword $(ARGS)))
+JOB := $(filter recommender dlrm,$(firstword $(ARGS)))
 train: $(RUN_READY)
 	$(BIN)/python examples/$(or $(JOB:lm=language_model),recommender).py $(if $(JOB),$(wordlist 2,99,$(ARGS)),$(ARGS))
 

@@ -1,6 +1,7 @@
 """The examples of one page each: they print what they say, and train as one process does."""
 
 import importlib.util
+import math
 import os
 import re
 import runpy
@@ -17,8 +18,6 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.checkpoint import load, save, state_of
-from shardwise.demos.data import CriteoDataset
-from shardwise.demos.data.criteo import KEYS, SAMPLE
 from shardwise.embedding import KeyedJaggedTensor
 from shardwise.parallel import MixedPrecisionPolicy
 from shardwise.testing import world
@@ -71,8 +70,8 @@ def losses_of(printed: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"^step .* loss (\S+)", printed, re.MULTILINE)]
 
 
-def check_checkpoint(folder: Path, plain: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The latest checkpoint has the parameters and optimizer states of training in one process."""
+def check_checkpoint(folder: Path, plain: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """The latest checkpoint has the parameters, and the states of the optimizer, of training in one process."""
     for name, expected in state_of(plain, optimizer).items():
         if isinstance(expected, Tensor):
             found = torch.zeros_like(expected)
@@ -139,40 +138,87 @@ def test_the_gpt_goes_on_bitwise_on_as_many_ranks(tmp_path: Path) -> None:
     assert second[1] == whole[1]
 
 
-@pytest.mark.slow
-def test_the_dlrm_trains_as_in_one_process() -> None:
-    dlrm = example("dlrm")
+@pytest.mark.processes
+def test_the_dlrm_trains_as_in_one_process_and_goes_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -> None:
+    """First 3 ranks, which divide neither the batch nor the tables, then 2."""
+    dlrm, clicks = example("dlrm"), example("clicks")
+    data = tmp_path / "clicks.parquet"
+    clicks.write(data, [clicks.invent(clicks.GROUP + 100)])
+    options = ("--data", str(data), "--batch", "50", "--num-ids", "31", "--dim", "4", "--save-every", "2")
+    first = run_example("dlrm", tmp_path, "--nproc", "3", "--steps", "3", *options)
+    then = run_example("dlrm", tmp_path, "--nproc", "2", "--steps", "5", *options)
+    assert "Going on from step 3 " in then
+    assert "Collectives of a step: 4 all_to_all" in then
+    rows, held_out = (clicks.Clicks(data, 50, 31, training=training) for training in (True, False))
     torch.manual_seed(0)
-    plain = dlrm.DLRM()
+    plain = dlrm.DLRM(31, 4)
     losses: list[float] = []
     sums: dict[str, Tensor] = {}
     optimizer = torch.optim.Adagrad([*plain.bottom.parameters(), *plain.top.parameters()], lr=0.02)
-    parts = [
-        CriteoDataset(SAMPLE, 8, num_embeddings=dlrm.ROWS, seed=0, drop_last=True, rank=rank, world_size=4)
-        for rank in range(4)
-    ]
-    for batches in zip(*parts, strict=True):
-        dense, ids, labels = (torch.cat([getattr(x, name) for x in batches]) for name in ("dense", "ids", "labels"))
-        ids = ids.T.flatten()
-        features = KeyedJaggedTensor(list(KEYS), ids, lengths=torch.ones(len(ids), dtype=torch.int64))
-        loss = F.binary_cross_entropy_with_logits(plain(dense, features), labels)
-        with step_of(optimizer, losses, loss):
+    for step in range(5):
+        batch = rows.at(step, 0, 1)
+        logits = plain(batch.dense, dlrm.features_of(batch))
+        with step_of(optimizer, losses, F.binary_cross_entropy_with_logits(logits, batch.labels)):
             row_wise_adagrad(plain.tables, sums, lr=0.1)
-    assert len(losses) == 9
-    for means, calls in world(4).run(dlrm.train, 1):
-        assert means == [pytest.approx(sum(losses) / len(losses), abs=1e-5)]
-        assert calls.total() == 4
+    assert losses_of(first + then) == pytest.approx(losses, abs=6e-4)
+    check_checkpoint(tmp_path / "runs" / "dlrm", plain)
+    batches = [held_out.at(step, 0, 1) for step in range(len(held_out))]
+    with torch.no_grad():
+        logits = torch.cat([plain(batch.dense, dlrm.features_of(batch)) for batch in batches])
+    labels, known = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("labels", "probabilities"))
+    expected = [
+        ("share of clicks", 0.5, 1.0),
+        ("this model", dlrm.auc(logits, labels), dlrm.entropy(logits, labels)),
+        ("true probabilities", dlrm.auc(known, labels), dlrm.entropy(known.logit(), labels)),
+    ]
+    found = re.findall(r"^ *(\w+ \w+(?: \w+)?) +(\d\.\d+) +(\d\.\d+)", then, re.MULTILINE)
+    assert found == [(name, f"{auc:.3f}", f"{entropy:.3f}") for name, auc, entropy in expected]
 
 
-@pytest.mark.slow
-def test_the_dlrm_goes_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -> None:
-    """A batch is divided among ranks, so losses are those of one run; a run that is complete trains nothing."""
+def test_the_measures_of_clicks_are_those_of_their_definition() -> None:
     dlrm = example("dlrm")
-    expected, _ = world(2).run(dlrm.train, 3)[0]
-    for passes, ranks in ((1, 4), (3, 2), (3, 2)):
-        first = world(ranks).run(dlrm.train, passes, str(tmp_path))[0][0]
-        assert first == pytest.approx({1: expected[:1], 3: expected[1:]}[passes] if first else [], abs=1e-4)
-    assert first == []
+    scores, labels = torch.tensor([-1.0, 2.0, 0.0, 0.0]), torch.tensor([0.0, 1.0, 1.0, 0.0])
+    pairs = [(a > b) + (a == b) / 2 for a in scores[labels == 1] for b in scores[labels == 0]]
+    assert dlrm.auc(scores, labels) == sum(pairs).item() / 4 == 0.875
+    log_loss = F.binary_cross_entropy_with_logits(scores, labels)
+    assert dlrm.entropy(scores, labels) == pytest.approx(log_loss.item() / math.log(2))
+
+
+def test_batches_of_clicks_have_each_row_once_in_a_pass_on_any_number_of_ranks(tmp_path: Path) -> None:
+    clicks = example("clicks")
+    path = tmp_path / "clicks.parquet"
+    parts = [clicks.invent(count, seed=count) for count in (20, 33, 9)]
+    for number, part in enumerate(parts):
+        parts[number] = part.set_column(1, "I1", [range(100 * number, 100 * number + len(part))])
+    clicks.write(path, parts)  # three row groups
+
+    def step(number: int, ranks: int) -> list[float]:
+        found = [clicks.Clicks(path, 10, 50, training=True).at(number, rank, ranks) for rank in range(ranks)]
+        assert {len(rows.labels) for rows in found} <= {10 // ranks, 10 // ranks + 1}
+        read: list[float] = torch.cat([rows.dense[:, 0] for rows in found]).expm1().round().tolist()
+        return read
+
+    assert len(clicks.Clicks(path, 10, 50, training=True)) == 5
+    assert len(clicks.Clicks(path, 9, 50, training=False)) == 1
+    orders = []
+    for first in (0, 5):
+        for ranks in (1, 3, 4):
+            orders.append([row for number in range(first, first + 5) for row in step(number, ranks)])
+            assert len(set(orders[-1])) == 50
+            assert orders[-1] == orders[len(orders) // 4 * 3]
+    assert orders[0] != orders[3]
+
+
+def test_lines_of_criteo_become_rows(tmp_path: Path) -> None:
+    clicks = example("clicks")
+    line = ["1", "", "-2", *["7"] * 11, "", "0000000f", *["ffffffff"] * 24]
+    (tmp_path / "train.txt").write_text("\n".join("\t".join(line) for _ in range(3)) + "\n")
+    clicks.write(tmp_path / "clicks.parquet", clicks.read_lines(tmp_path / "train.txt"))
+    rows = clicks.Clicks(tmp_path / "clicks.parquet", 2, 11, training=False).at(0, 0, 1)
+    assert rows.labels.tolist() == [1, 1]
+    assert rows.dense[1].tolist() == [0, 0, *[pytest.approx(math.log(8))] * 11]
+    assert rows.ids[0].tolist() == [0, 1 + 0xF % 10, *[1 + 0xFFFFFFFF % 10] * 24]
+    assert rows.probabilities.isnan().all()
 
 
 @pytest.mark.slow
@@ -184,7 +230,7 @@ def test_a_captured_dlrm_trains_as_without_capture() -> None:
         for captured in (False, True):
             mesh = sw.Mesh((2,))
             torch.manual_seed(0)
-            model = dlrm.DLRM()
+            model = dlrm.DLRM(100, 8)
             dlrm.shard(model, mesh)
             layers = [parameter for name, parameter in model.named_parameters() if not name.startswith("tables")]
             optimizer = torch.optim.Adagrad(layers, lr=0.02)
@@ -195,10 +241,10 @@ def test_a_captured_dlrm_trains_as_without_capture() -> None:
             step: Any = sw.capture(loss_of) if captured else loss_of
             values, g = [], torch.Generator().manual_seed(sw.rank())
             for _ in range(4):
-                lengths = torch.randint(0, 4, (len(KEYS) * 8,), generator=g)
-                ids = torch.randint(0, dlrm.ROWS, (int(lengths.sum()),), generator=g)
+                lengths = torch.randint(0, 4, (len(dlrm.KEYS) * 8,), generator=g)
+                ids = torch.randint(0, 100, (int(lengths.sum()),), generator=g)
                 dense, labels = (torch.rand(8, *size, generator=g) for size in ((13,), ()))
-                features = KeyedJaggedTensor(list(KEYS), ids, lengths=lengths)
+                features = KeyedJaggedTensor(list(dlrm.KEYS), ids, lengths=lengths)
                 dense, labels = (sw.DTensor.from_local(x, mesh, [sw.Shard(0)]) for x in (dense, labels))
                 loss = step(dense, features, labels)
                 optimizer.zero_grad()
