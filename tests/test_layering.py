@@ -167,7 +167,7 @@ def test_a_forbidden_import_is_refused(tmp_path: Path, file: str, code: str, why
     [
         ("layout/layout.py", "from shardwise import errors"),
         ("rules/matmul.py", "from shardwise.rules.row import Row"),
-        ("cli/x.py", "def f():\n    from shardwise.demos import run"),
+        ("cli/x.py", "def f():\n    from shardwise.simulation import simulate"),
         ("collectives/x.py", "import torch\nimport torch.distributed as dist\ntorch.distributed.barrier()"),
         (
             "collectives/failures/store.py",
@@ -191,7 +191,7 @@ def test_a_unit_without_a_layer_is_named_with_the_fix(tmp_path: Path) -> None:
 
 
 def test_layers_are_ordered_and_name_each_unit_once() -> None:
-    assert LEVEL["cli"] > LEVEL["demos"] > LEVEL["pictures"] > LEVEL["tensor"] > LEVEL["errors"]
+    assert LEVEL["cli"] > LEVEL["simulation"] > LEVEL["pictures"] > LEVEL["tensor"] > LEVEL["errors"]
     assert len(LEVEL) == len(LAYERS.replace("|", " ").split())
 
 

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
 
 from shardwise import cli
 from shardwise.checkpoint import files, read_manifest, save
-from shardwise.cli.checkpoint import convert
+from shardwise.cli.checkpoint import DTYPES
 from shardwise.layout import Layout, Mesh, Shard
 from shardwise.testing import world
 from tests.checkpoint.states import distributed
@@ -171,7 +171,7 @@ def test_tensors_are_exported_in_another_dtype(path: Path, tmp_path: Path, capsy
 
 
 def test_the_dtypes_of_the_command_line_are_those_of_exports() -> None:
-    assert tuple(getattr(torch, name) for name in convert.DTYPES) == files.FLOATING
+    assert tuple(getattr(torch, name) for name in DTYPES) == files.FLOATING
 
 
 def test_diff_prints_and_exits_as_diff_does(path: Path, tmp_path: Path, capsys: Captured) -> None:

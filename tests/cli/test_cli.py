@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
-from shardwise import cli, errors
+from shardwise import cli, collectives, errors
+from shardwise.cli import doctor
 from shardwise.collectives.cost_tables import read_costs
-from shardwise.errors import RankFailedError, ShardwiseError
+from shardwise.errors import RankFailedError
+from shardwise.testing import world
 
-pytestmark = pytest.mark.processes
+Captured = pytest.CaptureFixture[str]
 
 
 def add_command(monkeypatch: pytest.MonkeyPatch, run: Callable[[argparse.Namespace], int]) -> None:
@@ -25,7 +27,7 @@ def add_command(monkeypatch: pytest.MonkeyPatch, run: Callable[[argparse.Namespa
     def add_parser(subparsers: Any) -> None:
         subparsers.add_parser("try").set_defaults(command=run)
 
-    monkeypatch.setattr(cli, "COMMANDS", (*cli.COMMANDS, SimpleNamespace(add_parser=add_parser)))
+    monkeypatch.setattr(cli, "COMMANDS", (SimpleNamespace(add_parser=add_parser),))
 
 
 def raising(error: BaseException) -> Callable[[argparse.Namespace], int]:
@@ -35,64 +37,41 @@ def raising(error: BaseException) -> Callable[[argparse.Namespace], int]:
     return run
 
 
-def test_help_does_not_import_torch() -> None:
-    code = (
-        "import sys; from shardwise.cli import main; assert main(['--help']) == 0; "
-        "assert main(['doctor', '--help']) == 0; assert 'torch' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "doctor" in done.stdout
-
-
-def test_python_m_shardwise_is_the_same_program() -> None:
-    command = [sys.executable, "-m", "shardwise", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("shardwise ")
-
-
 @pytest.mark.parametrize("argv", [[], ["nonsense"], ["doctor", "--nproc", "two"], ["doctor", "--nproc", "0"]])
-def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_exits_with_2(argv: list[str], capsys: Captured) -> None:
     assert cli.main(argv) == 2
     assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (errors.ArgumentError("x"), 2),
-        (errors.ConfigError("x"), 2),
-        (errors.LaunchError("x"), 2),
-        (errors.PlanError("x"), 3),
-        (errors.IdError("x"), 3),
-        (errors.MismatchError("x"), 3),
-        (errors.CheckpointError("x"), 4),
-        (errors.RemoteRankError("x", 1), 5),
-        (RankFailedError("x", 1, -9), 5),
-        (RankFailedError("x", 1, 1, "KeyError"), 5),
-        (RankFailedError("x", 1, 1, "CheckpointError"), 4),
-    ],
-    ids=repr,
-)
-def test_an_error_is_one_message_and_its_exit_code(
-    error: ShardwiseError,
-    code: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    add_command(monkeypatch, raising(error))
-    assert cli.main(["try"]) == code
-    assert capsys.readouterr() == ("", f"{type(error).__name__}: x\n")
+CODES = [
+    (errors.ArgumentError("x"), 2),
+    (errors.ConfigError("x"), 2),
+    (errors.LaunchError("x"), 2),
+    (errors.PlanError("x"), 3),
+    (errors.IdError("x"), 3),
+    (errors.MismatchError("x"), 3),
+    (errors.CheckpointError("x"), 4),
+    (errors.RemoteRankError("x", 1), 5),
+    (RankFailedError("x", 1, -9), 5),
+    (RankFailedError("x", 1, 1, "KeyError"), 5),
+    (RankFailedError("x", 1, 1, "CheckpointError"), 4),
+]
 
 
-@pytest.mark.parametrize("argv", [["--traceback", "try"], ["try", "--traceback"]])
-def test_traceback_shows_where_an_error_came_from(
-    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_is_one_message_and_its_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    for error, code in CODES:
+        add_command(monkeypatch, raising(error))
+        assert cli.main(["try"]) == code, error
+        assert capsys.readouterr() == ("", f"{type(error).__name__}: x\n")
+
+
+def test_traceback_shows_where_an_error_came_from(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     add_command(monkeypatch, raising(errors.PlanError("no room")))
-    assert cli.main(argv) == 3
-    printed = capsys.readouterr().err
-    assert printed.startswith("Traceback (most recent call last):")
-    assert printed.endswith("shardwise.errors.PlanError: no room\n")
+    for argv in (["--traceback", "try"], ["try", "--traceback"]):
+        assert cli.main(argv) == 3
+        printed = capsys.readouterr().err
+        assert printed.startswith("Traceback (most recent call last):")
+        assert printed.endswith("shardwise.errors.PlanError: no room\n")
 
 
 def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,15 +80,13 @@ def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
         cli.main(["try"])
 
 
-def test_names_in_a_message_cannot_steer_the_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_in_a_message_cannot_steer_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     add_command(monkeypatch, raising(errors.PlanError("table 'größe\x1b[2J\r'\n  second line")))
     cli.main(["try"])
     assert capsys.readouterr().err == "PlanError: table 'größe\\x1b[2J\\r'\n  second line\n"
 
 
-def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     add_command(monkeypatch, raising(KeyboardInterrupt()))
     assert cli.main(["try"]) == 130
     assert capsys.readouterr().err == "Interrupted.\n"
@@ -132,17 +109,43 @@ def test_sigterm_unwinds_and_exits_with_143(monkeypatch: pytest.MonkeyPatch) -> 
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_reader_that_left_is_no_error() -> None:
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    command = [sys.executable, "-m", "shardwise", "doctor"]
-    with os.fdopen(write_end, "w") as stdout:
-        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
-    assert (done.returncode, done.stderr) == (141, "")
+# ---- processes ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.processes
-def test_doctor_measures_what_collectives_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_torch_is_not_imported_for_help_or_pictures(tmp_path: Path) -> None:
+    code = (
+        "import sys; from shardwise.cli import main; "
+        "assert main(['--help']) == 0; assert main(['checkpoint', 'import', '--help']) == 0; "
+        "draw = ['show', '--mesh', '2', '--shape', '4', 'S(0)']; "
+        "assert main(draw) == 0; assert main([*draw, '--svg', 'a.svg']) == 0; "
+        "assert not {'torch', 'rich', 'numpy'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "doctor" in done.stdout
+    assert "rank 1" in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+@pytest.mark.processes
+def test_python_m_shardwise_is_the_same_program_and_a_reader_that_left_is_no_error() -> None:
+    command = [sys.executable, "-m", "shardwise"]
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("shardwise ")
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end, "w") as stdout:
+        left = subprocess.run([*command, "doctor"], stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+    assert (left.returncode, left.stderr) == (141, "")
+
+
+@pytest.mark.processes
+def test_doctor_lets_ranks_talk_and_measures_what_collectives_cost(tmp_path: Path, capsys: Captured) -> None:
+    assert cli.main(["doctor", "--nproc", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = [line.split()[0] for line in lines]
+    assert names == ["shardwise", "torch", "python", "cores", "memory", "disk", "ranks"]
+    assert lines[-1].split()[1:4] == ["2", "exchanged", "1"]
     assert cli.main(["doctor", "--calibrate", "--output", str(tmp_path / "costs.json")]) == 0
     out = capsys.readouterr().out
     assert "inside a host, reduce_scatter" in out
@@ -150,15 +153,15 @@ def test_doctor_measures_what_collectives_cost(tmp_path: Path, capsys: pytest.Ca
     assert read_costs(tmp_path / "costs.json")[0] == "cpu"
 
 
-def test_doctor_cannot_measure_with_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--calibrate", "--nproc", "1", "--output", str(tmp_path / "costs.json")]) != 0
-    assert "Fix: start at least 2" in capsys.readouterr().err
+def test_doctor_cannot_measure_with_one_rank(tmp_path: Path) -> None:
+    with pytest.raises(errors.ShardwiseError, match="Fix: start at least 2"):
+        world(1).run(doctor.calibrate, tmp_path / "costs.json")
     assert not list(tmp_path.iterdir())
 
 
-def test_doctor_lets_ranks_talk(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--nproc", "2"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    names = [line.split()[0] for line in lines]
-    assert names == ["shardwise", "torch", "python", "cores", "memory", "disk", "ranks"]
-    assert lines[-1].split()[1:4] == ["2", "exchanged", "1"]
+def test_doctor_notices_data_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert max(world(3).run(doctor.exchange, 6)) > 0
+    all_to_all = collectives.all_to_all
+    monkeypatch.setattr(collectives, "all_to_all", lambda *args: all_to_all(*args).flip(0))
+    with pytest.raises(errors.MismatchError, match="received other data than was sent to it"):
+        world(3).run(doctor.exchange, 6)

@@ -138,20 +138,6 @@ def test_a_terminal_without_lines_gets_plain_ones(plan: str) -> None:
     assert "  +--------+\n0 | rank 0 |\n  |        |\n  +--------+\n2 | rank 1 |\n" in done.stdout
 
 
-@pytest.mark.processes
-def test_torch_is_not_needed_and_colours_are_not_piped(plan: str, tmp_path: Path) -> None:
-    code = (
-        "import sys; from shardwise.cli import main; "
-        f"assert main(['show', {plan!r}]) == 0; "
-        f"assert main(['show', {plan!r}, '--svg', {str(tmp_path / 'a.svg')!r}]) == 0; "
-        "assert main(['show', '--help']) == 0; "
-        "assert not {'torch', 'rich', 'numpy'} & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "rank 1" in done.stdout
-    assert "\x1b" not in done.stdout
-
-
 def test_the_page_about_pictures_shows_what_is_printed(tmp_path: Path, capsys: Captured) -> None:
     page = (Path(__file__).parents[2] / "docs" / "pictures.md").read_text()
     examples = re.findall(r"^\$ shardwise (.*)\n((?:(?!```).*\n)*)", page, re.MULTILINE)

@@ -15,19 +15,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-from shardwise.cli import checkpoint, completion, doctor, show, simulate, train
-from shardwise.cli.exits import Exit, exit_code
-from shardwise.cli.mistakes import Parser, check_options
-from shardwise.cli.versions import installed
+from shardwise.cli import checkpoint, completion, doctor, show, simulate
+from shardwise.cli.common import Exit, exit_code, installed
 from shardwise.errors import ShardwiseError, printable
 
 __all__ = ["build_parser", "main"]
 
-COMMANDS = (train, checkpoint, show, simulate, doctor, completion)
+COMMANDS = (checkpoint, show, simulate, doctor, completion)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code (`shardwise.cli.exits`).
+    """Run one command line and return its exit code (`Exit`).
 
     Args:
         argv: without the name of the program; that of this process if None.
@@ -47,7 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     try:
-        check_options(parser, sys.argv[1:] if argv is None else argv)
         args = parser.parse_args(argv)
         with _sigterm_raises():
             code: int = args.command(args)
@@ -67,7 +64,7 @@ def _run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all sub-commands."""
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog="shardwise",
         description="Tensors and embedding tables that live on many ranks and behave as one.",
     )

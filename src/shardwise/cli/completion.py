@@ -3,8 +3,7 @@
 import argparse
 from collections.abc import Iterator
 
-from shardwise.cli.exits import Exit, SubParsers
-from shardwise.cli.mistakes import subcommands
+from shardwise.cli.common import Exit, SubParsers
 from shardwise.errors import ConfigError
 
 SHELLS = ("bash", "zsh")
@@ -34,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         import shtab
     except ImportError as error:
         raise ConfigError("completion needs shtab. Fix: pip install 'shardwise[completion]'.") from error
-    for each in _every(args.parser):
+    for each in every_parser(args.parser):
         for action in each._actions:
             if action.metavar in (*FILES, *FOLDERS):  # shtab reads an attribute that argparse does not declare
                 vars(action)["complete"] = shtab.FILE if action.metavar in FILES else shtab.DIRECTORY
@@ -42,7 +41,10 @@ def run(args: argparse.Namespace) -> int:
     return Exit.OK
 
 
-def _every(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+def every_parser(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """A parser and those of its sub-commands, in the order of the help."""
     yield parser
-    for each in subcommands(parser).values():
-        yield from _every(each)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                yield from every_parser(each)

@@ -8,8 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
 
-from shardwise.cli.exits import Exit, SubParsers
-from shardwise.cli.versions import installed
+from shardwise.cli.common import Exit, SubParsers, installed
 
 ELEMENTS = 1 << 18  # int32 that a rank sends to each rank: 1 MiB
 REPEATS = 5

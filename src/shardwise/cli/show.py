@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.cli.exits import Exit, SubParsers
-from shardwise.cli.files import write
+from shardwise.cli.common import Exit, SubParsers, write
 from shardwise.errors import ConfigError, LayoutError, MeshError, PlanError, printable
 
 if TYPE_CHECKING:

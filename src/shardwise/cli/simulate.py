@@ -9,7 +9,7 @@ from itertools import count
 from types import FunctionType
 from typing import TYPE_CHECKING, TypeAlias
 
-from shardwise.cli.exits import Exit, SubParsers
+from shardwise.cli.common import Exit, SubParsers
 from shardwise.errors import ConfigError, PlanError, did_you_mean
 
 if TYPE_CHECKING:

@@ -1,13 +1,10 @@
-"""`shardwise checkpoint inspect`: what a checkpoint holds, from its manifest."""
+"""Texts and pages of `shardwise checkpoint inspect`: what a checkpoint holds, from its manifest."""
 
-import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
-from shardwise.cli.exits import Exit, SubParsers
-from shardwise.cli.files import write
 from shardwise.errors import printable
 
 if TYPE_CHECKING:
@@ -19,53 +16,32 @@ if TYPE_CHECKING:
 Branch: TypeAlias = "dict[str, Branch | StoredTensor]"
 
 
-def add_parser(verbs: SubParsers) -> None:
-    """Describe `inspect` to argparse."""
-    parser = verbs.add_parser(
-        "inspect",
-        help="list the tensors and values of a checkpoint",
-        description="Print what a checkpoint holds. Only its manifest is read; verify reads the data.",
-    )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder or URL step-…, or the one above: its latest")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--tree", action="store_true", help="by the parts of names, with sums")
-    how.add_argument("--json", action="store_true", help="everything, with each chunk, as JSON")
-    how.add_argument("--svg", metavar="FILE", help="write a drawing of each tensor")
-    parser.set_defaults(command=run)
+def drawing(manifest: "Manifest") -> str:
+    """A drawing of each tensor, as SVG."""
+    from shardwise.pictures.svg import draw_svg
+
+    return draw_svg(list(_pictures(manifest)))
 
 
-def run(args: argparse.Namespace) -> int:
-    """Print or write it.
+def print_json(manifest: "Manifest") -> None:
+    """Print everything that the manifest has."""
+    _print([json.dumps(_as_json(manifest), indent=2, ensure_ascii=False)])
 
-    Raises:
-        CheckpointError: there is no complete checkpoint.
-        ConfigError: the drawing cannot be written.
-    """
-    from shardwise.checkpoint.offline import find
+
+def print_listing(path: str, manifest: "Manifest", tree: bool) -> None:
+    """Print the tensors, as a table or a tree, and the values."""
     from shardwise.pictures.labels import aligned
 
-    path, manifest = find(args.checkpoint)
-    if args.json:
-        _print([json.dumps(as_json(manifest), indent=2, ensure_ascii=False)])
-    elif args.svg is not None:
-        from shardwise.pictures.svg import draw_svg
-
-        write(args.svg, draw_svg(list(_pictures(manifest))))
+    _print([*_heading(path, manifest), ""])
+    if tree:
+        _print_tree(manifest)
     else:
-        _print([*_heading(str(path), manifest), ""])
-        if args.tree:
-            _print_tree(manifest)
-        else:
-            _print(aligned([[printable(cell) for cell in row] for row in _rows(manifest)], WORDS))
-        _print(_values(manifest))
-    return Exit.OK
+        words = 3  # columns of text in the table
+        _print(aligned([[printable(cell) for cell in row] for row in _rows(manifest)], words))
+    _print(_values(manifest))
 
 
-WORDS = 3  # columns of text in `_rows`
-
-
-def as_json(manifest: "Manifest") -> dict[str, object]:
-    """What `--json` prints."""
+def _as_json(manifest: "Manifest") -> dict[str, object]:
     from shardwise.checkpoint.manifest import chunk_json
 
     return {
@@ -149,9 +125,6 @@ def _pictures(manifest: "Manifest") -> "Iterator[Picture]":
         for chunk in tensor.chunks:
             boxes[files[chunk.file]].append(chunk.box)
         yield Picture(Layout(mesh, [Boxes(boxes)], tensor.shape), name, tensor.dtype.itemsize)
-
-
-# ---- the tree ---------------------------------------------------------------------------------------------
 
 
 def _print_tree(manifest: "Manifest") -> None:

@@ -1,0 +1,77 @@
+"""Shared by the commands: exit codes, files that they read and write, versions of packages."""
+
+import argparse
+from enum import IntEnum
+from importlib import metadata
+from pathlib import Path
+from typing import TypeAlias
+
+from shardwise import errors
+from shardwise.errors import ArgumentError, CheckpointError, ConfigError, LaunchError, RankFailedError, RemoteRankError
+
+SubParsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+class Exit(IntEnum):
+    """What a shell sees; 128 and more are the number of the signal that ended the command, plus 128."""
+
+    OK = 0
+    DIFFERENT = 1  # of what `checkpoint diff` compares
+    USAGE = 2
+    DATA = 3
+    CHECKPOINT = 4
+    RANK = 5
+    INTERRUPTED = 130
+    BROKEN_PIPE = 141
+    TERMINATED = 143
+
+
+def exit_code(error: errors.ShardwiseError) -> Exit:
+    """The code for `error`; a rank that failed with an error of ours counts as that error."""
+    kind = type(error)
+    if isinstance(error, RankFailedError):
+        kind = getattr(errors, error.error_type, kind)
+    if issubclass(kind, ArgumentError | ConfigError | LaunchError):
+        return Exit.USAGE
+    if issubclass(kind, CheckpointError):
+        return Exit.CHECKPOINT
+    if issubclass(kind, RankFailedError | RemoteRankError):
+        return Exit.RANK
+    return Exit.DATA
+
+
+def lines_of(file: str) -> list[str]:
+    """The lines of a text file that are not empty, without spaces around them.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{file} cannot be read: {reason}. Fix: name a text file, in UTF-8.") from error
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def write(file: str, content: str) -> None:
+    """Write a file and print so.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        Path(file).write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{file} cannot be written: {error.strerror}. Fix: name a file in a folder that exists."
+        ) from error
+    print(f"Wrote {file}.")
+
+
+def installed(package: str) -> str:
+    """The version of a package, without importing it, or "not installed"."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
