@@ -1,6 +1,6 @@
 """Sharding specs: what they refuse, the layouts they mean, and that both words say the same."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -50,31 +50,9 @@ def test_a_placement_of_another_form_is_refused(text: str) -> None:
         DevicePlacementSpec(text)
 
 
-def test_metadata_of_a_shard_are_checked() -> None:
-    with pytest.raises(LayoutError, match="as many offsets as sizes"):
-        ShardMetadata([0, 0], [3])
-    with pytest.raises(LayoutError, match="not negative"):
-        ShardMetadata([0, -1], [3, 3])
-    with pytest.raises(LayoutError, match="has no placement"):
-        EnumerableShardingSpec([ShardMetadata([0], [3])])
-
-
-def test_dims_are_numbers() -> None:
-    with pytest.raises(NotImplementedError, match="'rows'"):
-        ChunkShardingSpec("rows", ["rank:0"])
-    with pytest.raises(ArgumentError, match="dim must be an integer"):
-        ChunkShardingSpec(1.0, ["rank:0"])  # type: ignore[arg-type]
-    with pytest.raises(LayoutError, match="at least one"):
-        ChunkShardingSpec(0, [])
-    with pytest.raises(LayoutError, match="no dim 2"):
-        ChunkShardingSpec(2, ["rank:0"]).layout((3, 4), (0,))
-
-
 def test_specs_are_values() -> None:
     assert ChunkShardingSpec(0, ["rank:0"]) == ChunkShardingSpec(0, ["rank:0/cpu"])
-    assert (
-        len({ChunkShardingSpec(0, ["rank:0"]), ChunkShardingSpec(0, ["rank:0"]), ChunkShardingSpec(0, ["rank:1"])}) == 2
-    )
+    assert len({ChunkShardingSpec(0, [f"rank:{r}"]) for r in (0, 0, 1)}) == 2
     assert EnumerableShardingSpec([shard((0,), (3,), 0)]) == EnumerableShardingSpec([shard((0,), (3,), 0)])
 
 
@@ -102,39 +80,46 @@ def test_what_is_no_metadata_is_refused_in_words() -> None:
         nobody.layout((6, 4), (0, 1))
 
 
-def test_shards_that_overlap_are_both_named() -> None:
-    with pytest.raises(LayoutError, match=r"\[0:3, 0:4\] \(rank 0\) and \[2:5, 0:4\] \(rank 1\) share \[2:3, 0:4\]"):
-        EnumerableShardingSpec([shard((0, 0), (3, 4), 0), shard((2, 0), (3, 4), 1)])
+def pair(first: int, second: int) -> EnumerableShardingSpec:
+    """Rows up to `first` on rank 0, and two rows from `second` on."""
+    return EnumerableShardingSpec([shard((0, 0), (first, 4), 0), shard((second, 0), (2, 4), 1)])
 
 
-def test_a_gap_is_reported_with_its_neighbours() -> None:
-    with pytest.raises(LayoutError, match=r"nobody holds \[2:3, 0:4\].*rank 0.*rank 1"):
-        EnumerableShardingSpec([shard((0, 0), (2, 4), 0), shard((3, 0), (2, 4), 1)])
+WRONG: list[tuple[type[Exception], str, Callable[[], object]]] = [
+    (LayoutError, "as many offsets as sizes", lambda: ShardMetadata([0, 0], [3])),
+    (LayoutError, "not negative", lambda: ShardMetadata([0, -1], [3, 3])),
+    (LayoutError, "has no placement", lambda: EnumerableShardingSpec([ShardMetadata([0], [3])])),
+    (NotImplementedError, "'rows'", lambda: ChunkShardingSpec("rows", ["rank:0"])),
+    (ArgumentError, "dim must be an integer", lambda: ChunkShardingSpec(1.0, ["rank:0"])),  # type: ignore[arg-type]
+    (LayoutError, "at least one", lambda: ChunkShardingSpec(0, [])),
+    (LayoutError, "no dim 2", lambda: ChunkShardingSpec(2, ["rank:0"]).layout((3, 4), (0,))),
+    (LayoutError, r"\[0:3, 0:4\] \(rank 0\) and \[2:4, 0:4\] \(rank 1\) share \[2:3, 0:4\]", lambda: pair(3, 2)),
+    (LayoutError, r"nobody holds \[2:3, 0:4\].*rank 0.*rank 1", lambda: pair(2, 3)),
+    (LayoutError, "nobody holds", lambda: pair(2, 2).layout((5, 4), (0, 1))),
+    (LayoutError, "out of range", lambda: pair(2, 2).layout((3, 4), (0, 1))),
+    (LayoutError, "needs 3", lambda: pair(2, 2).layout((4, 4, 1), (0, 1))),
+    (
+        LayoutError,
+        r"one number of dims, got \[1, 2\]",
+        lambda: EnumerableShardingSpec([shard((0,), (2,), 0), shard((2, 0), (2, 4), 1)]),
+    ),
+    (
+        LayoutError,
+        r"rank:7/cpu.*\(0, 1, 2, 3\)",
+        lambda: ChunkShardingSpec(0, ["rank:0", "rank:7"]).layout((4, 4), EVERYBODY),
+    ),
+    (
+        LayoutError,
+        "one kind of device",
+        lambda: ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cuda:0"]).layout((4, 4), EVERYBODY),
+    ),
+]
 
 
-def test_a_spec_for_another_shape_is_refused() -> None:
-    spec = EnumerableShardingSpec([shard((0, 0), (2, 4), 0), shard((2, 0), (2, 4), 1)])
-    with pytest.raises(LayoutError, match="nobody holds"):
-        spec.layout((5, 4), (0, 1))
-    with pytest.raises(LayoutError, match="out of range"):
-        spec.layout((3, 4), (0, 1))
-    with pytest.raises(LayoutError, match="needs 3"):
-        spec.layout((4, 4, 1), (0, 1))
-
-
-def test_shards_of_different_numbers_of_dims_are_refused() -> None:
-    with pytest.raises(LayoutError, match=r"one number of dims, got \[1, 2\]"):
-        EnumerableShardingSpec([shard((0,), (2,), 0), shard((2, 0), (2, 4), 1)])
-
-
-def test_a_rank_outside_the_group_is_named() -> None:
-    with pytest.raises(LayoutError, match=r"rank:7/cpu.*\(0, 1, 2, 3\)"):
-        ChunkShardingSpec(0, ["rank:0", "rank:7"]).layout((4, 4), EVERYBODY)
-
-
-def test_shards_on_two_kinds_of_device_are_refused() -> None:
-    with pytest.raises(LayoutError, match="one kind of device"):
-        ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cuda:0"]).layout((4, 4), EVERYBODY)
+def test_shards_and_specs_that_do_not_fit_are_refused() -> None:
+    for kind, text, make in WRONG:
+        with pytest.raises(kind, match=text):
+            make()
 
 
 # ---- the layouts they mean ----
@@ -168,30 +153,29 @@ def test_a_rank_may_hold_several_chunks() -> None:
     assert [str(box) for box in layout.boxes(1)] == ["[0:2, 0:2]", "[4:6, 0:2]"]
 
 
-def test_a_line_of_shards_is_a_shard_on_a_mesh_in_its_order() -> None:
-    shards = [shard((0, 0), (1, 4), 2), shard((1, 0), (5, 4), 0), shard((6, 0), (2, 4), 3)]
-    layout = EnumerableShardingSpec(shards).layout((8, 4), EVERYBODY)
-    assert layout == Layout(Mesh((4,), (2, 0, 3, 1)), [Shard(0, [1, 5, 2, 0])], (8, 4))
+ROWS, COLUMNS = ((0, 3), (3, 5)), ((0, 1), (1, 3))
+GRID = zip((3, 1, 0, 2), product(ROWS, COLUMNS), strict=True)
+MEANT: dict[str, tuple[list[ShardMetadata], Layout]] = {
+    "a line: a mesh in its order": (
+        [shard((0, 0), (1, 4), 2), shard((1, 0), (5, 4), 0), shard((6, 0), (2, 4), 3)],
+        Layout(Mesh((4,), (2, 0, 3, 1)), [Shard(0, [1, 5, 2, 0])], (8, 4)),
+    ),
+    "in the order of the ranks: the usual mesh": (
+        [shard((0, 0), (3, 4), 1), shard((3, 0), (5, 4), 3)],
+        Layout(Mesh((4,)), [Shard(0, [0, 3, 0, 5])], (8, 4)),
+    ),
+    "a grid: a mesh of its form": (
+        [shard((a, b), (n, m), r) for r, ((a, n), (b, m)) in GRID],
+        Layout(Mesh((2, 2), (3, 1, 0, 2)), [Shard(0, [3, 5]), Shard(1, [1, 3])], (8, 4)),
+    ),
+    "on one rank: a table there": ([shard((0, 0), (8, 4), 2)], Layout(Mesh((4,)), [OnRanks(2)], (8, 4))),
+}
 
 
-def test_shards_in_the_order_of_the_ranks_are_on_the_usual_mesh() -> None:
-    shards = [shard((0, 0), (3, 4), 1), shard((3, 0), (5, 4), 3)]
-    layout = EnumerableShardingSpec(shards).layout((8, 4), EVERYBODY)
-    assert layout == Layout(Mesh((4,)), [Shard(0, [0, 3, 0, 5])], (8, 4))
-
-
-def test_a_grid_of_shards_is_a_mesh_of_its_form() -> None:
-    rows, columns = ((0, 3), (3, 5)), ((0, 1), (1, 3))
-    shards = [
-        shard((a, b), (n, m), r) for r, ((a, n), (b, m)) in zip((3, 1, 0, 2), product(rows, columns), strict=True)
-    ]
-    layout = EnumerableShardingSpec(shards).layout((8, 4), EVERYBODY)
-    assert layout == Layout(Mesh((2, 2), (3, 1, 0, 2)), [Shard(0, [3, 5]), Shard(1, [1, 3])], (8, 4))
-
-
-def test_a_tensor_on_one_rank_is_a_table_there() -> None:
-    layout = EnumerableShardingSpec([shard((0, 0), (8, 4), 2)]).layout((8, 4), EVERYBODY)
-    assert layout == Layout(Mesh((4,)), [OnRanks(2)], (8, 4))
+@pytest.mark.parametrize("name", MEANT)
+def test_shards_are_the_layout_that_they_mean(name: str) -> None:
+    shards, layout = MEANT[name]
+    assert EnumerableShardingSpec(shards).layout((8, 4), EVERYBODY) == layout
 
 
 def test_anything_else_is_boxes() -> None:
