@@ -180,7 +180,6 @@ def test_every_kind_of_output_is_returned_unchanged() -> None:
         assert found["y"].placements == expected["y"].placements
         assert not found["where"].requires_grad
         (found["list"][0] * 2 + found["y"].sum()).backward()
-        assert x.grad is not None
         assert torch.equal(full_value(x.grad), 3 * full_value(weight))
         assert step(x, {"times": times})["list"][0].requires_grad
     assert len(step.graphs()) == 2
@@ -226,21 +225,6 @@ def test_a_weight_that_changed_before_backward_is_an_error_in_a_replay_as_ever()
         weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_autocast_has_a_graph_of_its_own() -> None:
-    model = nn.Linear(4, 4)
-    step = sw.capture(model)
-    x = torch.randn(2, 4)
-    for _ in range(2):
-        with torch.autocast("cpu", torch.bfloat16):
-            found = step(x)
-            assert found.dtype == torch.bfloat16
-            assert torch.equal(found, model(x))
-        found.float().sum().backward()
-        assert torch.equal(step(x), model(x))
-        step(x).sum().backward()
-    assert len(step.graphs()) == 2
 
 
 @world(2)

@@ -112,11 +112,13 @@ MAKING: list[Callable[[Tensor], Tensor]] = [
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("make", MAKING)
 @world(2)
-def test_a_compiled_function_that_makes_a_dtensor_is_the_same_error(
+def test_a_compiled_function_that_makes_or_takes_a_dtensor_is_the_same_error(
     make: Callable[[Tensor], Tensor], fullgraph: bool
 ) -> None:
     run = torch.compile(make, backend="eager", fullgraph=fullgraph)
     refused(lambda: run(torch.ones(2, 4)))
+    double = torch.compile(lambda x: x * 2, backend="eager", fullgraph=fullgraph)
+    refused(lambda: double(make(torch.ones(2, 4))))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # read by the compiler

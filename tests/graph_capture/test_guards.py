@@ -1,6 +1,5 @@
 """When a recording is not used: what it took for granted has changed, or a replay could not repeat the step."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,95 +12,23 @@ from shardwise.errors import CaptureError
 from shardwise.parallel import ColwiseParallel, parallelize_module
 from shardwise.testing import world
 
-SCALE = 2.0
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.register_buffer("offset", torch.zeros(3))
-        self.times = 1.0
-        self.drop = nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.drop(self.linear(x)) * self.times + self.offset
-        return out
-
-
-def agrees(step: Any, x: Tensor) -> bool:
-    torch.manual_seed(0)
-    expected = step.function(x)
-    torch.manual_seed(0)
-    return torch.equal(step(x), expected)
-
 
 def full(x: Any) -> Tensor:
     found: Tensor = x.full_tensor()
     return found.clone()
 
 
-def unequal_parameters(module: Scaled) -> None:
-    module.linear.weight = nn.Parameter(torch.randn(3, 3))
-
-
-def added_hook(module: Scaled) -> None:
-    module.linear.register_forward_hook(lambda module, inputs, output: output + 1)
-
-
-CHANGES: dict[str, Callable[[Scaled], Any]] = {
-    "a number": lambda m: setattr(m, "times", 3.0),
-    "a mode": lambda m: m.eval(),
-    "the mode of a part": lambda m: m.drop.eval(),
-    "a parameter": unequal_parameters,
-    "a buffer": lambda m: setattr(m, "offset", torch.ones(3)),
-    "a submodule": lambda m: setattr(m, "drop", nn.Identity()),
-    "a hook": added_hook,
-    "requires_grad": lambda m: m.linear.weight.requires_grad_(False),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_module_that_changed_is_retraced(name: str) -> None:
-    torch.manual_seed(1)
-    module, x = Scaled(), torch.randn(4, 3)
-    step = sw.capture(module)
-    step(x).sum().backward()
-    assert agrees(step, x)
-    CHANGES[name](module)
-    for _ in range(2):
-        assert agrees(step, x)
-        step(x).sum().backward()
-
-
-def test_values_written_into_parameters_and_buffers_count_at_once() -> None:
-    module, x = Scaled().eval(), torch.randn(4, 3)
-    step = sw.capture(module)
-    step(x).sum().backward()
-    with torch.no_grad():
-        module.linear.weight.mul_(2)
-        module.offset.add_(1)  # type: ignore[operator]
-    assert agrees(step, x)
-    module.load_state_dict(Scaled().state_dict())
-    assert agrees(step, x)
-    module.linear.weight.data = torch.randn(3, 3)
-    assert agrees(step, x)
-    assert len(step.graphs()) == 1
-
-
-def test_numbers_in_a_closure_or_a_global_are_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_in_a_closure_are_guarded() -> None:
     factor = 1.0
 
     def function(x: Tensor) -> Tensor:
-        return x * factor * SCALE
+        return x * factor
 
     step, x = sw.capture(function), torch.randn(3)
     for _ in range(2):
-        assert torch.equal(step(x), x * factor * SCALE)
+        assert torch.equal(step(x), x)
     factor = 4.0
-    assert torch.equal(step(x), x * factor * SCALE)
-    monkeypatch.setattr(sys.modules[__name__], "SCALE", 5.0)
-    assert torch.equal(step(x), x * 4.0 * 5.0)
+    assert torch.equal(step(x), x * factor)
 
 
 @world(2)
@@ -165,13 +92,7 @@ def _seeds(x: Tensor) -> Tensor:
     return x + torch.rand(3)
 
 
-def _shared(x: Tensor) -> Tensor:
-    mesh = sw.Mesh((1,))
-    return sw.DTensor.from_local(x, mesh, [sw.Shard(0)]).sum()
-
-
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "numpy": (lambda x: x * float(x.detach().numpy()[0]), r"numpy\(\)"),
     "backward": (lambda x: (x * torch.ones(3, requires_grad=True)).sum().backward(), r"backward\(\) runs inside"),
     "a tensor from outside": (lambda x: x * OUTSIDE, "computed outside of it and requires grad"),
     "a seed": (_seeds, r"torch.manual_seed\(\)"),
@@ -290,13 +211,3 @@ def test_a_compiler_gets_the_ops_of_forward_and_backward_and_no_collective() -> 
     assert any("aten.addmm" in stretch for stretch in seen)
     assert any("aten.threshold_backward" in stretch for stretch in seen)
     assert not any(word in stretch for stretch in seen for word in ("all_to_all", "all_reduce"))
-
-
-@world(1)
-def test_torch_compile_of_dtensors_names_what_to_use_instead() -> None:
-    mesh = sw.Mesh((1,))
-    x = sw.distribute_tensor(torch.ones(2, 3), mesh, [sw.Shard(0)])
-    for function in (sw.shard_module(nn.Linear(3, 3), {}, mesh=mesh), lambda x: x * 2):
-        compiled = torch.compile(function, backend="eager")
-        with pytest.raises(CaptureError, match=r"^torch.compile cannot trace a DTensor. Fix: shardwise.capture\("):
-            compiled(x)

@@ -102,24 +102,30 @@ def trained(model: Any, step: Callable[..., Tensor], batches: Sequence[KeyedJagg
     return found + [parameter.detach() for parameter in model.tables.unshard().parameters()]
 
 
+def compare(values: Callable[[Callable[..., Any]], list[Tensor]], graphs: int | None) -> None:
+    """What `values` computes by `sw.capture` of its step equals what it computes by the step itself."""
+    captured: list[Any] = []
+
+    def capture(function: Any) -> Any:
+        captured.append(sw.capture(function))
+        return captured[-1]
+
+    expected, found = values(lambda function: function), values(capture)
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+    assert graphs is None or [len(step.graphs()) for step in captured] == [graphs]
+
+
 def agree(
     mesh: sw.Mesh, plan: dict[str, Any], optimizer: Any, graphs: int = 1, bags: Sequence[int] = (3,) * 5, **kind: bool
 ) -> None:
     """A model that is trained by replays has the values of one that is trained without."""
 
-    def run() -> None:
-        found = []
-        for captured in (False, True):
-            model = Recommender(collection_of(plan, mesh, optimizer, weighted=kind.get("weighted", False)), mesh)
-            step: Any = sw.capture(model) if captured else model
-            batches = [batch_of(number, n, **kind) for number, n in enumerate(bags)]
-            found.append(trained(model, step, batches))
-            if captured:
-                assert len(step.graphs()) == graphs
-        assert len(found[0]) == len(found[1])
-        assert all(map(torch.equal, *found))
+    def values(capture: Callable[..., Any]) -> list[Tensor]:
+        model = Recommender(collection_of(plan, mesh, optimizer, weighted=kind.get("weighted", False)), mesh)
+        return trained(model, capture(model), [batch_of(number, n, **kind) for number, n in enumerate(bags)])
 
-    world(mesh.size()).run(run)
+    world(mesh.size()).run(compare, values, graphs)
 
 
 @pytest.mark.parametrize("optimizer", [Adam(lr=0.1), RowWiseAdagrad(lr=0.1), None], ids=str)
@@ -181,16 +187,11 @@ def test_an_error_names_the_line_that_depends_on_the_number_of_ids() -> None:
                 captured(batch_of(2))
         return str(error.value)
 
+    lines = enumerate(Path(__file__).read_text().splitlines(), 1)
+    line = next(number for number, text in lines if text.endswith("# this line"))
+    place = f"tests/graph_capture/test_jagged.py:{line}"
     for text in world(2).run(run):
-        line = step_line()
-        assert (
-            f"reads another value by the number of ids, by __len__ at tests/graph_capture/test_jagged.py:{line}" in text
-        )
-
-
-def step_line() -> int:
-    lines = Path(__file__).read_text().splitlines()
-    return next(number for number, text in enumerate(lines, 1) if text.endswith("# this line"))
+        assert f"reads another value by the number of ids, by __len__ at {place}" in text
 
 
 @world(2)
@@ -216,20 +217,17 @@ def test_arguments_that_are_returned_are_those_of_the_call() -> None:
 
 @world(2)
 def test_rows_that_are_not_pooled_have_a_graph_for_each_number_of_ids() -> None:
-    found = []
-    for captured in (False, True):
+    def values(capture: Callable[..., Any]) -> list[Tensor]:
         tables = collection_of(PLAN, optimizer=Adam(lr=0.1), pooled=False)
-        function = lambda k, tables=tables: {name: of.values().sin() for name, of in tables(k).items()}  # noqa: E731
-        step: Any = sw.capture(function) if captured else function
-        values = []
+        step = capture(lambda k: {name: of.values().sin() for name, of in tables(k).items()})
+        found = []
         for number in (0, 1, 2, 1, 0):
             rows = step(batch_of(number))
             sum(of.square().sum() for of in rows.values()).backward()
-            values += [rows[name].detach() for name in FEATURES]
-        found.append(values + [parameter.detach() for parameter in tables.unshard().parameters()])
-        if captured:
-            assert len(step.graphs()) == 3
-    assert all(map(torch.equal, *found))
+            found += [rows[name].detach() for name in FEATURES]
+        return found + [parameter.detach() for parameter in tables.unshard().parameters()]
+
+    compare(values, 3)
 
 
 # ---- around the step ------------------------------------------------------------------------------------------------
@@ -239,102 +237,88 @@ def test_rows_that_are_not_pooled_have_a_graph_for_each_number_of_ids() -> None:
 @world(2)
 def test_replays_look_up_what_was_prefetched_also_beside_ranks_that_trace(weighted: bool) -> None:
     bags = [(3, 3), (3, 5), (5, 5), (3, 3), (5, 3), (3, 5)]  # of the ranks
-    found = []
-    for captured in (False, True):
-        tables, taken = collection_of(PLAN, optimizer=Adam(lr=0.1), weighted=weighted), 0
-        function = lambda k, tables=tables: tables(k).values().sin().sum()  # noqa: E731
-        step: Any = sw.capture(function) if captured else function
-        values = []
+
+    def values(capture: Callable[..., Any]) -> list[Tensor]:
+        tables, taken, found = collection_of(PLAN, optimizer=Adam(lr=0.1), weighted=weighted), 0, []
+        step = capture(lambda k: tables(k).values().sin().sum())
         batches = [batch_of(n, of_ranks[sw.rank()], weighted) for n, of_ranks in enumerate(bags)]
         for features in prefetch(batches, tables):
             loss = step(features)
             taken += tables.prefetched is None
             loss.backward()
-            values.append(loss.detach())
+            found.append(loss.detach())
         assert taken == len(bags)
-        found.append(values + [parameter.detach() for parameter in tables.unshard().parameters()])
-        if captured:
-            assert len(step.graphs()) == 2
-    assert all(map(torch.equal, *found))
+        return found + [parameter.detach() for parameter in tables.unshard().parameters()]
+
+    compare(values, 2)
 
 
 @world(2)
 def test_what_changes_between_replays_counts() -> None:
     """Accumulated steps, learning rates, loaded tables, other numbers of rows, no_grad, eval, and frozen tables."""
 
-    found = []
-    for captured in (False, True):
-        values = []
-        for optimizer in (Adam(lr=0.1), None):
-            tables = collection_of(PLAN, optimizer=optimizer)
-            function = lambda k, tables=tables: tables(k).values().sin().sum()  # noqa: E731
-            step: Any = sw.capture(function) if captured else function
-            step(batch_of(0)).backward()
-            with tables.accumulate():
-                for number in (1, 2):
-                    step(batch_of(number)).backward()
-            if tables.fused_optimizer is not None:
-                tables.fused_optimizer.param_groups[0]["lr"] = 0.01
-            step(batch_of(3)).backward()
-            saved = {name: value.clone() for name, value in tables.state_dict().items()}
-            step(batch_of(4)).backward()
-            tables.load_state_dict(saved)
-            with torch.no_grad():
-                values.append(step(batch_of(5)))
-            values.append(tables.eval() and step(batch_of(5)).detach())
-            tables.zero_grad()
-            tables.resize_({"items": 12})
-            values.append(step(batch_of(6)).detach())
-            step(batch_of(6)).backward()
-            for parameter in tables.parameters():
-                parameter.requires_grad_(False)
-            values.append(step(batch_of(7)).detach())
-            values += [parameter.detach() for parameter in tables.unshard().parameters()]
-            values += [p.grad.full_tensor() for p in tables.parameters() if p.grad is not None]
-        found.append(values)
-    assert len(found[0]) == len(found[1])
-    assert all(map(torch.equal, *found))
+    def values(optimizer: Any, capture: Callable[..., Any]) -> list[Tensor]:
+        tables, found = collection_of(PLAN, optimizer=optimizer), []
+        step = capture(lambda k: tables(k).values().sin().sum())
+        step(batch_of(0)).backward()
+        with tables.accumulate():
+            for number in (1, 2):
+                step(batch_of(number)).backward()
+        if tables.fused_optimizer is not None:
+            tables.fused_optimizer.param_groups[0]["lr"] = 0.01
+        step(batch_of(3)).backward()
+        saved = {name: value.clone() for name, value in tables.state_dict().items()}
+        step(batch_of(4)).backward()
+        tables.load_state_dict(saved)
+        with torch.no_grad():
+            found.append(step(batch_of(5)))
+        found.append(tables.eval() and step(batch_of(5)).detach())
+        tables.zero_grad()
+        tables.resize_({"items": 12})
+        found.append(step(batch_of(6)).detach())
+        step(batch_of(6)).backward()
+        for parameter in tables.parameters():
+            parameter.requires_grad_(False)
+        found.append(step(batch_of(7)).detach())
+        found += [parameter.detach() for parameter in tables.unshard().parameters()]
+        return found + [p.grad.full_tensor() for p in tables.parameters() if p.grad is not None]
+
+    for optimizer in (Adam(lr=0.1), None):
+        compare(partial(values, optimizer), None)
 
 
 @world(2)
 def test_two_collections_under_autocast() -> None:
-    found = []
-    for captured in (False, True):
-        mesh = MESH
+    def values(capture: Callable[..., Any]) -> list[Tensor]:
         model, other = (
-            Recommender(collection_of(PLAN, mesh, Adam(lr=0.1)), mesh),
-            collection_of({}, mesh, Adam(lr=0.2)),
+            Recommender(collection_of(PLAN, optimizer=Adam(lr=0.1)), MESH),
+            collection_of({}, MESH, Adam(lr=0.2)),
         )
 
-        def function(features: KeyedJaggedTensor, model: Any = model, other: Any = other) -> Tensor:
+        def function(features: KeyedJaggedTensor) -> Tensor:
             with torch.autocast("cpu", torch.bfloat16):
                 loss: Tensor = model(features)
             local = other(features).values().sin().mean()
             return loss + sw.DTensor.from_local(local, MESH, [sw.Partial()], run_check=False, shape=())
 
-        step: Any = sw.capture(function) if captured else function
-        values = trained(model, step, [batch_of(number) for number in range(5)])
-        found.append(values + [parameter.detach() for parameter in other.unshard().parameters()])
-        if captured:
-            assert len(step.graphs()) == 1
-    assert all(map(torch.equal, *found))
+        found = trained(model, capture(function), [batch_of(number) for number in range(5)])
+        return found + [parameter.detach() for parameter in other.unshard().parameters()]
+
+    compare(values, 1)
 
 
 @world(2)
 def test_a_collection_that_is_not_sharded() -> None:
-    found = []
-    for captured in (False, True):
-        tables = collection_of(PLAN, MESH).unshard()
-        step: Any = sw.capture(tables) if captured else tables
-        values = []
+    def values(capture: Callable[..., Any]) -> list[Tensor]:
+        tables, found = collection_of(PLAN, MESH).unshard(), []
+        step = capture(tables)
         for number in (0, 2, 1, 0):
             pooled = step(batch_of(number)).values()
             pooled.sin().sum().backward()
-            values.append(pooled.detach())
-        found.append(values + [parameter.grad for parameter in tables.parameters()])
-        if captured:
-            assert len(step.graphs()) == 1
-    assert all(map(torch.equal, *found))
+            found.append(pooled.detach())
+        return found + [parameter.grad for parameter in tables.parameters()]
+
+    compare(values, 1)
     rows = collection_of(PLAN, MESH, pooled=False).unshard()
     with pytest.raises(CaptureError, match="cannot repeat a lookup of an EmbeddingCollection that is not sharded"):
         sw.capture(rows)(batch_of(0))

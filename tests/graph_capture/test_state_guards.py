@@ -42,6 +42,7 @@ class Model(nn.Module):
     """Everything that a forward may depend on, where people keep it."""
 
     kind: ClassVar[float] = 2.0
+    offset: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +55,7 @@ class Model(nn.Module):
         self.pair = (2.0, 3.0)
         self._private = 2.0
         self.linear = nn.Linear(3, 3)
-        self.steps_done = 0
+        self.register_buffer("offset", torch.zeros(3))
         self.history: list[float] = []
 
     @property
@@ -69,11 +70,19 @@ class Model(nn.Module):
         x = self.listed[0](self.listed[1](self.linear(x)))
         y = self.helper(self.act(x)) * self.table["a"] + self.pair[0] * self._private * self.halved
         out: Tensor = y * self.config.scale * self.factor * NAMESPACE.scale * self.kind
-        return out
+        return out + self.offset
 
 
 def replaced(module: Model) -> None:
     module.listed[1] = nn.Tanh()
+
+
+def new_parameter(module: Model) -> None:
+    module.linear.weight = nn.Parameter(torch.randn(3, 3))
+
+
+def forward_hook(module: Model) -> None:
+    module.linear.register_forward_hook(lambda module, inputs, output: output + 1)
 
 
 def patched(module: Model) -> None:
@@ -113,6 +122,11 @@ CHANGES: dict[str, Callable[[Model], Any]] = {
     "a hook of the backward": backward_hook,
     "a dtype": lambda m: m.double(),
     "a number by its type": lambda m: setattr(m, "pair", (2, 3.0)),
+    "a parameter": new_parameter,
+    "a buffer": lambda m: setattr(m, "offset", torch.ones(3)),
+    "a submodule": lambda m: setattr(m, "linear", nn.Sequential(nn.Linear(3, 3))),
+    "a hook": forward_hook,
+    "requires_grad": lambda m: m.linear.weight.requires_grad_(False),
 }
 
 
@@ -142,6 +156,21 @@ def test_whatever_a_module_names_is_guarded(name: str) -> None:
     CHANGES[name](module)
     for _ in range(2):
         check(module, step, x)
+
+
+def test_values_written_into_parameters_and_buffers_count_at_once() -> None:
+    module, x = Model(), torch.randn(4, 3)
+    step = sw.capture(module)
+    check(module, step, x)
+    with torch.no_grad():
+        module.linear.weight.mul_(2)
+        module.offset.add_(1)
+    check(module, step, x)
+    module.load_state_dict(Model().state_dict())
+    check(module, step, x)
+    module.linear.weight.data = torch.randn(3, 3)
+    check(module, step, x)
+    assert len(step.graphs()) == 1
 
 
 def test_attributes_that_no_function_names_may_change() -> None:
@@ -282,38 +311,32 @@ class Tanh(TorchFunctionMode):
 
 
 @contextmanager
-def default_device() -> Iterator[None]:
-    torch.set_default_device("meta")
+def switched(begin: Callable[[], object], end: Callable[[], object]) -> Iterator[None]:
+    begin()
     try:
         yield
     finally:
-        torch.set_default_device(None)
+        end()
 
 
-@contextmanager
-def global_hook() -> Iterator[None]:
-    handle = nn.modules.module.register_module_forward_hook(lambda module, inputs, out: out * 2)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+def global_hook() -> Any:
+    return nn.modules.module.register_module_forward_hook(lambda module, inputs, out: out * 2)
 
 
 IDENTITY = nn.Identity()
 AROUND: dict[str, tuple[Callable[[], Any], Callable[[Tensor], Tensor]]] = {
     "a mode": (Tanh, torch.relu),
-    "a default device": (default_device, lambda x: torch.ones(4)),
-    "a hook of all modules": (global_hook, IDENTITY),
-    "deterministic": (deterministic, lambda x: x * (2 if torch.are_deterministic_algorithms_enabled() else 3)),
+    "a default device": (
+        lambda: switched(lambda: torch.set_default_device("meta"), lambda: torch.set_default_device(None)),
+        lambda x: torch.ones(4),
+    ),
+    "a hook of all modules": (global_hook, IDENTITY),  # a handle, which removes it at the end of a block
+    "deterministic": (
+        lambda: switched(
+            lambda: torch.use_deterministic_algorithms(True), lambda: torch.use_deterministic_algorithms(False)
+        ),
+        lambda x: x * (2 if torch.are_deterministic_algorithms_enabled() else 3),
+    ),
     "a kernel of attention": (
         lambda: sdpa_kernel(SDPBackend.MATH),
         lambda x: F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None]),
