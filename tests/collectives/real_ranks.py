@@ -1,9 +1,13 @@
 """Real ranks for tests in which ranks die: each is a process of its own that writes down what became of it."""
 
+import ctypes
 import json
 import os
+import socket
 import sys
-from collections.abc import Callable
+import tempfile
+import textwrap
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
@@ -13,6 +17,22 @@ from typing import Any
 
 from tests.forked import CONTEXT
 from tests.timeouts import PATIENCE_SECONDS
+
+# Scripts that make their world themselves, whose store is a server in rank 0.
+JOIN = """
+import atexit, os, signal, sys, threading, time
+from datetime import timedelta
+from pathlib import Path
+import torch, torch.distributed as dist
+sys.excepthook = lambda *args: (print("hook before", file=sys.stderr), sys.__excepthook__(*args))
+from shardwise import Mesh, Shard, collectives, distribute_tensor
+dist.init_process_group("gloo", timeout=timedelta(seconds=float(os.environ["SECONDS_TO_WAIT"])))
+rank, everyone = dist.get_rank(), tuple(range(dist.get_world_size()))
+"""
+SCRIPT = f"""{JOIN}
+x = distribute_tensor(torch.ones(4, 2), Mesh((len(everyone),)), [Shard(0)])
+assert x.full_tensor().sum() == 8
+"""
 
 
 @dataclass(frozen=True)
@@ -60,6 +80,43 @@ def outcomes(
         with suppress(FileNotFoundError):
             found[rank] = Outcome(**json.loads((folder / f"outcome-{rank}").read_text(encoding="utf-8")))
     return found
+
+
+def run_script(body: str, size: int = 2, timeout: float = 60.0, before: str = SCRIPT) -> list[tuple[int, str]]:
+    """Exit code and stderr of processes that run `before` and then `body` as the program of an interpreter.
+
+    They are forked from a server that has imported torch, and end as an interpreter does: threads are joined, exit
+    handlers run, and Python is finalized.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+    world |= {"GLOO_SOCKET_IFNAME": "lo", "SECONDS_TO_WAIT": str(timeout)}
+    code = before + textwrap.dedent(body)
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            CONTEXT.Process(target=_interpret, args=(code, world | {"RANK": str(rank)}, f"{folder}/{rank}"))
+            for rank in range(size)
+        ]
+        try:
+            for rank in ranks:
+                rank.start()
+            for rank in ranks:
+                rank.join(PATIENCE_SECONDS)
+            return [(rank.exitcode or 0, Path(f"{folder}/{i}").read_text()) for i, rank in enumerate(ranks)]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+
+
+def _interpret(code: str, environment: Mapping[str, str], stderr: str) -> None:
+    with Path(stderr).open("w") as file:
+        os.dup2(file.fileno(), 2)
+    os.environ.update(environment)
+    failed = ctypes.pythonapi.PyRun_SimpleString(code.encode())
+    ctypes.pythonapi.Py_Exit(-failed)
 
 
 def stderr_of(folder: Path, rank: int) -> str:

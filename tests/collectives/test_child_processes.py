@@ -10,6 +10,8 @@ from shardwise import DTensor, Shard, distribute_tensor, rank, world_size
 from shardwise.errors import RuleError, ThreadError
 from shardwise.testing import world
 
+pytestmark = pytest.mark.processes
+
 EXAMPLES = 7
 
 

@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from shardwise.collectives.failures.store import (
     report_of,
     this_process,
 )
-from tests.collectives.real_ranks import outcomes
+from tests.collectives.real_ranks import JOIN, outcomes, run_script
 from tests.timeouts import PATIENCE_SECONDS, under_load
 
 pytestmark = pytest.mark.processes
@@ -208,45 +207,6 @@ def test_a_process_is_seen_to_live_to_stop_and_to_end() -> None:
 
 
 # ---- scripts that make their world themselves, whose store is a server in rank 0 ----------------------------
-
-JOIN = """
-import atexit, os, signal, sys, threading, time
-from datetime import timedelta
-from pathlib import Path
-import torch, torch.distributed as dist
-sys.excepthook = lambda *args: (print("hook before", file=sys.stderr), sys.__excepthook__(*args))
-from shardwise import Mesh, Shard, collectives, distribute_tensor
-dist.init_process_group("gloo", timeout=timedelta(seconds=float(os.environ["SECONDS_TO_WAIT"])))
-rank, everyone = dist.get_rank(), tuple(range(dist.get_world_size()))
-"""
-SCRIPT = f"""{JOIN}
-x = distribute_tensor(torch.ones(4, 2), Mesh((len(everyone),)), [Shard(0)])
-assert x.full_tensor().sum() == 8
-"""
-
-
-def run_script(body: str, size: int = 2, timeout: float = 60.0, before: str = SCRIPT) -> list[tuple[int, str]]:
-    """Exit code and stderr of processes that run `before` and then `body`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
-    world |= {"GLOO_SOCKET_IFNAME": "lo", "SECONDS_TO_WAIT": str(timeout)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", before + textwrap.dedent(body)],
-            env={**os.environ, **world, "RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        return [(rank.returncode, err) for rank in ranks for _, err in [rank.communicate(timeout=PATIENCE_SECONDS)]]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
 
 
 def test_a_run_without_failures_says_nothing_though_the_server_ends_first(tmp_path: Path) -> None:

@@ -94,7 +94,10 @@ WARNING = (
 RESTARTED = ["rank 0 works after restart 1", "rank 1 works after restart 1"]
 
 
-@pytest.mark.parametrize("how", ["init_process_group", "a given store"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("how", ["init_process_group", pytest.param("a given store", marks=SLOW)])
 def test_where_torchrun_keeps_the_group_a_warning_says_so(how: str, tmp_path: Path) -> None:
     said, errors = run_and_kill(tmp_path, how, SHORT)
     assert errors.count(WARNING) == 1  # on rank 0
@@ -107,19 +110,24 @@ def test_where_torchrun_keeps_the_group_a_warning_says_so(how: str, tmp_path: Pa
     assert said == RESTARTED or (said == [] and read)
 
 
+@SLOW
 def test_with_another_store_for_each_start_ranks_work_after_a_restart(tmp_path: Path) -> None:
     said, errors = run_and_kill(tmp_path, "init_process_group", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     assert said == RESTARTED
     assert "Warning: torchrun" not in errors
 
 
-@pytest.mark.parametrize("how", ["init_device_mesh", "launch", "its own prefix", "the last restart"])
+@pytest.mark.parametrize(
+    "how",
+    ["init_device_mesh", *(pytest.param(how, marks=SLOW) for how in ("launch", "its own prefix", "the last restart"))],
+)
 def test_ranks_work_after_a_restart_without_a_warning(how: str, tmp_path: Path) -> None:
     said, errors = run_and_kill(tmp_path, how)
     assert said == RESTARTED
     assert "Warning: torchrun" not in errors
 
 
+@SLOW
 def test_ranks_that_join_by_different_timeouts_are_told_so(tmp_path: Path) -> None:
     how = "launch by another timeout"
     said, errors = run_and_kill(tmp_path, how, 20.0, restarts=0)
@@ -129,12 +137,14 @@ def test_ranks_that_join_by_different_timeouts_are_told_so(tmp_path: Path) -> No
     assert errors.count("shardwise.errors") == errors.count("MismatchError") == 2
 
 
+@SLOW
 def test_one_rank_has_no_other_to_find(tmp_path: Path) -> None:
     said, errors = run_and_kill(tmp_path, "init_process_group", ranks=1)
     assert said == RESTARTED[:1]
     assert "Warning: torchrun" not in errors
 
 
+@SLOW
 def test_where_there_are_no_restarts_there_is_no_warning(tmp_path: Path) -> None:
     said, errors = run_and_kill(tmp_path, "init_process_group", restarts=0)
     assert said == []

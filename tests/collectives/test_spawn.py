@@ -20,7 +20,7 @@ def answer_until_told_to_die(connection: Connection, rank: int, greeting: str) -
 
 
 def test_ranks_answer_and_those_that_die_are_known_by_their_exit_codes() -> None:
-    ranks = RankProcesses(SIZE, answer_until_told_to_die, "hello")
+    ranks = RankProcesses(SIZE, answer_until_told_to_die, "hello", forked=True)
     pids = [process.pid for process in ranks.processes]
     try:
         for message in ("a", "b"):
