@@ -43,38 +43,36 @@ def run(folder: Path, device: str, library: Path) -> Outcomes:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(SIZE)]
 
 
-@pytest.fixture(scope="module")
-def without_gpus(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    folder, torch_folder = tmp_path_factory.mktemp("ranks"), Path(torch.__file__).parent
+def made_device(folder: Path) -> Path:
+    """The library of device.cpp."""
+    torch_folder = Path(torch.__file__).parent
     library, headers = folder / "device.so", torch_folder / "include"
     options = ["-shared", "-fPIC", "-std=c++20", "-O0", f"-I{headers}", f"-I{headers}/torch/csrc/api/include"]
     source = Path(__file__).with_name("device.cpp")
     linked = [f"-L{torch_folder}/lib", "-lc10", "-ltorch_cpu"]
     subprocess.run(["g++", *options, str(source), "-o", str(library), *linked], check=True)
-    return run(folder, "fake", library)
+    return library
 
 
-@pytest.fixture(scope="module")
-def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    folder = tmp_path_factory.mktemp("ranks")
-    return run(folder, "cuda", folder)
+def assert_all_passed(found: Outcomes) -> None:
+    assert all(found[0].keys() == outcome.keys() == {*NAMES} for outcome in found)
+    failed = [
+        f"rank {rank}, {name}: {text}" for rank, outcome in enumerate(found) for name, text in outcome.items() if text
+    ]
+    assert not failed, "\n".join(failed)
 
 
 if shutil.which("g++") is not None:  # which makes the device
 
-    @pytest.mark.parametrize("name", NAMES)
-    def test_no_cpu_tensor_is_sent_where_nccl_is_alone(name: str, without_gpus: Outcomes) -> None:
-        for outcome in without_gpus:
-            assert not outcome[name], outcome[name]
+    def test_no_cpu_tensor_is_sent_where_nccl_is_alone(tmp_path: Path) -> None:
+        assert_all_passed(run(tmp_path, "fake", made_device(tmp_path)))
 
 
 if torch.cuda.device_count() >= SIZE:
 
     @pytest.mark.gpu
-    @pytest.mark.parametrize("name", NAMES)
-    def test_so_it_is_with_nccl_itself(name: str, on_gpus: Outcomes) -> None:
-        for outcome in on_gpus:
-            assert not outcome[name], outcome[name]
+    def test_so_it_is_with_nccl_itself(tmp_path: Path) -> None:
+        assert_all_passed(run(tmp_path, "cuda", tmp_path))
 
 
 def device_of_messages() -> str:

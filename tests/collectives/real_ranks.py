@@ -8,6 +8,7 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
@@ -50,6 +51,10 @@ class Outcome:
         return self.text.splitlines()[0]
 
 
+Found = dict[int, Outcome]
+AT_ONCE = 4  # worlds
+
+
 def outcomes(
     folder: Path,
     job: Callable[..., object],
@@ -79,6 +84,17 @@ def outcomes(
     for rank in range(size):
         with suppress(FileNotFoundError):
             found[rank] = Outcome(**json.loads((folder / f"outcome-{rank}").read_text(encoding="utf-8")))
+    return found
+
+
+def each(folder: Path, worlds: Mapping[str, Callable[[Path], Found]]) -> dict[str, Found]:
+    """What became of the ranks of each world, which has a folder of its own; nothing else is left in it."""
+    for name in worlds:
+        (folder / name).mkdir()
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        found = dict(zip(worlds, pool.map(lambda name: worlds[name](folder / name), worlds), strict=True))
+    written = {path.name.rpartition("-")[0] for path in folder.glob("*/*") if path.name != "store"}
+    assert written <= {"outcome", "stderr"}
     return found
 
 

@@ -1,15 +1,20 @@
-"""A rank raises, dies, leaves or does not come: all live ranks raise, and name it. Every rank is a real process."""
+"""A rank raises, dies, leaves or does not come: all live ranks raise, and name it. Every rank is a real process.
+
+Each test runs its worlds at the same time, as most of their time they wait.
+"""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardwise.collectives import started
 from shardwise.collectives.failures import reports
 from tests.collectives import jobs
-from tests.collectives.real_ranks import Outcome, outcomes, stderr_of
+from tests.collectives.real_ranks import Found, each, outcomes, stderr_of
 from tests.timeouts import PATIENCE_SECONDS, under_load
 
 pytestmark = pytest.mark.processes
@@ -18,45 +23,51 @@ LONG = PATIENCE_SECONDS / 2  # whoever fails before it did not wait for it
 SHORT = under_load(2.0)  # a timeout that tests wait for
 PROMISED_SECONDS = 2.0  # from the timeout to the error
 
-
-@pytest.fixture(autouse=True)
-def no_file_left_behind(tmp_path: Path) -> Iterator[None]:
-    """Nothing but what the test asked for. That no process is left, and so no port, `outcomes` sees to."""
-    yield
-    written = {path.name.rpartition("-")[0] for path in tmp_path.iterdir() if path.name != "store"}
-    assert written <= {"outcome", "stderr"}
+Job = Callable[..., object]
 
 
-def errors(found: dict[int, Outcome]) -> dict[int, tuple[str, str, int | None]]:
+def quick(job: Job, *args: object) -> Callable[[Path], Found]:
+    """A world whose ranks have to fail long before the timeout."""
+    return lambda folder: outcomes(folder, job, *args, timeout=LONG)
+
+
+def waiting(job: Job, *args: object, **options: Any) -> Callable[[Path], Found]:
+    """A world in which ranks wait for the timeout; rank 1 ends when the others have failed."""
+    return lambda folder: outcomes(folder, job, str(folder), *args, timeout=SHORT, **options)
+
+
+def errors(found: Found) -> dict[int, tuple[str, str, int | None]]:
     return {rank: (o.error, o.first_line, o.named) for rank, o in found.items() if o.error}
+
+
+def survivors_of(what: str, error: str = "Broken") -> dict[int, tuple[str, str, int | None]]:
+    """What all three ranks raise if rank 1 fails."""
+    expected = ("RemoteRankError", f"Rank 1 failed: {error}: {what}", 1)
+    return {0: expected, 1: (error, what, None), 2: expected}
 
 
 # ---- how a rank can end -----------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("raise", r"Rank 1 failed: Broken: no such row"),
-        ("sys.exit", r"Rank 1 called sys.exit\(0\) while others wait for it."),
-        ("return", r"Rank 1 reached the end of its program while others wait for it."),
-        ("os._exit", r"Rank 1 ended without a report: it was killed, crashed, or called os._exit \(process \d+\)."),
-        ("kill", r"Rank 1 ended without a report: it was killed, crashed, or called os._exit \(process \d+\)."),
-    ],
-)
-def test_survivors_name_the_rank_that_ended_and_how(how: str, said: str, tmp_path: Path) -> None:
-    found = outcomes(tmp_path, jobs.fail_in_the_middle, how, timeout=LONG)
-    for survivor in (0, 2):
-        assert found[survivor].error == "RemoteRankError"
-        assert found[survivor].named == 1
-        assert re.fullmatch(said, found[survivor].first_line)
-        assert found[survivor].seconds < LONG
+ENDS = {
+    "raise": r"Rank 1 failed: Broken: no such row",
+    "sys.exit": r"Rank 1 called sys.exit\(0\) while others wait for it.",
+    "return": r"Rank 1 reached the end of its program while others wait for it.",
+    "os._exit": r"Rank 1 ended without a report: it was killed, crashed, or called os._exit \(process \d+\).",
+    "kill": r"Rank 1 ended without a report: it was killed, crashed, or called os._exit \(process \d+\).",
+}
 
 
-def test_the_error_has_all_that_the_failed_rank_said_and_where_the_survivor_waited(tmp_path: Path) -> None:
-    found = outcomes(tmp_path, jobs.fail_in_the_middle, "raise", timeout=LONG)
+def test_survivors_name_the_rank_that_ended_and_how(tmp_path: Path) -> None:
+    found = each(tmp_path, {how: quick(jobs.fail_in_the_middle, how) for how in ENDS})
+    for how, said in ENDS.items():
+        for survivor in (0, 2):
+            outcome = found[how][survivor]
+            assert (outcome.error, outcome.named) == ("RemoteRankError", 1), how
+            assert re.fullmatch(said, outcome.first_line)
+            assert outcome.seconds < LONG
+    # The error has all that the failed rank said, and where the survivor waited.
     place = f"{jobs.__file__}:{jobs.end.__code__.co_firstlineno + 3} in end".removeprefix(f"{Path.cwd()}/")
-    lines = found[2].text.splitlines()
+    lines = found["raise"][2].text.splitlines()
     assert lines[4].startswith(f"      called at {jobs.__file__}".replace(f"{Path.cwd()}/", ""))
     assert lines[:4] == [
         "Rank 1 failed: Broken: no such row",
@@ -65,23 +76,34 @@ def test_the_error_has_all_that_the_failed_rank_said_and_where_the_survivor_wait
         "  Rank 2 waited in collective #5 of ranks (0, 1, 2): all_reduce sum of float32 (5,)",
     ]
     assert lines[-1] == "  Fix: its own output has the traceback; fix that rank first."
-    assert "Broken: no such row" in stderr_of(tmp_path, 1)  # the process says itself what it always said
-    assert "RemoteRankError: Rank 1 failed" in stderr_of(tmp_path, 2)
+    assert "Broken: no such row" in stderr_of(tmp_path / "raise", 1)  # the process says itself what it always said
+    assert "RemoteRankError: Rank 1 failed" in stderr_of(tmp_path / "raise", 2)
 
 
-@pytest.mark.parametrize("job", [jobs.fail_in_an_op, jobs.fail_in_backward], ids=["forward", "backward"])
-def test_an_exception_inside_an_op_reaches_ranks_that_are_further_on(job: object, tmp_path: Path) -> None:
-    found = outcomes(tmp_path, job, timeout=LONG)  # type: ignore[arg-type]
-    said = {jobs.fail_in_an_op: "out of memory", jobs.fail_in_backward: "in backward"}[job]  # type: ignore[index]
-    expected = ("RemoteRankError", f"Rank 1 failed: Broken: {said}", 1)
-    assert errors(found) == {0: expected, 1: ("Broken", said, None), 2: expected}
-
-
-def test_a_collective_that_was_begun_raises_where_it_is_waited_for(tmp_path: Path) -> None:
-    found = outcomes(tmp_path, jobs.fail_between_start_and_finish, timeout=LONG)
-    expected = ("RemoteRankError", "Rank 1 failed: Broken: before the second", 1)
-    assert errors(found) == {0: expected, 1: ("Broken", "before the second", None), 2: expected}
-    assert "waited in collective #3 of ranks (0, 1, 2): all_reduce sum of float32 (2,)" in found[0].text
+def test_the_root_reaches_all_ranks_wherever_they_are(tmp_path: Path) -> None:
+    found = each(
+        tmp_path,
+        {
+            "op": quick(jobs.fail_in_an_op),
+            "backward": quick(jobs.fail_in_backward),
+            "begun": quick(jobs.fail_between_start_and_finish),
+            "chain": quick(jobs.wait_in_a_chain),
+            "while handling": quick(jobs.fail_because_of_another),
+            "thread": quick(jobs.fail_while_another_thread_waits),
+            "lives on": lambda folder: outcomes(folder, jobs.report_and_live_on, str(folder), timeout=LONG),
+        },
+    )
+    assert errors(found["op"]) == survivors_of("out of memory")
+    assert errors(found["backward"]) == survivors_of("in backward")
+    assert errors(found["begun"]) == survivors_of("before the second")
+    assert "waited in collective #3 of ranks (0, 1, 2): all_reduce sum of float32 (2,)" in found["begun"][0].text
+    assert errors(found["chain"]) == survivors_of("the first of three")
+    root = survivors_of("the root")
+    assert errors(found["while handling"]) == root | {0: ("KeyError", "'clean-up failed too'", None)}
+    assert errors(found["thread"]) == survivors_of("boom")
+    lives_on = survivors_of("caught by its caller")
+    assert errors(found["lives on"]) == {0: lives_on[0], 2: lives_on[2]}
+    assert "transport said" not in found["lives on"][0].text  # which knows of nothing
 
 
 # ---- ranks that do not come -------------------------------------------------------------------------------
@@ -92,139 +114,102 @@ def test_what_is_promised_leaves_room_for_a_slow_store() -> None:
     assert started.SLICE_SECONDS + reports.POLL_SECONDS < reports.PATIENCE_SECONDS
 
 
-def test_a_rank_in_an_endless_loop_is_named_with_the_line_where_it_is(tmp_path: Path) -> None:
-    """The loop ends when the others have given up: were it to end by itself, rank 1 would say that it did."""
-    found = outcomes(tmp_path, jobs.loop_until_the_others_fail, str(tmp_path), timeout=SHORT)
-    assert found[1].returned == "the others have failed"
+def test_ranks_that_do_not_come_are_named_with_what_they_do(tmp_path: Path) -> None:
+    found = each(
+        tmp_path,
+        {
+            "loop": waiting(jobs.loop_until_the_others_fail),
+            "stopped": waiting(jobs.stop_until_the_others_fail),
+            "late": waiting(jobs.come_one_after_the_other, SHORT),
+            "thread": waiting(jobs.fail_in_a_thread),
+            "pairwise": waiting(jobs.wait_pairwise),
+            "mesh": waiting(jobs.wait_in_a_line_of_a_mesh, size=4),
+            "each other": lambda folder: outcomes(folder, jobs.wait_for_each_other, timeout=SHORT),
+            "absent": lambda folder: outcomes(folder, jobs.from_another_thread, timeout=SHORT, absent=(1,)),
+        },
+    )
+    for name in ("loop", "stopped", "late", "thread", "pairwise", "mesh", "absent"):
+        for survivor in (0,) if name == "mesh" else (0, 2):
+            outcome = found[name][survivor]
+            assert (outcome.error, outcome.named) == ("RemoteRankError", 1), (name, outcome.text)
+            assert outcome.first_line.startswith("Rank 1 of 3 did" if name == "absent" else "Rank 1 did not join"), name
+    for name in ("loop", "thread", "pairwise", "mesh"):
+        assert found[name][1].returned == "the others have failed", name
     for survivor in (0, 2):
-        assert (found[survivor].error, found[survivor].named) == ("RemoteRankError", 1)
+        loop, stopped = found["loop"][survivor], found["stopped"][survivor]
         said = r"Rank 1 did not join collective #2 of ranks \(0, 1, 2\), which failed after ([\d.]+) s:.*"
-        assert (failed := re.match(said, found[survivor].first_line))
+        assert (failed := re.match(said, loop.first_line))
         assert float(failed[1]) == pytest.approx(SHORT, abs=SHORT / 2)
-        assert "  rank 1: running" in found[survivor].text
-        assert "in loop_until_the_others_fail" in found[survivor].text
-
-
-def test_a_stopped_process_is_named_and_called_stopped(tmp_path: Path) -> None:
-    found = outcomes(tmp_path, jobs.stop_until_the_others_fail, str(tmp_path), timeout=SHORT)
-    for survivor in (0, 2):
-        assert (found[survivor].error, found[survivor].named) == ("RemoteRankError", 1)
-        assert re.search(r"  rank 1: did not respond; its process \d+ is stopped\n", found[survivor].text)
-        assert re.search(r"\n  Fix: let it go on \(kill -CONT \d+\), or end it\.$", found[survivor].text)
-
-
-def test_a_rank_that_came_late_itself_is_not_taken_for_the_one_that_did_not_come(tmp_path: Path) -> None:
-    found = outcomes(tmp_path, jobs.come_one_after_the_other, str(tmp_path), SHORT, timeout=SHORT)
-    for survivor in (0, 2):
-        assert (found[survivor].error, found[survivor].named) == ("RemoteRankError", 1)
-        assert found[survivor].first_line.startswith("Rank 1 did not join collective #2")
-
-
-def test_a_thread_that_died_is_mentioned_where_its_rank_does_not_come(tmp_path: Path) -> None:
-    found = outcomes(tmp_path, jobs.fail_in_a_thread, str(tmp_path), timeout=SHORT)
-    assert found[0].named == 1
-    assert "its thread 'loader' failed: Broken: cannot read file 12, at " in found[0].text
-    assert "Exception in thread loader" in stderr_of(tmp_path, 1)
-
-
-@pytest.mark.parametrize("size", [3, 4], ids=["pairwise, no group", "line of a 2 x 2 mesh"])
-def test_the_timeout_of_the_world_holds_in_every_group(size: int, tmp_path: Path) -> None:
-    job = {3: jobs.wait_pairwise, 4: jobs.wait_in_a_line_of_a_mesh}[size]
-    found = outcomes(tmp_path, job, str(tmp_path), size=size, timeout=SHORT)
-    assert found[1].returned == "the others have failed"
-    survivors = {3: [0, 2], 4: [0]}[size]
-    assert [found[rank].named for rank in survivors] == [1] * len(survivors), found[0].text
-    assert all(found[rank].first_line.startswith("Rank 1 did not join") for rank in survivors)
+        assert "  rank 1: running" in loop.text
+        assert "in loop_until_the_others_fail" in loop.text
+        assert re.search(r"  rank 1: did not respond; its process \d+ is stopped\n", stopped.text)
+        assert re.search(r"\n  Fix: let it go on \(kill -CONT \d+\), or end it\.$", stopped.text)
+        assert f"did not join the world within {SHORT:g} s: " in found["absent"][survivor].first_line
+    assert "its thread 'loader' failed: Broken: cannot read file 12, at " in found["thread"][0].text
+    assert "Exception in thread loader" in stderr_of(tmp_path / "thread", 1)
+    assert found["absent"].keys() == {0, 2}
+    assert {o.error for o in found["each other"].values()} == {"MismatchError"}
+    (text,) = {o.text for o in found["each other"].values()}
+    assert text.splitlines()[0] == "Ranks 0, 1, 2 wait for each other, in different collectives:"
+    for rank, group in enumerate([(0, 1), (1, 2), (0, 2)]):
+        assert f"  rank {rank}: waits in collective #1 of ranks {group}: all_to_all" in text
 
 
 # ---- ranks that disagree ----------------------------------------------------------------------------------
 
+COUNTS: dict[str, tuple[list[int], int, int]] = {  # what rank 1 sends, which rank that concerns, and how many it sends
+    "an element less": ([2, 2, 1], 2, 1),
+    "nothing at all": ([0, 2, 2], 0, 0),
+    "an element more, at which gloo would abort the receiver": ([2, 2, 3], 2, 3),
+}
 
-def test_a_rank_in_another_collective_makes_all_raise_the_same_table(tmp_path: Path) -> None:
-    found = outcomes(tmp_path, jobs.call_another_collective, timeout=LONG)
-    assert {o.error for o in found.values()} == {"MismatchError"}
-    (text,) = {o.text for o in found.values()}
+
+def test_ranks_that_disagree_raise_the_same_before_anything_is_sent(tmp_path: Path) -> None:
+    worlds = {name: quick(jobs.send_to, counts) for name, (counts, _, _) in COUNTS.items()}
+    found = each(tmp_path, {**worlds, "another": quick(jobs.call_another_collective)})
+    texts = {}
+    for name, ranks in found.items():
+        assert {o.error for o in ranks.values()} == {"MismatchError"}, name
+        assert all(o.seconds < LONG for o in ranks.values())
+        (texts[name],) = {o.text for o in ranks.values()}
+    for name, (_, victim, sent) in COUNTS.items():
+        said = f"rank 1 sends {sent} elements to rank {victim}, which expects 2."
+        assert texts[name].splitlines()[0] == f"Ranks (0, 1, 2) disagree on their collective #2: {said}"
     barrier = "all_to_all of uint8, send counts (1, 1, 1), receive counts (1, 1, 1)"
-    assert [row for row in text.splitlines() if "called at" not in row] == [
+    assert [row for row in texts["another"].splitlines() if "called at" not in row] == [
         "Ranks (0, 1, 2) disagree on their collective #2: all ranks must make the same call.",
         f"  rank 0: {barrier}",
         "  rank 1: all_reduce max of float32 (4,)",
         f"  rank 2: {barrier}",
         "  Fix: make all ranks of a group call the same collectives in the same order.",
     ]
-    assert text.count("in call_another_collective") == 3
-    assert all(o.seconds < LONG for o in found.values())
-
-
-def test_ranks_that_wait_for_each_other_in_different_groups_are_all_listed(tmp_path: Path) -> None:
-    found = outcomes(tmp_path, jobs.wait_for_each_other, timeout=SHORT)
-    assert {o.error for o in found.values()} == {"MismatchError"}
-    (text,) = {o.text for o in found.values()}
-    assert text.splitlines()[0] == "Ranks 0, 1, 2 wait for each other, in different collectives:"
-    for rank, group in enumerate([(0, 1), (1, 2), (0, 2)]):
-        assert f"  rank {rank}: waits in collective #1 of ranks {group}: all_to_all" in text
-
-
-@pytest.mark.parametrize(
-    ("counts", "victim", "sent"),
-    [([2, 2, 1], 2, 1), ([0, 2, 2], 0, 0), ([2, 2, 3], 2, 3)],
-    ids=["an element less", "nothing at all", "an element more, at which gloo would abort the receiver"],
-)
-def test_other_counts_than_expected_are_never_received(
-    counts: list[int], victim: int, sent: int, tmp_path: Path
-) -> None:
-    found = outcomes(tmp_path, jobs.send_to, counts, timeout=LONG)
-    assert {o.error for o in found.values()} == {"MismatchError"}
-    (text,) = {o.text for o in found.values()}
-    said = f"rank 1 sends {sent} elements to rank {victim}, which expects 2."
-    assert text.splitlines()[0] == f"Ranks (0, 1, 2) disagree on their collective #2: {said}"
-
-
-# ---- the root, not its consequences -----------------------------------------------------------------------
-
-
-def test_a_rank_that_waits_for_a_rank_that_waited_for_the_failed_one_names_the_failed_one(tmp_path: Path) -> None:
-    found = outcomes(tmp_path, jobs.wait_in_a_chain, timeout=LONG)
-    expected = ("RemoteRankError", "Rank 1 failed: Broken: the first of three", 1)
-    assert errors(found) == {0: expected, 1: ("Broken", "the first of three", None), 2: expected}
-
-
-def test_an_error_raised_while_handling_another_ranks_failure_is_not_the_root(tmp_path: Path) -> None:
-    found = outcomes(tmp_path, jobs.fail_because_of_another, timeout=LONG)
-    assert errors(found) == {
-        0: ("KeyError", "'clean-up failed too'", None),
-        1: ("Broken", "the root", None),
-        2: ("RemoteRankError", "Rank 1 failed: Broken: the root", 1),
-    }
-
-
-def test_a_failed_rank_that_lives_on_is_heard_of_before_the_timeout(tmp_path: Path) -> None:
-    found = outcomes(tmp_path, jobs.report_and_live_on, str(tmp_path), timeout=LONG)
-    expected = ("RemoteRankError", "Rank 1 failed: Broken: caught by its caller", 1)
-    assert errors(found) == {0: expected, 2: expected}
-    assert "transport said" not in found[0].text  # which knows of nothing
+    assert texts["another"].count("in call_another_collective") == 3
 
 
 # ---- threads ----------------------------------------------------------------------------------------------
 
 
-def test_the_world_is_found_from_every_thread(tmp_path: Path) -> None:
-    found = outcomes(tmp_path, jobs.from_another_thread)
-    assert {rank: o.returned for rank, o in found.items()} == {rank: [rank, 3, [3.0, 3.0]] for rank in range(3)}
-
-
-def test_a_collective_in_another_thread_raises_the_same(tmp_path: Path) -> None:
-    found = outcomes(tmp_path, jobs.fail_while_another_thread_waits, timeout=LONG)
-    expected = ("RemoteRankError", "Rank 1 failed: Broken: boom", 1)
-    assert errors(found) == {0: expected, 1: ("Broken", "boom", None), 2: expected}
-
-
-# ---- joining ----------------------------------------------------------------------------------------------
-
-
-def test_a_rank_that_does_not_join_is_named(tmp_path: Path) -> None:
-    found = outcomes(tmp_path, jobs.from_another_thread, timeout=SHORT, absent=(1,))
-    assert found.keys() == {0, 2}
+def test_one_thread_of_a_rank_communicates_at_a_time(tmp_path: Path) -> None:
+    found = each(
+        tmp_path,
+        {
+            "another": partial(outcomes, job=jobs.from_another_thread),
+            "hand over": lambda folder: outcomes(folder, jobs.hand_over, 3),
+            "forked": partial(outcomes, job=jobs.in_a_forked_process),
+            "two": lambda folder: outcomes(folder, jobs.prefetch_beside_the_step, str(folder)),
+        },
+    )
+    assert [found["another"][rank].returned for rank in range(3)] == [[rank, 3, [3.0, 3.0]] for rank in range(3)]
+    assert [found["hand over"][rank].returned for rank in range(3)] == [[55.0, 15.0, 15.0] * 3] * 3
+    said = "A process that a rank started, such as a worker of a DataLoader, cannot"
+    assert all(found["forked"][rank].returned.startswith(said) for rank in range(3))
+    two = found["two"]
+    assert [two[rank].error for rank in range(3)] == ["RemoteRankError", "ThreadError", "RemoteRankError"]
+    text = two[1].text
+    assert text.startswith("Two threads of rank 1 communicate in no order:\n  thread 'prefetch'\n      called at ")
+    assert "\n  thread 'MainThread'\n      called at tests/collectives/jobs.py" in text
     for survivor in (0, 2):
-        assert (found[survivor].error, found[survivor].named) == ("RemoteRankError", 1)
-        assert found[survivor].first_line.startswith(f"Rank 1 of 3 did not join the world within {SHORT:g} s: ")
+        assert two[survivor].named == 1
+        assert two[survivor].first_line == f"Rank 1 failed: ThreadError: {text.splitlines()[0]}"
+        assert "thread 'prefetch'" in two[survivor].text
+        assert two[survivor].seconds < LONG
