@@ -208,7 +208,7 @@ def compared(checked: bool, act: Callable[[], None]) -> None:
         act()
 
 
-@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.processes)])
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=[pytest.mark.processes, pytest.mark.slow])])
 @pytest.mark.parametrize("act", [another_root, another_size, another_shard, gathered_and_scattered, another_kind])
 @pytest.mark.parametrize("checked", [False, True])
 def test_ranks_that_disagree_raise(act: Callable[[], None], real: bool, checked: bool) -> None:

@@ -1,5 +1,6 @@
 """By default, ranks that call different collectives raise one error before they exchange anything."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,11 +14,12 @@ from shardwise.errors import MismatchError
 from shardwise.testing import world
 from shardwise.testing.worlds import World
 
+SIMULATED, REAL = world(3), world(3, real=True)
 WORLDS = pytest.mark.parametrize(
     "ranks",
     [
-        pytest.param(world(3), id="simulated"),
-        pytest.param(world(3, real=True), id="real", marks=pytest.mark.processes),
+        pytest.param(SIMULATED, id="simulated"),
+        pytest.param(REAL, id="real", marks=[pytest.mark.processes, pytest.mark.slow]),
     ],
 )
 ALL = (0, 1, 2)
@@ -133,6 +135,15 @@ def test_all_ranks_raise_one_text_with_all_calls_and_their_lines(
     assert text.endswith("Fix: make all ranks of a group call the same collectives in the same order.")
 
 
+@pytest.mark.processes
+def test_real_ranks_raise_what_simulated_ones_do() -> None:
+    for act in (other_kind, other_placement, one_full_tensor_more, swapped_reductions, absurd_length):
+        simulated, real = (re.sub(r"#\d+", "#", one_text(ranks, act)) for ranks in (SIMULATED, REAL))
+        assert real.splitlines()[0] == simulated.splitlines()[0], act
+        assert real.count("\n  rank ") == 3
+    REAL.run(same_order)
+
+
 def as_on_other_hosts() -> None:
     records = TORCH_TRANSPORT._records
     assert records is not None
@@ -154,11 +165,11 @@ def one_value_differs() -> None:
 
 @pytest.mark.processes
 def test_ranks_on_several_hosts_find_it_at_one_of_the_next_64_calls() -> None:
-    text = one_text(world(3, real=True), one_reduction_of_many_differs)
+    text = one_text(REAL, one_reduction_of_many_differs)
     assert ": all ranks must make the same call.\n" in text
     assert text.count("all_reduce sum of float32 (4,)") == 2
     assert text.count("all_reduce max of float32 (4,)") == 1
-    assert "mul: the plain tensor beside DTensors" in one_text(world(3, real=True), one_value_differs)
+    assert "mul: the plain tensor beside DTensors" in one_text(REAL, one_value_differs)
 
 
 def agree_on_several_hosts() -> None:
@@ -169,10 +180,10 @@ def agree_on_several_hosts() -> None:
 @pytest.mark.processes
 def test_ranks_on_several_hosts_that_agree_raise_nothing() -> None:
     with pytest.raises(ZeroDivisionError):  # the pool joins a new world before and after
-        world(3, real=True).run(fail)
-    world(3, real=True).run(agree_on_several_hosts)
+        REAL.run(fail)
+    REAL.run(agree_on_several_hosts)
     with pytest.raises(ZeroDivisionError):
-        world(3, real=True).run(fail)
+        REAL.run(fail)
 
 
 # ---- correct programs -------------------------------------------------------------------------------------

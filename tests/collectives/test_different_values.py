@@ -23,11 +23,10 @@ from shardwise.collectives.value_notes import CHECK_EVERY, MAX_ELEMENTS
 from shardwise.errors import MismatchError, RemoteRankError
 from shardwise.testing import world
 from shardwise.testing.worlds import World
-from tests.collectives.test_different_calls import WORLDS, odd, one_text, sharded
+from tests.collectives.test_different_calls import REAL, SIMULATED, WORLDS, odd, one_text, sharded
 from tests.timeouts import PATIENCE_SECONDS
 
 HERE = str(Path(__file__)).removeprefix(f"{Path.cwd()}/")
-SIMULATED = world(3)
 
 
 def table() -> DTensor:
@@ -302,7 +301,7 @@ def index_between_two_looks() -> None:
 
 @pytest.mark.processes
 def test_numbers_that_differ_are_named_whenever_a_rank_looks() -> None:
-    text = one_text(world(3, real=True), partial(with_numbers, index_between_two_looks))
+    text = one_text(REAL, partial(with_numbers, index_between_two_looks))
     assert text.startswith("__getitem__: argument 1 must be the same on all ranks, but is not:")
 
 
@@ -362,6 +361,14 @@ def test_values_of_hooks_that_differ_are_named(ranks: World, act: Callable[[], o
     assert f"  called at {HERE}:" in text
 
 
+@pytest.mark.processes
+def test_real_ranks_name_what_simulated_ones_do() -> None:
+    for act in (batch, ids, new_gradient, rows_of_zeros, partial(with_numbers, factor), returned_by_a_hook):
+        simulated, real = (one_text(ranks, act).splitlines() for ranks in (SIMULATED, REAL))
+        assert real[0].partition(" of shape")[0] == simulated[0].partition(" of shape")[0], act
+        assert real[-2:] == simulated[-2:], act
+
+
 # ---- groups that call no collective ------------------------------------------------------------------------
 
 GRID = Mesh((2, 2), names=("dp", "tp"))
@@ -369,7 +376,7 @@ EACH_GRID = pytest.mark.parametrize(
     "ranks",
     [
         pytest.param(world(4), id="simulated"),
-        pytest.param(world(4, real=True), id="real", marks=pytest.mark.processes),
+        pytest.param(world(4, real=True), id="real", marks=[pytest.mark.processes, pytest.mark.slow]),
     ],
 )
 
@@ -419,6 +426,14 @@ def numbers_at_another_pace(steps: int) -> list[float]:
             time.sleep(0.01)
     collectives.barrier((0, 1, 2, 3))
     return sums
+
+
+@pytest.mark.processes
+def test_real_ranks_compare_values_of_groups_without_collectives() -> None:
+    real = world(4, real=True)
+    assert real.run(evaluate, 5, (3, 3), 3) == [[72.0 * (1 + i) for i in range(5)]] * 4
+    with pytest.raises((MismatchError, RemoteRankError), match="matmul: the plain tensor beside DTensors of shape"):
+        real.run(evaluate, 40, (3, 2), 0)
 
 
 @EACH_GRID

@@ -10,17 +10,10 @@ import torch
 from shardwise import Mesh, Replicate, Shard, collectives, count_comms, distribute_tensor
 from shardwise.collectives import all_reduce, all_to_all, barrier, describing, fingerprint, rank
 from shardwise.errors import MismatchError
-from shardwise.testing import world
 from shardwise.testing.worlds import World
+from tests.collectives.test_different_calls import REAL, SIMULATED, WORLDS
 
 HERE = str(Path(__file__)).removeprefix(f"{Path.cwd()}/")
-WORLDS = pytest.mark.parametrize(
-    "ranks",
-    [
-        pytest.param(world(3), id="simulated"),
-        pytest.param(world(3, real=True), id="real", marks=pytest.mark.processes),
-    ],
-)
 ALL = (0, 1, 2)
 
 
@@ -286,8 +279,12 @@ def in_another_thread() -> str:
 
 
 @pytest.mark.processes
-def test_on_processes_other_threads_compare_as_well() -> None:
-    assert same_text(world(3, real=True), in_another_thread)[0].endswith("all ranks must make the same call.")
+def test_real_ranks_and_other_threads_compare_as_simulated_ranks_do() -> None:
+    assert same_text(REAL, in_another_thread)[0].endswith("all ranks must make the same call.")
+    for body in (other_dtype, other_counts, other_purpose, other_line):
+        assert same_text(REAL, body) == same_text(SIMULATED, body)
+    assert REAL.run(same_as_without_compared) == REAL.run(same_as_without)
+    assert REAL.run(switched) == SIMULATED.run(switched)
 
 
 # ---- facts that are compared only then --------------------------------------------------------------------
