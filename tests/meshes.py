@@ -3,7 +3,7 @@
 from zlib import crc32
 
 from shardwise import Mesh
-from shardwise.testing.judge import Sample
+from tools.op_judge import Sample
 
 OTHERS = (Mesh((1,)), Mesh((2,)), Mesh((4,)))
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.layout import Shard
-from shardwise.testing.judge import Outcome, Sample, layout_of
 from tools.accuracy import FACTOR, SCALES, AccuracyJudge, error_ratio
+from tools.op_judge import Outcome, Sample, layout_of
 from tools.opinfo import LINE, SQUARE
 
 GENERATOR = torch.Generator().manual_seed(3)

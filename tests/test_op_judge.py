@@ -10,9 +10,8 @@ from torch import Tensor
 
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard, ShardwiseError, collectives, rank
 from shardwise.layout import Layout, Placement
-from shardwise.testing.judge import Layouts, Outcome, Sample, layout_of
 from shardwise.testing.local_shards import partial_values
-from tools.op_judge import REFUSED, OpJudge
+from tools.op_judge import REFUSED, Layouts, OpJudge, Outcome, Sample, layout_of
 from tools.opinfo import FAMILIES, layouts_of, uneven_sizes
 
 X = torch.arange(1.0, 16.0).view(5, 3)

@@ -5,7 +5,8 @@ import warnings
 import pytest
 
 from tools.fuzz import main, shrunk
-from tools.program_judge import GOOD, Outcome, verdict
+from tools.op_judge import GOOD, Outcome
+from tools.program_judge import verdict
 from tools.programs import Program, program
 
 pytestmark = pytest.mark.slow
@@ -33,13 +34,13 @@ def test_a_seed_gives_the_same_program_again() -> None:
     [
         ("v2 = x1 * 2", Outcome.RIGHT),
         ("v2 = x1.view(5)", Outcome.RIGHT),  # torch raises too
-        ("v2 = x1 * (1 + (type(x1).__name__ == 'DTensor'))", Outcome.WRONG),
-        (f"v2 = x1 + {RANK}", Outcome.WRONG),
+        ("v2 = x1 * (1 + (type(x1).__name__ == 'DTensor'))", Outcome.WRONG_VALUE),
+        (f"v2 = x1 + {RANK}", Outcome.WRONG_VALUE),
         (f"v2 = x1 * [2][{RANK}]", Outcome.SOME_RANKS),
         (f"v2 = x1.sum() if {RANK} else x1.sum().item()", Outcome.HANG),
-        ("v2 = x1.numpy() if type(x1).__name__ == 'DTensor' else x1 * 1", Outcome.REFUSED),
+        ("v2 = x1.numpy() if type(x1).__name__ == 'DTensor' else x1 * 1", Outcome.CLEAR_ERROR),
         ("v2 = x1.placements", Outcome.LENIENT),
-        ("v2 = x1 * (1 if type(x1) is torch.Tensor else {}[0])", Outcome.ERROR),
+        ("v2 = x1 * (1 if type(x1) is torch.Tensor else {}[0])", Outcome.OTHER_ERROR),
     ],
 )
 def test_every_outcome_is_told_from_the_others(line: str, outcome: Outcome) -> None:
@@ -56,7 +57,7 @@ SHARDED = "x1 = leaf(47, (7,), torch.float64, True, Mesh((3,)), [Shard(0)])"
     [
         ((ON_THREE, f"v2 = x1 == {AVERAGE}"), Outcome.UNSTABLE),  # n * x / n is not always x
         ((ON_THREE, f"v2 = (x1 - {AVERAGE}).argmin()"), Outcome.UNSTABLE),
-        ((ON_THREE, f"v2 = {AVERAGE} > {RANK}"), Outcome.WRONG),
+        ((ON_THREE, f"v2 = {AVERAGE} > {RANK}"), Outcome.WRONG_VALUE),
         # A sum in another order is greater or not, and so there is an element or none.
         ((SHARDED.replace("leaf(47, (7,)", "leaf(48, (4,)").replace("True", "False"), "v2 = x1.sum()",
           "v3 = v2 - redistribute(v2, Mesh((3,)), [Replicate()])", "v4 = v3.masked_select(v3 > 0)"), Outcome.UNSTABLE),
@@ -64,7 +65,7 @@ SHARDED = "x1 = leaf(47, (7,), torch.float64, True, Mesh((3,)), [Shard(0)])"
          Outcome.UNSTABLE),  # a sum of three terms
         ((SHARDED, "with torch.no_grad(): x1[...] = 3", "v2 = x1.kthvalue(2, 0).values"), Outcome.UNSTABLE),  # which 3?
         ((SHARDED, "with torch.no_grad(): x1[...] = 3", f"v2 = x1.sort(stable=True).values * (1 + {RANK})"),
-         Outcome.WRONG),
+         Outcome.WRONG_VALUE),
         # Without `.data` this is an error: backward meets values that were changed.
         (("x1 = leaf(82, (3,), torch.float64, True, Mesh((3,)), [Partial('sum')])", "v2 = x1 * 1", "v3 = v2 * v2",
           "v2.data.mul_(0.5)"), Outcome.UNSTABLE),
@@ -76,7 +77,7 @@ SHARDED = "x1 = leaf(47, (7,), torch.float64, True, Mesh((3,)), [Shard(0)])"
           "x2 = leaf(80, (2, 2), torch.int64, False, Mesh((3,)), [Shard(1, [1, 0, 1])]) % 4",
           "v3 = x1.index_put((x2,), x1[leaf(83, (2, 2), torch.int64, False, Mesh((3,)), [Replicate()]) % 4] * 2)"),
          Outcome.UNSTABLE),
-        ((SHARDED, f"v2 = x1.index_put((torch.tensor([0, 1]),), x1[5:] * {RANK})"), Outcome.WRONG),
+        ((SHARDED, f"v2 = x1.index_put((torch.tensor([0, 1]),), x1[5:] * {RANK})"), Outcome.WRONG_VALUE),
         # Backward of plain torch meets the changed tensor, because `save_on_cpu` keeps it.
         ((ON_THREE, "x1.requires_grad_()", "v2 = x1 * 1", "with torch.autograd.graph.save_on_cpu(): v3 = v2.amax(0)",
           "v2 += 1"), Outcome.RIGHT),
@@ -100,7 +101,7 @@ def test_a_failure_is_shrunk_to_the_lines_that_make_it() -> None:
     what = Program(2, (LEAF, "v2 = x1 * 2", f"v3 = v2 + {RANK}", "v4 = v3.sum()", "x1.grad = None"))
     least = shrunk(what)
     assert [line[:2] for line in least.lines] == ["x1", "v2", "v3"]
-    assert verdict(least).outcome is Outcome.WRONG
+    assert verdict(least).outcome is Outcome.WRONG_VALUE
 
 
 def test_the_command_line_tells_how_many_were_right(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.testing.judge import Outcome
+from tools.op_judge import Outcome
 from tools.opinfo import elementwise_names
 from tools.sweep import (
     Plan,

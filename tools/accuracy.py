@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.testing.judge import Layouts, Observed, Outcome, Sample, plain_run
 from shardwise.testing.local_shards import SEED
-from tools.op_judge import OpJudge, Verdict
+from tools.op_judge import Layouts, Observed, OpJudge, Outcome, Sample, Verdict, plain_run
 from tools.opinfo import Case, calls_of, layouts_of
 
 FACTOR = 4.0  # how much farther from float64 than plain torch a result may be

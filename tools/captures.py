@@ -24,9 +24,9 @@ from shardwise import Layout, Mesh, capture
 from shardwise.errors import CaptureError
 from shardwise.tensor import DTensor
 from shardwise.testing import world
-from shardwise.testing.judge import Sample, cotangent, tensors_in
 from shardwise.testing.local_shards import dtensor_from_full
-from shardwise.testing.rule_checks import layouts_for
+from tools.op_judge import Sample, cotangent, tensors_in
+from tools.rule_checks import layouts_for
 
 MESHES = (Mesh((2,)), Mesh((3,)), Mesh((2, 2)))
 # While they are traced, autograd uses another formula for these, whose last bits differ.

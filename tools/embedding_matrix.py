@@ -32,7 +32,7 @@ from shardwise.sharded_tensor import ChunkShardingSpec, EnumerableShardingSpec, 
 from shardwise.tensor import tag
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from shardwise.testing.judge import tensor_difference
+from tools.op_judge import tensor_difference
 
 ROWS, COLS = 7, 5
 R, S0, S1 = Replicate(), Shard(0), Shard(1)

@@ -3,7 +3,7 @@
     python -m tools.fuzz --seeds 1000:1200
     python -m tools.fuzz --seeds 4711                   # one program again
     python -m tools.fuzz --seeds 50000:70000 --jobs 16  # in 16 processes at a time, with progress
-    python -m tools.fuzz --ranks 4 --outcomes wrong,hang
+    python -m tools.fuzz --ranks 4 --outcomes "silently wrong value,hang"
 
 A program is lines of Python (see `tools.programs`). Values, shapes, dtypes and gradients of everything in it must be
 those of one plain process, on every rank; or every rank must raise the same clear error. The exit status is 1 if a
@@ -25,7 +25,8 @@ from typing import Self
 
 import torch
 
-from tools.program_judge import GOOD, LAYOUT, Outcome, Verdict, verdict
+from tools.op_judge import GOOD, Outcome, Verdict
+from tools.program_judge import LAYOUT, verdict
 from tools.programs import Program, program
 
 # ---- shrinking ---------------------------------------------------------------------------------------------------
@@ -49,7 +50,7 @@ def shrunk(what: Program, judge: Callable[[Program], Verdict] = verdict, limit: 
 
 
 def _signature(found: Verdict) -> str:
-    if found.outcome in (Outcome.WRONG, Outcome.HANG, Outcome.SOME_RANKS):
+    if found.outcome in (Outcome.WRONG_VALUE, Outcome.HANG, Outcome.SOME_RANKS):
         return str(found.outcome) + (" kind" if "requires_grad" in found.message else "")
     return f"{found.outcome}: {cause(found.message)}"
 
@@ -78,7 +79,7 @@ def _simpler(line: str) -> Iterator[str]:
 
 def _made_by(what: Program, found: Verdict) -> str:
     """The line that made the first value that is wrong."""
-    if found.outcome is not Outcome.WRONG:
+    if found.outcome is not Outcome.WRONG_VALUE:
         return ""
     name = re.split(r"[ .\[]", found.message.split(": ")[1])[0]
     made = (line for line in what.lines if line.removeprefix("with torch.no_grad(): ").startswith(f"{name} ="))
@@ -183,7 +184,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--part", type=int, default=100, help="programs of one process, if there are jobs")
     parser.add_argument("--ranks", type=int, default=0, help="of every program (default: 1 to 6)")
-    parser.add_argument("--outcomes", default="lenient,error,wrong,ranks,hang", help="which to shrink and print")
+    bad = ",".join(outcome for outcome in Outcome if outcome not in GOOD)
+    parser.add_argument("--outcomes", default=bad, help=f"which to shrink and print (default {bad})")
     parser.add_argument("--each", type=int, default=2, help="examples of one cause to shrink (default 2)")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     options = parser.parse_args(arguments)

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shardwise.layout import REPLICATE, Mesh, Partial, Placement, Shard
-from shardwise.testing.judge import Layouts, Sample, layout_of
 from shardwise.testing.local_shards import SEED
-from tools.op_judge import OpJudge, Verdict
+from tools.op_judge import Layouts, OpJudge, Sample, Verdict, layout_of
 
 FAMILIES = ("replicated", "one", "all", "sizes", "empty", "partial", "grid", "nested")
 SHORT_FAMILIES = ("all", "sizes", "partial")  # for a method, which mostly shares its function's rule

@@ -19,9 +19,8 @@ from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGr
 
 from shardwise.layout import Layout, Partial, Placement, Shard, contiguous_strides
 from shardwise.testing.failures import DeadlockError
-from shardwise.testing.judge import Layouts, Observed, Outcome, Sample, observe
 from shardwise.testing.local_shards import SEED, local_tensor, partial_index, partial_values
-from tools.op_judge import OpJudge, Verdict
+from tools.op_judge import Layouts, Observed, OpJudge, Outcome, Sample, Verdict, observe
 
 WOKEN = "Test termination event occurs"  # what a rank says that waited for one that raised
 

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 import torch
@@ -15,27 +14,11 @@ from shardwise import DTensor, Layout, Mesh, Placement, capture, rank, world_siz
 from shardwise.debug.compare import Bounds, mismatched, relative_to_largest
 from shardwise.errors import ShardwiseError
 from shardwise.testing import DeadlockError, world
-from shardwise.testing.judge import full_of
 from shardwise.testing.local_shards import dtensor_from_full
+from tools.op_judge import Outcome, Verdict, full_of
 from tools.programs import NAMES, PLAIN, Program, plain_leaf
 
 SECONDS = 20.0  # that the ranks of one program may take
-
-
-class Outcome(StrEnum):
-    """What came of a program, from good to bad."""
-
-    RIGHT = "right"
-    REFUSED = "refused"  # a clear error, the same on every rank
-    UNSTABLE = "unstable"  # it differs, but in plain torch rounding, or what it does not define, makes a difference
-    LENIENT = "lenient"  # it runs where torch raises
-    ERROR = "error"  # of another kind
-    WRONG = "wrong"
-    SOME_RANKS = "ranks"  # an error on some ranks, or texts that differ
-    HANG = "hang"
-
-
-GOOD = (Outcome.RIGHT, Outcome.REFUSED, Outcome.UNSTABLE)
 
 
 @dataclass
@@ -50,15 +33,6 @@ class Seen:
     @property
     def failure(self) -> str:
         return f"{self.at}: {type(self.error).__name__}: {' '.join(str(self.error).split())[:500]}"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    outcome: Outcome
-    message: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.outcome}: {self.message}"
 
 
 # ---- on ranks ----------------------------------------------------------------------------------------------------
@@ -204,7 +178,9 @@ def verdict(what: Program) -> Verdict:
     if failed:
         return _of_failures(failed, what, wanted or plain)
     if wanted is not None and wanted.error is not None:
-        return Verdict(Outcome.RIGHT if plain.error is not None else Outcome.ERROR, f"on one rank: {wanted.failure}")
+        return Verdict(
+            Outcome.RIGHT if plain.error is not None else Outcome.OTHER_ERROR, f"on one rank: {wanted.failure}"
+        )
     reference = wanted or plain
     if reference.error is not None and not _is_of_saved(reference, what.lines):
         return Verdict(Outcome.LENIENT, f"torch raises {plain.failure}")
@@ -225,7 +201,7 @@ def verdict(what: Program) -> Verdict:
                 unstable = _unstable(what, seen, plain, saved, why)
             else:
                 unstable = _is_undefined(what, plain, saved, differs)
-            return Verdict(Outcome.UNSTABLE if unstable else Outcome.WRONG, f"rank {number}: {why}")
+            return Verdict(Outcome.UNSTABLE if unstable else Outcome.WRONG_VALUE, f"rank {number}: {why}")
     return Verdict(Outcome.RIGHT)
 
 
@@ -259,10 +235,10 @@ def _of_failures(failed: Sequence[Seen], what: Program, plain: Seen) -> Verdict:
     if not own or "disagree on their collective" in first.failure:
         return Verdict(Outcome.HANG, first.failure)
     if any("is outside Mesh" in seen.failure for seen in own):
-        return Verdict(Outcome.REFUSED, first.failure)
+        return Verdict(Outcome.CLEAR_ERROR, first.failure)
     of_no_grad = "does not require grad and does not have a grad_fn", "a tensor that doesn't require gradient"
     if _has_silent_views(what.lines) and any(text in first.failure for text in of_no_grad):
-        return Verdict(Outcome.REFUSED, first.failure)
+        return Verdict(Outcome.CLEAR_ERROR, first.failure)
     together = len({seen.at for seen in own}) == 1
     # Where torch draws other numbers, data-dependent shapes may be others, and so the line that fails.
     at_the_same = what.draws or plain.at == first.at or plain.at.startswith("the last")
@@ -273,7 +249,7 @@ def _of_failures(failed: Sequence[Seen], what: Program, plain: Seen) -> Verdict:
     if len(own) < size or len({seen.failure for seen in own}) > 1:
         return Verdict(Outcome.SOME_RANKS, f"{len(own)} of {size}: " + " / ".join({seen.failure for seen in own}))
     clear = isinstance(first.error, ShardwiseError)
-    return Verdict(Outcome.REFUSED if clear else Outcome.ERROR, first.failure)
+    return Verdict(Outcome.CLEAR_ERROR if clear else Outcome.OTHER_ERROR, first.failure)
 
 
 def _unstable(what: Program, seen: Seen, plain: Seen, saved: Seen, why: str) -> bool:

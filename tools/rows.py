@@ -25,7 +25,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwise.testing.judge import Sample
+    from tools.op_judge import Sample
     from tools.table_survey import Checked, Plan, Survey
 
 ROOT = Path(__file__).parents[1]
@@ -71,7 +71,7 @@ def _call(sample: "Sample") -> Any:
 
 def written() -> "Iterator[Sample]":
     """The samples in the files of tests/rules."""
-    from shardwise.testing.judge import Sample
+    from tools.op_judge import Sample
 
     def found(value: object) -> Iterator[Sample]:
         if isinstance(value, Sample):

@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.rules import OpRule
 from shardwise.rules.registry import ops_with_rules
-from shardwise.testing.judge import Sample, plain_run, tensors_in
 from shardwise.testing.local_shards import SEED
 from tools import opinfo
+from tools.op_judge import Sample, plain_run, tensors_in
 
 LARGEST = 500  # elements of all operands of a sample
 CANDIDATES = 24  # of a key, before the best are chosen

@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 
-from shardwise.testing.judge import Outcome, Sample
+from tools.op_judge import Outcome, Sample
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # this script may run from anywhere

@@ -19,8 +19,8 @@ import shardwise.rules
 from shardwise.layout import Mesh
 from shardwise.rules import OpRule, Row
 from shardwise.rules.registry import ops_with_rules
-from shardwise.testing.judge import Sample
-from shardwise.testing.rule_checks import MESHES, assert_equals_one_process, placements_of, possible_rows
+from tools.op_judge import Sample
+from tools.rule_checks import MESHES, assert_equals_one_process, placements_of, possible_rows
 from tools.samples import Samples, bare_name, chosen, features_of, function_of, name_of_key, settle
 
 LINE = Mesh((3,))

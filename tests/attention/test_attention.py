@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise import DTensor, Mesh, Replicate, Shard, count_comms, distribute_tensor
-from shardwise.testing import world
+from shardwise.testing import check_rows, world
 from shardwise.testing.assertions import as_dtensor
-from shardwise.testing.judge import Sample
-from shardwise.testing.rule_checks import assert_equals_one_process, check_rows
+from tools.op_judge import Sample
+from tools.rule_checks import assert_equals_one_process
 
 GENERATOR = torch.Generator().manual_seed(4)
 MESHES = (Mesh((3,)), Mesh((2, 2)))

@@ -2,8 +2,8 @@
 
 import pytest
 
-from shardwise.testing.judge import Sample
 from tools.captures import tried
+from tools.op_judge import Sample
 from tools.rows import written
 
 pytestmark = pytest.mark.slow

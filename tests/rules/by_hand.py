@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.rules.shapes.index import boolean_index
-from shardwise.testing.judge import Sample
+from tools.op_judge import Sample
 
 aten = torch.ops.aten
 GENERATOR = torch.Generator().manual_seed(7)

@@ -11,8 +11,8 @@ from torch import Tensor
 from shardwise import Mesh, OnRanks, Partial, Replicate, Shard, count_comms, distribute_tensor
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from shardwise.testing.judge import Sample
-from shardwise.testing.rule_checks import assert_equals_one_process
+from tools.op_judge import Sample
+from tools.rule_checks import assert_equals_one_process
 
 GENERATOR = torch.Generator().manual_seed(9)
 A, B = (torch.randn(4, 3, 2, dtype=torch.float64, generator=GENERATOR) for _ in range(2))

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from shardwise import Mesh, Partial, Replicate, Shard, collectives, count_comms, distribute_tensor
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from shardwise.testing.judge import Sample
-from shardwise.testing.rule_checks import assert_equals_one_process
+from tools.op_judge import Sample
+from tools.rule_checks import assert_equals_one_process
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")  # torch's own, about memory
 GENERATOR = torch.Generator().manual_seed(2)

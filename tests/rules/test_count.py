@@ -10,9 +10,9 @@ from torch import Tensor
 from shardwise import Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from shardwise.testing.judge import Sample
-from shardwise.testing.rule_checks import assert_equals_one_process
 from tests.meshes import meshes_of
+from tools.op_judge import Sample
+from tools.rule_checks import assert_equals_one_process
 
 GENERATOR = torch.Generator().manual_seed(5)
 R, S0, S1 = Replicate(), Shard(0), Shard(1)

@@ -17,9 +17,9 @@ from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.tensor import DTensor, distribute_tensor
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from shardwise.testing.judge import Sample
-from shardwise.testing.rule_checks import assert_equals_one_process
 from tests.meshes import meshes_of
+from tools.op_judge import Sample
+from tools.rule_checks import assert_equals_one_process
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 WEIGHTS: list[Placement] = [R, S0, S1, Shard(0, [1, 6, 0]), Shard(1, [0, 4, 1]), OnRanks(1)]

@@ -15,9 +15,9 @@ from shardwise.rules.reductions import order
 from shardwise.tensor.dispatch.local_context import RankContext
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from shardwise.testing.judge import Sample
-from shardwise.testing.rule_checks import assert_equals_one_process
 from shardwise.trace.comm_trace import INTERNAL
+from tools.op_judge import Sample
+from tools.rule_checks import assert_equals_one_process
 
 GENERATOR = torch.Generator().manual_seed(4)
 INF, NAN = float("inf"), float("nan")

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from shardwise import DTensor, Mesh, Replicate, Shard, count_comms, distribute_tensor, shard_module
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from shardwise.testing.judge import tensors_in
+from tools.op_judge import tensors_in
 
 GENERATOR = torch.Generator().manual_seed(8)
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)

@@ -12,8 +12,8 @@ from shardwise import DTensor, Mesh, Partial, Replicate, Shard, collectives, cou
 from shardwise.layout import Boxes, OnRanks, Placement
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from shardwise.testing.judge import Sample
-from shardwise.testing.rule_checks import assert_equals_one_process
+from tools.op_judge import Sample
+from tools.rule_checks import assert_equals_one_process
 
 GENERATOR = torch.Generator().manual_seed(2)
 R, S0, S1 = Replicate(), Shard(0), Shard(1)

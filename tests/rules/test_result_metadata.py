@@ -12,7 +12,7 @@ from shardwise import Mesh, Placement, Replicate, Shard, distribute_tensor
 from shardwise.errors import RuleError
 from shardwise.rules.registry import rule_of
 from shardwise.testing import world
-from shardwise.testing.judge import Sample, contiguous_copy
+from tools.op_judge import Sample, contiguous_copy
 from tools.rows import written
 
 MESH = Mesh((2,))

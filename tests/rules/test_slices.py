@@ -7,8 +7,8 @@ from torch import Tensor
 from shardwise import Mesh, Partial, Shard, count_comms, distribute_tensor
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from shardwise.testing.judge import Sample
-from shardwise.testing.rule_checks import assert_equals_one_process
+from tools.op_judge import Sample
+from tools.rule_checks import assert_equals_one_process
 
 GENERATOR = torch.Generator().manual_seed(6)
 MESHES = (Mesh((3,)), Mesh((2, 2)))

@@ -14,9 +14,9 @@ from shardwise.rules import RULES, Meta, OpRule, Row
 from shardwise.rules.local_context import LocalContext
 from shardwise.rules.registry import ops_with_rules
 from shardwise.tensor.dispatch import dispatcher
-from shardwise.testing.judge import Sample
 from shardwise.trace.autograd_function import TensorFunction
 from tools import table_survey
+from tools.op_judge import Sample
 from tools.rows import exceptions, main, survey, table_of
 from tools.table_survey import Checked, Survey, run
 

@@ -17,9 +17,9 @@ from shardwise.rules import RULES, pointwise
 from shardwise.rules.registry import rule_of
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from shardwise.testing.judge import Sample
 from shardwise.testing.local_shards import dtensor_from_full
-from shardwise.testing.rule_checks import assert_equals_one_process
+from tools.op_judge import Sample
+from tools.rule_checks import assert_equals_one_process
 
 LINE = Mesh((4,))
 UNEVEN = Shard(0, (1, 3, 0, 1))

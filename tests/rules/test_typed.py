@@ -8,7 +8,7 @@ from shardwise import Replicate
 from shardwise.errors import RuleError
 from shardwise.rules.registry import rule_of
 from shardwise.rules.row import Meta
-from shardwise.testing.judge import Sample
+from tools.op_judge import Sample
 from tools.rows import written
 
 DTYPES = (torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.bool)

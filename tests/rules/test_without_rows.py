@@ -11,8 +11,8 @@ from torch import Tensor
 from shardwise import Mesh, Replicate, Shard, count_comms, distribute_tensor
 from shardwise.rules.registry import rule_of
 from shardwise.testing import world
-from shardwise.testing.judge import Sample
-from shardwise.testing.rule_checks import assert_equals_one_process
+from tools.op_judge import Sample
+from tools.rule_checks import assert_equals_one_process
 
 GENERATOR = torch.Generator().manual_seed(1)
 

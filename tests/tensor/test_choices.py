@@ -18,8 +18,8 @@ from shardwise.tensor.dispatch import dispatcher, resolve
 from shardwise.tensor.dispatch.dispatcher import recipe_of
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from shardwise.testing.judge import Sample
 from tools import samples
+from tools.op_judge import Sample
 from tools.rows import written
 
 S0, S1, R = Shard(0), Shard(1), Replicate()

@@ -18,8 +18,8 @@ from shardwise.tensor.dispatch import dispatcher
 from shardwise.tensor.dtensor import register_method
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from shardwise.testing.judge import Sample
-from shardwise.testing.rule_checks import assert_equals_one_process
+from tools.op_judge import Sample
+from tools.rule_checks import assert_equals_one_process
 
 S0, S1, R = Shard(0), Shard(1), Replicate()
 

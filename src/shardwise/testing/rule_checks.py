@@ -1,166 +1,30 @@
-"""Runs an op in many layouts and compares it with one process.
-
-For each mesh the tensor arguments are laid out as every row of the op's rule has them, and as a seeded choice (or
-all) of the combinations of replicated, evenly and unevenly sharded, empty shards, one rank, boxes, and Partial.
-"""
+"""`check_rows`: every row of an op's rule against one process, for authors of rules."""
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice, pairwise, product
-from math import prod
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
+from shardwise import collectives
 from shardwise.errors import LayoutError, RuleError
-from shardwise.layout import REPLICATE, Boxes, Layout, Mesh, OnRanks, Partial, Placement, Shard, checked
+from shardwise.layout import REPLICATE, Layout, Mesh, Partial, Placement, Shard, checked
 from shardwise.rules import Meta, Row
-from shardwise.rules.registry import rule_of
-from shardwise.rules.row import Kwargs
+from shardwise.rules.registry import OpRule, rule_of
+from shardwise.rules.row import Args, Kwargs
+from shardwise.tensor import DTensor
 from shardwise.tensor.dispatch.resolve import NoRowError, Operand, Slot, choose
-from shardwise.testing.judge import Judge, Observed, Sample, assert_close_bounds, last_saved, observe_rank
+from shardwise.testing.converter import DTensorConverter
+from shardwise.testing.local_shards import dtensor_from_full
 from shardwise.testing.worlds import world
 
 MESHES = (Mesh((1,)), Mesh((2,)), Mesh((3,)), Mesh((4,)), Mesh((2, 2)))
-UNSIGNED = (torch.bool, torch.uint8)
-
-
-# ---- layouts -------------------------------------------------------------------------------------------------
-
-Combination = tuple[tuple[Placement, ...], ...]  # for each operand a placement for each axis
-
-
-def possible_rows(sample: Sample, choices: Sequence[Sequence[Placement]]) -> list[Row]:
-    """All rows of the op's rule, for operands placed as any of `choices`, that some operands can be laid out for."""
-    rule = rule_of(sample.op)
-    tensors = sample.tensors()
-    found: dict[Row, None] = {}
-    if rule is None:
-        return []
-    for index, options in enumerate(choices):
-        for placement in options:
-            call = sample.on(_metas(tensors, {index: placement}))
-            with suppress(NotImplementedError, RuleError):  # the op is decomposed instead, or refused
-                found |= dict.fromkeys(rule.rows(*call.args, **call.kwargs))
-    return [row for row in found if all(map(_possible, tensors, row.inputs))]
-
-
-def _metas(tensors: Sequence[Tensor], placements: Mapping[int, Placement]) -> list[Meta]:
-    return [Meta(tuple(x.shape), x.dtype, placements.get(i, REPLICATE)) for i, x in enumerate(tensors)]
-
-
-def _possible(x: Tensor, placement: Placement) -> bool:
-    """Booleans and bytes are not Partial here, integers not averaged, and complex numbers have no maximum."""
-    if isinstance(placement, Partial):
-        if x.is_complex():
-            return placement.reduce_op not in ("max", "min")
-        return x.is_floating_point() or (x.dtype not in UNSIGNED and placement.reduce_op != "avg")
-    return True
-
-
-def placements_of(x: Tensor, positions: int, rng: random.Random) -> list[Placement]:
-    """Placements of `x` on one axis."""
-    found: list[Placement] = [REPLICATE, OnRanks(positions - 1), _boxes(tuple(x.shape), positions)]
-    for dim in range(x.ndim):
-        found += [Shard(dim), Shard(dim, _uneven(x.shape[dim], positions, rng))]
-    if x.dtype not in UNSIGNED:
-        extreme = rng.choice(["max", "min", "product"])
-        found += [Partial(), Partial("product" if x.is_complex() else extreme)]  # complex numbers have no order
-    if x.is_floating_point():
-        found.append(Partial("avg"))
-    return found
-
-
-def _uneven(length: int, positions: int, rng: random.Random) -> tuple[int, ...]:
-    offsets = sorted(rng.randint(0, length) for _ in range(positions - 1))
-    return tuple(b - a for a, b in pairwise([0, *offsets, length]))
-
-
-def _boxes(shape: tuple[int, ...], positions: int) -> Boxes:
-    """Two boxes on one position, one on another where there is one, none on the rest."""
-    boxes: list[list[tuple[tuple[int, ...], tuple[int, ...]]]] = [[] for _ in range(positions)]
-    if not shape:
-        return Boxes([*boxes[1:], [((), ())]])
-    rest = tuple(0 for _ in shape[1:])
-    offsets = [0, shape[0] // 3, 2 * shape[0] // 3, shape[0]]
-    for position, (a, b) in zip((0, positions - 1, 0), pairwise(offsets), strict=True):
-        boxes[position].append(((a, *rest), (b - a, *shape[1:])))
-    return Boxes(boxes)
-
-
-def layouts_for(sample: Sample, mesh: Mesh, limit: int, seed: int) -> list[tuple[Layout, ...]]:
-    """Combinations of layouts of the operands: those of rows first, then a seeded choice up to `limit`."""
-    rng = random.Random(seed)
-    choices = [placements_of(x, mesh.shape[0], rng) for x in sample.tensors()]
-    rows = sorted({row.inputs for row in possible_rows(sample, choices)}, key=str)
-    found: dict[tuple[Layout, ...], None] = {}
-    for number, row in enumerate(rows):
-        of_row = (_layouts(sample, mesh, combination, rng) for combination in _of_row(sample, row, mesh, number, rng))
-        found |= dict.fromkeys(islice((layouts for layouts in of_row if layouts is not None), 1))
-    for combination in _shuffled(choices, mesh, limit, rng):
-        if len(found) >= limit:
-            break
-        layouts = _layouts(sample, mesh, combination, rng)
-        if layouts is not None:
-            found[layouts] = None
-    return list(found)
-
-
-def _layouts(sample: Sample, mesh: Mesh, combination: Combination, rng: random.Random) -> tuple[Layout, ...] | None:
-    order = rng.sample(range(mesh.ndim), mesh.ndim)
-    pairs = zip(combination, sample.tensors(), strict=True)
-    try:
-        return tuple(Layout(mesh, placements, x.shape, order) for placements, x in pairs)
-    except LayoutError:
-        return None  # such as maxima of sums, which no tensor has
-
-
-def _of_row(
-    sample: Sample, row: tuple[Placement, ...], mesh: Mesh, number: int, rng: random.Random
-) -> Iterator[Combination]:
-    """The operands as in a row: on every axis, or on one; every other row with uneven shards."""
-    if mesh.ndim > 1:
-        yield tuple((p,) * mesh.ndim for p in row)
-        yield tuple((p, *(REPLICATE,) * (mesh.ndim - 1)) for p in row)
-        return
-    if (number + mesh.shape[0]) % 2:
-        sizes: dict[int, tuple[int, ...]] = {}  # by length: dims that must be sharded alike have one length
-        yield tuple((_resized(p, x, mesh.shape[0], sizes, rng),) for p, x in zip(row, sample.tensors(), strict=True))
-    yield tuple((p,) for p in row)
-
-
-def _resized(
-    placement: Placement, x: Tensor, positions: int, sizes: dict[int, tuple[int, ...]], rng: random.Random
-) -> Placement:
-    if not isinstance(placement, Shard):
-        return placement
-    length = x.shape[placement.dim]
-    if length not in sizes:
-        sizes[length] = _uneven(length, positions, rng)
-    return Shard(placement.dim, sizes[length])
-
-
-def _shuffled(
-    choices: Sequence[Sequence[Placement]], mesh: Mesh, limit: int, rng: random.Random
-) -> Iterator[Combination]:
-    """Distinct combinations on one axis in random order, all of them if there are few; random ones on several axes."""
-    if mesh.ndim == 1:
-        count = prod(map(len, choices))
-        for number in rng.sample(range(count), min(count, 64 * max(limit, 1))):
-            chosen = []
-            for options in reversed(choices):
-                number, index = divmod(number, len(options))
-                chosen.append((options[index],))
-            yield tuple(chosen[::-1])
-    for _ in range(4 * limit):
-        yield tuple(tuple(rng.choice(options) for _ in mesh.shape) for options in choices)
-
-
-# ---- the check -----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -170,92 +34,6 @@ class Tally:
     cases: int = 0
     refused: int = 0
     rows: Counter[str] = field(default_factory=Counter)  # by the row's `why`
-
-
-def assert_equals_one_process(samples: Sequence[Sample], meshes: Sequence[Mesh] = MESHES, limit: int = 12) -> Tally:
-    """Run all samples on all meshes, `limit` combinations of layouts (or all rows, if those are more) each."""
-    tally = Tally()
-    judges = [_judge(sample) for sample in samples]
-    line = _line(meshes)
-    for mesh, (number, judge) in product(meshes, enumerate(judges)):
-        cases = layouts_for(judge.sample, mesh, limit, seed=number)
-        results = world(mesh.size()).run(_observe_all, judge.sample, cases)
-        for index, layouts in enumerate(cases):
-            tally.cases += 1
-            if results[0][index] is None:
-                tally.refused += 1
-            else:
-                tally.rows.update(rows_taken(judge.sample, layouts))
-            for rank, by_rank in enumerate(results):
-                if (seen := by_rank[index]) is not None:
-                    _check(judge, seen, layouts, rank)
-        if mesh is line and judge.sample.gradients:
-            ran = [layouts for index, layouts in enumerate(cases) if results[0][index] is not None]
-            _check_saved(judge.sample, mesh, ran)
-    return tally
-
-
-def _line(meshes: Sequence[Mesh]) -> Mesh | None:
-    """The first mesh with one axis of several ranks."""
-    return next((mesh for mesh in meshes if mesh.ndim == 1 and mesh.size() > 1), None)
-
-
-def _check_saved(sample: Sample, mesh: Mesh, cases: Sequence[Sequence[Layout]]) -> None:
-    """All ranks save the last tensor for backward after the same collective of the call, or none saves any.
-
-    There a checkpoint stops to recompute. A rank that went on would call collectives that others do not call.
-    """
-    by_rank = world(mesh.size()).run(lambda: [last_saved(sample, layouts) for layouts in cases])
-    for index, layouts in enumerate(cases):
-        found = [of_rank[index] for of_rank in by_rank]
-        if len(set(found)) > 1:
-            error = AssertionError(f"ranks save the last tensor for backward after other collectives: {found}")
-            error.add_note(_described(sample, layouts))
-            raise error
-
-
-def _judge(sample: Sample) -> Judge:
-    judge = Judge(sample)
-    for seen in (judge.plain, judge.expected):
-        if seen.error is not None:
-            raise seen.error
-    return judge
-
-
-def _check(judge: Judge, seen: Observed, layouts: Sequence[Layout], rank: int) -> None:
-    found = judge.difference(seen, layouts, rank, assert_close_bounds(judge.sample.tolerance))
-    if found is not None:
-        error = AssertionError(found[1])
-        error.add_note(_described(judge.sample, layouts))
-        raise error
-
-
-def rows_taken(sample: Sample, layouts: Sequence[Layout]) -> list[str]:
-    """Why each axis runs the op the way it does; nothing for an op without a rule, or without a row that fits."""
-    try:
-        return [row.why for row in _chosen(sample, layouts)]
-    except RuleError:
-        return []
-
-
-def _chosen(sample: Sample, layouts: Sequence[Layout]) -> tuple[Row, ...]:
-    rule = rule_of(sample.op)
-    if rule is None:
-        return ()
-    operands = [Operand(layout, x.dtype) for layout, x in zip(layouts, sample.tensors(), strict=True)]
-    call = sample.on([Slot(i) for i in range(len(operands))])
-    return choose(str(sample), rule, operands, call.args, call.kwargs)
-
-
-def _refuses(sample: Sample, layouts: Sequence[Layout]) -> bool:
-    """Whether the rule says so: an op without a row for these layouts is to run on others."""
-    try:
-        _chosen(sample, layouts)
-    except NoRowError:
-        return False
-    except RuleError:
-        return True
-    return False
 
 
 @checked
@@ -272,11 +50,12 @@ def check_rows(
 ) -> Tally:
     """Run every row of an op's rule and compare it with one process: values, shapes, dtypes and gradients.
 
-    On simulated ranks (by default 1, 2, 3, 4 and a 2 x 2 mesh), the tensor arguments are laid out as in each row and
-    in further ways: evenly and unevenly sharded, with empty shards, on one rank, in boxes, as Partial sums and maxima.
+    On simulated ranks (by default 1, 2, 3, 4 and a 2 x 2 mesh), the tensor arguments are laid out as in each row, and
+    in combinations of replicated, evenly and unevenly sharded, with empty shards, and as Partial sums.
 
     Args:
-        op: what users call. Pass small arguments: dims of 5 and 3 are sharded unevenly; try dims of 0 as well.
+        op: what users call; it draws no random numbers. Pass small arguments: dims of 5 and 3 are sharded unevenly; try
+            dims of 0 as well.
         args, kwargs: of the op, with full tensors.
         gradients: whether to compare those of floating point arguments as well.
         constant: indices of the tensor arguments that take no gradient.
@@ -290,41 +69,184 @@ def check_rows(
     Raises:
         AssertionError: a difference, or a row that was never taken; names the layouts, the rank and the rows.
     """
-    sample = Sample(op, tuple(args), kwargs or {}, gradients, tuple(constant), tolerance)
-    assert rule_of(op) is not None, f"{sample}: the op has no rule. Fix: register one with register_sharding."
-    tally = assert_equals_one_process([sample], meshes, limit)
-    if (line := _line(meshes)) is not None:
-        _check_all_taken(sample, line, tally)
+    rule = rule_of(op)
+    assert rule is not None, f"{op}: the op has no rule. Fix: register one with register_sharding."
+    call = _Call(op, rule, tuple(args), kwargs or {}, gradients, tuple(constant), tolerance)
+    expected, tally = call.run(call.tensors), Tally()
+    for mesh in meshes:
+        ran, *_ = world(mesh.size()).run(_run_cases, call, mesh, limit, expected)
+        tally.cases += len(ran)
+        tally.refused += ran.count(None)
+        tally.rows.update(row.why for rows in ran for row in rows or ())
+    if any(mesh.ndim == 1 and mesh.size() > 1 for mesh in meshes):
+        for row in call.rows({}):
+            assert tally.rows[row.why] or not all(map(_is_possible, call.tensors, row.inputs)), (
+                f"{op}: the row {row.why!r} with inputs {row.inputs} was never taken; "
+                f"an earlier row may have the same inputs."
+            )
     return tally
 
 
-def _check_all_taken(sample: Sample, mesh: Mesh, tally: Tally) -> None:
-    call = sample.on(_metas(sample.tensors(), {}))
-    rule = rule_of(sample.op)
-    assert rule is not None
-    for row in rule.rows(*call.args, **call.kwargs):
-        possible = all(map(_possible, sample.tensors(), row.inputs))
-        assert not possible or tally.rows[row.why], (
-            f"{sample}: the row {row.why!r} with inputs {row.inputs} was never taken; "
-            f"an earlier row may have the same inputs."
-        )
+Seen = tuple[list[Any], list[Tensor | None]]  # results and gradients, full
 
 
-def _observe_all(sample: Sample, cases: Sequence[Sequence[Layout]]) -> list[Observed | None]:
-    """What this rank sees in each case; None where an in-place op or the rule itself refuses the layouts."""
-    found: list[Observed | None] = []
-    for layouts in cases:
-        seen = observe_rank(sample, layouts)
-        if seen.error is None:
-            found.append(seen)
-        elif not seen.stage and isinstance(seen.error, RuleError) and (sample.in_place or _refuses(sample, layouts)):
-            found.append(None)
-        else:
-            seen.error.add_note(_described(sample, layouts))
-            raise seen.error
-    return found
+@dataclass(frozen=True)
+class _Call:
+    """A call of an op, and what of it is compared."""
+
+    op: Callable[..., Any]
+    rule: OpRule
+    args: Args
+    kwargs: Kwargs
+    gradients: bool
+    constant: tuple[int, ...]
+    tolerance: float | None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [x for x in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor)]
+
+    def on(self, tensors: Sequence[object]) -> tuple[Args, Kwargs]:
+        """The arguments with others in place of the tensors."""
+        rest = iter(tensors)
+        found: tuple[Args, Kwargs] = pytree.tree_map_only(Tensor, lambda _: next(rest), (self.args, self.kwargs))
+        return found
+
+    def rows(self, placements: dict[int, Placement]) -> list[Row]:
+        """The rows for operands of these placements, by position; others are replicated."""
+        metas = [Meta(tuple(x.shape), x.dtype, placements.get(i, REPLICATE)) for i, x in enumerate(self.tensors)]
+        args, kwargs = self.on(metas)
+        return list(self.rule.rows(*args, **kwargs))
+
+    def chosen(self, layouts: Sequence[Layout]) -> tuple[Row, ...] | None:
+        """The row of each axis, none if the op runs on other layouts; None if the rule refuses these."""
+        operands = [Operand(layout, x.dtype) for layout, x in zip(layouts, self.tensors, strict=True)]
+        args, kwargs = self.on([Slot(i) for i in range(len(operands))])
+        try:
+            return choose(str(self.op), self.rule, operands, args, kwargs)
+        except NoRowError:
+            return ()
+        except RuleError:
+            return None
+
+    def run(self, tensors: Sequence[Tensor]) -> Seen:
+        """The results as full tensors, and the gradients of the operands."""
+        leaves = []
+        for i, x in enumerate(tensors):
+            x = x if isinstance(x, DTensor) else x.detach().clone()
+            takes_gradient = self.gradients and i not in self.constant and (x.is_floating_point() or x.is_complex())
+            leaves.append(x.requires_grad_(takes_gradient))
+        args, kwargs = self.on([leaves[0].clone(), *leaves[1:]] if self.rule.in_place else leaves)
+        results = pytree.tree_leaves(self.op(*args, **kwargs))
+        outs = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
+        if outs:
+            torch.autograd.backward(outs, [_cotangent(x) for x in outs])
+        return [_full(x) for x in results], [None if x.grad is None else _full(x.grad) for x in leaves]
+
+    def check(self, layouts: Sequence[Layout], expected: Seen) -> tuple[Row, ...] | None:
+        """Compare the call in these layouts on this rank with one process.
+
+        Returns:
+            The rows that it takes; None if it is refused.
+        """
+        rows = self.chosen(layouts)
+        if rows is None:
+            return None
+        where = f"rank {collectives.rank()}, {'; '.join(map(str, layouts))}, rows: {', '.join(r.why for r in rows)}"
+        try:
+            results, grads = self.run(
+                [dtensor_from_full(x, layout) for x, layout in zip(self.tensors, layouts, strict=True)]
+            )
+        except Exception as error:
+            if self.rule.in_place and isinstance(error, RuleError):
+                return None
+            error.add_note(where)
+            raise
+        assert len(results) == len(expected[0]), f"{len(results)} results, not {len(expected[0])} ({where})"
+        for number, (got, want) in enumerate(zip(results, expected[0], strict=True)):
+            self._assert_close(got, want, f"result {number} differs ({where})")
+        for number, (got, want, layout) in enumerate(zip(grads, expected[1], layouts, strict=True)):
+            # Of equal maxima on several ranks others are chosen than in one process.
+            if want is not None and all(p.reduce_op in ("sum", "avg") for p in _partial(layout)):
+                self._assert_close(got, want, f"the gradient of operand {number} differs ({where})")
+        return rows
+
+    def _assert_close(self, got: object, want: object, what: str) -> None:
+        try:
+            torch.testing.assert_close(got, want, rtol=self.tolerance, atol=self.tolerance, equal_nan=True)
+        except (AssertionError, TypeError, ValueError) as error:  # the latter of objects that are no numbers
+            raise AssertionError(f"{what}: {error}") from None
 
 
-def _described(sample: Sample, layouts: Sequence[Layout]) -> str:
-    rows = ", ".join(rows_taken(sample, layouts))
-    return f"{sample} with " + "; ".join(map(str, layouts)) + (f" (rows: {rows})" if rows else "")
+def _run_cases(call: _Call, mesh: Mesh, limit: int, expected: Seen) -> list[tuple[Row, ...] | None]:
+    return [call.check(layouts, expected) for layouts in _layouts(call, mesh, limit)]
+
+
+def _partial(layout: Layout) -> list[Partial]:
+    return [p for p in layout.placements if isinstance(p, Partial)]
+
+
+def _full(x: Any) -> Any:
+    """The full tensor of a result, whose local tensor has the shape that its layout says."""
+    if not isinstance(x, Tensor):
+        return x
+    if isinstance(x, DTensor):
+        held, local = x.layout_.local_shape(collectives.rank()), tuple(x.to_local().shape)
+        assert local == held, f"{x.layout_} means a local shape of {held}, but the local tensor has {local}"
+        x = x.full_tensor()
+    return x.detach().clone()
+
+
+def _cotangent(out: Tensor) -> Tensor:
+    """A plain gradient for `out`, without regularity."""
+    return torch.arange(1, out.numel() + 1, dtype=torch.float64).sin().view(out.shape).to(out.dtype)
+
+
+def _is_possible(x: Tensor, placement: Placement) -> bool:
+    """Whether `x` can have local tensors that are reduced so."""
+    if not isinstance(placement, Partial) or x.is_floating_point():
+        return True
+    return placement.reduce_op not in ("max", "min") if x.is_complex() else x.dtype not in (torch.bool, torch.uint8)
+
+
+# ---- layouts -----------------------------------------------------------------------------------------------------
+
+
+def _layouts(call: _Call, mesh: Mesh, limit: int) -> list[tuple[Layout, ...]]:
+    """Those of all rows, then a seeded choice of combinations up to `limit`."""
+    rng, tensors = random.Random(0), call.tensors
+    converter = DTensorConverter(mesh, call.args, call.kwargs, uneven=True, empty=True, partial=True, bools=True)
+    choices = [converter.layouts_for_arg(x) for x in tensors]
+    inputs: dict[tuple[Placement, ...], None] = {}
+    for index, options in enumerate(choices):
+        for placement in dict.fromkeys(placements[0] for placements in options):
+            with suppress(NotImplementedError, RuleError):  # the op is decomposed instead, or refused
+                inputs |= {row.inputs: None for row in call.rows({index: placement})}
+    wanted = [p for row in inputs if all(map(_is_possible, tensors, row)) for p in _of_row(row, tensors, mesh)]
+    found: dict[tuple[Layout, ...], None] = {}
+    for attempt in range(len(wanted) + 8 * limit):
+        if attempt >= len(wanted) and len(found) >= limit:
+            break
+        chosen = wanted[attempt] if attempt < len(wanted) else [rng.choice(options) for options in choices]
+        with suppress(LayoutError):
+            found[tuple(Layout(mesh, p, x.shape) for p, x in zip(chosen, tensors, strict=True))] = None
+    return list(found)
+
+
+def _of_row(row: Sequence[Placement], tensors: Sequence[Tensor], mesh: Mesh) -> Iterator[list[tuple[Placement, ...]]]:
+    """The operands as in a row: on every axis, on the first one, and on one axis with uneven shards."""
+    yield [(p,) * mesh.ndim for p in row]
+    if mesh.ndim > 1:
+        yield [(p, *(REPLICATE,) * (mesh.ndim - 1)) for p in row]
+        return
+    rng = random.Random(mesh.size())
+    sizes: dict[int, tuple[int, ...]] = {}  # by length: dims that must be sharded alike have one length
+    uneven: list[tuple[Placement, ...]] = []
+    for placement, x in zip(row, tensors, strict=True):
+        if isinstance(placement, Shard):
+            length = x.shape[placement.dim]
+            offsets = sorted(rng.randint(0, length) for _ in range(mesh.size() - 1))
+            steps = tuple(b - a for a, b in pairwise([0, *offsets, length]))
+            placement = Shard(placement.dim, sizes.setdefault(length, steps))
+        uneven.append((placement,))
+    yield uneven
