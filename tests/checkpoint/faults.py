@@ -15,14 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-import pytest
 import torch
 
 from shardwise.checkpoint import lock
 from shardwise.checkpoint.objects import Objects
 from shardwise.checkpoint.stores import CheckpointStore
-from shardwise.errors import CheckpointError
-from shardwise.testing import world
 
 OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"}
 
@@ -131,8 +128,6 @@ class WatchedStore:
 
         return call
 
-
-# ---- stores -----------------------------------------------------------------------------------------------
 
 FAULTS = {
     "no space": errno.ENOSPC,
@@ -264,15 +259,3 @@ class FaultyObjects(Objects):
     def delete_below(self, name: str) -> None:
         self._meet(name, lambda: super(FaultyObjects, self).delete_below(name))
         super().delete_below(name)
-
-
-def failed(body: Callable[[], object]) -> str:
-    """The error, which is the same on two ranks."""
-
-    def run() -> str:
-        with pytest.raises(CheckpointError) as caught:
-            body()
-        return str(caught.value)
-
-    (text,) = set(world(2).run(run))
-    return text

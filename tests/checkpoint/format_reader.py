@@ -38,9 +38,6 @@ def require(holds: object, what: str) -> None:
         raise Refused(what)
 
 
-# ---- the manifest -------------------------------------------------------------------------------------------
-
-
 def parse_manifest(data: bytes) -> dict[str, Any]:
     require(len(data) <= 268_435_456, "length")
     first = FIRST_LINE.match(data)
@@ -126,9 +123,6 @@ def _check_crc(crc: object, num_bytes: int) -> None:
     _integers(crc if isinstance(crc, list) else [crc], most=2**32 - 1)
 
 
-# ---- files --------------------------------------------------------------------------------------------------
-
-
 def _bytes_of(path: Path) -> bytes:
     try:
         status = path.lstat()
@@ -186,9 +180,6 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tenso
             box = tuple(slice(a, a + n) for a, n in zip(chunk["offsets"], chunk["sizes"], strict=True))
             tensors[name][box] = torch.frombuffer(bytearray(found), dtype=dtype).view(chunk["sizes"])
     return manifest, tensors
-
-
-# ---- folders ------------------------------------------------------------------------------------------------
 
 
 def find_checkpoint(folder: Path) -> Path:

@@ -5,11 +5,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from shardwise import collectives
-from shardwise.errors import ShardwiseError
+from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.layout import Box, Boxes, Layout, Mesh, OnRanks, Replicate, Shard
 from shardwise.tensor import DTensor, plain, tag
 from shardwise.testing import world
@@ -68,18 +69,37 @@ def bits(x: Tensor) -> list[int]:
     return local.contiguous().reshape(-1).view(torch.uint8).tolist()
 
 
-def error_on_every_rank(size: int, kind: type[ShardwiseError], body: Callable[[], Any]) -> str:
+def full(x: Any) -> Any:
+    """The global tensor of `x`, without a gradient."""
+    return (x.full_tensor() if hasattr(x, "full_tensor") else x).detach()
+
+
+def failed(body: Callable[[], Any], kind: type[ShardwiseError] = CheckpointError, size: int = 2) -> str:
     """The text of the error that all ranks raise; fails if one raises none, another kind or another text."""
 
     def caught() -> str:
-        try:
+        with pytest.raises(kind) as error:
             body()
-        except kind as error:
-            return str(error)
-        raise AssertionError(f"rank {collectives.rank()} raised nothing")
+        return str(error.value)
 
     (text,) = set(world(size).run(caught))
     return text
+
+
+def flip(file: Path, at: int = -1) -> None:
+    """Change the lowest bit of a byte."""
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+def first_data(file: Path) -> int:
+    """Where the data of a safetensors file begins."""
+    return 8 + int.from_bytes(file.read_bytes()[:8], "little")
+
+
+def steps(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
 
 
 def content(folder: Path) -> dict[str, bytes | None]:

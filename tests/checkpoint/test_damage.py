@@ -21,7 +21,7 @@ from shardwise.errors import CheckpointError
 from shardwise.layout import Layout, Mesh, Partial, Shard
 from shardwise.testing import world
 from tests.checkpoint.faults import failing_at
-from tests.checkpoint.states import bits, blank, content, distributed, error_on_every_rank, values
+from tests.checkpoint.states import bits, blank, content, distributed, failed, values
 
 CUT = Layout(Mesh((2,)), [Shard(0)], (5, 3))
 OTHER = Layout(Mesh((2,)), [Shard(1)], (5, 3))
@@ -61,15 +61,12 @@ def refused_by_two(path: Path, layout: Layout = OTHER) -> str:
         state = held[collectives.rank()] = {"cut": blank(layout), "whole": torch.full((4,), 7.0), "epoch": 7}
         load(path, state)
 
-    text = error_on_every_rank(2, CheckpointError, body)
+    text = failed(body)
     for rank, state in held.items():
         assert state["epoch"] == 7
         assert bits(state["whole"]) == bits(torch.full((4,), 7.0))  # type: ignore[arg-type]
         assert set(bits(state["cut"])) <= set(bits(torch.tensor(7.0))), f"rank {rank}"  # type: ignore[arg-type]
     return text
-
-
-# ---- damage -----------------------------------------------------------------------------------------------
 
 
 def test_a_flipped_bit_in_any_byte_is_found(saved: Path) -> None:
@@ -223,9 +220,6 @@ def test_reading_that_fails_at_any_operation_changes_nothing(saved: Path) -> Non
     assert moment > 6, "the sweep met hardly any operation"
 
 
-# ---- no checkpoint at all ---------------------------------------------------------------------------------
-
-
 def test_a_folder_without_a_checkpoint_says_what_is_wrong_with_what_there_is(saved: Path, tmp_path: Path) -> None:
     nothing = tmp_path / "nothing"
     assert refused_by_two(nothing) == (
@@ -256,11 +250,8 @@ def test_ranks_that_see_different_checkpoints_are_told_so(saved: Path, tmp_path:
         folder = saved if collectives.rank() == 0 else other / STEP
         load(folder, {"cut": blank(CUT)} if collectives.rank() == 0 else {"x": torch.zeros(1)}, subset=True)
 
-    text = error_on_every_rank(2, CheckpointError, body)
+    text = failed(body)
     assert text.endswith("ranks see different manifests. Fix: use a folder that all ranks share")
-
-
-# ---- what does not fit ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -311,7 +302,7 @@ def test_a_state_that_does_not_fit_is_refused_with_every_difference(
             after = {name: bits(v) if isinstance(v, torch.Tensor) else v for name, v in state.items()}
             assert after == before
 
-    text = error_on_every_rank(2, CheckpointError, body)
+    text = failed(body)
     assert text.splitlines() == [f"Loading {saved} failed: the checkpoint does not fit the state:", *lines]
 
 

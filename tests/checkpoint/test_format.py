@@ -58,9 +58,6 @@ def test_the_reader_imports_nothing_of_the_library() -> None:
     assert {str(name).partition(".")[0] for name in imported} <= {*sys.stdlib_module_names, "torch"}
 
 
-# ---- what is written is read ----------------------------------------------------------------------------------
-
-
 def some_layouts(size: int, shape: tuple[int, int]) -> list[Layout]:
     rows, columns = shape
     last_gets_most = Shard(0, sizes=(*[0] * (size - 1), rows))
@@ -148,8 +145,6 @@ def test_the_reader_reads_a_model_and_its_optimizer(tmp_path: Path) -> None:
         torch.testing.assert_close(found[name], x.detach(), rtol=0, atol=0)
 
 
-# ---- what was written in the past is read ---------------------------------------------------------------------
-
 GOLDEN_LAYOUTS: dict[str, Layout] = {
     "model.items.weight": Layout(Mesh((3,)), [Shard(0, sizes=(4, 0, 3))], (7, 3)),
     "optimizer.items.weight.exp_avg": Layout(Mesh((3,)), [Shard(0, sizes=(4, 0, 3))], (7, 3)),
@@ -223,9 +218,6 @@ def test_what_is_written_is_the_golden_checkpoint(tmp_path: Path) -> None:
     now = parse((written / "manifest.json").read_bytes())
     assert (written / "manifest.json").read_bytes() == as_bytes(now)
     assert as_bytes(replace(now, versions=golden.versions)) == (GOLDEN / "manifest.json").read_bytes()
-
-
-# ---- what a reader refuses ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("apply", [apply for apply, _ in HOSTILE.values()], ids=list(HOSTILE))
@@ -348,9 +340,6 @@ def test_library_and_reader_find_the_same_checkpoint_of_an_object_store(tmp_path
         assert look() == 2
 
 
-# ---- versions to come -----------------------------------------------------------------------------------------
-
-
 def make_newer(path: Path, versions: object) -> None:
     """Change a checkpoint to version 3 of the format, which says other things."""
     said = {"format": "shardwise checkpoint", "version": 3, "versions": versions, "shards": []}
@@ -399,9 +388,6 @@ def test_a_newer_version_is_not_passed_over_nor_removed(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is version 3 of the format"):
         save(tmp_path, {"x": torch.ones(2)}, step=4)
     assert (tmp_path / ".old-step-00000002-01234567" / "manifest.json").exists()
-
-
-# ---- how writers write ----------------------------------------------------------------------------------------
 
 
 def test_writers_do_what_the_page_says_in_that_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

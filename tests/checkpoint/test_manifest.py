@@ -194,8 +194,6 @@ def test_a_tensor_that_its_file_cannot_hold_is_refused_before_memory_is_taken(tm
         load(tmp_path, {"w": torch.zeros(1, dtype=torch.int8).expand(2**30, 2**20)})
 
 
-# ---- anything at all --------------------------------------------------------------------------------------
-
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["w", "float32"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),

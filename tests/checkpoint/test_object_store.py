@@ -53,7 +53,7 @@ from shardwise.errors import CheckpointError, UnreachableError
 from shardwise.layout import Layout, Mesh, Shard
 from shardwise.testing import world
 from tests.checkpoint.faults import another_job, killed_at
-from tests.checkpoint.states import bits, blank, distributed, error_on_every_rank, layouts, values
+from tests.checkpoint.states import bits, blank, distributed, failed, layouts, values
 
 SHAPE = (5, 3)
 
@@ -87,9 +87,6 @@ def names(url: str) -> list[str]:
     file_system, root = fsspec.core.url_to_fs(url)
     found = [name.removeprefix(root).lstrip("/") for name in file_system.find(root)]
     return sorted(re.sub(r"\d{16}-[0-9a-f]{8}", "SAVE", name) for name in found)
-
-
-# ---- what is there ----------------------------------------------------------------------------------------
 
 
 def test_the_layout_is_that_of_the_documentation(url: str) -> None:
@@ -150,7 +147,7 @@ def test_steps_the_last_one_and_those_that_stay(url: str) -> None:
 def test_a_step_that_exists_is_replaced_on_demand_only(url: str) -> None:
     world(2).run(save_rows, url, 1)
     before = names(url)
-    text = error_on_every_rank(2, CheckpointError, lambda: save_rows(url, 2, step=1))
+    text = failed(lambda: save_rows(url, 2, step=1))
     assert text == (
         f"Saving step 1 to {url} failed:\n  rank 0: {url}/step-00000001 exists already. "
         f"Fix: overwrite=True (--overwrite), or another folder"
@@ -223,7 +220,7 @@ def test_a_file_that_vanishes_before_the_commit_is_no_success(url: str, monkeypa
                 self.erase(draft, file)
 
     monkeypatch.setattr("shardwise.checkpoint.locations.ObjectStore", Losing)
-    text = error_on_every_rank(2, CheckpointError, lambda: save_rows(url, 2))
+    text = failed(lambda: save_rows(url, 2))
     assert text.startswith(f"Saving step 2 to {url} failed:\n  rank 0: {url}/step-00000002/")
     assert "/rank-0001.safetensors: cannot be read: No such file or directory, after it was written. Fix: save " in text
     assert loaded(url) == 1
@@ -237,7 +234,7 @@ def test_a_committed_checkpoint_stays_whatever_fails_afterwards(url: str, monkey
         raise RuntimeError("after the commit")
 
     monkeypatch.setattr(saving, "keep_only", fail)
-    text = error_on_every_rank(2, CheckpointError, lambda: save_rows(url, 2, step=1, overwrite=True, keep=1))
+    text = failed(lambda: save_rows(url, 2, step=1, overwrite=True, keep=1))
     assert "after the commit" in text
     assert loaded(url) == 2
 
@@ -269,9 +266,6 @@ def test_nothing_is_taken_from_listings_that_fsspec_remembers(url: str, monkeypa
     for seed in (1, 2):
         world(2).run(save_rows, url, seed, keep=1)
         assert loaded(url) == seed
-
-
-# ---- every entry ------------------------------------------------------------------------------------------
 
 
 def test_training_is_saved_in_the_background_and_restored_on_other_ranks(url: str) -> None:
@@ -357,9 +351,6 @@ def test_files_of_other_formats_are_local(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
 
 
-# ---- reading ----------------------------------------------------------------------------------------------
-
-
 class Counted(Objects):
     """Objects that note what is asked of them."""
 
@@ -425,9 +416,6 @@ def test_a_large_file_is_written_in_blocks(url: str, monkeypatch: pytest.MonkeyP
     assert loaded(url) == 1
 
 
-# ---- errors -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("raised", "kind", "reason"),
     [
@@ -473,7 +461,7 @@ def test_a_place_that_cannot_be_opened_is_named_with_what_to_install() -> None:
     def body() -> None:
         save("nowhere://bucket/run", {"x": 1}, step=1)
 
-    assert error_on_every_rank(2, CheckpointError, body) == (
+    assert failed(body) == (
         "nowhere://bucket/run cannot be opened: Protocol not known: nowhere. Fix: install shardwise[fsspec], and the "
         "package for the protocol 'nowhere', such as s3fs for s3"
     )
@@ -497,7 +485,7 @@ def test_a_store_that_does_not_answer_is_no_missing_checkpoint(url: str, monkeyp
     monkeypatch.setattr(file_system, "cat_file", fail)
     with pytest.raises(UnreachableError, match=r"/manifest.json: cannot be read: Connection timed out"):
         latest(url)
-    text = error_on_every_rank(2, CheckpointError, lambda: load(url, {"x": torch.zeros(SHAPE)}, subset=True))
+    text = failed(lambda: load(url, {"x": torch.zeros(SHAPE)}, subset=True))
     assert text.startswith(f"Loading {url} failed:\n  rank 0: {url}/step-00000001/")
 
 
@@ -511,7 +499,7 @@ def test_a_failure_on_one_rank_is_that_of_all(url: str, monkeypatch: pytest.Monk
         put(self, name, data)
 
     monkeypatch.setattr(Objects, "put", full)
-    text = error_on_every_rank(2, CheckpointError, lambda: save_rows(url, 2))
+    text = failed(lambda: save_rows(url, 2))
     assert text.startswith(f"Saving step 2 to {url} failed:\n  rank 1: No space left on device: {url}/step-00000002/")
     assert loaded(url) == 1
 
@@ -520,14 +508,11 @@ def test_ranks_that_do_not_share_a_place_are_refused(url: str) -> None:
     def body() -> None:
         save(f"{url}/{collectives.rank()}", {"x": torch.ones(2)}, step=1)
 
-    text = error_on_every_rank(2, CheckpointError, body)
+    text = failed(body)
     assert f"rank 1: {url}/1/step-00000001/" in text
     assert text.endswith(
         ".draft is not there. Fix: save to a place that all ranks share; each process has a memory:// of its own"
     )
-
-
-# ---- the lock ---------------------------------------------------------------------------------------------
 
 
 def test_of_writers_that_take_the_lock_at_once_one_has_it(tmp_path: Path) -> None:
@@ -589,7 +574,7 @@ def test_a_lock_without_exclusive_creation_is_that_of_the_last_writer(
             Objects(url).put(".lock", b"{}")
             save_rows(url, 1)
 
-    text = error_on_every_rank(2, CheckpointError, body)
+    text = failed(body)
     assert "the lock of this job is held by another job" in text
     assert latest(url) is None
 
@@ -607,9 +592,6 @@ def test_a_lock_is_renewed_while_it_is_held(url: str, monkeypatch: pytest.Monkey
         assert first.content == now.content
     assert store.read_lock() is None
     assert names(url) == []
-
-
-# ---- real processes ---------------------------------------------------------------------------------------
 
 
 def real_saves(url: str) -> list[int]:
@@ -689,7 +671,7 @@ def test_killed_at_any_moment_leaves_the_old_or_the_new_checkpoint(tmp_path: Pat
 def test_a_second_job_is_told_who_writes_until_that_process_is_killed(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/run"
     with another_job(url) as pid:
-        text = error_on_every_rank(2, CheckpointError, lambda: save_rows(url, 1))
+        text = failed(lambda: save_rows(url, 1))
         assert f"rank 0: {url} is being written to: its lock is held by process {pid} on" in text
         os.kill(pid, signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)

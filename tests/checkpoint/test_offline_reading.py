@@ -53,9 +53,6 @@ class Total(Progress):
         self.names.add(what)
 
 
-# ---- windows ----------------------------------------------------------------------------------------------
-
-
 @laws
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), max_size=4), st.integers(1, 40), st.sampled_from([1, 4])
@@ -96,9 +93,6 @@ def test_every_window_is_read_to_the_bit_with_few_open_files(
                 expected = values(SHAPE)[rows, columns].contiguous()
                 assert torch.equal(source.read("a.w", box).view(torch.int32), expected.view(torch.int32))
                 assert b"".join(source.blocks("a.w", box)) == expected.numpy().tobytes()
-
-
-# ---- verify -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("block_bytes")
@@ -144,9 +138,6 @@ def test_a_damaged_header_is_named(tmp_path: Path) -> None:
 def test_what_is_no_checkpoint_cannot_be_verified(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no complete checkpoint in"):
         verify(tmp_path)
-
-
-# ---- diff -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("block_bytes")

@@ -66,9 +66,6 @@ def test_any_layout_becomes_any_other(tmp_path_factory: pytest.TempPathFactory, 
     assert content(folder / "here") == content(folder / "after")
 
 
-# ---- a model and its optimizer ----------------------------------------------------------------------------
-
-
 class Model(nn.Module):
     def __init__(self, layouts: dict[str, Layout]) -> None:
         super().__init__()
@@ -124,8 +121,6 @@ def test_states_of_the_optimizer_follow_their_parameters(tmp_path: Path, placeme
     resumed(tmp_path / "before", tmp_path / "after", 3, after)
     assert content(tmp_path / "here") == content(tmp_path / "after")
 
-
-# ---- what is refused --------------------------------------------------------------------------------------
 
 W = {"w": Layout(Mesh((2,)), [Shard(0)], (5, 3))}
 

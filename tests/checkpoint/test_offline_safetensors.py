@@ -71,9 +71,6 @@ def flip_first(file: Path) -> None:
     file.write_bytes(data)
 
 
-# ---- one file ---------------------------------------------------------------------------------------------
-
-
 def test_all_tensors_in_one_file(source: Path, tmp_path: Path) -> None:
     assert export_file(source, tmp_path / "x.safetensors") == tmp_path / "x.safetensors"
     assert_same(load_file(tmp_path / "x.safetensors"), TENSORS)
@@ -144,8 +141,6 @@ def test_a_full_disk_leaves_what_was_there(source: Path, tmp_path: Path, export:
         failures += 1
     assert failures > 2
 
-
-# ---- another dtype ----------------------------------------------------------------------------------------
 
 OF_MANY_DTYPES = {
     "model.items.weight": values((7, 5)),  # NaNs, subnormals, numbers too large for float16
@@ -284,9 +279,6 @@ def test_tied_weights_have_one_name_and_are_loaded_by_it(tmp_path: Path) -> None
     assert other.load_state_dict(state, strict=False) == (["head.weight"], [])
     assert other.head.weight is other.tok.weight
     assert torch.equal(other.head.weight, model.head.weight.bfloat16())
-
-
-# ---- Hugging Face -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("most", "count"), [(10**9, 1), (144, 1), (143, 2), (1, 3)])

@@ -145,9 +145,6 @@ def test_only_lists_in_full_are_put_together(
     assert with_lists(values, paths, tensors) == (values if expected is None else expected)
 
 
-# ---- what is refused --------------------------------------------------------------------------------------
-
-
 def refused(folder: Path, target: Path) -> str:
     with pytest.raises(CheckpointError) as error:
         import_torch(folder, target, allow_pickle_metadata=True)

@@ -26,7 +26,7 @@ from shardwise.errors import CheckpointError
 from shardwise.layout import Mesh, Placement, Shard
 from shardwise.tensor import DTensor
 from shardwise.testing import world
-from tests.checkpoint.states import bits, error_on_every_rank
+from tests.checkpoint.states import bits, failed
 
 ROWS: dict[str, Placement] = {"t0": Shard(0), "t1": Shard(0, (5, 2))}
 
@@ -137,7 +137,7 @@ def test_of_two_optimizers_one_continues_the_other_exactly_or_is_refused(
     if one == other:
         world(2).run(continued)
         return
-    text = error_on_every_rank(2, CheckpointError, refused)
+    text = failed(refused)
     if one[0] != other[0]:
         there, here = (f"fused {RowWiseAdagrad.__name__}" if c == "FusedOptimizer" else c for c in (one[0], other[0]))
         if "fused" not in (before, after):  # of other groups of parameters
@@ -333,9 +333,6 @@ def test_an_optimizer_of_another_library_is_restored_or_refused_by_its_class(tmp
     assert another.param_groups[0]["lr"] == 0.1
 
 
-# ---- tables -----------------------------------------------------------------------------------------------------
-
-
 def columns(size: int) -> dict[str, Placement]:
     uneven = {1: (6,), 2: (4, 2), 3: (1, 0, 5)}[size]
     return {"t0": Shard(1), "t1": Shard(1, uneven)}
@@ -394,7 +391,7 @@ def test_a_table_of_another_number_of_rows_names_resize(tmp_path: Path) -> None:
         restore(tmp_path, model, fused)
 
     world(2).run(first)
-    text = error_on_every_rank(2, CheckpointError, second)
+    text = failed(second)
     assert (
         "'model.tables.embedding_bags.t0.weight': shape (11, 6) in the checkpoint, (9, 6) in the state. "
         "Fix: restore(…, resize={'tables.embedding_bags.t0.weight': 9}), or "
@@ -426,7 +423,7 @@ def test_another_optimizer_of_tables_is_refused_by_its_class_and_states(tmp_path
         return [*dropped]
 
     world(2).run(first)
-    text = error_on_every_rank(2, CheckpointError, second)
+    text = failed(second)
     assert "class fused RowWiseAdam in the checkpoint, fused RowWiseAdagrad here" in text
     assert "exp_avg, exp_avg_sq only in the checkpoint; sum missing in the checkpoint" in text
     for dropped in world(2).run(third):

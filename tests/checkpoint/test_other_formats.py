@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
 from shardwise.checkpoint import load, load_safetensors, restore, save, state_of
 from shardwise.checkpoint.offline import export_hugging_face, export_torch, import_safetensors, import_torch
 from shardwise.errors import CheckpointError
-from tests.checkpoint.faults import failed, failing_at
+from tests.checkpoint.faults import failing_at
+from tests.checkpoint.states import failed
 
 FOREIGN = ". Fix: copy or download the file again"
 UNREACHABLE = ". Fix: try again when the place answers"
@@ -43,9 +44,6 @@ def readers(path: Path, target: Path) -> dict[str, Callable[[], object]]:
         "import_safetensors": lambda: import_safetensors(path, target),
         "import_torch": lambda: import_torch(path, target, allow_pickle_metadata=True),
     }
-
-
-# ---- what cannot be read ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
@@ -118,9 +116,6 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     for path in (tmp_path / "x.safetensors", tmp_path / "folder"):
         text = failed(partial(import_safetensors, path, tmp_path / "run"))
         assert f"is not a regular file{FOREIGN}" in text
-
-
-# ---- what reads it ----------------------------------------------------------------------------------------
 
 
 def test_a_folder_of_another_format_says_what_reads_it(folders: Path) -> None:

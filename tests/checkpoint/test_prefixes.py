@@ -22,7 +22,7 @@ from shardwise.checkpoint.offline import (
 from shardwise.checkpoint.remedies import extra_prefix
 from shardwise.errors import CheckpointError
 from shardwise.testing import world
-from tests.checkpoint.faults import failed
+from tests.checkpoint.states import failed
 
 S0 = Shard(0)
 
@@ -147,9 +147,6 @@ def test_a_model_of_transformers_goes_into_a_checkpoint_and_back_bit_by_bit(tied
     folder = export_hugging_face(tmp_path / "run", tmp_path / "hf")
     theirs.config.save_pretrained(folder)
     assert_same(type(theirs).from_pretrained(folder).state_dict(), theirs.state_dict())
-
-
-# ---- files of other programs ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("build", [plain, Wrapped])

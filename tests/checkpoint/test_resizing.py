@@ -18,7 +18,7 @@ from shardwise.errors import CheckpointError, MismatchError
 from shardwise.layout import Box, Boxes, Layout, Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise.tensor import DTensor
 from shardwise.testing import world
-from tests.checkpoint.states import blank, distributed, error_on_every_rank
+from tests.checkpoint.states import blank, distributed, failed
 
 BEFORE = torch.arange(15.0).view(5, 3)
 PLACEMENTS: dict[str, Placement] = {
@@ -100,9 +100,6 @@ def test_other_dims_and_dtypes(tmp_path: Path) -> None:
         assert torch.equal(x[len(before) :], torch.full_like(x[len(before) :], 9))
 
 
-# ---- what is refused ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("rows", "resize", "text"),
     [
@@ -129,7 +126,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes(
         finally:
             assert not any(x.any() for x in state.values())
 
-    assert text in error_on_every_rank(2, CheckpointError, body)
+    assert text in failed(body)
 
 
 def test_other_columns_are_refused(tmp_path: Path) -> None:
@@ -160,7 +157,7 @@ def test_an_initializer_that_fails_does_so_before_anything_changes(tmp_path: Pat
     expected = (
         r"Loading .* failed: the init_fn of new rows of 'w' failed: ValueError: no\. Fix: a function that fills .*"
     )
-    assert re.fullmatch(expected, error_on_every_rank(2, CheckpointError, body))
+    assert re.fullmatch(expected, failed(body))
 
 
 def test_ranks_that_want_other_rows_are_refused(tmp_path: Path) -> None:
@@ -170,10 +167,7 @@ def test_ranks_that_want_other_rows_are_refused(tmp_path: Path) -> None:
         rows = 3 + collectives.rank()
         load(tmp_path, {"w": torch.zeros(rows, 3)}, resize={"w": rows})
 
-    assert "resize w" in error_on_every_rank(2, MismatchError, body)
-
-
-# ---- modules and their optimizers ---------------------------------------------------------------------------
+    assert "resize w" in failed(body, MismatchError)
 
 
 class Words(nn.Module):
@@ -275,8 +269,6 @@ def test_a_parameter_that_the_module_lacks_is_refused(tmp_path: Path) -> None:
         restore(tmp_path, Words(6), resize={"word.weight": 6})
 
 
-# ---- collections --------------------------------------------------------------------------------------------
-
 TABLE = "embedding_bags.t0.weight"
 
 
@@ -377,7 +369,7 @@ def test_the_fix_for_other_rows_works_as_it_is_written(tmp_path: Path, rows: int
         restore(tmp_path, module, resize=fix)
         return full(module.weight)
 
-    text = error_on_every_rank(ranks, CheckpointError, lambda: body(None))
+    text = failed(lambda: body(None), size=ranks)
     written = [line.partition("restore(…, resize=")[2].removesuffix(")") for line in text.splitlines()[1:]]
     fix: dict[str, Rows] = {}
     for line in written:

@@ -14,7 +14,7 @@ from shardwise.checkpoint.folder_store import FolderStore
 from shardwise.checkpoint.retention import Facts, facts_of
 from shardwise.checkpoint.stores import complete_manifest
 from shardwise.errors import CheckpointError
-from tests.checkpoint.states import error_on_every_rank
+from tests.checkpoint.states import failed
 
 
 def steps(folder: Path) -> list[int]:
@@ -49,9 +49,7 @@ def test_a_metric_that_the_new_checkpoint_leaves_out_removes_no_other(
     tmp_path: Path, metadata: dict[str, Any] | None, said: str
 ) -> None:
     save(tmp_path, {"x": torch.ones(1)}, step=1, metadata={"los": 0.5})
-    text = error_on_every_rank(
-        2,
-        CheckpointError,
+    text = failed(
         lambda: save(tmp_path, {"x": torch.ones(1)}, step=2, metadata=metadata, keep=Keep(best=1, metric="los")),
     )
     assert text.endswith(
@@ -73,7 +71,7 @@ def test_a_metric_that_one_rank_leaves_out_is_refused_on_all(tmp_path: Path) -> 
         metadata = {"loss": 1.0} if collectives.rank() == 0 else {}
         save(tmp_path, {"x": torch.ones(1)}, step=1, metadata=metadata, keep=Keep(best=1, metric="loss"))
 
-    text = error_on_every_rank(3, CheckpointError, body)
+    text = failed(body, size=3)
     assert "rank 1, 2: keep needs the number 'loss' of metadata, which is not there, only []." in text
     assert steps(tmp_path) == []
 

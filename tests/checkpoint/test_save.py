@@ -23,7 +23,7 @@ from shardwise.layout import Layout, Mesh, Partial, Replicate, Shard
 from shardwise.tensor import tag
 from shardwise.testing import world
 from tests.checkpoint.faults import failing_at, killed_at
-from tests.checkpoint.states import bits, blank, content, distributed, error_on_every_rank
+from tests.checkpoint.states import bits, blank, content, distributed, failed
 
 LAYOUT = Layout(Mesh((2,)), [Shard(0)], (3, 2))
 
@@ -44,14 +44,12 @@ def loaded_seed(folder: Path) -> int:
 
 
 def fails(folder: Path, seed: int, **options: Any) -> str:
-    return error_on_every_rank(2, CheckpointError, lambda: save_sevens(folder, seed, **options))
+    return failed(lambda: save_sevens(folder, seed, **options))
 
 
 def leftovers(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if path.name.startswith(".")]
 
-
-# ---- interrupted ------------------------------------------------------------------------------------------
 
 INTERRUPTED: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "a new step": ({}, {"step": 2}),
@@ -178,9 +176,7 @@ def test_a_file_that_cannot_be_written_to_its_end_is_reported_by_rank(
     before = content(tmp_path)
     layout = Layout(Mesh((2,)), [Shard(0, sizes=(0, 100_000))], (100_000,))
     with largest_file(limit):
-        text = error_on_every_rank(
-            2, CheckpointError, lambda: save(tmp_path, {"x": distributed(torch.ones(100_000), layout)}, step=2)
-        )
+        text = failed(lambda: save(tmp_path, {"x": distributed(torch.ones(100_000), layout)}, step=2))
     assert text.startswith(f"Saving step 2 to {tmp_path} failed:\n  rank {rank}: File too large: ")
     assert file in text
     assert content(tmp_path) == before
@@ -199,9 +195,6 @@ def test_a_folder_that_cannot_be_made_is_reported_by_the_system_s_reason(tmp_pat
     assert "rank 0: File name too long" in fails(tmp_path / ("x" * 300), 1)
     (tmp_path / "loop").symlink_to("loop")
     assert "rank 0: " in fails(tmp_path / "loop", 1)
-
-
-# ---- steps, latest, keep ----------------------------------------------------------------------------------
 
 
 def test_a_step_that_exists_is_replaced_only_on_demand(tmp_path: Path) -> None:
@@ -344,9 +337,6 @@ def test_a_failed_save_can_be_repeated_by_the_same_run(tmp_path: Path) -> None:
     assert loaded_seed(tmp_path / "run") == 1
 
 
-# ---- values that are not finite -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d.is_floating_point or d.is_complex], ids=str)
 def test_a_manifest_says_which_tensors_are_not_finite(
     tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -384,7 +374,7 @@ def test_nothing_is_saved_that_has_to_be_finite_and_is_not(tmp_path: Path) -> No
 
     world(2).run(sound)
     before = content(tmp_path)
-    text = error_on_every_rank(2, NotFiniteError, bad)
+    text = failed(bad, NotFiniteError)
     said = f"Saving step 2 to {tmp_path} failed: there are infinite values or NaN in\n  w\n"
     assert text.startswith(said + "  Fix: restore the last checkpoint")
     assert content(tmp_path) == before
@@ -407,8 +397,6 @@ def test_keep_never_removes_the_last_finite_checkpoint(tmp_path: Path) -> None:
     assert save_value(6, 6.0) == [5, 6]
     assert save_value(7, 7.0, keep=1) == [7]
 
-
-# ---- what cannot be saved ---------------------------------------------------------------------------------
 
 REFUSED = {
     "a sum not reduced": (lambda: {"x": blank(LAYOUT.replace([Partial()]))}, "tensor 'x': it is a sum that is not"),
@@ -433,7 +421,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("state", "text"), REFUSED.values(), ids=list(REFUSED))
 def test_what_cannot_be_saved_is_refused_by_name(tmp_path: Path, state: Any, text: str) -> None:
-    found = error_on_every_rank(2, CheckpointError, lambda: save(tmp_path / "run", state(), step=1))
+    found = failed(lambda: save(tmp_path / "run", state(), step=1))
     assert found.startswith(f"Saving step 1 to {tmp_path}/run failed: {text}")
     assert not (tmp_path / "run").exists()
 
@@ -451,7 +439,7 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path: Path, state: Any, tex
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(tmp_path: Path, options: dict[str, Any], text: str) -> None:
-    assert text in error_on_every_rank(2, ShardwiseError, lambda: save(tmp_path, {"x": 1}, **options))
+    assert text in failed(lambda: save(tmp_path, {"x": 1}, **options), ShardwiseError)
 
 
 def test_a_name_that_looks_like_a_piece_of_another_is_refused(tmp_path: Path) -> None:
@@ -477,9 +465,6 @@ def test_any_other_name_is_kept(tmp_path: Path, name: str) -> None:
     assert [p.name for p in tmp_path.iterdir() if not p.name.startswith(("step-", "latest"))] == []
 
 
-# ---- ranks that differ ------------------------------------------------------------------------------------
-
-
 def test_copies_that_are_not_equal_are_refused_and_named(tmp_path: Path) -> None:
     def body() -> None:
         drifted = torch.ones(3, 2)
@@ -487,7 +472,7 @@ def test_copies_that_are_not_equal_are_refused_and_named(tmp_path: Path) -> None
         layout = Layout(Mesh((3,)), [Replicate()], (3, 2))
         save(tmp_path, {"same": torch.ones(1), "w": tag(drifted, layout)}, step=1)
 
-    text = error_on_every_rank(3, CheckpointError, body)
+    text = failed(body, size=3)
     assert text.startswith(
         f"Saving step 1 to {tmp_path} failed: ranks that should hold the same do not:\n"
         f"  'w' [0:3, 0:2]: rank 0, 1 against rank 2\n  Fix: "
@@ -512,7 +497,7 @@ def test_ranks_that_disagree_are_told_on_what(tmp_path: Path, differing: Any, te
         given = {"state": {}, "step": 1} | differing(collectives.rank())
         save(tmp_path, given.pop("state"), **given)
 
-    found = error_on_every_rank(2, MismatchError, body)
+    found = failed(body, MismatchError)
     assert text in found
     assert found.endswith("  Fix: pass the same state and arguments on every rank.")
     assert content(tmp_path) == {}
@@ -523,7 +508,7 @@ def test_one_rank_that_cannot_take_part_fails_all(tmp_path: Path) -> None:
         state = {"x": 1} if collectives.rank() != 1 else {"x": object()}
         save(tmp_path, state, step=1)
 
-    text = error_on_every_rank(3, CheckpointError, body)
+    text = failed(body, size=3)
     assert text.startswith(f"Saving step 1 to {tmp_path} failed:\n  rank 1: x: cannot be saved: object is neither")
 
 
@@ -531,7 +516,7 @@ def test_ranks_that_do_not_share_a_folder_are_told_so(tmp_path: Path) -> None:
     def body() -> None:
         save(tmp_path / str(collectives.rank()), {"x": torch.ones(2)}, step=1)
 
-    text = error_on_every_rank(2, CheckpointError, body)
+    text = failed(body)
     assert text.startswith(f"Saving step 1 to {tmp_path}/0 failed:\n  rank 1: {tmp_path}/1/.tmp-step-00000001-")
     assert text.endswith("is not there. Fix: save to a folder that all ranks share")
     assert content(tmp_path) == {"0": None}

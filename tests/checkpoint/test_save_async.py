@@ -23,7 +23,7 @@ from shardwise.layout import Layout, Mesh, Shard
 from shardwise.tensor import DTensor, plain
 from shardwise.testing import world
 from tests.checkpoint.faults import WatchedStore, failing_at, killed_at
-from tests.checkpoint.states import blank, content, distributed, error_on_every_rank, layouts
+from tests.checkpoint.states import blank, content, distributed, failed, layouts
 
 SEE = "Fix: see that the place exists, has room and may be read and written"
 SHAPE = (5, 3)
@@ -84,9 +84,6 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     found = Gate(monkeypatch)
     yield found
     found.open()  # or threads of a test that fails never end
-
-
-# ---- it is the checkpoint of `save` -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -187,9 +184,6 @@ def test_real_processes(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", *(f"step-0000000{step}" for step in range(5))]
 
 
-# ---- it fails ---------------------------------------------------------------------------------------------
-
-
 def next_calls(folder: Path) -> dict[str, Callable[[], object]]:
     state = {"x": torch.zeros(SHAPE)}
     return {
@@ -218,7 +212,7 @@ def test_a_failure_is_raised_by_the_next_call_on_all_ranks(
         pending = save_async(tmp_path, state_of_step(2, rows(3)), step=2)
         (pending.wait if call == "wait" else next_calls(tmp_path)[call])()
 
-    text = error_on_every_rank(3, CheckpointError, body)
+    text = failed(body, size=3)
     rank = int(file.partition("-")[2].partition(".")[0])
     assert text == f"Saving step 2 to {tmp_path} failed:\n  rank {rank}: No space left on device: {file}. {SEE}"
     assert content(tmp_path) == before
@@ -292,7 +286,7 @@ def test_values_that_are_not_finite(tmp_path: Path) -> None:
         save_async(tmp_path, {"w": distributed(full, rows(2))}, step=1, require_finite=True)
         save(tmp_path, {"w": full}, step=2)
 
-    text = error_on_every_rank(2, NotFiniteError, bad)
+    text = failed(bad, NotFiniteError)
     said = f"Saving step 1 to {tmp_path} failed: there are infinite values or NaN in\n  w\n"
     assert text.startswith(said + "  Fix: restore the last checkpoint")
     assert not content(tmp_path)
@@ -302,7 +296,7 @@ def test_ranks_that_hold_other_copies_are_found(tmp_path: Path) -> None:
     def body() -> None:
         save_async(tmp_path, {"w": torch.full(SHAPE, float(collectives.rank()))}, step=1).wait()
 
-    text = error_on_every_rank(2, CheckpointError, body)
+    text = failed(body)
     assert "ranks that should hold the same do not:\n  'w' " in text
     assert not content(tmp_path)
 
@@ -311,7 +305,7 @@ def test_what_ranks_disagree_about_is_raised_at_once(tmp_path: Path) -> None:
     def body() -> None:
         save_async(tmp_path, {"x": torch.zeros(2)}, step=collectives.rank())
 
-    assert "'step'" in error_on_every_rank(2, MismatchError, body)
+    assert "'step'" in failed(body, MismatchError)
     assert not content(tmp_path)
 
 
@@ -328,12 +322,10 @@ def test_a_copy_that_cannot_be_made_is_raised_at_once(tmp_path: Path, monkeypatc
         monkeypatch.setattr(torch, "empty", no_memory)
         save_async(tmp_path, {"x": x}, step=1)
 
-    text = error_on_every_rank(2, CheckpointError, body)
+    text = failed(body)
     assert text == f"Saving step 1 to {tmp_path} failed:\n  rank 1: RuntimeError: not enough memory"
     assert not content(tmp_path)
 
-
-# ---- at exit ----------------------------------------------------------------------------------------------
 
 PROGRAM = """
     import sys
@@ -402,9 +394,6 @@ def test_a_program_that_ends_waits_for_a_store_that_uses_an_executor(tmp_path: P
 def run_program(folder: Path, how: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", dedent(PROGRAM), str(folder), how]
     return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-# ---- which checkpoints stay -------------------------------------------------------------------------------
 
 
 def steps(folder: Path) -> list[int]:

@@ -216,9 +216,6 @@ def test_a_store_that_does_not_answer_is_not_an_older_checkpoint(place: Place) -
             break
 
 
-# ---- listings that lag ------------------------------------------------------------------------------------
-
-
 @pytest.fixture(params=["memory://", "file://"])
 def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(object_store, "Objects", lambda url: FaultyObjects(url, Fault()))

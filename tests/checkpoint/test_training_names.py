@@ -200,8 +200,6 @@ def test_a_checkpoint_goes_to_a_file_of_torch_and_back(tmp_path: Path) -> None:
     assert all(bits(a) == bits(b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
 
 
-# ---- what is refused --------------------------------------------------------------------------------------
-
 NUMBERED = [{"params": [0, 1], "lr": 0.1}]
 NAMED = [{"params": ["a", "b"], "lr": 0.1}]
 

@@ -24,7 +24,7 @@ from shardwise.errors import CheckpointError
 from shardwise.layout import Layout, Mesh, Shard
 from shardwise.testing import world
 from tests.checkpoint.faults import WatchedStore, another_job
-from tests.checkpoint.states import content, distributed, error_on_every_rank
+from tests.checkpoint.states import content, distributed, failed
 
 
 def save_one(folder: Path, step: int = 1, **options: Any) -> Path:
@@ -34,7 +34,7 @@ def save_one(folder: Path, step: int = 1, **options: Any) -> Path:
 
 
 def refused(folder: Path, step: int = 1) -> str:
-    return error_on_every_rank(2, CheckpointError, lambda: save_one(folder, step))
+    return failed(lambda: save_one(folder, step))
 
 
 def loaded(folder: Path) -> float:
@@ -47,9 +47,6 @@ def loaded(folder: Path) -> float:
 def leave_lock(folder: Path, writer: Writer) -> None:
     folder.mkdir(exist_ok=True)
     (folder / ".lock").write_text(json.dumps(asdict(writer)))
-
-
-# ---- the lock ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.processes
@@ -196,13 +193,10 @@ def test_a_job_that_has_lost_its_lock_does_not_commit(tmp_path: Path, writer: Wr
                 leave_lock(tmp_path, writer)
             save_one(tmp_path, 2)
 
-    text = error_on_every_rank(2, CheckpointError, body)
+    text = failed(body)
     assert f"the lock of this job is {said}: a job that does not renew it for 60 s counts as ended." in text
     assert loaded(tmp_path) == 1
     assert (tmp_path / ".lock").exists() == (writer is not None)
-
-
-# ---- what was written is what is committed ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -261,15 +255,12 @@ def test_a_failing_fsync_names_the_file_or_folder(tmp_path: Path, monkeypatch: p
     assert moment >= 7
 
 
-# ---- folders that were renamed ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["step-7", "step-00000007"])
 def test_a_folder_renamed_after_another_step_is_refused(tmp_path: Path, name: str) -> None:
     first, second = (world(2).run(save_one, tmp_path, step)[0] for step in (1, 2))
     renamed = second.rename(tmp_path / name)
     said = f"{renamed}: is named after step 7 and holds step 2. Fix: give it the name that it was saved under"
-    assert said in error_on_every_rank(2, CheckpointError, lambda: load(renamed, {"x": torch.zeros(3)}))
+    assert said in failed(lambda: load(renamed, {"x": torch.zeros(3)}))
     with pytest.raises(CheckpointError) as caught:
         read_manifest(renamed)
     assert str(caught.value) == said

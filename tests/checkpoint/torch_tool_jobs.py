@@ -189,9 +189,6 @@ def states(
     return dict(zip(("model", "optimizer"), found, strict=True))
 
 
-# ---- jobs -----------------------------------------------------------------------------------------------------
-
-
 def get(kind: str) -> None:
     """`get_state_dict` with every option."""
     plain, model = Model(0), sharded(0, layouts(dist.get_world_size()))
