@@ -6,7 +6,6 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from itertools import count
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -52,7 +51,7 @@ from shardwise.checkpoint.offline import (
 from shardwise.errors import CheckpointError, UnreachableError
 from shardwise.layout import Layout, Mesh, Shard
 from shardwise.testing import world
-from tests.checkpoint.faults import another_job, killed_at
+from tests.checkpoint.faults import another_job
 from tests.checkpoint.states import bits, blank, distributed, failed, layouts, values
 
 SHAPE = (5, 3)
@@ -642,29 +641,6 @@ def test_processes_do_not_share_a_memory() -> None:
     (text,) = set(world(2, real=True).run(real_memory, "memory://run"))
     assert "rank 1: memory://run/step-00000001/" in text
     assert text.endswith("each process has a memory:// of its own")
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("options", [{"step": 2}, {"step": 1, "overwrite": True}, {"step": 2, "keep": 1}], ids=str)
-def test_killed_at_any_moment_leaves_the_old_or_the_new_checkpoint(tmp_path: Path, options: dict[str, Any]) -> None:
-    seeds = []
-    for moment in count(1):
-        folder = tmp_path / str(moment)
-        url = f"file://{folder}"
-        world(2).run(save_rows, url, 1)
-        killed = killed_at(moment, folder, lambda: world(2).run(save_rows, url, 2, **options))  # noqa: B023
-        seeds.append(loaded(url))
-        for version in ObjectStore(url).versions().values():
-            assert loaded(f"{url}/{version.partition('/')[0]}") in (1, 2)
-        if not killed:
-            break
-        world(2).run(save_rows, url, 3)
-        assert loaded(url) == 3
-        saves = {name.removesuffix(".committed") for name in names(url) if name.endswith(".committed")}
-        assert {name.partition("SAVE")[0] + "SAVE" for name in names(url)} == saves
-    assert len(seeds) > 15
-    assert seeds == sorted(seeds)
-    assert {*seeds} == {1, 2}
 
 
 @pytest.mark.processes

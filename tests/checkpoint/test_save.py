@@ -4,7 +4,6 @@ import errno
 import os
 import resource
 import shutil
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -49,77 +48,6 @@ def fails(folder: Path, seed: int, **options: Any) -> str:
 
 def leftovers(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if path.name.startswith(".")]
-
-
-INTERRUPTED: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
-    "a new step": ({}, {"step": 2}),
-    "the first one": (None, {"step": 2}),
-    "an old step replaced": ({}, {"step": 1, "overwrite": True}),
-    "an old step removed": ({}, {"step": 2, "keep": 1}),
-}
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(("before", "options"), INTERRUPTED.values(), ids=list(INTERRUPTED))
-def test_killed_at_any_moment_leaves_the_old_or_the_new_checkpoint_and_never_a_mixture(
-    tmp_path: Path, before: dict[str, Any] | None, options: dict[str, Any]
-) -> None:
-    outcomes = []
-    for moment in count(1):
-        folder = tmp_path / str(moment)
-        if before is not None:
-            world(2).run(save_sevens, folder, 1, **before)
-        killed = killed_at(moment, folder, lambda: world(2).run(save_sevens, folder, 2, **options))  # noqa: B023
-        outcomes.append(loaded_seed(folder) if latest(folder) else None)
-        for complete in folder.glob("step-*"):
-            assert loaded_seed(complete) in (1, 2)
-        if not killed:
-            break
-        world(2).run(save_sevens, folder, 3)
-        assert loaded_seed(folder) == 3
-        assert leftovers(folder) == []
-    old = None if before is None else 1
-    assert len(outcomes) > 8, "the sweep met hardly any operation"
-    assert outcomes == sorted(outcomes, key=lambda seed: seed == 2)
-    assert {*outcomes} == {old, 2}
-
-
-@pytest.mark.parametrize(("before", "options"), INTERRUPTED.values(), ids=list(INTERRUPTED))
-def test_an_operation_that_fails_is_the_same_error_on_all_ranks_and_changes_nothing(
-    tmp_path: Path, before: dict[str, Any] | None, options: dict[str, Any]
-) -> None:
-    failures, complaints = 0, []
-    for moment in count(1):
-        folder = tmp_path / str(moment)
-        folder.mkdir()
-        if before is not None:
-            world(2).run(save_sevens, folder, 1, **before)
-        found = content(folder)
-
-        def attempt() -> str:
-            try:
-                save_sevens(folder, 2, **options)  # noqa: B023
-            except CheckpointError as error:
-                return str(error)
-            return ""
-
-        with failing_at(moment, folder) as failed, warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            (text,) = set(world(2).run(attempt))
-            came_to_it = failed()
-        complaints += [str(warning.message) for warning in warned]
-        if text:
-            failures += 1
-            assert came_to_it
-            assert "No space left" in text or "no space left" in text
-            assert content(folder) == found
-            world(2).run(save_sevens, folder, 2, **options)
-        assert loaded_seed(folder) == 2
-        if not came_to_it:
-            break
-    assert failures > 5, "the sweep met hardly any operation"
-    assert bool(complaints) == ("keep" in options)
-    assert all("cannot be removed: " in complaint and "No space left" in complaint for complaint in complaints)
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.EMFILE])

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from itertools import count
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -18,11 +17,11 @@ from torch import Tensor
 from shardwise import collectives
 from shardwise.checkpoint import Keep, latest, load, lock, read_manifest, save, save_async, saving, saving_async
 from shardwise.checkpoint.folder_store import FolderStore
-from shardwise.errors import CheckpointError, MismatchError, NotFiniteError
+from shardwise.errors import MismatchError, NotFiniteError
 from shardwise.layout import Layout, Mesh, Shard
 from shardwise.tensor import DTensor, plain
 from shardwise.testing import world
-from tests.checkpoint.faults import WatchedStore, failing_at, killed_at
+from tests.checkpoint.faults import WatchedStore
 from tests.checkpoint.states import blank, content, distributed, failed, layouts
 
 SEE = "Fix: see that the place exists, has room and may be read and written"
@@ -219,63 +218,6 @@ def test_a_failure_is_raised_by_the_next_call_on_all_ranks(
     on[0] = False
     world(3).run(lambda: save_async(tmp_path, state_of_step(3, rows(3)), step=3).wait())
     assert loaded(tmp_path) == 3
-
-
-def test_an_operation_that_fails_is_the_same_error_on_all_ranks_and_changes_nothing(tmp_path: Path) -> None:
-    failures = 0
-    for moment in count(1):
-        folder = tmp_path / str(moment)
-        world(2).run(lambda: save(folder, state_of_step(1, rows(2)), step=1))  # noqa: B023
-        found = content(folder)
-
-        def attempt() -> str:
-            try:
-                save_async(folder, state_of_step(2, rows(2)), step=1, overwrite=True).wait()  # noqa: B023
-            except CheckpointError as error:
-                return str(error)
-            return ""
-
-        with failing_at(moment, folder) as failed:
-            (text,) = set(world(2).run(attempt))
-            came_to_it = failed()
-        if not came_to_it:
-            assert not text
-            break
-        if text:
-            failures += 1
-            assert text.startswith(f"Saving step 1 to {folder} failed")
-            assert "no space left" in text.lower()
-            kept = {path: data for path, data in content(folder).items() if not path.startswith(".")}
-            assert kept == found
-        assert loaded(folder) == (1 if text else 2)
-        world(2).run(lambda: save(folder, state_of_step(3, rows(2)), step=3))  # noqa: B023
-        assert not [path for path in content(folder) if path.startswith(".")]
-    assert failures > 8
-
-
-@pytest.mark.processes
-def test_killed_at_any_moment_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) -> None:
-    outcomes = []
-    for moment in count(1):
-        folder = tmp_path / str(moment)
-        world(2).run(lambda: save(folder, state_of_step(1, rows(2)), step=1))  # noqa: B023
-
-        def body() -> None:
-            def save_it() -> None:
-                save_async(folder, state_of_step(2, rows(2)), step=2).wait()  # noqa: B023
-
-            world(2).run(save_it)
-
-        killed = killed_at(moment, folder, body)
-        outcomes.append(loaded(folder))
-        if not killed:
-            break
-        world(2).run(lambda: save_async(folder, state_of_step(3, rows(2)), step=3).wait())  # noqa: B023
-        assert loaded(folder) == 3
-        assert not [path for path in content(folder) if path.startswith(".")]
-    assert len(outcomes) > 8
-    assert outcomes == sorted(outcomes)
-    assert {*outcomes} == {1, 2}
 
 
 def test_values_that_are_not_finite(tmp_path: Path) -> None:

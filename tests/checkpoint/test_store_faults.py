@@ -1,6 +1,7 @@
 """Whatever operation of a store fails, or is the last of the process: the last good checkpoint loads, to the bit."""
 
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -21,8 +22,8 @@ from shardwise.checkpoint.stores import find
 from shardwise.errors import CheckpointError
 from shardwise.layout import Layout, Mesh, Shard
 from shardwise.testing import world
-from tests.checkpoint.faults import FAULTS, Fault, FaultyObjects, FaultyStore
-from tests.checkpoint.states import bits, distributed, values
+from tests.checkpoint.faults import FAULTS, Fault, FaultyObjects, FaultyStore, failing_at, killed_at
+from tests.checkpoint.states import bits, content, distributed, values
 
 LAYOUT = Layout(Mesh((2,)), [Shard(0, sizes=(1, 2))], (3, 2))
 SAVED = 9  # the step of a later save, and the seed of its values
@@ -35,16 +36,17 @@ class Place:
     location: str
     fault: Fault
 
-    def names(self) -> list[str]:
-        """Every file or object, by its name from there on."""
-        if "://" not in self.location:
-            return sorted(str(p.relative_to(self.location)) for p in Path(self.location).rglob("*") if p.is_file())
-        objects, found, waiting = Objects(self.location), list[str](), [""]
-        while waiting:
-            name = waiting.pop()
-            for entry, size in objects.entries(name).items():
-                (waiting if size is None else found).append(f"{name}/{entry}".lstrip("/"))
-        return sorted(found)
+
+def names_at(location: str) -> list[str]:
+    """Every file or object, by its name from there on."""
+    if "://" not in location:
+        return sorted(str(p.relative_to(location)) for p in Path(location).rglob("*") if p.is_file())
+    objects, found, waiting = Objects(location), list[str](), [""]
+    while waiting:
+        name = waiting.pop()
+        for entry, size in objects.entries(name).items():
+            (waiting if size is None else found).append(f"{name}/{entry}".lstrip("/"))
+    return sorted(found)
 
 
 @pytest.fixture(params=["folder", "memory://", "file://"])
@@ -99,32 +101,65 @@ def latest_seed(location: str) -> int | None:
 
 SAVES: dict[str, tuple[int | None, Callable[..., str], dict[str, Any]]] = {
     "the first one": (None, save_state, {}),
+    "a new step": (1, save_state, {}),
     "a new step, the old one removed": (1, save_state, {"keep": 1}),
     "an old step replaced": (1, save_state, {"step": 1, "overwrite": True}),
     "in the background": (1, save_state_async, {"step": 1, "overwrite": True}),
 }
+EVERY = pytest.mark.slow  # point of failure; without this mark, some
+
+
+def begun(location: str, save_name: str) -> tuple[Callable[..., str], dict[str, Any]]:
+    """What `save_name` does, after the checkpoint that it finds was saved."""
+    before, do, options = SAVES[save_name]
+    if before is not None:
+        assert world(2).run(save_state, location, before) == ["", ""]
+    return do, options
+
+
+def assert_old_or_new(location: str, before: int | None) -> int | None:
+    """The seed of the latest checkpoint; each step that is there has the old or the new one."""
+    for version in store_at(location).versions().values():
+        assert loaded_seed(str(store_at(location).location(version))) in {before, 2}
+    return latest_seed(location)
+
+
+def assert_goes_on(location: str) -> None:
+    """The next save succeeds, and removes what was left."""
+    assert world(2).run(save_state, location, SAVED, keep=1) == ["", ""]
+    assert loaded_seed(location) == SAVED
+    assert_nothing_left(location)
+
+
+def assert_nothing_left(location: str) -> None:
+    names = names_at(location)
+    if "://" not in location:
+        assert [name for name in names if name.startswith(".")] == []
+        return
+    saves = {name.removesuffix(".committed") for name in names if name.endswith(".committed")}
+    assert saves
+    assert {name.rpartition("/")[0] for name in names if not name.endswith(".committed")} == saves
 
 
 def sweeps() -> Iterator[Any]:
-    """Every fault while a step is replaced, and those of each sort in other saves; a few for `make quick`."""
+    """Every fault while a step is replaced, and those of each sort in other saves."""
     for save_name in SAVES:
         replaces = save_name == "an old step replaced"
         for kind in FAULTS if replaces else ("timeout", "torn", "dies"):
-            is_quick = kind in ("torn", "dies") and (replaces or save_name == "in the background")
-            yield pytest.param(save_name, kind, marks=() if is_quick else pytest.mark.slow)
+            yield pytest.param(save_name, kind, 1, marks=EVERY)
+    yield "an old step replaced", "torn", 4
+    yield "in the background", "dies", 6
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be removed")
-@pytest.mark.parametrize(("save_name", "kind"), [*sweeps()])
+@pytest.mark.parametrize(("save_name", "kind", "stride"), [*sweeps()])
 def test_a_save_that_meets_a_fault_is_an_error_on_all_ranks_or_a_checkpoint_and_never_a_part_of_one(
-    place: Place, save_name: str, kind: str
+    place: Place, save_name: str, kind: str, stride: int
 ) -> None:
-    before, do, options = SAVES[save_name]
-    seeds, failures = [], 0
-    for operation in count(1):
+    before, seeds, failures = SAVES[save_name][0], [], 0
+    for operation in count(1, stride):
         location = f"{place.location}/{operation}"
-        if before is not None:
-            assert world(2).run(save_state, location, before) == ["", ""]
+        do, options = begun(location, save_name)
         place.fault.arm(kind, operation)
         (text,) = set(world(2).run(do, location, 2, **options))
         place.fault.disarm()
@@ -133,32 +168,78 @@ def test_a_save_that_meets_a_fault_is_an_error_on_all_ranks_or_a_checkpoint_and_
             assert text.startswith(f"Saving step {options.get('step', 2)} to {location} failed")
             assert any(said in text for said in ("No space", "Input/output", "Permission", "timed out", "reset by"))
             assert text.count(location) > 1, text
-        seeds.append(latest_seed(location))
+        seeds.append(assert_old_or_new(location, before))
         if not kind.startswith("dies"):
             assert seeds[-1] == (before if text else 2)
-        if text and not kind.startswith("dies"):
-            assert not [name for name in Place(location, place.fault).names() if name.startswith(".lock")]
-        for version in store_at(location).versions().values():
-            assert loaded_seed(str(store_at(location).location(version))) in {before, 2}
+            assert not text or not [name for name in names_at(location) if name.startswith(".lock")]
         if not place.fault.came_to_it:
             break
-        assert world(2).run(save_state, location, SAVED, keep=1) == ["", ""]
-        assert loaded_seed(location) == SAVED
-        assert_nothing_left(Place(location, place.fault))
+        assert_goes_on(location)
     assert not text
-    assert failures > 5
+    assert failures > 5 // stride
     assert seeds == sorted(seeds, key=lambda seed: seed == 2) or do is save_state_async  # whose threads take any turn
     assert {*seeds} == {before, 2}
 
 
-def assert_nothing_left(place: Place) -> None:
-    names = place.names()
-    if "://" not in place.location:
-        assert [name for name in names if name.startswith(".")] == []
-        return
-    saves = {name.removesuffix(".committed") for name in names if name.endswith(".committed")}
-    assert saves
-    assert {name.rpartition("/")[0] for name in names if not name.endswith(".committed")} == saves
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("where", "save_name", "stride"),
+    [
+        *(pytest.param(where, name, 1, marks=EVERY) for where in ("", "file://") for name in SAVES),
+        *(("", "an old step replaced", 5), ("", "in the background", 9), ("file://", "an old step replaced", 9)),
+    ],
+)
+def test_killed_at_any_moment_leaves_the_old_or_the_new_checkpoint_and_never_a_mixture(
+    tmp_path: Path, where: str, save_name: str, stride: int
+) -> None:
+    before, outcomes = SAVES[save_name][0], []
+    for moment in count(1, stride):
+        location = f"{where}{tmp_path}/{moment}"
+        do, options = begun(location, save_name)
+        killed = killed_at(moment, tmp_path / f"{moment}", lambda: world(2).run(do, location, 2, **options))  # noqa: B023
+        outcomes.append(assert_old_or_new(location, before))
+        if not killed:
+            break
+        assert_goes_on(location)
+    assert len(outcomes) > 8 // stride, "the sweep met hardly any operation"
+    assert outcomes == sorted(outcomes, key=lambda seed: seed == 2) or do is save_state_async
+    assert {*outcomes} == {before, 2}
+
+
+@pytest.mark.parametrize(
+    ("save_name", "stride"),
+    [*(pytest.param(name, 1, marks=EVERY) for name in SAVES), ("a new step, the old one removed", 4)],
+)
+def test_an_operation_of_the_file_system_that_fails_changes_nothing(
+    tmp_path: Path, save_name: str, stride: int
+) -> None:
+    failures, complaints = 0, []
+    for moment in count(1, stride):
+        folder = tmp_path / f"{moment}"
+        do, options = begun(str(folder), save_name)
+        found = content(folder)
+        with failing_at(moment, folder) as fails, warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            (text,) = set(world(2).run(do, str(folder), 2, **options))
+            came_to_it = fails()
+        complaints += [str(warning.message) for warning in warned]
+        if text:
+            failures += 1
+            assert came_to_it
+            assert text.startswith(f"Saving step {options.get('step', 2)} to {folder} failed")
+            assert "no space left" in text.lower()
+            left = content(folder)
+            if do is save_state_async:  # its draft may stay until the next save
+                left = {name: data for name, data in left.items() if not name.startswith(".")}
+            assert left == found
+            assert world(2).run(do, str(folder), 2, **options) == ["", ""]
+        assert loaded_seed(str(folder)) == 2
+        if not came_to_it:
+            break
+        assert_goes_on(str(folder))
+    assert failures > 5 // stride, "the sweep met hardly any operation"
+    assert bool(complaints) == ("keep" in options)
+    assert all("cannot be removed: " in complaint and "No space left" in complaint for complaint in complaints)
 
 
 @pytest.mark.parametrize("kind", ["input/output error", "dies"])
@@ -231,13 +312,13 @@ def test_before_a_listing_shows_a_save_there_is_the_one_before(url: str) -> None
     assert loaded_seed(url) == 3
     world(2).run(save_state, url, 4)
     assert sorted(store_at(url).versions()) == [1, 2, 3, 4]
-    assert_nothing_left(Place(url, Fault()))
+    assert_nothing_left(url)
 
 
 def test_a_save_that_a_listing_does_not_show_as_committed_is_not_removed(url: str) -> None:
     """What is removed is what has no object ".committed" when that is looked for itself."""
     world(2).run(save_state, url, 1)
-    (marker,) = [name for name in Place(url, Fault()).names() if name.endswith(".committed")]
+    (marker,) = [name for name in names_at(url) if name.endswith(".committed")]
     Objects(url).delete(marker)
     with FaultyObjects.stale(url):
         Objects(url).put(marker, b"")
@@ -257,7 +338,7 @@ def test_a_step_replaced_while_listings_lag_is_the_new_one_when_they_do_not(url:
             loaded_seed(url)  # only the one that was replaced is listed
     assert loaded_seed(url) == 3
     world(2).run(save_state, url, 4, step=8)
-    assert_nothing_left(Place(url, Fault()))
+    assert_nothing_left(url)
 
 
 def test_a_marker_that_a_listing_shows_after_it_was_removed_does_not_cost_the_save_before(url: str) -> None:
