@@ -1,7 +1,8 @@
 """Optimizers are restored exactly, or refused with the difference; nothing is changed then."""
 
+import json
 from collections.abc import Callable, Sequence
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from shardwise import collectives
-from shardwise.checkpoint import read_manifest, restore, save, state_of
+from shardwise.checkpoint import Manifest, StoredTensor, read_manifest, restore, save, state_of
+from shardwise.checkpoint.optimizers import fitting_state
+from shardwise.embedding import Adam as FusedAdam
 from shardwise.embedding import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -20,13 +23,14 @@ from shardwise.embedding import (
     RowWiseAdam,
     shard_embeddings,
 )
+from shardwise.embedding.fused import FusedOptimizer
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.embedding.sharded import ShardedEmbeddingBagCollection
 from shardwise.errors import CheckpointError
-from shardwise.layout import Mesh, Placement, Shard
+from shardwise.layout import Mesh, OnRanks, Placement, Shard
 from shardwise.tensor import DTensor
 from shardwise.testing import world
-from tests.checkpoint.states import bits, failed
+from tests.checkpoint.states import bits, failed, full
 
 ROWS: dict[str, Placement] = {"t0": Shard(0), "t1": Shard(0, (5, 2))}
 
@@ -52,39 +56,38 @@ class Model(nn.Module):
         self.layer(out.values()).square().sum().backward()
 
 
-Made = tuple[Model, Optimizer]
+Made = tuple[nn.Module, Optimizer]
+Make = Callable[[nn.Module], Optimizer]
 
-
-def made_by(make: Callable[..., Optimizer], **arguments: Any) -> Callable[[], Made]:
-    def made() -> Made:
-        model = Model()
-        return model, make(model.parameters(), **arguments)
-
-    return made
-
-
-def with_fused() -> Made:
-    """Tables alone: the layer stays as it is."""
-    model = Model(RowWiseAdagrad(lr=0.1))
-    assert model.tables.fused_optimizer is not None
-    return model, model.tables.fused_optimizer
-
-
-KINDS: dict[str, Callable[[], Made]] = {
-    "SGD": made_by(SGD, lr=0.01),
-    "SGD, momentum": made_by(SGD, lr=0.01, momentum=0.9),
-    "Adagrad": made_by(Adagrad, lr=0.01, lr_decay=0.1),
-    "Adam": made_by(Adam, lr=0.01),
-    "AdamW": made_by(AdamW, lr=0.01),
-    "Adam, amsgrad": made_by(Adam, lr=0.01, amsgrad=True),
-    "RMSprop": made_by(RMSprop, lr=0.01),
-    "RMSprop, centered, momentum": made_by(RMSprop, lr=0.01, centered=True, momentum=0.5),
-    "fused": with_fused,
+KINDS: dict[str, Make] = {
+    "SGD": lambda module: SGD(module.parameters(), lr=0.01),
+    "SGD, momentum": lambda module: SGD(module.parameters(), lr=0.01, momentum=0.9),
+    "Adagrad": lambda module: Adagrad(module.parameters(), lr=0.01, lr_decay=0.1),
+    "Adam": lambda module: Adam(module.parameters(), lr=0.01),
+    "AdamW": lambda module: AdamW(module.parameters(), lr=0.01),
+    "Adam, amsgrad": lambda module: Adam(module.parameters(), lr=0.01, amsgrad=True),
+    "RMSprop": lambda module: RMSprop(module.parameters(), lr=0.01),
+    "RMSprop, centered, momentum": lambda module: RMSprop(module.parameters(), lr=0.01, centered=True, momentum=0.5),
 }
+
+
+def made(kind: str) -> Made:
+    """A model of tables and its optimizer, on a rank."""
+    if kind == "fused":  # of tables alone: the layer stays as it is
+        model = Model(RowWiseAdagrad(lr=0.1))
+        return model, fused_of(model)
+    model = Model()
+    return model, KINDS[kind](model)
+
+
+def fused_of(model: Model) -> FusedOptimizer:
+    assert model.tables.fused_optimizer is not None
+    return model.tables.fused_optimizer
 
 
 def train(made: Made, steps: range) -> None:
     model, optimizer = made
+    assert isinstance(model, Model)
     for step in steps:
         model.take_step(step)
         optimizer.step()
@@ -95,58 +98,60 @@ def values(made: Made) -> dict[str, Any]:
     return {name: bits(x) if isinstance(x, Tensor) else x for name, x in state_of(*made).items()}
 
 
-def kept(make: Callable[[], Made]) -> tuple[str, list[set[str]]]:
-    """The class of an optimizer and the names of its states, of which it has some after a step."""
-    made = make()
-    train(made, range(1))
-    return type(made[1]).__name__, [set(states) for states in made[1].state.values()]
+def test_an_optimizer_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
+    def body() -> None:
+        for kind in [*KINDS, "fused"]:
+            first, second = made(kind), made(kind)
+            train(first, range(5))
+            save(tmp_path / kind, state_of(*first), step=5)
+            restored = restore(tmp_path / kind, *second)
+            assert (restored.step, restored.dropped) == (5, ()), kind
+            for one in (first, second):
+                train(one, range(5, 15))
+            assert values(first) == values(second), kind
+
+    world(2).run(body)
 
 
-@pytest.mark.parametrize(("before", "after"), [*product(KINDS, KINDS)])
-def test_of_two_optimizers_one_continues_the_other_exactly_or_is_refused(
-    tmp_path: Path, before: str, after: str
-) -> None:
-    def continued() -> None:
-        first, second = KINDS[before](), KINDS[after]()
-        train(first, range(5))
-        save(tmp_path, state_of(*first), step=5)
-        restored = restore(tmp_path, *second)
-        assert restored.step == 5
-        assert restored.dropped == ()
-        for made in (first, second):
-            train(made, range(5, 15))
-        assert values(first) == values(second)
+def test_another_optimizer_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+    def body() -> None:
+        for before, after in pairwise([*KINDS, "fused"]):
+            folder, first, second = tmp_path / before, made(before), made(after)
+            train(first, range(5))
+            save(folder, state_of(*first), step=5)
+            train(second, range(2))
+            was = values(second)
+            with pytest.raises(CheckpointError, match="strict=False loads what fits"):
+                restore(folder, *second)
+            assert values(second) == was, (before, after)
+            other = made(after)
+            assert restore(folder, *other, strict=False).dropped, (before, after)
+            train(other, range(5, 8))
 
-    def refused() -> None:
-        first, second = KINDS[before](), KINDS[after]()
-        train(first, range(5))
-        save(tmp_path, state_of(*first), step=5, overwrite=True)
-        train(second, range(2))
-        was = values(second)
-        try:
-            restore(tmp_path, *second)
-        finally:
-            assert values(second) == was
+    world(2).run(body)
 
-    def dropped() -> None:
-        second = KINDS[after]()
-        assert restore(tmp_path, *second, strict=False).dropped
-        train(second, range(5, 8))
 
-    (one, *_), (other, *_) = (world(2).run(kept, KINDS[name]) for name in (before, after))
-    if one == other:
-        world(2).run(continued)
-        return
-    text = failed(refused)
-    if one[0] != other[0]:
-        there, here = (f"fused {RowWiseAdagrad.__name__}" if c == "FusedOptimizer" else c for c in (one[0], other[0]))
-        if "fused" not in (before, after):  # of other groups of parameters
-            assert f"class {there} in the checkpoint, {here} here" in text
-    else:
-        for name in set().union(*one[1]) ^ set().union(*other[1]):
-            assert name in text
-    assert "strict=False loads what fits" in text
-    world(2).run(dropped)
+def manifest_of(state: dict[str, Any]) -> Manifest:
+    """What a checkpoint says of a state, without its data."""
+    tensors = {name: StoredTensor(x.dtype, tuple(x.shape), ()) for name, x in state.items() if isinstance(x, Tensor)}
+    others = {name: json.loads(json.dumps(x)) for name, x in state.items() if name not in tensors}
+    return Manifest(5, 1, tensors, others, {}, {})
+
+
+def test_of_two_optimizers_classes_and_names_of_states_are_compared() -> None:
+    for before, after in product(KINDS, KINDS):
+        module = nn.Linear(3, 2)
+        first, second = KINDS[before](module), KINDS[after](module)
+        for optimizer in (first, second):
+            module(torch.ones(3)).sum().backward()
+            optimizer.step()
+        fit = fitting_state(manifest_of(state_of(module, first)), module, {"0": second}, subset=False)
+        text = "\n".join(fit.differences)
+        assert bool(text) == (before != after)
+        there, here = type(first).__name__, type(second).__name__
+        assert (f"class {there} in the checkpoint, {here} here" in text) == (there != here)
+        names = [{*optimizer.state[module.weight]} for optimizer in (first, second)]
+        assert there != here or all(name in text for name in names[0] ^ names[1]), (before, after)
 
 
 def plain() -> tuple[nn.Linear, Adam]:
@@ -200,17 +205,12 @@ def test_the_differences_are_listed(tmp_path: Path) -> None:
             "eps 1e-10 in the checkpoint, 1e-08 here)"
         ),
     ]
-
-
-def test_an_option_that_adds_states_is_refused_before_the_first_step_too(tmp_path: Path) -> None:
-    layer = nn.Linear(3, 2)
-    save(tmp_path, state_of(layer, SGD(layer.parameters(), lr=0.1)), step=0)
-    assert differences(tmp_path, layer, SGD(layer.parameters(), lr=0.1, momentum=0.9)) == [
-        (
-            "optimizer '0' (SGD): states of weight, bias: momentum_buffer missing in the checkpoint "
-            "(momentum 0 in the checkpoint, 0.9 here)"
-        )
-    ]
+    save(tmp_path, state_of(layer, SGD(layer.parameters(), lr=0.1)), step=2)  # before the first step
+    (line,) = differences(tmp_path, layer, SGD(layer.parameters(), lr=0.1, momentum=0.9))
+    assert line == (
+        "optimizer '0' (SGD): states of weight, bias: momentum_buffer missing in the checkpoint "
+        "(momentum 0 in the checkpoint, 0.9 here)"
+    )
 
 
 def test_hyper_parameters_that_add_no_states_are_restored(tmp_path: Path) -> None:
@@ -334,97 +334,112 @@ def test_an_optimizer_of_another_library_is_restored_or_refused_by_its_class(tmp
 
 
 def columns(size: int) -> dict[str, Placement]:
-    uneven = {1: (6,), 2: (4, 2), 3: (1, 0, 5)}[size]
-    return {"t0": Shard(1), "t1": Shard(1, uneven)}
+    """By columns on so many ranks, unevenly; by rows on two ranks if it is 0."""
+    uneven = {0: (), 1: (6,), 2: (4, 2), 3: (1, 0, 5)}[size]
+    return {"t0": Shard(1), "t1": Shard(1, uneven)} if size else {"t0": Shard(0)}
 
 
 @pytest.mark.parametrize("optimizer", [RowWiseAdagrad(lr=0.1), RowWiseAdam(lr=0.1)], ids=["adagrad", "adam"])
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (2, 1), (3, 0), (0, 2)])
 def test_states_of_rows_become_the_mean_of_another_number_of_shards_of_columns(
-    tmp_path: Path, optimizer: RowOptimizer, before: int, after: int
+    tmp_path: Path, optimizer: RowOptimizer
 ) -> None:
-    """0: sharded by rows."""
     state = optimizer.of_rows[0]
 
-    def first() -> list[Tensor]:
-        model = Model(optimizer, columns(before) if before else {"t0": Shard(0)})
+    def first(before: int) -> list[Tensor]:
+        model = Model(optimizer, columns(before))
         for step in range(3):
             model.take_step(step)
-        fused = model.tables.fused_optimizer
-        assert fused is not None
-        save(tmp_path, state_of(model, {"tables": fused}), step=3)
+        fused = fused_of(model)
+        save(tmp_path / f"{before}", state_of(model, {"tables": fused}), step=3)
         return [of[state].full_tensor() for of in fused.state.values()]
 
-    def second() -> tuple[list[Tensor], list[Tensor]]:
-        model = Model(optimizer, columns(after) if after else {"t0": Shard(0)})
-        fused = model.tables.fused_optimizer
-        assert fused is not None
+    def second(before: int, after: int) -> tuple[list[Tensor], list[Tensor]]:
+        model = Model(optimizer, columns(after))
+        fused = fused_of(model)
         tensors = [of[state] for of in fused.state.values()]
-        restore(tmp_path, model, {"tables": fused})
+        restore(tmp_path / f"{before}", model, {"tables": fused})
         assert all(one is of[state] for one, of in zip(tensors, fused.state.values(), strict=True))
         found = [tensor.full_tensor().clone() for tensor in tensors]
         for step in range(3, 5):
             model.take_step(step)
         return found, [tensor.full_tensor() for tensor in tensors]
 
-    saved = world(before or 2).run(first)[0]
-    for found, later in world(after or 2).run(second):
-        for one, other, trained in zip(saved, found, later, strict=True):
-            same = one.shape == other.shape
-            assert torch.equal(other, one if same else one.mean(1, keepdim=True).expand(other.shape))
-            assert not torch.equal(trained, other)
+    saved = {before: world(before or 2).run(first, before)[0] for before in (0, 2, 3)}
+    for before, after in [(2, 3), (3, 2), (2, 1), (3, 0), (0, 2)]:
+        for found, later in world(after or 2).run(second, before, after):
+            for one, other, trained in zip(saved[before], found, later, strict=True):
+                same = one.shape == other.shape
+                assert torch.equal(other, one if same else one.mean(1, keepdim=True).expand(other.shape))
+                assert not torch.equal(trained, other)
 
 
-def test_a_table_of_another_number_of_rows_names_resize(tmp_path: Path) -> None:
-    def first() -> None:
-        model = Model(RowWiseAdagrad(lr=0.1), rows=(11, 7))
-        assert model.tables.fused_optimizer is not None
-        save(tmp_path, state_of(model, model.tables.fused_optimizer), step=1)
+def test_tables_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    def write() -> None:
+        larger, other = Model(RowWiseAdagrad(lr=0.1), rows=(11, 7)), Model(RowWiseAdam(lr=0.1))
+        save(tmp_path / "larger", state_of(larger, fused_of(larger)), step=1)
+        save(tmp_path / "other", state_of(other, fused_of(other)), step=1)
 
-    def second() -> None:
-        model, fused = with_fused()
-        restore(tmp_path, model, fused)
-
-    def third() -> None:
-        model, fused = with_fused()
+    def resized() -> None:
+        model, fused = made("fused")
+        assert isinstance(model, Model)
         model.tables.resize_({"t0": 11})
-        restore(tmp_path, model, fused)
+        restore(tmp_path / "larger", model, fused)
 
-    world(2).run(first)
-    text = failed(second)
+    def dropped() -> int:
+        model, fused = made("fused")
+        train((model, fused), range(1))
+        state = {p: of["sum"].full_tensor().clone() for p, of in fused.state.items()}
+        found = restore(tmp_path / "other", model, fused, strict=False).dropped
+        for parameter, value in state.items():
+            now = fused.state[parameter]["sum"]
+            assert isinstance(now, DTensor)
+            assert torch.equal(now.full_tensor(), value)
+        train((model, fused), range(1, 2))
+        return len(found)
+
+    world(2).run(write)
+    text = failed(lambda: restore(tmp_path / "larger", *made("fused")))
     assert (
         "'model.tables.embedding_bags.t0.weight': shape (11, 6) in the checkpoint, (9, 6) in the state. "
         "Fix: restore(…, resize={'tables.embedding_bags.t0.weight': 9}), or "
         "collection.resize_({'t0': 11}) before restore" in text
     )
     assert "of tables.embedding_bags.t0.weight: shape (11, 1) in the checkpoint, expected (9, 1)" in text
-    world(2).run(third)
-
-
-def test_another_optimizer_of_tables_is_refused_by_its_class_and_states(tmp_path: Path) -> None:
-    def first() -> None:
-        model = Model(RowWiseAdam(lr=0.1))
-        assert model.tables.fused_optimizer is not None
-        save(tmp_path, state_of(model, model.tables.fused_optimizer), step=1)
-
-    def second() -> None:
-        restore(tmp_path, *with_fused())
-
-    def third() -> list[str]:
-        model, fused = with_fused()
-        model.take_step(0)
-        state = {p: of["sum"].full_tensor().clone() for p, of in fused.state.items()}
-        dropped = restore(tmp_path, model, fused, strict=False).dropped
-        for parameter, value in state.items():
-            now = fused.state[parameter]["sum"]
-            assert isinstance(now, DTensor)
-            assert torch.equal(now.full_tensor(), value)
-        model.take_step(1)
-        return [*dropped]
-
-    world(2).run(first)
-    text = failed(second)
+    world(2).run(resized)
+    text = failed(lambda: restore(tmp_path / "other", *made("fused")))
     assert "class fused RowWiseAdam in the checkpoint, fused RowWiseAdagrad here" in text
     assert "exp_avg, exp_avg_sq only in the checkpoint; sum missing in the checkpoint" in text
-    for dropped in world(2).run(third):
-        assert len(dropped) == 3
+    assert world(2).run(dropped) == [3, 3]
+
+
+PLANS: list[dict[str, Placement]] = [
+    {"t0": Shard(0), "t1": Shard(0, (5, 0, 2))},
+    {"t0": OnRanks(1), "t1": OnRanks(0)},
+    {},
+]
+
+
+@pytest.mark.parametrize("optimizer", [RowWiseAdagrad(lr=0.1), FusedAdam(lr=0.1)], ids=["adagrad", "adam"])
+def test_tables_and_layers_go_on_in_another_sharding(tmp_path: Path, optimizer: RowOptimizer) -> None:
+    """With two optimizers in one checkpoint."""
+
+    def body() -> None:
+        for number, plan in enumerate(PLANS):
+            models = Model(optimizer, PLANS[number - 1]), Model(optimizer, plan)
+            optimizers = [[Adam(model.layer.parameters(), lr=0.1), fused_of(model)] for model in models]
+            for step in range(6):
+                if step == 3:
+                    save(tmp_path / f"{number}", state_of(models[0], optimizers[0]), step=3)
+                    assert restore(tmp_path / f"{number}", models[1], optimizers[1]).step == 3
+                for model, (adam, _) in [*zip(models, optimizers, strict=True)][: 1 if step < 3 else 2]:
+                    model.take_step(step)
+                    adam.step()
+            one, two = (state_of(model, both) for model, both in zip(models, optimizers, strict=True))
+            assert one.keys() == two.keys()
+            for name, x in one.items():
+                if isinstance(x, Tensor):
+                    torch.testing.assert_close(full(x), full(two[name]), msg=name)
+                else:
+                    assert x == two[name]
+
+    world(3).run(body)

@@ -264,7 +264,10 @@ def test_other_groups_are_refused_and_another_order_is_not(tmp_path: Path) -> No
         restore(tmp_path, model, Adam([{"params": [p]} for p in model.parameters()]))
 
 
-def test_an_optimizer_of_another_module_is_refused() -> None:
+def test_an_optimizer_of_other_parameters_is_refused() -> None:
+    layer = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match=r"parameter bias is of two optimizers\. Fix"):
+        state_of(layer, [SGD(layer.parameters(), lr=0.1), SGD([layer.bias], lr=0.1)])
     with pytest.raises(CheckpointError, match="parameter 0 of group 0 of optimizer '0' is none of the module's"):
         state_of(Model(torch.clone), Adam(Model(torch.clone).parameters()))
 
