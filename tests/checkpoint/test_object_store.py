@@ -3,9 +3,9 @@
 import errno
 import os
 import re
-import signal
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -15,7 +15,6 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import load_file
-from torch import nn
 
 from shardwise import cli, collectives
 from shardwise.checkpoint import (
@@ -27,12 +26,9 @@ from shardwise.checkpoint import (
     object_store,
     objects,
     read_manifest,
-    restore,
     save,
     save_async,
     saving,
-    state_of,
-    writer_lock,
 )
 from shardwise.checkpoint.locations import store_at
 from shardwise.checkpoint.object_store import ObjectStore
@@ -48,11 +44,11 @@ from shardwise.checkpoint.offline import (
     reshard,
     verify,
 )
-from shardwise.errors import CheckpointError, UnreachableError
+from shardwise.errors import CheckpointError
 from shardwise.layout import Layout, Mesh, Shard
 from shardwise.testing import world
-from tests.checkpoint.faults import another_job
-from tests.checkpoint.states import bits, blank, distributed, failed, layouts, values
+from tests.checkpoint.states import bits, blank, distributed, failed, values
+from tests.checkpoint.test_round_trip import all_tensors, load_all, other_layouts, save_all
 
 SHAPE = (5, 3)
 
@@ -101,25 +97,11 @@ def test_the_layout_is_that_of_the_documentation(url: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_every_layout_of_every_world_is_loaded_by_every_other(url: str, size: int) -> None:
-    full = values(SHAPE)
-
-    def write() -> None:
-        for number, layout in enumerate(layouts(size, SHAPE)):
-            save(f"{url}/{number}", {"x": distributed(full, layout), "empty": torch.empty(0, 2)}, step=number)
-
-    def read(number: int) -> list[bool]:
-        same = []
-        for layout in layouts(collectives.world_size(), SHAPE):
-            target = {"x": blank(layout), "empty": torch.empty(0, 2)}
-            load(f"{url}/{number}", target)
-            same.append(bits(target["x"]) == bits(distributed(full, layout)))
-        return same
-
-    world(size).run(write)
-    for number in range(0, len(layouts(size, SHAPE)), 3):
-        assert all(all(same) for same in world(2).run(read, number))
+def test_every_layout_is_loaded_in_another(url: str) -> None:
+    named = all_tensors(3)
+    world(3).run(save_all, url, named)
+    for shift in (0, 2):
+        world(2).run(load_all, url, other_layouts(named, 2, shift))
 
 
 def test_steps_the_last_one_and_those_that_stay(url: str) -> None:
@@ -209,23 +191,6 @@ def test_a_checkpoint_that_lacks_a_file_is_passed_over_and_named(url: str, damag
     assert problem.startswith(f"{url}/{file}: ")
 
 
-def test_a_file_that_vanishes_before_the_commit_is_no_success(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    world(2).run(save_rows, url, 1)
-
-    class Losing(ObjectStore):
-        def write(self, draft: str, file: str, size: int, content: Any) -> None:
-            super().write(draft, file, size, content)
-            if file.startswith("rank-0001"):
-                self.erase(draft, file)
-
-    monkeypatch.setattr("shardwise.checkpoint.locations.ObjectStore", Losing)
-    text = failed(lambda: save_rows(url, 2))
-    assert text.startswith(f"Saving step 2 to {url} failed:\n  rank 0: {url}/step-00000002/")
-    assert "/rank-0001.safetensors: cannot be read: No such file or directory, after it was written. Fix: save " in text
-    assert loaded(url) == 1
-    assert not [name for name in names(url) if "step-00000002" in name]
-
-
 def test_a_committed_checkpoint_stays_whatever_fails_afterwards(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world(2).run(save_rows, url, 1)
 
@@ -267,33 +232,6 @@ def test_nothing_is_taken_from_listings_that_fsspec_remembers(url: str, monkeypa
         assert loaded(url) == seed
 
 
-def test_training_is_saved_in_the_background_and_restored_on_other_ranks(url: str) -> None:
-    def model() -> tuple[nn.Linear, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        layer = nn.Linear(4, 3)
-        return layer, torch.optim.Adam(layer.parameters(), lr=0.1)
-
-    def train() -> None:
-        layer, adam = model()
-        layer(torch.ones(2, 4)).sum().backward()
-        adam.step()
-        save_async(url, state_of(layer, adam) | {"epoch": 3}, step=7)
-        with torch.no_grad():
-            layer.weight.zero_()
-        restore(url, layer, adam, subset=True)  # waits for it
-        assert layer.weight.abs().sum() > 0
-
-    def resume() -> tuple[int, int]:
-        layer, adam = model()
-        progress = {"epoch": 0}
-        manifest = restore(url, layer, adam, extra=progress)
-        assert next(iter(adam.state.values()))["step"] == 1
-        return manifest.step, progress["epoch"]
-
-    world(3).run(train)
-    assert world(2).run(resume) == [(7, 3)] * 2
-
-
 def test_offline_tools_take_urls(url: str, tmp_path: Path) -> None:
     world(3).run(save_rows, url, 4)
     path = reshard(url, f"{url}-1", 2, {"x": Layout(Mesh((2,)), [Shard(1, sizes=(1, 2))], SHAPE)})
@@ -328,25 +266,19 @@ def test_the_command_line_takes_urls(url: str, tmp_path: Path, capsys: pytest.Ca
     assert cli.main(["checkpoint", "import", f"{url}/x.safetensors", str(tmp_path / "x")]) == 4
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda url: export_table(torch.ones(2, 2), "x", url),
-        lambda url: export_file("saved", url),
-        lambda url: export_hugging_face("saved", url),
-        lambda url: export_torch("saved", url),
-        lambda url: import_safetensors(url, "there"),
-        lambda url: import_torch(url, "there", allow_pickle_metadata=True),
-    ],
-    ids=["export_table", "export_file", "export_hugging_face", "export_torch", "import_safetensors", "import_torch"],
-)
-def test_files_of_other_formats_are_local(
-    tmp_path: Path, call: Callable[[str], object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_other_formats_are_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     save("saved", {"x": torch.ones(2)}, step=1)
-    with pytest.raises(CheckpointError, match=r"s3://b/x is a URL, which only a checkpoint can have\. Fix: name a"):
-        call("s3://b/x")
+    url = "s3://b/x"
+    calls: list[Callable[[], object]] = [
+        lambda: export_table(torch.ones(2, 2), "x", url),
+        *(partial(export, "saved", url) for export in (export_file, export_hugging_face, export_torch)),
+        lambda: import_safetensors(url, "there"),
+        lambda: import_torch(url, "there", allow_pickle_metadata=True),
+    ]
+    for call in calls:
+        with pytest.raises(CheckpointError, match=r"s3://b/x is a URL, which only a checkpoint can have\. Fix: name a"):
+            call()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
 
 
@@ -474,35 +406,6 @@ def test_a_url_in_a_path_is_refused() -> None:
     )
 
 
-def test_a_store_that_does_not_answer_is_no_missing_checkpoint(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    world(2).run(save_rows, url, 1)
-    file_system = type(fsspec.core.url_to_fs(url)[0])
-
-    def fail(*args: Any, **options: Any) -> None:
-        raise TimeoutError
-
-    monkeypatch.setattr(file_system, "cat_file", fail)
-    with pytest.raises(UnreachableError, match=r"/manifest.json: cannot be read: Connection timed out"):
-        latest(url)
-    text = failed(lambda: load(url, {"x": torch.zeros(SHAPE)}, subset=True))
-    assert text.startswith(f"Loading {url} failed:\n  rank 0: {url}/step-00000001/")
-
-
-def test_a_failure_on_one_rank_is_that_of_all(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    world(2).run(save_rows, url, 1)
-    put = Objects.put
-
-    def full(self: Objects, name: str, data: bytes) -> None:
-        if name.endswith("rank-0001.safetensors"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.location(name))
-        put(self, name, data)
-
-    monkeypatch.setattr(Objects, "put", full)
-    text = failed(lambda: save_rows(url, 2))
-    assert text.startswith(f"Saving step 2 to {url} failed:\n  rank 1: No space left on device: {url}/step-00000002/")
-    assert loaded(url) == 1
-
-
 def test_ranks_that_do_not_share_a_place_are_refused(url: str) -> None:
     def body() -> None:
         save(f"{url}/{collectives.rank()}", {"x": torch.ones(2)}, step=1)
@@ -578,21 +481,6 @@ def test_a_lock_without_exclusive_creation_is_that_of_the_last_writer(
     assert latest(url) is None
 
 
-def test_a_lock_is_renewed_while_it_is_held(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer_lock, "BEAT_SECONDS", 0.02)
-    store = ObjectStore(url)
-    with lock(url):
-        first = store.read_lock()
-        while store.read_lock() == first:
-            pass
-        now = store.read_lock()
-        assert first is not None
-        assert now is not None
-        assert first.content == now.content
-    assert store.read_lock() is None
-    assert names(url) == []
-
-
 def real_saves(url: str) -> list[int]:
     """Saves in every way, while another checkpoint is read; what is loaded after each."""
     size, seeds = collectives.world_size(), []
@@ -626,31 +514,3 @@ def test_ranks_that_are_processes(tmp_path: Path) -> None:
     assert loaded(url) == 3
     world(3).run(save_rows, url, 5)
     assert loaded(url) == 5
-
-
-def real_memory(url: str) -> str:
-    try:
-        save(url, {"x": torch.ones(3)}, step=1)
-    except CheckpointError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.processes
-def test_processes_do_not_share_a_memory() -> None:
-    (text,) = set(world(2, real=True).run(real_memory, "memory://run"))
-    assert "rank 1: memory://run/step-00000001/" in text
-    assert text.endswith("each process has a memory:// of its own")
-
-
-@pytest.mark.processes
-def test_a_second_job_is_told_who_writes_until_that_process_is_killed(tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/run"
-    with another_job(url) as pid:
-        text = failed(lambda: save_rows(url, 1))
-        assert f"rank 0: {url} is being written to: its lock is held by process {pid} on" in text
-        os.kill(pid, signal.SIGKILL)
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        world(2).run(save_rows, url, 1)
-    assert loaded(url) == 1
-    assert not [name for name in names(url) if "lock" in name]

@@ -42,14 +42,14 @@ def other_layouts(names: dict[str, Layout], size: int, shift: int) -> dict[str, 
     return result
 
 
-def save_all(folder: Path, named: dict[str, Layout]) -> Path:
+def save_all(folder: Path | str, named: dict[str, Layout]) -> Path | str:
     state = {
         name: distributed(values(layout.shape, crc32(name.encode()) % 97), layout) for name, layout in named.items()
     }
     return save(folder, state, step=collectives.world_size())
 
 
-def load_all(folder: Path, named: dict[str, Layout]) -> None:
+def load_all(folder: Path | str, named: dict[str, Layout]) -> None:
     state = {name: blank(layout) for name, layout in named.items()}
     load(folder, state)
     for name, layout in named.items():

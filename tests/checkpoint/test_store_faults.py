@@ -19,7 +19,7 @@ from shardwise.checkpoint.folder_store import FolderStore
 from shardwise.checkpoint.locations import store_at
 from shardwise.checkpoint.objects import Objects
 from shardwise.checkpoint.stores import find
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, UnreachableError
 from shardwise.layout import Layout, Mesh, Shard
 from shardwise.testing import world
 from tests.checkpoint.faults import FAULTS, Fault, FaultyObjects, FaultyStore, failing_at, killed_at
@@ -285,7 +285,7 @@ def test_a_store_that_does_not_answer_is_not_an_older_checkpoint(place: Place) -
     def found() -> str:
         try:
             return str(find(store_at(place.location))[1].step)
-        except (CheckpointError, OSError) as error:
+        except (UnreachableError, OSError) as error:
             return str(error)
 
     for operation in count(1):

@@ -18,6 +18,7 @@ import torch
 from shardwise import collectives
 from shardwise.checkpoint import latest, load, lock, read_manifest, save, saving, writer_lock
 from shardwise.checkpoint.folder_store import FolderStore
+from shardwise.checkpoint.locations import store_at
 from shardwise.checkpoint.stores import CheckpointStore
 from shardwise.checkpoint.writer_lock import Writer, this_process
 from shardwise.errors import CheckpointError
@@ -27,17 +28,17 @@ from tests.checkpoint.faults import WatchedStore, another_job
 from tests.checkpoint.states import content, distributed, failed
 
 
-def save_one(folder: Path, step: int = 1, **options: Any) -> Path:
+def save_one(folder: Path | str, step: int = 1, **options: Any) -> Path:
     layout = Layout(Mesh((2,)), [Shard(0)], (3,))
     path: Path = save(folder, {"x": distributed(torch.full((3,), float(step)), layout)}, step=step, **options)
     return path
 
 
-def refused(folder: Path, step: int = 1) -> str:
+def refused(folder: Path | str, step: int = 1) -> str:
     return failed(lambda: save_one(folder, step))
 
 
-def loaded(folder: Path) -> float:
+def loaded(folder: Path | str) -> float:
     state = {"x": torch.zeros(3)}
     load(folder, state)
     (value,) = set(state["x"].tolist())
@@ -50,21 +51,23 @@ def leave_lock(folder: Path, writer: Writer) -> None:
 
 
 @pytest.mark.processes
-def test_a_second_job_is_told_who_writes_until_that_process_is_killed(tmp_path: Path) -> None:
-    with another_job(tmp_path) as pid:
+@pytest.mark.parametrize("where", ["", "file://"])
+def test_a_second_job_is_told_who_writes_until_that_process_is_killed(tmp_path: Path, where: str) -> None:
+    location = f"{where}{tmp_path}"
+    with another_job(location) as pid:
         before = content(tmp_path)
-        text = refused(tmp_path)
+        text = refused(location)
         assert text.startswith(
-            f"Saving step 1 to {tmp_path} failed:\n  rank 0: {tmp_path} is being written to: its lock is held by "
+            f"Saving step 1 to {location} failed:\n  rank 0: {location} is being written to: its lock is held by "
             f"process {pid} on {socket.gethostname()}, which took it at 20"
         )
         assert text.endswith(" UTC. Fix: end that job, or save to another folder")
         assert content(tmp_path) == before
         os.kill(pid, signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it has ended, and its parent has not asked how
-        world(2).run(save_one, tmp_path)
-    assert loaded(tmp_path) == 1
-    assert not (tmp_path / ".lock").exists()
+        world(2).run(save_one, location)
+    assert loaded(location) == 1
+    assert not list(tmp_path.glob(".lock*"))
 
 
 @pytest.mark.processes
@@ -153,17 +156,19 @@ def test_a_lock_that_says_nothing_and_is_not_renewed_is_taken(tmp_path: Path, wh
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_lock_is_renewed_while_it_is_held(tmp_path: Path) -> None:
-    store = FolderStore(tmp_path)
-    with lock(tmp_path):
-        first = store.read_lock()
-        while store.read_lock() == first:
-            pass
-        now = store.read_lock()
+@pytest.mark.parametrize("where", ["", "file://", "memory://"])
+def test_a_lock_is_renewed_while_it_is_held(tmp_path: Path, where: str) -> None:
+    location = f"{where}{tmp_path}"
+    store = store_at(location)
+    with lock(location):
+        first = now = store.read_lock()
         assert first is not None
+        while now == first:
+            now = store.read_lock()
         assert now is not None
         assert now.content == first.content
     assert store.read_lock() is None
+    assert not store.names()
 
 
 def test_a_lock_that_has_changed_is_not_removed(tmp_path: Path) -> None:
