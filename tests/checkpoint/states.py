@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise import collectives
+from shardwise.checkpoint import load, save
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.layout import Box, Boxes, Layout, Mesh, OnRanks, Replicate, Shard
 from shardwise.tensor import DTensor, plain, tag
@@ -66,6 +67,31 @@ def bits(x: Tensor) -> list[int]:
     """The bytes of what this rank holds of `x`."""
     local = plain(x).detach() if isinstance(x, DTensor) else x.detach()
     return local.contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+SEED_SHAPE = (5, 3)
+
+
+def state_of_seed(seed: int) -> dict[str, Any]:
+    """A sharded and a replicated tensor, and a number, in a world of any size."""
+    x = values(SEED_SHAPE, seed)
+    rows = Layout(Mesh((collectives.world_size(),)), [Shard(0)], SEED_SHAPE)
+    return {"sharded": distributed(x, rows), "replicated": x[0], "seed": seed}
+
+
+def save_seed(location: Path | str, seed: int, **options: Any) -> Any:
+    """The path of the checkpoint."""
+    return save(location, state_of_seed(seed), **({"step": seed} | options))
+
+
+def loaded_seed(location: Path | str) -> int:
+    """Which state a checkpoint holds, to the bit; fails if that is a mixture."""
+    found: dict[str, Any] = {"sharded": torch.zeros(SEED_SHAPE), "replicated": torch.zeros(3), "seed": -1}
+    load(location, found)
+    expected = values(SEED_SHAPE, found["seed"])
+    assert bits(found["sharded"]) == bits(expected)
+    assert bits(found["replicated"]) == bits(expected[0])
+    return int(found["seed"])
 
 
 def full(x: Any) -> Any:

@@ -47,10 +47,18 @@ from shardwise.checkpoint.offline import (
 from shardwise.errors import CheckpointError
 from shardwise.layout import Layout, Mesh, Shard
 from shardwise.testing import world
-from tests.checkpoint.states import bits, blank, distributed, failed, values
+from tests.checkpoint.states import (
+    SEED_SHAPE,
+    bits,
+    blank,
+    distributed,
+    failed,
+    loaded_seed,
+    save_seed,
+    state_of_seed,
+    values,
+)
 from tests.checkpoint.test_round_trip import all_tensors, load_all, other_layouts, save_all
-
-SHAPE = (5, 3)
 
 
 @pytest.fixture(params=["memory://", "file://"])
@@ -59,22 +67,6 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     yield base
     for name in [name for name in MemoryFileSystem.store if str(tmp_path) in name]:
         del MemoryFileSystem.store[name]
-
-
-def rows(size: int) -> Layout:
-    return Layout(Mesh((size,)), [Shard(0)], SHAPE)
-
-
-def save_rows(url: str, seed: int, **options: Any) -> Path | str:
-    x = distributed(values(SHAPE, seed), rows(collectives.world_size()))
-    return save(url, {"x": x, "seed": seed}, **({"step": seed} | options))
-
-
-def loaded(url: str | Path) -> int:
-    found: dict[str, Any] = {"x": torch.zeros(SHAPE), "seed": -1}
-    load(url, found)
-    assert bits(found["x"]) == bits(values(SHAPE, found["seed"]))
-    return int(found["seed"])
 
 
 def names(url: str) -> list[str]:
@@ -86,7 +78,7 @@ def names(url: str) -> list[str]:
 
 def test_the_layout_is_that_of_the_documentation(url: str) -> None:
     with lock(url):
-        path = world(2).run(save_rows, url, 100)[0]
+        path = world(2).run(save_seed, url, 100)[0]
         assert path == f"{url}/step-00000100"
         assert ".lock" in names(url)
     assert names(url) == [
@@ -107,42 +99,41 @@ def test_every_layout_is_loaded_in_another(url: str) -> None:
 def test_steps_the_last_one_and_those_that_stay(url: str) -> None:
     assert latest(url) is None
     for step in (9, 10, 3):
-        world(2).run(save_rows, url, step)
+        world(2).run(save_seed, url, step)
     assert latest(url) == f"{url}/step-00000003"
-    assert loaded(url) == 3
-    assert loaded(f"{url}/step-00000010/") == 10
+    assert loaded_seed(url) == 3
+    assert loaded_seed(f"{url}/step-00000010/") == 10
     assert read_manifest(f"{url}/step-00000010").step == 10
     assert find(url)[0] == f"{url}/step-00000003"
-    x = torch.ones(SHAPE)
 
     def save_and_keep() -> None:
         for step in (60, 65, 66):
-            save(f"{url}/kept", {"x": x}, step=step, keep=Keep(last=1, every=60))
+            save(f"{url}/kept", {"x": torch.ones(3)}, step=step, keep=Keep(last=1, every=60))
 
     world(2).run(save_and_keep)
     assert [*store_at(f"{url}/kept").versions()] == [66, 60]
     with pytest.raises(CheckpointError, match=f"there is no complete checkpoint in {url}/nowhere"):
-        load(f"{url}/nowhere", {"x": torch.zeros(SHAPE)})
+        load(f"{url}/nowhere", {"x": torch.zeros(3)})
 
 
 def test_a_step_that_exists_is_replaced_on_demand_only(url: str) -> None:
-    world(2).run(save_rows, url, 1)
+    world(2).run(save_seed, url, 1)
     before = names(url)
-    text = failed(lambda: save_rows(url, 2, step=1))
+    text = failed(lambda: save_seed(url, 2, step=1))
     assert text == (
         f"Saving step 1 to {url} failed:\n  rank 0: {url}/step-00000001 exists already. "
         f"Fix: overwrite=True (--overwrite), or another folder"
     )
     assert names(url) == before
-    assert loaded(url) == 1
-    world(2).run(save_rows, url, 2, step=1, overwrite=True)
+    assert loaded_seed(url) == 1
+    world(2).run(save_seed, url, 2, step=1, overwrite=True)
     assert names(url) == before
-    assert loaded(url) == 2
+    assert loaded_seed(url) == 2
     store = store_at(url)
     version = store.versions()[1]
     store.erase(version, "rank-0001.safetensors")
-    world(2).run(save_rows, url, 3, step=1)  # nothing can be loaded from this one
-    assert loaded(url) == 3
+    world(2).run(save_seed, url, 3, step=1)  # nothing can be loaded from this one
+    assert loaded_seed(url) == 3
 
 
 def test_a_save_counts_after_those_that_were_there_whatever_the_clock_says(
@@ -150,41 +141,41 @@ def test_a_save_counts_after_those_that_were_there_whatever_the_clock_says(
 ) -> None:
     for seed, now in ((5, 3000), (4, 2000), (3, 1000)):
         monkeypatch.setattr(object_store, "time_ns", lambda now=now: now * 10**6)
-        world(2).run(save_rows, url, seed)
-        assert loaded(url) == seed
+        world(2).run(save_seed, url, seed)
+        assert loaded_seed(url) == seed
     for seed in (6, 7):
-        world(2).run(save_rows, url, seed, step=5, overwrite=True)
-        assert loaded(url) == seed
-    assert loaded(f"{url}/step-00000005") == 7
+        world(2).run(save_seed, url, seed, step=5, overwrite=True)
+        assert loaded_seed(url) == seed
+    assert loaded_seed(f"{url}/step-00000005") == 7
 
 
 def test_what_was_not_committed_is_not_there(url: str) -> None:
     """Not even if all of it is: only the object that is written last makes a checkpoint."""
-    world(2).run(save_rows, url, 1)
-    world(2).run(save_rows, url, 2)
+    world(2).run(save_seed, url, 1)
+    world(2).run(save_seed, url, 2)
     store = ObjectStore(url)
     version = store.versions()[2]
     Objects(url).delete(f"{version}.committed")
-    assert loaded(url) == 1
+    assert loaded_seed(url) == 1
     assert latest(f"{url}/step-00000002") is None
     with pytest.raises(CheckpointError, match=r"there is no complete checkpoint in .*step-00000002"):
-        loaded(f"{url}/step-00000002")
+        loaded_seed(f"{url}/step-00000002")
     assert verify(url)[0].step == 1
     Objects(url).put(f"{version}.committed", b"")
-    assert loaded(url) == 2
+    assert loaded_seed(url) == 2
 
 
 @pytest.mark.parametrize("damage", ["gone", "shorter"])
 def test_a_checkpoint_that_lacks_a_file_is_passed_over_and_named(url: str, damage: str) -> None:
     for seed in (1, 2):
-        world(2).run(save_rows, url, seed)
+        world(2).run(save_seed, url, seed)
     version = ObjectStore(url).versions()[2]
     file = f"{version}/rank-0001.safetensors"
     Objects(url).delete(file) if damage == "gone" else Objects(url).put(file, b"short")
     with pytest.warns(UserWarning, match=f"step 1 is the latest checkpoint that is complete: {url}/{file}: "):
-        assert loaded(url) == 1
+        assert loaded_seed(url) == 1
     with pytest.raises(CheckpointError) as caught:
-        loaded(f"{url}/step-00000002")
+        loaded_seed(f"{url}/step-00000002")
     assert f"{url}/{file}: " in str(caught.value)
     assert ("No such file" if damage == "gone" else "has 5 bytes, the manifest says") in str(caught.value)
     (problem,) = verify(f"{url}/step-00000002")[1]
@@ -192,20 +183,20 @@ def test_a_checkpoint_that_lacks_a_file_is_passed_over_and_named(url: str, damag
 
 
 def test_a_committed_checkpoint_stays_whatever_fails_afterwards(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    world(2).run(save_rows, url, 1)
+    world(2).run(save_seed, url, 1)
 
     def fail(*args: Any) -> None:
         raise RuntimeError("after the commit")
 
     monkeypatch.setattr(saving, "keep_only", fail)
-    text = failed(lambda: save_rows(url, 2, step=1, overwrite=True, keep=1))
+    text = failed(lambda: save_seed(url, 2, step=1, overwrite=True, keep=1))
     assert "after the commit" in text
-    assert loaded(url) == 2
+    assert loaded_seed(url) == 2
 
 
 def test_with_a_checkpoint_go_the_saves_that_it_replaced(url: str) -> None:
     """Else the step would be there again, as it was before."""
-    world(2).run(save_rows, url, 1)
+    world(2).run(save_seed, url, 1)
     store = ObjectStore(url)
     old = store.versions()[1]
     Objects(url).put(f"step-00000001/{'9' * 16}-00000000.committed", b"")
@@ -228,22 +219,22 @@ def test_nothing_is_taken_from_listings_that_fsspec_remembers(url: str, monkeypa
     monkeypatch.setattr(file_system, "ls", remembering)
     monkeypatch.setattr(file_system, "invalidate_cache", lambda self, path=None: remembered.clear())
     for seed in (1, 2):
-        world(2).run(save_rows, url, seed, keep=1)
-        assert loaded(url) == seed
+        world(2).run(save_seed, url, seed, keep=1)
+        assert loaded_seed(url) == seed
 
 
 def test_offline_tools_take_urls(url: str, tmp_path: Path) -> None:
-    world(3).run(save_rows, url, 4)
-    path = reshard(url, f"{url}-1", 2, {"x": Layout(Mesh((2,)), [Shard(1, sizes=(1, 2))], SHAPE)})
+    world(3).run(save_seed, url, 4)
+    path = reshard(url, f"{url}-1", 2, {"sharded": Layout(Mesh((2,)), [Shard(1, sizes=(1, 2))], SEED_SHAPE)})
     assert path == f"{url}-1/step-00000004"
     manifest, problems = verify(path)
     assert not problems
-    assert [chunk.box.sizes for chunk in manifest.tensors["x"].chunks] == [(5, 1), (5, 2)]
+    assert [chunk.box.sizes for chunk in manifest.tensors["sharded"].chunks] == [(5, 1), (5, 2)]
     assert diff(url, path) == []
     local = reshard(path, tmp_path / "local", 1)
     assert diff(local, url) == []
     file = export_file(url, tmp_path / "x.safetensors")
-    assert bits(load_file(file)["x"]) == bits(values(SHAPE, 4))
+    assert bits(load_file(file)["sharded"]) == bits(values(SEED_SHAPE, 4))
     export_hugging_face(url, tmp_path / "hf", prefix="")
     imported = import_safetensors(tmp_path / "hf", f"{url}-2", step=5, prefix="")
     assert imported == f"{url}-2/step-00000005"
@@ -254,7 +245,7 @@ def test_offline_tools_take_urls(url: str, tmp_path: Path) -> None:
 
 
 def test_the_command_line_takes_urls(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    world(2).run(save_rows, url, 4)
+    world(2).run(save_seed, url, 4)
     assert cli.main(["checkpoint", "inspect", url]) == 0
     assert capsys.readouterr().out.startswith(f"{url}/step-00000004\n")
     assert cli.main(["checkpoint", "reshard", url, f"{url}-1", "--ranks", "1"]) == 0
@@ -333,7 +324,7 @@ def test_finding_a_checkpoint_takes_a_request_a_step_and_none_a_file(
     url: str, noted: list[tuple[str, str, int]]
 ) -> None:
     for step in range(5):
-        world(4).run(save_rows, url, step)
+        world(4).run(save_seed, url, step)
     noted.clear()
     assert latest(url) == f"{url}/step-00000004"
     kinds = [kind for kind, _, _ in noted]
@@ -343,8 +334,8 @@ def test_finding_a_checkpoint_takes_a_request_a_step_and_none_a_file(
 
 def test_a_large_file_is_written_in_blocks(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "REQUEST_BYTES", 16)
-    world(2).run(save_rows, url, 1)
-    assert loaded(url) == 1
+    world(2).run(save_seed, url, 1)
+    assert loaded_seed(url) == 1
 
 
 @pytest.mark.parametrize(
@@ -474,7 +465,7 @@ def test_a_lock_without_exclusive_creation_is_that_of_the_last_writer(
     def body() -> None:
         with lock(url):
             Objects(url).put(".lock", b"{}")
-            save_rows(url, 1)
+            save_seed(url, 1)
 
     text = failed(body)
     assert "the lock of this job is held by another job" in text
@@ -483,24 +474,24 @@ def test_a_lock_without_exclusive_creation_is_that_of_the_last_writer(
 
 def real_saves(url: str) -> list[int]:
     """Saves in every way, while another checkpoint is read; what is loaded after each."""
-    size, seeds = collectives.world_size(), []
+    seeds = []
 
     def loaded_here() -> int:
-        target: dict[str, Any] = {"x": blank(rows(size)), "seed": -1}
-        load(url, target)
-        assert bits(target["x"]) == bits(distributed(values(SHAPE, target["seed"]), rows(size)))
-        return int(target["seed"])
+        found = state_of_seed(0)
+        load(url, found)
+        expected = state_of_seed(found["seed"])
+        assert all(bits(found[name]) == bits(expected[name]) for name in ("sharded", "replicated"))
+        return int(found["seed"])
 
     with lock(url):
         for seed in (1, 2):
-            save_rows(url, seed, step=1, overwrite=True)
+            save_seed(url, seed, step=1, overwrite=True)
             seeds.append(loaded_here())
-        x = distributed(values(SHAPE, 3), rows(size))
-        pending = save_async(url, {"x": x, "seed": 3}, step=3, keep=1)
+        pending = save_async(url, state_of_seed(3), step=3, keep=1)
         seeds.append(loaded_here())  # waits for it
         assert pending.wait() == f"{url}/step-00000003"
         try:
-            save_rows(url, 4, step=3)
+            save_seed(url, 4, step=3)
         except CheckpointError as error:
             assert f"{url}/step-00000003 exists already" in str(error)  # noqa: PT017 - on each rank
             seeds.append(loaded_here())
@@ -511,6 +502,6 @@ def real_saves(url: str) -> list[int]:
 def test_ranks_that_are_processes(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/run"
     assert world(2, real=True).run(real_saves, url) == [[1, 2, 3, 3]] * 2
-    assert loaded(url) == 3
-    world(3).run(save_rows, url, 5)
-    assert loaded(url) == 5
+    assert loaded_seed(url) == 3
+    world(3).run(save_seed, url, 5)
+    assert loaded_seed(url) == 5

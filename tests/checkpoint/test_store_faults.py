@@ -10,22 +10,19 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from shardwise import collectives
-from shardwise.checkpoint import load, locations, object_store, save, save_async, writer_lock
+from shardwise.checkpoint import load, locations, object_store, save_async, writer_lock
 from shardwise.checkpoint.folder_store import FolderStore
 from shardwise.checkpoint.locations import store_at
 from shardwise.checkpoint.objects import Objects
 from shardwise.checkpoint.stores import find
 from shardwise.errors import CheckpointError, UnreachableError
-from shardwise.layout import Layout, Mesh, Shard
 from shardwise.testing import world
 from tests.checkpoint.faults import FAULTS, Fault, FaultyObjects, FaultyStore, failing_at, killed_at
-from tests.checkpoint.states import bits, content, distributed, values
+from tests.checkpoint.states import bits, content, loaded_seed, save_seed, state_of_seed
 
-LAYOUT = Layout(Mesh((2,)), [Shard(0, sizes=(1, 2))], (3, 2))
 SAVED = 9  # the step of a later save, and the seed of its values
 
 
@@ -63,36 +60,21 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
 
 
-def state(seed: int) -> dict[str, Any]:
-    full = values((3, 2), seed)
-    return {"sharded": distributed(full, LAYOUT), "replicated": full[0], "seed": seed}
-
-
-def save_state(location: str, seed: int, **options: Any) -> str:
+def text_of_save(location: str, seed: int, **options: Any) -> str:
     """Save on this rank; the text of the error, "" if there is none."""
     try:
-        save(location, state(seed), **({"step": seed} | options))
+        save_seed(location, seed, **options)
     except CheckpointError as error:
         return str(error)
     return ""
 
 
-def save_state_async(location: str, seed: int, **options: Any) -> str:
+def text_of_async(location: str, seed: int, **options: Any) -> str:
     try:
-        save_async(location, state(seed), **({"step": seed} | options)).wait()
+        save_async(location, state_of_seed(seed), **({"step": seed} | options)).wait()
     except CheckpointError as error:
         return str(error)
     return ""
-
-
-def loaded_seed(location: str) -> int:
-    """What a checkpoint holds, to the bit; fails if that is a mixture."""
-    found: dict[str, Any] = {"sharded": torch.zeros(3, 2), "replicated": torch.zeros(2), "seed": -1}
-    load(location, found)
-    expected = values((3, 2), found["seed"])
-    assert bits(found["sharded"]) == bits(expected)
-    assert bits(found["replicated"]) == bits(expected[0])
-    return int(found["seed"])
 
 
 def latest_seed(location: str) -> int | None:
@@ -100,11 +82,11 @@ def latest_seed(location: str) -> int | None:
 
 
 SAVES: dict[str, tuple[int | None, Callable[..., str], dict[str, Any]]] = {
-    "the first one": (None, save_state, {}),
-    "a new step": (1, save_state, {}),
-    "a new step, the old one removed": (1, save_state, {"keep": 1}),
-    "an old step replaced": (1, save_state, {"step": 1, "overwrite": True}),
-    "in the background": (1, save_state_async, {"step": 1, "overwrite": True}),
+    "the first one": (None, text_of_save, {}),
+    "a new step": (1, text_of_save, {}),
+    "a new step, the old one removed": (1, text_of_save, {"keep": 1}),
+    "an old step replaced": (1, text_of_save, {"step": 1, "overwrite": True}),
+    "in the background": (1, text_of_async, {"step": 1, "overwrite": True}),
 }
 EVERY = pytest.mark.slow  # point of failure; without this mark, some
 
@@ -113,7 +95,7 @@ def begun(location: str, save_name: str) -> tuple[Callable[..., str], dict[str, 
     """What `save_name` does, after the checkpoint that it finds was saved."""
     before, do, options = SAVES[save_name]
     if before is not None:
-        assert world(2).run(save_state, location, before) == ["", ""]
+        assert world(2).run(text_of_save, location, before) == ["", ""]
     return do, options
 
 
@@ -126,7 +108,7 @@ def assert_old_or_new(location: str, before: int | None) -> int | None:
 
 def assert_goes_on(location: str) -> None:
     """The next save succeeds, and removes what was left."""
-    assert world(2).run(save_state, location, SAVED, keep=1) == ["", ""]
+    assert world(2).run(text_of_save, location, SAVED, keep=1) == ["", ""]
     assert loaded_seed(location) == SAVED
     assert_nothing_left(location)
 
@@ -177,7 +159,7 @@ def test_a_save_that_meets_a_fault_is_an_error_on_all_ranks_or_a_checkpoint_and_
         assert_goes_on(location)
     assert not text
     assert failures > 5 // stride
-    assert seeds == sorted(seeds, key=lambda seed: seed == 2) or do is save_state_async  # whose threads take any turn
+    assert seeds == sorted(seeds, key=lambda seed: seed == 2) or do is text_of_async  # whose threads take any turn
     assert {*seeds} == {before, 2}
 
 
@@ -202,7 +184,7 @@ def test_killed_at_any_moment_leaves_the_old_or_the_new_checkpoint_and_never_a_m
             break
         assert_goes_on(location)
     assert len(outcomes) > 8 // stride, "the sweep met hardly any operation"
-    assert outcomes == sorted(outcomes, key=lambda seed: seed == 2) or do is save_state_async
+    assert outcomes == sorted(outcomes, key=lambda seed: seed == 2) or do is text_of_async
     assert {*outcomes} == {before, 2}
 
 
@@ -229,7 +211,7 @@ def test_an_operation_of_the_file_system_that_fails_changes_nothing(
             assert text.startswith(f"Saving step {options.get('step', 2)} to {folder} failed")
             assert "no space left" in text.lower()
             left = content(folder)
-            if do is save_state_async:  # its draft may stay until the next save
+            if do is text_of_async:  # its draft may stay until the next save
                 left = {name: data for name, data in left.items() if not name.startswith(".")}
             assert left == found
             assert world(2).run(do, str(folder), 2, **options) == ["", ""]
@@ -244,10 +226,10 @@ def test_an_operation_of_the_file_system_that_fails_changes_nothing(
 
 @pytest.mark.parametrize("kind", ["input/output error", "dies"])
 def test_a_load_that_meets_a_fault_is_an_error_on_all_ranks_or_succeeds(place: Place, kind: str) -> None:
-    world(2).run(save_state, place.location, 1)
+    world(2).run(text_of_save, place.location, 1)
 
     def body() -> tuple[str, str, int]:
-        target = state(2)
+        target = state_of_seed(2)
         before = [bits(x) for x in (target["sharded"], target["replicated"])]
         try:
             load(place.location, target)
@@ -257,8 +239,8 @@ def test_a_load_that_meets_a_fault_is_an_error_on_all_ranks_or_succeeds(place: P
                 assert held == before
                 assert target["seed"] == 2
             return str(error), "", collectives.rank()
-        assert bits(target["sharded"]) == bits(state(1)["sharded"])
-        assert bits(target["replicated"]) == bits(state(1)["replicated"])
+        assert bits(target["sharded"]) == bits(state_of_seed(1)["sharded"])
+        assert bits(target["replicated"]) == bits(state_of_seed(1)["replicated"])
         return "", "loaded", collectives.rank()
 
     failures = 0
@@ -280,7 +262,7 @@ def test_a_load_that_meets_a_fault_is_an_error_on_all_ranks_or_succeeds(place: P
 def test_a_store_that_does_not_answer_is_not_an_older_checkpoint(place: Place) -> None:
     """It is not known whether the last one is complete, so nothing older is taken for the last one."""
     for seed in (1, 2):
-        world(2).run(save_state, place.location, seed)
+        world(2).run(text_of_save, place.location, seed)
 
     def found() -> str:
         try:
@@ -304,49 +286,49 @@ def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_before_a_listing_shows_a_save_there_is_the_one_before(url: str) -> None:
-    world(2).run(save_state, url, 1)
+    world(2).run(text_of_save, url, 1)
     with FaultyObjects.stale(url):
-        assert world(2).run(save_state, url, 2) == ["", ""]
+        assert world(2).run(text_of_save, url, 2) == ["", ""]
         assert loaded_seed(url) == 1
-        assert world(2).run(save_state, url, 3) == ["", ""]
+        assert world(2).run(text_of_save, url, 3) == ["", ""]
     assert loaded_seed(url) == 3
-    world(2).run(save_state, url, 4)
+    world(2).run(text_of_save, url, 4)
     assert sorted(store_at(url).versions()) == [1, 2, 3, 4]
     assert_nothing_left(url)
 
 
 def test_a_save_that_a_listing_does_not_show_as_committed_is_not_removed(url: str) -> None:
     """What is removed is what has no object ".committed" when that is looked for itself."""
-    world(2).run(save_state, url, 1)
+    world(2).run(text_of_save, url, 1)
     (marker,) = [name for name in names_at(url) if name.endswith(".committed")]
     Objects(url).delete(marker)
     with FaultyObjects.stale(url):
         Objects(url).put(marker, b"")
-        assert world(2).run(save_state, url, 2) == ["", ""]
+        assert world(2).run(text_of_save, url, 2) == ["", ""]
     assert loaded_seed(f"{url}/step-00000001") == 1
 
 
 def test_a_step_replaced_while_listings_lag_is_the_new_one_when_they_do_not(url: str) -> None:
     with FaultyObjects.stale(url):
         for seed in (1, 2):
-            assert world(2).run(save_state, url, seed, step=7) == ["", ""]  # the first one is not seen
+            assert world(2).run(text_of_save, url, seed, step=7) == ["", ""]  # the first one is not seen
         assert locations.latest(url) is None
     assert loaded_seed(url) == 2
     with FaultyObjects.stale(url):
-        assert world(2).run(save_state, url, 3, step=7, overwrite=True) == ["", ""]
+        assert world(2).run(text_of_save, url, 3, step=7, overwrite=True) == ["", ""]
         with pytest.raises(CheckpointError, match=r"there is no complete checkpoint in .*\n.*manifest.json: cannot be"):
             loaded_seed(url)  # only the one that was replaced is listed
     assert loaded_seed(url) == 3
-    world(2).run(save_state, url, 4, step=8)
+    world(2).run(text_of_save, url, 4, step=8)
     assert_nothing_left(url)
 
 
 def test_a_marker_that_a_listing_shows_after_it_was_removed_does_not_cost_the_save_before(url: str) -> None:
-    world(2).run(save_state, url, 1)
+    world(2).run(text_of_save, url, 1)
     objects, step = Objects(url), "step-00000001"
     objects.put(f"{step}/9999999999999998-00000000.committed", b"")
     with FaultyObjects.stale(url):
         objects.delete(f"{step}/9999999999999998-00000000.committed")
-        assert world(2).run(save_state, url, 2) == ["", ""]
+        assert world(2).run(text_of_save, url, 2) == ["", ""]
     assert loaded_seed(f"{url}/{step}") == 1
     assert loaded_seed(url) == 2
