@@ -14,11 +14,7 @@ from shardwise.checkpoint.folder_store import FolderStore
 from shardwise.checkpoint.retention import Facts, facts_of
 from shardwise.checkpoint.stores import complete_manifest
 from shardwise.errors import CheckpointError
-from tests.checkpoint.states import failed
-
-
-def steps(folder: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+from tests.checkpoint.states import failed, steps
 
 
 def test_rules_of_what_stays(tmp_path: Path) -> None:
@@ -74,6 +70,24 @@ def test_a_metric_that_one_rank_leaves_out_is_refused_on_all(tmp_path: Path) -> 
     text = failed(body, size=3)
     assert "rank 1, 2: keep needs the number 'loss' of metadata, which is not there, only []." in text
     assert steps(tmp_path) == []
+
+
+def test_keep_never_removes_the_last_finite_checkpoint(tmp_path: Path) -> None:
+    """A buffer that always has infinite values does not make a checkpoint worse than others."""
+
+    mask, nan = torch.tensor([0.0, -float("inf")]), float("nan")
+
+    def save_value(step: int, value: float, keep: int = 2) -> list[int]:
+        save(tmp_path, {"mask": mask, "x": torch.tensor(value)}, step=step, keep=keep)
+        return steps(tmp_path)
+
+    assert save_value(1, 1.0) == [1]
+    assert save_value(2, 2.0) == [1, 2]
+    assert save_value(3, nan) == [2, 3]
+    assert save_value(4, nan) == [2, 3, 4]
+    assert save_value(5, nan, keep=1) == [2, 5]
+    assert save_value(6, 6.0) == [5, 6]
+    assert save_value(7, 7.0, keep=1) == [7]
 
 
 def test_the_largest_is_the_best(tmp_path: Path) -> None:

@@ -22,28 +22,17 @@ from shardwise.layout import Layout, Mesh, Partial, Replicate, Shard
 from shardwise.tensor import tag
 from shardwise.testing import world
 from tests.checkpoint.faults import failing_at, killed_at
-from tests.checkpoint.states import bits, blank, content, distributed, failed
+from tests.checkpoint.states import bits, blank, content, distributed, failed, loaded_seed, save_seed, steps
 
 LAYOUT = Layout(Mesh((2,)), [Shard(0)], (3, 2))
 
 
-def save_sevens(folder: Path, seed: int, **options: Any) -> None:
-    """Save tensors that all hold `seed`, and the number itself."""
-    options = {"step": seed} | options
-    full = torch.full((3, 2), float(seed))
-    save(folder, {"cut": distributed(full, LAYOUT), "whole": full, "seed": seed}, **options)
-
-
-def loaded_seed(folder: Path) -> int:
-    """The number that all tensors of the latest checkpoint hold; fails if they are a mixture."""
-    state = {"cut": torch.zeros(3, 2), "whole": torch.zeros(3, 2), "seed": -1}
-    load(folder, state)
-    assert {*state["cut"].unique().tolist(), *state["whole"].unique().tolist()} == {state["seed"]}  # type: ignore[attr-defined]
-    return int(state["seed"])  # type: ignore[call-overload, no-any-return]
-
-
 def fails(folder: Path, seed: int, **options: Any) -> str:
-    return failed(lambda: save_sevens(folder, seed, **options))
+    return failed(lambda: save_seed(folder, seed, **options))
+
+
+def save_step(folder: Path, step: int, **options: Any) -> None:
+    save(folder, {"x": torch.tensor(step)}, step=step, **options)
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -55,12 +44,12 @@ def test_what_cannot_be_read_for_a_moment_is_not_removed(tmp_path: Path, number:
     """A save that was interrupted while it replaced a step has left the only copy of it under another name."""
     folder = tmp_path / "run"
     for moment in count(1):
-        world(2).run(save_sevens, folder, 1)
+        world(2).run(save_seed, folder, 1)
         (folder / "step-00000001").rename(folder / ".old-step-00000001-01234567")
-        with failing_at(moment, folder, number) as failed:
+        with failing_at(moment, folder, number) as fails_now:
             with suppress(CheckpointError):
-                world(2).run(save_sevens, folder, 2)
-            came_to_it = failed()
+                world(2).run(save_seed, folder, 2)
+            came_to_it = fails_now()
         assert loaded_seed(folder / "step-00000001" if (folder / "step-00000001").exists() else folder) == 1
         shutil.rmtree(folder)
         if not came_to_it:
@@ -69,14 +58,14 @@ def test_what_cannot_be_read_for_a_moment_is_not_removed(tmp_path: Path, number:
 
 
 def test_what_an_interrupted_save_left_behind_is_ignored_and_then_removed(tmp_path: Path) -> None:
-    world(2).run(save_sevens, tmp_path, 1)
+    world(2).run(save_seed, tmp_path, 1)
     for name in (".tmp-step-00000009-01234567", ".old-step-00000001-01234567"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "rank-0000.safetensors").write_bytes(b"half of it")
     (tmp_path / ".tmp-latest-01234567").write_text("step-00000009")
     (tmp_path / ".tmp-mine").mkdir()
     assert loaded_seed(tmp_path) == 1
-    world(2).run(save_sevens, tmp_path, 2)
+    world(2).run(save_seed, tmp_path, 2)
     assert leftovers(tmp_path) == [".tmp-mine"]
 
 
@@ -90,24 +79,18 @@ def largest_file(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize(
-    ("limit", "rank", "file"),
-    [
-        *((limit, 0, ".tmp-lock-") for limit in (0, 8, 100)),
-        *((limit, 1, "rank-0001.safetensors") for limit in (1000, 4000, 40_000, 399_999)),
-    ],
-)
-def test_a_file_that_cannot_be_written_to_its_end_is_reported_by_rank(
-    tmp_path: Path, limit: int, rank: int, file: str
-) -> None:
-    world(2).run(save_sevens, tmp_path, 1)
+def test_a_file_that_cannot_be_written_to_its_end_is_reported_by_rank(tmp_path: Path) -> None:
+    world(2).run(save_seed, tmp_path, 1)
     before = content(tmp_path)
     layout = Layout(Mesh((2,)), [Shard(0, sizes=(0, 100_000))], (100_000,))
-    with largest_file(limit):
-        text = failed(lambda: save(tmp_path, {"x": distributed(torch.ones(100_000), layout)}, step=2))
-    assert text.startswith(f"Saving step 2 to {tmp_path} failed:\n  rank {rank}: File too large: ")
-    assert file in text
-    assert content(tmp_path) == before
+    of_lock, of_rank = (0, ".tmp-lock-"), (1, "rank-0001.safetensors")
+    for limit in (0, 8, 100, 1000, 4000, 40_000, 399_999):
+        with largest_file(limit):
+            text = failed(lambda: save(tmp_path, {"x": distributed(torch.ones(100_000), layout)}, step=2))
+        rank, file = of_lock if limit < 1000 else of_rank
+        assert text.startswith(f"Saving step 2 to {tmp_path} failed:\n  rank {rank}: File too large: "), limit
+        assert file in text
+        assert content(tmp_path) == before
 
 
 def test_a_folder_that_cannot_be_made_is_reported_by_the_system_s_reason(tmp_path: Path) -> None:
@@ -126,66 +109,57 @@ def test_a_folder_that_cannot_be_made_is_reported_by_the_system_s_reason(tmp_pat
 
 
 def test_a_step_that_exists_is_replaced_only_on_demand(tmp_path: Path) -> None:
-    world(2).run(save_sevens, tmp_path, 1)
+    world(2).run(save_seed, tmp_path, 1)
     before = content(tmp_path)
     assert fails(tmp_path, 2, step=1) == (
         f"Saving step 1 to {tmp_path} failed:\n  rank 0: {tmp_path}/step-00000001 exists already. "
         f"Fix: overwrite=True (--overwrite), or another folder"
     )
     assert content(tmp_path) == before
-    world(2).run(save_sevens, tmp_path, 2, step=1, overwrite=True)
+    world(2).run(save_seed, tmp_path, 2, step=1, overwrite=True)
     assert loaded_seed(tmp_path) == 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
 
 
-@pytest.mark.parametrize("file", ["manifest.json", "rank-0001.safetensors"])
-@pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 100)])
-def test_a_step_that_latest_passes_over_is_saved_again(
-    tmp_path: Path, file: str, damage: Callable[[Path], None]
-) -> None:
-    world(2).run(save_sevens, tmp_path, 1, step=10)
-    world(2).run(save_sevens, tmp_path, 2, step=20)
-    damage(tmp_path / "step-00000020" / file)
-    with pytest.warns(UserWarning, match="step 10"):
-        assert loaded_seed(tmp_path) == 1
-    world(2).run(save_sevens, tmp_path, 3, step=20)
-    assert loaded_seed(tmp_path) == 3
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000010", "step-00000020"]
+def test_a_step_that_latest_passes_over_is_saved_again(tmp_path: Path) -> None:
+    for number, file in enumerate(["manifest.json", "rank-0001.safetensors"] * 2):
+        folder = tmp_path / f"{number}"
+        world(2).run(save_seed, folder, 1, step=10)
+        world(2).run(save_seed, folder, 2, step=20)
+        damaged = folder / "step-00000020" / file
+        damaged.unlink() if number < 2 else os.truncate(damaged, 100)
+        with pytest.warns(UserWarning, match="step 10"):
+            assert loaded_seed(folder) == 1
+        world(2).run(save_seed, folder, 3, step=20)
+        assert loaded_seed(folder) == 3
+        assert sorted(p.name for p in folder.iterdir()) == ["latest", "step-00000010", "step-00000020"]
 
 
 def test_a_step_that_another_name_hides_is_not_replaced(tmp_path: Path) -> None:
-    world(2).run(save_sevens, tmp_path, 1, step=10)
+    world(2).run(save_seed, tmp_path, 1, step=10)
     (tmp_path / "step-00000010").rename(tmp_path / "step-00000020")
     before = content(tmp_path)
     assert "step-00000020 exists already" in fails(tmp_path, 2, step=20)
     assert content(tmp_path) == before
 
 
-def steps(folder: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
-
-
 def test_keep_removes_the_oldest_and_never_the_one_just_saved(tmp_path: Path) -> None:
     for step in (1, 2, 3, 10, 100_000_000):
-        save_sevens_alone(tmp_path, step, keep=3)
+        save_step(tmp_path, step, keep=3)
     assert steps(tmp_path) == [3, 10, 100_000_000]
-    save_sevens_alone(tmp_path, 4, keep=3)  # the run was taken back: what came after is the first to go
+    save_step(tmp_path, 4, keep=3)  # the run was taken back: what came after is the first to go
     assert steps(tmp_path) == [3, 4, 100_000_000]
-    save_sevens_alone(tmp_path, 5, keep=1)
+    save_step(tmp_path, 5, keep=1)
     assert steps(tmp_path) == [5]
     assert leftovers(tmp_path) == []
 
 
-def save_sevens_alone(folder: Path, step: int, **options: Any) -> None:
-    world(1).run(lambda: save(folder, {"x": torch.tensor(step)}, step=step, **options))
-
-
 def test_keep_does_not_count_or_touch_what_is_not_a_complete_checkpoint(tmp_path: Path) -> None:
-    save_sevens_alone(tmp_path, 1)
+    save_step(tmp_path, 1)
     for name in ("step-00000050", "step-7", "notes"):
         (tmp_path / name).mkdir()
     (tmp_path / "step-00000060").write_text("a file")
-    save_sevens_alone(tmp_path, 2, keep=2)
+    save_step(tmp_path, 2, keep=2)
     assert {path.name for path in tmp_path.iterdir()} == {
         *("step-00000001", "step-00000002", "latest"),
         *("step-00000050", "step-7", "notes", "step-00000060"),
@@ -196,7 +170,7 @@ def test_latest_is_the_one_saved_last_and_else_the_highest_complete_one(tmp_path
     assert latest(tmp_path / "nowhere") is None
     assert latest(tmp_path) is None
     for step in (9, 10, 3):
-        save_sevens_alone(tmp_path, step)
+        save_step(tmp_path, step)
     pointer = tmp_path / "latest"
     assert pointer.read_text() == "step-00000003\n"
     assert latest(tmp_path) == tmp_path / "step-00000003"
@@ -223,15 +197,15 @@ def test_a_checkpoint_whose_saver_died_before_it_was_named_latest_is_the_last_on
     for moment in count(1):
         folder = tmp_path / str(moment)
         for step in (9, 4, 3) if overwrite else (9, 3):
-            save_sevens_alone(folder, step)
-        killed = killed_at(moment, folder, lambda: save_sevens_alone(folder, 4, overwrite=overwrite))  # noqa: B023
+            save_step(folder, step)
+        killed = killed_at(moment, folder, lambda: save_step(folder, 4, overwrite=overwrite))  # noqa: B023
         last = latest(folder)
         assert last is not None
         state = {"x": torch.tensor(0)}
         assert load(folder, state).step == state["x"] == int(last.name[-8:])
         assert last.name in ("step-00000003", "step-00000004")
         seen.add(last.name)
-        save_sevens_alone(folder, 5)
+        save_step(folder, 5)
         assert sorted(path.name for path in folder.iterdir() if path.name.startswith(".")) == []
         assert latest(folder) == folder / "step-00000005"
         if not killed:
@@ -241,7 +215,7 @@ def test_a_checkpoint_whose_saver_died_before_it_was_named_latest_is_the_last_on
 
 @pytest.mark.parametrize("file", ["latest", ".lock"])
 def test_what_is_no_short_file_in_place_of_one_is_refused_at_once(tmp_path: Path, file: str) -> None:
-    save_sevens_alone(tmp_path, 1)
+    save_step(tmp_path, 1)
     path = tmp_path / file
     changes: list[Callable[[], object]] = [
         lambda: os.mkfifo(path),
@@ -253,16 +227,8 @@ def test_what_is_no_short_file_in_place_of_one_is_refused_at_once(tmp_path: Path
         path.unlink(missing_ok=True)
         change()
         with pytest.raises(CheckpointError, match=f"{path}: "):
-            latest(tmp_path) if file == "latest" else save_sevens_alone(tmp_path, 2)
+            latest(tmp_path) if file == "latest" else save_step(tmp_path, 2)
         path.rmdir() if path.is_dir() else path.unlink()
-
-
-def test_a_failed_save_can_be_repeated_by_the_same_run(tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("in the way")
-    assert fails(tmp_path / "run", 1)
-    (tmp_path / "run").unlink()
-    world(2).run(save_sevens, tmp_path / "run", 1)
-    assert loaded_seed(tmp_path / "run") == 1
 
 
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d.is_floating_point or d.is_complex], ids=str)
@@ -306,24 +272,6 @@ def test_nothing_is_saved_that_has_to_be_finite_and_is_not(tmp_path: Path) -> No
     said = f"Saving step 2 to {tmp_path} failed: there are infinite values or NaN in\n  w\n"
     assert text.startswith(said + "  Fix: restore the last checkpoint")
     assert content(tmp_path) == before
-
-
-def test_keep_never_removes_the_last_finite_checkpoint(tmp_path: Path) -> None:
-    """A buffer that always has infinite values does not make a checkpoint worse than others."""
-
-    def save_value(step: int, value: float, keep: int = 2) -> list[int]:
-        mask = torch.tensor([0.0, -float("inf")])
-        world(1).run(lambda: save(tmp_path, {"mask": mask, "x": torch.tensor(value)}, step=step, keep=keep))
-        return steps(tmp_path)
-
-    nan = float("nan")
-    assert save_value(1, 1.0) == [1]
-    assert save_value(2, 2.0) == [1, 2]
-    assert save_value(3, nan) == [2, 3]
-    assert save_value(4, nan) == [2, 3, 4]
-    assert save_value(5, nan, keep=1) == [2, 5]
-    assert save_value(6, 6.0) == [5, 6]
-    assert save_value(7, 7.0, keep=1) == [7]
 
 
 REFUSED = {
@@ -370,27 +318,27 @@ def test_arguments_that_make_no_sense_are_refused(tmp_path: Path, options: dict[
     assert text in failed(lambda: save(tmp_path, {"x": 1}, **options), ShardwiseError)
 
 
-def test_a_name_that_looks_like_a_piece_of_another_is_refused(tmp_path: Path) -> None:
-    layout = Layout(Mesh((2,)), [Shard(0)], (2,))
-    state = {"a[0:1]": torch.ones(3), "a": torch.ones(2)}
-    with pytest.raises(CheckpointError, match=r"two tensors of the state are called 'a\[0:1\]'"):
-        world(2).run(
-            lambda: save(tmp_path, {n: distributed(state[n], layout) for n in ["a"]} | {"a[0:1]": tied()}, step=1)
-        )
+def test_a_name_that_looks_like_a_shard_of_another_is_refused(tmp_path: Path) -> None:
+    def body() -> None:
+        sharded = distributed(torch.ones(2), Layout(Mesh((2,)), [Shard(0)], (2,)))
+        of_rank_0 = distributed(torch.ones(3), Layout(Mesh((1,)), [Replicate()], (3,)))
+        save(tmp_path, {"a": sharded, "a[0:1]": of_rank_0}, step=1)
+
+    assert "two tensors of the state are called 'a[0:1]'" in failed(body)
 
 
-def tied() -> torch.Tensor:
-    """Held by rank 0 alone, so that it is written beside the piece of the other tensor."""
-    return distributed(torch.ones(3), Layout(Mesh((1,)), [Replicate()], (3,)))
+def test_any_other_name_is_kept(tmp_path: Path) -> None:
+    names = ["a\nb", "\x00", "\x1b[31mred", "<script>", "é/../..", "x" * 5000, " "]
 
+    def body() -> None:
+        tensors = {name: distributed(torch.ones(3, 2), LAYOUT) for name in names}
+        save(tmp_path, tensors | {f"{name}2": 1 for name in names}, step=1)
 
-@pytest.mark.parametrize("name", ["a\nb", "\x00", "\x1b[31mred", "<script>", "é/../..", "x" * 5000, " "])
-def test_any_other_name_is_kept(tmp_path: Path, name: str) -> None:
-    world(2).run(lambda: save(tmp_path, {name: distributed(torch.ones(3, 2), LAYOUT), f"{name}2": 1}, step=1))
-    state = {name: torch.zeros(3, 2), f"{name}2": 0}
+    world(2).run(body)
+    state: dict[str, Any] = {name: torch.zeros(3, 2) for name in names} | {f"{name}2": 0 for name in names}
     load(tmp_path, state)
-    assert bits(state[name]) == bits(torch.ones(3, 2))  # type: ignore[arg-type]
-    assert [p.name for p in tmp_path.iterdir() if not p.name.startswith(("step-", "latest"))] == []
+    assert all(bits(state[name]) == bits(torch.ones(3, 2)) for name in names)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
 
 
 def test_copies_that_are_not_equal_are_refused_and_named(tmp_path: Path) -> None:
@@ -429,15 +377,6 @@ def test_ranks_that_disagree_are_told_on_what(tmp_path: Path, differing: Any, te
     assert text in found
     assert found.endswith("  Fix: pass the same state and arguments on every rank.")
     assert content(tmp_path) == {}
-
-
-def test_one_rank_that_cannot_take_part_fails_all(tmp_path: Path) -> None:
-    def body() -> None:
-        state = {"x": 1} if collectives.rank() != 1 else {"x": object()}
-        save(tmp_path, state, step=1)
-
-    text = failed(body, size=3)
-    assert text.startswith(f"Saving step 1 to {tmp_path} failed:\n  rank 1: x: cannot be saved: object is neither")
 
 
 def test_ranks_that_do_not_share_a_folder_are_told_so(tmp_path: Path) -> None:
