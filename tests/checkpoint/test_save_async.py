@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise import collectives
-from shardwise.checkpoint import Keep, latest, load, lock, read_manifest, save, save_async, saving, saving_async
+from shardwise.checkpoint import latest, load, lock, save, save_async, saving, saving_async
 from shardwise.checkpoint.folder_store import FolderStore
 from shardwise.errors import MismatchError, NotFiniteError
 from shardwise.layout import Layout, Mesh, Shard
@@ -183,19 +183,20 @@ def test_real_processes(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", *(f"step-0000000{step}" for step in range(5))]
 
 
-def next_calls(folder: Path) -> dict[str, Callable[[], object]]:
-    state = {"x": torch.zeros(SHAPE)}
-    return {
-        "save": lambda: save(folder, state, step=9),
-        "save_async": lambda: save_async(folder, state, step=9),
-        "load": lambda: load(folder, state, subset=True),
-    }
+CALLS: dict[str, Callable[[Path], object]] = {
+    "save": lambda folder: save(folder, {"x": torch.zeros(SHAPE)}, step=9),
+    "save_async": lambda folder: save_async(folder, {"x": torch.zeros(SHAPE)}, step=9),
+    "load": lambda folder: load(folder, {"x": torch.zeros(SHAPE)}, subset=True),
+}
 
 
-@pytest.mark.parametrize("call", ["wait", "save", "save_async", "load"])
-@pytest.mark.parametrize("file", ["rank-0000.safetensors", "rank-0001.safetensors", "report-0002.json"])
+@pytest.mark.parametrize(
+    ("rank", "file", "call"),
+    [(0, "rank-0000.safetensors", "wait"), (2, "report-0002.json", "wait"), (2, "report-0002.json", "save")]
+    + [(1, "rank-0001.safetensors", call) for call in ("wait", *CALLS)],
+)
 def test_a_failure_is_raised_by_the_next_call_on_all_ranks(
-    tmp_path: Path, file: str, call: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, rank: int, file: str, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world(3).run(lambda: save(tmp_path, state_of_step(1, rows(3)), step=1))
     before = content(tmp_path)
@@ -209,10 +210,9 @@ def test_a_failure_is_raised_by_the_next_call_on_all_ranks(
 
     def body() -> None:
         pending = save_async(tmp_path, state_of_step(2, rows(3)), step=2)
-        (pending.wait if call == "wait" else next_calls(tmp_path)[call])()
+        pending.wait() if call == "wait" else CALLS[call](tmp_path)
 
     text = failed(body, size=3)
-    rank = int(file.partition("-")[2].partition(".")[0])
     assert text == f"Saving step 2 to {tmp_path} failed:\n  rank {rank}: No space left on device: {file}. {SEE}"
     assert content(tmp_path) == before
     on[0] = False
@@ -234,20 +234,15 @@ def test_values_that_are_not_finite(tmp_path: Path) -> None:
     assert not content(tmp_path)
 
 
-def test_ranks_that_hold_other_copies_are_found(tmp_path: Path) -> None:
-    def body() -> None:
+def test_ranks_that_differ(tmp_path: Path) -> None:
+    def values() -> None:
         save_async(tmp_path, {"w": torch.full(SHAPE, float(collectives.rank()))}, step=1).wait()
 
-    text = failed(body)
-    assert "ranks that should hold the same do not:\n  'w' " in text
-    assert not content(tmp_path)
-
-
-def test_what_ranks_disagree_about_is_raised_at_once(tmp_path: Path) -> None:
-    def body() -> None:
+    def arguments() -> None:
         save_async(tmp_path, {"x": torch.zeros(2)}, step=collectives.rank())
 
-    assert "'step'" in failed(body, MismatchError)
+    assert "ranks that should hold the same do not:\n  'w' " in failed(values)
+    assert "'step'" in failed(arguments, MismatchError)
     assert not content(tmp_path)
 
 
@@ -269,42 +264,20 @@ def test_a_copy_that_cannot_be_made_is_raised_at_once(tmp_path: Path, monkeypatc
     assert not content(tmp_path)
 
 
-PROGRAM = """
+FAILS = """
     import sys
     import torch
-    from shardwise.checkpoint import save_async
+    from shardwise.checkpoint import folder_store, save_async
 
-    x = torch.full((1000, 1000), 2.0)
-    save_async(sys.argv[1], {"x": x}, step=1)
-    x.zero_()
-    if sys.argv[2] == "fails":
-        import os
-        def write(*args):
-            raise OSError(28, "No space left on device", "somewhere")
-        from shardwise.checkpoint import folder_store
-        folder_store.FolderStore.write = folder_store.FolderStore.commit = write
+    def write(*args):
+        raise OSError(28, "No space left on device", "somewhere")
+
+    folder_store.FolderStore.write = write
+    save_async(sys.argv[1], {"x": torch.ones(3)}, step=1)
     print("end")
 """
 
-
-@pytest.mark.processes
-def test_a_program_that_ends_waits_for_it(tmp_path: Path) -> None:
-    done = run_program(tmp_path, "succeeds")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
-    state = {"x": torch.zeros(1000, 1000)}
-    load(tmp_path, state)
-    assert bool((state["x"] == 2).all())
-
-
-@pytest.mark.processes
-def test_a_program_whose_last_checkpoint_failed_has_failed(tmp_path: Path) -> None:
-    done = run_program(tmp_path, "fails")
-    assert (done.returncode, done.stdout) == (1, "end\n")
-    assert done.stderr == f"Saving step 1 to {tmp_path} failed: No space left on device: somewhere. {SEE}\n"
-    assert latest(tmp_path) is None
-
-
-EXECUTOR = """
+USES_AN_EXECUTOR = """
     import time
     from concurrent.futures import ThreadPoolExecutor
     import torch
@@ -318,37 +291,29 @@ EXECUTOR = """
         executor.submit(put, *args).result()
 
     Objects.put = put_by_executor
-    save_async("file://" + __import__("sys").argv[1], {"x": torch.ones(3)}, step=1)
+    x = torch.ones(3)
+    save_async("file://" + __import__("sys").argv[1], {"x": x}, step=1)
+    x.zero_()
     print("end")
 """
 
 
-@pytest.mark.processes
-def test_a_program_that_ends_waits_for_a_store_that_uses_an_executor(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", dedent(EXECUTOR), str(tmp_path)]
+def run_program(code: str, folder: Path) -> tuple[int, str, str]:
+    command = [sys.executable, "-c", dedent(code), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.processes
+def test_a_program_that_ends_waits_for_it_also_where_the_store_uses_an_executor(tmp_path: Path) -> None:
+    assert run_program(USES_AN_EXECUTOR, tmp_path) == (0, "end\n", "")
     state = {"x": torch.zeros(3)}
     load(f"file://{tmp_path}", state)
     assert state["x"].tolist() == [1, 1, 1]
 
 
-def run_program(folder: Path, how: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", dedent(PROGRAM), str(folder), how]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def steps(folder: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
-
-
-def test_the_best_stays_of_what_is_saved_in_the_background(tmp_path: Path) -> None:
-    def body() -> None:
-        for step, loss in enumerate([3, 1, 2, 4]):
-            keep = Keep(best=1, metric="loss")
-            save_async(tmp_path, state_of_step(step, rows(2)), step=step, metadata={"loss": loss}, keep=keep)
-        load(tmp_path, {"x": torch.zeros(SHAPE)}, subset=True)
-
-    world(2).run(body)
-    assert steps(tmp_path) == [1, 3]
-    assert read_manifest(tmp_path / "step-00000001").metadata == {"loss": 1}
+@pytest.mark.processes
+def test_a_program_whose_last_checkpoint_failed_has_failed(tmp_path: Path) -> None:
+    said = f"Saving step 1 to {tmp_path} failed: No space left on device: somewhere. {SEE}\n"
+    assert run_program(FAILS, tmp_path) == (1, "end\n", said)
+    assert latest(tmp_path) is None
