@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +18,11 @@ from shardwise.embedding import EmbeddingBagCollection, EmbeddingBagConfig, RowW
 from shardwise.embedding.sharded import ShardedEmbeddingBagCollection
 from shardwise.errors import CheckpointError, MismatchError
 from shardwise.layout import Box, Boxes, Layout, Mesh, OnRanks, Placement, Replicate, Shard
-from shardwise.tensor import DTensor
 from shardwise.testing import world
-from tests.checkpoint.states import blank, distributed, failed
+from tests.checkpoint.states import blank, distributed, failed, full
 
 BEFORE = torch.arange(15.0).view(5, 3)
-PLACEMENTS: dict[str, Placement] = {
-    "rows": Shard(0), "columns": Shard(1), "copies": Replicate(), "one rank": OnRanks(1),
-}  # fmt: skip
-
-
-def full(x: Tensor) -> Tensor:
-    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
+PLACEMENTS: list[Placement] = [Shard(0), Shard(1), Replicate(), OnRanks(1)]
 
 
 def saved(folder: Path) -> Path:
@@ -37,42 +32,29 @@ def saved(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("rows", [1, 4, 5, 6, 9])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_new_rows_are_the_same_for_every_layout(tmp_path: Path, rows: int, size: int) -> None:
+def test_new_rows_are_the_same_for_every_layout(tmp_path: Path, rows: int) -> None:
     saved(tmp_path)
-    uneven = Shard(0, sizes=(rows, *[0] * (size - 1)))
-    placements: list[Placement] = [Shard(0), Shard(1), Replicate(), OnRanks(size - 1), uneven]
-    if size > 1:
-        columns = Box((0, 0), (rows, 1)), Box((0, 1), (rows, 2))
-        placements.append(Boxes([*([box] for box in columns), *([] for _ in range(size - 2))]))
+
+    def loaded(x: Tensor) -> Tensor:
+        torch.manual_seed(7 + 100 * collectives.rank())  # the first rank's counts
+        load(tmp_path, {"w": x}, resize={"w": Rows(rows, nn.init.normal_)})
+        return full(x).clone()
 
     def body() -> list[Tensor]:
-        found = []
-        for layout in [
-            Layout(Mesh((size,)), [p], (rows, 3)) for p in placements if not isinstance(p, Boxes) or size > 1
-        ]:
-            torch.manual_seed(7 + 100 * collectives.rank())  # the first rank's counts
-            state = {"w": blank(layout)}
-            load(tmp_path, state, resize={"w": Rows(rows, nn.init.normal_)})
-            found.append(full(state["w"]))
-        torch.manual_seed(7 + 100 * collectives.rank())
-        plain = {"w": torch.full((rows, 3), 7.0)}
-        load(tmp_path, plain, resize={"w": Rows(rows, nn.init.normal_)})
-        return [*found, plain["w"]]
+        size = collectives.world_size()
+        placements = [Shard(0), Shard(1), Replicate(), OnRanks(size - 1), Shard(0, sizes=(rows, *[0] * (size - 1)))]
+        if size > 1:
+            columns = [[Box((0, 0), (rows, 1))], [Box((0, 1), (rows, 2))]]
+            placements.append(Boxes([*columns, *([] for _ in range(size - 2))]))
+        layouts = [Layout(Mesh((size,)), [placement], (rows, 3)) for placement in placements]
+        return [loaded(x) for x in (torch.full((rows, 3), 7.0), *map(blank, layouts))]
 
-    def alone() -> Tensor:
-        torch.manual_seed(7)
-        state = {"w": torch.full((rows, 3), 7.0)}
-        load(tmp_path, state, resize={"w": Rows(rows, nn.init.normal_)})
-        return state["w"]
-
-    (reference,) = world(1).run(alone)
+    (reference, *_), *_ = world(1).run(body)
     assert torch.equal(reference[:5], BEFORE[:rows])
     assert reference[5:].unique().numel() == max(0, rows - 5) * 3
     assert 7.0 not in reference[5:]
-    for tensors in world(size).run(body):
-        for x in tensors:
-            assert torch.equal(x, reference)
+    for size in (1, 2, 3):
+        assert all(torch.equal(x, reference) for found in world(size).run(body) for x in found)
 
 
 def test_shrinking_needs_no_initializer_and_other_tensors_are_not_touched(tmp_path: Path) -> None:
@@ -129,16 +111,17 @@ def test_what_does_not_fit_is_refused_before_anything_changes(
     assert text in failed(body)
 
 
-def test_other_columns_are_refused(tmp_path: Path) -> None:
-    saved(tmp_path)
-    with pytest.raises(CheckpointError, match=r"\(5, 3\) in the checkpoint resized to \(6, 3\), \(6, 4\) in the state"):
-        load(tmp_path, {"w": torch.zeros(6, 4)}, resize={"w": Rows(6, nn.init.zeros_)})
-
-
-def test_a_name_that_the_state_lacks_is_refused(tmp_path: Path) -> None:
+def test_what_no_resize_can_fit_is_refused(tmp_path: Path) -> None:
     save(tmp_path, {"w": BEFORE, "v": BEFORE}, step=1)
+    with pytest.raises(CheckpointError, match=r"\(5, 3\) in the checkpoint resized to \(6, 3\), \(6, 4\) in the state"):
+        load(tmp_path, {"w": torch.zeros(6, 4)}, subset=True, resize={"w": Rows(6, nn.init.zeros_)})
     with pytest.raises(CheckpointError, match="'v': resize names it, and the state does not"):
         load(tmp_path, {"w": torch.zeros(5, 3)}, subset=True, resize={"v": 3})
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path, {"w": torch.ones(0, 3)}, subset=True)
+    *_, said, fix = str(caught.value).splitlines()
+    assert said == "  'w': shape (5, 3) in the checkpoint, (0, 3) in the state"
+    assert fix.startswith("  Fix: make the state as it was saved")
 
 
 def test_an_initializer_that_fails_does_so_before_anything_changes(tmp_path: Path) -> None:
@@ -202,40 +185,37 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], Optimizer], dict[str, float]]] = {
 
 
 @pytest.mark.parametrize(("make", "new"), OPTIMIZERS.values(), ids=list(OPTIMIZERS))
-@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=list(PLACEMENTS))
 @pytest.mark.parametrize("rows", [7, 3])
-@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
 def test_states_of_new_rows_are_those_of_a_row_without_gradients(
-    tmp_path: Path, make: Callable[[Any], Optimizer], new: dict[str, float], placement: Placement, rows: int, used: bool
+    tmp_path: Path, make: Callable[[Any], Optimizer], new: dict[str, float], rows: int
 ) -> None:
     model = Words(5)
     optimizer = make(model.parameters())
     stepped(model, optimizer, 3)
     save(tmp_path, state_of(model, optimizer), step=3)
     states = {name: x for name, x in state_of(model, optimizer).items() if "words" in name}
-    before = {name: full(x) for name, x in states.items() if x.shape == (5, 3)}
+    before = {name: full(x).clone() for name, x in states.items() if x.shape == (5, 3)}
     assert before.keys() == {"model.words.weight", *(f"optimizer.words.weight.{key}" for key in new)}
-
-    def body() -> dict[str, Tensor]:
-        after = Words(rows, lambda x: distributed(x, Layout(Mesh((2,)), [placement], tuple(x.shape))))
-        other = make(after.parameters())
-        if used:
-            stepped(after, other, 1)
-        restore(tmp_path, after, other, resize={"words.weight": Rows(rows, lambda x: nn.init.constant_(x, 0.5))})
-        found = {name: full(x) for name, x in state_of(after, other).items() if name in before}
-        stepped(after, other, 2)
-        return found | {"trained": full(after.table)}
-
     stepped(model, optimizer, 2)  # as the first rows go on
     kept = min(rows, 5)
-    for found in world(2).run(body):
-        trained = found.pop("trained")
-        assert found.keys() == before.keys()
-        for name, x in found.items():
-            value = 0.5 if name.startswith("model") else new[name.rpartition(".")[2]]
-            assert torch.equal(x[:kept], before[name][:kept]), name
-            assert torch.equal(x[kept:], torch.full((rows - kept, 3), value)), name
-        torch.testing.assert_close(trained[:kept], full(model.table)[:kept])
+
+    def body() -> None:
+        for placement, used in product(PLACEMENTS, (False, True)):
+            after = Words(rows, lambda x: distributed(x, Layout(Mesh((2,)), [placement], tuple(x.shape))))  # noqa: B023
+            other = make(after.parameters())
+            if used:
+                stepped(after, other, 1)
+            restore(tmp_path, after, other, resize={"words.weight": Rows(rows, lambda x: nn.init.constant_(x, 0.5))})
+            found = {name: full(x) for name, x in state_of(after, other).items() if name in before}
+            assert found.keys() == before.keys()
+            for name, x in found.items():
+                value = 0.5 if name.startswith("model") else new[name.rpartition(".")[2]]
+                assert torch.equal(x[:kept], before[name][:kept]), (name, placement, used)
+                assert torch.equal(x[kept:], torch.full((rows - kept, 3), value)), (name, placement, used)
+            stepped(after, other, 2)
+            torch.testing.assert_close(full(after.table)[:kept], full(model.table)[:kept])
+
+    world(2).run(body)
 
 
 def test_sparse_adam_and_optimizers_of_others(tmp_path: Path) -> None:
@@ -261,12 +241,8 @@ def test_sparse_adam_and_optimizers_of_others(tmp_path: Path) -> None:
     assert not after.weight[5].any()
     restore(tmp_path / "Unknown", after, subset=True, resize={"weight": Rows(6, nn.init.ones_)})
     assert after.weight[5].all()
-
-
-def test_a_parameter_that_the_module_lacks_is_refused(tmp_path: Path) -> None:
-    save(tmp_path, state_of(Words(5)), step=1)
-    with pytest.raises(CheckpointError, match=r"resize names 'word\.weight', and the module has no such parameter"):
-        restore(tmp_path, Words(6), resize={"word.weight": 6})
+    with pytest.raises(CheckpointError, match=r"resize names 'weigth', and the module has no such parameter"):
+        restore(tmp_path / "Unknown", after, subset=True, resize={"weigth": 6})
 
 
 TABLE = "embedding_bags.t0.weight"
@@ -288,8 +264,7 @@ def tables(rows: int, placement: Placement) -> ShardedEmbeddingBagCollection:
 
 
 @pytest.mark.parametrize("rows", [5, 14])
-@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=list(PLACEMENTS))
-def test_tables_have_new_rows_as_the_plain_collection(tmp_path: Path, rows: int, placement: Placement) -> None:
+def test_tables_have_new_rows_as_the_plain_collection(tmp_path: Path, rows: int) -> None:
     def before() -> dict[str, Tensor]:
         first = tables(9, Shard(0))
         assert first.fused_optimizer is not None
@@ -298,9 +273,9 @@ def test_tables_have_new_rows_as_the_plain_collection(tmp_path: Path, rows: int,
                 x.to_local().fill_(3)
         state = state_of(first, first.fused_optimizer)
         save(tmp_path, state, step=1)
-        return {name: full(x) for name, x in state.items() if isinstance(x, Tensor)}
+        return {name: full(x).clone() for name, x in state.items() if isinstance(x, Tensor)}
 
-    def after() -> dict[str, Tensor]:
+    def after(placement: Placement) -> dict[str, Tensor]:
         second = tables(rows, placement)
         assert second.fused_optimizer is not None
         torch.manual_seed(5)
@@ -315,7 +290,7 @@ def test_tables_have_new_rows_as_the_plain_collection(tmp_path: Path, rows: int,
     new = plain.get_parameter(TABLE)[kept:]
     assert (new.abs() <= rows**-0.5).all()
     assert new.unique().numel() == (rows - kept) * 4
-    for found in world(2).run(after):
+    for found in (found for placement in PLACEMENTS for found in world(2).run(after, placement)):
         assert torch.equal(found[f"model.{TABLE}"], full(plain.get_parameter(TABLE)))
         assert torch.equal(found["model.embedding_bags.t1.weight"], stored["model.embedding_bags.t1.weight"])
         (state,) = [x for name, x in found.items() if name.startswith(f"optimizer.{TABLE}")]
@@ -347,44 +322,25 @@ def test_many_rows_are_made_in_chunks(tmp_path: Path) -> None:
     assert state["w"][5000:].unique().numel() > 4900
 
 
-def test_only_the_model_is_wanted(tmp_path: Path) -> None:
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
-    optimizer = Adam(model.parameters())
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    save(tmp_path, state_of(model, optimizer), step=1)
-    with pytest.raises(CheckpointError, match="Fix: pass these too; or subset=True, which passes over them"):
-        restore(tmp_path, model)
-    restore(tmp_path, model, subset=True)
-
-
-@pytest.mark.parametrize("rows", [1, 2, 5, 9])
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_the_fix_for_other_rows_works_as_it_is_written(tmp_path: Path, rows: int, ranks: int) -> None:
+def test_the_fix_for_other_rows_works_as_it_is_written(tmp_path: Path, ranks: int) -> None:
     layer = nn.Linear(2, 3)
     save(tmp_path, state_of(layer), step=1)
 
-    def body(fix: dict[str, Rows] | None) -> Tensor:
+    def body(rows: int, fix: dict[str, Rows] | None) -> Tensor:
         module = shard_module(nn.Linear(2, rows), {"weight": Shard(0)})
         restore(tmp_path, module, resize=fix)
-        return full(module.weight)
+        weight: Tensor = full(module.weight)
+        return weight
 
-    text = failed(lambda: body(None), size=ranks)
-    written = [line.partition("restore(…, resize=")[2].removesuffix(")") for line in text.splitlines()[1:]]
-    fix: dict[str, Rows] = {}
-    for line in written:
-        fix |= eval(line, {"Rows": Rows, "torch": torch})  # noqa: S307 - of the error
-    assert fix.keys() == {"weight", "bias"}
-    for weight in world(ranks).run(body, fix):
-        common = min(rows, 3)
-        assert torch.equal(weight[:common], layer.weight[:common])
-        assert not weight[common:].any()
-
-
-def test_no_rows_are_no_fix(tmp_path: Path) -> None:
-    save(tmp_path, {"w": torch.ones(3, 2)}, step=1)
-    with pytest.raises(CheckpointError) as caught:
-        load(tmp_path, {"w": torch.ones(0, 2)})
-    *_, said, fix = str(caught.value).splitlines()
-    assert said == "  'w': shape (3, 2) in the checkpoint, (0, 2) in the state"
-    assert fix.startswith("  Fix: make the state as it was saved")
+    for rows in (1, 2, 5, 9):
+        text = failed(partial(body, rows, None), size=ranks)
+        written = [line.partition("restore(…, resize=")[2].removesuffix(")") for line in text.splitlines()[1:]]
+        fix: dict[str, Rows] = {}
+        for line in written:
+            fix |= eval(line, {"Rows": Rows, "torch": torch})  # noqa: S307 - of the error
+        assert fix.keys() == {"weight", "bias"}
+        for weight in world(ranks).run(body, rows, fix):
+            common = min(rows, 3)
+            assert torch.equal(weight[:common], layer.weight[:common])
+            assert not weight[common:].any()

@@ -23,7 +23,7 @@ from shardwise.testing import world
 from tests.checkpoint.faults import FAULTS, Fault, FaultyObjects, FaultyStore, failing_at, killed_at
 from tests.checkpoint.states import bits, content, loaded_seed, save_seed, state_of_seed
 
-SAVED = 9  # the step of a later save, and the seed of its values
+SAVED = 10  # the step of a later save, and the seed of its values
 
 
 @dataclass
@@ -81,28 +81,31 @@ def latest_seed(location: str) -> int | None:
     return loaded_seed(location) if locations.latest(location) else None
 
 
-SAVES: dict[str, tuple[int | None, Callable[..., str], dict[str, Any]]] = {
-    "the first one": (None, text_of_save, {}),
-    "a new step": (1, text_of_save, {}),
-    "a new step, the old one removed": (1, text_of_save, {"keep": 1}),
-    "an old step replaced": (1, text_of_save, {"step": 1, "overwrite": True}),
-    "in the background": (1, text_of_async, {"step": 1, "overwrite": True}),
+# The checkpoints that a save finds, the last one last; what it does, with seed 2.
+SAVES: dict[str, tuple[tuple[int, ...], Callable[..., str], dict[str, Any]]] = {
+    "the first one": ((), text_of_save, {}),
+    "a new step": ((1,), text_of_save, {}),
+    "a new step, the old one removed": ((1,), text_of_save, {"keep": 1}),
+    "an old step replaced": ((1,), text_of_save, {"step": 1, "overwrite": True}),
+    "in the background": ((1,), text_of_async, {"step": 1, "overwrite": True}),
+    "of a run that was taken back": ((9, 1), text_of_save, {}),
+    "of a run that was taken back, replaced": ((9, 4, 1), text_of_save, {"step": 4, "overwrite": True}),
 }
 EVERY = pytest.mark.slow  # point of failure; without this mark, some
 
 
-def begun(location: str, save_name: str) -> tuple[Callable[..., str], dict[str, Any]]:
-    """What `save_name` does, after the checkpoint that it finds was saved."""
+def begun(location: str, save_name: str) -> tuple[int | None, Callable[..., str], dict[str, Any]]:
+    """The latest checkpoint before `save_name`, and what that does, after those that it finds were saved."""
     before, do, options = SAVES[save_name]
-    if before is not None:
-        assert world(2).run(text_of_save, location, before) == ["", ""]
-    return do, options
+    for seed in before:
+        assert world(2).run(text_of_save, location, seed) == ["", ""]
+    return before[-1] if before else None, do, options
 
 
-def assert_old_or_new(location: str, before: int | None) -> int | None:
-    """The seed of the latest checkpoint; each step that is there has the old or the new one."""
+def old_or_new(location: str, save_name: str) -> int | None:
+    """The seed of the latest checkpoint; each step that is there has one that was saved."""
     for version in store_at(location).versions().values():
-        assert loaded_seed(str(store_at(location).location(version))) in {before, 2}
+        assert loaded_seed(str(store_at(location).location(version))) in {*SAVES[save_name][0], 2}
     return latest_seed(location)
 
 
@@ -138,10 +141,10 @@ def sweeps() -> Iterator[Any]:
 def test_a_save_that_meets_a_fault_is_an_error_on_all_ranks_or_a_checkpoint_and_never_a_part_of_one(
     place: Place, save_name: str, kind: str, stride: int
 ) -> None:
-    before, seeds, failures = SAVES[save_name][0], [], 0
+    seeds, failures = [], 0
     for operation in count(1, stride):
         location = f"{place.location}/{operation}"
-        do, options = begun(location, save_name)
+        before, do, options = begun(location, save_name)
         place.fault.arm(kind, operation)
         (text,) = set(world(2).run(do, location, 2, **options))
         place.fault.disarm()
@@ -150,7 +153,7 @@ def test_a_save_that_meets_a_fault_is_an_error_on_all_ranks_or_a_checkpoint_and_
             assert text.startswith(f"Saving step {options.get('step', 2)} to {location} failed")
             assert any(said in text for said in ("No space", "Input/output", "Permission", "timed out", "reset by"))
             assert text.count(location) > 1, text
-        seeds.append(assert_old_or_new(location, before))
+        seeds.append(old_or_new(location, save_name))
         if not kind.startswith("dies"):
             assert seeds[-1] == (before if text else 2)
             assert not text or not [name for name in names_at(location) if name.startswith(".lock")]
@@ -168,18 +171,19 @@ def test_a_save_that_meets_a_fault_is_an_error_on_all_ranks_or_a_checkpoint_and_
     ("where", "save_name", "stride"),
     [
         *(pytest.param(where, name, 1, marks=EVERY) for where in ("", "file://") for name in SAVES),
-        *(("", "an old step replaced", 5), ("", "in the background", 9), ("file://", "an old step replaced", 9)),
+        *(("", "of a run that was taken back, replaced", 5), ("", "in the background", 9)),
+        ("file://", "an old step replaced", 9),
     ],
 )
 def test_killed_at_any_moment_leaves_the_old_or_the_new_checkpoint_and_never_a_mixture(
     tmp_path: Path, where: str, save_name: str, stride: int
 ) -> None:
-    before, outcomes = SAVES[save_name][0], []
+    outcomes = []
     for moment in count(1, stride):
         location = f"{where}{tmp_path}/{moment}"
-        do, options = begun(location, save_name)
+        before, do, options = begun(location, save_name)
         killed = killed_at(moment, tmp_path / f"{moment}", lambda: world(2).run(do, location, 2, **options))  # noqa: B023
-        outcomes.append(assert_old_or_new(location, before))
+        outcomes.append(old_or_new(location, save_name))
         if not killed:
             break
         assert_goes_on(location)
@@ -198,7 +202,7 @@ def test_an_operation_of_the_file_system_that_fails_changes_nothing(
     failures, complaints = 0, []
     for moment in count(1, stride):
         folder = tmp_path / f"{moment}"
-        do, options = begun(str(folder), save_name)
+        _, do, options = begun(str(folder), save_name)
         found = content(folder)
         with failing_at(moment, folder) as fails, warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")

@@ -16,7 +16,7 @@ from shardwise.layout import Layout, Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise.tensor import DTensor, plain
 from shardwise.testing import world
 from shardwise.testing.local_shards import local_tensor
-from tests.checkpoint.states import bits, distributed, failed
+from tests.checkpoint.states import bits, distributed, failed, flip
 
 Place = Callable[[Tensor], Tensor]
 Make = Callable[[Any], Optimizer]
@@ -99,39 +99,35 @@ def snapshot(state: dict[str, Any]) -> dict[str, Any]:
     return {name: bits(x) if isinstance(x, Tensor) else x for name, x in state.items()}
 
 
+PAIRS = [
+    ((1, "rows"), (4, "columns")),
+    ((4, "rows"), (2, "rows")),
+    ((2, "columns"), (1, "copies")),
+    ((2, "the first rank"), (4, "rows")),
+    ((2, "copies"), (4, "the first rank")),
+]
+
+
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ((1, "rows"), (4, "columns")),
-        ((4, "rows"), (2, "rows")),
-        ((2, "columns"), (1, "copies")),
-        ((2, "the first rank"), (4, "rows")),
-        ((2, "copies"), (4, "the first rank")),
-    ],
-    ids=str,
-)
-def test_interrupted_training_ends_like_uninterrupted_training(
-    tmp_path: Path, make: Make, before: tuple[int, str], after: tuple[int, str]
-) -> None:
+def test_interrupted_training_ends_like_uninterrupted_training(tmp_path: Path, make: Make) -> None:
     alone = Model(torch.clone)
     optimizer_alone = make(alone.parameters())
     train(alone, optimizer_alone, 5)
     wanted = state_of(alone, optimizer_alone)
 
-    def first() -> None:
-        model = Model(spread(*before))
+    def first(folder: Path, size: int, layout: str) -> None:
+        model = Model(spread(size, layout))
         optimizer = make(model.parameters())
         train(model, optimizer, 3)
-        save(tmp_path, state_of(model, optimizer) | {"epoch": 3}, step=3)
+        save(folder, state_of(model, optimizer) | {"epoch": 3}, step=3)
 
-    def second() -> None:
-        model = Model(spread(*after))
+    def second(folder: Path, size: int, layout: str) -> None:
+        model = Model(spread(size, layout))
         optimizer = make(model.parameters())
         for group in optimizer.param_groups:
             group["lr"] = 99.0
         extra = {"epoch": 0}
-        assert restore(tmp_path, model, optimizer, extra=extra).step == 3
+        assert restore(folder, model, optimizer, extra=extra).step == 3
         assert extra == {"epoch": 3}
         train(model, optimizer, 2)
         found = state_of(model, optimizer)
@@ -144,23 +140,9 @@ def test_interrupted_training_ends_like_uninterrupted_training(
             else:
                 assert found[name] == x
 
-    world(before[0]).run(first)
-    world(after[0]).run(second)
-
-
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
-def test_names_do_not_depend_on_the_layout(tmp_path: Path, make: Make) -> None:
-    def names(size: int, layout: str) -> list[str]:
-        def body() -> list[str]:
-            model = Model(spread(size, layout))
-            optimizer = make(model.parameters())
-            train(model, optimizer, 1)
-            return sorted(state_of(model, optimizer))
-
-        (found,) = {tuple(names) for names in world(size).run(body)}
-        return list(found)
-
-    assert names(1, "copies") == names(2, "rows") == names(3, "columns") == names(2, "the first rank")
+    for number, (before, after) in enumerate(PAIRS):
+        world(before[0]).run(first, tmp_path / f"{number}", *before)
+        world(after[0]).run(second, tmp_path / f"{number}", *after)
 
 
 def test_the_names_are_those_of_the_module_and_shared_tensors_are_there_once() -> None:
@@ -218,10 +200,7 @@ def test_state_that_did_not_exist_yet_when_it_was_saved_is_taken_away(tmp_path: 
 
 def test_a_restore_that_fails_leaves_module_and_optimizer_as_they_were(tmp_path: Path) -> None:
     saved_by_adam(tmp_path)
-    file = tmp_path / "step-00000002" / "rank-0000.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(tmp_path / "step-00000002" / "rank-0000.safetensors")
 
     def body() -> None:
         model = Model(spread(2, "rows"))
@@ -238,20 +217,17 @@ def test_a_restore_that_fails_leaves_module_and_optimizer_as_they_were(tmp_path:
     assert "is damaged: its crc32 is" in failed(body)
 
 
-def test_the_module_alone_can_be_restored(tmp_path: Path) -> None:
+def test_the_module_alone_can_be_saved_and_restored(tmp_path: Path) -> None:
     saved_by_adam(tmp_path)
     model = Model(torch.clone)
-    with pytest.raises(CheckpointError, match=r"only in the checkpoint: 'optimizer\.bias\.exp_avg'"):
+    said = r"only in the checkpoint: 'optimizer\.bias\.exp_avg'(?s:.*)Fix: pass these too; or subset=True, which passes"
+    with pytest.raises(CheckpointError, match=said):
         restore(tmp_path, model)
     restore(tmp_path, model, subset=True)
     assert model.running.tolist() == [2, 2, 2]
-
-
-def test_a_checkpoint_without_optimizer_does_not_restore_one(tmp_path: Path) -> None:
-    model = Model(torch.clone)
-    save(tmp_path, state_of(model), step=1)
+    alone = save(tmp_path, state_of(model), step=9)
     with pytest.raises(CheckpointError, match="there is no optimizer in the checkpoint"):
-        restore(tmp_path, model, Adam(model.parameters()))
+        restore(alone, model, Adam(model.parameters()))
 
 
 def test_other_groups_are_refused_and_another_order_is_not(tmp_path: Path) -> None:
@@ -272,27 +248,23 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
         state_of(Model(torch.clone), Adam(Model(torch.clone).parameters()))
 
 
-def test_state_that_belongs_to_no_parameter_is_refused() -> None:
+def test_states_that_cannot_be_saved_are_refused() -> None:
     model = Model(torch.clone)
-    optimizer = Adam(model.parameters())
-    optimizer.state[torch.ones(1)] = {"shared": 1}
+    adam = Adam(model.parameters())
+    adam.state[torch.ones(1)] = {"shared": 1}
     with pytest.raises(CheckpointError, match="the optimizer keeps state of a Tensor that is no parameter"):
-        state_of(model, optimizer)
+        state_of(model, adam)
+    lbfgs = torch.optim.LBFGS(model.parameters(), max_iter=3)
 
-
-def test_an_optimizer_that_keeps_lists_of_tensors_is_refused() -> None:
-    module = nn.Linear(3, 2)
-    optimizer = torch.optim.LBFGS(module.parameters(), max_iter=3)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss: torch.Tensor = module(torch.ones(5, 3)).square().mean()
+    def closure() -> Tensor:
+        lbfgs.zero_grad()
+        loss = model.loss()
         loss.backward()
         return loss
 
-    optimizer.step(closure)
-    with pytest.raises(CheckpointError, match="LBFGS keeps a list of tensors, 'al' of weight"):
-        state_of(module, optimizer)
+    lbfgs.step(closure)
+    with pytest.raises(CheckpointError, match="LBFGS keeps a list of tensors, 'al' of table"):
+        state_of(model, lbfgs)
 
 
 def test_extra_values_cannot_hide_the_module_s(tmp_path: Path) -> None:
@@ -383,18 +355,17 @@ class RowWise(Optimizer):
                     rows += p.grad.square().mean(1)
 
 
-@pytest.mark.parametrize("layout", ["rows", "copies", "the first rank"])
-def test_state_of_one_number_a_row_is_cut_like_the_rows(tmp_path: Path, layout: str) -> None:
-    def first() -> None:
+def test_state_of_one_number_a_row_is_sharded_like_the_rows(tmp_path: Path) -> None:
+    def first(layout: str) -> None:
         model = Model(spread(2, layout))
         optimizer = RowWise([model.table])
         train(model, optimizer, 1)
-        save(tmp_path, state_of(model, optimizer), step=1)
+        save(tmp_path / layout, state_of(model, optimizer), step=1)
 
-    def second() -> None:
+    def second(layout: str) -> None:
         model = Model(spread(3, layout))
         optimizer = RowWise([model.table])
-        restore(tmp_path, model, optimizer)
+        restore(tmp_path / layout, model, optimizer)
         rows = optimizer.state[model.table]["rows"]
         assert isinstance(model.table, DTensor)
         assert isinstance(rows, DTensor)
@@ -403,14 +374,6 @@ def test_state_of_one_number_a_row_is_cut_like_the_rows(tmp_path: Path, layout: 
         torch.testing.assert_close(held(rows), expected(means, rows))
         train(model, optimizer, 1)
 
-    world(2).run(first)
-    world(3).run(second)
-
-
-def test_the_manifest_of_training_is_read_without_the_module(tmp_path: Path) -> None:
-    saved_by_adam(tmp_path)
-    manifest = read_manifest(tmp_path / "step-00000002")
-    assert manifest.tensors["optimizer.table.exp_avg"].shape == (5, 3)
-    state = {"model": {"bias": torch.zeros(3)}}
-    load(tmp_path, state, subset=True)
-    assert state["model"]["bias"].ne(0).all()
+    for layout in ("rows", "copies", "the first rank"):
+        world(2).run(first, layout)
+        world(3).run(second, layout)
