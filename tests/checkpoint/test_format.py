@@ -16,15 +16,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.optim import Adam
 
 from shardwise import collectives
-from shardwise.checkpoint import Keep, latest, load, lock, restore, save, save_async, state_of
+from shardwise.checkpoint import Keep, latest, load, lock, restore, save, save_async
 from shardwise.checkpoint.files import DTYPES
 from shardwise.checkpoint.manifest import as_bytes, parse, sealed
 from shardwise.checkpoint.offline import verify
 from shardwise.errors import CheckpointError
-from shardwise.layout import Box, Boxes, Layout, Mesh, OnRanks, Placement, Replicate, Shard
+from shardwise.layout import Box, Boxes, Layout, Mesh, Replicate, Shard
 from shardwise.testing import world
 from shardwise.testing.local_shards import local_tensor
 from tests.checkpoint import format_reader
@@ -35,7 +34,7 @@ from tests.checkpoint.format_reader import (
     parse_manifest,
     read_checkpoint,
 )
-from tests.checkpoint.states import bits, distributed
+from tests.checkpoint.states import bits, distributed, layouts
 from tests.checkpoint.test_manifest import HOSTILE, anything, content, places, resealed
 from tests.strategies import laws
 
@@ -58,25 +57,14 @@ def test_the_reader_imports_nothing_of_the_library() -> None:
     assert {str(name).partition(".")[0] for name in imported} <= {*sys.stdlib_module_names, "torch"}
 
 
-def some_layouts(size: int, shape: tuple[int, int]) -> list[Layout]:
-    rows, columns = shape
-    last_gets_most = Shard(0, sizes=(*[0] * (size - 1), rows))
-    every_column = [Box((0, column), (rows, 1)) for column in range(columns)]
-    dealt = Boxes([every_column[rank::size] for rank in range(size)])
-    flat: list[Placement] = [Shard(0), Shard(1), Replicate(), OnRanks(size - 1), last_gets_most, dealt]
-    found = [Layout(Mesh((size,)), [placement], shape) for placement in flat]
-    if size == 4:
-        found += [Layout(Mesh((2, 2)), placements, shape) for placements in ([Shard(0), Shard(1)], [Shard(1)] * 2)]
-    return found
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_the_reader_reads_every_layout_and_dtype(tmp_path: Path, size: int) -> None:
     shape = (7, 3)
     tensors = {
         f"{dtype}.{number}": (random_bits(shape, dtype, number), layout)
-        for dtype in DTYPES
-        for number, layout in enumerate(some_layouts(size, shape))
+        for shift, dtype in enumerate(DTYPES)
+        for number, layout in enumerate(layouts(size, shape))
+        if (number + shift) % 4 == 0
     }
     plain = {
         "scalar": torch.tensor(0.1, dtype=torch.float64),
@@ -119,32 +107,6 @@ def test_the_reader_reads_long_chunks(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def trained(place: Callable[[Tensor], Tensor] = lambda x: x) -> tuple[nn.Module, Adam]:
-    """A model and its optimizer after one step."""
-    model = nn.Linear(3, 5)
-    for name, x in [*model.named_parameters()]:
-        values = place(torch.linspace(-1, 1, x.numel()).view(x.shape))
-        setattr(model, name, nn.Parameter(values))
-    optimizer = Adam(model.parameters(), lr=0.1)
-    (model.weight.square().sum() + model.bias.square().sum()).backward()
-    optimizer.step()
-    return model, optimizer
-
-
-def test_the_reader_reads_a_model_and_its_optimizer(tmp_path: Path) -> None:
-    def body() -> None:
-        uneven = lambda x: distributed(x, Layout(Mesh((3,)), [Shard(0, sizes=(1, 4, 0))], tuple(x.shape)))  # noqa: E731
-        save(tmp_path, state_of(*trained(uneven)), step=1)
-
-    world(3).run(body)
-    _, found = read_checkpoint(tmp_path / "step-00000001")
-    expected = {name: x for name, x in state_of(*trained()).items() if isinstance(x, Tensor)}
-    assert found.keys() == expected.keys()
-    assert "optimizer.weight.exp_avg_sq" in found
-    for name, x in expected.items():
-        torch.testing.assert_close(found[name], x.detach(), rtol=0, atol=0)
-
-
 GOLDEN_LAYOUTS: dict[str, Layout] = {
     "model.items.weight": Layout(Mesh((3,)), [Shard(0, sizes=(4, 0, 3))], (7, 3)),
     "optimizer.items.weight.exp_avg": Layout(Mesh((3,)), [Shard(0, sizes=(4, 0, 3))], (7, 3)),
@@ -183,10 +145,10 @@ def test_the_golden_checkpoint_of_version_two_is_loaded(size: int) -> None:
     tensors = golden_tensors()
 
     def body() -> None:
-        layouts = {name: Layout(Mesh((size,)), [Shard(0) if x.ndim else Replicate()], tuple(x.shape))
+        placed = {name: Layout(Mesh((size,)), [Shard(0) if x.ndim else Replicate()], tuple(x.shape))
                    for name, x in tensors.items()}  # fmt: skip
         state: dict[str, Any] = {
-            name: distributed(torch.zeros_like(x), layouts[name]) for name, x in tensors.items()
+            name: distributed(torch.zeros_like(x), placed[name]) for name, x in tensors.items()
         } | {"optimizer.param_groups": None, "epoch": 0}
         manifest = load(GOLDEN, state)
         assert manifest.not_finite == ("optimizer.items.weight.exp_avg",)
@@ -194,7 +156,7 @@ def test_the_golden_checkpoint_of_version_two_is_loaded(size: int) -> None:
         assert manifest.metadata == {"note": "version 2 of the format"}
         assert state["epoch"] == 7
         for name, x in tensors.items():
-            assert bits(state[name]) == bits(local_tensor(x, layouts[name], collectives.rank())), name
+            assert bits(state[name]) == bits(local_tensor(x, placed[name], collectives.rank())), name
 
     world(size).run(body)
 
@@ -236,14 +198,16 @@ def test_library_and_reader_accept_the_same_manifests(data: st.DataObject, repla
     container[key] = replacement
     sealed_bytes = resealed(said)
     try:
-        parse(sealed_bytes)
+        manifest = parse(sealed_bytes)
     except CheckpointError:
         with pytest.raises(Refused):
             parse_manifest(sealed_bytes)
     else:
+        assert parse(as_bytes(manifest)) == manifest
         assert parse_manifest(sealed_bytes)["tensors"] == said["tensors"]
 
 
+@pytest.mark.slow
 def test_library_and_reader_refuse_any_change_of_a_byte(tmp_path: Path) -> None:
     path = shutil.copytree(GOLDEN, tmp_path / GOLDEN.name)
     for file in path.iterdir():

@@ -14,7 +14,7 @@ from shardwise.checkpoint.offline.sources import CheckpointSource
 from shardwise.errors import CheckpointError
 from shardwise.layout import Box, Layout, Mesh, Shard
 from shardwise.testing import world
-from tests.checkpoint.states import distributed, values
+from tests.checkpoint.states import distributed, flip, values
 from tests.strategies import laws
 
 SHAPE = (7, 5)
@@ -107,37 +107,20 @@ def test_a_sound_checkpoint_is_verified_byte_by_byte(tmp_path: Path) -> None:
 
 def test_each_damage_is_named_with_tensor_and_file(tmp_path: Path) -> None:
     path = saved(tmp_path)
-    for rank, change in ((0, "flip"), (1, "gone"), (2, "short")):
-        file = path / f"rank-000{rank}.safetensors"
-        data = bytearray(file.read_bytes())
-        data[-1] ^= 1
-        match change:
-            case "flip":
-                file.write_bytes(data)
-            case "gone":
-                file.unlink()
-            case _:
-                file.write_bytes(data[:-1])
-    _, problems = verify(path)
-    flipped, gone, short = problems
+    files = [path / f"rank-000{rank}.safetensors" for rank in range(3)]
+    flip(files[1], 20)
+    assert verify(tmp_path)[1] == [f"{files[1]}: its header is damaged: it is not the one the manifest implies"]
+    flip(files[0])
+    files[1].unlink()
+    files[2].write_bytes(files[2].read_bytes()[:-1])
+    flipped, gone, short = verify(path)[1]
     assert "tensor 'a." in flipped
-    assert "rank-0000.safetensors: the data of" in flipped
+    assert f"{files[0]}: the data of" in flipped
     assert "is damaged: its crc32 is" in flipped
-    assert "rank-0001.safetensors: cannot be read: No such file" in gone
-    assert "rank-0002.safetensors: has" in short
-
-
-def test_a_damaged_header_is_named(tmp_path: Path) -> None:
-    file = saved(tmp_path) / "rank-0001.safetensors"
-    data = bytearray(file.read_bytes())
-    data[20] ^= 1
-    file.write_bytes(data)
-    assert verify(tmp_path)[1] == [f"{file}: its header is damaged: it is not the one the manifest implies"]
-
-
-def test_what_is_no_checkpoint_cannot_be_verified(tmp_path: Path) -> None:
+    assert f"{files[1]}: cannot be read: No such file" in gone
+    assert f"{files[2]}: has" in short
     with pytest.raises(CheckpointError, match="there is no complete checkpoint in"):
-        verify(tmp_path)
+        verify(tmp_path / "none")
 
 
 @pytest.mark.usefixtures("block_bytes")
@@ -168,9 +151,6 @@ def test_each_difference_is_named(tmp_path: Path) -> None:
 
 def test_damaged_data_is_not_compared(tmp_path: Path) -> None:
     first, second = saved(tmp_path / "a"), saved(tmp_path / "b", ROWS)
-    file = second / "rank-0000.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(second / "rank-0000.safetensors")
     with pytest.raises(CheckpointError, match=r"tensor 'a\.\w+': .*b/step-00000001/rank-0000.safetensors: the data of"):
         diff(first, second)

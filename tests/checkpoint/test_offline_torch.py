@@ -26,11 +26,14 @@ from tests.checkpoint.states import bits, distributed
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture(scope="module", params=[1, 3], ids=["1 rank", "3 ranks"])
-def theirs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    folder = tmp_path_factory.mktemp("theirs") / "dcp"
-    world(request.param, real=True).run(dcp_jobs.save, folder)
+def saved_by_torch(folder: Path, ranks: int) -> Path:
+    world(ranks, real=True).run(dcp_jobs.save, folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_by_torch(tmp_path_factory.mktemp("theirs") / "dcp", 3)
 
 
 @pytest.fixture(params=[1 << 24, 24], ids=["at once", "24 bytes at a time"])
@@ -48,7 +51,9 @@ def assert_loads(folder: Path | str) -> None:
 
 
 @pytest.mark.usefixtures("block_bytes")
-def test_what_torch_saved_is_imported(theirs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_what_torch_saved_is_imported(ranks: int, tmp_path: Path) -> None:
+    theirs = saved_by_torch(tmp_path / "dcp", ranks)
     path = import_torch(theirs, tmp_path / "run", allow_pickle_metadata=True, step=5)
     assert_loads(path)
     manifest = read_manifest(path)
@@ -59,11 +64,8 @@ def test_what_torch_saved_is_imported(theirs: Path, tmp_path: Path) -> None:
         "optimizer.groups": [{"lr": 0.1, "betas": [0.9, 0.99]}],
         "optimizer.name": "é",
     }
-
-
-def test_it_is_sharded_by_a_plan_on_the_way(theirs: Path, tmp_path: Path) -> None:
     plan = {"wide": Layout(Mesh((2,)), [Shard(2, sizes=(1, 3))], (6, 5, 4))}
-    path = import_torch(theirs, tmp_path / "run", 2, plan, allow_pickle_metadata=True)
+    path = import_torch(theirs, tmp_path / "of 2", 2, plan, allow_pickle_metadata=True)
     assert_loads(path)
     assert [chunk.box.sizes for chunk in read_manifest(path).tensors["model.wide"].chunks] == [(6, 5, 1), (6, 5, 3)]
 
@@ -186,36 +188,34 @@ HOSTILE: dict[str, Callable[[str], Any]] = {
 
 
 @pytest.mark.parametrize("make", HOSTILE.values(), ids=list(HOSTILE))
-@pytest.mark.parametrize("where", ["metadata", "tensor", "value"])
-def test_a_hostile_pickle_is_refused_and_runs_nothing(
-    theirs: Path, tmp_path: Path, make: Callable[[str], Any], where: str
-) -> None:
-    folder, made = shutil.copytree(theirs, tmp_path / "dcp"), tmp_path / "made"
-    pickled = pickle.dumps(make(str(made)))
-    if where == "metadata":
-        (folder / ".metadata").write_bytes(pickled)
-    else:
-        data = io.BytesIO()
-        with zipfile.ZipFile(data, "w") as written:
-            written.writestr("archive/data.pkl", pickled)
-            written.writestr("archive/version", "3")
-        (folder / "__0_0.distcp").write_bytes(data.getvalue())
-        name, offset = ("model.plain", torch.Size([0, 0])) if where == "tensor" else ("step", None)
-        repickled(folder, name, offset, len(data.getvalue()))
-    text = refused(folder, tmp_path / "run")
-    assert "is not of the format, so it is not read" in text or "its value cannot be read" in text
-    assert not made.exists()
+def test_a_hostile_pickle_is_refused_and_runs_nothing(theirs: Path, tmp_path: Path, make: Callable[[str], Any]) -> None:
+    for where in ("metadata", "tensor", "value"):
+        folder, made = shutil.copytree(theirs, tmp_path / where), tmp_path / "made"
+        pickled = pickle.dumps(make(str(made)))
+        if where == "metadata":
+            (folder / ".metadata").write_bytes(pickled)
+        else:
+            data = io.BytesIO()
+            with zipfile.ZipFile(data, "w") as written:
+                written.writestr("archive/data.pkl", pickled)
+                written.writestr("archive/version", "3")
+            name, offset = ("model.plain", torch.Size([0, 0])) if where == "tensor" else ("step", None)
+            replace_item(folder, name, offset, data.getvalue())
+        text = refused(folder, tmp_path / "run")
+        assert "is not of the format, so it is not read" in text or "its value cannot be read" in text
+        assert not made.exists()
 
 
-def repickled(folder: Path, name: str, offset: object, length: int) -> None:
-    """Metadata in which the item `name` is all of the first file, and there is nothing else."""
+def replace_item(folder: Path, name: str, offset: object, data: bytes) -> None:
+    """Make `data` the item `name`, all of the first file, and the only one that the metadata names."""
+    (folder / "__0_0.distcp").write_bytes(data)
 
     def change(metadata: Any) -> None:
         metadata.state_dict_metadata = {name: metadata.state_dict_metadata[name]}
         (index,) = [index for index in metadata.storage_data if index.fqn == name]
         assert index.offset == offset
         info = metadata.storage_data[index]
-        info.relative_path, info.offset, info.length = "__0_0.distcp", 0, length
+        info.relative_path, info.offset, info.length = "__0_0.distcp", 0, len(data)
         metadata.storage_data = {index: info}
 
     change_metadata(folder, change)
@@ -231,39 +231,35 @@ def info_of(metadata: Any, name: str) -> Any:
     return next(info for index, info in metadata.storage_data.items() if index.fqn == name)
 
 
-def widen(metadata: Any) -> None:
-    metadata.state_dict_metadata["model.plain"].size = torch.Size([7, 4])
-
-
-def retype(metadata: Any) -> None:
-    metadata.state_dict_metadata["model.plain"].properties.dtype = torch.int32
-
-
 def forget(metadata: Any) -> None:
     metadata.storage_data = {index: info for index, info in metadata.storage_data.items() if index.fqn != "model.plain"}
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        (lambda m: setattr(info_of(m, "model.plain"), "relative_path", "../x"), "'../x' is not the name of a file"),
-        (lambda m: setattr(info_of(m, "model.plain"), "relative_path", "gone"), "gone: cannot be read: No such file"),
-        (lambda m: setattr(info_of(m, "model.plain"), "offset", 10**9), "ends at byte"),
-        (lambda m: setattr(info_of(m, "model.plain"), "length", 99), "has no such tensor at byte"),
-        (lambda m: setattr(info_of(m, "model.plain"), "transform_descriptors", ["zstd"]), "compressed or encrypted"),
-        (lambda m: setattr(info_of(m, "step"), "length", 99), "'step': "),
-        (widen, "is no metadata of torch.distributed.checkpoint: LayoutError"),
-        (retype, "it has torch.float32 (5, 4), the metadata says torch.int32 (5, 4)"),
-        (forget, "KeyError"),
-        (lambda m: setattr(m, "state_dict_metadata", 3), "is no metadata of torch.distributed.checkpoint"),
-    ],
-)
-def test_metadata_that_does_not_fit_is_refused(
-    theirs: Path, tmp_path: Path, change: Callable[[Any], None], text: str
-) -> None:
-    folder = shutil.copytree(theirs, tmp_path / "dcp")
-    change_metadata(folder, change)
-    assert text in refused(folder, tmp_path / "run")
+def plain(metadata: Any) -> Any:
+    return metadata.state_dict_metadata["model.plain"]
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "'../x' is not the name of a file": lambda m: setattr(info_of(m, "model.plain"), "relative_path", "../x"),
+    "gone: cannot be read: No such file": lambda m: setattr(info_of(m, "model.plain"), "relative_path", "gone"),
+    "ends at byte": lambda m: setattr(info_of(m, "model.plain"), "offset", 10**9),
+    "has no such tensor at byte": lambda m: setattr(info_of(m, "model.plain"), "length", 99),
+    "compressed or encrypted": lambda m: setattr(info_of(m, "model.plain"), "transform_descriptors", ["zstd"]),
+    "'step': ": lambda m: setattr(info_of(m, "step"), "length", 99),
+    "no metadata of torch.distributed.checkpoint: LayoutError": lambda m: setattr(plain(m), "size", torch.Size([7, 4])),
+    "it has torch.float32 (5, 4), the metadata says torch.int32 (5, 4)": lambda m: setattr(
+        plain(m).properties, "dtype", torch.int32
+    ),
+    "KeyError": forget,
+    "is no metadata of torch.distributed.checkpoint": lambda m: setattr(m, "state_dict_metadata", 3),
+}
+
+
+def test_metadata_that_does_not_fit_is_refused(theirs: Path, tmp_path: Path) -> None:
+    for number, (text, change) in enumerate(CHANGES.items()):
+        folder = shutil.copytree(theirs, tmp_path / f"{number}")
+        change_metadata(folder, change)
+        assert text in refused(folder, tmp_path / "run")
 
 
 def test_damaged_data_is_named(theirs: Path, tmp_path: Path) -> None:
@@ -277,13 +273,12 @@ def test_damaged_data_is_named(theirs: Path, tmp_path: Path) -> None:
     assert "is damaged: its crc32 is" in text
 
 
-@pytest.mark.parametrize("data", [b"", b"no pickle", pickle.dumps(3), pickle.dumps({"a": 1}), b"\x80\x04K\x01b."])
-def test_what_is_no_metadata_is_refused(theirs: Path, tmp_path: Path, data: bytes) -> None:
+def test_what_is_no_metadata_is_refused(theirs: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(theirs, tmp_path / "dcp")
-    (folder / ".metadata").write_bytes(data)
-    assert refused(folder, tmp_path / "run").startswith(f"{folder}/.metadata: ")
-    shutil.rmtree(folder)
-    folder.mkdir()
+    for data in (b"", b"no pickle", pickle.dumps(3), pickle.dumps({"a": 1}), b"\x80\x04K\x01b."):
+        (folder / ".metadata").write_bytes(data)
+        assert refused(folder, tmp_path / "run").startswith(f"{folder}/.metadata: ")
+    (folder / ".metadata").unlink()
     assert refused(folder, tmp_path / "run").startswith(f"{folder} has no .metadata. Fix: name the folder that was")
 
 
@@ -306,27 +301,15 @@ def test_values_that_are_no_json_are_refused(theirs: Path, tmp_path: Path) -> No
     folder = shutil.copytree(theirs, tmp_path / "dcp")
     data = io.BytesIO()
     torch.save({"x": torch.zeros(1)}, data)
-    (folder / "__0_0.distcp").write_bytes(data.getvalue())
-    repickled(folder, "step", None, len(data.getvalue()))
-    assert "'step': step['x']: cannot be saved: Tensor is neither a tensor of the state nor a JSON value" in refused(
-        folder, tmp_path / "run"
-    )
+    replace_item(folder, "step", None, data.getvalue())
+    said = "'step': step['x']: cannot be saved: Tensor is neither a tensor of the state nor a JSON value"
+    assert said in refused(folder, tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("strides", "order"),
-    [
-        ((20, 4, 1), None),
-        ((1, 2, 10), (2, 1, 0)),
-        ((20, 1, 5), (0, 2, 1)),
-        ((99, 4, 1), "not dense"),
-        ((0, 4, 1), "no"),
-    ],
-)
-def test_dense_tensors_are_read_in_the_order_of_their_dims(strides: tuple[int, ...], order: object) -> None:
-    if isinstance(order, str):
-        with pytest.raises(ValueError, match="is not dense"):
-            torch_format._order((2, 5, 4), strides)
-    else:
+def test_dense_tensors_are_read_in_the_order_of_their_dims() -> None:
+    for strides, order in {(20, 4, 1): None, (1, 2, 10): (2, 1, 0), (20, 1, 5): (0, 2, 1)}.items():
         assert torch_format._order((2, 5, 4), strides) == order
         assert torch.empty_strided((2, 5, 4), strides).permute(order or (0, 1, 2)).is_contiguous()
+    for strides in ((99, 4, 1), (0, 4, 1)):
+        with pytest.raises(ValueError, match="is not dense"):
+            torch_format._order((2, 5, 4), strides)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from shardwise import collectives
@@ -93,9 +94,9 @@ def train(made: Made, steps: range) -> None:
         optimizer.step()
 
 
-def values(made: Made) -> dict[str, Any]:
+def values_of(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """What this rank holds, to the bit."""
-    return {name: bits(x) if isinstance(x, Tensor) else x for name, x in state_of(*made).items()}
+    return {name: bits(x) if isinstance(x, Tensor) else x for name, x in state_of(module, optimizer).items()}
 
 
 def test_an_optimizer_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
@@ -108,7 +109,7 @@ def test_an_optimizer_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) 
             assert (restored.step, restored.dropped) == (5, ()), kind
             for one in (first, second):
                 train(one, range(5, 15))
-            assert values(first) == values(second), kind
+            assert values_of(*first) == values_of(*second), kind
 
     world(2).run(body)
 
@@ -120,10 +121,10 @@ def test_another_optimizer_is_refused_and_nothing_changes(tmp_path: Path) -> Non
             train(first, range(5))
             save(folder, state_of(*first), step=5)
             train(second, range(2))
-            was = values(second)
+            was = values_of(*second)
             with pytest.raises(CheckpointError, match="strict=False loads what fits"):
                 restore(folder, *second)
-            assert values(second) == was, (before, after)
+            assert values_of(*second) == was, (before, after)
             other = made(after)
             assert restore(folder, *other, strict=False).dropped, (before, after)
             train(other, range(5, 8))
@@ -301,6 +302,29 @@ def test_a_checkpoint_that_does_not_say_classes_is_compared_by_the_rest(tmp_path
     text = "\n".join(differences(tmp_path, layer, RMSprop(layer.parameters())))
     assert "hyper-parameters amsgrad, betas, decoupled_weight_decay only in the checkpoint" in text
     assert "square_avg missing in the checkpoint" in text
+
+
+def test_states_that_torch_named_are_found_and_others_are_not_lost_in_silence(tmp_path: Path) -> None:
+    layer, optimizer = plain()
+    parameters, states = get_state_dict(layer, optimizer)
+    save(tmp_path, {"model": parameters, "optimizer": states}, step=1)
+    other = nn.Linear(3, 2)
+    fresh = Adam(other.parameters(), lr=9.0)
+    restore(tmp_path, other, fresh)
+    assert values_of(other, fresh) == values_of(layer, optimizer)
+    state = state_of(layer, optimizer)
+    for name in [name for name in state if name.startswith(("optimizer.weight.", "optimizer.bias."))]:
+        state[name.replace("optimizer.", "optimizer.old.")] = state.pop(name)
+    save(tmp_path, state, step=2)
+    with pytest.raises(CheckpointError, match=r"'optimizer\.old\.weight\.exp_avg' looks like a state of weight"):
+        restore(tmp_path, other, fresh, subset=True)
+    dropped = restore(tmp_path, other, fresh, strict=False, subset=True).dropped
+    assert sum("looks like a state of" in line for line in dropped) == 6
+    assert not fresh.state
+    save(tmp_path, {"model": parameters, "opt": states}, step=3)
+    text = "no optimizer in the checkpoint called 'optimizer'; there is one called 'opt': save it under 'optimizer'"
+    with pytest.raises(CheckpointError, match=text):
+        restore(tmp_path, layer, optimizer, subset=True)
 
 
 class Counting(Optimizer):

@@ -22,7 +22,7 @@ from shardwise.checkpoint.offline import (
 from shardwise.checkpoint.remedies import extra_prefix
 from shardwise.errors import CheckpointError
 from shardwise.testing import world
-from tests.checkpoint.states import failed
+from tests.checkpoint.states import failed, full
 
 S0 = Shard(0)
 
@@ -87,13 +87,13 @@ def trained(build: Callable[[], nn.Module], folder: Path) -> dict[str, Tensor]:
         (out if isinstance(out, Tensor) else out[0]).sum().backward()
         optimizer.step()
         save(folder, state_of(model, optimizer), step=1)
-        return full(model)
+        return full_state(model)
 
     return world(3).run(body)[0]
 
 
-def full(model: nn.Module) -> dict[str, Tensor]:
-    return {n: (x.full_tensor() if hasattr(x, "full_tensor") else x).detach() for n, x in model.state_dict().items()}
+def full_state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: full(x) for name, x in model.state_dict().items()}
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -117,7 +117,7 @@ def test_what_was_exported_is_imported_and_loaded_bit_by_bit(
         restored, direct = made(build, 1), made(build, 2)
         restore(tmp_path / "imported", restored, subset=of_all)
         assert load_safetensors(file, direct, prefix="model." if of_all else "") == ([], [])
-        return full(restored), full(direct)
+        return full_state(restored), full_state(direct)
 
     for restored, direct in world(2).run(loaded):
         assert_same(restored, expected)
@@ -140,7 +140,7 @@ def test_a_model_of_transformers_goes_into_a_checkpoint_and_back_bit_by_bit(tied
     def body() -> None:
         model = made(lambda: llama(tied), 1)
         restore(tmp_path / "imported", model)
-        assert_same(full(model), theirs.state_dict())
+        assert_same(full_state(model), theirs.state_dict())
         save(tmp_path / "run", state_of(model), step=1)
 
     world(3).run(body)
@@ -166,11 +166,11 @@ def test_a_checkpoint_with_a_prefix_too_many_says_which_and_how_to_import_it(
     def loaded() -> None:
         model = made(build, 1)
         load(tmp_path / "twice", {"model": state_of(model)})
-        assert_same({f"model.{n}": x for n, x in full(model).items() if f"model.{n}" in names}, dict(names))
+        assert_same({f"model.{n}": x for n, x in full_state(model).items() if f"model.{n}" in names}, dict(names))
         import_safetensors(tmp_path / "x.safetensors", tmp_path / "once", prefix="", overwrite=True)
         other = made(build, 2)
         restore(tmp_path / "once", other)
-        assert_same(full(other), full(model))
+        assert_same(full_state(other), full_state(model))
 
     world(1).run(loaded)
 
@@ -195,7 +195,7 @@ def test_files_with_another_prefix_say_which_and_how_to_load_them(
     def loaded() -> dict[str, Tensor]:
         model = made(build, 1)
         assert load_safetensors(tmp_path / "x.safetensors", model, strict=strict, prefix="module.net.") == ([], [])
-        return full(model)
+        return full_state(model)
 
     for found in world(2).run(loaded):
         assert_same(found, module.state_dict())

@@ -1,7 +1,8 @@
 """Training states of other programs go on bitwise on any number of ranks, or are refused by name."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from shardwise.checkpoint.offline import export_torch, import_torch
 from shardwise.checkpoint.offline.training_names import TrainingNames, check_shapes, renamed
 from shardwise.errors import CheckpointError
 from shardwise.testing import world
-from tests.checkpoint.states import bits
+from tests.checkpoint.states import bits, full
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -130,10 +131,6 @@ def sharded(rank_count: int) -> nn.Module:
     return sw.shard_module(made(), plan | {"2.weight": [sw.Shard(1)]}, mesh=mesh)
 
 
-def full(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, sw.DTensor) else x.detach()
-
-
 def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[int]]:
     found = {name: bits(full(x)) for name, x in model.state_dict().items()}
     for name, p in model.named_parameters():
@@ -141,32 +138,30 @@ def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, l
     return found
 
 
-@pytest.mark.parametrize("rank_count", [1, 2, 3])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("write", [of_torch_save, of_named_parameters, of_lightning, of_dcp, of_torchtitan])
 def test_training_goes_on_bitwise_as_in_one_process(
-    write: Callable[[str, Path], dict[str, Any]], kind: str, rank_count: int, tmp_path: Path
+    write: Callable[[str, Path], dict[str, Any]], kind: str, tmp_path: Path
 ) -> None:
     arguments = write(kind, tmp_path)
     run = import_torch(tmp_path / "dcp", tmp_path / "run", allow_pickle_metadata=True, step=3, **arguments)
     model, optimizer = trained(kind)
     before, groups = values_of(model, optimizer), copy.deepcopy(optimizer.state_dict()["param_groups"])
     take_step(model, optimizer, 2)
+    after = values_of(model, optimizer)
     make, order = OPTIMIZERS[kind]
 
-    def go_on() -> tuple[dict[str, list[int]], list[dict[str, Any]], int, dict[str, list[int]]]:
+    def go_on(rank_count: int) -> None:
         other, extra = sharded(rank_count), {"epoch": 0}
         fresh = make([p for _, p in order(other)])
         restore(run, other, fresh, extra=extra)
-        restored, its_groups = values_of(other, fresh), copy.deepcopy(fresh.state_dict()["param_groups"])
+        assert (values_of(other, fresh), extra) == (before, {"epoch": 3})
+        assert fresh.state_dict()["param_groups"] == groups
         take_step(other, fresh, 2)
-        return restored, its_groups, extra["epoch"], values_of(other, fresh)
+        assert values_of(other, fresh) == after
 
-    for restored, its_groups, epoch, after in world(rank_count).run(go_on):
-        assert restored == before
-        assert its_groups == groups
-        assert epoch == 3
-        assert after == values_of(model, optimizer)
+    for rank_count in (1, 2, 3):
+        world(rank_count).run(go_on, rank_count)
 
 
 def test_nothing_but_names_changes(tmp_path: Path) -> None:
@@ -274,49 +269,43 @@ class Shapes(nn.Module):
             setattr(self, name, nn.Parameter(torch.ones(shape)))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
+def check_order(model: Shapes, states: dict[str, tuple[int, ...]], order: Sequence[str]) -> None:
+    tensors = {f"net.{name}": tuple(p.shape) for name, p in model.named_parameters()} | states
+    groups = {"opt.param_groups": [{"params": [*range(6)]}]}
+    found, _ = renamed(tensors, groups, at(*tensors), TrainingNames(parameters=order))
+    check_shapes(found, tensors, order)
+
+
+def test_every_order_is_refused_in_which_shapes_do_not_fit() -> None:
+    """Of all 720 two parameters of one shape can be exchanged, and two with less than two elements."""
+    makes: list[Callable[[Any], torch.optim.Optimizer]] = [
         lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
         lambda parameters: torch.optim.Adam(parameters, amsgrad=True),
         torch.optim.Adagrad,
         torch.optim.Adadelta,
         torch.optim.Rprop,
-    ],
-)
-def test_every_order_is_refused_in_which_shapes_do_not_fit(make: Callable[[Any], torch.optim.Optimizer]) -> None:
-    """Of all 720 two parameters of one shape can be exchanged, and two with less than two elements."""
-    model = Shapes()
-    optimizer = make(model.parameters())
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    tensors = {f"net.{name}": tuple(p.shape) for name, p in model.named_parameters()}
-    for number, states in optimizer.state_dict()["state"].items():
-        tensors |= {f"opt.state.{number}.{key}": tuple(x.shape) for key, x in states.items() if isinstance(x, Tensor)}
-    names = [name for name, _ in model.named_parameters()]
-    paths, groups = at(*tensors), {"opt.param_groups": [{"params": [*range(6)]}]}
-    accepted = []
-    for order in permutations(names):
-        found, _ = renamed(tensors, groups, paths, TrainingNames(parameters=order))
-        try:
-            check_shapes(found, tensors, order)
-        except CheckpointError:
-            continue
-        accepted.append("".join(order))
-    assert accepted == ["abcdef", "abcdfe", "cbadef", "cbadfe"]
-
-
-def test_states_that_are_smaller_than_their_parameter_are_not_refused() -> None:
-    """Numbers of rows and columns, and one for all."""
-    model = Shapes()
-    tensors = {f"net.{name}": tuple(p.shape) for name, p in model.named_parameters()}
-    tensors |= {"opt.state.0.row": (4,), "opt.state.0.rows": (4, 1), "opt.state.0.column": (7,), "opt.state.0.step": ()}
-    tensors |= {"opt.state.4.one": (1,), "opt.state.5.step": ()}
-    names = [name for name, _ in model.named_parameters()]
-    groups = {"opt.param_groups": [{"params": [*range(6)]}]}
-    found, _ = renamed(tensors, groups, at(*tensors), TrainingNames(parameters=names))
-    check_shapes(found, tensors, names)
+    ]
+    for make in makes:
+        model = Shapes()
+        optimizer = make(model.parameters())
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        states = {
+            f"opt.state.{number}.{key}": tuple(x.shape)
+            for number, of in optimizer.state_dict()["state"].items()
+            for key, x in of.items()
+            if isinstance(x, Tensor)
+        }
+        accepted = []
+        for order in permutations("abcdef"):
+            with suppress(CheckpointError):
+                check_order(model, states, order)
+                accepted.append("".join(order))
+        assert accepted == ["abcdef", "abcdfe", "cbadef", "cbadfe"]
+    # Numbers of rows and columns, and one for all, are smaller than their parameter.
+    states = {"opt.state.0.row": (4,), "opt.state.0.rows": (4, 1), "opt.state.0.column": (7,), "opt.state.0.step": ()}
+    check_order(Shapes(), states | {"opt.state.4.one": (1,), "opt.state.5.step": ()}, "abcdef")
 
 
 def test_an_order_that_does_not_fit_is_refused_with_both_shapes(tmp_path: Path) -> None:
@@ -357,15 +346,11 @@ def test_groups_that_are_equal_in_a_flattened_state_are_not_guessed(tmp_path: Pa
         restore(run, model, optimizer)
 
 
-def test_what_is_skipped_has_to_be_there(tmp_path: Path) -> None:
-    arguments = of_torch_save("SGD", tmp_path) | {"skip": ["epoc"]}
-    with pytest.raises(CheckpointError, match=r"no such name. Did you mean 'epoch'\?"):
-        import_torch(tmp_path / "dcp", tmp_path / "run", allow_pickle_metadata=True, **arguments)
-
-
-def test_a_value_that_is_no_json_says_how_to_leave_it_out(tmp_path: Path) -> None:
-    arguments = of_lightning("SGD", tmp_path) | {"skip": []}
-    with pytest.raises(
-        CheckpointError, match=r"Fix: skip=\['callbacks.ModelCheckpoint.worst'\] \(--skip\) imports all"
-    ):
-        import_torch(tmp_path / "dcp", tmp_path / "run", allow_pickle_metadata=True, **arguments)
+def test_what_is_skipped_has_to_be_there_and_what_is_no_json_says_how_to_skip_it(tmp_path: Path) -> None:
+    arguments = of_lightning("SGD", tmp_path)
+    for skip, text in {
+        ("epoc",): r"no such name. Did you mean 'epoch'\?",
+        (): r"Fix: skip=\['callbacks.ModelCheckpoint.worst'\] \(--skip\) imports all",
+    }.items():
+        with pytest.raises(CheckpointError, match=text):
+            import_torch(tmp_path / "dcp", tmp_path / "run", allow_pickle_metadata=True, **(arguments | {"skip": skip}))
