@@ -122,8 +122,12 @@ def test_files_that_changed_places_or_are_of_another_step_are_found(saved: Path,
     second.rename(first)
     (saved / "third").rename(second)
     assert "rank-0000.safetensors: " in refused(saved)
-    state = lambda seed: {"sharded": distributed(values((5, 3), seed), ROWS_OF_TWO), "whole": values((4,), seed)}  # noqa: E731
-    paths = [world(2).run(lambda seed=seed: save(tmp_path / "run", state(seed), step=seed))[0] for seed in (1, 2)]
+
+    def write(seed: int) -> Path:
+        state = {"sharded": distributed(values((5, 3), seed), ROWS_OF_TWO), "whole": values((4,), seed)}
+        return save(tmp_path / "run", state, step=seed)
+
+    paths = [world(2).run(write, seed)[0] for seed in (1, 2)]
     shutil.copy(paths[1] / second.name, paths[0])
     with pytest.raises(CheckpointError, match="is damaged: its crc32 is"):
         load(paths[0], {"sharded": torch.zeros(5, 3), "whole": torch.zeros(4)})

@@ -221,7 +221,7 @@ def replace_item(folder: Path, name: str, offset: object, data: bytes) -> None:
     change_metadata(folder, change)
 
 
-def change_metadata(folder: Path, change: Callable[[Any], None]) -> None:
+def change_metadata(folder: Path, change: Callable[[Any], object]) -> None:
     metadata = pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301 - torch has just written it
     change(metadata)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))

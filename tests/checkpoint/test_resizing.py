@@ -38,7 +38,8 @@ def test_new_rows_are_the_same_for_every_layout(tmp_path: Path, rows: int) -> No
     def loaded(x: Tensor) -> Tensor:
         torch.manual_seed(7 + 100 * collectives.rank())  # the first rank's counts
         load(tmp_path, {"w": x}, resize={"w": Rows(rows, nn.init.normal_)})
-        return full(x).clone()
+        found: Tensor = full(x).clone()
+        return found
 
     def body() -> list[Tensor]:
         size = collectives.world_size()

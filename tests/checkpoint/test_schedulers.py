@@ -121,7 +121,7 @@ def test_other_schedulers_are_refused(tmp_path: Path) -> None:
     one_group = SGD(layer.parameters(), lr=0.1, momentum=0.9)
     lines = refused(tmp_path, layer, one_group, {"rate": MultiStepLR(one_group, [1])})
     assert "scheduler 'rate' (MultiStepLR): base_lrs has 2 items in the checkpoint, 1 here" in lines
-    in_another_order = SGD([{"params": [layer.bias]}, {"params": [layer.weight]}], lr=0.1, momentum=0.9)
+    in_another_order = SGD([{"params": [p]} for p in (layer.bias, layer.weight)], lr=0.1, momentum=0.9)
     (line,) = refused(tmp_path, layer, in_another_order, {"rate": MultiStepLR(in_another_order, [1])})
     assert line == (
         "scheduler 'rate' (MultiStepLR): it has learning rates by group, "
