@@ -94,7 +94,7 @@ $(TORCH_READY): pyproject.toml constraints.txt
 
 $(RUN_READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(INSTALL) ".[parquet]"
+	$(INSTALL) ".[examples]"
 	touch $@
 
 $(DOCS_READY): pyproject.toml constraints.txt

@@ -33,8 +33,6 @@ PASSED_ON = {
     "checkpoint/state.py": {"storable_boxes"},
     "cli/simulate.py": {"run"},
     "collectives/threads.py": {"check"},
-    "demos/data/lines.py": {"error"},
-    "demos/data/parquet_files.py": {"error"},
     "layout/parse.py": {"parse_mesh"},  # with the fix of what catches it
     "parallel/boundary.py": {"_desired"},
     "parallel/styles.py": {"axes"},
@@ -62,7 +60,6 @@ CAUGHT = {
     "checkpoint/offline/torch_format.py": {"_described", "_order", "_extent"},
     "checkpoint/offline/torch_pickles.py": {"_state", "sizes_of", "_place", "_tensor", "_check_numbers", "entries"},
     "checkpoint/offline/training_names.py": {"_nested"},
-    "demos/data/pyident.py": {"_parse"},
     "layout/parse.py": {"parse_placements", "_placement"},
     "tensor/dtensor.py": {"__cuda_array_interface__", "__get__"},
     "testing/__init__.py": {"__getattr__"},

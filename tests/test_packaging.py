@@ -34,7 +34,9 @@ def test_the_wheel_has_the_package_and_runs_from_it(tmp_path: Path) -> None:
     (metadata,) = (tmp_path / "site").glob("*.dist-info/METADATA")
     described = message_from_string(metadata.read_text())
     assert described["Version"] == shardwise.__version__
-    assert {Path(name).name for name in described.get_all("License-File", [])} == {"LICENSE", "PSF-LICENSE.txt"}
+    assert {Path(name).name for name in described.get_all("License-File", [])} == {"LICENSE"}
+    files = (path for path in (tmp_path / "site" / "shardwise").rglob("*") if path.is_file())
+    assert {path.name for path in files if path.suffix != ".py"} == {"py.typed"}
     assert re.findall(r"\]\((?!https?:|#)", str(described.get_payload())) == []
     command, environment = [sys.executable, "-c", IMPORT], {"PYTHONPATH": str(tmp_path / "site")}
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)

@@ -17,7 +17,6 @@ from typing import NamedTuple
 LAYERS = """
     cli
     simulation
-    demos
     debug
     pictures | models
     parallel

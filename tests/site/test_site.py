@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 PUBLIC = """
     shardwise shardwise.parallel shardwise.embedding shardwise.checkpoint shardwise.checkpoint.offline shardwise.debug
     shardwise.testing shardwise.simulation shardwise.experimental shardwise.sharded_tensor shardwise.pictures
-    shardwise.models shardwise.graph_capture shardwise.data shardwise.demos.data shardwise.errors
+    shardwise.models shardwise.graph_capture shardwise.data shardwise.errors
 """.split()
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href", "object": "data"}
 
