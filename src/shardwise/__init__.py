@@ -39,7 +39,7 @@ _HOMES = {
     "shardwise.trace.comm_trace": ("CommCounts", "count_comms"),
     "shardwise.parallel.shard_module": ("distribute_module", "shard_module"),
     "shardwise.parallel": ("parallelize_module",),
-    "shardwise.layout.by_axis": ("Placements",),
+    "shardwise.layout.placements": ("Placements",),
     "shardwise.layout.placement": ("Boxes", "OnRanks", "Partial", "Placement", "Replicate", "Shard"),
     "shardwise.pictures": ("picture", "sharding_table"),
     "shardwise.sharded_tensor": ("LocalShardsWrapper",),
