@@ -220,19 +220,6 @@ def test_a_loaded_optimizer_goes_on_as_if_it_had_never_stopped(way: str) -> None
             assert_close(as_dtensor(got.detach()).to_local(), as_dtensor(want.detach()).to_local())
 
 
-@world(2)
-def test_plain_values_load_into_a_sharded_module() -> None:
-    """E8: it was an error."""
-    linear = nn.Linear(3, 5).double()
-    linear.weight, linear.bias = (nn.Parameter(distribute_tensor(v, Mesh((2,)), [S0])) for v in (FIRST, BIAS))
-    linear.load_state_dict({"weight": FIRST * 2, "bias": BIAS * 2})
-    assert torch.equal(as_dtensor(linear.weight.detach()).full_tensor(), FIRST * 2)
-    state = linear.state_dict()
-    assert isinstance(state["weight"], DTensor)
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        linear.load_state_dict({"weight": FIRST.t(), "bias": BIAS})
-
-
 @pytest.mark.processes
 @world(2, real=True)
 def test_real_processes_take_the_steps_of_one() -> None:

@@ -191,12 +191,16 @@ def test_a_transformed_function_that_returns_a_dtensor_is_refused(name: str) -> 
     assert "local_map" in error_of(run)
 
 
-def test_linearize_of_a_function_that_uses_a_dtensor_is_refused() -> None:
-    def run() -> object:
-        x = distribute_tensor(FULL, Mesh((1,)), [Shard(0)])
-        return torch.func.linearize(lambda v: v * x, FULL)
-
-    assert "local_map" in error_of(run, size=1)
+def test_transforms_with_respect_to_a_dtensor_and_linearize_are_refused() -> None:
+    uses: list[Callable[[Any], object]] = [
+        torch.func.vmap(lambda row: row * 2),
+        torch.func.grad(lambda t: (t * 2).sum()),
+        torch.func.jacrev(lambda t: t * 2),
+        lambda x: torch.func.jvp(lambda t: t * 2, (x,), (x,)),
+        lambda x: torch.func.linearize(lambda v: v * x, FULL),
+    ]
+    for use in uses:
+        assert "local_map" in error_of(lambda use=use: use(distribute_tensor(FULL, Mesh((1,)), [Shard(0)])), size=1)  # type: ignore[misc]
 
 
 @world(2)
