@@ -5,6 +5,7 @@ import gc
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from shardwise import (
 )
 from shardwise.errors import MismatchError, RuleError, ShardwiseError
 from shardwise.tensor.autograd import buckets as reduction
+from shardwise.tensor.autograd.buckets import BucketOptions, BucketPlan, Gradient, SendTime, split_into_buckets
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 
@@ -92,19 +94,10 @@ def trains_like_one_process(max_bytes: int, overlap: bool, parts: int) -> None:
         equal(trained(on_line(mlp()), sharded(X), sharded(Y), parts=parts), trained(mlp(), X, Y))
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("max_bytes", [1, 100, 25 << 20])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_training_equals_one_process_with_buckets_of_any_size(
-    ranks: int, max_bytes: int, overlap: bool, parts: int
-) -> None:
-    world(ranks).run(trains_like_one_process, max_bytes, overlap, parts)
-
-
-@pytest.mark.processes
-def test_training_on_processes_equals_one_process_while_buckets_travel() -> None:
-    world(2, real=True).run(trains_like_one_process, 100, True, 1)
+def test_training_equals_one_process_with_buckets_of_any_size(ranks: int) -> None:
+    for max_bytes, overlap, parts in product((1, 100, 25 << 20), (False, True), (1, 3)):
+        world(ranks).run(trains_like_one_process, max_bytes, overlap, parts)
 
 
 @world(4)
@@ -146,45 +139,40 @@ def test_on_data_sequence_and_tensor_axes_each_set_of_axes_is_one_collective(ove
             equal(grads(module), grads(plain))
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @world(3)
-def test_a_step_in_a_hook_of_each_parameter_sees_its_whole_gradient(overlap: bool) -> None:
-    with buckets(overlap=overlap):
-        module, plain = on_line(mlp()), mlp()
-        for chosen in (module, plain):
-            for p in chosen.parameters():
+def test_a_step_in_a_hook_of_each_parameter_sees_its_whole_gradient() -> None:
+    for overlap in (False, True):
+        with buckets(overlap=overlap):
+            module, plain = on_line(mlp()), mlp()
+            for p in (*module.parameters(), *plain.parameters()):
                 optimizer = torch.optim.SGD([p], lr=0.1)
-
-                def step(_: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
-                    optimizer.step()
-                    optimizer.zero_grad()
-
-                p.register_post_accumulate_grad_hook(step)
-        for _ in range(3):
-            F.mse_loss(module(sharded(X)), sharded(Y)).backward()
-            F.mse_loss(plain(X), Y).backward()
-        equal([as_dtensor(p.detach()).full_tensor() for p in module.parameters()], [p.data for p in plain.parameters()])
+                p.register_post_accumulate_grad_hook(lambda _, o=optimizer: o.step() or o.zero_grad())
+            for _ in range(3):
+                F.mse_loss(module(sharded(X)), sharded(Y)).backward()
+                F.mse_loss(plain(X), Y).backward()
+            found = [as_dtensor(p.detach()).full_tensor() for p in module.parameters()]
+            equal(found, [p.data for p in plain.parameters()])
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
 @world(3)
-def test_a_parameter_that_several_recomputations_reach_is_reduced_right(reentrant: bool) -> None:
+def test_a_parameter_that_several_recomputations_reach_is_reduced_right() -> None:
     """Each of them is a backward of its own inside the backward."""
-    with buckets(overlap=True):
-        torch.manual_seed(1)
-        plain = nn.Linear(6, 6)
-        module = on_line(copy.deepcopy(plain))
-        for _ in range(3):
-            losses = []
-            for layer, x in ((module, sharded(X)), (plain, X.clone())):
-                layer.zero_grad()
-                x.requires_grad_()
-                for _ in range(3):
-                    x = checkpoint(layer, x, use_reentrant=reentrant)
-                losses.append(x.square().sum())
-            for loss in losses:
-                torch.autograd.backward(loss)
-            equal(grads(module), grads(plain))
+    torch.manual_seed(1)
+    plain = nn.Linear(6, 6)
+    for reentrant in (False, True):
+        with buckets(overlap=True):
+            module = on_line(copy.deepcopy(plain))
+            for _ in range(3):
+                losses = []
+                for layer, x in ((module, sharded(X)), (plain, X.clone())):
+                    layer.zero_grad()
+                    x.requires_grad_()
+                    for _ in range(3):
+                        x = checkpoint(layer, x, use_reentrant=reentrant)
+                    losses.append(x.square().sum())
+                for loss in losses:
+                    torch.autograd.backward(loss)
+                equal(grads(module), grads(plain))
 
 
 @world(3)
@@ -204,20 +192,20 @@ def test_a_bucket_is_one_collective_and_holds_what_fits() -> None:
             assert again.total_calls == 0
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @world(3)
-def test_micro_batches_before_a_read_are_reduced_once(overlap: bool) -> None:
-    with buckets(overlap=overlap):
-        module = on_line(mlp())
-        for _ in range(3):
-            module.zero_grad()
-            losses = [F.mse_loss(module(sharded(X)), sharded(Y), reduction="sum") for _ in range(4)]
-            with count_comms() as backward:
-                for loss in losses:
-                    loss.backward()
-            with count_comms() as read:
-                grads(module)
-            assert (backward.total_calls, read.total_calls) == (0, 1)
+def test_micro_batches_before_a_read_are_reduced_once() -> None:
+    for overlap in (False, True):
+        with buckets(overlap=overlap):
+            module = on_line(mlp())
+            for _ in range(3):
+                module.zero_grad()
+                losses = [F.mse_loss(module(sharded(X)), sharded(Y), reduction="sum") for _ in range(4)]
+                with count_comms() as backward:
+                    for loss in losses:
+                        loss.backward()
+                with count_comms() as read:
+                    grads(module)
+                assert (backward.total_calls, read.total_calls) == (0, 1)
 
 
 # ---- while backward runs -------------------------------------------------------------------------------------------
@@ -315,23 +303,24 @@ def test_gradients_of_gradients_are_reduced_when_they_are_read() -> None:
 # ---- which parameters ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @world(3)
-def test_parameters_that_no_rank_uses_have_no_gradient_whatever_was_used_before(overlap: bool) -> None:
+def test_parameters_that_no_rank_uses_have_no_gradient_whatever_was_used_before() -> None:
     """Three sets of parameters take turns: what a bucket held last time may not come this time."""
-    with buckets(overlap=overlap):
-        module, plain = on_line(mlp()), mlp()
-        for used in [(0, 2), (0,), (2,), (0, 2), (0,), (0,), (0, 2), (0, 2)]:
-            module.zero_grad()
-            plain.zero_grad()
-            for layer in used:
-                width = (6, 0, 5)[layer]
-                module[layer](sharded(X)[:, :width]).square().sum().backward()  # type: ignore[index]
-                plain[layer](X[:, :width]).square().sum().backward()
-            for got, want in zip(module.parameters(), plain.parameters(), strict=True):
-                assert (got.grad is None) == (want.grad is None)
-                if want.grad is not None:
-                    assert_close(as_dtensor(got.grad).full_tensor(), want.grad)
+    used = [(0, 2), (0,), (2,), (0, 2), (0,), (0,), (0, 2), (0, 2)]
+    for overlap in (False, True):
+        with buckets(overlap=overlap):
+            module, plain = on_line(mlp()), mlp()
+            for layers in used:
+                module.zero_grad()
+                plain.zero_grad()
+                for layer in layers:
+                    width = (6, 0, 5)[layer]
+                    module[layer](sharded(X)[:, :width]).square().sum().backward()  # type: ignore[index]
+                    plain[layer](X[:, :width]).square().sum().backward()
+                for got, want in zip(module.parameters(), plain.parameters(), strict=True):
+                    assert (got.grad is None) == (want.grad is None)
+                    if want.grad is not None:
+                        assert_close(as_dtensor(got.grad).full_tensor(), want.grad)
 
 
 def uses_its_own(named: bool, shape: Sequence[int], warm: bool) -> Tensor | None:
@@ -351,24 +340,22 @@ def uses_its_own(named: bool, shape: Sequence[int], warm: bool) -> Tensor | None
     return mine.grad
 
 
-@pytest.mark.parametrize("shape", [(4,), (2, 3)])
-@pytest.mark.parametrize("named", [False, True])
-def test_ranks_that_use_different_parameters_are_told_so_on_every_rank(named: bool, shape: Sequence[int]) -> None:
+def test_ranks_that_use_different_parameters_are_told_so_on_every_rank() -> None:
     """Of equal shapes, their gradients would be added to each other."""
-    with pytest.raises(MismatchError, match="the gradients that are reduced together") as caught:
-        world(3).run(uses_its_own, named, shape, False)
-    assert "ranks 0, 1, 2 raised the same" in "\n".join(caught.value.__notes__)
+    for shape, named in product([(4,), (2, 3)], (False, True)):
+        with pytest.raises(MismatchError, match="the gradients that are reduced together") as caught:
+            world(3).run(uses_its_own, named, shape, False)
+        assert "ranks 0, 1, 2 raised the same" in "\n".join(caught.value.__notes__)
+    with pytest.raises(ShardwiseError):  # one that leaves the others later
+        world(2).run(uses_its_own, True, (2, 3), True)
 
 
 @pytest.mark.processes
 def test_on_processes_as_well_and_nobody_hangs() -> None:
+    ranks = world(2, real=True)
+    ranks.run(trains_like_one_process, 100, True, 1)
     with pytest.raises(MismatchError, match="the gradients that are reduced together"):
-        world(2, real=True).run(uses_its_own, True, (2, 3), False)
-
-
-def test_a_rank_that_leaves_the_others_later_is_an_error_too() -> None:
-    with pytest.raises(ShardwiseError):
-        world(2).run(uses_its_own, True, (2, 3), True)
+        ranks.run(uses_its_own, True, (2, 3), False)
 
 
 @world(2)
@@ -398,40 +385,33 @@ def test_leaves_that_come_and_go_leave_nothing_behind() -> None:
     assert len(reduction._this_rank().group_of(w).plans) <= reduction.KEPT_PLANS
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @world(2)
-def test_sparse_dense_and_half_gradients_have_buckets_of_their_own(overlap: bool) -> None:
+def test_sparse_dense_and_half_gradients_have_buckets_of_their_own() -> None:
     def loss(table: Tensor, w: Tensor, h: Tensor, x: Tensor, bags: Tensor) -> Tensor:
         rows = F.embedding(bags, table, sparse=True)
         return rows.square().sum() + (x * w).sum() + (x.bfloat16() * h).sum().float()
 
-    ids = torch.tensor([0, 2, 2, 5, 1, 0, 3])
-    with buckets(overlap=overlap):
-        parts = sharded(X), sharded(ids)
-        leaves = [
-            as_dtensor(distribute_tensor(t, Mesh((2,)), [R]).requires_grad_()) for t in (X, X[0], X[1].bfloat16())
-        ]
-        plain = [t.clone().requires_grad_() for t in (X, X[0], X[1].bfloat16())]
-        loss(plain[0], plain[1], plain[2], X, ids).backward()
-        for _ in range(3):
-            for leaf in leaves:
-                leaf.grad = None
-            loss(leaves[0], leaves[1], leaves[2], *parts).backward()
-            for leaf, want in zip(leaves, plain, strict=True):
-                assert want.grad is not None
-                found = as_dtensor(leaf.grad)
-                got, expected = found.to_local() if found.is_sparse else found.full_tensor(), want.grad
-                if expected.is_sparse:
-                    got, expected = got.to_dense(), expected.to_dense()
-                assert_close(got, expected, rtol=2e-2, atol=2e-2)
+    ids, values = torch.tensor([0, 2, 2, 5, 1, 0, 3]), (X, X[0], X[1].bfloat16())
+    plain = [t.clone().requires_grad_() for t in values]
+    loss(*plain, X, ids).backward()
+    for overlap in (False, True):
+        with buckets(overlap=overlap):
+            leaves = [as_dtensor(distribute_tensor(t, Mesh((2,)), [R]).requires_grad_()) for t in values]
+            for _ in range(3):
+                for leaf in leaves:
+                    leaf.grad = None
+                loss(*leaves, sharded(X), sharded(ids)).backward()
+                for leaf, want in zip(leaves, plain, strict=True):
+                    found, expected = as_dtensor(leaf.grad), want.grad
+                    assert expected is not None
+                    got = found.to_local().to_dense() if found.is_sparse else found.full_tensor()
+                    assert_close(got, expected.to_dense(), rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("choice", [(1, 2), (0, 1)])
-def test_sets_of_leaves_that_were_reduced_before_are_told_apart_again(choice: tuple[int, int]) -> None:
+def test_sets_of_leaves_that_were_reduced_before_are_told_apart_again() -> None:
     """Of equal size, the gradients of one would be added to those of the other."""
 
-    @world(2)
-    def check() -> None:
+    def check(choice: tuple[int, int]) -> None:
         leaves = [as_dtensor(distribute_tensor(torch.ones(3), Mesh((2,)), [R]).requires_grad_()) for _ in range(3)]
         for leaf in (*leaves, leaves[0]):  # all ranks alike
             leaf.square().sum().backward()
@@ -442,43 +422,73 @@ def test_sets_of_leaves_that_were_reduced_before_are_told_apart_again(choice: tu
         with pytest.raises(MismatchError, match=r"the gradients that are reduced together|must make the same call"):
             _ = mine.grad
 
-    check()
+    for choice in ((1, 2), (0, 1)):
+        world(2).run(check, choice)
 
 
-def test_a_mesh_whose_leaves_are_used_in_some_steps_only_does_not_wait_for_others() -> None:
-    @world(3)
-    def check() -> None:
-        near, far = Mesh((2,), (0, 1)), Mesh((2,), (0, 2))
-        leaves = [as_dtensor(distribute_tensor(torch.ones(3), mesh, [R]).requires_grad_()) for mesh in (near, far)]
-        for step in range(4):
-            mine = [x for x in leaves[: 1 + step % 2] if rank() in x.layout_.mesh.ranks]
-            for x in mine:
-                x.square().sum().backward()
-            for x in mine:
-                assert as_dtensor(x.grad).tolist() == [2] * 3
-                x.grad = None
-
-    check()
-
-
-@pytest.mark.parametrize("overlap", [False, True])
 @world(3)
-def test_gradients_on_some_of_the_ranks_do_not_change_when_those_of_all_ranks_are_sent(overlap: bool) -> None:
+def test_a_mesh_whose_leaves_are_used_in_some_steps_only_does_not_wait_for_others() -> None:
+    near, far = Mesh((2,), (0, 1)), Mesh((2,), (0, 2))
+    leaves = [as_dtensor(distribute_tensor(torch.ones(3), mesh, [R]).requires_grad_()) for mesh in (near, far)]
+    for step in range(4):
+        mine = [x for x in leaves[: 1 + step % 2] if rank() in x.layout_.mesh.ranks]
+        for x in mine:
+            x.square().sum().backward()
+        for x in mine:
+            assert as_dtensor(x.grad).tolist() == [2] * 3
+            x.grad = None
+
+
+@world(3)
+def test_gradients_on_some_of_the_ranks_do_not_change_when_those_of_all_ranks_are_sent() -> None:
     """Ranks 0 and 1 read a gradient of their own mesh, before a collective of all ranks or while theirs are pending."""
     every, pair = Mesh((3,)), Mesh((2,), (0, 1))
     x, w = as_dtensor(sharded(X)), as_dtensor(distribute_tensor(X, every, [R]).requires_grad_())
     own = as_dtensor(distribute_tensor(X, pair, [R]).requires_grad_()) if rank() < 2 else None
-    with buckets(overlap=overlap):
-        for step in range(4):
-            if own is not None and step % 2:
-                own.square().sum().backward()
-            product = as_dtensor(x * w)
-            (product.redistribute(placements=[S1]) * product.redistribute(placements=[S1])).sum().backward()
-            if own is not None:
-                if not step % 2:
+    for overlap in (False, True):
+        with buckets(overlap=overlap):
+            for step in range(4):
+                if own is not None and step % 2:
                     own.square().sum().backward()
-                assert_close(as_dtensor(own.grad).full_tensor(), 2 * X)
-                own.grad = None
-            assert_close(x.full_tensor(), X)
-            assert_close(as_dtensor(w.grad).full_tensor(), 2 * X * X * X)
-            w.grad = None
+                moved = as_dtensor(x * w)
+                (moved.redistribute(placements=[S1]) * moved.redistribute(placements=[S1])).sum().backward()
+                if own is not None:
+                    if not step % 2:
+                        own.square().sum().backward()
+                    assert_close(as_dtensor(own.grad).full_tensor(), 2 * X)
+                    own.grad = None
+                assert_close(x.full_tensor(), X)
+                assert_close(as_dtensor(w.grad).full_tensor(), 2 * X * X * X)
+                w.grad = None
+
+
+# ---- plans -------------------------------------------------------------------------------------------------------
+
+FLOAT = Mesh((2,)), (0,), torch.float32, torch.device("cpu")
+DOUBLE = Mesh((2,)), (0,), torch.float64, torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("gradients", "expected"),
+    [
+        ([(4, FLOAT, 4), (3, FLOAT, 4), (2, FLOAT, 4), (1, FLOAT, 12)], ((4, 3), (2,), (1,))),
+        ([(4, FLOAT, 4), (3, DOUBLE, 4), (2, FLOAT, 4), (1, DOUBLE, 4)], ((4, 2), (3, 1))),
+        ([(3, FLOAT, 4), (2, None, 4), (1, FLOAT, 4)], ((2,), (3, 1))),  # the other one is complete later
+        ([(2, None, 1), (1, None, 1)], ((2,), (1,))),
+        ([], ()),
+    ],
+)
+def test_gradients_of_a_kind_share_a_bucket_while_there_is_room(
+    gradients: list[tuple[int, None, int]], expected: tuple[tuple[int, ...], ...]
+) -> None:
+    assert split_into_buckets([Gradient(*g) for g in gradients], max_bytes=10) == expected
+
+
+def test_buckets_are_sent_in_backward_after_one_read_per_backward_unless_other_code_changed_gradients() -> None:
+    plan = BucketPlan((), BucketOptions())
+    seen = []
+    for read_once, unchanged in [(True, True), (False, False), (True, True), (True, False), (True, True)]:
+        plan.update_send_time(read_once, unchanged)
+        seen.append(plan.send_time)
+    on_read, early, never = SendTime.ON_READ, SendTime.IN_BACKWARD, SendTime.ALWAYS_ON_READ
+    assert seen == [early, on_read, early, never, never]
