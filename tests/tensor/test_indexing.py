@@ -11,8 +11,10 @@ from torch.testing import assert_close
 
 from shardwise import Mesh, OnRanks, Partial, Replicate, Shard, collectives, count_comms, distribute_tensor
 from shardwise.errors import RuleError
+from shardwise.layout import Layout, Placement
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
+from tests.rules.random_ops import PARTIAL_LAYOUTS, SHAPE, SHARDED_LAYOUTS, VALUES, sharded_values
 from tools.op_judge import Sample
 from tools.rule_checks import assert_equals_one_process
 
@@ -141,17 +143,16 @@ def test_what_is_assigned_to_distributed_places_equals_one_process(args: tuple[T
 
 
 @pytest.mark.parametrize("placement", [S0, Shard(0, [1, 0, 6]), S1, R, OnRanks(2)], ids=str)
-@pytest.mark.parametrize("value", [A[0], A[:1, None], 2, torch.tensor(3.0).double()], ids=["row", "ones", "2", "3"])
 @world(3)
-def test_nothing_moves_when_whole_values_are_written(placement: Any, value: Any) -> None:
-    want = A.clone()
-    x = distribute_tensor(A, Mesh((3,)), [placement])
-    with count_comms() as comms:
-        for index in (3, slice(1, 6, 2), (slice(None), None), ROWS, MASK, (5, ...)):
-            want[index] = value
-            x[index] = value
-    assert comms.total_calls == 0
-    assert torch.equal(x.full_tensor(), want)
+def test_nothing_moves_when_whole_values_are_written(placement: Any) -> None:
+    for value in (A[0], A[:1, None], 2, torch.tensor(3.0).double()):
+        want, x = A.clone(), distribute_tensor(A, Mesh((3,)), [placement])
+        with count_comms() as comms:
+            for index in (3, slice(1, 6, 2), (slice(None), None), ROWS, MASK, (5, ...)):
+                want[index] = value
+                x[index] = value
+        assert comms.total_calls == 0
+        assert torch.equal(x.full_tensor(), want)
 
 
 @world(3)
@@ -195,7 +196,7 @@ def test_cut_indices_travel_to_the_rows_and_the_rows_back() -> None:
 
 
 @world(2)
-def test_assignments_to_views_reach_the_original() -> None:
+def test_assignments_to_views_reach_the_original_and_those_to_copies_are_refused() -> None:
     want, x = A.clone(), distribute_tensor(A, Mesh((2,)), [S0])
     for y in (want, x):
         y[2:][1:, 0] = 1
@@ -205,27 +206,22 @@ def test_assignments_to_views_reach_the_original() -> None:
         y[ROWS] *= 2
         y[:, 2] -= 1
     assert torch.equal(x.full_tensor(), want)
-
-
-@world(2)
-def test_a_row_that_had_to_be_moved_is_not_assigned_to() -> None:
-    x = distribute_tensor(A, Mesh((2,)), [S0])
     with pytest.raises(RuleError, match="Fix: change the original"):
         x[0][1] = 1
     with pytest.raises(RuleError, match="Fix: change the original"):
         x[0] += 1
-    x[0, 1] = 1
-    x[0] = x[0] + 1
-    assert x.full_tensor()[0].tolist() == [A[0, 0] + 1, 2, A[0, 2] + 1]
+    for y in (want, x):
+        y[0, 1] = 1
+        y[0] = y[0] + 1
+    assert torch.equal(x.full_tensor(), want)
 
 
 @world(2)
 def test_plain_tensors_and_distributed_indices_and_values() -> None:
-    plain, x = A.clone(), distribute_tensor(A, Mesh((2,)), [S0])
+    plain, want, x = A.clone(), A.clone(), distribute_tensor(A, Mesh((2,)), [S0])
     rows = distribute_tensor(ROWS, Mesh((2,)), [S0])
     assert torch.equal(as_dtensor(plain[rows]).full_tensor(), A[ROWS])
     plain[rows] = x[:4]
-    want = A.clone()
     want[ROWS] = A[:4]
     assert torch.equal(plain, want)
 
@@ -233,10 +229,8 @@ def test_plain_tensors_and_distributed_indices_and_values() -> None:
 @world(2)
 def test_iteration_membership_and_reversal() -> None:
     x = distribute_tensor(A, Mesh((2,)), [S0])
-    for got, want in zip(x, A, strict=True):
-        assert torch.equal(as_dtensor(got).full_tensor(), want)
-    for got, want in zip(reversed(x), reversed(A), strict=True):
-        assert torch.equal(as_dtensor(got).full_tensor(), want)
+    for got, want in ((x, A), (reversed(x), reversed(A))):
+        assert [as_dtensor(row).tolist() for row in got] == [row.tolist() for row in want]
     assert float(A[6, 1]) in x
     assert 100.0 not in x
     assert x[6, 1].item() == A[6, 1].item()
@@ -261,140 +255,81 @@ def test_scattered_slices_equal_one_process(sample: Sample) -> None:
     assert assert_equals_one_process([sample], MESHES, limit=6).cases > 7
 
 
-IN_PLACE: dict[str, Callable[[Any], Any]] = {
-    "t_": lambda x: x.t_(),
-    "transpose_": lambda x: x.transpose_(0, 1),
-    "swapaxes_": lambda x: x.swapaxes_(0, -1),
-    "swapdims_": lambda x: x.swapdims_(1, 0),
-    "unsqueeze_": lambda x: x.unsqueeze_(1),
-    "squeeze_": lambda x: x.unsqueeze_(0).unsqueeze_(-1).squeeze_(),
-    "squeeze_ one": lambda x: x.unsqueeze_(0).squeeze_(0),
-}
+BAD: list[tuple[Any, type[Exception]]] = [
+    (7, IndexError),
+    (-8, IndexError),
+    ((0, 3), IndexError),
+    ((0, 0, 0), IndexError),
+    ([0, 7], IndexError),
+    ([-8], IndexError),
+    ([True, False], IndexError),
+    (torch.ones(2), IndexError),
+    (slice(None, None, -1), ValueError),
+    ("a", TypeError),
+]
 
 
-@pytest.mark.parametrize("name", IN_PLACE)
-@pytest.mark.parametrize("placement", [S0, S1, Shard(0, [0, 6, 1]), R, OnRanks(1), Partial()], ids=str)
-@world(3)
-def test_views_in_place_change_the_layout_with_the_shape(name: str, placement: Any) -> None:
-    want = A.clone()
-    leaf = distribute_tensor(A, Mesh((3,)), [R]).redistribute(placements=[placement]).requires_grad_()
-    x = leaf.clone()
-    out = IN_PLACE[name](x)
-    IN_PLACE[name](want)
-    assert out is x
-    assert x.shape == want.shape
-    assert_close(as_dtensor(x.detach()).full_tensor(), want)
-    (x * want).sum().backward()
-    assert_close(as_dtensor(leaf.grad).full_tensor(), A)
-
-
-@world(2)
-def test_a_cut_dim_does_not_go_in_place_where_gradients_would_be_lost() -> None:
-    x = distribute_tensor(torch.ones(1, 3), Mesh((2,)), [S0]).requires_grad_().clone()
-    with pytest.raises(RuleError, match="squeeze_ works in place"):
-        x.squeeze_(0)
-    assert x.shape == (1, 3)
-
-
-BAD: dict[str, tuple[Any, type[Exception]]] = {
-    "row": (7, IndexError),
-    "negative row": (-8, IndexError),
-    "element": ((0, 3), IndexError),
-    "too many": ((0, 0, 0), IndexError),
-    "rows": ([0, 7], IndexError),
-    "negative rows": ([-8], IndexError),
-    "mask": ([True, False], IndexError),
-    "fractions": (torch.ones(2), IndexError),
-    "backwards": (slice(None, None, -1), ValueError),
-    "words": ("a", TypeError),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-@pytest.mark.parametrize("placement", [S0, S1, R], ids=str)
-def test_bad_brackets_are_the_same_error_on_every_rank(name: str, placement: Any) -> None:
-    index, kind = BAD[name]
-
-    def body() -> set[str]:
+@pytest.mark.parametrize(("index", "kind"), BAD, ids=repr)
+def test_bad_brackets_are_the_same_error_on_every_rank(index: Any, kind: type[Exception]) -> None:
+    def body(placement: Placement) -> list[str]:
         x = distribute_tensor(A, Mesh((3,)), [placement])
-        said = set()
-        with pytest.raises(kind) as caught:
+        with pytest.raises(kind) as read:
             x[index]
-        said.add(str(caught.value))
-        with pytest.raises(kind) as caught:
+        with pytest.raises(kind) as written:
             x[index] = 1
-        said.add(str(caught.value))
-        return said
+        return [str(read.value), str(written.value)]
 
     with pytest.raises(kind):
         A[index]
-    first, *others = world(3).run(body)
-    assert all(said == first for said in others)
+    for placement in (S0, S1, R):
+        first, *others = world(3).run(body, placement)
+        assert others == [first, first]
 
 
-@pytest.mark.parametrize("shape", [(2, 0), (0, 2), (0, 0), (2, 0, 3)], ids=str)
-def test_steps_in_a_tensor_without_elements(shape: tuple[int, ...]) -> None:
-    full = torch.zeros(shape)
-    first = shape[0] - 1
-    indices: list[Any] = [
-        slice(None, None, 2),
-        (slice(None), slice(None, None, 2)),
-        (slice(None, None, 3), slice(None, None, 2)),
-    ]
-    indices += [(first, slice(None, None, 2))] if first >= 0 else []
+def test_steps_in_a_tensor_without_elements() -> None:
+    step, half = slice(None, None, 2), (slice(None, None, 3), slice(None, None, 2))
+    for shape in [(2, 0), (0, 2), (0, 0), (2, 0, 3)]:
+        full = torch.zeros(shape)
+        indices: list[Any] = [step, (slice(None), step), half, *([(shape[0] - 1, step)] if shape[0] else [])]
 
-    def body() -> list[tuple[int, ...]]:
-        found = []
-        for placement in [R, S0, S1]:
-            x = distribute_tensor(full, Mesh((2,)), [placement])
-            for index in indices:
-                found.append(tuple(x[index].shape))
-                x[index] = 3
-        return found
+        def body(full: Tensor = full, indices: list[Any] = indices) -> list[tuple[int, ...]]:
+            found = []
+            for placement in [R, S0, S1]:
+                x = distribute_tensor(full, Mesh((2,)), [placement])
+                for index in indices:
+                    found.append(tuple(x[index].shape))
+                    x[index] = 3
+            return found
 
-    assert world(2).run(body) == [[tuple(full[index].shape) for _ in range(3) for index in indices]] * 2
-
-
-def test_dims_are_indexed_after_one_ellipsis_only() -> None:
-    """Behind a second one torch indexes dims that the tensor does not have."""
-
-    def body() -> tuple[int, ...]:
-        x = distribute_tensor(A, Mesh((2,)), [S0])
-        bad: list[Any] = [(..., ..., 0), (..., ..., slice(0, 1)), (..., 0, ..., 1)]
-        for index in bad:
-            with pytest.raises(IndexError, match="only one ellipsis"):
-                x[index]
-            with pytest.raises(IndexError, match="only one ellipsis"):
-                x[index] = 1
-        return tuple(x[..., 0, ...].shape)
-
-    assert world(2).run(body) == [tuple(A[..., 0, ...].shape)] * 2
-
-
-def test_a_bad_index_on_one_rank_is_the_same_error_on_every_rank() -> None:
-    def body() -> set[str]:
-        x = distribute_tensor(A, Mesh((3,)), [S0])
-        rows = distribute_tensor(torch.tensor([0, 1, 9, 2]), Mesh((3,)), [S0])
-        said = set()
-        with pytest.raises(IndexError, match="index 9 is out of bounds for dimension 0 with size 7") as caught:
-            x[rows]
-        said.add(str(caught.value))
-        with pytest.raises(IndexError, match="index 9 is out of bounds for dimension 0 with size 7") as caught:
-            x.index_put_((rows,), torch.ones((), dtype=torch.float64))
-        return said | {str(caught.value)}
-
-    assert len({frozenset(said) for said in world(3).run(body)}) == 1
+        assert world(2).run(body) == [[tuple(full[index].shape) for index in indices] * 3] * 2
 
 
 @world(2)
-def test_values_that_cannot_be_assigned_are_refused() -> None:
+def test_dims_are_indexed_after_one_ellipsis_only() -> None:
+    """Behind a second one torch indexes dims that the tensor does not have."""
     x = distribute_tensor(A, Mesh((2,)), [S0])
+    bad: list[Any] = [(..., ..., 0), (..., ..., slice(0, 1)), (..., 0, ..., 1)]
+    for index in bad:
+        with pytest.raises(IndexError, match="only one ellipsis"):
+            x[index]
+        with pytest.raises(IndexError, match="only one ellipsis"):
+            x[index] = 1
+    assert x[..., 0, ...].shape == A[..., 0, ...].shape
+
+
+@world(3)
+def test_a_bad_index_on_one_rank_and_a_bad_value_are_errors_on_every_rank() -> None:
+    x = distribute_tensor(A, Mesh((3,)), [S0])
+    rows = distribute_tensor(torch.tensor([0, 1, 9, 2]), Mesh((3,)), [S0])
+    with pytest.raises(IndexError, match="index 9 is out of bounds for dimension 0 with size 7"):
+        x[rows]
+    with pytest.raises(IndexError, match="index 9 is out of bounds for dimension 0 with size 7"):
+        x.index_put_((rows,), torch.ones((), dtype=torch.float64))
     with pytest.raises(TypeError, match="can't assign a list"):
         x[0] = [1, 2, 3]  # type: ignore[assignment]
-    with pytest.raises(RuntimeError):
-        x[1:3] = torch.ones(3, 3)
-    with pytest.raises(RuntimeError):
-        x[ROWS] = torch.ones(3, 3)
+    for index in (slice(1, 3), ROWS):
+        with pytest.raises(RuntimeError):
+            x[index] = torch.ones(3, 3)
 
 
 @world(3)
@@ -404,3 +339,59 @@ def test_a_new_dim_beside_an_empty_slice() -> None:
     assert tuple(x[-2, None, :0].shape) == (1, 0, 2)
     x[-2, None, :0] += 1
     assert bool((x == 1).all())
+
+
+# ---- numbers -----------------------------------------------------------------------------------------------------
+
+SOME = torch.tensor([5, 0, -3])
+NUMBERED: dict[str, Any] = {
+    "numbers": (3, -1, 0),
+    "a tensor and numbers": (SOME, 2, 1),
+    "tensors": (SOME, torch.tensor([[0], [4]]), torch.tensor(2)),
+    "no places": (torch.tensor([], dtype=torch.int64), 0, 0),
+    "short integers": (SOME.int(), 0, SOME.int() % 3),
+}
+
+
+def test_numbers_are_written_where_the_places_are_held() -> None:
+    def body(layout: Layout, index: Any) -> Tensor:
+        x = before = sharded_values(layout)
+        x[index] = 7.5
+        assert x is before
+        assert x.layout_ == layout
+        return x.full_tensor()
+
+    for index in NUMBERED.values():
+        expected = VALUES.clone()
+        expected[index] = 7.5
+        for layout in (*SHARDED_LAYOUTS, *PARTIAL_LAYOUTS):
+            for got in world(layout.mesh.size()).run(body, layout, index):
+                assert_close(got, expected, msg=str(layout))
+
+
+def test_no_gradient_reaches_what_was_overwritten() -> None:
+    def body(layout: Layout) -> Tensor:
+        leaf = sharded_values(layout).requires_grad_()
+        x = leaf * 2
+        x[3, 4, 0] = 1
+        as_dtensor(x).sum().backward()
+        return as_dtensor(leaf.grad).full_tensor()
+
+    expected = torch.full(SHAPE, 2.0, dtype=torch.float64)
+    expected[3, 4, 0] = 0
+    for layout in SHARDED_LAYOUTS:
+        assert all(torch.equal(got, expected) for got in world(layout.mesh.size()).run(body, layout)), layout
+
+
+@world(2)
+def test_slices_of_any_placement_take_numbers_and_places_outside_are_torchs_error() -> None:
+    for placement in (R, S0, OnRanks(1), Partial()):
+        x = distribute_tensor(torch.arange(12.0).view(4, 3), Mesh((2,)), [R]).redistribute(placements=[placement])
+        y = as_dtensor(x * 1)
+        y[:, :] = 3
+        assert torch.equal(y.full_tensor(), torch.full((4, 3), 3.0))
+    with pytest.raises(IndexError) as expected:
+        VALUES.clone()[0, 5, 0] = 1
+    with pytest.raises(IndexError) as caught:
+        sharded_values(Layout(Mesh((2,)), [S0], SHAPE))[SOME, 5, 0] = 1
+    assert str(caught.value) == str(expected.value)
