@@ -1,5 +1,8 @@
 """Operands on different meshes, and ranks outside the mesh of an op."""
 
+import copy
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -44,21 +47,21 @@ def laid_out(x: Tensor, mesh: Mesh, placements: list[Placement]) -> DTensor:
     return as_dtensor(distribute_tensor(x, LINE, [R]).redistribute(mesh, placements).detach().requires_grad_())
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+def everywhere(x: Tensor | None) -> Tensor:
+    return as_dtensor(x).redistribute(LINE, [R]).to_local()
+
+
 @world(4)
-def test_operands_of_different_meshes_are_brought_to_one(case: Any) -> None:
-    mesh_a, placed_a, mesh_b, placed_b = case
-    a, b = laid_out(A, mesh_a, placed_a), laid_out(B, mesh_b, placed_b)
-    out = as_dtensor((a * b).sin())
-    assert out.layout_.mesh in (mesh_a, mesh_b)
-    out.sum().backward()
+def test_operands_of_different_meshes_are_brought_to_one() -> None:
     x, y = A.clone().requires_grad_(), B.clone().requires_grad_()
     (x * y).sin().sum().backward()
-    assert_close(out.redistribute(LINE, [R]).full_tensor(), (A * B).sin())
-    for got, want in ((a.grad, x.grad), (b.grad, y.grad)):
-        assert got is not None
-        assert want is not None
-        assert_close(got.redistribute(LINE, [R]).full_tensor(), want)
+    for mesh_a, placed_a, mesh_b, placed_b in CASES:
+        a, b = laid_out(A, mesh_a, placed_a), laid_out(B, mesh_b, placed_b)
+        out = as_dtensor((a * b).sin())
+        assert out.layout_.mesh in (mesh_a, mesh_b)
+        out.sum().backward()
+        for got, want in ((out, (A * B).sin()), (a.grad, x.grad), (b.grad, y.grad)):
+            assert_close(everywhere(got), want)
 
 
 def test_a_rank_outside_a_mesh_runs_no_call_that_was_cached_in_a_smaller_world() -> None:
@@ -85,14 +88,9 @@ def test_the_largest_operand_stays_and_ops_in_place_keep_their_mesh() -> None:
 
 
 @world(4)
-def test_an_op_without_a_rule_takes_operands_of_different_meshes() -> None:
+def test_an_op_without_a_rule_takes_operands_of_different_meshes_but_not_in_strict_mode() -> None:
     a, b = distribute_tensor(A, LINE, [S0]), distribute_tensor(B, GRID, [S0, S1])
-    assert_close(as_dtensor(torch.cdist(a, b)).redistribute(LINE, [R]).to_local(), torch.cdist(A, B))
-
-
-@world(4)
-def test_different_meshes_are_refused_in_strict_mode_alike_on_every_rank() -> None:
-    a, b = distribute_tensor(A, LINE, [S0]), distribute_tensor(B, GRID, [S0, R])
+    assert_close(everywhere(torch.cdist(a, b)), torch.cdist(A, B))
     with strict(), pytest.raises(RuleError) as caught:
         torch.add(a, b)
     assert str(caught.value) == (
@@ -106,31 +104,33 @@ def test_different_meshes_are_refused_in_strict_mode_alike_on_every_rank() -> No
 NAMED = Mesh((2, 3), tuple(range(5, -1, -1)), names=("dp", "tp"))
 
 
-@pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("axis", ["dp", "tp"])
-@pytest.mark.parametrize("placements", [[R, R], [S0, R], [R, S1], [S1, S0], [Partial(), S0]], ids=str)
 @pytest.mark.parametrize("own", [R, S0, S1, Partial()], ids=str)
-@world(6)
 def test_a_tensor_on_the_own_slice_of_each_rank_counts_as_replicated_along_the_other_axes(
-    own: Placement, placements: list[Placement], axis: str, first: bool
+    own: Placement, axis: str
 ) -> None:
     """Ranks took it for one on their slice only, and made different collectives."""
-    line = Mesh((6,))
-    a = as_dtensor(distribute_tensor(A[:1], NAMED[axis], [R]).redistribute(placements=[own]).detach().requires_grad_())
-    b = as_dtensor(distribute_tensor(B, line, [R]).redistribute(NAMED, placements).detach().requires_grad_())
-    out = as_dtensor(a * b if first else torch.rsub(a, b))
-    assert out.layout_.mesh == NAMED
-    (slope,) = torch.autograd.grad(out.sin().sum(), a, create_graph=True)
-    (out.square().sum() + as_dtensor(slope).square().sum()).backward()
-    x, y = A[:1].clone().requires_grad_(), B.clone().requires_grad_()
-    want = x * y if first else torch.rsub(x, y)
-    (want_slope,) = torch.autograd.grad(want.sin().sum(), x, create_graph=True)
-    (want.square().sum() + want_slope.square().sum()).backward()
-    assert_close(out.full_tensor(), want)
-    for got, expected in ((a, x), (b, y)):
-        assert got.grad is not None
-        assert as_dtensor(got.grad).layout_.mesh == got.layout_.mesh
-        assert_close(as_dtensor(got.grad).full_tensor(), expected.grad)
+
+    def outcome(x: Any, y: Any, first: bool) -> list[Any]:
+        out = x * y if first else torch.rsub(x, y)
+        (slope,) = torch.autograd.grad(out.sin().sum(), x, create_graph=True)
+        (out.square().sum() + slope.square().sum()).backward()
+        return [out, x.grad, y.grad]
+
+    expected = {first: outcome(A[:1].clone().requires_grad_(), B.clone().requires_grad_(), first) for first in (0, 1)}
+
+    @world(6)
+    def body() -> None:
+        layouts: list[list[Placement]] = [[R, R], [S0, R], [R, S1], [S1, S0], [Partial(), S0]]
+        for placements, first in product(layouts, (False, True)):
+            a = distribute_tensor(A[:1], NAMED[axis], [R]).redistribute(placements=[own]).detach().requires_grad_()
+            b = distribute_tensor(B, Mesh((6,)), [R]).redistribute(NAMED, placements).detach().requires_grad_()
+            found = outcome(a, b, first)
+            for got, want, mesh in zip(found, expected[first], (NAMED, NAMED[axis], NAMED), strict=True):
+                assert got.layout_.mesh == mesh
+                assert_close(got.full_tensor(), want)
+
+    body()
 
 
 @world(4)
@@ -143,10 +143,8 @@ def test_values_that_differ_between_slices_are_an_error() -> None:
 
 @world(4)
 def test_a_tensor_on_one_slice_is_redistributed_to_the_mesh() -> None:
-    one = Mesh((2,), (0, 2))
-    a = laid_out(A, one, [S0])
-    out = as_dtensor(distribute_tensor(B, GRID, [S0, S1]) * a)
-    assert_close(out.redistribute(LINE, [R]).to_local(), A * B)
+    a = laid_out(A, Mesh((2,), (0, 2)), [S0])
+    assert_close(everywhere(distribute_tensor(B, GRID, [S0, S1]) * a), A * B)
 
 
 @world(4)
@@ -157,52 +155,44 @@ def test_norms_of_gradients_on_a_mesh_and_on_slices_of_it() -> None:
         distribute_tensor(B, mesh["dp"], [S0]),
         distribute_tensor(B, mesh["tp"], [R]),
     ]
-    for p in ours:
-        p.requires_grad_().grad = p.detach().clone()
     for order in (ours, ours[::-1]):
-        want = torch.cat([A, B, B]).norm()
-        assert_close(as_dtensor(nn.utils.get_total_norm([as_dtensor(p.grad) for p in order])).full_tensor(), want)
+        total = nn.utils.get_total_norm([p.detach().clone() for p in order])
+        assert_close(as_dtensor(total).full_tensor(), torch.cat([A, B, B]).norm())
 
 
 # ---- ranks outside ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("placement", [S0, S1, R, Shard(0, [5, 2]), OnRanks(0)], ids=str)
 @world(4)
-def test_a_model_on_some_ranks_trains_while_the_others_hold_nothing(placement: Placement) -> None:
-    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 2)).double()
+def test_a_model_on_some_ranks_trains_while_the_others_hold_nothing() -> None:
+    def trained(model: nn.Module, x: Any) -> list[Any]:
+        out = model(x)
+        loss = F.mse_loss(out, torch.ones_like(out)) + out.max() + out.softmax(1).amax(0).prod()
+        loss.backward()
+        return [x.grad, *(p.grad for p in model.parameters())]
+
     torch.manual_seed(0)
-    for p in model.parameters():
+    plain = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 2)).double()
+    for p in plain.parameters():
         nn.init.normal_(p)
-    weights = [p.detach().clone() for p in model.parameters()]
-    for child in (model[0], model[2], model[3]):
+    sharded = copy.deepcopy(plain)
+    for child in sharded:
         for name, p in list(child.named_parameters()):
             child.register_parameter(
                 name, nn.Parameter(distribute_tensor(p, LINE, [R]).redistribute(PAIR, [R]).detach())
             )
-    x = laid_out(A, PAIR, [placement])
-    out = model(x)
-    loss = F.mse_loss(out, torch.ones_like(out)) + out.max() + out.softmax(1).amax(0).prod()
-    loss.backward()
-    plain = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 2)).double()
-    for p, w in zip(plain.parameters(), weights, strict=True):
-        p.data.copy_(w)
-    want = A.clone().requires_grad_()
-    y = plain(want)
-    (F.mse_loss(y, torch.ones_like(y)) + y.max() + y.softmax(1).amax(0).prod()).backward()
-    for got, expected in zip([x, *model.parameters()], [want, *plain.parameters()], strict=True):
-        assert got.grad is not None
-        assert expected.grad is not None
-        assert_close(as_dtensor(got.grad).redistribute(LINE, [R]).to_local(), expected.grad)
+    expected = trained(plain, A.clone().requires_grad_())
+    for placement in (S0, S1, R, Shard(0, [5, 2]), OnRanks(0)):
+        sharded.zero_grad()
+        for got, want in zip(trained(sharded, laid_out(A, PAIR, [placement])), expected, strict=True):
+            assert_close(everywhere(got), want)
 
 
 @world(3)
 def test_ranks_outside_the_mesh_hold_results_without_elements() -> None:
-    mesh = Mesh((2,), (2, 0))
-    x = distribute_tensor(A, Mesh((3,)), [R]).redistribute(mesh, [S0])
+    x = distribute_tensor(A, Mesh((3,)), [R]).redistribute(Mesh((2,), (2, 0)), [S0])
     for out in (x.amax(0), x @ x.mT, x.max(), torch.sort(x, 0)[0], x[2:4]):
-        out = as_dtensor(out)
-        assert tuple(out.to_local().shape) == out.layout_.local_shape(rank())
+        assert tuple(as_dtensor(out).to_local().shape) == as_dtensor(out).layout_.local_shape(rank())
 
 
 # ---- ranks outside the mesh take part in what crosses meshes --------------------------------------------------------
@@ -242,19 +232,14 @@ def test_a_plain_table_looked_up_on_a_mesh_of_some_ranks_has_a_gradient_of_its_s
     assert table.grad[:, 0].tolist() == ([1, 1, 0] if rank() in PAIR.ranks else [0, 0, 0])
 
 
-@pytest.mark.parametrize("ask", [lambda x: x.sum().item(), lambda x: F.one_hot(x.long().abs()), torch.nonzero])
 @world(3)
-def test_what_only_the_ranks_of_the_mesh_know_is_a_clear_error_outside_it(ask: Any) -> None:
-    x = distribute_tensor(torch.ones(3), Mesh((1,), (1,)), [R])
-    if rank() == 1:
-        ask(x)
-    else:
-        with pytest.raises(RuleError, match="is outside Mesh"):
-            ask(x)
-
-
-@world(3)
-def test_results_outside_the_mesh_may_be_changed_in_place() -> None:
+def test_what_only_the_ranks_of_the_mesh_know_is_a_clear_error_outside_it() -> None:
+    asks: list[Callable[[Any], object]] = [lambda x: x.sum().item(), lambda x: F.one_hot(x.long().abs()), torch.nonzero]
     x = distribute_tensor(torch.ones(3), Mesh((1,), (1,)), [R]).requires_grad_()
-    total = F.cross_entropy(x, torch.full((3,), 1 / 3))
-    total.msort().mul_(2).backward()
+    for ask in asks:
+        if rank() == 1:
+            ask(x.detach())
+        else:
+            with pytest.raises(RuleError, match="is outside Mesh"):
+                ask(x.detach())
+    F.cross_entropy(x, torch.full((3,), 1 / 3)).msort().mul_(2).backward()  # a result may be changed in place
