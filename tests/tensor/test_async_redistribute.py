@@ -1,19 +1,229 @@
-"""Moves that take their time: the first look at the result waits for it."""
+"""An asynchronous redistribution: the first use waits for it, wherever a DTensor is taken. Also torch's."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.distributed.tensor as theirs
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.testing import assert_close
 
-from shardwise import DTensor, Mesh, Partial, Placement, distribute_tensor
-from shardwise.collectives import rank
+import shardwise as sw
+from shardwise import (
+    DTensor,
+    Mesh,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    collectives,
+    distribute_tensor,
+    init_device_mesh,
+    rank,
+)
 from shardwise.errors import RemoteRankError
+from shardwise.parallel import ColwiseParallel, fully_shard
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from tests.tensor.test_conversion import FULL, S0, S1, P, R
+from tests.test_nonsense import CALLS, RANKS, saved
+from tests.test_torch_objects import evidence, outcome
+
+__all__ = ["saved"]  # a fixture
+
+VALUE = torch.arange(12.0).view(4, 3)
+MESH = Mesh((RANKS,))
+
+
+def running(value: Any) -> Any:
+    """`value` with results of asynchronous redistributions for its DTensors; itself if it has none."""
+    if isinstance(value, DTensor):
+        return value.redistribute(placements=[Replicate()]).redistribute(placements=value.placements, async_op=True)
+    if isinstance(value, Mapping):
+        made: Any = {key: running(item) for key, item in value.items()}
+        return made if any(made[key] is not item for key, item in value.items()) else value
+    if type(value) in (list, tuple):
+        made = type(value)(running(item) for item in value)
+        return made if any(new is not old for new, old in zip(made, value, strict=True)) else value
+    return value
+
+
+def outcomes(name: str) -> dict[str, tuple[object, object]]:
+    found = {}
+    for argument, value in CALLS[name]()[1].items():
+        if running(value) is not value:
+            found[argument] = outcome(name, argument, lambda x: x), outcome(name, argument, running)
+            collectives.barrier(tuple(range(RANKS)))
+    return found
+
+
+@pytest.mark.usefixtures("saved")
+def test_every_function_that_takes_a_dtensor_takes_one_that_is_running() -> None:
+    tried = 0
+    for name in CALLS:
+        for by_argument in world(RANKS, timeout=60).run(outcomes, name):
+            for argument, (ended, found) in by_argument.items():
+                assert found == ended, (name, argument)
+                tried += 1
+    assert tried >= 8 * RANKS
+
+
+# ---- methods, attributes and modules --------------------------------------------------------------------------
+
+Make = Callable[..., DTensor]
+
+
+def x(*, grad: bool = False) -> DTensor:
+    return distribute_tensor(VALUE, MESH, [Shard(0)]).requires_grad_(grad)
+
+
+def ended(*, grad: bool = False) -> DTensor:
+    return x(grad=grad).redistribute(placements=[Replicate()])
+
+
+def started(*, grad: bool = False) -> DTensor:
+    return x(grad=grad).redistribute(placements=[Replicate()], async_op=True)
+
+
+def _in_place(y: Any) -> object:
+    source = y
+    y.add_(1)
+    y[0] = 5.0
+    y *= y
+    return y, source
+
+
+def _as_gradient(y: DTensor) -> object:
+    leaf = x(grad=True)
+    leaf.grad = y
+    return leaf.grad
+
+
+def _as_cotangent(y: DTensor) -> object:
+    leaf = x(grad=True)
+    (2 * leaf).backward(gradient=y)
+    return leaf.grad
+
+
+def _as_data(y: DTensor) -> object:
+    target = torch.zeros_like(x())
+    target.data = y
+    return target
+
+
+def _into_plain(y: DTensor) -> object:
+    target = torch.zeros(4, 3)
+    target[1:] = y[1:]
+    target[:1] = y[:1]
+    return target
+
+
+def _returned_by_a_hook(y: DTensor) -> object:
+    leaf = x(grad=True)
+    product = 3 * leaf
+    product.register_hook(lambda g: y)
+    product.sum().backward()
+    return leaf.grad
+
+
+def _through_module(module: nn.Module) -> Callable[[DTensor], object]:
+    def run(y: DTensor) -> object:
+        torch.manual_seed(0)
+        layer = copy.deepcopy(module)
+        for p in layer.parameters():
+            p.data.fill_(0.5)
+        if isinstance(layer, nn.Linear):
+            layer = sw.parallelize_module(layer, MESH, ColwiseParallel(output_layouts=Replicate()))
+        else:
+            fully_shard(layer, mesh=MESH)
+        return layer(y)
+
+    return run
+
+
+def _loaded(y: DTensor) -> object:
+    layer = nn.Linear(3, 4)
+    layer.load_state_dict({"weight": y, "bias": torch.zeros(4)})
+    sharded = sw.shard_module(nn.Linear(3, 4), {"weight": Shard(1)}, mesh=MESH)
+    sharded.load_state_dict({"weight": y, "bias": torch.zeros(4)})
+    return layer, sharded
+
+
+USES: dict[str, Callable[[Any], object]] = {
+    "in place": _in_place,
+    "as gradient": _as_gradient,
+    "as cotangent": _as_cotangent,
+    "as data": _as_data,
+    "into plain": _into_plain,
+    "returned by a hook": _returned_by_a_hook,
+    "of a parallel module": _through_module(nn.Linear(3, 4)),
+    "of a fully sharded module": _through_module(nn.Sequential(nn.Linear(3, 4))),
+    "loaded": _loaded,
+    "set_": lambda y: torch.zeros_like(x()).set_(y),
+    "a parameter": nn.Parameter,
+    "deepcopy": copy.deepcopy,
+    "twice": lambda y: (y.to_local(), y.full_tensor(), y.to_local()),
+    "detached": lambda y: y.detach(),
+    "converted": lambda y: (y.to(torch.float16), y.half(), y.double()),
+    "lists": lambda y: torch._foreach_add([y, y], [y, y]),
+    "lists in place": lambda y: torch._foreach_mul_([y, y], 2.0),
+    "beside plain": lambda y: torch.ones(4, 3) + y,
+    "an index": lambda y: torch.arange(12)[y[:, 0].long()],
+    "a number": lambda y: (torch.tensor(y[1, 1]), y[1, 1].item(), f"{y.sum()}", bool(y.sum()), y.tolist()),
+    "iterated": list,
+    "metadata": lambda y: (y.shape, y.stride(), y.dtype, y.device, len(y), y.nbytes, y.ndim, y.is_contiguous()),
+    "what it is": lambda y: (str(y.layout_), y.placements, str(y.device_mesh), repr(y), isinstance(y, DTensor)),
+    "shards": lambda y: ([s.tensor for s in y.local_shards()], str(y.metadata())),
+    "moved on": lambda y: (y.redistribute(placements=[Shard(1)]), y.redistribute(placements=[Shard(0)], async_op=True)),
+    "norm": lambda y: torch.nn.utils.get_total_norm([y, y]),
+    "linear": lambda y: F.linear(y, y),
+    "local_map": sw.experimental.local_map(lambda z: 2 * z, [Replicate()]),
+    "same type": lambda y: type(y).__name__,
+}
+GRADIENTS: dict[str, Callable[[Any], Tensor]] = {
+    "an op": lambda y: (y * y).sum(),
+    "full_tensor": lambda y: y.full_tensor().pow(2).sum(),
+    "full_tensor, Partial": lambda y: y.full_tensor(grad_placements=[Partial()]).pow(2).sum(),
+    "to_local": lambda y: y.to_local().pow(2).sum(),
+    "to_local, Partial": lambda y: y.to_local(grad_placements=[Partial()]).pow(2).sum(),
+    "a dtype": lambda y: y.double().pow(2).sum(),
+    "in place": lambda y: y.mul_(2).pow(2).sum(),
+    "checkpointed": lambda y: torch.utils.checkpoint.checkpoint(torch.exp, y, use_reentrant=False).sum(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_running_redistribution_is_used_as_one_that_has_ended(use: str) -> None:
+    def both() -> tuple[object, object]:
+        return evidence(USES[use](ended())), evidence(USES[use](started()))
+
+    for expected, found in world(RANKS).run(both):
+        assert found == expected
+
+
+@pytest.mark.parametrize("loss", GRADIENTS)
+def test_gradients_flow_back_through_a_running_redistribution(loss: str) -> None:
+    def both() -> list[object]:
+        found = []
+        for make in (ended, started):
+            source = x(grad=True)
+            y = source.redistribute(placements=[Replicate()], async_op=make is started)
+            GRADIENTS[loss](y).backward()
+            found.append(evidence(source.grad))
+        return found
+
+    for expected, found in world(RANKS).run(both):
+        assert found == expected
+
+
+# ---- on ranks ----------------------------------------------------------------------------------------------------
 
 MAX, MIN, PRODUCT, AVG = Partial("max"), Partial("min"), Partial("product"), Partial("avg")
 LATER: list[tuple[Placement, Placement]] = [(S0, R), (S0, S1), (P, R), (P, S0), (R, S0), (MAX, R), (S0, S0)]
@@ -21,7 +231,7 @@ LATER += [(AVG, R), (AVG, S0), (AVG, P), (S0, AVG), (R, AVG), (MAX, S1), (S1, MA
 
 
 def arrives_later() -> None:
-    mesh = Mesh((3,))
+    mesh = Mesh((sw.world_size(),))
     for src, dst in LATER:
         x = as_dtensor(distribute_tensor(FULL, mesh, [R]).redistribute(placements=[src]).detach().requires_grad_())
         looks: list[Callable[[DTensor], Tensor]] = [
@@ -49,39 +259,28 @@ def test_moves_may_be_waited_for_at_the_first_look() -> None:
     arrives_later()
 
 
-@pytest.mark.processes
-@world(3, real=True)
-def test_moves_on_real_ranks_may_be_waited_for_at_the_first_look() -> None:
-    arrives_later()
-
-
-@pytest.mark.processes
-@world(2, real=True)
-def test_a_move_that_nobody_looks_at_disturbs_nobody() -> None:
-    x = distribute_tensor(FULL, Mesh((2,)), [S0])
+def nobody_looks() -> None:
+    full = VALUE.clone()
+    x = distribute_tensor(full, MESH, [S0])
     for _ in range(3):
         x.redistribute(placements=[R], async_op=True)
-    assert torch.equal(x.full_tensor(), FULL)
+    assert torch.equal(x.full_tensor(), full)
 
 
-@pytest.mark.processes
-@world(2, real=True)
-def test_the_source_may_change_meanwhile() -> None:
+def the_source_may_change_meanwhile() -> None:
     full = torch.ones(512, 4096)
     moves = [(S0, R), (S0, S1), (S1, S0), (P, R), (P, S0), (P, S1), (S0, S0)]
     moves += [(MAX, R), (MAX, S0), (MIN, R), (MIN, S1), (PRODUCT, S0), (AVG, R), (AVG, P)]
     for src, dst in moves:
-        x = as_dtensor(distribute_tensor(full, Mesh((2,)), [R]).redistribute(placements=[src]))
+        x = as_dtensor(distribute_tensor(full, MESH, [R]).redistribute(placements=[src]))
         y = x.redistribute(placements=[dst], async_op=True)
         x.zero_()
         assert torch.equal(y.full_tensor(), full)
 
 
-@pytest.mark.processes
-@world(2, real=True)
-def test_several_threads_may_look_at_a_move_at_once() -> None:
+def several_threads_may_look_at_once() -> None:
     full = torch.arange(600.0 * 500).view(600, 500)
-    x = distribute_tensor(full, Mesh((2,)), [S0])
+    x = distribute_tensor(full, MESH, [S0])
     for _ in range(20):
         y = x.redistribute(placements=[R], async_op=True)
         with ThreadPoolExecutor(4) as threads:
@@ -92,7 +291,7 @@ def test_several_threads_may_look_at_a_move_at_once() -> None:
 
 
 def use_after_a_failure() -> list[str]:
-    x = distribute_tensor(FULL, Mesh((2,)), [S0])
+    x = distribute_tensor(FULL, MESH, [S0])
     if rank() == 1:
         raise ValueError("boom")
     y = x.redistribute(placements=[R], async_op=True)
@@ -102,6 +301,85 @@ def use_after_a_failure() -> list[str]:
             y.to_local()
         found.append(str(caught.value).splitlines()[0])
     raise RuntimeError(str(found))
+
+
+# ---- beside torch ---------------------------------------------------------------------------------------------
+
+PAIRS: list[tuple[Any, Any]] = [
+    (theirs.Shard(0), theirs.Replicate()),
+    (theirs.Shard(0), theirs.Shard(1)),
+    (theirs.Partial(), theirs.Replicate()),
+    (theirs.Partial(), theirs.Shard(0)),
+    (theirs.Replicate(), theirs.Shard(1)),
+]
+DTYPES = (None, torch.bfloat16, torch.float64)
+
+
+def as_torch_does() -> None:
+    """Values, dtypes and gradients of asynchronous redistributions."""
+    mesh = init_device_mesh("cpu", (2,))
+    local = torch.arange(16.0).view(4, 4) / 4  # exact in every dtype, and so are its sums
+    for (src, dst), forward, backward in product(PAIRS, DTYPES, DTYPES):
+        options: Any = {"async_op": True, "forward_dtype": forward, "backward_dtype": backward}
+        results = []
+        for cls in (theirs.DTensor, DTensor):
+            leaf = local.clone().requires_grad_()
+            source: Any = cls.from_local(leaf, mesh, [src], run_check=False)
+            y = source.redistribute(mesh, [dst], **options)
+            found = y.to_local()
+            (2 * found + 0).sum().backward()
+            results.append((found + 0, leaf.grad))
+        (their_value, their_gradient), (value, gradient) = results
+        case = f"{src} to {dst}, {forward}, {backward}"
+        assert value.dtype == their_value.dtype, case
+        assert_close(value, their_value, msg=case)
+        assert gradient is not None
+        assert gradient.dtype == torch.float32, case
+        assert_close(gradient, their_gradient, msg=case)
+
+
+def collectives_of_torch() -> None:
+    """An `AsyncCollectiveTensor` is waited for, whichever way it comes."""
+    mesh = init_device_mesh("cpu", (2,))
+    group: Any = dist.group.WORLD
+    rows = VALUE[2 * sw.rank() : 2 * sw.rank() + 2]
+
+    def gathered() -> Tensor:
+        made = funcol.all_gather_tensor(rows, 0, group)
+        assert type(made) is funcol.AsyncCollectiveTensor
+        return made
+
+    takes: list[tuple[Callable[[Tensor], Any], Tensor]] = [
+        (lambda t: DTensor.from_local(t, mesh, [Replicate()]), VALUE),
+        (lambda t: distribute_tensor(t, mesh, [Shard(1)]), VALUE),
+        (lambda t: x() + t, 2 * VALUE),
+        (lambda t: x().copy_(t), VALUE),
+        (
+            lambda t: sw.shard_module(nn.ParameterDict({"w": nn.Parameter(t + 0)}), {"w": [Shard(0)]}, mesh=mesh)["w"],
+            VALUE,
+        ),
+    ]
+    for take, expected in takes:
+        assert_close(take(gathered()).full_tensor(), expected)
+    leaf = rows.clone().requires_grad_()
+    made = funcol.all_gather_tensor_autograd(leaf, 0, group)
+    DTensor.from_local(made, mesh, [Replicate()]).pow(2).sum().backward()
+    assert leaf.grad is not None
+    assert_close(leaf.grad, 2 * 2 * rows)  # each rank's copy of the loss counts, as in torch
+    theirs_running: Any = theirs.distribute_tensor(VALUE, mesh, [theirs.Shard(0)]).redistribute(
+        mesh, [theirs.Replicate()], async_op=True
+    )
+    assert_close(DTensor.from_torch_dtensor(theirs_running).full_tensor(), VALUE)
+    y = x().redistribute(placements=[Replicate()], async_op=True)
+    assert_close(funcol.wait_tensor(y.to_local()), VALUE)  # programs that wait before use go on
+
+
+@pytest.mark.processes
+def test_on_real_ranks() -> None:
+    ranks = world(2, real=True)
+    on_ranks = arrives_later, nobody_looks, the_source_may_change_meanwhile, several_threads_may_look_at_once
+    for body in (*on_ranks, as_torch_does, collectives_of_torch):
+        ranks.run(body)
 
 
 @pytest.mark.processes
