@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 from weakref import ref
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
-from shardwise import Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor
+from shardwise import Mesh, Partial, Replicate, Shard, collectives, count_comms, distribute_tensor
 from shardwise.errors import IdError
 from shardwise.layout import Layout, Placement
 from shardwise.rules import RULES
@@ -24,6 +25,7 @@ UNEVEN = Shard(0, (1, 3, 2))
 IDS = torch.tensor([[4, 0], [1, 4], [2, 3]])
 X, Y, TABLE = (torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in range(3))
 
+# name: (op, operands, their placements on a mesh of three ranks)
 # name: (op, operands, their placements on a mesh of three ranks)
 CALLS: dict[str, tuple[Callable[..., Any], list[Tensor], list[Placement]]] = {
     "view": (lambda x: x.view(-1, 2, 2), [X], [UNEVEN]),
@@ -77,65 +79,50 @@ def test_each_of_three_calls_equals_one_process_on_every_rank(name: str) -> None
     world(3).run(run)
 
 
-VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "view": lambda x: x.view(-1, 2, 2),
-    "view_as": lambda x: x.view_as(torch.empty(6, 2, 2)),
-    "flatten": lambda x: x.flatten(),
-    "chunk": lambda x: x.chunk(2, 1)[1],
-    "x[:, -1]": lambda x: x[:, -1],
-    "squeeze": lambda x: x.unsqueeze(1).squeeze(1),
-}
-
-
-@pytest.mark.parametrize("name", VIEWS)
-def test_warm_views_share_memory_and_send_nothing(name: str) -> None:
-    def run() -> None:
+@world(3)
+def test_warm_views_share_memory_and_send_nothing() -> None:
+    views: list[Callable[[Tensor], Tensor]] = [
+        lambda x: x.view(-1, 2, 2), lambda x: x.view_as(torch.empty(6, 2, 2)), lambda x: x.flatten(),
+        lambda x: x.chunk(2, 1)[1], lambda x: x[:, -1], lambda x: x.unsqueeze(1).squeeze(1),
+    ]  # fmt: skip
+    for make, number in product(views, (7, 8, 9)):
         x = distribute_tensor(X, Mesh((3,)), [UNEVEN])
-        for number in (7, 8, 9):
-            with count_comms() as comms:
-                view = VIEWS[name](x)
-            assert comms.total_bytes == 0
-            view.fill_(number)
-            assert (VIEWS[name](as_dtensor(x).full_tensor()) == number).all()
-
-    world(3).run(run)
+        with count_comms() as comms:
+            view = make(x)
+        assert comms.total_bytes == 0
+        view.fill_(number)
+        assert (make(x.full_tensor()) == number).all()
 
 
+@world(3)
 def test_what_is_assigned_to_a_part_is_what_the_same_rank_holds_each_time() -> None:
-    def run() -> None:
-        x, full = distribute_tensor(X, Mesh((3,)), [UNEVEN]), X.clone()
-        for number in range(3):
-            for brackets in ((slice(None), -1), 4, (slice(2, 6), slice(0, 2)), (slice(None, None, 4), None, 1)):
-                x[brackets] = full[brackets] = float(number)
-                assert_close(x.full_tensor(), full)
-
-    world(3).run(run)
+    x, full = distribute_tensor(X, Mesh((3,)), [UNEVEN]), X.clone()
+    for number in range(3):
+        for brackets in ((slice(None), -1), 4, (slice(2, 6), slice(0, 2)), (slice(None, None, 4), None, 1)):
+            x[brackets] = full[brackets] = float(number)
+            assert_close(x.full_tensor(), full)
 
 
+@world(2)
 def test_a_warm_lookup_refuses_ids_that_the_table_has_not() -> None:
-    def run() -> None:
-        table = distribute_tensor(TABLE, Mesh((2,)), [S1])
-        good, bad = (distribute_tensor(ids, Mesh((2,)), [R]) for ids in (IDS, IDS + 2))
-        for _ in range(2):
-            assert_close(as_dtensor(F.embedding(good, table)).full_tensor(), F.embedding(IDS, TABLE))
-            with pytest.raises(IdError, match="id 6 at position"):
-                F.embedding(bad, table)
-            with pytest.raises(IdError, match="padding_idx 6"):
-                F.embedding(good, table, padding_idx=6)
-
-    world(2).run(run)
+    table = distribute_tensor(TABLE, Mesh((2,)), [S1])
+    good, bad = (distribute_tensor(ids, Mesh((2,)), [R]) for ids in (IDS, IDS + 2))
+    for _ in range(2):
+        assert_close(as_dtensor(F.embedding(good, table)).full_tensor(), F.embedding(IDS, TABLE))
+        with pytest.raises(IdError, match="id 6 at position"):
+            F.embedding(bad, table)
+        with pytest.raises(IdError, match="padding_idx 6"):
+            F.embedding(good, table, padding_idx=6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.int32])
-@pytest.mark.parametrize("bad", [-1, 6, 2**40])
-def test_torchs_own_lookup_refuses_bad_ids_of_every_dtype_of_tables(dtype: torch.dtype, bad: int) -> None:
-    def run() -> None:
+@world(1)
+def test_torchs_own_lookup_refuses_bad_ids_of_every_dtype_of_tables() -> None:
+    dtypes = (torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.int32)
+    for dtype, bad in product(dtypes, (-1, 6, 2**40)):
         for table in (TABLE.to(dtype), TABLE.to(dtype)[:, :1], TABLE.t().contiguous().t().to(dtype)):
             for ids in (torch.tensor([0, bad]), torch.tensor(bad)):
                 with pytest.raises(IdError):
                     F.embedding(distribute_tensor(ids, Mesh((1,)), [R]), distribute_tensor(table, Mesh((1,)), [R]))
-
-    world(1).run(run)
 
 
 def test_a_rank_alone_on_an_axis_runs_the_op_itself() -> None:
@@ -145,15 +132,13 @@ def test_a_rank_alone_on_an_axis_runs_the_op_itself() -> None:
         assert [row.local_impl is None for row in rows] == [False, True]
 
 
-@pytest.mark.parametrize("op", [torch.mean, torch.amax, torch.var, torch.argmax, torch.Tensor.flatten])
-def test_beside_an_axis_of_one_rank_another_axis_is_still_cut(op: Callable[[Tensor], Tensor]) -> None:
-    def run() -> None:
-        for shape in ((2, 1), (1, 2)):
-            for placements in ([S0, S1], [S1, S0], [S0, S0], [Partial(), S0]):
-                x = distribute_tensor(X, Mesh(shape), placements)
-                assert_close(as_dtensor(op(x)).full_tensor(), op(X))
-
-    world(2).run(run)
+@world(2)
+def test_beside_an_axis_of_one_rank_another_axis_is_still_cut() -> None:
+    ops: list[Any] = [torch.mean, torch.amax, torch.var, torch.argmax, torch.Tensor.flatten]
+    for op, shape in product(ops, ((2, 1), (1, 2))):
+        for placements in ([S0, S1], [S1, S0], [S0, S0], [Partial(), S0]):
+            x = distribute_tensor(X, Mesh(shape), placements)
+            assert_close(as_dtensor(op(x)).full_tensor(), op(X))
 
 
 def test_a_rank_outside_the_mesh_has_nothing_of_a_warm_view() -> None:
@@ -164,42 +149,34 @@ def test_a_rank_outside_the_mesh_has_nothing_of_a_warm_view() -> None:
     assert world(3).run(run) == [[(1, 2)], [(0, 2)], [(5, 2)]]
 
 
-@pytest.mark.parametrize("op", [torch.add, torch.maximum, lambda x, y: torch.cat([x, y])])
-def test_operands_that_are_redistributed_are_freed_when_their_last_user_is(op: Any) -> None:
+def test_operands_are_freed_when_their_last_user_is() -> None:
     """By reference counts: until the garbage collector runs, a cycle would keep the activations of a step."""
 
-    def body() -> list[bool]:
-        gone = []
+    def redistributed(op: Any) -> bool:
         for _ in range(2):
             x, y = (distribute_tensor(torch.ones(4, 6), Mesh((2,)), [p]).sin() for p in (S0, S1))
             out = op(x, y)
             held = [ref(tensor) for tensor in (x, y, out)]
             del x, y, out
-            gone += [tensor() is None for tensor in held]
-        return gone[3:]
+        return all(tensor() is None for tensor in held)
 
-    gc.disable()
-    try:
-        assert world(2).run(body) == [[True] * 3] * 2
-    finally:
-        gc.enable()
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("op", [torch.mul, F.linear, lambda x, w: torch.cat([x, w])])
-def test_operands_are_freed_under_saved_tensor_hooks_too(op: Any, ranks: int) -> None:
-    def body() -> bool:
+    def under_hooks(op: Any) -> bool:
+        mesh = Mesh((collectives.world_size(),))
         for _ in range(2):
-            w = distribute_tensor(torch.ones(6, 6), Mesh((ranks,)), [R]).requires_grad_()
-            x = distribute_tensor(torch.ones(6, 6), Mesh((ranks,)), [S0])
+            w = distribute_tensor(torch.ones(6, 6), mesh, [R]).requires_grad_()
+            x = distribute_tensor(torch.ones(6, 6), mesh, [S0])
             with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
                 out = op(x, w)
             held = ref(x)
             del x, out
         return held() is None
 
+    joined = lambda x, y: torch.cat([x, y])  # noqa: E731
     gc.disable()
     try:
-        assert world(ranks).run(body) == [True] * ranks
+        for op in (torch.add, torch.maximum, joined):
+            assert world(2).run(redistributed, op) == [True] * 2
+        for other, ranks in product((torch.mul, F.linear, joined), (1, 2)):
+            assert world(ranks).run(under_hooks, other) == [True] * ranks
     finally:
         gc.enable()
