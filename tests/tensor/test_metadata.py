@@ -1,5 +1,9 @@
 """What a tensor says about itself is what one process says: shapes, requires_grad, aliases, meshes."""
 
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,167 +33,126 @@ LIKE = ("empty_like", "zeros_like", "ones_like", "rand_like", "randn_like")
 # ---- tensors without values ---------------------------------------------------------------------------------------
 
 
+@world(2)
 def test_a_meta_tensor_is_distributed_without_its_values() -> None:
-    def body() -> None:
-        for x in (
-            distribute_tensor(torch.empty(5, 3, device="meta"), MESH, [Shard(0)]),
-            distribute_tensor(nn.Parameter(torch.empty(5, 3, device="meta"))),
-            DTensor.from_local(torch.empty(4, 3, device="meta"), MESH, [Shard(0)]),
-        ):
-            assert x.is_meta
-            assert x.to_local().shape == x.layout_.local_shape(sw.rank())
-            filled = torch.empty_like(x, device="cpu").fill_(2.0)
-            assert not filled.is_meta
-            assert float(filled.sum()) == 2 * x.numel()
-        barrier((0, 1))
-
-    world(2).run(body)
+    for x in (
+        distribute_tensor(torch.empty(5, 3, device="meta"), MESH, [Shard(0)]),
+        distribute_tensor(nn.Parameter(torch.empty(5, 3, device="meta"))),
+        DTensor.from_local(torch.empty(4, 3, device="meta"), MESH, [Shard(0)]),
+    ):
+        assert x.is_meta
+        assert x.to_local().shape == x.layout_.local_shape(sw.rank())
+        filled = torch.empty_like(x, device="cpu").fill_(2.0)
+        assert not filled.is_meta
+        assert float(filled.sum()) == 2 * x.numel()
+    barrier((0, 1))
 
 
 @pytest.mark.parametrize("make", [distribute_tensor, DTensor.from_local])
-def test_ranks_that_differ_in_device_or_requires_grad_are_named(make: object) -> None:
-    def devices() -> None:
-        make(torch.ones(2, device="meta" if sw.rank() else "cpu"), MESH, [Replicate()])  # type: ignore[operator]
-
-    def gradients() -> None:
-        make(torch.ones(2, requires_grad=sw.rank() == 1), MESH, [Replicate()])  # type: ignore[operator]
-
+def test_ranks_that_differ_in_device_or_requires_grad_are_named(make: Any) -> None:
     with pytest.raises(MismatchError, match="meta"):
-        world(2).run(devices)
+        world(2).run(lambda: make(torch.ones(2, device="meta" if sw.rank() else "cpu"), MESH, [Replicate()]))
     with pytest.raises(MismatchError, match="requires_grad"):
-        world(2).run(gradients)
+        world(2).run(lambda: make(torch.ones(2, requires_grad=sw.rank() == 1), MESH, [Replicate()]))
 
 
+@world(2)
 def test_a_rank_without_shards_takes_part_in_backward() -> None:
-    def body() -> None:
-        shards = [torch.ones(2, 3, requires_grad=True)] if sw.rank() else []
-        wrapper = LocalShardsWrapper(shards, [(0, 0)] * len(shards))
-        x = DTensor.from_local(wrapper, MESH, [Shard(0)])
-        (x.sum() * 2).backward()
-        assert all(torch.equal(s.grad, torch.full((2, 3), 2.0)) for s in shards if s.grad is not None)
-
-    world(2).run(body)
+    shards = [torch.ones(2, 3, requires_grad=True)] if sw.rank() else []
+    wrapper = LocalShardsWrapper(shards, [(0, 0)] * len(shards))
+    (DTensor.from_local(wrapper, MESH, [Shard(0)]).sum() * 2).backward()
+    assert all(torch.equal(s.grad, torch.full((2, 3), 2.0)) for s in shards if s.grad is not None)
 
 
 # ---- requires_grad ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("placement", [Shard(0), Replicate(), Partial()])
-def test_new_tensors_require_grad_if_they_are_told_to(placement: object) -> None:
-    def body() -> None:
-        x = distribute_tensor(FULL, MESH, [placement])  # type: ignore[list-item]
+@world(2)
+def test_new_tensors_require_grad_if_they_are_told_to() -> None:
+    for placement in (Shard(0), Replicate(), Partial()):
+        x: Any = distribute_tensor(FULL, MESH, [placement])
         made = [getattr(x, name)(*args, requires_grad=True) for name, args in NEW.items()]
         made += [getattr(torch, name)(x, requires_grad=True) for name in LIKE]
         made += [torch.full_like(x, 2.0, requires_grad=True), torch.randint_like(x, 0, 5, requires_grad=True)]
-        for y in made:
-            assert y.requires_grad
-            assert y.is_leaf
+        assert all(y.requires_grad and y.is_leaf for y in made)
         assert not x.new_zeros(2).requires_grad
         y = x.new_zeros(4, 3, requires_grad=True)
         (y * x).sum().backward()
-        assert isinstance(y.grad, DTensor)
         assert torch.equal(y.grad.full_tensor(), FULL)
-
-    world(2).run(body)
 
 
 # ---- shapes and dtypes ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
-def test_a_cross_entropy_of_one_example_with_probabilities_is_one_number(placement: object, reduction: str) -> None:
+@world(2)
+def test_a_cross_entropy_of_one_example_with_probabilities_is_one_number() -> None:
     scores, chances = torch.tensor([0.5, -1.0, 2.0, 0.0]), torch.tensor([0.1, 0.2, 0.3, 0.4])
-    want = F.cross_entropy(scores, chances, reduction=reduction)
-
-    def body() -> None:
-        loss = F.cross_entropy(distribute_tensor(scores, MESH, [placement]), chances, reduction=reduction)  # type: ignore[list-item]
+    for reduction, placement in product(("none", "mean", "sum"), (Shard(0), Replicate())):
+        want = F.cross_entropy(scores, chances, reduction=reduction)
+        loss: Any = F.cross_entropy(distribute_tensor(scores, MESH, [placement]), chances, reduction=reduction)
         assert loss.shape == want.shape
-        torch.testing.assert_close(loss.full_tensor(), want)  # type: ignore[attr-defined]
-
-    world(2).run(body)
+        torch.testing.assert_close(loss.full_tensor(), want)
 
 
-@pytest.mark.parametrize("offsets", [torch.tensor([0.0, 2.7]), torch.tensor([False, True])])
-def test_offsets_that_are_no_integers_are_refused(offsets: Tensor) -> None:
-    ids, weight = torch.tensor([0, 1, 2, 3]), torch.randn(5, 3)
-
-    def body() -> None:
-        table = distribute_tensor(weight, MESH, [Shard(0)])
-        for call in (
-            lambda: F.embedding_bag(ids, table, offsets),
-            lambda: nn.functional.embedding_bag(ids, weight=table, offsets=offsets, mode="sum"),
-            lambda: embedding_bags([ids], [table], [offsets]),
-        ):
-            with pytest.raises(IdTypeError, match="takes offsets of dtype int32 or int64, got"):
-                call()
-
-    world(2).run(body)
+@world(2)
+def test_offsets_that_are_no_integers_are_refused() -> None:
+    ids, table = torch.tensor([0, 1, 2, 3]), distribute_tensor(torch.randn(5, 3), MESH, [Shard(0)])
+    calls: list[Callable[[Tensor], object]] = [
+        lambda offsets: F.embedding_bag(ids, table, offsets),
+        lambda offsets: nn.functional.embedding_bag(ids, weight=table, offsets=offsets, mode="sum"),
+        lambda offsets: embedding_bags([ids], [table], [offsets]),
+    ]
+    for call, offsets in product(calls, (torch.tensor([0.0, 2.7]), torch.tensor([False, True]))):
+        with pytest.raises(IdTypeError, match="takes offsets of dtype int32 or int64, got"):
+            call(offsets)
 
 
 # ---- aliases --------------------------------------------------------------------------------------------------------
 
 
-def test_a_tensor_made_from_a_local_one_is_changed_in_place() -> None:
-    """As in torch: the local tensor shares the memory, and autograd knows of the change."""
-
-    def body() -> None:
-        leaf = torch.ones(2, 3, requires_grad=True)
-        x = DTensor.from_local(leaf, MESH, [Shard(0)])
-        x.mul_(3).add_(1)
-        x.square().sum().backward()
-        assert torch.equal(leaf, torch.full((2, 3), 4.0))
-        assert torch.equal(leaf.grad, torch.full((2, 3), 24.0))  # type: ignore[arg-type]
-
-        local = torch.ones(2, 3, requires_grad=True) * 1
-        saved = local * local
-        DTensor.from_local(local, MESH, [Shard(0)]).mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            saved.sum().backward()
-
-    world(2).run(body)
-
-
-def test_a_local_tensor_of_a_distributed_one_is_changed_in_place() -> None:
-    def body() -> None:
-        leaf = distribute_tensor(FULL, MESH, [Shard(0)]).requires_grad_()
-        x = leaf * 1
-        assert isinstance(x, DTensor)
-        local = x.to_local()
-        local.mul_(2)
-        local.square().sum().backward()
-        assert torch.equal(x.full_tensor(), 2 * FULL)
-        assert isinstance(leaf.grad, DTensor)
-        assert torch.equal(leaf.grad.full_tensor(), 8 * FULL)
-
-    world(2).run(body)
+@world(2)
+def test_local_and_distributed_tensors_that_share_memory_are_changed_in_place() -> None:
+    """As in torch: autograd knows of the change."""
+    leaf = torch.ones(2, 3, requires_grad=True)
+    x = DTensor.from_local(leaf, MESH, [Shard(0)])
+    x.mul_(3).add_(1)
+    x.square().sum().backward()
+    assert torch.equal(leaf, torch.full((2, 3), 4.0))
+    assert torch.equal(leaf.grad, torch.full((2, 3), 24.0))  # type: ignore[arg-type]
+    local = torch.ones(2, 3, requires_grad=True) * 1
+    saved = local * local
+    DTensor.from_local(local, MESH, [Shard(0)]).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.sum().backward()
+    of_all = distribute_tensor(FULL, MESH, [Shard(0)]).requires_grad_()
+    doubled: Any = of_all * 1
+    local = doubled.to_local()
+    local.mul_(2)
+    local.square().sum().backward()
+    assert torch.equal(doubled.full_tensor(), 2 * FULL)
+    assert of_all.grad is not None
+    assert torch.equal(of_all.grad.full_tensor(), 8 * FULL)
 
 
 # ---- the mesh ---------------------------------------------------------------------------------------------------
 
 
+@world(4)
 def test_functions_without_a_mesh_use_that_of_the_context() -> None:
-    grid = Mesh((2, 2), names=("dp", "tp"))
-    torch_mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False, _rank=0)
-
-    def body() -> None:
-        line = Mesh((4,))
-        with grid:
-            assert sw.zeros(4, 3).device_mesh == grid
-            assert distribute_tensor(FULL, None, {"tp": Shard(0)}).device_mesh == grid
-            assert DTensor.from_local(FULL).device_mesh == grid
-            weight = sw.shard_module(nn.Linear(3, 4), {"weight": {"tp": Shard(0)}}).weight
-            assert isinstance(weight, DTensor)
-            assert weight.device_mesh == grid
-            with Mesh((1,), (0,)):
-                assert sw.zeros(4).device_mesh == Mesh((1,), (0,))
-            assert sw.zeros(4, device_mesh=line).device_mesh == line
-        assert sw.zeros(4).device_mesh == line
-        with torch_mesh:
-            assert sw.zeros(4).device_mesh == Mesh((2,))
-        assert sw.zeros(4).device_mesh == line
-
-    world(4).run(body)
+    grid, line = Mesh((2, 2), names=("dp", "tp")), Mesh((4,))
+    with grid:
+        assert sw.zeros(4, 3).device_mesh == grid
+        assert distribute_tensor(FULL, None, {"tp": Shard(0)}).device_mesh == grid
+        assert DTensor.from_local(FULL).device_mesh == grid
+        weight: Any = sw.shard_module(nn.Linear(3, 4), {"weight": {"tp": Shard(0)}}).weight
+        assert weight.device_mesh == grid
+        with Mesh((1,), (0,)):
+            assert sw.zeros(4).device_mesh == Mesh((1,), (0,))
+        assert sw.zeros(4, device_mesh=line).device_mesh == line
+    assert sw.zeros(4).device_mesh == line
+    with DeviceMesh("cpu", torch.arange(2), _init_backend=False, _rank=0):
+        assert sw.zeros(4).device_mesh == Mesh((2,))
+    assert sw.zeros(4).device_mesh == line
 
 
 # ---- specs ------------------------------------------------------------------------------------------------------
@@ -204,10 +167,8 @@ class Torchlike(ShardingSpec):
         return ChunkShardingSpec(0, ["rank:0", "rank:1"]).build_metadata(tensor_sizes, tensor_properties)
 
 
+@world(2)
 def test_a_spec_with_the_signature_of_torch_shards() -> None:
-    def body() -> None:
-        x = Torchlike().shard(FULL)
-        assert torch.equal(x.full_tensor(), FULL)
-        assert x.metadata().size == (4, 3)
-
-    world(2).run(body)
+    x = Torchlike().shard(FULL)
+    assert torch.equal(x.full_tensor(), FULL)
+    assert x.metadata().size == (4, 3)

@@ -1,6 +1,8 @@
-"""What rows may ask of the tensor: several results, recut operands, fetched boxes, lengths known afterwards."""
+"""What rows may ask of the tensor, and the cache key of a call, which differs if the recipe may."""
 
+import math
 from collections.abc import Iterator
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -12,9 +14,10 @@ from shardwise import Mesh, Partial, Replicate, Shard, count_comms, distribute_t
 from shardwise.errors import RuleError
 from shardwise.layout import Box
 from shardwise.rules.local_context import LocalContext
-from shardwise.rules.registry import RULES, OpRule, amend, handler, op_rule, register
+from shardwise.rules.registry import RULES, OpRule, amend, handler, no_rows, op_rule, register
 from shardwise.rules.row import NO_OPERAND, Meta, Row
 from shardwise.tensor.dispatch import dispatcher
+from shardwise.tensor.dispatch.recipes import NO_KEY, call_key
 from shardwise.tensor.dtensor import register_method
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
@@ -140,19 +143,14 @@ def test_boxes_of_two_operands_travel_together(length: int) -> None:
 
 
 @world(4)
-def test_several_results_are_cut_where_the_row_says() -> None:
+def test_results_are_cut_where_the_row_says_or_by_lengths_known_afterwards() -> None:
     even, odd = run(halves, distribute_tensor(X, Mesh((4,)), [Shard(0, [3, 0, 5, 3])]))
     assert as_dtensor(even).placements == (Shard(0, [2, 0, 2, 2]),)
     assert as_dtensor(odd).placements == (Shard(0, [2, 0, 2, 1]),)
-
-
-@world(4)
-def test_lengths_known_afterwards_are_told_to_all() -> None:
     x = torch.tensor([1.0, -1, -1, -1, 1, 1, -1, 1]).view(8, 1)
     out = as_dtensor(run(positive, distribute_tensor(x, Mesh((2, 2)), [S0, S0])))
     assert out.shape == (4, 1)
-    assert out.layout_.shard_sizes(0) == (1, 3)
-    assert out.layout_.shard_sizes(1) == ((1, 0), (2, 1))
+    assert (out.layout_.shard_sizes(0), out.layout_.shard_sizes(1)) == ((1, 3), ((1, 0), (2, 1)))
 
 
 @world(2)
@@ -164,32 +162,38 @@ def test_false_is_not_the_zero_that_it_equals() -> None:
         assert torch.allclose(as_dtensor(x.var(False)).full_tensor(), X.var(False))
 
 
-@pytest.mark.parametrize("layout", [Partial(), S0, R])
 @world(3)
-def test_an_operand_that_is_read_and_changed_by_an_op_on_whole_copies_is_one_tensor(layout: Any) -> None:
+def test_an_operand_that_is_read_and_changed_by_an_op_on_whole_copies_is_one_tensor() -> None:
     """The copy that was only read overwrote the one that had changed."""
     plain = torch.arange(1.0, 4.0)
-    x = distribute_tensor(plain.clone(), Mesh((3,)), [layout])
-    x.addcmul_(x.clone(), x)
-    assert x.tolist() == (plain + plain * plain).tolist()
+    for layout in (Partial(), S0, R):
+        x = distribute_tensor(plain.clone(), Mesh((3,)), [layout])
+        x.addcmul_(x.clone(), x)
+        assert x.tolist() == (plain + plain * plain).tolist()
 
 
-@world(2)
-def test_out_does_not_take_part_in_gradients() -> None:
-    x = distribute_tensor(torch.ones(3), Mesh((2,)), [S0]).requires_grad_()
-    with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
-        torch.mul(x, 2, out=torch.empty_like(x))
-    with torch.no_grad():
-        assert torch.mul(x, 2, out=torch.empty_like(x)).tolist() == [2, 2, 2]
-
-
-def test_a_second_rule_for_an_op_is_refused() -> None:
-    before = RULES[torch.add]
-    with pytest.raises(RuleError, match="is registered already"):
-        register(OpRule(_rows_of_joined), torch.add)
-    with pytest.raises(RuleError, match="is registered already"):
-        op_rule(torch.add)(_rows_of_joined)
-    assert RULES[torch.add] is before
+def test_registering_twice_is_refused() -> None:
+    before = dict(RULES)
+    for again in (
+        lambda: register(OpRule(_rows_of_joined), torch.add),
+        lambda: op_rule(torch.add)(_rows_of_joined),
+        lambda: register_method("local_shards", len),
+    ):
+        with pytest.raises(RuleError, match="is registered already"):
+            again()
+    with pytest.raises(RuleError, match="is registered with native="):
+        amend(F.softmax, native=torch.softmax)
+    with pytest.raises(RuleError, match="has no entry to amend"):
+        amend(len, native=len)
+    handler(halves_of, is_op=True)(lambda func, args, kwargs: (func, args))
+    try:
+        assert dispatcher.is_op(halves_of)
+        assert dispatcher.dispatch(halves_of, (1,), {}) == (halves_of, (1,))
+        with pytest.raises(RuleError, match="is registered already"):
+            handler(halves_of)(lambda func, args, kwargs: None)
+    finally:
+        del RULES[halves_of]
+    assert before == RULES
 
 
 @world(2)
@@ -203,41 +207,52 @@ def test_an_op_made_of_others_runs_by_their_rows(monkeypatch: pytest.MonkeyPatch
     assert comms.total_calls == 0
 
 
-@pytest.mark.parametrize("layout", [Shard(0), R, Shard(1)], ids=str)
 @world(4)
-def test_out_of_several_results_keeps_its_layouts(layout: Any) -> None:
+def test_out_of_several_results_keeps_its_layouts_and_takes_no_part_in_gradients() -> None:
     plain = torch.tensor([[3.0, 1.0], [2.0, 5.0], [1.0, 4.0]])
-    x = distribute_tensor(plain, Mesh((4,)), [layout])
-    into = torch.empty_like(x), torch.empty_like(x, dtype=torch.long)
-    found = torch.sort(x, 0, out=into)
-    assert found.values is into[0]
-    assert (found.values.tolist(), found.indices.tolist()) == tuple(y.tolist() for y in plain.sort(0))
-
-
-def test_a_method_registered_twice_is_refused() -> None:
-    with pytest.raises(RuleError, match=r"DTensor\.local_shards is registered already"):
-        register_method("local_shards", len)
-
-
-def test_a_fact_about_an_op_given_twice_is_refused() -> None:
-    with pytest.raises(RuleError, match="is registered with native="):
-        amend(F.softmax, native=torch.softmax)
-    with pytest.raises(RuleError, match="has no entry to amend"):
-        amend(len, native=len)
-
-
-def test_a_handler_answers_calls_and_a_second_one_is_refused() -> None:
-    before = dict(RULES)
-    handler(halves_of, is_op=True)(lambda func, args, kwargs: (func, args))
-    try:
-        assert dispatcher.is_op(halves_of)
-        assert dispatcher.dispatch(halves_of, (1,), {}) == (halves_of, (1,))
-        with pytest.raises(RuleError, match="is registered already"):
-            handler(halves_of)(lambda func, args, kwargs: None)
-    finally:
-        del RULES[halves_of]
-    assert before == RULES
+    for layout in (S0, R, S1):
+        x = distribute_tensor(plain, Mesh((4,)), [layout])
+        into = torch.empty_like(x), torch.empty_like(x, dtype=torch.long)
+        found = torch.sort(x, 0, out=into)
+        assert found.values is into[0]
+        assert (found.values.tolist(), found.indices.tolist()) == tuple(y.tolist() for y in plain.sort(0))
+    x.requires_grad_()
+    with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
+        torch.mul(x, 2, out=torch.empty_like(x))
+    with torch.no_grad():
+        assert torch.mul(x, 2, out=torch.empty_like(x)).tolist() == (2 * plain).tolist()
 
 
 def halves_of() -> None:
     """A function that is no op of torch."""
+
+
+# ---- keys -------------------------------------------------------------------------------------------------------
+
+
+@world(2)
+def test_calls_that_differ_have_different_keys() -> None:
+    x, y = (distribute_tensor(torch.ones(4, 2), Mesh((2,)), [p]) for p in (Shard(0), Replicate()))
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((x,), {}), ((y,), {}), ((x, y), {}), ((y, x), {}), (([x, y],), {}), (([x], y), {}),
+        ((x, 1), {}), ((x, True), {}), ((x, 0), {}), ((x, False), {}), ((x, None), {}), ((x, "dim"), {}),
+        ((x, "dim", 1), {}), ((x,), {"dim": 1}), ((x,), {"dim": True}), ((x,), {"dim": None}), ((x,), {"other": 1}),
+        ((x, (1, 2)), {}), ((x, 1, 2), {}), ((x, ((1,), 2)), {}), ((x, torch.float32), {}), ((x, torch.float64), {}),
+        ((x, 0.0), {"a": 1}), ((x, 0.5), {}), ((x, math.inf), {}),
+    ]  # fmt: skip
+    rule = OpRule(no_rows, shape_independent=True)
+    for a, b in combinations(calls, 2):
+        assert call_key(torch.add, rule, *a) != call_key(torch.add, rule, *b), f"{a[1]} and {b[1]}"
+
+
+@world(2)
+def test_equal_keys_for_other_floats_only_if_the_rule_does_not_depend_on_them_and_none_for_plain_tensors() -> None:
+    x = distribute_tensor(torch.ones(4), Mesh((2,)), [S0])
+    for shape_independent in (True, False):
+        rule = OpRule(no_rows, shape_independent=shape_independent)
+        keys = {call_key(torch.mul, rule, (x, factor), {}) for factor in (0.5, 2.5, 1e-300)}
+        assert len(keys) == (1 if shape_independent else 3)
+        special = {call_key(torch.mul, rule, (x, factor), {}) for factor in (0.5, 0.0, math.inf)}
+        assert len(special) == 3
+    for args, kwargs in (((x, torch.ones(4)), {}), (([x, torch.ones(4)],), {}), ((x,), {"other": torch.ones(4)})):
+        assert NO_KEY in call_key(torch.add, OpRule(no_rows), args, kwargs)
