@@ -67,24 +67,18 @@ def test_a_bad_index_is_the_same_error_on_every_rank(name: str) -> None:
         assert any(number in str(texts) for number in ("index 9 ", "index 90 ", "index -1 ", "index -9 ")), layout
 
 
-@pytest.mark.parametrize("name", BY_ZERO)
-def test_integers_are_divided_by_zero_on_no_rank(name: str) -> None:
-    what = BY_ZERO[name]
+def of_nothing(mesh: Mesh) -> tuple[int, ...]:
+    return tuple((distribute_tensor(VALUES.long()[:, :0], mesh, [Shard(0)] * mesh.ndim) % 0).shape)
+
+
+def test_integers_are_divided_by_zero_on_no_rank_and_nothing_is() -> None:
     for layout in LAYOUTS:
-        assert set(world(4).run(said, what, *layout)) == {"RuntimeError ZeroDivisionError"}, layout
+        for name, what in BY_ZERO.items():
+            assert set(world(4).run(said, what, *layout)) == {"RuntimeError ZeroDivisionError"}, (name, layout)
+        assert world(4).run(of_nothing, layout[0]) == [(4, 0)] * 4
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_nothing_is_divided_by_zero_where_there_is_nothing(layout: tuple[Mesh, list[Placement]]) -> None:
-    def body() -> tuple[int, ...]:
-        x = distribute_tensor(VALUES.long()[:, :0], layout[0], [Shard(0)] * layout[0].ndim)
-        return tuple((x % 0).shape)
-
-    assert set(world(4).run(body)) == {(4, 0)}
-
-
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
-def test_the_largest_of_nothing_is_the_kind_of_error_that_torch_raises(placement: Placement) -> None:
+def test_the_largest_of_nothing_is_the_kind_of_error_that_torch_raises() -> None:
     ops: list[Callable[[Any], Any]] = [
         lambda x: x.max(),
         lambda x: x.max(1),
@@ -94,17 +88,17 @@ def test_the_largest_of_nothing_is_the_kind_of_error_that_torch_raises(placement
         lambda x: torch.linalg.vector_norm(x, float("-inf"), 1),
         lambda x: x @ torch.ones(3, 2),
     ]
+
+    def text(op: Callable[[Any], Any], kind: type[BaseException], placement: Placement) -> str:
+        with pytest.raises(kind) as caught:
+            op(distribute_tensor(torch.ones(4, 0), Mesh((2,)), [placement]))
+        return str(caught.value)
+
     for op in ops:
         with pytest.raises((IndexError, RuntimeError)) as caught:
             op(torch.ones(4, 0))
-        kind = caught.type
-
-        def body(op: Callable[[Any], Any] = op, kind: type[BaseException] = kind) -> str:
-            with pytest.raises(kind) as caught:
-                op(distribute_tensor(torch.ones(4, 0), Mesh((2,)), [placement]))
-            return str(caught.value)
-
-        assert len(set(world(2).run(body))) == 1
+        for placement in (Shard(0), Shard(1), Replicate()):
+            assert len(set(world(2).run(text, op, caught.type, placement))) == 1
     assert issubclass(EmptyError, IndexError)
 
 
@@ -112,8 +106,8 @@ def test_the_largest_of_nothing_is_the_kind_of_error_that_torch_raises(placement
 def test_no_places_are_written_from_a_tensor_of_no_dims() -> None:
     x = distribute_tensor(VALUES, Mesh((2,)), [Shard(0)])
     none = torch.zeros(0, 3, dtype=torch.int64)
-    for out in (x.scatter_add(0, none, torch.tensor(1.0)), x.scatter_reduce(0, none, torch.tensor(1.0), "sum")):
-        assert torch.equal(out.full_tensor(), VALUES)  # type: ignore[attr-defined]
+    outs: list[Any] = [x.scatter_add(0, none, torch.tensor(1.0)), x.scatter_reduce(0, none, torch.tensor(1.0), "sum")]
+    assert all(torch.equal(out.full_tensor(), VALUES) for out in outs)
 
 
 KEEPING: dict[str, Callable[[Any], Any]] = {
@@ -126,10 +120,9 @@ KEEPING: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("changed", [False, True])
 @pytest.mark.parametrize("name", KEEPING)
-def test_backward_finds_on_every_rank_or_on_none_that_an_operand_was_changed(name: str, changed: bool) -> None:
-    def went_backward(leaf: Any) -> str:
+def test_backward_finds_on_every_rank_or_on_none_that_an_operand_was_changed(name: str) -> None:
+    def went_backward(leaf: Any, changed: bool) -> str:
         x = leaf.requires_grad_() * 1
         out = KEEPING[name](x)
         if changed:
@@ -141,11 +134,11 @@ def test_backward_finds_on_every_rank_or_on_none_that_an_operand_was_changed(nam
         return "right"
 
     values = torch.arange(24.0).sin().reshape(4, 2, 3)
-    wanted = went_backward(values.clone())
-    layouts: list[list[Placement]] = [[Shard(0, [0, 3, 0, 1])], [Shard(1)], [Shard(2)]]
-    for placements in layouts:
+    for changed in (False, True):
+        wanted = went_backward(values.clone(), changed)
+        for placement in (Shard(0, [0, 3, 0, 1]), Shard(1), Shard(2)):
 
-        def body(placements: list[Placement] = placements) -> str:
-            return went_backward(distribute_tensor(values, Mesh((4,)), placements))
+            def body(placement: Placement = placement, changed: bool = changed) -> str:
+                return went_backward(distribute_tensor(values, Mesh((4,)), [placement]), changed)
 
-        assert world(4).run(body) == [wanted] * 4, placements
+            assert world(4).run(body) == [wanted] * 4, placement

@@ -387,20 +387,21 @@ def test_leaves_that_come_and_go_leave_nothing_behind() -> None:
 
 @world(2)
 def test_sparse_dense_and_half_gradients_have_buckets_of_their_own() -> None:
-    def loss(table: Tensor, w: Tensor, h: Tensor, x: Tensor, bags: Tensor) -> Tensor:
+    def loss(leaves: Sequence[Tensor], x: Tensor, bags: Tensor) -> Tensor:
+        table, w, h = leaves
         rows = F.embedding(bags, table, sparse=True)
         return rows.square().sum() + (x * w).sum() + (x.bfloat16() * h).sum().float()
 
     ids, values = torch.tensor([0, 2, 2, 5, 1, 0, 3]), (X, X[0], X[1].bfloat16())
     plain = [t.clone().requires_grad_() for t in values]
-    loss(*plain, X, ids).backward()
+    loss(plain, X, ids).backward()
     for overlap in (False, True):
         with buckets(overlap=overlap):
             leaves = [as_dtensor(distribute_tensor(t, Mesh((2,)), [R]).requires_grad_()) for t in values]
             for _ in range(3):
                 for leaf in leaves:
                     leaf.grad = None
-                loss(*leaves, sharded(X), sharded(ids)).backward()
+                loss(leaves, sharded(X), sharded(ids)).backward()
                 for leaf, want in zip(leaves, plain, strict=True):
                     found, expected = as_dtensor(leaf.grad), want.grad
                     assert expected is not None

@@ -92,7 +92,7 @@ def test_tensors_on_a_mesh_and_on_its_axes_are_clipped_together(order: list[str]
     """In any order, so that ranks of different sub-meshes agree on the norm."""
 
     def body() -> list[float]:
-        every = ({}, {"foreach": True}, {"error_if_nonfinite": True})
+        every: tuple[dict[str, Any], ...] = ({}, {"foreach": True}, {"error_if_nonfinite": True})
         return [clip(*nested(order), 9, norm, **opts) for norm, opts in product((2.0, 0.0, float("inf")), every)]
 
     found = world(6).run(body)
@@ -262,10 +262,10 @@ def test_lists_are_changed_in_place_on_a_mesh_with_a_partial_axis(op: str, name:
 
     @world(4)
     def body() -> None:
-        mine, other = ([Partial(op) if p == "p" else p for p in places] for places in (placed, ["p", S0]))
+        mine: list[Placement] = [Partial(op) if p == "p" else p for p in placed]
         layouts = [Layout(Mesh((2, 2)), q, v.shape) for q, v in zip((mine, mine, [R, S0]), values, strict=True)]
         xs = [dtensor_from_full(v, layout) for v, layout in zip(values, layouts, strict=True)]
-        CHANGES[name](xs, [dtensor_from_full(v, Layout(Mesh((2, 2)), other, v.shape)) for v in values])
+        CHANGES[name](xs, [dtensor_from_full(v, Layout(Mesh((2, 2)), [Partial(op), S0], v.shape)) for v in values])
         for x, layout, v in zip(xs, layouts, want, strict=True):
             assert as_dtensor(x).placements == layout.placements
             assert_close(as_dtensor(x).full_tensor(), v)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import DTensor, Mesh, Partial, Replicate, Shard, distribute_tensor
+from shardwise import DTensor, Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor
 from shardwise.errors import RuleError
 from shardwise.testing import world
 
@@ -24,44 +24,33 @@ def make_np(x: object) -> Any:
     return module.make_np(x)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
-def test_tensorboard_takes_a_replicated_number_without_communication(dtype: torch.dtype) -> None:
-    @world(2)
-    def on_ranks() -> None:
+@world(2)
+def test_tensorboard_takes_a_replicated_number_without_communication() -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64):
         x: Any = distribute_tensor(torch.tensor([2, 3], dtype=dtype), Mesh((2,)), [S0])
         loss = x.sum().redistribute(placements=[R])
-        assert float(make_np(loss).squeeze()) == 5
-        array = loss.numpy() if dtype != torch.bfloat16 else make_np(loss)
+        with count_comms() as comms:
+            assert float(make_np(loss).squeeze()) == 5
+            array = loss.numpy() if dtype != torch.bfloat16 else make_np(loss)
+        assert comms.total_calls == 0
         array[...] = 7  # a copy: replicas stay equal
         assert loss.item() == 5
-
-    on_ranks()
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda mesh: DTensor.from_local(torch.tensor(1.0), mesh, [Partial()]),
-        lambda mesh: distribute_tensor(torch.ones(1), mesh, [S0]),
-        lambda mesh: distribute_tensor(torch.ones(2), mesh, [R]),
-        lambda mesh: distribute_tensor(torch.ones(()), Mesh((1,)), [R]).redistribute(Mesh((1,), (1,)), [R]),
-    ],
-)
-def test_what_one_rank_does_not_have_is_refused(make: Any) -> None:
-    @world(2)
-    def on_ranks() -> None:
-        x = make(Mesh((2,)))
-        if x.layout_.mesh.size() == 1 and x.to_local().numel():
-            return  # the rank that has it
-        with pytest.raises(RuleError, match=r"numpy\(\) would show only the local shard .* full_tensor\(\)"):
-            make_np(x)
-
-    on_ranks()
-
-
-@world(2)
-def test_a_number_that_requires_grad_is_refused_as_by_torch() -> None:
     x = distribute_tensor(torch.ones(()), Mesh((2,)), [R]).requires_grad_()
     with pytest.raises(RuntimeError, match=r"requires grad"):
         x.numpy()
     assert make_np(x) == 1
+
+
+@world(2)
+def test_what_one_rank_does_not_have_is_refused() -> None:
+    mesh, one = Mesh((2,)), Mesh((1,))
+    for x in (
+        DTensor.from_local(torch.tensor(1.0), mesh, [Partial()]),
+        distribute_tensor(torch.ones(1), mesh, [S0]),
+        distribute_tensor(torch.ones(2), mesh, [R]),
+        distribute_tensor(torch.ones(()), one, [R]).redistribute(Mesh((1,), (1,)), [R]),
+    ):
+        if x.layout_.mesh.size() == 1 and x.to_local().numel():
+            continue  # the rank that has it
+        with pytest.raises(RuleError, match=r"numpy\(\) would show only the local shard .* full_tensor\(\)"):
+            make_np(x)

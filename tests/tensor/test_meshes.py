@@ -117,7 +117,9 @@ def test_a_tensor_on_the_own_slice_of_each_rank_counts_as_replicated_along_the_o
         (out.square().sum() + slope.square().sum()).backward()
         return [out, x.grad, y.grad]
 
-    expected = {first: outcome(A[:1].clone().requires_grad_(), B.clone().requires_grad_(), first) for first in (0, 1)}
+    expected = {
+        first: outcome(A[:1].clone().requires_grad_(), B.clone().requires_grad_(), first) for first in (False, True)
+    }
 
     @world(6)
     def body() -> None:

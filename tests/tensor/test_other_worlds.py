@@ -72,50 +72,45 @@ def text_of(use: Callable[[DTensor], object], x: DTensor) -> str:
     return str(caught.value)
 
 
+def twice(make: Callable[[], DTensor]) -> DTensor:
+    return (make(), make() + 1)[0]
+
+
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-@pytest.mark.parametrize("make", [sharded, replicated])
-def test_a_tensor_of_another_world_is_refused_alike_on_all_ranks(
-    make: Callable[[], DTensor], use: Callable[[DTensor], object]
-) -> None:
-    theirs = world(2).run(lambda: (make(), make() + 1)[0])[1]
+def test_a_tensor_of_another_world_is_refused_alike_on_all_ranks(use: Callable[[DTensor], object]) -> None:
+    for make in (sharded, replicated):
+        theirs = world(2).run(twice, make)[1]
 
-    def run() -> str:
-        use(make().clone())  # what runs is warm
-        return text_of(use, theirs)
+        def run(make: Callable[[], DTensor] = make, theirs: DTensor = theirs) -> str:
+            use(make().clone())  # what runs is warm
+            return text_of(use, theirs)
 
-    (text,) = set(world(2).run(run))
-    assert "the DTensor of shape (4, 2) has the local tensor of rank 1 of another world, of 2 ranks. Fix: " in text
+        (text,) = set(world(2).run(run))
+        assert "the DTensor of shape (4, 2) has the local tensor of rank 1 of another world, of 2 ranks. Fix: " in text
 
 
-@pytest.mark.parametrize("name", ["a warm op", "full_tensor", "operand", "assignment", "foreach"])
-def test_a_tensor_of_another_rank_is_refused(name: str) -> None:
+def test_a_tensor_of_another_rank_is_refused() -> None:
     made: dict[int, DTensor] = {}
 
-    def run() -> str:
+    def run(name: str) -> str:
         made[rank()] = sharded()
         USES[name](made[rank()].clone())
         collectives.barrier((0, 1))
-        theirs, text = made[1 - rank()], ""
-        if name != "operand":  # which makes a tensor, together with the other rank
-            return text_of(USES[name], theirs)
-        mine = sharded()
-        return text + text_of(lambda x: mine * x, theirs)
+        mine = sharded()  # which both ranks make together
+        return text_of((lambda x: mine * x) if name == "operand" else USES[name], made[1 - rank()])
 
-    for other, text in enumerate(reversed(world(2).run(run))):
-        assert f"has the local tensor of rank {other} of this world. Fix: " in text
+    for name in ("a warm op", "full_tensor", "operand", "assignment", "foreach"):
+        for other, text in enumerate(reversed(world(2).run(run, name))):
+            assert f"has the local tensor of rank {other} of this world. Fix: " in text
 
 
-def test_a_tensor_of_another_world_is_not_saved(tmp_path: Path) -> None:
-    theirs, _ = world(2).run(sharded)
-    with pytest.raises(Exception, match="rank 0 of another world"):
-        world(2).run(lambda: checkpoint.save(tmp_path / "saved", {"x": theirs}, step=1))
-
-
-def test_results_of_simulated_ranks_may_be_read_outside() -> None:
+def test_results_of_another_world_may_be_read_and_are_not_saved(tmp_path: Path) -> None:
     first, second = world(2).run(sharded)
     assert torch.equal(torch.cat([first.to_local(), second.to_local()]), X)
     assert first.layout_ == second.layout_
     assert {first.layout_: 1}[second.layout_] == 1
+    with pytest.raises(Exception, match="rank 0 of another world"):
+        world(2).run(lambda: checkpoint.save(tmp_path / "saved", {"x": first}, step=1))
 
 
 KEPT: list[DTensor] = []

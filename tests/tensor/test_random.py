@@ -438,7 +438,7 @@ def test_initialisations_give_one_tensor_for_any_world_and_layout(name: str) -> 
         assert_close(flat @ flat.t(), gain**2 * torch.eye(len(flat), dtype=torch.float64))
     halves = [((0,) * len(shape), (1, *shape[1:])), ((2, *(0,) * (len(shape) - 1)), (shape[0] - 2, *shape[1:]))]
     middle = ((1, *(0,) * (len(shape) - 1)), (1, *shape[1:]))
-    layouts = [
+    layouts: list[tuple[Mesh, list[Placement]]] = [
         *(LAYOUTS[i] for i in (0, 1, 3, 5, 6, 7, 8)),  # those that fit any shape
         (Mesh((3,)), [Shard(0, [0, shape[0] - 1, 1])]), (Mesh((3,)), [Boxes([halves, [], [middle]])]),
     ]  # fmt: skip

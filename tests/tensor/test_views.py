@@ -279,7 +279,8 @@ def test_what_must_be_redistributed_to_be_seen_that_way_becomes_a_copy_that_cann
 
 @world(4)
 def test_a_copy_that_stands_for_a_view_is_not_changed_in_place_under_another_name() -> None:
-    for alias in (lambda x: x, lambda x: x.detach(), lambda x: x.data, lambda x: x[0].detach()):
+    aliases: list[Callable[[Any], Any]] = [lambda x: x, Tensor.detach, lambda x: x.data, lambda x: x[0].detach()]
+    for alias in aliases:
         x = distribute_tensor(torch.zeros(4, 4), Mesh((4,)), [Shard(0)])
         with pytest.raises(RuleError, match="that needed a redistribution"):
             alias(x.unfold(0, 2, 2)).add_(1)
