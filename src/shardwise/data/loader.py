@@ -1,6 +1,7 @@
 """`BatchLoader`: each rank loads its samples of a global batch, which comes as DTensors."""
 
 import copy
+import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from shardwise import collectives
 from shardwise.collectives import DeviceMesh
-from shardwise.data.shuffling import epoch_order, seed_of
 from shardwise.embedding.jagged import JaggedFeatures, KeyedJaggedTensor
 from shardwise.errors import ArgumentError, MeshError, RemoteRankError, summary
 from shardwise.layout import REPLICATE, Layout, Mesh, Placement, Shard, checked_init
@@ -163,7 +163,7 @@ class BatchLoader:
 
     def _batches(self, iteration: int) -> Iterator[object]:
         epoch, order, end = self._epoch, self._order, self._end(self._position)
-        indices = epoch_order(order["num_samples"], order["seed"] if order["shuffle"] else None, epoch).tolist()
+        indices = _epoch_order(order["num_samples"], order["seed"] if order["shuffle"] else None, epoch).tolist()
         starts = range(self._position, end, self.batch_size)
         steps = [(start, min(start + self.batch_size, end)) for start in starts]
         spans = [self._span(stop - start) for start, stop in steps]
@@ -228,6 +228,23 @@ def _placements(mesh: Mesh, axis: str | int | Sequence[str | int] | None) -> tup
     return tuple(Shard(0) if number in data else REPLICATE for number in range(mesh.ndim))
 
 
+def _epoch_order(count: int, seed: int | None, epoch: int) -> Tensor:
+    """A permutation of `count` indices, int64: the same on every rank; another for each seed and epoch.
+
+    Args:
+        seed: None keeps the order.
+    """
+    if seed is None:
+        return torch.arange(count)
+    return torch.randperm(count, generator=torch.Generator().manual_seed(_seed_of(seed, epoch)))
+
+
+def _seed_of(*numbers: int) -> int:
+    """A seed of 32 bits, of all of which each of these numbers counts: a generator on the CPU looks at no more."""
+    mixed = hashlib.sha256(" ".join(map(str, numbers)).encode()).digest()[:4]
+    return int.from_bytes(mixed, "little")
+
+
 class _Seeded(Dataset[object]):
     """The samples of a data set, each loaded with random numbers of its own."""
 
@@ -235,7 +252,7 @@ class _Seeded(Dataset[object]):
         self.dataset, self.seed, self.epoch = dataset, seed, epoch
 
     def __getitem__(self, index: int) -> object:
-        with _random_numbers(seed_of(self.seed, self.epoch, index)):
+        with _random_numbers(_seed_of(self.seed, self.epoch, index)):
             return self.dataset[index]
 
 
