@@ -3,7 +3,7 @@
     pip install timm -c constraints.txt
     python -m tools.modules                        # all of them on 2 and 3 ranks: 10 minutes
     python -m tools.modules --only 'LSTM|ViT' --ranks 2
-    python -m tools.modules --page docs/modules.md # writes the table into the page
+    python -m tools.modules --page docs/coverage.md # writes the table into the page
 
 Compared are results, gradients of parameters and of inputs, and buffers after three steps of SGD. Batches and most
 parameters are uneven. The exit status is 1 if any of it failed.
@@ -266,7 +266,7 @@ def judge(case: Case, mode: str, ranks: int) -> str:
 
 # ---- all of them ------------------------------------------------------------------------------------------------
 
-BEGIN, END = "<!-- made by `python -m tools.modules --page docs/modules.md` -->", "<!-- end of what is made -->"
+BEGIN, END = "<!-- made by `python -m tools.modules --page docs/coverage.md` -->", "<!-- end of what is made -->"
 Results = dict[tuple[str, str], list[int]]  # of a case and mode: the ranks on which it failed
 
 

@@ -1,11 +1,11 @@
-"""The page docs/torch-patches.md, made from the list in the code: `python -m tools.torch_patches_page`."""
+"""The page docs/reference/torch-patches.md, made from the list in the code: `python -m tools.torch_patches_page`."""
 
 from itertools import groupby
 from pathlib import Path
 
 from shardwise.tensor.torch_patches import HOOKS, PATCHES, TESTED
 
-PAGE = Path(__file__).parents[1] / "docs" / "torch-patches.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "torch-patches.md"
 
 HEADER = f"""# What shardwise changes in torch
 

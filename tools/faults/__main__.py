@@ -2,7 +2,7 @@
 
     python -m tools.faults                                 # everything: about 7 minutes on 2 cores
     python -m tools.faults --runs 60 --flips 100 --mutations 500
-    python -m tools.faults --page docs/reliability.md      # the table there
+    python -m tools.faults --page docs/checkpoints.md      # the table there
 
 The exit code is 1 if anything was lost, silent, unnamed, hung, or took more memory than it may.
 """
@@ -109,7 +109,7 @@ def table(head: list[str], rows: Iterable[list[object]]) -> list[str]:
 
 
 def report(outcomes: list[Outcome], found: list[Found], seconds: float) -> str:
-    """The tables, as they are in docs/reliability.md."""
+    """The tables, as they are in docs/checkpoints.md."""
     problems = Counter(problem for outcome in outcomes for problem, _ in outcome.problems)
     problems += Counter(one.outcome for one in found if one.outcome in PROBLEMS)
     now = f"{datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}, Python {platform.python_version()}"

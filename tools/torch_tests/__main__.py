@@ -2,7 +2,7 @@
 
     python -m tools.torch_tests ~/pytorch/test/distributed                    # all: about 10 minutes on 2 cores
     python -m tools.torch_tests ~/pytorch/test/distributed --only test_redistribute
-    python -m tools.torch_tests ~/pytorch/test/distributed --table docs/torch-tests.md
+    python -m tools.torch_tests ~/pytorch/test/distributed --table docs/coverage.md
     python -m tools.torch_tests ~/pytorch/test/distributed --torch            # torch's own classes, to compare
 
 The folder is that of a checkout of PyTorch. Ranks are processes of this machine. Tests that do not apply are listed

@@ -84,7 +84,7 @@ def lists(judged: Sequence[Judged], record: Record) -> str:
                 notes.setdefault(each.note, []).append(each.test)
         if notes:
             rows = [f"| {_names(tests)} | {note} |" for note, tests in notes.items()]
-            parts.append("\n".join([f"### {meaning}\n", "| tests | why |", "| --- | --- |", *rows]))
+            parts.append("\n".join([f"#### {meaning}\n", "| tests | why |", "| --- | --- |", *rows]))
     return "\n\n".join(parts)
 
 

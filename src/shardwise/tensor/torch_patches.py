@@ -1,4 +1,4 @@
-"""Everything that shardwise changes in torch. The list is also a page, docs/torch-patches.md.
+"""Everything that shardwise changes in torch. The list is also a page, docs/reference/torch-patches.md.
 
 `install` runs before the first DTensor of the process is made, not on import; `uninstall` undoes it.
 """

@@ -14,7 +14,7 @@ __all__ = ["Kernels", "RunIndex", "Runs", "Stack", "fastest_kernels"]
 
 
 def fastest_kernels(device: torch.device) -> Kernels:
-    """Those that were measured fastest (docs/benchmarks.md) among what is installed.
+    """Those that were measured fastest (docs/performance.md) among what is installed.
 
     Compiled loops use one thread. With more, those of torch are taken, which use all.
     """
