@@ -223,6 +223,7 @@ OFFLINE = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(("code", "count", "limit"), [(RANKS, 8, 48 << 20), (OFFLINE, 12, 32 << 20)])
 def test_peak_memory(tmp_path: Path, code: str, count: int, limit: int) -> None:

@@ -1,5 +1,6 @@
 """Which checkpoints stay, and what is known of them without parsing their manifests again."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,26 +33,26 @@ def test_rules_of_what_stays(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("metadata", "said"),
-    [
+def test_a_metric_that_the_new_checkpoint_leaves_out_removes_no_other(tmp_path: Path) -> None:
+    keep = Keep(best=1, metric="los")
+
+    def body(metadata: dict[str, Any] | None) -> None:
+        save(tmp_path, {"x": torch.ones(1)}, step=2, metadata=metadata, keep=keep)
+
+    save(tmp_path, {"x": torch.ones(1)}, step=1, metadata={"los": 0.5})
+    cases: list[tuple[dict[str, Any] | None, str]] = [
         ({"loss": 1.0}, "is not there, only ['loss']"),
         (None, "is not there, only []"),
         ({"los": "1.0"}, "is '1.0' there"),
         ({"los": True}, "is True there"),
-    ],
-)
-def test_a_metric_that_the_new_checkpoint_leaves_out_removes_no_other(
-    tmp_path: Path, metadata: dict[str, Any] | None, said: str
-) -> None:
-    save(tmp_path, {"x": torch.ones(1)}, step=1, metadata={"los": 0.5})
-    text = failed(
-        lambda: save(tmp_path, {"x": torch.ones(1)}, step=2, metadata=metadata, keep=Keep(best=1, metric="los")),
-    )
-    assert text.endswith(
-        f"failed: keep needs the number 'los' of metadata, which {said}. "
-        f"Fix: metadata={{'los': …}}, None if this checkpoint has no such number"
-    )
+    ]
+    for metadata, said in cases:
+        assert failed(partial(body, metadata)).endswith(
+            f"failed: keep needs the number 'los' of metadata, which {said}. "
+            f"Fix: metadata={{'los': …}}, None if this checkpoint has no such number"
+        )
+    text = failed(lambda: body({"los": 1.0} if collectives.rank() == 0 else {}), size=3)
+    assert "rank 1, 2: keep needs the number 'los' of metadata, which is not there, only []." in text
     assert steps(tmp_path) == [1]
 
 
@@ -60,16 +61,6 @@ def test_what_was_saved_without_a_number_is_none_of_the_best() -> None:
     metrics = {1: True, 2: 3.0, 3: "0", 4: None, 5: 4.0}
     facts = {step: Facts(0, {"m": metric}, b"") for step, metric in metrics.items()}
     assert Keep(best=1, metric="m").staying(facts, 5) == {2, 5}
-
-
-def test_a_metric_that_one_rank_leaves_out_is_refused_on_all(tmp_path: Path) -> None:
-    def body() -> None:
-        metadata = {"loss": 1.0} if collectives.rank() == 0 else {}
-        save(tmp_path, {"x": torch.ones(1)}, step=1, metadata=metadata, keep=Keep(best=1, metric="loss"))
-
-    text = failed(body, size=3)
-    assert "rank 1, 2: keep needs the number 'loss' of metadata, which is not there, only []." in text
-    assert steps(tmp_path) == []
 
 
 def test_keep_never_removes_the_last_finite_checkpoint(tmp_path: Path) -> None:
@@ -119,33 +110,18 @@ def test_what_stays_is_what_the_rules_say(
     assert stay == {*newest, *multiples, *chosen}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
+def test_rules_that_cannot_be() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"last": 0}, "Keep: last must be a positive integer, got 0"),
         ({"every": 1.5}, "Keep: every must be a positive integer, got 1.5"),
         ({"best": True, "metric": "x"}, "Keep: best must be a positive integer, got True"),
         ({"best": 1}, "Keep: best is 1 and metric None. Fix: give both"),
         ({"metric": "loss"}, "Keep: best is None and metric 'loss'. Fix: give both"),
-    ],
-)
-def test_rules_that_cannot_be(arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(CheckpointError) as caught:
-        Keep(**arguments)
-    assert said in str(caught.value)
-
-
-def count_parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The versions whose manifests are parsed from here on, but for the one that `save` writes."""
-    parsed: list[str] = []
-    original = stores.stored_manifest
-
-    def stored_manifest(store: stores.CheckpointStore, version: str) -> Any:
-        parsed.append(version)
-        return original(store, version)
-
-    monkeypatch.setattr(stores, "stored_manifest", stored_manifest)
-    return parsed
+    ]
+    for arguments, said in cases:
+        with pytest.raises(CheckpointError) as caught:
+            Keep(**arguments)
+        assert said in str(caught.value)
 
 
 def test_a_save_parses_the_manifest_of_no_checkpoint_that_was_there_before(
@@ -154,7 +130,14 @@ def test_a_save_parses_the_manifest_of_no_checkpoint_that_was_there_before(
     monkeypatch.setattr(retention, "_known", {})
     for step in range(5):
         save(tmp_path, {"x": torch.ones(1)}, step=step)
-    parsed = count_parsed(monkeypatch)
+    parsed: list[str] = []
+    original = stores.stored_manifest
+
+    def stored_manifest(store: stores.CheckpointStore, version: str) -> Any:
+        parsed.append(version)
+        return original(store, version)
+
+    monkeypatch.setattr(stores, "stored_manifest", stored_manifest)
     for step in range(5, 8):
         save(tmp_path, {"x": torch.ones(1)}, step=step, keep=10)
     names = [f"step-{step:08d}" for step in range(8)]
