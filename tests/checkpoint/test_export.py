@@ -10,9 +10,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardwise import collectives
 from shardwise.checkpoint import export, export_table
@@ -26,7 +23,7 @@ from shardwise.embedding import (
     shard_embeddings,
 )
 from shardwise.errors import CheckpointError, ShardwiseError
-from shardwise.layout import Boxes, Mesh, OnRanks, Partial, Placement, Replicate, Shard
+from shardwise.layout import Boxes, Mesh, OnRanks, Partial, Replicate, Shard
 from shardwise.tensor import DTensor, distribute_tensor
 from shardwise.testing import world
 from tests.checkpoint.faults import failing_at
@@ -116,41 +113,6 @@ def test_plain_collections_and_single_tensors(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "integers")["cube"], cube)
     none = load_file(tmp_path / "none")["none"]
     assert (none.shape, none.dtype) == ((0, 4), torch.bfloat16)
-
-
-class Largest(TorchDispatchMode):
-    """The bytes of the largest memory that a tensor of this rank has."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.nbytes: int = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        sizes = [x.untyped_storage().nbytes() for x in tree_leaves(out) if isinstance(x, Tensor)]
-        self.nbytes = max(self.nbytes, *sizes, 0)
-        return out
-
-
-def largest_tensor(path: Path, placements: Placement, dtype: torch.dtype | None) -> Any:
-    """Of all that a rank makes while it exports, but for its own shard."""
-    config = EmbeddingBagConfig(20_000, COLUMNS, "items", feature_names=["item"])
-    sharded = shard_embeddings(
-        EmbeddingBagCollection([config], device="meta"), {"items": placements}, Mesh((4,)), SGD(lr=0.1)
-    )
-    with Largest() as largest:
-        export_table(sharded, "items", path, dtype=dtype)
-    return largest.nbytes
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64])
-def test_no_rank_holds_the_full_table(
-    dtype: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(export, "MOST_BYTES", 1 << 14)
-    for placements, shard in (Shard(0), 5000 * COLUMNS), (Shard(1), 20_000 * 2):
-        found = world(4).run(largest_tensor, tmp_path / "file", placements, dtype)
-        assert max(found) == shard * 4  # the memory of which it sends views
 
 
 def bytes_sent(path: Path, placements: Any) -> int:

@@ -1,6 +1,7 @@
 """`torch.distributed.checkpoint`, its state-dict tools and `load_state_dict`, of sharded modules and optimizers."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,41 +12,25 @@ from tests.checkpoint import torch_tool_jobs as jobs
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture(params=[2, 4], ids=["2 ranks", "4 ranks"])
-def size(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
+CASES = pytest.mark.parametrize(
+    ("size", "optimizer"),
+    [(4, "Adam"), (2, "SGD"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "Adam"), (4, "SGD")))],
+)
 
 
-@pytest.fixture(params=jobs.OPTIMIZERS)
-def optimizer(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@CASES
+@pytest.mark.parametrize("job", [jobs.get, jobs.set_full, jobs.load_plain])
+def test_states_are_gathered_set_and_loaded(size: int, optimizer: str, job: Callable[[str], None]) -> None:
+    world(size, real=True).run(job, optimizer)
 
 
-def test_states_are_gathered_and_offloaded(size: int, optimizer: str) -> None:
-    world(size, real=True).run(jobs.get, optimizer)
-
-
-def test_full_states_are_set(size: int, optimizer: str) -> None:
-    world(size, real=True).run(jobs.set_full, optimizer)
-
-
-def test_full_states_are_set_on_the_meta_device(size: int) -> None:
-    world(size, real=True).run(jobs.set_on_meta)
-
-
-def test_plain_modules_and_optimizers_load_into_sharded_ones_and_back(size: int, optimizer: str) -> None:
-    world(size, real=True).run(jobs.load_plain, optimizer)
-
-
-@pytest.mark.parametrize("sharding", ["rows", "last dim"])
+@CASES
+@pytest.mark.parametrize("sharding", ["rows", "last dim", "tp in fsdp"])
 def test_modules_of_torch_dtensors_load_into_sharded_ones_and_back(size: int, optimizer: str, sharding: str) -> None:
-    world(size, real=True).run(jobs.load_of_torch, optimizer, sharding)
+    world(4 if sharding == "tp in fsdp" else size, real=True).run(jobs.load_of_torch, optimizer, sharding)
 
 
-def test_tensor_parallel_modules_under_fully_shard_load_into_sharded_ones_and_back(optimizer: str) -> None:
-    world(4, real=True).run(jobs.load_of_torch, optimizer, "tp in fsdp")
-
-
+@CASES
 @pytest.mark.parametrize("asynchronously", [False, True], ids=["save", "async_save"])
 def test_what_dcp_saved_is_loaded_in_any_sharding(
     size: int, optimizer: str, asynchronously: bool, tmp_path: Path
@@ -55,6 +40,7 @@ def test_what_dcp_saved_is_loaded_in_any_sharding(
         world(loading, real=True).run(jobs.load, tmp_path / "dcp", optimizer)
 
 
+@pytest.mark.parametrize("size", [2, 4])
 def test_a_rank_outside_the_mesh_of_a_parameter_cannot_gather_it(size: int, tmp_path: Path) -> None:
     *outside, inside = world(size, real=True).run(jobs.on_the_last_rank, tmp_path / "dcp")
     assert inside == ["2"] * 4

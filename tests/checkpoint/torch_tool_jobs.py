@@ -27,7 +27,7 @@ from torch.distributed.tensor import distribute_tensor
 from shardwise.errors import RuleError
 from shardwise.layout import Box, Boxes, Layout, Mesh, OnRanks, Replicate, Shard
 from shardwise.tensor import DTensor
-from tests.checkpoint.states import distributed
+from tests.checkpoint.states import distributed, full
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1, amsgrad=True),
@@ -141,11 +141,6 @@ def trained(model: nn.Module, kind: str, steps: int = 2) -> torch.optim.Optimize
     return optimizer
 
 
-def full(x: Any) -> Any:
-    x = x.detach() if isinstance(x, Tensor) else x
-    return x.full_tensor() if isinstance(x, DTensor | TorchDTensor) else x
-
-
 def assert_same(found: Any, expected: Any, where: str = "") -> None:
     """Compare states whose tensors are full or distributed."""
     if isinstance(expected, dict):
@@ -228,20 +223,11 @@ def set_full(kind: str) -> None:
                 gradients(each, step)
                 optimizer.step()
         assert_same(states(model, ours), states(plain, theirs))
-
-
-def set_on_meta() -> None:
-    """Full tensors, of every rank or the first, take the place of parameters on the meta device."""
-    plan = layouts(dist.get_world_size())
-    expected = Model(0).state_dict()
-    for options in (FULL, BROADCAST):
-        model = sharded(1, plan, "meta")
-        assert all(p.is_meta for p in model.parameters())
-        tools.set_model_state_dict(
-            model, dict(expected) if options is FULL or dist.get_rank() == 0 else {}, options=options
-        )
-        assert_as_sharded(model, OPTIMIZERS["SGD"](list(model.parameters())), plan)
-        assert_same(dict(model.state_dict()), dict(expected))
+        on_meta = sharded(1, plan, "meta")  # full tensors take the place of its parameters
+        given["model"] = dict(Model(0).state_dict()) if given["model"] else {}
+        tools.set_model_state_dict(on_meta, given["model"], options=options)
+        assert_as_sharded(on_meta, OPTIMIZERS["SGD"](list(on_meta.parameters())), plan)
+        assert_same(dict(on_meta.state_dict()), dict(Model(0).state_dict()))
 
 
 def load_plain(kind: str) -> None:

@@ -219,9 +219,6 @@ def _on_meta(tensor: SourceTensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-# ---- read from the files --------------------------------------------------------------------------------------------
-
-
 def _read_directly(
     converter: "WeightConverter", group: _Group, source: Source, made: Mapping[str, Tensor]
 ) -> dict[str, SourceTensor] | None:
@@ -277,9 +274,6 @@ def _rows(tensor: SourceTensor, counts: Sequence[int]) -> list[SourceTensor]:
         extents = [replace(extent, start=extent.start + start * row_bytes, box=box)] if box.numel else []
         found.append(replace(tensor, shape=shape, extents=extents))
     return found
-
-
-# ---- converted by transformers --------------------------------------------------------------------------------------
 
 
 class _Computed:

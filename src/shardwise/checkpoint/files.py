@@ -104,9 +104,6 @@ def file_layout(
     return FileLayout(header, starts, dtypes, len(header) + ends[-1])
 
 
-# ---- writing ----------------------------------------------------------------------------------------------
-
-
 class Checksum:
     """Of the bytes of a tensor in row-major order, and whether its values are finite; block by block."""
 
@@ -186,9 +183,6 @@ def _row_blocks(shape: tuple[int, ...], itemsize: int, first: int, last: int) ->
     step = max(1, BLOCK_BYTES // max(1, itemsize * prod(shape[1:])))
     for start in range(first, last, step):
         yield start, min(start + step, last)
-
-
-# ---- reading ----------------------------------------------------------------------------------------------
 
 
 class StoredFile(Protocol):

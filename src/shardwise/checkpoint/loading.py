@@ -190,9 +190,6 @@ def _needed(copies: Sequence[_Copy]) -> Iterator[tuple[Chunk, int, list[tuple[in
         yield chunk, itemsize, [span(chunk.box, copy.box, itemsize) for copy in same]
 
 
-# ---- whether a checkpoint fits ----------------------------------------------------------------------------
-
-
 def _check_fit(manifest: Manifest, leaves: Mapping[str, Leaf], wanted: Wanted, subset: bool) -> None:
     """Raise CheckpointError unless the checkpoint has what is wanted, and nothing more without `subset`."""
     stored = (manifest.tensors.keys() | manifest.values.keys()) - (set(wanted.known) - leaves.keys())

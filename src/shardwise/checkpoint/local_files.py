@@ -161,9 +161,6 @@ def undone_on_error() -> Iterator[Callable[[Path, Path], None]]:
         raise
 
 
-# ---- new files and folders ------------------------------------------------------------------------------------
-
-
 class _Draft:
     """What appears at `path` when it is on disk, and replaces what is there."""
 

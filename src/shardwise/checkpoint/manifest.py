@@ -208,9 +208,6 @@ def _writer(versions: object) -> str:
     return f"shardwise {found} or newer" if known else "a newer shardwise"
 
 
-# ---- validation -------------------------------------------------------------------------------------------
-
-
 def _parse_json(data: bytes) -> dict[str, Any]:
     try:
         content = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite)

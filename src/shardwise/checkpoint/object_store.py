@@ -41,8 +41,6 @@ class ObjectStore:
         self._objects = Objects(url)
         self.name = self._objects.url
 
-    # ---- reading ------------------------------------------------------------------------------------------
-
     def own_version(self) -> str | None:
         with reading():
             return _newest(self._saves(""))
@@ -92,8 +90,6 @@ class ObjectStore:
         except FileNotFoundError:
             return False
         return True
-
-    # ---- writing ------------------------------------------------------------------------------------------
 
     def tidy(self) -> dict[int, str]:
         found: dict[int, str] = {}
@@ -167,8 +163,6 @@ class ObjectStore:
         with suppress(OSError):
             self._objects.delete_below(save)
             self._objects.delete(save + DRAFT)
-
-    # ---- the lock -----------------------------------------------------------------------------------------
 
     def take_lock(self, content: bytes) -> bool:
         self._objects.make("")

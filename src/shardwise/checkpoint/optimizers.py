@@ -112,9 +112,6 @@ def _class_of(optimizer: Optimizer, number: int) -> str:
     return type(optimizer).__name__
 
 
-# ---- comparing --------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class FittingState:
     """What of a checkpoint goes into the optimizers, and what does not.

@@ -354,9 +354,6 @@ def package_versions() -> dict[str, str]:
     return {"shardwise": own, "torch": torch.__version__}
 
 
-# ---- drafts, which become versions; on the rank that has the lock -------------------------------------------------
-
-
 def begin_draft(store: CheckpointStore, step: int, overwrite: bool) -> str:
     """A new draft of `step`, after what interrupted saves left was removed.
 
@@ -409,9 +406,6 @@ def abandon_draft(store: CheckpointStore, draft: str) -> None:
     """Remove the draft as far as possible, after an error that is raised next; a version stays."""
     with suppress(OSError, CheckpointError):
         store.discard(draft)
-
-
-# ---- the save of this rank that goes on while it trains: at most one -----------------------------------------------
 
 
 class Pending(Protocol):

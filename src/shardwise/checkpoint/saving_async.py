@@ -155,8 +155,6 @@ class PendingSave:
             raise self._error
         return "saved", self._version
 
-    # ---- in the thread ------------------------------------------------------------------------------------
-
     def _run(self) -> None:
         saving = self._saving
         sums: Sums = []
@@ -216,8 +214,6 @@ class PendingSave:
             store.erase(self._draft, _report_name(rank))
         return [[(crc, finite) for crc, finite in found[rank]["sums"]] for rank in sorted(found)]
 
-    # ---- at exit ------------------------------------------------------------------------------------------
-
     def join(self) -> None:
         """Wait until its thread has ended."""
         self._thread.join()
@@ -253,9 +249,6 @@ def _exit_with_failure() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # an exit handler has no other way to say that the program has failed
-
-
-# ---- reports ----------------------------------------------------------------------------------------------
 
 
 def _report_name(rank: int) -> str:

@@ -94,9 +94,6 @@ def _damaged(file: ChunkFile, chunks: list[tuple[str, StoredTensor, int]], progr
     return problems
 
 
-# ---- comparing -----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Difference:
     """One entry that is not the same: its name, and in words how it differs."""

@@ -34,9 +34,6 @@ SHARD_BYTES = 5 * 10**9  # of one file, as Hugging Face's `save_pretrained` has 
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
-# ---- export -----------------------------------------------------------------------------------------------
-
-
 @checked
 def export_file(
     source: str | PathLike[str],
@@ -145,9 +142,6 @@ def _divided(source: Source, exported: Mapping[str, str], most: int) -> Iterator
         part[name] = of
         size += num_bytes
     yield part
-
-
-# ---- import -----------------------------------------------------------------------------------------------
 
 
 @checked

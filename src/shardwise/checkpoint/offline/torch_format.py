@@ -46,9 +46,6 @@ METADATA, DATA = ".metadata", "__0_0.distcp"
 DESCRIPTION_LIMIT = 1 << 20  # bytes of the pickle that describes one tensor
 
 
-# ---- export -----------------------------------------------------------------------------------------------
-
-
 @checked
 def export_torch(
     source: str | PathLike[str],
@@ -119,9 +116,6 @@ def _bytes(value: object) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
-
-
-# ---- import -----------------------------------------------------------------------------------------------
 
 
 @checked
@@ -247,9 +241,6 @@ def _without(described: Sequence[Described], skip: Sequence[str]) -> list[Descri
                 f"skip names {one!r}, and there is no such name.{did_you_mean(one, names)} Fix: leave it out of skip"
             )
     return [one for one in described if not any(f"{one[0]}.".startswith(f"{begin}.") for begin in skip)]
-
-
-# ---- items ------------------------------------------------------------------------------------------------
 
 
 class _Slice(io.RawIOBase):

@@ -108,9 +108,6 @@ def unpickled(data: bytes, what: str) -> object:
         raise foreign(f"{what}: is no pickle of this format: {error!r}") from error
 
 
-# ---- what they say ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Entry:
     """Where an item is, and which box of its tensor it has."""

@@ -188,9 +188,6 @@ def _model(
     return next(iter(found), None)
 
 
-# ---- parameters of optimizers ---------------------------------------------------------------------------------
-
-
 def _parameters(
     groups: Mapping[str, Groups], given: Sequence[str] | None, known: Collection[str]
 ) -> dict[str, list[str]]:
@@ -312,9 +309,6 @@ def _some(names: Iterable[object]) -> str:
     shown = [repr(name) for name in names]
     more = f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
     return ", ".join(shown[:SHOWN]) + more
-
-
-# ---- lists that were divided -----------------------------------------------------------------------------------
 
 
 def with_lists(values: Mapping[str, Any], paths: Mapping[str, KeyPath], tensors: Collection[str]) -> dict[str, Any]:
