@@ -15,7 +15,7 @@ import torch
 
 from shardwise import collectives
 from shardwise.checkpoint import load, read_manifest, save
-from shardwise.checkpoint.files import ChunkFile
+from shardwise.checkpoint.files import check_header
 from shardwise.checkpoint.folder_store import FolderStore
 from shardwise.errors import CheckpointError
 from shardwise.layout import Layout, Mesh, Partial, Shard
@@ -142,7 +142,7 @@ def test_a_file_that_grew_or_shrank_since_it_was_found_is_refused(saved: Path) -
             closing(FolderStore(saved).open(".", name)) as file,
             pytest.raises(CheckpointError, match=f"has {size} bytes, the manifest says {layout.size}"),
         ):
-            ChunkFile(file, layout)
+            check_header(file, layout)
 
 
 def test_no_file_stays_open_and_an_extra_one_does_no_harm(saved: Path) -> None:

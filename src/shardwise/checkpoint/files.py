@@ -198,31 +198,24 @@ class StoredFile(Protocol):
         """Release the file."""
 
 
+def read_bytes(file: StoredFile, start: int = 0, count: int | None = None) -> bytes:
+    """So many bytes of `file`, or all from `start` on."""
+    data = bytearray(file.size - start if count is None else count)
+    file.read_into(memoryview(data), start)
+    return bytes(data)
+
+
 def check_size(file: StoredFile, layout: FileLayout) -> None:
     """Raise CheckpointError unless `file` is as long as its chunks imply."""
     if file.size != layout.size:
         raise damaged(f"{file.name}: has {file.size:,} bytes, the manifest says {layout.size:,}")
 
 
-class ChunkFile:
-    """An open file of a checkpoint, known to have the size and header that its chunks imply."""
-
-    def __init__(self, file: StoredFile, layout: FileLayout) -> None:
-        check_size(file, layout)
-        header = bytearray(len(layout.header))
-        file.read_into(memoryview(header), 0)
-        if header != layout.header:
-            raise damaged(f"{file.name}: its header is damaged: it is not the one the manifest implies")
-        self.file = file
-        self.starts = layout.starts
-
-    def verify(self, key: str, num_bytes: int, expected: Sequence[int], spans: Sequence[tuple[int, int]]) -> None:
-        """Raise CheckpointError unless the bytes of `key` are as expected, where they touch one of `spans`."""
-        verify_bytes(self.file, self.starts[key], num_bytes, expected, key, spans=spans)
-
-    def copy(self, key: str, chunk: Box, target: Tensor, box: Box) -> None:
-        """Copy the common part of `chunk`, stored under `key`, and `box`, held by `target`, into `target`."""
-        copy_box(self.file, self.starts[key], chunk, target, box)
+def check_header(file: StoredFile, layout: FileLayout) -> None:
+    """Raise CheckpointError unless `file` has the size and header that its chunks imply."""
+    check_size(file, layout)
+    if read_bytes(file, 0, len(layout.header)) != layout.header:
+        raise damaged(f"{file.name}: its header is damaged: it is not the one the manifest implies")
 
 
 def verify_bytes(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.collective_errors import digest, listed, on_all_ranks, on_first_rank, require_same
-from shardwise.checkpoint.files import ChunkFile, span
+from shardwise.checkpoint.files import StoredFile, check_header, copy_box, span, verify_bytes
 from shardwise.checkpoint.locations import store_at
 from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor, gc_paused
 from shardwise.checkpoint.remedies import extra_prefix
@@ -129,7 +129,7 @@ class _Reading:
         self.parsed = parsed
         self.stack = stack
         self.leaves: dict[str, Leaf] = {}
-        self.copies: list[tuple[ChunkFile, list[_Copy]]] = []
+        self.copies: list[tuple[StoredFile, Mapping[str, int], list[_Copy]]] = []  # files, and where keys begin
         self.rows: Mapping[str, Rows] = {}
         self.seed = 0
 
@@ -148,10 +148,12 @@ class _Reading:
         layouts = manifest.file_layouts()
         for file, copies in by_file.items():
             opened = self.stack.enter_context(closing(self.store.open(self.version, file)))
-            chunks = ChunkFile(opened, layouts[file])
+            layout = layouts[file]
+            check_header(opened, layout)
             for chunk, itemsize, spans in _needed(copies):
-                chunks.verify(chunk.key, chunk.box.numel * itemsize, chunk.crcs, spans)
-            self.copies.append((chunks, copies))
+                num_bytes = chunk.box.numel * itemsize
+                verify_bytes(opened, layout.starts[chunk.key], num_bytes, chunk.crcs, chunk.key, spans=spans)
+            self.copies.append((opened, layout.starts, copies))
         return manifest.sha256, digest(self.counts)
 
     @property
@@ -162,9 +164,9 @@ class _Reading:
     def copy(self) -> None:
         """Fill the state."""
         with torch.no_grad():
-            for file, copies in self.copies:
+            for file, starts, copies in self.copies:
                 for copy in copies:
-                    file.copy(copy.chunk.key, copy.chunk.box, copy.view, copy.box)
+                    copy_box(file, starts[copy.chunk.key], copy.chunk.box, copy.view, copy.box)
         for name, rows in self.rows.items():
             tensor = storable_boxes(name, self.leaves[name].value)
             fill_new_rows(name, tensor, self.manifest.tensors[name].shape[0], rows, self.seed)

@@ -11,6 +11,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
+from shardwise.checkpoint.files import read_bytes
 from shardwise.checkpoint.remedies import UNREACHABLE, damaged, foreign
 from shardwise.errors import CheckpointError, UnreachableError
 
@@ -103,9 +104,7 @@ def short_file(path: Path) -> tuple[bytes, int] | None:
     with closing(file):
         if file.size > _SHORT_BYTES:
             raise CheckpointError(f"{path}: has {file.size:,} bytes, expected {_SHORT_BYTES:,} at most. Fix: remove it")
-        content = bytearray(file.size)
-        file.read_into(memoryview(content), 0)
-    return bytes(content), file.changed
+        return read_bytes(file), file.changed
 
 
 def write_synced(path: Path, content: Iterable[memoryview | bytes]) -> None:

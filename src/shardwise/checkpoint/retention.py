@@ -7,6 +7,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from shardwise.checkpoint.files import read_bytes
 from shardwise.checkpoint.manifest import MANIFEST, SEAL_BYTES, is_file_of_rank
 from shardwise.checkpoint.stores import CheckpointStore, complete_manifest
 from shardwise.errors import CheckpointError
@@ -116,9 +117,7 @@ def facts_of(store: CheckpointStore, version: str) -> Facts:
         CheckpointError: it is not complete.
     """
     with closing(store.open(version, MANIFEST)) as file:
-        seal = bytearray(min(file.size, SEAL_BYTES))
-        file.read_into(memoryview(seal), 0)
-        key = bytes(seal), file.size
+        key = read_bytes(file, 0, min(file.size, SEAL_BYTES)), file.size
     files = _digest(store.sizes(version))
     known = _known.get(key)
     if known is None or known.files != files:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from shardwise import collectives
 from shardwise.checkpoint.collective_errors import on_all_ranks, text_of
+from shardwise.checkpoint.files import read_bytes
 from shardwise.checkpoint.retention import Keep
 from shardwise.checkpoint.saving import AllSums, Contents, Saving, Sums, finish_pending, set_pending
 from shardwise.errors import CheckpointError, NotFiniteError, UnreachableError
@@ -91,9 +92,8 @@ class PendingSave:
         self.what = saving.what
         self._saving, self._draft, self._world_size = saving, draft, world_size
         self._error: Exception | None = None
-        self._unsent: Exception | None = (
-            None  # why the report of this rank could not be written; others may have read it all the same
-        )
+        # Why the report of this rank could not be written; others may have read it all the same.
+        self._unsent: Exception | None = None
         self._version = ""
         self._reported = threading.Event()  # this rank has written its part and the report of it, or failed
         self._given_up = threading.Event()  # some rank has failed
@@ -264,8 +264,7 @@ def _read_report(saving: Saving, draft: str, rank: int) -> dict[str, Any] | None
     """The report of a rank; None if it is not there in full."""
     try:
         with closing(saving.store.open(draft, _report_name(rank))) as file:
-            data = bytearray(file.size)
-            file.read_into(memoryview(data), 0)
+            data = read_bytes(file)
     except UnreachableError:
         raise
     except CheckpointError:

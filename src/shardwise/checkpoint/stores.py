@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from shardwise.checkpoint.files import StoredFile, check_size
+from shardwise.checkpoint.files import StoredFile, check_size, read_bytes
 from shardwise.checkpoint.manifest import (
     MANIFEST,
     MANIFEST_LIMIT,
@@ -195,10 +195,9 @@ def stored_manifest(store: CheckpointStore, version: str) -> Manifest:
     with closing(store.open(version, MANIFEST)) as file:
         if file.size > MANIFEST_LIMIT:
             raise damaged(f"{file.name}: has {file.size:,} bytes, more than the {MANIFEST_LIMIT:,} allowed")
-        data = bytearray(file.size)
-        file.read_into(memoryview(data), 0)
+        data = read_bytes(file)
         try:
-            manifest = parse(bytes(data))
+            manifest = parse(data)
         except CheckpointError as error:
             raise type(error)(f"{file.name}: {error}") from error
     named = _ANY_STEP.fullmatch(Path(location).absolute().name)

@@ -23,7 +23,8 @@ from os import PathLike
 from pathlib import Path
 from time import monotonic, sleep
 
-from shardwise.checkpoint.collective_errors import on_all_ranks, on_first_rank
+from shardwise import collectives
+from shardwise.checkpoint.collective_errors import on_all_ranks
 from shardwise.checkpoint.locations import Location, store_at
 from shardwise.checkpoint.stores import CheckpointStore
 from shardwise.errors import CheckpointError
@@ -171,13 +172,12 @@ class WriterLock:
             CheckpointError: another job writes; the text says which process.
         """
 
-        def attempt() -> str:
-            return json.dumps(then()) if self.attempt() else ""
+        def attempt() -> str | None:
+            return then() if collectives.rank() == 0 and self.attempt() else None
 
-        while not (answer := on_all_ranks(what, lambda: on_first_rank(attempt))[0]):
+        while (answer := on_all_ranks(what, attempt)[0]) is None:
             pass  # the ranks ask again together, so none of them waits long in a collective
-        result: str = json.loads(answer)
-        return result
+        return answer
 
     def attempt(self) -> bool:
         """Whether this process has the lock; else ask again: it is not known yet whether the holder lives.

@@ -3,6 +3,7 @@
 import json
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint import stores
-from shardwise.checkpoint.files import ChunkFile, verify_bytes
+from shardwise.checkpoint.files import FileLayout, StoredFile, check_header, verify_bytes
 from shardwise.checkpoint.locations import store_at
 from shardwise.checkpoint.manifest import Manifest, StoredTensor
 from shardwise.checkpoint.offline.sources import CheckpointSource, Progress, Source, windows
@@ -61,7 +62,7 @@ def verify(folder: str | PathLike[str], progress: Progress | None = None) -> tup
     for name, layout in layouts.items():
         try:
             with closing(store.open(version, name)) as opened:
-                problems += _damaged(ChunkFile(opened, layout), chunks[name], shown)
+                problems += _damaged(opened, layout, chunks[name], shown)
         except CheckpointError as error:
             problems.append(without_remedy(error))
     return manifest, problems
@@ -78,17 +79,16 @@ def _to_verify(store: CheckpointStore) -> tuple[str, Manifest, list[str]]:
     return *found, reasons
 
 
-def _damaged(file: ChunkFile, chunks: list[tuple[str, StoredTensor, int]], progress: Progress) -> list[str]:
+def _damaged(
+    file: StoredFile, layout: FileLayout, chunks: list[tuple[str, StoredTensor, int]], progress: Progress
+) -> list[str]:
+    check_header(file, layout)
     problems = []
     for name, tensor, number in chunks:
-        chunk, shown = tensor.chunks[number], name
+        chunk, advance = tensor.chunks[number], partial(progress.advance, name)
         num_bytes = chunk.box.numel * tensor.dtype.itemsize
-
-        def on_block(count: int, shown: str = shown) -> None:
-            progress.advance(shown, count)
-
         try:
-            verify_bytes(file.file, file.starts[chunk.key], num_bytes, chunk.crcs, chunk.key, on_block)
+            verify_bytes(file, layout.starts[chunk.key], num_bytes, chunk.crcs, chunk.key, advance)
         except CheckpointError as error:
             problems.append(f"tensor {name!r}: {without_remedy(error)}")
     return problems

@@ -16,7 +16,16 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.files import DTYPES, HEADER_LIMIT, METADATA_KEY, FileLayout, StoredFile, content, file_layout
+from shardwise.checkpoint.files import (
+    DTYPES,
+    HEADER_LIMIT,
+    METADATA_KEY,
+    FileLayout,
+    StoredFile,
+    content,
+    file_layout,
+    read_bytes,
+)
 from shardwise.checkpoint.local_files import FileDraft, FolderDraft, LocalFile, foreign_names, new_at
 from shardwise.checkpoint.locations import local_path
 from shardwise.checkpoint.manifest import LARGEST, MANIFEST_LIMIT
@@ -234,7 +243,7 @@ def _files(folder: Path, names: Collection[str]) -> Mapping[str, set[str] | None
     with closing(_open(folder, INDEX)) as file:
         if file.size > MANIFEST_LIMIT:
             raise foreign(f"{index}: is too long for an index")
-        text = _bytes(file, 0, file.size)
+        text = read_bytes(file)
     try:
         weight_map = json.loads(text)["weight_map"]
         files = {file: {name for name, of in weight_map.items() if of == file} for file in weight_map.values()}
@@ -254,7 +263,7 @@ def _tensors(file: StoredFile, name: str) -> tuple[dict[str, SourceTensor], str]
     """
     if file.size < 8:
         raise foreign(f"{file.name}: has {file.size} bytes, too few for a safetensors file")
-    start = _bytes(file, 0, 8)
+    start = read_bytes(file, 0, 8)
     if start.startswith(ZIP):
         raise CheckpointError(f"{file.name}: is no safetensors file, but one of torch.save. Fix: {OF_TORCH_SAVE}")
     length = int.from_bytes(start, "little")
@@ -264,7 +273,7 @@ def _tensors(file: StoredFile, name: str) -> tuple[dict[str, SourceTensor], str]
             raise CheckpointError(f"{file.name}: is no safetensors file, but JSON, such as an index. Fix: {fix}.")
         raise foreign(f"{file.name}: is no safetensors file: its header would have {length:,} bytes")
     try:
-        header = json.loads(_bytes(file, 8, length))
+        header = json.loads(read_bytes(file, 8, length))
         removed = (header.pop(METADATA_KEY, None) or {}).get(REMOVED, MODEL)
         if not isinstance(removed, str):
             raise ValueError(f"{REMOVED} is {removed!r}")
@@ -284,12 +293,6 @@ def _tensors(file: StoredFile, name: str) -> tuple[dict[str, SourceTensor], str]
         extents = [Extent(name, 8 + length + begin, full, None)] if full.numel else []
         tensors[key] = SourceTensor(dtype, shape, extents)
     return tensors, removed
-
-
-def _bytes(file: StoredFile, start: int, count: int) -> bytearray:
-    data = bytearray(count)
-    file.read_into(memoryview(data), start)
-    return data
 
 
 def _entry(key: str, said: Mapping[str, Any]) -> tuple[str, torch.dtype, tuple[int, ...], int, int]:

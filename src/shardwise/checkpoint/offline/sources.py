@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from os import PathLike
 from typing import Any, Self
@@ -13,11 +14,11 @@ from torch import Tensor
 from shardwise.checkpoint import stores
 from shardwise.checkpoint.files import (
     METADATA_KEY,
-    ChunkFile,
     FileLayout,
     StoredFile,
     byte_blocks,
     check_export_dtype,
+    check_header,
     copy_box,
     export_dtype,
     verify_bytes,
@@ -204,12 +205,9 @@ class Source:
         checksum = extent.checksum
         if checksum is None or (extent.file, checksum) in self._verified:
             return
-        file = self.file(extent.file)
-
-        def on_block(num_bytes: int) -> None:
-            self.progress.advance(name, num_bytes)
-
-        verify_bytes(file, checksum.start, checksum.num_bytes, checksum.crcs, f"{name}{extent.box}", on_block)
+        advance = partial(self.progress.advance, name)
+        what = f"{name}{extent.box}"
+        verify_bytes(self.file(extent.file), checksum.start, checksum.num_bytes, checksum.crcs, what, advance)
         self._verified.add((extent.file, checksum))
 
     def file(self, name: str) -> StoredFile:
@@ -257,10 +255,11 @@ class CheckpointSource(Source):
         def open_file(name: str) -> StoredFile:
             file = store.open(version, name)
             try:
-                return ChunkFile(file, layouts[name]).file
+                check_header(file, layouts[name])
             except CheckpointError:
                 file.close()
                 raise
+            return file
 
         tensors = {
             name: _in_files(tensor, layouts, None if name.startswith(STATES) else dtype)

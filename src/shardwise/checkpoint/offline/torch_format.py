@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, cast
 
 import torch
 
-from shardwise.checkpoint.files import StoredFile
+from shardwise.checkpoint.files import StoredFile, read_bytes
 from shardwise.checkpoint.local_files import FolderDraft, LocalFile, foreign_names, new_at
 from shardwise.checkpoint.locations import local_path
 from shardwise.checkpoint.manifest import MANIFEST_LIMIT
@@ -192,9 +192,7 @@ def _pickled_metadata(folder: Path, allowed: bool) -> bytes:
             )
         if file.size > MANIFEST_LIMIT:
             raise foreign(f"{file.name}: is too long: {file.size:,} bytes")
-        data = bytearray(file.size)
-        file.read_into(memoryview(data), 0)
-    return bytes(data)
+        return read_bytes(file)
 
 
 def _source(
@@ -303,8 +301,7 @@ def _extent(entry: Entry, dtype: torch.dtype, item: _Slice) -> Extent:
         if record.compress_type != zipfile.ZIP_STORED:
             raise ValueError("its data is compressed")
         begin = item.start + record.header_offset
-        header = bytearray(30)  # of a record; two lengths of names at its end
-        item.file.read_into(memoryview(header), begin)
+        header = read_bytes(item.file, begin, 30)  # of a record; two lengths of names at its end
         begin += len(header) + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
         if (first + entry.box.numel) * dtype.itemsize > record.file_size:
             raise ValueError(f"its data has {record.file_size:,} bytes only")
