@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ from shardwise.layout import contiguous_strides, placement_of
 from shardwise.parallel import ColwiseParallel, fully_shard
 from shardwise.sharded_tensor import ChunkShardingSpec, shard_parameter
 from shardwise.testing import world
-from tests.test_nonsense import CALLS, RANKS, saved
+from tests.test_nonsense import CALLS, RANKS, invoke, saved
 
 __all__ = ["saved"]  # a fixture
 
@@ -107,13 +107,10 @@ def outcome(name: str, argument: str, convert: Callable[[Any], Any]) -> object:
     fn, arguments = CALLS[name]()
     arguments = arguments | {argument: convert(arguments[argument])}
     try:
-        result: Any = fn(
-            *(value for key, value in arguments.items() if key.startswith("*")),
-            **{key: value for key, value in arguments.items() if not key.startswith("*")},
-        )
+        result = invoke(fn, arguments)
     except ShardwiseError as error:
         return f"{type(error).__name__}: {error}"
-    return str(result.layout_) if name == "shardwise.empty" else evidence(result)
+    return str(cast(DTensor, result).layout_) if name == "empty" else evidence(result)
 
 
 def outcomes(name: str) -> dict[str, tuple[object, object]]:
@@ -127,10 +124,10 @@ def outcomes(name: str) -> dict[str, tuple[object, object]]:
 
 
 REFUSED = {  # what takes ours only, and what its error says
-    ("shardwise.embedding_bags", "weights"): r"each a tensor, got .*Fix: DTensor\.from_torch_dtensor\(x\)",
-    ("shardwise.parallel.ModuleContext", "mesh"): r"mesh must be a Mesh, got a torch\.",
-    ("shardwise.simulation.simulate", "mesh"): r"mesh must be a Mesh, got a torch\.",
-    ("shardwise.testing.check_rows", "meshes"): r"each a Mesh, got \[a torch\.",
+    ("embedding_bags", "weights"): r"each a tensor, got .*Fix: DTensor\.from_torch_dtensor\(x\)",
+    ("parallel.ModuleContext", "mesh"): r"mesh must be a Mesh, got a torch\.",
+    ("simulation.simulate", "mesh"): r"mesh must be a Mesh, got a torch\.",
+    ("testing.check_rows", "meshes"): r"each a Mesh, got \[a torch\.",
 }
 
 
@@ -147,9 +144,7 @@ def test_torchs_objects_in_an_argument_give_what_ours_give(name: str) -> None:
 
 
 def test_the_list_of_calls_has_many_such_arguments() -> None:
-    counts = [
-        len(found) for name in CALLS if name.startswith("shardwise.DTensor.") for found in world(2).run(outcomes, name)
-    ]
+    counts = [len(found) for name in CALLS if name.startswith("DTensor.") for found in world(2).run(outcomes, name)]
     assert sum(counts) >= 12
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import torch
@@ -224,7 +225,7 @@ def _layouts(call: _Call, mesh: Mesh, limit: int) -> list[tuple[Layout, ...]]:
                 inputs |= {row.inputs: None for row in call.rows({index: placement})}
     wanted = [p for row in inputs if all(map(_is_possible, tensors, row)) for p in _of_row(row, tensors, mesh)]
     found: dict[tuple[Layout, ...], None] = {}
-    for attempt in range(len(wanted) + 8 * limit):
+    for attempt in range(len(wanted) + 8 * max(0, min(limit, prod(map(len, choices))))):
         if attempt >= len(wanted) and len(found) >= limit:
             break
         chosen = wanted[attempt] if attempt < len(wanted) else [rng.choice(options) for options in choices]
