@@ -14,7 +14,7 @@ from shardwise.checkpoint import load, save
 from shardwise.errors import CheckpointError, IdTypeError, LayoutError, MeshError, MismatchError, PlanError
 from shardwise.testing import world
 
-MESH = Mesh((3,))
+MESH, S0 = Mesh((3,)), Shard(0)
 local: Any = DTensor.from_local
 
 
@@ -31,7 +31,7 @@ def same_error(kind: type[Exception], body: Callable[[], object]) -> str:
     return text
 
 
-def table(placement: Any = Shard(0)) -> DTensor:
+def table(placement: Any = S0) -> DTensor:
     return distribute_tensor(torch.arange(21.0).view(7, 3), MESH, [placement])
 
 

@@ -1,6 +1,7 @@
 """Every public entry that takes placements takes them by axis name too, on meshes of one axis and of two."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,7 +27,6 @@ from shardwise.testing import world
 LINE = Mesh((4,), names=("tp",))
 GRID = Mesh((2, 2), names=("dp", "tp"))
 MESHES = [LINE, GRID]
-BY_NAME: dict[Mesh, Placements] = {LINE: {"tp": Shard(0)}, GRID: {"tp": Shard(0)}}
 FULL = torch.arange(24.0).view(4, 6)
 
 
@@ -34,74 +34,81 @@ def on_ranks(job: Callable[[], Any]) -> Any:
     return world(4).run(job)[0]
 
 
-def entry_of_distribute_tensor(mesh: Mesh, placements: Placements) -> DTensor:
-    return distribute_tensor(FULL, mesh, placements)
-
-
-def entry_of_from_local(mesh: Mesh, placements: Placements) -> DTensor:
+def from_local(mesh: Mesh, placements: Placements, **options: Any) -> DTensor:
     local = distribute_tensor(FULL, mesh, as_placements(mesh, placements)).to_local()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=FULL.shape)
+    return DTensor.from_local(local, mesh, placements, **options)
 
 
-def entry_of_from_local_with_check(mesh: Mesh, placements: Placements) -> DTensor:
-    local = distribute_tensor(FULL, mesh, as_placements(mesh, placements)).to_local()
-    return DTensor.from_local(local, mesh, placements)
+def redistributed(mesh: Mesh, placements: Placements, **options: Any) -> DTensor:
+    return distribute_tensor(FULL, mesh).redistribute(placements=placements, **options)
 
 
-def entry_of_redistribute(mesh: Mesh, placements: Placements) -> DTensor:
-    return distribute_tensor(FULL, mesh).redistribute(placements=placements)
+def of_shard_module(mesh: Mesh, placements: Placements) -> DTensor:
+    return sw.shard_module(linear(), {"weight": placements}, mesh=mesh).weight  # type: ignore[return-value]
 
 
-def entry_of_async_redistribute(mesh: Mesh, placements: Placements) -> DTensor:
-    return distribute_tensor(FULL, mesh).redistribute(placements=placements, async_op=True)
-
-
-def entry_of_shard_module(mesh: Mesh, placements: Placements) -> DTensor:
-    model = nn.Linear(6, 4)
-    model.weight.data.copy_(FULL)
-    sw.shard_module(model, {"weight": placements}, mesh=mesh)
-    return model.weight  # type: ignore[return-value]
-
-
-def entry_of_local_map(mesh: Mesh, placements: Placements) -> DTensor:
-    x = distribute_tensor(FULL - 1, mesh)
+def of_local_map(mesh: Mesh, placements: Placements) -> DTensor:
     plus_one: Any = local_map(lambda x: x + 1, placements, (placements,), (placements,), redistribute_inputs=True)
-    return plus_one(x)  # type: ignore[no-any-return]
+    return plus_one(distribute_tensor(FULL - 1, mesh))  # type: ignore[no-any-return]
 
 
-def entry_of_a_style(mesh: Mesh, placements: Placements) -> DTensor:
+def of_a_style(mesh: Mesh, placements: Placements) -> DTensor:
     class Style(ParallelStyle):
         def parameters(self, module: nn.Module, where: Any) -> dict[str, Placements]:
             return {"weight": placements}
 
-    linear = nn.Linear(6, 4)
-    linear.weight.data.copy_(FULL)
-    parallelize_module(nn.Sequential(linear), mesh, {"0": Style()})
-    return linear.weight  # type: ignore[return-value]
+    model = nn.Sequential(linear())
+    parallelize_module(model, mesh, {"0": Style()})
+    return model[0].weight  # type: ignore[return-value]
+
+
+def linear() -> nn.Linear:
+    """One whose weight is `FULL`."""
+    made = nn.Linear(6, 4)
+    made.weight.data.copy_(FULL)
+    return made
+
+
+ENTRIES: list[Callable[[Mesh, Placements], DTensor]] = [
+    lambda mesh, placements: distribute_tensor(FULL, mesh, placements),
+    partial(from_local, run_check=False, shape=FULL.shape),
+    from_local,
+    redistributed,
+    partial(redistributed, async_op=True),
+    of_shard_module,
+    of_local_map,
+    of_a_style,
+]
+FACTORIES: list[Any] = [sw.empty, sw.zeros, sw.ones, sw.rand, sw.randn, lambda n, m, **kw: sw.full((n, m), 2.0, **kw)]
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize(
-    "entry",
-    [
-        entry_of_distribute_tensor,
-        entry_of_from_local,
-        entry_of_from_local_with_check,
-        entry_of_redistribute,
-        entry_of_async_redistribute,
-        entry_of_shard_module,
-        entry_of_local_map,
-        entry_of_a_style,
-    ],
-)
-def test_an_entry_takes_placements_by_axis_name(mesh: Mesh, entry: Callable[[Mesh, Placements], DTensor]) -> None:
-    def job() -> tuple[Any, Tensor]:
-        x = entry(mesh, BY_NAME[mesh])
-        return x.placements, x.detach().full_tensor()
+@world(4)
+def test_an_entry_takes_placements_by_axis_name(mesh: Mesh) -> None:
+    by_name: Placements = {"tp": Shard(0)}
+    for entry in ENTRIES:
+        x = entry(mesh, by_name)
+        assert x.placements == as_placements(mesh, by_name), entry
+        assert torch.equal(x.detach().full_tensor(), FULL), entry
+    for make in FACTORIES:
+        assert make(4, 6, device_mesh=mesh, placements={"tp": Shard(1)}).placements == (
+            as_placements(mesh, {"tp": Shard(1)})
+        )
 
-    placements, full = on_ranks(job)
-    assert placements == as_placements(mesh, BY_NAME[mesh])
-    assert torch.equal(full, FULL)
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_an_unknown_axis_name_is_the_same_error_on_every_rank(mesh: Mesh) -> None:
+    def job() -> list[str]:
+        said = []
+        for entry in (ENTRIES[0], redistributed, of_local_map):
+            with pytest.raises(LayoutError) as info:
+                entry(mesh, {"tpp": Shard(0)})
+            said.append(str(info.value))
+        return said
+
+    first, *others = world(4).run(job)
+    assert all(found == first for found in others)
+    assert all("has no axis 'tpp'" in text for text in first)
 
 
 @pytest.mark.parametrize(("mesh", "sizes"), [(LINE, [3, 0, 0, 0]), (GRID, [3, 0, 3, 0])], ids=str)
@@ -133,30 +140,6 @@ def test_an_axis_name_that_is_wrong_on_one_rank_fails_that_rank_and_the_others_n
         world(4).run(job)
     assert info.value.__notes__[0] == "on rank 2 of 4, simulated"
     assert set(others.values()) == {2}
-
-
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("entry", [entry_of_distribute_tensor, entry_of_redistribute, entry_of_local_map])
-def test_an_unknown_axis_name_is_the_same_error_on_every_rank(
-    mesh: Mesh, entry: Callable[[Mesh, Placements], DTensor]
-) -> None:
-    def job() -> str:
-        with pytest.raises(LayoutError) as info:
-            entry(mesh, {"tpp": Shard(0)})
-        return str(info.value)
-
-    said = set(world(4).run(job))
-    assert len(said) == 1
-    assert "has no axis 'tpp'" in said.pop()
-
-
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize(
-    "make", [sw.empty, sw.zeros, sw.ones, sw.rand, sw.randn, lambda n, m, **kw: sw.full((n, m), 2.0, **kw)]
-)
-def test_factories_take_placements_by_axis_name(mesh: Mesh, make: Callable[..., DTensor]) -> None:
-    found = on_ranks(lambda: make(4, 6, device_mesh=mesh, placements={"tp": Shard(1)}).placements)
-    assert found == as_placements(mesh, {"tp": Shard(1)})
 
 
 def test_gradients_are_placed_by_axis_name() -> None:
