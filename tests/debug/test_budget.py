@@ -138,37 +138,33 @@ def test_a_redistribution_refused_in_backward_is_the_same_error_on_every_rank() 
     assert "test_budget.py:" in text
 
 
+@world(3)
 def test_a_backward_that_fits_gives_the_gradients() -> None:
-    def body() -> None:
-        x, y = uneven(), columns()
-        x.requires_grad_()
-        y.requires_grad_()
-        with no_implicit_comm(10_000) as budget:
-            out = (x * y * 3).sum()
-            forward = budget.spent_bytes
-            out.backward()
-            assert budget.spent_bytes == 2 * forward  # the same elements the other way
-        for leaf in (x, y):
-            assert leaf.grad is not None
-            assert torch.equal(leaf.grad.full_tensor(), torch.full((4, 2), 3.0))
-
-    world(3).run(body)
+    x, y = uneven(), columns()
+    x.requires_grad_()
+    y.requires_grad_()
+    with no_implicit_comm(10_000) as budget:
+        out = (x * y * 3).sum()
+        forward = budget.spent_bytes
+        out.backward()
+        assert budget.spent_bytes == 2 * forward  # the same elements the other way
+    for leaf in (x, y):
+        assert leaf.grad is not None
+        assert torch.equal(leaf.grad.full_tensor(), torch.full((4, 2), 3.0))
 
 
+@world(3)
 def test_explicit_redistributions_and_those_that_send_nothing_are_free() -> None:
-    def body() -> None:
-        x = uneven()
-        x.requires_grad_()
-        with no_implicit_comm() as budget:
-            x.redistribute(placements=[S1]).full_tensor().sum().backward()
-            x.sum().item()
-            halved(distribute_tensor(torch.ones(3), Mesh((3,)), [R]))
-            (x + distribute_tensor(torch.ones(4, 2), Mesh((3,)), [R])).sum()  # every rank cuts its own rows
-            table = distribute_tensor(torch.ones(9, 4), Mesh((3,)), [S0])
-            F.embedding(distribute_tensor(torch.arange(5), Mesh((3,)), [S0]), table)
-        assert budget.spent_bytes == 0
-
-    world(3).run(body)
+    x = uneven()
+    x.requires_grad_()
+    with no_implicit_comm() as budget:
+        x.redistribute(placements=[S1]).full_tensor().sum().backward()
+        x.sum().item()
+        halved(distribute_tensor(torch.ones(3), Mesh((3,)), [R]))
+        (x + distribute_tensor(torch.ones(4, 2), Mesh((3,)), [R])).sum()  # every rank cuts its own rows
+        table = distribute_tensor(torch.ones(9, 4), Mesh((3,)), [S0])
+        F.embedding(distribute_tensor(torch.arange(5), Mesh((3,)), [S0]), table)
+    assert budget.spent_bytes == 0
 
 
 def gradient_of_a_copy(sparse: bool = False) -> DTensor:

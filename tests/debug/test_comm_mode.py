@@ -86,43 +86,37 @@ def rows() -> DTensor:
     return distribute_tensor(torch.ones(5, 2), Mesh((2,)), [S0])
 
 
+@world(2)
 def test_collectives_and_bytes_are_counted_by_module_forward_and_backward() -> None:
-    def body() -> CommDebugMode:
-        outer = model()
-        x = rows().requires_grad_()
-        with CommDebugMode() as mode, count_comms() as counted:
-            outer(x).sum().redistribute(placements=[R]).backward()
-        assert mode.get_total_counts() == counted.total_calls
-        assert sum(mode.get_comm_bytes().values()) == counted.total_bytes
-        return mode
-
-    for rank, mode in enumerate(world(2).run(body)):
-        # A gather sends the rank's own rows; its backward sums the rows of the other rank there.
-        own, other = ((24, 16), (16, 24))[rank]
-        counts, sent = mode.get_module_counts(), mode.get_module_bytes()
-        for half in ("Outer.first.halve", "Outer.second.halve"):
-            assert counts[half] == {"forward": {EXCHANGE: 1}, "backward": {EXCHANGE: 1}}
-            assert sent[half] == {"forward": own, "backward": other}
-        for inner in ("Outer.first", "Outer.second"):
-            cut = sent.get(f"{inner}.cut", {"forward": 0, "backward": 0})  # its backward gathers rows again
-            assert sent[inner] == {"forward": own, "backward": other + cut["backward"]}
-        assert sent["Outer"]["forward"] == 2 * own
-        assert sent["Outer"]["backward"] == sent["Outer.first"]["backward"] + sent["Outer.second"]["backward"]
-        # One number is reduced, outside all modules.
-        assert sent["Global"]["forward"] == 2 * own + 4
+    outer = model()
+    x = rows().requires_grad_()
+    with CommDebugMode() as mode, count_comms() as counted:
+        outer(x).sum().redistribute(placements=[R]).backward()
+    assert mode.get_total_counts() == counted.total_calls
+    assert sum(mode.get_comm_bytes().values()) == counted.total_bytes
+    rank = collectives.rank()
+    own, other = ((24, 16), (16, 24))[rank]
+    counts, sent = mode.get_module_counts(), mode.get_module_bytes()
+    for half in ("Outer.first.halve", "Outer.second.halve"):
+        assert counts[half] == {"forward": {EXCHANGE: 1}, "backward": {EXCHANGE: 1}}
+        assert sent[half] == {"forward": own, "backward": other}
+    for inner in ("Outer.first", "Outer.second"):
+        cut = sent.get(f"{inner}.cut", {"forward": 0, "backward": 0})  # its backward gathers rows again
+        assert sent[inner] == {"forward": own, "backward": other + cut["backward"]}
+    assert sent["Outer"]["forward"] == 2 * own
+    assert sent["Outer"]["backward"] == sent["Outer.first"]["backward"] + sent["Outer.second"]["backward"]
+    # One number is reduced, outside all modules.
+    assert sent["Global"]["forward"] == 2 * own + 4
 
 
+@world(4)
 def test_the_keys_are_those_of_torch() -> None:
-    def body() -> CommDebugMode:
-        large = DTensor.from_local(torch.ones(256, 512), Mesh((4,)), [P], run_check=False)
-        with CommDebugMode() as mode:
-            large.redistribute(placements=[R])
-        return mode
-
-    for mode in world(4).run(body):
-        assert mode.get_comm_counts() == {REDUCE: 1}
-        assert mode.get_comm_counts()[torch.ops.c10d_functional.all_gather_into_tensor] == 0
-        assert mode.get_comm_bytes()[REDUCE] == 2 * 3 * 256 * 512 * 4 // 4  # a ring: 3 of 4 chunks, twice
+    large = DTensor.from_local(torch.ones(256, 512), Mesh((4,)), [P], run_check=False)
+    with CommDebugMode() as mode:
+        large.redistribute(placements=[R])
+    assert mode.get_comm_counts() == {REDUCE: 1}
+    assert mode.get_comm_counts()[torch.ops.c10d_functional.all_gather_into_tensor] == 0
+    assert mode.get_comm_bytes()[REDUCE] == 2 * 3 * 256 * 512 * 4 // 4  # a ring: 3 of 4 chunks, twice
 
 
 def test_all_gathers_broadcasts_and_reduce_scatters_have_the_keys_of_torch() -> None:
@@ -143,17 +137,14 @@ def test_all_gathers_broadcasts_and_reduce_scatters_have_the_keys_of_torch() -> 
         assert mode.get_comm_bytes()[ops.all_gather_into_tensor] == 3 * 1024 * 512 * 4
 
 
+@world(2)
 def test_gradients_that_are_read_count_as_backward_of_no_module() -> None:
-    def body() -> CommDebugMode:
-        outer = model()
-        outer(rows()).sum().backward()
-        with CommDebugMode() as mode:
-            assert outer.scale.grad is not None
-        return mode
-
-    for mode in world(2).run(body):
-        assert mode.get_module_counts() == {"Global": {"forward": {}, "backward": {EXCHANGE: 1}}}
-        assert mode.get_module_bytes() == {"Global": {"forward": 0, "backward": 8}}
+    outer = model()
+    outer(rows()).sum().backward()
+    with CommDebugMode() as mode:
+        assert outer.scale.grad is not None
+    assert mode.get_module_counts() == {"Global": {"forward": {}, "backward": {EXCHANGE: 1}}}
+    assert mode.get_module_bytes() == {"Global": {"forward": 0, "backward": 8}}
 
 
 def test_recomputation_counts_as_backward_of_its_module() -> None:
@@ -201,60 +192,50 @@ class Around(nn.Module):
         return halved(self.inner(halved(x).redistribute(placements=[S0])))
 
 
+@world(2)
 def test_a_module_is_not_done_before_its_parameters_are() -> None:
-    def body() -> CommDebugMode:
-        scaled = shard_module(Scaled(), {"weight": S0}, mesh=Mesh((2,)))
-        x = distribute_tensor(torch.ones(5, 2), Mesh((2,)), [R]).requires_grad_()
-        with CommDebugMode() as mode:
-            scaled(x).sum().backward()
-        return mode
-
-    for rank, mode in enumerate(world(2).run(body)):
-        assert mode.get_module_bytes()["Scaled"] == {"forward": (24, 16)[rank], "backward": (16, 24)[rank]}
+    scaled = shard_module(Scaled(), {"weight": S0}, mesh=Mesh((2,)))
+    x = distribute_tensor(torch.ones(5, 2), Mesh((2,)), [R]).requires_grad_()
+    with CommDebugMode() as mode:
+        scaled(x).sum().backward()
+    rank = collectives.rank()
+    assert mode.get_module_bytes()["Scaled"] == {"forward": (24, 16)[rank], "backward": (16, 24)[rank]}
 
 
+@world(2)
 def test_what_a_module_does_around_another_one_is_its_own() -> None:
-    def body() -> CommDebugMode:
-        x = rows().requires_grad_()
-        with CommDebugMode() as mode:
-            Around()(x * 1).sum().backward()
-        return mode
-
-    for mode in world(2).run(body):
-        counts = mode.get_module_counts()
-        assert "Around.inner" not in counts
-        assert counts["Around"]["forward"] == {EXCHANGE: 2}
-        assert counts["Around"]["backward"] == {EXCHANGE: 2}
+    x = rows().requires_grad_()
+    with CommDebugMode() as mode:
+        Around()(x * 1).sum().backward()
+    counts = mode.get_module_counts()
+    assert "Around.inner" not in counts
+    assert counts["Around"]["forward"] == {EXCHANGE: 2}
+    assert counts["Around"]["backward"] == {EXCHANGE: 2}
 
 
+@world(2)
 def test_a_backward_outside_modules_does_not_count_for_the_last_one_of_another_backward() -> None:
-    def body() -> CommDebugMode:
-        x = rows().requires_grad_()
-        with CommDebugMode() as mode:
-            Half()(x).sum().backward()
-            halved(x).sum().backward()
-        return mode
-
-    for mode in world(2).run(body):
-        assert mode.get_module_counts()["Half"]["backward"] == {EXCHANGE: 1}
-        assert mode.get_module_counts()["Global"]["backward"] == {EXCHANGE: 2}
+    x = rows().requires_grad_()
+    with CommDebugMode() as mode:
+        Half()(x).sum().backward()
+        halved(x).sum().backward()
+    assert mode.get_module_counts()["Half"]["backward"] == {EXCHANGE: 1}
+    assert mode.get_module_counts()["Global"]["backward"] == {EXCHANGE: 2}
 
 
+@world(2)
 def test_parameters_and_their_placements_are_reported_by_module() -> None:
-    def body() -> tuple[Any, Any]:
-        linear = shard_module(nn.Sequential(nn.Linear(3, 4)), {"0.weight": S0}, mesh=Mesh((2,)))
-        linear.register_parameter("plain", nn.Parameter(torch.ones(1)))
-        with CommDebugMode() as mode:
-            linear(distribute_tensor(torch.ones(2, 3), Mesh((2,)), [R]))
-        return mode.get_parameter_info(), mode.get_sharding_info()
-
-    for parameters, placements in world(2).run(body):
-        assert {name: list(own) for name, own in parameters.items()} == {
-            "Sequential": ["plain"],
-            "Sequential.0": ["weight", "bias"],
-        }
-        assert not parameters["Sequential.0"]["weight"].requires_grad
-        assert placements == {"Sequential.0.weight": (S0,), "Sequential.0.bias": (R,)}
+    linear = shard_module(nn.Sequential(nn.Linear(3, 4)), {"0.weight": S0}, mesh=Mesh((2,)))
+    linear.register_parameter("plain", nn.Parameter(torch.ones(1)))
+    with CommDebugMode() as mode:
+        linear(distribute_tensor(torch.ones(2, 3), Mesh((2,)), [R]))
+    parameters, placements = mode.get_parameter_info(), mode.get_sharding_info()
+    assert {name: list(own) for name, own in parameters.items()} == {
+        "Sequential": ["plain"],
+        "Sequential.0": ["weight", "bias"],
+    }
+    assert not parameters["Sequential.0"]["weight"].requires_grad
+    assert placements == {"Sequential.0.weight": (S0,), "Sequential.0.bias": (R,)}
 
 
 def test_a_mode_that_is_entered_again_starts_from_zero() -> None:

@@ -5,7 +5,6 @@ import pickle
 import re
 import threading
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from shardwise import (
     distribute_tensor,
     shard_module,
 )
-from shardwise.debug import Explanation, explain
+from shardwise.debug import explain
 from shardwise.parallel import RowwiseParallel, parallelize_module
 from shardwise.testing import world
 from shardwise.trace import comm_trace
@@ -50,144 +49,123 @@ def operands(mesh: Mesh, requires_grad: bool = False) -> tuple[DTensor, DTensor]
     return rows.requires_grad_(requires_grad), columns.requires_grad_(requires_grad)
 
 
-def on_ranks(size: int, body: Callable[[], Any]) -> list[Any]:
-    return world(size).run(body)
-
-
+@world(3)
 def test_a_redistributed_operand_is_reported_with_line_layouts_bytes_and_reason() -> None:
-    def body() -> tuple[Explanation[None], int]:
-        rows, columns = operands(Mesh((3,)))
-        columns._name = "head.weight"
-        with explain() as report:
-            line = here() + 1
-            rows * columns
-        return report, line
-
-    for rank, (report, line) in enumerate(on_ranks(3, body)):
-        (event,) = report.events
-        cause = event.cause
-        assert (cause.kind, cause.op, cause.operand, cause.backward) == ("operand", "mul", "head.weight", False)
-        assert cause.call_site is not None
-        assert (cause.call_site.file, cause.call_site.line) == (__file__, line)
-        assert (event.src.placements, event.dst.placements) == ((S1,), (ROWS,))
-        assert event.sent_bytes == 8 * (1 + 2, 4 + 2, 4 + 1)[rank]  # its column, but for the rows that stay
-        assert event.total_bytes == 8 * 14
-        assert cause.why == "elementwise"
-        assert "(7, 3) on Mesh(0=3): [Shard(1)] -> [Shard(0, sizes=(4, 1, 2))]\n" in str(report)
-        assert f"{report}\n".endswith("why: elementwise\n")
+    rows, columns = operands(Mesh((3,)))
+    columns._name = "head.weight"
+    with explain() as report:
+        line = here() + 1
+        rows * columns
+    rank = collectives.rank()
+    (event,) = report.events
+    cause = event.cause
+    assert (cause.kind, cause.op, cause.operand, cause.backward) == ("operand", "mul", "head.weight", False)
+    assert cause.call_site is not None
+    assert (cause.call_site.file, cause.call_site.line) == (__file__, line)
+    assert (event.src.placements, event.dst.placements) == ((S1,), (ROWS,))
+    assert event.sent_bytes == 8 * (1 + 2, 4 + 2, 4 + 1)[rank]  # its column, but for the rows that stay
+    assert event.total_bytes == 8 * 14
+    assert cause.why == "elementwise"
+    assert "(7, 3) on Mesh(0=3): [Shard(1)] -> [Shard(0, sizes=(4, 1, 2))]\n" in str(report)
+    assert f"{report}\n".endswith("why: elementwise\n")
 
 
+@world(3)
 def test_an_op_without_a_rule_is_reported_with_its_gather() -> None:
-    def body() -> Explanation[None]:
-        x = distribute_tensor(torch.ones(4, 2), Mesh((3,)), [Shard(0, sizes=(3, 0, 1))])
-        with explain() as report:
-            halved(x)
-        return report
-
-    for rank, report in enumerate(on_ranks(3, body)):
-        (event,) = report.events
-        assert (event.cause.kind, event.cause.op, event.cause.why) == ("no rule", HALVED, "it has no rule")
-        assert event.sent_bytes == 4 * (6 * 2, 0, 2 * 2)[rank]  # every element to the two ranks that lack it
-        assert event.total_bytes == 4 * 16
+    x = distribute_tensor(torch.ones(4, 2), Mesh((3,)), [Shard(0, sizes=(3, 0, 1))])
+    with explain() as report:
+        halved(x)
+    rank = collectives.rank()
+    (event,) = report.events
+    assert (event.cause.kind, event.cause.op, event.cause.why) == ("no rule", HALVED, "it has no rule")
+    assert event.sent_bytes == 4 * (6 * 2, 0, 2 * 2)[rank]  # every element to the two ranks that lack it
+    assert event.total_bytes == 4 * 16
 
 
+@world(3)
 def test_an_implicit_backward_is_reported_with_the_line_of_its_forward() -> None:
-    def body() -> tuple[Explanation[None], int]:
-        rows, columns = operands(Mesh((3,)), requires_grad=True)
-        with explain() as report:
-            line = here() + 1
-            out = rows * columns
-            out.sum().backward()
-        return report, line
-
-    for rank, (report, line) in enumerate(on_ranks(3, body)):
-        forward, backward = (event for event in report.events if event.cause.op == "mul")
-        assert not forward.cause.backward
-        assert backward.cause.backward
-        assert (backward.src.placements, backward.dst.placements) == ((ROWS,), (S1,))
-        assert backward.sent_bytes == 8 * (4 * 2, 1 * 2, 2 * 2)[rank]  # its rows, but for the column that stays
-        assert backward.total_bytes == 8 * 14
-        assert backward.cause.call_site is not None
-        assert backward.cause.call_site.line == line
+    rows, columns = operands(Mesh((3,)), requires_grad=True)
+    with explain() as report:
+        line = here() + 1
+        out = rows * columns
+        out.sum().backward()
+    rank = collectives.rank()
+    forward, backward = (event for event in report.events if event.cause.op == "mul")
+    assert not forward.cause.backward
+    assert backward.cause.backward
+    assert (backward.src.placements, backward.dst.placements) == ((ROWS,), (S1,))
+    assert backward.sent_bytes == 8 * (4 * 2, 1 * 2, 2 * 2)[rank]  # its rows, but for the column that stays
+    assert backward.total_bytes == 8 * 14
+    assert backward.cause.call_site is not None
+    assert backward.cause.call_site.line == line
 
 
+@world(3)
 def test_a_backward_whose_forward_was_outside_is_reported_with_the_line_that_called_it() -> None:
-    def body() -> tuple[Explanation[None], int]:
-        rows, columns = operands(Mesh((3,)), requires_grad=True)
-        out = (rows * columns).sum()
-        with explain() as report:
-            line = here() + 1
-            out.backward()
-        return report, line
-
-    for report, line in on_ranks(3, body):
-        (event,) = [event for event in report.events if event.cause.op == "mul"]
-        assert event.cause.backward
-        assert event.cause.implicit
-        assert event.cause.call_site is not None
-        assert event.cause.call_site.line == line
+    rows, columns = operands(Mesh((3,)), requires_grad=True)
+    out = (rows * columns).sum()
+    with explain() as report:
+        line = here() + 1
+        out.backward()
+    (event,) = [event for event in report.events if event.cause.op == "mul"]
+    assert event.cause.backward
+    assert event.cause.implicit
+    assert event.cause.call_site is not None
+    assert event.cause.call_site.line == line
 
 
 @pytest.mark.parametrize("async_op", [False, True])
+@world(3)
 def test_explicit_redistributions_are_reported_as_such_forward_and_backward(async_op: bool) -> None:
-    def body() -> Explanation[None]:
-        rows, _ = operands(Mesh((3,)), requires_grad=True)
-        with explain() as report:
-            rows.redistribute(placements=[S1], async_op=async_op).sum().backward()
-        assert report.sent_bytes == sum(event.sent_bytes for event in report.events)
-        return report
-
-    for report in on_ranks(3, body):
-        events = [event for event in report.events if event.src is not None and event.src.shape == (7, 3)]
-        assert [(event.cause.kind, event.cause.backward) for event in events] == [
-            ("explicit", False),
-            ("explicit", True),
-        ]
-        assert not any(event.cause.implicit for event in events)
+    rows, _ = operands(Mesh((3,)), requires_grad=True)
+    with explain() as report:
+        rows.redistribute(placements=[S1], async_op=async_op).sum().backward()
+    assert report.sent_bytes == sum(event.sent_bytes for event in report.events)
+    events = [event for event in report.events if event.src is not None and event.src.shape == (7, 3)]
+    assert [(event.cause.kind, event.cause.backward) for event in events] == [
+        ("explicit", False),
+        ("explicit", True),
+    ]
+    assert not any(event.cause.implicit for event in events)
 
 
+@world(4)
 def test_gradients_that_are_read_are_reported_for_all_ranks_of_the_mesh() -> None:
     """Columns of 2 and 1 over "tp", copies over "dp": each line of "dp" reduces its own width."""
 
-    def body() -> Explanation[None]:
-        mesh = Mesh((2, 2), names=("dp", "tp"))
-        w = distribute_tensor(torch.ones(5, 3), mesh, [R, S1]).requires_grad_()
-        w._name = "w"
-        x = distribute_tensor(torch.ones(4, 5), mesh, [S0, R])
-        (x @ w).sum().backward()
-        with explain() as report:
-            w.grad  # noqa: B018
-            w.grad  # noqa: B018
-        return report
-
-    for rank, report in enumerate(on_ranks(4, body)):
-        (event,) = report.events
-        assert (event.cause.kind, event.cause.operand, event.cause.implicit) == ("gradient", "the gradient of w", True)
-        held = 5 * (2, 1)[rank % 2]
-        assert event.sent_bytes == 4 * held  # to the one other rank of the line, by an exchange or as a ring
-        assert event.total_bytes == 4 * (2 * 10 + 2 * 5)
-        assert event.ranks == (0, 1, 2, 3)
+    mesh = Mesh((2, 2), names=("dp", "tp"))
+    w = distribute_tensor(torch.ones(5, 3), mesh, [R, S1]).requires_grad_()
+    w._name = "w"
+    x = distribute_tensor(torch.ones(4, 5), mesh, [S0, R])
+    (x @ w).sum().backward()
+    with explain() as report:
+        w.grad  # noqa: B018
+        w.grad  # noqa: B018
+    rank = collectives.rank()
+    (event,) = report.events
+    assert (event.cause.kind, event.cause.operand, event.cause.implicit) == ("gradient", "the gradient of w", True)
+    held = 5 * (2, 1)[rank % 2]
+    assert event.sent_bytes == 4 * held  # to the one other rank of the line, by an exchange or as a ring
+    assert event.total_bytes == 4 * (2 * 10 + 2 * 5)
+    assert event.ranks == (0, 1, 2, 3)
 
 
+@world(2)
 def test_an_exchange_inside_an_op_is_reported_but_not_implicit() -> None:
-    def body() -> tuple[Explanation[Any], int]:
-        mesh = Mesh((2,))
-        table = distribute_tensor(torch.randn(9, 4), mesh, [S0]).requires_grad_()
-        ids = distribute_tensor(torch.tensor([0, 8, 3, 7, 1]), mesh, [S0])
-        with count_comms() as counted:
-            report = explain(F.embedding, ids, table)
-            with report:
-                report.result.sum().backward()
-        return report, counted.total_bytes
-
-    for report, counted in on_ranks(2, body):
-        lookups = [event for event in report.events if event.cause.op == "embedding"]
-        assert {event.cause.backward for event in lookups} == {False, True}
-        for event in lookups:
-            assert (event.cause.kind, event.cause.implicit, event.total_bytes) == ("internal", False, None)
-            assert event.cause.why == "all-to-all of ids to row owners, then of embeddings"
-            assert event.src is None
-        assert report.sent_bytes == counted
+    mesh = Mesh((2,))
+    table = distribute_tensor(torch.randn(9, 4), mesh, [S0]).requires_grad_()
+    ids = distribute_tensor(torch.tensor([0, 8, 3, 7, 1]), mesh, [S0])
+    with count_comms() as counted:
+        report = explain(F.embedding, ids, table)
+        with report:
+            report.result.sum().backward()
+    lookups = [event for event in report.events if event.cause.op == "embedding"]
+    assert {event.cause.backward for event in lookups} == {False, True}
+    for event in lookups:
+        assert (event.cause.kind, event.cause.implicit, event.total_bytes) == ("internal", False, None)
+        assert event.cause.why == "all-to-all of ids to row owners, then of embeddings"
+        assert event.src is None
+    assert report.sent_bytes == counted.total_bytes
 
 
 class Model(torch.nn.Module):
@@ -228,7 +206,7 @@ def test_the_bytes_of_events_and_of_agreement_checks_are_all_that_is_sent(
         for same_move in zip(*every, strict=True):
             assert {total for total, _ in same_move} == {sum(sent for _, sent in same_move)}
 
-    on_ranks(Mesh(shape).size(), body)
+    world(Mesh(shape).size()).run(body)
 
 
 def test_the_report_is_sorted() -> None:
@@ -244,7 +222,7 @@ def test_the_report_is_sorted() -> None:
         assert f"test_explain.py:{line} in body: {HALVED}, an operand" in text
         return text
 
-    text = on_ranks(3, body)[0]
+    text = world(3).run(body)[0]
     lines = text.splitlines()
     # Two gathers of 21 elements of 8 bytes to two ranks each, then 3 elements of 4 bytes.
     assert [line.split()[:3] for line in lines if "test_explain.py" in line] == [["672", "224", "2"], ["24", "8", "1"]]
@@ -283,23 +261,21 @@ def test_events_before_an_error_are_reported() -> None:
         halved(columns)
         return len(report.events)
 
-    assert on_ranks(3, body) == [1, 1, 1]
+    assert world(3).run(body) == [1, 1, 1]
 
 
+@world(3)
 def test_no_stack_is_read_unless_a_listener_wants_call_sites() -> None:
-    def body() -> None:
-        _, columns = operands(Mesh((3,)), requires_grad=True)
+    _, columns = operands(Mesh((3,)), requires_grad=True)
+    redistributed = columns.redistribute(placements=[S0])
+    assert redistributed.grad_fn is not None
+    assert redistributed.grad_fn.cause.call_site is None  # type: ignore[attr-defined]
+    with count_comms():
         redistributed = columns.redistribute(placements=[S0])
-        assert redistributed.grad_fn is not None
-        assert redistributed.grad_fn.cause.call_site is None  # type: ignore[attr-defined]
-        with count_comms():
-            redistributed = columns.redistribute(placements=[S0])
-        assert redistributed.grad_fn.cause.call_site is None  # type: ignore[union-attr]
-        with explain():
-            redistributed = columns.redistribute(placements=[S0])
-        assert redistributed.grad_fn.cause.call_site is not None  # type: ignore[union-attr]
-
-    on_ranks(3, body)
+    assert redistributed.grad_fn.cause.call_site is None  # type: ignore[union-attr]
+    with explain():
+        redistributed = columns.redistribute(placements=[S0])
+    assert redistributed.grad_fn.cause.call_site is not None  # type: ignore[union-attr]
 
 
 def test_simulated_ranks_record_themselves_only() -> None:
@@ -314,7 +290,7 @@ def test_simulated_ranks_record_themselves_only() -> None:
         return 0, comm_trace.listening()
 
     with explain() as outside:
-        assert on_ranks(3, body) == [(0, False), (1, True), (0, False)]
+        assert world(3).run(body) == [(0, False), (1, True), (0, False)]
     assert outside.events == ()
 
 
@@ -349,20 +325,18 @@ def test_an_operand_of_another_mesh_is_reported_with_the_mesh_it_needs() -> None
         return str(report)
 
     change = "Layout((3,) as [Replicate()] on Mesh(0=2)) -> Layout((3,) as [Replicate()] on Mesh(0=3))"
-    assert all(f"mul, an operand\n{' ' * 32}{change}\n" in text for text in on_ranks(3, body))
+    assert all(f"mul, an operand\n{' ' * 32}{change}\n" in text for text in world(3).run(body))
 
 
+@world(2)
 def test_a_maximum_that_backward_has_to_reduce_is_reported() -> None:
-    def body() -> list[tuple[str, str]]:
-        x = distribute_tensor(torch.tensor(5.0), Mesh((2,)), [Replicate()]).requires_grad_()
-        assert isinstance(x, DTensor)
-        top = x.redistribute(placements=[Partial("max")])
-        with explain() as report:
-            top.backward()
-        return [(event.cause.kind, event.cause.op) for event in report.events]
-
-    for expected in on_ranks(2, body):
-        assert expected[0] == ("operand", "backward")
+    x = distribute_tensor(torch.tensor(5.0), Mesh((2,)), [Replicate()]).requires_grad_()
+    assert isinstance(x, DTensor)
+    top = x.redistribute(placements=[Partial("max")])
+    with explain() as report:
+        top.backward()
+    expected = [(event.cause.kind, event.cause.op) for event in report.events]
+    assert expected[0] == ("operand", "backward")
 
 
 @pytest.mark.processes
@@ -392,7 +366,7 @@ def test_a_long_report_begins_with_the_lines_that_send_most() -> None:
             first.redistribute(placements=[R])
         return str(report), much, much + 1
 
-    text, much, little = on_ranks(2, body)[0]
+    text, much, little = world(2).run(body)[0]
     lines = text.splitlines()
     start = lines.index("By line")
     first, second, end = lines[start + 2 : start + 5]
@@ -413,7 +387,7 @@ def test_parameters_of_repeated_modules_are_one_entry() -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of parameters that are sharded as the batch is
-        text, number = on_ranks(2, body)[0]
+        text, number = world(2).run(body)[0]
     entries = [line.split() for line in text.splitlines() if "linear, " in line]
     # Each of two ranks sends its half of 6 elements of 4 bytes; of 3 rows the first rank has 2, of 2 elements each.
     assert [(*entry[:3], entry[-1]) for entry in entries] == [
@@ -474,7 +448,7 @@ def test_numbered_operands_are_not_folded() -> None:
                 torch.mul(*pair)
         return [line.split(", ")[1] for line in str(report).splitlines() if "mul, " in line and "x  " not in line]
 
-    assert on_ranks(3, body) == [["operand 1", "operand 0"]] * 3
+    assert world(3).run(body) == [["operand 1", "operand 0"]] * 3
 
 
 def test_entries_of_a_long_report_that_send_less_than_a_hundredth_are_counted() -> None:
@@ -486,7 +460,7 @@ def test_entries_of_a_long_report_that_send_less_than_a_hundredth_are_counted() 
                 x.redistribute(placements=[R])
         return str(report), report.sent_bytes
 
-    (text, sent) = on_ranks(2, body)[0]
+    (text, sent) = world(2).run(body)[0]
     entries = [line for line in text.splitlines() if "an explicit redistribution" in line]
     assert sent == 8 * (1000 + 55)  # of float32, this rank's two rows
     assert [line.split()[1] for line in entries] == ["8,000"]

@@ -274,60 +274,52 @@ def test_values_gradients_random_numbers_and_counts_are_those_without_a_shadow(
 
 
 @pytest.mark.parametrize("placement", [S0, S1, R, UNEVEN, OnRanks(1)])
+@world(3)
 def test_integers_booleans_and_not_a_numbers_are_compared_exactly(placement: Any) -> None:
-    def body() -> dict[str, int]:
-        x = matrix(placement)
-        with shadow() as seen:
-            (x / 0 - x / 0).isnan().any()
-            (matrix(placement, torch.int64) * 3 // 2 % 5).sum()
-            torch.equal(x, x)
-        return seen.compared
-
-    for compared in world(3).run(body):
-        assert compared["isnan"] == compared["equal"] == 1
-        assert compared["div"] == 2
+    x = matrix(placement)
+    with shadow() as seen:
+        (x / 0 - x / 0).isnan().any()
+        (matrix(placement, torch.int64) * 3 // 2 % 5).sum()
+        torch.equal(x, x)
+    compared = seen.compared
+    assert compared["isnan"] == compared["equal"] == 1
+    assert compared["div"] == 2
 
 
+@world(3)
 def test_results_of_a_length_that_depends_on_the_data_are_compared() -> None:
-    def body() -> dict[str, int]:
-        x = distribute_tensor(torch.tensor([3, 0, 5, 3, 0, 0, 7]), Mesh((3,)), [Shard(0, sizes=(2, 5, 0))])
-        with shadow() as seen:
-            x.nonzero()
-            x.unique()  # type: ignore[no-untyped-call]
-            x.masked_select(x > 3)
-        return seen.compared
-
-    for compared in world(3).run(body):
-        assert {"nonzero", "masked_select"} <= compared.keys()
+    x = distribute_tensor(torch.tensor([3, 0, 5, 3, 0, 0, 7]), Mesh((3,)), [Shard(0, sizes=(2, 5, 0))])
+    with shadow() as seen:
+        x.nonzero()
+        x.unique()  # type: ignore[no-untyped-call]
+        x.masked_select(x > 3)
+    compared = seen.compared
+    assert {"nonzero", "masked_select"} <= compared.keys()
 
 
+@world(3)
 def test_random_unfilled_and_sparse_ones_are_skipped() -> None:
-    def body() -> dict[str, int]:
-        x = matrix()
-        table = distribute_tensor(torch.ones(5, 2), Mesh((3,)), [S0]).requires_grad_()
-        F.embedding(distribute_tensor(torch.tensor([1, 4]), Mesh((3,)), [R]), table, sparse=True).sum().backward()
-        with shadow() as seen:
-            torch.rand_like(x)
-            x.sigmoid().bernoulli()
-            torch.empty_like(x)
-            assert table.grad is not None
-            table.grad.detach()
-        assert seen.compared == {"sigmoid": 1}
-        return seen.skipped
-
-    for skipped in world(3).run(body):
-        assert skipped == {"rand_like": 1, "bernoulli": 1, "empty_like": 1, "detach": 1}
+    x = matrix()
+    table = distribute_tensor(torch.ones(5, 2), Mesh((3,)), [S0]).requires_grad_()
+    F.embedding(distribute_tensor(torch.tensor([1, 4]), Mesh((3,)), [R]), table, sparse=True).sum().backward()
+    with shadow() as seen:
+        torch.rand_like(x)
+        x.sigmoid().bernoulli()
+        torch.empty_like(x)
+        assert table.grad is not None
+        table.grad.detach()
+    assert seen.compared == {"sigmoid": 1}
+    skipped = seen.skipped
+    assert skipped == {"rand_like": 1, "bernoulli": 1, "empty_like": 1, "detach": 1}
 
 
+@world(3)
 def test_what_changes_in_place_without_versions_is_compared() -> None:
-    def body() -> None:
-        with torch.inference_mode():
-            x = matrix() + 0
-            with shadow() as seen:
-                x.add_(1)
-        assert seen.compared == {"add_": 1}
-
-    world(3).run(body)
+    with torch.inference_mode():
+        x = matrix() + 0
+        with shadow() as seen:
+            x.add_(1)
+    assert seen.compared == {"add_": 1}
 
 
 # ---- what is chosen ------------------------------------------------------------------------------------------
@@ -356,14 +348,12 @@ def test_only_the_chosen_ops_are_compared(ops: Any) -> None:
     assert world(3).run(body) == [{"sin": 1}] * 3
 
 
+@world(3)
 def test_the_ops_that_a_function_is_decomposed_into_can_be_chosen() -> None:
-    def body() -> dict[str, int]:
-        with shadow(ops=["aten.max.dim", "max"]) as seen:
-            torch.max(matrix(), 1)
-        return seen.compared
-
-    for compared in world(3).run(body):
-        assert compared["max"] == 1
+    with shadow(ops=["aten.max.dim", "max"]) as seen:
+        torch.max(matrix(), 1)
+    compared = seen.compared
+    assert compared["max"] == 1
 
 
 @pytest.mark.parametrize(
@@ -380,28 +370,24 @@ def test_a_choice_that_nothing_fits_is_refused(options: Any, why: str) -> None:
         pass
 
 
+@world(3)
 def test_ranks_outside_a_mesh_take_no_part() -> None:
     """Rank 0 is in one mesh, rank 1 in both, and each counts its calls with the ranks that make them."""
 
-    def body() -> None:
-        with shadow(every=2) as seen:
-            for ranks in ((1, 2), (0, 1), (1, 2)):
-                x = distribute_tensor(torch.arange(5.0), Mesh((2,), ranks), [S0])
-                x.sin()
-        assert seen.compared.get("sin", 0) <= 2
-
-    world(3).run(body)
+    with shadow(every=2) as seen:
+        for ranks in ((1, 2), (0, 1), (1, 2)):
+            x = distribute_tensor(torch.arange(5.0), Mesh((2,), ranks), [S0])
+            x.sin()
+    assert seen.compared.get("sin", 0) <= 2
 
 
+@world(3)
 def test_inner_shadows_compare_what_outer_ones_do_not() -> None:
-    def body() -> None:
-        with shadow(ops="sin") as outer:
-            with shadow(ops="cos") as inner:
-                matrix().sin().cos()
+    with shadow(ops="sin") as outer:
+        with shadow(ops="cos") as inner:
             matrix().sin().cos()
-        assert (outer.compared, inner.compared) == ({"sin": 2}, {"cos": 1})
-
-    world(3).run(body)
+        matrix().sin().cos()
+    assert (outer.compared, inner.compared) == ({"sin": 2}, {"cos": 1})
 
 
 def test_no_hook_is_left_after_an_error() -> None:
