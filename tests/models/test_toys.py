@@ -67,11 +67,6 @@ def test_shared_key_and_value_heads_are_those_repeated_for_each_group() -> None:
     torch.testing.assert_close(few(tokens), many(tokens))
 
 
-@pytest.mark.parametrize("batch", [0, 1])
-def test_an_empty_batch_passes_through(batch: int) -> None:
-    assert Transformer(ModelArgs())(torch.zeros(batch, 5, dtype=torch.int64)).shape == (batch, 5, 8)
-
-
 @pytest.mark.parametrize(
     ("switches", "words"),
     [
@@ -88,23 +83,36 @@ def test_sizes_that_do_not_fit_raise(switches: dict[str, int], words: str) -> No
         replace(ModelArgs(), **switches)  # type: ignore[arg-type]
 
 
-def test_a_sequence_that_is_too_long_raises() -> None:
+def test_an_empty_batch_passes_through_and_a_sequence_that_is_too_long_raises() -> None:
+    model = Transformer(ModelArgs())
+    assert model(torch.zeros(0, 5, dtype=torch.int64)).shape == (0, 5, 8)
     with pytest.raises(ConfigError, match="17 tokens is longer than max_seq_len=16"):
-        Transformer(ModelArgs())(torch.zeros(1, 17, dtype=torch.int64))
+        model(torch.zeros(1, 17, dtype=torch.int64))
 
 
 COLUMNS = {"layers.**.w[qkv].weight": Shard(0), "layers.**.w[o2].weight": Shard(1), "layers.**.w1.**": Shard(0)}
+TABLES = ("tok_embeddings.weight", "output.weight")  # one parameter, unless weight_tying is off
 PLANS = {
     "tensor parallel": COLUMNS,
     "tables in rows": {"**.*embeddings.weight": Shard(0), "output.weight": Shard(0)},
+    "tables in uneven rows": dict.fromkeys(TABLES, Shard(0, (3, 0, 5))),
+    "tables in columns": dict.fromkeys(TABLES, Shard(1)),
     "all in rows": {"**.weight": Shard(0)},
-    "whole": {},
+    "replicated": {},
 }
 
 
 @pytest.mark.parametrize(
     ("plan", "size"),
-    [("tensor parallel", 3), ("tensor parallel", 5), ("tables in rows", 2), ("all in rows", 3), ("whole", 1)],
+    [
+        ("tensor parallel", 3),
+        ("tensor parallel", 5),
+        ("tables in rows", 2),
+        ("tables in uneven rows", 3),
+        ("tables in columns", 4),
+        ("all in rows", 3),
+        ("replicated", 1),
+    ],
 )
 @pytest.mark.parametrize("switches", [{}, {"num_experts": 2}, {"n_kv_heads": 2, "weight_tying": False}], ids=str)
 def test_a_sharded_transformer_has_the_plain_one_s_gradients(plan: str, size: int, switches: dict[str, int]) -> None:
@@ -117,6 +125,7 @@ def test_a_sharded_transformer_has_the_plain_one_s_gradients(plan: str, size: in
         sharded = Transformer(args)
         sharded.load_state_dict(model.state_dict())
         shard_module(sharded, PLANS[plan])
+        assert (sharded.output.weight is sharded.tok_embeddings.weight) == args.weight_tying
         for inputs in (tokens, *(distribute_tensor(tokens, None, [p]) for p in (Replicate(), Shard(0), Shard(1)))):
             sharded.zero_grad()
             for ours, value in zip(gradients(sharded, inputs), expected, strict=True):

@@ -128,12 +128,6 @@ ON = list(combinations(range(1, 6), 3))[:6]
 COVERING = [Switches(*(row in column for column in ON)) for row in range(6)]
 
 
-def test_any_two_switches_meet_in_all_four_ways() -> None:
-    names = list(vars(COVERING[0]))
-    for a, b in combinations(names, 2):
-        assert len({(getattr(s, a), getattr(s, b)) for s in COVERING}) == 4
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("switches", COVERING, ids=str)
 def test_losses_gradients_and_steps_are_those_of_one_process(switches: Switches, ranks: int) -> None:
