@@ -62,7 +62,7 @@ def test_a_redistributed_operand_is_reported_with_line_layouts_bytes_and_reason(
     assert (cause.kind, cause.op, cause.operand, cause.backward) == ("operand", "mul", "head.weight", False)
     assert cause.call_site is not None
     assert (cause.call_site.file, cause.call_site.line) == (__file__, line)
-    assert (event.src.placements, event.dst.placements) == ((S1,), (ROWS,))
+    assert (event.src, event.dst) == (columns.layout_, rows.layout_)
     assert event.sent_bytes == 8 * (1 + 2, 4 + 2, 4 + 1)[rank]  # its column, but for the rows that stay
     assert event.total_bytes == 8 * 14
     assert cause.why == "elementwise"
@@ -93,7 +93,7 @@ def test_an_implicit_backward_is_reported_with_the_line_of_its_forward() -> None
     forward, backward = (event for event in report.events if event.cause.op == "mul")
     assert not forward.cause.backward
     assert backward.cause.backward
-    assert (backward.src.placements, backward.dst.placements) == ((ROWS,), (S1,))
+    assert (backward.src, backward.dst) == (rows.layout_, columns.layout_)
     assert backward.sent_bytes == 8 * (4 * 2, 1 * 2, 2 * 2)[rank]  # its rows, but for the column that stays
     assert backward.total_bytes == 8 * 14
     assert backward.cause.call_site is not None

@@ -2,6 +2,7 @@
 
 import contextvars
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -45,8 +46,8 @@ def test_all_to_all_delivers_each_shard_in_the_order_of_the_group() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.bool, torch.bfloat16])
 def test_all_reduce_is_the_reduction_of_the_stacked_tensors(dtype: torch.dtype) -> None:
-    plain = {"sum": torch.sum, "max": torch.amax, "min": torch.amin, "product": torch.prod}
-    of_bools = {"sum": torch.any, "max": torch.any, "min": torch.all, "product": torch.all}
+    plain: dict[str, Any] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin, "product": torch.prod}
+    of_bools: dict[str, Any] = {"sum": torch.any, "max": torch.any, "min": torch.all, "product": torch.all}
     for shape in ((), (0,), (2, 3)):
         given = torch.randint(0, 3, (3, *shape)).to(dtype)
         for reduce_op, reduce in (of_bools if dtype == torch.bool else plain).items():
