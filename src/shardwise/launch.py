@@ -40,7 +40,6 @@ def launch(
     nproc: NumRanks | None = None,
     timeout_seconds: Timeout = 60.0,
     grace_seconds: float = 1.5,
-    interrupt_grace_seconds: float | None = None,
 ) -> T:
     """Run `fn(*args)` on `nproc` new processes of this machine, the ranks of one gloo world.
 
@@ -57,8 +56,8 @@ def launch(
         args: picklable; every rank gets a copy.
         nproc: ranks to start, at least 1. Needed unless torchrun has started them.
         timeout_seconds: how long a rank waits for the others in one collective, or to join the world: 0.001 to 1e9.
-        grace_seconds: between the SIGTERM that ends a rank and the SIGKILL, after the failure of another.
-        interrupt_grace_seconds: the same after Ctrl-C or another exception in this process; None: as `grace_seconds`.
+        grace_seconds: between the SIGTERM that ends a rank and the SIGKILL, after the failure of another, Ctrl-C, or
+            another exception in this process.
 
     Returns:
         What `fn` returned on rank 0; it has to be picklable, and should be small.
@@ -81,8 +80,7 @@ def launch(
             "launch needs nproc, how many ranks to start, as torchrun has not started this process. "
             "Fix: such as launch(…, nproc=2), or start the program with torchrun."
         )
-    interrupt_grace = grace_seconds if interrupt_grace_seconds is None else interrupt_grace_seconds
-    result: T = _result(_answers(_pickled(fn, args), nproc, timeout_seconds, grace_seconds, interrupt_grace))
+    result: T = _result(_answers(_pickled(fn, args), nproc, timeout_seconds, grace_seconds))
     return result
 
 
@@ -168,24 +166,23 @@ def _unpickled(job: bytes) -> tuple[Callable[..., object], tuple[object, ...]]:
 
 
 def _answers(
-    job: bytes, nproc: int, timeout_seconds: float, grace_seconds: float, interrupt_grace_seconds: float
+    job: bytes, nproc: int, timeout_seconds: float, grace_seconds: float
 ) -> "dict[int, _Returned | _Failed | Death]":
     """Run the job on new ranks; how each of them ended."""
     from shardwise.collectives.spawn import Death, MemoryFile, RankProcesses  # imports torch, unlike this module
 
-    store, grace = MemoryFile(), interrupt_grace_seconds
+    store = MemoryFile()
     answers: dict[int, _Returned | _Failed | Death] = {}
     try:
         ranks = RankProcesses(nproc, _rank_main, _World(nproc, store.path, timeout_seconds))
         try:
             ranks.send(job)
             ranks.collect(answers, lambda answer: isinstance(answer, _Failed), SETTLE_SECONDS, inf)
-            grace = grace_seconds
             if all(isinstance(answer, _Returned) for answer in answers.values()):
                 ranks.join(timeout_seconds)  # a thread may keep a rank from exiting
                 answers |= {rank: Death(code, monotonic()) for rank, code in enumerate(ranks.exitcodes()) if code}
         finally:
-            ranks.end(grace)
+            ranks.end(grace_seconds)
     finally:
         store.close()
     return answers

@@ -41,10 +41,7 @@ from shardwise.collectives.api import (
 from shardwise.collectives.collective_call import Ranks, describing
 from shardwise.collectives.consistency import (
     agree,
-    agree_if_checked,
-    contents,
     disagreement,
-    gather_bytes,
     gather_if_different,
     gather_json,
 )
@@ -64,10 +61,10 @@ from shardwise.collectives.value_notes import when_watching
 from shardwise.trace.comm_trace import CommCounts, count_comms
 
 __all__ = [
-    "Allocate", "CommCounts", "DeviceMesh", "Finish", "Ranks", "Transport", "agree", "agree_if_checked", "all_gather",
+    "Allocate", "CommCounts", "DeviceMesh", "Finish", "Ranks", "Transport", "agree", "all_gather",
     "all_reduce", "all_to_all", "as_mesh", "barrier", "broadcast", "check_ranks", "check_values", "chunks",
-    "contents", "costs", "count_comms", "current_mesh", "describing", "device_mesh", "disagreement",
-    "draw_from_torch", "exchange_messages", "expect_equal", "expect_equal_numbers", "fingerprint", "gather_bytes",
+    "costs", "count_comms", "current_mesh", "describing", "device_mesh", "disagreement",
+    "draw_from_torch", "exchange_messages", "expect_equal", "expect_equal_numbers", "fingerprint",
     "gather_if_different", "gather_json",
     "group_ranks", "has_failed", "init_device_mesh", "init_from_environment", "init_processes", "is_here",
     "is_simulated",

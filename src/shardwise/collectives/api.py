@@ -56,7 +56,7 @@ from shardwise.collectives.value_notes import stable_digest
 from shardwise.errors import MeshError, MismatchError, ThreadError
 from shardwise.layout import Owner, checked, ring_elements
 from shardwise.trace import comm_trace
-from shardwise.trace.capture_hooks import allow_in_graph, is_capturing
+from shardwise.trace.capture_hooks import allow_in_graph, current, is_capturing
 from shardwise.trace.user_stack import call_sites, format_call_sites, frames_of
 
 
@@ -190,10 +190,15 @@ def world_size() -> int:
     return transport().world_size
 
 
+def _is_traced(ranks: Ranks) -> bool:
+    """Whether a graph is to have one call of a collective of these ranks, which returns its result."""
+    return current.tracer is not None and not current.tracer.paused and len(ranks) > 1
+
+
 @allow_in_graph
 def all_to_all(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
     """Exchange slices of a 1-D tensor; that for this rank itself is copied and not counted."""
-    return _start_all_to_all(send, send_counts, recv_counts, ranks)()
+    return start_all_to_all(send, send_counts, recv_counts, ranks)()
 
 
 def start_all_to_all(
@@ -208,19 +213,9 @@ def start_all_to_all(
     Args:
         allocate: makes a 1-D tensor of the dtype of `send` for the result, which the caller may use again later.
     """
-    if is_capturing() and len(ranks) > 1:
+    if _is_traced(ranks):
         received = all_to_all(send, send_counts, recv_counts, ranks)
         return lambda: received
-    return _start_all_to_all(send, send_counts, recv_counts, ranks, allocate)
-
-
-def _start_all_to_all(
-    send: Tensor,
-    send_counts: Sequence[int],
-    recv_counts: Sequence[int],
-    ranks: Ranks,
-    allocate: Allocate | None = None,
-) -> Finish:
     if len(ranks) == 1:
         return send.clone
     here = _transport_of(ranks)
@@ -246,7 +241,7 @@ def message_device(ranks: Ranks) -> torch.device:
 @allow_in_graph
 def all_reduce(local: Tensor, reduce_op: str, ranks: Ranks) -> Tensor:
     """Reduce over `ranks` into a new tensor. Counted as a ring: each rank sends 2 (n - 1) / n of it."""
-    return _start_all_reduce(local, reduce_op, ranks)()
+    return start_all_reduce(local, reduce_op, ranks)()
 
 
 def start_all_reduce(local: Tensor, reduce_op: str, ranks: Ranks, in_place: bool = False) -> Finish:
@@ -255,13 +250,9 @@ def start_all_reduce(local: Tensor, reduce_op: str, ranks: Ranks, in_place: bool
     Args:
         in_place: nobody else uses `local`, which is contiguous: the result may have its memory.
     """
-    if is_capturing() and len(ranks) > 1:
+    if _is_traced(ranks):
         reduced = all_reduce(local, reduce_op, ranks)
         return lambda: reduced
-    return _start_all_reduce(local, reduce_op, ranks, in_place)
-
-
-def _start_all_reduce(local: Tensor, reduce_op: str, ranks: Ranks, in_place: bool = False) -> Finish:
     if len(ranks) == 1:
         return (lambda: local) if in_place else local.clone
     here = _announced(f"all_reduce {reduce_op}", local, local.shape, ranks)
@@ -274,7 +265,7 @@ def _start_all_reduce(local: Tensor, reduce_op: str, ranks: Ranks, in_place: boo
 @allow_in_graph
 def all_gather(local: Tensor, counts: Sequence[int], ranks: Ranks) -> Tensor:
     """The 1-D tensors of all ranks, one after the other, of `counts` elements, in rank order."""
-    return _start_all_gather(local, counts, ranks)()
+    return start_all_gather(local, counts, ranks)()
 
 
 def start_all_gather(local: Tensor, counts: Sequence[int], ranks: Ranks, allocate: Allocate | None = None) -> Finish:
@@ -283,13 +274,9 @@ def start_all_gather(local: Tensor, counts: Sequence[int], ranks: Ranks, allocat
     Args:
         allocate: as in `start_all_to_all`.
     """
-    if is_capturing() and len(ranks) > 1:
+    if _is_traced(ranks):
         gathered = all_gather(local, counts, ranks)
         return lambda: gathered
-    return _start_all_gather(local, counts, ranks, allocate)
-
-
-def _start_all_gather(local: Tensor, counts: Sequence[int], ranks: Ranks, allocate: Allocate | None = None) -> Finish:
     if len(ranks) == 1:
         return local.clone
     here = _announced(ALL_GATHER, local, counts, ranks)
@@ -301,18 +288,14 @@ def _start_all_gather(local: Tensor, counts: Sequence[int], ranks: Ranks, alloca
 @allow_in_graph
 def reduce_scatter(local: Tensor, counts: Sequence[int], ranks: Ranks) -> Tensor:
     """This rank's elements of the sum of the 1-D tensors of all ranks, which have `counts` for each rank, in order."""
-    return _start_reduce_scatter(local, counts, ranks)()
+    return start_reduce_scatter(local, counts, ranks)()
 
 
 def start_reduce_scatter(local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
     """Start `reduce_scatter`; the returned function waits for it and returns the result."""
-    if is_capturing() and len(ranks) > 1:
+    if _is_traced(ranks):
         reduced = reduce_scatter(local, counts, ranks)
         return lambda: reduced
-    return _start_reduce_scatter(local, counts, ranks)
-
-
-def _start_reduce_scatter(local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
     if len(ranks) == 1:
         return local.clone
     here = _announced(REDUCE_SCATTER, local, counts, ranks)
@@ -327,18 +310,14 @@ def broadcast(local: Tensor, count: int, root: int, ranks: Ranks) -> Tensor:
 
     Counted as a chain: each rank but the last sends all of it to the next.
     """
-    return _start_broadcast(local, count, root, ranks)()
+    return start_broadcast(local, count, root, ranks)()
 
 
 def start_broadcast(local: Tensor, count: int, root: int, ranks: Ranks) -> Finish:
     """Start `broadcast`; the returned function waits for it and returns the result."""
-    if is_capturing() and len(ranks) > 1:
+    if _is_traced(ranks):
         received = broadcast(local, count, root, ranks)
         return lambda: received
-    return _start_broadcast(local, count, root, ranks)
-
-
-def _start_broadcast(local: Tensor, count: int, root: int, ranks: Ranks) -> Finish:
     if len(ranks) == 1:
         return local.clone
     here = _announced(f"broadcast from {root}", local, (count,), ranks)

@@ -1,14 +1,12 @@
 """Values that ranks gather from each other, and checks that all ranks have the same."""
 
-import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
-from shardwise.collectives.api import exchange_messages, transport
+from shardwise.collectives.api import exchange_messages
 from shardwise.collectives.collective_call import Ranks
 from shardwise.collectives.transport import gather_with
 from shardwise.collectives.value_notes import stable_digest
@@ -18,15 +16,10 @@ from shardwise.trace.capture_hooks import not_capturable
 T = TypeVar("T")
 
 
-def gather_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
-    """Every rank's `data`, in rank order. Two collectives: lengths, then contents."""
-    not_capturable("an exchange of facts among ranks, such as what shapes from_local was given")
-    return gather_with(exchange_messages, data, ranks)
-
-
 def gather_json(value: T, ranks: Ranks) -> list[T]:
-    """Every rank's JSON value, in rank order; nothing is pickled."""
-    return [json.loads(data) for data in gather_bytes(json.dumps(value).encode(), ranks)]
+    """Every rank's JSON value, in rank order; nothing is pickled. Two collectives: lengths, then contents."""
+    not_capturable("an exchange of facts among ranks, such as what shapes from_local was given")
+    return [json.loads(data) for data in gather_with(exchange_messages, json.dumps(value).encode(), ranks)]
 
 
 def gather_if_different(what: str, value: T, ranks: Ranks) -> list[T] | None:
@@ -64,24 +57,6 @@ def disagreement(what: str, values: Sequence[object], ranks: Ranks, fix: str) ->
         by_text.setdefault(difference, []).append(member)
     lines = [f"  rank {', '.join(map(str, members))}: {text}" for text, members in by_text.items()]
     return MismatchError(f"Ranks disagree on {what}:\n" + "\n".join(lines) + f"\n  Fix: {fix}")
-
-
-def agree_if_checked(what: str, value: Callable[[], object], ranks: Ranks, fix: str) -> None:
-    """`agree` while `fingerprint` or `check_ranks` is on; otherwise `value` is not called.
-
-    For comparisons that cost too much to make always, such as the `contents` of a plain tensor that should be
-    the same on all ranks.
-    """
-    if transport().fingerprints is not None:
-        agree(what, value(), ranks, fix)
-
-
-def contents(x: Tensor) -> dict[str, object]:
-    """Dtype, shape and a digest of the elements of a tensor, for `agree_if_checked`."""
-    copy = x.detach().cpu().clone(memory_format=torch.contiguous_format)  # numpy() forbids to resize the storage
-    data = copy.reshape(-1).view(torch.uint8).numpy().tobytes()
-    digest = hashlib.blake2b(data, digest_size=8).hexdigest()
-    return {"dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape), "digest": digest}
 
 
 def _text(value: object) -> str:

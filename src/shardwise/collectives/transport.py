@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import accumulate
 from multiprocessing.process import current_process
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -144,35 +144,11 @@ class SingleRankTransport:
     def message_device(self, ranks: Ranks) -> torch.device:
         return torch.device("cpu")
 
-    def compare_calls(self, log: CallLog, record: "array[int]") -> None:
-        raise AssertionError("one rank has nobody to disagree with")
+    def _refuse(self, *_args: object, **_options: object) -> NoReturn:
+        raise AssertionError("one rank has nobody to communicate with")
 
-    def share_note(self, log: CallLog, note: Note) -> None:
-        raise AssertionError("one rank has nobody to disagree with")
-
-    def start_all_to_all(
-        self,
-        send: Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        ranks: Ranks,
-        allocate: Allocate | None = None,
-    ) -> Finish:
-        raise AssertionError("a group of one rank exchanges nothing")
-
-    def start_all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks, in_place: bool = False) -> Finish:
-        raise AssertionError("a group of one rank reduces nothing")
-
-    def start_all_gather(
-        self, local: Tensor, counts: Sequence[int], ranks: Ranks, allocate: Allocate | None = None
-    ) -> Finish:
-        raise AssertionError("a group of one rank gathers nothing")
-
-    def start_reduce_scatter(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
-        raise AssertionError("a group of one rank reduces nothing")
-
-    def start_broadcast(self, local: Tensor, count: int, root: int, ranks: Ranks) -> Finish:
-        raise AssertionError("a group of one rank sends nothing")
+    compare_calls = share_note = start_all_to_all = start_all_reduce = start_all_gather = _refuse
+    start_reduce_scatter = start_broadcast = _refuse
 
     def draw_seed(self) -> int:
         return draw_from_torch()

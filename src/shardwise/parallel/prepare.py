@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -260,17 +260,9 @@ class PrepareModuleInputOutput(ParallelStyle):
     use_local_output: bool = True
 
     def input_fn(self, module: nn.Module, context: ModuleContext) -> InputFn:
-        return PrepareModuleInput(
-            input_layouts=self.input_layouts,
-            desired_input_layouts=self.desired_input_layouts,
-            input_kwarg_layouts=self.input_kwarg_layouts,
-            desired_input_kwarg_layouts=self.desired_input_kwarg_layouts,
-            use_local_output=self.use_local_input,
-        ).input_fn(module, context)
+        options = {field.name: getattr(self, field.name) for field in fields(PrepareModuleInput)}
+        return PrepareModuleInput(**options | {"use_local_output": self.use_local_input}).input_fn(module, context)
 
     def output_fn(self, module: nn.Module, context: ModuleContext) -> OutputFn | None:
-        return PrepareModuleOutput(
-            output_layouts=self.output_layouts,
-            desired_output_layouts=self.desired_output_layouts,
-            use_local_output=self.use_local_output,
-        ).output_fn(module, context)
+        options = {field.name: getattr(self, field.name) for field in fields(PrepareModuleOutput)}
+        return PrepareModuleOutput(**options).output_fn(module, context)
