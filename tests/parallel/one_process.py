@@ -40,6 +40,35 @@ def assert_same_parameters(module: nn.Module, plain: nn.Module) -> None:
             assert_close(full(p.grad), want.grad, msg=message)
 
 
+def compare(
+    module: Any,
+    plain: nn.Module,
+    mine: Tensor,
+    x: Tensor,
+    part: Callable[[Tensor], Tensor] = lambda want: want,
+    part_of_input: Callable[[Tensor], Tensor] | None = None,
+    **options: Any,
+) -> Tensor:
+    """Forward and backward of `module` for `mine` equal those of `plain` for `x`; the output.
+
+    Args:
+        part: what this rank has of the output of `plain`.
+        part_of_input: what it has of the gradient of `x`; None compares no gradients of inputs.
+        options: for both modules.
+    """
+    ours, theirs = mine.detach().clone().requires_grad_(mine.is_floating_point()), leaf_copy(x)
+    out, want = module(ours, **options), plain(theirs, **options)
+    assert_close(full(out), part(want))
+    factors = torch.linspace(-1, 1, want.numel(), dtype=want.dtype).view(want.shape)
+    torch.autograd.backward((out * part(factors)).square().sum())
+    (want * factors).square().sum().backward()
+    if part_of_input is not None:
+        assert_close(full(ours.grad), part_of_input(full(theirs.grad)))
+    assert_same_parameters(module, plain)
+    result: Tensor = out
+    return result
+
+
 def check_equals_one_process(
     plain: nn.Module, parallelize: Callable[[nn.Module], Any], x: Tensor, loss: Callable[[Tensor], Tensor]
 ) -> nn.Module:

@@ -26,7 +26,7 @@ from shardwise.models import MixtureOfExperts, balance_loss
 from shardwise.parallel import ExpertParallel, mix_experts, parallelize_module
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from tests.parallel.one_process import assert_same_parameters, full
+from tests.parallel.one_process import assert_same_parameters, compare, full
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 Places = Sequence[Placement]
@@ -47,14 +47,7 @@ def check(
     """Output, and gradients of tokens, router and experts, equal those of the plain layer."""
     module, plain = copy.deepcopy(plain), copy.deepcopy(plain)
     shard_module(module, {"w1": w_at, "w2": w2_at or w_at}, mesh=mesh)
-    mine, theirs = distribute_tensor(x, mesh, x_at).requires_grad_(), x.clone().requires_grad_()
-    out, want = as_dtensor(module(mine)), plain(theirs)
-    assert_close(out.full_tensor(), want)
-    slope = torch.linspace(-1, 1, want.numel(), dtype=want.dtype).view(want.shape)
-    (out * slope).square().sum().backward()
-    (want * slope).square().sum().backward()
-    assert_close(full(mine.grad), theirs.grad)
-    assert_same_parameters(module, plain)
+    out = as_dtensor(compare(module, plain, distribute_tensor(x, mesh, x_at), x, part_of_input=lambda grad: grad))
     assert plain.w1.grad is not None
     return out.placements, plain.w1.grad
 
@@ -317,13 +310,8 @@ def test_a_plan_on_a_mesh_of_data_and_experts_takes_parts_along_both() -> None:
     plain, mesh = layer(5), Mesh((2, 2), (), ("dp", "ep"))
     module = copy.deepcopy(plain)
     parallelize_module(module, mesh, ExpertParallel())
-    x = tokens(8)
-    out, want = module(x.split(2)[rank()]), plain(x)
-    assert_close(out, want.split(2)[rank()])
-    torch.autograd.backward(out.square().sum())
-    want.square().sum().backward()
+    compare(module, plain, tokens(8).split(2)[rank()], tokens(8), lambda want: want.split(2)[rank()])
     assert as_dtensor(module.w1).placements == (R, S0)
-    assert_same_parameters(module, plain)
 
 
 @world(3)

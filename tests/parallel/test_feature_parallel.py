@@ -11,11 +11,16 @@ from torch.testing import assert_close
 
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard, collectives, distribute_tensor
 from shardwise.errors import ArgumentError, LayoutError, PlanError
-from shardwise.models import MLPModule
 from shardwise.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from tests.parallel.one_process import assert_same_parameters, check_equals_one_process, full, local_shard_of
+from tests.parallel.one_process import (
+    assert_same_parameters,
+    check_equals_one_process,
+    compare,
+    full,
+    local_shard_of,
+)
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 X = torch.arange(18.0).view(3, 6) / 7
@@ -71,15 +76,6 @@ def test_features_are_sharded_by_units_or_explicit_sizes(name: str) -> None:
     module = check_equals_one_process(Pair(40), lambda m: parallelize_module(m, None, plan), X, loss_of)
     for path, dim in (("up.weight", 0), ("up.bias", 0), ("down.weight", 1)):
         assert as_dtensor(module.get_parameter(path)).to_local().shape[dim] == sharded[collectives.rank()]
-
-
-def test_the_toy_perceptron_of_the_peer_s_tests() -> None:
-    plan = {"net1": ColwiseParallel(), "net2": RowwiseParallel()}
-    world(4).run(
-        lambda: check_equals_one_process(
-            MLPModule("cpu"), lambda m: parallelize_module(m, None, plan), torch.rand(4, 10), loss_of
-        )
-    )
 
 
 TABLES: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], dict[str, Any]]] = {
@@ -141,17 +137,9 @@ def test_inputs_and_outputs_are_laid_out_as_the_style_says(style: ParallelStyle,
     torch.manual_seed(0)
     plain = nn.Linear(6, 5).double()
     module = parallelize_module(copy.deepcopy(plain), None, style)
-    x = X.double().requires_grad_()
-    mine = own(x, given, 0).detach().clone().requires_grad_()
-    out, want = module(mine), plain(x)
+    x = X.double()
+    out = compare(module, plain, own(x, given, 0), x, lambda want: own(want, part, 1), lambda grad: own(grad, given, 0))
     assert type(out) is Tensor
-    assert_close(out, own(want, part, 1))
-    factors = torch.arange(15.0, dtype=torch.float64).view(3, 5)
-    (out * own(factors, part, 1)).sum().backward()
-    (gradient,) = torch.autograd.grad((want * factors).sum(), x, retain_graph=True)
-    assert_close(mine.grad, own(gradient, given, 0))
-    (want * factors).sum().backward()
-    assert_same_parameters(module, plain)
 
 
 @pytest.mark.parametrize("placement", [R, S0, S1, Partial()], ids=str)
@@ -161,14 +149,7 @@ def test_a_distributed_input_may_come_in_any_layout(style: type[ParallelStyle], 
     torch.manual_seed(0)
     plain = nn.Linear(6, 5)
     module = parallelize_module(copy.deepcopy(plain), None, style(use_local_output=False))  # type: ignore[call-arg]
-    x = distribute_tensor(X, Mesh((4,)), [placement]).requires_grad_()
-    out, y = module(x), X.clone().requires_grad_()
-    want = plain(y)
-    assert_close(full(out), want)
-    out.square().sum().backward()
-    want.square().sum().backward()
-    assert_close(full(x.grad), y.grad)
-    assert_same_parameters(module, plain)
+    compare(module, plain, distribute_tensor(X, Mesh((4,)), [placement]), X, part_of_input=lambda grad: grad)
 
 
 BAD: dict[str, tuple[nn.Module, ParallelStyle, str]] = {

@@ -1,6 +1,7 @@
 """Meshes of several axes: data beside tensor parallelism, and beside parts of the sequence; meshes of torch."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from shardwise.parallel import (
 )
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from tests.parallel.one_process import assert_same_parameters, full
+from tests.parallel.one_process import assert_same_parameters, compare, full
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 PAIR = {"net1": ColwiseParallel(), "net2": RowwiseParallel()}
@@ -61,13 +62,8 @@ def test_every_rank_passes_its_shard_of_the_batch_and_gradients_are_global(mesh:
     def body() -> None:
         plain = MLPModule("cpu")
         module = parallelize_module(copy.deepcopy(plain), mesh, PAIR)
-        out = module(own_batch(mesh, X))
-        assert type(out) is Tensor
-        want = plain(X)
-        assert_close(out, own_batch(mesh, want))
-        out.square().sum().backward()  # the sum over shards of the batch is the global loss
-        want.square().sum().backward()
-        assert_same_parameters(module, plain)
+        part = partial(own_batch, mesh)  # the sum over shards of the batch is the global loss
+        assert type(compare(module, plain, part(X), X, part, part)) is Tensor
         first = as_dtensor(module.get_parameter("net1.weight")).placements
         assert first == tuple(R if axis == data_axis(mesh) else S0 for axis in range(2))
 
@@ -126,11 +122,8 @@ def test_an_input_that_is_replicated_over_the_batch_gets_the_global_gradient(sty
     plan = {"words": style(use_local_output=local, output_layouts=R), "positions": everywhere}
     plain = Placed()
     module = parallelize_module(copy.deepcopy(plain), mesh, plan)
-    out, want = module(own_batch(mesh, ids)), plain(ids)
-    assert_close(full(out), own_batch(mesh, want) if local else want)
-    out.square().sum().backward()
-    want.square().sum().backward()
-    assert_same_parameters(module, plain)
+    part = partial(own_batch, mesh)
+    compare(module, plain, part(ids), ids, part if local else lambda want: want)
 
 
 @world(4)
@@ -185,18 +178,13 @@ def test_data_tensor_and_sequence_axes_work_together(sizes: tuple[int, int, int]
         module = parallelize_module(copy.deepcopy(plain), mesh, plan)
         here = mesh.coordinate(collectives.rank())
         assert here is not None
-        batch = x.split([3] if sizes[0] == 1 else [1, 2])[here[0]]
-        mine = batch.split([7] if sizes[2] == 1 else [2, 5], 1)[here[2]].clone().requires_grad_()
-        y = x.clone().requires_grad_()
-        out, want = module(mine), plain(y)
-        assert_close(full(out), want)
-        out.square().mean().backward()
-        want.square().mean().backward()
-        assert_same_parameters(module, plain)
-        assert mine.grad is not None
-        assert y.grad is not None
-        part = y.grad.split([3] if sizes[0] == 1 else [1, 2])[here[0]]
-        assert_close(mine.grad, part.split([7] if sizes[2] == 1 else [2, 5], 1)[here[2]])
+
+        def part(t: Tensor) -> Tensor:
+            rows = t.split([3] if sizes[0] == 1 else [1, 2])[here[0]]
+            found: Tensor = rows.split([7] if sizes[2] == 1 else [2, 5], 1)[here[2]]
+            return found
+
+        compare(module, plain, part(x), x, part_of_input=part)
 
     world(mesh.size()).run(body)
 

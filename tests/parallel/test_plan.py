@@ -1,6 +1,5 @@
 """From plans to modules: paths, globs, nesting, ties, the meta device, ranks that differ, styles of one's own."""
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from shardwise import DTensor, Mesh, Replicate, Shard, collectives, distribute_tensor, shard_module
+from shardwise import DTensor, Mesh, Replicate, Shard, collectives, shard_module
 from shardwise.errors import MeshError, MismatchError, PlanError
 from shardwise.layout import Placement
 from shardwise.models import MLPModule, MLPStacked, ModelArgs, Transformer
@@ -24,12 +23,10 @@ from shardwise.parallel import (
     RowwiseParallel,
     SequenceParallel,
     first_input,
-    loss_parallel,
     parallelize_module,
 )
 from shardwise.parallel.plan import flattened, resolve
 from shardwise.testing import world
-from shardwise.testing.assertions import as_dtensor
 from tests.parallel.one_process import check_equals_one_process, full
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -164,15 +161,6 @@ def test_values_come_from_one_rank_or_are_every_rank_s_own(source: int | None) -
         assert found[:, 0].tolist() == rows
 
 
-@world(2)
-def test_modules_that_a_plan_leaves_out_stay_as_they_are() -> None:
-    module = MLPStacked("cpu")
-    parallelize_module(module, None, {"layers.0": PAIR})
-    assert {name for name, p in module.named_parameters() if isinstance(p, DTensor)} == {
-        f"layers.0.{name}" for name in CUT_PAIR
-    }
-
-
 class Tied(nn.Module):
     """A table and a projection back to its rows that are one parameter."""
 
@@ -289,23 +277,6 @@ def test_a_style_that_names_unknown_parameters_raises() -> None:
 
 
 @world(3)
-def test_an_optimizer_and_a_state_dict_see_the_parameters_of_a_parallel_module() -> None:
-    plain = MLPModule("cpu")
-    module = parallelize_module(copy.deepcopy(plain), None, PAIR)
-    x = torch.randn(4, 10)
-    for each in (plain, module):
-        optimizer = torch.optim.Adam(each.parameters(), lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            each(x).square().mean().backward()
-            torch.nn.utils.clip_grad_norm_(each.parameters(), 0.5)
-            optimizer.step()
-    assert list(module.state_dict()) == list(plain.state_dict())
-    for p, want in zip(module.parameters(), plain.parameters(), strict=True):
-        assert_close(full(p), want)
-
-
-@world(3)
 def test_the_plan_of_the_peer_s_transformer_works_as_it_is_written_there() -> None:
     """Plain tensors between the layers, positions cut by rows, scores whole: `use_local_output` as torch has it."""
     args = ModelArgs(dropout_p=0.0, n_layers=1)
@@ -331,12 +302,3 @@ def test_the_plan_of_the_peer_s_transformer_works_as_it_is_written_there() -> No
         Transformer(args).double(), lambda m: parallelize_module(m, None, plan), tokens, lambda out: out.sum()
     )
     assert module.output.weight is module.tok_embeddings.weight  # type: ignore[union-attr]
-
-
-@world(3)
-def test_a_distributed_loss_needs_no_style() -> None:
-    scores = distribute_tensor(torch.randn(4, 9), Mesh((3,)), [S1]).requires_grad_()
-    with loss_parallel():
-        torch.nn.functional.cross_entropy(scores, torch.tensor([0, 8, 3, 3])).backward()
-    assert scores.grad is not None
-    assert as_dtensor(scores.grad).placements == (S1,)
