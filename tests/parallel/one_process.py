@@ -4,18 +4,32 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from shardwise import DTensor, collectives
 from shardwise.layout import chunk
+from shardwise.testing import world
 
 
 def full(x: object) -> Tensor:
     """The full tensor of a DTensor; a plain tensor unchanged. There has to be one, such as a gradient."""
     assert isinstance(x, Tensor)
     return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def raised(kind: type[Exception], act: Callable[[], object], size: int = 2) -> str:
+    """The text that `act` raises on every rank."""
+
+    def body() -> str:
+        with pytest.raises(kind) as caught:
+            act()
+        return str(caught.value)
+
+    (text,) = set(world(size).run(body))
+    return text
 
 
 def leaf_copy(x: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from shardwise.parallel import (
 )
 from shardwise.parallel.plan import flattened, resolve
 from shardwise.testing import world
-from tests.parallel.one_process import check_equals_one_process, full
+from tests.parallel.one_process import check_equals_one_process, full, raised
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 COL, ROW = ColwiseParallel(), RowwiseParallel()
@@ -118,13 +118,11 @@ def test_what_is_no_plan_is_refused(plan: Any, text: str) -> None:
 
 
 def test_plans_that_differ_between_ranks_are_reported() -> None:
-    def body() -> str:
+    def body() -> None:
         unit = 2 if collectives.rank() == 1 else 4
-        with pytest.raises(MismatchError) as caught:
-            parallelize_module(MLPModule("cpu"), None, {"net1": ColwiseParallel(unit=unit), "net2": ROW})
-        return str(caught.value)
+        parallelize_module(MLPModule("cpu"), None, {"net1": ColwiseParallel(unit=unit), "net2": ROW})
 
-    (text,) = set(world(3).run(body))
+    text = raised(MismatchError, body, 3)
     assert text.startswith("Ranks disagree on the sharding plan:\n  rank 0, 2: ")
     assert "unit=2" in text
 

@@ -30,6 +30,7 @@ from shardwise.parallel import fully_shard
 from shardwise.parallel.shard_module import layouts_of
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
+from tests.parallel.one_process import raised
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
@@ -141,55 +142,31 @@ DIFFERENT: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_plans_that_differ_are_refused_with_the_differences_only(name: str) -> None:
-    def body() -> str:
-        with pytest.raises(MismatchError) as caught:
-            shard_module(copy.deepcopy(MODEL), DIFFERENT[name]())
-        return str(caught.value)
-
-    (text,) = set(world(3).run(body))
-    assert text.startswith("Ranks disagree on the sharding plan:\n  rank 0")
-    assert text.endswith("\n  Fix: pass the same module, plan and source rank on every rank.")
-    assert "plan for hidden" not in text
-    assert "parameter" not in text
-    if name == "placement":
-        assert text.split("\n")[1:3] == [
-            '  rank 0, 2: {"plan for table.weight": "Shard(0)"}',
-            '  rank 1: {"plan for table.weight": "Shard(1)"}',
-        ]
+def test_plans_that_differ_are_refused_with_the_differences_only() -> None:
+    texts = {}
+    for name, plan in DIFFERENT.items():
+        text = texts[name] = raised(MismatchError, lambda plan=plan: shard_module(copy.deepcopy(MODEL), plan()), 3)  # type: ignore[misc]
+        assert text.startswith("Ranks disagree on the sharding plan:\n  rank 0"), name
+        assert text.endswith("\n  Fix: pass the same module, plan and source rank on every rank.")
+        assert "plan for hidden" not in text
+        assert "parameter" not in text
+    assert texts["placement"].split("\n")[1:3] == [
+        '  rank 0, 2: {"plan for table.weight": "Shard(0)"}',
+        '  rank 1: {"plan for table.weight": "Shard(1)"}',
+    ]
 
 
-def test_modules_that_differ_are_refused() -> None:
-    def body() -> str:
-        with pytest.raises(MismatchError) as caught:
-            shard_module(nn.Linear(3, 2 + collectives.rank()), {})
-        return str(caught.value)
+def test_modules_sources_and_devices_that_differ_are_refused() -> None:
+    def on_meta() -> None:
+        device = "meta" if collectives.rank() else "cpu"
+        shard_module(nn.Linear(2, 3, bias=False, device=device), {"weight": S0})
 
-    (text,) = set(world(2).run(body))
+    text = raised(MismatchError, lambda: shard_module(nn.Linear(3, 2 + collectives.rank()), {}))
     assert '"parameter weight": "torch.float32 (2, 3)"' in text
     assert '"parameter weight": "torch.float32 (3, 3)"' in text
-
-
-def test_source_ranks_that_differ_are_refused() -> None:
-    def body() -> str:
-        with pytest.raises(MismatchError) as caught:
-            shard_module(nn.Linear(2, 3), {"weight": S0}, src_rank=collectives.rank() or None)
-        return str(caught.value)
-
-    (text,) = set(world(2).run(body))
+    text = raised(MismatchError, lambda: shard_module(nn.Linear(2, 3), {}, src_rank=collectives.rank() or None))
     assert text.split("\n")[1:3] == ['  rank 0: {"src_rank": null}', '  rank 1: {"src_rank": 1}']
-
-
-def test_a_module_on_the_meta_device_of_one_rank_only_is_refused() -> None:
-    def body() -> str:
-        module = nn.Linear(2, 3, bias=False, device="meta" if collectives.rank() else "cpu")
-        with pytest.raises(MismatchError) as caught:
-            shard_module(module, {"weight": S0})
-        return str(caught.value)
-
-    (text,) = set(world(2).run(body))
-    assert text.split("\n")[1:3] == [
+    assert raised(MismatchError, on_meta).split("\n")[1:3] == [
         '  rank 0: {"parameter weight": "torch.float32 (3, 2)"}',
         '  rank 1: {"parameter weight": "torch.float32 (3, 2) on the meta device"}',
     ]
@@ -359,14 +336,12 @@ def test_a_meta_module_that_cannot_fill_itself_is_refused_at_its_first_forward_u
 
 
 def test_a_meta_module_whose_buffers_nothing_fills_is_refused() -> None:
-    def body() -> str:
+    def body() -> None:
         with torch.device("meta"):
             module = nn.Sequential(nn.Linear(2, 2), NoResetOfABuffer())
-        with pytest.raises(PlanError) as caught:
-            shard_module(module, {})
-        return str(caught.value)
+        shard_module(module, {})
 
-    (text,) = set(world(2).run(body))
+    text = raised(PlanError, body, 2)
     assert text == (
         "NoResetOfABuffer at '1' was built on the meta device and has no reset_parameters() to fill 1.scale. "
         "Fix: give it one, or build it on a device; init_empty_weights of accelerate leaves buffers there."
