@@ -214,15 +214,6 @@ def test_on_two_axes_the_mean_is_that_of_the_global_batch() -> None:
     assert_close(full(x.grad), y.grad)
 
 
-@world(4)
-def test_outside_the_block_scores_may_be_gathered_again() -> None:
-    x = scores()
-    with loss_parallel():
-        loss = F.cross_entropy(x, TARGETS)
-    assert_close(F.cross_entropy(x.full_tensor(), TARGETS), full(loss))
-    loss.backward()
-
-
 @pytest.mark.parametrize("options", OPTIONS)
 @world(3)
 def test_no_example_at_all_has_the_loss_of_one_process(options: str) -> None:

@@ -1,9 +1,12 @@
-"""What did not come is seen, what came is not touched: for every dtype, and whatever came short."""
+"""Collectives that have begun: short messages of every dtype are seen, and threads may end their waits meanwhile."""
+
+import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from shardwise.collectives.started import RecvCheck
+from shardwise.collectives.started import OpenWorks, RecvCheck
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
@@ -55,3 +58,28 @@ def test_values_that_look_like_trouble_are_not_taken_for_a_mark() -> None:
         check = RecvCheck(out, [1, 0, 1], own=1)
         out.fill_(special)
         assert check.short_position() is None
+
+
+# ---- works that nobody has waited for ---------------------------------------------------------------------
+
+
+class EndedElsewhere(dist.Work):
+    """Another thread ends its wait for a collective while this one is asked whether it is completed."""
+
+    def __init__(self, works: OpenWorks, key: int) -> None:
+        super().__init__()
+        self.works, self.key = works, key
+
+    def is_completed(self) -> bool:
+        thread = threading.Thread(target=self.works.remove, args=(self.key,))
+        thread.start()
+        thread.join()
+        return False
+
+
+def test_a_collective_begins_while_another_thread_ends_its_wait() -> None:
+    works = OpenWorks()
+    first = works.add([dist.Work()])
+    second = works.add([EndedElsewhere(works, first)])
+    third = works.add([])
+    assert len({first, second, third}) == 3
