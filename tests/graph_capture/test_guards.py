@@ -52,14 +52,11 @@ def test_every_kind_of_call_has_its_own_graph() -> None:
     assert len(step.graphs()) == len(kinds)
 
 
-def test_aliased_arguments_are_another_kind_of_call() -> None:
+def test_aliased_arguments_are_another_kind_of_call_and_too_many_kinds_an_error() -> None:
     step, a, b = sw.capture(lambda x, y: x * 2 + y), torch.randn(3), torch.randn(3)
     assert torch.equal(step(a, a), 3 * a)
     assert torch.equal(step(a, b), a * 2 + b)
     assert torch.equal(step(b, b), 3 * b)
-
-
-def test_too_many_kinds_of_calls_are_an_error_that_says_what_to_do() -> None:
     step = sw.capture(lambda x, n: x * n, limit=3)
     for n in (1.0, 2.0, 3.0, 1.0):
         step(torch.ones(2), n)
@@ -139,19 +136,13 @@ def test_plain_batches_of_unknown_shard_sizes_are_refused_and_given_sizes_work()
     assert world(2).run(check, ColwiseParallel(input_layouts=sw.Shard(0, [2, 2])), 2) == [torch.tensor(0.0)] * 2
 
 
-def test_gradient_hooks_of_parameters_would_run_twice() -> None:
+def test_gradient_hooks_arguments_and_second_derivatives_that_are_refused() -> None:
     weight = nn.Parameter(torch.randn(3))
     weight.register_hook(lambda g: g * 2)
     with pytest.raises(CaptureError, match="gradient hooks, which would run twice"):
         sw.capture(lambda x: x * weight)(torch.randn(3))
-
-
-def test_arguments_that_cannot_be_compared_are_refused() -> None:
     with pytest.raises(CaptureError, match="an argument is a object"):
         sw.capture(lambda x, y: x)(torch.randn(3), object())
-
-
-def test_a_second_derivative_of_a_replay_is_an_error() -> None:
     step = sw.capture(lambda x: (x**3).sum())
     for _ in range(2):
         x = torch.randn(3, requires_grad=True)

@@ -190,9 +190,11 @@ def test_tied_parameters_stay_one_whatever_the_order_of_the_plans() -> None:
         assert module.out.weight is module.table.weight  # type: ignore[union-attr]
 
 
-def test_styles_that_tear_a_tie_are_refused() -> None:
+def test_styles_that_tear_a_tie_or_name_unknown_parameters_are_refused() -> None:
     with pytest.raises(PlanError, match=r"table.weight and out.weight are tied, but the plan gives them"):
         cuts(Tied(), {"table": COL, "out": COL})
+    with pytest.raises(PlanError, match=r"ChannelParallel shards weight, bias, the parameters are \."):
+        cuts(nn.Sequential(nn.ReLU()), {"0": ChannelParallel()})
 
 
 @world(2)
@@ -267,11 +269,6 @@ def test_a_style_that_prints_its_address_is_no_difference_between_ranks() -> Non
         held: Any = None
 
     world(3).run(lambda: parallelize_module(nn.Linear(2, 2), None, Own(Careless())))
-
-
-def test_a_style_that_names_unknown_parameters_raises() -> None:
-    with pytest.raises(PlanError, match=r"ChannelParallel shards weight, bias, the parameters are \."):
-        cuts(nn.Sequential(nn.ReLU()), {"0": ChannelParallel()})
 
 
 @world(3)

@@ -113,7 +113,7 @@ def test_nested_arguments_have_nested_layouts_or_one_for_all() -> None:
 
 
 @world(RANKS)
-def test_an_optional_argument_may_be_left_out() -> None:
+def test_arguments_may_be_left_out_or_distributed_and_the_module_copied() -> None:
     style = PrepareModuleInput(input_layouts=(S0, R), desired_input_layouts=(S0, R), input_kwarg_layouts={"bag": R})
     module = Echo()
     parallelize_module(module, None, style)
@@ -121,10 +121,6 @@ def test_an_optional_argument_may_be_left_out() -> None:
     assert module.seen["y"] is None
     module(part(), None, bag=None)
     assert module.seen["bag"] is None
-
-
-@world(RANKS)
-def test_a_distributed_argument_is_moved_from_where_it_is() -> None:
     style = PrepareModuleInput(input_layouts=(S0, None), desired_input_layouts=(R, S0))
     module = Echo()
     parallelize_module(module, None, style)
@@ -133,6 +129,8 @@ def test_a_distributed_argument_is_moved_from_where_it_is() -> None:
     assert module.seen["x"].placements == (R,)
     assert module.seen["y"].placements[0].is_shard(0)
     assert_close(full(module.seen["y"]), X)
+    module = parallelize_module(Echo(), None, PrepareModuleInput(input_layouts=S0, desired_input_layouts=R))
+    assert_close(full(copy.deepcopy(module)(part())), X)
 
 
 @pytest.mark.parametrize("local", [True, False])
@@ -243,9 +241,3 @@ def test_a_plain_tensor_of_which_nothing_is_said_is_refused() -> None:
     parallelize_module(module, None, PrepareModuleInput(desired_input_layouts=(R,)))
     with pytest.raises(LayoutError, match="is a plain tensor, and the plan does not say how it is laid out"):
         module(X)
-
-
-@world(RANKS)
-def test_a_copy_of_a_prepared_module_works_as_it_does() -> None:
-    module = parallelize_module(Echo(), None, PrepareModuleInput(input_layouts=S0, desired_input_layouts=R))
-    assert_close(full(copy.deepcopy(module)(part())), X)

@@ -166,20 +166,21 @@ def test_fully_shard_of_torch_warns_where_it_undoes_tensor_parallelism_and_names
 
 
 @world(2)
-def test_functional_collectives_refuse_a_dtensor() -> None:
+def test_functional_collectives_averagers_and_scalers_refuse_dtensors() -> None:
     x = distribute_tensor(torch.ones(4), placements=[S0])
     for op in (torch.ops._c10d_functional.all_reduce, torch.ops._c10d_functional.all_reduce.default):
         with pytest.raises(RuleError, match=r"all_reduce.* would use the local tensor of a DTensor"):
             op(x, "sum", "group")
-
-
-@world(2)
-def test_averagers_that_communicate_are_refused() -> None:
-    """What PeriodicModelAverager does to parameters with gradients: it all-reduces a concatenation."""
+    # What PeriodicModelAverager does to parameters with gradients: it all-reduces a concatenation.
     module = shard_module(layers(), {"**": S0})
     module(X).sum().backward()
     with pytest.raises(RuleError, match=r"all_reduce\(\) would use the local tensor of a DTensor"):
         dist.all_reduce(torch.cat([p.data.reshape(-1) for p in module.parameters()]))
+    module = layers()
+    optimizer, scaler = torch.optim.SGD(module.parameters(), lr=0.1), GradScaler("cpu")
+    scaler.scale(shard_module(module, {"**": S0})(X).sum()).backward()
+    with pytest.raises(AssertionError, match="No inf checks were recorded"):
+        scaler.step(optimizer)
 
 
 @world(2)
@@ -200,15 +201,6 @@ def test_an_average_made_before_sharding_takes_full_parameters_or_is_refused() -
     by_lists.update_parameters(module)  # the first update is a copy
     with pytest.raises(RuleError, match="would change plain tensor 0 in place with a DTensor"):
         by_lists.update_parameters(module)
-
-
-@world(2)
-def test_a_scaler_refuses_an_optimizer_made_before_sharding() -> None:
-    module = layers()
-    optimizer, scaler = torch.optim.SGD(module.parameters(), lr=0.1), GradScaler("cpu")
-    scaler.scale(shard_module(module, {"**": S0})(X).sum()).backward()
-    with pytest.raises(AssertionError, match="No inf checks were recorded"):
-        scaler.step(optimizer)
 
 
 @pytest.mark.parametrize("on_meta", [False, True])

@@ -93,7 +93,7 @@ def test_an_input_that_the_module_changes_is_kept_as_it_is() -> None:
 
 
 @world(2)
-def test_inputs_that_are_sharded_are_kept_as_they_are() -> None:
+def test_inputs_that_are_sharded_are_kept_and_a_forward_that_raises_leaves_no_hooks() -> None:
     mesh = Mesh((2,))
     module = input_reshard(mlp(), mesh, 0)
     x = distribute_tensor(X, mesh, [Shard(0)]).requires_grad_()
@@ -101,6 +101,11 @@ def test_inputs_that_are_sharded_are_kept_as_they_are() -> None:
     found = results(module, x)
     assert_close(found[0], expected[0])
     assert_close(found[1], expected[1])
+    module = input_reshard(mlp(), Mesh((2,)), 0)
+    with pytest.raises(RuntimeError):
+        module(X[..., :3])
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert results(deepcopy(module), X.clone())
 
 
 @world(2)
@@ -108,15 +113,6 @@ def test_plain_inputs_that_differ_between_ranks_are_refused() -> None:
     module = sharded(Mesh((2,)), 0)
     with pytest.raises(MismatchError):
         results(module, X + collectives.rank())
-
-
-@world(2)
-def test_a_forward_that_raises_leaves_no_hooks() -> None:
-    module = input_reshard(mlp(), Mesh((2,)), 0)
-    with pytest.raises(RuntimeError):
-        module(X[..., :3])
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    assert results(deepcopy(module), X.clone())
 
 
 def test_a_mesh_of_several_axes_is_refused() -> None:

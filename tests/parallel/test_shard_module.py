@@ -374,16 +374,12 @@ def test_a_mesh_of_some_ranks_leaves_nothing_on_the_others() -> None:
 
 
 @world(2)
-def test_what_is_frozen_stays_frozen() -> None:
+def test_what_is_frozen_stays_frozen_and_what_is_no_placement_is_refused() -> None:
     module = nn.Linear(3, 2)
     module.bias.requires_grad_(False)
     shard_module(module, {"**": S0})
     assert module.weight.requires_grad
     assert not module.bias.requires_grad
-
-
-@world(2)
-def test_a_placement_that_is_none_is_refused() -> None:
     wrong: Any = {"weight": ["rows"]}
     with pytest.raises((PlanError, LayoutError), match=r"needs a placement such as Shard\(0\)"):
         shard_module(nn.Linear(3, 2), wrong)

@@ -94,12 +94,6 @@ def test_a_module_with_hooks_of_torch_is_refused_at_every_door_in_one_line(torch
     assert all(before[name] is p for name, p in module.named_parameters())
 
 
-def test_a_class_in_the_place_of_a_style_lacks_its_parentheses() -> None:
-    assert text_of(parallelized, {"blocks.0.0": ColwiseParallel}).endswith(
-        "got the class ColwiseParallel for 'blocks.0.0'. Fix: ColwiseParallel(), with its parentheses."
-    )
-
-
 MODULES = {  # what a plan of placements names, and the fix
     "items": "'items.weight', or 'items.*' for all of its parameters",
     "blocks.*.0": "'blocks.*.0.weight', or 'blocks.*.0.*' for all of its parameters",
@@ -122,19 +116,16 @@ def test_a_placement_for_a_module_names_its_parameters(name: str, apply: Callabl
         world(2).run(body, {fixed: S0})
 
 
-def test_a_placement_for_a_module_without_parameters_is_to_be_left_out() -> None:
+def test_entries_of_another_kind_say_what_to_write() -> None:
     text = text_of(shard_module, {"blocks.0.1": S0, "": S0})
     assert "'blocks.0.1' is a module without parameters. Fix: leave it out." in text
     assert "'' is a module, but a placement is for a parameter. Fix: 'items.weight', or '**'" in text
-
-
-def test_a_style_for_a_parameter_names_its_module() -> None:
+    assert text_of(parallelized, {"blocks.0.0": ColwiseParallel}).endswith(
+        "got the class ColwiseParallel for 'blocks.0.0'. Fix: ColwiseParallel(), with its parentheses."
+    )
     assert "'blocks.0.0.weight' is a parameter, but a style is for a module. Fix: 'blocks.0.0', or a placement." in (
         text_of(parallelized, {"blocks.0.0.weight": ColwiseParallel()})
     )
-
-
-def test_a_style_in_a_plan_of_placements_and_other_problems_are_one_error() -> None:
     text = text_of(shard_module, {"blocks.0.0": ColwiseParallel(), "itmes.weight": S0, "items.weight": "row_wise"})
     assert "'blocks.0.0' has a shardwise.parallel.styles.ColwiseParallel, but shard_module takes placements" in text
     assert "'itmes.weight' matches no parameter. Did you mean 'items.weight'?" in text

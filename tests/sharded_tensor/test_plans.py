@@ -73,12 +73,18 @@ def test_outputs_in_tuples_and_dicts_are_resharded() -> None:
 
 
 @world(2)
-def test_a_tied_parameter_stays_one() -> None:
+def test_a_tied_parameter_stays_one_and_has_one_spec() -> None:
     model = Model()
     model.inner[0].bias = model.head.bias = nn.Parameter(torch.arange(6.0))
     shard_module(model, ShardingPlan({"inner.0.bias": chunks(0, 0, 1), "head.bias": chunks(0, 0, 1)}))
     assert model.inner[0].bias is model.head.bias
     assert isinstance(model.head.bias, DTensor)
+    pair = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pair[1].weight = pair[0].weight
+    plan = ShardingPlan({"0.weight": chunks(0, 0, 1), "1.weight": chunks(1, 0, 1)})
+    with pytest.raises(PlanError, match=r"0\.weight and 1\.weight are tied, but the plan gives them different layouts"):
+        shard_module(pair, plan)
+    assert not isinstance(pair[0].weight, DTensor)
 
 
 @world(2)
@@ -107,16 +113,6 @@ def test_a_module_with_two_names_is_replaced_under_both() -> None:
         shard_module(nn.Sequential(shared, shared), ShardingPlan({"0": Doubled(), "1": Doubled()}))
     with pytest.raises(PlanError, match=r"'1\.weight' has a spec, but it belongs to '0'"):
         shard_module(nn.Sequential(shared, shared), ShardingPlan({"0": Doubled(), "1.weight": chunks(0, 0, 1)}))
-
-
-@world(2)
-def test_a_tied_parameter_has_one_spec() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].weight = model[0].weight
-    plan = ShardingPlan({"0.weight": chunks(0, 0, 1), "1.weight": chunks(1, 0, 1)})
-    with pytest.raises(PlanError, match=r"0\.weight and 1\.weight are tied, but the plan gives them different layouts"):
-        shard_module(model, plan)
-    assert not isinstance(model[0].weight, DTensor)
 
 
 class Forgetful(Sharder):

@@ -65,11 +65,13 @@ def test_the_values_of_the_source_arrive_and_nobody_else_needs_them(name: str, s
 
 
 @world(4)
-def test_the_source_is_not_connected_to_what_is_made_of_it() -> None:
+def test_the_source_is_in_the_group_and_not_connected_to_what_is_made_of_it() -> None:
     given = VALUE.clone()
     x = chunks(0, 0).shard(given)
     x.fill_(7)
     assert_close(given, VALUE)
+    with pytest.raises(LayoutError, match="0 to 3, got 4"):
+        chunks(0, 0, 1).shard(VALUE, src_rank=4)
 
 
 @world(2)
@@ -77,12 +79,6 @@ def test_no_rank_waits_for_one_that_lacks_the_device() -> None:
     with pytest.raises(RuntimeError) as error:
         ChunkShardingSpec(0, ["rank:0/mps", "rank:1/mps"]).shard(VALUE)
     assert not isinstance(error.value, DeadlockError)
-
-
-@world(4)
-def test_a_source_outside_the_group_is_refused() -> None:
-    with pytest.raises(LayoutError, match="0 to 3, got 4"):
-        chunks(0, 0, 1).shard(VALUE, src_rank=4)
 
 
 def test_ranks_that_disagree_are_named() -> None:
@@ -229,7 +225,7 @@ def test_a_parameter_becomes_one_that_trains_as_before() -> None:
 
 
 @world(4)
-def test_a_buffer_stays_a_buffer_and_a_frozen_parameter_stays_frozen() -> None:
+def test_buffers_frozen_parameters_and_plain_attributes_stay_what_they_are() -> None:
     model = Model()
     model.head.bias.requires_grad_(False)
     shard_parameter(model, "scale", chunks(0, 0, 1, 2, 3))
@@ -237,10 +233,6 @@ def test_a_buffer_stays_a_buffer_and_a_frozen_parameter_stays_frozen() -> None:
     assert isinstance(dict(model.named_buffers())["scale"], DTensor)
     assert isinstance(model.head.bias, DTensor)
     assert not model.head.bias.requires_grad
-
-
-@world(2)
-def test_a_plain_attribute_stays_one() -> None:
     model = Model()
     model.extra = VALUE.clone()
     shard_parameter(model, "extra", chunks(0, 0, 1))

@@ -57,13 +57,6 @@ def test_any_spec_becomes_any_other_and_only_what_a_rank_lacks_is_sent(source: s
 
 
 @world(4)
-def test_a_spec_reshards_a_sharded_tensor() -> None:
-    x = SPECS["uneven"].shard(SPECS["rows"].shard(VALUE))
-    assert x.sharding_spec() is SPECS["uneven"]
-    assert_close(x.full_tensor(), VALUE)
-
-
-@world(4)
 def test_gradients_go_back_the_way_they_came() -> None:
     for source, target in product(SPECS.values(), repeat=2):
         x = source.shard(VALUE).requires_grad_()
@@ -75,12 +68,19 @@ def test_gradients_go_back_the_way_they_came() -> None:
 
 
 @world(4)
-def test_replicated_and_partial_tensors_can_be_resharded() -> None:
+def test_replicated_partial_and_sharded_tensors_can_be_resharded_and_no_longer_have_their_specs() -> None:
     copies = distribute_tensor(VALUE, Mesh((4,)), [Replicate()])
     partial = DTensor.from_local(VALUE, Mesh((4,)), [Partial()])
     for target in SPECS.values():
         assert_close(copies.reshard(target).full_tensor(), VALUE)
         assert_close(partial.reshard(target).full_tensor(), VALUE * 4)
+    x = SPECS["uneven"].shard(SPECS["rows"].shard(VALUE))
+    assert x.sharding_spec() is SPECS["uneven"]
+    assert_close(x.full_tensor(), VALUE)
+    x = SPECS["uneven"].shard(VALUE)
+    y = x.redistribute(placements=[Shard(1)])
+    assert isinstance(y.sharding_spec(), ChunkShardingSpec)
+    assert [m.shard_sizes for m in (x * 2).metadata() if m.shard_sizes[0]] == [(1, 4), (7, 4), (2, 4)]
 
 
 # ---- looked at ----
@@ -112,14 +112,6 @@ def test_a_tensor_that_no_spec_made_has_shards_all_the_same() -> None:
     assert y.sharding_spec() == chunks(0, 0, 1, 2, 3)
     with pytest.raises(LayoutError, match="is Partial"):
         DTensor.from_local(VALUE, Mesh((4,)), [Partial()]).metadata()
-
-
-@world(4)
-def test_a_redistributed_tensor_no_longer_has_its_spec() -> None:
-    x = SPECS["uneven"].shard(VALUE)
-    y = x.redistribute(placements=[Shard(1)])
-    assert isinstance(y.sharding_spec(), ChunkShardingSpec)
-    assert [m.shard_sizes for m in (x * 2).metadata() if m.shard_sizes[0]] == [(1, 4), (7, 4), (2, 4)]
 
 
 @world(4)
@@ -209,16 +201,12 @@ def test_ranks_that_leave_the_group_give_what_they_have() -> None:
 
 
 @world(2)
-def test_a_partial_tensor_has_no_shards() -> None:
+def test_a_partial_tensor_has_no_shards_and_a_copy_keeps_name_and_spec() -> None:
     x = DTensor.from_local(VALUE, Mesh((2,)), [Partial()])
     with pytest.raises(LayoutError, match="is Partial, it has no shards"):
         x.local_tensor()
     with pytest.raises(LayoutError, match="is Partial, it has no shards"):
         collect_local_shard(torch.nn.Identity())(x)
-
-
-@world(2)
-def test_a_copied_parameter_keeps_its_name_and_its_spec() -> None:
     module = torch.nn.Linear(4, 4)
     shard_parameter(module, "weight", chunks(0, 0, 1))
     weight, copy = (as_dtensor(m.weight) for m in (module, deepcopy(module)))

@@ -50,10 +50,12 @@ def test_a_placement_of_another_form_is_refused(text: str) -> None:
         DevicePlacementSpec(text)
 
 
-def test_specs_are_values() -> None:
+def test_specs_and_properties_are_values() -> None:
     assert ChunkShardingSpec(0, ["rank:0"]) == ChunkShardingSpec(0, ["rank:0/cpu"])
     assert len({ChunkShardingSpec(0, [f"rank:{r}"]) for r in (0, 0, 1)}) == 2
     assert EnumerableShardingSpec([shard((0,), (3,), 0)]) == EnumerableShardingSpec([shard((0,), (3,), 0)])
+    x = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    assert TensorProperties.create_from_tensor(x) == TensorProperties(torch.float64, requires_grad=True)
 
 
 # ---- what does not fit ----
@@ -147,10 +149,14 @@ def test_tensors_without_elements_are_sharded_like_others(shape: tuple[int, ...]
     assert layout == Layout(Mesh((2,), (1, 0)), [Shard(0)], shape)
 
 
-def test_a_rank_may_hold_several_chunks() -> None:
+def test_several_chunks_of_a_rank_and_anything_else_are_boxes() -> None:
     layout = ChunkShardingSpec(0, ["rank:1", "rank:0", "rank:1"]).layout((6, 2), (0, 1))
     assert isinstance(layout.placements[0], Boxes)
     assert [str(box) for box in layout.boxes(1)] == ["[0:2, 0:2]", "[4:6, 0:2]"]
+    shards = [shard((0, 0), (8, 1), 0), shard((0, 1), (3, 3), 1), shard((3, 1), (5, 3), 0)]
+    layout = EnumerableShardingSpec(shards).layout((8, 4), (0, 1))
+    assert isinstance(layout.placements[0], Boxes)
+    assert [str(box) for box in layout.boxes(0)] == ["[0:8, 0:1]", "[3:8, 1:4]"]
 
 
 ROWS, COLUMNS = ((0, 3), (3, 5)), ((0, 1), (1, 3))
@@ -176,13 +182,6 @@ MEANT: dict[str, tuple[list[ShardMetadata], Layout]] = {
 def test_shards_are_the_layout_that_they_mean(name: str) -> None:
     shards, layout = MEANT[name]
     assert EnumerableShardingSpec(shards).layout((8, 4), EVERYBODY) == layout
-
-
-def test_anything_else_is_boxes() -> None:
-    shards = [shard((0, 0), (8, 1), 0), shard((0, 1), (3, 3), 1), shard((3, 1), (5, 3), 0)]
-    layout = EnumerableShardingSpec(shards).layout((8, 4), (0, 1))
-    assert isinstance(layout.placements[0], Boxes)
-    assert [str(box) for box in layout.boxes(0)] == ["[0:8, 0:1]", "[3:8, 1:4]"]
 
 
 # ---- back again ----
@@ -214,8 +213,3 @@ def test_replicated_and_partial_layouts_have_no_spec() -> None:
         spec_of(Layout(Mesh((4,)), [Replicate()], (7, 3)))
     with pytest.raises(LayoutError, match="is Partial"):
         spec_of(Layout(Mesh((4,)), [Partial()], (7, 3)))
-
-
-def test_properties_are_those_of_a_tensor() -> None:
-    x = torch.zeros(3, dtype=torch.float64, requires_grad=True)
-    assert TensorProperties.create_from_tensor(x) == TensorProperties(torch.float64, requires_grad=True)

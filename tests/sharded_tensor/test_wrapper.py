@@ -187,14 +187,11 @@ def test_anything_else_gives_a_plain_tensor(name: str) -> None:
     assert_close(out, GIVING_PLAIN[name](FULL[:4, :4].contiguous()))
 
 
-def test_what_changes_nothing_gives_itself() -> None:
+def test_what_changes_nothing_gives_itself_and_views_share_memory() -> None:
     shards, offsets, _ = taken("grid")
     wrapper = LocalShardsWrapper(shards, offsets)
     for same in (wrapper.to(torch.float32), wrapper.add_(1), wrapper.contiguous(), wrapper.requires_grad_()):
         assert same is wrapper
-
-
-def test_views_share_their_memory_with_the_shards() -> None:
     shards, offsets, _ = taken("rows")
     wrapper = LocalShardsWrapper(shards, offsets)
     for view in (wrapper.detach(), wrapper.data, wrapper.view(wrapper.shape)):
@@ -252,34 +249,28 @@ def test_data_is_replaced_with_the_shards() -> None:
 # ---- gradients and training ----
 
 
-def test_gradients_reach_shards_that_require_them() -> None:
+def test_gradients_reach_shards_and_come_from_them() -> None:
     for name in ("one", "columns", "grid"):
         given, offsets, full_value = taken(name)
         leaves = [shard.requires_grad_() for shard in given]
         wrapper = LocalShardsWrapper(leaves, offsets)
         (wrapper * full_value).sum().backward()
-        for leaf, box in zip(leaves, TILINGS[name], strict=True):
-            assert_close(leaf.grad, FULL[box])
-            assert same_memory(leaf, wrapper)
-
-
-def test_shards_with_history_stay_as_they_are() -> None:
+        for shard, box in zip(leaves, TILINGS[name], strict=True):
+            assert_close(shard.grad, FULL[box])
+            assert same_memory(shard, wrapper)
     given, offsets, _ = taken("columns")
     source = [shard.requires_grad_() for shard in given]
     shards = [s * 2 for s in source]
     wrapper = LocalShardsWrapper(shards, offsets)
     assert not same_memory(shards[0], wrapper)
     wrapper.square().sum().backward()
-    for leaf in source:
-        assert_close(leaf.grad, leaf.detach() * 8)
-
-
-def test_gradients_come_from_what_is_done_with_the_shards() -> None:
+    for given_shard in source:
+        assert_close(given_shard.grad, given_shard.detach() * 8)
     shards, offsets, _ = taken("rows")
-    wrapper = LocalShardsWrapper(shards, offsets).requires_grad_()
-    assert isinstance(wrapper, LocalShardsWrapper)
-    wrapper.local_shards()[1].sum().backward()
-    assert_close(wrapper.grad, torch.tensor([[0.0], [1.0], [1.0], [1.0]]).expand(4, 10))
+    leaf = LocalShardsWrapper(shards, offsets).requires_grad_()
+    assert isinstance(leaf, LocalShardsWrapper)
+    leaf.local_shards()[1].sum().backward()
+    assert_close(leaf.grad, torch.tensor([[0.0], [1.0], [1.0], [1.0]]).expand(4, 10))
 
 
 OPTIMISERS: list[Callable[[list[Tensor]], torch.optim.Optimizer]] = [
