@@ -28,41 +28,28 @@ class PassOn(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    ("mesh", "placements"),
-    [
-        (Mesh((1,)), [S0]), (LINE, [S0]), (LINE, [S1]), (LINE, [R]), (LINE, [Shard(0, [1, 0, 6])]),
-        (Mesh((9,)), [S0]), (SQUARE, [S0, S1]), (SQUARE, [S0, S0]),
-    ],
-    ids=str,
-)  # fmt: skip
-@pytest.mark.parametrize("loss_is_plain", [False, True])
-def test_forward_and_backward_equal_one_process(mesh: Mesh, placements: list[Placement], loss_is_plain: bool) -> None:
+def test_forward_and_backward_equal_one_process() -> None:
     plain = FULL.clone().requires_grad_()
     (plain.sin().square() @ FULL.t()).square().sum().backward()
 
-    @world(mesh.size())
-    def on_ranks() -> None:
-        x = distribute_tensor(FULL, mesh, placements).requires_grad_()
-        with PassOn():  # type: ignore[no-untyped-call]
-            loss = (x.sin().square() @ distribute_tensor(FULL, mesh, [R] * mesh.ndim).t()).square().sum()
-            (as_dtensor(loss).full_tensor() if loss_is_plain else loss).backward()
-        assert x.grad is not None
-        assert_close(x.grad.full_tensor(), plain.grad)
+    def on_ranks(mesh: Mesh, placements: list[Placement]) -> None:
+        for loss_is_plain in (False, True):
+            x = distribute_tensor(FULL, mesh, placements).requires_grad_()
+            with PassOn():  # type: ignore[no-untyped-call]
+                loss = (x.sin().square() @ distribute_tensor(FULL, mesh, [R] * mesh.ndim).t()).square().sum()
+                (as_dtensor(loss).full_tensor() if loss_is_plain else loss).backward()
+            assert_close(as_dtensor(x.grad).full_tensor(), plain.grad)
 
-    on_ranks()
+    layouts: list[tuple[Mesh, list[Placement]]] = [
+        (Mesh((1,)), [S0]), (LINE, [S0]), (LINE, [S1]), (LINE, [R]), (LINE, [Shard(0, [1, 0, 6])]),
+        (Mesh((9,)), [S0]), (SQUARE, [S0, S1]), (SQUARE, [S0, S0]),
+    ]  # fmt: skip
+    for mesh, placements in layouts:
+        world(mesh.size()).run(on_ranks, mesh, placements)
 
 
 X, BATCH, IMAGES = torch.ones(6, 8), torch.ones(6, 5, 8), torch.ones(4, 3, 6, 6)
 LSTM = torch.nn.LSTM(8, 4)
-
-
-def conv(x: Tensor, weight: Tensor) -> Tensor:
-    return F.conv2d(x, weight)
-
-
-def conv_transpose(x: Tensor, weight: Tensor) -> Tensor:
-    return F.conv_transpose2d(x, weight)
 
 
 def powers(x: Tensor, weight: Tensor) -> Tensor:
@@ -70,20 +57,17 @@ def powers(x: Tensor, weight: Tensor) -> Tensor:
     return x @ power
 
 
-def multi_dot(x: Tensor, weight: Tensor) -> Tensor:
-    product: Tensor = torch.linalg.multi_dot([x, weight, weight])
-    return product
-
-
 def lstm(x: Tensor, weight: Tensor) -> Tensor:
     total: Tensor = LSTM(x)[0].sum()
     return x @ weight + total
 
 
-FLOPS = [  # a function, its first operand, which is sharded, and its second, which is replicated
-    (F.linear, X, torch.ones(4, 8)), (F.linear, BATCH, torch.ones(4, 8)), (conv, IMAGES, torch.ones(5, 3, 3, 3)),
-    (conv_transpose, IMAGES, torch.ones(3, 5, 3, 3)), (torch.bmm, BATCH, torch.ones(6, 8, 3)),
-    (multi_dot, X, torch.ones(8, 8)), (powers, X, torch.ones(8, 8)), (lstm, BATCH, torch.ones(8, 8)),
+FLOPS: list[tuple[Callable[..., Tensor], Tensor, Tensor]] = [  # and its operands: sharded, replicated
+    (F.linear, X, torch.ones(4, 8)), (F.linear, BATCH, torch.ones(4, 8)),
+    (F.conv2d, IMAGES, torch.ones(5, 3, 3, 3)), (F.conv_transpose2d, IMAGES, torch.ones(3, 5, 3, 3)),
+    (torch.bmm, BATCH, torch.ones(6, 8, 3)),
+    (lambda x, w: torch.linalg.multi_dot([x, w, w]), X, torch.ones(8, 8)), (powers, X, torch.ones(8, 8)),
+    (lstm, BATCH, torch.ones(8, 8)),
 ]  # fmt: skip
 
 
@@ -123,7 +107,7 @@ def test_a_rank_outside_the_mesh_runs_no_flops() -> None:
 
 
 class Sizes(TorchDispatchMode):
-    """What a mode sees of the first operand of each matrix product."""
+    """What a mode sees of the operands of each matrix product."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -135,18 +119,15 @@ class Sizes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@world(2)
 def test_a_mode_sees_the_sizes_of_local_shards_in_forward_and_backward() -> None:
-    @world(2)
-    def on_ranks() -> None:
-        x = distribute_tensor(X, Mesh((2,)), [Shard(0, (1, 5))]).requires_grad_()
-        w = distribute_tensor(torch.ones(8, 4), Mesh((2,)), [R]).requires_grad_()
-        local, weight = (y.to_local().detach().clone().requires_grad_() for y in (x, w))
-        seen = []
-        for a, b in ((x, w), (local, weight)):
-            with Sizes() as sizes:
-                (a @ b).sum().backward()
-            seen.append(sizes.seen)
-        assert seen[0] == seen[1]
-        assert (x.shape, x.size(), x.numel()) == ((6, 8), (6, 8), 48)
-
-    on_ranks()
+    x = distribute_tensor(X, Mesh((2,)), [Shard(0, (1, 5))]).requires_grad_()
+    w = distribute_tensor(torch.ones(8, 4), Mesh((2,)), [R]).requires_grad_()
+    local, weight = (y.to_local().detach().clone().requires_grad_() for y in (x, w))
+    seen = []
+    for a, b in ((x, w), (local, weight)):
+        with Sizes() as sizes:
+            (a @ b).sum().backward()
+        seen.append(sizes.seen)
+    assert seen[0] == seen[1]
+    assert (x.shape, x.size(), x.numel()) == ((6, 8), (6, 8), 48)
