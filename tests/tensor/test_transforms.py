@@ -1,6 +1,7 @@
 """`torch.func` and forward-mode autograd beside DTensors: refused on all ranks, or as in plain torch."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -46,18 +47,6 @@ def from_local(dual: Tensor, run_check: bool) -> DTensor:
     return DTensor.from_local(dual, Mesh((2,)), [Replicate()], run_check=run_check)
 
 
-def set_row(x: Any, dual: Tensor) -> None:
-    x[0] = dual[0]
-
-
-def set_data(x: Any, dual: Tensor) -> None:
-    x.data = dual
-
-
-def set_grad(x: Any, dual: Tensor) -> None:
-    x.grad = dual
-
-
 def loaded(x: Any, dual: Tensor) -> None:
     module = nn.Module()
     module.w = nn.Parameter(x)
@@ -70,19 +59,9 @@ def hooked(x: Any, dual: Tensor) -> None:
     x.sum().backward()
 
 
-def through_a_style(dual: Tensor) -> Tensor:
-    module = parallelize_module(nn.Linear(4, 4), Mesh((2,)), ColwiseParallel())
-    out: Tensor = module(dual[None])
-    return out
-
-
 def of_local_shards(dual: Tensor) -> object:
     metadata = ShardMetadata([4 * rank()], [4], f"rank:{rank()}/cpu")
     return init_from_local_shards([LocalShard(dual, metadata)], 8)
-
-
-def by_local_map(x: Any, dual: Tensor) -> object:
-    return local_map(lambda local: local * dual[:2], out_placements=[Shard(0)])(x)
 
 
 LOSES_THE_TANGENT: dict[str, Callable[[Any, Tensor], object]] = {
@@ -97,11 +76,11 @@ LOSES_THE_TANGENT: dict[str, Callable[[Any, Tensor], object]] = {
     "out": lambda x, dual: torch.mul(x, dual, out=torch.ones(4)),
     "mul_": lambda x, dual: x.mul_(dual),
     "copy_": lambda x, dual: x.copy_(dual),
-    "x[0] =": set_row,
+    "x[0] =": lambda x, dual: x.__setitem__(0, dual[0]),
     "fill_": lambda x, dual: x.fill_(dual[0]),
     "a list op": lambda x, dual: torch._foreach_mul([x], [dual]),
-    "data =": set_data,
-    "grad =": set_grad,
+    "data =": lambda x, dual: setattr(x, "data", dual),
+    "grad =": lambda x, dual: setattr(x, "grad", dual),
     "gradient": lambda x, dual: x.requires_grad_().sin().backward(dual),
     "gradient of a hook": hooked,
     "load_state_dict": loaded,
@@ -110,8 +89,10 @@ LOSES_THE_TANGENT: dict[str, Callable[[Any, Tensor], object]] = {
     "from_local without a check": lambda x, dual: from_local(dual, False),
     "distribute_tensor": lambda x, dual: distribute_tensor(dual, Mesh((2,)), [Shard(0)]),
     "init_from_local_shards": lambda x, dual: of_local_shards(dual),
-    "input of a parallel style": lambda x, dual: through_a_style(dual),
-    "result of local_map": by_local_map,
+    "input of a parallel style": lambda x, dual: parallelize_module(nn.Linear(4, 4), Mesh((2,)), ColwiseParallel())(
+        dual[None]
+    ),
+    "result of local_map": lambda x, dual: local_map(lambda local: local * dual[:2], out_placements=[Shard(0)])(x),
     "make_dual": lambda x, dual: forward_ad.make_dual(x, FULL),
     "make_dual with a tangent": lambda x, dual: forward_ad.make_dual(torch.ones(4), x),
     "unpack_dual": lambda x, dual: forward_ad.unpack_dual(x),
@@ -120,11 +101,8 @@ LOSES_THE_TANGENT: dict[str, Callable[[Any, Tensor], object]] = {
 
 @pytest.mark.parametrize("name", LOSES_THE_TANGENT)
 def test_a_plain_tensor_with_a_tangent_does_not_become_a_dtensor(name: str) -> None:
-    def run() -> object:
-        return LOSES_THE_TANGENT[name](distributed(), forward_ad.make_dual(torch.ones(4), TANGENT))
-
     with forward_ad.dual_level():  # one for all ranks: torch has one in a process
-        text = error_of(run)
+        text = error_of(lambda: LOSES_THE_TANGENT[name](distributed(), forward_ad.make_dual(torch.ones(4), TANGENT)))
     assert "forward-mode autograd" in text
     assert "local_map" in text
 
@@ -132,15 +110,13 @@ def test_a_plain_tensor_with_a_tangent_does_not_become_a_dtensor(name: str) -> N
 def test_plain_tensors_keep_their_tangents_and_those_without_may_be_beside_dtensors() -> None:
     def run() -> tuple[Any, ...]:
         x, dual = distributed(), forward_ad.make_dual(torch.ones(4), TANGENT)
-        written = dual.clone().mul_(x)
-        tangents = [forward_ad.unpack_dual(y).tangent for y in (dual * x.full_tensor(), written)]
-        return *tangents, (x * torch.ones(4)).full_tensor()  # type: ignore[attr-defined]
+        plain = dual * x.full_tensor(), dual.clone().mul_(x)
+        product: Any = x * torch.ones(4)
+        return *(forward_ad.unpack_dual(y).tangent for y in plain), product.full_tensor()
 
     with forward_ad.dual_level():
-        for gathered, written, product in world(2).run(run):
-            assert_close(gathered, TANGENT * FULL)
-            assert_close(written, TANGENT * FULL)
-            assert_close(product, FULL)
+        for found in world(2).run(run):
+            assert_close(found, (TANGENT * FULL, TANGENT * FULL, FULL))
 
 
 # ---- torch.func -------------------------------------------------------------------------------------------------
@@ -169,26 +145,19 @@ CLOSES_OVER: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("use", CLOSES_OVER)
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_a_transformed_function_that_uses_a_dtensor_is_refused(name: str, use: str, requires_grad: bool) -> None:
-    def run() -> object:
+def test_a_transformed_function_that_uses_or_returns_a_dtensor_is_refused(name: str, use: str) -> None:
+    def run(function: Callable[[Any, Any], Any], requires_grad: bool = False) -> object:
         x = distributed(requires_grad)
-        return TRANSFORMS[name](lambda v: CLOSES_OVER[use](v, x))
+        return TRANSFORMS[name](lambda v: function(v, x))
 
-    text = error_of(run)
-    assert "torch.func" in text
-    assert "local_map" in text
-
-
-@pytest.mark.parametrize("name", ["vmap", "vjp", "jvp", "jacrev", "jacfwd"])
-def test_a_transformed_function_that_returns_a_dtensor_is_refused(name: str) -> None:
-    def run() -> object:
-        x = distributed()
-        return TRANSFORMS[name](lambda v: x * 2)
-
-    assert "local_map" in error_of(run)
+    for requires_grad in (False, True):
+        text = error_of(partial(run, CLOSES_OVER[use], requires_grad))
+        assert "torch.func" in text
+        assert "local_map" in text
+    if name in ("vmap", "vjp", "jvp", "jacrev", "jacfwd"):
+        assert "local_map" in error_of(partial(run, lambda v, x: x * 2))
 
 
 def test_transforms_with_respect_to_a_dtensor_and_linearize_are_refused() -> None:
@@ -224,12 +193,9 @@ def test_a_constant_may_be_gathered_inside_a_transform_without_gradients() -> No
     assert_close(torch.func.vmap(scaled)(ROWS), ROWS * FULL)
 
 
-def normal(row: Tensor) -> Tensor:
-    return row / row.sum()
-
-
 @world(2)
 def test_functions_of_local_tensors_are_transformed_inside_local_map() -> None:
+    normal: Callable[[Tensor], Tensor] = lambda row: row / row.sum()  # noqa: E731
     rows = distribute_tensor(ROWS.cumsum(0), Mesh((2,)), [Shard(0)])
     normalized = local_map(torch.func.vmap(normal), out_placements=[Shard(0)])(rows)
     assert_close(normalized.full_tensor(), ROWS / 4)
