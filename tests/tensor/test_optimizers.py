@@ -3,6 +3,7 @@
 import copy
 import gc
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -432,103 +433,84 @@ def refusal(step: Callable[[], object]) -> str:
 
 @pytest.mark.parametrize("made", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafactor])
 @pytest.mark.parametrize("sharded", SHARDED)
+@world(2)
 def test_every_step_names_parameters_that_were_replaced(sharded: str, made: Any) -> None:
-    def body() -> str:
-        module = layers()
-        early = made(module.parameters(), lr=0.1)
-        SHARDED[sharded](module)
-        texts = {refusal(lambda: trained(module, early)) for _ in range(2)}
-        (text,) = texts
-        return text
-
-    (text,) = set(world(2).run(body))
+    module = layers()
+    early = made(module.parameters(), lr=0.1)
+    SHARDED[sharded](module)
+    (text,) = {refusal(lambda: trained(module, early)) for _ in range(2)}
     assert text.startswith(f"{made.__name__}.step() would not change 4 of its 4 parameters in their module: ")
     assert text.endswith("Fix: make the optimizer after the module is sharded.")
     assert all(name in text for name in ("weight", "bias"))
 
 
+@world(1)
 def test_parameters_that_are_sharded_again_or_made_local_are_named() -> None:
-    def body() -> tuple[str, str]:
-        module = shard_module(layers(), {"**": S0})
-        early = torch.optim.SGD(module.parameters(), lr=0.1)
-        shard_module(module, {"1.weight": Shard(1)})
-        again = refusal(lambda: trained(module, early))
-        late = torch.optim.SGD(module.parameters(), lr=0.1)
-        local_parameters(module)
-        return again, refusal(lambda: trained(module, late))
-
-    ((again, local),) = world(1).run(body)
-    assert "would not change 1 of its 4 parameters in their module: 1.weight." in again
-    assert "would not change 4 of its 4 parameters in their module: 0.weight, 0.bias, 1.weight, 1.bias." in local
+    module = shard_module(layers(), {"**": S0})
+    early = torch.optim.SGD(module.parameters(), lr=0.1)
+    shard_module(module, {"1.weight": Shard(1)})
+    text = "would not change {} of its 4 parameters in their module: "
+    assert text.format(1) + "1.weight." in refusal(lambda: trained(module, early))
+    late = torch.optim.SGD(module.parameters(), lr=0.1)
+    local_parameters(module)
+    assert text.format(4) + "0.weight, 0.bias, 1.weight, 1.bias." in refusal(lambda: trained(module, late))
 
 
+@world(2)
 def test_nothing_of_a_refused_step_is_done_whose_gradients_are_from_before() -> None:
-    def body() -> None:
-        module = layers()
-        early = torch.optim.SGD(module.parameters(), lr=0.1)
-        kept, old = module[1].get_parameter("weight"), module[0].get_parameter("weight").detach().clone()
-        module(ONES).sum().backward()
-        shard_module(module[0], {"weight": S0})
-        before = kept.detach().clone()
-        refusal(early.step)
-        refusal(lambda: trained(module, early))
-        assert torch.equal(kept, before)
-        weight = module[0].get_parameter("weight")
-        assert isinstance(weight, DTensor)
-        assert torch.equal(weight.full_tensor(), old)
-
-    world(2).run(body)
+    module = layers()
+    early = torch.optim.SGD(module.parameters(), lr=0.1)
+    before = [p.detach().clone() for p in module.parameters()]
+    module(ONES).sum().backward()
+    shard_module(module[0], {"weight": S0})
+    refusal(early.step)
+    refusal(lambda: trained(module, early))
+    for p, old in zip(module.parameters(), before, strict=True):
+        assert torch.equal(p.full_tensor() if isinstance(p, DTensor) else p, old)
 
 
+@world(2)
 def test_a_closure_computes_the_gradients_first() -> None:
-    def body() -> None:
-        shared, other = layers(), layers()
-        other[0].weight = shared[0].weight
-        of_other = torch.optim.LBFGS(other.parameters(), lr=0.1)
-        early = torch.optim.LBFGS(shared[1].parameters(), lr=0.1)
-        shard_module(shared, {"**": S0})
+    shared, other = layers(), layers()
+    other[0].weight = shared[0].weight
+    of_other = torch.optim.LBFGS(other.parameters(), lr=0.1)
+    early = torch.optim.LBFGS(shared[1].parameters(), lr=0.1)
+    shard_module(shared, {"**": S0})
 
-        def closure_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-            def closure() -> Any:
-                optimizer.zero_grad()
-                loss = module(ONES).square().sum()
-                loss.backward()
-                return loss
+    def closure(module: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        optimizer.zero_grad()
+        loss = module(ONES).square().sum()
+        loss.backward()
+        return loss
 
-            return closure
-
-        before = other[0].get_parameter("weight").detach().clone()
-        of_other.step(closure_of(other, of_other))
-        assert not torch.equal(other[0].get_parameter("weight"), before)
-        refusal(lambda: early.step(closure_of(shared, early)))
-        refusal(lambda: early.step(closure=closure_of(shared, early)))
-
-    world(2).run(body)
+    before = other[0].get_parameter("weight").detach().clone()
+    of_other.step(partial(closure, other, of_other))
+    assert not torch.equal(other[0].get_parameter("weight"), before)
+    refusal(lambda: early.step(partial(closure, shared, early)))
+    refusal(lambda: early.step(closure=partial(closure, shared, early)))
 
 
+@world(2)
 def test_what_still_trains_is_not_refused() -> None:
     """An optimizer made afterwards, copies, a parameter that another module still trains, old modules, frozen ones."""
-
-    def body() -> None:
-        plain = layers()
-        of_plain = torch.optim.SGD(plain.parameters(), lr=0.1)
-        module = shard_module(copy.deepcopy(plain), {"0.weight": S0})
-        trained(module, torch.optim.SGD(module.parameters(), lr=0.1))
-        trained(plain, of_plain)
-        shared, other = layers(), layers()
-        other[0].weight = shared[0].weight
-        of_other = torch.optim.SGD(other.parameters(), lr=0.1)
-        shard_module(shared, {"0.weight": S0})
-        trained(other, of_other)
-        shard_module(module, {})  # nothing is replaced
-        trained(module, torch.optim.SGD(module.parameters(), lr=0.1))
-        adapted = layers()
-        adapted[0].requires_grad_(False)
-        of_adapted = torch.optim.SGD(adapted.parameters(), lr=0.1)
-        shard_module(adapted[0], {"weight": S0})
-        trained(adapted, of_adapted)
-
-    world(2).run(body)
+    sgd = lambda module: torch.optim.SGD(module.parameters(), lr=0.1)  # noqa: E731
+    plain = layers()
+    of_plain = sgd(plain)
+    module = shard_module(copy.deepcopy(plain), {"0.weight": S0})
+    trained(module, sgd(module))
+    trained(plain, of_plain)
+    shared, other = layers(), layers()
+    other[0].weight = shared[0].weight
+    of_other = sgd(other)
+    shard_module(shared, {"0.weight": S0})
+    trained(other, of_other)
+    shard_module(module, {})  # nothing is replaced
+    trained(module, sgd(module))
+    adapted = layers()
+    adapted[0].requires_grad_(False)
+    of_adapted = sgd(adapted)
+    shard_module(adapted[0], {"weight": S0})
+    trained(adapted, of_adapted)
 
 
 def test_nothing_is_remembered_of_parameters_that_nothing_holds() -> None:
@@ -547,52 +529,43 @@ def test_nothing_is_remembered_of_parameters_that_nothing_holds() -> None:
 
 # ---- row-sparse gradients outside of an optimizer ---------------------------------------------------------------
 
-PLACEMENTS = [Replicate(), Shard(0), Shard(1), Shard(1, (0, 5)), Shard(0, (7, 0)), OnRanks(1)]
+NUMBERS = torch.arange(28.0).view(7, 4).sub(13)
 
 
-def gradient(table: Tensor, ids: Tensor) -> Tensor:
+def gradient(table: Tensor, ids: Tensor = IDS[0]) -> Any:
     leaf = nn.Parameter(table)
     F.embedding_bag(ids, leaf, mode="sum", sparse=True).square().sum().backward()
-    assert leaf.grad is not None
     return leaf.grad
 
 
 @world(2)
 def test_the_dense_form_of_a_sparse_gradient_is_that_of_one_process() -> None:
-    expected = gradient(TABLE, IDS[0]).to_dense()
-    for placement in PLACEMENTS:
-        for ids in (IDS[0], distribute_tensor(IDS[0], placements=[Shard(0)])):
-            found = gradient(distribute_tensor(TABLE, placements=[placement]), ids)
-            dense = found.to_dense()
-            assert isinstance(dense, DTensor)
-            assert not dense.is_sparse
-            assert torch.equal(as_dtensor(dense).full_tensor(), expected), placement
+    expected = gradient(NUMBERS).to_dense()
+    for placement in (R, S0, S1, Shard(1, (0, 4)), Shard(0, (7, 0)), OnRanks(1)):
+        for ids in (IDS[0], distribute_tensor(IDS[0], placements=[S0])):
+            found = gradient(distribute_tensor(NUMBERS, placements=[placement]), ids)
+            assert not found.to_dense().is_sparse
+            assert torch.equal(found.to_dense().full_tensor(), expected), placement
             assert torch.equal(found.coalesce().to_dense().norm(), expected.norm())
 
 
 @world(4)
 def test_a_rank_without_columns_takes_part_in_the_sum_of_sparse_gradients() -> None:
     mesh = Mesh((2, 2))
-    expected = gradient(TABLE, IDS[0]).to_dense()
-    table = distribute_tensor(TABLE, mesh, [Shard(1, (5, 0)), Replicate()])
-    found = gradient(table, distribute_tensor(IDS[0], mesh, [Replicate(), Shard(0)]))
-    assert torch.equal(as_dtensor(found.to_dense()).full_tensor(), expected)
+    table = distribute_tensor(NUMBERS, mesh, [Shard(1, (4, 0)), R])
+    found = gradient(table, distribute_tensor(IDS[0], mesh, [R, S0]))
+    assert torch.equal(found.to_dense().full_tensor(), gradient(NUMBERS).to_dense())
 
 
-REFUSED: dict[str, Callable[[Tensor], object]] = {
-    "values": lambda grad: grad.coalesce().values().norm(),
-    "indices": lambda grad: grad.coalesce().indices(),
-    "full_tensor": lambda grad: grad.full_tensor() if isinstance(grad, DTensor) else None,
-    "redistribute": lambda grad: grad.redistribute(placements=[Replicate()]) if isinstance(grad, DTensor) else None,
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_would_show_only_local_rows_is_refused_on_all_ranks(name: str) -> None:
-    def body() -> str:
-        grad = gradient(distribute_tensor(TABLE, placements=[Shard(0)]), IDS[0])
-        with pytest.raises(RuleError, match=r"sparse DTensor .* Fix: to_dense\(\)") as caught:
-            REFUSED[name](grad)
-        return str(caught.value)
-
-    assert len(set(world(2).run(body))) == 1
+@world(2)
+def test_what_would_show_only_local_rows_is_refused_on_all_ranks() -> None:
+    refused: list[Callable[[Any], object]] = [
+        lambda grad: grad.coalesce().values().norm(),
+        lambda grad: grad.coalesce().indices(),
+        lambda grad: grad.full_tensor(),
+        lambda grad: grad.redistribute(placements=[R]),
+    ]
+    for use in refused:
+        grad = gradient(distribute_tensor(NUMBERS, placements=[S0]))
+        with pytest.raises(RuleError, match=r"sparse DTensor .* Fix: to_dense\(\)"):
+            use(grad)
