@@ -96,6 +96,7 @@ def any_layouts(sample: Sample, mesh: Mesh, rng: random.Random) -> list[Layout]:
     ]
 
 
+@pytest.mark.slow
 def test_no_family_of_rules_runs_a_call_otherwise_after_calls_of_other_sizes_or_dtypes() -> None:
     compared, by_size = set(), set()
     for number, (family, members) in enumerate(families().items()):

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -270,21 +269,22 @@ def outcomes(take: Callable[[Any], Any], grad: bool = False, is_strict: bool = F
     return list(zip(*world(3).run(run), strict=True))
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("is_strict", [False, True])
 @pytest.mark.parametrize("name", GIVES_THE_VALUE)
-def test_a_plain_value_of_a_distributed_tensor_is_the_full_value(name: str) -> None:
-    for is_strict, grad in product((False, True), (False, True)):
-        want = outcome(GIVES_THE_VALUE[name], FULL.clone().requires_grad_(grad))
-        for got in (x for ranks in outcomes(GIVES_THE_VALUE[name], grad, is_strict) for x in ranks):
-            if isinstance(want, Exception):
-                assert type(got) is type(want) or isinstance(got, RuleError)
-            elif isinstance(got, Exception):
-                assert is_strict, got
-                assert "strict" in str(got), got
-            elif isinstance(want, str):
-                assert got == want
-            else:
-                assert_close(got, want)
-                assert not isinstance(want, Tensor) or got.requires_grad == want.requires_grad
+def test_a_plain_value_of_a_distributed_tensor_is_the_full_value(name: str, is_strict: bool, grad: bool) -> None:
+    want = outcome(GIVES_THE_VALUE[name], FULL.clone().requires_grad_(grad))
+    for got in (x for ranks in outcomes(GIVES_THE_VALUE[name], grad, is_strict) for x in ranks):
+        if isinstance(want, Exception):
+            assert type(got) is type(want) or isinstance(got, RuleError)
+        elif isinstance(got, Exception):
+            assert is_strict, got
+            assert "strict" in str(got), got
+        elif isinstance(want, str):
+            assert got == want
+        else:
+            assert_close(got, want)
+            assert not isinstance(want, Tensor) or got.requires_grad == want.requires_grad
 
 
 @pytest.mark.parametrize("name", IS_REFUSED)

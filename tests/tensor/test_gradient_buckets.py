@@ -94,10 +94,14 @@ def trains_like_one_process(max_bytes: int, overlap: bool, parts: int) -> None:
         equal(trained(on_line(mlp()), sharded(X), sharded(Y), parts=parts), trained(mlp(), X, Y))
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("max_bytes", [1, 100, 25 << 20])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_training_equals_one_process_with_buckets_of_any_size(ranks: int) -> None:
-    for max_bytes, overlap, parts in product((1, 100, 25 << 20), (False, True), (1, 3)):
-        world(ranks).run(trains_like_one_process, max_bytes, overlap, parts)
+def test_training_equals_one_process_with_buckets_of_any_size(
+    ranks: int, max_bytes: int, overlap: bool, parts: int
+) -> None:
+    world(ranks).run(trains_like_one_process, max_bytes, overlap, parts)
 
 
 @world(4)

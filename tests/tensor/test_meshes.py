@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import pytest
@@ -105,30 +104,27 @@ NAMED = Mesh((2, 3), tuple(range(5, -1, -1)), names=("dp", "tp"))
 
 
 @pytest.mark.parametrize("axis", ["dp", "tp"])
+@pytest.mark.parametrize("placements", [[R, R], [S0, R], [R, S1], [S1, S0], [Partial(), S0]], ids=str)
 @pytest.mark.parametrize("own", [R, S0, S1, Partial()], ids=str)
 def test_a_tensor_on_the_own_slice_of_each_rank_counts_as_replicated_along_the_other_axes(
-    own: Placement, axis: str
+    own: Placement, placements: list[Placement], axis: str
 ) -> None:
     """Ranks took it for one on their slice only, and made different collectives."""
 
-    def outcome(x: Any, y: Any, first: bool) -> list[Any]:
-        out = x * y if first else torch.rsub(x, y)
+    def outcome(x: Any, y: Any, op: Callable[[Any, Any], Any]) -> list[Any]:
+        out = op(x, y)
         (slope,) = torch.autograd.grad(out.sin().sum(), x, create_graph=True)
         (out.square().sum() + slope.square().sum()).backward()
         return [out, x.grad, y.grad]
 
-    expected = {
-        first: outcome(A[:1].clone().requires_grad_(), B.clone().requires_grad_(), first) for first in (False, True)
-    }
-
     @world(6)
     def body() -> None:
-        layouts: list[list[Placement]] = [[R, R], [S0, R], [R, S1], [S1, S0], [Partial(), S0]]
-        for placements, first in product(layouts, (False, True)):
-            a = distribute_tensor(A[:1], NAMED[axis], [R]).redistribute(placements=[own]).detach().requires_grad_()
-            b = distribute_tensor(B, Mesh((6,)), [R]).redistribute(NAMED, placements).detach().requires_grad_()
-            found = outcome(a, b, first)
-            for got, want, mesh in zip(found, expected[first], (NAMED, NAMED[axis], NAMED), strict=True):
+        for op in (torch.mul, torch.rsub):
+            a: Any = distribute_tensor(A[:1], NAMED[axis], [R]).redistribute(placements=[own])
+            b: Any = distribute_tensor(B, Mesh((6,)), [R]).redistribute(NAMED, placements)
+            found = outcome(a.detach().requires_grad_(), b.detach().requires_grad_(), op)
+            expected = outcome(A[:1].clone().requires_grad_(), B.clone().requires_grad_(), op)
+            for got, want, mesh in zip(found, expected, (NAMED, NAMED[axis], NAMED), strict=True):
                 assert got.layout_.mesh == mesh
                 assert_close(got.full_tensor(), want)
 

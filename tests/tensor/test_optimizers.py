@@ -493,7 +493,10 @@ def test_a_closure_computes_the_gradients_first() -> None:
 @world(2)
 def test_what_still_trains_is_not_refused() -> None:
     """An optimizer made afterwards, copies, a parameter that another module still trains, old modules, frozen ones."""
-    sgd = lambda module: torch.optim.SGD(module.parameters(), lr=0.1)  # noqa: E731
+
+    def sgd(module: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(module.parameters(), lr=0.1)
+
     plain = layers()
     of_plain = sgd(plain)
     module = shard_module(copy.deepcopy(plain), {"0.weight": S0})

@@ -74,19 +74,20 @@ class InTwoSteps(ScaledBySum):
 
 
 @pytest.mark.parametrize("function", [ScaledBySum, InTwoSteps])
+@pytest.mark.parametrize("w_at", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("x_at", PLACEMENTS, ids=str)
 @world(3)
-def test_a_custom_function_sees_whole_tensors_forward_and_backward(function: Any) -> None:
+def test_a_custom_function_sees_whole_tensors_forward_and_backward(x_at: Any, w_at: Any, function: Any) -> None:
+    x, w = leaf(x_at), leaf(w_at, FULL[:, :2].clone())
+    out = function.apply(x, w, 2)
+    out.sin().sum().backward()
     px, pw = FULL.clone().requires_grad_(), FULL[:, :2].clone().requires_grad_()
     expected = px * pw.sum() ** 2
     expected.sin().sum().backward()
-    for x_at, w_at in product(PLACEMENTS, PLACEMENTS):
-        x, w = leaf(x_at), leaf(w_at, FULL[:, :2].clone())
-        out = function.apply(x, w, 2)
-        out.sin().sum().backward()
-        for found, wanted in ((out, expected), (x.grad, px.grad), (w.grad, pw.grad)):
-            assert_close(full_value(found), wanted)
+    for found, wanted in ((out, expected), (x.grad, px.grad), (w.grad, pw.grad)):
+        assert_close(full_value(found), wanted)
     plain = FULL[:, :2].clone().requires_grad_()
-    function.apply(leaf(S0), plain, 1).sum().backward()
+    function.apply(leaf(x_at), plain, 1).sum().backward()
     assert_close(plain.grad, FULL.sum().expand(7, 2))
 
 
@@ -193,19 +194,22 @@ BESIDE_CONSTANTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("other", PLACEMENTS, ids=str)
 @pytest.mark.parametrize("name", BESIDE_CONSTANTS)
 @world(3)
-def test_recomputed_parts_may_keep_operands_that_need_no_gradient(name: str) -> None:
+def test_recomputed_parts_may_keep_operands_that_need_no_gradient(
+    name: str, other: Placement, placement: Placement
+) -> None:
     part = BESIDE_CONSTANTS[name]
-    for other, placement in product(PLACEMENTS, PLACEMENTS):
-        constant = distribute_tensor(FULL, Mesh((3,)), [other])
-        ids = distribute_tensor(torch.arange(7).flip(0), Mesh((3,)), [R if other == S1 else other])
-        kept, again = leaf(placement), leaf(placement)
-        for x, run in ((kept, part), (again, partial(checkpoint, part, use_reentrant=False))):
-            torch.manual_seed(0)
-            result: Any = run(x, constant, ids)
-            result.sin().sum().backward()
-        assert_close(full_value(again.grad), full_value(kept.grad))
+    constant = distribute_tensor(FULL, Mesh((3,)), [other])
+    ids = distribute_tensor(torch.arange(7).flip(0), Mesh((3,)), [R if other == S1 else other])
+    kept, again = leaf(placement), leaf(placement)
+    for x, run in ((kept, part), (again, partial(checkpoint, part, use_reentrant=False))):
+        torch.manual_seed(0)
+        result: Any = run(x, constant, ids)
+        result.sin().sum().backward()
+    assert_close(full_value(again.grad), full_value(kept.grad))
 
 
 @world(3)
