@@ -25,6 +25,7 @@ from shardwise.checkpoint import (
     lock,
     object_store,
     objects,
+    offline,
     read_manifest,
     save,
     save_async,
@@ -33,17 +34,6 @@ from shardwise.checkpoint import (
 from shardwise.checkpoint.locations import store_at
 from shardwise.checkpoint.object_store import ObjectStore
 from shardwise.checkpoint.objects import Objects
-from shardwise.checkpoint.offline import (
-    diff,
-    export_file,
-    export_hugging_face,
-    export_torch,
-    find,
-    import_safetensors,
-    import_torch,
-    reshard,
-    verify,
-)
 from shardwise.errors import CheckpointError
 from shardwise.layout import Layout, Mesh, Shard
 from shardwise.testing import world
@@ -104,7 +94,7 @@ def test_steps_the_last_one_and_those_that_stay(url: str) -> None:
     assert loaded_seed(url) == 3
     assert loaded_seed(f"{url}/step-00000010/") == 10
     assert read_manifest(f"{url}/step-00000010").step == 10
-    assert find(url)[0] == f"{url}/step-00000003"
+    assert offline.find(url)[0] == f"{url}/step-00000003"
 
     def save_and_keep() -> None:
         for step in (60, 65, 66):
@@ -160,7 +150,7 @@ def test_what_was_not_committed_is_not_there(url: str) -> None:
     assert latest(f"{url}/step-00000002") is None
     with pytest.raises(CheckpointError, match=r"there is no complete checkpoint in .*step-00000002"):
         loaded_seed(f"{url}/step-00000002")
-    assert verify(url)[0].step == 1
+    assert offline.verify(url)[0].step == 1
     Objects(url).put(f"{version}.committed", b"")
     assert loaded_seed(url) == 2
 
@@ -178,7 +168,7 @@ def test_a_checkpoint_that_lacks_a_file_is_passed_over_and_named(url: str, damag
         loaded_seed(f"{url}/step-00000002")
     assert f"{url}/{file}: " in str(caught.value)
     assert ("No such file" if damage == "gone" else "has 5 bytes, the manifest says") in str(caught.value)
-    (problem,) = verify(f"{url}/step-00000002")[1]
+    (problem,) = offline.verify(f"{url}/step-00000002")[1]
     assert problem.startswith(f"{url}/{file}: ")
 
 
@@ -225,23 +215,23 @@ def test_nothing_is_taken_from_listings_that_fsspec_remembers(url: str, monkeypa
 
 def test_offline_tools_take_urls(url: str, tmp_path: Path) -> None:
     world(3).run(save_seed, url, 4)
-    path = reshard(url, f"{url}-1", 2, {"sharded": Layout(Mesh((2,)), [Shard(1, sizes=(1, 2))], SEED_SHAPE)})
+    path = offline.reshard(url, f"{url}-1", 2, {"sharded": Layout(Mesh((2,)), [Shard(1, sizes=(1, 2))], SEED_SHAPE)})
     assert path == f"{url}-1/step-00000004"
-    manifest, problems = verify(path)
+    manifest, problems = offline.verify(path)
     assert not problems
     assert [chunk.box.sizes for chunk in manifest.tensors["sharded"].chunks] == [(5, 1), (5, 2)]
-    assert diff(url, path) == []
-    local = reshard(path, tmp_path / "local", 1)
-    assert diff(local, url) == []
-    file = export_file(url, tmp_path / "x.safetensors")
+    assert offline.diff(url, path) == []
+    local = offline.reshard(path, tmp_path / "local", 1)
+    assert offline.diff(local, url) == []
+    file = offline.export_file(url, tmp_path / "x.safetensors")
     assert bits(load_file(file)["sharded"]) == bits(values(SEED_SHAPE, 4))
-    export_hugging_face(url, tmp_path / "hf", prefix="")
-    imported = import_safetensors(tmp_path / "hf", f"{url}-2", step=5, prefix="")
+    offline.export_hugging_face(url, tmp_path / "hf", prefix="")
+    imported = offline.import_safetensors(tmp_path / "hf", f"{url}-2", step=5, prefix="")
     assert imported == f"{url}-2/step-00000005"
-    assert [one.name for one in diff(imported, url)] == ["seed"]
-    export_torch(url, tmp_path / "dcp")
-    imported = import_torch(tmp_path / "dcp", f"{url}-3", allow_pickle_metadata=True)
-    assert diff(imported, url) == []
+    assert [one.name for one in offline.diff(imported, url)] == ["seed"]
+    offline.export_torch(url, tmp_path / "dcp")
+    imported = offline.import_torch(tmp_path / "dcp", f"{url}-3", allow_pickle_metadata=True)
+    assert offline.diff(imported, url) == []
 
 
 def test_the_command_line_takes_urls(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,9 +253,9 @@ def test_files_of_other_formats_are_local(tmp_path: Path, monkeypatch: pytest.Mo
     url = "s3://b/x"
     calls: list[Callable[[], object]] = [
         lambda: export_table(torch.ones(2, 2), "x", url),
-        *(partial(export, "saved", url) for export in (export_file, export_hugging_face, export_torch)),
-        lambda: import_safetensors(url, "there"),
-        lambda: import_torch(url, "there", allow_pickle_metadata=True),
+        *(partial(getattr(offline, f"export_{kind}"), "saved", url) for kind in ("file", "hugging_face", "torch")),
+        lambda: offline.import_safetensors(url, "there"),
+        lambda: offline.import_torch(url, "there", allow_pickle_metadata=True),
     ]
     for call in calls:
         with pytest.raises(CheckpointError, match=r"s3://b/x is a URL, which only a checkpoint can have\. Fix: name a"):

@@ -13,12 +13,7 @@ from torch import Tensor, nn
 
 from shardwise import Shard, shard_module
 from shardwise.checkpoint import load, load_safetensors, restore, save, state_of
-from shardwise.checkpoint.offline import (
-    diff,
-    export_file,
-    export_hugging_face,
-    import_safetensors,
-)
+from shardwise.checkpoint.offline import diff, export_file, export_hugging_face, import_safetensors
 from shardwise.checkpoint.remedies import extra_prefix
 from shardwise.errors import CheckpointError
 from shardwise.testing import world

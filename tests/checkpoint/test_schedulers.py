@@ -8,22 +8,8 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
-from torch.optim.lr_scheduler import (
-    ChainedScheduler,
-    ConstantLR,
-    CosineAnnealingLR,
-    CosineAnnealingWarmRestarts,
-    CyclicLR,
-    ExponentialLR,
-    LambdaLR,
-    LinearLR,
-    LRScheduler,
-    MultiStepLR,
-    OneCycleLR,
-    ReduceLROnPlateau,
-    SequentialLR,
-    StepLR,
-)
+from torch.optim import lr_scheduler as lr
+from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.checkpoint import restore, save, state_of
 from shardwise.errors import CheckpointError
@@ -33,17 +19,17 @@ from tests.checkpoint.states import failed
 Make = Callable[[Optimizer], LRScheduler]
 
 SCHEDULERS: dict[str, Make] = {
-    "step": lambda o: StepLR(o, 3),
-    "milestones": lambda o: MultiStepLR(o, [2, 6, 6]),
-    "lambda": lambda o: LambdaLR(o, lambda step: 1 / (1 + step)),
-    "plateau": lambda o: ReduceLROnPlateau(o, patience=1),
-    "one cycle": lambda o: OneCycleLR(o, 0.5, total_steps=12),
-    "cosine": lambda o: CosineAnnealingLR(o, 7),
-    "restarts": lambda o: CosineAnnealingWarmRestarts(o, 3, T_mult=2),
-    "exponential": lambda o: ExponentialLR(o, 0.9),
-    "cyclic": lambda o: CyclicLR(o, 0.1, 0.2, step_size_up=3),
-    "sequence": lambda o: SequentialLR(o, [ConstantLR(o), LinearLR(o), StepLR(o, 2)], [3, 6]),
-    "chain": lambda o: ChainedScheduler([StepLR(o, 2), ConstantLR(o)]),
+    "step": lambda o: lr.StepLR(o, 3),
+    "milestones": lambda o: lr.MultiStepLR(o, [2, 6, 6]),
+    "lambda": lambda o: lr.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "plateau": lambda o: lr.ReduceLROnPlateau(o, patience=1),
+    "one cycle": lambda o: lr.OneCycleLR(o, 0.5, total_steps=12),
+    "cosine": lambda o: lr.CosineAnnealingLR(o, 7),
+    "restarts": lambda o: lr.CosineAnnealingWarmRestarts(o, 3, T_mult=2),
+    "exponential": lambda o: lr.ExponentialLR(o, 0.9),
+    "cyclic": lambda o: lr.CyclicLR(o, 0.1, 0.2, step_size_up=3),
+    "sequence": lambda o: lr.SequentialLR(o, [lr.ConstantLR(o), lr.LinearLR(o), lr.StepLR(o, 2)], [3, 6]),
+    "chain": lambda o: lr.ChainedScheduler([lr.StepLR(o, 2), lr.ConstantLR(o)]),
 }
 
 
@@ -59,7 +45,7 @@ def rates(optimizer: Optimizer, scheduler: LRScheduler, steps: range) -> list[li
     found = []
     for step in steps:
         optimizer.step()
-        if isinstance(scheduler, ReduceLROnPlateau):
+        if isinstance(scheduler, lr.ReduceLROnPlateau):
             scheduler.step(1.0 / min(step + 1, 3))
         else:
             scheduler.step()
@@ -108,23 +94,23 @@ def refused(folder: Path, module: nn.Module, optimizer: Optimizer, schedulers: d
 
 def test_other_schedulers_are_refused(tmp_path: Path) -> None:
     layer, optimizer, scheduler = saved(tmp_path)
-    assert refused(tmp_path, layer, optimizer, {"rate": StepLR(optimizer, 2)}) == [
-        "scheduler 'rate' (StepLR): class MultiStepLR in the checkpoint, StepLR here"
+    assert refused(tmp_path, layer, optimizer, {"rate": lr.StepLR(optimizer, 2)}) == [
+        "scheduler 'rate' (lr.StepLR): class MultiStepLR in the checkpoint, StepLR here"
     ]
     assert refused(tmp_path, layer, optimizer, {"other": scheduler}) == [
-        "scheduler 'other' (MultiStepLR): missing in the checkpoint",
-        "scheduler 'rate' (MultiStepLR): only in the checkpoint",
+        "scheduler 'other' (lr.MultiStepLR): missing in the checkpoint",
+        "scheduler 'rate' (lr.MultiStepLR): only in the checkpoint",
     ]
     restore(tmp_path, layer, optimizer, {}, subset=True)
     with pytest.raises(CheckpointError, match=r"only in the checkpoint: 'optimizer\.schedulers'"):
         restore(tmp_path, layer, optimizer)
     one_group = SGD(layer.parameters(), lr=0.1, momentum=0.9)
-    lines = refused(tmp_path, layer, one_group, {"rate": MultiStepLR(one_group, [1])})
-    assert "scheduler 'rate' (MultiStepLR): base_lrs has 2 items in the checkpoint, 1 here" in lines
+    lines = refused(tmp_path, layer, one_group, {"rate": lr.MultiStepLR(one_group, [1])})
+    assert "scheduler 'rate' (lr.MultiStepLR): base_lrs has 2 items in the checkpoint, 1 here" in lines
     in_another_order = SGD([{"params": [p]} for p in (layer.bias, layer.weight)], lr=0.1, momentum=0.9)
-    (line,) = refused(tmp_path, layer, in_another_order, {"rate": MultiStepLR(in_another_order, [1])})
+    (line,) = refused(tmp_path, layer, in_another_order, {"rate": lr.MultiStepLR(in_another_order, [1])})
     assert line == (
-        "scheduler 'rate' (MultiStepLR): it has learning rates by group, "
+        "scheduler 'rate' (lr.MultiStepLR): it has learning rates by group, "
         "and the groups are in another order in the checkpoint"
     )
 
@@ -135,7 +121,7 @@ def test_what_a_scheduler_set_in_a_group_is_no_hyper_parameter_of_the_optimizer(
     save(tmp_path, state_of(layer, optimizer), step=2)
     fresh = SGD([{"params": [p]} for p in layer.parameters()], lr=0.1, momentum=0.9)
     restore(tmp_path, layer, fresh)
-    assert LambdaLR(fresh, lambda step: 1.0, last_epoch=1).base_lrs == scheduler.base_lrs
+    assert lr.LambdaLR(fresh, lambda step: 1.0, last_epoch=1).base_lrs == scheduler.base_lrs
 
 
 def test_several_schedulers_of_several_optimizers(tmp_path: Path) -> None:
@@ -144,7 +130,10 @@ def test_several_schedulers_of_several_optimizers(tmp_path: Path) -> None:
         "a": SGD(module[0].parameters(), lr=1.0),
         "b": Adam(module[1].parameters(), lr=2.0),
     }
-    schedulers: dict[str, LRScheduler] = {"a": StepLR(optimizers["a"], 1), "b": ExponentialLR(optimizers["b"], 0.5)}
+    schedulers: dict[str, LRScheduler] = {
+        "a": lr.StepLR(optimizers["a"], 1),
+        "b": lr.ExponentialLR(optimizers["b"], 0.5),
+    }
     for name, scheduler in schedulers.items():
         optimizers[name].step()
         scheduler.step()

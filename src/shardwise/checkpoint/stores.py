@@ -14,14 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from shardwise.checkpoint.files import StoredFile, check_size, read_bytes
-from shardwise.checkpoint.manifest import (
-    MANIFEST,
-    MANIFEST_LIMIT,
-    Manifest,
-    MisnamedError,
-    NewerVersionError,
-    parse,
-)
+from shardwise.checkpoint.manifest import MANIFEST, MANIFEST_LIMIT, Manifest, MisnamedError, NewerVersionError, parse
 from shardwise.checkpoint.remedies import DAMAGED, FROM_URL, damaged, reader_of_no_checkpoint, without_remedy
 from shardwise.errors import CheckpointError, UnreachableError
 
