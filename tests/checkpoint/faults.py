@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -199,11 +199,11 @@ class FaultyStore:
 class FaultyObjects(Objects):
     """Objects whose operations meet a `Fault`, and listings that lag: inside `stale`, they are those of before."""
 
+    listed: ClassVar[dict[str, dict[str, int | None]] | None] = None
+
     def __init__(self, url: str, fault: Fault) -> None:
         super().__init__(url)
         self._fault = fault
-
-    listed: ClassVar[dict[str, dict[str, int | None]] | None] = None
 
     @classmethod
     @contextmanager
@@ -221,41 +221,26 @@ class FaultyObjects(Objects):
         finally:
             cls.listed = None
 
-    def _meet(self, name: str, operation: Callable[[], object]) -> None:
-        self._fault.at(self.location(name), operation)
 
-    def entries(self, name: str = "") -> dict[str, int | None]:
-        self._meet(name, lambda: None)
-        return super().entries(name) if self.listed is None else self.listed.get(self.location(name), {})
+def _meeting(method: str) -> Callable[..., Any]:
+    plain = getattr(Objects, method)
 
-    def size(self, name: str) -> int:
-        self._meet(name, lambda: None)
-        return super().size(name)
+    def call(self: FaultyObjects, name: str = "", *args: Any) -> Any:
+        def half_of_it() -> None:
+            if method in ("put", "create"):
+                plain(self, name, args[0][: len(args[0]) // 2])
+            elif method == "stream":
+                plain(self, name, [*args[0]][:-1])
+            elif method in ("make", "delete", "delete_below"):
+                plain(self, name)
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        self._meet(name, lambda: None)
-        return super().read(name, start, stop)
+        self._fault.at(self.location(name), half_of_it)
+        if method == "entries" and self.listed is not None:
+            return self.listed.get(self.location(name), {})
+        return plain(self, name, *args)
 
-    def make(self, name: str) -> None:
-        self._meet(name, lambda: super(FaultyObjects, self).make(name))
-        super().make(name)
+    return call
 
-    def put(self, name: str, data: bytes) -> None:
-        self._meet(name, lambda: super(FaultyObjects, self).put(name, data[: len(data) // 2]))
-        super().put(name, data)
 
-    def create(self, name: str, data: bytes) -> bool:
-        self._meet(name, lambda: super(FaultyObjects, self).create(name, data[: len(data) // 2]))
-        return super().create(name, data)
-
-    def stream(self, name: str, content: Iterable[memoryview | bytes]) -> None:
-        self._meet(name, lambda: super(FaultyObjects, self).stream(name, [*content][:-1]))
-        super().stream(name, content)
-
-    def delete(self, name: str) -> None:
-        self._meet(name, lambda: super(FaultyObjects, self).delete(name))
-        super().delete(name)
-
-    def delete_below(self, name: str) -> None:
-        self._meet(name, lambda: super(FaultyObjects, self).delete_below(name))
-        super().delete_below(name)
+for _method in ("entries", "size", "read", "make", "put", "create", "stream", "delete", "delete_below"):
+    setattr(FaultyObjects, _method, _meeting(_method))

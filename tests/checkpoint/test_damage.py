@@ -20,7 +20,6 @@ from shardwise.checkpoint.folder_store import FolderStore
 from shardwise.errors import CheckpointError
 from shardwise.layout import Layout, Mesh, Partial, Shard
 from shardwise.testing import world
-from tests.checkpoint.faults import failing_at
 from tests.checkpoint.states import bits, blank, distributed, failed, first_data, flip, values
 
 ROWS_OF_TWO = Layout(Mesh((2,)), [Shard(0)], (5, 3))
@@ -198,18 +197,6 @@ def test_what_is_not_a_regular_file_is_refused_at_once(saved: Path, name: str, r
     (text,) = texts
     assert name in text
     assert "is not a regular file" in text or "is a symbolic link" in text
-
-
-def test_reading_that_fails_at_any_operation_changes_nothing(saved: Path) -> None:
-    for moment in range(1, 100):
-        with failing_at(moment, saved) as fails:
-            try:
-                refused_by_two(saved)
-            except AssertionError:
-                if fails():
-                    raise
-                break
-    assert moment > 6, "the sweep met hardly any operation"
 
 
 def test_a_folder_without_a_checkpoint_says_what_is_wrong_with_what_there_is(saved: Path, tmp_path: Path) -> None:

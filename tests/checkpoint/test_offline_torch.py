@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load as load_of_torch
 
-from shardwise.checkpoint import files, load, read_manifest, restore, save, state_of
-from shardwise.checkpoint.offline import diff, export_torch, import_torch, sources, torch_format
+from shardwise.checkpoint import files, load, read_manifest, save
+from shardwise.checkpoint.offline import export_torch, import_torch, sources, torch_format
+from shardwise.checkpoint.offline.torch_pickles import KeyPath
 from shardwise.checkpoint.offline.training_names import with_lists
 from shardwise.errors import CheckpointError
 from shardwise.layout import Layout, Mesh, Shard
@@ -100,32 +101,8 @@ def test_tensors_are_converted_for_torch(tmp_path: Path) -> None:
     assert {name: bits(x) for name, x in state["model"].items()} == {name: bits(x) for name, x in expected.items()}
 
 
-def test_training_that_went_through_torchs_format_is_restored(tmp_path: Path) -> None:
-    def made() -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
-        groups: list[dict[str, Any]] = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[1].parameters()}]
-        optimizer = torch.optim.AdamW(groups, lr=0.1)
-        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
-
-    model, optimizer, scheduler = made()
-    model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
-    scheduler.step()
-    save(tmp_path / "run", state_of(model, optimizer, scheduler) | {"seen": [[1, 2], []]}, step=1)
-    folder = export_torch(tmp_path / "run", tmp_path / "dcp")
-    import_torch(folder, tmp_path / "back", allow_pickle_metadata=True, step=1)
-    assert diff(tmp_path / "run", tmp_path / "back") == []
-    other, other_optimizer, other_scheduler = made()
-    restore(tmp_path / "back", other, other_optimizer, other_scheduler, extra={"seen": None})
-    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
-        assert bits(mine) == bits(its)
-        assert bits(optimizer.state[mine]["exp_avg"]) == bits(other_optimizer.state[its]["exp_avg"])
-    assert [group["lr"] for group in other_optimizer.param_groups] == [group["lr"] for group in optimizer.param_groups]
-
-
-@pytest.mark.parametrize(
-    ("paths", "tensors", "expected"),
-    [
+def test_only_lists_in_full_are_put_together() -> None:
+    cases: list[tuple[dict[str, KeyPath], tuple[str, ...], dict[str, Any] | None]] = [
         ({"a.0": ("a", 0), "a.1": ("a", 1)}, (), {"a": [5, 6]}),
         ({"a.0": ("a", 0, "x"), "a.1": ("a", 0, "y", 0)}, (), {"a": [{"x": 5, "y": [6]}]}),
         ({"a.0": ("a", 0), "a.1": ("a", 2)}, (), None),
@@ -138,13 +115,10 @@ def test_training_that_went_through_torchs_format_is_restored(tmp_path: Path) ->
         ({"a.0": ("a", 0), "a.1": ("a", 1)}, ("a",), None),
         ({"a.0": (0,), "a.1": (1,)}, (), None),
         ({}, (), None),
-    ],
-)
-def test_only_lists_in_full_are_put_together(
-    paths: dict[str, tuple[str | int, ...]], tensors: tuple[str, ...], expected: dict[str, Any] | None
-) -> None:
+    ]
     values = {"a.0": 5, "a.1": 6}
-    assert with_lists(values, paths, tensors) == (values if expected is None else expected)
+    for paths, tensors, expected in cases:
+        assert with_lists(values, paths, tensors) == (values if expected is None else expected)
 
 
 def refused(folder: Path, target: Path) -> str:

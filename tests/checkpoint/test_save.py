@@ -22,7 +22,7 @@ from shardwise.layout import Layout, Mesh, Partial, Replicate, Shard
 from shardwise.tensor import tag
 from shardwise.testing import world
 from tests.checkpoint.faults import failing_at
-from tests.checkpoint.states import bits, blank, content, distributed, failed, loaded_seed, save_seed, steps
+from tests.checkpoint.states import bits, blank, content, distributed, failed, loaded_seed, save_seed
 
 LAYOUT = Layout(Mesh((2,)), [Shard(0)], (3, 2))
 
@@ -143,17 +143,6 @@ def test_a_step_that_another_name_hides_is_not_replaced(tmp_path: Path) -> None:
     before = content(tmp_path)
     assert "step-00000020 exists already" in fails(tmp_path, 2, step=20)
     assert content(tmp_path) == before
-
-
-def test_keep_removes_the_oldest_and_never_the_one_just_saved(tmp_path: Path) -> None:
-    for step in (1, 2, 3, 10, 100_000_000):
-        save_step(tmp_path, step, keep=3)
-    assert steps(tmp_path) == [3, 10, 100_000_000]
-    save_step(tmp_path, 4, keep=3)  # the run was taken back: what came after is the first to go
-    assert steps(tmp_path) == [3, 4, 100_000_000]
-    save_step(tmp_path, 5, keep=1)
-    assert steps(tmp_path) == [5]
-    assert leftovers(tmp_path) == []
 
 
 def test_keep_does_not_count_or_touch_what_is_not_a_complete_checkpoint(tmp_path: Path) -> None:

@@ -59,8 +59,6 @@ SIZES = r"torch.Size\(\[10, 4\]\).*torch.Size\(\[9, 4\]\)"
         ("processes", "^RuleError: A DTensor cannot be pickled: a rank holds only its local shard."),
         ("differing parameters", r"^MismatchError: load_state_dict: items.weight of shape \(9, 4\)"),
         ("differing states", "^MismatchError: load_state_dict of an optimizer: state exp_avg of parameter 2 of shape"),
-        ("shape", f"^RuntimeError: (?s:.*)size mismatch for items.weight: .*{SIZES}"),
-        ("full shape", f"^RuntimeError: (?s:.*)size mismatch for items.weight: .*{SIZES}"),
         ("saved shape", f"^CheckpointException: (?s:.*)Size mismatch between saved {SIZES} for model.items.weight"),
     ],
 )

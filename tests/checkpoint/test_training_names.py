@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import shardwise as sw
 from shardwise.checkpoint import read_manifest, restore, save, state_of
-from shardwise.checkpoint.offline import export_torch, import_torch
+from shardwise.checkpoint.offline import diff, export_torch, import_torch
 from shardwise.checkpoint.offline.training_names import TrainingNames, check_shapes, renamed
 from shardwise.errors import CheckpointError
 from shardwise.testing import world
@@ -177,16 +177,20 @@ def test_nothing_but_names_changes(tmp_path: Path) -> None:
 
 def test_a_checkpoint_goes_to_a_file_of_torch_and_back(tmp_path: Path) -> None:
     model, optimizer = trained("AdamW")
-    save(tmp_path / "run", state_of(model, optimizer) | {"epoch": 3}, step=1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    extra = {"epoch": 3, "seen": [[1, 2], []]}
+    save(tmp_path / "run", state_of(model, optimizer, scheduler) | extra, step=1)
     export_torch(tmp_path / "run", tmp_path / "dcp")
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "state.pt")
     with pytest.raises(CheckpointError, match=r"state.pt: is a file, not a folder .*torch_save_to_dcp\(file, folder\)"):
         import_torch(tmp_path / "state.pt", tmp_path / "back", allow_pickle_metadata=True)
     torch_save_to_dcp(tmp_path / "state.pt", tmp_path / "again")
-    back = import_torch(tmp_path / "again", tmp_path / "back", allow_pickle_metadata=True, step=1)
-    other, fresh = made(), None
+    for folder in ("dcp", "again"):
+        back = import_torch(tmp_path / folder, tmp_path / f"of {folder}", allow_pickle_metadata=True, step=1)
+        assert diff(tmp_path / "run", back) == []
+    other = made()
     fresh = OPTIMIZERS["AdamW"][0]([p for _, p in biases_first(other)])
-    restore(back, other, fresh, extra={"epoch": 0})
+    restore(back, other, fresh, torch.optim.lr_scheduler.StepLR(fresh, 2), extra={"epoch": 0, "seen": None})
     assert values_of(other, fresh) == values_of(model, optimizer)
     export_torch(tmp_path / "run", tmp_path / "module", prefix="model.")
     dcp_to_torch_save(tmp_path / "module", tmp_path / "module.pt")

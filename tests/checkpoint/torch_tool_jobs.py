@@ -384,10 +384,6 @@ def bad_input(kind: str, folder: Path) -> str:
             states_of_optimizer["state"][2]["exp_avg"] += dist.get_rank()
             optimizer.load_state_dict(states_of_optimizer)
             full(optimizer.state[model.items.weight]["exp_avg"])
-        elif kind == "shape":
-            model.load_state_dict(larger)
-        elif kind == "full shape":
-            tools.set_model_state_dict(model, larger, options=FULL)
         elif kind == "saved shape":
             dcp_save({"model": larger}, checkpoint_id=folder)
             dcp_load({"model": model.state_dict()}, checkpoint_id=folder)
