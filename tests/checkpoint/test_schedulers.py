@@ -95,22 +95,22 @@ def refused(folder: Path, module: nn.Module, optimizer: Optimizer, schedulers: d
 def test_other_schedulers_are_refused(tmp_path: Path) -> None:
     layer, optimizer, scheduler = saved(tmp_path)
     assert refused(tmp_path, layer, optimizer, {"rate": lr.StepLR(optimizer, 2)}) == [
-        "scheduler 'rate' (lr.StepLR): class MultiStepLR in the checkpoint, StepLR here"
+        "scheduler 'rate' (StepLR): class MultiStepLR in the checkpoint, StepLR here"
     ]
     assert refused(tmp_path, layer, optimizer, {"other": scheduler}) == [
-        "scheduler 'other' (lr.MultiStepLR): missing in the checkpoint",
-        "scheduler 'rate' (lr.MultiStepLR): only in the checkpoint",
+        "scheduler 'other' (MultiStepLR): missing in the checkpoint",
+        "scheduler 'rate' (MultiStepLR): only in the checkpoint",
     ]
     restore(tmp_path, layer, optimizer, {}, subset=True)
     with pytest.raises(CheckpointError, match=r"only in the checkpoint: 'optimizer\.schedulers'"):
         restore(tmp_path, layer, optimizer)
     one_group = SGD(layer.parameters(), lr=0.1, momentum=0.9)
     lines = refused(tmp_path, layer, one_group, {"rate": lr.MultiStepLR(one_group, [1])})
-    assert "scheduler 'rate' (lr.MultiStepLR): base_lrs has 2 items in the checkpoint, 1 here" in lines
+    assert "scheduler 'rate' (MultiStepLR): base_lrs has 2 items in the checkpoint, 1 here" in lines
     in_another_order = SGD([{"params": [p]} for p in (layer.bias, layer.weight)], lr=0.1, momentum=0.9)
     (line,) = refused(tmp_path, layer, in_another_order, {"rate": lr.MultiStepLR(in_another_order, [1])})
     assert line == (
-        "scheduler 'rate' (lr.MultiStepLR): it has learning rates by group, "
+        "scheduler 'rate' (MultiStepLR): it has learning rates by group, "
         "and the groups are in another order in the checkpoint"
     )
 
