@@ -1,4 +1,4 @@
-# make train   train examples/recommender.py     (make train ARGS="--nproc 4"; clicks: make train ARGS=dlrm)
+# make train   train examples/recommender.py     (ARGS="--nproc 4"; other examples: ARGS=dlrm, ARGS="lm --nproc 4")
 # make docs    the documentation site, in build/docs/index.html
 # make check   format check, lint, types
 # make quick   the tests that start no processes
@@ -29,7 +29,7 @@ SHARING := --numprocesses $(shell expr $$(nproc) + $$(nproc) / 2) --maxprocesses
 .PHONY: train docs check quick test tests surveys every test-torch wheel release
 
 # The first word of ARGS may name the example; the others are its options.
-JOB := $(filter recommender dlrm,$(firstword $(ARGS)))
+JOB := $(filter recommender dlrm lm,$(firstword $(ARGS)))
 train: $(RUN_READY)
 	$(BIN)/python examples/$(or $(JOB:lm=language_model),recommender).py $(if $(JOB),$(wordlist 2,99,$(ARGS)),$(ARGS))
 
@@ -99,7 +99,7 @@ $(RUN_READY): pyproject.toml constraints.txt
 
 $(DOCS_READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(INSTALL) ".[docs]"
+	$(INSTALL) ".[docs,examples]"
 	touch $(RUN_READY) $@
 
 # What tests need includes what running and the site need, so this one answers for all.

@@ -6,6 +6,7 @@ import os
 import re
 import runpy
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,41 +102,48 @@ def row_wise_adagrad(tables: nn.Module, sums: dict[str, Tensor], lr: float) -> N
         weight.grad = None
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_the_gpt_trains_as_in_one_process_and_goes_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -> None:
-    """Also where ranks divide neither batch nor vocabulary: 3 x 2, 2 x 2 and 3 x 1 of them."""
-    nanogpt = example("nanogpt")
-    assert len(nanogpt.CHARACTERS) % 2 == 1
+    """First 2 x 2 ranks, then 3 of data parallelism alone; neither divides the windows, nor the tables."""
+    lm, pages = example("language_model"), example("help_pages")
+    sizes = ("--windows", "5", "--context", "16", "--dim", "8", "--heads", "2", "--layers", "1", "--save-every", "2")
+    first = run_example("language_model", tmp_path, "--nproc", "4", "--tp", "2", "--steps", "3", *sizes)
+    then = run_example("language_model", tmp_path, "--nproc", "3", "--steps", "5", *sizes)
+    assert "Going on from step 3 " in then
+    text, held_out = pages.texts()
+    tokens = torch.tensor(list(text))
     torch.manual_seed(0)
-    plain = nanogpt.GPT()
+    plain = lm.GPT(16, 8, 2, 1)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=4e-3, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
     losses: list[float] = []
-    held_out = {}
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    for step in range(1, 7):
-        tokens, following = nanogpt.batch(nanogpt.TOKENS, step, 8)
-        loss = F.cross_entropy(plain(tokens).flatten(0, 1), following.flatten())
-        with step_of(optimizer, losses, loss):
+    for step in range(5):
+        optimizer.param_groups[0]["lr"] = 4e-3 * lm.rate(3 if step < 4 else 5, step)  # that of step 3 was saved
+        inputs, following = lm.windows(tokens, step, 5, 16)
+        with step_of(optimizer, losses, F.cross_entropy(plain(inputs).flatten(0, 1), following.flatten())):
             nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        with torch.no_grad():
-            tokens, following = nanogpt.batch(nanogpt.HELD_OUT, 0, 32)
-            held_out[step] = F.cross_entropy(plain(tokens).flatten(0, 1), following.flatten()).item()
-    expected = dict(enumerate(losses, 1))
-    for folder, first, last, ranks in [(None, 1, 6, 6), ("a", 1, 2, 6), ("a", 3, 4, 4), ("a", 5, 6, 3), ("a", 7, 6, 2)]:
-        for got, evaluated, part, total in world(ranks).run(nanogpt.train, folder and str(tmp_path), last, 8, 2):
-            assert got == pytest.approx({step: expected[step] for step in range(first, last + 1)}, abs=1e-5)
-            assert evaluated == pytest.approx(held_out[last], abs=1e-5)
-            assert total == sum(parameter.numel() for parameter in plain.parameters())
-            assert part < 1.2 / ranks  # norms and uneven shards aside
+    assert losses_of(first + then) == pytest.approx(losses, abs=6e-4)
+    check_checkpoint(tmp_path / "runs" / "lm", plain, optimizer)
+    with torch.no_grad():
+        rows = torch.tensor(list(held_out)).unfold(0, 17, 8)
+        bits = F.cross_entropy(plain(rows[:, :-1])[:, 8:].flatten(0, 1), rows[:, 9:].flatten()) / math.log(2)
+    assert re.findall(r"this model +(\d+\.\d+)", then) == [f"{bits:.2f}"]
 
 
-@pytest.mark.slow
-def test_the_gpt_goes_on_bitwise_on_as_many_ranks(tmp_path: Path) -> None:
-    nanogpt = example("nanogpt")
-    whole = world(4).run(nanogpt.train, None, 4, 8)[0]
-    first = world(4).run(nanogpt.train, str(tmp_path), 2, 8, 2)[0]
-    second = world(4).run(nanogpt.train, str(tmp_path), 4, 8, 2)[0]
-    assert first[0] | second[0] == whole[0]
-    assert second[1] == whole[1]
+def test_no_paragraph_is_in_both_parts_of_the_help_pages() -> None:
+    parts = [re.split(r"\n\s*\n", part.decode()) for part in example("help_pages").texts()]
+    train, held_out = (Counter(" ".join(paragraph.split()) for paragraph in part) for part in parts)
+    assert not train.keys() & held_out.keys()
+    assert set((train + held_out).values()) == {1}
+    assert len(train) > 5 * len(held_out) > 500
+
+
+def test_counts_cost_what_a_sum_over_their_probabilities_says() -> None:
+    """The smoothed frequencies of all bytes add up to 1; a text without surprises costs little by order 1 alone."""
+    bits = example("help_pages").bits_by_counts
+    assert sum(2 ** -bits(b"abracadabra", bytes([byte]), 0) for byte in range(256)) == pytest.approx(1)
+    alone, with_one_before = (bits(b"ab" * 500, b"ab" * 50, order) for order in (0, 1))
+    assert with_one_before < 0.01
+    assert alone > 0.99
 
 
 @pytest.mark.processes
