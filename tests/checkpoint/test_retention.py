@@ -56,13 +56,6 @@ def test_a_metric_that_the_new_checkpoint_leaves_out_removes_no_other(tmp_path: 
     assert steps(tmp_path) == [1]
 
 
-def test_what_was_saved_without_a_number_is_none_of_the_best() -> None:
-    """By a save without `keep`, or by another version."""
-    metrics = {1: True, 2: 3.0, 3: "0", 4: None, 5: 4.0}
-    facts = {step: Facts(0, {"m": metric}, b"") for step, metric in metrics.items()}
-    assert Keep(best=1, metric="m").staying(facts, 5) == {2, 5}
-
-
 def test_keep_never_removes_the_last_finite_checkpoint(tmp_path: Path) -> None:
     """A buffer that always has infinite values does not make a checkpoint worse than others."""
 
@@ -81,11 +74,14 @@ def test_keep_never_removes_the_last_finite_checkpoint(tmp_path: Path) -> None:
     assert save_value(7, 7.0, keep=1) == [7]
 
 
-def test_the_largest_is_the_best(tmp_path: Path) -> None:
+def test_the_best_are_those_with_a_number_the_largest_if_it_is_said_so(tmp_path: Path) -> None:
     keep = Keep(best=2, metric="auc", largest=True)
     for step, auc in enumerate([0.5, 0.9, 0.7, 0.6, 0.65]):
         save(tmp_path, {"x": torch.ones(1)}, step=step, metadata={"auc": auc}, keep=keep)
     assert steps(tmp_path) == [1, 2, 4]
+    metrics = {1: True, 2: 3.0, 3: "0", 4: None, 5: 4.0}  # of saves without `keep`, or by another version
+    facts = {step: Facts(0, {"m": metric}, b"") for step, metric in metrics.items()}
+    assert Keep(best=1, metric="m").staying(facts, 5) == {2, 5}
 
 
 @given(

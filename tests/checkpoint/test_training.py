@@ -207,14 +207,16 @@ def test_a_used_optimizer_is_brought_back_in_place(tmp_path: Path) -> None:
     assert torch.equal(model.table, reference.table)
 
 
-def test_state_that_did_not_exist_yet_when_it_was_saved_is_taken_away(tmp_path: Path) -> None:
-    saved_by_adam(tmp_path, steps=0)
-    model = Model(torch.clone)
-    optimizer = Adam(model.parameters(), lr=0.1)
+def test_states_that_did_not_exist_yet_are_taken_away_and_a_rate_in_a_tensor_stays_one(tmp_path: Path) -> None:
+    rate, model = torch.tensor(0.5), Model(torch.clone)
+    save(tmp_path, state_of(model, Adam(model.parameters(), lr=torch.tensor(0.25), capturable=False)), step=0)
+    optimizer = Adam(model.parameters(), lr=rate)
     train(model, optimizer, 5)
     restore(tmp_path, model, optimizer)
     assert not optimizer.state
     assert torch.equal(model.table, Model(torch.clone).table)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate.item() == 0.25
 
 
 def test_a_restore_that_fails_leaves_module_and_optimizer_as_they_were(tmp_path: Path) -> None:
@@ -249,26 +251,19 @@ def test_the_module_alone_can_be_saved_and_restored(tmp_path: Path) -> None:
         restore(alone, model, Adam(model.parameters()))
 
 
-def test_other_groups_are_refused_and_another_order_is_not(tmp_path: Path) -> None:
+def test_groups_and_parameters_that_are_refused(tmp_path: Path) -> None:
     saved_by_adam(tmp_path)
-    model = Model(torch.clone)
+    model, layer = Model(torch.clone), nn.Linear(2, 2)
     restore(tmp_path, model, Adam(reversed([*model.parameters()])))
-    with pytest.raises(
-        CheckpointError, match="group 0: has a group of table, the checkpoint has them in groups of table, bias"
-    ):
+    groups = "group 0: has a group of table, the checkpoint has them in groups of table, bias"
+    with pytest.raises(CheckpointError, match=groups):
         restore(tmp_path, model, Adam([{"params": [p]} for p in model.parameters()]))
-
-
-def test_an_optimizer_of_other_parameters_is_refused() -> None:
-    layer = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match=r"extra cannot hold 'model\.bias'"):
+        restore(tmp_path, model, extra={"model.bias": torch.zeros(3)}, subset=True)
     with pytest.raises(CheckpointError, match=r"parameter bias is of two optimizers\. Fix"):
         state_of(layer, [SGD(layer.parameters(), lr=0.1), SGD([layer.bias], lr=0.1)])
     with pytest.raises(CheckpointError, match="parameter 0 of group 0 of optimizer '0' is none of the module's"):
-        state_of(Model(torch.clone), Adam(Model(torch.clone).parameters()))
-
-
-def test_states_that_cannot_be_saved_are_refused() -> None:
-    model = Model(torch.clone)
+        state_of(model, Adam(Model(torch.clone).parameters()))
     adam = Adam(model.parameters())
     adam.state[torch.ones(1)] = {"shared": 1}
     with pytest.raises(CheckpointError, match="the optimizer keeps state of a Tensor that is no parameter"):
@@ -284,13 +279,6 @@ def test_states_that_cannot_be_saved_are_refused() -> None:
     lbfgs.step(closure)
     with pytest.raises(CheckpointError, match="LBFGS keeps a list of tensors, 'al' of table"):
         state_of(model, lbfgs)
-
-
-def test_extra_values_cannot_hide_the_module_s(tmp_path: Path) -> None:
-    saved_by_adam(tmp_path)
-    model = Model(torch.clone)
-    with pytest.raises(CheckpointError, match=r"extra cannot hold 'model\.bias'"):
-        restore(tmp_path, model, extra={"model.bias": torch.zeros(3)}, subset=True)
 
 
 def test_a_module_that_does_not_fit_is_told_what_helps_it_and_not_what_helps_optimizers(tmp_path: Path) -> None:
@@ -347,16 +335,6 @@ def test_wrappers_do_not_change_names(tmp_path: Path, wrap: Callable[[nn.Module]
     for mine, its in zip(module.parameters(), other.parameters(), strict=True):
         assert bits(mine) == bits(its)
         assert bits(optimizer.state[mine]["exp_avg"]) == bits(its_optimizer.state[its]["exp_avg"])
-
-
-def test_a_learning_rate_that_is_a_tensor_is_kept_as_one(tmp_path: Path) -> None:
-    model = Model(torch.clone)
-    save(tmp_path, state_of(model, Adam(model.parameters(), lr=torch.tensor(0.25), capturable=False)), step=1)
-    rate = torch.tensor(0.5)
-    optimizer = Adam(model.parameters(), lr=rate)
-    restore(tmp_path, model, optimizer)
-    assert optimizer.param_groups[0]["lr"] is rate
-    assert rate.item() == 0.25
 
 
 class RowWise(Optimizer):
