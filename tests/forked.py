@@ -76,9 +76,6 @@ class Forked:
         out, err = (text.result() for text in self._texts)
         return out, err
 
-    def terminate(self) -> None:
-        self._process.terminate()
-
     def close(self) -> None:
         """Kill what is left of its process group."""
         with suppress(ProcessLookupError):

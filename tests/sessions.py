@@ -6,11 +6,6 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeAlias
-
-from tests.forked import Forked
-
-Program: TypeAlias = "subprocess.Popen[str] | Forked"
 
 
 @contextmanager
@@ -43,6 +38,6 @@ def session(
         process.communicate()
 
 
-def press_ctrl_c(process: "Program") -> None:
+def press_ctrl_c(process: "subprocess.Popen[str]") -> None:
     """Interrupt the whole group, as a terminal does."""
     os.killpg(process.pid, signal.SIGINT)
