@@ -91,10 +91,11 @@ def _with_dtensor(types: list[type]) -> list[type]:
     return [*types, DTensor]
 
 
-def _made_of_local_shards(replacement: Callable[[Any], Any], what: str, *targets: str) -> tuple[Patch, ...]:
-    """Patches of functions that make a plain tensor of a DTensor's local shard."""
+def _made_of_local_shards(replacement: Callable[[Any], Any], what: str, names: str) -> tuple[Patch, ...]:
+    """Patches of functions, by their names in torch, that make a plain tensor of a DTensor's local shard."""
     why = "torch asks no subclass here, neither by `__torch_function__` nor by any method."
-    return tuple(Patch(target, what, why, "it silently uses the local shard", replacement) for target in targets)
+    without = "it silently uses the local shard"
+    return tuple(Patch(f"torch.{name}", what, why, without, replacement) for name in names.split())
 
 
 def _transforms(what: str, *targets: str) -> tuple[Patch, ...]:
@@ -247,67 +248,39 @@ PATCHES = (
             "_reduce_scatter_base alltoall alltoall_base all_to_all_single send recv recv_anysource"
         ).split()
     ),
+    *_made_of_local_shards(asking, "Makes a DTensor of a DTensor.", "tensor as_tensor asarray Tensor.new_tensor"),
     *_made_of_local_shards(
-        asking,
-        "Makes a DTensor of a DTensor.",
-        "torch.tensor",
-        "torch.as_tensor",
-        "torch.asarray",
-        "torch.Tensor.new_tensor",
+        taking_numbers(0), "Takes the number that a 0-d DTensor holds.", "full scalar_tensor arange range"
     ),
     *_made_of_local_shards(
-        taking_numbers(0),
-        "Takes the number that a 0-d DTensor holds.",
-        "torch.full",
-        "torch.scalar_tensor",
-        "torch.arange",
-        "torch.range",
-    ),
-    *_made_of_local_shards(
-        taking_numbers(1), "Takes the number that a 0-d DTensor holds.", "torch.full_like", "torch.Tensor.new_full"
+        taking_numbers(1), "Takes the number that a 0-d DTensor holds.", "full_like Tensor.new_full"
     ),
     *_made_of_local_shards(
         asking,
         "Refuses a DTensor with an error.",
-        "torch.sparse_coo_tensor",
-        "torch.sparse_csr_tensor",
-        "torch.sparse_csc_tensor",
-        "torch.sparse_bsr_tensor",
-        "torch.sparse_bsc_tensor",
-        "torch.sparse_compressed_tensor",
-        "torch.to_dlpack",
-        "torch.utils.dlpack.to_dlpack",
-        "torch._C._to_dlpack",
-        "torch._C._to_dlpack_versioned",
-        "torch.Tensor.new",
-        "torch.Tensor.set_",
-        "torch.Tensor.as_subclass",
+        "sparse_coo_tensor sparse_csr_tensor sparse_csc_tensor sparse_bsr_tensor sparse_bsc_tensor "
+        "sparse_compressed_tensor to_dlpack utils.dlpack.to_dlpack _C._to_dlpack _C._to_dlpack_versioned Tensor.new "
+        "Tensor.set_ Tensor.as_subclass",
     ),
-    *_made_of_local_shards(new_without_dtensors, "Refuses a DTensor with an error.", "torch.Tensor.__new__"),
+    *_made_of_local_shards(new_without_dtensors, "Refuses a DTensor with an error.", "Tensor.__new__"),
     *_made_of_local_shards(
         refusing("A kernel of torch.cuda.jiterator"),
         "Refuses DTensors with an error, in functions that `torch.cuda.jiterator` makes.",
-        "torch.cuda.jiterator._JittedFunction.__call__",
+        "cuda.jiterator._JittedFunction.__call__",
     ),
     *_made_of_local_shards(
-        refusing(), "Refuses DTensors with an error.", "torch.nested.nested_tensor", "torch.nested.as_nested_tensor"
+        refusing(), "Refuses DTensors with an error.", "nested.nested_tensor nested.as_nested_tensor"
     ),
-    *_made_of_local_shards(data_of_alike, "Refuses a DTensor as the data of a plain tensor.", "torch.Tensor.data"),
+    *_made_of_local_shards(data_of_alike, "Refuses a DTensor as the data of a plain tensor.", "Tensor.data"),
     *_made_of_local_shards(
         refusing("TorchScript"),
         "Refuses DTensors with an error.",
-        "torch.jit.ScriptFunction.__call__",
-        "torch.ScriptMethod.__call__",
-        "torch.ScriptObject.setattr",
+        "jit.ScriptFunction.__call__ ScriptMethod.__call__ ScriptObject.setattr",
     ),
     *_made_of_local_shards(
-        full_gradients,
-        "Takes a DTensor as the gradient of a plain tensor, by gathering it.",
-        "torch.autograd._make_grads",
+        full_gradients, "Takes a DTensor as the gradient of a plain tensor, by gathering it.", "autograd._make_grads"
     ),
-    *_made_of_local_shards(
-        refusing_traces, "Refuses to trace functions of DTensors.", "torch.jit.trace", "torch.jit.trace_module"
-    ),
+    *_made_of_local_shards(refusing_traces, "Refuses to trace functions of DTensors.", "jit.trace jit.trace_module"),
 )
 
 HOOKS = (
