@@ -16,18 +16,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 import shardwise as sw
-from shardwise import (
-    DTensor,
-    Mesh,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    collectives,
-    distribute_tensor,
-    init_device_mesh,
-    rank,
-)
+from shardwise import DTensor, Mesh, Partial, Placement, Replicate, Shard, distribute_tensor, init_device_mesh, rank
 from shardwise.errors import RemoteRankError
 from shardwise.parallel import ColwiseParallel, fully_shard
 from shardwise.testing import world
@@ -60,7 +49,7 @@ def outcomes(name: str) -> dict[str, tuple[object, object]]:
     for argument, value in CALLS[name]()[1].items():
         if running(value) is not value:
             found[argument] = outcome(name, argument, lambda x: x), outcome(name, argument, running)
-            collectives.barrier(tuple(range(RANKS)))
+            sw.collectives.barrier(tuple(range(RANKS)))
     return found
 
 

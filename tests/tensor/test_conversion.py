@@ -11,28 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from shardwise import (
-    Boxes,
-    DTensor,
-    Mesh,
-    OnRanks,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    collectives,
-    count_comms,
-    distribute_tensor,
-    init_device_mesh,
-    strict,
-)
+import shardwise as sw
+from shardwise import Boxes, DTensor, Mesh, OnRanks, Placement, Shard, collectives, count_comms, distribute_tensor
 from shardwise.errors import LayoutError, MeshError, MismatchError, RuleError
 from shardwise.layout import Layout
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from shardwise.testing.local_shards import local_tensor
 
-R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+R, S0, S1, P = sw.Replicate(), Shard(0), Shard(1), sw.Partial()
 FULL = torch.arange(35.0).view(7, 5)
 BOXES = Boxes([[((0, 0), (2, 5)), ((5, 3), (2, 2))], [], [((2, 0), (5, 3)), ((2, 3), (3, 2))]])
 ON_THREE: list[Placement] = [R, S0, S1, Shard(-1), Shard(0, [5, 0, 2]), Shard(1, [0, 0, 5]), OnRanks(1), BOXES]
@@ -245,7 +232,7 @@ def test_the_sizes_of_uneven_parts_are_found_and_not_guessed() -> None:
 def test_summands_averages_and_extremes_are_reduced_when_read() -> None:
     part = torch.tensor([1.0, 2.0, 4.0])[rank()].expand(2)
     for reduce_op, value in {"sum": 7.0, "avg": 7 / 3, "max": 4.0, "min": 1.0, "product": 8.0}.items():
-        x = DTensor.from_local(part.clone(), Mesh((3,)), [Partial(reduce_op)])
+        x = DTensor.from_local(part.clone(), Mesh((3,)), [sw.Partial(reduce_op)])
         assert_close(x.full_tensor(), torch.full((2,), value))
 
 
@@ -352,7 +339,7 @@ def test_a_plain_tensor_in_an_op_receives_its_whole_gradient() -> None:
 @world(2)
 def test_strict_mode_refuses_plain_tensors_but_not_numbers() -> None:
     x = distribute_tensor(FULL, Mesh((2,)), [S0])
-    with strict():
+    with sw.strict():
         with pytest.raises(RuleError, match=r"add: a plain tensor of shape \(5,\) .* refused in strict mode"):
             x + torch.ones(5)
         with pytest.raises(RuleError, match="strict mode"):
@@ -432,7 +419,7 @@ def test_what_would_show_a_part_for_the_whole_is_refused() -> None:
 @pytest.mark.processes
 @world(4, real=True)
 def test_real_grids_convert_and_move() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for placements, order in ON_GRID:
         x = distribute_tensor(FULL, mesh, placements, shard_order=order)
         assert torch.equal(x.full_tensor(), FULL)

@@ -15,25 +15,15 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import (
-    Mesh,
-    Placement,
-    Replicate,
-    Shard,
-    count_comms,
-    distribute_tensor,
-    gradient_buckets,
-    rank,
-    shard_module,
-    world_size,
-)
+import shardwise as sw
+from shardwise import Mesh, Shard, count_comms, distribute_tensor, gradient_buckets, rank, shard_module, world_size
 from shardwise.errors import MismatchError, RuleError, ShardwiseError
 from shardwise.tensor.autograd import buckets as reduction
 from shardwise.tensor.autograd.buckets import BucketOptions, BucketPlan, Gradient, SendTime, split_into_buckets
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 
-R, S0, S1 = Replicate(), Shard(0), Shard(1)
+R, S0, S1 = sw.Replicate(), Shard(0), Shard(1)
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(7, 6, generator=GENERATOR)
 Y = torch.randn(7, 3, generator=GENERATOR)
@@ -107,7 +97,12 @@ def test_training_equals_one_process_with_buckets_of_any_size(
 @world(4)
 def test_axes_are_reduced_where_gradients_are_summands_and_once_a_set_of_axes() -> None:
     """Rows and columns over tp, the batch over dp: cut weights are reduced over dp, the last bias over both."""
-    plan: dict[str, list[Placement]] = {"0.weight": [R, S0], "0.bias": [R, S0], "2.weight": [R, S1], "2.bias": [R, R]}
+    plan: dict[str, list[sw.Placement]] = {
+        "0.weight": [R, S0],
+        "0.bias": [R, S0],
+        "2.weight": [R, S1],
+        "2.bias": [R, R],
+    }
     module = shard_module(mlp(), plan, mesh=SQUARE)
     F.mse_loss(module(sharded(X, SQUARE)), sharded(Y, SQUARE)).backward()
     with count_comms() as read:
@@ -126,7 +121,7 @@ def test_on_data_sequence_and_tensor_axes_each_set_of_axes_is_one_collective(ove
     torch.manual_seed(1)
     plain = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6))
     module = copy.deepcopy(plain)
-    plan: dict[str, list[Placement]] = {"1.*": [R, R, S0], "3.weight": [R, R, S1]}
+    plan: dict[str, list[sw.Placement]] = {"1.*": [R, R, S0], "3.weight": [R, R, S1]}
     shard_module(module, plan, mesh=mesh)
     x = torch.randn(3, 4, 6)  # each rank has torch's generator in the same state
     plain(x).square().sum().backward()

@@ -13,20 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from shardwise import (
-    DTensor,
-    Mesh,
-    OnRanks,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    collectives,
-    count_comms,
-    distribute_tensor,
-    init_device_mesh,
-    shard_module,
-)
+import shardwise as sw
+from shardwise import Mesh, OnRanks, Partial, Placement, Replicate, Shard, collectives, count_comms, distribute_tensor
 from shardwise.errors import LayoutError, RuleError
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
@@ -45,7 +33,7 @@ X, W, V = normal(5, 3), normal(4, 3), normal(3)
 LINE = Mesh((3,))
 
 
-def leaf(full: Tensor, placement: Placement = S0, mesh: Any = LINE) -> DTensor:
+def leaf(full: Tensor, placement: Placement = S0, mesh: Any = LINE) -> sw.DTensor:
     return as_dtensor(distribute_tensor(full, mesh, [placement]).requires_grad_())
 
 
@@ -208,7 +196,7 @@ def test_waiting_gradients_are_reduced_together_in_one_collective_when_one_is_re
 def test_zero_grad_starts_again() -> None:
     x = distribute_tensor(X, LINE, [S0])
     for placement, to_none in product((R, S0), (True, False)):
-        module = shard_module(nn.Linear(3, 4).double(), {"**": placement})
+        module = sw.shard_module(nn.Linear(3, 4).double(), {"**": placement})
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         for _ in range(2):
             optimizer.zero_grad(set_to_none=to_none)
@@ -239,7 +227,7 @@ def test_a_gradient_may_be_set_and_changed() -> None:
 def test_a_leaf_in_summands_has_a_whole_gradient() -> None:
     """Also if it was reduced over an axis of copies before: it was then read as summands once more."""
     for mesh, placements, terms in ((Mesh((4,)), [P], 4), (Mesh((2, 2)), [R, P], 2)):
-        x = as_dtensor(DTensor.from_local(V / terms, mesh, placements).requires_grad_())
+        x = as_dtensor(sw.DTensor.from_local(V / terms, mesh, placements).requires_grad_())
         x.square().sum().backward()
         assert as_dtensor(x.grad).placements == (R,) * mesh.ndim
         assert_close(grad_of(x), 2 * V)
@@ -367,7 +355,7 @@ def test_an_overflow_in_one_shard_stops_the_step_on_every_rank() -> None:
 @pytest.mark.processes
 @world(4, real=True)
 def test_gradients_on_a_real_grid_equal_one_process() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for places in ([R, S0], [R, S1], [S0, S1], [R, R], [Shard(0, [1, 3]), S1]):
         w = as_dtensor(distribute_tensor(W, mesh, places).requires_grad_())
         x = as_dtensor(distribute_tensor(X, mesh, [S0, R]).requires_grad_())

@@ -11,21 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 from torch.testing import assert_close
 
-from shardwise import (
-    DTensor,
-    Mesh,
-    OnRanks,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    checkpoint,
-    collectives,
-    count_comms,
-    distribute_tensor,
-    rank,
-    strict,
-)
+import shardwise as sw
+from shardwise import DTensor, Mesh, OnRanks, Partial, Placement, Replicate, Shard, distribute_tensor, rank, strict
 from shardwise.errors import MeshError, MismatchError, RuleError
 from shardwise.experimental import local_map
 from shardwise.testing import world
@@ -81,7 +68,7 @@ def test_a_rank_outside_a_mesh_runs_no_call_that_was_cached_in_a_smaller_world()
 @world(4)
 def test_the_largest_operand_stays_and_ops_in_place_keep_their_mesh() -> None:
     big, small = distribute_tensor(A, LINE, [S0]), distribute_tensor(A[0], GRID, [S0, R])
-    with count_comms() as comms:
+    with sw.count_comms() as comms:
         assert as_dtensor(big + small).placements == (S0,)
     assert comms.implicit
     assert comms.total_bytes <= 3 * 3 * 8 * 4
@@ -331,7 +318,7 @@ def test_a_tensor_of_another_rank_is_refused() -> None:
     def run(name: str) -> str:
         made[rank()] = sharded()
         USES[name](made[rank()].clone())
-        collectives.barrier((0, 1))
+        sw.collectives.barrier((0, 1))
         mine = sharded()  # which both ranks make together
         return text_of((lambda x: mine * x) if name == "operand" else USES[name], made[1 - rank()])
 
@@ -346,7 +333,7 @@ def test_results_of_another_world_may_be_read_and_are_not_saved(tmp_path: Path) 
     assert first.layout_ == second.layout_
     assert {first.layout_: 1}[second.layout_] == 1
     with pytest.raises(Exception, match="rank 0 of another world"):
-        world(2).run(lambda: checkpoint.save(tmp_path / "saved", {"x": first}, step=1))
+        world(2).run(lambda: sw.checkpoint.save(tmp_path / "saved", {"x": first}, step=1))
 
 
 KEPT: list[DTensor] = []

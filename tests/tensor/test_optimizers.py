@@ -13,18 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 from torch.testing import assert_close
 
-from shardwise import (
-    DTensor,
-    Mesh,
-    OnRanks,
-    Placement,
-    Replicate,
-    Shard,
-    collectives,
-    distribute_module,
-    distribute_tensor,
-    shard_module,
-)
+import shardwise as sw
+from shardwise import DTensor, Mesh, OnRanks, Placement, Shard, distribute_module, distribute_tensor, shard_module
 from shardwise.errors import OptimizerError, RuleError
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, local_parameters, parallelize_module
 from shardwise.parallel.fully_sharded import fully_shard
@@ -36,7 +26,7 @@ from shardwise.tensor.dispatch.hooks import hook_calls
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 
-R, S0, S1 = Replicate(), Shard(0), Shard(1)
+R, S0, S1 = sw.Replicate(), Shard(0), Shard(1)
 GENERATOR = torch.Generator().manual_seed(0)
 Make = Callable[..., torch.optim.Optimizer]
 
@@ -233,7 +223,7 @@ def test_real_processes_take_the_steps_of_one() -> None:
     train(weights, torch.optim.AdamW, {"lr": 0.05, "fused": True}, *inputs)
     for weight, want in zip(weights, expected, strict=True):
         assert_close(as_dtensor(weight.detach()).full_tensor(), want.detach())
-    assert collectives.world_size() == 2
+    assert sw.collectives.world_size() == 2
 
 
 # ---- a warm step asks no op for its recipe, and is right where it has to ask ------------------------------------

@@ -10,25 +10,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import (
-    Boxes,
-    DTensor,
-    Mesh,
-    OnRanks,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    collectives,
-    distribute_tensor,
-    empty,
-    full,
-    ones,
-    rand,
-    randn,
-    shard_module,
-    zeros,
-)
+import shardwise as sw
+from shardwise import Boxes, DTensor, Mesh, Partial, Placement, Shard, collectives, empty, ones, rand, randn
 from shardwise.errors import LayoutError, MismatchError, RuleError
 from shardwise.layout import Layout
 from shardwise.rules import counter_rng
@@ -36,7 +19,7 @@ from shardwise.tensor.dispatch import seeds
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 
-R, S0, S1 = Replicate(), Shard(0), Shard(1)
+R, S0, S1 = sw.Replicate(), Shard(0), Shard(1)
 SHAPE = (9, 7)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 Make = Callable[[Mesh, list[Placement], torch.dtype], DTensor]
@@ -70,12 +53,12 @@ LAYOUTS: list[tuple[Mesh, list[Placement]]] = [
     (Mesh((3,), (2, 0, 1)), [R]),
     (Mesh((3,), (2, 0, 1)), [S0]),
     (Mesh((3,)), [Shard(0, [0, 8, 1])]),
-    (Mesh((3,)), [OnRanks(1)]),
+    (Mesh((3,)), [sw.OnRanks(1)]),
     (Mesh((3,)), [Boxes([[((0, 0), (2, 7)), ((5, 3), (4, 4))], [], [((2, 0), (3, 7)), ((5, 0), (4, 3))]])]),
     (Mesh((5,)), [S1]),
     (Mesh((2, 2)), [S0, S1]),
     (Mesh((2, 2)), [S0, S0]),
-    (Mesh((2, 2)), [OnRanks(1), S0]),
+    (Mesh((2, 2)), [sw.OnRanks(1), S0]),
 ]
 
 
@@ -106,7 +89,7 @@ def test_reset_parameters_gives_the_same_module_for_any_world_and_layout(module:
         with torch.device("meta"):
             kind = type(module)
             twin = kind(7, 9) if kind is nn.Linear else kind(9, 7)
-        shard_module(twin, {"weight": placements}, mesh=mesh)
+        sw.shard_module(twin, {"weight": placements}, mesh=mesh)
         return {name: as_dtensor(p.detach()).full_tensor() for name, p in twin.named_parameters()}
 
     (expected,) = world(1).run(body, Mesh((1,)), [R])
@@ -242,7 +225,7 @@ def test_a_given_generator_is_used_and_moves_on(name: str) -> None:
         generator, before = torch.Generator().manual_seed(4), torch.get_rng_state()
         values = torch.arange(1.0, 8).expand(9, 7)
         found = [
-            as_dtensor(GENERATED[name](distribute_tensor(values.clone(), mesh, placements), generator)).full_tensor()
+            as_dtensor(GENERATED[name](sw.distribute_tensor(values.clone(), mesh, placements), generator)).full_tensor()
             for _ in range(2)
         ]
         return [*found, generator.get_state()], torch.equal(torch.get_rng_state(), before)
@@ -311,17 +294,17 @@ def test_random_values_have_no_partial_sums_but_in_place() -> None:
 @world(3)
 def test_constants_have_the_shapes_and_dtypes_of_torch() -> None:
     kinds: dict[str, Any] = {"device_mesh": Mesh((3,)), "placements": [S0]}
-    assert torch.equal(zeros(5, 2, **kinds).full_tensor(), torch.zeros(5, 2))
+    assert torch.equal(sw.zeros(5, 2, **kinds).full_tensor(), torch.zeros(5, 2))
     assert torch.equal(ones((5, 2), **kinds, dtype=torch.int64).full_tensor(), torch.ones(5, 2, dtype=torch.int64))
     for value in (3, 2.5, True, 1 + 2j):
-        assert torch.equal(full((5,), value, **kinds).full_tensor(), torch.full((5,), value))
+        assert torch.equal(sw.full((5,), value, **kinds).full_tensor(), torch.full((5,), value))
     assert ones(3, requires_grad=True, **kinds).requires_grad
     assert empty(0, 3, **kinds).shape == (0, 3)
     with pytest.raises(LayoutError, match="Partial"):
-        full((3,), 1.0, placements=[Partial()])
+        sw.full((3,), 1.0, placements=[Partial()])
     with pytest.raises(LayoutError, match="Only dense"):
         empty(3, layout=torch.sparse_coo)
-    filled_again = distribute_tensor(torch.zeros(5), Mesh((3,)), [S0])
+    filled_again = sw.distribute_tensor(torch.zeros(5), Mesh((3,)), [S0])
     nn.init.constant_(filled_again, 4.0)
     assert filled_again.full_tensor().tolist() == [4.0] * 5
 
@@ -356,7 +339,7 @@ SPREADS: list[tuple[Mesh, list[Placement], list[Placement]]] = [
     (Mesh((3,)), [S1], [S0]),
     (Mesh((3,)), [R], [S1]),
     (Mesh((2, 2)), [S0, R], [R, S1]),
-    (Mesh((2,)), [Shard(0, [6, 0])], [OnRanks(1)]),
+    (Mesh((2,)), [Shard(0, [6, 0])], [sw.OnRanks(1)]),
 ]
 
 
@@ -366,7 +349,7 @@ def trained(mesh: Mesh, of_x: list[Placement], of_w: list[Placement], mode: bool
 
     def leaf(shape: tuple[int, ...], placements: list[Placement]) -> DTensor:
         values = torch.randn(shape, generator=generator, dtype=torch.float64)
-        return as_dtensor(distribute_tensor(values, mesh, placements).requires_grad_())
+        return as_dtensor(sw.distribute_tensor(values, mesh, placements).requires_grad_())
 
     x, w = leaf((6, 4), of_x), leaf((4, 8), of_w)
 

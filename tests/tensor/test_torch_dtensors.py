@@ -5,24 +5,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.tensor as theirs
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing import assert_close
 
-from shardwise import (
-    Boxes,
-    DeviceMesh,
-    DTensor,
-    Mesh,
-    OnRanks,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    distribute_tensor,
-    init_device_mesh,
-    parallelize_module,
-)
+import shardwise as sw
+from shardwise import DTensor, Mesh, Replicate, Shard, distribute_tensor, init_device_mesh, parallelize_module
 from shardwise.errors import LayoutError, MeshError
 from shardwise.parallel import ColwiseParallel
 from shardwise.testing import world
@@ -64,7 +52,7 @@ def agree_on_a_line() -> None:
         agrees(mesh, [placement])
     partial: Any = theirs.DTensor.from_local(FULL.clone(), mesh, [theirs.Partial()])
     x = DTensor.from_torch_dtensor(partial)
-    assert x.placements == (Partial(),)
+    assert x.placements == (sw.Partial(),)
     assert_close(x.full_tensor(), 4 * FULL)
     back: Any = x.to_torch_dtensor()
     assert_close(back.full_tensor(), 4 * FULL)
@@ -101,37 +89,20 @@ def beside_ours() -> None:
     assert_close(out, expected)
 
 
-def all_agree() -> None:
-    agree_on_a_line()
-    agree_on_a_grid()
-    beside_ours()
-
-
 @pytest.mark.processes
 def test_values_storage_and_gradients_are_shared() -> None:
-    world(4, real=True).run(all_agree)
+    for body in (agree_on_a_line, agree_on_a_grid, beside_ours):
+        world(4, real=True).run(body)
 
 
-@pytest.mark.parametrize("placement", [Shard(0, (2, 1, 3, 1)), OnRanks(1), Boxes([[((0, 0), (7, 3))], [], [], []])])
-def test_layouts_that_torch_has_not_are_refused(placement: Placement) -> None:
-    @world(4)
-    def on_ranks() -> None:
-        mesh = DeviceMesh("cpu", torch.arange(4), _init_backend=False, _rank=0)
-        x = distribute_tensor(FULL, Mesh((4,)), [placement])
+@world(4)
+def test_layouts_and_meshes_that_torch_has_not_are_refused() -> None:
+    mesh = sw.DeviceMesh("cpu", torch.arange(4), _init_backend=False, _rank=0)
+    for placement in (Shard(0, (2, 1, 3, 1)), sw.OnRanks(1), sw.Boxes([[((0, 0), (7, 3))], [], [], []])):
         with pytest.raises(LayoutError, match=r"torch's DTensor has no .*Fix: redistribute it before"):
-            x.to_torch_dtensor(mesh)
-
-    on_ranks()
-
-
-@world(2)
-def test_a_mesh_that_torch_does_not_know_is_refused() -> None:
-    x = distribute_tensor(FULL, Mesh((2,)), [Shard(0)])
-    with pytest.raises(MeshError, match=r"needs torch's DeviceMesh of Mesh\(0=2\), got Mesh\(0=2\)"):
-        x.to_torch_dtensor()
-
-
-@pytest.mark.parametrize("value", [FULL, None, [FULL]])
-def test_only_a_dtensor_of_torch_is_taken(value: Tensor | None) -> None:
-    with pytest.raises(LayoutError, match="from_torch_dtensor"):
-        DTensor.from_torch_dtensor(value)
+            distribute_tensor(FULL, Mesh((4,)), [placement]).to_torch_dtensor(mesh)
+    with pytest.raises(MeshError, match=r"needs torch's DeviceMesh of Mesh\(0=4\), got Mesh\(0=4\)"):
+        distribute_tensor(FULL, Mesh((4,)), [Shard(0)]).to_torch_dtensor()
+    for value in (FULL, None, [FULL]):
+        with pytest.raises(LayoutError, match="from_torch_dtensor"):
+            DTensor.from_torch_dtensor(value)

@@ -23,7 +23,7 @@ from shardwise.layout import Layout, Owner, forget_calls, remember
 from shardwise.rules import RULES, OpRule
 from shardwise.rules.registry import FAMILIES
 from shardwise.rules.row import Args, Kwargs, Op
-from shardwise.tensor.dispatch import outside_mesh, resolve
+from shardwise.tensor.dispatch import operands, outside_mesh, resolve
 from shardwise.tensor.dispatch.consistent_errors import raise_dtype_error, with_consistent_errors
 from shardwise.tensor.dispatch.fallback import run_decomposed, run_without_row
 from shardwise.tensor.dispatch.local_calls import (
@@ -32,16 +32,6 @@ from shardwise.tensor.dispatch.local_calls import (
     call_under_hooks,
     local_call,
     prepare_operands,
-)
-from shardwise.tensor.dispatch.operands import (
-    WITHOUT_VALUES,
-    all_promoted,
-    checked_sizes,
-    has_plain_tensors,
-    into_plain,
-    is_outside,
-    on_one_mesh,
-    run_without_values,
 )
 from shardwise.tensor.dispatch.recipes import NO_KEY, RunnableRecipe, by_value, call_key, find_recipe, forget_recipes
 from shardwise.tensor.dispatch.view_copies import before_op, invalidate
@@ -115,22 +105,22 @@ def _run_cold(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any
     if not args and (first := next((n for n in FIRST_OPERANDS if n in kwargs), None)) is not None:
         # Rules expect the first operand, which has many names, by position, and so does a cached call.
         return run(func, rule, (kwargs[first],), {name: x for name, x in kwargs.items() if name != first})
-    if NO_KEY in key and has_plain_tensors((*args, *kwargs.values())):
-        if (rule.in_place or func in WITHOUT_VALUES) and type(args[0]) is not DTensor:
-            return (into_plain if rule.in_place else run_without_values)(func, args, kwargs)
-        with checked_sizes(func, args, kwargs):
-            return run(func, rule, *all_promoted(func, args, kwargs))
+    if NO_KEY in key and operands.has_plain_tensors((*args, *kwargs.values())):
+        if (rule.in_place or func in operands.WITHOUT_VALUES) and type(args[0]) is not DTensor:
+            return (operands.into_plain if rule.in_place else operands.run_without_values)(func, args, kwargs)
+        with operands.checked_sizes(func, args, kwargs):
+            return run(func, rule, *operands.all_promoted(func, args, kwargs))
     try:
         runnable = find_recipe(value, func, rule, args, kwargs)
     except resolve.NoRowError as error:
         return run_without_row(func, rule, args, kwargs, error)
     except resolve.SeveralMeshesError:
-        return run(func, rule, *on_one_mesh(func, args, kwargs, 0 if rule.in_place else rule.kept_operand))
+        return run(func, rule, *operands.on_one_mesh(func, args, kwargs, 0 if rule.in_place else rule.kept_operand))
     recipe = runnable.recipe
     mesh = recipe.layouts[0].mesh
     on_all_ranks = mesh.size() == owner.world_size
     copies, args = before_op(func, args) if rule.in_place else ((), args)
-    if not (on_all_ranks or rule.random) and is_outside(mesh):
+    if not (on_all_ranks or rule.random) and operands.is_outside(mesh):
         if recipe.local_impl is None:
             raise_dtype_error(func, args, kwargs)
         invalidate(copies)
@@ -226,7 +216,7 @@ def reason(func: Op, args: Args, kwargs: Kwargs) -> str:
             return "it has no rule: torch decomposes it into ops that have"
         return f"{name_of(func)} has no rows: its handler runs other ops"
     try:
-        args, kwargs = all_promoted(func, args, {k: v for k, v in kwargs.items() if k != "out"})
+        args, kwargs = operands.all_promoted(func, args, {k: v for k, v in kwargs.items() if k != "out"})
         return recipe_of(func, args, kwargs).recipe.cause.why
     except RuleError as error:
         return str(error)
@@ -241,7 +231,7 @@ def recipe_of(func: Op, args: Args, kwargs: Kwargs) -> RunnableRecipe:
 
 def prepared(func: Op, args: Args, kwargs: Kwargs) -> PreparedCall:
     """Redistribute the operands of a call: its recipe, context and local arguments, for the caller to run."""
-    args, kwargs = all_promoted(func, args, kwargs)
+    args, kwargs = operands.all_promoted(func, args, kwargs)
     return prepare_operands(recipe_of(func, args, kwargs), args, kwargs)
 
 
