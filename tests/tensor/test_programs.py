@@ -34,8 +34,7 @@ RIGHT = {
     # Gradients of averages: each of the n terms has 1/n of it.
     "an average that gets a gradient": (leaf((4, 3), "Partial('avg')", False), "x1.requires_grad_()", "v2 = x1.exp()"),
     "an average beside a sum": (
-        leaf((4, 3), "Partial('avg'), Partial('sum')", mesh=(2, 2)), "v2 = Cube.apply(x1)", "v3 = x1.exp()"
-    ),
+        leaf((4, 3), "Partial('avg'), Partial('sum')", mesh=(2, 2)), "v2 = Cube.apply(x1)", "v3 = x1.exp()"),
     "a sharded average": (leaf((4, 3), "Partial('avg'), Shard(1)", mesh=(2, 2)), "v2 = Cube.apply(x1)"),
     "an average in a custom Function": (WHOLE, AVERAGE, "v3 = Cube.apply(v2)", "v4 = v3.exp()"),
     "an average in a checkpoint": (WHOLE, AVERAGE, "v3 = checkpoint(lambda x: Cube.apply(x) + x[0], v2)"),
@@ -51,46 +50,35 @@ RIGHT = {
     "the variance of one maximum": (leaf((6, 2), "Shard(0)"), "v2 = x1.max()", "v3 = v2.var()"),
     # dtypes and gradients of odd operands
     "blocks of a 0-d tensor in double precision": (
-        leaf((6,), "Shard(0)", dtype="float32"), "v2 = x1.double().sum()", "v3 = torch.block_diag(x1, v2)"
-    ),
+        leaf((6,), "Shard(0)", dtype="float32"), "v2 = x1.double().sum()", "v3 = torch.block_diag(x1, v2)"),
     "the median of nothing": (leaf((3, 0), "Shard(0)"), "v2 = x1.median()"),
     "the median of nothing but nan": (leaf((3, 0), "Shard(0)"), "v2 = x1.nanmedian()"),
     "dropout of nothing, which saves nothing": (
-        leaf((7, 0), "Replicate()"), "v2 = x1 * 1", "v3 = checkpoint(lambda x: F.dropout(x, 0.3), v2)", "v2.tril_()"
-    ),
+        leaf((7, 0), "Replicate()"), "v2 = x1 * 1", "v3 = checkpoint(lambda x: F.dropout(x, 0.3), v2)", "v2.tril_()"),
     "dropout of no truth values": (leaf((4, 0), "Replicate()", False, dtype="bool"), "v2 = F.dropout(x1, 0.3)"),
     # The same object as in torch
     "dropout of nothing": (leaf((4, 0), "Shard(0)", False), "v2 = F.dropout(x1, 0.3)", "v2.unsqueeze_(0)"),
     "dropout of an unbatched input that drops nothing": (
-        leaf((4, 3), "Shard(0)", False), "v2 = F.dropout1d(x1, 0.3, False)", "v2.unsqueeze_(0)", "v2.mul_(2)"
-    ),
+        leaf((4, 3), "Shard(0)", False), "v2 = F.dropout1d(x1, 0.3, False)", "v2.unsqueeze_(0)", "v2.mul_(2)"),
     "real partial maxima, which are their own conjugates": (
-        leaf((4, 3), "Partial('max')", False), "v2 = x1.conj()", "v3 = torch.positive(x1)", "v2.mul_(2)", "v3.mul_(2)"
-    ),
+        leaf((4, 3), "Partial('max')", False), "v2 = x1.conj()", "v3 = torch.positive(x1)", "v2.mul_(2)", "v3.mul_(2)"),
     "a product of two dtypes, summed over one element": (
-        leaf((3, 1), "Shard(1)", dtype="float32"), 'v2 = torch.einsum("ij,kj->ik", torch.ones(2, 1).double(), x1)'
-    ),
+        leaf((3, 1), "Shard(1)", dtype="float32"), 'v2 = torch.einsum("ij,kj->ik", torch.ones(2, 1).double(), x1)'),
     "what contiguous returns under saved-tensor hooks": (
-        leaf((4,), "Replicate()", False),
-        "with torch.autograd.graph.save_on_cpu(): v2 = x1.contiguous()",
-        "v2.unsqueeze_(0)",
-    ),
+        leaf((4,), "Replicate()", False), "with torch.autograd.graph.save_on_cpu(): v2 = x1.contiguous()",
+        "v2.unsqueeze_(0)"),
     "a hook of a plain leaf in the dtype of a DTensor, which is the leaf itself": (
         WHOLE, "x2 = leaf(7, (5,), torch.float64, True, None)", "v3 = x2.type_as(x1)", "v4 = x2.to(x1)",
-        "v3.register_hook(lambda g: g.clamp(-0.5, 1))", "v5 = v4.sin()",
-    ),
+        "v3.register_hook(lambda g: g.clamp(-0.5, 1))", "v5 = v4.sin()"),
     "a view of a plain tensor in the shape of a DTensor": (
         WHOLE, "x2 = leaf(7, (12,), torch.float64, False, None)", "v3 = x2.view_as(x1)", "v3.mul_(2)",
-        "v4 = x2.reshape_as(x1)", "v4.add_(1)", "v5 = x2[:3].expand_as(x1)",
-    ),
+        "v4 = x2.reshape_as(x1)", "v4.add_(1)", "v5 = x2[:3].expand_as(x1)"),
     "a gradient of an empty shard, detached in place": (
-        leaf((1, 2), "Shard(0)"),
-        "v2 = torch.autograd.grad((x1[0] ** 2).sum(), [x1], create_graph=True)[0]", "v2.detach_()", "v2.mul_(2)",
-    ),
+        leaf((1, 2), "Shard(0)"), "v2 = torch.autograd.grad((x1[0] ** 2).sum(), [x1], create_graph=True)[0]",
+        "v2.detach_()", "v2.mul_(2)"),
     "a gradient that torch returns as a view": (
         WHOLE, "v2 = torch.autograd.grad((x1.view(12) ** 3).sum(), [x1], create_graph=True)[0]",
-        "v3 = torch.autograd.grad((v2 * v2).sum(), [x1])[0]", "v2.mul_(2)",
-    ),
+        "v3 = torch.autograd.grad((v2 * v2).sum(), [x1])[0]", "v2.mul_(2)"),
     "a hook of attention that was changed without gradients": (
         leaf((1, 2, 4), "Shard(0)"),
         "v2 = F.scaled_dot_product_attention(x1, x1, x1)",
@@ -101,92 +89,58 @@ RIGHT = {
 CHANGES = {
     "the result of a scan that was saved": (leaf((7,), "Shard(0)"), "v2 = x1.logcumsumexp(0)", "v2 -= v2.mean()"),
     "an operand that one rank holds none of": (
-        leaf((2, 3), "Shard(0)"), "v2 = x1 * 1", "v3 = v2.max()", "v2.fill_diagonal_(2)"
-    ),
-    "an operand that was redistributed": (
-        leaf((6, 4), "Shard(0)"), "v2 = x1 * 1", "v3 = v2 @ v2.mT", "v2[0] = 1"
-    ),
+        leaf((2, 3), "Shard(0)"), "v2 = x1 * 1", "v3 = v2.max()", "v2.fill_diagonal_(2)"),
+    "an operand that was redistributed": (leaf((6, 4), "Shard(0)"), "v2 = x1 * 1", "v3 = v2 @ v2.mT", "v2[0] = 1"),
     "on ranks outside the mesh": (
-        "x1 = leaf(4, (2, 3), torch.float64, True, Mesh((1,), (1,)), [Replicate()])", "v2 = x1.exp()", "v2.mul_(2)"
-    ),
+        "x1 = leaf(4, (2, 3), torch.float64, True, Mesh((1,), (1,)), [Replicate()])", "v2 = x1.exp()", "v2.mul_(2)"),
     "what a conversion to the same dtype returns": (
-        leaf((4, 2), "Partial('max')", False), "v2 = x1.type_as(x1)", "v2.masked_fill_(v2 > 0, True)"
-    ),
+        leaf((4, 2), "Partial('max')", False), "v2 = x1.type_as(x1)", "v2.masked_fill_(v2 > 0, True)"),
     "a flattened conversion": (
-        leaf((5,), "Shard(0)", False), "v2 = x1.prod(0)", "v3 = v2.type_as(v2)", "v3.flatten().add_(1)"
-    ),
+        leaf((5,), "Shard(0)", False), "v2 = x1.prod(0)", "v3 = v2.type_as(v2)", "v3.flatten().add_(1)"),
     "a view of a row": (leaf((6, 7), "Shard(0)", False), "v2 = x1.topk(1, -1).values", "v2.t().reshape(-1).add_(1)"),
     "a sorted shard of one element": (leaf((2,), "Shard(0)", False), "v2 = x1.msort()", "v2.contiguous().add_(1)"),
     "a copy of every second row": (leaf((4, 7), "Shard(0)"), "v2 = x1[::2]", "v2.flatten().add_(1)"),
     "a nested checkpoint of an op with indices": (
-        leaf((4, 7), "Shard(0)"),
-        "v2 = x1 * 1",
-        "v3 = checkpoint(lambda x: x.max(0).values * checkpoint(lambda y: y.sum(0), x), v2)",
-        "v2.mul_(2)",
-    ),
+        leaf((4, 7), "Shard(0)"), "v2 = x1 * 1",
+        "v3 = checkpoint(lambda x: x.max(0).values * checkpoint(lambda y: y.sum(0), x), v2)", "v2.mul_(2)"),
     "what autocast saves a cast of": (
-        "x1 = leaf(86, (1, 2), torch.float32, True, Mesh((2,)), [Shard(0)])",
-        "v2 = x1 * 1",
-        "v3 = autocast(lambda x: F.linear(x, x), v2.float())",
-        "v2.mul_(2)",
-    ),
+        "x1 = leaf(86, (1, 2), torch.float32, True, Mesh((2,)), [Shard(0)])", "v2 = x1 * 1",
+        "v3 = autocast(lambda x: F.linear(x, x), v2.float())", "v2.mul_(2)"),
     "what instance_norm copies because it is transposed": (
-        leaf((3, 1, 2), "Shard(0)"),
-        "v2 = (x1 * 1).permute(2, 1, 0)",
-        "v3 = F.instance_norm(v2)",
-        "v2[..., ::2, ::2].zero_()",
-    ),
+        leaf((3, 1, 2), "Shard(0)"), "v2 = (x1 * 1).permute(2, 1, 0)", "v3 = F.instance_norm(v2)",
+        "v2[..., ::2, ::2].zero_()"),
     "on ranks outside the mesh, what was detached without gradients": (
         "x1 = leaf(18, (4, 7), torch.float32, False, Mesh((1,), (1,)), [Replicate()])",
-        "with torch.no_grad(): v2 = x1.detach()",
-        "v2.mul_(leaf(3, (4, 7), torch.float32, True, None))",
-    ),
+        "with torch.no_grad(): v2 = x1.detach()", "v2.mul_(leaf(3, (4, 7), torch.float32, True, None))"),
     "an operand that was gathered for an op without rows": (
-        "x1 = leaf(45, (), torch.float64, True, Mesh((2,)), [Partial()])",
-        "v2 = x1.gather(0, x1.argsort(0))",
-        "with torch.no_grad(): x1.copy_(torch.tensor(2.0))",
-    ),
+        "x1 = leaf(45, (), torch.float64, True, Mesh((2,)), [Partial()])", "v2 = x1.gather(0, x1.argsort(0))",
+        "with torch.no_grad(): x1.copy_(torch.tensor(2.0))"),
     "a view without gradients that is written": (
-        "x1 = leaf(30, (), torch.float64, True, Mesh((2,)), [Partial()])", "with torch.no_grad(): x1[None] = 3"
-    ),
+        "x1 = leaf(30, (), torch.float64, True, Mesh((2,)), [Partial()])", "with torch.no_grad(): x1[None] = 3"),
     "a partial minimum that is changed without gradients": (
-        leaf((7, 3), "Shard(0)"),
-        "v2 = redistribute(x1, Mesh((4,)), [Partial('min')])",
-        "with torch.no_grad(): v2.mul_(2)",
-    ),
+        leaf((7, 3), "Shard(0)"), "v2 = redistribute(x1, Mesh((4,)), [Partial('min')])",
+        "with torch.no_grad(): v2.mul_(2)"),
     "data of a partial maximum": (
-        leaf((7, 3), "Shard(0)"), "v2 = redistribute(x1, Mesh((4,)), [Partial('max')])", "v2.data.mul_(True)"
-    ),
+        leaf((7, 3), "Shard(0)"), "v2 = redistribute(x1, Mesh((4,)), [Partial('max')])", "v2.data.mul_(True)"),
     "indices, which torch has in columns": (
-        leaf((3, 4), "Shard(0)", False), "v2 = (x1 > 0).nonzero()", "v2.reshape(-1).add_(1)"
-    ),
+        leaf((3, 4), "Shard(0)", False), "v2 = (x1 > 0).nonzero()", "v2.reshape(-1).add_(1)"),
     "rows of a transposed tensor, by a mask": (
-        leaf((3, 4, 2), "Shard(0)", False),
-        "v2 = x1.permute(1, 2, 0)",
-        "v3 = v2[v2.sum((1, 2)) > -9]",
-        "v3.contiguous().add_(1)",
-    ),
+        leaf((3, 4, 2), "Shard(0)", False), "v2 = x1.permute(1, 2, 0)", "v3 = v2[v2.sum((1, 2)) > -9]",
+        "v3.contiguous().add_(1)"),
     "columns of a transposed tensor, by a mask": (
-        leaf((3, 4, 2), "Shard(1)", False),
-        "v2 = x1.permute(1, 2, 0)",
-        "v3 = v2[:, torch.tensor([True, False])]",
-        "v3.contiguous().add_(1)",
-    ),
+        leaf((3, 4, 2), "Shard(1)", False), "v2 = x1.permute(1, 2, 0)", "v3 = v2[:, torch.tensor([True, False])]",
+        "v3.contiguous().add_(1)"),
     "unique columns": (leaf((3, 4), "Shard(0)", False), "v2 = x1.unique(dim=1)", "v2.contiguous().add_(1)"),
     "a fetched row, transposed in place": (leaf((2,), "Shard(0)", mesh=(2,)), "v2 = x1 * 1", "v3 = v2[0]", "v3.t_()"),
     "a custom Function that saved it": (leaf((4, 7), "Shard(0)"), "v2 = x1 * 1", "v3 = Cube.apply(v2)", "v2.mul_(2)"),
     "a result that is no view": (leaf((2, 4), "OnRanks(1)", False), "v2 = F.pad(x1, (1, 0))", "v2.detach_()"),
     "a result under saved-tensor hooks, which is no view": (
-        leaf((3, 4), "Shard(0)", False), "with torch.autograd.graph.save_on_cpu(): v2 = x1.sign()", "v2.detach_()"
-    ),
+        leaf((3, 4), "Shard(0)", False), "with torch.autograd.graph.save_on_cpu(): v2 = x1.sign()", "v2.detach_()"),
     "a result of a checkpoint, which is no view": (
-        leaf((3, 4), "Shard(0)", False), "v2 = checkpoint(lambda x: x.exp(), x1)", "v2.detach_()"
-    ),
+        leaf((3, 4), "Shard(0)", False), "v2 = checkpoint(lambda x: x.exp(), x1)", "v2.detach_()"),
     "a custom Function under saved-tensor hooks": (
-        leaf((3, 4), "Shard(0)"),
-        "with torch.autograd.graph.save_on_cpu(): v2 = Scaled.apply(x1, x1)",
-        "v2.detach().add_(1)",
-    ),
+        leaf((3, 4), "Shard(0)"), "with torch.autograd.graph.save_on_cpu(): v2 = Scaled.apply(x1, x1)",
+        "v2.detach().add_(1)"),
     "brackets with a number before a new dim": (leaf((4, 3), "Replicate()", False), "v2 = x1 * 1", "v2[3, None] += 1"),
     "a scan that is no view": (leaf((3, 3), "Shard(1)", False), "v2 = x1.cummax(1).values", "v2.detach_()"),
 }  # fmt: skip
@@ -213,31 +167,25 @@ OUTSIDE = {
 }  # fmt: skip
 REFUSED = {
     "a copy of a view that was made under saved-tensor hooks": (
-        leaf((4, 2), "Shard(0)", False), "with torch.autograd.graph.save_on_cpu(): v2 = x1.unbind(0)[1]", "x1.mul_(2)"
-    ),
+        leaf((4, 2), "Shard(0)", False), "with torch.autograd.graph.save_on_cpu(): v2 = x1.unbind(0)[1]", "x1.mul_(2)"),
     "a copy that ranks without elements cannot know of": (
-        leaf((3, 6), "OnRanks(2)"), "v2 = x1.t()", "v2.flatten().add_(1)"
-    ),
+        leaf((3, 6), "OnRanks(2)"), "v2 = x1.t()", "v2.flatten().add_(1)"),
     "expanded partial sums": (leaf((5,), "Partial('sum')", False), "v2 = x1.expand(2, 5)", "v2.add_(1)"),
     "overlapping windows of partial sums": (
-        leaf((4, 4), "Partial('sum')", False), "v2 = x1 * 1", "v2.unfold(0, 2, 1).add_(1)"
-    ),
+        leaf((4, 4), "Partial('sum')", False), "v2 = x1 * 1", "v2.unfold(0, 2, 1).add_(1)"),
     "the graph of a backward outside the mesh": (
-        OUT, "v3 = torch.autograd.grad((x1 ** 3).sum(), [x1], create_graph=True)[0]", "v4 = v3 * 2"
-    ),
+        OUT, "v3 = torch.autograd.grad((x1 ** 3).sum(), [x1], create_graph=True)[0]", "v4 = v3 * 2"),
     "changes of a copy of a view that became it in place": (
-        leaf((7, 1, 5), "Replicate(), Shard(1)", False, (2, 2)), "v2 = x1.detach()", "v2.squeeze_()", "x1.mul_(2)"
-    ),
+        leaf((7, 1, 5), "Replicate(), Shard(1)", False, (2, 2)), "v2 = x1.detach()", "v2.squeeze_()", "x1.mul_(2)"),
     "changes of a view in place that became a copy": (
-        leaf((7, 1, 5), "Replicate(), Shard(1)", False, (2, 2)), "v2 = x1.detach()", "v2.squeeze_()", "v2.mul_(2)"
-    ),
+        leaf((7, 1, 5), "Replicate(), Shard(1)", False, (2, 2)), "v2 = x1.detach()", "v2.squeeze_()", "v2.mul_(2)"),
 }  # fmt: skip
 # Torch raises, or does not define it; by the strides of a shard it would do so on some ranks only.
 OVERLAPPING = {
     "a row of the tensor": (leaf((5, 3), "Shard(1)", False), "x1.addcmul_(x1, x1[0])"),
     "a row of a rotated tensor": (leaf((5, 2), "Shard(0)", False), "v2 = x1.rot90()", "v2 *= v2[0]"),
-    "another view of all of it": (leaf((1, 5), "Shard(1)", False), "v2 = x1.squeeze(1)",
-                                  "x1.scatter_add_(0, x1.argsort(0), v2)"),
+    "another view of all of it": (
+        leaf((1, 5), "Shard(1)", False), "v2 = x1.squeeze(1)", "x1.scatter_add_(0, x1.argsort(0), v2)"),
     "a part that is moved": (leaf((3, 5), "Shard(0)", False), "v2 = x1[:, 1:]", "v2.copy_(x1[:, :-1])"),
 }  # fmt: skip
 
