@@ -66,19 +66,13 @@ def test_every_function_that_takes_a_dtensor_takes_one_that_is_running() -> None
 
 # ---- methods, attributes and modules --------------------------------------------------------------------------
 
-Make = Callable[..., DTensor]
-
 
 def x(*, grad: bool = False) -> DTensor:
     return distribute_tensor(VALUE, MESH, [Shard(0)]).requires_grad_(grad)
 
 
-def ended(*, grad: bool = False) -> DTensor:
-    return x(grad=grad).redistribute(placements=[Replicate()])
-
-
-def started(*, grad: bool = False) -> DTensor:
-    return x(grad=grad).redistribute(placements=[Replicate()], async_op=True)
+def redistributed(source: DTensor, async_op: bool) -> DTensor:
+    return source.redistribute(placements=[Replicate()], async_op=async_op)
 
 
 def _in_place(y: Any) -> object:
@@ -89,52 +83,35 @@ def _in_place(y: Any) -> object:
     return y, source
 
 
-def _as_gradient(y: DTensor) -> object:
-    leaf = x(grad=True)
-    leaf.grad = y
-    return leaf.grad
+def _of_leaf(use: Callable[[Any, DTensor], object]) -> Callable[[DTensor], object]:
+    """The gradient of a leaf of which `use` makes something, with the tensor."""
 
-
-def _as_cotangent(y: DTensor) -> object:
-    leaf = x(grad=True)
-    (2 * leaf).backward(gradient=y)
-    return leaf.grad
-
-
-def _as_data(y: DTensor) -> object:
-    target = torch.zeros_like(x())
-    target.data = y
-    return target
-
-
-def _into_plain(y: DTensor) -> object:
-    target = torch.zeros(4, 3)
-    target[1:] = y[1:]
-    target[:1] = y[:1]
-    return target
-
-
-def _returned_by_a_hook(y: DTensor) -> object:
-    leaf = x(grad=True)
-    product = 3 * leaf
-    product.register_hook(lambda g: y)
-    product.sum().backward()
-    return leaf.grad
-
-
-def _through_module(module: nn.Module) -> Callable[[DTensor], object]:
     def run(y: DTensor) -> object:
-        torch.manual_seed(0)
-        layer = copy.deepcopy(module)
-        for p in layer.parameters():
-            p.data.fill_(0.5)
-        if isinstance(layer, nn.Linear):
-            layer = sw.parallelize_module(layer, MESH, ColwiseParallel(output_layouts=Replicate()))
-        else:
-            fully_shard(layer, mesh=MESH)
-        return layer(y)
+        leaf = x(grad=True)
+        use(leaf, y)
+        return leaf.grad
 
     return run
+
+
+def _hooked(leaf: DTensor, y: DTensor) -> None:
+    product: Any = 3 * leaf
+    product.register_hook(lambda g: y)
+    product.sum().backward()
+
+
+def _written(write: Callable[[Any], object], target: Tensor) -> Tensor:
+    write(target)
+    return target
+
+
+def _through(layer: nn.Module, y: DTensor) -> object:
+    for p in layer.parameters():
+        p.data.fill_(0.5)
+    if isinstance(layer, nn.Linear):
+        return sw.parallelize_module(layer, MESH, ColwiseParallel(output_layouts=Replicate()))(y)
+    fully_shard(layer, mesh=MESH)
+    return layer(y)
 
 
 def _loaded(y: DTensor) -> object:
@@ -147,13 +124,14 @@ def _loaded(y: DTensor) -> object:
 
 USES: dict[str, Callable[[Any], object]] = {
     "in place": _in_place,
-    "as gradient": _as_gradient,
-    "as cotangent": _as_cotangent,
-    "as data": _as_data,
-    "into plain": _into_plain,
-    "returned by a hook": _returned_by_a_hook,
-    "of a parallel module": _through_module(nn.Linear(3, 4)),
-    "of a fully sharded module": _through_module(nn.Sequential(nn.Linear(3, 4))),
+    "as gradient": _of_leaf(lambda leaf, y: setattr(leaf, "grad", y)),
+    "as cotangent": _of_leaf(lambda leaf, y: (2 * leaf).backward(gradient=y)),
+    "as data": lambda y: _written(lambda target: setattr(target, "data", y), torch.zeros_like(x())),
+    "into plain": lambda y: _written(lambda target: target[1:].copy_(y[1:]), torch.zeros(4, 3)),
+    "set in plain": lambda y: _written(lambda target: target.__setitem__(slice(1), y[:1]), torch.zeros(4, 3)),
+    "returned by a hook": _of_leaf(_hooked),
+    "of a parallel module": lambda y: _through(nn.Linear(3, 4), y),
+    "of a fully sharded module": lambda y: _through(nn.Sequential(nn.Linear(3, 4)), y),
     "loaded": _loaded,
     "set_": lambda y: torch.zeros_like(x()).set_(y),
     "a parameter": nn.Parameter,
@@ -190,8 +168,8 @@ GRADIENTS: dict[str, Callable[[Any], Tensor]] = {
 
 @pytest.mark.parametrize("use", USES)
 def test_a_running_redistribution_is_used_as_one_that_has_ended(use: str) -> None:
-    def both() -> tuple[object, object]:
-        return evidence(USES[use](ended())), evidence(USES[use](started()))
+    def both() -> list[object]:
+        return [evidence(USES[use](redistributed(x(), async_op))) for async_op in (False, True)]
 
     for expected, found in world(RANKS).run(both):
         assert found == expected
@@ -199,16 +177,12 @@ def test_a_running_redistribution_is_used_as_one_that_has_ended(use: str) -> Non
 
 @pytest.mark.parametrize("loss", GRADIENTS)
 def test_gradients_flow_back_through_a_running_redistribution(loss: str) -> None:
-    def both() -> list[object]:
-        found = []
-        for make in (ended, started):
-            source = x(grad=True)
-            y = source.redistribute(placements=[Replicate()], async_op=make is started)
-            GRADIENTS[loss](y).backward()
-            found.append(evidence(source.grad))
-        return found
+    def gradient(async_op: bool) -> object:
+        source = x(grad=True)
+        GRADIENTS[loss](redistributed(source, async_op)).backward()
+        return evidence(source.grad)
 
-    for expected, found in world(RANKS).run(both):
+    for expected, found in world(RANKS).run(lambda: (gradient(False), gradient(True))):
         assert found == expected
 
 
