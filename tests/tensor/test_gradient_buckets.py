@@ -97,18 +97,12 @@ def test_training_equals_one_process_with_buckets_of_any_size(
 @world(4)
 def test_axes_are_reduced_where_gradients_are_summands_and_once_a_set_of_axes() -> None:
     """Rows and columns over tp, the batch over dp: cut weights are reduced over dp, the last bias over both."""
-    plan: dict[str, list[sw.Placement]] = {
-        "0.weight": [R, S0],
-        "0.bias": [R, S0],
-        "2.weight": [R, S1],
-        "2.bias": [R, R],
-    }
-    module = shard_module(mlp(), plan, mesh=SQUARE)
+    plan: dict[str, Any] = {"0.weight": [R, S0], "0.bias": [R, S0], "2.weight": [R, S1], "2.bias": [R, R]}
+    module, plain = shard_module(mlp(), plan, mesh=SQUARE), mlp()
     F.mse_loss(module(sharded(X, SQUARE)), sharded(Y, SQUARE)).backward()
     with count_comms() as read:
         assert module[2].bias.grad is not None
     assert read.total_calls == 2
-    plain = mlp()
     F.mse_loss(plain(X), Y).backward()
     equal(grads(module), grads(plain))
 
@@ -174,51 +168,49 @@ def test_a_parameter_that_several_recomputations_reach_is_reduced_right() -> Non
                 equal(grads(module), grads(plain))
 
 
+def step_of(module: nn.Module, batches: int = 1) -> tuple[int, int]:
+    """How many collectives backward takes, and how many reading takes."""
+    module.zero_grad()
+    losses = [summed(module) for _ in range(batches)]
+    with count_comms() as backward:
+        for loss in losses:
+            loss.backward()
+    with count_comms() as read:
+        grads(module)
+    return backward.total_calls, read.total_calls
+
+
+def summed(module: nn.Module) -> Tensor:
+    return F.mse_loss(module(sharded(X)), sharded(Y), reduction="sum")
+
+
+def summed_plain() -> nn.Module:
+    """The plain module with the gradients of `summed`."""
+    plain = mlp()
+    F.mse_loss(plain(X), Y, reduction="sum").backward()
+    return plain
+
+
 @world(3)
 def test_a_bucket_is_one_collective_and_holds_what_fits() -> None:
-    with buckets(
-        4 * (3 + 15)
-    ):  # bytes of the last layer, which backward comes to first; 0.bias and 0.weight do not fit
+    with buckets(4 * (3 + 15)):  # bytes of the last layer, which backward comes to first; 0.bias and 0.weight: no room
         module = on_line(mlp())
         for _ in range(2):
             module.zero_grad()
-            F.mse_loss(module(sharded(X)), sharded(Y)).backward()
+            summed(module).backward()
             with count_comms() as read:
                 assert module[0].bias.grad is not None  # type: ignore[index]
             assert read.total_calls == 3  # a collective for the last layer, one for each of the others
             with count_comms() as again:
                 grads(module)
             assert again.total_calls == 0
-
-
-@world(3)
-def test_micro_batches_before_a_read_are_reduced_once() -> None:
     for overlap in (False, True):
         with buckets(overlap=overlap):
             module = on_line(mlp())
-            for _ in range(3):
-                module.zero_grad()
-                losses = [F.mse_loss(module(sharded(X)), sharded(Y), reduction="sum") for _ in range(4)]
-                with count_comms() as backward:
-                    for loss in losses:
-                        loss.backward()
-                with count_comms() as read:
-                    grads(module)
-                assert (backward.total_calls, read.total_calls) == (0, 1)
+            assert [step_of(module, batches=4) for _ in range(3)] == [(0, 1)] * 3
 
 
 # ---- while backward runs -------------------------------------------------------------------------------------------
-
-
-def step_of(module: nn.Module) -> tuple[int, int]:
-    """How many collectives backward takes, and how many reading takes."""
-    module.zero_grad()
-    loss = F.mse_loss(module(sharded(X)), sharded(Y), reduction="sum")
-    with count_comms() as backward:
-        loss.backward()
-    with count_comms() as read:
-        grads(module)
-    return backward.total_calls, read.total_calls
 
 
 @world(3)
@@ -232,33 +224,24 @@ def test_buckets_travel_in_backward_once_gradients_were_read_after_one_backward(
 @world(3)
 def test_accumulation_that_starts_later_costs_one_reduction_and_no_value() -> None:
     with buckets(overlap=True):
-        module, plain = on_line(mlp()), mlp()
-        F.mse_loss(plain(X), Y, reduction="sum").backward()
+        module, plain = on_line(mlp()), summed_plain()
         assert step_of(module) == (0, 1)
         counts = []
         for _ in range(3):
-            module.zero_grad()
-            losses = [F.mse_loss(module(sharded(X)), sharded(Y), reduction="sum") for _ in range(2)]
-            with count_comms() as step:
-                for loss in losses:
-                    loss.backward()
-                found = [p.grad for p in module.parameters()]
-            assert None not in found
+            counts.append(sum(step_of(module, batches=2)))
             equal(grads(module), [2 * g for g in grads(plain)])
-            counts.append(step.total_calls)
         assert counts == [2, 1, 1]
 
 
 @world(3)
 def test_gradients_that_were_cleared_while_they_travel_are_forgotten() -> None:
     with buckets(72, overlap=True):
-        module, plain = on_line(mlp()), mlp()
-        F.mse_loss(plain(X), Y, reduction="sum").backward()
+        module, plain = on_line(mlp()), summed_plain()
         step_of(module)
-        F.mse_loss(module(sharded(X)), sharded(Y), reduction="sum").backward()
+        summed(module).backward()
         module.zero_grad()
         assert [p.grad for p in module.parameters()] == [None] * 4
-        F.mse_loss(module(sharded(X)), sharded(Y), reduction="sum").backward()
+        summed(module).backward()
         module[0].weight.grad = None  # type: ignore[index]
         assert module[0].weight.grad is None  # type: ignore[index]
         equal(grads(module[2]), grads(plain[2]))  # type: ignore[index]
@@ -268,13 +251,12 @@ def test_gradients_that_were_cleared_while_they_travel_are_forgotten() -> None:
 def test_who_changes_gradients_on_their_way_gets_what_is_there_when_they_are_read() -> None:
     """As DistributedDataParallel does, which adds up what the local gradients hold."""
     with buckets(72, overlap=True):
-        module, plain = on_line(mlp()), mlp()
-        F.mse_loss(plain(X), Y, reduction="sum").backward()
+        module, plain = on_line(mlp()), summed_plain()
         step_of(module)
         raw: Any = torch._C.TensorBase.grad
         for expected in [(3, 3), (0, 3)]:  # sent in vain, and then no longer
             module.zero_grad()
-            loss = F.mse_loss(module(sharded(X)), sharded(Y), reduction="sum")
+            loss = summed(module)
             with count_comms() as step:
                 loss.backward()
             with torch._C.DisableTorchFunctionSubclass():
