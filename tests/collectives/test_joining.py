@@ -115,7 +115,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("start", "no_agent_store"),
-    [([], "0"), (TORCHRUN, "0"), pytest.param(TORCHRUN, "1", marks=pytest.mark.slow)],
+    [([], "0"), *(pytest.param(TORCHRUN, no, marks=pytest.mark.slow) for no in ("0", "1"))],
     ids=["launch", "torchrun", "torchrun, a store of rank 0"],
 )
 def test_no_rank_goes_on_before_all_are_connected(start: list[str], no_agent_store: str, tmp_path: Path) -> None:

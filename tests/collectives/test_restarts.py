@@ -92,12 +92,11 @@ WARNING = (
     "UserWarning: torchrun would restart the ranks of this program (restarts left: 1), but they may not find each other"
 )
 RESTARTED = ["rank 0 works after restart 1", "rank 1 works after restart 1"]
-
-
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("how", ["init_process_group", pytest.param("a given store", marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("how", ["init_process_group", "a given store"])
 def test_where_torchrun_keeps_the_group_a_warning_says_so(how: str, tmp_path: Path) -> None:
     said, errors = run_and_kill(tmp_path, how, SHORT)
     assert errors.count(WARNING) == 1  # on rank 0

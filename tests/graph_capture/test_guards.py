@@ -156,7 +156,7 @@ def test_gradient_hooks_arguments_and_second_derivatives_that_are_refused() -> N
 
 # inductor gives paths to the C++ compiler unquoted: in an environment whose path has a space it compiles nothing.
 COMPILER = "aot_eager" if " " in torch.__file__ else "inductor"
-BACKENDS = [(2, "aot_eager"), pytest.param(1, COMPILER, marks=pytest.mark.processes)]
+BACKENDS = [(2, "aot_eager"), pytest.param(1, COMPILER, marks=[pytest.mark.processes, pytest.mark.slow])]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler itself
