@@ -91,7 +91,7 @@ def test_each_layout_of_uneven_batches_on_a_grid_has_its_own_graph() -> None:
     assert len(step.graphs()) == 2
 
 
-def test_an_optimiser_trains_through_replays_as_without_them() -> None:
+def test_an_optimizer_trains_through_replays_as_without_them() -> None:
     def check() -> list[list[Tensor]]:
         results = []
         for captured in (False, True):

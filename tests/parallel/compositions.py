@@ -146,7 +146,7 @@ def accumulated(module: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, 
 
 
 def saved(mesh: Any) -> str:
-    """Model and optimiser are loaded into other layouts, and training goes on as it would have."""
+    """Model and optimizer are loaded into other layouts, and training goes on as it would have."""
     x, y = batch(X, mesh), batch(Y, mesh)
     module = on_mesh(mesh)
     optimizer = adam(module)
@@ -165,7 +165,7 @@ def saved(mesh: Any) -> str:
 
 
 def gathered_for_each_op(mesh: Any) -> str:
-    """Parameters and optimiser states are cut along the data axis by their layout alone."""
+    """Parameters and optimizer states are cut along the data axis by their layout alone."""
     if len(mesh.shape) == 1:
         return NONE
     module = on_mesh(mesh, S0)
@@ -239,7 +239,7 @@ def zero(module: nn.Module, group: Any) -> torch.optim.Optimizer:
 
 
 ROWS: dict[str, Callable[[Any], str]] = {
-    "optimisers of `torch.optim`, single, foreach, fused": optimizers,
+    "optimizers of `torch.optim`, single, foreach, fused": optimizers,
     "`clip_grad_norm_`": by(step=clipped),
     "`GradScaler`, with a step that all ranks skip": by(step=scaled),
     "activation checkpointing": by(step=recomputed),

@@ -249,7 +249,7 @@ def test_later_registrations_replace_and_tools_see_the_call() -> None:
         assert torch.sum(x) == 2
 
 
-def test_optimisers_ask_for_every_op_of_such_a_parameter() -> None:
+def test_optimizers_ask_for_every_op_of_such_a_parameter() -> None:
     seen = []
 
     @custom_sharding_spec_op(Dealt, Tensor.add_)

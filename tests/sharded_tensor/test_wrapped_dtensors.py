@@ -358,7 +358,7 @@ def test_torch_saves_and_loads_into_any_other_sharding(tmp_path: Path, src: int)
 
 @pytest.mark.processes
 @world(2, real=True)
-def test_a_model_and_its_optimiser_go_through_torchs_checkpoint(tmp_path: Path) -> None:
+def test_a_model_and_its_optimizer_go_through_torchs_checkpoint(tmp_path: Path) -> None:
     folder = str(collectives.gather_json(str(tmp_path), (0, 1))[0])
     weights = (
         DTensor.from_local(mine(Layout(Mesh((2,)), [Shard(1, [4, 8])], (7, 12)), 0, 2), Mesh((2,)), [Shard(1)]),

@@ -273,7 +273,7 @@ def test_gradients_reach_shards_and_come_from_them() -> None:
     assert_close(leaf.grad, torch.tensor([[0.0], [1.0], [1.0], [1.0]]).expand(4, 10))
 
 
-OPTIMISERS: list[Callable[[list[Tensor]], torch.optim.Optimizer]] = [
+OPTIMIZERS: list[Callable[[list[Tensor]], torch.optim.Optimizer]] = [
     lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
     lambda p: torch.optim.Adagrad(p, 0.1),
     lambda p: torch.optim.AdamW(p, 0.1, foreach=True),
@@ -281,7 +281,7 @@ OPTIMISERS: list[Callable[[list[Tensor]], torch.optim.Optimizer]] = [
 ]
 
 
-@pytest.mark.parametrize("make", OPTIMISERS)
+@pytest.mark.parametrize("make", OPTIMIZERS)
 def test_it_trains_as_a_plain_parameter_does(make: Callable[[list[Tensor]], torch.optim.Optimizer]) -> None:
     shards, offsets, full_value = taken("columns")
     mine, reference = nn.Parameter(LocalShardsWrapper(shards, offsets)), nn.Parameter(full_value)

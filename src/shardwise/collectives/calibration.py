@@ -25,7 +25,7 @@ Tables = tuple[Mapping[str, Measured], Mapping[str, Measured] | None]
 
 
 class Timing(NamedTuple):
-    """Of one call: the slowest rank, in microseconds.
+    """One call of a collective: the time of the slowest rank, in microseconds.
 
     Attributes:
         num_bytes: what the busiest rank receives; between hosts, what crosses the link of a host.
@@ -134,5 +134,5 @@ def describe_world(tables: Tables) -> str:
 
 
 def device_type_of_world() -> str:
-    """That of NCCL if the world has it, else "cpu"."""
+    """The type of the devices of NCCL if the world has it, else "cpu"."""
     return "cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend()) else "cpu"

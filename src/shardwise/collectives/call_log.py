@@ -184,7 +184,7 @@ class CallLog:
         return self._compared_notes.get(peer, 0)
 
     def digest(self) -> int:
-        """Of all calls so far and of the values noted; those who differ in it need not disagree."""
+        """A digest of all calls so far and of the values noted; ranks that differ in it need not disagree."""
         return rolling(self._digest, (note.words[DIGEST] for note in self.notes))
 
     def words_of_note(self, number: int) -> "array[int]":

@@ -29,7 +29,7 @@ SAME_COSTS = f"set {VARIABLE} to the same file on all hosts, and start as many r
 
 
 class Cost(NamedTuple):
-    """Of one collective on one kind of link.
+    """The cost of one collective on one kind of link.
 
     Attributes:
         latency: of a collective of no bytes between two ranks, in bytes.
@@ -48,7 +48,7 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """Of the collectives of one backend. Equal only if it is the same object, so that it is a cheap key of caches.
+    """The costs of the collectives of one backend. Equal only to itself, so that it is a cheap key of caches.
 
     Attributes:
         source: where the figures are from.
@@ -148,7 +148,7 @@ def using_costs(costs: Costs) -> Iterator[None]:
 
 
 def used_costs() -> Costs | None:
-    """Those of `using_costs`."""
+    """The costs of `using_costs`; None outside."""
     return _used.get()
 
 
@@ -186,7 +186,7 @@ def ranks_per_host_of(world_size: int) -> int | None:
 
 
 class Measured(NamedTuple):
-    """Of one collective: the time of no bytes between two ranks, of each further rank, and the speed."""
+    """The time of one collective of no bytes between two ranks, of each further rank, and the speed."""
 
     latency_us: float
     per_rank_us: float

@@ -444,7 +444,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
 
 
 def _absurd_length(log: CallLog) -> Difference | None:
-    """That this rank is about to receive more than any host has memory for, such as a length that is other data."""
+    """What this rank is about to receive, if no host has memory for it, such as a length that is other data."""
     call = log.latest_call()
     for peer, count in zip(log.ranks, call.recv_counts, strict=False):
         if not 0 <= count * call.dtype.itemsize < ABSURD_BYTES:
@@ -455,7 +455,7 @@ def _absurd_length(log: CallLog) -> Difference | None:
 
 
 def _as_supported(x: Tensor) -> Tensor:
-    """The same memory in a dtype that every backend supports."""
+    """View the memory in a dtype that every backend supports."""
     if x.dtype in _SUPPORTED:
         return x
     if x.element_size() == 16:  # complex128: one row an element, so that split sizes still count elements
@@ -464,7 +464,7 @@ def _as_supported(x: Tensor) -> Tensor:
 
 
 def _as_real(x: Tensor) -> Tensor:
-    """The same memory in a dtype that NCCL adds: a row of two numbers for a complex one."""
+    """View the memory in a dtype that NCCL adds: a row of two numbers for a complex one."""
     return torch.view_as_real(x) if x.is_complex() else x
 
 

@@ -276,7 +276,7 @@ def wait_pairwise(works: Sequence[dist.Work], deadline: float) -> None:
 
 
 def wait_limit(seconds: float) -> timedelta:
-    """As torch takes it: zero would be no limit."""
+    """The limit as torch takes it, where zero would be none."""
     return timedelta(seconds=max(seconds, 0.002))
 
 

@@ -210,7 +210,7 @@ def _contents(x: Tensor) -> tuple[int, ...]:
 
 
 def _contents_of_numbers(numbers: Mapping[str, complex]) -> tuple[int, ...]:
-    """The same of numbers. The first sum is a digest of all but floats, which are equal or not; the second is 0."""
+    """What `_contents` has of a tensor, of numbers. The first sum is a digest of all but floats; the second is 0."""
     digest = stable_digest(list(numbers.items()))
     exact = stable_digest([(name, "" if isinstance(x, float | complex) else x) for name, x in numbers.items()]) >> 4
     values = [_as_float(x) for x in islice(numbers.values(), SAMPLES)]

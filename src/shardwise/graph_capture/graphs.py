@@ -287,5 +287,5 @@ def _as_function(module: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _plain(x: Tensor) -> Tensor:
-    """For a compiler, which knows no DTensors and need not know of gradients."""
+    """The tensor for a compiler, which knows no DTensors and need not know of gradients."""
     return torch._C.TensorBase.as_subclass(x.detach(), Tensor)

@@ -151,7 +151,7 @@ class CapturedCall:
 
 
 def _detached(x: Tensor) -> Tensor:
-    """The same values as a leaf of a new autograd graph."""
+    """A tensor of the same memory that is a leaf of a new autograd graph."""
     with DisableTorchFunctionSubclass():
         inner = x.detach()
         inner.requires_grad_(x.requires_grad)

@@ -23,7 +23,7 @@ from shardwise.parallel.styles import (
 from shardwise.rules.row import Args, Kwargs
 
 NestedLayouts = PlacementsLike | None | Sequence[Any] | Mapping[str, Any]
-"""Of one argument: placements of a tensor, None to leave it, or a tuple, list or dict of these for nested arguments.
+"""Placements of one argument, None to leave it, or a tuple, list or dict of these for nested arguments.
 Placements of an argument that is not a tensor apply to every tensor in it."""
 
 
@@ -96,7 +96,7 @@ class _NestedRedistribution:
 def _nested(
     context: ModuleContext, plain: NestedLayouts, desired: NestedLayouts, use_local_output: bool, what: str
 ) -> _NestedRedistribution | None:
-    """From the layouts of plain tensors and the desired ones, which have the same structure."""
+    """The redistribution of an argument; layouts of plain tensors and desired ones have the same structure."""
     if plain is None and desired is None:
         return None
     path = f"{what} of {context.path or 'the module'}"

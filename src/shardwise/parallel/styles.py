@@ -56,9 +56,9 @@ describe(
 LAST_DIM = Shard(-1)
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 InputFn = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
-"""From the positional and keyword arguments of a module to those that its `forward` gets."""
+"""A function from the arguments of a module, by position and by name, to those that its `forward` gets."""
 OutputFn = Callable[[Any], Any]
-"""From the output of a module's `forward` to what its caller gets."""
+"""A function from the output of a module's `forward` to what its caller gets."""
 
 
 # ---- the base class, and what subclasses need -----------------------------------------------------------------------
@@ -115,7 +115,7 @@ class ModuleContext:
         return tuple(placement_of(p) for p in placements)
 
     def axes_with_sizes(self, placements: PlacementsLike, sized: Shard) -> AxisPlacements:
-        """As `axes`, with `Shard(-1)` replaced by `sized`."""
+        """`axes` with `Shard(-1)` replaced by `sized`."""
         return tuple(sized if a == self.axis and p == LAST_DIM else p for a, p in enumerate(self.axes(placements)))
 
     def layout(self, placements: PlacementsLike, shape: Sequence[int]) -> Layout:

@@ -153,7 +153,7 @@ def _tied(modules: Mapping[str, nn.Module], plan: Iterable[str]) -> Iterator[tup
 
 
 def _placement(style: str, ndim: int) -> Placement:
-    """Of a parameter that the plan names. A stack of weights has the experts first."""
+    """The placement of a parameter that the plan names. A stack of weights has the experts first."""
     if style == "grouped_gemm":
         return Shard(0)
     if style.endswith("colwise"):

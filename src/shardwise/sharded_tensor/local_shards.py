@@ -97,7 +97,7 @@ def _bounding_box(boxes: Sequence[Box]) -> Box:
 class LocalShardsWrapper(torch.Tensor):
     """The shards of one tensor that this rank holds, as one local tensor, for `DTensor.from_local`.
 
-    Shards that form a column, a row or a grid become one tensor, an ordinary one for every op, optimiser and hook.
+    Shards that form a column, a row or a grid become one tensor, an ordinary one for every op, optimizer and hook.
     Elementwise functions (copies, conversions, arithmetic, `zeros_like`, a `view` of the same shape) return a wrapper;
     other functions (a sum, a row) return a plain tensor.
 

@@ -41,7 +41,7 @@ class RemoteDevice:
 
     @staticmethod
     def parse(text: object) -> "RemoteDevice":
-        """From a string, a `torch.device`, a `RemoteDevice`, or torch's own `_remote_device`.
+        """Read a string, a `torch.device`, a `RemoteDevice`, or torch's own `_remote_device`.
 
         Raises:
             LayoutError: another form, such as the name of an RPC worker.
@@ -167,7 +167,7 @@ class TensorProperties:
 
     @staticmethod
     def create_from_tensor(tensor: Tensor) -> "TensorProperties":
-        """Those of `tensor`."""
+        """The properties of `tensor`."""
         return TensorProperties(tensor.dtype, tensor.layout, tensor.requires_grad, pin_memory=tensor.is_pinned())
 
 

@@ -199,7 +199,7 @@ def _report_on_silent_store(pending: PendingCollective, keeper: ProcessIdentity 
 
 
 def _first_sentence(error: BaseException) -> str:
-    """Of the text of a transport's error, without the line of its own source."""
+    """The first sentence of a transport's error, without the line of its own source."""
     first, *_ = str(error).splitlines() or [type(error).__name__]
     return first.rpartition("] " if first.startswith("[/") else "\n")[2].split(". ")[0].rstrip(".!") + "."
 

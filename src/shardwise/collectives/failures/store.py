@@ -59,7 +59,7 @@ class DifferentCalls:
 
 
 def different_calls(facts: Mapping[str, Any]) -> DifferentCalls:
-    """From JSON, which has lists for tuples."""
+    """The value of JSON, which has lists for tuples."""
     return DifferentCalls(tuple(facts["ranks"]), facts["number"], facts["why"])
 
 

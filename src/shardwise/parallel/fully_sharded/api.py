@@ -87,7 +87,7 @@ def fully_shard(
             None is one axis of all ranks.
         reshard_after_forward: free parameters after forward, and all-gather them again for backward. None is False for
             the outermost unit, whose backward comes first, and True for others. A number of ranks, a factor of those
-            of the axis: parameters are divided among so many neighbours after forward, which sends nothing, and these
+            of the axis: parameters are divided among so many neighbors after forward, which sends nothing, and these
             all-gather them for backward.
         shard_placement_fn: the `Shard` of a parameter; None is `Shard(0)`.
         mp_policy: dtypes in which parameters are used and gradients are reduced; torch's class is taken too.
@@ -283,7 +283,7 @@ class FullyShardedModule(nn.Module):
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any module; also of gradients that were not reduced yet."""
+        """Clear gradients as any module does, and those that were not reduced yet."""
         super().zero_grad(set_to_none)
         for unit in self._units(recurse=True):
             unit.unreduced.clear()

@@ -234,7 +234,7 @@ class Gathered:
         return reduced
 
     def _accumulated(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """With those that were not reduced before; none if these are not reduced either."""
+        """Add the gradients that were not reduced before; none are left if these are not reduced either."""
         kept, found = self.unit.unreduced, list(gradients)
         if self.unit.requires_gradient_sync and not kept:
             return found
@@ -354,7 +354,7 @@ class _Context(Protocol):
 
 
 class _AllGathered(TensorFunction):
-    """From stored parameters to all-gathered ones."""
+    """All-gathers stored parameters; its backward reduces their gradients."""
 
     @staticmethod
     def forward(ctx: _Context, gathered: Gathered, *shards: Tensor) -> tuple[Tensor, ...]:

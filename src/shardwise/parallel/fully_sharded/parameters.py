@@ -29,7 +29,7 @@ _STORED = "_fully_sharded_parameters"  # of a module: how its own parameters are
 @checked_init
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """As torch's `MixedPrecisionPolicy`.
+    """Dtypes of a unit, as in torch's `MixedPrecisionPolicy`.
 
     Args:
         param_dtype: in which parameters are all-gathered and used; None: their own.
@@ -46,13 +46,13 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """As torch's `OffloadPolicy`: parameters are stored on the device of the mesh."""
+    """Parameters are stored on the device of the mesh, as by torch's `OffloadPolicy`."""
 
 
 @checked_init
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """As torch's `CPUOffloadPolicy`: parameters, gradients and states of the optimizer are on the CPU.
+    """Parameters, gradients and states of the optimizer are on the CPU, as by torch's `CPUOffloadPolicy`.
 
     Shards are copied to the device of the mesh for an all-gather; their gradients are copied back once they are
     reduced. On a CPU mesh this changes nothing.
