@@ -79,8 +79,10 @@ def every_case() -> None:
 
 
 @pytest.mark.processes
-def test_real_ranks_get_what_the_others_have() -> None:
+def test_real_ranks_get_what_the_others_have_in_any_group_and_wait_for_late_ones() -> None:
     world(3, real=True).run(every_case)
+    assert world(3, real=True).run(from_a_late_root) == [[2.0] * 3, [], [2.0] * 3]
+    world(3, real=True).run(in_groups_of_torch)
 
 
 def from_a_late_root() -> list[float]:
@@ -90,11 +92,6 @@ def from_a_late_root() -> list[float]:
     if rank() == 2:
         time.sleep(2 * SLICE_SECONDS)
     return collectives.broadcast(torch.full((3,), float(rank())), 3, 2, (0, 2)).tolist()  # rank 0 only receives
-
-
-@pytest.mark.processes
-def test_a_rank_that_only_receives_waits_for_one_that_is_late() -> None:
-    assert world(3, real=True).run(from_a_late_root) == [[2.0] * 3, [], [2.0] * 3]
 
 
 def in_groups_of_torch() -> None:
@@ -115,11 +112,6 @@ def in_groups_of_torch() -> None:
                     collectives.group_ranks(group)
             gather_and_broadcast((3, 3, 1), members, torch.float32)
             reduce_and_scatter((3, 3, 1), members, torch.float32)
-
-
-@pytest.mark.processes
-def test_groups_of_torch_may_have_any_order_and_may_be_destroyed() -> None:
-    world(3, real=True).run(in_groups_of_torch)
 
 
 def sum_in_rank_order() -> list[float]:

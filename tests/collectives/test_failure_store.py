@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, TCPStore
@@ -105,7 +106,7 @@ class Server:
     port: int
 
 
-def test_a_server_that_is_gone_is_not_reachable_and_nothing_else_has_an_address() -> None:
+def test_servers_that_are_gone_elsewhere_or_do_not_answer_are_distinguished() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = PrefixStore("a", PrefixStore("b", server))
     assert address(store) == ("127.0.0.1", server.port)
@@ -115,26 +116,19 @@ def test_a_server_that_is_gone_is_not_reachable_and_nothing_else_has_an_address(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-
     assert not is_reachable(Server("127.0.0.1", port))  # type: ignore[arg-type] # the rest is not asked for
-
-
-def test_only_an_address_of_this_host_is_on_this_host() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        assert is_on_this_host(server.getsockname())  # also where its port is in use
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        assert is_on_this_host(used.getsockname())  # also where its port is in use
     assert is_on_this_host(("localhost", 80))
     assert not is_on_this_host(("192.0.2.1", 80))  # kept free for documentation, by RFC 5737
     assert not is_on_this_host(("no such host", 80))
-
-
-def test_a_server_that_does_not_answer_is_distinguished_from_one_that_refuses() -> None:
     with socket.socket() as full:
         full.bind(("127.0.0.1", 0))
-        server = Server(*full.getsockname())
-        assert isinstance(connection_error(server), ConnectionRefusedError)  # type: ignore[arg-type]
+        silent: Any = Server(*full.getsockname())
+        assert isinstance(connection_error(silent), ConnectionRefusedError)
         full.listen(0)
-        assert connection_error(server) is None  # type: ignore[arg-type] # accepted by nobody, so the queue is full
-        assert isinstance(connection_error(server), TimeoutError)  # type: ignore[arg-type]
+        assert connection_error(silent) is None  # accepted by nobody, so the queue is full
+        assert isinstance(connection_error(silent), TimeoutError)
 
 
 class ServedStore(HashStore):

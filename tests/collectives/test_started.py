@@ -47,12 +47,9 @@ def test_fewer_than_four_missing_bytes_of_short_integers_go_unseen() -> None:
     assert arrived(torch.uint8, [3, 0, 0], [0, 0, 0])[1] is None
 
 
-def test_the_own_piece_and_empty_buffers_are_not_marked() -> None:
+def test_the_own_shard_empty_buffers_and_special_values_are_not_taken_for_a_mark() -> None:
     assert arrived(torch.float32, [0, 5, 0], [0, 0, 0])[1] is None
     assert arrived(torch.float32, [0, 0, 0], [0, 0, 0])[1] is None
-
-
-def test_values_that_look_like_trouble_are_not_taken_for_a_mark() -> None:
     for special in (float("nan"), float("inf"), -0.0):
         out = torch.empty(2, dtype=torch.float16)
         check = RecvCheck(out, [1, 0, 1], own=1)

@@ -391,9 +391,16 @@ def test_casts_that_autocast_remembers_belong_to_one_call() -> None:
 # ---- tensors that share memory -----------------------------------------------------------------------------------
 
 
-def test_minus_zero_is_another_number() -> None:
+def test_minus_zero_is_another_number_and_what_needs_gradients_later_gets_them() -> None:
     step = sw.capture(lambda x, k: x / k)
     assert [step(torch.ones(1), k).item() for k in (0.0, 0.0, -0.0, -0.0)] == [float("inf")] * 2 + [-float("inf")] * 2
+    late = torch.randn(3)
+    step = sw.capture(lambda x: (x * late * WEIGHT).sum())
+    for _ in range(2):
+        step(torch.ones(3)).backward()
+    late.requires_grad_()
+    step(torch.ones(3)).backward()
+    assert torch.equal(late.grad, WEIGHT)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -485,13 +492,3 @@ def test_the_onednn_recurrent_layer_is_refused_and_the_other_kernel_works() -> N
             other(x)[0].sum().backward()
             for a, b in zip(model.parameters(), other.parameters(), strict=True):
                 assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
-
-
-def test_what_needs_gradients_later_gets_them() -> None:
-    late = torch.randn(3)
-    step = sw.capture(lambda x: (x * late * WEIGHT).sum())
-    for _ in range(2):
-        step(torch.ones(3)).backward()
-    late.requires_grad_()
-    step(torch.ones(3)).backward()
-    assert torch.equal(late.grad, WEIGHT)  # type: ignore[arg-type]

@@ -107,11 +107,16 @@ def test_arguments_may_be_of_the_same_types(name: str) -> None:
     assert len(step.graphs()) == 1
 
 
-def test_the_constants_of_a_dataclass_are_part_of_the_kind_of_call() -> None:
+def test_constants_of_dataclasses_are_part_of_the_kind_of_call_and_gradients_flow_through() -> None:
     step = sw.capture(lambda inner: inner.y * len(inner.name))
     for name in ("a", "abc", "a"):
         assert torch.equal(step(Inner(torch.ones(2), name)), torch.full((2,), float(len(name))))
     assert len(step.graphs()) == 2
+    step = sw.capture(lambda outer: Inner(outer.inner.y * outer.more["w"]))
+    for _ in range(3):
+        x, w = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+        step(Outer(Inner(x), {"w": w})).y.sum().backward()
+        assert_close((x.grad, w.grad), (w.detach(), x.detach()))
 
 
 @pytest.mark.parametrize("name", ["KeyedTensor", "KeyedJaggedTensor"])
@@ -121,14 +126,6 @@ def test_results_do_not_share_their_keys(name: str) -> None:
         found = step(torch.ones(3))
         assert found.keys()[0] == "a"
         found.keys()[0] = "changed"
-
-
-def test_gradients_through_dataclasses() -> None:
-    step = sw.capture(lambda outer: Inner(outer.inner.y * outer.more["w"]))
-    for _ in range(3):
-        x, w = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
-        step(Outer(Inner(x), {"w": w})).y.sum().backward()
-        assert_close((x.grad, w.grad), (w.detach(), x.detach()))
 
 
 class Config:

@@ -58,11 +58,17 @@ def test_each_value_that_is_read_has_graphs_of_its_own(name: str) -> None:
     assert len(step.graphs()) == kinds
 
 
-def test_a_value_that_is_no_number_equals_itself() -> None:
+def test_a_value_that_is_no_number_equals_itself_and_too_many_are_an_error_with_the_line() -> None:
     step = sw.capture(lambda x: x * x.sum().item())
     for x in (torch.tensor([NAN]), torch.tensor([NAN]), torch.tensor([1.0])):
         assert_close(step(x), x * x, equal_nan=True)
     assert len(step.graphs()) == 2
+    step = sw.capture(lambda x: x * x.sum().item(), limit=2)
+    step(torch.ones(1)), step(torch.zeros(1))
+    with pytest.raises(
+        CaptureError, match=r"reads another value by item\(\), or an `if` at .*test_value_guards.py:\d+"
+    ):
+        step(torch.ones(1) * 2)
 
 
 def test_values_of_tensors_that_are_no_arguments() -> None:
@@ -124,15 +130,6 @@ def test_the_value_of_a_replicated_tensor_may_be_read() -> None:
         return len(step.graphs())
 
     assert world(2).run(body) == [2, 2]
-
-
-def test_too_many_values_are_an_error_that_names_the_line() -> None:
-    step = sw.capture(lambda x: x * x.sum().item(), limit=2)
-    step(torch.ones(1)), step(torch.zeros(1))
-    with pytest.raises(
-        CaptureError, match=r"reads another value by item\(\), or an `if` at .*test_value_guards.py:\d+"
-    ):
-        step(torch.ones(1) * 2)
 
 
 # ---- what no guard can compute before the replay ------------------------------------------------------------------
