@@ -86,7 +86,8 @@ class Run:
             FloatingPointError: the loss is not finite; the checkpoints of earlier steps stay.
         """
         last, every = self.args.steps, max(1, self.args.steps // LINES)
-        say(f"Going on from step {self.first:,} of {self.args.folder}." if self.first else "Starting at step 0.")
+        begins = f"Going on from step {self.first:,}" if self.first else "Starting"
+        say(f"{begins}, to step {last:,}, with checkpoints in {self.args.folder}.")
         losses: list[Tensor] = []
         with shown(self.first, last) as show:
             for step in range(self.first, last):

@@ -109,7 +109,7 @@ def test_the_gpt_trains_as_in_one_process_and_goes_on_from_a_checkpoint_on_other
     sizes = ("--windows", "5", "--context", "16", "--dim", "8", "--heads", "2", "--layers", "1", "--save-every", "2")
     first = run_example("language_model", tmp_path, "--nproc", "4", "--tp", "2", "--steps", "3", *sizes)
     then = run_example("language_model", tmp_path, "--nproc", "3", "--steps", "5", *sizes)
-    assert "Going on from step 3 " in then
+    assert "Going on from step 3, to step 5," in then
     text, held_out = pages.texts()
     tokens = torch.tensor(list(text))
     torch.manual_seed(0)
@@ -155,7 +155,7 @@ def test_the_dlrm_trains_as_in_one_process_and_goes_on_from_a_checkpoint_on_othe
     options = ("--data", str(data), "--batch", "50", "--num-ids", "31", "--dim", "4", "--save-every", "2")
     first = run_example("dlrm", tmp_path, "--nproc", "3", "--steps", "3", *options)
     then = run_example("dlrm", tmp_path, "--nproc", "2", "--steps", "5", *options)
-    assert "Going on from step 3 " in then
+    assert "Going on from step 3, to step 5," in then
     assert "Collectives of a step: 4 all_to_all" in then
     rows, held_out = (clicks.Clicks(data, 50, 31, training=training) for training in (True, False))
     torch.manual_seed(0)
@@ -273,9 +273,9 @@ def test_the_recommender_trains_as_in_one_process_and_goes_on_from_a_checkpoint_
     """First 3 ranks, which divide neither the batch nor the tables, then 2."""
     options = ("--batch", "20", "--dim", "6", "--save-every", "2")
     first = run_example("recommender", tmp_path, "--nproc", "3", "--steps", "3", *options)
-    assert "Starting at step 0." in first
+    assert "Starting, to step 3," in first
     then = run_example("recommender", tmp_path, "--nproc", "2", "--steps", "5", *options)
-    assert "Going on from step 3 " in then
+    assert "Going on from step 3, to step 5," in then
     recommender = example("recommender")
     words, functions, test = recommender.read(recommender.DATA)
     torch.manual_seed(0)
