@@ -54,7 +54,7 @@ CAUGHT = {
     "checkpoint/converted_names.py": {"_check_numbers"},
     "checkpoint/local_files.py": {"naming"},
     "checkpoint/manifest.py": {"_unique", "_refuse", "_finite"},
-    "checkpoint/objects.py": {"_os_error"},
+    "checkpoint/object_store.py": {"_os_error"},
     "checkpoint/offline/safetensors_format.py": {"_tensors", "_entry"},
     "checkpoint/offline/torch_format.py": {"_described", "_order", "_extent"},
     "checkpoint/offline/torch_pickles.py": {"_state", "sizes_of", "_place", "_tensor", "_check_numbers", "entries"},

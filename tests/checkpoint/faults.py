@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 from shardwise.checkpoint import lock
-from shardwise.checkpoint.objects import Objects
+from shardwise.checkpoint.object_store import Objects
 from shardwise.checkpoint.stores import CheckpointStore
 
 OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"}

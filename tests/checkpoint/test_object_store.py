@@ -24,7 +24,6 @@ from shardwise.checkpoint import (
     load,
     lock,
     object_store,
-    objects,
     offline,
     read_manifest,
     save,
@@ -32,8 +31,7 @@ from shardwise.checkpoint import (
     saving,
 )
 from shardwise.checkpoint.locations import store_at
-from shardwise.checkpoint.object_store import ObjectStore
-from shardwise.checkpoint.objects import Objects
+from shardwise.checkpoint.object_store import Objects, ObjectStore
 from shardwise.errors import CheckpointError
 from shardwise.layout import Layout, Mesh, Shard
 from shardwise.testing import world
@@ -304,7 +302,7 @@ def test_a_rank_reads_the_bytes_that_it_needs(url: str, noted: list[tuple[str, s
 
     assert world(2).run(body) == [[0, 1024 * 256 - 1], [1024 * 256, (1 << 24) - 1]]
     data = [count for kind, name, count in noted if kind == "read" and name.endswith(".safetensors")]
-    assert max(data) <= objects.REQUEST_BYTES
+    assert max(data) <= object_store.REQUEST_BYTES
     mebibytes = sum(data) >> 20
     first_rank, second_rank = 4 + 1, 64 + 63
     assert mebibytes == first_rank + second_rank

@@ -282,7 +282,7 @@ USES_AN_EXECUTOR = """
     from concurrent.futures import ThreadPoolExecutor
     import torch
     from shardwise.checkpoint import latest, save_async
-    from shardwise.checkpoint.objects import Objects
+    from shardwise.checkpoint.object_store import Objects
 
     put, executor = Objects.put, ThreadPoolExecutor()
 

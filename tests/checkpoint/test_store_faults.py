@@ -16,7 +16,7 @@ from shardwise import collectives
 from shardwise.checkpoint import load, locations, object_store, save_async, writer_lock
 from shardwise.checkpoint.folder_store import FolderStore
 from shardwise.checkpoint.locations import store_at
-from shardwise.checkpoint.objects import Objects
+from shardwise.checkpoint.object_store import Objects
 from shardwise.checkpoint.stores import find
 from shardwise.errors import CheckpointError, UnreachableError
 from shardwise.testing import world

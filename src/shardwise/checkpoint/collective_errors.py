@@ -40,11 +40,6 @@ def on_all_ranks(what: str, work: Callable[[], T]) -> list[T]:
     return [answer["done"] for answer in answers]
 
 
-def on_first_rank(work: Callable[[], str]) -> str:
-    """The result of `work` on rank 0; "" on the others."""
-    return work() if collectives.rank() == 0 else ""
-
-
 def digest(facts: Mapping[str, str]) -> str:
     """A short text that is equal where `facts` are."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

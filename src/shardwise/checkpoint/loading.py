@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.collective_errors import digest, listed, on_all_ranks, on_first_rank, require_same
+from shardwise import collectives
+from shardwise.checkpoint.collective_errors import digest, listed, on_all_ranks, require_same
 from shardwise.checkpoint.files import StoredFile, check_header, copy_box, span, verify_bytes
 from shardwise.checkpoint.locations import store_at
 from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor, gc_paused
@@ -94,7 +95,7 @@ def load_into(folder: str | PathLike[str], choose: Callable[[Manifest], Wanted],
         parsed.append(manifest)
         return version
 
-    version = on_all_ranks(what, lambda: on_first_rank(find_version))[0]
+    version = on_all_ranks(what, lambda: find_version() if collectives.rank() == 0 else "")[0]
     with ExitStack() as stack:
         reading = _Reading(store, version, parsed[0] if parsed else None, stack)
         sums, rows = zip(*on_all_ranks(what, lambda: reading.verify(choose, subset)), strict=True)

@@ -26,7 +26,7 @@ def store_at(location: Location) -> CheckpointStore:
     """
     if not str(location):
         raise CheckpointError("The folder of checkpoints is an empty text. Fix: name it; '.' is the current one")
-    if is_url(location):
+    if _is_url(location):
         return ObjectStore(str(location))
     if changed := _NORMALISED_URL.fullmatch(str(location)):
         raise CheckpointError(
@@ -35,7 +35,7 @@ def store_at(location: Location) -> CheckpointStore:
     return FolderStore(location)
 
 
-def is_url(location: Location) -> bool:
+def _is_url(location: Location) -> bool:
     """Whether it has a protocol, as s3://bucket/run; else it is a folder."""
     return _URL.match(str(location)) is not None
 
@@ -46,7 +46,7 @@ def local_path(location: Location) -> Path:
     Raises:
         CheckpointError: it is a URL.
     """
-    if is_url(location):
+    if _is_url(location):
         raise CheckpointError(
             f"{location} is a URL, which only a checkpoint can have. Fix: name a local path, and copy from or to there"
         )
