@@ -1,9 +1,12 @@
-"""What a redistribution allocates, measured on the ranks of real processes, where no rank computes for another one.
+"""What a redistribution allocates, on the ranks of real processes, where no rank computes for another one; and keeps.
 
 A plan of several steps has no layout on the way that is larger than its ends (`test_search.py`). Beside the local
 tensor that it is given, a rank holds what it sends to others, what it keeps, what it receives, and the result. A rank
 that adds partial values receives those of all ranks.
 """
+
+import gc
+import tracemalloc
 
 import pytest
 import torch
@@ -12,10 +15,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwise import collectives, distribute_tensor, zeros
+from shardwise import Boxes, collectives, distribute_tensor, zeros
+from shardwise.collectives import owner
 from shardwise.layout import Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
 from shardwise.redistribute.plan import plan_redistribute
-from shardwise.redistribute.run_plan import redistribute_local
+from shardwise.redistribute.run_plan import Redistribution, redistribute_local, redistribution, with_placements
 from shardwise.testing import world
 from tests.redistribute.test_search import pairs
 
@@ -87,3 +91,65 @@ def test_gradients_are_copied_once_into_their_bucket_and_stay_there() -> None:
 def test_a_redistribution_holds_a_few_times_its_larger_end(mesh: Mesh, shape: tuple[int, ...]) -> None:
     several = world(4, real=True).run(check_memory, mesh, shape, 60)
     assert min(several) > 1
+
+
+# ---- what redistributions that a rank remembers may take -----------------------------------------------------
+
+RANKS = 1024
+ROWS = Mesh((RANKS,))
+REVERSED = Mesh((RANKS,), tuple(reversed(range(RANKS))))
+S0, S1, R = Shard(0), Shard(1), Replicate()
+PIECES = Boxes([[((2 * i, 0), (2, 5)), ((2 * i, 5), (2, 3))] for i in range(RANKS)])
+UNEVEN = Shard(0, (3, 1) * (RANKS // 2))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "src", "dst"),
+    [
+        (ROWS, S0, R),
+        (ROWS, S0, S1),
+        (ROWS, UNEVEN, R),
+        (ROWS, PIECES, R),
+        (REVERSED, S0, S0),
+    ],
+    ids=str,
+)
+def test_a_redistribution_knows_about_how_much_memory_it_takes(mesh: Mesh, src: Placement, dst: Placement) -> None:
+    def prepare() -> tuple[int, int]:
+        before = Layout(mesh, [src], (2 * RANKS, 8))
+        plan = plan_redistribute(before, Layout(ROWS, [dst], before.shape))
+        Redistribution(plan.src, plan.dst, plan, owner())  # so that what meshes and layouts keep is there
+        gc.collect()
+        tracemalloc.start()
+        made = Redistribution(plan.src, plan.dst, plan, owner())
+        taken = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        return taken, made.num_bytes
+
+    ((taken, said),) = world(1).run(prepare)
+    assert taken < 2 * said
+    assert said < max(4 * taken, 200 * RANKS)
+
+
+@world(1)
+def test_memory_is_bounded_and_not_the_number_of_redistributions() -> None:
+    cache = owner().redistributions
+    cache.limit = 4 << 20
+
+    def between_meshes(rows: int) -> Redistribution:
+        src = Layout(REVERSED, [S0], (rows, 8))
+        with_placements(src, [R])
+        return redistribution(src, Layout(ROWS, [R], (rows, 8)))
+
+    def kept() -> list[Redistribution]:
+        return [found for found in cache.values() if isinstance(found, Redistribution)]
+
+    most = 0
+    for rows in range(RANKS, RANKS + 30):
+        assert between_meshes(rows) in kept()
+        assert sum(found.num_bytes for found in kept()) <= cache.limit
+        most = max(most, len(kept()))
+    assert 2 < most < 30
+    for rows in range(1, 500):  # on two ranks they are small
+        redistribution(Layout(Mesh((2,)), [S0], (rows, 8)), Layout(Mesh((2,)), [R], (rows, 8)))
+    assert len(kept()) > 200

@@ -1,10 +1,13 @@
-"""Redistribution beyond the sweep of `test_movement_exhaustive`: dtypes, ties, graphs, memory, refusals."""
+"""Redistribution: dtypes, ties, graphs, memory, refusals; and between all pairs of layouts."""
 
+import random
 from collections.abc import Callable, Sequence
 from itertools import product
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -12,7 +15,6 @@ from shardwise import collectives
 from shardwise.collectives import count_comms
 from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import REDUCE_OPS, Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
-from shardwise.redistribute.exchange import identity
 from shardwise.redistribute.plan import plan_redistribute
 from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.redistribute.transfers import all_to_all
@@ -25,7 +27,17 @@ from shardwise.testing.local_shards import (
     reduced_value,
     small_integers,
 )
-from tests.redistribute.one_process import Case, alike, assert_value, on_all_ranks
+from tests.redistribute.one_process import (
+    Case,
+    Outcome,
+    alike,
+    assert_equal_to_one_process,
+    assert_gradient,
+    assert_value,
+    on_all_ranks,
+    on_this_rank,
+)
+from tests.strategies import Written, laws, layouts, meshes, small_layouts
 
 LINE = Mesh((3,), (2, 0, 1))
 ROWS = Boxes([[((3, 0), (2, 3)), ((0, 0), (1, 3))], [], [((1, 0), (2, 3))]])
@@ -119,13 +131,6 @@ def test_a_value_spread_into_contributions_reduces_to_itself(op: str, dtype: tor
             assert torch.equal(out, local_tensor(full, dst, rank))
 
 
-def test_the_identity_changes_nothing() -> None:
-    for op, dtype in REDUCTIONS:
-        values = torch.tensor([0, 1, 3]).to(dtype)
-        stack = torch.stack([values, torch.full_like(values, identity(op, dtype))])
-        assert torch.equal(collectives.reduce_stack(stack, op), values)
-
-
 def complaints(body: Callable[[], object], ranks: int = 3) -> set[str]:
     def caught() -> str:
         with pytest.raises(RuleError) as error:
@@ -174,12 +179,16 @@ def test_a_maximum_of_complex_numbers_is_refused_on_every_rank(src: Placement, d
 def test_a_move_to_another_shape_is_refused_before_anything_is_sent() -> None:
     src, dst = Layout(LINE, [Shard(0)], (5,)), Layout(LINE, [Replicate()], (6,))
 
-    def body() -> int:
-        with count_comms() as comms, pytest.raises(LayoutError, match="Redistribution keeps the global shape"):
+    def body() -> tuple[int, str]:
+        with count_comms() as comms, pytest.raises(LayoutError) as caught:
             redistribute_local(torch.ones(src.local_shape(collectives.rank())), src, dst)
-        return comms.total_calls
+        return comms.total_calls, str(caught.value)
 
-    assert world(3).run(body) == [0, 0, 0]
+    text = (
+        f"Redistribution keeps the global shape: cannot redistribute {src} to {dst}. "
+        f"Fix: change the shape by an op first, such as reshape()."
+    )
+    assert world(3).run(body) == [(0, text)] * 3
 
 
 # ---- gradients --------------------------------------------------------------------------------------------
@@ -274,21 +283,6 @@ def test_moves_on_a_grid_can_be_differentiated_twice() -> None:
     targets = [layout for layout in sources if not layout.partial_axes]
     pairs = list(product(sources, targets))[::5]
     assert_twice_differentiable([Case(src, dst, i) for i, (src, dst) in enumerate(pairs)])
-
-
-def test_the_way_back_of_a_gather_is_a_reduce_scatter() -> None:
-    """Backward sends as many bytes as scattering a sum, not as reducing it everywhere."""
-    src, dst = lines(Shard(0), Replicate(), shape=(6, 4), mesh=Mesh((3,)))
-
-    def body() -> tuple[int, dict[str, int]]:
-        local = torch.ones(2, 4, requires_grad=True)
-        out = redistribute_local(local, src, dst)
-        with count_comms() as comms:
-            out.sum().backward()
-        assert_close(local.grad, torch.full((2, 4), 3.0))
-        return comms.total_bytes, comms.calls
-
-    assert world(3).run(body) == [(4 * 4 * 4, {"all_to_all": 1})] * 3
 
 
 def test_a_rank_with_nothing_takes_part_in_backward() -> None:
@@ -471,3 +465,137 @@ def test_replicas_have_the_same_bits_whatever_the_order_of_the_ranks() -> None:
     total = redistribute_local(partial_sum, partial, Layout(mesh, [Replicate()] * 2, (6,)))
     first = [collectives.all_to_all(total.repeat(6), [6] * 6, [6] * 6, tuple(range(6)))[:6]]
     assert torch.equal(total, first[0])
+
+
+# ---- between all pairs of layouts: value, gradient and bytes equal one process -------------------------------
+
+
+def dealt_rows(shape: tuple[int, ...], positions: int) -> Boxes:
+    """The last rows, then some of the first for the last position; others for the first; none between."""
+    rows, rest = shape[0], shape[1:]
+    cuts = [(rows // 2, rows), (0, rows // 4), (rows // 4, rows // 2)]
+    boxes = [((start, *[0] * len(rest)), (stop - start, *rest)) for start, stop in cuts]
+    hands: list[list[tuple[Sequence[int], Sequence[int]]]] = [[] for _ in range(positions)]
+    hands[-1] += boxes[:2]
+    hands[0].append(boxes[2])
+    return Boxes(hands)
+
+
+def line_layouts(mesh: Mesh, shape: tuple[int, ...]) -> list[Layout]:
+    more: list[Placement] = [OnRanks(0), *(Partial(op) for op in REDUCE_OPS if op != "sum")]
+    more += [dealt_rows(shape, mesh.size())] if shape else []
+    found = [written.layout for written in small_layouts(mesh, shape)]
+    return list(dict.fromkeys([*found, *(Layout(mesh, [p], shape) for p in more)]))
+
+
+def grid_layouts(mesh: Mesh, shape: tuple[int, ...]) -> list[Layout]:
+    """All combinations of placements, with sums and maxima, in both orders; boxes on the last axis."""
+    sums = [written.layout for written in small_layouts(mesh, shape)]
+    maxima = [
+        layout.replace([Partial("max") if p == Partial() else p for p in layout.placements])
+        for layout in sums
+        if layout.partial_axes
+    ]
+    boxes = dealt_rows(shape, mesh.shape[-1])
+    full = [Layout(mesh, [*layout.placements[:-1], boxes], shape) for layout in sums if layout.is_replicated]
+    return list(dict.fromkeys([*sums, *maxima, *full]))
+
+
+LINES = [Mesh((1,)), Mesh((2,)), LINE, Mesh((5,))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(5, 3), (4,), (0, 2), ()], ids=str)
+@pytest.mark.parametrize("mesh", LINES, ids=str)
+def test_every_move_along_one_axis(mesh: Mesh, shape: tuple[int, ...]) -> None:
+    pairs = list(product(line_layouts(mesh, shape), repeat=2))
+    assert assert_equal_to_one_process([Case(a, b, i) for i, (a, b) in enumerate(pairs)]) == len(pairs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(5, 3), (3,), (2, 0)], ids=str)
+@pytest.mark.parametrize("mesh", [Mesh((2, 2)), Mesh((2, 3), (5, 4, 3, 0, 1, 2))], ids=str)
+def test_moves_on_a_grid(mesh: Mesh, shape: tuple[int, ...]) -> None:
+    draw = random.Random(0)
+    found = grid_layouts(mesh, shape)
+    assert_equal_to_one_process([Case(draw.choice(found), draw.choice(found), i) for i in range(150)])
+
+
+MESH_PAIRS = {
+    "to other ranks in the same places": (Mesh((3,)), Mesh((3,), (2, 0, 1))),
+    "from some ranks to all": (Mesh((2,), (2, 0)), Mesh((4,))),
+    "from all ranks to some": (Mesh((4,)), Mesh((2,), (2, 1))),
+    "to ranks that had nothing": (Mesh((2,), (0, 3)), Mesh((3,), (4, 2, 1))),
+    "to another grid of the same ranks": (Mesh((2, 2)), Mesh((4,), (3, 1, 2, 0))),
+    "from a grid to a larger one": (Mesh((1, 3), (0, 4, 1)), Mesh((2, 3))),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MESH_PAIRS)
+def test_moves_between_meshes(case: str) -> None:
+    draw = random.Random(0)
+    old, new = (
+        {shape: (line_layouts if mesh.ndim == 1 else grid_layouts)(mesh, shape) for shape in [(5, 3), (4,)]}
+        for mesh in MESH_PAIRS[case]
+    )
+    cases = [Case(draw.choice(old[s]), draw.choice(new[s]), i) for i in range(50) for s in old]
+    assert assert_equal_to_one_process(cases) == 100
+
+
+@pytest.mark.slow
+@laws
+@given(layouts(), st.data())
+def test_a_move_between_any_layouts_of_a_mesh(written: Written, data: st.DataObject) -> None:
+    other = data.draw(layouts(mesh=written.mesh, shape=written.shape))
+    assert_equal_to_one_process([Case(written.layout, other.layout)])
+
+
+@pytest.mark.slow
+@laws
+@given(meshes(world=7), meshes(world=7), st.data())
+def test_a_move_between_any_layouts_of_two_meshes(old: Mesh, new: Mesh, data: st.DataObject) -> None:
+    written = data.draw(layouts(mesh=old))
+    other = data.draw(layouts(mesh=new, shape=written.shape))
+    assert_equal_to_one_process([Case(written.layout, other.layout)])
+
+
+# ---- processes, whose dtypes and groups get through torch.distributed ----------------------------------------
+
+TWO = Boxes([[((3, 0), (2, 3)), ((0, 0), (1, 3))], [((1, 0), (2, 3))]])
+
+
+def dtypes_that_change(dtypes: Sequence[torch.dtype]) -> list[torch.dtype]:
+    """Those of which a number is another one after a move between two ranks."""
+    found, rank = lines(Shard(0), Shard(1, [0, 3]), Replicate(), TWO, mesh=Mesh((2,))), collectives.rank()
+    changed = []
+    for dtype in dtypes:
+        full = torch.arange(15).view(5, 3).to(dtype)
+        moves = ((redistribute_local(local_tensor(full, src, rank), src, dst), dst) for src in found for dst in found)
+        changed += [dtype] * (not all(torch.equal(out, local_tensor(full, dst, rank)) for out, dst in moves))
+    return changed
+
+
+@pytest.mark.processes
+def test_every_dtype_moves_bit_by_bit_between_processes() -> None:
+    dtypes = [*DTYPES, torch.int32, torch.bool, torch.complex128]
+    assert world(2, real=True).run(dtypes_that_change, dtypes) == [[], []]
+
+
+def all_on_this_rank(cases: Sequence[Case]) -> list[Outcome]:
+    return [on_this_rank(case) for case in cases]
+
+
+@pytest.mark.processes
+def test_moves_between_processes_equal_one_process() -> None:
+    """Also of some of the processes only, which have no process group of their own; and a large sum."""
+    kinds: list[Placement] = [Shard(0), Replicate(), Partial(), Partial("max"), TWO]
+    meshes = [Mesh((2,)), Mesh((2,), (1, 0)), Mesh((2,), (2, 0))]
+    pairs = [lines(src, dst, mesh=mesh) for mesh in meshes for src, dst in product(kinds, repeat=2)]
+    pairs.append(lines(Partial(), Replicate(), shape=(5, 10_000)))
+    assert plan_redistribute(*pairs[-1]).collectives == ("all_reduce",)
+    cases = [Case(src, dst) for src, dst in pairs]
+    by_rank = world(3, real=True).run(all_on_this_rank, cases)
+    for case, *outcomes in zip(cases, *by_rank, strict=True):
+        assert_value(case, [outcome.out for outcome in outcomes])
+        assert_gradient(case, [outcome.grad for outcome in outcomes])

@@ -163,7 +163,7 @@ def forget() -> None:
         cache.cache_clear()
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "boxes")) for name in PAIRS])
 def test_memory_grows_no_faster_than_the_number_of_ranks(name: str) -> None:
     """Of making, comparing, hashing and picturing a layout, and of planning: nothing for each pair of ranks."""
     plan_of_one_rank(layouts_of(PAIRS[name](64)))  # imports, and what Python keeps

@@ -1,6 +1,9 @@
-"""Every sequence that the planner may choose gives what one exchange gives, and holds no more than its ends."""
+"""Every sequence, and every collective, that the planner may choose gives what one exchange gives, and holds no more
+than its ends."""
 
 import random
+from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
@@ -9,10 +12,11 @@ from torch import Tensor
 from shardwise import collectives
 from shardwise.collectives.cost_tables import GLOO
 from shardwise.layout import Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
+from shardwise.redistribute.exchange import exchange_program
 from shardwise.redistribute.plan import RedistributePlan, plan_redistribute
 from shardwise.redistribute.run_plan import redistribute_local, run_steps
-from shardwise.redistribute.search import sequences
-from shardwise.redistribute.steps import AllReduce, Broadcast, CommStep, Exchange
+from shardwise.redistribute.search import native_step, sequences
+from shardwise.redistribute.steps import AllGather, AllReduce, Broadcast, CommStep, Exchange, ReduceScatter
 from shardwise.redistribute.volume import largest
 from shardwise.testing import world
 from shardwise.testing.local_shards import local_tensor, partial_index, partial_indices, small_integers
@@ -20,7 +24,9 @@ from shardwise.trace.comm_trace import EXPLICIT
 from tests.redistribute.one_process import Case, assert_equal_to_one_process
 from tests.strategies import small_layouts
 
-GRIDS = [Mesh((2, 2)), Mesh((2, 3), (4, 1, 0, 5, 2, 3)), Mesh((2, 1, 2)), Mesh((2, 2, 2))]
+LINES = [Mesh((3,)), Mesh((3,), (2, 0, 1)), Mesh((2,), (2, 0))]
+GRIDS = [Mesh((2, 2)), Mesh((2, 3), (4, 1, 0, 5, 2, 3)), Mesh((2, 1, 2))]
+CUBE = Mesh((2, 2, 2))
 SHAPES = [(6, 4), (5, 3), (1, 7), (0, 3), (2, 3, 5)]
 
 
@@ -50,7 +56,7 @@ def value_and_gradient(steps: tuple[CommStep, ...], local: Tensor, src: Layout, 
     ]
 
 
-def agree(mesh: Mesh, shape: tuple[int, ...], count: int) -> int:
+def sequences_agree(mesh: Mesh, shape: tuple[int, ...], count: int) -> int:
     here, number, generator = collectives.rank(), 0, torch.Generator().manual_seed(0)
     for src, dst in pairs(mesh, shape, count):
         parts = {key: small_integers(shape, generator).double() for key in partial_indices(src)}
@@ -65,20 +71,30 @@ def agree(mesh: Mesh, shape: tuple[int, ...], count: int) -> int:
     return number
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("mesh", GRIDS, ids=str)
-def test_every_sequence_gives_what_one_exchange_gives(mesh: Mesh, shape: tuple[int, ...]) -> None:
-    counts = world(mesh.size()).run(agree, mesh, shape, 12)
+def check_sequences(mesh: Mesh, shape: tuple[int, ...], count: int) -> None:
+    counts = world(mesh.size()).run(sequences_agree, mesh, shape, count)
     assert len(set(counts)) == 1
-    assert counts[0] > 12
+    assert counts[0] > count
+
+
+@pytest.mark.parametrize(("mesh", "shape"), list(zip([*GRIDS, CUBE, GRIDS[0]], SHAPES, strict=True)), ids=str)
+def test_sequences_give_what_one_exchange_gives(mesh: Mesh, shape: tuple[int, ...]) -> None:
+    check_sequences(mesh, shape, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("mesh", [*GRIDS, CUBE], ids=str)
+def test_more_sequences_give_what_one_exchange_gives(mesh: Mesh, shape: tuple[int, ...]) -> None:
+    check_sequences(mesh, shape, 12)
 
 
 @pytest.mark.processes
-def test_so_does_every_sequence_between_processes() -> None:
-    world(4, real=True).run(agree, Mesh((2, 2)), (5, 3), 12)
+def test_sequences_between_processes_give_what_one_exchange_gives() -> None:
+    world(4, real=True).run(sequences_agree, Mesh((2, 2)), (5, 3), 12)
 
 
-@pytest.mark.parametrize("mesh", GRIDS, ids=str)
+@pytest.mark.parametrize("mesh", [*GRIDS, CUBE], ids=str)
 def test_sequences_connect_and_all_ranks_of_a_group_know_it(mesh: Mesh) -> None:
     for src, dst in pairs(mesh, (5, 4), 60):
         for steps in sequences(src, dst, GLOO):
@@ -121,7 +137,7 @@ def test_sums_over_axes_may_be_scattered_on_the_way_to_replicas() -> None:
 LARGE = (290, 301)
 
 
-@pytest.mark.parametrize("mesh", [Mesh((2, 3), (4, 1, 0, 5, 2, 3)), Mesh((2, 2, 2))], ids=str)
+@pytest.mark.parametrize("mesh", [Mesh((2, 3), (4, 1, 0, 5, 2, 3)), CUBE], ids=str)
 def test_large_tensors_that_move_in_several_steps_equal_one_process(mesh: Mesh) -> None:
     """Value, gradient, bytes."""
     cases = [Case(src, dst, i) for i, (src, dst) in enumerate(pairs(mesh, LARGE, 120))]
@@ -145,3 +161,108 @@ def test_a_large_maximum_is_reduced_by_shards(op: str) -> None:
     for case in cases:
         assert len(plan_redistribute(case.src, case.dst).collectives) > 1
     assert assert_equal_to_one_process(cases) == 3
+
+
+# ---- all-gathers, reduce-scatters and broadcasts -------------------------------------------------------------
+
+
+def sources(mesh: Mesh, shape: tuple[int, ...]) -> Iterator[Layout]:
+    """With explicit sizes too, and in every order of the axes."""
+    last = len(shape) - 1
+    kinds: list[Placement] = [Shard(0), Shard(last), Partial(), OnRanks(1), Replicate()]
+    for placements in product(kinds, repeat=mesh.ndim):
+        if any(isinstance(p, OnRanks) and n == 1 for p, n in zip(placements, mesh.shape, strict=True)):
+            continue
+        for order in [tuple(range(mesh.ndim)), tuple(reversed(range(mesh.ndim)))][: mesh.ndim]:
+            yield Layout(mesh, placements, shape, order)
+    if mesh.ndim == 1 and shape[0] > 1:
+        sizes = (shape[0] - 1, *[0] * (mesh.size() - 2), 1)
+        yield Layout(mesh, [Shard(0, sizes)], shape)
+
+
+def native_steps(mesh: Mesh, shape: tuple[int, ...]) -> list[Exchange]:
+    found = []
+    for src in sources(mesh, shape):
+        for changed, after in product(product([False, True], repeat=mesh.ndim), [Replicate(), Shard(0)]):
+            placements = [after if c else p for c, p in zip(changed, src.placements, strict=True)]
+            dst = Layout(mesh, placements, shape, src.shard_order)
+            step = native_step(Exchange(src, dst)) if src != dst else None
+            if step is not None:
+                found.append(step)
+    return found
+
+
+def local_of(layout: Layout, dtype: torch.dtype) -> torch.Tensor:
+    """The local tensor of this rank, other numbers for each position on a Partial axis."""
+    generator, here = torch.Generator().manual_seed(1), collectives.rank()
+    parts = {key: small_integers(layout.shape, generator).to(dtype) for key in partial_indices(layout)}
+    if layout.mesh.coordinate(here) is None:
+        return torch.empty(layout.local_shape(here), dtype=dtype)
+    return local_tensor(parts[partial_index(layout, here)], layout, here)
+
+
+def natives_agree(mesh: Mesh, shape: tuple[int, ...], every: int = 1) -> int:
+    found, here = native_steps(mesh, shape)[::every], collectives.rank()
+    for step in found:
+        for dtype in (torch.float64, torch.bool):
+            local = local_of(step.src, dtype)
+            before = local.clone()
+            expected = exchange_program(Exchange(step.src, step.dst), here).start(local)()
+            got = exchange_program(step, here).start(local)()
+            assert got.shape == expected.shape, step
+            assert torch.equal(got, expected), step
+            got.zero_()  # it is nobody else's memory
+            assert torch.equal(local, before), step
+    return len(found)
+
+
+def check_natives(mesh: Mesh, shape: tuple[int, ...], every: int) -> None:
+    counts = world(max(mesh.ranks) + 2).run(natives_agree, mesh, shape, every)
+    assert len(set(counts)) == 1
+    assert counts[0] >= 2 or not all(shape)
+
+
+@pytest.mark.parametrize(("mesh", "shape"), list(zip([*LINES, *GRIDS], [*SHAPES, SHAPES[0]], strict=True)), ids=str)
+def test_native_collectives_give_what_the_exchange_gives(mesh: Mesh, shape: tuple[int, ...]) -> None:
+    check_natives(mesh, shape, 1 if mesh.ndim == 1 else 7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("mesh", [*LINES, *GRIDS], ids=str)
+def test_every_native_collective_gives_what_the_exchange_gives(mesh: Mesh, shape: tuple[int, ...]) -> None:
+    check_natives(mesh, shape, 1)
+
+
+@pytest.mark.processes
+def test_native_collectives_between_processes_give_what_the_exchange_gives() -> None:
+    for mesh, shape in product([Mesh((3,), (2, 0, 1)), Mesh((2, 2))], SHAPES[1:4]):
+        world(max(mesh.ranks) + 1, real=True).run(natives_agree, mesh, shape)
+
+
+def test_what_ranks_do_not_need_is_not_gathered() -> None:
+    """A shard of what is gathered, a tensor for one rank only, or one that is there already."""
+    mesh = Mesh((2, 2))
+    for src, dst in [
+        ([Shard(0), Replicate()], [Replicate(), Shard(0)]),
+        ([Shard(0), Shard(0)], [Replicate(), Shard(0)]),
+        ([Shard(0), Replicate()], [OnRanks(0), Replicate()]),
+        ([OnRanks(0), OnRanks(1)], [Replicate(), Replicate()]),
+        ([Partial(), Shard(0)], [Shard(0), Replicate()]),
+        ([Partial(), Replicate()], [Replicate(), Replicate()]),
+        ([Replicate(), Replicate()], [Shard(0), Replicate()]),
+    ]:
+        assert native_step(Exchange(Layout(mesh, src, (8, 8)), Layout(mesh, dst, (8, 8)))) is None  # type: ignore[arg-type]
+
+
+def test_which_collective_it_is() -> None:
+    mesh = Mesh((2, 2))
+    cases: list[tuple[list[Placement], type[Exchange]]] = [
+        ([Shard(0), Replicate()], AllGather),
+        ([Shard(0), Shard(1)], AllGather),
+        ([OnRanks(1), Replicate()], Broadcast),
+    ]
+    assert type(native_step(Exchange(*(Layout(mesh, [p] * 2, (8, 8)) for p in (Partial(), Shard(1)))))) is ReduceScatter
+    for src, kind in cases:
+        step = native_step(Exchange(Layout(mesh, src, (8, 8)), Layout(mesh, [Replicate()] * 2, (8, 8))))
+        assert type(step) is kind

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shardwise.errors import LayoutError
 from shardwise.layout import Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard, ring_elements
 from shardwise.redistribute.plan import RedistributePlan, plan_redistribute, planned, same_local_shards
 from shardwise.redistribute.steps import AllGather, AllReduce, Broadcast, Exchange
@@ -338,17 +337,6 @@ def test_replicas_take_turns_in_sending_to_another_mesh() -> None:
     src = Layout(Mesh((2,), (0, 1)), [Replicate()], (8,))
     dst = Layout(Mesh((4,), (2, 3, 4, 5)), [Shard(0)], (8,))
     assert [plan_redistribute(src, dst).sent_bytes(rank, 1) for rank in range(6)] == [4, 4, 0, 0, 0, 0]
-
-
-def test_a_move_to_another_shape_is_refused() -> None:
-    src, dst = Layout(Mesh((2,)), [Shard(0)], (4,)), Layout(Mesh((2,)), [Replicate()], (5,))
-    with pytest.raises(LayoutError) as caught:
-        plan_redistribute(src, dst)
-    assert str(caught.value) == (
-        "Redistribution keeps the global shape: cannot redistribute Layout((4,) as [Shard(0)] on Mesh(0=2)) "
-        "to Layout((5,) as [Replicate()] on Mesh(0=2)). "
-        "Fix: change the shape by an op first, such as reshape()."
-    )
 
 
 @laws

@@ -1,4 +1,4 @@
-"""Counting, finding and telling apart: as in one process, from what each rank sees in its own part."""
+"""Counting, finding and telling apart, from what each rank sees in its own shard."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,67 +10,36 @@ from torch import Tensor
 from shardwise import Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from tests.meshes import meshes_of
+from tests.rules.operands import Draw, calls
 from tools.op_judge import Sample
-from tools.rule_checks import assert_equals_one_process
 
-GENERATOR = torch.Generator().manual_seed(5)
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
-
-
-def integers(*shape: int, limit: int = 2) -> Tensor:
-    return torch.randint(-limit, limit + 1, shape, generator=GENERATOR)
-
-
-A, B = normal(5, 3), normal(2, 5, 3)
-IDS, WEIGHTS = torch.tensor([3, 1, 1, 5, 0, 3]), normal(6)
-TESTED = torch.tensor([1, 2, 7])
-PAIRS = integers(6, 2, limit=1)
-WANTED = [{}, {"return_inverse": True}, {"return_counts": True}, {"return_inverse": True, "return_counts": True}]
+draw = Draw(5)
+A, B = draw.normal(5, 3), draw.normal(2, 5, 3)
+IDS, WEIGHTS = torch.tensor([3, 1, 1, 5, 0, 3]), draw.normal(6)
+N, PAIRS = draw.integers(5, 3, low=-2, high=3), draw.integers(6, 2, low=-1, high=2)
+LINE, TESTED = draw.integers(9, low=-1, high=2), torch.tensor([1, 2, 7])
+WANTED: list[dict[str, Any]] = [
+    {}, {"return_inverse": True}, {"return_counts": True}, {"return_inverse": True, "return_counts": True},
+]  # fmt: skip
 SAMPLES = [
-    Sample(torch.bincount, (IDS,)),
-    Sample(torch.bincount, (IDS, WEIGHTS, 12), gradients=False),
-    Sample(torch.bincount, (IDS,), {"weights": WEIGHTS.float(), "minlength": 2}, gradients=False, tolerance=1e-6),
-    Sample(torch.bincount, (IDS[:0], None, 3)),
-    Sample(torch.histc, (A,), gradients=False),
-    Sample(torch.histc, (A, 5, -1, 1), gradients=False),
-    Sample(torch.histc, (A.float().fill_(2),), {"bins": 4}, gradients=False),
-    Sample(torch.histc, (A[:0], 4), gradients=False),
-    Sample(torch.isin, (integers(5, 3), TESTED)),
-    Sample(torch.isin, (integers(5, 3), TESTED), {"invert": True}),
-    Sample(torch.isin, (integers(5, 3), 1)),
-    Sample(torch.isin, (1, integers(5, 3))),
-    Sample(torch.nonzero, (integers(5, 3),)),
-    Sample(torch.nonzero, (integers(9),)),
-    Sample(torch.nonzero, (integers(2, 3, 4, limit=1),)),
-    Sample(torch.nonzero, (integers(),)),
-    Sample(torch.nonzero, (integers(5, 3),), {"as_tuple": True}),
-    Sample(torch.argwhere, (integers(5, 3),)),
-    Sample(torch.where, (integers(5, 3) > 0,)),
-    Sample(torch.masked_select, (A, A > 0)),
-    Sample(torch.masked_select, (B, A > 0)),
-    Sample(torch.masked_select, (A, torch.tensor([True, False, True]))),
-    Sample(torch.masked_select, (A[0], A > 0)),
-    Sample(torch.masked_select, (A, A > 9)),
-    *(Sample(torch.unique, (integers(5, 3),), wanted) for wanted in WANTED),
+    *calls(torch.bincount, IDS, (IDS[:0], None, 3)),
+    *calls(torch.bincount, (IDS, WEIGHTS, 12), gradients=False),
+    *calls(torch.bincount, (IDS, {"weights": WEIGHTS.float(), "minlength": 2}), gradients=False, tolerance=1e-6),
+    *calls(torch.histc, A, (A, 5, -1, 1), (A.float().fill_(2), {"bins": 4}), (A[:0], 4), gradients=False),
+    *calls(torch.isin, (N, TESTED), (N, TESTED, {"invert": True}), (N, 1), (1, N)),
+    *calls(torch.nonzero, N, LINE, draw.integers(2, 3, 4, low=-1, high=2), draw.integers(), (N, {"as_tuple": True})),
+    *calls(torch.argwhere, N), *calls(torch.where, N > 0),
+    *calls(torch.masked_select, (A, A > 0), (B, A > 0), (A, torch.tensor([True, False, True])), (A[0], A > 0),
+           (A, A > 9)),
+    *(Sample(torch.unique, (N,), wanted) for wanted in WANTED),
     *(Sample(torch.unique, (PAIRS.double(),), wanted, gradients=False) for wanted in WANTED),
     *(Sample(Tensor.unique, (PAIRS,), {"dim": 0, **wanted}) for wanted in WANTED),
-    Sample(torch.unique, (PAIRS.t().contiguous(),), {"dim": 1, "return_inverse": True}),
-    Sample(torch.unique, (integers(5, 3) > 0,), {"return_counts": True}),
-    Sample(torch.unique, (integers(0),), {"return_inverse": True}),
-    Sample(torch.unique_consecutive, (integers(9, limit=1),), {"return_inverse": True, "return_counts": True}),
-    Sample(torch.histogram, (A, 4), gradients=False),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sample", SAMPLES, ids=str)
-def test_counts_and_finds_equal_one_process(sample: Sample) -> None:
-    assert_equals_one_process([sample], meshes_of(sample), limit=4)
+    *calls(torch.unique, (PAIRS.t().contiguous(), {"dim": 1, "return_inverse": True}), (N > 0, WANTED[2]),
+           (draw.integers(0), WANTED[1])),
+    *calls(torch.unique_consecutive, (LINE, WANTED[3])),
+    *calls(torch.histogram, (A, 4), gradients=False),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -82,7 +51,7 @@ def test_counts_and_finds_equal_one_process(sample: Sample) -> None:
 )  # fmt: skip
 @world(4)
 def test_what_each_rank_can_tell_alone_is_not_exchanged(op: Callable[[Any], Any]) -> None:
-    x = distribute_tensor(integers(1000), Mesh((4,)), [S0])
+    x = distribute_tensor(torch.arange(1000) % 5, Mesh((4,)), [S0])
     with count_comms() as comms:
         op(x)
     assert comms.total_calls == 0

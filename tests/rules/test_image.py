@@ -1,8 +1,7 @@
-"""Ops on planes of sharded operands equal one process, and send only edges."""
+"""Ops on images send only halos."""
 
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,55 +9,38 @@ from torch import Tensor
 from shardwise import Mesh, Replicate, Shard, count_comms, distribute_tensor
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from tools.op_judge import Sample
-from tools.rule_checks import assert_equals_one_process
+from tests.rules.operands import Draw, calls
 
-GENERATOR = torch.Generator().manual_seed(7)
-MESHES = (Mesh((3,)), Mesh((2, 2)))
-R, S0, S1, S2, S3 = Replicate(), Shard(0), Shard(1), Shard(2), Shard(3)
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
-
-
-X, PLANES = normal(2, 3, 4, 6), normal(2, 8, 4, 6)
-GRID = normal(2, 5, 3, 2) / 2
+R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
+draw = Draw(7)
+normal = draw.normal
+X, PLANES, VOLUMES = normal(2, 3, 4, 6), normal(2, 8, 4, 6), normal(2, 1, 3, 2, 4)
+GRID, GRID3 = normal(2, 5, 3, 2) / 2, normal(2, 2, 1, 3, 3)
+MATRICES = normal(4, 2, 3)
 SAMPLES = [
-    Sample(F.interpolate, (X,), {"scale_factor": 2}),
-    Sample(F.interpolate, (X,), {"size": (12, 3), "mode": "nearest-exact"}),
-    Sample(F.interpolate, (X,), {"size": (8, 18), "mode": "bilinear"}),
-    Sample(F.interpolate, (X,), {"scale_factor": (3.0, 0.5), "mode": "bilinear"}),
-    Sample(F.interpolate, (X,), {"size": (2, 12), "mode": "bicubic"}),
-    Sample(F.interpolate, (X,), {"scale_factor": 1.7, "mode": "bilinear"}),
-    Sample(F.interpolate, (X, (8, 12)), {"mode": "bilinear", "align_corners": True}),
-    Sample(F.interpolate, (X, (2, 6)), {"mode": "area"}),
-    Sample(F.interpolate, (X, (8, 3)), {"mode": "bicubic", "antialias": True}),
-    Sample(F.interpolate, (normal(2, 1, 12),), {"scale_factor": 0.25, "mode": "linear"}),
-    Sample(F.interpolate, (normal(1, 2, 3, 2, 4),), {"scale_factor": 2, "mode": "trilinear"}),
-    Sample(F.pixel_shuffle, (PLANES, 2)),
-    Sample(F.pixel_unshuffle, (X[0], 2)),
-    Sample(F.grid_sample, (X, GRID), {"align_corners": False}),
-    Sample(F.grid_sample, (normal(2, 1, 3, 2, 4), normal(2, 2, 1, 3, 3)), {"align_corners": True, "mode": "nearest"}),
-    Sample(torch.grid_sampler_2d, (X, GRID, 0, 1, True)),
-    Sample(torch.grid_sampler_3d, (normal(2, 3, 3, 2, 4), normal(2, 2, 1, 3, 3), 0, 0, False)),
-    Sample(torch.grid_sampler, (X, GRID, 2, 2, False)),
-    Sample(torch.affine_grid_generator, (normal(4, 2, 3), [4, 1, 3, 2], True)),
-    Sample(F.affine_grid, (normal(4, 2, 3), [4, 1, 3, 2]), {"align_corners": False}),
-    Sample(F.unfold, (X, (3, 2)), {"padding": (1, 0), "stride": (1, 2), "dilation": (1, 2)}),
-    Sample(F.unfold, (X[0], 2), {"stride": 2}),
-    Sample(F.fold, (normal(2, 12, 9), (4, 6), 2), {"stride": (1, 2)}),
-    Sample(F.fractional_max_pool2d, (X, 2, (2, 3)), {"_random_samples": torch.rand(2, 3, 2, dtype=torch.float64)},
-           constant=(1,)),
-    Sample(F.fractional_max_pool2d, (X[0], 2), {"output_ratio": (0.5, 0.5), "return_indices": True,
-           "_random_samples": torch.rand(1, 3, 2, dtype=torch.float64)}, constant=(1,)),
+    *calls(F.interpolate, (X, {"scale_factor": 2}), (X, {"size": (12, 3), "mode": "nearest-exact"})),
+    *calls(F.interpolate, *((X, {"mode": "bilinear", **wanted}) for wanted in (
+        {"size": (8, 18)}, {"scale_factor": (3.0, 0.5)}, {"scale_factor": 1.7},
+        {"size": (8, 12), "align_corners": True}))),
+    *calls(F.interpolate, (X, {"size": (2, 12), "mode": "bicubic"}), (X, (2, 6), {"mode": "area"})),
+    *calls(F.interpolate, (X, (8, 3), {"mode": "bicubic", "antialias": True})),
+    *calls(F.interpolate, (normal(2, 1, 12), {"scale_factor": 0.25, "mode": "linear"})),
+    *calls(F.interpolate, (normal(1, 2, 3, 2, 4), {"scale_factor": 2, "mode": "trilinear"})),
+    *calls(F.pixel_shuffle, (PLANES, 2)),
+    *calls(F.pixel_unshuffle, (X[0], 2)),
+    *calls(F.grid_sample, (X, GRID, {"align_corners": False})),
+    *calls(F.grid_sample, (VOLUMES, GRID3, {"align_corners": True, "mode": "nearest"})),
+    *calls(torch.grid_sampler_2d, (X, GRID, 0, 1, True)),
+    *calls(torch.grid_sampler_3d, (normal(2, 3, 3, 2, 4), GRID3, 0, 0, False)),
+    *calls(torch.grid_sampler, (X, GRID, 2, 2, False)),
+    *calls(torch.affine_grid_generator, (MATRICES, [4, 1, 3, 2], True)),
+    *calls(F.affine_grid, (MATRICES, [4, 1, 3, 2], {"align_corners": False})),
+    *calls(F.unfold, (X, (3, 2), {"padding": (1, 0), "stride": (1, 2), "dilation": (1, 2)}), (X[0], 2, {"stride": 2})),
+    *calls(F.fold, (normal(2, 12, 9), (4, 6), 2, {"stride": (1, 2)})),
+    *calls(F.fractional_max_pool2d, (X, 2, (2, 3), {"_random_samples": draw.fraction(2, 3, 2)}), constant=(1,)),
+    *calls(F.fractional_max_pool2d, (X[0], 2, {"output_ratio": (0.5, 0.5), "return_indices": True,
+           "_random_samples": draw.fraction(1, 3, 2)}), constant=(1,)),
 ]  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sample", SAMPLES, ids=str)
-def test_ops_on_images_equal_one_process(sample: Sample) -> None:
-    assert assert_equals_one_process([sample], MESHES, limit=6).cases >= 10
 
 
 @world(2)

@@ -1,4 +1,4 @@
-"""Joined, rolled, flipped, repeated, padded and windowed tensors equal one process, and fetch only what they need."""
+"""Joined, rolled, flipped, repeated, padded and windowed tensors fetch only what they need."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,97 +8,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise import (
-    DTensor,
-    Mesh,
-    OnRanks,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    count_comms,
-    distribute_tensor,
-)
+from shardwise import DTensor, Mesh, OnRanks, Partial, Placement, Replicate, Shard, count_comms, distribute_tensor
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from tests.meshes import meshes_of
+from tests.rules.operands import Draw, calls
 from tools.op_judge import Sample
-from tools.rule_checks import assert_equals_one_process
 
-GENERATOR = torch.Generator().manual_seed(5)
-R, S0, S1 = Replicate(), Shard(0), Shard(1)
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
-
-
-A, B, C = normal(5, 3), normal(2, 3), normal(4, 2, 3)
+S0 = Shard(0)
+normal = Draw(5).normal
+A, B, C, ROW = normal(5, 3), normal(2, 3), normal(4, 2, 3), normal(3)
 NOTHING = torch.empty(0, dtype=torch.float64)
 SAMPLES = [
-    Sample(torch.cat, ([A, B],)),
-    Sample(torch.cat, ([A, B, normal(1, 3)], 0)),
-    Sample(nn.utils.rnn.pad_sequence, ([A, B, normal(0, 3)],)),
-    Sample(nn.utils.rnn.pad_sequence, ([B, A], True, -1.0, "left")),
-    Sample(nn.utils.rnn.pad_sequence, ([A[:, 0], B[:, 0]],), {"padding_value": 2.0}),
-    Sample(torch.cat, ([A, normal(5, 1)], -1)),
-    Sample(torch.cat, ([A, NOTHING, B],), constant=(1,)),
-    Sample(torch.cat, ([NOTHING, NOTHING],)),
-    Sample(torch.cat, ([normal(0, 3), A],)),
-    Sample(torch.cat, ([A.float(), B],), tolerance=1e-4),
-    Sample(torch.cat, ([torch.arange(5), torch.arange(3)],)),
-    Sample(torch.concat, ([A, A],), {"dim": 1}),
-    Sample(torch.cat, (), {"tensors": [A, B]}),
-    Sample(torch.stack, ([A, A],)),
-    Sample(torch.stack, ([A, A, A], -1)),
-    Sample(torch.stack, ([normal(), normal()],)),
-    Sample(torch.hstack, ([A, normal(5, 1)],)),
-    Sample(torch.vstack, ([normal(3), A],)),
-    Sample(torch.dstack, ([A, A],)),
-    Sample(torch.column_stack, ([normal(5), A],)),
-    Sample(torch.roll, (A, 2, 0)),
-    Sample(torch.roll, (A, -7, 0)),
-    Sample(torch.roll, (A, (1, -1), (0, 1))),
-    Sample(torch.roll, (normal(7), 3)),
-    Sample(torch.roll, (A, 4)),
-    Sample(torch.roll, (normal(0, 3), 1, 0)),
-    Sample(torch.flip, (A, (0,))),
-    Sample(Tensor.flip, (A, 0, -1)),
-    Sample(torch.fliplr, (A,)),
-    Sample(torch.flipud, (A,)),
-    Sample(torch.rot90, (A,)),
-    Sample(torch.rot90, (A, 3, (1, 0))),
-    Sample(Tensor.repeat, (A, 2, 1)),
-    Sample(Tensor.repeat, (normal(3), 2, 3)),
-    Sample(Tensor.repeat, (normal(1, 3), 4, 1)),
-    Sample(Tensor.repeat, (A, 0, 1)),
-    Sample(torch.tile, (A, (3,))),
-    Sample(torch.repeat_interleave, (A, 2, 0)),
-    Sample(torch.repeat_interleave, (A, 3)),
-    Sample(F.pad, (A, (1, 2))),
-    Sample(F.pad, (A, (0, 0, 2, 1)), {"value": 1.5}),
-    Sample(F.pad, (A, (0, -1, -2, 3))),
-    Sample(F.pad, (A, (-1, -1, -3, 0))),
-    Sample(F.pad, (C, (1, 2), "reflect")),
-    Sample(F.pad, (normal(1, 1, 5, 4), (1, 2, 4, 3), "reflect")),
-    Sample(F.pad, (C, (2, 1), "replicate")),
-    Sample(F.pad, (normal(1, 5, 4), (7, 1, 0, 2), "replicate")),
-    Sample(F.pad, (normal(2, 7), (7, 2), "circular")),
-    Sample(Tensor.unfold, (normal(9), 0, 3, 1)),
-    Sample(Tensor.unfold, (normal(9, 2), 0, 4, 2)),
-    Sample(Tensor.unfold, (normal(9, 2), 0, 2, 3)),
-    Sample(Tensor.unfold, (A, 0, 5, 1)),
-    Sample(torch.block_diag, (A, B)),
-    Sample(torch.broadcast_tensors, (A, normal(3))),
-    Sample(torch.meshgrid, (normal(3), normal(4)), {"indexing": "ij"}),
-    Sample(torch.cartesian_prod, (normal(3), normal(4))),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sample", SAMPLES, ids=str)
-def test_joined_tensors_equal_one_process(sample: Sample) -> None:
-    assert assert_equals_one_process([sample], meshes_of(sample), limit=5).cases > 7
+    *calls(torch.cat, [A, B], ([A, B, normal(1, 3)], 0), ([A, normal(5, 1)], -1), [NOTHING, NOTHING], [normal(0, 3), A],
+           [torch.arange(5), torch.arange(3)], ({"tensors": [A, B]},)),
+    *calls(torch.cat, [A, NOTHING, B], constant=(1,)),
+    *calls(torch.cat, [A.float(), B], tolerance=1e-4),
+    *calls(torch.concat, ([A, A], {"dim": 1})),
+    *calls(nn.utils.rnn.pad_sequence, [A, B, normal(0, 3)], ([B, A], True, -1.0, "left"),
+           ([A[:, 0], B[:, 0]], {"padding_value": 2.0})),
+    *calls(torch.stack, [A, A], ([A, A, A], -1), [normal(), normal()]),
+    *calls(torch.hstack, [A, normal(5, 1)]), *calls(torch.vstack, [ROW, A]), *calls(torch.dstack, [A, A]),
+    *calls(torch.column_stack, [normal(5), A]),
+    *calls(torch.roll, (A, 2, 0), (A, -7, 0), (A, (1, -1), (0, 1)), (normal(7), 3), (A, 4), (normal(0, 3), 1, 0)),
+    *calls(torch.flip, (A, (0,))), *calls(Tensor.flip, (A, 0, -1)),
+    *(Sample(op, (A,)) for op in (torch.fliplr, torch.flipud, torch.rot90)), *calls(torch.rot90, (A, 3, (1, 0))),
+    *calls(Tensor.repeat, (A, 2, 1), (ROW, 2, 3), (normal(1, 3), 4, 1), (A, 0, 1)), *calls(torch.tile, (A, (3,))),
+    *calls(torch.repeat_interleave, (A, 2, 0), (A, 3)),
+    *calls(F.pad, (A, (1, 2)), (A, (0, 0, 2, 1), {"value": 1.5}), (A, (0, -1, -2, 3)), (A, (-1, -1, -3, 0)),
+           (C, (1, 2), "reflect"), (normal(1, 1, 5, 4), (1, 2, 4, 3), "reflect"), (C, (2, 1), "replicate"),
+           (normal(1, 5, 4), (7, 1, 0, 2), "replicate"), (normal(2, 7), (7, 2), "circular")),
+    *calls(Tensor.unfold, (normal(9), 0, 3, 1), (normal(9, 2), 0, 4, 2), (normal(9, 2), 0, 2, 3), (A, 0, 5, 1)),
+    *calls(torch.block_diag, (A, B)),
+    *calls(torch.broadcast_tensors, (A, ROW)),
+    *calls(torch.meshgrid, (ROW, normal(4), {"indexing": "ij"})),
+    *calls(torch.cartesian_prod, (ROW, normal(4))),
+]  # fmt: skip
 
 
 def rows_sent(size: int, op: Callable[..., Any], *operands: tuple[Tensor, Any]) -> tuple[int, int]:

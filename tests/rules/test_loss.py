@@ -1,4 +1,4 @@
-"""Losses over sharded examples and classes equal one process: uneven, empty, ignored, weighted, smoothed."""
+"""Losses over sharded examples and classes: uneven, empty, ignored, weighted, smoothed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,133 +12,79 @@ from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOpti
 from shardwise import Mesh, Placement, Replicate, Shard, count_comms, distribute_tensor
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from tests.meshes import meshes_of
+from tests.rules.operands import Draw, calls
 from tools.op_judge import Sample
-from tools.rule_checks import assert_equals_one_process
 
-GENERATOR = torch.Generator().manual_seed(4)
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
-
-
-def fraction(*shape: int) -> Tensor:
-    return torch.rand(shape, dtype=torch.float64, generator=GENERATOR) * 0.8 + 0.1
+draw = Draw(4)
+normal, fraction = draw.normal, draw.fraction
 
 
 def classes(*shape: int) -> Tensor:
-    return torch.randint(0, 4, shape, generator=GENERATOR)
+    return draw.ids(4, *shape)
 
 
 A, B, SHARES = normal(5, 3), normal(5, 3), fraction(5, 3)
 SIGNS, SIDES = normal(5, 3).sign(), normal(5).sign().long()
-SCORES, MANY = normal(5, 4), normal(2, 4, 3)
-SOME_IGNORED = torch.tensor([1, -100, 3, -100, 0])
-W4 = fraction(4)
-LOG_P = normal(6, 3, 5).log_softmax(2)
-LENGTHS = (torch.tensor([6, 5, 6]), torch.tensor([2, 0, 1]))
+SCORES, MANY, W4 = normal(5, 4), normal(2, 4, 3), fraction(4)
+SOME_IGNORED, ONE_IGNORED = torch.tensor([1, -100, 3, -100, 0]), torch.tensor([1, 2, 3, 2, 0])
+LOG_P, LENGTHS = normal(6, 3, 5).log_softmax(2), (torch.tensor([6, 5, 6]), torch.tensor([2, 0, 1]))
+SUM, NONE = {"reduction": "sum"}, {"reduction": "none"}
 ELEMENTS = [
-    Sample(F.mse_loss, (A, B)),
-    Sample(F.mse_loss, (A, B), {"reduction": "sum"}),
-    Sample(F.mse_loss, (A, B, None, None, "sum")),
-    Sample(F.mse_loss, (A, B), {"weight": SHARES}),
-    Sample(F.mse_loss, (A, B), {"weight": SHARES, "reduction": "sum"}),
-    Sample(F.mse_loss, (A, B), {"weight": SHARES, "reduction": "none"}),
-    Sample(F.mse_loss, (normal(0, 3), normal(0, 3))),
-    Sample(F.mse_loss, (normal(), normal())),
-    Sample(F.mse_loss, (normal(1), normal(1))),
-    Sample(F.l1_loss, (A, B), {"reduction": "none"}),
-    Sample(F.smooth_l1_loss, (A, B), {"beta": 0.5}),
-    Sample(F.huber_loss, (A, B, "mean", 0.5)),
-    Sample(F.huber_loss, (A, B), {"weight": SHARES}),
-    Sample(F.binary_cross_entropy, (SHARES, fraction(5, 3))),
-    Sample(F.binary_cross_entropy, (SHARES, fraction(5, 3), fraction(3)), constant=(2,)),
-    Sample(
-        F.binary_cross_entropy_with_logits,
-        (A, fraction(5, 3), normal(3)),
-        {"pos_weight": fraction(3)},
-        constant=(2, 3),
-    ),
-    Sample(F.kl_div, (A, SHARES), {"reduction": "batchmean"}),
-    Sample(F.kl_div, (A, B), {"reduction": "sum", "log_target": True}),
-    Sample(F.kl_div, (normal(), fraction()), {"reduction": "batchmean"}),
-    Sample(F.poisson_nll_loss, (A, SHARES * 5)),
-    Sample(F.poisson_nll_loss, (SHARES, SHARES * 5, False, True)),
-    Sample(F.gaussian_nll_loss, (A, B, SHARES)),
-    Sample(F.gaussian_nll_loss, (A, B, fraction(5)), {"full": True}),
-    Sample(F.gaussian_nll_loss, (A, B, 0.5), {"reduction": "sum"}),
-    Sample(F.soft_margin_loss, (A, SIGNS), constant=(1,)),
-    Sample(F.hinge_embedding_loss, (A, SIGNS), {"margin": 0.3}),
-    Sample(F.margin_ranking_loss, (A, B, SIGNS), {"margin": 0.3}),
-]
+    *calls(F.mse_loss, (A, B), (A, B, SUM), (A, B, None, None, "sum"), (A, B, {"weight": SHARES}),
+           (A, B, {"weight": SHARES, **SUM}), (A, B, {"weight": SHARES, **NONE}), (normal(0, 3), normal(0, 3)),
+           (normal(), normal()), (normal(1), normal(1))),
+    *calls(F.l1_loss, (A, B, NONE)),
+    *calls(F.smooth_l1_loss, (A, B, {"beta": 0.5})),
+    *calls(F.huber_loss, (A, B, "mean", 0.5), (A, B, {"weight": SHARES})),
+    *calls(F.binary_cross_entropy, (SHARES, fraction(5, 3))),
+    *calls(F.binary_cross_entropy, (SHARES, fraction(5, 3), fraction(3)), constant=(2,)),
+    *calls(F.binary_cross_entropy_with_logits, (A, fraction(5, 3), normal(3), {"pos_weight": fraction(3)}),
+           constant=(2, 3)),
+    *calls(F.kl_div, (A, SHARES, {"reduction": "batchmean"}), (A, B, {"log_target": True, **SUM}),
+           (normal(), fraction(), {"reduction": "batchmean"})),
+    *calls(F.poisson_nll_loss, (A, SHARES * 5), (SHARES, SHARES * 5, False, True)),
+    *calls(F.gaussian_nll_loss, (A, B, SHARES), (A, B, fraction(5), {"full": True}), (A, B, 0.5, SUM)),
+    *calls(F.soft_margin_loss, (A, SIGNS), constant=(1,)),
+    *calls(F.hinge_embedding_loss, (A, SIGNS, {"margin": 0.3})),
+    *calls(F.margin_ranking_loss, (A, B, SIGNS, {"margin": 0.3})),
+]  # fmt: skip
 EXAMPLES = [
-    Sample(F.cosine_embedding_loss, (A, B, SIDES, 0.1), constant=(2,)),
-    Sample(F.cosine_embedding_loss, (A, B, SIDES), {"reduction": "none"}, constant=(2,)),
-    Sample(F.triplet_margin_loss, (A, B, SHARES), {"swap": True}),
-    Sample(F.triplet_margin_loss, (A, B, SHARES), {"reduction": "none", "p": 1}),
-    Sample(F.triplet_margin_with_distance_loss, (A, B, SHARES), {"distance_function": nn.PairwiseDistance()}),
-    Sample(F.multi_margin_loss, (SCORES, classes(5))),
-    Sample(F.multi_margin_loss, (SCORES, classes(5), 2, 0.5, W4), {"reduction": "none"}, constant=(2,)),
-    Sample(F.multi_margin_loss, (normal(4), classes())),
-    Sample(F.multilabel_margin_loss, (SCORES, torch.tensor([[3, 0, -1, 1]] * 4 + [[-1, 2, 2, 2]]))),
-    Sample(F.multilabel_soft_margin_loss, (SCORES, (normal(5, 4) > 0).double(), W4), constant=(1, 2)),
-    Sample(F.multilabel_soft_margin_loss, (normal(4, 4), fraction(4, 4), fraction(4, 4)), constant=(1, 2)),
-    Sample(F.multi_margin_loss, (normal(4, 4), classes(4)), {"weight": W4}, constant=(2,)),
-    Sample(F.multilabel_soft_margin_loss, (MANY, (normal(2, 4, 3) > 0).double()), {"reduction": "none"}, constant=(1,)),
-    Sample(F.ctc_loss, (LOG_P, classes(3, 2) + 1, *LENGTHS)),
-    Sample(F.ctc_loss, (LOG_P, classes(3, 2) + 1, *LENGTHS), {"reduction": "none", "blank": 0}),
-    Sample(F.ctc_loss, (LOG_P, classes(3, 2) + 1, (6, 5, 6), (2, 1, 1)), {"reduction": "sum", "zero_infinity": True}),
-]
+    *calls(F.cosine_embedding_loss, (A, B, SIDES, 0.1), (A, B, SIDES, NONE), constant=(2,)),
+    *calls(F.triplet_margin_loss, (A, B, SHARES, {"swap": True}), (A, B, SHARES, {"p": 1, **NONE})),
+    *calls(F.triplet_margin_with_distance_loss, (A, B, SHARES, {"distance_function": nn.PairwiseDistance()})),
+    *calls(F.multi_margin_loss, (SCORES, classes(5)), (normal(4), classes())),
+    *calls(F.multi_margin_loss, (SCORES, classes(5), 2, 0.5, W4, NONE), (normal(4, 4), classes(4), {"weight": W4}),
+           constant=(2,)),
+    *calls(F.multilabel_margin_loss, (SCORES, torch.tensor([[3, 0, -1, 1]] * 4 + [[-1, 2, 2, 2]]))),
+    *calls(F.multilabel_soft_margin_loss, (SCORES, (normal(5, 4) > 0).double(), W4),
+           (normal(4, 4), fraction(4, 4), fraction(4, 4)), constant=(1, 2)),
+    *calls(F.multilabel_soft_margin_loss, (MANY, (normal(2, 4, 3) > 0).double(), NONE), constant=(1,)),
+    *calls(F.ctc_loss, (LOG_P, classes(3, 2) + 1, *LENGTHS), (LOG_P, classes(3, 2) + 1, *LENGTHS, {"blank": 0, **NONE}),
+           (LOG_P, classes(3, 2) + 1, (6, 5, 6), (2, 1, 1), {"zero_infinity": True, **SUM})),
+]  # fmt: skip
 CLASSES = [
-    Sample(F.cross_entropy, (SCORES, classes(5))),
-    Sample(F.cross_entropy, (SCORES, classes(5)), {"reduction": "sum"}),
-    Sample(F.cross_entropy, (SCORES, SOME_IGNORED)),
-    Sample(F.cross_entropy, (SCORES, SOME_IGNORED), {"reduction": "none"}),
-    Sample(F.cross_entropy, (SCORES, torch.full((5,), -100))),
-    Sample(F.cross_entropy, (SCORES, torch.tensor([1, 2, 2, 2, 0])), {"ignore_index": 2}),
-    Sample(F.cross_entropy, (SCORES, SOME_IGNORED, W4), constant=(2,)),
-    Sample(F.cross_entropy, (SCORES, SOME_IGNORED, W4), {"reduction": "none"}, constant=(2,)),
-    Sample(
-        F.cross_entropy,
-        (SCORES, torch.tensor([1, 2, 3, 2, 0]), W4),
-        {"label_smoothing": 0.1, "ignore_index": 2},
-        constant=(2,),
-    ),
-    Sample(F.cross_entropy, (SCORES, SOME_IGNORED, W4), {"label_smoothing": 1.0, "reduction": "sum"}, constant=(2,)),
-    Sample(F.cross_entropy, (SCORES, classes(5)), {"label_smoothing": 0.1}),
-    Sample(F.cross_entropy, (SCORES, fraction(5, 4))),
-    Sample(F.cross_entropy, (SCORES, fraction(5, 4), W4), constant=(2,)),
-    Sample(F.cross_entropy, (SCORES, fraction(5, 4)), {"label_smoothing": 0.1, "reduction": "sum"}),
-    Sample(F.cross_entropy, (MANY, classes(2, 3), W4), {"label_smoothing": 0.2}, constant=(2,)),
-    Sample(F.cross_entropy, (MANY, classes(2, 3)), {"reduction": "none"}),
-    Sample(F.cross_entropy, (MANY, fraction(2, 4, 3), W4), {"reduction": "none"}, constant=(2,)),
-    Sample(F.cross_entropy, (normal(4), torch.tensor(2), W4), constant=(2,)),
-    Sample(F.cross_entropy, (normal(1, 4), classes(1))),
-    Sample(F.cross_entropy, (normal(0, 4), classes(0)), {"reduction": "sum"}),
-    Sample(F.nll_loss, (SCORES, SOME_IGNORED)),
-    Sample(F.nll_loss, (SCORES, SOME_IGNORED, W4), {"reduction": "sum"}, constant=(2,)),
-    Sample(F.nll_loss, (MANY, classes(2, 3), W4), constant=(2,)),
-    Sample(F.nll_loss, (MANY, classes(2, 3)), {"reduction": "none", "ignore_index": 1}),
-    Sample(F.nll_loss, (normal(4), torch.tensor(2))),
-    Sample(F.linear_cross_entropy, (normal(5, 3), normal(4, 3), SOME_IGNORED)),
-    Sample(F.linear_cross_entropy, (normal(3), normal(4, 3), torch.tensor(2)), {"linear_bias": normal(4)}),
-    Sample(F.linear_cross_entropy, (normal(5, 3), normal(4, 2, 3), classes(5, 2)), {"linear_bias": normal(4, 2)}),
-    Sample(
-        F.linear_cross_entropy,
-        (normal(5, 3), normal(4, 3), classes(5)),
-        {"options": LinearCrossEntropyOptions(batch_chunk_size=2)},
-    ),
-]
-SAMPLES = [*ELEMENTS, *EXAMPLES, *CLASSES]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sample", SAMPLES, ids=str)
-def test_losses_equal_one_process(sample: Sample) -> None:
-    tally = assert_equals_one_process([sample], meshes_of(sample), limit=6)
-    assert tally.cases > 11
+    *calls(F.cross_entropy, (SCORES, classes(5)), (SCORES, classes(5), SUM), (SCORES, SOME_IGNORED),
+           (SCORES, SOME_IGNORED, NONE), (SCORES, torch.full((5,), -100)), (SCORES, ONE_IGNORED, {"ignore_index": 2})),
+    *calls(F.cross_entropy, (SCORES, SOME_IGNORED, W4), (SCORES, SOME_IGNORED, W4, NONE),
+           (SCORES, ONE_IGNORED, W4, {"label_smoothing": 0.1, "ignore_index": 2}),
+           (SCORES, SOME_IGNORED, W4, {"label_smoothing": 1.0, **SUM}), constant=(2,)),
+    *calls(F.cross_entropy, (SCORES, classes(5), {"label_smoothing": 0.1}), (SCORES, fraction(5, 4)),
+           (SCORES, fraction(5, 4), {"label_smoothing": 0.1, **SUM})),
+    *calls(F.cross_entropy, (SCORES, fraction(5, 4), W4), (MANY, classes(2, 3), W4, {"label_smoothing": 0.2}),
+           (MANY, fraction(2, 4, 3), W4, NONE), (normal(4), torch.tensor(2), W4), constant=(2,)),
+    *calls(F.cross_entropy, (MANY, classes(2, 3), NONE), (normal(1, 4), classes(1)), (normal(0, 4), classes(0), SUM)),
+    *calls(F.nll_loss, (SCORES, SOME_IGNORED), (normal(4), torch.tensor(2))),
+    *calls(F.nll_loss, (SCORES, SOME_IGNORED, W4, SUM), (MANY, classes(2, 3), W4), constant=(2,)),
+    *calls(F.nll_loss, (MANY, classes(2, 3), {"ignore_index": 1, **NONE})),
+]  # fmt: skip
+LINEAR = calls(
+    F.linear_cross_entropy,
+    (normal(5, 3), normal(4, 3), SOME_IGNORED),
+    (normal(3), normal(4, 3), torch.tensor(2), {"linear_bias": normal(4)}),
+    (normal(5, 3), normal(4, 2, 3), classes(5, 2), {"linear_bias": normal(4, 2)}),
+    (normal(5, 3), normal(4, 3), classes(5), {"options": LinearCrossEntropyOptions(batch_chunk_size=2)}),
+)
 
 
 @pytest.mark.parametrize("placements", [(S0, S1), (S1, S0), (S1, S1), (S0, S0)], ids=str)

@@ -1,4 +1,4 @@
-"""Products on sharded operands equal one process."""
+"""Products of sharded operands: rows, reasons, and when partial sums are reduced."""
 
 import re
 from typing import Any
@@ -13,16 +13,11 @@ from shardwise.debug import explain
 from shardwise.rules import RULES, Meta
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from tests.meshes import meshes_of
+from tests.rules.operands import Draw, calls
 from tools.op_judge import Sample
-from tools.rule_checks import assert_equals_one_process
 
-GENERATOR = torch.Generator().manual_seed(1)
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
+normal = Draw(1).normal
 
 
 def stretched_addmv(input: Tensor, mat: Tensor, vec: Tensor) -> Tensor:
@@ -30,71 +25,37 @@ def stretched_addmv(input: Tensor, mat: Tensor, vec: Tensor) -> Tensor:
     return torch.addmv(input, mat, vec)
 
 
-A, B, SQUARE = normal(5, 3), normal(3), normal(3, 3)
+A, B, SQUARE, M, V4, BATCH = normal(5, 3), normal(3), normal(3, 3), normal(3, 4), normal(4), normal(2, 5, 3)
 SAMPLES = [
-    Sample(torch.matmul, (A, normal(3, 4))),
-    Sample(torch.mm, (A, normal(3, 1))),
-    Sample(torch.matmul, (B, normal(3, 4))),
-    Sample(torch.matmul, (A, B)),
-    Sample(torch.mv, (A, B)),
-    Sample(torch.dot, (B, normal(3))),
-    Sample(torch.bmm, (normal(3, 2, 4), normal(3, 4, 2))),
-    Sample(torch.matmul, (normal(2, 5, 3), normal(3, 4))),
-    Sample(torch.matmul, (normal(1, 5, 3), normal(4, 3, 2))),
-    Sample(torch.matmul, (normal(1, 5, 3), normal(1, 3, 2))),
-    Sample(torch.matmul, (normal(2, 1, 5, 3), normal(4, 3, 2))),
-    Sample(torch.matmul, (normal(5, 0), normal(0, 4))),
-    Sample(torch.matmul, (normal(0, 3), normal(3, 4))),
-    Sample(F.linear, (A, normal(4, 3))),
-    Sample(F.linear, (A, normal(4, 3), normal(4))),
-    Sample(F.linear, (A, normal(1, 3), normal(1))),
-    Sample(F.linear, (B, normal(4, 3), normal(4))),
-    Sample(F.linear, (A, B)),
-    Sample(F.linear, (normal(2, 5, 3), normal(4, 3), normal(4))),
-    Sample(torch.addmm, (normal(4), A, normal(3, 4)), {"beta": 2, "alpha": 0.5}),
-    Sample(torch.addmm, (normal(5, 4), A, normal(3, 4))),
-    Sample(torch.addmm, (normal(5, 1), A, normal(3, 4))),
-    Sample(torch.addmm, (normal(), A, normal(3, 4))),
-    Sample(torch.einsum, ("ij,kj->ik", A, normal(4, 3))),
-    Sample(torch.einsum, ("ij,k->k", A, B)),
-    Sample(torch.einsum, ("ij,ij->", A, normal(5, 3))),
-    Sample(torch.einsum, ("bij,bjk->ik", normal(2, 3, 4), normal(2, 4, 3))),
-    Sample(torch.einsum, ("ij,kj->ik", (A, normal(4, 3)))),
-    Sample(torch.einsum, ("ii->i", normal(3, 3))),
-    Sample(torch.einsum, ("...ij,jk", normal(2, 4, 3), normal(3, 2))),
-    Sample(torch.einsum, ("b...ij,...jk", normal(2, 1, 4, 3), normal(5, 3, 2))),
-    Sample(torch.einsum, ("iij,jk", normal(3, 3, 4), normal(4, 2))),
-    Sample(torch.einsum, ("ij,j->i", A, normal(1))),
-    Sample(torch.einsum, ("ba,a", A, B)),
-    Sample(torch.addmm, (normal(5, 4).fill_(float("nan")), A, normal(3, 4)), {"beta": 0}, gradients=False),
-    Sample(torch.addmv, (normal(5), A, B), {"beta": 2.5}),
-    Sample(stretched_addmv, (normal(1), A, B)),
-    Sample(torch.addr, (normal(5, 1), normal(5), B), {"alpha": 0.5}),
-    Sample(torch.addbmm, (normal(4), normal(2, 5, 3), normal(2, 3, 4)), {"alpha": 2}),
-    Sample(torch.baddbmm, (normal(2, 1, 4), normal(2, 5, 3), normal(2, 3, 4)), {"beta": 0.5}),
-    Sample(Tensor.addmm_, (normal(5, 4), A, normal(3, 4)), {"beta": 0.5}),
-    Sample(Tensor.baddbmm_, (normal(2, 5, 4), normal(2, 5, 3), normal(2, 3, 4))),
-    Sample(torch.outer, (B, normal(4))),
-    Sample(torch.inner, (normal(2, 5, 3), A)),
-    Sample(torch.inner, (B, normal(3))),
-    Sample(torch.vdot, (normal(5), normal(5))),
-    Sample(torch.linalg.vecdot, (normal(5, 1, 3), normal(4, 3))),
-    Sample(torch.linalg.vecdot, (A, normal(5, 3)), {"dim": 0}),
-    Sample(torch.tensordot, (normal(2, 4, 3), normal(4, 3, 2)), {"dims": 2}),
-    Sample(torch.tensordot, (normal(2, 4, 3), normal(5, 2, 3)), {"dims": ([0, -1], [1, 2])}),
-    Sample(torch.linalg.multi_dot, ([B, normal(3, 4), normal(4, 2)],)),
-    Sample(torch.linalg.multi_dot, ([A, normal(3, 4), normal(4)],)),
-    Sample(F.bilinear, (normal(2, 5, 3), normal(2, 5, 2), normal(4, 3, 2), normal(4))),
-    Sample(F.bilinear, (B, normal(2), normal(4, 3, 2))),
-    Sample(Tensor.__rmatmul__, (normal(3, 4), A)),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sample", SAMPLES, ids=str)
-def test_products_equal_one_process(sample: Sample) -> None:
-    tally = assert_equals_one_process([sample], meshes_of(sample), limit=6)
-    assert tally.cases > 11
+    *calls(torch.matmul, (A, M), (B, M), (A, B), (BATCH, M), (normal(1, 5, 3), normal(4, 3, 2)),
+           (normal(1, 5, 3), normal(1, 3, 2)), (normal(2, 1, 5, 3), normal(4, 3, 2)), (normal(5, 0), normal(0, 4)),
+           (normal(0, 3), M)),
+    *calls(torch.mm, (A, normal(3, 1))), *calls(torch.mv, (A, B)), *calls(torch.dot, (B, normal(3))),
+    *calls(torch.bmm, (normal(3, 2, 4), normal(3, 4, 2))),
+    *calls(F.linear, (A, normal(4, 3)), (A, normal(4, 3), V4), (A, normal(1, 3), normal(1)), (B, normal(4, 3), V4),
+           (A, B), (BATCH, normal(4, 3), V4)),
+    *calls(torch.addmm, (V4, A, M, {"beta": 2, "alpha": 0.5}), (normal(5, 4), A, M), (normal(5, 1), A, M),
+           (normal(), A, M)),
+    *calls(torch.addmm, (normal(5, 4).fill_(float("nan")), A, M, {"beta": 0}), gradients=False),
+    *calls(torch.einsum, ("ij,kj->ik", A, normal(4, 3)), ("ij,k->k", A, B), ("ij,ij->", A, normal(5, 3)),
+           ("bij,bjk->ik", normal(2, 3, 4), normal(2, 4, 3)), ("ij,kj->ik", (A, normal(4, 3))), ("ii->i", SQUARE),
+           ("...ij,jk", normal(2, 4, 3), normal(3, 2)), ("b...ij,...jk", normal(2, 1, 4, 3), normal(5, 3, 2)),
+           ("iij,jk", normal(3, 3, 4), normal(4, 2)), ("ij,j->i", A, normal(1)), ("ba,a", A, B)),
+    *calls(torch.addmv, (normal(5), A, B, {"beta": 2.5})), *calls(stretched_addmv, (normal(1), A, B)),
+    *calls(torch.addr, (normal(5, 1), normal(5), B, {"alpha": 0.5})),
+    *calls(torch.addbmm, (V4, BATCH, normal(2, 3, 4), {"alpha": 2})),
+    *calls(torch.baddbmm, (normal(2, 1, 4), BATCH, normal(2, 3, 4), {"beta": 0.5})),
+    *calls(Tensor.addmm_, (normal(5, 4), A, M, {"beta": 0.5})),
+    *calls(Tensor.baddbmm_, (normal(2, 5, 4), BATCH, normal(2, 3, 4))),
+    *calls(torch.outer, (B, V4)), *calls(torch.inner, (BATCH, A), (B, normal(3))),
+    *calls(torch.vdot, (normal(5), normal(5))),
+    *calls(torch.linalg.vecdot, (normal(5, 1, 3), normal(4, 3)), (A, normal(5, 3), {"dim": 0})),
+    *calls(torch.tensordot, (normal(2, 4, 3), normal(4, 3, 2), {"dims": 2}),
+           (normal(2, 4, 3), normal(5, 2, 3), {"dims": ([0, -1], [1, 2])})),
+    *calls(torch.linalg.multi_dot, [B, M, normal(4, 2)], [A, M, V4]),
+    *calls(F.bilinear, (BATCH, normal(2, 5, 2), normal(4, 3, 2), V4), (B, normal(2), normal(4, 3, 2))),
+    *calls(Tensor.__rmatmul__, (M, A)),
+]  # fmt: skip
 
 
 @world(2)

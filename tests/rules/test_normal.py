@@ -1,4 +1,4 @@
-"""Softmax and normalizations equal one process, whatever is cut; what travels is moments, not elements."""
+"""Softmax and normalizations of sharded dims exchange moments, not elements."""
 
 import copy
 from collections.abc import Callable
@@ -9,95 +9,56 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise import (
-    Mesh,
-    OnRanks,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    collectives,
-    count_comms,
-    distribute_tensor,
-)
+from shardwise import Mesh, OnRanks, Partial, Placement, Replicate, Shard, collectives, count_comms, distribute_tensor
 from shardwise.errors import RuleError
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from tests.meshes import meshes_of
+from tests.rules.operands import Draw, calls
 from tools.op_judge import Sample
-from tools.rule_checks import assert_equals_one_process
 
-GENERATOR = torch.Generator().manual_seed(6)
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 INF = float("inf")
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
-
-
-X, IMAGES = normal(5, 4), normal(3, 6, 2, 3)
+draw = Draw(6)
+normal = draw.normal
+X, IMAGES, CUBE, W4, W6 = normal(5, 4), normal(3, 6, 2, 3), normal(2, 3, 5), normal(4), normal(6)
+aten: Any = torch.ops.aten
 SOFT = [
-    Sample(F.softmax, (X, 1)),
-    Sample(F.softmax, (X, -2), {"dtype": torch.float32}),
-    Sample(torch.softmax, (X.float(),), {"dim": 1, "dtype": torch.float64}),
-    Sample(Tensor.softmax, (normal(2, 3, 5), 1)),
-    Sample(F.log_softmax, (X, 1)),
-    Sample(Tensor.log_softmax, (X * 1000, 0)),
-    Sample(torch.special.softmax, (X, 0)),
-    Sample(torch.special.log_softmax, (X, 0)),
-    Sample(F.softmin, (X, 1)),
-    Sample(torch.ops.aten._softmax.default, (X, 1, False), gradients=False),
-    Sample(torch.ops.aten._safe_softmax.default, (X, 1, torch.float32)),
-    Sample(F.softmax, (normal(0, 3), 1)),
-    Sample(F.softmax, (normal(3, 0), 1)),
-    Sample(F.softmax, (torch.tensor(2.0), 0)),
-]
+    *calls(F.softmax, (X, 1), (X, -2, {"dtype": torch.float32}), (normal(0, 3), 1), (normal(3, 0), 1),
+           (torch.tensor(2.0), 0)),
+    *calls(torch.softmax, (X.float(), {"dim": 1, "dtype": torch.float64})),
+    *calls(Tensor.softmax, (CUBE, 1)),
+    *(Sample(op, (X, 1)) for op in (F.log_softmax, F.softmin)), *calls(Tensor.log_softmax, (X * 1000, 0)),
+    *(Sample(op, (X, 0)) for op in (torch.special.softmax, torch.special.log_softmax)),
+    *calls(aten._softmax.default, (X, 1, False), gradients=False),
+    *calls(aten._safe_softmax.default, (X, 1, torch.float32)),
+]  # fmt: skip
 NORMS = [
-    Sample(F.layer_norm, (X, (4,))),
-    Sample(F.layer_norm, (X, [4], normal(4), normal(4), 0.1)),
-    Sample(F.layer_norm, (X, (4,), None, normal(4))),
-    Sample(torch.layer_norm, (normal(2, 3, 5), (3, 5), normal(3, 5), normal(3, 5))),
-    Sample(F.layer_norm, (X + 1e6, X.shape), tolerance=1e-6),
-    Sample(F.layer_norm, (normal(0, 4), (4,), normal(4))),
-    Sample(F.layer_norm, (normal(5, 1), (1,), normal(1))),
-    Sample(F.rms_norm, (X, (4,), normal(4))),
-    Sample(F.rms_norm, (normal(2, 3, 5), (3, 5)), {"eps": 0.2}),
-    Sample(F.group_norm, (IMAGES, 2)),
-    Sample(F.group_norm, (IMAGES, 3, normal(6), normal(6), 0.1)),
-    Sample(F.group_norm, (IMAGES, 1, normal(6))),
-    Sample(torch.group_norm, (normal(5, 6), 2, normal(6), normal(6))),
-    Sample(F.instance_norm, (IMAGES,)),
-    Sample(F.instance_norm, (normal(2, 4, 3),), {"weight": normal(4), "bias": normal(4)}),
-    Sample(F.batch_norm, (IMAGES, None, None, normal(6), normal(6), True)),
-    Sample(F.batch_norm, (normal(5, 3), None, None), {"training": True}),
-    Sample(torch.batch_norm, (normal(5, 3), normal(3), normal(3), None, None, True, 0.1, 0.1, False)),
-    Sample(F.batch_norm, (normal(5, 3), normal(3), normal(3).abs(), normal(3), normal(3)), constant=(1, 2)),
-    Sample(F.instance_norm, (IMAGES, normal(6), normal(6).abs()), {"use_input_stats": False}, constant=(1, 2)),
-    Sample(torch._weight_norm, (X, normal(5, 1))),
-    Sample(torch._weight_norm, (normal(4, 3, 2), normal(1, 3, 1), 1)),
-    Sample(torch._weight_norm, (X, normal(), -1)),
-    Sample(F.local_response_norm, (normal(2, 7, 3), 4), {"k": 0.5}),
-    Sample(F.local_response_norm, (IMAGES, 3, 0.1, 0.5)),
-    Sample(F.local_response_norm, (torch.arange(9).view(1, 3, 3), 2), gradients=False),
-    Sample(F.normalize, (X,)),
-    Sample(F.normalize, (X, 1.0, 0)),
-    Sample(F.cosine_similarity, (X, normal(5, 4)), {"dim": 0}),
-    Sample(F.pairwise_distance, (X, normal(5, 4))),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sample", SOFT, ids=str)
-def test_softmax_equals_one_process(sample: Sample) -> None:
-    assert_equals_one_process([sample], meshes_of(sample), limit=8)
+    *calls(F.layer_norm, (X, (4,)), (X, [4], W4, normal(4), 0.1), (X, (4,), None, W4), (normal(0, 4), (4,), W4),
+           (normal(5, 1), (1,), normal(1))),
+    *calls(F.layer_norm, (X + 1e6, X.shape), tolerance=1e-6),
+    *calls(torch.layer_norm, (CUBE, (3, 5), normal(3, 5), normal(3, 5))),
+    *calls(F.rms_norm, (X, (4,), W4), (CUBE, (3, 5), {"eps": 0.2})),
+    *calls(F.group_norm, (IMAGES, 2), (IMAGES, 3, W6, normal(6), 0.1), (IMAGES, 1, W6)),
+    *calls(torch.group_norm, (normal(5, 6), 2, W6, normal(6))),
+    *calls(F.instance_norm, IMAGES, (normal(2, 4, 3), {"weight": W4, "bias": normal(4)})),
+    *calls(F.instance_norm, (IMAGES, W6, W6.abs(), {"use_input_stats": False}), constant=(1, 2)),
+    *calls(F.batch_norm, (IMAGES, None, None, W6, normal(6), True), (normal(5, 3), None, None, {"training": True})),
+    *calls(F.batch_norm, (normal(5, 3), normal(3), normal(3).abs(), normal(3), normal(3)), constant=(1, 2)),
+    *calls(torch.batch_norm, (normal(5, 3), normal(3), normal(3), None, None, True, 0.1, 0.1, False)),
+    *calls(torch._weight_norm, (X, normal(5, 1)), (normal(4, 3, 2), normal(1, 3, 1), 1), (X, normal(), -1)),
+    *calls(F.local_response_norm, (normal(2, 7, 3), 4, {"k": 0.5}), (IMAGES, 3, 0.1, 0.5)),
+    *calls(F.local_response_norm, (torch.arange(9).view(1, 3, 3), 2), gradients=False),
+    *calls(F.normalize, X, (X, 1.0, 0)),
+    *calls(F.cosine_similarity, (X, normal(5, 4), {"dim": 0})),
+    *calls(F.pairwise_distance, (X, normal(5, 4))),
+]  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharded", [S0, S1, Shard(1, [0, 3, 1])], ids=str)
 @pytest.mark.parametrize(
     "op",
-    [F.softmax, F.log_softmax, torch.ops.aten._safe_softmax.default],
+    [F.softmax, F.log_softmax, aten._safe_softmax.default],
     ids=["softmax", "log_softmax", "_safe_softmax"],
 )
 def test_infinite_scores_are_treated_as_in_one_process(op: Callable[..., Tensor], sharded: Placement) -> None:
@@ -121,18 +82,12 @@ def test_infinite_scores_are_treated_as_in_one_process(op: Callable[..., Tensor]
         torch.testing.assert_close(got, want, equal_nan=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sample", NORMS, ids=str)
-def test_normalizations_equal_one_process(sample: Sample) -> None:
-    assert_equals_one_process([sample], meshes_of(sample), limit=6)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     "op", [F.softmax, F.log_softmax, F.layer_norm, F.rms_norm, F.group_norm], ids=lambda f: f.__name__
 )
 def test_sums_of_short_floats_are_taken_in_32_bits(op: Callable[..., Tensor], dtype: torch.dtype) -> None:
-    x = (torch.randn(2, 3000, generator=GENERATOR) * 30).to(dtype)
+    x = (torch.randn(2, 3000, generator=draw.generator) * 30).to(dtype)
     argument = (3000,) if op in (F.layer_norm, F.rms_norm) else 1
 
     def body() -> Tensor:

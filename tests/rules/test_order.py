@@ -1,4 +1,4 @@
-"""What is largest, smallest, k-th, and everything in order: as in one process, found without gathering the tensor."""
+"""What is largest, smallest, k-th, and everything in order, found without gathering the tensor."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,77 +16,42 @@ from shardwise.tensor.dispatch.local_context import RankContext
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from shardwise.trace.comm_trace import INTERNAL
+from tests.rules.operands import Draw, calls
 from tools.op_judge import Sample
-from tools.rule_checks import assert_equals_one_process
 
-GENERATOR = torch.Generator().manual_seed(4)
 INF, NAN = float("inf"), float("nan")
 R, S0 = Replicate(), Shard(0)
-MESHES = (Mesh((3,)), Mesh((5,)), Mesh((2, 2)))
 SORTING: list[Callable[..., Any]] = [torch.sort, torch.argsort]
 MEDIANS: list[Callable[..., Any]] = [torch.median, torch.nanmedian]
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
-
-
-def integers(*shape: int, limit: int = 4) -> Tensor:
-    return torch.randint(-limit, limit + 1, shape, generator=GENERATOR)
-
-
-A, B = normal(5, 3), normal(2, 5, 3)
-TIED = integers(5, 3, limit=1).double()
-LINE = normal(7)
+draw = Draw(4)
+normal, integers = draw.normal, draw.integers
+A, B, LINE, N = normal(5, 3), normal(2, 5, 3), normal(7), integers(5, 3)
+TIED = integers(5, 3, low=-1, high=2).double()
 RISING, ROWS = normal(7).sort().values, normal(5, 4).sort().values
 FRACTIONS = torch.tensor([0.2, 0.7], dtype=torch.float64)
 SAMPLES = [
-    *(Sample(op, (x, 0)) for op in (torch.max, torch.min) for x in (TIED, integers(5, 3), TIED > 0)),
+    *(Sample(op, (x, 0)) for op in (torch.max, torch.min) for x in (TIED, N, TIED > 0)),
     *(Sample(op, (TIED, 1, True)) for op in (torch.max, torch.min)),
-    Sample(Tensor.max, (B,), {"dim": -2, "keepdim": True}),
-    Sample(torch.max, (TIED - INF, 0)),
-    Sample(torch.max, (A, A.flip(0) + 0.1)),
-    Sample(torch.min, (A,), {"other": A[0] + 0.1}),
-    *(Sample(op, (x,)) for op in (torch.argmax, torch.argmin) for x in (TIED, B, integers(5, 3))),
-    Sample(torch.argmax, (TIED, 0)),
-    Sample(torch.argmin, (TIED,), {"dim": 1, "keepdim": True}),
-    Sample(torch.argmax, (B,), {"keepdim": True}),
-    *(Sample(torch.topk, (A, k, 0)) for k in (0, 1, 3, 5)),
-    Sample(torch.topk, (B, 2), {"dim": 1, "largest": False}),
-    Sample(Tensor.topk, (LINE, 2)),
-    *(Sample(op, (A, 0)) for op in SORTING),
-    *(Sample(op, (LINE,)) for op in SORTING),
-    *(Sample(op, (normal(7, 1), 0), {"descending": True}) for op in SORTING),
-    *(Sample(op, (integers(9),), {"stable": True, "descending": d}) for op in SORTING for d in (False, True)),
-    Sample(torch.sort, (integers(2, 5, 3),), {"dim": 1, "stable": True}),
-    Sample(torch.sort, (normal(0),)),
-    Sample(torch.msort, (A,)),
-    Sample(torch.msort, (LINE,)),
-    Sample(torch.kthvalue, (A, 2)),
-    Sample(torch.kthvalue, (A, 2, 0, True)),
-    Sample(torch.kthvalue, (LINE, 3)),
-    *(Sample(op, (x,)) for op in MEDIANS for x in (TIED, LINE, integers(8))),
-    *(Sample(op, (A, 0, True)) for op in MEDIANS),
-    *(Sample(op, (LINE, 0)) for op in MEDIANS),
-    Sample(torch.mode, (integers(5, 3).double(), 0)),
-    Sample(torch.mode, (integers(9),)),
-    Sample(torch.quantile, (A, 0.3)),
-    Sample(torch.quantile, (A, FRACTIONS, 0, True)),
-    Sample(torch.quantile, (A, FRACTIONS, 1), {"interpolation": "midpoint"}),
-    Sample(torch.nanquantile, (A, 0.5), {"dim": 0, "interpolation": "nearest"}),
-    Sample(torch.searchsorted, (RISING, A)),
-    Sample(torch.searchsorted, (ROWS, A), {"side": "right"}),
-    Sample(torch.searchsorted, (RISING, 0.3), {"out_int32": True}),
-    Sample(torch.searchsorted, (LINE, A), {"sorter": LINE.argsort()}),
-    Sample(torch.bucketize, (A, RISING)),
-    Sample(torch.bucketize, (A, RISING), {"right": True}),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sample", SAMPLES, ids=str)
-def test_ops_on_the_order_of_elements_equal_one_process(sample: Sample) -> None:
-    assert_equals_one_process([sample], MESHES, limit=3)
+    *calls(Tensor.max, (B, {"dim": -2, "keepdim": True})),
+    *calls(torch.max, (TIED - INF, 0), (A, A.flip(0) + 0.1)), *calls(torch.min, (A, {"other": A[0] + 0.1})),
+    *(Sample(op, (x,)) for op in (torch.argmax, torch.argmin) for x in (TIED, B, N)),
+    *calls(torch.argmax, (TIED, 0), (B, {"keepdim": True})), *calls(torch.argmin, (TIED, {"dim": 1, "keepdim": True})),
+    *calls(torch.topk, *((A, k, 0) for k in (0, 1, 3, 5)), (B, 2, {"dim": 1, "largest": False})),
+    *calls(Tensor.topk, (LINE, 2)),
+    *(sample for op in SORTING for sample in calls(
+        op, (A, 0), LINE, (normal(7, 1), 0, {"descending": True}),
+        *((integers(9), {"stable": True, "descending": d}) for d in (False, True)))),
+    *calls(torch.sort, (integers(2, 5, 3), {"dim": 1, "stable": True}), normal(0)),
+    *calls(torch.msort, A, LINE),
+    *calls(torch.kthvalue, (A, 2), (A, 2, 0, True), (LINE, 3)),
+    *(sample for op in MEDIANS for sample in calls(op, TIED, LINE, integers(8), (A, 0, True), (LINE, 0))),
+    *calls(torch.mode, (N.double(), 0), integers(9)),
+    *calls(torch.quantile, (A, 0.3), (A, FRACTIONS, 0, True), (A, FRACTIONS, 1, {"interpolation": "midpoint"})),
+    *calls(torch.nanquantile, (A, 0.5, {"dim": 0, "interpolation": "nearest"})),
+    *calls(torch.searchsorted, (RISING, A), (ROWS, A, {"side": "right"}), (RISING, 0.3, {"out_int32": True}),
+           (LINE, A, {"sorter": LINE.argsort()})),
+    *calls(torch.bucketize, (A, RISING), (A, RISING, {"right": True})),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("op", [torch.argmax, torch.argmin])
@@ -117,11 +82,11 @@ LONG = 3 * order.SMALL // 2
 EVERY_INT64 = torch.iinfo(torch.int64)
 LINES = {
     "normal": normal(LONG),
-    "few values": integers(LONG, limit=50),
+    "few values": integers(LONG, low=-50, high=51),
     "one value": torch.full((LONG,), 7),
-    "all bits": torch.randint(EVERY_INT64.min, EVERY_INT64.max, (LONG,), generator=GENERATOR),
+    "all bits": torch.randint(EVERY_INT64.min, EVERY_INT64.max, (LONG,), generator=draw.generator),
     "the ends": torch.tensor([EVERY_INT64.max, EVERY_INT64.min, 0, -1]).repeat(LONG // 4),
-    "floats": integers(LONG, limit=50).float().index_fill(0, torch.tensor([5, 900, LONG - 1]), NAN),
+    "floats": integers(LONG, low=-50, high=51).float().index_fill(0, torch.tensor([5, 900, LONG - 1]), NAN),
     "zeros": torch.tensor([0.0, -0.0, INF, -INF], dtype=torch.float16).repeat(LONG // 4),
     "truths": integers(LONG) > 0,
 }

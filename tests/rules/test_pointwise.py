@@ -1,4 +1,4 @@
-"""Elementwise ops on sharded operands equal one process: every name of the tables, and the awkward calls."""
+"""Elementwise ops: every name of the tables, awkward calls, and what the check of rows finds."""
 
 import math
 from collections.abc import Callable
@@ -16,25 +16,17 @@ from shardwise.rules import RULES, OpRule, Row, pointwise
 from shardwise.tensor.dispatch import dispatcher
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from tests.meshes import meshes_of
+from tests.rules.operands import Draw, calls
 from tools.op_judge import Sample
 from tools.rule_checks import assert_equals_one_process
 
-GENERATOR = torch.Generator().manual_seed(0)
-R, S0, S1 = Replicate(), Shard(0), Shard(1)
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
-
-
-def fraction(*shape: int) -> Tensor:
-    """Between 0.1 and 0.9, where nearly every function is smooth."""
-    return torch.rand(shape, dtype=torch.float64, generator=GENERATOR) * 0.8 + 0.1
+R, S0 = Replicate(), Shard(0)
+draw = Draw(0)
+normal, fraction = draw.normal, draw.fraction
 
 
 def integers(*shape: int) -> Tensor:
-    return torch.randint(1, 6, shape, generator=GENERATOR)
+    return draw.integers(*shape, low=1, high=6)
 
 
 def truths(*shape: int) -> Tensor:
@@ -91,6 +83,9 @@ NAMES = sorted(
 )
 
 
+IN_PLACE = ["abs", "add", "clamp_min", "copy", "div", "exp", "fmod", "lerp", "mul", "neg", "pow", "relu", "sub", "zero"]
+
+
 def spelled(name: str) -> Callable[..., Any] | None:
     for home in (torch, Tensor, F, torch.special):
         found = getattr(home, name, None)
@@ -115,12 +110,36 @@ def sample_of(name: str) -> Sample:
     return Sample(op, arguments, gradients=name not in without, tolerance=tolerance)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", KNOWN)
-def test_every_name_equals_one_process(name: str) -> None:
-    tally = assert_equals_one_process([sample_of(name)], (Mesh((3,)), Mesh((2, 2))), limit=5)
-    assert tally.cases >= 8
-    assert not tally.refused
+def in_place(name: str) -> list[Sample]:
+    """Of several rows; of one, so that some rank holds nothing."""
+    more: tuple[Any, ...] = {"lerp": (ROW, 0.3), "pow": (2.0,)}.get(
+        name, (ROW,) if name in (*TWO, "copy", "clamp_min") else ()
+    )
+    return calls(getattr(Tensor, f"{name}_"), (normal(5, 3), *more), (normal(1, 3), *more))
+
+
+SAMPLES = [
+    *map(sample_of, KNOWN),
+    *(sample for name in IN_PLACE for sample in in_place(name)),
+    *calls(Tensor.contiguous, (normal(2, 3, 4, 5), {"memory_format": torch.channels_last})),
+    *calls(torch.add, (X, ROW, {"alpha": 2}), (X, 2), (normal(), normal())),
+    *calls(torch.sub, (normal(), X, {"alpha": 3})),
+    *calls(torch.mul, (normal(1, 4), normal(3, 1)), (normal(2, 1, 3), normal(5, 1)), (integers(5, 3), normal(3)),
+           (normal(5).float(), normal(5))),
+    *calls(torch.mul, (normal(5).float(), normal()), tolerance=1e-5),
+    *calls(torch.div, (integers(5, 3), integers(3)), (X, ROW, {"rounding_mode": "floor"})),
+    *calls(torch.maximum, (normal(0, 3), normal(3)), (normal(5, 3), normal(5, 3))),
+    *calls(torch.max, (normal(5), normal(3, 1))),
+    *calls(torch.addcmul, (X, ROW, COLUMN, {"value": 2.0})), *calls(torch.addcdiv, (X, ROW, COLUMN)),
+    *calls(torch.exp, normal(1, 1), normal(2, 0)),
+    *(Sample(op, (normal(5) * 3,)) for op in (Tensor.long, Tensor.int)), *calls(Tensor.bool, integers(5) - 2),
+    *calls(Tensor.to, (integers(5), torch.float64), (normal(5), torch.int32), (integers(5), normal(2))),
+    *calls(torch.where, (truths(5), 1.0, normal(5))),
+    *(Sample(op, (X, 2)) for op in (Tensor.__rsub__, Tensor.__rpow__, Tensor.__rtruediv__, Tensor.__radd__)),
+    *calls(F.relu, normal(5, 3)), *calls(F.gelu, (X, {"approximate": "tanh"})),
+    *calls(F.leaky_relu, (normal(5, 3), 0.2)),
+    *calls(F.dropout, (normal(5), 0.5, False), (normal(5), 0.0, True)),
+]  # fmt: skip
 
 
 WRONG = [
@@ -142,68 +161,6 @@ def test_the_check_finds_rows_that_are_wrong(rule: Callable[..., list[Row]], wha
     finally:
         del RULES[op]
         dispatcher.forget()
-
-
-IN_PLACE = ["abs", "add", "clamp_min", "copy", "div", "exp", "fmod", "lerp", "mul", "neg", "pow", "relu", "sub", "zero"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", IN_PLACE)
-def test_in_place_ops_equal_one_process_or_are_refused(name: str) -> None:
-    more: tuple[Any, ...] = {"lerp": (ROW, 0.3), "pow": (2.0,)}.get(
-        name, (ROW,) if name in (*TWO, "copy", "clamp_min") else ()
-    )
-    samples = [
-        Sample(getattr(Tensor, f"{name}_"), (normal(5, 3), *more)),
-        Sample(getattr(Tensor, f"{name}_"), (normal(1, 3), *more)),  # one row: some rank holds nothing
-    ]
-    tally = assert_equals_one_process(samples, (Mesh((2,)), Mesh((3,)), Mesh((2, 2))), limit=6)
-    assert tally.cases - tally.refused > tally.cases // 3
-
-
-AWKWARD = [
-    Sample(Tensor.contiguous, (normal(2, 3, 4, 5),), {"memory_format": torch.channels_last}),
-    Sample(torch.add, (X, ROW), {"alpha": 2}),
-    Sample(torch.add, (X, 2)),
-    Sample(torch.add, (normal(), normal())),
-    Sample(torch.sub, (normal(), X), {"alpha": 3}),
-    Sample(torch.mul, (normal(1, 4), normal(3, 1))),
-    Sample(torch.mul, (normal(2, 1, 3), normal(5, 1))),
-    Sample(torch.mul, (integers(5, 3), normal(3))),
-    Sample(torch.mul, (normal(5).float(), normal(5))),
-    Sample(torch.mul, (normal(5).float(), normal()), tolerance=1e-5),
-    Sample(torch.div, (integers(5, 3), integers(3))),
-    Sample(torch.div, (X, ROW), {"rounding_mode": "floor"}),
-    Sample(torch.maximum, (normal(0, 3), normal(3))),
-    Sample(torch.maximum, (normal(5, 3), normal(5, 3))),
-    Sample(torch.max, (normal(5), normal(3, 1))),
-    Sample(torch.addcmul, (X, ROW, COLUMN), {"value": 2.0}),
-    Sample(torch.addcdiv, (X, ROW, COLUMN)),
-    Sample(torch.exp, (normal(1, 1),)),
-    Sample(torch.exp, (normal(2, 0),)),
-    Sample(Tensor.long, (normal(5) * 3,)),
-    Sample(Tensor.int, (normal(5) * 3,)),
-    Sample(Tensor.bool, (integers(5) - 2,)),
-    Sample(Tensor.to, (integers(5), torch.float64)),
-    Sample(Tensor.to, (normal(5), torch.int32)),
-    Sample(Tensor.to, (integers(5), normal(2))),
-    Sample(torch.where, (truths(5), 1.0, normal(5))),
-    Sample(Tensor.__rsub__, (X, 3)),
-    Sample(Tensor.__rpow__, (X, 2)),
-    Sample(Tensor.__rtruediv__, (X, 2.0)),
-    Sample(Tensor.__radd__, (X, 1)),
-    Sample(F.relu, (normal(5, 3),)),
-    Sample(F.gelu, (X,), {"approximate": "tanh"}),
-    Sample(F.leaky_relu, (normal(5, 3), 0.2)),
-    Sample(F.dropout, (normal(5), 0.5, False)),
-    Sample(F.dropout, (normal(5), 0.0, True)),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sample", AWKWARD, ids=str)
-def test_awkward_calls_equal_one_process(sample: Sample) -> None:
-    assert_equals_one_process([sample], meshes_of(sample), limit=5)
 
 
 @world(2)

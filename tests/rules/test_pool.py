@@ -1,66 +1,40 @@
-"""Pooling on sharded operands equals one process, and sends only edges."""
+"""Pooling of sharded operands sends only halos."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from shardwise import Mesh, Replicate, Shard, count_comms, distribute_tensor
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from tools.op_judge import Sample
+from tests.rules.operands import Draw, calls
 from tools.rule_checks import assert_equals_one_process
 
-GENERATOR = torch.Generator().manual_seed(3)
-MESHES = (Mesh((3,)), Mesh((5,)), Mesh((2, 2)))
 R, S0, S1, S2, S3 = Replicate(), Shard(0), Shard(1), Shard(2), Shard(3)
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
-
-
-def tied(*shape: int) -> Tensor:
-    """Few different numbers, so that windows have several largest ones."""
-    return torch.randint(-2, 0, shape, generator=GENERATOR).double()
-
-
-X1, X2, X3 = normal(2, 3, 11), normal(2, 2, 9, 6), normal(1, 2, 5, 4, 6)
+draw = Draw(3)
+X1, X2, X3 = draw.normal(2, 3, 11), draw.normal(2, 2, 9, 6), draw.normal(1, 2, 5, 4, 6)
+# Windows with several largest elements.
+TIED, FEW = (draw.integers(*shape, low=-2, high=0).double() for shape in ((2, 2, 9, 6), (1, 1, 8, 3)))
 INDICES = {"return_indices": True}
 SAMPLES = [
-    Sample(F.max_pool1d, (X1, 3, 2, 1)),
-    Sample(F.max_pool1d, (X1[0], 2), {"ceil_mode": True, **INDICES}),
-    Sample(torch.max_pool1d, (X1, 3), {"dilation": 2, "padding": 1, "stride": 1}),
-    Sample(F.max_pool2d, (tied(2, 2, 9, 6), 3, 2, 1), INDICES),
-    Sample(F.max_pool2d, (X2, (2, 3)), {"ceil_mode": True, "stride": (3, 2), "padding": 1, **INDICES}),
-    Sample(F.max_pool2d, (X2[0], 2), {"dilation": (2, 1), **INDICES}),
-    Sample(F.max_pool2d, (tied(1, 1, 8, 3), 2, 1)),
-    Sample(torch.ops.aten.max_pool2d_with_indices.default, (X2, [4, 1], [2, 4])),
-    Sample(F.max_pool3d, (X3, 2, 1, 1), INDICES),
-    Sample(F.avg_pool1d, (X1, 3, 2, 1)),
-    Sample(F.avg_pool1d, (X1[0], 4), {"ceil_mode": True}),
-    Sample(F.avg_pool2d, (X2, (3, 2), (2, 1), 1, True, False)),
-    Sample(F.avg_pool2d, (X2, 3), {"padding": 1, "ceil_mode": True, "divisor_override": 7}),
-    Sample(F.avg_pool2d, (X2[0], 2), {"stride": 3}),
-    Sample(F.avg_pool3d, (X3, 2), {"ceil_mode": True, "stride": 1, "padding": (1, 0, 1)}),
-    Sample(F.lp_pool2d, (X2.abs(), 3.0, 2)),
-    Sample(F.adaptive_avg_pool1d, (X1, 4)),
-    Sample(F.adaptive_avg_pool2d, (X2, (3, None))),
-    Sample(F.adaptive_avg_pool2d, (X2, 1)),
-    Sample(F.adaptive_avg_pool2d, (X2[0], (1, 4))),
-    Sample(F.adaptive_avg_pool3d, (X3, (5, 2, 1))),
-    Sample(F.adaptive_max_pool1d, (X1, 11), INDICES),
-    Sample(F.adaptive_max_pool2d, (tied(2, 2, 9, 6), (3, 2)), INDICES),
-    Sample(F.adaptive_max_pool2d, (X2, 1)),
-    Sample(F.adaptive_max_pool2d, (X2, (3, 4), True)),
-    Sample(F.adaptive_max_pool3d, (X3, (1, 2, 3))),
+    *calls(F.max_pool1d, (X1, 3, 2, 1), (X1[0], 2, {"ceil_mode": True, **INDICES})),
+    *calls(torch.max_pool1d, (X1, 3, {"dilation": 2, "padding": 1, "stride": 1})),
+    *calls(F.max_pool2d, (TIED, 3, 2, 1, INDICES), (X2[0], 2, {"dilation": (2, 1), **INDICES}), (FEW, 2, 1)),
+    *calls(F.max_pool2d, (X2, (2, 3), {"ceil_mode": True, "stride": (3, 2), "padding": 1, **INDICES})),
+    *calls(torch.ops.aten.max_pool2d_with_indices.default, (X2, [4, 1], [2, 4])),
+    *calls(F.max_pool3d, (X3, 2, 1, 1, INDICES)),
+    *calls(F.avg_pool1d, (X1, 3, 2, 1), (X1[0], 4, {"ceil_mode": True})),
+    *calls(F.avg_pool2d, (X2, (3, 2), (2, 1), 1, True, False), (X2[0], 2, {"stride": 3})),
+    *calls(F.avg_pool2d, (X2, 3, {"padding": 1, "ceil_mode": True, "divisor_override": 7})),
+    *calls(F.avg_pool3d, (X3, 2, {"ceil_mode": True, "stride": 1, "padding": (1, 0, 1)})),
+    *calls(F.lp_pool2d, (X2.abs(), 3.0, 2)),
+    *calls(F.adaptive_avg_pool1d, (X1, 4)),
+    *calls(F.adaptive_avg_pool2d, (X2, (3, None)), (X2, 1), (X2[0], (1, 4))),
+    *calls(F.adaptive_avg_pool3d, (X3, (5, 2, 1))),
+    *calls(F.adaptive_max_pool1d, (X1, 11, INDICES)),
+    *calls(F.adaptive_max_pool2d, (TIED, (3, 2), INDICES), (X2, 1), (X2, (3, 4), True)),
+    *calls(F.adaptive_max_pool3d, (X3, (1, 2, 3))),
 ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sample", SAMPLES, ids=str)
-def test_pooling_equals_one_process(sample: Sample) -> None:
-    assert assert_equals_one_process([sample], MESHES, limit=6).cases >= 18
 
 
 X = torch.arange(2 * 3 * 16 * 5.0).view(2, 3, 16, 5).sin()
@@ -119,6 +93,4 @@ def test_windows_larger_than_the_input_are_refused_on_every_rank_alike() -> None
 def test_integers_are_reduced_before_they_are_averaged_also_after_floats() -> None:
     """Integer division drops the remainder, so it is not linear as that of floats is."""
     integers = torch.arange(48).view(1, 2, 4, 6) * 7 - 50
-    assert_equals_one_process(
-        [Sample(F.avg_pool2d, (x, 2)) for x in (integers.double(), integers)], (Mesh((3,)),), limit=8
-    )
+    assert_equals_one_process(calls(F.avg_pool2d, (integers.double(), 2), (integers, 2)), (Mesh((3,)),), limit=8)

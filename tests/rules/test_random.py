@@ -1,40 +1,70 @@
-"""Random ops give the same numbers for every layout, and numbers of the law they promise."""
+"""Random ops give the same numbers for every layout, numbers of the law they promise, and torch's errors."""
 
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing import assert_close
 
-from shardwise import Mesh, OnRanks, Partial, collectives
+from shardwise import Boxes, DTensor, Mesh, OnRanks, Partial, Placement, Replicate, Shard, collectives
 from shardwise.layout import Layout
 from shardwise.rules import counter_rng
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from tests.rules.random_ops import (
-    COUNT,
-    ONE,
-    PARTIAL_LAYOUTS,
-    S0,
-    S1,
-    SHAPE,
-    SHARDED_LAYOUTS,
-    VALUES,
-    Op,
-    R,
-    as_list,
-    assert_refused_as_by_torch,
-    assert_the_same_on_all_layouts,
-    assert_the_same_on_summands,
-    drawn,
-    on,
-    sharded_values,
-)
+from shardwise.testing.local_shards import dtensor_from_full
+
+R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
+SHAPE = (6, 5, 3)
+BOXES = Boxes([[((0, 0, 0), (2, 5, 3)), ((4, 0, 0), (2, 5, 3))], [], [((2, 0, 0), (2, 5, 3))]])
+Op = Callable[[Any], Any]
+
+
+def on(mesh: Mesh, placements: Sequence[Placement], order: Sequence[int] | None = None) -> Layout:
+    return Layout(mesh, placements, SHAPE, order)
+
+
+ONE = on(Mesh((1,)), [R])
+SHARDED_LAYOUTS = [  # layouts without Partial
+    on(Mesh((3,), (2, 0, 1)), [R]),
+    on(Mesh((2,)), [S0]),
+    on(Mesh((3,), (2, 0, 1)), [S1]),
+    on(Mesh((5,)), [S0]),  # the last rank holds nothing
+    on(Mesh((3,)), [Shard(0, [0, 5, 1])]),
+    on(Mesh((3,)), [OnRanks(1)]),
+    on(Mesh((3,)), [BOXES]),
+    on(Mesh((2, 2)), [S0, S0]),
+    on(Mesh((2, 2)), [S0, S0], (1, 0)),
+    on(Mesh((2, 2)), [S2, S1]),
+    on(Mesh((2, 2)), [Shard(1, [4, 1]), Shard(1, [[1, 3], [0, 1]])]),
+    on(Mesh((2, 2)), [OnRanks(1), S0]),
+]
+PARTIAL_LAYOUTS = [
+    on(Mesh((2,)), [Partial()]),
+    on(Mesh((2, 2)), [Partial(), S0]),
+    on(Mesh((2, 2)), [Partial(), Partial("avg")]),
+    on(Mesh((2,)), [Partial("max")]),
+    on(Mesh((2,)), [Partial("product")]),
+]
+VALUES = 0.1 + 0.8 * torch.rand(SHAPE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def sharded_values(layout: Layout, values: Tensor = VALUES) -> DTensor:
+    """This rank's sharded_values of `values`."""
+    return as_dtensor(dtensor_from_full(values, layout))
+
+
+def as_list(out: Any) -> list[DTensor]:
+    return [as_dtensor(x) for x in (out if isinstance(out, tuple) else (out,))]
+
+
+# ---- the same numbers everywhere -----------------------------------------------------------------------------
 
 OPS: dict[str, Op] = {
     "bernoulli": torch.bernoulli,
@@ -68,17 +98,88 @@ OPS: dict[str, Op] = {
     "binomial": lambda x: torch.binomial(torch.full_like(x, 10), x.detach()),
     "gamma": lambda x: torch._standard_gamma(x.detach()),
     "gumbel_softmax(hard)": lambda x: F.gumbel_softmax(x, hard=True),
+    "F.dropout": lambda x: F.dropout(x, 0.3),
+    "F.dropout(p=1)": lambda x: F.dropout(x, 1.0),
+    "F.dropout(inplace)": lambda x: F.dropout(x.clone(), 0.3, inplace=True),
+    "nn.Dropout": nn.Dropout(0.3),
+    "torch.dropout": lambda x: torch.dropout(x, 0.3, True),
+    "torch.dropout_": lambda x: torch.dropout_(x.clone(), 0.3, True),
+    "native_dropout": lambda x: torch.native_dropout(x, 0.3, True),
+    "dropout1d": lambda x: F.dropout1d(x, 0.3),
+    "dropout1d of one": lambda x: F.dropout1d(x[:, :, 0], 0.3),
+    "dropout2d": lambda x: F.dropout2d(x[:, :, None], 0.3),
+    "dropout3d": lambda x: nn.Dropout3d(0.3)(x[:, :, None, None]),
+    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.3, True),
+    "alpha_dropout(inplace)": lambda x: F.alpha_dropout(x.clone(), 0.3, True, inplace=True),
+    "feature_alpha_dropout": lambda x: F.feature_alpha_dropout(x, 0.3, True),
+    "feature_alpha_dropout_": lambda x: torch.feature_alpha_dropout_(x.clone(), 0.3, True),
+    "rrelu": lambda x: F.rrelu(x - 0.5, training=True),
+    "rrelu(inplace) in eval": lambda x: F.rrelu(x - 0.5, inplace=True),
+    "rrelu_": lambda x: torch.rrelu_(x - 0.5, 0.1, 0.2, True),
+    "rrelu(inplace)": lambda x: F.rrelu(x - 0.5, training=True, inplace=True),
 }
 
 
-@pytest.mark.parametrize("name", OPS)
-def test_the_numbers_do_not_depend_on_layout_or_world(name: str) -> None:
-    assert_the_same_on_all_layouts(OPS[name])
+@dataclass(frozen=True)
+class Outcome:
+    values: list[Tensor]
+    grad: Tensor | None
+    state: Tensor  # of torch's generator
 
 
-@pytest.mark.parametrize("name", OPS)
-def test_partial_values_reduce_to_the_same_numbers(name: str) -> None:
-    assert_the_same_on_summands(OPS[name])
+def outcome(op: Op, layout: Layout) -> Outcome:
+    x = sharded_values(layout)
+    x.requires_grad_(not any(isinstance(p, Partial) and p.reduce_op != "sum" for p in layout.placements))
+    torch.manual_seed(5)
+    outs = as_list(op(x))
+    if outs[0].requires_grad:
+        outs[0].backward(torch.ones(outs[0].shape, dtype=outs[0].dtype))
+    grad = None if x.grad is None else as_dtensor(x.grad).full_tensor()
+    return Outcome([as_dtensor(out.detach()).full_tensor() for out in outs], grad, torch.get_rng_state())
+
+
+def outcomes(names: Sequence[str], layout: Layout) -> list[Outcome]:
+    found = []
+    for name in names:
+        try:
+            found.append(outcome(OPS[name], layout))
+        except Exception as error:
+            error.add_note(f"{name} on {layout}")
+            raise
+    return found
+
+
+def expected_outcomes(names: Sequence[str]) -> dict[str, Outcome]:
+    return dict(zip(names, world(1).run(outcomes, names, ONE)[0], strict=True))
+
+
+def assert_the_same(layouts: Sequence[Layout], names: Sequence[str]) -> None:
+    """Bit for bit, gradients up to rounding; of Partial tensors up to the rounding of the sum. Torch's generator has
+    moved on alike."""
+    expected = expected_outcomes(names)
+    for layout in layouts:
+        bound = 1e-12 if layout.partial_axes else 0.0
+        for by_name in world(layout.mesh.size()).run(outcomes, names, layout):
+            for (name, want), got in zip(expected.items(), by_name, strict=True):
+                at = f"{name} on {layout}"
+                for a, b in zip(got.values, want.values, strict=True):
+                    assert_close(a, b, rtol=bound, atol=bound, msg=at)
+                assert layout.partial_axes or (got.grad is None) == (want.grad is None), at
+                if got.grad is not None:
+                    assert_close(got.grad, want.grad, msg=at)
+                assert torch.equal(got.state, want.state), at
+
+
+@pytest.mark.parametrize("layout", [*SHARDED_LAYOUTS, *PARTIAL_LAYOUTS], ids=str)
+def test_numbers_do_not_depend_on_layout_or_world(layout: Layout) -> None:
+    """A third of the ops on each layout, each op on layouts of all kinds."""
+    number = [*SHARDED_LAYOUTS, *PARTIAL_LAYOUTS].index(layout)
+    assert_the_same([layout], list(OPS)[number % 3 :: 3])
+
+
+@pytest.mark.slow
+def test_numbers_of_every_op_do_not_depend_on_any_layout() -> None:
+    assert_the_same([*SHARDED_LAYOUTS, *PARTIAL_LAYOUTS], list(OPS))
 
 
 def test_only_what_is_read_is_reduced_first() -> None:
@@ -116,7 +217,53 @@ def test_gumbel_softmax_is_a_sharp_choice_by_the_same_noise() -> None:
             assert_close(got, expected, msg=str(layout))
 
 
-# ---- bad arguments ------------------------------------------------------------------------------------------
+def test_gradients_of_random_values_are_torchs() -> None:
+    """Zeros where torch gives zeros, none where it gives none."""
+    ops: dict[str, Op] = {
+        "bernoulli": torch.bernoulli,
+        "normal": lambda x: torch.normal(x, x),
+        "rand_like": torch.rand_like,
+        "multinomial": lambda x: torch.multinomial(x[0], 1),
+        "uniform_": lambda x: (x * 2).uniform_(),
+        "poisson": torch.poisson,
+    }
+
+    def body() -> list[list[float] | None]:
+        found: list[list[float] | None] = []
+        for op in ops.values():
+            x = sharded_values(on(Mesh((2,)), [S0])).requires_grad_()
+            out = op(x[:, :, 0])
+            if out.requires_grad:
+                out.sum().backward()
+            found.append(None if x.grad is None else as_dtensor(x.grad).full_tensor().unique().tolist())
+        return found
+
+    wanted: list[list[float] | None] = []
+    for op in ops.values():
+        x = VALUES.clone().requires_grad_()
+        out = op(x[:, :, 0])
+        if out.requires_grad:
+            out.sum().backward()
+        wanted.append(None if x.grad is None else x.grad.unique().tolist())
+    assert world(2).run(body) == [wanted, wanted]
+    assert [0.0] in wanted
+    assert None in wanted
+
+
+def test_a_leaf_cannot_be_refilled_where_autograd_watches() -> None:
+    def body() -> str:
+        x = sharded_values(on(Mesh((2,)), [S0])).requires_grad_()
+        with pytest.raises(RuntimeError) as caught:
+            x.uniform_()
+        with torch.no_grad():
+            x.uniform_()
+        return str(caught.value)
+
+    (text,) = set(world(2).run(body))
+    assert "leaf" in text
+
+
+# ---- bad arguments -------------------------------------------------------------------------------------------
 
 BAD: dict[str, Op] = {
     "bernoulli_": lambda x: x.bernoulli_(1.5),
@@ -140,6 +287,13 @@ BAD: dict[str, Op] = {
     "multinomial of a negative": lambda x: torch.multinomial(bad_in_one_place(x, -1.0)[:, :, 0], 1),
     "multinomial of nan": lambda x: torch.multinomial(bad_in_one_place(x, math.nan)[:, :, 0], 1, True),
     "multinomial of zeros": lambda x: torch.multinomial(x[:, :, 0] * torch.tensor([[1]] * 5 + [[0]]), 2),
+    "F.dropout": lambda x: F.dropout(x, 1.5),
+    "torch.dropout": lambda x: torch.dropout(x, -0.5, True),
+    "dropout in eval": lambda x: F.alpha_dropout(x, 1.5, False),
+    "dropout of integers": lambda x: F.dropout(x.long()),
+    "native_dropout": lambda x: torch.native_dropout(x, 1.5, True),
+    "dropout1d of 4 dims": lambda x: F.dropout1d(x[None]),
+    "feature_dropout of 1 dim": lambda x: torch.feature_dropout(x[0, 0], 0.5, True),
 }
 
 
@@ -147,6 +301,23 @@ def bad_in_one_place(x: Tensor, value: float) -> Tensor:
     mask = torch.zeros(SHAPE, dtype=torch.bool)
     mask[-1, 0, 0] = True
     return torch.where(mask, value, x)
+
+
+def assert_refused_as_by_torch(op: Op) -> None:
+    """The error of torch on every rank, before anything is drawn."""
+    with pytest.raises(Exception) as expected:  # noqa: PT011 - whatever torch says
+        op(VALUES.clone())
+    wanted = TypeError if expected.type is NotImplementedError else expected.type
+
+    def body(layout: Layout) -> tuple[type[BaseException], str]:
+        x, before = sharded_values(layout), torch.get_rng_state()
+        with pytest.raises(wanted) as caught:
+            op(x)
+        assert torch.equal(torch.get_rng_state(), before)
+        return caught.type, str(caught.value)
+
+    for layout in (on(Mesh((3,)), [S0]), on(Mesh((2, 2)), [S1, S0]), on(Mesh((2,)), [R])):
+        assert set(world(layout.mesh.size()).run(body, layout)) == {(wanted, str(expected.value))}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -167,6 +338,22 @@ def test_a_bad_probability_on_one_rank_is_an_error_on_all() -> None:
 
 
 # ---- laws ---------------------------------------------------------------------------------------------------
+
+COUNT = 100_000
+
+
+def drawn(fill: Op, dtype: torch.dtype, count: int = COUNT) -> Tensor:
+    """Numbers from three ranks."""
+
+    def body() -> Tensor:
+        torch.manual_seed(11)
+        x = sharded_values(Layout(Mesh((3,)), [Shard(0, [1, count - 1, 0])], (count,)), torch.zeros(count, dtype=dtype))
+        return as_dtensor(fill(x)).full_tensor()
+
+    numbers = world(3).run(body)[0]
+    assert numbers.dtype == dtype
+    return numbers.double()
+
 
 HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (torch.float64, torch.float32, *HALVES)
@@ -297,47 +484,83 @@ def test_multinomial_draws_categories_by_their_weights() -> None:
     assert_close(after_4, torch.tensor([0.0, 0.2, 0.4, 0, 0, 0.4]), atol=0.02, rtol=0)
 
 
-def test_gradients_of_random_values_are_torchs() -> None:
-    """Zeros where torch gives zeros, none where it gives none."""
-    ops: dict[str, Op] = {
-        "bernoulli": torch.bernoulli,
-        "normal": lambda x: torch.normal(x, x),
-        "rand_like": torch.rand_like,
-        "multinomial": lambda x: torch.multinomial(x[0], 1),
-        "uniform_": lambda x: (x * 2).uniform_(),
-        "poisson": torch.poisson,
-    }
-
-    def body() -> list[list[float] | None]:
-        found: list[list[float] | None] = []
-        for op in ops.values():
-            x = sharded_values(on(Mesh((2,)), [S0])).requires_grad_()
-            out = op(x[:, :, 0])
-            if out.requires_grad:
-                out.sum().backward()
-            found.append(None if x.grad is None else as_dtensor(x.grad).full_tensor().unique().tolist())
-        return found
-
-    wanted: list[list[float] | None] = []
-    for op in ops.values():
-        x = VALUES.clone().requires_grad_()
-        out = op(x[:, :, 0])
-        if out.requires_grad:
-            out.sum().backward()
-        wanted.append(None if x.grad is None else x.grad.unique().tolist())
-    assert world(2).run(body) == [wanted, wanted]
-    assert [0.0] in wanted
-    assert None in wanted
+# ---- dropout -------------------------------------------------------------------------------------------------
 
 
-def test_a_leaf_cannot_be_refilled_where_autograd_watches() -> None:
-    def body() -> str:
-        x = sharded_values(on(Mesh((2,)), [S0])).requires_grad_()
-        with pytest.raises(RuntimeError) as caught:
-            x.uniform_()
-        with torch.no_grad():
-            x.uniform_()
-        return str(caught.value)
+def dropped(
+    op: Callable[[Any, float], Any], p: float, shape: Sequence[int] = (40, 50, 8)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A tensor, the tensor after `op`, and the gradient of its sum, from two ranks."""
 
-    (text,) = set(world(2).run(body))
-    assert "leaf" in text
+    def body() -> tuple[Tensor, Tensor, Tensor]:
+        torch.manual_seed(3)
+        full = 1 + torch.rand(tuple(shape), generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+        x = sharded_values(Layout(Mesh((2,)), [S1], shape), full).requires_grad_()
+        out = as_dtensor(op(x, p))
+        out.sum().backward()
+        assert x.grad is not None
+        return full, as_dtensor(out.detach()).full_tensor(), as_dtensor(x.grad).full_tensor()
+
+    return world(2).run(body)[0]
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_dropout_keeps_scaled_elements_and_their_gradients(p: float) -> None:
+    x, out, grad = dropped(F.dropout, p)
+    kept = out != 0
+    assert abs(kept.double().mean().item() - (1 - p)) < 4 * math.sqrt(p * (1 - p) / x.numel())
+    assert_close(out, torch.where(kept, x / (1 - p), 0))
+    assert_close(grad, torch.where(kept, 1 / (1 - p), 0.0).double())
+
+
+@pytest.mark.parametrize("op", [F.dropout1d, F.feature_alpha_dropout])
+def test_all_elements_of_a_channel_are_dropped(op: Callable[..., Tensor]) -> None:
+    def drop(x: Any, p: float) -> Tensor:
+        return op(x, p, True)
+
+    x, out, grad = dropped(drop, 0.5)
+    assert (grad == grad[:, :, :1]).all()
+    share = (grad[:, :, 0] != 0).double().mean().item()
+    assert abs(share - 0.5) < 4 * 0.5 / math.sqrt(x.shape[0] * x.shape[1])
+    if op is F.dropout1d:
+        assert_close(out, x * grad)
+
+
+def test_alpha_dropout_keeps_mean_and_variance() -> None:
+    def body() -> tuple[float, float]:
+        torch.manual_seed(9)
+        x = sharded_values(
+            Layout(Mesh((2,)), [S0], (200_000,)), torch.randn(200_000, generator=torch.Generator().manual_seed(2))
+        )
+        out = as_dtensor(F.alpha_dropout(x, 0.3, True)).full_tensor()
+        return out.mean().item(), out.std().item()
+
+    mean, std = world(2).run(body)[0]
+    assert mean == pytest.approx(0, abs=0.01)
+    assert std == pytest.approx(1, abs=0.01)
+
+
+def test_what_drops_nothing_draws_nothing() -> None:
+    def body() -> bool:
+        x = sharded_values(on(Mesh((2,)), [S0]))
+        before = torch.get_rng_state()
+        for same in (F.dropout(x, 0.0), F.dropout(x, 0.5, False), F.alpha_dropout(x), F.dropout(x, 0.5, False, True)):
+            assert same is x
+        others = [torch.dropout(x, 0.5, False), nn.Dropout1d().eval()(x), torch.native_dropout(x, 0.5, False)[0]]
+        others += [torch.dropout_(x, 0.0, True), torch.feature_dropout(x, 0.0, True)]
+        assert all(torch.equal(as_dtensor(out).full_tensor(), VALUES) for out in others)
+        assert as_dtensor(torch.native_dropout(x, 0.5, False)[1]).full_tensor().all()
+        return torch.equal(before, torch.get_rng_state())
+
+    assert world(2).run(body) == [True, True]
+
+
+def test_torchs_warnings_about_dims_are_given() -> None:
+    def body() -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            F.dropout2d(sharded_values(ONE))
+        return [str(w.message) for w in caught]
+
+    ((text,),) = world(1).run(body)
+    assert text.startswith("dropout2d: Received a 3D input")

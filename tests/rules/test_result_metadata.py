@@ -25,8 +25,8 @@ OTHER_STRIDES = {
 Facts = dict[str, object]
 
 
-def samples() -> list[Sample]:
-    """Two of each function that has a rule."""
+def samples(count: int) -> list[Sample]:
+    """So many of each function that has a rule."""
     by_op: dict[Any, list[Sample]] = {}
     for sample in written():
         dense = all(x.layout == torch.strided for x in sample.tensors())
@@ -34,7 +34,7 @@ def samples() -> list[Sample]:
             continue
         if sample.tensors() and dense and rule_of(sample.op) is not None:
             by_op.setdefault(sample.op, []).append(sample)
-    return [sample for found in by_op.values() for sample in found[:2]]
+    return [sample for found in by_op.values() for sample in found[:count]]
 
 
 def facts(x: object) -> Facts:
@@ -105,10 +105,20 @@ def differences(sample: Sample, gradients: bool, placement: Placement) -> list[s
     ]
 
 
+def check(count: int, placement: Placement, gradients: bool) -> None:
+    found = samples(count)
+    assert len({sample.op for sample in found}) > 100
+    assert [line for sample in found for line in differences(sample, gradients, placement)] == []
+
+
+@pytest.mark.filterwarnings("ignore:non-inplace resize")
+def test_results_say_what_they_say_in_one_process() -> None:
+    check(1, Shard(0), True)
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:non-inplace resize")
 @pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
 @pytest.mark.parametrize("gradients", [True, False])
-def test_results_say_what_they_say_in_one_process(placement: Placement, gradients: bool) -> None:
-    found = samples()
-    assert len({sample.op for sample in found}) > 100
-    assert [line for sample in found for line in differences(sample, gradients, placement)] == []
+def test_results_of_more_calls_say_what_they_say_in_one_process(placement: Placement, gradients: bool) -> None:
+    check(2, placement, gradients)

@@ -1,4 +1,4 @@
-"""Running sums, products and extremes of sharded tensors equal one process, and only totals of pieces travel."""
+"""Running sums, products and extremes of sharded tensors send totals of shards only."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,24 +11,13 @@ from torch.testing import assert_close
 from shardwise import Mesh, Shard, count_comms, distribute_tensor
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from tests.meshes import meshes_of
+from tests.rules.operands import Draw, calls
 from tools.op_judge import Sample
-from tools.rule_checks import assert_equals_one_process
 
-GENERATOR = torch.Generator().manual_seed(3)
 INF, NAN = float("inf"), float("nan")
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
-
-
-def integers(*shape: int) -> Tensor:
-    return torch.randint(-2, 3, shape, generator=GENERATOR)
-
-
-A, B = normal(7, 3), normal(2, 7, 3)
-WITH_ZEROS = A.masked_fill(A > 1, 0)
+draw = Draw(3)
+normal = draw.normal
+A, B, N, LINE = normal(7, 3), normal(2, 7, 3), draw.integers(7, 3, low=-2, high=3), draw.integers(9, low=-2, high=3)
 SUMS = [torch.cumsum, torch.cumprod, torch.logcumsumexp]
 EXTREMES = [torch.cummax, torch.cummin]
 SAMPLES = [
@@ -36,23 +25,13 @@ SAMPLES = [
     *(Sample(op, (B,), {"dim": 1}) for op in SUMS),
     *(Sample(op, (normal(), 0)) for op in (torch.cumsum, torch.cummax)),
     *(Sample(op, (normal(0, 2), 0)) for op in (*SUMS, *EXTREMES)),
-    Sample(Tensor.cumsum, (A,), {"axis": 0}),
-    Sample(torch.cumsum, (integers(7, 3), 0)),
-    Sample(torch.cumsum, (integers(7) > 0, 0)),
-    Sample(torch.cumsum, (A.float(), 0), {"dtype": torch.float64}, tolerance=1e-5),
-    Sample(torch.cumprod, (WITH_ZEROS, 0)),
-    Sample(torch.cumprod, (integers(7, 3), 0), {"dtype": torch.float64}),
-    Sample(torch.logcumsumexp, (torch.tensor([1.0, -INF, -INF, 2, -INF, -INF, 0], dtype=torch.float64), 0)),
-    *(Sample(op, (integers(9), 0)) for op in EXTREMES),
-    *(Sample(op, (integers(7, 3).double(), 0)) for op in EXTREMES),
-    *(Sample(op, (integers(9) > 0, 0)) for op in EXTREMES),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sample", SAMPLES, ids=str)
-def test_scans_equal_one_process(sample: Sample) -> None:
-    assert_equals_one_process([sample], meshes_of(sample), limit=4)
+    *(Sample(op, (x, 0)) for op in EXTREMES for x in (LINE, N.double(), LINE > 0)),
+    *calls(Tensor.cumsum, (A, {"axis": 0})),
+    *calls(torch.cumsum, (N, 0), (LINE > 0, 0)),
+    *calls(torch.cumsum, (A.float(), 0, {"dtype": torch.float64}), tolerance=1e-5),
+    *calls(torch.cumprod, (A.masked_fill(A > 1, 0), 0), (N, 0, {"dtype": torch.float64})),
+    *calls(torch.logcumsumexp, (torch.tensor([1.0, -INF, -INF, 2, -INF, -INF, 0], dtype=torch.float64), 0)),
+]  # fmt: skip
 
 
 SIZES: list[list[int] | None] = [None, [2, 0, 5, 2], [0, 0, 1, 8], [9, 0, 0, 0]]

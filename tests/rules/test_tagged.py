@@ -244,7 +244,7 @@ def test_prims_check_their_arguments_as_torch_does() -> None:
             torch.ops.prims.add(X, bad)
         with pytest.raises(type(plain.value)) as error:
             torch.ops.prims.add(x, bad)
-        assert str(error.value) == str(plain.value)
+        assert str(plain.value) in str(error.value)
 
 
 # ---- not elementwise: no operand is gathered --------------------------------------------------------------------

@@ -14,7 +14,7 @@ from shardwise.errors import RuleError
 from shardwise.layout import Layout, Placement
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from tests.rules.random_ops import PARTIAL_LAYOUTS, SHAPE, SHARDED_LAYOUTS, VALUES, sharded_values
+from tests.rules.test_random import PARTIAL_LAYOUTS, SHAPE, SHARDED_LAYOUTS, VALUES, sharded_values
 from tools.op_judge import Sample
 from tools.rule_checks import assert_equals_one_process
 

@@ -13,7 +13,7 @@ from shardwise import DTensor, Mesh, OnRanks, Placement, Replicate, Shard, distr
 from shardwise.errors import RuleError
 from shardwise.layout import Layout
 from shardwise.testing import world
-from tests.rules.random_ops import PARTIAL_LAYOUTS, SHARDED_LAYOUTS, VALUES, on, sharded_values
+from tests.rules.test_random import PARTIAL_LAYOUTS, SHARDED_LAYOUTS, VALUES, on, sharded_values
 
 OLD = "the copy has the old values"
 ROWS = torch.arange(12.0, dtype=torch.float64).reshape(4, 3)
