@@ -105,7 +105,7 @@ def file_layout(
 
 
 class Checksum:
-    """Of the bytes of a tensor in row-major order, and whether its values are finite; block by block."""
+    """The crc32s of the bytes of a tensor in row-major order, and whether its values are finite; block by block."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.finite = True

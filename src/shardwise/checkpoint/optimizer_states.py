@@ -38,7 +38,7 @@ def values_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class States:
-    """Those that an optimizer keeps of a parameter: all from the start, or all from the first step."""
+    """The states that an optimizer keeps of a parameter: all from the start, or all from the first step."""
 
     shapes: Shapes
     at_once: bool
@@ -73,7 +73,7 @@ def states_of_new(
 
 
 def _arguments(kind: type[Optimizer], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `values` that an optimizer of this class is made with."""
+    """The `values` that an optimizer of this class is made with."""
     return {k: v for k, v in values_of(values).items() if k in inspect.signature(kind).parameters}
 
 

@@ -15,7 +15,7 @@ from shardwise.checkpoint.converted_names import Converted, converted
 from shardwise.checkpoint.files import StoredFile, copy_box
 from shardwise.checkpoint.locations import local_path
 from shardwise.checkpoint.offline.safetensors_format import open_safetensors
-from shardwise.checkpoint.offline.sources import Progress, Source, chosen, windows
+from shardwise.checkpoint.offline.sources import Progress, Source, select_tensors, windows
 from shardwise.checkpoint.remedies import extra_prefix
 from shardwise.checkpoint.state import storable_boxes
 from shardwise.errors import IN_PARENTHESES, CheckpointError, did_you_mean
@@ -89,9 +89,9 @@ def open_on_all(what: str, source: str | PathLike[str], prefix: str) -> Source:
 
     def open_source() -> None:
         found = open_safetensors(local_path(source), "", Progress())
-        tensors = (
-            {name: found.tensors[of] for name, of in chosen(found, None, prefix).items()} if prefix else found.tensors
-        )
+        tensors = found.tensors
+        if prefix:
+            tensors = {name: found.tensors[of] for name, of in select_tensors(found, None, prefix).items()}
         opened.append(Source(found.name, tensors, {}, found.open_file, found.progress))
 
     on_all_ranks(what, open_source)

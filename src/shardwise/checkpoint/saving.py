@@ -41,7 +41,7 @@ from shardwise.layout import Box, Owner, checked
 Sums: TypeAlias = list[tuple[Sequence[int], bool]]
 """The crc32s of each box that a rank holds, and whether its values are finite."""
 AllSums: TypeAlias = list[Sums]
-"""Of all ranks."""
+"""The sums of all ranks, in their order."""
 
 
 @overload
@@ -346,7 +346,7 @@ class Contents:
 
 
 def package_versions() -> dict[str, str]:
-    """Of the packages that write, as a manifest has them."""
+    """The versions of the packages that write, as a manifest has them."""
     try:
         own = packages.version("shardwise")
     except packages.PackageNotFoundError:  # run from a source tree

@@ -143,7 +143,7 @@ class PendingSave:
             raise self._unsent
 
     def _outcome(self, all_sent: bool) -> tuple[str, str]:
-        """On rank 0, what became of the save: all ranks have reported, so this does not take long."""
+        """What became of the save, on rank 0. All ranks have reported, so this does not take long."""
         if not self._saving.is_first:
             return "", ""
         self._thread.join()
@@ -179,7 +179,7 @@ class PendingSave:
                 self._unsent = error
 
     def _finish(self, sums: Sums) -> None:
-        """On rank 0: commit, or remove the draft, when all ranks have written."""
+        """Commit, or remove the draft, when all ranks have written; on rank 0."""
         try:
             others = self._reports()
             if self._error is None:

@@ -162,7 +162,7 @@ def _find_with_warnings(store: CheckpointStore) -> tuple[tuple[str, Manifest] | 
 
 
 def find_complete(store: CheckpointStore) -> tuple[tuple[str, Manifest] | None, list[str]]:
-    """As `find_latest`, without a warning; and what keeps each version that comes before it from being complete."""
+    """`find_latest` without a warning, and what keeps each version that comes before from being complete."""
     reasons: list[str] = []
     for version in store.versions().values():
         try:

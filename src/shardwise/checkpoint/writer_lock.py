@@ -257,7 +257,7 @@ def lock(folder: str | PathLike[str]) -> AbstractContextManager[None]:
 
 @contextmanager
 def lock_alone(folder: Location) -> Iterator[None]:
-    """As `lock`, in a process that works alone, whatever world it belongs to."""
+    """`lock` for a process that works alone, whatever world it belongs to."""
     writer_lock = WriterLock(store_at(folder))
     try:
         while not writer_lock.attempt():

@@ -30,7 +30,14 @@ from shardwise.checkpoint.local_files import FileDraft, FolderDraft, LocalFile, 
 from shardwise.checkpoint.locations import local_path
 from shardwise.checkpoint.manifest import LARGEST, MANIFEST_LIMIT
 from shardwise.checkpoint.offline.resharding import write_checkpoint
-from shardwise.checkpoint.offline.sources import CheckpointSource, Extent, Progress, Source, SourceTensor, chosen
+from shardwise.checkpoint.offline.sources import (
+    CheckpointSource,
+    Extent,
+    Progress,
+    Source,
+    SourceTensor,
+    select_tensors,
+)
 from shardwise.checkpoint.remedies import OF_TORCH_SAVE, foreign, reader_of
 from shardwise.checkpoint.state import MODEL
 from shardwise.errors import ArgumentError, CheckpointError
@@ -74,7 +81,7 @@ def export_file(
     """
     path = local_path(target)
     with CheckpointSource(source, progress or Progress(), dtype) as found:
-        exported = chosen(found, names, prefix)
+        exported = select_tensors(found, names, prefix)
         found.progress.begin(found.num_bytes(exported.values()) + found.num_bytes_verified(exported.values()))
         layout = _layout(found, exported, prefix)
         with new_at(path, FileDraft, overwrite) as draft:
@@ -117,7 +124,7 @@ def export_hugging_face(
         raise ArgumentError(f"shard_bytes must be positive, got {shard_bytes}. Fix: such as 5_000_000_000.")
     path = local_path(target)
     with CheckpointSource(source, progress or Progress(), dtype) as found:
-        exported = chosen(found, names, prefix)
+        exported = select_tensors(found, names, prefix)
         num_bytes = found.num_bytes(exported.values())
         found.progress.begin(num_bytes + found.num_bytes_verified(exported.values()))
         files = list(_divided(found, exported, shard_bytes))

@@ -121,7 +121,7 @@ class SourceTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Of all elements, as they are read."""
+        """The bytes of all elements, as they are read."""
         return self.full.numel * self.dtype.itemsize
 
     def windows(self, box: Box) -> Iterator[Box]:
@@ -277,7 +277,7 @@ def _in_files(tensor: StoredTensor, layouts: Mapping[str, FileLayout], dtype: to
     return SourceTensor(export_dtype(tensor.dtype, dtype), tensor.shape, extents, tensor.dtype)
 
 
-def chosen(source: Source, names: Sequence[str] | None, prefix: str) -> dict[str, str]:
+def select_tensors(source: Source, names: Sequence[str] | None, prefix: str) -> dict[str, str]:
     """Which tensors are exported: the name of each in the output, and in `source`.
 
     Args:

@@ -29,7 +29,7 @@ from shardwise.checkpoint.offline.sources import (
     RangeChecksum,
     Source,
     SourceTensor,
-    chosen,
+    select_tensors,
 )
 from shardwise.checkpoint.offline.torch_pickles import Described, Entry, KeyPath, entries, sizes_of, unpickled
 from shardwise.checkpoint.offline.training_names import TrainingNames, check_shapes, renamed, with_lists
@@ -74,7 +74,7 @@ def export_torch(
     """
     path = local_path(target)
     with CheckpointSource(source, progress or Progress(), dtype) as found:
-        exported = chosen(found, names, prefix)
+        exported = select_tensors(found, names, prefix)
         values = {name.removeprefix(prefix): value for name, value in found.values.items() if name.startswith(prefix)}
         found.progress.begin(found.num_bytes(exported.values()) + found.num_bytes_verified(exported.values()))
         items: list[StoredItem] = []
@@ -231,7 +231,7 @@ def _is_of_group(path: KeyPath) -> bool:
 
 
 def _without(described: Sequence[Described], skip: Sequence[str]) -> list[Described]:
-    """Those that are imported."""
+    """The items that are imported."""
     names = [name for name, *_ in described]
     for one in skip:
         if not any(f"{name}.".startswith(f"{one}.") for name in names):
