@@ -45,6 +45,7 @@ CALLS: dict[str, tuple[Function, Tensor, tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "scale"), [(name, scale) for name, (*_, scales) in CALLS.items() for scale in scales])
 def test_ranks_are_as_close_to_float64_as_plain_torch(name: str, scale: str) -> None:
     function, values, _ = CALLS[name]

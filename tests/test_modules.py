@@ -5,6 +5,7 @@ import pytest
 from tools.modules import CASES, MODES, judge
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("timm")])
 def test_sharded_modules_equal_plain_ones(name: str, mode: str) -> None:
