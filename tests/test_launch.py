@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from math import inf, nan
@@ -64,19 +65,14 @@ def test_ranks_share_a_world_and_rank_0_answers(nproc: int, monkeypatch: pytest.
     ("how", "message", "exitcode"),
     [
         ("raise", "rank 1 failed: KeyError: 'no such row'", 1),
-        (
-            "sys.exit",
-            "rank 1 called sys.exit(3) instead of returning\n  Fix: return, or raise an error that says why.",
-            3,
-        ),
+        ("sys.exit",
+         "rank 1 called sys.exit(3) instead of returning\n  Fix: return, or raise an error that says why.", 3),
         ("os._exit", "rank 1 exited with code 0\n  Fix: its own output says why; correct that.", 0),
-        (
-            "kill",
-            "rank 1 was killed by SIGKILL\n  Fix: look whether memory ran out (dmesg); if so, let a rank hold less.",
-            -signal.SIGKILL,
-        ),
+        ("kill",
+         "rank 1 was killed by SIGKILL\n  Fix: look whether memory ran out (dmesg); if so, let a rank hold less.",
+         -signal.SIGKILL),
     ],
-)
+)  # fmt: skip
 def test_the_rank_that_failed_is_named_not_those_that_waited_for_it(how: str, message: str, exitcode: int) -> None:
     with pytest.raises(RankFailedError) as caught:
         launch(fail_on, 1, how, nproc=2)
@@ -99,6 +95,7 @@ def test_a_rank_that_hangs_fails_the_others_at_the_timeout() -> None:
         launch(fail_on, 1, "hang", nproc=2, timeout_seconds=under_load(4.0))
 
 
+@pytest.mark.slow
 def test_a_mesh_has_the_timeout_of_the_world_and_refuses_another() -> None:
     assert launch(meshes_with, None, 71.5, nproc=2, timeout_seconds=71.5) == [71.5, 71.5]
     said = (
@@ -155,31 +152,40 @@ def test_a_timeout_that_torch_cannot_keep_is_refused(bad: float) -> None:
         init_device_mesh("cpu", (1,), timeout_seconds=bad)
 
 
-def test_an_interactive_function_is_refused() -> None:
-    code = "from shardwise.launch import launch\ndef f(): pass\nlaunch(f, nproc=2)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "LaunchError: launch cannot send <function f at" in done.stderr
-    assert "it was defined interactively. Fix:" in done.stderr
+IMPORTED = "from shardwise.launch import launch\nfrom os import getpid\n"
+PROGRAMS: dict[str, tuple[str, str]] = {  # what starts ranks wrongly, and what its error says
+    "-c": (
+        f"{IMPORTED}def f(): pass\nlaunch(f, nproc=2)",
+        "it was defined interactively. Fix:",
+    ),
+    "standard input": (
+        f"{IMPORTED}launch(getpid, nproc=1)",
+        "LaunchError: New processes import the program that starts them, .* Fix: save it in a file",
+    ),
+    "hidden.py": (
+        f"{IMPORTED}if __name__ == '__main__':\n    def hidden(): pass\n    launch(hidden, nproc=1)\n",
+        "RankFailedError: rank 0 failed: LaunchError: this rank cannot import",
+    ),
+    "unguarded.py": (
+        f"{IMPORTED}def hello(): pass\nlaunch(hello, nproc=1)\n",
+        'Fix: put the call under `if __name__ == "__main__":`',
+    ),
+}
 
 
-def test_a_program_from_standard_input_is_told_to_be_a_file() -> None:
-    code = "import sys\nfrom shardwise.launch import launch\nfrom os import getpid\nlaunch(getpid, nproc=1)"
-    done = subprocess.run([sys.executable], input=code, capture_output=True, text=True, check=False)
-    assert "LaunchError: New processes import the program that starts them" in done.stderr
-    assert "Fix: save it in a file" in done.stderr
+def test_a_program_whose_function_ranks_cannot_import_is_told_what_to_do(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
 
+    def error_of(name: str) -> str:
+        code, file = PROGRAMS[name][0], tmp_path / name
+        file.write_text(code, encoding="utf-8")
+        command = [sys.executable, *{"-c": ["-c", code], "standard input": []}.get(name, [str(file)])]
+        return subprocess.run(command, env=environment, input=code, capture_output=True, text=True, check=False).stderr
 
-def test_a_function_that_only_the_launcher_has_is_named_with_the_fix(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from shardwise.launch import launch\n"
-        "if __name__ == '__main__':\n"
-        "    def hidden(): pass\n"
-        "    launch(hidden, nproc=1)\n",
-        encoding="utf-8",
-    )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
-    assert "RankFailedError: rank 0 failed: LaunchError: this rank cannot import" in done.stderr
+    with ThreadPoolExecutor() as pool:
+        errors = dict(zip(PROGRAMS, pool.map(error_of, PROGRAMS), strict=True))
+    for name, (_, said) in PROGRAMS.items():
+        assert re.search(said, errors[name], re.DOTALL), f"{name}: {errors[name]}"
 
 
 # ---- signals ----------------------------------------------------------------------------------------------
@@ -223,7 +229,7 @@ def wait_until(happened: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("job", ["wait_for_ever", "finalize_for_ever"])
+@pytest.mark.parametrize("job", ["wait_for_ever", pytest.param("finalize_for_ever", marks=pytest.mark.slow)])
 def test_ctrl_c_ends_all_ranks_before_launch_returns(tmp_path: Path, job: str) -> None:
     with launcher_of_waiting_ranks(tmp_path, job) as launcher:
         ranks = pids_of_ranks(launcher)
@@ -234,6 +240,7 @@ def test_ctrl_c_ends_all_ranks_before_launch_returns(tmp_path: Path, job: str) -
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay_seconds", [0.0, 0.03, 0.08])
 def test_ctrl_c_while_ranks_start_is_as_quiet(tmp_path: Path, delay_seconds: float) -> None:
     with launcher_of_waiting_ranks(tmp_path) as launcher:
@@ -245,6 +252,7 @@ def test_ctrl_c_while_ranks_start_is_as_quiet(tmp_path: Path, delay_seconds: flo
         wait_until(lambda: not living(ranks))
 
 
+@pytest.mark.slow
 def test_ranks_die_with_a_killed_launcher(tmp_path: Path) -> None:
     with launcher_of_waiting_ranks(tmp_path) as launcher:
         ranks = pids_of_ranks(launcher)
@@ -269,6 +277,7 @@ def test_under_torchrun_its_processes_are_the_ranks() -> None:
     assert sorted(re.findall(r"rank \d", done.stdout)) == ["rank 0", "rank 1"]
 
 
+@pytest.mark.slow
 def test_ranks_end_with_a_killed_agent_of_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
@@ -310,6 +319,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_process_of_torchrun_that_has_not_joined_is_no_world_of_its_own(tmp_path: Path) -> None:
     save(tmp_path / "source", {"w": torch.ones(3)}, step=1)
     script = tmp_path / "joining.py"
@@ -337,12 +347,3 @@ def test_torchrun_is_known_by_its_run_id(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not under_torchrun()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert under_torchrun()
-
-
-def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
-    script = tmp_path / "unguarded.py"
-    script.write_text("from shardwise import launch\ndef hello():\n    pass\nlaunch(hello, nproc=1)\n")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    assert 'Fix: put the call under `if __name__ == "__main__":`' in done.stderr

@@ -128,6 +128,7 @@ def wait_for(file: Path, program: "subprocess.Popen[str]") -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_the_batch_script_of_slurm_goes_on_after_a_rank_was_killed(tmp_path: Path) -> None:
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         command = tmp_path / name
@@ -172,6 +173,7 @@ def assert_resumed(out: str, err: str) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_the_job_of_kubernetes_goes_on_after_a_pod_was_lost(tmp_path: Path) -> None:
     """The command of the manifest, but for numbers, the folder, and the name of the first pod, which a cluster has.
 
