@@ -112,29 +112,19 @@ def test_collectives_and_bytes_are_counted_by_module_forward_and_backward() -> N
 @world(4)
 def test_the_keys_are_those_of_torch() -> None:
     large = DTensor.from_local(torch.ones(256, 512), Mesh((4,)), [P], run_check=False)
+    sharded = distribute_tensor(torch.ones(4096, 512), Mesh((4,)), [Shard(0)])
+    on_one = distribute_tensor(torch.ones(2), Mesh((4,)), [OnRanks(1)])
     with CommDebugMode() as mode:
-        large.redistribute(placements=[R])
-    assert mode.get_comm_counts() == {REDUCE: 1}
-    assert mode.get_comm_counts()[torch.ops.c10d_functional.all_gather_into_tensor] == 0
-    assert mode.get_comm_bytes()[REDUCE] == 2 * 3 * 256 * 512 * 4 // 4  # a ring: 3 of 4 chunks, twice
-
-
-def test_all_gathers_broadcasts_and_reduce_scatters_have_the_keys_of_torch() -> None:
-    def body() -> CommDebugMode:
-        sharded = distribute_tensor(torch.ones(4096, 512), Mesh((4,)), [Shard(0)])
-        on_one = distribute_tensor(torch.ones(2), Mesh((4,)), [OnRanks(1)])
-        with CommDebugMode() as mode:
-            sharded.redistribute(placements=[R])
-            on_one.redistribute(placements=[R])
-            collectives.reduce_scatter(torch.ones(10), (3, 3, 3, 1), (0, 1, 2, 3))
-        return mode
-
+        for x in (large, sharded, on_one):
+            x.redistribute(placements=[R])
+        collectives.reduce_scatter(torch.ones(10), (3, 3, 3, 1), (0, 1, 2, 3))
     ops = torch.ops.c10d_functional
-    for mode in world(4).run(body):
-        kinds = (ops.all_gather_into_tensor, ops.broadcast, ops.reduce_scatter_tensor)
-        assert mode.get_comm_counts() == dict.fromkeys(kinds, 1)
-        assert mode.get_comm_bytes()[ops.reduce_scatter_tensor] == 3 * 3 * 4
-        assert mode.get_comm_bytes()[ops.all_gather_into_tensor] == 3 * 1024 * 512 * 4
+    kinds = (REDUCE, ops.all_gather_into_tensor, ops.broadcast, ops.reduce_scatter_tensor)
+    assert mode.get_comm_counts() == dict.fromkeys(kinds, 1)
+    assert mode.get_comm_counts()[EXCHANGE] == 0
+    assert mode.get_comm_bytes()[REDUCE] == 2 * 3 * 256 * 512 * 4 // 4  # a ring: 3 of 4 chunks, twice
+    assert mode.get_comm_bytes()[ops.reduce_scatter_tensor] == 3 * 3 * 4
+    assert mode.get_comm_bytes()[ops.all_gather_into_tensor] == 3 * 1024 * 512 * 4
 
 
 @world(2)
