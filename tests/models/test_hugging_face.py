@@ -129,34 +129,28 @@ def test_logits_loss_and_gradients_equal_the_plain_model(name: str, attention: s
     world(4).run(body, 4, False, True)
 
 
+@world(4)
 def test_batch_and_heads_are_sharded_on_two_axes() -> None:
     plain = llama()
     logits, loss, expected = learnt(deepcopy(plain), IDS)
     mesh = Mesh((2, 2), names=("dp", "tp"))
     plan: dict[str, list[Placement]] = {name: [R, p] for name, p in hf.llama_layouts(plain.config, 2).items()}
-
-    def body() -> None:
-        model = shard_module(deepcopy(plain), plan, mesh=mesh)
-        got = learnt(model, distribute_tensor(IDS, mesh, [S0, R]))
-        assert_close(got, (logits, loss, expected), rtol=1e-4, atol=1e-6)
-
-    world(4).run(body)
+    model = shard_module(deepcopy(plain), plan, mesh=mesh)
+    got = learnt(model, distribute_tensor(IDS, mesh, [S0, R]))
+    assert_close(got, (logits, loss, expected), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("make", [llama, gpt2])
+@world(4)
 def test_styles_on_the_tensor_axis_for_each_shard_of_the_batch(make: Any) -> None:
     """Each pair of ranks has its examples; the model that it shares knows nothing of the other pair."""
     plain = make()
     expected = [learnt(deepcopy(plain), IDS[rows]) for rows in (slice(0, 1), slice(1, 3))]
     mesh = Mesh((2, 2), names=("dp", "tp"))
-
-    def body() -> None:
-        here = mesh.submesh("tp", collectives.rank())
-        model = hf.shard_by_styles(deepcopy(plain), 2, here)
-        replica = collectives.rank() // 2
-        assert_close(learnt(model, (IDS[:1], IDS[1:])[replica]), expected[replica], rtol=1e-4, atol=1e-6)
-
-    world(4).run(body)
+    here = mesh.submesh("tp", collectives.rank())
+    model = hf.shard_by_styles(deepcopy(plain), 2, here)
+    replica = collectives.rank() // 2
+    assert_close(learnt(model, (IDS[:1], IDS[1:])[replica]), expected[replica], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("make", [llama, gpt2])
@@ -211,20 +205,17 @@ class WholeLogits(TorchDispatchMode):
         return out
 
 
+@world(4)
 def test_with_a_sharded_vocabulary_no_rank_ever_holds_full_logits() -> None:
     """Neither in the loss that `labels=` asks for nor in its backward."""
     plain = llama()
-
-    def body() -> None:
-        model = hf.shard_by_layouts(deepcopy(plain), 4)
-        with WholeLogits() as watched:
-            model(IDS, labels=IDS).loss.backward()
-        assert watched.seen == []
-        with WholeLogits() as watched:
-            model(IDS).logits.full_tensor()
-        assert watched.seen
-
-    world(4).run(body)
+    model = hf.shard_by_layouts(deepcopy(plain), 4)
+    with WholeLogits() as watched:
+        model(IDS, labels=IDS).loss.backward()
+    assert watched.seen == []
+    with WholeLogits() as watched:
+        model(IDS).logits.full_tensor()
+    assert watched.seen
 
 
 GREEDY: dict[str, dict[str, Any]] = {

@@ -35,24 +35,21 @@ def test_without_switches_the_choices_are_torch_s(size: int) -> None:
     world(size).run(check)
 
 
+@world(2)
 def test_every_combination_comes_once_and_keeps_the_value() -> None:
     x, y, z = torch.randn(4, 6), torch.arange(8).view(4, 2), torch.tensor(2.0)
-
-    def check() -> None:
-        converter = DTensorConverter(Mesh((2,)), (x, [y, "text"]), {"z": z, "n": 3})
-        seen = []
-        for (dx, (dy, text)), kwargs in converter:
-            assert (text, kwargs["n"]) == ("text", 3)
-            assert converter.successful()
-            for d, plain in ((dx, x), (dy, y), (kwargs["z"], z)):
-                assert isinstance(d, DTensor)
-                assert torch.equal(d.full_tensor(), plain)
-            seen.append((dx.placements[0], dy.placements[0], kwargs["z"].placements[0]))
-        cuts = (Replicate(), Shard(0), Shard(1))
-        assert seen == [(a, b, Replicate()) for a in cuts for b in cuts]
-        assert (converter.hit, converter.miss) == (27, 0)
-
-    world(2).run(check)
+    converter = DTensorConverter(Mesh((2,)), (x, [y, "text"]), {"z": z, "n": 3})
+    seen = []
+    for (dx, (dy, text)), kwargs in converter:
+        assert (text, kwargs["n"]) == ("text", 3)
+        assert converter.successful()
+        for d, plain in ((dx, x), (dy, y), (kwargs["z"], z)):
+            assert isinstance(d, DTensor)
+            assert torch.equal(d.full_tensor(), plain)
+        seen.append((dx.placements[0], dy.placements[0], kwargs["z"].placements[0]))
+    cuts = (Replicate(), Shard(0), Shard(1))
+    assert seen == [(a, b, Replicate()) for a in cuts for b in cuts]
+    assert (converter.hit, converter.miss) == (27, 0)
 
 
 def lengths(d: DTensor) -> set[tuple[int, ...]]:
@@ -82,15 +79,12 @@ def test_each_switch_adds_the_cuts_it_names(mesh: Mesh, switches: dict[str, bool
     world(mesh.size()).run(check)
 
 
+@world(4)
 def test_a_mesh_of_two_axes_gets_all_pairs_of_choices() -> None:
     x = torch.randn(8, 4)
-
-    def check() -> None:
-        converter = DTensorConverter(Mesh((2, 2)), (x,), {}, partial=True)
-        cuts = (Replicate(), Shard(0), Shard(1), Partial())
-        assert [d.placements for (d,), _ in converter] == [(a, b) for a in cuts for b in cuts]
-
-    world(4).run(check)
+    converter = DTensorConverter(Mesh((2, 2)), (x,), {}, partial=True)
+    cuts = (Replicate(), Shard(0), Shard(1), Partial())
+    assert [d.placements for (d,), _ in converter] == [(a, b) for a in cuts for b in cuts]
 
 
 @pytest.mark.parametrize("mesh", [Mesh((3,)), Mesh((2, 2))], ids=str)
@@ -109,15 +103,12 @@ def test_contributions_differ_between_ranks_and_add_up_exactly(mesh: Mesh) -> No
     world(mesh.size()).run(check)
 
 
+@world(2)
 def test_truth_values_are_cut_on_request() -> None:
     x = torch.tensor([True, False, True, True])
-
-    def check() -> None:
-        assert [d.placements for (d,), _ in DTensorConverter(Mesh((2,)), (x,), {})] == [(Replicate(),)]
-        sharded = DTensorConverter(Mesh((2,)), (x,), {}, bools=True)
-        assert [d.placements for (d,), _ in sharded] == [(Replicate(),), (Shard(0),)]
-
-    world(2).run(check)
+    assert [d.placements for (d,), _ in DTensorConverter(Mesh((2,)), (x,), {})] == [(Replicate(),)]
+    sharded = DTensorConverter(Mesh((2,)), (x,), {}, bools=True)
+    assert [d.placements for (d,), _ in sharded] == [(Replicate(),), (Shard(0),)]
 
 
 UNSUPPORTED: dict[str, Callable[[], Tensor]] = {
@@ -135,17 +126,14 @@ UNSUPPORTED: dict[str, Callable[[], Tensor]] = {
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning", "ignore:.*:DeprecationWarning")
 @pytest.mark.parametrize("kind", UNSUPPORTED)
+@world(2)
 def test_what_cannot_be_converted_is_a_miss_and_left_as_it_is(kind: str) -> None:
     x = UNSUPPORTED[kind]()
-
-    def check() -> None:
-        converter = DTensorConverter(Mesh((2,)), (x, torch.ones(2)), {}, replicate_only=True)
-        ((same, d),) = [args for args, _ in converter]
-        assert same is x
-        assert isinstance(d, DTensor)
-        assert (converter.hit, converter.miss, converter.successful()) == (1, 1, False)
-
-    world(2).run(check)
+    converter = DTensorConverter(Mesh((2,)), (x, torch.ones(2)), {}, replicate_only=True)
+    ((same, d),) = [args for args, _ in converter]
+    assert same is x
+    assert isinstance(d, DTensor)
+    assert (converter.hit, converter.miss, converter.successful()) == (1, 1, False)
 
 
 def test_nothing_to_convert_is_no_success() -> None:
@@ -156,26 +144,20 @@ def test_nothing_to_convert_is_no_success() -> None:
         converter.to_dist_tensor(3, Mesh((1,)), [Replicate()])  # type: ignore[arg-type]
 
 
+@world(2)
 def test_parameters_stay_parameters_and_leaves_stay_leaves() -> None:
     given = (nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4), False), torch.ones(4, requires_grad=True))
-
-    def check() -> None:
-        for args, _ in DTensorConverter(Mesh((2,)), given, {}, partial=True):
-            assert [isinstance(d, nn.Parameter) for d in args] == [True, True, False]
-            assert [d.requires_grad for d in args] == [True, False, True]
-            assert all(d.is_leaf and isinstance(d, DTensor) for d in args)
-            (args[0] * args[2]).sum().backward()
-            assert torch.equal(args[0].grad.full_tensor(), torch.ones(4))
-
-    world(2).run(check)
+    for args, _ in DTensorConverter(Mesh((2,)), given, {}, partial=True):
+        assert [isinstance(d, nn.Parameter) for d in args] == [True, True, False]
+        assert [d.requires_grad for d in args] == [True, False, True]
+        assert all(d.is_leaf and isinstance(d, DTensor) for d in args)
+        (args[0] * args[2]).sum().backward()
+        assert torch.equal(args[0].grad.full_tensor(), torch.ones(4))
 
 
+@world(3)
 def test_ranks_outside_the_mesh_take_part() -> None:
     x = torch.arange(6.0)
-
-    def check() -> None:
-        for (d,), _ in islice(DTensorConverter(Mesh((2,)), (x,), {}, uneven=True), 4):
-            total = d.sum().full_tensor()
-            assert torch.equal(total, x.sum()) if rank() < 2 else not total.numel()
-
-    world(3).run(check)
+    for (d,), _ in islice(DTensorConverter(Mesh((2,)), (x,), {}, uneven=True), 4):
+        total = d.sum().full_tensor()
+        assert torch.equal(total, x.sum()) if rank() < 2 else not total.numel()
