@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import shardwise
 from shardwise import (
     DTensor,
     Mesh,
@@ -77,52 +76,26 @@ def test_a_budget_is_exact_to_the_byte_and_the_error_is_the_same_on_every_rank()
     ]
 
 
-def test_a_rank_that_would_send_nothing_refuses_as_well() -> None:
-    def body() -> str:
-        x = uneven()  # rank 1 holds nothing
-        with no_implicit_comm():
-            return refused(lambda: halved(x))
-
-    assert "Sends: 64 bytes" in on_every_rank(3, body)
-
-
-def test_a_budget_is_for_the_whole_block() -> None:
-    def body() -> str:
-        x = uneven()
-        with no_implicit_comm(2 * GATHER + 1) as budget:
+def test_budgets_are_spent_by_all_of_their_block_and_by_blocks_inside() -> None:
+    def body() -> list[str]:
+        x, texts = uneven(), []
+        with no_implicit_comm(2 * GATHER + 1) as around:
             halved(x)
-            halved(x)
-            text = refused(lambda: halved(x))
-            assert budget.spent_bytes == 2 * GATHER
-        return text
-
-    assert "allowed: 129 bytes, of which 128 are spent." in on_every_rank(3, body)
-
-
-@pytest.mark.parametrize(("outer", "inner"), [(GATHER, GATHER - 1), (GATHER - 1, GATHER)])
-def test_communication_must_fit_all_budgets_around_it(outer: int, inner: int) -> None:
-    def body() -> str:
-        x = uneven()
-        with no_implicit_comm(outer) as around:
-            with no_implicit_comm(inner) as within:
-                text = refused(lambda: halved(x))
-            assert around.spent_bytes == within.spent_bytes == 0
-        halved(x)
-        return text
-
-    assert "allowed: 63 bytes" in on_every_rank(3, body)
-
-
-def test_an_inner_budget_is_spent_from_the_outer_one() -> None:
-    def body() -> str:
-        x = uneven()
-        with no_implicit_comm(3 * GATHER // 2) as around:
+            with no_implicit_comm(GATHER - 1) as within:
+                texts.append(refused(lambda: halved(x)))
+            assert (around.spent_bytes, within.spent_bytes) == (GATHER, 0)
             with no_implicit_comm(GATHER):
                 halved(x)
-            assert around.spent_bytes == GATHER
-            return refused(lambda: halved(x))
+            assert around.spent_bytes == 2 * GATHER
+            with no_implicit_comm(GATHER):
+                texts.append(refused(lambda: halved(x)))
+        halved(x)
+        return texts
 
-    assert "allowed: 96 bytes, of which 64 are spent" in on_every_rank(3, body)
+    (first, second), *others = world(3).run(body)
+    assert others == [[first, second]] * 2
+    assert "allowed: 63 bytes" in first
+    assert "allowed: 129 bytes, of which 128 are spent." in second
 
 
 def test_a_redistribution_refused_in_backward_is_the_same_error_on_every_rank() -> None:
@@ -206,18 +179,16 @@ def test_sparse_gradients_that_should_count_are_refused_on_every_rank() -> None:
     assert "no rank knows in advance how many rows" in on_every_rank(4, body)
 
 
+@world(3)
 def test_every_mesh_has_a_budget_of_its_own() -> None:
     """Rank 1 is in both meshes, ranks 0 and 2 in one: they must not count differently."""
 
-    def body() -> int:
-        rank = collectives.rank()
-        with no_implicit_comm(4 * 3) as budget:
-            for ranks in ((0, 1), (1, 2)):
-                if rank in ranks:
-                    halved(DTensor.from_local(torch.ones(2 - ranks.index(rank)), Mesh((2,), ranks), [S0]))
-        return budget.spent_bytes
-
-    assert world(3).run(body) == [12, 12, 12]
+    rank = collectives.rank()
+    with no_implicit_comm(4 * 3) as budget:
+        for ranks in ((0, 1), (1, 2)):
+            if rank in ranks:
+                halved(DTensor.from_local(torch.ones(2 - ranks.index(rank)), Mesh((2,), ranks), [S0]))
+    assert budget.spent_bytes == 12
 
 
 @pytest.mark.parametrize(("shape", "placements"), [((1,), [S0]), ((2,), [S0]), ((5,), [S0]), ((2, 2), [S0, S0])])
@@ -238,10 +209,6 @@ def test_a_budget_that_is_no_number_of_bytes_is_refused(max_bytes: Any) -> None:
     wrong = "max_bytes (is an int of 0 or more|must be an integer)"
     with pytest.raises((RuleError, ArgumentError), match=wrong), no_implicit_comm(max_bytes):
         pass
-
-
-def test_the_name_is_at_the_top_of_the_package() -> None:
-    assert shardwise.no_implicit_comm is shardwise.debug.no_implicit_comm
 
 
 @pytest.mark.processes

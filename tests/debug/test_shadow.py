@@ -325,27 +325,23 @@ def test_what_changes_in_place_without_versions_is_compared() -> None:
 # ---- what is chosen ------------------------------------------------------------------------------------------
 
 
+@world(3)
 def test_every_third_call_of_each_op_is_compared_on_all_ranks_alike() -> None:
-    def body() -> dict[str, int]:
-        x = matrix()
-        with shadow(every=3) as seen:
-            for _ in range(7):
-                x.sin()
-            for _ in range(2):
-                x.cos()
-        return seen.compared
-
-    assert world(3).run(body) == [{"sin": 3, "cos": 1}] * 3
+    x = matrix()
+    with shadow(every=3) as seen:
+        for _ in range(7):
+            x.sin()
+        for _ in range(2):
+            x.cos()
+    assert seen.compared == {"sin": 3, "cos": 1}
 
 
 @pytest.mark.parametrize("ops", ["sin", ["sin"], {torch.sin}, [Tensor.sin]])
+@world(3)
 def test_only_the_chosen_ops_are_compared(ops: Any) -> None:
-    def body() -> dict[str, int]:
-        with shadow(ops=ops) as seen:
-            matrix().sin().cos()
-        return seen.compared
-
-    assert world(3).run(body) == [{"sin": 1}] * 3
+    with shadow(ops=ops) as seen:
+        matrix().sin().cos()
+    assert seen.compared == {"sin": 1}
 
 
 @world(3)
