@@ -131,54 +131,37 @@ def test_a_wrong_element_is_named_with_op_rows_layouts_index_rank_and_line() -> 
     ]
 
 
-def test_a_replica_that_differs_from_the_others_is_found() -> None:
-    error = error_on_all_ranks(lambda: doubled(matrix(R)))
-    assert (error.rank, error.index, error.difference) == (2, (5, 2), 0.5)
+BOXES = Boxes([[Box((0, 0), (6, 1))], [], [Box((4, 1), (2, 2)), Box((0, 1), (4, 2))]])
 
 
-def test_partial_sums_are_reduced_before_they_are_compared() -> None:
-    def call() -> object:
-        parts = DTensor.from_local(torch.ones(6, 3, dtype=torch.float64), Mesh((3,)), [P], run_check=False)
-        return doubled(parts)
+def partial() -> DTensor:
+    return DTensor.from_local(torch.ones(6, 3, dtype=torch.float64), Mesh((3,)), [P], run_check=False)
 
+
+def bumped(inference: bool) -> None:
+    with torch.inference_mode(inference):  # in which tensors count no versions
+        assert bump_(matrix() + 0) is None
+
+
+@pytest.mark.parametrize(
+    ("call", "found", "said"),
+    [
+        (lambda: doubled(matrix(R)), (2, (5, 2), 0.5), ""),  # a replica that differs from the others
+        (lambda: doubled(partial()), (0, (5, 2), 0.5), "Expected 6.0, got 6.5"),  # reduced before it is compared
+        (lambda: doubled(matrix(BOXES)), (2, (3, 2), 0.5), ""),  # the index in the global tensor
+        (lambda: doubled(matrix(S1)), (0, (), math.inf), "Expected (6, 3) torch.float64, got (6, 3) torch.float32"),
+        (lambda: added_in_place(matrix()), (2, (4, 0), 1.0), "6 elements differ"),
+        # What changes in place, though nothing is returned.
+        (lambda: bumped(False), (2, (4, 0), 1.0), "in operand 0 at [4, 0] on rank 2, where 6 elements differ"),
+        (lambda: bumped(True), (2, (4, 0), 1.0), "in operand 0 at [4, 0] on rank 2, where 6 elements differ"),
+        # The largest of several.
+        (lambda: halves(matrix()), (0, (0, 0), 1.0), "in the result[2] at [0, 0] on rank 0, where 12 elements differ"),
+    ],
+)
+def test_what_differs_is_found_where_it_is(call: Callable[[], object], found: tuple[object, ...], said: str) -> None:
     error = error_on_all_ranks(call)
-    assert (error.index, error.difference) == ((5, 2), 0.5)
-    assert "Expected 6.0, got 6.5" in str(error)
-
-
-def test_the_index_on_a_rank_of_several_boxes_is_the_global_one() -> None:
-    boxes = [[Box((0, 0), (6, 1))], [], [Box((4, 1), (2, 2)), Box((0, 1), (4, 2))]]
-    error = error_on_all_ranks(lambda: doubled(matrix(Boxes(boxes))))
-    assert (error.rank, error.index, error.difference) == (2, (3, 2), 0.5)
-
-
-def test_what_does_not_change_in_place_everywhere_is_found() -> None:
-    error = error_on_all_ranks(lambda: added_in_place(matrix()))
-    assert (error.rank, error.difference) == (2, 1.0)
-    assert "6 elements differ" in str(error)
-
-
-@pytest.mark.parametrize("counts_versions", [True, False])
-def test_what_changes_in_place_is_compared_though_nothing_is_returned(counts_versions: bool) -> None:
-    def call() -> None:
-        with torch.inference_mode(not counts_versions):
-            assert bump_(matrix() + 0) is None
-
-    error = error_on_all_ranks(call)
-    assert (error.op, error.rank, error.difference) == ("bump_.default", 2, 1.0)
-    assert "in operand 0 at [4, 0] on rank 2, where 6 elements differ" in str(error)
-
-
-def test_the_largest_of_several_differences_is_reported() -> None:
-    error = error_on_all_ranks(lambda: halves(matrix()))
-    assert (error.rank, error.index, error.difference) == (0, (0, 0), 1.0)
-    assert "in the result[2] at [0, 0] on rank 0, where 12 elements differ" in str(error)
-
-
-def test_a_wrong_dtype_is_found() -> None:
-    error = error_on_all_ranks(lambda: doubled(matrix(S1)))
-    assert error.difference == math.inf
-    assert "Expected (6, 3) torch.float64, got (6, 3) torch.float32" in str(error)
+    assert (error.rank, error.index, error.difference) == found
+    assert said in str(error)
 
 
 def test_an_error_that_only_plain_torch_raises_is_found() -> None:
