@@ -13,15 +13,15 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import collectives
-from shardwise.debug.compare import Bounds, mismatched, relative_to_largest
+from shardwise.debug.compare import Bounds, mismatched
 from shardwise.errors import ShardwiseError
 from shardwise.layout import REPLICATE, Layout, Mesh, Partial
 from shardwise.rules.registry import rule_of
 from shardwise.rules.row import Args, Kwargs
 from shardwise.tensor import DTensor
 from shardwise.testing.failures import DeadlockError
-from shardwise.testing.generators import generator_states, seed_generators
 from shardwise.testing.local_shards import SEED, dtensor_from_full
+from shardwise.testing.process_state import generator_states
 from shardwise.testing.worlds import world
 
 T = TypeVar("T")
@@ -284,6 +284,17 @@ def last_saved(sample: Sample, layouts: Layouts) -> int | None:
     return found[-1] - before if found else None
 
 
+def seed_generators(seed: int) -> None:
+    """What `torch.manual_seed` does, in a hundredth of the time where there is no accelerator.
+
+    That notes the stack for each kind of accelerator, in case one is there later.
+    """
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
 def draws_random(sample: Sample) -> bool:
     """Whether a call draws random numbers; some calls reset the generator, so each op inside is checked."""
     drew: list[object] = []
@@ -311,6 +322,13 @@ def assert_close_bounds(tolerance: float | None) -> Bounds:
     if tolerance is not None:
         return lambda want: (tolerance, tolerance)
     return lambda want: _ASSERT_CLOSE.get(want.dtype, (1e-7, 1e-7))
+
+
+def relative_to_largest(want: Tensor, relative: float) -> tuple[float, float]:
+    """Bounds relative to an element, and to the largest one."""
+    sizes = want.abs()
+    sizes = sizes[sizes.isfinite()]
+    return relative, relative * max(sizes.max().item() if sizes.numel() else 0.0, 0.1)
 
 
 def relative_bounds(want: Tensor) -> tuple[float, float]:

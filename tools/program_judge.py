@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from shardwise import DTensor, Layout, Mesh, Placement, capture, rank, world_size
-from shardwise.debug.compare import Bounds, mismatched, relative_to_largest
+from shardwise.debug.compare import Bounds, mismatched
 from shardwise.errors import ShardwiseError
 from shardwise.testing import DeadlockError, world
 from shardwise.testing.local_shards import dtensor_from_full
-from tools.op_judge import Outcome, Verdict, full_of
+from tools.op_judge import Outcome, Verdict, full_of, relative_to_largest
 from tools.programs import NAMES, PLAIN, Program, plain_leaf
 
 SECONDS = 20.0  # that the ranks of one program may take

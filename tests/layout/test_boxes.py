@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from shardwise.errors import LayoutError
 from shardwise.layout import Box, check_cover
-from shardwise.testing.local_shards import numbered, slice_box
+from shardwise.testing.local_shards import slice_box
+from tests.exact_values import numbered
 from tests.strategies import laws, shapes, tilings
 
 

@@ -14,15 +14,8 @@ from shardwise.layout import Layout, Partial, Replicate
 from shardwise.redistribute.plan import plan_redistribute
 from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.testing import world
-from shardwise.testing.local_shards import (
-    local_tensor,
-    mesh_position,
-    partial_index,
-    partial_indices,
-    partial_sums,
-    reduced_value,
-    small_integers,
-)
+from shardwise.testing.local_shards import local_tensor, mesh_position, partial_index, partial_indices
+from tests.exact_values import partial_sums, reduced_value, small_integers
 
 Parts = dict[tuple[int, ...], Tensor]
 T = TypeVar("T")

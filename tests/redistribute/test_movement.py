@@ -19,14 +19,8 @@ from shardwise.redistribute.plan import plan_redistribute
 from shardwise.redistribute.run_plan import redistribute_local
 from shardwise.redistribute.transfers import all_to_all
 from shardwise.testing import world
-from shardwise.testing.local_shards import (
-    PartialValues,
-    local_tensor,
-    partial_index,
-    partial_indices,
-    reduced_value,
-    small_integers,
-)
+from shardwise.testing.local_shards import PartialValues, local_tensor, partial_index, partial_indices
+from tests.exact_values import reduced_value, small_integers
 from tests.redistribute.one_process import (
     Case,
     Outcome,

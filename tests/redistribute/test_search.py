@@ -19,8 +19,9 @@ from shardwise.redistribute.search import native_step, sequences
 from shardwise.redistribute.steps import AllGather, AllReduce, Broadcast, CommStep, Exchange, ReduceScatter
 from shardwise.redistribute.volume import largest
 from shardwise.testing import world
-from shardwise.testing.local_shards import local_tensor, partial_index, partial_indices, small_integers
+from shardwise.testing.local_shards import local_tensor, partial_index, partial_indices
 from shardwise.trace.comm_trace import EXPLICIT
+from tests.exact_values import small_integers
 from tests.redistribute.one_process import Case, assert_equal_to_one_process
 from tests.strategies import small_layouts
 

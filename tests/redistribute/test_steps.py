@@ -15,12 +15,12 @@ from shardwise.redistribute.steps import AllGather, AllReduce, Broadcast, Exchan
 from shardwise.testing.local_shards import (
     local_tensor,
     mesh_position,
-    numbered,
     partial_axes,
     partial_index,
     partial_indices,
     slice_box,
 )
+from tests.exact_values import numbered
 from tests.strategies import Written, laws, layouts, meshes, small_layouts
 
 # ---- the laws of an exchange ------------------------------------------------------------------------------

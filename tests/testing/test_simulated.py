@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise import collectives
 from shardwise.collectives import all_reduce, all_to_all, count_comms, draw_from_torch, rank, world_size
 from shardwise.errors import ArgumentError
-from shardwise.testing import World, generators, world
+from shardwise.testing import World, process_state, world
 
 UNEVEN = [[0, 3, 1], [2, 1, 0], [4, 0, 2]]
 COUNTS = {
@@ -222,7 +222,7 @@ def test_each_rank_has_an_accelerators_generator_to_itself(used_before: bool, mo
     if used_before:
         assert alone.draw() == shared.draw()
     expected = [alone.draw() for _ in range(3)]
-    monkeypatch.setattr(generators, "_accelerator", lambda: shared)
+    monkeypatch.setattr(process_state, "_accelerator", lambda: shared)
 
     def drawn() -> list[int]:
         numbers = []

@@ -51,13 +51,6 @@ class Difference:
     rank: int = 0
 
 
-def relative_to_largest(want: Tensor, relative: float) -> tuple[float, float]:
-    """Bounds relative to an element, and to the largest one."""
-    sizes = want.abs()
-    sizes = sizes[sizes.isfinite()]
-    return relative, relative * max(sizes.max().item() if sizes.numel() else 0.0, 0.1)
-
-
 def mismatched(got: Tensor, want: Tensor, bounds: Bounds) -> Tensor:
     """Which elements differ by more than `bounds`; of integers and booleans all that are not equal."""
     if not (want.is_complex() or want.is_floating_point()):

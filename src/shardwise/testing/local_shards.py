@@ -1,6 +1,6 @@
 """Local shards and Partial values of a tensor, computed with plain torch: the reference for layouts and tests."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import product
 from math import prod
@@ -14,19 +14,6 @@ from shardwise.tensor import tag
 
 SEED = 1234
 PartialValues = Mapping[tuple[int, ...], Tensor]  # by position on the Partial axes
-
-REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
-    "sum": lambda stack: stack.sum(0, dtype=stack.dtype),
-    "avg": lambda stack: stack.mean(0),
-    "max": lambda stack: stack.amax(0),
-    "min": lambda stack: stack.amin(0),
-    "product": lambda stack: stack.prod(0, dtype=stack.dtype),
-}
-
-
-def numbered(shape: Sequence[int]) -> Tensor:
-    """A tensor whose elements are all different."""
-    return torch.arange(torch.Size(shape).numel()).view(tuple(shape))
 
 
 def slice_box(full: Tensor, box: Box) -> Tensor:
@@ -115,19 +102,6 @@ def partial_indices(layout: Layout) -> list[tuple[int, ...]]:
     return list(product(*(range(layout.mesh.shape[axis]) for axis in partial_axes(layout))))
 
 
-def reduced_value(parts: PartialValues, layout: Layout) -> Tensor:
-    """The reduction of `parts` over the Partial axes."""
-    for axis in reversed(partial_axes(layout)):
-        placement = layout.placements[axis]
-        assert isinstance(placement, Partial)
-        reduce = REDUCE[placement.reduce_op]
-        count = layout.mesh.shape[axis]
-        parts = {
-            key: reduce(torch.stack([parts[(*key, i)] for i in range(count)])) for key in {key[:-1] for key in parts}
-        }
-    return parts[()]
-
-
 def partial_values(x: Tensor, layout: Layout, seed: int = SEED) -> dict[tuple[int, ...], Tensor]:
     """Values on the Partial axes of `layout` that reduce to exactly `x`, in any order; `x` itself without such axes.
 
@@ -156,18 +130,3 @@ def partial_values(x: Tensor, layout: Layout, seed: int = SEED) -> dict[tuple[in
         key: torch.where(role == 0, first, torch.where(role == 1, second, 0))
         for key, role in zip(keys, roles, strict=True)
     }
-
-
-def partial_sums(total: Tensor, layout: Layout, generator: torch.Generator) -> dict[tuple[int, ...], Tensor]:
-    """Values on the Partial(sum) axes of `layout` that add up to `total`."""
-    keys = partial_indices(layout)
-    parts = {key: small_integers(total.shape, generator).to(total.dtype) for key in keys[1:]}
-    rest = total.clone()
-    for part in parts.values():
-        rest -= part
-    return {**parts, keys[0]: rest}
-
-
-def small_integers(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Doubles from -2 to 2: sums and products of them are exact, and there are many ties and zeros."""
-    return torch.randint(-2, 3, tuple(shape), generator=generator).double()

@@ -7,11 +7,11 @@ Context managers such as `sdpa_kernel` restore what they found. Ranks that take 
 """
 
 from collections.abc import Callable
-from typing import Any
+from functools import cache
+from typing import Any, Protocol, cast
 
 import torch
-
-from shardwise.testing.generators import States, generator_states, set_generator_states
+from torch import Tensor
 
 SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (  # how each is read, and set
     (torch.get_default_dtype, torch._C._set_default_dtype),
@@ -37,6 +37,50 @@ def set_settings(values: Values) -> None:
     for (read, write), value in zip(SETTINGS, values, strict=True):
         if read() != value:
             write(value)
+
+
+# ---- generators -----------------------------------------------------------------------------------------------------
+
+
+class Accelerator(Protocol):
+    """What is used of modules such as `torch.cuda`."""
+
+    def is_initialized(self) -> bool: ...
+    def get_rng_state(self) -> Tensor: ...
+    def set_rng_state(self, state: Tensor) -> None: ...
+    def manual_seed(self, seed: int) -> None: ...
+
+
+States = tuple[Tensor, ...]  # of the CPU, then of the accelerator's current device if the process uses one
+
+
+def generator_states() -> States:
+    accelerator = _accelerator()
+    if accelerator is None or not accelerator.is_initialized():
+        return (torch.get_rng_state(),)
+    return torch.get_rng_state(), accelerator.get_rng_state()
+
+
+def set_generator_states(states: States) -> None:
+    """Go on from `states`. An accelerator that was not in use then starts from the seed, as in its first use."""
+    torch.set_rng_state(states[0])
+    accelerator = _accelerator()
+    if accelerator is None or not accelerator.is_initialized():
+        return
+    if len(states) > 1:
+        accelerator.set_rng_state(states[1])
+    else:
+        accelerator.manual_seed(torch.initial_seed())
+
+
+@cache
+def _accelerator() -> Accelerator | None:
+    device = torch.accelerator.current_accelerator(check_available=True)
+    module = None if device is None else torch.get_device_module(device)
+    return cast(Accelerator, module) if hasattr(module, "is_initialized") else None
+
+
+# ---- both -----------------------------------------------------------------------------------------------------
 
 
 def process_state() -> tuple[States, Values]:
