@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.models import Transformer
+from shardwise._models import Transformer
 
 
 @dataclass

@@ -31,10 +31,9 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Shard as TorchShard
 from torch.multiprocessing.spawn import spawn
 
+from shardwise import DTensor, Shard, init_device_mesh
 from shardwise.checkpoint import load, save, save_async
-from shardwise.collectives import init_device_mesh, init_processes
-from shardwise.layout import Shard
-from shardwise.tensor import DTensor
+from shardwise.collectives import init_processes
 
 COLUMNS, BLOCK = 64, 1 << 22
 NAMES = ("shardwise", "torch DCP", "floor")

@@ -14,11 +14,12 @@ from typing import TypeVar
 import torch
 from measure import machine, print_table
 
+from shardwise import Boxes, Layout, Mesh, Shard
+from shardwise._layout import Box
 from shardwise.checkpoint.loading import _copies
 from shardwise.checkpoint.manifest import as_bytes, parse
 from shardwise.checkpoint.saving import AllSums, Contents
 from shardwise.checkpoint.state import LocalBoxes
-from shardwise.layout import Box, Boxes, Layout, Mesh, Shard
 
 T = TypeVar("T")
 WRITERS, READERS = 64, 8

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from measure import interleaved, machine, print_table
 
 from shardwise import rank, world_size
-from shardwise.collectives import gather_json
+from shardwise._collectives import gather_json
 from shardwise.testing import world
 
 KILOBYTES = (1, 16, 256, 4096, 16384, 65536)  # of the full tensor, float32

@@ -28,10 +28,9 @@ from measure import machine, power_law_ids, print_table, ratio
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
-import shardwise.tensor as ours
-from shardwise.collectives import count_comms, init_device_mesh, init_processes
-from shardwise.layout import OnRanks, Placement, Shard
-from shardwise.lookups.rules import embedding_bags
+import shardwise._tensor as ours
+from shardwise import OnRanks, Placement, Shard, count_comms, embedding_bags, init_device_mesh
+from shardwise.collectives import init_processes
 
 
 @dataclass(frozen=True)

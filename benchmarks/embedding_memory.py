@@ -23,7 +23,8 @@ from engine_cells import SHARDINGS
 from measure import machine, print_table
 from torch.multiprocessing.spawn import spawn
 
-from shardwise.collectives import init_device_mesh, init_processes
+from shardwise import OnRanks, Shard, init_device_mesh
+from shardwise.collectives import init_processes
 from shardwise.embedding import (
     SGD,
     Adagrad,
@@ -35,7 +36,6 @@ from shardwise.embedding import (
     RowWiseAdam,
     shard_embeddings,
 )
-from shardwise.layout import OnRanks, Shard
 
 OPTIMIZERS = {
     "sgd": SGD,

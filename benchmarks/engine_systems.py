@@ -9,8 +9,8 @@ from engine_cells import Batch, Block, Cell, first_values
 from engine_floor import EPS, LEARNING_RATE, Exchange, FbgemmKernels, Floor, TorchKernels
 from torch import Tensor, nn
 
-import shardwise.tensor as ours
-from shardwise.collectives import init_device_mesh
+import shardwise._tensor as ours
+from shardwise import OnRanks, Shard, embedding_bags, init_device_mesh
 from shardwise.embedding import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -19,8 +19,6 @@ from shardwise.embedding import (
     from_lengths,
     shard_embeddings,
 )
-from shardwise.layout import OnRanks, Shard
-from shardwise.lookups.rules import embedding_bags
 
 
 class System(Protocol):

@@ -26,12 +26,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as peer_fully_shard
 from torch.multiprocessing.spawn import spawn
 
-from shardwise.collectives import init_device_mesh, init_processes
-from shardwise.layout import Replicate, Shard
-from shardwise.models import ModelArgs, Transformer
+from shardwise import Replicate, Shard, distribute_tensor, init_device_mesh
+from shardwise._models import ModelArgs, Transformer
+from shardwise.collectives import init_processes
 from shardwise.parallel import fully_shard
 from shardwise.parallel.shard_module import shard_module
-from shardwise.tensor import distribute_tensor
 
 VOCABULARY = 512
 LIBC = ctypes.CDLL("libc.so.6")

@@ -14,7 +14,7 @@ from measure import machine, print_table
 from torch import nn
 
 from shardwise import Mesh, Replicate, Shard, distribute_tensor, gradient_buckets, shard_module, world_size
-from shardwise.collectives import gather_json
+from shardwise._collectives import gather_json
 from shardwise.testing import world
 
 WAYS = {"one buffer": (1 << 40, False), "buckets": (2 << 20, False), "in backward": (2 << 20, True)}

@@ -27,9 +27,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise import Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard, picture
-from shardwise.redistribute.exchange import native_program, program_of
-from shardwise.redistribute.plan import plan_redistribute
-from shardwise.redistribute.steps import Exchange
+from shardwise._redistribute.exchange import native_program, program_of
+from shardwise._redistribute.plan import plan_redistribute
+from shardwise._redistribute.steps import Exchange
 
 RANKS = (8, 64, 512, 4096)
 Pair = tuple[Layout, Layout]

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from measure import machine, power_law_ids, print_table, ratio
 from torch import Tensor, nn
 
-from shardwise import launch, rank
+from shardwise import Mesh, Shard, launch, rank
 from shardwise.embedding import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -31,7 +31,6 @@ from shardwise.embedding import (
     prefetch,
     shard_embeddings,
 )
-from shardwise.layout import Mesh, Shard
 
 Batches = Iterable[KeyedJaggedTensor]
 DEPTHS = (1, 2)

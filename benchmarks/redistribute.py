@@ -24,8 +24,8 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 
 from shardwise import DTensor, Mesh, OnRanks, Partial, Placement, Replicate, Shard, rank, world_size
-from shardwise.collectives import gather_json
-from shardwise.redistribute.plan import plan_redistribute
+from shardwise._collectives import gather_json
+from shardwise._redistribute.plan import plan_redistribute
 from shardwise.testing import world
 
 KILOBYTES = (1, 16, 256, 1024, 4096, 16384, 65536)  # of the full tensor, float32

@@ -25,8 +25,8 @@ from torch.distributed._shard import shard_parameter as legacy_shard_parameter
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec as LegacyChunkShardingSpec
 from torch.multiprocessing.spawn import spawn
 
-from shardwise import DTensor, Mesh, Shard
-from shardwise.collectives import count_comms, init_processes
+from shardwise import DTensor, Mesh, Shard, count_comms
+from shardwise.collectives import init_processes
 from shardwise.sharded_tensor import ChunkShardingSpec, shard_parameter
 
 RANKS = 4

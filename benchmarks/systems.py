@@ -7,9 +7,8 @@ import torch.distributed.tensor as peer
 from measure import Times, ratio
 from torch import Tensor
 
-import shardwise.tensor as ours
-from shardwise.collectives import init_device_mesh
-from shardwise.layout import Replicate, Shard
+import shardwise._tensor as ours
+from shardwise import Replicate, Shard, init_device_mesh
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.multiprocessing.spawn import spawn
 
-from shardwise.collectives import count_comms, init_device_mesh, init_processes
-from shardwise.graph_capture import capture
-from shardwise.models import ModelArgs, Transformer
+from shardwise import capture, count_comms, init_device_mesh
+from shardwise._models import ModelArgs, Transformer
+from shardwise.collectives import init_processes
 
 VOCABULARY = 256
 SECONDS_EACH = 2.0  # for each line of a table of steps; on a slow machine there are fewer rounds, but at least three

@@ -20,8 +20,9 @@ from measure import print_table
 from torch import Tensor
 
 from shardwise import DTensor, Layout, Mesh, Partial, Placement, Replicate, Shard, launch, rank
-from shardwise.collectives import barrier, gather_json
-from shardwise.redistribute.plan import plan_redistribute
+from shardwise._collectives import gather_json
+from shardwise._redistribute.plan import plan_redistribute
+from shardwise.collectives import barrier
 
 WORLD = (0, 1, 2, 3)
 COLUMNS = 256

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.layout import chunk
+from shardwise._layout import chunk
 from shardwise.parallel import (
     ColwiseParallel,
     ParallelStyle,

@@ -28,7 +28,7 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.checkpoint import latest, restore, save, state_of
-from shardwise.launch import under_torchrun
+from shardwise.collectives import under_torchrun
 from shardwise.parallel import MixedPrecisionPolicy, fully_shard, parallelize_module, plan_from_transformers
 from shardwise.testing import world
 

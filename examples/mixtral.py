@@ -23,7 +23,7 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.checkpoint import load_safetensors
-from shardwise.launch import under_torchrun
+from shardwise.collectives import under_torchrun
 from shardwise.testing import world
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 import shardwise as sw
+from shardwise.collectives import under_torchrun
 from shardwise.debug import visualize_sharding
-from shardwise.launch import under_torchrun
+from shardwise.sharded_tensor import LocalShardsWrapper
 from shardwise.testing import world
 
 RANKS = 4
@@ -77,17 +78,17 @@ def there_and_back(
 ) -> None:
     """Make a table of local shards, draw its sharding, and compare its local shards with the original ones."""
     values = [shard.clone() for shard in shards]
-    table = sw.DTensor.from_local(sw.LocalShardsWrapper(shards, offsets), mesh, placements, **known)
+    table = sw.DTensor.from_local(LocalShardsWrapper(shards, offsets), mesh, placements, **known)
     visualize_sharding(table, header=header)
     assert table.shape == SHAPE
     assert table.stride() == (COLUMNS, 1)
 
     local = table.to_local()
     if not shards:
-        assert not isinstance(local, sw.LocalShardsWrapper)
+        assert not isinstance(local, LocalShardsWrapper)
         assert local.numel() == 0
         return
-    assert isinstance(local, sw.LocalShardsWrapper)
+    assert isinstance(local, LocalShardsWrapper)
     assert local.shard_offsets == [torch.Size(at) for at in offsets]
     assert local.shard_sizes == [value.shape for value in values]
     for shard, value, given in zip(local.shards, values, shards, strict=True):

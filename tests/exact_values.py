@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.layout import Layout, Partial
+from shardwise._layout import Layout, Partial
 from shardwise.testing.local_shards import PartialValues, partial_axes, partial_indices
 
 REDUCE: dict[str, Callable[[Tensor], Tensor]] = {

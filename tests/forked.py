@@ -24,7 +24,7 @@ CONTEXT.set_forkserver_preload(
         "shardwise.data",
         "shardwise.embedding",
         "shardwise.parallel",
-        "shardwise.cli",
+        "shardwise._cli",
         "shardwise.testing.worker",  # the ranks of real worlds come from this server as well,
         "pytest",  # and import tests
     ]

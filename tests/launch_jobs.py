@@ -11,14 +11,14 @@ import sys
 import time
 from typing import Any
 
-from shardwise.launch import launch
+from shardwise._launch import launch
 
 
 def facts(greeting: str, sizes: tuple[int, ...]) -> dict[str, Any]:
     """What rank 0 sees, and what it heard from the others."""
     import torch
 
-    from shardwise import collectives
+    from shardwise import _collectives as collectives
 
     world = tuple(range(collectives.world_size()))
     heard = collectives.gather_json([collectives.rank(), os.getpid(), torch.get_num_threads()], world)
@@ -34,7 +34,7 @@ def meshes_with(*timeouts: float | None) -> list[float]:
     """The timeout of the groups of a mesh that is made with each of `timeouts`."""
     import torch
 
-    from shardwise import collectives
+    from shardwise import _collectives as collectives
 
     size, found = collectives.world_size(), []
     for timeout in timeouts:
@@ -46,7 +46,7 @@ def meshes_with(*timeouts: float | None) -> list[float]:
 
 def fail_on(rank: int, how: str) -> str:
     """Fail on one rank, while the others wait for it in a collective."""
-    from shardwise import collectives
+    from shardwise import _collectives as collectives
 
     world = tuple(range(collectives.world_size()))
     collectives.barrier(world)
@@ -75,7 +75,7 @@ def say(line: str) -> None:
 
 
 def say_who() -> int:
-    from shardwise import collectives
+    from shardwise import _collectives as collectives
 
     say(f"rank {collectives.rank()} pid {os.getpid()}")
     return collectives.rank()
@@ -83,7 +83,7 @@ def say_who() -> int:
 
 def wait_for_ever() -> None:
     """Rank 0 in a collective, rank 1 asleep and deaf to SIGTERM, the others busy in Python."""
-    from shardwise import collectives
+    from shardwise import _collectives as collectives
 
     if collectives.rank() == 1:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -9,7 +9,7 @@ from math import prod
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from shardwise.layout import REDUCE_OPS, Box, Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard, chunk
+from shardwise._layout import REDUCE_OPS, Box, Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard, chunk
 
 # The same cases in every run: a failure in continuous integration is a failure at the desk.
 laws = settings(max_examples=100, deadline=None, derandomize=True, database=None)

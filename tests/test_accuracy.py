@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.layout import Shard
+from shardwise._layout import Shard
 from tools.accuracy import FACTOR, SCALES, AccuracyJudge, error_ratio
 from tools.op_judge import Outcome, Sample, layout_of
 from tools.opinfo import LINE, SQUARE

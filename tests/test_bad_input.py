@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardwise import DTensor, Mesh, OnRanks, Replicate, Shard, collectives, distribute_tensor, shard_module
+from shardwise import DTensor, Mesh, OnRanks, Replicate, Shard, distribute_tensor, shard_module
+from shardwise import _collectives as collectives
 from shardwise.checkpoint import load, save
 from shardwise.errors import CheckpointError, IdTypeError, LayoutError, MeshError, MismatchError, PlanError
 from shardwise.testing import world

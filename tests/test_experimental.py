@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor, strict
+from shardwise._rules import RULES
+from shardwise._tensor.dispatch import dispatcher
 from shardwise.errors import LayoutError, RuleError
 from shardwise.experimental import Meta, Row, implicit_replication, local_map, register_sharding
-from shardwise.rules import RULES
-from shardwise.tensor.dispatch import dispatcher
 from shardwise.testing import check_rows, world
 from shardwise.testing.assertions import as_dtensor
 

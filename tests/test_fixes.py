@@ -30,15 +30,15 @@ PASSED_ON = {
     "checkpoint/offline/torch_pickles.py": {"unpickled"},
     "checkpoint/saving_async.py": {"wait", "_reports"},
     "checkpoint/state.py": {"storable_boxes"},
-    "cli/simulate.py": {"run"},
-    "collectives/threads.py": {"check"},
-    "layout/parse.py": {"parse_mesh"},  # with the fix of what catches it
+    "_cli/simulate.py": {"run"},
+    "_collectives/threads.py": {"check"},
+    "_layout/parse.py": {"parse_mesh"},  # with the fix of what catches it
     "parallel/boundary.py": {"_desired"},
     "parallel/styles.py": {"axes"},
-    "pictures/plan_file.py": {"read_plan", "_picture"},
-    "tensor/dispatch/resolve.py": {"candidates", "_candidates", "results_on_meta"},  # caught, and run without a row
-    "tensor/dtensor.py": {"_raise_rule_error"},
-    "tensor/module_sharding.py": {"refuse"},
+    "_pictures/plan_file.py": {"read_plan", "_picture"},
+    "_tensor/dispatch/resolve.py": {"candidates", "_candidates", "results_on_meta"},  # caught, and run without a row
+    "_tensor/dtensor.py": {"_raise_rule_error"},
+    "_tensor/module_sharding.py": {"refuse"},
     "testing/pool.py": {"_revive"},  # what the user's function raised
     "testing/simulated.py": {"run"},
 }
@@ -46,7 +46,7 @@ PASSED_ON = {
 PYTHONS = {"RuntimeError", "ValueError", "TypeError", "KeyError", "IndexError", "AttributeError", "OSError"}
 
 # Ops raise what torch raises, in its words.
-AS_TORCH = ("attention/", "lookups/", "rules/", "tensor/dispatch/", "tensor/handlers/")
+AS_TORCH = ("_attention/", "_lookups/", "_rules/", "_tensor/dispatch/", "_tensor/handlers/")
 
 # Errors of Python that are caught, and said in an error that has a fix; and those that Python asks for.
 CAUGHT = {
@@ -59,8 +59,8 @@ CAUGHT = {
     "checkpoint/offline/torch_format.py": {"_described", "_order", "_extent"},
     "checkpoint/offline/torch_pickles.py": {"_state", "sizes_of", "_place", "_tensor", "_check_numbers", "entries"},
     "checkpoint/offline/training_names.py": {"_nested"},
-    "layout/parse.py": {"parse_placements", "_placement"},
-    "tensor/dtensor.py": {"__cuda_array_interface__", "__get__"},
+    "_layout/parse.py": {"parse_placements", "_placement"},
+    "_tensor/dtensor.py": {"__cuda_array_interface__", "__get__"},
     "testing/__init__.py": {"__getattr__"},
     "testing/cases.py": {"__getattr__"},
 }

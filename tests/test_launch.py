@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from shardwise import init_device_mesh
+from shardwise._launch import launch, under_torchrun
 from shardwise.checkpoint import save
 from shardwise.errors import ArgumentError, LaunchError, RankFailedError
-from shardwise.launch import launch, under_torchrun
 from tests.launch_jobs import facts, fail_on, meshes_with, unpicklable
 from tests.sessions import press_ctrl_c, session
 from tests.timeouts import PATIENCE_SECONDS, under_load
@@ -152,7 +152,7 @@ def test_a_timeout_that_torch_cannot_keep_is_refused(bad: float) -> None:
         init_device_mesh("cpu", (1,), timeout_seconds=bad)
 
 
-IMPORTED = "from shardwise.launch import launch\nfrom os import getpid\n"
+IMPORTED = "from shardwise._launch import launch\nfrom os import getpid\n"
 PROGRAMS: dict[str, tuple[str, str]] = {  # what starts ranks wrongly, and what its error says
     "-c": (
         f"{IMPORTED}def f(): pass\nlaunch(f, nproc=2)",

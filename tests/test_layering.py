@@ -14,7 +14,7 @@ import pytest
 from tools.structure import LAYERS, layers, package_list
 
 MAY_IMPORT_ANYTHING = {"__init__", "__main__", "testing"}
-TALKS_TO_RANKS = "collectives"  # the one unit that sees torch.distributed
+TALKS_TO_RANKS = "_collectives"  # the one unit that sees torch.distributed
 FENCED = ("torch.distributed", "torch._C._distributed_c10d")
 
 PACKAGE = "shardwise"
@@ -116,43 +116,43 @@ def write(root: Path, file: str, code: str) -> Path:
 @pytest.mark.parametrize(
     ("file", "code", "why"),
     [
-        ("layout/layout.py", "import shardwise.tensor", "tensor is not below layout"),
-        ("layout/layout.py", "from shardwise import tensor", "tensor is not below layout"),
-        ("layout/layout.py", "from shardwise.tensor import DTensor", "tensor is not below layout"),
-        ("layout/layout.py", "def f():\n    from shardwise.cli import main", "cli is not below layout"),
-        ("layout/layout.py", "if TYPE_CHECKING:\n    from shardwise.tensor import DTensor", "tensor is not below"),
-        ("layout/layout.py", "import importlib\nimportlib.import_module('shardwise.tensor')", "tensor is not below"),
-        ("layout/layout.py", "__import__('shardwise.tensor')", "tensor is not below layout"),
-        ("pictures/text.py", "from shardwise.models import MLP", "models is not below pictures"),
+        ("_layout/layout.py", "import shardwise._tensor", "_tensor is not below _layout"),
+        ("_layout/layout.py", "from shardwise import _tensor", "_tensor is not below _layout"),
+        ("_layout/layout.py", "from shardwise._tensor import DTensor", "_tensor is not below _layout"),
+        ("_layout/layout.py", "def f():\n    from shardwise._cli import main", "_cli is not below _layout"),
+        ("_layout/layout.py", "if TYPE_CHECKING:\n    from shardwise._tensor import DTensor", "_tensor is not below"),
+        ("_layout/layout.py", "import importlib\nimportlib.import_module('shardwise._tensor')", "_tensor is not below"),
+        ("_layout/layout.py", "__import__('shardwise._tensor')", "_tensor is not below _layout"),
+        ("_pictures/text.py", "from shardwise._models import MLP", "_models is not below _pictures"),
         (
-            "rules/matmul.py",
-            "from shardwise.redistribute.plan import plan_redistribute",
-            "redistribute is not below rules",
+            "_rules/matmul.py",
+            "from shardwise._redistribute.plan import plan_redistribute",
+            "_redistribute is not below _rules",
         ),
-        ("cli/main.py", "from shardwise.testing import world", "nothing imports testing"),
-        ("cli/main.py", "import shardwise", "not a unit of LAYERS"),
-        ("cli/main.py", "from shardwise import DTensor", "not a unit of LAYERS"),
-        ("cli/main.py", "from shardwise.attic import old", "not a unit of LAYERS"),
-        ("layout/layout.py", "from . import errors", "relative import .errors"),
-        ("rules/matmul.py", "from .row import Row", "relative import .row.Row"),
+        ("_cli/main.py", "from shardwise.testing import world", "nothing imports testing"),
+        ("_cli/main.py", "import shardwise", "not a unit of LAYERS"),
+        ("_cli/main.py", "from shardwise import DTensor", "not a unit of LAYERS"),
+        ("_cli/main.py", "from shardwise.attic import old", "not a unit of LAYERS"),
+        ("_layout/layout.py", "from . import errors", "relative import .errors"),
+        ("_rules/matmul.py", "from .row import Row", "relative import .row.Row"),
         ("__init__.py", "from .layout import Layout", "relative import .layout.Layout"),
-        ("redistribute/run.py", "import torch.distributed", "only collectives talks"),
-        ("redistribute/run.py", "import torch.distributed as dist", "only collectives talks"),
-        ("redistribute/run.py", "from torch import distributed", "only collectives talks"),
-        ("redistribute/run.py", "from torch.distributed.device_mesh import DeviceMesh", "only collectives talks"),
-        ("redistribute/run.py", "def f():\n    import torch.distributed.tensor", "only collectives talks"),
-        ("redistribute/run.py", "import torch\ntorch.distributed.barrier()", "only collectives talks"),
-        ("redistribute/run.py", "import torch as t\ngroup = t.distributed.group.WORLD", "only collectives talks"),
-        ("redistribute/run.py", "import torch\nx: torch.distributed.ProcessGroup", "only collectives talks"),
-        ("redistribute/run.py", "import torch\ntorch._C._distributed_c10d.Store", "only collectives talks"),
-        ("redistribute/run.py", "from torch._C._distributed_c10d import Store", "only collectives talks"),
+        ("_redistribute/run.py", "import torch.distributed", "only _collectives talks"),
+        ("_redistribute/run.py", "import torch.distributed as dist", "only _collectives talks"),
+        ("_redistribute/run.py", "from torch import distributed", "only _collectives talks"),
+        ("_redistribute/run.py", "from torch.distributed.device_mesh import DeviceMesh", "only _collectives talks"),
+        ("_redistribute/run.py", "def f():\n    import torch.distributed.tensor", "only _collectives talks"),
+        ("_redistribute/run.py", "import torch\ntorch.distributed.barrier()", "only _collectives talks"),
+        ("_redistribute/run.py", "import torch as t\ngroup = t.distributed.group.WORLD", "only _collectives talks"),
+        ("_redistribute/run.py", "import torch\nx: torch.distributed.ProcessGroup", "only _collectives talks"),
+        ("_redistribute/run.py", "import torch\ntorch._C._distributed_c10d.Store", "only _collectives talks"),
+        ("_redistribute/run.py", "from torch._C._distributed_c10d import Store", "only _collectives talks"),
         (
-            "redistribute/run.py",
+            "_redistribute/run.py",
             "from importlib import import_module\nimport_module('torch.distributed')",
-            "only coll",
+            "only _coll",
         ),
-        ("testing/ranks.py", "import torch.distributed", "only collectives talks"),
-        ("__init__.py", "import torch.distributed", "only collectives talks"),
+        ("testing/ranks.py", "import torch.distributed", "only _collectives talks"),
+        ("__init__.py", "import torch.distributed", "only _collectives talks"),
     ],
 )
 def test_a_forbidden_import_is_refused(tmp_path: Path, file: str, code: str, why: str) -> None:
@@ -165,19 +165,19 @@ def test_a_forbidden_import_is_refused(tmp_path: Path, file: str, code: str, why
 @pytest.mark.parametrize(
     ("file", "code"),
     [
-        ("layout/layout.py", "from shardwise import errors"),
-        ("rules/matmul.py", "from shardwise.rules.row import Row"),
-        ("cli/x.py", "def f():\n    from shardwise.simulation import simulate"),
-        ("collectives/x.py", "import torch\nimport torch.distributed as dist\ntorch.distributed.barrier()"),
+        ("_layout/layout.py", "from shardwise import errors"),
+        ("_rules/matmul.py", "from shardwise._rules.row import Row"),
+        ("_cli/x.py", "def f():\n    from shardwise.simulation import simulate"),
+        ("_collectives/x.py", "import torch\nimport torch.distributed as dist\ntorch.distributed.barrier()"),
         (
-            "collectives/failures/store.py",
-            "from torch.distributed import FileStore\nfrom shardwise.collectives.collective_call import CollectiveCall",
+            "_collectives/failures/store.py",
+            "from torch.distributed import FileStore\nfrom shardwise._collectives.api import rank",
         ),
-        ("redistribute/run.py", "import torch\nimport numpy.distributed\ntorch.distributions.Normal"),
-        ("redistribute/run.py", "import shardwise_plugins"),
-        ("testing/ranks.py", "from shardwise.cli import main\nimport shardwise"),
+        ("_redistribute/run.py", "import torch\nimport numpy.distributed\ntorch.distributions.Normal"),
+        ("_redistribute/run.py", "import shardwise_plugins"),
+        ("testing/ranks.py", "from shardwise._cli import main\nimport shardwise"),
         ("__init__.py", "from shardwise.testing import world"),
-        ("__main__.py", "from shardwise.cli import main"),
+        ("__main__.py", "from shardwise._cli import main"),
     ],
 )
 def test_a_downward_import_is_accepted(tmp_path: Path, file: str, code: str) -> None:
@@ -191,7 +191,7 @@ def test_a_unit_without_a_layer_is_named_with_the_fix(tmp_path: Path) -> None:
 
 
 def test_layers_are_ordered_and_name_each_unit_once() -> None:
-    assert LEVEL["cli"] > LEVEL["simulation"] > LEVEL["pictures"] > LEVEL["tensor"] > LEVEL["errors"]
+    assert LEVEL["_cli"] > LEVEL["simulation"] > LEVEL["_pictures"] > LEVEL["_tensor"] > LEVEL["errors"]
     assert len(LEVEL) == len(LAYERS.replace("|", " ").split())
 
 

@@ -26,24 +26,24 @@ from shardwise import (
     Replicate,
     Shard,
     checkpoint,
-    collectives,
     debug,
     distribute_tensor,
     embedding,
     experimental,
-    models,
     parallel,
-    pictures,
     simulation,
     testing,
 )
+from shardwise import _collectives as collectives
+from shardwise import _pictures as pictures
 from shardwise import sharded_tensor as st
 from shardwise.errors import LaunchError, ShardwiseError
+from shardwise.parallel.experts import Routing
 from shardwise.testing import world
 
 RANKS = 2
 MESH = Mesh((RANKS,))
-NAMESPACES = (sw, embedding, parallel, st, testing, checkpoint, debug, experimental, pictures, models, simulation)
+NAMESPACES = (sw, embedding, parallel, st, testing, checkpoint, debug, experimental, pictures, simulation)
 COLLECTIVES = ("as_mesh", "check_ranks", "init_device_mesh")  # what users call there
 
 # ---- nonsense -----------------------------------------------------------------------------------------------------
@@ -192,8 +192,13 @@ SAVE: Arguments = {"step": 1, "metadata": None, "keep": 2, "overwrite": True, "r
 CALLS: dict[str, Callable[[], Call]] = {
     "Boxes": lambda: call(Boxes, boxes=[[((0, 0), (2, 3))], [((2, 0), (2, 3))]]),
     "Layout": lambda: call(Layout, mesh=MESH, placements=[Shard(0)], shape=(4, 3), shard_order=[0]),
-    "LocalShardsWrapper": lambda: call(
-        sw.LocalShardsWrapper, local_shards=[torch.ones(2, 3)], local_offsets=[(2 * collectives.rank(), 0)]
+    "parallel.MixtureOfExperts": lambda: call(parallel.MixtureOfExperts, num_experts=2, dim=4, hidden_dim=4),
+    "parallel.balance_loss": lambda: call(
+        parallel.balance_loss,
+        routing=Routing(torch.tensor([[0], [1]]), torch.ones(2, 1), torch.ones(2, 2) / 2),
+    ),
+    "sharded_tensor.LocalShardsWrapper": lambda: call(
+        st.LocalShardsWrapper, local_shards=[torch.ones(2, 3)], local_offsets=[(2 * collectives.rank(), 0)]
     ),
     "Mesh": lambda: call(Mesh, shape=(2,), ranks=(1, 0), names=("tp",)),
     "OnRanks": lambda: call(OnRanks, position=0),
@@ -320,9 +325,6 @@ CALLS: dict[str, Callable[[], Call]] = {
     "parallel.input_reshard": lambda: call(
         parallel.input_reshard, module=LAYER(), tp_device_mesh=MESH, input_reshard_dim=0
     ),
-    "parallel.BoundaryRedistribution": lambda: call(
-        parallel.BoundaryRedistribution(MESH, 0, (Shard(0),), (Replicate(),), True, "x"), x=torch.ones(2, 4)
-    ),
     "parallel.ColwiseParallel": lambda: call(
         applied(parallel.ColwiseParallel), **LAYOUTS | {"output_layouts": Shard(-1)}, unit=1, sizes=(3, 1)
     ),
@@ -354,8 +356,6 @@ CALLS: dict[str, Callable[[], Call]] = {
         use_local_output=True,
     ),
     "parallel.ExpertParallel": lambda: call(parallel.ExpertParallel, **LAYOUTS),
-    "parallel.FirstInput": lambda: call(parallel.FirstInput, transform=torch.exp, name="x"),
-    "parallel.ModuleContext": lambda: call(parallel.ModuleContext, path="a", mesh=MESH, axis=0),
     "parallel.first_input": lambda: call(parallel.first_input, module=LAYER(), transform=torch.exp),
     "parallel.local_parameters": lambda: call(parallel.local_parameters, module=LAYER()),
     "parallel.loss_parallel": lambda: call(parallel.loss_parallel),
@@ -377,7 +377,6 @@ CALLS: dict[str, Callable[[], Call]] = {
     "sharded_tensor.LocalShard": lambda: call(
         st.LocalShard, tensor=torch.ones(2, 3), metadata=st.ShardMetadata([0, 0], [2, 3])
     ),
-    "sharded_tensor.RemoteDevice": lambda: call(st.RemoteDevice, of_rank=0, of_device="cpu"),
     "sharded_tensor.ShardMetadata": lambda: call(
         st.ShardMetadata, shard_offsets=[0, 0], shard_sizes=[2, 3], placement="rank:0/cpu"
     ),
@@ -408,9 +407,6 @@ CALLS: dict[str, Callable[[], Call]] = {
         local_shards=[st.LocalShard(torch.ones(2, 3), shard_metadata())],
         global_size=(4, 3),
     ),
-    "sharded_tensor.layout_of_shards": lambda: call(
-        st.layout_of_shards, shards=[st.ShardMetadata([0, 0], [4, 3], "rank:0/cpu")], shape=(4, 3), ranks=(0, 1)
-    ),
     "sharded_tensor.load_with_process_group": lambda: call(st.load_with_process_group, process_group=(0, 1)),
     "sharded_tensor.reshard_output": lambda: call(st.reshard_output, module=LAYER(), resharding_spec=spec()),
     "sharded_tensor.shard_module": lambda: call(
@@ -419,7 +415,6 @@ CALLS: dict[str, Callable[[], Call]] = {
     "sharded_tensor.shard_parameter": lambda: call(
         st.shard_parameter, module=LAYER(), param_name="weight", sharding_spec=spec()
     ),
-    "sharded_tensor.spec_of": lambda: call(st.spec_of, layout=table().layout_),
     "sharded_tensor.ChunkShardingSpec.shard": lambda: call(spec().shard, tensor=torch.ones(4, 3)),
     "testing.DTensorConverter": lambda: call(testing.DTensorConverter, mesh=MESH, args=(torch.ones(2),), kwargs={}),
     "testing.World": lambda: call(testing.World, size=2, timeout=1.0),
@@ -461,7 +456,6 @@ CALLS: dict[str, Callable[[], Call]] = {
     "checkpoint.Keep": lambda: call(checkpoint.Keep),
     "checkpoint.state_of": lambda: call(checkpoint.state_of, module=nn.Linear(3, 4)),
     "debug.CommDebugMode": lambda: call(debug.CommDebugMode),
-    "debug.Explanation": lambda: call(debug.Explanation),
     "debug.explain": lambda: call(debug.explain, fn=lambda: None),
     "debug.explain_redistribute": lambda: call(
         debug.explain_redistribute,
@@ -495,11 +489,6 @@ CALLS: dict[str, Callable[[], Call]] = {
     ),
     "experimental.register_sharding": lambda: call(experimental.register_sharding, op=an_op),
     "pictures.Picture": lambda: call(pictures.Picture, layout=table().layout_, itemsize=4),
-    "models.MixtureOfExperts": lambda: call(models.MixtureOfExperts, num_experts=2, dim=4, hidden_dim=4),
-    "models.balance_loss": lambda: call(
-        models.balance_loss,
-        routing=models.Routing(torch.tensor([[0], [1]]), torch.ones(2, 1), torch.ones(2, 2) / 2),
-    ),
     "collectives.as_mesh": lambda: call(collectives.as_mesh, mesh=MESH),
     "collectives.check_ranks": lambda: call(
         restoring(collectives.check_ranks, lambda: collectives.check_ranks(False)), on=True

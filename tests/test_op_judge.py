@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise import DTensor, Mesh, Partial, Replicate, Shard, ShardwiseError, collectives, rank
-from shardwise.layout import Layout, Placement
+from shardwise import DTensor, Mesh, Partial, Replicate, Shard, ShardwiseError, rank
+from shardwise import _collectives as collectives
+from shardwise._layout import Layout, Placement
 from shardwise.testing.local_shards import partial_values
 from tools.op_judge import REFUSED, Layouts, OpJudge, Outcome, Sample, layout_of
 from tools.opinfo import FAMILIES, layouts_of, uneven_sizes

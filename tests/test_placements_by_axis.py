@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard, distribute_tensor
+from shardwise._layout import Placements, as_placements
 from shardwise.errors import LayoutError, PlanError, RemoteRankError
 from shardwise.experimental import local_map
-from shardwise.layout import Placements, as_placements
 from shardwise.parallel import (
     ColwiseParallel,
     ExpertParallel,

@@ -1,7 +1,10 @@
-"""A program written for torch.distributed.tensor switches by its imports."""
+"""The public names: few, documented, and those of torch for what is the same."""
 
+import importlib
 import inspect
 import pydoc
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,6 +15,42 @@ import torch.distributed.tensor.parallel as their_parallel
 
 import shardwise
 from shardwise import DTensor, debug, experimental, parallel
+
+# A name is public if it is in `__all__` of one of these, and of errors.py every class. All others are private: their
+# module or package begins with an underscore, or they are in a file of a public package.
+MODULES = """
+    shardwise shardwise.checkpoint shardwise.checkpoint.offline shardwise.collectives shardwise.data shardwise.debug
+    shardwise.embedding shardwise.errors shardwise.experimental shardwise.parallel shardwise.sharded_tensor
+    shardwise.simulation shardwise.testing
+""".split()
+MOST = 200
+ROOT = Path(__file__).parents[1]
+
+
+def public_names(module: ModuleType) -> list[str]:
+    names: list[str] = getattr(module, "__all__", None) or [
+        name for name, value in vars(module).items() if isinstance(value, type) and value.__module__ == module.__name__
+    ]
+    return names
+
+
+def test_public_names_are_few() -> None:
+    homes = {name: importlib.import_module(name) for name in MODULES}
+    found = {(name, id(getattr(module, name))) for module in homes.values() for name in public_names(module)}
+    assert 150 < len(found) <= MOST
+
+
+def test_what_is_not_listed_is_private_by_name() -> None:
+    beside = {
+        path.stem for path in (ROOT / "src" / "shardwise").iterdir() if not path.name.startswith(("_", "py.typed"))
+    }
+    assert beside == {name.split(".")[1] for name in MODULES[1:]}
+
+
+def test_each_module_has_a_page_of_the_reference() -> None:
+    pages = {page.stem for page in (ROOT / "docs" / "reference").glob("*.md")} - {"torch-patches"}
+    assert pages == {name.split(".")[min(1, name.count("."))] for name in MODULES}
+
 
 PAIRS: list[tuple[str, Any, Any]] = [
     *((name, getattr(theirs, name), getattr(shardwise, name)) for name in theirs.__all__),

@@ -26,16 +26,16 @@ from shardwise import (
     Replicate,
     Shard,
     checkpoint,
-    collectives,
     distribute_tensor,
     init_device_mesh,
     sharded_tensor,
 )
+from shardwise import _collectives as collectives
+from shardwise._layout import contiguous_strides, placement_of
 from shardwise.errors import CaptureError, LayoutError, PlanError, ShardwiseError
 from shardwise.experimental import local_map
-from shardwise.layout import contiguous_strides, placement_of
 from shardwise.parallel import ColwiseParallel, fully_shard
-from shardwise.sharded_tensor import ChunkShardingSpec, shard_parameter
+from shardwise.sharded_tensor import ChunkShardingSpec, LocalShardsWrapper, shard_parameter
 from shardwise.testing import world
 from tests.test_nonsense import CALLS, RANKS, invoke, saved
 
@@ -327,7 +327,7 @@ def test_where_a_local_tensor_is_taken_a_dtensor_of_torch_is_refused() -> None:
     attempts: list[Callable[[], object]] = [
         lambda: DTensor.from_local(x, Mesh((2,)), [Shard(0)]),
         lambda: sharded_tensor.LocalShard(x, sharded_tensor.ShardMetadata([0, 0], [4, 3])),
-        lambda: sw.LocalShardsWrapper([x], [(0, 0)]),
+        lambda: LocalShardsWrapper([x], [(0, 0)]),
         lambda: y.gather(0, out=x),
     ]
     for attempt in attempts:

@@ -3,8 +3,8 @@
 import torch
 
 import shardwise as sw
+from shardwise._trace.user_stack import format_traceback
 from shardwise.errors import ShardwiseError
-from shardwise.trace.user_stack import format_traceback
 
 
 def refused() -> None:

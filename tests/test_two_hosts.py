@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.launch import launch
+from shardwise._launch import launch
 from tests import two_hosts_jobs
 from tests.sessions import session
 from tests.timeouts import PATIENCE_SECONDS, under_load
@@ -87,7 +87,7 @@ def test_a_rank_reads_the_memory_of_its_own_host_only(trained: dict[int, Outcome
     ],
 )
 def test_containers_with_one_host_name_are_other_hosts(apart: list[str], same: bool) -> None:
-    code = "from shardwise.collectives.failures.store import this_process; print(this_process().host)"
+    code = "from shardwise._collectives.failures.store import this_process; print(this_process().host)"
     command = [*apart, sys.executable, "-c", code]
     first, second = (subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(2))
     assert first.partition("/")[0] == second.partition("/")[0] == socket.gethostname()

@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise import DTensor, Mesh, Placement, Replicate, Shard, collectives, distribute_tensor, launch, shard_module
-from shardwise.collectives import all_reduce, barrier, check_values, rank
+from shardwise import DTensor, Mesh, Placement, Replicate, Shard, distribute_tensor, launch, shard_module
+from shardwise import _collectives as collectives
+from shardwise._collectives import all_reduce, barrier, check_values, rank
 from tests.timeouts import PATIENCE_SECONDS
 
 WORLD = (0, 1, 2, 3)
@@ -165,7 +166,7 @@ def sleep() -> None:
 
 
 def peers() -> list[int]:
-    from shardwise.collectives.processes import TORCH_TRANSPORT
+    from shardwise._collectives.processes import TORCH_TRANSPORT
 
     barrier(WORLD)
     barrier(WORLD)

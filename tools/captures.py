@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from shardwise import Layout, Mesh, capture
+from shardwise._tensor import DTensor
 from shardwise.errors import CaptureError
-from shardwise.tensor import DTensor
 from shardwise.testing import world
 from shardwise.testing.local_shards import dtensor_from_full
 from tools.op_judge import Sample, cotangent, tensors_in

@@ -25,11 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise import DTensor, Mesh, count_comms, distribute_tensor, rank
+from shardwise._layout import Boxes, OnRanks, Placement, Replicate, Shard
+from shardwise._lookups.rules import embedding_bags
+from shardwise._tensor import tag
 from shardwise.errors import RuleError
-from shardwise.layout import Boxes, OnRanks, Placement, Replicate, Shard
-from shardwise.lookups.rules import embedding_bags
 from shardwise.sharded_tensor import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
-from shardwise.tensor import tag
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from tools.op_judge import tensor_difference

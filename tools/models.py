@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from shardwise import DTensor, Mesh, Replicate, Shard, distribute_tensor, shard_module
+from shardwise._layout import Placement
 from shardwise.errors import PlanError
-from shardwise.layout import Placement
 from shardwise.parallel import fully_shard, parallelize_module, plan_from_transformers
 from shardwise.testing import world
 

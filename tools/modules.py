@@ -28,7 +28,7 @@ from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_no
 from torch.testing import assert_close
 
 from shardwise import DTensor, Mesh, Replicate, Shard, distribute_tensor, shard_module
-from shardwise.layout import Placement
+from shardwise._layout import Placement
 from shardwise.testing import world
 
 BATCH, RANKS, TIMEOUT, WIDTH = 5, (2, 3), 600, 220

@@ -1,7 +1,7 @@
 """Mutation testing: makes one small change at a time, and sees whether a test fails.
 
     python -m tools.mutants --count 400                        # a sample of the core and of embedding, in 1 to 2 hours
-    python -m tools.mutants --count 20 --only shardwise/layout
+    python -m tools.mutants --count 20 --only shardwise/_layout
     python -m tools.mutants --like before.json --out after.json  # the same changes, wherever their code is now
 
 A mutant changes one operator, constant, branch or index. The tests of its package run in three passes until one fails:

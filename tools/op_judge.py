@@ -12,13 +12,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import REPLICATE, Layout, Mesh, Partial
+from shardwise._rules.registry import rule_of
+from shardwise._rules.row import Args, Kwargs
+from shardwise._tensor import DTensor
 from shardwise.debug.compare import Bounds, mismatched
 from shardwise.errors import ShardwiseError
-from shardwise.layout import REPLICATE, Layout, Mesh, Partial
-from shardwise.rules.registry import rule_of
-from shardwise.rules.row import Args, Kwargs
-from shardwise.tensor import DTensor
 from shardwise.testing.failures import DeadlockError
 from shardwise.testing.local_shards import SEED, dtensor_from_full
 from shardwise.testing.process_state import generator_states

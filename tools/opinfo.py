@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shardwise.layout import REPLICATE, Mesh, Partial, Placement, Shard
+from shardwise._layout import REPLICATE, Mesh, Partial, Placement, Shard
 from shardwise.testing.local_shards import SEED
 from tools.op_judge import Layouts, OpJudge, Sample, Verdict, layout_of
 

@@ -17,7 +17,7 @@ from torch.distributed import tensor as peer
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup, _install_threaded_pg
 
-from shardwise.layout import Layout, Partial, Placement, Shard, contiguous_strides
+from shardwise._layout import Layout, Partial, Placement, Shard, contiguous_strides
 from shardwise.testing.failures import DeadlockError
 from shardwise.testing.local_shards import SEED, local_tensor, partial_index, partial_values
 from tools.op_judge import Layouts, Observed, OpJudge, Outcome, Sample, Verdict, observe

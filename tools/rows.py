@@ -43,7 +43,7 @@ def prepare(wanted: str, deep: bool, notes: Path) -> None:
     """Collect samples and plan; the same in every worker, which notes in a file of its own what it is at."""
     import torch
 
-    from shardwise.rules.registry import ops_with_rules, rule_of
+    from shardwise._rules.registry import ops_with_rules, rule_of
     from tools import samples, table_survey
 
     warnings.simplefilter("ignore")
@@ -130,7 +130,7 @@ def survey(
 
 def names(wanted: str) -> list[str]:
     """The keys that match."""
-    from shardwise.rules.registry import ops_with_rules
+    from shardwise._rules.registry import ops_with_rules
     from tools.samples import name_of_key
 
     return [name for name in map(name_of_key, ops_with_rules()) if re.search(wanted, name)]

@@ -15,11 +15,11 @@ from math import prod
 import torch
 from torch import Tensor
 
+from shardwise._layout import REPLICATE, Boxes, Layout, Mesh, OnRanks, Partial, Placement, Shard
+from shardwise._rules import Meta, Row
+from shardwise._rules.registry import rule_of
+from shardwise._tensor.dispatch.resolve import NoRowError, Operand, Slot, choose
 from shardwise.errors import LayoutError, RuleError
-from shardwise.layout import REPLICATE, Boxes, Layout, Mesh, OnRanks, Partial, Placement, Shard
-from shardwise.rules import Meta, Row
-from shardwise.rules.registry import rule_of
-from shardwise.tensor.dispatch.resolve import NoRowError, Operand, Slot, choose
 from shardwise.testing.worlds import world
 from tools.op_judge import Judge, Observed, Sample, assert_close_bounds, last_saved, observe_rank
 

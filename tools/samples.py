@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.rules import OpRule
-from shardwise.rules.registry import ops_with_rules
+from shardwise._rules import OpRule
+from shardwise._rules.registry import ops_with_rules
 from shardwise.testing.local_shards import SEED
 from tools import opinfo
 from tools.op_judge import Sample, plain_run, tensors_in

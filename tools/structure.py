@@ -15,19 +15,19 @@ from typing import NamedTuple
 
 # From the top down: a package may import the packages of the lines below its own; `testing` may import all of them.
 LAYERS = """
-    cli
+    _cli
     simulation
     debug
-    pictures | models
+    _pictures | _models | collectives
     parallel
-    checkpoint | experimental | graph_capture | launch | data
+    checkpoint | experimental | _graph_capture | _launch | data
     embedding | sharded_tensor
-    tensor
-    redistribute
-    lookups | attention
-    rules | collectives
-    trace
-    layout
+    _tensor
+    _redistribute
+    _lookups | _attention
+    _rules | _collectives
+    _trace
+    _layout
     errors
 """
 

@@ -15,17 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import shardwise.rules
-from shardwise.layout import Mesh
-from shardwise.rules import OpRule, Row
-from shardwise.rules.registry import ops_with_rules
+import shardwise._rules
+from shardwise._layout import Mesh
+from shardwise._rules import OpRule, Row
+from shardwise._rules.registry import ops_with_rules
 from tools.op_judge import Sample
 from tools.rule_checks import MESHES, assert_equals_one_process, placements_of, possible_rows
 from tools.samples import Samples, bare_name, chosen, features_of, function_of, name_of_key, settle
 
 LINE = Mesh((3,))
 LINES, GRID = (Mesh((2,)), LINE, Mesh((5,))), Mesh((2, 2))
-FOLDER = Path(shardwise.rules.__file__).parent
+FOLDER = Path(shardwise._rules.__file__).parent
 Reason = str  # of a row, with N for every number
 SourceLine = tuple[str, int]
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from shardwise.cli import main
+from shardwise._cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

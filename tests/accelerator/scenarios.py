@@ -11,10 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import shardwise
-from shardwise import Mesh, OnRanks, Partial, Placement, Replicate, Shard, collectives, distribute_tensor
+from shardwise import Mesh, OnRanks, Partial, Placement, Replicate, Shard, distribute_tensor
+from shardwise import _collectives as collectives
+from shardwise._collectives import rank
+from shardwise._collectives.processes import TORCH_TRANSPORT
+from shardwise._tensor import DTensor
 from shardwise.checkpoint import load, save
-from shardwise.collectives import rank
-from shardwise.collectives.processes import TORCH_TRANSPORT
 from shardwise.embedding import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -25,7 +27,6 @@ from shardwise.embedding import (
 )
 from shardwise.errors import MismatchError
 from shardwise.parallel import ColwiseParallel, CPUOffloadPolicy, RowwiseParallel, fully_shard, parallelize_module
-from shardwise.tensor import DTensor
 from tests.accelerator.nccl_rules import DEVICE
 
 EVERYONE = (0, 1, 2, 3)

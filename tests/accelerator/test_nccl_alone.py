@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
 from shardwise.testing import world
 from tests.accelerator.scenarios import SCENARIOS
 from tests.forked import forked

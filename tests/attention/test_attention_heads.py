@@ -12,7 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise import DTensor, Mesh, Placement, Replicate, Shard, collectives, count_comms, distribute_tensor
+from shardwise import DTensor, Mesh, Placement, Replicate, Shard, count_comms, distribute_tensor
+from shardwise import _collectives as collectives
 from shardwise import shard_module as sharded
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import DTensor, Mesh, Placement, Replicate, Shard, capture, count_comms, debug, distribute_tensor
-from shardwise.attention import ring
+from shardwise._attention import ring
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import Box, Boxes, Layout, Mesh, OnRanks, Replicate, Shard
+from shardwise._tensor import DTensor, plain, tag
 from shardwise.checkpoint import load, save
 from shardwise.errors import CheckpointError, ShardwiseError
-from shardwise.layout import Box, Boxes, Layout, Mesh, OnRanks, Replicate, Shard
-from shardwise.tensor import DTensor, plain, tag
 from shardwise.testing import world
 from shardwise.testing.local_shards import local_tensor
 from tests.strategies import small_layouts

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shardwise import Mesh, Shard, collectives, shard_module
+from shardwise import Mesh, Shard, shard_module
+from shardwise import _collectives as collectives
 from shardwise.checkpoint import converted_names, load_safetensors
 from shardwise.checkpoint.local_files import LocalFile
 from shardwise.checkpoint.offline import sources

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from isal.isal_zlib import crc32 as isal_crc32
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import Layout, Mesh, Shard
 from shardwise.checkpoint import files, load, manifest, read_manifest, save
 from shardwise.checkpoint.local_files import LocalFile
 from shardwise.errors import CheckpointError
-from shardwise.layout import Layout, Mesh, Shard
 from shardwise.testing import world
 from shardwise.testing.local_shards import local_tensor
 from tests.checkpoint.states import bits, blank, distributed, layouts, values
@@ -151,8 +151,8 @@ PEAKS = """
 RANKS = """
     from shardwise import collectives
     from shardwise.checkpoint import export_table, load, save
-    from shardwise.layout import Layout, Mesh, Shard
-    from shardwise.tensor import plain
+    from shardwise._layout import Layout, Mesh, Shard
+    from shardwise._tensor import plain
     from shardwise.testing import world
     from tests.checkpoint.states import blank
 
@@ -182,7 +182,7 @@ OFFLINE = """
     from shardwise.checkpoint.offline import (
         diff, export_file, export_hugging_face, export_torch, import_safetensors, import_torch, reshard, verify
     )
-    from shardwise.layout import Layout, Mesh, Shard
+    from shardwise._layout import Layout, Mesh, Shard
 
     def steps(source, folder, rows):
         folder.mkdir()

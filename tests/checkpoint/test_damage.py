@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import Layout, Mesh, Partial, Shard
 from shardwise.checkpoint import load, read_manifest, save
 from shardwise.checkpoint.files import check_header
 from shardwise.checkpoint.folder_store import FolderStore
 from shardwise.errors import CheckpointError
-from shardwise.layout import Layout, Mesh, Partial, Shard
 from shardwise.testing import world
 from tests.checkpoint.states import bits, blank, distributed, failed, first_data, flip, values
 

@@ -11,9 +11,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._collectives import count_comms
+from shardwise._layout import Boxes, Mesh, OnRanks, Partial, Replicate, Shard
+from shardwise._tensor import DTensor, distribute_tensor
 from shardwise.checkpoint import export, export_table
-from shardwise.collectives import count_comms
 from shardwise.embedding import (
     SGD,
     EmbeddingBagCollection,
@@ -23,8 +25,6 @@ from shardwise.embedding import (
     shard_embeddings,
 )
 from shardwise.errors import CheckpointError, ShardwiseError
-from shardwise.layout import Boxes, Mesh, OnRanks, Partial, Replicate, Shard
-from shardwise.tensor import DTensor, distribute_tensor
 from shardwise.testing import world
 from tests.checkpoint.faults import failing_at
 from tests.checkpoint.states import failed

@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import Box, Boxes, Layout, Mesh, Replicate, Shard
 from shardwise.checkpoint import Keep, latest, load, lock, restore, save, save_async
 from shardwise.checkpoint.files import DTYPES
 from shardwise.checkpoint.manifest import as_bytes, parse, sealed
 from shardwise.checkpoint.offline import verify
 from shardwise.errors import CheckpointError
-from shardwise.layout import Box, Boxes, Layout, Mesh, Replicate, Shard
 from shardwise.testing import world
 from shardwise.testing.local_shards import local_tensor
 from tests.checkpoint import format_reader

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.checkpoint import Chunk, Manifest, StoredTensor, load, read_manifest
-from shardwise.checkpoint.manifest import as_bytes, parse, sealed
+from shardwise._layout import Box
+from shardwise.checkpoint import load, read_manifest
+from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor, as_bytes, parse, sealed
 from shardwise.errors import CheckpointError
-from shardwise.layout import Box
 from tests.strategies import laws
 
 SOUND = Manifest(

@@ -16,7 +16,9 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import load_file
 
-from shardwise import cli, collectives
+from shardwise import _cli as cli
+from shardwise import _collectives as collectives
+from shardwise._layout import Layout, Mesh, Shard
 from shardwise.checkpoint import (
     Keep,
     export_table,
@@ -33,7 +35,6 @@ from shardwise.checkpoint import (
 from shardwise.checkpoint.locations import store_at
 from shardwise.checkpoint.object_store import Objects, ObjectStore
 from shardwise.errors import CheckpointError
-from shardwise.layout import Layout, Mesh, Shard
 from shardwise.testing import world
 from tests.checkpoint.states import (
     SEED_SHAPE,

@@ -8,11 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise._layout import Box, Layout, Mesh, Shard
 from shardwise.checkpoint import files, save
-from shardwise.checkpoint.offline import Difference, Progress, diff, sources, verify
-from shardwise.checkpoint.offline.sources import CheckpointSource
+from shardwise.checkpoint.offline import diff, sources, verify
+from shardwise.checkpoint.offline.reading import Difference
+from shardwise.checkpoint.offline.sources import CheckpointSource, Progress
 from shardwise.errors import CheckpointError
-from shardwise.layout import Box, Layout, Mesh, Shard
 from shardwise.testing import world
 from tests.checkpoint.states import distributed, flip, values
 from tests.strategies import laws

@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim import Adam
 
 from shardwise import shard_module
+from shardwise._layout import Boxes, Layout, Mesh, Placement, Shard
 from shardwise.checkpoint import files, restore, save, state_of
 from shardwise.checkpoint.offline import reshard, sources
 from shardwise.errors import ArgumentError, CheckpointError, PlanError
-from shardwise.layout import Boxes, Layout, Mesh, Placement, Shard
 from shardwise.testing import world
 from tests.checkpoint.faults import failing_at
 from tests.checkpoint.states import content, distributed, flip, values

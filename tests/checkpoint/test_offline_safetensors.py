@@ -12,17 +12,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from shardwise._layout import Layout, Mesh, Placement, Shard
 from shardwise.checkpoint import files, load, save, state_of
-from shardwise.checkpoint.offline import (
-    Progress,
-    export_file,
-    export_hugging_face,
-    export_torch,
-    import_safetensors,
-    sources,
-)
+from shardwise.checkpoint.offline import export_file, export_hugging_face, export_torch, import_safetensors, sources
+from shardwise.checkpoint.offline.sources import Progress
 from shardwise.errors import ArgumentError, CheckpointError, PlanError
-from shardwise.layout import Layout, Mesh, Placement, Shard
 from shardwise.testing import world
 from tests.checkpoint.faults import failing_at
 from tests.checkpoint.states import content, distributed, first_data, flip, values

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load as load_of_torch
 
+from shardwise._layout import Layout, Mesh, Shard
 from shardwise.checkpoint import files, load, read_manifest, save
 from shardwise.checkpoint.offline import export_torch, import_torch, sources, torch_format
 from shardwise.checkpoint.offline.torch_pickles import KeyPath
 from shardwise.checkpoint.offline.training_names import with_lists
 from shardwise.errors import CheckpointError
-from shardwise.layout import Layout, Mesh, Shard
 from shardwise.testing import world
 from tests.checkpoint import dcp_jobs
 from tests.checkpoint.states import bits, distributed

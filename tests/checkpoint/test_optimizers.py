@@ -12,8 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
-from shardwise import collectives
-from shardwise.checkpoint import Manifest, StoredTensor, read_manifest, restore, save, state_of
+from shardwise import _collectives as collectives
+from shardwise._layout import Mesh, OnRanks, Placement, Shard
+from shardwise._tensor import DTensor
+from shardwise.checkpoint import read_manifest, restore, save, state_of
+from shardwise.checkpoint.manifest import Manifest, StoredTensor
 from shardwise.checkpoint.optimizers import fitting_state
 from shardwise.embedding import Adam as FusedAdam
 from shardwise.embedding import (
@@ -28,8 +31,6 @@ from shardwise.embedding.fused import FusedOptimizer
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.embedding.sharded import ShardedEmbeddingBagCollection
 from shardwise.errors import CheckpointError
-from shardwise.layout import Mesh, OnRanks, Placement, Shard
-from shardwise.tensor import DTensor
 from shardwise.testing import world
 from tests.checkpoint.states import bits, failed, full
 

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer, Rprop, SparseAdam
 
-from shardwise import collectives, shard_module
+from shardwise import _collectives as collectives
+from shardwise import shard_module
+from shardwise._layout import Box, Boxes, Layout, Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise.checkpoint import Rows, load, restore, save, state_of
 from shardwise.embedding import EmbeddingBagCollection, EmbeddingBagConfig, RowWiseAdagrad, shard_embeddings
 from shardwise.embedding.sharded import ShardedEmbeddingBagCollection
 from shardwise.errors import CheckpointError, MismatchError
-from shardwise.layout import Box, Boxes, Layout, Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise.testing import world
 from tests.checkpoint.states import blank, distributed, failed, full
 

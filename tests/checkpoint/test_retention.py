@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
 from shardwise.checkpoint import Keep, load, retention, save, stores
 from shardwise.checkpoint.folder_store import FolderStore
 from shardwise.checkpoint.retention import Facts, facts_of

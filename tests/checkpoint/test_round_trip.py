@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from safetensors.torch import load_file
 
-from shardwise import collectives
-from shardwise.checkpoint import Manifest, files, load, read_manifest, save
-from shardwise.layout import REPLICATE, Layout, Mesh, Replicate, Shard
-from shardwise.tensor import DTensor, plain
+from shardwise import _collectives as collectives
+from shardwise._layout import REPLICATE, Layout, Mesh, Replicate, Shard
+from shardwise._tensor import DTensor, plain
+from shardwise.checkpoint import files, load, read_manifest, save
+from shardwise.checkpoint.manifest import Manifest
 from shardwise.testing import world
 from shardwise.testing.local_shards import local_tensor
 from tests.checkpoint.states import SHAPES, bits, blank, distributed, layouts, values

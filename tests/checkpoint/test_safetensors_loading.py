@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise import Mesh, Replicate, Shard, collectives, shard_module
+from shardwise import Mesh, Replicate, Shard, shard_module
+from shardwise import _collectives as collectives
 from shardwise.checkpoint import load_safetensors
 from shardwise.checkpoint.local_files import LocalFile
 from shardwise.checkpoint.offline import sources

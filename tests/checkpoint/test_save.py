@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import Layout, Mesh, Partial, Replicate, Shard
+from shardwise._tensor import tag
 from shardwise.checkpoint import files, latest, load, read_manifest, save
 from shardwise.checkpoint.files import DTYPES
 from shardwise.errors import CheckpointError, MismatchError, NotFiniteError, ShardwiseError
-from shardwise.layout import Layout, Mesh, Partial, Replicate, Shard
-from shardwise.tensor import tag
 from shardwise.testing import world
 from tests.checkpoint.faults import failing_at
 from tests.checkpoint.states import bits, blank, content, distributed, failed, loaded_seed, save_seed

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import Layout, Mesh, Shard
+from shardwise._tensor import DTensor, plain
 from shardwise.checkpoint import latest, load, lock, save, save_async, saving, saving_async
 from shardwise.checkpoint.folder_store import FolderStore
 from shardwise.errors import MismatchError, NotFiniteError
-from shardwise.layout import Layout, Mesh, Shard
-from shardwise.tensor import DTensor, plain
 from shardwise.testing import world
 from tests.checkpoint.faults import WatchedStore
 from tests.checkpoint.states import blank, content, distributed, failed, layouts

@@ -12,7 +12,7 @@ from uuid import uuid4
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
 from shardwise.checkpoint import load, locations, object_store, save_async, writer_lock
 from shardwise.checkpoint.folder_store import FolderStore
 from shardwise.checkpoint.locations import store_at

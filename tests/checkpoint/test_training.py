@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import Box, Boxes, Layout, Mesh, OnRanks, Placement, Replicate, Shard
+from shardwise._tensor import DTensor, plain
 from shardwise.checkpoint import load, read_manifest, restore, save, state_of
 from shardwise.errors import CheckpointError
-from shardwise.layout import Box, Boxes, Layout, Mesh, OnRanks, Placement, Replicate, Shard
-from shardwise.tensor import DTensor, plain
 from shardwise.testing import world
 from shardwise.testing.local_shards import local_tensor
 from tests.checkpoint.states import bits, distributed, failed, flip

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
 from shardwise.checkpoint import latest, load, lock, read_manifest, save, saving, writer_lock
 from shardwise.checkpoint.folder_store import FolderStore
 from shardwise.checkpoint.locations import store_at

@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor import distribute_tensor
 
+from shardwise._layout import Box, Boxes, Layout, Mesh, OnRanks, Replicate, Shard
+from shardwise._tensor import DTensor
 from shardwise.errors import RuleError
-from shardwise.layout import Box, Boxes, Layout, Mesh, OnRanks, Replicate, Shard
-from shardwise.tensor import DTensor
 from tests.checkpoint.states import distributed, full
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {

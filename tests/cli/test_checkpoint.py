@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
 
-from shardwise import cli
+from shardwise import _cli as cli
+from shardwise._cli.checkpoint import DTYPES
+from shardwise._layout import Layout, Mesh, Shard
 from shardwise.checkpoint import files, read_manifest, save
-from shardwise.cli.checkpoint import DTYPES
-from shardwise.layout import Layout, Mesh, Shard
 from shardwise.testing import world
 from tests.checkpoint.states import distributed
 

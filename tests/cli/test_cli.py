@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
-from shardwise import cli, collectives, errors
-from shardwise.cli import doctor
-from shardwise.collectives.cost_tables import read_costs
+from shardwise import _cli as cli
+from shardwise import _collectives as collectives
+from shardwise import errors
+from shardwise._cli import doctor
+from shardwise._collectives.cost_tables import read_costs
 from shardwise.errors import RankFailedError
 from shardwise.testing import world
 
@@ -115,7 +117,7 @@ def test_sigterm_unwinds_and_exits_with_143(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.processes
 def test_torch_is_not_imported_for_help_or_pictures(tmp_path: Path) -> None:
     code = (
-        "import sys; from shardwise.cli import main; "
+        "import sys; from shardwise._cli import main; "
         "assert main(['--help']) == 0; assert main(['checkpoint', 'import', '--help']) == 0; "
         "draw = ['show', '--mesh', '2', '--shape', '4', 'S(0)']; "
         "assert main(draw) == 0; assert main([*draw, '--svg', 'a.svg']) == 0; "

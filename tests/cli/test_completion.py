@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise import cli
-from shardwise.cli.completion import every_parser
+from shardwise import _cli as cli
+from shardwise._cli.completion import every_parser
 
 # What bash does when Tab is pressed after these words, the last of which is not finished.
 TAB = """

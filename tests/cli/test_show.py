@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwise import cli
-from shardwise.layout import Layout, Mesh, Replicate, Shard
-from shardwise.pictures import picture, plan_file
+from shardwise import _cli as cli
+from shardwise._layout import Layout, Mesh, Replicate, Shard
+from shardwise._pictures import picture, plan_file
 
 Captured = pytest.CaptureFixture[str]
 GRID = ["show", "--mesh", "2,2", "--shape", "10,4"]

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise import Mesh, cli
+from shardwise import Mesh
+from shardwise import _cli as cli
 from shardwise.simulation import simulate
 from shardwise.simulation.shapes import SHAPES, Options
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from shardwise import Mesh, Replicate, Shard, collectives, distribute_tensor
-from shardwise.collectives import all_reduce, all_to_all, barrier, rank, start_all_reduce, start_all_to_all
+from shardwise import Mesh, Replicate, Shard, distribute_tensor
+from shardwise import _collectives as collectives
+from shardwise._collectives import all_reduce, all_to_all, barrier, rank, start_all_reduce, start_all_to_all
 from shardwise.errors import RemoteRankError, ThreadError
 from shardwise.experimental import local_map
 from tests.timeouts import PATIENCE_SECONDS

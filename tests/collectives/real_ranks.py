@@ -142,7 +142,7 @@ def stderr_of(folder: Path, rank: int) -> str:
 def _live(
     folder: Path, rank: int, size: int, timeout: float, job: Callable[..., object], args: tuple[object, ...]
 ) -> None:
-    from shardwise import collectives
+    from shardwise import _collectives as collectives
 
     with (folder / f"stderr-{rank}").open("w") as stderr:
         os.dup2(stderr.fileno(), 2)

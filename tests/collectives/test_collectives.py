@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise import collectives
-from shardwise.collectives import count_comms, rank
-from shardwise.collectives.started import SLICE_SECONDS
+from shardwise import _collectives as collectives
+from shardwise._collectives import count_comms, rank
+from shardwise._collectives.started import SLICE_SECONDS
 from shardwise.errors import GroupError, MismatchError
 from shardwise.testing import world
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard, distribute_tensor
-from shardwise.collectives import all_reduce, all_to_all, barrier, rank
-from shardwise.collectives.processes import TORCH_TRANSPORT
+from shardwise._collectives import all_reduce, all_to_all, barrier, rank
+from shardwise._collectives.processes import TORCH_TRANSPORT
 from shardwise.errors import MismatchError
 from shardwise.testing import world
 from shardwise.testing.worlds import World

@@ -13,13 +13,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise import DTensor, Mesh, Replicate, Shard, collectives, distribute_tensor, full
-from shardwise.collectives import rank
-from shardwise.collectives.call_log import CallLog
-from shardwise.collectives.failures.reports import store_of_world
-from shardwise.collectives.processes import TORCH_TRANSPORT
-from shardwise.collectives.shared_records import LATEST
-from shardwise.collectives.value_notes import CHECK_EVERY, MAX_ELEMENTS
+from shardwise import DTensor, Mesh, Replicate, Shard, distribute_tensor, full
+from shardwise import _collectives as collectives
+from shardwise._collectives import rank
+from shardwise._collectives.call_log import CallLog
+from shardwise._collectives.failures.reports import store_of_world
+from shardwise._collectives.processes import TORCH_TRANSPORT
+from shardwise._collectives.shared_records import LATEST
+from shardwise._collectives.value_notes import CHECK_EVERY, MAX_ELEMENTS
 from shardwise.errors import MismatchError, RemoteRankError
 from shardwise.testing import world
 from shardwise.testing.worlds import World

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, TCPStore
 
-from shardwise.collectives.collective_call import CollectiveCall, PendingCollective
-from shardwise.collectives.failures.monitor import FailureMonitor
-from shardwise.collectives.failures.store import (
+from shardwise._collectives.collective_call import CollectiveCall, PendingCollective
+from shardwise._collectives.failures.monitor import FailureMonitor
+from shardwise._collectives.failures.store import (
     FailureReport,
     FailureStore,
     ProcessIdentity,
@@ -270,7 +270,7 @@ def test_ranks_that_gave_up_a_collective_end_while_the_failed_rank_lives() -> No
     """Gloo's threads still wait in it: they must neither keep the process nor abort it while the interpreter ends."""
     found = run_script(
         """
-        from shardwise.collectives.failures.store import identity_of
+        from shardwise._collectives.failures.store import identity_of
         pids = collectives.gather_json(os.getpid(), everyone)
         others = [identity_of(pid) for pid in pids if pid != os.getpid()]
         if rank == 1:
@@ -292,7 +292,7 @@ def test_ranks_that_gave_up_a_collective_end_while_the_failed_rank_lives() -> No
 def test_a_stopped_rank_that_keeps_the_store_is_named() -> None:
     found = run_script(
         """
-        from shardwise.collectives.processes import TORCH_TRANSPORT
+        from shardwise._collectives.processes import TORCH_TRANSPORT
         if rank == 0:
             time.sleep(600)
         while TORCH_TRANSPORT.monitor.keeper is None:
@@ -342,7 +342,7 @@ def test_a_tensor_whose_world_was_left_is_refused_and_printed() -> None:
 
 def forked() -> int:
     """The exit code of a child that this rank forks for something else, and that fails."""
-    from shardwise import collectives
+    from shardwise import _collectives as collectives
 
     child = os.fork()
     if child == 0:

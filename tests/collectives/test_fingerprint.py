@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise import Mesh, Replicate, Shard, collectives, count_comms, distribute_tensor
-from shardwise.collectives import all_reduce, all_to_all, barrier, describing, fingerprint, rank
+from shardwise import Mesh, Replicate, Shard, count_comms, distribute_tensor
+from shardwise import _collectives as collectives
+from shardwise._collectives import all_reduce, all_to_all, barrier, describing, fingerprint, rank
 from shardwise.errors import MismatchError
 from shardwise.testing.worlds import World
 from tests.collectives.test_different_calls import REAL, SIMULATED, WORLDS

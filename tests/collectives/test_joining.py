@@ -12,7 +12,7 @@ import pytest
 import torch.distributed
 from torch.distributed.distributed_c10d import Store
 
-from shardwise.collectives.joining import WORLD, agree_on_name, wait_until_all_are_connected
+from shardwise._collectives.joining import WORLD, agree_on_name, wait_until_all_are_connected
 from shardwise.errors import MismatchError, RemoteRankError
 from tests.timeouts import PATIENCE_SECONDS, under_load
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.collectives.processes import warn_of_failing_restarts
+from shardwise._collectives.processes import warn_of_failing_restarts
 from tests.timeouts import PATIENCE_SECONDS, under_load
 
 pytestmark = pytest.mark.processes

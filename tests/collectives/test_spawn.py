@@ -5,7 +5,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from shardwise.collectives.spawn import Death, RankProcesses
+from shardwise._collectives.spawn import Death, RankProcesses
 from tests.timeouts import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.processes

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.collectives.started import OpenWorks, RecvCheck
+from shardwise._collectives.started import OpenWorks, RecvCheck
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.collectives import started
-from shardwise.collectives.failures import reports
+from shardwise._collectives import started
+from shardwise._collectives.failures import reports
 from tests.collectives import jobs
 from tests.collectives.real_ranks import Found, each, outcomes, stderr_of
 from tests.timeouts import PATIENCE_SECONDS, under_load

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from shardwise import DTensor, Mesh, Replicate, Shard, collectives
+from shardwise import DTensor, Mesh, Replicate, Shard
+from shardwise import _collectives as collectives
 from shardwise.data import BatchLoader
 from shardwise.embedding import (
     SGD,

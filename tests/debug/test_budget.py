@@ -7,16 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise import (
-    DTensor,
-    Mesh,
-    Replicate,
-    Shard,
-    collectives,
-    count_comms,
-    distribute_tensor,
-    no_implicit_comm,
-)
+from shardwise import DTensor, Mesh, Replicate, Shard, count_comms, distribute_tensor, no_implicit_comm
+from shardwise import _collectives as collectives
 from shardwise.debug import explain
 from shardwise.errors import ArgumentError, RuleError
 from shardwise.testing import world

@@ -18,19 +18,10 @@ from torch.distributed.tensor.debug import CommDebugMode as TorchCommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import (
-    Mesh,
-    OnRanks,
-    Partial,
-    Replicate,
-    Shard,
-    collectives,
-    count_comms,
-    distribute_tensor,
-    shard_module,
-)
+from shardwise import Mesh, OnRanks, Partial, Replicate, Shard, count_comms, distribute_tensor, shard_module
+from shardwise import _collectives as collectives
+from shardwise._tensor import DTensor
 from shardwise.debug import CommDebugMode
-from shardwise.tensor import DTensor
 from shardwise.testing import world
 from tests.debug.ops import halved
 

@@ -1,8 +1,8 @@
 """`explain_redistribute` shows the plan and its alternatives."""
 
 from shardwise import Mesh, Partial, Replicate, Shard
+from shardwise._layout import Layout
 from shardwise.debug import explain_redistribute
-from shardwise.layout import Layout
 
 
 def test_sequences_are_lines_of_the_text() -> None:

@@ -12,21 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise import (
-    DTensor,
-    Mesh,
-    Partial,
-    Replicate,
-    Shard,
-    collectives,
-    count_comms,
-    distribute_tensor,
-    shard_module,
-)
+from shardwise import DTensor, Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor, shard_module
+from shardwise import _collectives as collectives
+from shardwise._trace import comm_trace
 from shardwise.debug import explain
 from shardwise.parallel import RowwiseParallel, parallelize_module
 from shardwise.testing import world
-from shardwise.trace import comm_trace
 from tests.debug.ops import halved
 
 S0, S1, R = Shard(0), Shard(1), Replicate()

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import Mesh, Replicate, Shard, count_comms, distribute_tensor, shard_module, world_size
+from shardwise._tensor.dispatch.hooks import are_installed
 from shardwise.debug import profiler_ranges
-from shardwise.tensor.dispatch.hooks import are_installed
 from shardwise.testing import world
 
 

@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise import Boxes, DTensor, Mesh, OnRanks, Partial, Replicate, Shard, count_comms, distribute_tensor
-from shardwise.debug import Shadow, explain, shadow
+from shardwise._layout import Box
+from shardwise._rules.local_context import LocalContext
+from shardwise._rules.registry import RULES, OpRule
+from shardwise._rules.row import Meta, Row
+from shardwise._tensor.dispatch import dispatcher
+from shardwise.debug import explain, shadow
+from shardwise.debug.shadow import Shadow
 from shardwise.errors import ArgumentError, RuleError, ShadowError
-from shardwise.layout import Box
-from shardwise.rules.local_context import LocalContext
-from shardwise.rules.registry import RULES, OpRule
-from shardwise.rules.row import Meta, Row
-from shardwise.tensor.dispatch import dispatcher
 from shardwise.testing import world
 
 S0, S1, R, P = Shard(0), Shard(1), Replicate(), Partial()

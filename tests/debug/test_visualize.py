@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from shardwise import DTensor, Mesh, Replicate, Shard, collectives, distribute_tensor, picture
+from shardwise import DTensor, Mesh, Replicate, Shard, distribute_tensor, picture
+from shardwise import _collectives as collectives
 from shardwise.debug import visualize_sharding
 from shardwise.testing import world
 

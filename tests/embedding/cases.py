@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import Box, Boxes, Layout, Mesh, Placements, Shard, as_placements
 from shardwise.embedding import (
     EmbeddingBagCollection,
     EmbeddingCollection,
     EmbeddingConfig,
     KeyedTensor,
-    RowOptimizer,
     shard_embeddings,
 )
 from shardwise.embedding.kernels import Kernels
+from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.errors import IdError
-from shardwise.layout import Box, Boxes, Layout, Mesh, Placements, Shard, as_placements
 from shardwise.testing import world
 from tests.embedding.kernel_cases import KERNELS
 from tests.embedding.one_process import OneProcess, RankBatch, jagged, output_names

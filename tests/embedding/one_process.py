@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise._layout import Box
 from shardwise.embedding import (
     SGD,
     Adagrad,
@@ -20,11 +21,10 @@ from shardwise.embedding import (
     EmbeddingConfig,
     KeyedJaggedTensor,
     PoolingType,
-    RowOptimizer,
     RowWiseAdagrad,
     RowWiseAdam,
 )
-from shardwise.layout import Box
+from shardwise.embedding.optimizers import RowOptimizer
 
 Optimizer = torch.optim.Optimizer
 

@@ -6,19 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise import collectives
-from shardwise.collectives import count_comms
+from shardwise import _collectives as collectives
+from shardwise._collectives import count_comms
+from shardwise._layout import Mesh, Replicate, Shard
 from shardwise.embedding import (
     SGD,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     KeyedJaggedTensor,
-    RowOptimizer,
     RowWiseAdagrad,
     shard_embeddings,
 )
 from shardwise.embedding.exchange.owner import StackRequests, joined
-from shardwise.layout import Mesh, Replicate, Shard
+from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.testing import world
 from tests.embedding.test_fused import OPTIMIZERS, PLANS, collection, face
 

@@ -8,7 +8,8 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import Mesh, Placement, Replicate, Shard
 from shardwise.embedding import (
     SGD,
     Adagrad,
@@ -19,14 +20,13 @@ from shardwise.embedding import (
     EmbeddingConfig,
     KeyedJaggedTensor,
     PoolingType,
-    RowOptimizer,
     RowWiseAdagrad,
     RowWiseAdam,
     shard_embeddings,
 )
 from shardwise.embedding.kernels import Kernels
+from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.errors import RuleError
-from shardwise.layout import Mesh, Placement, Replicate, Shard
 from shardwise.testing import world
 from tests.embedding.kernel_cases import KERNELS
 

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.collectives import rank
+from shardwise._collectives import rank
+from shardwise._layout import Mesh, Shard
 from shardwise.embedding import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -19,7 +20,6 @@ from shardwise.embedding import (
     shard_embeddings,
 )
 from shardwise.errors import ArgumentError, IdError, RemoteRankError
-from shardwise.layout import Mesh, Shard
 from shardwise.testing import world
 
 

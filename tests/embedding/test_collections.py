@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise._layout import Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise.embedding import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -16,7 +17,6 @@ from shardwise.embedding import (
     shard_embeddings,
 )
 from shardwise.errors import ArgumentError, ConfigError, IdError, IdTypeError
-from shardwise.layout import Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise.testing import world
 
 CONFIGS = [

@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise import collectives
-from shardwise.collectives import Finish, count_comms
+from shardwise import _collectives as collectives
+from shardwise._collectives import Finish, count_comms
+from shardwise._layout import Layout, Mesh, OnRanks, Placement, Replicate, Shard
+from shardwise._trace.comm_trace import CommEvent, Listener, listening_with
 from shardwise.embedding.batch import IdRules, features_of, make_batch
 from shardwise.embedding.configs import EmbeddingConfig
 from shardwise.embedding.exchange.engine import Engine, Gradients
@@ -20,9 +22,7 @@ from shardwise.embedding.exchange.requests import request_bags
 from shardwise.embedding.kernels import Kernels
 from shardwise.embedding.plan import Table, make_plan
 from shardwise.errors import IdError, MismatchError, RemoteRankError
-from shardwise.layout import Layout, Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise.testing import world
-from shardwise.trace.comm_trace import CommEvent, Listener, listening_with
 
 
 class Pool(Kernels):

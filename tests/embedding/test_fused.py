@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import Boxes, Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise.embedding import (
     SGD,
     Adagrad,
@@ -20,16 +21,15 @@ from shardwise.embedding import (
     KeyedJaggedTensor,
     Lamb,
     PoolingType,
-    RowOptimizer,
     RowWiseAdagrad,
     RowWiseAdam,
     RowWiseLamb,
     shard_embeddings,
 )
 from shardwise.embedding.fused import FusedOptimizer
+from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.embedding.sharded import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from shardwise.errors import ConfigError, PlanError
-from shardwise.layout import Boxes, Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise.testing import world
 from tests.embedding.kernel_cases import stack_of
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from shardwise._layout import Mesh, Shard
+from shardwise._tensor import DTensor
 from shardwise.embedding import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from shardwise.errors import ArgumentError, JaggedError
-from shardwise.layout import Mesh, Shard
-from shardwise.tensor import DTensor
 
 BAGS_OF = {"user": [[7, 9], []], "item": [[7], [0]]}
 

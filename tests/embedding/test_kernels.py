@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from shardwise import Mesh, OnRanks, Placement, Shard
+from shardwise._layout import Layout
 from shardwise.embedding import SGD, Adagrad, RowWiseAdagrad
 from shardwise.embedding.batch import make_batch
 from shardwise.embedding.exchange.requests import Request, make_batch_index, make_routes, request_bags
@@ -18,7 +19,6 @@ from shardwise.embedding.kernels import Kernels, fastest_kernels, plain
 from shardwise.embedding.kernels.compiled import CompiledKernels
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.embedding.plan import Table, make_plan, requests_of
-from shardwise.layout import Layout
 from tests.embedding.kernel_cases import DTYPES, KERNELS, Lookup, lookups, stack_of
 from tests.strategies import laws
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from shardwise._layout import Layout, Mesh, OnRanks, Placement, Shard
 from shardwise.embedding.batch import make_batch
 from shardwise.embedding.exchange.requests import make_batch_index, make_routes, request_bags
 from shardwise.embedding.kernels import Kernels
 from shardwise.embedding.plan import Plan, Table, make_plan, requests_of
-from shardwise.layout import Layout, Mesh, OnRanks, Placement, Shard
 from tests.embedding.kernel_cases import KERNELS
 
 RANKS = 4

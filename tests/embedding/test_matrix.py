@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 
+from shardwise._layout import Boxes, Mesh, OnRanks, Placement, Placements, Replicate, Shard
 from shardwise.embedding import (
     SGD,
     Adagrad,
@@ -13,12 +14,11 @@ from shardwise.embedding import (
     EmbeddingBagConfig,
     EmbeddingConfig,
     PoolingType,
-    RowOptimizer,
     RowWiseAdagrad,
     RowWiseAdam,
 )
 from shardwise.embedding.kernels import Kernels
-from shardwise.layout import Boxes, Mesh, OnRanks, Placement, Placements, Replicate, Shard
+from shardwise.embedding.optimizers import RowOptimizer
 from tests.embedding.cases import Case, check
 from tests.embedding.kernel_cases import KERNELS
 from tests.embedding.one_process import Bags, RankBatch

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise import collectives
-from shardwise.collectives import count_comms
+from shardwise import _collectives as collectives
+from shardwise._collectives import count_comms
+from shardwise._layout import Layout, Mesh, OnRanks, Placement, Replicate, Shard
+from shardwise._tensor import DTensor
 from shardwise.embedding import (
     SGD,
     EmbeddingBagCollection,
@@ -20,8 +22,6 @@ from shardwise.embedding import (
     shard_embeddings,
 )
 from shardwise.errors import ArgumentError, ConfigError
-from shardwise.layout import Layout, Mesh, OnRanks, Placement, Replicate, Shard
-from shardwise.tensor import DTensor
 from shardwise.testing import world
 from tests.strategies import laws
 

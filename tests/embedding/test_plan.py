@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise._layout import Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
 from shardwise.embedding.plan import Block, Plan, Table, make_plan, requests_of
 from shardwise.errors import PlanError
-from shardwise.layout import Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
 
 MESH = Mesh((2, 3))
 PLACEMENTS: tuple[tuple[Placement, Placement], ...] = (

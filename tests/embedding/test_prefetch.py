@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise import collectives
-from shardwise.collectives import count_comms
+from shardwise import _collectives as collectives
+from shardwise._collectives import count_comms
+from shardwise._layout import Mesh, Shard
+from shardwise._trace.comm_trace import CommEvent, Listener, listening_with
 from shardwise.embedding import (
     SGD,
     Adam,
@@ -22,9 +24,7 @@ from shardwise.embedding import (
     shard_embeddings,
 )
 from shardwise.errors import ArgumentError, IdTypeError, PlanError
-from shardwise.layout import Mesh, Shard
 from shardwise.testing import world
-from shardwise.trace.comm_trace import CommEvent, Listener, listening_with
 from tests.embedding.test_sharded import FEATURES, GRIDS, ROWS_OF, bag_configs, batch_of, plans, row_configs
 
 STEPS = 10

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shardwise._layout import Boxes, Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise.embedding import (
     SGD,
     Adagrad,
@@ -18,12 +19,11 @@ from shardwise.embedding import (
     EmbeddingBagConfig,
     EmbeddingConfig,
     PoolingType,
-    RowOptimizer,
     RowWiseAdagrad,
     RowWiseAdam,
 )
 from shardwise.embedding.exchange import requests
-from shardwise.layout import Boxes, Mesh, OnRanks, Placement, Replicate, Shard
+from shardwise.embedding.optimizers import RowOptimizer
 from tests.embedding.cases import Case, check
 from tests.embedding.kernel_cases import KERNELS
 from tests.embedding.one_process import Bags, RankBatch

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise.embedding import (
     SGD,
     Adagrad,
@@ -18,12 +19,11 @@ from shardwise.embedding import (
     EmbeddingBagConfig,
     KeyedJaggedTensor,
     Lamb,
-    RowOptimizer,
     RowWiseAdagrad,
     RowWiseLamb,
     shard_embeddings,
 )
-from shardwise.layout import Mesh, OnRanks, Placement, Replicate, Shard
+from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.testing import world
 from tests.embedding.test_fused import face
 from tests.strategies import laws

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._collectives import count_comms
+from shardwise._layout import Boxes, Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise.checkpoint import restore, save, state_of
-from shardwise.collectives import count_comms
 from shardwise.embedding import (
     SGD,
     Adagrad,
@@ -26,15 +27,14 @@ from shardwise.embedding import (
     EmbeddingConfig,
     KeyedJaggedTensor,
     PoolingType,
-    RowOptimizer,
     RowWiseAdagrad,
     RowWiseAdam,
     prefetch,
     resizing,
     shard_embeddings,
 )
+from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.errors import ConfigError, IdError, LayoutError, MismatchError, PlanError
-from shardwise.layout import Boxes, Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise.testing import world
 
 CONFIGS = [

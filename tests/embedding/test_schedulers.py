@@ -9,10 +9,11 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from shardwise import collectives
-from shardwise.embedding import SGD, Adagrad, Adam, KeyedJaggedTensor, Lamb, RowOptimizer, shard_embeddings
-from shardwise.layout import Mesh, Partial
-from shardwise.tensor import DTensor
+from shardwise import _collectives as collectives
+from shardwise._layout import Mesh, Partial
+from shardwise._tensor import DTensor
+from shardwise.embedding import SGD, Adagrad, Adam, KeyedJaggedTensor, Lamb, shard_embeddings
+from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.testing import world
 from tests.embedding.test_fused import CONFIGS, PLANS, collection, face, loss_of
 

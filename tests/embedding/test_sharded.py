@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
-from shardwise import collectives
-from shardwise.collectives import count_comms
+from shardwise import _collectives as collectives
+from shardwise._collectives import count_comms
+from shardwise._layout import Boxes, Mesh, OnRanks, Placement, Replicate, Shard
+from shardwise._tensor import DTensor, distribute_tensor
 from shardwise.embedding import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -28,8 +30,6 @@ from shardwise.embedding.optimizers import SGD
 from shardwise.embedding.plan import Plan
 from shardwise.embedding.sharded import shard_embeddings as shard_with_kernels
 from shardwise.errors import ArgumentError, IdTypeError, PlanError, RemoteRankError
-from shardwise.layout import Boxes, Mesh, OnRanks, Placement, Replicate, Shard
-from shardwise.tensor import DTensor, distribute_tensor
 from shardwise.testing import world
 
 # ---- kernels and an optimizer, of what torch has --------------------------------------------------------------

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import Mesh, OnRanks, Replicate, Shard
+from shardwise._tensor import DTensor
 from shardwise.embedding import (
     Adam,
     EmbeddingBagCollection,
@@ -14,11 +16,9 @@ from shardwise.embedding import (
     EmbeddingCollection,
     EmbeddingConfig,
     KeyedJaggedTensor,
-    RowOptimizer,
     shard_embeddings,
 )
-from shardwise.layout import Mesh, OnRanks, Replicate, Shard
-from shardwise.tensor import DTensor
+from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.testing import world
 
 BAGS = [

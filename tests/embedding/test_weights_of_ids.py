@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise import collectives
-from shardwise.collectives import count_comms
+from shardwise import _collectives as collectives
+from shardwise._collectives import count_comms
+from shardwise._layout import Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise.embedding import (
     SGD,
     EmbeddingBagCollection,
@@ -21,7 +22,6 @@ from shardwise.embedding import (
     shard_embeddings,
 )
 from shardwise.errors import ConfigError, IdError, IdTypeError, JaggedError, RemoteRankError
-from shardwise.layout import Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise.testing import world
 
 STEPS, LONGEST = 10, 5

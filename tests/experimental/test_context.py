@@ -12,7 +12,8 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from shardwise import DTensor, Mesh, Shard, collectives, count_comms, distribute_tensor
+from shardwise import DTensor, Mesh, Shard, count_comms, distribute_tensor
+from shardwise import _collectives as collectives
 from shardwise.errors import LayoutError, MeshError, RuleError
 from shardwise.experimental import context_parallel, context_parallel_unshard
 from shardwise.experimental.context import _spans

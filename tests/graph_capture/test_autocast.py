@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import shardwise as sw
-from shardwise.graph_capture.guards import cache_key
-from shardwise.graph_capture.tracer import AUTOCAST_DEVICES
+from shardwise._graph_capture.guards import cache_key
+from shardwise._graph_capture.tracer import AUTOCAST_DEVICES
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 

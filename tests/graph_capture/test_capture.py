@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise import collectives
-from shardwise.graph_capture import Captured
-from shardwise.models import ModelArgs, Transformer
+from shardwise import _collectives as collectives
+from shardwise._graph_capture import Captured
+from shardwise._models import ModelArgs, Transformer
 from shardwise.testing import world
 
 PLAN: dict[str, Any] = {

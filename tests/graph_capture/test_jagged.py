@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise._trace.autograd_function import TensorFunction
 from shardwise.embedding import (
     Adam,
     EmbeddingBagCollection,
@@ -27,7 +28,6 @@ from shardwise.embedding import (
 )
 from shardwise.errors import CaptureError, IdError, IdTypeError, JaggedError, RemoteRankError
 from shardwise.testing import world
-from shardwise.trace.autograd_function import TensorFunction
 
 ROWS = {"users": 7, "items": 10, "words": 5}
 FEATURES = {"user": "users", "item": "items", "last": "items", "word": "words"}

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from shardwise._graph_capture.api import RETRACES
 from shardwise.errors import CaptureError
-from shardwise.graph_capture.api import RETRACES
 from shardwise.testing import world
 
 NAMESPACE = SimpleNamespace(scale=2.0)

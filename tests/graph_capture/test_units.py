@@ -8,8 +8,8 @@ import torch
 from torch.testing import assert_close
 
 from shardwise import Mesh, Replicate, Shard, capture, distribute_tensor
+from shardwise._models import Transformer
 from shardwise.errors import CaptureError
-from shardwise.models import Transformer
 from shardwise.testing import world
 from tests.parallel.one_process import full
 from tests.parallel.units import (

@@ -6,8 +6,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from shardwise._layout import Box, check_cover
 from shardwise.errors import LayoutError
-from shardwise.layout import Box, check_cover
 from shardwise.testing.local_shards import slice_box
 from tests.exact_values import numbered
 from tests.strategies import laws, shapes, tilings

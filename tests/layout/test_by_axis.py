@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from shardwise._layout import Layout, Mesh, Partial, Placement, Replicate, Shard, as_placements
 from shardwise.errors import LayoutError
-from shardwise.layout import Layout, Mesh, Partial, Placement, Replicate, Shard, as_placements
 
 LINE = Mesh((2,), names=("tp",))
 GRID = Mesh((2, 2), names=("dp", "tp"))

@@ -5,8 +5,19 @@ from typing import Any
 
 import pytest
 
+from shardwise._layout import (
+    Box,
+    Boxes,
+    Layout,
+    Mesh,
+    OnRanks,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    contiguous_strides,
+)
 from shardwise.errors import LayoutError
-from shardwise.layout import Box, Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard, contiguous_strides
 
 LINE = Mesh((4,))
 GRID = Mesh((2, 3), names=("dp", "tp"))

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.layout import Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
+from shardwise._layout import Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
 from shardwise.testing.local_shards import as_local_tensor, local_shards, mesh_position, slice_box
 from tests.exact_values import numbered
 from tests.strategies import (

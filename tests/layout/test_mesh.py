@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwise as sw
+from shardwise._layout import Mesh, ring_elements
 from shardwise.errors import MeshError
-from shardwise.layout import Mesh, ring_elements
 from shardwise.testing import world
 from shardwise.testing.local_shards import mesh_position
 from tests.strategies import laws, meshes

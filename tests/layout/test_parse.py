@@ -4,8 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from shardwise.errors import PlanError
-from shardwise.layout import (
+from shardwise._layout import (
     ITEMSIZES,
     Boxes,
     Mesh,
@@ -20,6 +19,7 @@ from shardwise.layout import (
     parse_placement,
     parse_placements,
 )
+from shardwise.errors import PlanError
 from tests.strategies import Written, laws, layouts
 
 

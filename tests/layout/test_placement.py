@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise._layout import REDUCE_OPS, Box, Boxes, OnRanks, Partial, Placement, Replicate, Shard, chunk, dual
 from shardwise.errors import LayoutError
-from shardwise.layout import REDUCE_OPS, Box, Boxes, OnRanks, Partial, Placement, Replicate, Shard, chunk, dual
 
 BOXES = Boxes([[((0, 0), (1, 3))], [], [((1, 0), (1, 1)), ((1, 1), (1, 2))]])
 ONE_OF_EACH = [

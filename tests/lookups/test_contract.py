@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise import DTensor, Layout, Mesh, count_comms, distribute_tensor
+from shardwise._layout import Boxes, OnRanks, Placement, Replicate, Shard
+from shardwise._lookups.rules import embedding_bags
 from shardwise.errors import IdError, RuleError
-from shardwise.layout import Boxes, OnRanks, Placement, Replicate, Shard
-from shardwise.lookups.rules import embedding_bags
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from tools.embedding_matrix import CHOICES, PLACES, REFUSED, Case, covering, differs, main, possible, refusals, wrong

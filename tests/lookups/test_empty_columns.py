@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import DTensor, Mesh, Replicate, Shard, distribute_tensor
-from shardwise.layout import Placement
-from shardwise.lookups.ids import pool
+from shardwise._layout import Placement
+from shardwise._lookups.ids import pool
 from shardwise.testing import world
 
 aten = torch.ops.aten

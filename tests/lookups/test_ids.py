@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise import collectives
-from shardwise.layout import Mesh, Shard
-from shardwise.lookups.ids import Bags, coalesced_lookup, distinct_ids, expand
-from shardwise.tensor import DTensor, distribute_tensor
+from shardwise import _collectives as collectives
+from shardwise._layout import Mesh, Shard
+from shardwise._lookups.ids import Bags, coalesced_lookup, distinct_ids, expand
+from shardwise._tensor import DTensor, distribute_tensor
 from shardwise.testing import world
 
 CASES: dict[str, tuple[Tensor, Tensor | None, bool]] = {

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from shardwise import Mesh, Placement, Replicate, Shard, count_comms, distribute_tensor
+from shardwise._lookups.ids import Bags, group_ids, number_of_distinct
 from shardwise.errors import IdError
-from shardwise.lookups.ids import Bags, group_ids, number_of_distinct
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 

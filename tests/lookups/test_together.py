@@ -4,10 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise import DTensor, Mesh, OnRanks, Partial, Placement, Replicate, Shard, collectives, distribute_tensor
+from shardwise import DTensor, Mesh, OnRanks, Partial, Placement, Replicate, Shard, distribute_tensor
+from shardwise import _collectives as collectives
+from shardwise._lookups.rules import embedding_bags
 from shardwise.debug import explain, no_implicit_comm, shadow
 from shardwise.errors import IdError, LayoutError, RuleError
-from shardwise.lookups.rules import embedding_bags
 from shardwise.testing import world
 
 PLACEMENTS: list[Placement] = [Shard(0), Shard(1), OnRanks(2), Replicate(), Shard(0, [5, 0, 4]), OnRanks(0)]

@@ -16,17 +16,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise import (
-    DTensor,
-    Mesh,
-    Placement,
-    Replicate,
-    Shard,
-    collectives,
-    count_comms,
-    distribute_tensor,
-    shard_module,
-)
+from shardwise import DTensor, Mesh, Placement, Replicate, Shard, count_comms, distribute_tensor, shard_module
+from shardwise import _collectives as collectives
 from shardwise.testing import world
 from tools import models
 from tools.model_zoo import FAMILIES

@@ -9,8 +9,8 @@ import torch.testing._internal.distributed._tensor.common_dtensor as theirs
 from torch import Tensor, nn
 
 from shardwise import DTensor, Replicate, Shard, distribute_tensor, shard_module, testing
+from shardwise._models import ModelArgs, Transformer
 from shardwise.errors import ConfigError
-from shardwise.models import ModelArgs, Transformer
 from shardwise.testing import world
 
 SWITCHES = [

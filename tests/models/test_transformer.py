@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from shardwise import DTensor, Mesh, rank
+from shardwise._models import ModelArgs, Transformer
 from shardwise.errors import ConfigError
-from shardwise.models import ModelArgs, Transformer
 from shardwise.testing import world
 from tests.parallel.one_process import full
 

@@ -18,16 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import (
-    DTensor,
-    Replicate,
-    Shard,
-    collectives,
-    distribute_tensor,
-    gradient_buckets,
-    init_device_mesh,
-    shard_module,
-)
+from shardwise import DTensor, Replicate, Shard, distribute_tensor, gradient_buckets, init_device_mesh, shard_module
+from shardwise import _collectives as collectives
 from shardwise.errors import ShardwiseError
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, local_parameters, parallelize_module
 from shardwise.parallel import fully_shard as shardwise_fully_shard

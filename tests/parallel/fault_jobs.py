@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from shardwise import Mesh, Shard, collectives, distribute_tensor
+from shardwise import Mesh, Shard, distribute_tensor
+from shardwise import _collectives as collectives
 from tests.collectives.jobs import end
 from tests.parallel.units import as_units
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from shardwise import DTensor, collectives
-from shardwise.layout import chunk
+from shardwise import DTensor
+from shardwise import _collectives as collectives
+from shardwise._layout import chunk
 from shardwise.testing import world
 
 

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import DTensor, Mesh, Replicate, Shard, collectives, count_comms, distribute_tensor, init_device_mesh
+from shardwise import DTensor, Mesh, Replicate, Shard, count_comms, distribute_tensor, init_device_mesh
+from shardwise import _collectives as collectives
+from shardwise._models import RMSNormPython
 from shardwise.errors import LayoutError, MismatchError
-from shardwise.models import RMSNormPython
 from shardwise.parallel import (
     ColwiseParallel,
     ParallelStyle,

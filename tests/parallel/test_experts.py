@@ -22,8 +22,7 @@ from shardwise import (
 )
 from shardwise.debug import explain, no_implicit_comm, shadow
 from shardwise.errors import IdError, IdTypeError, LayoutError, PlanError, RuleError
-from shardwise.models import MixtureOfExperts, balance_loss
-from shardwise.parallel import ExpertParallel, mix_experts, parallelize_module
+from shardwise.parallel import ExpertParallel, MixtureOfExperts, balance_loss, mix_experts, parallelize_module
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from tests.parallel.one_process import assert_same_parameters, compare, full

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from shardwise import DTensor, Mesh, Partial, Replicate, Shard, collectives, distribute_tensor
+from shardwise import DTensor, Mesh, Partial, Replicate, Shard, distribute_tensor
+from shardwise import _collectives as collectives
 from shardwise.errors import ArgumentError, LayoutError, PlanError
 from shardwise.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from shardwise.testing import world

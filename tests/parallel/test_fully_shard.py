@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import Mesh, Replicate, Shard, count_comms, distribute_tensor
-from shardwise.models import Transformer
+from shardwise._models import Transformer
 from shardwise.testing import world
 from tests.parallel.one_process import full
 from tests.parallel.units import (

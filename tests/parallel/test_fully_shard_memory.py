@@ -8,8 +8,8 @@ from torch import nn
 from torch.testing import assert_close
 
 from shardwise import Mesh, Shard, count_comms, distribute_tensor
+from shardwise._models import Transformer
 from shardwise.errors import PlanError
-from shardwise.models import Transformer
 from shardwise.parallel import CPUOffloadPolicy, fully_shard
 from shardwise.simulation import simulate
 from shardwise.testing import world

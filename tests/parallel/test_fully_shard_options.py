@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.testing import assert_close
 
-from shardwise import DTensor, Mesh, Replicate, Shard, collectives, count_comms, distribute_tensor, shard_module
+from shardwise import DTensor, Mesh, Replicate, Shard, count_comms, distribute_tensor, shard_module
+from shardwise import _collectives as collectives
 from shardwise.errors import MismatchError, PlanError
 from shardwise.parallel import (
     ColwiseParallel,

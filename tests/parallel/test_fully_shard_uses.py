@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import DTensor, Mesh, Shard, collectives, distribute_tensor
+from shardwise import DTensor, Mesh, Shard, distribute_tensor
+from shardwise import _collectives as collectives
 from shardwise.errors import MismatchError, PlanError, RuleError
 from shardwise.parallel import fully_shard
 from shardwise.testing import world

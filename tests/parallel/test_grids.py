@@ -9,18 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from shardwise import (
-    DTensor,
-    Mesh,
-    Replicate,
-    Shard,
-    collectives,
-    count_comms,
-    init_device_mesh,
-    shard_module,
-)
+from shardwise import DTensor, Mesh, Replicate, Shard, count_comms, init_device_mesh, shard_module
+from shardwise import _collectives as collectives
+from shardwise._models import MLPModule
 from shardwise.errors import PlanError
-from shardwise.models import MLPModule
 from shardwise.parallel import (
     ColwiseParallel,
     PrepareModuleInput,

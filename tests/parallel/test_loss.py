@@ -12,7 +12,8 @@ from torch.testing import assert_close
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise import DTensor, Mesh, Partial, Replicate, Shard, collectives, count_comms, distribute_tensor
+from shardwise import DTensor, Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor
+from shardwise import _collectives as collectives
 from shardwise.errors import LayoutError, RuleError
 from shardwise.parallel import ColwiseParallel, loss_parallel, parallelize_module
 from shardwise.testing import world

@@ -9,15 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from shardwise import DTensor, Mesh, Replicate, Shard, collectives, shard_module
+from shardwise import DTensor, Mesh, Replicate, Shard, shard_module
+from shardwise import _collectives as collectives
+from shardwise._layout import Placement
+from shardwise._models import MLPModule, MLPStacked, ModelArgs, Transformer
 from shardwise.errors import MeshError, MismatchError, PlanError
-from shardwise.layout import Placement
-from shardwise.models import MLPModule, MLPStacked, ModelArgs, Transformer
 from shardwise.parallel import (
     ColwiseParallel,
-    InputFn,
-    ModuleContext,
-    OutputFn,
     ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
@@ -26,6 +24,7 @@ from shardwise.parallel import (
     parallelize_module,
 )
 from shardwise.parallel.plan import flattened, resolve
+from shardwise.parallel.styles import InputFn, ModuleContext, OutputFn
 from shardwise.testing import world
 from tests.parallel.one_process import check_equals_one_process, full, raised
 

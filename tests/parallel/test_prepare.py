@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from shardwise import DTensor, Mesh, Partial, Replicate, Shard, collectives
+from shardwise import DTensor, Mesh, Partial, Replicate, Shard
+from shardwise import _collectives as collectives
 from shardwise.errors import LayoutError, PlanError
 from shardwise.parallel import (
     PrepareModuleInput,

@@ -16,20 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.testing import assert_close
 
-from shardwise import (
-    DTensor,
-    Mesh,
-    Replicate,
-    Shard,
-    collectives,
-    distribute_tensor,
-    init_device_mesh,
-    rank,
-    shard_module,
-)
+from shardwise import DTensor, Mesh, Replicate, Shard, distribute_tensor, init_device_mesh, rank, shard_module
+from shardwise import _collectives as collectives
+from shardwise._tensor.replicas import FULL, check_fully_shard, check_replicas
 from shardwise.errors import MismatchError, RuleError
 from shardwise.parallel import local_parameters
-from shardwise.tensor.replicas import FULL, check_fully_shard, check_replicas
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 

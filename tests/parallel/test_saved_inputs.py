@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing import assert_close
 
-from shardwise import DTensor, Mesh, Replicate, Shard, collectives, count_comms, distribute_tensor
+from shardwise import DTensor, Mesh, Replicate, Shard, count_comms, distribute_tensor
+from shardwise import _collectives as collectives
 from shardwise.errors import MeshError, MismatchError
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, input_reshard, parallelize_module
 from shardwise.testing import world

@@ -18,13 +18,13 @@ from shardwise import (
     Placement,
     Replicate,
     Shard,
-    collectives,
     count_comms,
     distribute_module,
     distribute_tensor,
     init_device_mesh,
     shard_module,
 )
+from shardwise import _collectives as collectives
 from shardwise.errors import LayoutError, MismatchError, PlanError
 from shardwise.parallel import fully_shard
 from shardwise.parallel.shard_module import layouts_of

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
-from shardwise import DTensor, Mesh, Replicate, Shard, collectives, count_comms
-from shardwise.models import ModelArgs, Transformer
+from shardwise import DTensor, Mesh, Replicate, Shard, count_comms
+from shardwise import _collectives as collectives
+from shardwise._models import ModelArgs, Transformer
 from shardwise.parallel import loss_parallel
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from shardwise import DTensor, Mesh, Replicate, Shard, collectives
+from shardwise import DTensor, Mesh, Replicate, Shard
+from shardwise import _collectives as collectives
 from shardwise.errors import PlanError
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module, plan_from_transformers
 from shardwise.parallel.transformers_plan import STYLES, WITHOUT_STYLE

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from shardwise import DTensor, Mesh, Shard, collectives, distribute_tensor
-from shardwise.models import ModelArgs, Transformer
+from shardwise import DTensor, Mesh, Shard, distribute_tensor
+from shardwise import _collectives as collectives
+from shardwise._models import ModelArgs, Transformer
 from shardwise.parallel import fully_shard
 from tests.parallel.one_process import full
 

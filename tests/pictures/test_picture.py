@@ -10,11 +10,11 @@ from itertools import product as cartesian
 import pytest
 from hypothesis import given
 
+from shardwise._layout import Box, Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
+from shardwise._pictures import picture
+from shardwise._pictures.holders import Holders
+from shardwise._pictures.scene import Limit, panels
 from shardwise.errors import LayoutError
-from shardwise.layout import Box, Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
-from shardwise.pictures import picture
-from shardwise.pictures.holders import Holders
-from shardwise.pictures.scene import Limit, panels
 from tests.pictures.reading import label_at, labels_of, ranks_in
 from tests.strategies import SMALL_MESHES, Written, laws, layouts, small_layouts
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise import DTensor, collectives, distribute_tensor
+from shardwise import DTensor, distribute_tensor
+from shardwise import _collectives as collectives
+from shardwise._layout import Layout, Mesh, Partial, Placement, Replicate, Shard
+from shardwise._pictures.plan_file import PlanFile, read_plan
 from shardwise.errors import PlanError
-from shardwise.layout import Layout, Mesh, Partial, Placement, Replicate, Shard
 from shardwise.parallel import fully_shard
-from shardwise.pictures.plan_file import PlanFile, read_plan
 from shardwise.sharded_tensor import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
 from shardwise.testing import world
 

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 
 from shardwise import distribute_tensor
-from shardwise.layout import Box, Layout, Mesh, Partial, Replicate, Shard
-from shardwise.pictures import picture
+from shardwise._layout import Box, Layout, Mesh, Partial, Replicate, Shard
+from shardwise._pictures import picture
 from shardwise.testing import world
 from tests.strategies import Written, laws, layouts
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from shardwise import Layout, Mesh, OnRanks, Replicate, Shard, shard_module, sharded_tensor, sharding_table
+from shardwise._pictures import Table
+from shardwise._tensor import DTensor
 from shardwise.errors import PlanError
-from shardwise.pictures import Table
 from shardwise.sharded_tensor import ChunkShardingSpec, Sharder, ShardingPlan
-from shardwise.tensor import DTensor
 from shardwise.testing import world
 
 MESH = Mesh((2,))

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise._layout import Boxes, Layout, Mesh, Shard
+from shardwise._pictures.holders import Holders
+from shardwise._pictures.labels import bytes_text, holdings, ranks_text, title
+from shardwise._pictures.scene import spread
 from shardwise.errors import printable
-from shardwise.layout import Boxes, Layout, Mesh, Shard
-from shardwise.pictures.holders import Holders
-from shardwise.pictures.labels import bytes_text, holdings, ranks_text, title
-from shardwise.pictures.scene import spread
 from tests.pictures.reading import ranks_in
 from tests.strategies import laws
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from shardwise import collectives
-from shardwise.collectives import count_comms
-from shardwise.layout import Layout, Partial, Replicate
-from shardwise.redistribute.plan import plan_redistribute
-from shardwise.redistribute.run_plan import redistribute_local
+from shardwise import _collectives as collectives
+from shardwise._collectives import count_comms
+from shardwise._layout import Layout, Partial, Replicate
+from shardwise._redistribute.plan import plan_redistribute
+from shardwise._redistribute.run_plan import redistribute_local
 from shardwise.testing import world
 from shardwise.testing.local_shards import local_tensor, mesh_position, partial_index, partial_indices
 from tests.exact_values import partial_sums, reduced_value, small_integers

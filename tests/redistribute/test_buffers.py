@@ -6,10 +6,10 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from shardwise import Mesh, Shard, count_comms, distribute_tensor, world_size
+from shardwise._redistribute import batched
+from shardwise._redistribute.batched import buffers_of_rank
+from shardwise._redistribute.buffers import MIN_BYTES, Buffers
 from shardwise.parallel import fully_shard
-from shardwise.redistribute import batched
-from shardwise.redistribute.batched import buffers_of_rank
-from shardwise.redistribute.buffers import MIN_BYTES, Buffers
 from shardwise.testing import world
 from tests.parallel.one_process import full
 

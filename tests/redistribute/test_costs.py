@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import collectives, distribute_tensor
-from shardwise.collectives.calibration import Timing, fit, measure
-from shardwise.collectives.cost_tables import (
+from shardwise import _collectives as collectives
+from shardwise import distribute_tensor
+from shardwise._collectives.calibration import Timing, fit, measure
+from shardwise._collectives.cost_tables import (
     COLLECTIVES,
     GLOO,
     NCCL,
@@ -27,10 +28,10 @@ from shardwise.collectives.cost_tables import (
     using_costs,
     write_costs,
 )
+from shardwise._layout import Layout, Mesh, Partial, Placement, Replicate, Shard
+from shardwise._redistribute.plan import alternatives, plan_redistribute
+from shardwise._redistribute.steps import AllGather, AllReduce
 from shardwise.errors import ConfigError, MismatchError
-from shardwise.layout import Layout, Mesh, Partial, Placement, Replicate, Shard
-from shardwise.redistribute.plan import alternatives, plan_redistribute
-from shardwise.redistribute.steps import AllGather, AllReduce
 from shardwise.testing import world
 
 FREE = dict.fromkeys(COLLECTIVES, Cost(0, 0))

@@ -15,11 +15,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwise import Boxes, collectives, distribute_tensor, zeros
-from shardwise.collectives import owner
-from shardwise.layout import Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
-from shardwise.redistribute.plan import plan_redistribute
-from shardwise.redistribute.run_plan import Redistribution, redistribute_local, redistribution, with_placements
+from shardwise import Boxes, distribute_tensor, zeros
+from shardwise import _collectives as collectives
+from shardwise._collectives import owner
+from shardwise._layout import Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
+from shardwise._redistribute.plan import plan_redistribute
+from shardwise._redistribute.run_plan import Redistribution, redistribute_local, redistribution, with_placements
 from shardwise.testing import world
 from tests.redistribute.test_search import pairs
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from shardwise import collectives
-from shardwise.collectives import count_comms
+from shardwise import _collectives as collectives
+from shardwise._collectives import count_comms
+from shardwise._layout import REDUCE_OPS, Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
+from shardwise._redistribute.plan import plan_redistribute
+from shardwise._redistribute.run_plan import redistribute_local
+from shardwise._redistribute.transfers import all_to_all
 from shardwise.errors import LayoutError, RuleError
-from shardwise.layout import REDUCE_OPS, Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
-from shardwise.redistribute.plan import plan_redistribute
-from shardwise.redistribute.run_plan import redistribute_local
-from shardwise.redistribute.transfers import all_to_all
 from shardwise.testing import world
 from shardwise.testing.local_shards import PartialValues, local_tensor, partial_index, partial_indices
 from tests.exact_values import reduced_value, small_integers

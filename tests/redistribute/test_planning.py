@@ -24,15 +24,15 @@ from shardwise import (
     picture,
     shard_module,
 )
-from shardwise.layout import Box, mesh
-from shardwise.layout.boxes import BoxIndex
-from shardwise.layout.placement import Chunks, GivenSizes, chunk, given_sizes
-from shardwise.models import MLPModule
-from shardwise.redistribute import volume
-from shardwise.redistribute.exchange import native_program, program_of
-from shardwise.redistribute.plan import plan_redistribute, planned
-from shardwise.redistribute.steps import Exchange
-from shardwise.redistribute.volume import growth, held, largest
+from shardwise._layout import Box, mesh
+from shardwise._layout.boxes import BoxIndex
+from shardwise._layout.placement import Chunks, GivenSizes, chunk, given_sizes
+from shardwise._models import MLPModule
+from shardwise._redistribute import volume
+from shardwise._redistribute.exchange import native_program, program_of
+from shardwise._redistribute.plan import plan_redistribute, planned
+from shardwise._redistribute.steps import Exchange
+from shardwise._redistribute.volume import growth, held, largest
 from shardwise.testing import world
 from tests.strategies import Written, laws, layouts
 

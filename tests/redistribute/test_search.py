@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise import collectives
-from shardwise.collectives.cost_tables import GLOO
-from shardwise.layout import Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
-from shardwise.redistribute.exchange import exchange_program
-from shardwise.redistribute.plan import RedistributePlan, plan_redistribute
-from shardwise.redistribute.run_plan import redistribute_local, run_steps
-from shardwise.redistribute.search import native_step, sequences
-from shardwise.redistribute.steps import AllGather, AllReduce, Broadcast, CommStep, Exchange, ReduceScatter
-from shardwise.redistribute.volume import largest
+from shardwise import _collectives as collectives
+from shardwise._collectives.cost_tables import GLOO
+from shardwise._layout import Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
+from shardwise._redistribute.exchange import exchange_program
+from shardwise._redistribute.plan import RedistributePlan, plan_redistribute
+from shardwise._redistribute.run_plan import redistribute_local, run_steps
+from shardwise._redistribute.search import native_step, sequences
+from shardwise._redistribute.steps import AllGather, AllReduce, Broadcast, CommStep, Exchange, ReduceScatter
+from shardwise._redistribute.volume import largest
+from shardwise._trace.comm_trace import EXPLICIT
 from shardwise.testing import world
 from shardwise.testing.local_shards import local_tensor, partial_index, partial_indices
-from shardwise.trace.comm_trace import EXPLICIT
 from tests.exact_values import small_integers
 from tests.redistribute.one_process import Case, assert_equal_to_one_process
 from tests.strategies import small_layouts

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shardwise.layout import Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard, ring_elements
-from shardwise.redistribute.plan import RedistributePlan, plan_redistribute, planned, same_local_shards
-from shardwise.redistribute.steps import AllGather, AllReduce, Broadcast, Exchange
+from shardwise._layout import Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard, ring_elements
+from shardwise._redistribute.plan import RedistributePlan, plan_redistribute, planned, same_local_shards
+from shardwise._redistribute.steps import AllGather, AllReduce, Broadcast, Exchange
 from shardwise.testing.local_shards import (
     local_tensor,
     mesh_position,

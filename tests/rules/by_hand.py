@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.rules.shapes.index import boolean_index
+from shardwise._rules.shapes.index import boolean_index
 from tools.op_judge import Sample
 
 aten = torch.ops.aten

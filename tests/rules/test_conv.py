@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise import Mesh, Partial, Replicate, Shard, collectives, count_comms, distribute_tensor
+from shardwise import Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor
+from shardwise import _collectives as collectives
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from tests.rules.operands import Draw, calls

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise import collectives
-from shardwise.collectives import rank
+from shardwise import _collectives as collectives
+from shardwise._collectives import rank
+from shardwise._layout import Boxes, Mesh, OnRanks, Partial, Placement, Replicate, Shard
+from shardwise._redistribute.run_plan import redistribute_local
+from shardwise._tensor import DTensor, distribute_tensor
 from shardwise.embedding import from_lengths
 from shardwise.errors import IdError, IdTypeError
-from shardwise.layout import Boxes, Mesh, OnRanks, Partial, Placement, Replicate, Shard
-from shardwise.redistribute.run_plan import redistribute_local
-from shardwise.tensor import DTensor, distribute_tensor
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from tests.rules.operands import calls

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise import Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor
+from shardwise._rules import RULES, Meta
 from shardwise.debug import explain
-from shardwise.rules import RULES, Meta
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from tests.rules.operands import Draw, calls

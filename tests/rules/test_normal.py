@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise import Mesh, OnRanks, Partial, Placement, Replicate, Shard, collectives, count_comms, distribute_tensor
+from shardwise import Mesh, OnRanks, Partial, Placement, Replicate, Shard, count_comms, distribute_tensor
+from shardwise import _collectives as collectives
 from shardwise.errors import RuleError
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise import DTensor, Mesh, Shard, count_comms, distribute_tensor, rank
-from shardwise.layout import Layout, Placement, Replicate
-from shardwise.rules.reductions import order
-from shardwise.tensor.dispatch.local_context import RankContext
+from shardwise._layout import Layout, Placement, Replicate
+from shardwise._rules.reductions import order
+from shardwise._tensor.dispatch.local_context import RankContext
+from shardwise._trace.comm_trace import INTERNAL
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from shardwise.trace.comm_trace import INTERNAL
 from tests.rules.operands import Draw, calls
 from tools.op_judge import Sample
 

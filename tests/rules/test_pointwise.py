@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from shardwise import DTensor, Mesh, OnRanks, Partial, Placement, Replicate, Shard, distribute_tensor, rank
+from shardwise._rules import RULES, OpRule, Row, pointwise
+from shardwise._tensor.dispatch import dispatcher
 from shardwise.errors import RuleError
-from shardwise.rules import RULES, OpRule, Row, pointwise
-from shardwise.tensor.dispatch import dispatcher
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from tests.rules.operands import Draw, calls

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from shardwise import Boxes, DTensor, Mesh, OnRanks, Partial, Placement, Replicate, Shard, collectives
-from shardwise.layout import Layout
-from shardwise.rules import counter_rng
+from shardwise import Boxes, DTensor, Mesh, OnRanks, Partial, Placement, Replicate, Shard
+from shardwise import _collectives as collectives
+from shardwise._layout import Layout
+from shardwise._rules import counter_rng
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from shardwise.testing.local_shards import dtensor_from_full

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor, rank
-from shardwise.layout import Boxes, OnRanks, Placement
+from shardwise._layout import Boxes, OnRanks, Placement
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from tests.rules.operands import Draw, calls

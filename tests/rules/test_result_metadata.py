@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shardwise import Mesh, Placement, Replicate, Shard, distribute_tensor
+from shardwise._rules.registry import rule_of
 from shardwise.errors import RuleError
-from shardwise.rules.registry import rule_of
 from shardwise.testing import world
 from tools.op_judge import Sample, contiguous_copy
 from tools.rows import written

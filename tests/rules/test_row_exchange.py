@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise import DTensor, Mesh, Shard, distribute_tensor, rank
+from shardwise._rules.row_exchange import Route
 from shardwise.errors import RemoteRankError
 from shardwise.parallel import mix_experts
-from shardwise.rules.row_exchange import Route
 from shardwise.testing import world
 
 MESH = Mesh((3,))

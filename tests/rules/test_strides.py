@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from shardwise import Boxes, DTensor, Mesh, OnRanks, Partial, Placement, Replicate, Shard, distribute_tensor, rank
+from shardwise._layout import Box, Layout
 from shardwise.errors import LayoutError, RuleError
-from shardwise.layout import Box, Layout
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from shardwise.testing.local_shards import dtensor_from_full

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from shardwise import Partial, Replicate, Shard
+from shardwise._rules import RULES, Meta, OpRule, Row
+from shardwise._rules.local_context import LocalContext
+from shardwise._rules.registry import ops_with_rules
+from shardwise._tensor.dispatch import dispatcher
+from shardwise._trace.autograd_function import TensorFunction
 from shardwise.parallel.experts import mix_experts
-from shardwise.rules import RULES, Meta, OpRule, Row
-from shardwise.rules.local_context import LocalContext
-from shardwise.rules.registry import ops_with_rules
-from shardwise.tensor.dispatch import dispatcher
-from shardwise.trace.autograd_function import TensorFunction
 from tools import table_survey
 from tools.op_judge import Sample
 from tools.rows import exceptions, main, survey, table_of

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
-from shardwise import DTensor, Mesh, Partial, Placement, Replicate, Shard, collectives, distribute_tensor
-from shardwise.layout import Layout
-from shardwise.rules import RULES, pointwise
-from shardwise.rules.registry import rule_of
+from shardwise import DTensor, Mesh, Partial, Placement, Replicate, Shard, distribute_tensor
+from shardwise import _collectives as collectives
+from shardwise._layout import Layout
+from shardwise._rules import RULES, pointwise
+from shardwise._rules.registry import rule_of
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from shardwise.testing.local_shards import dtensor_from_full

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 
 from shardwise import Replicate
+from shardwise._rules.registry import rule_of
+from shardwise._rules.row import Meta
 from shardwise.errors import RuleError
-from shardwise.rules.registry import rule_of
-from shardwise.rules.row import Meta
 from tools.op_judge import Sample
 from tools.rows import written
 

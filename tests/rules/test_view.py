@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise import Mesh, Placement, Replicate, Shard, collectives, count_comms, distribute_tensor
+from shardwise import Mesh, Placement, Replicate, Shard, count_comms, distribute_tensor
+from shardwise import _collectives as collectives
 from shardwise.errors import RuleError
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise import Mesh, Replicate, Shard, count_comms, distribute_tensor
-from shardwise.rules.registry import rule_of
+from shardwise._rules.registry import rule_of
 from shardwise.testing import world
 from tools.op_judge import Sample
 from tools.rule_checks import assert_equals_one_process

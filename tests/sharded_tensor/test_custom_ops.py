@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from shardwise import DTensor, Mesh, Partial, Shard, collectives, distribute_tensor, rank
+from shardwise import DTensor, Mesh, Partial, Shard, distribute_tensor, rank
+from shardwise import _collectives as collectives
 from shardwise import shard_module as sw_shard_module
+from shardwise._layout import Layout
 from shardwise.debug import CommDebugMode
 from shardwise.errors import LayoutError, MismatchError, PlanError
-from shardwise.layout import Layout
 from shardwise.sharded_tensor import (
     ChunkShardingSpec,
     ShardedTensorMetadata,

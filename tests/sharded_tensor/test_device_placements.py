@@ -19,7 +19,6 @@ from shardwise.sharded_tensor import (
     DevicePlacementSpec,
     EnumerableShardingSpec,
     LocalShard,
-    RemoteDevice,
     ShardingPlan,
     ShardingSpec,
     ShardMetadata,
@@ -29,6 +28,7 @@ from shardwise.sharded_tensor import (
     shard_parameter,
     zeros,
 )
+from shardwise.sharded_tensor.shards import RemoteDevice
 from shardwise.testing import world
 
 

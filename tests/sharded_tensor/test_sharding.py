@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
 
 from shardwise import DTensor, Mesh, count_comms, rank
+from shardwise._layout import Box
 from shardwise.errors import GroupError, LayoutError, MismatchError, PlanError
-from shardwise.layout import Box
 from shardwise.sharded_tensor import (
     ChunkShardingSpec,
     EnumerableShardingSpec,

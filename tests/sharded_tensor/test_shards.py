@@ -20,8 +20,8 @@ from shardwise import (
     rank,
     sharded_tensor,
 )
+from shardwise._layout import Box
 from shardwise.errors import LayoutError, MismatchError
-from shardwise.layout import Box
 from shardwise.sharded_tensor import (
     ChunkShardingSpec,
     EnumerableShardingSpec,

@@ -14,13 +14,13 @@ from shardwise.sharded_tensor import (
     ChunkShardingSpec,
     DevicePlacementSpec,
     EnumerableShardingSpec,
-    RemoteDevice,
     ShardedTensorMetadata,
     ShardingSpec,
     ShardMetadata,
     TensorProperties,
-    spec_of,
 )
+from shardwise.sharded_tensor.shards import RemoteDevice
+from shardwise.sharded_tensor.specs import spec_of
 
 EVERYBODY = (0, 1, 2, 3)
 

@@ -25,13 +25,13 @@ from shardwise import (
     Placement,
     Replicate,
     Shard,
-    collectives,
     distribute_tensor,
     init_device_mesh,
     rank,
 )
+from shardwise import _collectives as collectives
+from shardwise._layout import Box, Layout
 from shardwise.errors import LayoutError, MismatchError
-from shardwise.layout import Box, Layout
 from shardwise.sharded_tensor import (
     LocalShard,
     init_from_local_shards,

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from torch.testing import assert_close
 
-from shardwise import LocalShardsWrapper
 from shardwise.errors import LayoutError, RuleError
+from shardwise.sharded_tensor import LocalShardsWrapper
 
 Offsets = list[tuple[int, ...]]
 

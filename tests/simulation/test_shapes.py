@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from shardwise import Mesh
-from shardwise.cli.simulate import OPTIONS
-from shardwise.cli.simulate import SHAPES as NAMED
-from shardwise.models import ModelArgs, Transformer
-from shardwise.simulation import Step, simulate
+from shardwise._cli.simulate import OPTIONS
+from shardwise._cli.simulate import SHAPES as NAMED
+from shardwise._models import ModelArgs, Transformer
+from shardwise.simulation import simulate
+from shardwise.simulation.api import Step
 from shardwise.simulation.shapes import (
     LLAMA_70B,
     MIXTRAL_8X7B,

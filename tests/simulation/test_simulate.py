@@ -21,15 +21,15 @@ from shardwise import (
     Placement,
     Replicate,
     Shard,
-    collectives,
     count_comms,
     distribute_tensor,
     embedding_bags,
     shard_module,
 )
+from shardwise import _collectives as collectives
+from shardwise._models import ModelArgs, Transformer
 from shardwise.embedding import Adam, EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, shard_embeddings
 from shardwise.errors import ArgumentError, ShardwiseError
-from shardwise.models import ModelArgs, Transformer
 from shardwise.parallel import fully_shard
 from shardwise.simulation import simulate
 from shardwise.simulation.memory import Memory

@@ -11,7 +11,7 @@ from typing import Literal
 import pytest
 from playwright.sync_api import Browser, Page, Request, ViewportSize, sync_playwright
 
-from shardwise.layout import Layout, Mesh, Shard
+from shardwise._layout import Layout, Mesh, Shard
 from tests.browser import BROWSER
 from tests.timeouts import PATIENCE_SECONDS
 

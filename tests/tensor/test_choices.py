@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise import Mesh, Partial, Replicate, Shard, collectives, count_comms, distribute_tensor
+from shardwise import Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor
+from shardwise import _collectives as collectives
+from shardwise._layout import Layout
+from shardwise._rules.registry import RULES, rule_of
+from shardwise._tensor import tag
+from shardwise._tensor.dispatch import dispatcher, resolve
+from shardwise._tensor.dispatch.dispatcher import recipe_of
 from shardwise.errors import RuleError
-from shardwise.layout import Layout
-from shardwise.rules.registry import RULES, rule_of
-from shardwise.tensor import tag
-from shardwise.tensor.dispatch import dispatcher, resolve
-from shardwise.tensor.dispatch.dispatcher import recipe_of
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from tools import samples

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import shardwise as sw
-from shardwise import Boxes, DTensor, Mesh, OnRanks, Placement, Shard, collectives, count_comms, distribute_tensor
+from shardwise import Boxes, DTensor, Mesh, OnRanks, Placement, Shard, count_comms, distribute_tensor
+from shardwise import _collectives as collectives
+from shardwise._layout import Layout
 from shardwise.errors import LayoutError, MeshError, MismatchError, RuleError
-from shardwise.layout import Layout
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from shardwise.testing.local_shards import local_tensor

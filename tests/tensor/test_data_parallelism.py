@@ -10,8 +10,8 @@ from torch import nn
 from torch.testing import assert_close
 
 from shardwise import Mesh, Replicate, Shard, distribute_tensor, shard_module
+from shardwise._models import ModelArgs, Transformer
 from shardwise.debug import explain
-from shardwise.models import ModelArgs, Transformer
 from shardwise.parallel import fully_shard
 from shardwise.testing import world
 from tests.parallel.one_process import full

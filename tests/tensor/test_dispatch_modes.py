@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise import Mesh, Placement, Replicate, Shard, distribute_tensor
-from shardwise.tensor.dispatch.dispatcher import forget
+from shardwise._tensor.dispatch.dispatcher import forget
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise import Mesh, Shard, count_comms, distribute_tensor, gradient_buckets, rank, shard_module, world_size
+from shardwise._tensor.autograd import buckets as reduction
+from shardwise._tensor.autograd.buckets import BucketOptions, BucketPlan, Gradient, SendTime, split_into_buckets
 from shardwise.errors import MismatchError, RuleError, ShardwiseError
-from shardwise.tensor.autograd import buckets as reduction
-from shardwise.tensor.autograd.buckets import BucketOptions, BucketPlan, Gradient, SendTime, split_into_buckets
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 

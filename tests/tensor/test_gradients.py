@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import shardwise as sw
-from shardwise import Mesh, OnRanks, Partial, Placement, Replicate, Shard, collectives, count_comms, distribute_tensor
+from shardwise import Mesh, OnRanks, Partial, Placement, Replicate, Shard, count_comms, distribute_tensor
+from shardwise import _collectives as collectives
 from shardwise.errors import LayoutError, RuleError
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor

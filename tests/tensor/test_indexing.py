@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from shardwise import Mesh, OnRanks, Partial, Replicate, Shard, collectives, count_comms, distribute_tensor
+from shardwise import Mesh, OnRanks, Partial, Replicate, Shard, count_comms, distribute_tensor
+from shardwise import _collectives as collectives
+from shardwise._layout import Layout, Placement
 from shardwise.errors import RuleError
-from shardwise.layout import Layout, Placement
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from tests.rules.test_random import PARTIAL_LAYOUTS, SHAPE, SHARDED_LAYOUTS, VALUES, sharded_values

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from shardwise import DTensor, Mesh, OnRanks, Partial, Placement, Replicate, Shard, count_comms, distribute_tensor, rank
+from shardwise._layout import Layout
 from shardwise.errors import MismatchError, RuleError
-from shardwise.layout import Layout
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from shardwise.testing.local_shards import dtensor_from_full

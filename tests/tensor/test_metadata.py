@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardwise as sw
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard, distribute_tensor, embedding_bags
-from shardwise.collectives import barrier
+from shardwise._collectives import barrier
 from shardwise.errors import IdTypeError, MismatchError
 from shardwise.sharded_tensor import ChunkShardingSpec, LocalShardsWrapper, ShardedTensorMetadata, ShardingSpec
 from shardwise.testing import world

@@ -15,14 +15,14 @@ from torch.testing import assert_close
 
 import shardwise as sw
 from shardwise import DTensor, Mesh, OnRanks, Placement, Shard, distribute_module, distribute_tensor, shard_module
+from shardwise._tensor import module_sharding
+from shardwise._tensor.dispatch import dispatcher
+from shardwise._tensor.dispatch.hooks import hook_calls
 from shardwise.errors import OptimizerError, RuleError
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, local_parameters, parallelize_module
 from shardwise.parallel.fully_sharded import fully_shard
 from shardwise.sharded_tensor import ChunkShardingSpec, ShardingPlan
 from shardwise.sharded_tensor import shard_module as shard_by_plan
-from shardwise.tensor import module_sharding
-from shardwise.tensor.dispatch import dispatcher
-from shardwise.tensor.dispatch.hooks import hook_calls
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 

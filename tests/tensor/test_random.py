@@ -11,11 +11,12 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise import Boxes, DTensor, Mesh, Partial, Placement, Shard, collectives, empty, ones, rand, randn
+from shardwise import Boxes, DTensor, Mesh, Partial, Placement, Shard, empty, ones, rand, randn
+from shardwise import _collectives as collectives
+from shardwise._layout import Layout
+from shardwise._rules import counter_rng
+from shardwise._tensor.dispatch import seeds
 from shardwise.errors import LayoutError, MismatchError, RuleError
-from shardwise.layout import Layout
-from shardwise.rules import counter_rng
-from shardwise.tensor.dispatch import seeds
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise import Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor
+from shardwise._layout import Box
+from shardwise._rules.local_context import LocalContext
+from shardwise._rules.registry import RULES, OpRule, amend, handler, no_rows, op_rule, register
+from shardwise._rules.row import NO_OPERAND, Meta, Row
+from shardwise._tensor.dispatch import dispatcher
+from shardwise._tensor.dispatch.recipes import NO_KEY, call_key
+from shardwise._tensor.dtensor import register_method
 from shardwise.errors import RuleError
-from shardwise.layout import Box
-from shardwise.rules.local_context import LocalContext
-from shardwise.rules.registry import RULES, OpRule, amend, handler, no_rows, op_rule, register
-from shardwise.rules.row import NO_OPERAND, Meta, Row
-from shardwise.tensor.dispatch import dispatcher
-from shardwise.tensor.dispatch.recipes import NO_KEY, call_key
-from shardwise.tensor.dtensor import register_method
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from tools.op_judge import Sample

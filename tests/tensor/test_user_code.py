@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import DTensor, Mesh, Placement, Replicate, Shard, collectives, distribute_tensor, shard_module
+from shardwise import DTensor, Mesh, Placement, Replicate, Shard, distribute_tensor, shard_module
+from shardwise import _collectives as collectives
 from shardwise.errors import RuleError
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor

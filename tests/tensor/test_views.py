@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from shardwise import DTensor, Mesh, OnRanks, Placement, Replicate, Shard, distribute_tensor
+from shardwise._layout import Layout
 from shardwise.errors import RuleError
-from shardwise.layout import Layout
 from shardwise.testing import world
 from tests.rules.test_random import PARTIAL_LAYOUTS, SHARDED_LAYOUTS, VALUES, on, sharded_values
 

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
-from shardwise import Mesh, Partial, Replicate, Shard, collectives, count_comms, distribute_tensor
+from shardwise import Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor
+from shardwise import _collectives as collectives
+from shardwise._layout import Layout, Placement
+from shardwise._rules import RULES
+from shardwise._tensor.dispatch import resolve
 from shardwise.errors import IdError
-from shardwise.layout import Layout, Placement
-from shardwise.rules import RULES
-from shardwise.tensor.dispatch import resolve
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 

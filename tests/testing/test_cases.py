@@ -11,15 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import DTensor, Replicate, Shard, distribute_tensor, rank, world_size
-from shardwise.collectives import all_reduce, barrier
-from shardwise.testing import (
-    NUM_DEVICES,
-    DTensorOpTestBase,
-    DTensorTestBase,
-    TensorAssertions,
-    skip_unless_torch_gpu,
-    with_comms,
-)
+from shardwise._collectives import all_reduce, barrier
+from shardwise.testing import NUM_DEVICES, DTensorOpTestBase, DTensorTestBase, skip_unless_torch_gpu, with_comms
+from shardwise.testing.assertions import TensorAssertions
 
 pytestmark = pytest.mark.processes
 

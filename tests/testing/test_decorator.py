@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.collectives import all_reduce, rank, world_size
+from shardwise._collectives import all_reduce, rank, world_size
 from shardwise.testing import world
 
 RANKS_SEEN: list[int] = []

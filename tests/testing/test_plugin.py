@@ -20,7 +20,7 @@ SOURCE = str(Path(errors.__file__).parents[1])
 TEST_FILE = """
 import os
 from pathlib import Path
-from shardwise.collectives import rank
+from shardwise._collectives import rank
 from shardwise.testing import world
 
 @world(2, real=True)
@@ -31,7 +31,7 @@ def test_pids(tmp_path):
 SCRIPT = """
 import os, sys, time
 from pathlib import Path
-from shardwise.collectives import rank
+from shardwise._collectives import rank
 from shardwise.testing import world
 
 def tell(folder, seconds):

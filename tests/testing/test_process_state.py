@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardwise.collectives import barrier, rank
+from shardwise._collectives import barrier, rank
 from shardwise.testing import DeadlockError, world
 from shardwise.testing.process_state import SETTINGS, settings
 

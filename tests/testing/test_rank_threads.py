@@ -12,7 +12,7 @@ import torch
 from torch.testing import assert_close
 
 from shardwise import DTensor, Shard, distribute_tensor, rank, world_size
-from shardwise.collectives import barrier
+from shardwise._collectives import barrier
 from shardwise.debug import CommDebugMode
 from shardwise.errors import ThreadError
 from shardwise.testing import world

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.collectives import all_reduce, all_to_all, barrier, draw_from_torch, rank, world_size
+from shardwise._collectives import all_reduce, all_to_all, barrier, draw_from_torch, rank, world_size
 from shardwise.errors import RemoteRankError, ShardwiseError
-from shardwise.testing import DeadlockError, SendError, world
-from shardwise.testing.failures import LATE
+from shardwise.testing import DeadlockError, world
+from shardwise.testing.failures import LATE, SendError
 from shardwise.testing.reference import refer
 from tests.timeouts import PATIENCE_SECONDS, under_load
 

@@ -22,7 +22,7 @@ import unittest
 import torch
 
 from shardwise import Shard, distribute_tensor
-from shardwise.collectives import all_reduce, barrier
+from shardwise._collectives import all_reduce, barrier
 from shardwise.testing import DTensorOpTestBase, DTensorTestBase, with_comms
 
 

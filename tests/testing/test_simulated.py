@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise import collectives
-from shardwise.collectives import all_reduce, all_to_all, count_comms, draw_from_torch, rank, world_size
+from shardwise import _collectives as collectives
+from shardwise._collectives import all_reduce, all_to_all, count_comms, draw_from_torch, rank, world_size
 from shardwise.errors import ArgumentError
 from shardwise.testing import World, process_state, world
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from shardwise import Mesh, Replicate, Shard, distribute_tensor
-from shardwise.collectives import all_reduce, all_to_all, barrier, rank
+from shardwise._collectives import all_reduce, all_to_all, barrier, rank
+from shardwise._tensor import DTensor
 from shardwise.errors import MeshError, MismatchError, RemoteRankError, ShardwiseError
-from shardwise.tensor import DTensor
 from shardwise.testing import DeadlockError, world
 from shardwise.testing.failures import LATE
 from tests.timeouts import PATIENCE_SECONDS, under_load

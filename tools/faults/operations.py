@@ -10,11 +10,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import Layout, Mesh, Replicate, Shard
+from shardwise._tensor import DTensor, tag
 from shardwise.checkpoint import load, offline, save, save_async
 from shardwise.errors import CheckpointError
-from shardwise.layout import Layout, Mesh, Replicate, Shard
-from shardwise.tensor import DTensor, tag
 
 RANKS = 2
 SHAPES: Mapping[str, tuple[int, ...]] = {"rows": (513, 16), "columns": (7, 1200), "whole": (2048,), "flags": (5,)}

@@ -15,7 +15,7 @@ from time import monotonic, sleep
 import torch
 import torch.distributed as dist
 
-from shardwise.collectives import init_processes
+from shardwise._collectives import init_processes
 from shardwise.errors import ShardwiseError
 from tools.faults.operations import OPERATIONS, Operation, leftovers, renewed, state_of
 from tools.faults.points import KINDS, count_points, fail_at

@@ -14,7 +14,7 @@ import torch
 
 HERE = "__here__"  # the name that rewritten code calls
 _NAMES = ("tools.torch_tests.names",)
-_TENSOR = ("shardwise", "shardwise.collectives", "shardwise.layout", "shardwise.trace.comm_trace", *_NAMES)
+_TENSOR = ("shardwise", "shardwise._collectives", "shardwise._layout", "shardwise._trace.comm_trace", *_NAMES)
 _SHARDED = (*_NAMES, "shardwise.sharded_tensor")
 _PARALLEL = ("shardwise.parallel",)
 _KIT = ("tools.torch_tests.bases", "shardwise.testing", "shardwise")

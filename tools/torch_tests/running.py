@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardwise.collectives import barrier, world_size
+from shardwise._collectives import barrier, world_size
 from shardwise.testing.pool import renew_pool, run_on_processes
 from tools.torch_tests import loading
 from tools.torch_tests.bases import OnRanks

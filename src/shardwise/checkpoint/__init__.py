@@ -12,16 +12,15 @@ box of which tensor is where, with checksums.
 from shardwise.checkpoint.export import export_table
 from shardwise.checkpoint.loading import load
 from shardwise.checkpoint.locations import latest, read_manifest
-from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor
 from shardwise.checkpoint.resizing import Rows
 from shardwise.checkpoint.retention import Keep
-from shardwise.checkpoint.safetensors_loading import LoadedKeys, load_safetensors
+from shardwise.checkpoint.safetensors_loading import load_safetensors
 from shardwise.checkpoint.saving import save
 from shardwise.checkpoint.saving_async import PendingSave, save_async
-from shardwise.checkpoint.training import Restored, restore, state_of
+from shardwise.checkpoint.training import restore, state_of
 from shardwise.checkpoint.writer_lock import lock
 
 __all__ = [
-    "Chunk", "Keep", "LoadedKeys", "Manifest", "PendingSave", "Restored", "Rows", "StoredTensor", "export_table",
-    "latest", "load", "load_safetensors", "lock", "read_manifest", "restore", "save", "save_async", "state_of",
+    "Keep", "PendingSave", "Rows", "export_table", "latest", "load", "load_safetensors", "lock", "read_manifest",
+    "restore", "save", "save_async", "state_of",
 ]  # fmt: skip

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
 from shardwise.errors import CheckpointError, MismatchError, ShardwiseError
 
 T = TypeVar("T")

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from shardwise._layout import Box
+from shardwise._tensor import module_sharding
 from shardwise.checkpoint.files import StoredFile
 from shardwise.checkpoint.offline.sources import Extent, Source, SourceTensor
-from shardwise.layout import Box
-from shardwise.tensor import module_sharding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

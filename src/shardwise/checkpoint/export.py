@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import Box, checked
 from shardwise.checkpoint.collective_errors import all_ranks, digest, on_all_ranks, require_same
 from shardwise.checkpoint.files import byte_blocks, check_export_dtype, export_dtype, file_layout
 from shardwise.checkpoint.local_files import FileDraft
@@ -18,7 +19,6 @@ from shardwise.checkpoint.state import LocalBoxes, holders, storable_boxes
 from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection
 from shardwise.embedding.sharded import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from shardwise.errors import CheckpointError
-from shardwise.layout import Box, checked
 
 Collection = EmbeddingBagCollection | EmbeddingCollection | ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
 

@@ -15,9 +15,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shardwise._layout import Box
 from shardwise.checkpoint.remedies import damaged
 from shardwise.errors import ArgumentError, CheckpointError
-from shardwise.layout import Box
 
 try:
     from isal.isal_zlib import crc32  # the extra "checkpoint": the same function, six times as fast

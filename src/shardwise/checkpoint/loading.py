@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import Box, checked
+from shardwise._layout.boxes import BoxIndex
 from shardwise.checkpoint.collective_errors import digest, listed, on_all_ranks, require_same
 from shardwise.checkpoint.files import StoredFile, check_header, copy_box, span, verify_bytes
 from shardwise.checkpoint.locations import store_at
@@ -21,8 +23,6 @@ from shardwise.checkpoint.state import MODEL, Leaf, LocalBoxes, flatten, storabl
 from shardwise.checkpoint.stores import CheckpointStore, find, stored_manifest
 from shardwise.embedding.tables import draw_seed
 from shardwise.errors import IN_PARENTHESES, CheckpointError, did_you_mean
-from shardwise.layout import Box, checked
-from shardwise.layout.boxes import BoxIndex
 
 
 @checked

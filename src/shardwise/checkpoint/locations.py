@@ -5,12 +5,12 @@ from os import PathLike
 from pathlib import Path
 from typing import TypeAlias, overload
 
+from shardwise._layout import checked
 from shardwise.checkpoint.folder_store import FolderStore
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.object_store import ObjectStore
 from shardwise.checkpoint.stores import CheckpointStore, find_latest, stored_manifest
 from shardwise.errors import CheckpointError
-from shardwise.layout import checked
 
 Location: TypeAlias = str | PathLike[str]
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from shardwise._layout import Box, check_cover
 from shardwise.checkpoint.files import CRC_BYTES, DTYPES, METADATA_KEY, FileLayout, file_layout
 from shardwise.checkpoint.remedies import damaged
 from shardwise.errors import CheckpointError, LayoutError, without_fix
-from shardwise.layout import Box, check_cover
 
 FORMAT, VERSION = "shardwise checkpoint", 2
 OLDER = {1: ("not_finite",)}  # the versions that are read as well, with the fields that they lack

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import REPLICATE, Boxes, Layout, Placement, Shard
+from shardwise._tensor import DTensor, tag
 from shardwise.checkpoint.manifest import StoredTensor
 from shardwise.embedding.fused import FusedOptimizer
 from shardwise.errors import CheckpointError
-from shardwise.layout import REPLICATE, Boxes, Layout, Placement, Shard
-from shardwise.tensor import DTensor, tag
 
 Shapes = dict[str, tuple[int, ...] | None]  # of states by name; None: no tensor
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise._tensor import DTensor, plain
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.optimizer_states import (
     ABOUT,
@@ -24,7 +25,6 @@ from shardwise.checkpoint.optimizer_states import (
 )
 from shardwise.embedding.fused import FusedOptimizer, is_of_other_columns
 from shardwise.errors import CheckpointError
-from shardwise.tensor import DTensor, plain
 
 T = TypeVar("T")
 

@@ -7,11 +7,11 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from shardwise._layout import checked_init
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.state import LocalBoxes
 from shardwise.embedding.tables import by_chunk, seeded_rows
 from shardwise.errors import IN_PARENTHESES, CheckpointError, did_you_mean
-from shardwise.layout import checked_init
 
 
 @checked_init

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shardwise._layout import Box, checked
+from shardwise._tensor import module_sharding
 from shardwise.checkpoint.collective_errors import digest, listed, on_all_ranks, require_same
 from shardwise.checkpoint.converted_names import Converted, converted
 from shardwise.checkpoint.files import StoredFile, copy_box
@@ -19,8 +21,6 @@ from shardwise.checkpoint.offline.sources import Progress, Source, select_tensor
 from shardwise.checkpoint.remedies import extra_prefix
 from shardwise.checkpoint.state import storable_boxes
 from shardwise.errors import IN_PARENTHESES, CheckpointError, did_you_mean
-from shardwise.layout import Box, checked
-from shardwise.tensor import module_sharding
 
 EXACT_BYTES = 1 << 12  # a shorter part of a row is not worth a read of its own
 AS_IN_FILES = "make the module as the files have it; of a model of Hugging Face, config.json beside them says how"

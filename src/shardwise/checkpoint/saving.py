@@ -14,7 +14,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import Box, Owner, checked
 from shardwise.checkpoint.collective_errors import digest, listed, on_all_ranks, require_same
 from shardwise.checkpoint.files import METADATA_KEY, Checksum, byte_blocks, checksum, content, file_layout
 from shardwise.checkpoint.locations import store_at
@@ -36,7 +37,6 @@ from shardwise.checkpoint.state import LocalBoxes, as_json, flatten, held_boxes,
 from shardwise.checkpoint.stores import CheckpointStore, check_files, complete_manifest
 from shardwise.checkpoint.writer_lock import WriterLock, require_lock
 from shardwise.errors import CheckpointError, NotFiniteError, UnreachableError
-from shardwise.layout import Box, Owner, checked
 
 Sums: TypeAlias = list[tuple[Sequence[int], bool]]
 """The crc32s of each box that a rank holds, and whether its values are finite."""

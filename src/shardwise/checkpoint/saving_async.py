@@ -24,13 +24,13 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import Owner, checked
 from shardwise.checkpoint.collective_errors import on_all_ranks, text_of
 from shardwise.checkpoint.files import read_bytes
 from shardwise.checkpoint.retention import Keep
 from shardwise.checkpoint.saving import AllSums, Contents, Saving, Sums, finish_pending, set_pending
 from shardwise.errors import CheckpointError, NotFiniteError, UnreachableError
-from shardwise.layout import Owner, checked
 
 POLL_SECONDS = 0.05  # between two looks for reports
 EXIT_SECONDS = 60.0  # for the reports of other ranks after the program of this one has ended

@@ -13,14 +13,14 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import REPLICATE, Box, Layout, Mesh, split_by_boxes
+from shardwise._tensor import DTensor, check_owners, plain
+from shardwise._tensor.torch_dtensors import converted
+from shardwise._tensor.torch_objects import is_torch_dtensor
 from shardwise.checkpoint.collective_errors import all_ranks
 from shardwise.checkpoint.files import DTYPES
 from shardwise.errors import CheckpointError
-from shardwise.layout import REPLICATE, Box, Layout, Mesh, split_by_boxes
-from shardwise.tensor import DTensor, check_owners, plain
-from shardwise.tensor.torch_dtensors import converted
-from shardwise.tensor.torch_objects import is_torch_dtensor
 
 MODEL = "model."  # what `state_of` puts before the names of a module
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from shardwise._layout import checked
 from shardwise.checkpoint.export import Collection
 from shardwise.checkpoint.loading import Wanted, load_into
 from shardwise.checkpoint.manifest import Manifest
@@ -19,7 +20,6 @@ from shardwise.checkpoint.resizing import Rows, as_rows, resize_argument, resize
 from shardwise.checkpoint.schedulers import SCHEDULERS, fitting_schedulers, scheduler_state
 from shardwise.embedding.tables import TableWeight
 from shardwise.errors import IN_PARENTHESES, CheckpointError, did_you_mean
-from shardwise.layout import checked
 
 
 @checked

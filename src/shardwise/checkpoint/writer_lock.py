@@ -23,12 +23,12 @@ from os import PathLike
 from pathlib import Path
 from time import monotonic, sleep
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import checked
 from shardwise.checkpoint.collective_errors import on_all_ranks
 from shardwise.checkpoint.locations import Location, store_at
 from shardwise.checkpoint.stores import CheckpointStore
 from shardwise.errors import CheckpointError
-from shardwise.layout import checked
 
 BEAT_SECONDS = 10.0
 SILENT_SECONDS = 60.0

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from shardwise import collectives
-from shardwise.collectives import DeviceMesh
+from shardwise import _collectives as collectives
+from shardwise._collectives import DeviceMesh
+from shardwise._layout import REPLICATE, Layout, Mesh, Placement, Shard, checked_init
+from shardwise._tensor.arguments import check_dense
+from shardwise._tensor.conversion import wrap
+from shardwise._tensor.dtensor import default_mesh
 from shardwise.embedding.jagged import JaggedFeatures, KeyedJaggedTensor
 from shardwise.errors import ArgumentError, MeshError, RemoteRankError, summary
-from shardwise.layout import REPLICATE, Layout, Mesh, Placement, Shard, checked_init
-from shardwise.tensor.arguments import check_dense
-from shardwise.tensor.conversion import wrap
-from shardwise.tensor.dtensor import default_mesh
 
 TENSOR_AXIS = "tp"
 AS_THEY_ARE = (str, bytes, int, float, complex, type(None), np.generic)  # of this rank's samples

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from shardwise._layout import checked
+from shardwise._trace.comm_trace import CommEvent, Listener, listening_with
 from shardwise.errors import RuleError
-from shardwise.layout import checked
-from shardwise.trace.comm_trace import CommEvent, Listener, listening_with
 
 
 class Budget(Listener):

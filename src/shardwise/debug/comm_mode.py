@@ -14,17 +14,17 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.collectives.torch_bridge import functional_collective, torch_op
+from shardwise._collectives.torch_bridge import functional_collective, torch_op
+from shardwise._layout import Placement
+from shardwise._rules.row import Args, Kwargs
+from shardwise._tensor import DTensor
+from shardwise._tensor.dispatch.dispatcher import is_op
+from shardwise._tensor.dispatch.fallback import Wrapper
+from shardwise._tensor.dispatch.hooks import Proceed, hook_calls
+from shardwise._tensor.dtensor import name_of
+from shardwise._tensor.torch_objects import is_torch_dtensor_class
+from shardwise._trace.comm_trace import CommEvent, Listener, listening_with
 from shardwise.debug.module_tracker import GLOBAL, ModuleTracker, in_backward
-from shardwise.layout import Placement
-from shardwise.rules.row import Args, Kwargs
-from shardwise.tensor import DTensor
-from shardwise.tensor.dispatch.dispatcher import is_op
-from shardwise.tensor.dispatch.fallback import Wrapper
-from shardwise.tensor.dispatch.hooks import Proceed, hook_calls
-from shardwise.tensor.dtensor import name_of
-from shardwise.tensor.torch_objects import is_torch_dtensor_class
-from shardwise.trace.comm_trace import CommEvent, Listener, listening_with
 
 FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "checkpointing"
 Counts = dict[Any, int]

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from shardwise import collectives
-from shardwise.layout import Box, split_by_boxes
-from shardwise.tensor import DTensor, plain, to_layout
+from shardwise import _collectives as collectives
+from shardwise._layout import Box, split_by_boxes
+from shardwise._tensor import DTensor, plain, to_layout
 
 Bounds = Callable[[Tensor], tuple[float, float]]  # from the expected value to a relative and an absolute tolerance
 

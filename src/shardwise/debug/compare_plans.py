@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from shardwise._layout import Layout, checked, placements_text
+from shardwise._redistribute.plan import RedistributePlan, alternatives
+from shardwise._redistribute.steps import CommStep
 from shardwise.errors import ArgumentError
-from shardwise.layout import Layout, checked, placements_text
-from shardwise.redistribute.plan import RedistributePlan, alternatives
-from shardwise.redistribute.steps import CommStep
 
 MOST_LINES = 12
 

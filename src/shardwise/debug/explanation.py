@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import Layout, shown
+from shardwise._trace.comm_trace import Cause, CommEvent, Kind, Listener, listening_with
 from shardwise.errors import ArgumentError
-from shardwise.layout import Layout, shown
-from shardwise.trace.comm_trace import Cause, CommEvent, Kind, Listener, listening_with
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -12,14 +12,14 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 
-from shardwise import collectives
-from shardwise.layout import Placement
-from shardwise.rules.row import Args, Kwargs, Op
-from shardwise.tensor import DTensor
-from shardwise.tensor.dispatch.dispatcher import is_op
-from shardwise.tensor.dispatch.hooks import Proceed, hook_calls
-from shardwise.tensor.dtensor import name_of
-from shardwise.trace.comm_trace import CommEvent, Listener, listening_with
+from shardwise import _collectives as collectives
+from shardwise._layout import Placement
+from shardwise._rules.row import Args, Kwargs, Op
+from shardwise._tensor import DTensor
+from shardwise._tensor.dispatch.dispatcher import is_op
+from shardwise._tensor.dispatch.hooks import Proceed, hook_calls
+from shardwise._tensor.dtensor import name_of
+from shardwise._trace.comm_trace import CommEvent, Listener, listening_with
 
 GLOBAL = "Global"  # what runs outside modules, as torch calls it
 

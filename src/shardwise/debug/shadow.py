@@ -10,19 +10,19 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 from torch.utils import _pytree as pytree
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import REPLICATE, Layout, Mesh, checked
+from shardwise._rules.registry import ops_with_rules
+from shardwise._rules.row import Args, Kwargs
+from shardwise._tensor import DTensor, plain, to_layout
+from shardwise._tensor.dispatch import dispatcher
+from shardwise._tensor.dispatch.dispatcher import is_op
+from shardwise._tensor.dispatch.hooks import Proceed, hook_calls
+from shardwise._tensor.dtensor import name_of
+from shardwise._trace.comm_trace import muted
+from shardwise._trace.user_stack import call_site
 from shardwise.debug.compare import Difference, Tolerance, largest_difference, pairs
 from shardwise.errors import RuleError, ShadowError
-from shardwise.layout import REPLICATE, Layout, Mesh, checked
-from shardwise.rules.registry import ops_with_rules
-from shardwise.rules.row import Args, Kwargs
-from shardwise.tensor import DTensor, plain, to_layout
-from shardwise.tensor.dispatch import dispatcher
-from shardwise.tensor.dispatch.dispatcher import is_op
-from shardwise.tensor.dispatch.hooks import Proceed, hook_calls
-from shardwise.tensor.dtensor import name_of
-from shardwise.trace.comm_trace import muted
-from shardwise.trace.user_stack import call_site
 
 Func = Callable[..., Any]
 

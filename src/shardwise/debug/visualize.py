@@ -2,11 +2,11 @@
 
 import sys
 
-from shardwise import collectives
-from shardwise.layout import checked
-from shardwise.pictures import picture
-from shardwise.tensor import DTensor
-from shardwise.tensor.torch_objects import TorchDTensor, is_torch_dtensor
+from shardwise import _collectives as collectives
+from shardwise._layout import checked
+from shardwise._pictures import picture
+from shardwise._tensor import DTensor
+from shardwise._tensor.torch_objects import TorchDTensor, is_torch_dtensor
 
 
 @checked

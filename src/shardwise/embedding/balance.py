@@ -5,12 +5,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import Shard, checked
 from shardwise.embedding.batch import IdRules, features_of
 from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig
 from shardwise.embedding.jagged import JaggedFeatures
 from shardwise.errors import ArgumentError, RemoteRankError
-from shardwise.layout import Shard, checked
 
 MOST_RANKS = 1 << 16
 

@@ -6,16 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise._layout import checked, checked_init
+from shardwise._tensor import DTensor
+from shardwise._tensor.transforms import refuse_compilation
+from shardwise._trace.capture_hooks import RunsInReplays, allow_in_graph_with_backward, not_capturable
 from shardwise.embedding.batch import Batch, Features, IdRules, features_of
 from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType, resized
 from shardwise.embedding.jagged import JaggedFeatures, JaggedTensor, KeyedJaggedTensor, from_parts
 from shardwise.embedding.keyed_tensor import KeyedTensor
 from shardwise.embedding.plan import Block
 from shardwise.embedding.tables import Tables, TableWeight, check_no_gradient, draw_seed, fill, new_rows
-from shardwise.layout import checked, checked_init
-from shardwise.tensor import DTensor
-from shardwise.tensor.transforms import refuse_compilation
-from shardwise.trace.capture_hooks import RunsInReplays, allow_in_graph_with_backward, not_capturable
 
 BAGS, ROWS = "embedding_bags", "embeddings"  # names in the state
 

@@ -9,8 +9,8 @@ from typing import Annotated, TypeVar
 import torch
 from torch import Tensor, nn
 
+from shardwise._layout import Kind, checked_init
 from shardwise.errors import ConfigError
-from shardwise.layout import Kind, checked_init
 
 POLICIES = ("error", "clip", "hash", "zero")
 Policy = Annotated[str, Kind("'error', 'clip', 'hash' or 'zero'", lambda x: isinstance(x, str) and x in POLICIES)]

@@ -7,10 +7,10 @@ from typing import Any, overload
 import torch
 from torch import nn
 
+from shardwise._layout import Boxes, Layout, Mesh, Placement, Shard
+from shardwise._tensor import DTensor
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.errors import ConfigError, PlanError
-from shardwise.layout import Boxes, Layout, Mesh, Placement, Shard
-from shardwise.tensor import DTensor
 
 StatesOf = Callable[[int], dict[str, DTensor]]
 

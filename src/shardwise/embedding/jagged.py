@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from shardwise._layout import checked, checked_init
+from shardwise._tensor import DTensor
 from shardwise.errors import JaggedError
-from shardwise.layout import checked, checked_init
-from shardwise.tensor import DTensor
 
 if TYPE_CHECKING:
     import torchrec

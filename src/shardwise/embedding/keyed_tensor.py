@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from shardwise._layout import checked, checked_init
 from shardwise.embedding.jagged import check_keys
 from shardwise.errors import JaggedError
-from shardwise.layout import checked, checked_init
 
 
 @checked_init

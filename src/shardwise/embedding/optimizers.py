@@ -13,9 +13,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from shardwise._layout import checked_init
 from shardwise.embedding.kernels import Stack
 from shardwise.errors import ConfigError
-from shardwise.layout import checked_init
 
 SMALLEST = torch.finfo(torch.float32).tiny  # a divisor that is not 0
 

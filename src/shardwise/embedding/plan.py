@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise._layout import Layout, Partial, Replicate
 from shardwise.errors import PlanError
-from shardwise.layout import Layout, Partial, Replicate
 
 Ints = NDArray[np.int64]
 

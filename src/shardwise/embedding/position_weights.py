@@ -5,12 +5,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from shardwise._layout import checked_init
 from shardwise.embedding.collections import EmbeddingBagCollection
 from shardwise.embedding.jagged import JaggedFeatures, KeyedJaggedTensor
 from shardwise.embedding.keyed_tensor import KeyedTensor
 from shardwise.embedding.sharded import ShardedEmbeddingBagCollection
 from shardwise.errors import ConfigError, JaggedError, ShardwiseError
-from shardwise.layout import checked_init
 
 
 @checked_init

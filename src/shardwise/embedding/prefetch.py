@@ -8,7 +8,8 @@ from typing import Generic, TypeVar
 
 from torch import Tensor, nn
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import checked
 from shardwise.embedding.batch import LOADER_ENDED, LOADER_FAILED, Verdict
 from shardwise.embedding.jagged import JaggedFeatures
 from shardwise.embedding.sharded import (
@@ -18,7 +19,6 @@ from shardwise.embedding.sharded import (
     ShardedEmbeddingCollection,
 )
 from shardwise.errors import ArgumentError, MismatchError, PlanError, RemoteRankError
-from shardwise.layout import checked
 
 B = TypeVar("B")
 Sharded = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection

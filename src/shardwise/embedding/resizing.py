@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import Boxes, Layout, Placements, Shard, as_placements
 from shardwise.embedding.configs import EmbeddingConfig
 from shardwise.embedding.kernels import Stack
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.embedding.plan import Blocks, Ints, Plan, Table, make_plan
 from shardwise.embedding.tables import fill, new_rows
 from shardwise.errors import PlanError
-from shardwise.layout import Boxes, Layout, Placements, Shard, as_placements
 
 MOST_BYTES = 1 << 24  # that a rank sends, or receives, at a time
 

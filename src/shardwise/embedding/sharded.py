@@ -9,8 +9,11 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from shardwise import collectives
-from shardwise.collectives import DeviceMesh
+from shardwise import _collectives as collectives
+from shardwise._collectives import DeviceMesh
+from shardwise._layout import Layout, Mesh, Placements, as_placements, checked
+from shardwise._tensor import DTensor
+from shardwise._trace.capture_hooks import RunsInReplays, tracing_paused
 from shardwise.embedding.batch import NO_BATCH, Batch, IdRules, Verdict, features_of
 from shardwise.embedding.collections import (
     BAGS,
@@ -57,9 +60,6 @@ from shardwise.embedding.tables import (
     seed_of_first,
 )
 from shardwise.errors import ConfigError, IdError, IdTypeError, PlanError, RemoteRankError, ShardwiseError
-from shardwise.layout import Layout, Mesh, Placements, as_placements, checked
-from shardwise.tensor import DTensor
-from shardwise.trace.capture_hooks import RunsInReplays, tracing_paused
 
 Optimizers = Sequence[RowOptimizer]  # of each table
 Versions = tuple[tuple[Tensor, int], ...]  # tensors, and how often each had been changed in place

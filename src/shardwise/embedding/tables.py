@@ -9,12 +9,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._tensor import DTensor
+from shardwise._tensor.handlers.attributes import replace_value
 from shardwise.embedding.configs import EmbeddingConfig
 from shardwise.embedding.plan import Block
 from shardwise.errors import ConfigError, PlanError
-from shardwise.tensor import DTensor
-from shardwise.tensor.handlers.attributes import replace_value
 
 CHUNK = 1 << 12  # rows of one seed; a rank makes full chunks, of which it may need a part
 RowsBetween = Callable[[int, int], Tensor]  # [rows, all columns] of a table

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shardwise import collectives
-from shardwise.errors import LayoutError, RuleError
-from shardwise.experimental.context import context_parallel, context_parallel_unshard
-from shardwise.layout import (
+from shardwise import _collectives as collectives
+from shardwise._layout import (
     REPLICATE,
     Mesh,
     Placement,
@@ -28,12 +26,14 @@ from shardwise.layout import (
     placements_text,
     shown,
 )
-from shardwise.rules import Meta, OpRule, Row
-from shardwise.rules.registry import override
-from shardwise.rules.row import Args, Kwargs, Op
-from shardwise.tensor import DTensor, strict
-from shardwise.tensor.dispatch.dispatcher import forget
-from shardwise.tensor.torch_dtensors import converted
+from shardwise._rules import Meta, OpRule, Row
+from shardwise._rules.registry import override
+from shardwise._rules.row import Args, Kwargs, Op
+from shardwise._tensor import DTensor, strict
+from shardwise._tensor.dispatch.dispatcher import forget
+from shardwise._tensor.torch_dtensors import converted
+from shardwise.errors import LayoutError, RuleError
+from shardwise.experimental.context import context_parallel, context_parallel_unshard
 
 PerArgument = Sequence[Placements | None] | None  # None: any for all
 Acceptable = tuple[Sequence[Placement], Sequence[Placement | None]]

@@ -12,16 +12,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from shardwise import collectives
-from shardwise.attention.ring import Ring, Spans, ring_attention
-from shardwise.attention.rules import without_torch_function
-from shardwise.collectives import DeviceMesh
+from shardwise import _collectives as collectives
+from shardwise._attention.ring import Ring, Spans, ring_attention
+from shardwise._attention.rules import without_torch_function
+from shardwise._collectives import DeviceMesh
+from shardwise._layout import Mesh, checked, shown
+from shardwise._redistribute.transfers import Exchange
+from shardwise._rules.row import Args, Kwargs, Op
+from shardwise._tensor import DTensor
+from shardwise._trace.comm_trace import Cause
 from shardwise.errors import LayoutError, MeshError, RuleError
-from shardwise.layout import Mesh, checked, shown
-from shardwise.redistribute.transfers import Exchange
-from shardwise.rules.row import Args, Kwargs, Op
-from shardwise.tensor import DTensor
-from shardwise.trace.comm_trace import Cause
 
 _CAUSE = Cause("internal", "scaled_dot_product_attention", "", "context_parallel: ring attention")
 

@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import PARTIAL, REPLICATE, Layout, Mesh, Placement, Shard
+from shardwise._redistribute.plan import same_local_shards
+from shardwise._redistribute.run_plan import redistribute_local
+from shardwise._tensor import DTensor, plain, tag, to_layout
+from shardwise._tensor.arguments import check_dense
+from shardwise._tensor.autograd.gradients import as_cotangent, record_from_plain, record_to_plain
+from shardwise._tensor.conversion import layout_of_local_shapes
+from shardwise._tensor.torch_dtensors import from_torch_dtensor
+from shardwise._tensor.torch_objects import is_torch_dtensor
+from shardwise._tensor.transforms import check_no_transform, check_untransformed
+from shardwise._trace.autograd_function import TensorFunction
+from shardwise._trace.capture_hooks import not_capturable
+from shardwise._trace.comm_trace import Cause
 from shardwise.errors import LayoutError, MismatchError, PlanError
-from shardwise.layout import PARTIAL, REPLICATE, Layout, Mesh, Placement, Shard
-from shardwise.redistribute.plan import same_local_shards
-from shardwise.redistribute.run_plan import redistribute_local
-from shardwise.tensor import DTensor, plain, tag, to_layout
-from shardwise.tensor.arguments import check_dense
-from shardwise.tensor.autograd.gradients import as_cotangent, record_from_plain, record_to_plain
-from shardwise.tensor.conversion import layout_of_local_shapes
-from shardwise.tensor.torch_dtensors import from_torch_dtensor
-from shardwise.tensor.torch_objects import is_torch_dtensor
-from shardwise.tensor.transforms import check_no_transform, check_untransformed
-from shardwise.trace.autograd_function import TensorFunction
-from shardwise.trace.capture_hooks import not_capturable
-from shardwise.trace.comm_trace import Cause
 
 AxisPlacements = tuple[Placement | None, ...]
 """One placement per mesh axis; None is the default there, or keeps the placement of a DTensor."""

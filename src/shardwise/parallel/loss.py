@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import Layout, Mesh, Shard
+from shardwise._rules.row import Args, Kwargs, Op
+from shardwise._tensor import DTensor
+from shardwise._trace.comm_trace import CommEvent, Listener, listening_with
 from shardwise.errors import LayoutError, RuleError
-from shardwise.layout import Layout, Mesh, Shard
-from shardwise.rules.row import Args, Kwargs, Op
-from shardwise.tensor import DTensor
-from shardwise.trace.comm_trace import CommEvent, Listener, listening_with
 
 LOSSES: dict[object, str] = {F.cross_entropy: "cross_entropy", F.nll_loss: "nll_loss"}
 _FIX = "Fix: output_layouts=Shard(-1) and use_local_output=False in the style of the layer that makes them."

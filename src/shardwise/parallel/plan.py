@@ -6,15 +6,15 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from shardwise import collectives
-from shardwise.collectives import DeviceMesh
+from shardwise import _collectives as collectives
+from shardwise._collectives import DeviceMesh
+from shardwise._layout import REPLICATE, Layout, Mesh, Placement, checked, describe, placement_of, shown
+from shardwise._rules.row import Args, Kwargs
+from shardwise._tensor import module_sharding
+from shardwise._tensor.transforms import refuse_compilation
 from shardwise.errors import LayoutError, MeshError, PlanError
-from shardwise.layout import REPLICATE, Layout, Mesh, Placement, checked, describe, placement_of, shown
 from shardwise.parallel.boundary import SharedInput
 from shardwise.parallel.styles import InputFn, ModuleContext, OutputFn, ParallelStyle, misused_style
-from shardwise.rules.row import Args, Kwargs
-from shardwise.tensor import module_sharding
-from shardwise.tensor.transforms import refuse_compilation
 
 M = TypeVar("M", bound=nn.Module)
 ParallelPlan = ParallelStyle | Placement | Mapping[str, "ParallelPlan"]

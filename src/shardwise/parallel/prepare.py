@@ -8,8 +8,9 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shardwise._layout import Kind, Placement, checked_init, describe, placement_of
+from shardwise._rules.row import Args, Kwargs
 from shardwise.errors import PlanError, did_you_mean
-from shardwise.layout import Kind, Placement, checked_init, describe, placement_of
 from shardwise.parallel.boundary import BoundaryRedistribution
 from shardwise.parallel.styles import (
     Arguments,
@@ -20,7 +21,6 @@ from shardwise.parallel.styles import (
     PlacementsLike,
     forward_arguments,
 )
-from shardwise.rules.row import Args, Kwargs
 
 NestedLayouts = PlacementsLike | None | Sequence[Any] | Mapping[str, Any]
 """Placements of one argument, None to leave it, or a tuple, list or dict of these for nested arguments.

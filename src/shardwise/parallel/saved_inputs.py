@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from shardwise import collectives
-from shardwise.collectives import DeviceMesh
+from shardwise import _collectives as collectives
+from shardwise._collectives import DeviceMesh
+from shardwise._layout import Layout, Mesh, Shard, checked
+from shardwise._redistribute.run_plan import redistribute_local
+from shardwise._tensor import DTensor
+from shardwise._tensor.dtensor import plain
+from shardwise._trace.comm_trace import Cause
 from shardwise.errors import MeshError
-from shardwise.layout import Layout, Mesh, Shard, checked
-from shardwise.redistribute.run_plan import redistribute_local
-from shardwise.tensor import DTensor
-from shardwise.tensor.dtensor import plain
-from shardwise.trace.comm_trace import Cause
 
 _CAUSE = Cause("internal", "input_reshard", "", "an input that was saved for backward is all-gathered")
 

@@ -5,10 +5,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from shardwise import collectives
-from shardwise.collectives import DeviceMesh
-from shardwise.errors import LayoutError, PlanError
-from shardwise.layout import (
+from shardwise import _collectives as collectives
+from shardwise._collectives import DeviceMesh
+from shardwise._layout import (
     REPLICATE,
     Kind,
     Layout,
@@ -20,16 +19,17 @@ from shardwise.layout import (
     placement_of,
     shown,
 )
+from shardwise._tensor import module_sharding
+from shardwise._tensor.conversion import distribute_tensor, wrap
+from shardwise._tensor.dtensor import DTensor, plain
+from shardwise._tensor.module_sharding import note_replaced
+from shardwise._tensor.replicas import note_local_shard
+from shardwise._tensor.torch_dtensors import converted
+from shardwise._tensor.torch_objects import is_torch_dtensor
+from shardwise._tensor.transforms import check_untransformed
+from shardwise.errors import LayoutError, PlanError
 from shardwise.parallel.styles import ParallelStyle, misused_style
 from shardwise.sharded_tensor.specs import ShardingSpec
-from shardwise.tensor import module_sharding
-from shardwise.tensor.conversion import distribute_tensor, wrap
-from shardwise.tensor.dtensor import DTensor, plain
-from shardwise.tensor.module_sharding import note_replaced
-from shardwise.tensor.replicas import note_local_shard
-from shardwise.tensor.torch_dtensors import converted
-from shardwise.tensor.torch_objects import is_torch_dtensor
-from shardwise.tensor.transforms import check_untransformed
 
 M = TypeVar("M", bound=nn.Module)
 ParameterLayout = Placement | Placements | Layout | ShardingSpec

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from shardwise.errors import LayoutError, PlanError
-from shardwise.layout import (
+from shardwise._layout import (
     REPLICATE,
     Kind,
     Layout,
@@ -23,9 +22,10 @@ from shardwise.layout import (
     placement_of,
     shown,
 )
+from shardwise._rules.row import Args, Kwargs
+from shardwise._tensor import DTensor
+from shardwise.errors import LayoutError, PlanError
 from shardwise.parallel.boundary import AxisPlacements, BoundaryRedistribution, SharedInput
-from shardwise.rules.row import Args, Kwargs
-from shardwise.tensor import DTensor
 
 PlacementsLike = Placement | Sequence[Placement | None] | Mapping[str, Placement | None]
 """A placement on the tensor-parallel axis; or one per mesh axis, in a sequence or by axis name.

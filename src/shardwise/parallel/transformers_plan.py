@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from shardwise._layout import REPLICATE, Placement, Shard, checked
+from shardwise._tensor import module_sharding
 from shardwise.errors import PlanError
-from shardwise.layout import REPLICATE, Placement, Shard, checked
 from shardwise.parallel.prepare import PrepareModuleOutput
 from shardwise.parallel.styles import (
     ColwiseParallel,
@@ -18,7 +19,6 @@ from shardwise.parallel.styles import (
     SequenceParallel,
     first_input,
 )
-from shardwise.tensor import module_sharding
 
 
 @checked

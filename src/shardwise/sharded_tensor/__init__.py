@@ -1,6 +1,6 @@
 """Sharding specs, plans and sharders, compatible with `torch.distributed._shard` and TorchRec, on `DTensor`."""
 
-from shardwise.collectives.meshes import load_with_process_group
+from shardwise._collectives.meshes import load_with_process_group
 from shardwise.sharded_tensor.custom_ops import custom_sharding_spec_op
 from shardwise.sharded_tensor.local_shards import LocalShardsWrapper
 from shardwise.sharded_tensor.sharded_tensor import (
@@ -25,27 +25,13 @@ from shardwise.sharded_tensor.sharding import (
     shard_parameter,
     state_dict_hook,
 )
-from shardwise.sharded_tensor.shards import (
-    RemoteDevice,
-    ShardedTensorMetadata,
-    ShardMetadata,
-    TensorProperties,
-    layout_of_shards,
-)
-from shardwise.sharded_tensor.specs import (
-    ChunkShardingSpec,
-    DevicePlacementSpec,
-    EnumerableShardingSpec,
-    PlacementSpec,
-    ShardingSpec,
-    spec_of,
-)
+from shardwise.sharded_tensor.shards import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.sharded_tensor.specs import ChunkShardingSpec, DevicePlacementSpec, EnumerableShardingSpec, ShardingSpec
 
 __all__ = [
     "ChunkShardingSpec", "DevicePlacementSpec", "EnumerableShardingSpec", "LocalShard", "LocalShardsWrapper",
-    "PlacementSpec", "RemoteDevice", "ShardMetadata", "ShardedTensor", "ShardedTensorMetadata", "Sharder",
-    "ShardingPlan", "ShardingPlanner", "ShardingSpec", "TensorProperties", "collect_local_shard",
-    "custom_sharding_spec_op", "empty", "full", "init_from_local_shards", "layout_of_shards",
-    "load_with_process_group", "ones", "pre_load_state_dict_hook", "rand", "randn", "reshard_output",
-    "shard_module", "shard_parameter", "spec_of", "state_dict_hook", "zeros",
+    "ShardMetadata", "ShardedTensor", "ShardedTensorMetadata", "Sharder", "ShardingPlan", "ShardingPlanner",
+    "ShardingSpec", "TensorProperties", "collect_local_shard", "custom_sharding_spec_op", "empty", "full",
+    "init_from_local_shards", "load_with_process_group", "ones", "pre_load_state_dict_hook", "rand", "randn",
+    "reshard_output", "shard_module", "shard_parameter", "state_dict_hook", "zeros",
 ]  # fmt: skip

@@ -10,15 +10,15 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import shown
+from shardwise._rules import OpRule, registry
+from shardwise._rules.row import Args, Kwargs, Op
+from shardwise._tensor.dispatch import hooks
+from shardwise._tensor.dispatch.dispatcher import entry_of, run
+from shardwise._tensor.dtensor import DTensor
 from shardwise.errors import PlanError
-from shardwise.layout import shown
-from shardwise.rules import OpRule, registry
-from shardwise.rules.row import Args, Kwargs, Op
 from shardwise.sharded_tensor.specs import ShardingSpec
-from shardwise.tensor.dispatch import hooks
-from shardwise.tensor.dispatch.dispatcher import entry_of, run
-from shardwise.tensor.dtensor import DTensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 Implementation = Callable[[tuple[type, ...], Args, Kwargs, Any], Any]

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import Box, check_cover, checked
+from shardwise._rules import pointwise
+from shardwise._rules.registry import RowsFunction, rule_of
+from shardwise._rules.row import Args, Kwargs, Op
+from shardwise._tensor.dtensor import DTensor, name_of
+from shardwise._tensor.state_dicts import shard_at
 from shardwise.errors import LayoutError, RuleError, without_fix
-from shardwise.layout import Box, check_cover, checked
-from shardwise.rules import pointwise
-from shardwise.rules.registry import RowsFunction, rule_of
-from shardwise.rules.row import Args, Kwargs, Op
-from shardwise.tensor.dtensor import DTensor, name_of
-from shardwise.tensor.state_dicts import shard_at
 
 _as_subclass: Any = torch._C.TensorBase.as_subclass
 

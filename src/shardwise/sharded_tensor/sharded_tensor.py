@@ -7,9 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import SEQUENCE, Layout, checked, checked_init, describe, split_by_boxes
+from shardwise._tensor import factories
+from shardwise._tensor.arguments import check_dense
+from shardwise._tensor.dtensor import DTensor, plain, register_method, tag, to_layout
+from shardwise._tensor.transforms import check_untransformed
 from shardwise.errors import LayoutError, MismatchError, RuleError
-from shardwise.layout import SEQUENCE, Layout, checked, checked_init, describe, split_by_boxes
 from shardwise.sharded_tensor.shards import (
     ShardedTensorMetadata,
     ShardMetadata,
@@ -18,10 +22,6 @@ from shardwise.sharded_tensor.shards import (
     shards_of,
 )
 from shardwise.sharded_tensor.specs import ShardingSpec, reshard, spec_of
-from shardwise.tensor import factories
-from shardwise.tensor.arguments import check_dense
-from shardwise.tensor.dtensor import DTensor, plain, register_method, tag, to_layout
-from shardwise.tensor.transforms import check_untransformed
 
 ShardedTensor = DTensor
 """Another name of `shardwise.DTensor`."""

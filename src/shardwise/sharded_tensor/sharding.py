@@ -8,15 +8,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import NAMED, Kind, Shard, checked, checked_init, describe
+from shardwise._tensor import module_sharding
+from shardwise._tensor.dtensor import DTensor
+from shardwise._tensor.module_sharding import note_replaced
+from shardwise._tensor.torch_dtensors import converted
 from shardwise.errors import MissingError, PlanError, did_you_mean
-from shardwise.layout import NAMED, Kind, Shard, checked, checked_init, describe
 from shardwise.sharded_tensor.sharded_tensor import local_tensor
 from shardwise.sharded_tensor.specs import ShardingSpec, describe_spec, reshard
-from shardwise.tensor import module_sharding
-from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.module_sharding import note_replaced
-from shardwise.tensor.torch_dtensors import converted
 
 
 class Sharder(ABC):

@@ -10,8 +10,7 @@ from operator import index
 import torch
 from torch import Tensor
 
-from shardwise.errors import LayoutError, MeshError
-from shardwise.layout import (
+from shardwise._layout import (
     Box,
     Boxes,
     Layout,
@@ -24,6 +23,7 @@ from shardwise.layout import (
     checked_init,
     shown,
 )
+from shardwise.errors import LayoutError, MeshError
 
 Ranks = tuple[int, ...]
 

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise import collectives
-from shardwise.errors import LayoutError, RuleError
-from shardwise.layout import (
+from shardwise import _collectives as collectives
+from shardwise._layout import (
     SEQUENCE,
     Layout,
     Replicate,
@@ -27,6 +26,11 @@ from shardwise.layout import (
     is_integer,
     shown,
 )
+from shardwise._tensor.arguments import not_dense
+from shardwise._tensor.conversion import receive_local_shard
+from shardwise._tensor.dtensor import DTensor, plain, remembering, tag, to_layout
+from shardwise._tensor.torch_dtensors import converted
+from shardwise.errors import LayoutError, RuleError
 from shardwise.sharded_tensor.shards import (
     Ranks,
     RemoteDevice,
@@ -37,10 +41,6 @@ from shardwise.sharded_tensor.shards import (
     listed,
     shards_of,
 )
-from shardwise.tensor.arguments import not_dense
-from shardwise.tensor.conversion import receive_local_shard
-from shardwise.tensor.dtensor import DTensor, plain, remembering, tag, to_layout
-from shardwise.tensor.torch_dtensors import converted
 
 
 class PlacementSpec(ABC):  # noqa: B024 (as in torch: the base of descriptions)

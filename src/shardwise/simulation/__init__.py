@@ -1,6 +1,6 @@
 """Memory and communication of a training step on thousands of ranks, in one process that allocates nothing."""
 
-from shardwise.simulation.api import Step, simulate
-from shardwise.simulation.result import Collective, RankClass, Simulation
+from shardwise.simulation.api import simulate
+from shardwise.simulation.result import Simulation
 
-__all__ = ["Collective", "RankClass", "Simulation", "Step", "simulate"]
+__all__ = ["Simulation", "simulate"]

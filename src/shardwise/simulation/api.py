@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwise.collectives import Ranks, using
-from shardwise.collectives.cost_tables import Costs, costs_of, using_costs
+from shardwise._collectives import Ranks, using
+from shardwise._collectives.cost_tables import Costs, costs_of, using_costs
+from shardwise._layout import Boxes, Layout, Mesh, OnRanks, checked
+from shardwise._redistribute.plan import plan_redistribute
+from shardwise._trace.comm_trace import listening_with
 from shardwise.errors import ArgumentError, MeshError
-from shardwise.layout import Boxes, Layout, Mesh, OnRanks, checked
 from shardwise.parallel.shard_module import LayoutPlan, shard_module
-from shardwise.redistribute.plan import plan_redistribute
 from shardwise.simulation.memory import Memory, Roles
 from shardwise.simulation.one_rank import OneRank
 from shardwise.simulation.result import RankClass, Recorded, Simulation
-from shardwise.trace.comm_trace import listening_with
 
 Step = Callable[[], object]
 """One training step: forward, backward, optimizer."""

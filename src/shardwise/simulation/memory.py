@@ -32,13 +32,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise._rules.row import Args, Kwargs
+from shardwise._tensor.autograd.buckets import raw_grad
+from shardwise._tensor.dispatch.fallback import Wrapper
+from shardwise._tensor.dtensor import DTensor
+from shardwise._trace import comm_trace
+from shardwise._trace.user_stack import StackFrame, frames_of
 from shardwise.errors import ShardwiseError
-from shardwise.rules.row import Args, Kwargs
-from shardwise.tensor.autograd.buckets import raw_grad
-from shardwise.tensor.dispatch.fallback import Wrapper
-from shardwise.tensor.dtensor import DTensor
-from shardwise.trace import comm_trace
-from shardwise.trace.user_stack import StackFrame, frames_of
 
 aten = torch.ops.aten
 # Of the local tensor, also of a DTensor.

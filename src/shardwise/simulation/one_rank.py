@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.collectives import Allocate, Finish, Ranks, draw_from_torch
-from shardwise.collectives.call_log import CallLog
-from shardwise.collectives.threads import ThreadGuard
-from shardwise.collectives.value_notes import Note, ValueNotes
-from shardwise.layout import Owner
+from shardwise._collectives import Allocate, Finish, Ranks, draw_from_torch
+from shardwise._collectives.call_log import CallLog
+from shardwise._collectives.threads import ThreadGuard
+from shardwise._collectives.value_notes import Note, ValueNotes
+from shardwise._layout import Owner
+from shardwise._trace.user_stack import StackFrame, is_user_file
 from shardwise.simulation.result import Recorded
-from shardwise.trace.user_stack import StackFrame, is_user_file
 
 
 class OneRank:

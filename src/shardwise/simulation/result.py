@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from textwrap import shorten
 
-from shardwise.collectives import Ranks
-from shardwise.collectives.cost_tables import Costs
-from shardwise.layout import Layout, Mesh
-from shardwise.pictures.labels import aligned, bytes_text, count_text, ranks_text
-from shardwise.trace import comm_trace
-from shardwise.trace.comm_trace import CommEvent, Listener
+from shardwise._collectives import Ranks
+from shardwise._collectives.cost_tables import Costs
+from shardwise._layout import Layout, Mesh
+from shardwise._pictures.labels import aligned, bytes_text, count_text, ranks_text
+from shardwise._trace import comm_trace
+from shardwise._trace.comm_trace import CommEvent, Listener
 
 SHOWN_CAUSES = 12
 CAUSE = 100  # characters of one

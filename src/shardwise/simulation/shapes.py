@@ -9,7 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import REPLICATE, Mesh, Placement, Shard
+from shardwise._models import ModelArgs, Transformer
+from shardwise._tensor import DTensor
 from shardwise.embedding import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -18,12 +21,10 @@ from shardwise.embedding import (
     shard_embeddings,
 )
 from shardwise.errors import ConfigError
-from shardwise.layout import REPLICATE, Mesh, Placement, Shard
-from shardwise.models import MixtureOfExperts, ModelArgs, Routing, Transformer
 from shardwise.parallel import fully_shard, loss_parallel
+from shardwise.parallel.experts import MixtureOfExperts, Routing
 from shardwise.parallel.shard_module import shard_module
 from shardwise.simulation.api import Step
-from shardwise.tensor import DTensor
 
 TENSOR_AXIS = "tp"  # shards the model; every other axis of the mesh shards the batch
 

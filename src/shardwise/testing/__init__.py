@@ -3,12 +3,11 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from shardwise.testing.failures import DeadlockError, SendError
+from shardwise.testing.failures import DeadlockError
 from shardwise.testing.worlds import World, world
 
 if TYPE_CHECKING:
-    from shardwise.models import MLPModule, MLPStacked, ModelArgs, RMSNormPython, Transformer
-    from shardwise.testing.assertions import TensorAssertions
+    from shardwise._models import MLPModule, MLPStacked, ModelArgs, RMSNormPython, Transformer
     from shardwise.testing.cases import (
         DEVICE_COUNT,
         DEVICE_TYPE,
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
 
 # What needs torch is imported when it is used: pytest imports the plugin beside this in every run.
 _HOMES = {
-    "shardwise.models": ("MLPModule", "MLPStacked", "ModelArgs", "RMSNormPython", "Transformer"),
-    "shardwise.testing.assertions": ("TensorAssertions",),
+    "shardwise._models": ("MLPModule", "MLPStacked", "ModelArgs", "RMSNormPython", "Transformer"),
     "shardwise.testing.cases": (
         "DEVICE_COUNT", "DEVICE_TYPE", "DTensorOpTestBase", "DTensorTestBase", "NUM_DEVICES", "PG_BACKEND",
         "skip_unless_torch_gpu", "with_comms",
@@ -36,9 +34,24 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "DEVICE_COUNT", "DEVICE_TYPE", "NUM_DEVICES", "PG_BACKEND", "DTensorConverter", "DTensorOpTestBase",
-    "DTensorTestBase", "DeadlockError", "MLPModule", "MLPStacked", "ModelArgs", "RMSNormPython", "SendError",
-    "TensorAssertions", "Transformer", "World", "check_rows", "skip_unless_torch_gpu", "with_comms", "world",
+    "DEVICE_COUNT",
+    "DEVICE_TYPE",
+    "NUM_DEVICES",
+    "PG_BACKEND",
+    "DTensorConverter",
+    "DTensorOpTestBase",
+    "DTensorTestBase",
+    "DeadlockError",
+    "MLPModule",
+    "MLPStacked",
+    "ModelArgs",
+    "RMSNormPython",
+    "Transformer",
+    "World",
+    "check_rows",
+    "skip_unless_torch_gpu",
+    "with_comms",
+    "world",
 ]  # fmt: skip
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shardwise.tensor import DTensor
-from shardwise.trace.user_stack import StackFrame
+from shardwise._tensor import DTensor
+from shardwise._trace.user_stack import StackFrame
 
 __unittest = True  # unittest leaves the frames of such modules out of its reports
 

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast, overload
 
 import torch
 
-from shardwise.collectives import DeviceMesh, barrier, fingerprint, init_device_mesh, rank, world_size
+from shardwise._collectives import DeviceMesh, barrier, fingerprint, init_device_mesh, rank, world_size
+from shardwise._layout import Mesh
+from shardwise._rules.row import Args, Kwargs
+from shardwise._trace.user_stack import StackFrame
 from shardwise.errors import RemoteRankError, summary
-from shardwise.layout import Mesh
-from shardwise.rules.row import Args, Kwargs
 from shardwise.testing.assertions import TensorAssertions
 from shardwise.testing.converter import DTensorConverter
 from shardwise.testing.failures import DeadlockError, point_at
 from shardwise.testing.pool import renew_pool, run_on_processes
 from shardwise.testing.reference import Reference, refer, why_not_picklable
 from shardwise.testing.simulated import run_on_threads
-from shardwise.trace.user_stack import StackFrame
 
 __unittest = True  # unittest leaves the frames of such modules out of its reports
 

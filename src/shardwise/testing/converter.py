@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwise.collectives import DeviceMesh, as_mesh, rank
+from shardwise._collectives import DeviceMesh, as_mesh, rank
+from shardwise._layout import REPLICATE, Layout, Mesh, Partial, Placement, Shard, checked_init
+from shardwise._tensor import distribute_tensor
 from shardwise.errors import LayoutError
-from shardwise.layout import REPLICATE, Layout, Mesh, Partial, Placement, Shard, checked_init
-from shardwise.tensor import distribute_tensor
 from shardwise.testing.local_shards import dtensor_from_full
 
 Placements = tuple[Placement, ...]

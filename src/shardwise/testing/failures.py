@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from shardwise.errors import RemoteRankError, ShardwiseError, summary
 
 if TYPE_CHECKING:  # it needs torch, which the pytest plugin does without
-    from shardwise.trace.user_stack import StackFrame
+    from shardwise._trace.user_stack import StackFrame
 
 
 LATE = "Fix: correct what the ranks that have not finished do there, or allow more seconds: world(…, timeout=…)."

@@ -8,9 +8,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from shardwise import collectives
-from shardwise.layout import Box, Boxes, Layout, Mesh, OnRanks, Partial, Placement, Shard
-from shardwise.tensor import tag
+from shardwise import _collectives as collectives
+from shardwise._layout import Box, Boxes, Layout, Mesh, OnRanks, Partial, Placement, Shard
+from shardwise._tensor import tag
 
 SEED = 1234
 PartialValues = Mapping[tuple[int, ...], Tensor]  # by position on the Partial axes

@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardwise.collectives.spawn import Death, MemoryFile, RankProcesses
+from shardwise._collectives.spawn import Death, MemoryFile, RankProcesses
+from shardwise._trace.user_stack import StackFrame, format_running
 from shardwise.errors import RemoteRankError, ShardwiseError, summary
 from shardwise.testing.failures import LATE, DeadlockError, SendError, first_error, point_at
 from shardwise.testing.reference import refer, why_not_picklable
 from shardwise.testing.worker import STACK_SIGNAL, Failure, JoinWorld, Success, Task, serve
-from shardwise.trace.user_stack import StackFrame, format_running
 
 __unittest = True  # unittest leaves the frames of such modules out of its reports
 

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 
-from shardwise.collectives import outside_ranks, rank_of_thread
+from shardwise._collectives import outside_ranks, rank_of_thread
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import REPLICATE, Layout, Mesh, Partial, Placement, Shard, checked
+from shardwise._rules import Meta, Row
+from shardwise._rules.registry import OpRule, rule_of
+from shardwise._rules.row import Args, Kwargs
+from shardwise._tensor import DTensor
+from shardwise._tensor.dispatch.resolve import NoRowError, Operand, Slot, choose
 from shardwise.errors import LayoutError, RuleError
-from shardwise.layout import REPLICATE, Layout, Mesh, Partial, Placement, Shard, checked
-from shardwise.rules import Meta, Row
-from shardwise.rules.registry import OpRule, rule_of
-from shardwise.rules.row import Args, Kwargs
-from shardwise.tensor import DTensor
-from shardwise.tensor.dispatch.resolve import NoRowError, Operand, Slot, choose
 from shardwise.testing.converter import DTensorConverter
 from shardwise.testing.local_shards import dtensor_from_full
 from shardwise.testing.worlds import world

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardwise.collectives import Allocate, Finish, Ranks, draw_from_torch, reduce_stack, using
-from shardwise.collectives.call_log import CallLog
-from shardwise.collectives.collective_call import (
+from shardwise._collectives import Allocate, Finish, Ranks, draw_from_torch, reduce_stack, using
+from shardwise._collectives.call_log import CallLog
+from shardwise._collectives.collective_call import (
     ALL_GATHER,
     REDUCE_SCATTER,
     SAME_CALLS,
@@ -33,16 +33,16 @@ from shardwise.collectives.collective_call import (
     mismatch,
     mismatch_text,
 )
-from shardwise.collectives.failures.store import FailureReport, remote_error, report_of
-from shardwise.collectives.threads import ThreadGuard
-from shardwise.collectives.value_notes import Note, ValueNotes, different_values_text, fix_of
+from shardwise._collectives.failures.store import FailureReport, remote_error, report_of
+from shardwise._collectives.threads import ThreadGuard
+from shardwise._collectives.value_notes import Note, ValueNotes, different_values_text, fix_of
+from shardwise._layout import Owner
+from shardwise._trace.user_stack import StackFrame, format_call_sites, format_running, frames_of
 from shardwise.errors import MismatchError, RemoteRankError, ShardwiseError, ThreadError, summary
-from shardwise.layout import Owner
 from shardwise.testing.assertions import note_values
 from shardwise.testing.failures import LATE, DeadlockError, first_error
 from shardwise.testing.process_state import process_state, set_process_state
 from shardwise.testing.rank_threads import threads_belong_to_ranks
-from shardwise.trace.user_stack import StackFrame, format_call_sites, format_running, frames_of
 
 __unittest = True  # unittest leaves the frames of such modules out of its reports
 

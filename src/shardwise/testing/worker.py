@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from shardwise.collectives import has_failed, init_processes, report_failure, shutdown
+from shardwise._collectives import has_failed, init_processes, report_failure, shutdown
+from shardwise._trace.user_stack import StackFrame
 from shardwise.errors import summary
 from shardwise.testing.assertions import note_values
 from shardwise.testing.failures import SendError
 from shardwise.testing.reference import Reference
-from shardwise.trace.user_stack import StackFrame
 
 STACK_SIGNAL = signal.SIGUSR1
 _OURS = str(Path(__file__).parent) + os.sep

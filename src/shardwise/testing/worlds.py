@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
-from shardwise.layout import NumRanks, checked, checked_init
+from shardwise._layout import NumRanks, checked, checked_init
 
 P = ParamSpec("P")
 R = TypeVar("R")

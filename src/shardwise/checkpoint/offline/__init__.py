@@ -7,13 +7,12 @@ Data is read and written some MiB at a time, so the memory needed does not depen
 `shardwise checkpoint` is this on the command line.
 """
 
-from shardwise.checkpoint.offline.reading import Difference, diff, find, verify
+from shardwise.checkpoint.offline.reading import diff, find, verify
 from shardwise.checkpoint.offline.resharding import reshard
 from shardwise.checkpoint.offline.safetensors_format import export_file, export_hugging_face, import_safetensors
-from shardwise.checkpoint.offline.sources import Progress
 from shardwise.checkpoint.offline.torch_format import export_torch, import_torch
 
 __all__ = [
-    "Difference", "Progress", "diff", "export_file", "export_hugging_face", "export_torch", "find",
-    "import_safetensors", "import_torch", "reshard", "verify",
+    "diff", "export_file", "export_hugging_face", "export_torch", "find", "import_safetensors", "import_torch",
+    "reshard", "verify",
 ]  # fmt: skip

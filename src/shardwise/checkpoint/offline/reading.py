@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from shardwise._layout import checked
 from shardwise.checkpoint import stores
 from shardwise.checkpoint.files import FileLayout, StoredFile, check_header, verify_bytes
 from shardwise.checkpoint.locations import store_at
@@ -18,7 +19,6 @@ from shardwise.checkpoint.offline.sources import CheckpointSource, Progress, Sou
 from shardwise.checkpoint.remedies import without_remedy
 from shardwise.checkpoint.stores import CheckpointStore
 from shardwise.errors import CheckpointError
-from shardwise.layout import checked
 
 
 @checked

@@ -5,6 +5,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from shardwise._layout import REPLICATE, Box, Layout, Mesh, checked
 from shardwise.checkpoint.files import Checksum, content, file_layout
 from shardwise.checkpoint.local_files import reported
 from shardwise.checkpoint.locations import store_at
@@ -17,7 +18,6 @@ from shardwise.checkpoint.state import MODEL, held_boxes, key_of
 from shardwise.checkpoint.stores import CheckpointStore
 from shardwise.checkpoint.writer_lock import lock_alone
 from shardwise.errors import ArgumentError, PlanError, did_you_mean
-from shardwise.layout import REPLICATE, Box, Layout, Mesh, checked
 
 
 @checked

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from shardwise._layout import Box, Layout, checked
 from shardwise.checkpoint.files import (
     DTYPES,
     HEADER_LIMIT,
@@ -41,7 +42,6 @@ from shardwise.checkpoint.offline.sources import (
 from shardwise.checkpoint.remedies import OF_TORCH_SAVE, foreign, reader_of
 from shardwise.checkpoint.state import MODEL
 from shardwise.errors import ArgumentError, CheckpointError
-from shardwise.layout import Box, Layout, checked
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 ZIP = b"PK\x03\x04"  # how a file of torch.save begins

@@ -11,6 +11,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from shardwise._layout import Box
+from shardwise._layout.boxes import BoxIndex
 from shardwise.checkpoint import stores
 from shardwise.checkpoint.files import (
     METADATA_KEY,
@@ -27,8 +29,6 @@ from shardwise.checkpoint.locations import store_at
 from shardwise.checkpoint.manifest import StoredTensor
 from shardwise.checkpoint.optimizers import PREFIX as STATES
 from shardwise.errors import CheckpointError, did_you_mean
-from shardwise.layout import Box
-from shardwise.layout.boxes import BoxIndex
 
 OPEN_FILES = 64  # a checkpoint of thousands of ranks has more files than a process may open
 WINDOW_BYTES = 1 << 22

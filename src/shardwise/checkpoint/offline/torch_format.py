@@ -17,6 +17,8 @@ from typing import IO, TYPE_CHECKING, cast
 
 import torch
 
+from shardwise._collectives.torch_bridge import StoredItem, flat_values, pickled_metadata
+from shardwise._layout import Box, Layout, checked
 from shardwise.checkpoint.files import StoredFile, read_bytes
 from shardwise.checkpoint.local_files import FolderDraft, LocalFile, foreign_names, new_at
 from shardwise.checkpoint.locations import local_path
@@ -35,9 +37,7 @@ from shardwise.checkpoint.offline.torch_pickles import Described, Entry, KeyPath
 from shardwise.checkpoint.offline.training_names import TrainingNames, check_shapes, renamed, with_lists
 from shardwise.checkpoint.remedies import OF_TORCH_SAVE, foreign, reader_of, reader_of_file
 from shardwise.checkpoint.state import as_json
-from shardwise.collectives.torch_bridge import StoredItem, flat_values, pickled_metadata
 from shardwise.errors import CheckpointError, did_you_mean
-from shardwise.layout import Box, Layout, checked
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

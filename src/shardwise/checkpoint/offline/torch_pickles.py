@@ -14,11 +14,11 @@ from typing import Any, TypeAlias
 
 import torch
 
+from shardwise._layout import Box, check_cover
 from shardwise.checkpoint.files import DTYPES
 from shardwise.checkpoint.manifest import LARGEST
 from shardwise.checkpoint.remedies import foreign
 from shardwise.errors import CheckpointError, LayoutError, without_fix
-from shardwise.layout import Box, check_cover
 
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": (

@@ -8,8 +8,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shardwise import collectives
-from shardwise.collectives import Finish
+from shardwise import _collectives as collectives
+from shardwise._collectives import Finish
+from shardwise._redistribute.buffers import Buffers, Lent
+from shardwise._trace import comm_trace
+from shardwise._trace.autograd_function import TensorFunction
+from shardwise._trace.comm_trace import Cause, CommEvent, Purpose
 from shardwise.embedding.exchange.ids import Capacities, Headers, IdMessages, ReceivedIds, id_messages
 from shardwise.embedding.exchange.owner import StackRequests, by_rank, by_stack, received_requests
 from shardwise.embedding.exchange.requests import BatchIndex, Request, Routes, make_batch_index, make_routes
@@ -17,10 +21,6 @@ from shardwise.embedding.exchange.results import ResultIndex
 from shardwise.embedding.kernels import Stack
 from shardwise.embedding.plan import Plan, requests_of
 from shardwise.errors import ConfigError, MismatchError, PlanError, RuleError
-from shardwise.redistribute.buffers import Buffers, Lent
-from shardwise.trace import comm_trace
-from shardwise.trace.autograd_function import TensorFunction
-from shardwise.trace.comm_trace import Cause, CommEvent, Purpose
 
 Gradients = list[tuple[StackRequests, Tensor]]  # for each stack, runs and the gradients of their sums
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise import collectives
-from shardwise.collectives import Finish
+from shardwise import _collectives as collectives
+from shardwise._collectives import Finish
 
 FIRST_CAPACITY = 1024  # elements
 Headers = list[list[int]]

@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise._lookups.ids import distinct_ids
 from shardwise.embedding.batch import Batch
 from shardwise.embedding.exchange.results import ResultIndex, result_index, unit_targets
 from shardwise.embedding.kernels import Kernels, RunIndex, Runs
 from shardwise.embedding.plan import Ints, Plan, Requests
-from shardwise.lookups.ids import distinct_ids
 
 MOST_RUNS = 0.75  # if fewer runs than this fraction have an id, only these are sent
 CHECK_EVERY = 64  # batches between comparisons of bags and rows: finding distinct rows costs as much as it may save

@@ -6,10 +6,12 @@ from typing import Any, Self, TypeVar
 
 from torch import Tensor, nn
 
-from shardwise import collectives
-from shardwise.collectives import DeviceMesh
+from shardwise import _collectives as collectives
+from shardwise._collectives import DeviceMesh
+from shardwise._layout import Kind, Mesh, Shard, as_integer, checked, describe
+from shardwise._tensor import module_sharding
+from shardwise._tensor.transforms import refuse_compilation
 from shardwise.errors import LayoutError, MeshError, MissingError, PlanError
-from shardwise.layout import Kind, Mesh, Shard, as_integer, checked, describe
 from shardwise.parallel.fully_sharded.gathered import check_steps
 from shardwise.parallel.fully_sharded.parameters import (
     CPUOffloadPolicy,
@@ -29,8 +31,6 @@ from shardwise.parallel.fully_sharded.parameters import (
     successor,
 )
 from shardwise.parallel.fully_sharded.unit import UNIT, Options, Unit, next_number, unit_of
-from shardwise.tensor import module_sharding
-from shardwise.tensor.transforms import refuse_compilation
 
 M = TypeVar("M", bound=nn.Module)
 describe(

@@ -19,14 +19,14 @@ from torch._C._autograd import _unsafe_set_version_counter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._redistribute.batched import Batched
+from shardwise._tensor.dtensor import DTensor, plain
+from shardwise._trace import comm_trace
+from shardwise._trace.autograd_function import TensorFunction
+from shardwise._trace.capture_hooks import not_capturable, tracing_paused
+from shardwise._trace.comm_trace import Cause, CommEvent, Purpose
 from shardwise.errors import RuleError
-from shardwise.redistribute.batched import Batched
-from shardwise.tensor.dtensor import DTensor, plain
-from shardwise.trace import comm_trace
-from shardwise.trace.autograd_function import TensorFunction
-from shardwise.trace.capture_hooks import not_capturable, tracing_paused
-from shardwise.trace.comm_trace import Cause, CommEvent, Purpose
 
 _UNREDUCED = "_unit_of_unreduced"  # of a parameter with gradients that were not reduced
 NO_BACKWARD = -1  # torch's number of the backward that runs, if none does

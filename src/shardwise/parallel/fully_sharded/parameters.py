@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import REPLICATE, Layout, Mesh, Shard, checked_init, sharded_last
+from shardwise._tensor.dtensor import DTensor, plain, tag
+from shardwise._tensor.torch_objects import is_torch_dtensor
 from shardwise.errors import PlanError
-from shardwise.layout import REPLICATE, Layout, Mesh, Shard, checked_init, sharded_last
-from shardwise.tensor.dtensor import DTensor, plain, tag
-from shardwise.tensor.torch_objects import is_torch_dtensor
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
 _SEED = (

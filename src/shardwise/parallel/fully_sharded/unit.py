@@ -14,9 +14,15 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
-from shardwise import collectives
+from shardwise import _collectives as collectives
+from shardwise._layout import Mesh, Owner
+from shardwise._redistribute.batched import batched, buffers_of_rank
+from shardwise._rules.row import Args, Kwargs
+from shardwise._tensor.dtensor import DTensor
+from shardwise._tensor.module_sharding import assign
+from shardwise._trace.capture_hooks import is_capturing, tracing_paused
+from shardwise._trace.user_stack import call_sites
 from shardwise.errors import PlanError
-from shardwise.layout import Mesh, Owner
 from shardwise.parallel.fully_sharded.gathered import NO_BACKWARD, Gathered, Message
 from shardwise.parallel.fully_sharded.parameters import (
     MixedPrecisionPolicy,
@@ -26,12 +32,6 @@ from shardwise.parallel.fully_sharded.parameters import (
     shown_as,
     stored_of,
 )
-from shardwise.redistribute.batched import batched, buffers_of_rank
-from shardwise.rules.row import Args, Kwargs
-from shardwise.tensor.dtensor import DTensor
-from shardwise.tensor.module_sharding import assign
-from shardwise.trace.capture_hooks import is_capturing, tracing_paused
-from shardwise.trace.user_stack import call_sites
 
 UNIT = "_fully_sharded_unit"  # of a module
 CALLERS = 4  # of deepcopy: a copy is known by where it was made

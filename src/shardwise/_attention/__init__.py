@@ -1,0 +1,5 @@
+"""Attention: its rules, and ring attention."""
+
+from shardwise._attention import rules
+
+__all__ = ["rules"]

@@ -1,0 +1,278 @@
+"""Attention. Sharded batch, heads and queries need no communication, sharded keys one all-gather of partial sums.
+
+If queries and keys are sharded along the sequence, keys and values pass around a ring (`ring.py`).
+"""
+
+from math import inf
+from types import FunctionType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise._attention.ring import Ring, ring_attention
+from shardwise._layout import PARTIAL, REPLICATE, Box, Placement, Shard
+from shardwise._rules.local_context import LocalContext, local_with
+from shardwise._rules.local_tensors import as_accumulator, emptied, filled, never_empty
+from shardwise._rules.registry import OpRule, register
+from shardwise._rules.row import LocalFunction, Meta, Op, Row, arguments
+
+
+def attention(
+    query: Meta, key: Meta, value: Meta, attn_mask: Meta | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> list[Row]:  # fmt: skip
+    """out[…, i, :] = sum_j softmax_j(scale query[…, i, :] key[…, j, :] + mask[…, i, j]) value[…, j, :]."""
+    operands, masks = (query, key, value), () if attn_mask is None else (attn_mask,)
+    at, own = query.ndim - 2, None if attn_mask is None or attn_mask.dtype == torch.bool else _attend
+    if dropout_p > 0 or (is_causal and masks):
+        raise NotImplementedError("no kernel takes dropout with a counter-based RNG, or a mask together with is_causal")
+    if {key.ndim, value.ndim} != {query.ndim} or any(not 2 <= x.ndim <= query.ndim for x in masks):
+        raise NotImplementedError("operands with different numbers of dims are decomposed")
+    scores = query.shape[at], key.shape[at]
+    for x in masks:
+        if any(n not in (1, m) for n, m in zip(x.shape[-2:], scores, strict=True)):
+            raise RuntimeError(f"attn_mask of shape {x.shape} does not fit scores of {scores} queries and keys.")
+
+    def row(
+        dim: int,
+        placements: tuple[Placement, ...],
+        output: Placement,
+        why: str,
+        local: LocalFunction | None = None,
+        layout_from: int | None = None,
+    ) -> Row:
+        length = key.shape[at] if output == REPLICATE else (*query.shape[:-1], -1)[dim]
+        dims = [(x, (at + 1 if output == REPLICATE else dim) - query.ndim + x.ndim) for x in masks]
+        of_masks = [Shard(d) if d >= 0 and x.shape[d] == length else REPLICATE for x, d in dims]
+        return Row(
+            (*placements, *of_masks), output, why, local, True if layout_from is None else (layout_from, 3), layout_from
+        )
+
+    rows = []
+    for d in range(at):
+        sharded, length = Shard(d), max(x.shape[d] for x in operands)
+        if enable_gqa and d == at - 1 and key.shape[d] != query.shape[d]:
+            why = "head-sharded queries of grouped-query attention"
+            rows += [row(d, (sharded, p, p), sharded, why, _attend, 0) for p in (sharded, REPLICATE)]
+        elif query.shape[d] == length:
+            placements = tuple(sharded if x.shape[d] == length else REPLICATE for x in operands)
+            rows.append(row(d, placements, sharded, "batch- or head-sharded", own))
+    local = _attend if is_causal else own
+    rows.append(row(at, (Shard(at), REPLICATE, REPLICATE), Shard(at), "query-sharded", local))
+    why = "key-sharded: ranks combine their softmaxes"
+    rows.append(row(at, (REPLICATE, Shard(at), Shard(at)), REPLICATE, why, _attend))
+    if attn_mask is None:  # a rank has a row of it for each query, beside which all keys are few bytes
+        why = "sequence-sharded: keys and values pass from rank to rank (ring attention)"
+        rows.append(Row((Shard(at),) * 3, Shard(at), why, _attend, (1, 2), 0))
+    columns = Shard(at + 1)
+    rows.append(row(at + 1, (REPLICATE, REPLICATE, columns), columns, "sharded value features", own))
+    rows.append(row(at + 1, (REPLICATE, REPLICATE, PARTIAL), PARTIAL, "linear in the values"))
+    return rows
+
+
+def _attend(
+    ctx: LocalContext, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    at = query.ndim - 2
+    own, keys = (ctx.layouts[i].boxes(ctx.rank)[0] for i in (0, 1))
+    key_axes = tuple(a for a in ctx.axes if ctx.layouts[1].placements[a].is_shard(at))
+    ring = any(ctx.layouts[0].placements[a].is_shard(at) for a in key_axes)
+    if ring and _shares_heads(ctx, at - 1):
+        enable_gqa = False  # heads are repeated where a block is used, not before it is sent
+    if enable_gqa and any(layout.shape[at - 1] != ctx.layouts[0].shape[at - 1] for layout in ctx.layouts[1:3]):
+        key, value = _heads_of_queries(ctx, key, value, at - 1)
+    if ring:
+        return _around_the_ring(ctx, key_axes, query, key, value, is_causal, scale)
+    if is_causal:
+        first, start = own.offsets[at], keys.offsets[at]
+        stop = min(
+            max(first + own.sizes[at], start), start + keys.sizes[at]
+        )  # keys behind are masked for all queries of this rank
+        key, value = key.narrow(at, 0, stop - start), value.narrow(at, 0, stop - start)
+        rows = torch.arange(first, first + own.sizes[at], device=query.device).unsqueeze(1)
+        attn_mask = rows >= torch.arange(start, stop, device=query.device)
+    if key_axes:
+        return _combined(ctx, key_axes, query, key, value, attn_mask, scale)
+    if query.numel() and key.numel() and value.numel():
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale)
+    # On empty operands torch drops the mask from the graph, whose gradient needs all ranks, and saves no result.
+    shape = (*query.shape[:-1], value.shape[-1])
+    query, key, value = (filled(x, (1,) * x.ndim) for x in (query, key, value))
+    if attn_mask is not None:
+        ones = (1,) * attn_mask.ndim  # True where padded: kernels differ on queries whose keys are all masked
+        attn_mask = ~filled(~attn_mask, ones) if attn_mask.dtype == torch.bool else filled(attn_mask, ones)
+    return emptied(F.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale), shape)
+
+
+def _shares_heads(ctx: LocalContext, at: int) -> bool:
+    """Whether on each rank the local key heads are those of its query heads, each for as many of these."""
+    if at < 0:
+        return False
+
+    def shares(operand: int) -> bool:
+        size = max(1, ctx.layouts[0].shape[at] // max(1, ctx.layouts[operand].shape[at]))
+        pairs = zip(ctx.boxes(0), ctx.boxes(operand), strict=True)
+        return all(
+            (q.offsets[at], q.sizes[at]) == (size * x.offsets[at], size * x.sizes[at]) and x.sizes[at] for q, x in pairs
+        )
+
+    return shares(1) and shares(2)
+
+
+def _around_the_ring(
+    ctx: LocalContext,
+    axes: tuple[int, ...],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: bool,
+    scale: float | None,
+) -> Tensor:
+    ranks, at = ctx.ranks(axes), query.ndim - 2
+    queries, keys = (
+        tuple(((box.offsets[at], box.sizes[at]),) for box in (layout.boxes(rank)[0] for rank in ranks))
+        for layout in ctx.layouts[:2]
+    )
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    ring = Ring(ctx.exchange(ranks), ranks.index(ctx.rank), queries, keys, causal, scale)
+    return ring_attention(query, key, value, ring)
+
+
+def _heads_of_queries(ctx: LocalContext, key: Tensor, value: Tensor, at: int) -> list[Tensor]:
+    """The head of the keys and of the values of each local head of the queries."""
+    of_queries, *others = ctx.layouts[:3]
+    group_sizes = [of_queries.shape[at] // layout.shape[at] for layout in others]
+
+    def wanted(rank: int) -> list[tuple[int, Box]]:
+        queries, boxes = of_queries.boxes(rank)[0], []
+        for i, (layout, size) in enumerate(zip(others, group_sizes, strict=True)):
+            first, stop = queries.offsets[at] // size, -(-(queries.offsets[at] + queries.sizes[at]) // size)
+            boxes.append((i, layout.boxes(rank)[0].along(at, first, max(stop - first, 0))))
+        return boxes
+
+    fetched = ctx.fetch_boxes([key, value], [ctx.boxes(1), ctx.boxes(2)], wanted)
+    box = of_queries.boxes(ctx.rank)[0]
+    heads = torch.arange(box.offsets[at], box.offsets[at] + box.sizes[at], device=key.device)
+    return [
+        part.index_select(at, heads // each - box.offsets[at] // each)
+        for part, each in zip(fetched, group_sizes, strict=True)
+    ]
+
+
+def _combined(
+    ctx: LocalContext,
+    axes: tuple[int, ...],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+) -> Tensor:
+    """All-gathers each rank's weighted values, the sum of its weights, and the largest score both are relative to."""
+    kind = query.device.type
+    autocast = torch.is_autocast_enabled(kind) and query.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(kind) if autocast else query.dtype
+    with torch.autocast(kind, enabled=False):
+        query, key, value = (as_accumulator(x.to(dtype)) for x in (query, key, value))
+        scores = _scores(query, key, mask, scale)
+        if not key.shape[-2]:
+            scores, value = F.pad(scores, (0, 1), value=-inf), F.pad(value, (0, 0, 0, 1))
+        least = torch.finfo(scores.dtype).min
+        top = scores.detach().amax(-1, keepdim=True)
+        weights = (scores - top.clamp(min=least)).exp()
+        out = weights @ value
+        sums_and_tops = (x.expand(*out.shape[:-1], 1) for x in (weights.sum(-1, keepdim=True), top))
+        local = torch.cat([out, *sums_and_tops], -1)
+        values, sums, tops = ctx.all_gather(local, ctx.ranks(axes)).split([out.shape[-1], 1, 1], -1)
+        shares = (tops - tops.amax(0).clamp(min=least)).exp().detach()
+        total = (sums * shares).sum(0)
+        out = (values * shares).sum(0) / total.masked_fill(total == 0, 1.0)  # a query without keys gets zeros
+        attended: Tensor = out.to(dtype)
+        return attended
+
+
+def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if mask is None:
+        return scores
+    return scores.masked_fill(~mask, -inf) if mask.dtype == torch.bool else scores + mask
+
+
+def math_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Attention as matrix products, a softmax and dropout."""
+    if enable_gqa:
+        heads = query.shape[-3]
+        key, value = (x.repeat_interleave(heads // x.shape[-3], -3) for x in (key, value))
+    scores = _scores(query, key, attn_mask, scale)
+    if is_causal:
+        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -inf)
+    masked = (scores == -inf).all(-1, keepdim=True)  # a query without keys gets zeros
+    weights = torch.softmax(scores.masked_fill(masked, 0.0), -1).masked_fill(masked, 0.0)
+    return F.dropout(weights, dropout_p) @ value
+
+
+def _shape(query: Meta, key: Meta, value: Meta, *_: object, **__: object) -> tuple[int, ...]:
+    lead = zip(query.shape[:-2], key.shape[:-2], value.shape[:-2], strict=True)
+    return (*(max(sizes) if min(sizes) else 0 for sizes in lead), query.shape[-2], value.shape[-1])
+
+
+BATCH_DIM = {"query": 1, "key": 1, "value": 1, "key_padding_mask": 0}
+
+
+def multi_head(*args: object, **kwargs: object) -> list[Row]:
+    """Sharded batch or queries with replicated weights; everything else is decomposed."""
+    named = arguments(F.multi_head_attention_forward, args, kwargs)
+    operands = {name: x for name, x in named.items() if isinstance(x, Meta)}
+    mask, batched = operands.get("attn_mask"), operands["query"].ndim == 3
+    shardable = {"query", "key", "value", "key_padding_mask", "attn_mask"}
+    if named["dropout_p"] > 0 and named["training"]:
+        raise NotImplementedError("dropout uses a counter-based RNG")
+    if any(
+        x.placement != REPLICATE and (name not in shardable or x.placement == Shard(2)) for name, x in operands.items()
+    ):
+        raise NotImplementedError("its weights or features are sharded")
+    if {"static_k", "static_v"} & operands.keys():
+        raise NotImplementedError("static keys have batch and heads in one dim")
+    rows = []
+    if batched and (mask is None or mask.ndim == 2):
+        inputs = tuple(Shard(BATCH_DIM[name]) if name in BATCH_DIM else REPLICATE for name in operands)
+        local = local_with(never_empty, tuple(2 if name in BATCH_DIM else 0 for name in operands))
+        rows.append(Row(inputs, (Shard(1), Shard(0)), "batch-sharded", local))
+    if not named["is_causal"]:
+        dims = {"query": 0, "attn_mask": -1 if mask is None else mask.ndim - 2}
+        inputs = tuple(Shard(dims[name]) if name in dims else REPLICATE for name in operands)
+        filled_dims = {"query": operands["query"].ndim, "attn_mask": 2}
+        local = local_with(never_empty, tuple(filled_dims.get(name, 0) for name in operands))
+        of_weights = int(batched) + (not named["average_attn_weights"])  # behind the batch and the heads
+        rows.append(Row(inputs, (Shard(0), Shard(of_weights)), "query-sharded", local))
+    return rows
+
+
+def without_torch_function(function: Op) -> Op:
+    """A Python function of torch that does not dispatch to `__torch_function__` itself, only the ops that it calls."""
+    names = function.__globals__ | {"has_torch_function": lambda _: False}
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+register(
+    OpRule(multi_head, decomposition=without_torch_function(F.multi_head_attention_forward)),
+    F.multi_head_attention_forward,
+)
+register(
+    OpRule(
+        attention,
+        shape=_shape,
+        typed=True,
+        order_of_first=True,
+        empty_shards_impl=_attend,
+        decomposition=math_attention,
+    ),
+    F.scaled_dot_product_attention,
+)

@@ -1,0 +1,100 @@
+"""The command line: parses arguments, calls, prints.
+
+A sub-command is a module here with `add_parser(subparsers)`, which sets `run` as a default, and
+`run(args) -> int`. What is slow to import (torch, and what needs it) is imported inside `run`, so that
+`shardwise --help` answers at once. A new sub-command is added to `COMMANDS`.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn
+
+from shardwise._cli import checkpoint, completion, doctor, show, simulate
+from shardwise._cli.common import Exit, exit_code, installed
+from shardwise.errors import ShardwiseError, printable
+
+__all__ = ["build_parser", "main"]
+
+COMMANDS = (checkpoint, show, simulate, doctor, completion)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code (`Exit`).
+
+    Args:
+        argv: without the name of the program; that of this process if None.
+    """
+    try:
+        code = _run(build_parser(), argv)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader left, as `head` does; the interpreter would flush once more at its end
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except BrokenPipeError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return Exit.BROKEN_PIPE
+    return code
+
+
+def _run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
+    try:
+        args = parser.parse_args(argv)
+        with _sigterm_raises():
+            code: int = args.command(args)
+            return code
+    except SystemExit as leaving:  # from argparse, or SIGTERM
+        return leaving.code if isinstance(leaving.code, int) else Exit.USAGE
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return Exit.INTERRUPTED
+    except ShardwiseError as error:
+        if args.traceback:
+            traceback.print_exception(error)
+        else:
+            print(printable(f"{type(error).__name__}: {error}"), file=sys.stderr)
+        return exit_code(error)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all sub-commands."""
+    parser = argparse.ArgumentParser(
+        prog="shardwise",
+        description="Tensors and embedding tables that live on many ranks and behave as one.",
+    )
+    parser.add_argument("--version", action="version", version=f"shardwise {installed('shardwise')}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parser.set_defaults(parser=parser)  # what `completion` completes
+    for command in COMMANDS:
+        command.add_parser(subparsers)
+    for each in (parser, *subparsers.choices.values()):
+        each.add_argument(
+            "--traceback",
+            action="store_true",
+            default=False if each is parser else argparse.SUPPRESS,
+            help="show where an error came from, not just its message",
+        )
+    return parser
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Let SIGTERM unwind like Ctrl-C does, so that ranks are ended and files are closed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+
+    def stop(*_: object) -> NoReturn:
+        raise SystemExit(Exit.TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

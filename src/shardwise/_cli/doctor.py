@@ -1,0 +1,120 @@
+"""`shardwise doctor`: what this machine has, and whether ranks can talk on it."""
+
+import argparse
+import os
+import platform
+import shutil
+from datetime import UTC, datetime
+from pathlib import Path
+from time import perf_counter
+
+from shardwise._cli.common import Exit, SubParsers, installed
+
+ELEMENTS = 1 << 18  # int32 that a rank sends to each rank: 1 MiB
+REPEATS = 5
+COSTS = "shardwise-costs.json"
+
+
+def add_parser(subparsers: SubParsers) -> None:
+    """Describe `doctor` to argparse."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="check this installation and let two ranks exchange data",
+        description="Print versions, cores, memory and free disk; then start ranks and time an all_to_all.",
+    )
+    parser.add_argument("--nproc", type=int, default=2, metavar="N", help="ranks to start (default: 2)")
+    parser.add_argument(
+        "--calibrate", action="store_true", help="measure what collectives cost here, and write a file of that"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path(COSTS), metavar="FILE", help=f"of --calibrate (default: {COSTS})"
+    )
+    parser.set_defaults(command=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print one line per check; a rank that fails raises RankFailedError."""
+    from shardwise._launch import launch
+
+    if args.calibrate:
+        print(launch(calibrate, args.output.absolute(), nproc=args.nproc, timeout_seconds=120.0), end="")
+        return Exit.OK
+    for name, finding in _machine().items():
+        print(f"{name:<10} {finding}", flush=True)
+    start = perf_counter()
+    exchange_seconds = launch(exchange, ELEMENTS, nproc=args.nproc, timeout_seconds=120.0)
+    total_seconds = perf_counter() - start
+    print(
+        f"{'ranks':<10} {args.nproc} exchanged {ELEMENTS * 4 >> 20} MiB each way in "
+        f"{exchange_seconds * 1e3:.1f} ms; started and ended in {total_seconds:.1f} s"
+    )
+    return Exit.OK
+
+
+def _machine() -> dict[str, str]:
+    memory = _memory()
+    return {
+        "shardwise": installed("shardwise"),
+        "torch": installed("torch"),
+        "python": platform.python_version(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "memory": f"{_gib(memory['MemAvailable'])} available of {_gib(memory['MemTotal'])}",
+        "disk": f"{_gib(shutil.disk_usage('.').free)} free in {Path.cwd()}",
+    }
+
+
+def _memory() -> dict[str, int]:
+    """Bytes of each kind of memory that the kernel reports."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
+
+
+def exchange(elements: int) -> float:
+    """The fastest of some all_to_alls in seconds, each checked. Runs on ranks."""
+    import torch
+
+    from shardwise import _collectives as collectives
+    from shardwise.errors import MismatchError
+
+    rank, world = collectives.rank(), tuple(range(collectives.world_size()))
+    counts = [elements] * len(world)
+    # What rank a sends to rank b says so; hence a wrong sender or receiver shows.
+    sent = torch.tensor([[rank, to] for to in world], dtype=torch.int32).repeat(1, elements // 2).flatten()
+    expected = torch.tensor([[of, rank] for of in world], dtype=torch.int32).repeat(1, elements // 2).flatten()
+    times = []
+    for _ in range(REPEATS):
+        collectives.barrier(world)
+        start = perf_counter()
+        received = collectives.all_to_all(sent, counts, counts, world)
+        times.append(perf_counter() - start)
+        if not torch.equal(received, expected):
+            raise MismatchError(
+                f"rank {rank} of {len(world)} received other data than was sent to it. "
+                f"Fix: do not train here; check the memory and the network of this machine, and reinstall torch."
+            )
+    return min(times)
+
+
+def calibrate(output: Path) -> str:
+    """Measure what collectives cost in this world. Rank 0 writes the file, and gets a table. Runs on ranks."""
+    from shardwise import _collectives as collectives
+    from shardwise._collectives import calibration
+    from shardwise._collectives.cost_tables import VARIABLE, read_costs, write_costs
+
+    device_type = calibration.device_type_of_world() if collectives.world_size() > 1 else "cpu"
+    tables = calibration.measure(device_type)
+    if collectives.rank() != 0:
+        return ""
+    source = f"{calibration.describe_world(tables)}, {datetime.now(UTC).date()}"
+    write_costs(output, device_type, source, *tables)
+    read_costs(output)
+    lines = [f"{source}, {device_type}", f"{'':30} {'latency':>10} {'each rank':>10} {'speed':>11}"]
+    for where, table in zip(("inside a host", "between hosts"), tables, strict=True):
+        for name, cost in (table or {}).items():
+            figures = f"{cost.latency_us:>7.0f} us {cost.per_rank_us:>7.0f} us {cost.megabytes_per_s:>6.0f} MB/s"
+            lines.append(f"{where + ', ' + name:<30} {figures}")
+    return "\n".join([*lines, f"Written to {output}. To plan by it: {VARIABLE}={output}", ""])

@@ -1,0 +1,99 @@
+"""`shardwise show`: pictures of layouts, of one on the command line or of all in a plan. Torch is not needed."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise._cli.common import Exit, SubParsers, write
+from shardwise.errors import ConfigError, LayoutError, MeshError, PlanError, printable
+
+if TYPE_CHECKING:
+    from shardwise._pictures import Picture
+
+OF_ONE = ("mesh", "shape", "ranks", "dtype", "shard_order", "header")  # options that a plan says itself
+
+
+def add_parser(subparsers: SubParsers) -> None:
+    """Describe `show` to argparse."""
+    parser = subparsers.add_parser(
+        "show",
+        help="draw which ranks hold which part of a tensor",
+        description="Draw a layout, such as: shardwise show --mesh 2,2 --shape 10,4 'Shard(0), Shard(1)'. Or draw "
+        "every tensor of a plan in TOML, below a table of what each rank holds; 'Pictures' in the documentation "
+        "describes the file.",
+    )
+    parser.add_argument(
+        "what",
+        metavar="PLACEMENTS | PLAN.toml",
+        help="one placement per mesh axis, or by name (dp=Shard(0)): Shard(0), S(0), Shard(0, sizes=[3, 1]), "
+        "Replicate(), R, Partial('max'), P, OnRanks(1)",
+    )
+    parser.add_argument("--mesh", metavar="SIZES", help="positions of each axis, such as 2,2 or dp=2,tp=2")
+    parser.add_argument("--shape", metavar="SIZES", help="of the tensor, such as 10,4; '' is a tensor without dims")
+    parser.add_argument("--ranks", metavar="RANKS", help="of the mesh in row-major order (default: 0,1,2,…)")
+    parser.add_argument("--shard-order", metavar="AXES", help="which axis divides first (default: 0,1,2,…)")
+    parser.add_argument("--dtype", metavar="DTYPE", help="adds bytes; such as float32")
+    parser.add_argument("--header", metavar="TEXT", help="a line above the picture")
+    parser.add_argument("--svg", metavar="FILE", help="write a drawing instead")
+    parser.set_defaults(command=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print or write the pictures.
+
+    Raises:
+        ConfigError: something that cannot be drawn, or a file that cannot be read or written; one line.
+    """
+    try:
+        rows, pictures = _read(args)
+    except (LayoutError, MeshError, PlanError) as error:
+        text = " ".join(str(error).split())
+        raise ConfigError(text if "Fix:" in text else f"{text} Fix: see shardwise show --help.") from error
+    if args.svg is None:
+        _print(rows, pictures)
+    else:
+        from shardwise._pictures.svg import draw_svg
+
+        write(args.svg, draw_svg(pictures))
+    return Exit.OK
+
+
+def _read(args: argparse.Namespace) -> "tuple[list[list[str]], Sequence[Picture]]":
+    """The rows of the table of a plan, none without one; and what there is to draw."""
+    if not args.what.endswith(".toml"):
+        return [], [_one(args)]
+    from shardwise._pictures.plan_file import read_plan
+
+    given = [name.replace("_", "-") for name in OF_ONE if getattr(args, name) is not None]
+    if given:
+        raise PlanError(f"--{given[0]} does not go with {args.what}, which says it itself. Fix: leave it out.")
+    plan = read_plan(Path(args.what))
+    return plan.table.rows(), plan.pictures
+
+
+def _one(args: argparse.Namespace) -> "Picture":
+    from shardwise._layout import Layout, parse_integers, parse_itemsize, parse_mesh, parse_placements
+    from shardwise._pictures import Picture
+
+    for name in ("mesh", "shape"):
+        if getattr(args, name) is None:
+            raise PlanError(f"--{name} is missing. Fix: add --{name} 4,2, or name a plan that ends with .toml.")
+    ranks = () if args.ranks is None else parse_integers(args.ranks, "list of ranks")
+    mesh = parse_mesh(args.mesh, ranks)
+    order = None if args.shard_order is None else parse_integers(args.shard_order, "order of axes")
+    layout = Layout(mesh, parse_placements(args.what), parse_integers(args.shape, "shape"), order)
+    return Picture(layout, args.header or "", None if args.dtype is None else parse_itemsize(args.dtype))
+
+
+def _print(rows: Sequence[Sequence[str]], pictures: "Sequence[Picture]") -> None:
+    from shardwise._pictures.labels import aligned, fitting
+
+    if rows:
+        lines = aligned([[printable(cell) for cell in row] for row in rows], left=3)
+        print(fitting("\n".join(lines), sys.stdout.encoding), end="\n\n")
+    for i, picture in enumerate(pictures):
+        if i:
+            print()
+        picture.show(sys.stdout)

@@ -1,0 +1,155 @@
+"""`shardwise simulate`: memory and communication of a training step on a mesh of thousands of ranks."""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from itertools import count
+from types import FunctionType
+from typing import TYPE_CHECKING, TypeAlias
+
+from shardwise._cli.common import Exit, SubParsers
+from shardwise.errors import ConfigError, PlanError, did_you_mean
+
+if TYPE_CHECKING:
+    from shardwise._layout import Mesh
+    from shardwise.simulation.api import Step
+
+Build: TypeAlias = "Callable[[Mesh], Step]"
+SHAPES = ("llama-70b", "mixtral-8x7b", "dlrm")
+OPTIONS = ("layers", "batch_size", "context", "sequence_parallel", "fully_shard")
+
+
+def add_parser(subparsers: SubParsers) -> None:
+    """Describe `simulate` to argparse."""
+    parser = subparsers.add_parser(
+        "simulate",
+        help="memory and communication of a training step on thousands of ranks, which are not there",
+        description="Print the peak memory of each class of equal ranks and the collectives of a step, such as: "
+        "shardwise simulate llama-70b --mesh dp=512,tp=8 --sequence-parallel --fully-shard. Nothing is allocated or "
+        "sent. For a model of your own: a function that takes the mesh, makes the model, and returns a function of "
+        "one step; see 'A training step on thousands of ranks' in the documentation.",
+    )
+    parser.add_argument("what", metavar="SHAPE | MODULE:FUNCTION", help=f"one of {', '.join(SHAPES)}, or a function")
+    parser.add_argument("--mesh", required=True, metavar="AXES", help="such as dp=512,tp=8")
+    own = parser.add_argument_group("options of shapes")
+    own.add_argument("--layers", type=int, metavar="N", help="(default: as many as the model has)")
+    own.add_argument("--batch-size", type=int, metavar="N", help="examples of each shard of the batch (default: 1)")
+    own.add_argument("--context", type=int, metavar="N", help="tokens of an example (default: 4096)")
+    own.add_argument(
+        "--sequence-parallel",
+        action="store_const",
+        const=True,
+        help="shard the activations between layers along the sequence dim; needs an axis tp",
+    )
+    own.add_argument(
+        "--fully-shard",
+        action="store_const",
+        const=True,
+        help="shard parameters and the states of the optimizer over the axes of the batch, too",
+    )
+    parser.set_defaults(command=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate, and print the tables.
+
+    Raises:
+        ConfigError: what, the mesh or options that do not fit; one line.
+    """
+    from shardwise._layout import parse_mesh
+    from shardwise.simulation import simulate
+
+    try:
+        mesh = parse_mesh(args.mesh)
+    except PlanError as error:
+        raise ConfigError(str(error)) from error
+    step = _step_of(args, mesh)
+    with _progress() as show:
+        simulation = simulate(lambda mesh: _watched(step, mesh, show), mesh=mesh)
+    print(simulation)
+    return Exit.OK
+
+
+def _step_of(args: argparse.Namespace, mesh: "Mesh") -> Build:
+    """What makes the step: the function of the user, or of a shape with its options."""
+    given = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
+    if ":" in args.what:
+        _refuse(given, args.what)
+        return _function(args.what)
+    from shardwise.simulation.shapes import SHAPES, Options
+
+    if args.what not in SHAPES:
+        meant = did_you_mean(args.what, SHAPES)
+        raise ConfigError(
+            f"{args.what!r} is no shape.{meant} Fix: use one of {', '.join(SHAPES)}, or MODULE:FUNCTION of your own."
+        )
+    shape = SHAPES[args.what]
+    _refuse([name for name in given if name not in shape.options], args.what)
+    options = Options(**given)
+    options.check(mesh)
+    return lambda mesh: shape.build(options, mesh)
+
+
+def _refuse(options: Iterable[str], what: str) -> None:
+    words = ", ".join(f"--{name.replace('_', '-')}" for name in options)
+    if words:
+        raise ConfigError(f"{what} has no options {words}. Fix: leave them out.")
+
+
+def _function(what: str) -> Build:
+    """The function of that name, from a module that Python finds, or in the current folder."""
+    module_name, _, name = what.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        module = import_module(module_name)
+    except (ImportError, ValueError) as error:  # a module may also lack another one
+        raise ConfigError(
+            f"{module_name!r} cannot be imported: {error}. Fix: name a module of this folder or an installed one."
+        ) from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        functions = [key for key, value in vars(module).items() if isinstance(value, FunctionType)]
+        meant = did_you_mean(name, functions)
+        raise ConfigError(
+            f"{module_name} has no function {name!r}.{meant} Fix: name one that takes the mesh and returns a step."
+        )
+    build: Build = found
+    return build
+
+
+def _watched(build: Build, mesh: "Mesh", show: Callable[[str], None]) -> "Step":
+    """The step, which shows what runs. It runs twice on a rank of each class; the second is counted."""
+    from shardwise import _collectives as collectives
+
+    rank, steps = collectives.rank(), count(1)
+    show(f"rank {rank}: the model is made")
+    step = build(mesh)
+    if not callable(step):
+        raise ConfigError(
+            f"A simulated function must return a function of one step, got {type(step).__name__}. Fix: return it."
+        )
+
+    def shown() -> object:
+        show(f"rank {rank}: step {next(steps)} of 2")
+        return step()
+
+    return shown
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Shows what runs, with the time it takes, on standard error: in one line of a terminal, else line by line."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield lambda text: print(text, file=sys.stderr, flush=True)
+        return
+    columns = SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda text: progress.update(task, description=text)

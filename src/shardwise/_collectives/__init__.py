@@ -1,0 +1,76 @@
+"""The only package that uses `torch.distributed`.
+
+The rest of the library uses a `Transport`: the processes of `torch.distributed`, or ranks simulated in one
+process (`shardwise.testing`). `trace/comm_trace.py` records the collectives, so plans can be checked against it.
+A rank that fails publishes that in the store of the world (`failures`), so all ranks raise the same error.
+"""
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise._collectives.api import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    check_ranks,
+    check_values,
+    costs,
+    exchange_messages,
+    expect_equal,
+    expect_equal_numbers,
+    fingerprint,
+    is_here,
+    is_simulated,
+    message_device,
+    outside_ranks,
+    owner,
+    rank,
+    rank_of_thread,
+    reduce_scatter,
+    start_all_gather,
+    start_all_reduce,
+    start_all_to_all,
+    start_broadcast,
+    start_reduce_scatter,
+    transport,
+    using,
+    watches_numbers,
+    world_size,
+)
+from shardwise._collectives.collective_call import Ranks, describing
+from shardwise._collectives.consistency import (
+    agree,
+    disagreement,
+    gather_if_different,
+    gather_json,
+)
+from shardwise._collectives.failures.reports import has_failed, report_failure
+from shardwise._collectives.joining import init_from_environment, init_processes, shutdown
+from shardwise._collectives.meshes import (
+    as_mesh,
+    current_mesh,
+    device_mesh,
+    group_ranks,
+    init_device_mesh,
+    process_group,
+)
+from shardwise._collectives.torch_bridge import chunks, storage_metadata, torch_dtensor, write_items
+from shardwise._collectives.transport import Allocate, Finish, Transport, draw_from_torch, reduce_stack
+from shardwise._collectives.value_notes import when_watching
+from shardwise._trace.comm_trace import CommCounts, count_comms
+
+__all__ = [
+    "Allocate", "CommCounts", "DeviceMesh", "Finish", "Ranks", "Transport", "agree", "all_gather",
+    "all_reduce", "all_to_all", "as_mesh", "barrier", "broadcast", "check_ranks", "check_values", "chunks",
+    "costs", "count_comms", "current_mesh", "describing", "device_mesh", "disagreement",
+    "draw_from_torch", "exchange_messages", "expect_equal", "expect_equal_numbers", "fingerprint",
+    "gather_if_different", "gather_json",
+    "group_ranks", "has_failed", "init_device_mesh", "init_from_environment", "init_processes", "is_here",
+    "is_simulated",
+    "message_device", "outside_ranks", "owner", "process_group", "rank", "rank_of_thread",
+    "reduce_scatter", "reduce_stack", "report_failure", "shutdown", "start_all_gather", "start_all_reduce",
+    "start_all_to_all", "start_broadcast", "start_reduce_scatter", "storage_metadata",
+    "torch_dtensor", "transport", "using",
+    "watches_numbers", "when_watching", "world_size", "write_items",
+]  # fmt: skip

@@ -1,0 +1,528 @@
+"""The functions that the rest of the library calls: the transport of this thread, and the collectives."""
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, replace
+from functools import cache
+from multiprocessing.process import BaseProcess, current_process
+from threading import get_ident
+
+import torch
+from torch import Tensor
+
+from shardwise._collectives.collective_call import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    SAME_CALLS,
+    CollectiveCall,
+    Ranks,
+    call_from,
+    call_of,
+    describing,
+    exchange_call,
+    mismatch,
+    mismatch_text,
+)
+from shardwise._collectives.cost_tables import (
+    SAME_COSTS,
+    Costs,
+    costs_of,
+    path_of_environment,
+    ranks_per_host_of,
+    used_costs,
+)
+from shardwise._collectives.failures.reports import report_failure
+from shardwise._collectives.processes import TORCH_TRANSPORT, check_joined, current_world
+from shardwise._collectives.transport import (
+    CANNOT_COMMUNICATE,
+    Allocate,
+    Finish,
+    RankAndSize,
+    SingleRankTransport,
+    Transport,
+    exchange_of,
+    gather_with,
+    inherited_rank,
+    log_of,
+    share,
+    share_rank,
+)
+from shardwise._collectives.value_notes import stable_digest
+from shardwise._layout import Owner, checked, ring_elements
+from shardwise._trace import comm_trace
+from shardwise._trace.capture_hooks import allow_in_graph, current, is_capturing
+from shardwise._trace.user_stack import call_sites, format_call_sites, frames_of
+from shardwise.errors import MeshError, MismatchError, ThreadError
+
+
+class _ThreadState(threading.local):
+    transport: Transport | None = None
+
+
+_thread = _ThreadState()
+
+
+def transport() -> Transport:
+    """The transport of this thread: a simulated rank's, else the process group's, or a world of one rank.
+
+    A process that a rank started has the rank and world size of that rank, and cannot communicate.
+
+    The process group belongs to the process, so threads of autograd use it as well.
+
+    Raises:
+        MeshError: torchrun started this process as one of several ranks, and it has not joined them.
+    """
+    simulated = _thread.transport
+    if simulated is not None:
+        return simulated
+    return TORCH_TRANSPORT if current_world() is not None else _single_rank(current_process())
+
+
+@cache  # a process that multiprocessing starts is another one while it imports its modules
+def _single_rank(process: BaseProcess) -> SingleRankTransport:
+    inherited = inherited_rank()
+    if inherited is None:
+        check_joined()
+    return SingleRankTransport(*(inherited or (0, 1)))
+
+
+def _rank_and_size() -> RankAndSize | None:
+    try:
+        here = transport()
+    except MeshError:  # the process that is being started may never ask
+        return None
+    return here.rank, here.world_size
+
+
+share_rank(_rank_and_size)
+
+
+def is_simulated() -> bool:
+    """Whether this thread is a rank of another transport than the process group's."""
+    return _thread.transport is not None
+
+
+@contextmanager
+def using(transport: Transport) -> Iterator[None]:
+    """Let this thread be one rank of another transport."""
+    before, _thread.transport = _thread.transport, transport
+    try:
+        with comm_trace.separate_rank():
+            yield
+    finally:
+        _thread.transport = before
+
+
+@contextmanager
+def outside_ranks() -> Iterator[None]:
+    """Let this thread be no simulated rank."""
+    before, _thread.transport = _thread.transport, None
+    try:
+        yield
+    finally:
+        _thread.transport = before
+
+
+def rank_of_thread() -> Callable[[], AbstractContextManager[None]] | None:
+    """The simulated rank of this thread, which another thread enters to belong to it; None outside simulated ranks."""
+    here, trace = _thread.transport, comm_trace.rank_of_thread()
+    if here is None:
+        return None
+
+    @contextmanager
+    def enter() -> Iterator[None]:
+        before, _thread.transport = _thread.transport, here
+        try:
+            with comm_trace.as_rank(trace):
+                yield
+        finally:
+            _thread.transport = before
+
+    return enter
+
+
+def owner() -> Owner:
+    """The rank of its world that this thread is or belongs to."""
+    return transport().owner
+
+
+def is_here(rank: Owner) -> bool:
+    """Whether this thread is that rank; False where it is none, as under torchrun without a process group."""
+    try:
+        return owner() is rank
+    except MeshError:
+        return False
+
+
+def costs(device_type: str) -> Costs:
+    """What collectives cost on meshes of such devices, by `using_costs`, the file of the environment, or the backend.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    given = used_costs()
+    if given is not None:
+        return given
+    here = transport()
+    known = here.owner.calls
+    found = known.get(key := ("costs", device_type))
+    if found is None:
+        hosts = ranks_per_host_of(here.world_size) if here is TORCH_TRANSPORT else None
+        found = known[key] = costs_of(device_type, path_of_environment(), hosts)
+        if here.world_size > 1 and here.notes.on:
+            ranks, what = tuple(range(here.world_size)), "the costs of collectives"
+            share(here, here.notes.same(found.numbers(), ranks, what, SAME_COSTS))
+    return found
+
+
+def rank() -> int:
+    """The rank of this process or simulated rank: 0 to `world_size() - 1`."""
+    return transport().rank
+
+
+def world_size() -> int:
+    """How many ranks there are; 1 where no others were joined."""
+    return transport().world_size
+
+
+def _is_traced(ranks: Ranks) -> bool:
+    """Whether a graph is to have one call of a collective of these ranks, which returns its result."""
+    return current.tracer is not None and not current.tracer.paused and len(ranks) > 1
+
+
+@allow_in_graph
+def all_to_all(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
+    """Exchange slices of a 1-D tensor; that for this rank itself is copied and not counted."""
+    return start_all_to_all(send, send_counts, recv_counts, ranks)()
+
+
+def start_all_to_all(
+    send: Tensor,
+    send_counts: Sequence[int],
+    recv_counts: Sequence[int],
+    ranks: Ranks,
+    allocate: Allocate | None = None,
+) -> Finish:
+    """Start `all_to_all`; the returned function waits for it and returns the received elements.
+
+    Args:
+        allocate: makes a 1-D tensor of the dtype of `send` for the result, which the caller may use again later.
+    """
+    if _is_traced(ranks):
+        received = all_to_all(send, send_counts, recv_counts, ranks)
+        return lambda: received
+    if len(ranks) == 1:
+        return send.clone
+    here = _transport_of(ranks)
+    if here.fingerprints is not None:
+        _compare_calls(here, exchange_call(send, send_counts, recv_counts), ranks)
+    _log_call(here, ranks, ALL_TO_ALL, send.dtype, (), send_counts, recv_counts)
+    if comm_trace.listening():
+        own = send_counts[ranks.index(here.rank)]
+        comm_trace.record_collective(ALL_TO_ALL, (sum(send_counts) - own) * send.element_size())
+    return here.start_all_to_all(send, send_counts, recv_counts, ranks, allocate)
+
+
+def exchange_messages(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
+    """`all_to_all` of a tensor on the CPU, whatever the transport can send."""
+    return all_to_all(send.to(message_device(ranks)), send_counts, recv_counts, ranks).cpu()
+
+
+def message_device(ranks: Ranks) -> torch.device:
+    """Where the library makes what it sends of its own, such as lengths: on CPUs if their tensors can be sent."""
+    return transport().message_device(ranks)
+
+
+@allow_in_graph
+def all_reduce(local: Tensor, reduce_op: str, ranks: Ranks) -> Tensor:
+    """Reduce over `ranks` into a new tensor. Counted as a ring: each rank sends 2 (n - 1) / n of it."""
+    return start_all_reduce(local, reduce_op, ranks)()
+
+
+def start_all_reduce(local: Tensor, reduce_op: str, ranks: Ranks, in_place: bool = False) -> Finish:
+    """Start `all_reduce`; the returned function waits for it and returns the result.
+
+    Args:
+        in_place: nobody else uses `local`, which is contiguous: the result may have its memory.
+    """
+    if _is_traced(ranks):
+        reduced = all_reduce(local, reduce_op, ranks)
+        return lambda: reduced
+    if len(ranks) == 1:
+        return (lambda: local) if in_place else local.clone
+    here = _announced(f"all_reduce {reduce_op}", local, local.shape, ranks)
+    if comm_trace.listening():
+        sent = ring_elements(local.numel(), len(ranks), ranks.index(here.rank)) * local.element_size()
+        comm_trace.record_collective("all_reduce", sent)
+    return here.start_all_reduce(local, reduce_op, ranks, in_place)
+
+
+@allow_in_graph
+def all_gather(local: Tensor, counts: Sequence[int], ranks: Ranks) -> Tensor:
+    """The 1-D tensors of all ranks, one after the other, of `counts` elements, in rank order."""
+    return start_all_gather(local, counts, ranks)()
+
+
+def start_all_gather(local: Tensor, counts: Sequence[int], ranks: Ranks, allocate: Allocate | None = None) -> Finish:
+    """Start `all_gather`; the returned function waits for it and returns the result.
+
+    Args:
+        allocate: as in `start_all_to_all`.
+    """
+    if _is_traced(ranks):
+        gathered = all_gather(local, counts, ranks)
+        return lambda: gathered
+    if len(ranks) == 1:
+        return local.clone
+    here = _announced(ALL_GATHER, local, counts, ranks)
+    if comm_trace.listening():
+        comm_trace.record_collective(ALL_GATHER, (len(ranks) - 1) * max(counts) * local.element_size())
+    return here.start_all_gather(local, counts, ranks, allocate)
+
+
+@allow_in_graph
+def reduce_scatter(local: Tensor, counts: Sequence[int], ranks: Ranks) -> Tensor:
+    """This rank's elements of the sum of the 1-D tensors of all ranks, which have `counts` for each rank, in order."""
+    return start_reduce_scatter(local, counts, ranks)()
+
+
+def start_reduce_scatter(local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
+    """Start `reduce_scatter`; the returned function waits for it and returns the result."""
+    if _is_traced(ranks):
+        reduced = reduce_scatter(local, counts, ranks)
+        return lambda: reduced
+    if len(ranks) == 1:
+        return local.clone
+    here = _announced(REDUCE_SCATTER, local, counts, ranks)
+    if comm_trace.listening():
+        comm_trace.record_collective(REDUCE_SCATTER, (len(ranks) - 1) * max(counts) * local.element_size())
+    return here.start_reduce_scatter(local, counts, ranks)
+
+
+@allow_in_graph
+def broadcast(local: Tensor, count: int, root: int, ranks: Ranks) -> Tensor:
+    """The 1-D tensor of rank `root`, of `count` elements; other ranks pass any tensor of its dtype.
+
+    Counted as a chain: each rank but the last sends all of it to the next.
+    """
+    return start_broadcast(local, count, root, ranks)()
+
+
+def start_broadcast(local: Tensor, count: int, root: int, ranks: Ranks) -> Finish:
+    """Start `broadcast`; the returned function waits for it and returns the result."""
+    if _is_traced(ranks):
+        received = broadcast(local, count, root, ranks)
+        return lambda: received
+    if len(ranks) == 1:
+        return local.clone
+    here = _announced(f"broadcast from {root}", local, (count,), ranks)
+    if comm_trace.listening():
+        last = ranks[ranks.index(root) - 1]
+        comm_trace.record_collective("broadcast", 0 if here.rank == last else count * local.element_size())
+    return here.start_broadcast(local, count, root, ranks)
+
+
+def _announced(kind: str, local: Tensor, shape: Sequence[int], ranks: Ranks) -> Transport:
+    """The transport, after a collective other than an all-to-all was compared with other ranks and recorded."""
+    here = _transport_of(ranks)
+    if here.fingerprints is not None:
+        _compare_calls(here, call_of(kind, local, shape), ranks)
+    _log_call(here, ranks, kind, local.dtype, tuple(shape))
+    return here
+
+
+def _log_call(
+    here: Transport,
+    ranks: Ranks,
+    kind: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    send_counts: Sequence[int] = (),
+    recv_counts: Sequence[int] = (),
+) -> None:
+    """Record the call that this rank is about to make, and compare it with what is known of the others."""
+    log = log_of(here, ranks)
+    here.compare_calls(log, log.add(here.calls[ranks], kind, dtype, shape, send_counts, recv_counts))
+    here.notes.watch_after(log.latest, ranks)
+
+
+def expect_equal(x: Tensor, ranks: Ranks, what: str, by_hook: bool = False, fix: str = "") -> None:
+    """Note the values of `x`, which all `ranks` should have; a later collective raises a MismatchError if not.
+
+    Sends nothing. Only some of the calls of a call site are noted, and of a large tensor only a sample; see
+    `value_notes`. In backward only what the user's code combines is noted, and what a hook returned (`by_hook`).
+    """
+    here = transport()
+    if len(ranks) == 1 or not here.notes.on or here.rank not in ranks:
+        return
+    share(here, here.notes.note(x, ranks, what, by_hook, fix))
+
+
+def watches_numbers() -> bool:
+    """Whether numbers that are passed now are compared with those of other ranks; see `value_notes`."""
+    return transport().notes.watching
+
+
+def expect_equal_numbers(numbers: Mapping[str, complex], ranks: Ranks, what: str) -> None:
+    """Note numbers, by name, which all `ranks` should pass; a later collective raises a MismatchError if not.
+
+    Only while this rank watches; see `value_notes`.
+    """
+    here = transport()
+    if len(ranks) > 1 and here.notes.watching and here.rank in ranks and not is_capturing():
+        share(here, here.notes.note_numbers(numbers, ranks, what))
+
+
+def _take_over(here: Transport) -> None:
+    """Let this thread communicate for its rank; if it must not, all ranks raise."""
+    share_rank(_rank_and_size)  # again, because multiprocessing configures a process after it imported its modules
+    if here is not TORCH_TRANSPORT:
+        return here.threads.take_over(here)
+    TORCH_TRANSPORT.attach()  # a new world has a new guard
+    known = here.threads.failed
+    try:
+        here.threads.take_over(here)
+    except ThreadError as error:
+        if not known:
+            report_failure(error.with_traceback(None))  # its text has the call sites
+        raise
+
+
+def _forbid_after_fork() -> None:
+    for here in (TORCH_TRANSPORT, _thread.transport):
+        if here is not None:
+            here.threads.ident = -1
+            here.threads.failed = CANNOT_COMMUNICATE
+
+
+os.register_at_fork(after_in_child=_forbid_after_fork)
+
+
+def _transport_of(ranks: Ranks) -> Transport:
+    """The transport of this thread, which has these ranks and communicates for its own; one more call is counted.
+
+    Raises:
+        MeshError: it has not: a tensor is used after its world ended, or outside it.
+        ThreadError: another thread communicates for this rank.
+    """
+    here = transport()
+    if ranks[-1] < here.world_size:
+        if here.threads.ident != get_ident():
+            _take_over(here)
+        here.calls[ranks] = here.calls.get(ranks, 0) + 1
+        return here
+    world = f"a world of {here.world_size} ranks" if here.world_size > 1 else "no world of several ranks"
+    raise MeshError(
+        f"A collective of ranks {ranks} was called in {world}. The tensor or mesh is of another world: one that has "
+        "ended, with its function or by destroy_process_group, or that this thread is not part of. "
+        "Fix: call it inside that world; use full_tensor() there for values that are needed later."
+    )
+
+
+def barrier(ranks: Ranks) -> None:
+    """Return when every rank of `ranks` has called this."""
+    ones = [1] * len(ranks)
+    exchange_messages(torch.zeros(len(ranks), dtype=torch.uint8, device="cpu"), ones, ones, ranks)
+
+
+# ---- checks -----------------------------------------------------------------------------------------------
+
+
+@checked
+def check_ranks(on: bool = True) -> None:
+    """Switch `fingerprint` on, or off again, for the rest of this process; on simulated ranks, for this rank.
+
+    All ranks have to call this at the same point of the program.
+    """
+    _switch_fingerprints(transport(), on)
+
+
+def check_values(on: bool = True, *, numbers: bool = False) -> None:
+    """Whether values that should be the same on all ranks are compared, from now on in this process.
+
+    docs/debugging.md says what is compared, and when. On simulated ranks it is set for this rank.
+
+    Args:
+        on: compare tensors; the default of a process.
+        numbers: also compare the numbers among the arguments of ops, for debugging. A program may be right although
+            they differ, such as where one rank takes another way to the same collective.
+    """
+    notes = transport().notes
+    notes.on, notes.numbers = on, numbers
+    notes.watch_after(0)
+
+
+@contextmanager
+def fingerprint() -> Iterator[None]:
+    """Before each collective inside, forward and backward, compare the calls of all ranks. For debugging.
+
+    Compared are kind, dtype, shape or counts, reduction, how many collectives the group has made, the line of the
+    user's code, and the purpose: the op, the operand and the layouts that it is redistributed between, or the text of
+    `describing`. All ranks have to enter and leave at the same point of the program.
+
+    Costs one small all-to-all per collective, 8 (2 n + 1) bytes to each of n ranks, which `count_comms` does
+    not count, and its latency: where collectives are small, a step takes about twice as long.
+
+    Raises:
+        MismatchError: inside, on every rank of the group, before anything else is sent; the text has the call and
+            the call site of every rank.
+    """
+    here = transport()
+    before = here.fingerprints is not None
+    _switch_fingerprints(here, True)
+    try:
+        yield
+    finally:
+        _switch_fingerprints(here, before)
+
+
+def _switch_fingerprints(here: Transport, on: bool) -> None:
+    """Compare the calls of the rank of this transport before its collectives, or stop that."""
+    if on and here.fingerprints is None:
+        here.fingerprints = ExitStack()
+        here.fingerprints.enter_context(comm_trace.listening_with(comm_trace.Listener()))  # so that events have a cause
+    elif not on and here.fingerprints is not None:
+        here.fingerprints.close()
+        here.fingerprints = None
+
+
+def _compare_calls(here: Transport, call: CollectiveCall, ranks: Ranks) -> None:
+    """Raise the same MismatchError on all `ranks` unless their calls are one collective."""
+    move = comm_trace.current_event()
+    if move is not None and not call.purpose:
+        call = replace(call, purpose=str(move))
+    call.check(ranks)
+    number, count = here.calls[ranks], len(ranks)
+    line = next((str(site.frame) for site in call_sites(1)), "")
+    common = json.dumps([call.must_match, call.purpose, number, line])
+    digest = stable_digest(common)
+    zeros = (0,) * count
+    row = torch.tensor([digest, *(call.send_counts or zeros), *(call.recv_counts or zeros)], device="cpu")
+    counts = [len(row)] * count
+    with describing(lambda: f"comparing the ranks before {call}"):
+        every = exchange_of(here)(row.repeat(count), counts, counts, ranks).view(count, -1)
+        sent, expected = every[:, 1 : 1 + count], every[:, 1 + count :]
+        if bool((every[:, 0] == digest).all()) and torch.equal(sent, expected.t()):
+            return
+        facts = {
+            "call": asdict(call),
+            "number": number,
+            "line": line,
+            "where": format_call_sites(list(frames_of(sys._getframe())), 1),
+        }
+        all_facts = [json.loads(text) for text in gather_with(exchange_of(here), json.dumps(facts).encode(), ranks)]
+    calls = {rank: call_from(facts["call"]) for rank, facts in zip(ranks, all_facts, strict=True)}
+    numbers = [facts["number"] for facts in all_facts]
+    why = mismatch(ranks, calls, purposes=True)
+    if len(set(numbers)) > 1:
+        why = f"it is collective {', '.join(f'#{number}' for number in numbers)} to them"
+    if why is None and len({facts["line"] for facts in all_facts}) > 1:
+        why = "all ranks must make it in the same line"
+    lines = {rank: f"{calls[rank]}{facts['where']}" for rank, facts in zip(ranks, all_facts, strict=True)}
+    assert why is not None
+    raise MismatchError(f"{mismatch_text(ranks, numbers[0], why, lines)}\n  Fix: {SAME_CALLS}.")

@@ -1,0 +1,138 @@
+"""Measures what collectives cost here, for `shardwise doctor --calibrate`."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import median
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise._collectives.api import world_size
+from shardwise._collectives.consistency import gather_json
+from shardwise._collectives.cost_tables import COLLECTIVES, Measured, link_bytes, ranks_per_host_of
+from shardwise._collectives.meshes import init_device_mesh
+from shardwise.errors import MeshError
+
+KILOBYTES = (4, 64, 1024, 16384)  # of the full tensor
+ROUNDS = 9
+FASTEST = 1e9  # megabytes per second, where sizes make no difference
+
+Tables = tuple[Mapping[str, Measured], Mapping[str, Measured] | None]
+
+
+class Timing(NamedTuple):
+    """One call of a collective: the time of the slowest rank, in microseconds.
+
+    Attributes:
+        num_bytes: what the busiest rank receives; between hosts, what crosses the link of a host.
+    """
+
+    ranks: int
+    num_bytes: float
+    microseconds: float
+
+
+def measure(device_type: str) -> Tables:
+    """The figures inside a host, and those between hosts, if there are several. All ranks call this and get the same.
+
+    Raises:
+        MeshError: the world has one rank, or none shares a host with another one.
+    """
+    world = world_size()
+    per_host = ranks_per_host_of(world)
+    if world == 1 or per_host == 1:
+        raise MeshError(
+            f"There are no two ranks on one host in a world of {world}. Fix: start at least 2, such as by --nproc 2."
+        )
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", dist.get_rank())))
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    if per_host is None:
+        return _fitted([everyone, *_pairs(device_type, (world,))], device_type, None), None
+    hosts: DeviceMesh = init_device_mesh(device_type, (world // per_host, per_host))
+    inside = [hosts.get_group(1), *_pairs(device_type, (world // per_host, per_host))]
+    return _fitted(inside, device_type, None), _fitted([everyone, hosts.get_group(0)], device_type, per_host)
+
+
+def _pairs(device_type: str, shape: tuple[int, ...]) -> Iterator[dist.ProcessGroup]:
+    """Groups of two neighbors of a host, if they are not all of it."""
+    if shape[-1] > 2 and shape[-1] % 2 == 0:
+        mesh: DeviceMesh = init_device_mesh(device_type, (*shape[:-1], shape[-1] // 2, 2))
+        yield mesh.get_group(len(shape))
+
+
+def _fitted(groups: Sequence[dist.ProcessGroup], device_type: str, per_host: int | None) -> dict[str, Measured]:
+    timings: dict[str, list[Timing]] = {name: [] for name in COLLECTIVES}
+    for group in groups:
+        for kilobytes in KILOBYTES:
+            for name, timing in _timed(group, kilobytes * 256, device_type, per_host).items():
+                timings[name].append(timing)
+    return {name: fit(found) for name, found in timings.items()}
+
+
+def _timed(group: dist.ProcessGroup, elements: int, device_type: str, per_host: int | None) -> dict[str, Timing]:
+    """Each collective, of a full tensor of about so many float32. All groups of this kind run at once."""
+    n, everyone = group.size(), tuple(range(world_size()))
+    size = -(-elements // n) * n
+    full, out = torch.ones(size, device=device_type), torch.empty(size, device=device_type)
+    shard, part = (torch.ones(size // n, device=device_type) for _ in range(2))
+    members = sorted(dist.get_process_group_ranks(group))
+    calls: dict[str, tuple[float, Callable[[], object]]] = {
+        "all_to_all": ((n - 1) / n, lambda: dist.all_to_all_single(out, full, group=group)),
+        "all_gather": ((n - 1) / n, lambda: dist.all_gather_single(out, shard, group)),
+        "reduce_scatter": ((n - 1) / n, lambda: dist.reduce_scatter_single(part, full, group=group)),
+        "all_reduce": (2 * (n - 1) / n, lambda: dist.all_reduce(out, group=group)),
+        "broadcast": (1.0, lambda: dist.broadcast(out, members[0], group)),
+    }
+    found = {}
+    for name, (busiest, call) in calls.items():
+        times = [_seconds(call, group, device_type) for _ in range(ROUNDS + 1)][1:]  # the first one connects
+        slowest = [max(ranks) for ranks in zip(*gather_json(times, everyone), strict=True)]
+        num_bytes = 4 * size * busiest
+        on_link = link_bytes(name, members, everyone, num_bytes, per_host)
+        found[name] = Timing(n, on_link or num_bytes, 1e6 * median(slowest))
+    return found
+
+
+def _seconds(call: Callable[[], object], group: dist.ProcessGroup, device_type: str) -> float:
+    dist.barrier(group)
+    if device_type == "cuda":
+        torch.cuda.synchronize()
+    start = perf_counter()
+    call()
+    if device_type == "cuda":
+        torch.cuda.synchronize()
+    return perf_counter() - start
+
+
+def fit(timings: Sequence[Timing]) -> Measured:
+    """The figures for which the relative errors of these timings are smallest, none of them negative."""
+    columns = np.array([[1.0, max(0, t.ranks - 2), t.num_bytes] for t in timings])
+    weighted = columns / np.array([t.microseconds for t in timings])[:, None]
+    used = [i for i in range(3) if i != 1 or len({t.ranks for t in timings}) > 1]
+    found = np.zeros(3)
+    while used:
+        best = np.linalg.lstsq(weighted[:, used], np.ones(len(timings)), rcond=None)[0]
+        if best.min() >= 0:
+            found[used] = best
+            break
+        used.pop(int(best.argmin()))
+    latency, per_rank, per_byte = (float(x) for x in found)
+    return Measured(latency, per_rank, 1 / max(per_byte, 1 / FASTEST))
+
+
+def describe_world(tables: Tables) -> str:
+    """What was measured, in words."""
+    per_host = None if tables[1] is None else ranks_per_host_of(world_size())
+    hosts = "1 host" if per_host is None else f"{world_size() // per_host} hosts"
+    return f"torch {torch.__version__}, {world_size()} ranks on {hosts}"
+
+
+def device_type_of_world() -> str:
+    """The type of the devices of NCCL if the world has it, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend()) else "cpu"

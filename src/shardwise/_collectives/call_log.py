@@ -1,0 +1,279 @@
+"""What each rank has called, in records that the ranks of a group compare with each other.
+
+    record = log.add("all_reduce sum", torch.float32, (4,), (), ())   # before rank 0 sends anything
+    log.difference(1, record)   # with the record of rank 1 for the same number; None if they agree
+
+A record has a digest of kind, dtype and shape, one of the purpose (op, operand, layouts), and one of the
+call sites. Purposes and call sites are compared only where both ranks know theirs.
+
+Correct programs may call one collective from different lines (`if rank == 0: print(x.full_tensor())`, `else:
+x.full_tensor()`), so call sites alone are no difference. They are if ranks reach the same ones in another order: rank 0
+`x.sum()`, then `y.sum()`; rank 1 `y.sum()`, then `x.sum()`.
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from shardwise._collectives.collective_call import CollectiveCall, Ranks
+from shardwise._collectives.value_notes import (
+    AFTER,
+    DIGEST,
+    KEPT_NOTES,
+    MASK,
+    Note,
+    are_different,
+    rolling,
+    stable_digest,
+)
+from shardwise._layout import Layout
+from shardwise._trace import comm_trace
+from shardwise._trace.comm_trace import Purpose
+from shardwise._trace.user_stack import CallSite, call_sites
+
+KEPT = 64  # calls of a group, by each rank
+MAX_TEMPLATES = 4096
+# Positions in a record. `ALL` is a digest of the next three. The receive counts follow the others.
+NUMBER, ALL, CALL, PURPOSE, SITE, NUM_COUNTS, SEND_COUNTS = range(7)
+
+OTHER_CALL = "all ranks must make the same call"
+OTHER_PURPOSE = "all ranks must make it for the same purpose"
+OTHER_ORDER = "they reach the same lines in another order"
+
+
+class Call(NamedTuple):
+    """One call of a rank, kept so that it can be described if ranks disagree."""
+
+    kind: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    send_counts: Sequence[int]
+    recv_counts: Sequence[int]
+    purpose: Purpose | None
+    sites: tuple[CallSite, ...]
+
+    def described(self) -> CollectiveCall:
+        dtype = str(self.dtype).removeprefix("torch.")
+        purpose = "" if self.purpose is None else str(self.purpose)
+        counts = tuple(self.send_counts), tuple(self.recv_counts)
+        return CollectiveCall(dtype, self.shape, self.kind, *counts, purpose)
+
+
+class Difference(NamedTuple):
+    """The first collective at which two ranks disagree."""
+
+    number: int
+    peer: int
+    why: str
+
+
+class CallLog:
+    """The last calls of one rank in one group.
+
+    Attributes:
+        records: of the last calls, that of call `n` at `n % KEPT`.
+        latest: the number of the last call.
+        notes: of values that the other ranks should have too, the last ones of `num_notes`.
+    """
+
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self.ranks = ranks
+        self.position = ranks.index(rank) if rank in ranks else -1  # which the transport refuses
+        self._calls: deque[tuple[int, Call, Sequence[int], Sequence[int]]] = deque(maxlen=KEPT)
+        self._templates: dict[tuple[object, ...], tuple[array[int], Call]] = {}
+        self.records = [array("q", (0,) * SEND_COUNTS)] * KEPT
+        self.latest = 0
+        self._digest = 0
+        self.notes: deque[Note] = deque(maxlen=KEPT_NOTES)
+        self._notes_by_key: dict[tuple[int, ...], Note] = {}
+        self.num_notes = 0
+        self._compared_notes: dict[int, int] = {}  # how many, by peer
+        self._orders = {peer: _Orders() for peer in ranks if peer != rank}
+
+    def add(
+        self,
+        number: int,
+        kind: str,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+    ) -> "array[int]":
+        """Record the next call; the record is for the other ranks.
+
+        All but number and counts of a record is cached, as this runs before every collective.
+        """
+        purpose, sites = comm_trace.current_purpose(), call_sites()
+        key = (kind, dtype, shape, *map(id, sites))
+        if purpose is not None:
+            cause, src, dst = purpose
+            key = (*key, id(src), id(dst), cause.kind, cause.op, cause.operand, cause.backward)
+        cached = self._templates.get(key)
+        if cached is None:
+            cached = self._add_template(key, Call(kind, dtype, shape, (), (), purpose, sites))
+        template, call = cached
+        record = template[:]
+        record[NUMBER] = self.latest = number
+        if send_counts and (purpose is None or src is None):  # else the layouts determine them
+            record[NUM_COUNTS] = 2 * len(send_counts)
+            record.extend(send_counts)
+            record.extend(recv_counts)
+        self._calls.append((number, call, send_counts, recv_counts))
+        self._digest = (self._digest * 31 + record[ALL]) & MASK
+        self.records[number % KEPT] = record
+        return record
+
+    def _add_template(self, key: tuple[object, ...], call: Call) -> "tuple[array[int], Call]":
+        """Cache the record of such a call. The call keeps the objects whose ids are in the key."""
+        words = (
+            _call_digest(call.kind, call.dtype, call.shape),
+            _purpose_digest(call.purpose),
+            rolling(0, [site.digest for site in call.sites]),
+        )
+        if len(self._templates) >= MAX_TEMPLATES:
+            self._templates.clear()
+        found = self._templates[key] = array("q", (0, rolling(0, words), *words, 0)), call
+        return found
+
+    def difference(self, peer: int, theirs: Sequence[int]) -> Difference | None:
+        """How the call of a peer differs from that of this rank with the same number."""
+        number = theirs[NUMBER]
+        mine = self.record(number)
+        if mine[NUMBER] != number:  # not made yet, or no longer kept
+            return None
+        if mine[CALL] != theirs[CALL]:
+            return Difference(number, peer, OTHER_CALL)
+        if mine[PURPOSE] != theirs[PURPOSE] and mine[PURPOSE] and theirs[PURPOSE]:
+            return Difference(number, peer, OTHER_PURPOSE)
+        count = len(self.ranks)
+        if mine[NUM_COUNTS] and theirs[NUM_COUNTS]:
+            here, there = self.position, self.ranks.index(peer)
+            sent, expected = mine[SEND_COUNTS + there], theirs[SEND_COUNTS + count + here]
+            if sent != expected:
+                return Difference(number, peer, _unequal_counts(self.ranks[here], peer, sent, expected))
+            sent, expected = theirs[SEND_COUNTS + here], mine[SEND_COUNTS + count + there]
+            if sent != expected:
+                return Difference(number, peer, _unequal_counts(peer, self.ranks[here], sent, expected))
+        if mine[SITE] != theirs[SITE] and self._orders[peer].are_different(number, mine[SITE], theirs[SITE]):
+            return Difference(number, peer, OTHER_ORDER)
+        return None
+
+    def add_note(self, note: Note) -> Note:
+        """The note, as kept for this group."""
+        words = array("q", note.words)
+        words[AFTER] = self.latest
+        note = note._replace(words=words)
+        if len(self.notes) == KEPT_NOTES:
+            self._notes_by_key.pop(_key_of(self.notes[0].words), None)
+        self.notes.append(note)
+        self._notes_by_key[_key_of(words)] = note
+        self.num_notes += 1
+        return note
+
+    @property
+    def has_open_notes(self) -> bool:
+        """Whether there are notes since the last collective."""
+        return bool(self.notes) and self.notes[-1].words[AFTER] == self.latest
+
+    def compared_notes(self, peer: int) -> int:
+        """How many notes of a peer were compared."""
+        return self._compared_notes.get(peer, 0)
+
+    def digest(self) -> int:
+        """A digest of all calls so far and of the values noted; ranks that differ in it need not disagree."""
+        return rolling(self._digest, (note.words[DIGEST] for note in self.notes))
+
+    def words_of_note(self, number: int) -> "array[int]":
+        """What is compared of one of the last notes, by its number from 0."""
+        return self.notes[number - self.num_notes].words
+
+    def different_note(
+        self, peer: int, count: int, words_of: Callable[[int], Sequence[int]]
+    ) -> tuple[Note, Sequence[int]] | None:
+        """The first note whose value differs, of those that were not compared yet, and what the peer noted.
+
+        Args:
+            count: notes of the peer.
+            words_of: one of the last, by its number from 0.
+        """
+        is_ahead = False
+        for number in range(max(self._compared_notes.get(peer, 0), count - KEPT_NOTES), count):
+            theirs = words_of(number)
+            mine = self._notes_by_key.get(_key_of(theirs))
+            is_ahead |= mine is None and theirs[AFTER] >= self.latest  # this rank may make that note later
+            if not is_ahead:
+                self._compared_notes[peer] = number + 1
+            if mine is not None and are_different(mine.words, theirs):
+                return mine, theirs
+        return None
+
+    def record(self, number: int) -> "array[int]":
+        """The record of one of the last calls, or of a later one."""
+        return self.records[number % KEPT]
+
+    def call(self, number: int) -> Call | None:
+        """One of the last calls."""
+        found = next((kept for kept in self._calls if kept[0] == number), None)
+        if found is None:
+            return None
+        _, call, send_counts, recv_counts = found
+        return call._replace(send_counts=send_counts, recv_counts=recv_counts)
+
+    def latest_call(self) -> Call:
+        found = self.call(self.latest)
+        assert found is not None
+        return found
+
+
+def _key_of(words: Sequence[int]) -> tuple[int, ...]:
+    """What two notes have in common that are compared: call site, call number and last collective."""
+    return tuple(words[: AFTER + 1])
+
+
+class _Orders:
+    """Call sites at which this rank and a peer were in calls of the same number from different call sites."""
+
+    def __init__(self) -> None:
+        self.mine: dict[int, int] = {}  # the number of the call, by call site
+        self.theirs: dict[int, int] = {}
+
+    def are_different(self, number: int, mine: int, theirs: int) -> bool:
+        """Add one such call; whether each rank was before where the other is in this one."""
+        if not (mine and theirs):
+            return False
+        for seen in (self.mine, self.theirs):
+            if len(seen) >= KEPT:
+                seen.clear()
+        if mine in self.theirs and theirs in self.mine:
+            return True
+        self.mine[mine] = self.theirs[theirs] = number
+        return False
+
+
+def _unequal_counts(source: int, target: int, sent: int, expected: int) -> str:
+    return f"rank {source} sends {sent} elements to rank {target}, which expects {expected}"
+
+
+@lru_cache(maxsize=1 << 14)
+def _call_digest(kind: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return stable_digest((kind, str(dtype), shape))
+
+
+def _purpose_digest(purpose: Purpose | None) -> int:
+    """0 if it is not known."""
+    if purpose is None:
+        return 0
+    cause, src, dst = purpose
+    # Where the user calls explicitly, ranks may use different methods for the same redistribution. Nothing that is sent
+    # depends on strides, which `from_local(run_check=False)` cannot always see of a local tensor.
+    op = "" if cause.kind == "explicit" else cause.op
+    return _digest_of_purpose(src and src.row_major, dst and dst.row_major, op, cause.operand, cause.backward)
+
+
+@lru_cache(maxsize=1 << 14)
+def _digest_of_purpose(src: Layout | None, dst: Layout | None, op: str, operand: str, backward: bool) -> int:
+    return stable_digest((str(src), str(dst), op, operand, backward)) | 1

@@ -1,0 +1,73 @@
+"""Values that ranks gather from each other, and checks that all ranks have the same."""
+
+import json
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+
+from shardwise._collectives.api import exchange_messages
+from shardwise._collectives.collective_call import Ranks
+from shardwise._collectives.transport import gather_with
+from shardwise._collectives.value_notes import stable_digest
+from shardwise._trace.capture_hooks import not_capturable
+from shardwise.errors import MismatchError
+
+T = TypeVar("T")
+
+
+def gather_json(value: T, ranks: Ranks) -> list[T]:
+    """Every rank's JSON value, in rank order; nothing is pickled. Two collectives: lengths, then contents."""
+    not_capturable("an exchange of facts among ranks, such as what shapes from_local was given")
+    return [json.loads(data) for data in gather_with(exchange_messages, json.dumps(value).encode(), ranks)]
+
+
+def gather_if_different(what: str, value: T, ranks: Ranks) -> list[T] | None:
+    """Every rank's JSON value, in rank order; None if all are equal.
+
+    Costs one small collective of digests; the values are sent only if those differ.
+
+    Args:
+        what: the values are about, for the errors of graph capture.
+    """
+    count = len(ranks)
+    if count == 1:
+        return None
+    not_capturable(f"a comparison of {what} among ranks")
+    digest = stable_digest(_text(value))
+    ones = [1] * count
+    digests = exchange_messages(torch.tensor([digest] * count, device="cpu"), ones, ones, ranks).tolist()
+    return None if len(set(digests)) == 1 else gather_json(value, ranks)
+
+
+def agree(what: str, value: object, ranks: Ranks, fix: str) -> None:
+    """Raise the same MismatchError on all `ranks` unless all of them pass an equal JSON `value`.
+
+    Sends what `gather_if_different` sends.
+    """
+    values = gather_if_different(what, value, ranks)
+    if values is not None:
+        raise disagreement(what, values, ranks, fix)
+
+
+def disagreement(what: str, values: Sequence[object], ranks: Ranks, fix: str) -> MismatchError:
+    """The error that says where the values of ranks differ."""
+    by_text: dict[str, list[int]] = {}
+    for member, difference in zip(ranks, _differences(values), strict=True):
+        by_text.setdefault(difference, []).append(member)
+    lines = [f"  rank {', '.join(map(str, members))}: {text}" for text, members in by_text.items()]
+    return MismatchError(f"Ranks disagree on {what}:\n" + "\n".join(lines) + f"\n  Fix: {fix}")
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _differences(values: Sequence[object]) -> list[str]:
+    """The values as JSON; if all are objects, without the items that are equal in all of them."""
+    objects = [value for value in values if isinstance(value, dict)]
+    if len(objects) < len(values):
+        return [_text(value) for value in values]
+    keys = sorted({key for value in objects for key in value})
+    differ = [key for key in keys if any(value.get(key) != objects[0].get(key) for value in objects)]
+    return [_text({key: value.get(key) for key in differ}) for value in objects]

@@ -1,0 +1,144 @@
+"""A thread in each rank that publishes its state when another rank asks for it, whatever the rank is doing."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from shardwise._collectives.collective_call import DescribedCall, PendingCollective, Ranks
+from shardwise._collectives.failures.store import (
+    FailureReport,
+    FailureStore,
+    ProcessIdentity,
+    address,
+    identity_of,
+    is_on_this_host,
+    is_reachable,
+)
+from shardwise._trace.user_stack import format_call_sites, format_running, frames_of
+
+TICK_SECONDS = 0.4
+END_SECONDS = 5.0  # at the end of the process, for threads that use a store; one that is stopped may never answer
+SAVE_SECONDS = 30.0  # from the SIGTERM to the SIGKILL of a rank whose launcher is gone
+
+
+class FailureMonitor:
+    """Polls the failure store until another rank asks for states or has failed.
+
+    It publishes the state of this rank once, so ranks that diagnose a failure can distinguish a waiting rank from one
+    that hangs, and name the line where that one is. Then it waits for the report of the failure, keeps it and
+    acknowledges it, so this rank can name the cause though the store may end with the rank that has it. One poll is one
+    round trip to the store.
+
+    Attributes:
+        failed: whether a rank of the world has failed, or waits in vain.
+        root: the report of the first failure.
+        keeper: the process that has the server of the store, where there is one and it is known.
+        pending: the collective this rank waits in, while it does.
+        describe: what this rank called in a collective, by group and number.
+    """
+
+    def __init__(self) -> None:
+        self.failed = False
+        self.root: FailureReport | None = None
+        self.keeper: ProcessIdentity | None = None
+        self.pending: Callable[[], PendingCollective] | None = None
+        self.describe: Callable[[Ranks, int], DescribedCall | None] = lambda _ranks, _number: None
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, store_of_world: Callable[[], FailureStore | None], launcher: int | None = None) -> None:
+        """Monitor this world instead of an earlier one. A reference to the store would keep its port open.
+
+        Args:
+            launcher: the process without which this one ends, if there is one.
+        """
+        self.stop()
+        self.failed, self.root, self.keeper, self._stopped = False, None, None, threading.Event()
+        main = threading.main_thread().ident or 0
+        self._thread = threading.Thread(
+            target=self._run,
+            args=(store_of_world, self._stopped, main, launcher),
+            name="shardwise monitor",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread: one that is in a store when the interpreter ends would abort the process."""
+        self._stopped.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(END_SECONDS)
+        self._thread = None
+
+    def _run(
+        self,
+        store_of_world: Callable[[], FailureStore | None],
+        stopped: threading.Event,
+        main: int,
+        launcher: int | None,
+    ) -> None:
+        polls = True
+        while (polls or launcher is not None) and not stopped.wait(TICK_SECONDS):
+            if launcher is not None and os.getppid() != launcher:
+                _end_without(launcher, stopped)
+            polls = polls and self._poll(store_of_world, main, launcher)
+
+    def _poll(self, store_of_world: Callable[[], FailureStore | None], main: int, launcher: int | None) -> bool:
+        """Look at the store; whether to do so again."""
+        with suppress(Exception):  # an unreachable world is not monitored
+            store = store_of_world()
+            if store is None:
+                return False
+            if not is_reachable(store.store):
+                return True  # a network may recover
+            server = address(store.store)
+            if self.keeper is None and server is not None:
+                if not has_agent_store():
+                    self.keeper = store.process(0)
+                elif launcher is not None and is_on_this_host(server):  # else the agent of another host has it
+                    self.keeper = identity_of(launcher)
+            if not self.failed and store.are_states_requested():
+                self._publish(store, main)
+                self.failed = True
+            if not self.failed:
+                return True
+            self.root = store.root()
+            if self.root is None:
+                return True
+            store.acknowledge()
+        return False
+
+    def _publish(self, store: FailureStore, main: int) -> None:
+        different = store.difference()
+        if different is not None:
+            store.publish_call(self.describe(different.ranks, different.number))
+        pending, stack = self.pending, list(frames_of(sys._current_frames().get(main)))
+        if pending is not None:
+            store.publish_pending(replace(pending(), where=format_call_sites(stack, limit=1)))
+        else:
+            store.publish_running(format_running(stack))
+
+
+def has_agent_store() -> bool:
+    """Whether the server of the world's store is in the agent of torchrun."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def launcher_of_this_process() -> int | None:
+    """The agent of torchrun that started this process; None where there is none, or where it has ended."""
+    parent = os.getppid()
+    return parent if "TORCHELASTIC_RUN_ID" in os.environ and parent > 1 else None
+
+
+def _end_without(launcher: int, stopped: threading.Event) -> None:
+    """End this process, which nobody would end or wait for; a handler of SIGTERM has time to save."""
+    text = f"shardwise: process {os.getpid()} ends, because its launcher, process {launcher}, has ended."
+    with suppress(OSError):
+        sys.stderr.write(f"{text}\n")
+    os.kill(os.getpid(), signal.SIGTERM)
+    if not stopped.wait(SAVE_SECONDS):
+        os.kill(os.getpid(), signal.SIGKILL)

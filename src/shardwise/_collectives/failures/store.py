@@ -1,0 +1,298 @@
+"""The failure store: what ranks that fail, exit or wait publish through the store of their world.
+
+All processes of a world share the store, and it outlives most of them. A rank writes to it when it joins, exits or
+fails, and notes of values for ranks of other hosts (`remote_records`). A collective that succeeds writes nothing.
+"""
+
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+from uuid import uuid4
+
+from shardwise._collectives.collective_call import DescribedCall, PendingCollective, Ranks, call_from
+from shardwise._trace.user_stack import user_call_site
+from shardwise.errors import MismatchError, RemoteRankError, ShardwiseError, summary
+
+MAX_LINES = 6  # of an error's text that are published
+ITS_OUTPUT = "its own output has the traceback; fix that rank first."
+CONNECT_SECONDS = 0.5
+
+
+class Store(Protocol):
+    """The methods of a torch store that are needed here."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def check(self, keys: list[str]) -> bool: ...
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """Which rank caused a failure, and how; the same on every rank that raises it."""
+
+    rank: int | None
+    text: str
+    where: str = ""
+    fix: str = ITS_OUTPUT
+    mismatch: bool = False  # between ranks, none of which is the cause alone
+
+    def __str__(self) -> str:
+        return f"{self.text}\n  at {self.where}" if self.where else self.text
+
+
+@dataclass(frozen=True)
+class DifferentCalls:
+    """The first collective of a group in which ranks disagree."""
+
+    ranks: Ranks
+    number: int
+    why: str
+
+
+def different_calls(facts: Mapping[str, Any]) -> DifferentCalls:
+    """The value of JSON, which has lists for tuples."""
+    return DifferentCalls(tuple(facts["ranks"]), facts["number"], facts["why"])
+
+
+def report_of(rank: int, error: BaseException) -> FailureReport:
+    """The report of `rank` on its own failure."""
+    how = (
+        f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"failed: {summary(error, MAX_LINES)}"
+    )
+    return FailureReport(rank, f"Rank {rank} {how}", user_call_site(error.__traceback__))
+
+
+def remote_error(
+    report: FailureReport, me: int, pending: PendingCollective, transport_error: str = ""
+) -> ShardwiseError:
+    """What rank `me`, which waits in `pending`, raises because of `report`."""
+    if report.mismatch:
+        return MismatchError(f"{report}\n  Fix: {report.fix}")
+    lines = [str(report), f"Rank {me} waited in {pending}"]
+    if transport_error:
+        lines.append(f"The transport said: {transport_error}")
+    return RemoteRankError("\n  ".join([*lines, f"Fix: {report.fix}"]), report.rank)
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """One process; its start time distinguishes it from an earlier one with the same number.
+
+    Attributes:
+        records: path of the memory in which processes of the same host find its call records.
+    """
+
+    host: str
+    pid: int
+    started: str
+    records: str = ""
+
+    @property
+    def host_name(self) -> str:
+        return self.host.partition("/")[0]
+
+    def state(self) -> str:
+        """ "gone", "stopped" or "alive" as seen from here; "elsewhere" on another host."""
+        if self.host != _host():
+            return "elsewhere"
+        found = _stat(self.pid)
+        if found is None:
+            return "gone"
+        state, started = found
+        if state in "ZXx" or started != self.started:
+            return "gone"
+        return "stopped" if state in "Tt" else "alive"
+
+
+def this_process() -> ProcessIdentity:
+    return identity_of(os.getpid())
+
+
+def identity_of(pid: int) -> ProcessIdentity:
+    """The process of this host that has the number `pid`."""
+    found = _stat(pid)
+    return ProcessIdentity(_host(), pid, found[1] if found else "")
+
+
+@cache
+def _host() -> str:
+    """A name that two processes share only where they can see each other's process numbers and files in memory.
+
+    Host names of machines and of containers may be equal, and containers may have users of their own. Without a /proc
+    of its own process namespace a process shares its name with none, because the numbers of others mean nothing to it.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        namespaces = [str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("pid", "user")]
+    except OSError:
+        boot, namespaces = uuid4().hex, []
+    return "/".join([socket.gethostname(), boot, *namespaces, str(os.getuid())])
+
+
+def _stat(pid: int) -> tuple[str, str] | None:
+    """State letter and start time of a process; None if there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        if Path("/proc/self").exists():
+            return None
+        try:  # a system without /proc
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return None
+        return "S", ""
+    return fields[0], fields[19]
+
+
+class FailureStore:
+    """What the ranks of one world publish. Every method may raise what an unreachable store raises."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self.store = store
+        self.rank = rank
+
+    # ---- written by this rank ----
+
+    def register(self, records: str = "") -> None:
+        """Publish which process this rank is, and where its call records are."""
+        self._write("process", asdict(replace(this_process(), records=records)))
+
+    def publish_exit(self, how: str) -> None:
+        """Publish that this rank exits, or leaves the world, without an error."""
+        self._write("exit", how)
+
+    def publish_pending(self, pending: PendingCollective) -> None:
+        """Publish the collective that this rank waits or waited in."""
+        self._write("pending", asdict(pending))
+
+    def publish_running(self, where: str) -> None:
+        """Publish the code that this rank runs instead of a collective."""
+        self._write("running", where)
+
+    def publish_thread_error(self, text: str) -> None:
+        """Publish an error of a thread, which does not end this rank."""
+        self._write("thread_error", text)
+
+    def acknowledge(self) -> None:
+        """Publish that this rank has read all it needs."""
+        self._write("acknowledged", True)
+
+    def request_states(self) -> None:
+        """Ask all ranks to publish their state; their monitors do."""
+        self.store.set(_key("states_requested"), "true")
+
+    def publish_difference(self, difference: DifferentCalls) -> DifferentCalls:
+        """Publish that ranks disagree, unless another rank has; return what is published."""
+        found = self.store.compare_set(_key("difference"), "", json.dumps(asdict(difference)))
+        return different_calls(json.loads(found))
+
+    def publish_call(self, call: DescribedCall | None) -> None:
+        """Publish what this rank called in the collective at which ranks disagree; None if it has not yet."""
+        self._write("call", call)
+
+    def publish_notes(self, group: int, notes: object) -> None:
+        """Publish the values that this rank has noted for a group, in JSON."""
+        self._write(f"notes/{group}", notes)
+
+    def publish_root(self, report: FailureReport) -> FailureReport:
+        """Publish the root of all failures unless there is one already; return the one that is published."""
+        found = self.store.compare_set(_key("root"), "", json.dumps(asdict(report)))
+        self.request_states()
+        return FailureReport(**json.loads(found))
+
+    # ---- read ----
+
+    def root(self) -> FailureReport | None:
+        """The first failure of this world, of which others may be consequences."""
+        found = self._read(_key("root"))
+        return None if found is None else FailureReport(**found)
+
+    def are_states_requested(self) -> bool:
+        return self.store.check([_key("states_requested")])
+
+    def difference(self) -> DifferentCalls | None:
+        found = self._read(_key("difference"))
+        return None if found is None else different_calls(found)
+
+    def call(self, rank: int) -> DescribedCall | None:
+        """What a rank published by `publish_call`."""
+        found: DescribedCall | None = self._read(_key("call", rank))
+        return found
+
+    def process(self, rank: int) -> ProcessIdentity | None:
+        found = self._read(_key("process", rank))
+        return None if found is None else ProcessIdentity(**found)
+
+    def notes(self, group: int, rank: int) -> Any:
+        """What a rank published by `publish_notes`; None if it has not."""
+        return self._read(_key(f"notes/{group}", rank))
+
+    def text(self, kind: str, rank: int) -> str | None:
+        """What a rank published as its "exit", "running" or "thread_error"."""
+        found: str | None = self._read(_key(kind, rank))
+        return found
+
+    def pending(self, rank: int) -> PendingCollective | None:
+        found = self._read(_key("pending", rank))
+        if found is None:
+            return None
+        return PendingCollective(call_from(found["call"]), found["number"], tuple(found["ranks"]), found["where"])
+
+    def have_all(self, kind: str, ranks: Sequence[int]) -> bool:
+        """Whether each of `ranks` has published its "pending" or "acknowledged"; one round trip."""
+        return self.store.check([_key(kind, rank) for rank in ranks])
+
+    def _write(self, kind: str, value: object) -> None:
+        self.store.set(_key(kind, self.rank), json.dumps(value))
+
+    def _read(self, key: str) -> Any:
+        return json.loads(self.store.get(key)) if self.store.check([key]) else None
+
+
+def _key(kind: str, rank: int | None = None) -> str:
+    return f"shardwise/{kind}" if rank is None else f"shardwise/{kind}/{rank}"
+
+
+def address(store: Store) -> tuple[str, int] | None:
+    """Host and port of the server behind `store`; None for a store without one."""
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    return (host, port) if isinstance(host, str) and isinstance(port, int) else None
+
+
+def connection_error(store: Store) -> OSError | None:
+    """Why the server of `store` accepts no connection; None if it does, or if there is no server."""
+    server = address(store)
+    if server is None:
+        return None
+    try:
+        socket.create_connection(server, CONNECT_SECONDS).close()
+    except OSError as error:
+        return error
+    return None
+
+
+def is_reachable(store: Store) -> bool:
+    """Whether the server of `store` accepts a connection; torch would print a stack where it does not."""
+    return connection_error(store) is None
+
+
+def is_on_this_host(server: tuple[str, int]) -> bool:
+    """Whether the address of a server is one of this host: only these can be bound."""
+    try:
+        for family, kind, protocol, _, found in socket.getaddrinfo(server[0], 0, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind, protocol) as trial:
+                trial.bind(found)
+    except OSError:
+        return False
+    return True

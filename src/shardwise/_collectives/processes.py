@@ -1,0 +1,541 @@
+"""The transport of ranks that are processes: the process groups of `torch.distributed`."""
+
+import atexit
+import os
+import warnings
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
+from time import monotonic, sleep
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+
+# Its functions have the world at the time of this import as a default argument. If one exists by then (torch.optim
+# imports it through torch._dynamo), it is never freed, and gloo's threads sometimes abort the process at its end.
+import torch.distributed.nn.functional
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise._collectives.call_log import CallLog, Difference
+from shardwise._collectives.collective_call import (
+    ALL_GATHER,
+    REDUCE_SCATTER,
+    DescribedCall,
+    PendingCollective,
+    Ranks,
+    call_of,
+    describing,
+    exchange_call,
+)
+from shardwise._collectives.failures.hooks import ExitHooks, report_end
+from shardwise._collectives.failures.monitor import FailureMonitor, has_agent_store, launcher_of_this_process
+from shardwise._collectives.failures.reports import (
+    POLL_SECONDS,
+    explain,
+    explain_difference,
+    explain_values,
+    join_threads,
+    store_of_world,
+)
+from shardwise._collectives.failures.store import DifferentCalls, FailureReport
+from shardwise._collectives.remote_records import RemoteRecords, StoredNotes, are_due
+from shardwise._collectives.shared_records import SharedRecords, add_peers
+from shardwise._collectives.started import OpenWorks, RecvCheck, StartedCollective, start_pairwise, unequal
+from shardwise._collectives.threads import ThreadGuard
+from shardwise._collectives.transport import Allocate, Finish, draw_from_torch, exchange_of, reduce_stack
+from shardwise._collectives.value_notes import Note, ValueNotes, different_values_text, fix_of
+from shardwise._layout import Mesh, Owner
+from shardwise._trace.user_stack import call_site, format_call_sites
+from shardwise.errors import MeshError, ShardwiseError
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
+
+_ASYNC_EXCHANGE = dist.AllToAllOptions()
+_ASYNC_EXCHANGE.asyncOp = True
+
+# Dtypes that every backend sends, and one of them by bytes.
+_SUPPORTED = (torch.float32, torch.float64, torch.int32, torch.int64, torch.float16, torch.uint8, torch.int8)
+_OF_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
+
+KEPT_KEY = "shardwise/is_kept"  # of the store that torchrun keeps when it restarts ranks
+ABSURD_BYTES = 1 << 44
+JOIN_SECONDS = 60.0  # that ranks of a group may have between their first calls
+
+
+def current_world() -> dist.ProcessGroup | None:
+    """The default process group, if there is one. `dist.group.WORLD` takes longer, and this is read for every call."""
+    return distributed_c10d._world.default_pg
+
+
+def check_joined() -> None:
+    """Raise MeshError if torchrun started this process, which has no process group, as one of several ranks."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if dist.is_torchelastic_launched() and size != "1":
+        raise MeshError(
+            f"torchrun started this process as rank {os.environ.get('RANK')} of {size}, but it has no process group: "
+            "each process would work as rank 0 of 1. Fix: first call torch.distributed.init_process_group() or "
+            "shardwise.init_device_mesh(…), or run the program in shardwise.launch(…)."
+        )
+
+
+def _no_world() -> None:
+    """What a reference to a world that has ended returns."""
+
+
+class TorchTransport:  # a Transport by structure: `rank` and `world_size` are properties
+    """The default process group of this process, and the groups of the device meshes that it has seen."""
+
+    def __init__(self) -> None:
+        self.calls: dict[Ranks, int] = {}
+        self.logs: dict[Ranks, CallLog] = {}
+        self.notes = ValueNotes()
+        self.threads = ThreadGuard()
+        self.fingerprints: ExitStack | None = None
+        self.groups: dict[Ranks, dist.ProcessGroup] = {}
+        self.device_meshes: dict[Mesh, DeviceMesh] = {}
+        self.mesh_values: dict[int, Mesh] = {}
+        self.monitor = FailureMonitor()
+        self.monitor.describe = self._describe_call
+        self._records: SharedRecords | None = None
+        self._stored: StoredNotes | None = None
+        self.open_works = OpenWorks()
+        self._hooks: ExitHooks | None = None
+        self._world: Callable[[], dist.ProcessGroup | None] = _no_world
+        self._rank = -1
+        self._owner = Owner(-1, 0)
+        self._everyone: Ranks = ()
+        self._timeouts: dict[Ranks, float | None] = {}
+
+    @property
+    def rank(self) -> int:
+        return self._rank if self.is_attached else dist.get_rank()
+
+    @property
+    def owner(self) -> Owner:
+        self.attach()
+        return self._owner
+
+    @property
+    def world_size(self) -> int:
+        self.attach()  # every mesh is checked against the size, so a rank that fails soon after can already report it
+        return len(self._everyone)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether this process has used its world here."""
+        return self._world() is current_world() is not None
+
+    def attach(self) -> None:
+        """Register this rank in the world, which others may have made, and monitor failures; cheap if that is done."""
+        world = current_world()
+        if self._world() is world:
+            return
+        assert world is not None
+        self.detach()
+        self._world = ref(world)
+        self._rank = dist.get_rank()
+        self._everyone = tuple(range(dist.get_world_size()))
+        self._owner = Owner(self._rank, len(self._everyone))
+        self._hooks = ExitHooks(self._release_at_exit)
+        if len(self._everyone) > 1:
+            self.notes.watch_after(0)
+        store, launcher = store_of_world(), launcher_of_this_process()
+        if store is not None and len(self._everyone) > 1:
+            self._records = SharedRecords(self._rank, len(self._everyone))
+            with suppress(Exception):  # without a store that works, errors only have less detail
+                if store.process(self._rank) is None:  # else it may have notes of an earlier world
+                    self._stored = StoredNotes()
+                store.register(self._records.path)
+        if store is not None and (len(self._everyone) > 1 or launcher is not None):
+            self.monitor.start(store_of_world, launcher)
+        warn_of_failing_restarts()
+
+    def _release_at_exit(self) -> None:
+        """Leave no thread that may need the interpreter while it ends: such a thread aborts the process."""
+        self.monitor.stop()
+        join_threads()
+        if dist.is_initialized():
+            self.open_works.release_world()
+
+    def register_mesh(self, device_mesh: DeviceMesh, mesh: Mesh) -> None:
+        """Keep torch's mesh and the `Mesh` of it, so that each is found by the other."""
+        self.mesh_values[id(device_mesh)] = mesh
+        self.device_meshes[mesh] = device_mesh
+
+    def detach(self) -> None:
+        """Release the world, its groups and its meshes."""
+        self.monitor.stop()
+        if self._hooks is not None:
+            self._hooks.uninstall()
+        self._hooks = None
+        self._world = _no_world
+        self._owner.forget()  # tensors of this world are refused from now on
+        self.threads = ThreadGuard()
+        if self._records is not None:
+            self._records.close()
+        self._records = self._stored = None
+        for kept in (self.calls, self.logs, self.groups, self.device_meshes, self.mesh_values, self._timeouts):
+            kept.clear()
+        self.notes.stop()
+        self.notes = ValueNotes(self.notes.on, self.notes.numbers)
+
+    def compare_calls(self, log: CallLog, record: "array[int]") -> None:
+        if self._records is None:
+            return
+        self._records.write(log, record)
+        if log not in self._records.complete:
+            self._find_peers(log, self._records)
+        if not self._records.agree(log):
+            self._raise_difference(log, self._records)
+        if self._records.elsewhere and are_due(log) and not self._records.elsewhere.isdisjoint(log.ranks):
+            self._raise_difference(log, RemoteRecords(log, self._exchange_records))
+        for other in self.logs.values():
+            if other is not log and other.has_open_notes:
+                values = self._records.different_values(other)
+                if values is None and self._stored is not None and not self.monitor.failed:
+                    values = self._stored.different_values(other, self._records.elsewhere)
+                if values is not None:
+                    raise self._explained(values, log)
+
+    def _exchange_records(self, send: Tensor, sent: Sequence[int], expected: Sequence[int], ranks: Ranks) -> Tensor:
+        call = self.logs[ranks].latest_call().described()
+        with describing(lambda: f"comparing the ranks before {call}"):
+            return exchange_of(self)(send, sent, expected, ranks)
+
+    def _raise_difference(self, log: CallLog, records: SharedRecords | RemoteRecords) -> None:
+        difference = records.first_difference(log) or _absurd_length(log)
+        # Looked for second, as the notes before a call that was seen are there; they may be why calls are different.
+        values = records.different_values(log)
+        if difference is None and values is None:
+            return
+        if values is not None:
+            raise self._explained(values, log)
+        pending = PendingCollective(log.latest_call().described(), log.latest, log.ranks)
+        assert difference is not None
+        different = DifferentCalls(log.ranks, difference.number, difference.why)
+        raise explain_difference(different, pending, self._describe_call)
+
+    def _explained(self, values: tuple[Note, dict[int, Sequence[int]]], log: CallLog) -> ShardwiseError:
+        """What to raise for values that differ, before the latest call of a log."""
+        pending = PendingCollective(log.latest_call().described(), log.latest, log.ranks)
+        text = different_values_text(values[0], {self._rank: values[0].words, **values[1]})
+        return explain_values(FailureReport(None, text, fix=fix_of(values[0]), mismatch=True), pending)
+
+    def share_note(self, log: CallLog, note: Note) -> None:
+        if self._records is not None:
+            self._records.write_note(log, note)
+            if log.latest <= 1 and log not in self._records.complete:  # it may never call a collective
+                self._find_peers(log, self._records)
+
+    def _find_peers(self, log: CallLog, records: SharedRecords) -> None:
+        """Let `records` know those of all ranks of a group on this host, and remember whether there are others.
+
+        A rank waits for that before its second call, or it might not compare its calls where others do.
+        """
+        if (store := store_of_world()) is None:
+            return
+        began, timeout = monotonic(), self._timeout(log.ranks)
+        # After one call all ranks of a group have joined the world, or soon will.
+        until = began + (0 if log.latest <= 1 else timeout or JOIN_SECONDS)
+        while add_peers(store, log.ranks, records) and not self.monitor.failed:
+            if all(map(records.knows, log.ranks)):
+                records.complete.add(log)
+                return
+            if monotonic() >= until:
+                if log.latest <= 1 or timeout is None:
+                    return
+                pending = PendingCollective(log.latest_call().described(), log.latest, log.ranks)
+                error = TimeoutError("Some ranks have not joined, or the store does not answer.")
+                raise explain(error, pending, monotonic() - began, self.monitor)
+            sleep(POLL_SECONDS)
+
+    def _describe_call(self, ranks: Ranks, number: int) -> DescribedCall | None:
+        log = self.logs.get(ranks)
+        call = None if log is None else log.call(number)
+        if call is None:
+            return None
+        where = format_call_sites([site.frame for site in call.sites], 1) if call.sites else ""
+        return {"call": asdict(call.described()), "where": where}
+
+    def start_all_to_all(
+        self,
+        send: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        ranks: Ranks,
+        allocate: Allocate | None = None,
+    ) -> Finish:
+        return self._start_all_to_all(send, send_counts, recv_counts, ranks, allocate=allocate)
+
+    def _start_to_each(
+        self, send: Tensor, recv_counts: Sequence[int], ranks: Ranks, allocate: Allocate | None = None
+    ) -> Finish:
+        """An all-to-all in which each rank is sent all of `send`; copied for each only if torch needs that."""
+        counts = [send.numel()] * len(ranks)
+        if self.group(ranks) is None:
+            return self._start_all_to_all(send, counts, recv_counts, ranks, to_each=True, allocate=allocate)
+        return self._start_all_to_all(send.repeat(len(ranks)), counts, recv_counts, ranks, allocate=allocate)
+
+    def _start_all_to_all(
+        self,
+        send: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        ranks: Ranks,
+        to_each: bool = False,
+        allocate: Allocate | None = None,
+    ) -> Finish:
+        here, group, number = self._rank, self.group(ranks), self.calls.get(ranks, 0)
+        own = ranks.index(here)
+
+        def pending() -> PendingCollective:
+            return PendingCollective(exchange_call(send, send_counts, recv_counts), number, ranks)
+
+        if send_counts[own] != recv_counts[own]:
+            raise unequal(here, here, send_counts[own], recv_counts[own], pending())
+        out = (allocate or send.new_empty)(sum(recv_counts))
+        wire_out, wire_send = _as_supported(out), _as_supported(send.contiguous())
+
+        def start() -> Sequence[dist.Work]:
+            if group is None:
+                parts = [wire_send] * len(ranks) if to_each else wire_send.split(list(send_counts))
+                return start_pairwise(wire_out, parts, recv_counts, ranks, here, number)
+            return [group.all_to_all_single(wire_out, wire_send, list(recv_counts), list(send_counts), _ASYNC_EXCHANGE)]
+
+        check = RecvCheck(out, recv_counts, own)
+        return self._started(start, pending, ranks, out, check, recv_counts, pairwise=group is None)
+
+    def start_all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks, in_place: bool = False) -> Finish:
+        group = self.group(ranks)
+        if group is not None and local.dtype not in _NOT_REDUCED_BY_GLOO:
+            out = local if in_place else local.clone(memory_format=torch.contiguous_format)
+            number = self.calls.get(ranks, 0)
+            return self._started(
+                lambda: [dist.all_reduce(out, _OPS[reduce_op], group=group, async_op=True)],
+                partial(self._pending, f"all_reduce {reduce_op}", local, local.shape, number, ranks),
+                ranks,
+                out,
+            )
+        count = len(ranks)
+        flat = local.reshape(-1)
+        receive = self._start_to_each(flat, [flat.numel()] * count, ranks)
+        return lambda: reduce_stack(receive().view(count, *local.shape), reduce_op)
+
+    def start_all_gather(
+        self, local: Tensor, counts: Sequence[int], ranks: Ranks, allocate: Allocate | None = None
+    ) -> Finish:
+        group, own, number = self.group(ranks), ranks.index(self._rank), self.calls.get(ranks, 0)
+        if group is None:
+            return self._start_to_each(local, counts, ranks, allocate)
+        width = max(counts)
+        padded = local.contiguous() if local.numel() == width else F.pad(local, (0, width - local.numel()))
+        empty = allocate or local.new_empty
+        out = empty(width * len(ranks))
+        wait = self._started(
+            lambda: [dist.all_gather_single(_as_supported(out), _as_supported(padded), group, async_op=True)],
+            partial(self._pending, ALL_GATHER, local, counts, number, ranks),
+            ranks,
+            out,
+            RecvCheck(out, [width] * len(ranks), own),
+            [width] * len(ranks),
+        )
+        if min(counts) == width:
+            return wait
+
+        def finish() -> Tensor:
+            parts = [part[:n] for part, n in zip(wait().split(width), counts, strict=True)]
+            return torch.cat(parts, out=empty(sum(counts)))
+
+        return finish
+
+    def start_reduce_scatter(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
+        group, own, number = self.group(ranks), ranks.index(self._rank), self.calls.get(ranks, 0)
+        local = local.resolve_conj()
+        if group is None or local.dtype in _NOT_REDUCED_BY_GLOO:
+            receive = self.start_all_to_all(local, counts, [counts[own]] * len(ranks), ranks)
+            return lambda: reduce_stack(receive().view(len(ranks), counts[own]), "sum")
+        width = max(counts)
+        padded = local.contiguous()
+        if min(counts) != width:
+            parts = padded.split(list(counts))
+            padded = torch.cat([F.pad(part, (0, width - part.numel())) for part in parts])
+        out = local.new_empty(width)
+        wait = self._started(
+            lambda: [dist.reduce_scatter_single(_as_real(out), _as_real(padded), group=group, async_op=True)],
+            partial(self._pending, REDUCE_SCATTER, local, counts, number, ranks),
+            ranks,
+            out,
+        )
+        if counts[own] == width:
+            return wait
+        return lambda: torch.narrow_copy(wait(), 0, 0, counts[own])
+
+    def start_broadcast(self, local: Tensor, count: int, root: int, ranks: Ranks) -> Finish:
+        group, number, is_root = self.group(ranks), self.calls.get(ranks, 0), self._rank == root
+        sent = [count * (rank == root) for rank in ranks]
+        if group is None:
+            return self._start_to_each(local if is_root else local.new_empty(0), sent, ranks)
+        out = local.clone() if is_root else local.new_empty(count)
+        return self._started(
+            lambda: [dist.broadcast(_as_supported(out), root, group, async_op=True)],
+            partial(self._pending, f"broadcast from {root}", local, (count,), number, ranks),
+            ranks,
+            out,
+            RecvCheck(out, sent, ranks.index(self._rank)),
+            sent,
+        )
+
+    def _pending(self, kind: str, local: Tensor, shape: Sequence[int], number: int, ranks: Ranks) -> PendingCollective:
+        return PendingCollective(call_of(kind, local, shape), number, ranks)
+
+    def _started(
+        self,
+        start: Callable[[], Sequence[dist.Work]],
+        pending: Callable[[], PendingCollective],
+        ranks: Ranks,
+        out: Tensor,
+        check: RecvCheck | None = None,
+        counts: Sequence[int] = (),
+        pairwise: bool = False,
+    ) -> StartedCollective:
+        timeout = self._timeout(ranks) if out.is_cpu else None
+        return StartedCollective(self, start, pending, timeout, ranks, out, check, counts, pairwise)
+
+    def draw_seed(self) -> int:
+        return draw_from_torch()
+
+    def register_group(self, group: dist.ProcessGroup) -> None:
+        """Use a process group of torch for the collectives of its ranks, unless one is known."""
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if self.group(ranks) is None:
+            self.groups[ranks] = group
+
+    def group(self, ranks: Ranks) -> dist.ProcessGroup | None:
+        """A process group of these ranks in this order, if one is known that was not destroyed."""
+        if ranks == self._everyone:
+            return self._world()
+        found = self.groups.get(ranks)
+        return found if found in distributed_c10d._world.pg_map else None
+
+    def message_device(self, ranks: Ranks) -> torch.device:
+        self.attach()
+        group = self.group(ranks) or dist.group.WORLD
+        assert group is not None
+        types = [device.type for device in group._device_types]
+        return torch.device("cpu" if not types or "cpu" in types else types[0])
+
+    def _timeout(self, ranks: Ranks) -> float | None:
+        """How many seconds a collective of CPU tensors waits; None where that is unknown.
+
+        NCCL would wait in this thread for every collective that has a timeout; its own watchdog has one.
+        """
+        if ranks not in self._timeouts:
+            found = timeout_of(self.group(ranks), "cpu")
+            self._timeouts[ranks] = None if found is None else found.total_seconds()
+        return self._timeouts[ranks]
+
+
+def _absurd_length(log: CallLog) -> Difference | None:
+    """What this rank is about to receive, if no host has memory for it, such as a length that is other data."""
+    call = log.latest_call()
+    for peer, count in zip(log.ranks, call.recv_counts, strict=False):
+        if not 0 <= count * call.dtype.itemsize < ABSURD_BYTES:
+            return Difference(
+                log.latest, peer, f"no rank can receive {count} elements of {call.dtype} from rank {peer}"
+            )
+    return None
+
+
+def _as_supported(x: Tensor) -> Tensor:
+    """View the memory in a dtype that every backend supports."""
+    if x.dtype in _SUPPORTED:
+        return x
+    if x.element_size() == 16:  # complex128: one row an element, so that split sizes still count elements
+        return x.view(torch.int64).view(x.numel(), 2)
+    return x.view(_OF_SIZE[x.element_size()])
+
+
+def _as_real(x: Tensor) -> Tensor:
+    """View the memory in a dtype that NCCL adds: a row of two numbers for a complex one."""
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+_NOT_REDUCED_BY_GLOO = {torch.bool, torch.int16, torch.uint16, torch.uint32, torch.uint64}
+
+
+def timeout_of(group: dist.ProcessGroup | None, device_type: str) -> timedelta | None:
+    """How long a collective of a group (None: of the world) on such devices waits; None where that is unknown."""
+    world = dist.group.WORLD
+    assert world is not None
+    try:
+        backend = (group or world)._get_backend(torch.device(device_type))
+    except RuntimeError:  # it has none for them
+        return None
+    found = getattr(getattr(backend, "options", None), "_timeout", None)
+    return found if isinstance(found, timedelta) else None
+
+
+# ---- restarts ---------------------------------------------------------------------------------------------
+
+
+def warn_of_failing_restarts() -> None:
+    """Warn on rank 0 if torchrun would restart the ranks, but they may not join each other again.
+
+    torchrun keeps the keys of its store. A process group that is in it without a prefix of its own has the keys of the
+    ranks that have ended. A new rank that joins before another one reads an address where nobody listens.
+    """
+    most, done = _number("TORCHELASTIC_MAX_RESTARTS"), _number("TORCHELASTIC_RESTART_COUNT")
+    world = dist.group.WORLD
+    if done >= most or not has_agent_store() or world is None or world.rank() != 0 or world.size() == 1:
+        return
+    if not _is_kept(world.get_group_store(), world.group_name):
+        return
+    site = call_site()
+    warnings.warn_explicit(
+        f"torchrun would restart the ranks of this program (restarts left: {most - done}), but they may not find each "
+        "other: the program calls init_process_group, in whose store torchrun keeps the addresses of ranks that have "
+        'ended ("Gloo connectFullMesh failed"). Fix: leave it out, as shardwise.init_device_mesh(…, timeout_seconds=…) '
+        "or launch(…) joins the ranks; or start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment.",
+        UserWarning,
+        *((site.file, site.line) if site else (__file__, 1)),
+    )
+
+
+def _number(variable: str) -> int:
+    """A number in the environment; 0 where there is none, as where another program than torchrun set the variable."""
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else 0
+
+
+def _is_kept(store: Store, group: str) -> bool:
+    """Whether `store`, that of a process group, is the one at MASTER_ADDR, with no prefixes but those of torch."""
+    server = store
+    while isinstance(server, PrefixStore):
+        server = server.underlying_store
+    if not isinstance(server, TCPStore):
+        return False
+    if (server.host, str(server.port)) != (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")):
+        return False
+    try:
+        store.set(KEPT_KEY, "")
+        # init_process_group adds the first prefix to the store that it makes, but not to one that it is given.
+        return any(server.check([f"{prefix}{group}//{KEPT_KEY}"]) for prefix in ("default_pg/", ""))
+    except dist.DistError:  # the store does not answer
+        return False
+
+
+TORCH_TRANSPORT = TorchTransport()
+
+
+@atexit.register
+def _report_without_hooks() -> None:
+    if dist.is_initialized() and not TORCH_TRANSPORT.is_attached:
+        report_end()

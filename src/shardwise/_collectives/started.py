@@ -1,0 +1,285 @@
+"""Collectives of `torch.distributed` that have begun: waiting for them, and checks of what they receive.
+
+All-to-alls of ranks that share no process group are made of sends and receives: making a group would involve all ranks.
+"""
+
+import ctypes
+import itertools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from ctypes import c_uint8, c_uint16, c_uint32, c_uint64
+from datetime import timedelta
+from functools import lru_cache
+from hashlib import blake2b
+from time import monotonic
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from shardwise._collectives.collective_call import PendingCollective, Ranks
+from shardwise._collectives.failures.monitor import FailureMonitor
+from shardwise._collectives.failures.reports import WaitAbortedError, explain, is_invalid_call, is_of_transport
+from shardwise.errors import MismatchError
+
+SLICE_SECONDS = 0.5  # of waiting, between checks whether another rank has failed
+SHORT_SLICE_SECONDS = 0.1  # the same, when one has
+Word = c_uint8 | c_uint16 | c_uint32 | c_uint64
+
+# As a 32- or 16-bit float each word is a NaN that arithmetic does not produce; as an integer it is beyond any index.
+_WORD = bytes([*os.urandom(2), 0xA0 | os.urandom(1)[0] & 0x0F, 0x7F])
+_WORDS: dict[int, type[Word]] = {8: c_uint64, 4: c_uint32, 2: c_uint16, 1: c_uint8}  # by bytes
+# By bytes; the last is neither False nor True.
+_MARKS = {8: _WORD * 2, 4: _WORD, 2: _WORD[2:], 1: b"\xa5"}
+
+
+class OpenWorks:
+    """The works that this process has started and not waited for to their end.
+
+    A thread of gloo that ends a collective releases its tensors, for which it needs the interpreter's lock. CPython
+    before 3.14 ends a thread that asks for the lock while the interpreter ends, and C++ then aborts the process.
+    """
+
+    def __init__(self) -> None:
+        self._works: dict[int, Sequence[dist.Work]] = {}
+        self._keys = itertools.count()
+
+    def add(self, works: Sequence[dist.Work]) -> int:
+        """Keep `works`; the key to remove them by."""
+        for key, kept in list(self._works.items()):  # a list: other threads may wait meanwhile
+            if all(work.is_completed() for work in kept):  # and nobody waited
+                self.remove(key)
+        key = next(self._keys)
+        self._works[key] = works
+        return key
+
+    def remove(self, key: int) -> None:
+        self._works.pop(key, None)
+
+    def release_world(self) -> None:
+        """At the end of the process: end gloo's threads, or let them go on without Python until the process is gone.
+
+        They cannot be ended while a collective waits for another rank.
+        """
+        if any(dist.get_backend(group) != "gloo" for group in distributed_c10d._world.pg_map):
+            return
+        still_open = [work for works in self._works.values() for work in works if not work.is_completed()]
+        if not still_open:
+            dist.destroy_process_group()
+            return
+        for kept in (*still_open, *distributed_c10d._world.pg_map):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
+class RecvCheck:
+    """Marks the end of every rank's slice of a receive buffer, to detect messages that are too short.
+
+    Gloo accepts a message that is shorter than the receive buffer, without an error. A mark that is still there after
+    the exchange shows that fewer elements were received than expected. Only in CPU memory, where that costs a
+    microsecond. Of integers shorter than four bytes the last four bytes are marked, since every value of a single one
+    is likely: there, fewer missing bytes go undetected.
+
+    Args:
+        out: 1-D, to be filled with `counts` elements from each rank.
+        counts: one per rank of the group.
+        own: the position of this rank, which sends nothing to itself.
+    """
+
+    __slots__ = ("mark", "out", "words")
+
+    def __init__(self, out: Tensor, counts: Sequence[int], own: int) -> None:
+        self.out = out  # whose memory the words are in
+        self.words: Sequence[tuple[int, Word]] = ()
+        if out.is_cpu:
+            word, self.mark, offsets = _marks(tuple(counts), own, out.dtype)
+            start = out.data_ptr()
+            self.words = [(position, word.from_address(start + offset)) for position, offset in offsets]
+            for _, here in self.words:
+                here.value = self.mark
+
+    def short_position(self) -> int | None:
+        """The position of a rank that sent too few elements; None if all were received."""
+        for position, word in self.words:
+            if word.value == self.mark:
+                return position
+        return None
+
+
+def _width(dtype: torch.dtype) -> int:
+    """How many bytes of a mark no value of this dtype is likely to have."""
+    if dtype in (torch.bool, torch.float16, torch.bfloat16) or dtype.itemsize >= 4:
+        return min(8, dtype.itemsize)
+    return 4
+
+
+@lru_cache(maxsize=256)
+def _marks(counts: tuple[int, ...], own: int, dtype: torch.dtype) -> tuple[type[Word], int, list[tuple[int, int]]]:
+    """The type of a mark, its value, and of each rank's slice that is marked its position and the offset in bytes."""
+    width, found, end = _width(dtype), [], 0
+    for position, count in enumerate(counts):
+        end += count * dtype.itemsize
+        if position != own and count * dtype.itemsize >= width:
+            found.append((position, end - width))
+    return _WORDS[width], int.from_bytes(_MARKS[width], sys.byteorder), found
+
+
+class Waiting(Protocol):
+    """What is needed of a transport."""
+
+    monitor: FailureMonitor
+    open_works: OpenWorks
+
+    @property
+    def rank(self) -> int: ...
+
+
+class StartedCollective:
+    """A collective that has begun; a call waits for its end. Errors of both name the rank that caused them.
+
+    Args:
+        ranks: those of the group.
+        out: the result.
+        timeout_seconds: how long to wait; None where the backend ends the wait, or it is not in this thread.
+        check: whether the ranks sent the `counts` elements that this one expects; None: the backend knows.
+        pairwise: whether it was started by `start_pairwise`.
+    """
+
+    def __init__(
+        self,
+        here: Waiting,
+        start: Callable[[], Sequence[dist.Work]],
+        pending: Callable[[], PendingCollective],
+        timeout_seconds: float | None,
+        ranks: Ranks,
+        out: Tensor,
+        check: RecvCheck | None = None,
+        counts: Sequence[int] = (),
+        pairwise: bool = False,
+    ) -> None:
+        self.here, self.pending, self.timeout, self.ranks = here, pending, timeout_seconds, ranks
+        self.out, self.check, self.counts, self.pairwise = out, check, counts, pairwise
+        began, monitor = monotonic(), here.monitor
+        monitor.pending = pending
+        try:
+            self.works = start()
+        except RuntimeError as error:
+            if is_of_transport(error):
+                self._raise_explained(error, began)
+            raise
+        finally:
+            monitor.pending = None
+        self.key = here.open_works.add(self.works)
+
+    def __call__(self) -> Tensor:
+        began, monitor = monotonic(), self.here.monitor
+        monitor.pending = self.pending
+        try:
+            self._wait(began, monitor)
+        except RuntimeError as error:
+            if self.works or is_of_transport(error):
+                self._raise_explained(error, began)
+            raise
+        finally:
+            monitor.pending = None
+        self.here.open_works.remove(self.key)
+        short = None if self.check is None else self.check.short_position()
+        if short is not None:
+            raise unequal(self.ranks[short], self.here.rank, "fewer", self.counts[short], self.pending())
+        return self.out
+
+    def _raise_explained(self, error: RuntimeError, began: float) -> None:
+        if not is_invalid_call(error):
+            raise explain(error, self.pending(), monotonic() - began, self.here.monitor) from None
+
+    def _wait(self, began: float, monitor: FailureMonitor) -> None:
+        """Wait in slices, to notice failures that break no connection, and to end in time.
+
+        Gloo alone waits for one peer after the other, each for the full timeout. A send or receive cannot be waited for
+        in slices: it fails at the end of the first, and closes the connection.
+        """
+        works = self.works
+        if self.timeout is None:
+            for work in works:
+                work.wait()
+            return
+        deadline = began + self.timeout
+        if self.pairwise:
+            wait_pairwise(works, deadline)
+            return
+        (work,) = works
+        while True:
+            seconds = SHORT_SLICE_SECONDS if monitor.failed else SLICE_SECONDS
+            try:
+                work.wait(wait_limit(min(seconds, deadline - monotonic())))
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    work.wait()  # raises why it failed, or it was done just after the slice
+                    return
+                if monotonic() >= deadline:
+                    raise
+                if monitor.root is not None:
+                    raise WaitAbortedError from error
+
+
+def unequal(source: int, target: int, sent: int | str, expected: int, pending: PendingCollective) -> MismatchError:
+    """The error about a rank that sends another number of elements than one expects."""
+    return MismatchError(
+        f"Rank {source} sends {sent} elements to rank {target}, which expects {expected}.\n"
+        f"  Rank {target} was in {pending}\n"
+        "  Fix: correct one of the two; shardwise.collectives.check_ranks() compares the calls of all ranks."
+    )
+
+
+# ---- sends and receives -----------------------------------------------------------------------------------
+
+
+def start_pairwise(
+    out: Tensor,
+    parts: Sequence[Tensor],
+    recv_counts: Sequence[int],
+    ranks: Ranks,
+    here: int,
+    number: int,
+) -> Sequence[dist.Work]:
+    """Start what rank `here` sends and receives in collective `number` of `ranks`.
+
+    Args:
+        parts: what each of `ranks` is sent.
+    """
+    ops = []
+    tag = _tag(ranks, number)
+    for peer, outgoing, incoming in zip(ranks, parts, out.split(list(recv_counts)), strict=True):
+        if peer == here:
+            incoming.copy_(outgoing)
+            continue
+        if outgoing.numel():
+            ops.append(dist.P2POp(dist.isend, outgoing, peer, tag=tag))
+        if incoming.numel():
+            ops.append(dist.P2POp(dist.irecv, incoming, peer, tag=tag))
+    return dist.batch_isend_irecv(ops) if ops else []
+
+
+def wait_pairwise(works: Sequence[dist.Work], deadline: float) -> None:
+    """Wait for all; after a failure abandon the others, so that those peers fail as well."""
+    failure = None
+    for work in works:
+        try:
+            work.wait(wait_limit(deadline - monotonic() if failure is None else 0.0))
+        except RuntimeError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+
+
+def wait_limit(seconds: float) -> timedelta:
+    """The limit as torch takes it, where zero would be none."""
+    return timedelta(seconds=max(seconds, 0.002))
+
+
+def _tag(ranks: Ranks, number: int) -> int:
+    """Identifies one exchange, so that surplus messages of an earlier one are never received in it."""
+    return int.from_bytes(blake2b(repr((ranks, number)).encode(), digest_size=4).digest()) >> 1

@@ -1,0 +1,254 @@
+"""The `Transport` protocol, its implementation for one rank, and helpers for the others.
+
+A process that a rank starts with `multiprocessing`, such as a worker of a DataLoader, has the `rank()` and
+`world_size()` of that rank: a forked one by its memory, a spawned one by the configuration that multiprocessing sends
+to each process. Without them it would take itself for the only rank and, for example, read the examples of all ranks.
+"""
+
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from itertools import accumulate
+from multiprocessing.process import current_process
+from typing import NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise._collectives.call_log import CallLog
+from shardwise._collectives.collective_call import Ranks
+from shardwise._collectives.threads import ThreadGuard
+from shardwise._collectives.value_notes import Note, ValueNotes
+from shardwise._layout import Owner
+
+Finish = Callable[[], Tensor]  # waits for a collective that was started, and returns its result
+Allocate = Callable[[int], Tensor]  # a 1-D tensor of so many elements
+Exchange = Callable[[Tensor, Sequence[int], Sequence[int], Ranks], Tensor]  # an all-to-all of tensors on the CPU
+RankAndSize = tuple[int, int]
+
+CANNOT_COMMUNICATE = (
+    "A process that a rank started, such as a worker of a DataLoader, cannot communicate for the rank. "
+    "Fix: use plain tensors there, and distribute them in the process of the rank."
+)
+_KEY = "shardwise: rank and world size of the parent"
+
+
+class Transport(Protocol):
+    """How ranks communicate. `ranks` are global ranks in rising order; all of them make the same call.
+
+    Attributes:
+        calls: collectives made so far, by group; the caller of the transport counts them.
+        logs: what was called in the last of them, by group.
+        notes: of values that other ranks should have too.
+        threads: which thread of the rank made the last one.
+        fingerprints: to close when the calls are compared in full no longer; None while they are not.
+        owner: the identity of this rank in this world, for the layouts of its tensors.
+
+    Raises:
+        RemoteRankError: another rank raised, died or hangs; the text names it and how it failed.
+        MismatchError: the ranks make different calls, as far as the transport can see that.
+    """
+
+    calls: dict[Ranks, int]
+    logs: dict[Ranks, CallLog]
+    notes: ValueNotes
+    threads: ThreadGuard
+    fingerprints: ExitStack | None
+
+    @property
+    def owner(self) -> Owner: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def message_device(self, ranks: Ranks) -> torch.device:
+        """Where the library makes what it sends of its own, such as lengths: on CPUs if their tensors can be sent."""
+        ...
+
+    def compare_calls(self, log: CallLog, record: "array[int]") -> None:
+        """Raise a MismatchError if ranks are known to disagree with the call that this rank is about to make."""
+        ...
+
+    def share_note(self, log: CallLog, note: Note) -> None:
+        """Let the other ranks of a group compare a note with theirs in their next collective."""
+        ...
+
+    def start_all_to_all(
+        self,
+        send: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        ranks: Ranks,
+        allocate: Allocate | None = None,
+    ) -> Finish:
+        """Send `send_counts[i]` elements of the 1-D `send` to `ranks[i]`; get those received, in rank order.
+
+        `send` must not change until the collective is finished.
+
+        Args:
+            allocate: may be called for the memory of the result, which is a new tensor otherwise.
+        """
+        ...
+
+    def start_all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks, in_place: bool = False) -> Finish:
+        """The reduction (sum, max, min, product) of `local` over `ranks`: a new tensor.
+
+        Args:
+            in_place: nobody else uses `local`, which is contiguous: the result may have its memory.
+        """
+        ...
+
+    def start_all_gather(
+        self, local: Tensor, counts: Sequence[int], ranks: Ranks, allocate: Allocate | None = None
+    ) -> Finish:
+        """The 1-D tensors of all ranks, one after the other; they have `counts` elements.
+
+        Args:
+            allocate: as in `start_all_to_all`.
+        """
+        ...
+
+    def start_reduce_scatter(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
+        """A new tensor: this rank's `counts[i]` elements of the sum of the 1-D `local`, which has those of all ranks.
+
+        `local` must not change until the collective is finished.
+        """
+        ...
+
+    def start_broadcast(self, local: Tensor, count: int, root: int, ranks: Ranks) -> Finish:
+        """A new tensor: the 1-D tensor of `root`, which has `count` elements."""
+        ...
+
+    def draw_seed(self) -> int:
+        """A number from torch's CPU generator, drawn once a call and equal on all ranks with the same seed."""
+        ...
+
+
+class SingleRankTransport:
+    """One rank, for scripts without a launcher; of several, for the process that a rank started."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.calls: dict[Ranks, int] = {}
+        self.logs: dict[Ranks, CallLog] = {}
+        self.notes = ValueNotes(on=world_size == 1)
+        self.threads = ThreadGuard()
+        self.fingerprints: ExitStack | None = None
+        self.owner = Owner(rank, world_size)
+        if world_size > 1:
+            self.threads.ident, self.threads.failed = -1, CANNOT_COMMUNICATE
+
+    def message_device(self, ranks: Ranks) -> torch.device:
+        return torch.device("cpu")
+
+    def _refuse(self, *_args: object, **_options: object) -> NoReturn:
+        raise AssertionError("one rank has nobody to communicate with")
+
+    compare_calls = share_note = start_all_to_all = start_all_reduce = start_all_gather = _refuse
+    start_reduce_scatter = start_broadcast = _refuse
+
+    def draw_seed(self) -> int:
+        return draw_from_torch()
+
+
+class _OfStartingThread:
+    """Is pickled as the rank and world size of the thread that starts a process: a simulated rank is a thread."""
+
+    def __init__(self, rank_and_size: Callable[[], RankAndSize | None]) -> None:
+        self._rank_and_size = rank_and_size
+
+    def __reduce__(self) -> tuple[type, tuple[RankAndSize | tuple[()]]]:
+        return tuple, (self._rank_and_size() or (),)  # of plain numbers: a process that needs no shardwise imports none
+
+
+def share_rank(rank_and_size: Callable[[], RankAndSize | None]) -> None:
+    """Send rank and world size to the processes that this one starts from here on.
+
+    Args:
+        rank_and_size: gives those of the calling thread; None if it is no rank.
+    """
+    _config()[_KEY] = _OfStartingThread(rank_and_size)
+
+
+def inherited_rank() -> RankAndSize | None:
+    """The rank and world size of the process that started this one; None if that was no rank."""
+    match _config().get(_KEY):
+        case (int(rank), int(size)):
+            return rank, size
+    return None
+
+
+def _config() -> dict[str, object]:
+    """What multiprocessing copies to each process that this one starts."""
+    found: dict[str, object] = vars(current_process())["_config"]
+    return found
+
+
+# ---- for implementations ----------------------------------------------------------------------------------
+
+
+def draw_from_torch(generator: torch.Generator | None = None) -> int:
+    """A seed from `generator`; None is torch's default CPU generator."""
+    device = "cpu" if generator is None else generator.device
+    return int(torch.randint(2**62, (), dtype=torch.int64, generator=generator, device=device).item())
+
+
+def exchange_of(here: Transport) -> Exchange:
+    """The all-to-all of a transport, of tensors on the CPU whatever the transport can send."""
+
+    def exchange(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
+        sent = send.to(here.message_device(ranks))
+        return here.start_all_to_all(sent, send_counts, recv_counts, ranks)().cpu()
+
+    return exchange
+
+
+def gather_with(exchange: Exchange, data: bytes, ranks: Ranks) -> list[bytes]:
+    """Every rank's `data`, in rank order. Two collectives: lengths, then contents."""
+    count = len(ranks)
+    lengths = exchange(torch.tensor([len(data)] * count, device="cpu"), [1] * count, [1] * count, ranks).tolist()
+    buffer = (
+        torch.frombuffer(bytearray(data) * count, dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
+    received = exchange(buffer, [len(data)] * count, lengths, ranks).numpy().tobytes()
+    return [received[stop - length : stop] for length, stop in zip(lengths, accumulate(lengths), strict=True)]
+
+
+def reduce_stack(stack: Tensor, reduce_op: str) -> Tensor:
+    """Reduce the first dim of `stack` in its order, so that every rank computes the same bits."""
+    match reduce_op:
+        case "sum":
+            return stack.any(0) if stack.dtype == torch.bool else stack.sum(0, dtype=stack.dtype)
+        case "max":
+            return stack.amax(0)
+        case "min":
+            return stack.amin(0)
+        case "product":
+            return stack.prod(0, dtype=stack.dtype)
+    raise AssertionError(f"unknown reduction {reduce_op}")
+
+
+def log_of(here: Transport, ranks: Ranks) -> CallLog:
+    """The log of a group, which is made if there is none."""
+    log = here.logs.get(ranks)
+    if log is None:
+        log = here.logs[ranks] = CallLog(ranks, here.rank)
+        for note in here.notes.early(ranks):
+            here.share_note(log, log.add_note(note))
+    return log
+
+
+def share(here: Transport, note: Note | None) -> None:
+    """Let the other ranks compare a note with theirs."""
+    if note is None:
+        return
+    log_of(here, note.ranks)  # which may never call a collective
+    here.notes.keep(note)
+    for group, log in here.logs.items():
+        if set(group) <= set(note.ranks):
+            here.share_note(log, log.add_note(note))

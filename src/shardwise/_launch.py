@@ -1,0 +1,349 @@
+"""Starting ranks on this machine.
+
+`launch` starts processes, joins them to a gloo world and returns what rank 0 returned. Their store is a memory
+file of the launcher, so there is no port to collide on and nothing to clean up.
+"""
+
+import os
+import pickle
+import select
+import signal
+import sys
+from _thread import start_new_thread
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
+from math import inf
+from multiprocessing.connection import Connection
+from multiprocessing.process import current_process
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, TypeVarTuple
+
+from shardwise._layout import NumRanks, Timeout, checked
+from shardwise.errors import ArgumentError, LaunchError, RankFailedError, RemoteRankError
+
+if TYPE_CHECKING:
+    from shardwise._collectives.spawn import Death
+
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
+
+SETTLE_SECONDS = 0.2  # after the first failure, for the ranks to report its cause and its consequences
+
+
+@checked
+def launch(
+    fn: Callable[[*Args], T],
+    *args: *Args,
+    nproc: NumRanks | None = None,
+    timeout_seconds: Timeout = 60.0,
+    grace_seconds: float = 1.5,
+) -> T:
+    """Run `fn(*args)` on `nproc` new processes of this machine, the ranks of one gloo world.
+
+    One rank is a process like many: what works with `nproc=1` works with more, and this process never joins a
+    world. Ranks share the cores evenly unless OMP_NUM_THREADS is set, and find RANK, LOCAL_RANK, WORLD_SIZE
+    and LOCAL_WORLD_SIZE in their environment. Under torchrun no process is started: `fn` runs here, in the world
+    that torchrun describes, every process gets its own result, and `nproc` is ignored: it may be left out.
+
+    Ctrl-C reaches only this process, which ends the ranks. Where SIGINT is ignored, as under nohup or in the
+    background of a script, it stays ignored.
+
+    Args:
+        fn: defined at the top level of a module that a new interpreter can import.
+        args: picklable; every rank gets a copy.
+        nproc: ranks to start, at least 1. Needed unless torchrun has started them.
+        timeout_seconds: how long a rank waits for the others in one collective, or to join the world: 0.001 to 1e9.
+        grace_seconds: between the SIGTERM that ends a rank and the SIGKILL, after the failure of another, Ctrl-C, or
+            another exception in this process.
+
+    Returns:
+        What `fn` returned on rank 0; it has to be picklable, and should be small.
+
+    Raises:
+        ArgumentError: there is no `nproc`, and no torchrun; or a number is out of range.
+        LaunchError: `fn` or `args` cannot be pickled; nothing was started.
+        RankFailedError: a rank raised, exited or was killed; all others have been ended.
+        KeyboardInterrupt: after all ranks have been ended.
+    """
+    if getattr(current_process(), "_inheriting", False):
+        raise LaunchError(
+            "launch was called while a new rank was importing this script, so every rank would start ranks. "
+            'Fix: put the call under `if __name__ == "__main__":`.'
+        )
+    if under_torchrun():
+        return _run_in_place(fn, args, timeout_seconds)
+    if nproc is None:
+        raise ArgumentError(
+            "launch needs nproc, how many ranks to start, as torchrun has not started this process. "
+            "Fix: such as launch(…, nproc=2), or start the program with torchrun."
+        )
+    result: T = _result(_answers(_pickled(fn, args), nproc, timeout_seconds, grace_seconds))
+    return result
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun (torchelastic) started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _run_in_place(fn: Callable[[*Args], T], args: tuple[*Args], timeout_seconds: float) -> T:
+    from shardwise import _collectives as collectives
+
+    collectives.init_from_environment(timeout_seconds)
+    return fn(*args)
+
+
+# ---- messages between launcher and ranks ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _World:
+    size: int
+    store: str
+    timeout_seconds: float
+
+
+@dataclass(frozen=True)
+class _Returned:
+    result: bytes
+
+
+class _Cause(IntEnum):
+    """How likely a failure is the first one, not the consequence of another rank's."""
+
+    DIED = 0  # without a message; peers cannot make a rank do that
+    UNSURE = 1  # raised, or aborted by the transport: by itself or because a peer was gone
+    CONSEQUENCE = 2  # its error says that another rank failed
+
+
+@dataclass(frozen=True)
+class _Failed:
+    rank: int
+    text: str
+    exitcode: int
+    cause: _Cause
+    at: float  # monotonic seconds, one clock for all processes
+    error_type: str = ""
+    traceback: str = ""
+
+
+def _pickled(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
+    advice = "Fix: define it at the top level of a module file that new processes can import."
+    inner = fn
+    while isinstance(inner, partial):
+        inner = inner.func
+    from shardwise._collectives.spawn import has_main_file  # imports torch, unlike this module
+
+    if getattr(inner, "__module__", None) == "__main__" and not has_main_file():
+        raise LaunchError(f"launch cannot send {inner!r} to ranks: it was defined interactively. {advice}")
+    try:
+        pickle.dumps(fn)
+    except Exception as error:
+        raise LaunchError(f"launch cannot send {inner!r} to ranks: {error}. {advice}") from error
+    try:
+        return pickle.dumps((fn, args))
+    except Exception as error:
+        raise LaunchError(
+            f"launch cannot send the arguments of {inner!r} to ranks: {error}. Fix: make it inside the function."
+        ) from error
+
+
+def _unpickled(job: bytes) -> tuple[Callable[..., object], tuple[object, ...]]:
+    try:
+        fn, args = pickle.loads(job)  # noqa: S301 - from the launcher, over a pipe it inherited
+    except (AttributeError, ImportError) as error:
+        raise LaunchError(
+            f"this rank cannot import the function it should run: {error}. Fix: define it in a module file "
+            'that new processes can import, outside any `if __name__ == "__main__":`.'
+        ) from error
+    return fn, args
+
+
+# ---- the launcher -----------------------------------------------------------------------------------------
+
+
+def _answers(
+    job: bytes, nproc: int, timeout_seconds: float, grace_seconds: float
+) -> "dict[int, _Returned | _Failed | Death]":
+    """Run the job on new ranks; how each of them ended."""
+    from shardwise._collectives.spawn import Death, MemoryFile, RankProcesses  # imports torch, unlike this module
+
+    store = MemoryFile()
+    answers: dict[int, _Returned | _Failed | Death] = {}
+    try:
+        ranks = RankProcesses(nproc, _rank_main, _World(nproc, store.path, timeout_seconds))
+        try:
+            ranks.send(job)
+            ranks.collect(answers, lambda answer: isinstance(answer, _Failed), SETTLE_SECONDS, inf)
+            if all(isinstance(answer, _Returned) for answer in answers.values()):
+                ranks.join(timeout_seconds)  # a thread may keep a rank from exiting
+                answers |= {rank: Death(code, monotonic()) for rank, code in enumerate(ranks.exitcodes()) if code}
+        finally:
+            ranks.end(grace_seconds)
+    finally:
+        store.close()
+    return answers
+
+
+def _result(answers: "Mapping[int, _Returned | _Failed | Death]") -> Any:
+    """What rank 0 returned; raises if any rank failed."""
+    failures = [_failed(rank, answer) for rank, answer in answers.items() if not isinstance(answer, _Returned)]
+    if not failures:
+        assert isinstance(answers[0], _Returned)
+        return pickle.loads(answers[0].result)  # noqa: S301 - from a rank we started
+    first, *others = sorted(failures, key=lambda failure: (failure.cause, failure.at))
+    error = RankFailedError(
+        f"rank {first.rank} {first.text}", first.rank, first.exitcode, first.error_type, first.traceback
+    )
+    if first.traceback:
+        error.add_note(f"\nOn rank {first.rank}:\n{first.traceback}")
+    for other in others:
+        error.add_note(f"also: rank {other.rank} {other.text.splitlines()[0]}")
+    raise error
+
+
+def _failed(rank: int, answer: "_Failed | Death") -> _Failed:
+    if isinstance(answer, _Failed):
+        return answer
+    cause = _Cause.UNSURE if answer.exitcode == -signal.SIGABRT else _Cause.DIED
+    return _Failed(rank, f"{answer}\n  Fix: {answer.fix}.", answer.exitcode or 0, cause, answer.at)
+
+
+# ---- a rank -----------------------------------------------------------------------------------------------
+
+
+class _Stop(SystemExit):
+    """SIGTERM, as an exception, so that `finally` blocks run."""
+
+
+def _rank_main(connection: Connection, rank: int, world: _World) -> None:
+    """Run one job on one rank, and send what it returned or raised."""
+    from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
+
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)  # also where native code never lets the thread run that sees the parent end
+    message: _Returned | _Failed
+    try:
+        message = _Returned(_run(connection.recv_bytes(), rank, world))
+    except _Stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise
+    except BaseException as error:  # noqa: BLE001 - the launcher raises it
+        if isinstance(error, BrokenPipeError) and _reader_left():
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGPIPE)
+        message = _raised(rank, error)
+    connection.send(message)
+    sys.exit(message.exitcode if isinstance(message, _Failed) else 0)
+
+
+def _reader_left() -> bool:
+    """Whether nobody reads standard output any more, as after `| head`; other programs then end by SIGPIPE."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """Let SIGTERM raise inside; outside, in imports and exit handlers, it ends the process at once."""
+
+    stops, report = _Stops(), sys.unraisablehook
+
+    def report_others(dropped: "sys.UnraisableHookArgs") -> None:
+        if isinstance(dropped.exc_value, _Stop):  # raised in a finalizer, whose exceptions Python drops
+            stops.raise_again()
+        else:
+            report(dropped)
+
+    sys.unraisablehook = report_others
+    signal.signal(signal.SIGTERM, stops)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        sys.unraisablehook = report
+
+
+class _Stops:
+    """A handler of SIGTERM that raises `_Stop`."""
+
+    def __init__(self) -> None:
+        self.is_dropped = self.sends = False
+
+    def __call__(self, *_: object) -> NoReturn:
+        self.is_dropped = False
+        raise _Stop(128 + signal.SIGTERM)
+
+    def raise_again(self) -> None:
+        """Raise soon after this call, and again until it is not dropped."""
+        if not self.sends:
+            self.sends = True
+            start_new_thread(self._send, ())
+        self.is_dropped = True
+
+    def _send(self) -> None:
+        while True:
+            sleep(0.02)
+            if self.is_dropped:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _run(job: bytes, rank: int, world: _World) -> bytes:
+    """Join the world, run the job, leave; the pickled result on rank 0."""
+    _set_environment(rank, world.size)
+    from shardwise import _collectives as collectives
+
+    fn, args = _unpickled(job)
+    collectives.init_processes(rank, world.size, world.store, world.timeout_seconds)
+    try:
+        with _stoppable():
+            result = fn(*args)
+    except _Stop:  # another rank has failed, or the user pressed Ctrl-C
+        raise
+    except BaseException as error:
+        collectives.report_failure(error)
+        raise
+    collectives.shutdown()
+    try:
+        return pickle.dumps(result if rank == 0 else None)
+    except Exception as error:
+        raise LaunchError(
+            f"launch cannot return {type(result).__name__!r} results: {error}. Fix: return plain values."
+        ) from error
+
+
+def _set_environment(rank: int, size: int) -> None:
+    """An even share of the cores, and the variables that other libraries read."""
+    import torch
+
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(size)
+    if "OMP_NUM_THREADS" not in os.environ:
+        threads = max(1, len(os.sched_getaffinity(0)) // size)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # for processes of the rank; torch has read it already
+        torch.set_num_threads(threads)
+
+
+def _raised(rank: int, error: BaseException) -> _Failed:
+    from shardwise._trace.user_stack import format_traceback
+
+    if isinstance(error, SystemExit):
+        exitcode = error.code if isinstance(error.code, int) else int(error.code is not None)
+        text = f"called sys.exit({error.code!r}) instead of returning\n  Fix: return, or raise an error that says why."
+    else:
+        exitcode, text = 1, f"failed: {type(error).__name__}: {error}"
+    frames = error.__traceback__
+    while frames and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return _Failed(
+        rank,
+        text,
+        exitcode,
+        _Cause.CONSEQUENCE if isinstance(error, RemoteRankError) else _Cause.UNSURE,
+        monotonic(),
+        type(error).__name__,
+        format_traceback(error, frames),
+    )

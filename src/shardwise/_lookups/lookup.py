@@ -1,0 +1,354 @@
+"""Lookups in a sharded table, `F.embedding` and `F.embedding_bag`, on local tensors.
+
+If ids and table are sharded on different mesh axes, each rank looks up the rows that it holds (`local_lookup`). If they
+are sharded on the same axes (`exchange_axes`), `exchange_lookups` sends ids to the owners of their rows. For example,
+rank 0 holds rows 0 and 1 of a table and looks up ids 3, 3; rank 1 holds rows 2 and 3 and looks up id 0:
+
+    request  each rank finds its distinct ids and their owners (requests.py)
+             all-to-all of ids (`exchange_ids`): rank 0 sends [1] to rank 1 (id 3 is its row 1), rank 1 sends [0]
+    serve    each owner looks up the rows requested (`_serve`)
+             all-to-all of answers (`_exchange_answers`): rank 1 sends its row 1 to rank 0, rank 0 its row 0 to rank 1
+    finish   each rank puts the rows at their ids (`_finish`): rank 0 repeats its one row
+
+Bags may be pooled by the owners, which then answer with sums instead of rows (`Pooling`). A rank's first message to an
+owner also says whether its ids are valid. Several lookups share the two all-to-alls (`embedding_bags`).
+
+Gradients are those of autograd: the backward of the exchange of answers sends the gradients of rows (or sums) to their
+owners, and the backward of an owner's lookup is a gradient of the size of its shard, sparse if requested.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import reduce, wraps
+from itertools import chain, groupby
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise._layout import Box
+from shardwise._lookups import bad_ids
+from shardwise._lookups.ids import Bags, GroupedIds, coalesced_lookup, expand, plain_lookup
+from shardwise._lookups.requests import (
+    MAX_FIRST_BYTES,
+    Lookup,
+    Request,
+    Span,
+    exchange_axes,
+    message_dtype,
+    requests_of,
+    table_boxes,
+)
+from shardwise._rules.local_context import LocalContext
+from shardwise._rules.row import Args, Kwargs, arguments
+from shardwise._rules.row_exchange import Route, exchange_messages
+from shardwise._trace.capture_hooks import allow_in_graph_with_backward, is_capturing
+
+# ---- entry points: local implementations of the rules ------------------------------------------------------------
+
+
+def embedding(ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
+    """The local implementation of `F.embedding`: takes its arguments, with local tensors."""
+    named = arguments(F.embedding, args, kwargs)
+    return _lookup(ctx, named["input"], named["weight"], None, named["sparse"])
+
+
+def with_aligned_bags(local: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wraps a local implementation of `F.embedding_bag`.
+
+    If a rank's offsets do not describe its own ids (the two are sharded at different bags), the ids are first sent to
+    the ranks that hold the offsets of their bags.
+    """
+
+    @wraps(local)
+    def run(ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
+        try:
+            return local(ctx, *args, **kwargs)
+        except bad_ids.StraddlingError:
+            ctx, named = _aligned_bags(ctx, args, kwargs)
+        return local(ctx, **named)
+
+    return run
+
+
+@with_aligned_bags
+def embedding_bag(ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
+    """The local implementation of `F.embedding_bag`."""
+    named = arguments(F.embedding_bag, args, kwargs)
+    return _lookup(ctx, named["input"], named["weight"], bags_of(ctx, named), named["sparse"])
+
+
+def full_rows(ctx: LocalContext, ids: Tensor, weight: Tensor, sparse: bool) -> Tensor:
+    """The row of every id on every rank that has the id; never Partial."""
+    axes = exchange_axes(ctx, replicated_ids=True)
+    if not axes:
+        return _lookup(ctx, ids, weight, None, sparse)
+    (out,) = exchange_lookups([Lookup(ctx, ids, weight, None, sparse, axes)])
+    return out
+
+
+def bags_of(ctx: LocalContext, named: Kwargs) -> Bags:
+    """The bags of a call of `F.embedding_bag`."""
+    offsets = named["offsets"]
+    if offsets is not None:
+        (box,) = ctx.layouts[0].boxes(ctx.rank)
+        offsets = offsets - box.offsets[0]
+    return Bags(named["mode"], offsets, named["include_last_offset"])
+
+
+def _lookup(ctx: LocalContext, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
+    bad_ids.check_devices(ctx, ids, weight)
+    if exchange_axes(ctx):
+        return _remote_lookup(ctx, ids, weight, bags, sparse)
+    if bags is None and not sparse:
+        bad_ids.refuse_bad_ids(ctx, ids, None)
+        return _sum(local_rows(ctx, ids, box, view) for box, view in table_boxes(ctx, weight, sparse))
+    return _local_lookup(ctx, ids, weight, bags, sparse)
+
+
+@allow_in_graph_with_backward
+def _remote_lookup(ctx: LocalContext, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
+    (out,) = exchange_lookups([Lookup(ctx, ids, weight, bags, sparse, exchange_axes(ctx))])
+    return out
+
+
+@allow_in_graph_with_backward
+def _local_lookup(ctx: LocalContext, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
+    bad_ids.refuse_bad_ids(ctx, ids, bags)
+    if bags is not None:
+        ids, bags = bags.without_end(ids)
+    return _sum(local_lookup(ctx, ids, box, view, bags, sparse) for box, view in table_boxes(ctx, weight, sparse))
+
+
+def _sum(results: Iterable[Tensor]) -> Tensor:
+    return reduce(torch.add, results)
+
+
+# ---- lookups that need no other rank ---------------------------------------------------------------------------
+
+
+def local_lookup(ctx: LocalContext, ids: Tensor, box: Box, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
+    """The lookup in one box: ids of other rows add zero, and so do other columns."""
+    (wanted,) = ctx.output.boxes(ctx.rank)
+    num_rows, width = ctx.layouts[1].shape[0], wanted.sizes[-1]
+    if not box.numel:  # zeros, yet connected to the table, so that every rank has a gradient
+        shape = ids.shape if bags is None else bags.lengths(ids).shape
+        nothing = F.embedding(torch.empty(0, dtype=torch.int64, device=weight.device), weight, sparse=sparse)
+        return weight.new_zeros(*shape, width) + nothing.sum(dtype=weight.dtype)
+    left = box.offsets[1] - wanted.offsets[-1]
+    pad = (left, width - left - box.sizes[1])
+    if box.sizes[0] == num_rows:
+        return _padded(plain_lookup(ids, weight, bags, sparse), pad)
+    flat = ids.reshape(-1)
+    mine = (flat >= box.offsets[0]) & (flat < box.offsets[0] + box.sizes[0])
+    own = flat[mine] - box.offsets[0]
+    if bags is None:
+        rows = _padded(F.embedding(own, weight, sparse=sparse), pad)
+        out = rows.new_zeros(flat.numel(), width).index_copy(0, mine.nonzero().squeeze(1), rows)
+        return out.view(*ids.shape, width)
+    lengths, bag_of = bags.lengths(ids), bags.bag_of(ids)[mine]
+    kept = torch.bincount(bag_of, minlength=lengths.numel())
+    sums = _padded(F.embedding_bag(own, weight, kept.cumsum(0) - kept, mode="sum", sparse=sparse), pad)
+    return sums / lengths.clamp(min=1).unsqueeze(1) if bags.mode == "mean" else sums
+
+
+def local_rows(ctx: LocalContext, ids: Tensor, box: Box, weight: Tensor) -> Tensor:
+    """`local_lookup` without bags. While a graph is captured, shapes must not depend on ids: all ids look up a row."""
+    if not is_capturing() or not box.numel or box.sizes[0] == ctx.layouts[1].shape[0]:
+        return local_lookup(ctx, ids, box, weight, None, False)
+    (wanted,) = ctx.output.boxes(ctx.rank)
+    mine = (ids >= box.offsets[0]) & (ids < box.offsets[0] + box.sizes[0])
+    rows = F.embedding(torch.where(mine, ids - box.offsets[0], 0), weight).masked_fill(~mine.unsqueeze(-1), 0)
+    left = box.offsets[1] - wanted.offsets[-1]
+    return _padded(rows, (left, wanted.sizes[-1] - left - box.sizes[1]))
+
+
+def _padded(x: Tensor, columns: tuple[int, int]) -> Tensor:
+    return F.pad(x, columns) if any(columns) else x
+
+
+# ---- lookups that exchange ids ---------------------------------------------------------------------------------
+
+
+def exchange_lookups(lookups: Sequence[Lookup]) -> list[Tensor]:
+    """Several lookups among the same ranks, with one exchange of ids and one of answers."""
+    by_lookup = [requests_of(lookup) for lookup in lookups]
+    requests = list(chain(*by_lookup))
+    for lookup in lookups:
+        if not set(bad_ids.id_axes(lookup.ctx)) <= set(lookup.axes):  # ranks that exchange no ids must raise too
+            bad_ids.refuse_bad_ids(lookup.ctx, lookup.ids, lookup.bags)
+    received = exchange_ids(requests)
+    answers = [_serve(request, ids) for request, ids in zip(requests, received, strict=True)]
+    results = map(_finish, requests, _exchange_answers(requests, answers))
+    return [_sum(next(results) for _ in of_lookup) for of_lookup in by_lookup]
+
+
+# ---- request ------------------------------------------------------------------------------------------------
+
+Received = tuple[Tensor, int]  # a message: ids, then offsets of bags or lengths of runs; and the number of runs
+
+
+def exchange_ids(requests: Sequence[Request]) -> list[list[Received]]:
+    """For every request, what each rank requests from this one.
+
+    Headers have the number of runs and the sender's verdict on its ids, so an id outside the table raises the same
+    error on all ranks before anything is looked up.
+    """
+    ctx, ranks, me = requests[0].ctx, requests[0].ranks, requests[0].me
+    dtype, positions = message_dtype(requests), range(len(ranks))
+    verdicts = [bad_ids.verdict_on(r.ctx, r.ids, r.bags) for r in requests]
+    messages = [r.messages(verdict, dtype) for r, verdict in zip(requests, verdicts, strict=True)]
+    limit = MAX_FIRST_BYTES // (len(ranks) * len(requests) * dtype.itemsize)
+
+    def check(headers: list[list[int]]) -> None:
+        for i, request in enumerate(requests):
+            bad_ids.raise_bad_ids(request.ctx, [verdict for _, *verdict in headers[i :: len(requests)]], ranks)
+
+    received, headers = exchange_messages(
+        ctx,
+        ranks,
+        [of_request[owner] for owner in positions for of_request in messages],
+        [(r.num_runs(owner), *v) for owner in positions for r, v in zip(requests, verdicts, strict=True)],
+        [r.capacity(me, owner, limit) for owner in positions for r in requests],
+        [r.capacity(sender, me, limit) for sender in positions for r in requests],
+        check,
+    )
+    by_sender = [(message, runs) for message, (runs, *_) in zip(received, headers, strict=True)]
+    return [by_sender[i :: len(requests)] for i in range(len(requests))]
+
+
+def _aligned_bags(ctx: LocalContext, args: Args, kwargs: Kwargs) -> tuple[LocalContext, Kwargs]:
+    """A call of `F.embedding_bag` after the ids were sent to the ranks that hold the offsets of their bags."""
+    named = arguments(F.embedding_bag, args, kwargs)
+    offsets, ranks = named["offsets"], ctx.ranks(bad_ids.id_axes(ctx))
+    own = (*offsets[[0, -1]].tolist(), int((offsets.diff() < 0).any())) if offsets.numel() else (-1, -1, 0)
+    gathered = ctx.all_gather(torch.tensor(own, device=offsets.device), ranks).tolist()
+    end = ctx.layouts[0].shape[0]
+    in_order = sorted((ctx.layouts[2].boxes(rank)[0].offsets, gathered[i], rank) for i, rank in enumerate(ranks))
+    ends, lengths = [position for _, (*both, _), _ in in_order for position in both if position >= 0], {}
+    if ends[:1] != [0] or ends != sorted(ends) or ends[-1] > end or any(falls for *_, falls in gathered):
+        per_rank = len(ends) > 2 and not any(ends[::2])
+        bad_ids.raise_bad_ids(ctx, [(bad_ids.BAGS_OF_EACH_RANK if per_rank else bad_ids.BAD_BAGS, 0)], ranks[:1])
+    for _, (first, *_), rank in reversed(in_order):
+        lengths[rank], end = (0, end) if first < 0 else (end - first, first)
+    resharded = ctx.reshard_like(0, 2, lengths)
+    named["input"] = ctx.fetch(named["input"], 0, lambda rank: resharded.layouts[0].boxes(rank)[0])
+    return resharded, named
+
+
+# ---- serve --------------------------------------------------------------------------------------------------
+
+
+def _serve(request: Request, received: Sequence[Received]) -> list[Tensor]:
+    """This rank's answer to each rank: rows, or pooled sums, in the columns of its box that the rank needs."""
+    weight, box = request.weight, request.owners[request.me]
+    if box.numel == 0:
+        return [_no_rows(request)] * len(received)
+    if request.requested is None:
+        bags = _pool(request, [message for message, _ in received])
+        answers: Sequence[Tensor] = bags.split([request.num_bags(sender) for sender in range(len(received))])
+    else:
+        requested_rows = [message[:0] if runs else message for message, runs in received]
+        rows = coalesced_lookup(weight, torch.cat(requested_rows), None, request.sparse).split(
+            [len(ids) for ids in requested_rows]
+        )
+        sums = _partial_sums(request, received).split([runs for _, runs in received])
+        answers = [s if runs else r for (_, runs), s, r in zip(received, sums, rows, strict=True)]
+    first, width = box.offsets[1], box.sizes[1]
+    spans = [request.shared_columns(sender, request.me) for sender in range(len(answers))]
+    return [x if b - a == width else x[:, a - first : b - first] for x, (a, b) in zip(answers, spans, strict=True)]
+
+
+def _no_rows(request: Request) -> Tensor:
+    """No rows, looked up as others are, so that every rank has the same backward and saves as many tensors."""
+    ids = torch.empty(0, dtype=torch.int64, device=request.weight.device)
+    return coalesced_lookup(request.weight, ids, None, request.sparse)
+
+
+def _partial_sums(request: Request, received: Sequence[Received]) -> Tensor:
+    """The answers to the ranks that requested partial sums: one row for each run."""
+    split = [message.tensor_split((message.numel() - runs,)) for message, runs in received if runs]
+    if not split:
+        return request.weight[:0]
+    lengths = torch.cat([lengths for _, lengths in split])
+    of_runs = Bags("sum", lengths.cumsum(0) - lengths)
+    return coalesced_lookup(request.weight, torch.cat([ids for ids, _ in split]), of_runs, request.sparse)
+
+
+def _pool(request: Request, received: Sequence[Tensor]) -> Tensor:
+    """The sums or means of full bags, in the order of ranks."""
+    bags = request.bags
+    assert bags is not None
+    if bags.offsets is None:
+        width = request.ctx.layouts[0].shape[1]
+        ids_of_bags = torch.cat(list(received)).view(-1, width)
+        if width == 0:
+            weight, nothing = request.weight, _no_rows(request)
+            return weight.new_zeros(ids_of_bags.shape[0], weight.shape[1]) + nothing.sum(dtype=weight.dtype)
+        return coalesced_lookup(request.weight, ids_of_bags, Bags(bags.mode, None), request.sparse)
+    ids: list[Tensor] = []
+    offsets: list[Tensor] = []
+    before = 0
+    for sender, message in enumerate(received):
+        own, starts = message.tensor_split((message.numel() - request.num_offsets(sender),))
+        ids.append(own)
+        offsets.append(starts + before)
+        before += own.numel()
+    return coalesced_lookup(request.weight, torch.cat(ids), Bags(bags.mode, torch.cat(offsets)), request.sparse)
+
+
+# ---- finish -------------------------------------------------------------------------------------------------
+
+
+def _exchange_answers(requests: Sequence[Request], answers: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    """For every request, the block of rows (or sums) that each owner sent this rank."""
+    ctx, ranks = requests[0].ctx, requests[0].ranks
+    positions = range(len(ranks))
+    shapes = [[request.answer_shape(owner) for request in requests] for owner in positions]
+    flat = torch.cat([answer[o].reshape(-1) for o in positions for answer in answers])
+    received = [sum(answer[o].numel() for answer in answers) for o in positions]
+    route = Route(ctx, ranks, [sum(r * c for r, c in row) for row in shapes], received)
+    views = iter(route.answer(flat).split([r * c for row in shapes for r, c in row]))
+    blocks = [[next(views).view(shape) for shape in row] for row in shapes]
+    return [[row[index] for row in blocks] for index in range(len(requests))]
+
+
+def _finish(request: Request, blocks: Sequence[Tensor]) -> Tensor:
+    """This rank's rows or bags, from the blocks of all owners."""
+    me = request.me
+    left, right = request.columns[me]
+    owners = [o for o in range(len(blocks)) if request.sends_message(me, o)]
+    owners.sort(key=lambda o: request.owners[o].offsets)
+    by_rows = groupby(owners, key=lambda o: (request.owners[o].offsets[0], request.owners[o].sizes[0]))
+    bands = [list(band) for _, band in by_rows]  # owners of the same rows
+    # Made of an answer, so that every rank has the same graph.
+    nothing = blocks[0].reshape(-1)[:0].view(0, right - left)
+    requested = request.requested
+    if isinstance(requested, GroupedIds):
+        sums = [(requested.runs[band[0]], _joined_columns(blocks, band)) for band in bands]
+        return _sum_of_bags(request, requested, sums, nothing)
+    count = request.num_bags(me) if requested is None else requested.values.numel()
+    complete = all(sum(blocks[o].shape[1] for o in band) == right - left for band in bands)
+    if bands and complete and sum(blocks[band[0]].shape[0] for band in bands) == count:
+        rows = torch.cat([_joined_columns(blocks, band) for band in bands])
+    else:  # rows and columns that no owner holds are zero
+        rows = nothing.new_zeros(count, right - left) + nothing.sum(dtype=nothing.dtype)
+        for o in owners:
+            first, last = request.shared_columns(me, o)
+            start, stop = request.spans[o] if request.spans else (0, count)
+            rows[start:stop, first - left : last - left] = blocks[o]
+    return rows if requested is None else expand(rows, requested, request.ids, request.bags)
+
+
+def _joined_columns(blocks: Sequence[Tensor], owners: Sequence[int]) -> Tensor:
+    return blocks[owners[0]] if len(owners) == 1 else torch.cat([blocks[o] for o in owners], 1)
+
+
+def _sum_of_bags(
+    request: Request, requested: GroupedIds, bands: Sequence[tuple[Span, Tensor]], nothing: Tensor
+) -> Tensor:
+    """The bags of this rank, from the partial sums of their runs."""
+    assert request.bags is not None
+    bag = torch.cat([requested.bags[:0], *(requested.bags[a:b] for (a, b), _ in bands)])
+    sums, lengths = torch.cat([nothing, *(x for _, x in bands)]), request.bags.lengths(request.ids)
+    out = sums.new_zeros(lengths.numel(), sums.shape[1]).index_add(0, bag, sums)
+    return out / lengths.clamp(min=1).unsqueeze(1).to(out.dtype) if request.bags.mode == "mean" else out

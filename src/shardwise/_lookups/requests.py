@@ -1,0 +1,244 @@
+"""The first part of a lookup: what a rank requests from the owners of rows.
+
+For two bags with the ids (7, 9, 7) and (9, 0), on a rank that needs rows 7 and 9 of one owner and row 0 of another:
+
+    full bags       to an owner of all rows: 7 9 7 9 0 and where each bag starts; it answers with 2 pooled rows
+    `GroupedIds`    to the owner of 7 and 9: 7 9 7 | 9 and the lengths 3 and 1; it answers with 2 partial sums
+    `DistinctIds`   to the owner of 7 and 9: 7 9; it answers with 2 rows, which the requesting rank pools
+
+`Pooling` says which of these the layouts allow; between the last two, each rank takes what costs less.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from functools import cached_property, lru_cache
+from math import prod
+
+import torch
+from torch import Tensor
+
+from shardwise._layout import Box, Boxes, Layout, OnRanks, Shard, split_by_boxes
+from shardwise._lookups.bad_ids import VALID, Verdict
+from shardwise._lookups.ids import Bags, DistinctIds, GroupedIds, distinct_ids, group_ids, number_of_distinct
+from shardwise._rules.local_context import LocalContext
+from shardwise.errors import RuleError
+
+MAX_RUNS_PER_ID = 0.8  # owners pool if the partial sums are fewer than this fraction of the distinct rows
+MIN_SAVED_BYTES = 1 << 18  # if pooling needs a second message of ids, it must save more bytes of answers than this
+CAPACITY_FACTOR = 1.25  # the capacity of a first message over the ids that an owner gets if ids are uniform
+MAX_FIRST_BYTES = 1 << 20  # of all first messages of a rank; one that may exceed its share has only a header
+EMPTY_BOX = Box((0, 0), (0, 0))
+
+Span = tuple[int, int]  # from, to
+
+
+class Pooling(Enum):
+    """Where bags may be pooled."""
+
+    FULL = auto()  # owners hold all rows and pool full bags
+    PARTIAL = auto()  # owners may pool the ids they hold (`GroupedIds`)
+    NONE = auto()  # owners return rows: a rank needs no columns of some owner, or the table has explicit boxes
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """The arguments of a lookup on one rank, whose ids are exchanged along `axes`."""
+
+    ctx: LocalContext
+    ids: Tensor
+    weight: Tensor
+    bags: Bags | None
+    sparse: bool
+    axes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Request(Lookup):
+    """A lookup in one box of each rank. Ranks are numbered by their position among `ranks`."""
+
+    ranks: tuple[int, ...]  # the ranks that exchange ids
+    owners: tuple[Box, ...]  # the box of the table of each of `ranks`; empty boxes for none
+    columns: tuple[Span, ...]  # the columns that each of `ranks` needs
+    requested: DistinctIds | GroupedIds | None = None  # the ids sent; None: full bags
+    spans: tuple[Span, ...] = ()  # for `DistinctIds`: those of each owner
+
+    @cached_property
+    def me(self) -> int:
+        """The number of this rank."""
+        return self.ranks.index(self.ctx.rank)
+
+    def num_offsets(self, sender: int) -> int:
+        """How many offsets rank `sender` has beside its ids."""
+        if self.bags is None or self.bags.offsets is None:
+            return 0
+        return self.ctx.layouts[2].local_numel(self.ranks[sender])
+
+    def num_bags(self, sender: int) -> int:
+        """How many bags rank `sender` has."""
+        if self.bags is None or self.bags.offsets is None:
+            return self.ctx.layouts[0].local_shape(self.ranks[sender])[0]
+        return self.num_offsets(sender)
+
+    def num_runs(self, owner: int) -> int:
+        """How many partial sums this rank requests from an owner."""
+        if not isinstance(self.requested, GroupedIds) or not self.owners[owner].numel:
+            return 0
+        start, stop = self.requested.runs[owner]
+        return stop - start
+
+    def answer_shape(self, owner: int) -> tuple[int, int]:
+        """Rows and columns of the answer of rank `owner` to this one."""
+        first, last = self.shared_columns(self.me, owner)
+        if first == last:
+            return 0, 0
+        if self.requested is None:
+            return self.num_bags(self.me), last - first
+        start, stop = self.requested.runs[owner] if isinstance(self.requested, GroupedIds) else self.spans[owner]
+        return stop - start, last - first
+
+    def shared_columns(self, sender: int, owner: int) -> Span:
+        """The columns that rank `owner` holds and rank `sender` needs."""
+        box, (start, stop) = self.owners[owner], self.columns[sender]
+        start, stop = max(start, box.offsets[1]), min(stop, box.offsets[1] + box.sizes[1])
+        return start, max(start, stop) if box.numel else start
+
+    def sends_message(self, sender: int, owner: int) -> bool:
+        """Whether rank `sender` needs any columns of rank `owner`."""
+        start, stop = self.shared_columns(sender, owner)
+        return start < stop
+
+    def capacity(self, sender: int, owner: int, limit: int) -> int:
+        """How many integers the first message from `sender` to `owner` can hold; both compute it from the layouts."""
+        box = self.owners[owner]
+        if not self.sends_message(sender, owner):
+            return 0
+        numel = self.ctx.layouts[0].local_numel(self.ranks[sender])
+        if self.requested is None:
+            return numel + self.num_offsets(sender)
+        expected = int(CAPACITY_FACTOR * numel * box.sizes[0] / self.ctx.layouts[1].shape[0]) + 16
+        if self.bags is None:
+            capacity = min(numel, box.sizes[0], expected)
+        else:  # partial sums may be requested, by ids that are not distinct and the lengths of runs
+            capacity = min(numel, expected) + min(self.num_bags(sender), expected)
+        return capacity if capacity <= limit else 0
+
+    def messages(self, verdict: Verdict, dtype: torch.dtype) -> list[Tensor]:
+        """For each owner its row numbers, counted from its first row; then offsets of bags or lengths of runs."""
+        nothing = torch.empty(0, dtype=dtype, device=self.ids.device)
+        if verdict[0] != VALID:
+            return [nothing] * len(self.owners)
+        needed = [self.sends_message(self.me, owner) for owner in range(len(self.owners))]
+        if self.requested is None:
+            message = self.ids.reshape(-1).to(dtype)
+            if self.bags is not None and self.bags.offsets is not None:
+                message = torch.cat([message, self.bags.offsets.to(dtype)])
+            return [message if need else nothing for need in needed]
+        if isinstance(self.requested, DistinctIds):
+            values = self.requested.values.to(dtype)
+            return [
+                values[start:stop] - box.offsets[0] if need else nothing
+                for need, box, (start, stop) in zip(needed, self.owners, self.spans, strict=True)
+            ]
+        ids, lengths = self.requested.ids.to(dtype), self.requested.lengths.to(dtype)
+        return [
+            torch.cat([ids[start:stop] - box.offsets[0], lengths[first:last]]) if box.numel else nothing
+            for box, (start, stop), (first, last) in zip(
+                self.owners, self.requested.spans, self.requested.runs, strict=True
+            )
+        ]
+
+
+def exchange_axes(ctx: LocalContext, replicated_ids: bool = False) -> tuple[int, ...]:
+    """The mesh axes along which ids are exchanged: those on which both ids and table are sharded.
+
+    If one of these shards columns of the table, all other axes that shard columns are added: only the ranks of all of
+    them together hold full rows.
+
+    Args:
+        replicated_ids: add the axes on which the rows of the table are sharded and the ids are replicated.
+    """
+    ids, table = ctx.layouts[0], ctx.layouts[1]
+    sharded = [
+        (axis, a, b)
+        for axis, (a, b) in enumerate(zip(ids.placements, table.placements, strict=True))
+        if isinstance(b, Shard | OnRanks | Boxes) and ids.mesh.shape[axis] > 1
+    ]
+    found = {axis for axis, a, b in sharded if isinstance(a, Shard) or (replicated_ids and not b.is_shard(1))}
+    of_columns = {axis for axis, _, b in sharded if b.is_shard(1)}
+    return tuple(sorted(found | of_columns if found & of_columns else found))
+
+
+def table_boxes(ctx: LocalContext, weight: Tensor, sparse: bool = False) -> list[tuple[Box, Tensor]]:
+    """This rank's boxes of the table with their elements; empty ones up to the largest number that any rank has."""
+    own, placements = ctx.layouts[1].boxes(ctx.rank), ctx.layouts[1].placements
+    count = max(len(boxes) for p in placements for boxes in (p.boxes if isinstance(p, Boxes) else ((),)))
+    if count <= 1:
+        return [(own[0] if own else EMPTY_BOX, weight)]
+    if sparse and weight.requires_grad and torch.is_grad_enabled():
+        raise RuleError(
+            f"{ctx.name_of(1)}: a table of which a rank holds several boxes has no sparse gradient. "
+            f"Fix: sparse=False, or one box a rank."
+        )
+    own += (Box((0, 0), (0, ctx.layouts[1].shape[1])),) * (count - len(own))
+    return list(zip(own, split_by_boxes(weight, own), strict=True))
+
+
+def requests_of(lookup: Lookup) -> list[Request]:
+    """One request for each box that a rank may hold; their results are summed."""
+    ctx, ranks = lookup.ctx, lookup.ctx.ranks(lookup.axes)
+    requests = []
+    for number, (_, view) in enumerate(table_boxes(ctx, lookup.weight, lookup.sparse)):
+        owners, columns, pooling = _owners(ctx.layouts[1], ctx.output, ranks, number)
+        request = Request(ctx, lookup.ids, view, lookup.bags, lookup.sparse, lookup.axes, ranks, owners, columns)
+        requests.append(_with_ids(request, pooling))
+    return requests
+
+
+@lru_cache(maxsize=1024)
+def _owners(
+    table: Layout, output: Layout, ranks: tuple[int, ...], number: int
+) -> tuple[tuple[Box, ...], tuple[Span, ...], Pooling]:
+    """The table box `number` of each rank, the output columns each rank needs, and where bags are pooled."""
+    owners = tuple((*table.boxes(rank)[number:], EMPTY_BOX)[0] for rank in ranks)
+    spans = tuple((box.offsets[-1], box.offsets[-1] + box.sizes[-1]) for (box,) in map(output.boxes, ranks))
+    held = [box for box in owners if box.numel]
+    columns = [(box.offsets[1], box.offsets[1] + box.sizes[1]) for box in held]
+    if any(max(a, first) >= min(b, last) for a, b in spans for first, last in columns):
+        return owners, spans, Pooling.NONE
+    if held and all(box.sizes[0] == table.shape[0] for box in held):
+        return owners, spans, Pooling.FULL
+    explicit = any(isinstance(placement, Boxes) for placement in table.placements)
+    return owners, spans, Pooling.NONE if explicit else Pooling.PARTIAL
+
+
+def _with_ids(request: Request, pooling: Pooling) -> Request:
+    """The request with the ids that this rank sends."""
+    ids, bags = request.ids, request.bags
+    if bags is not None and pooling is Pooling.FULL:
+        return request
+    bounds = [(box.offsets[0], box.offsets[0] + box.sizes[0]) for box in request.owners]
+    if bags is not None and pooling is Pooling.PARTIAL and ids.numel() and bags.fit(ids.numel()):
+        runs = group_ids(ids, bags, bounds)
+        if _pooling_costs_less(request, runs):
+            return replace(request, requested=runs)
+    distinct = distinct_ids(ids.reshape(-1))
+    spans = torch.searchsorted(distinct.values, torch.tensor(bounds, device=ids.device)).tolist()
+    return replace(request, requested=distinct, spans=tuple((a, b) for a, b in spans))
+
+
+def _pooling_costs_less(request: Request, runs: GroupedIds) -> bool:
+    """Whether partial sums cost less to send than the distinct rows."""
+    count = number_of_distinct(request.ids.reshape(-1), request.ctx.layouts[1].shape[0])
+    if runs.bags.numel() >= MAX_RUNS_PER_ID * count:
+        return False
+    request = replace(request, requested=runs)
+    lengths = enumerate(runs.message_lengths())
+    fits = all(n <= request.capacity(request.me, owner, MAX_FIRST_BYTES) for owner, n in lengths)
+    return fits or (count - runs.bags.numel()) * request.weight[:1].nbytes > MIN_SAVED_BYTES
+
+
+def message_dtype(requests: Sequence[Request]) -> torch.dtype:
+    """int32 if every id, and every offset of a bag, fits into it; else int64."""
+    numbers = (n for r in requests for n in (r.ctx.layouts[1].shape[0], prod(r.ctx.layouts[0].shape)))
+    return torch.int32 if max(numbers) < 1 << 31 else torch.int64

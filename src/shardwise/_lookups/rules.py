@@ -1,0 +1,269 @@
+"""Rows of `F.embedding` and `F.embedding_bag`, and `embedding_bags`, which looks up in several tables.
+
+If ids are replicated on an axis, each rank looks up the rows that it holds, and ids of other rows add zero. If ids and
+table are both sharded, an all-to-all sends ids to the ranks that hold their rows, and another one rows or pooled sums
+back (`shardwise._lookups.lookup`). The table is never gathered.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from shardwise._layout import PARTIAL, REPLICATE, Boxes, Kind, OnRanks, Partial, Placement, Shard, checked
+from shardwise._lookups import bad_ids, lookup, options
+from shardwise._lookups.requests import exchange_axes
+from shardwise._rules.local_context import LocalContext, specialized
+from shardwise._rules.pointwise import SUMS, shape_of_first, without_sizes
+from shardwise._rules.registry import op_rule
+from shardwise._rules.row import LocalFunction, Meta, Row, arguments
+from shardwise.errors import IdTypeError, LayoutError
+
+aten = torch.ops.aten
+
+Mode = Annotated[str, Kind("'sum', 'mean' or 'max'", lambda value: isinstance(value, str) and value in MODES)]
+MODES = ("sum", "mean", "max")
+
+
+def _check_ids(ids: Meta, dims: tuple[int, ...], op: str, what: str = "ids") -> None:
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise IdTypeError(f"{op} takes {what} of dtype int32 or int64, got {ids.dtype}. Fix: {what}.long().")
+    if dims and ids.ndim not in dims:
+        raise IdTypeError(
+            f"{op} takes ids with {' or '.join(map(str, dims))} dims, got shape {ids.shape}. "
+            f"Fix: 2-D ids with a row for each bag, or 1-D ids with offsets."
+        )
+
+
+def _embedding_shape(input: Meta, weight: Meta, *args: object, **kwargs: object) -> tuple[int, ...]:
+    return (*input.shape, weight.shape[1])
+
+
+def _torch_lookup(ctx: LocalContext) -> LocalFunction | None:
+    """Torch's own lookup, if this rank holds all rows and the ids of all ranks, on CPUs.
+
+    It refuses ids outside the table; the local implementation then raises the same error on every rank."""
+    ids, table = ctx.layouts
+    boxes = table.boxes(ctx.rank)
+    if any(isinstance(placement, Boxes) for placement in table.placements):
+        return None
+    if bad_ids.id_axes(ctx) or exchange_axes(ctx) or ids.mesh.device_type != "cpu" or not boxes:
+        return None
+    num_rows = table.shape[0]
+    if not boxes[0].numel or boxes[0].sizes[0] != num_rows:
+        return None
+
+    def look_up(
+        input: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> object:
+        if max_norm is not None or scale_grad_by_freq:
+            return NotImplemented
+        padding = -1
+        if padding_idx is not None:
+            if not -num_rows <= padding_idx < num_rows:
+                return NotImplemented
+            padding = padding_idx % num_rows
+        try:
+            return torch.embedding(weight, input, padding, False, sparse)
+        except (IndexError, RuntimeError):
+            return NotImplemented
+
+    return look_up
+
+
+_plain, _with_options = map(specialized(_torch_lookup), (lookup.embedding, options.embedding))
+
+
+@op_rule(F.embedding, shape=_embedding_shape, shape_independent=True, replicated_impl=_with_options, kept_operand=1)
+def embedding(*args: object, **kwargs: object) -> list[Row]:
+    """out[..., c] = weight[input[...], c]."""
+    named = arguments(F.embedding, args, kwargs)
+    ids, weight = named["input"], named["weight"]
+    _check_ids(ids, (), "embedding")
+    special = named["padding_idx"] is not None or named["max_norm"] is not None or named["scale_grad_by_freq"]
+    local = _with_options if special else _plain
+    return _keeping_the_table(_lookup_rows(weight, range(ids.ndim), ids.ndim, local), named)
+
+
+def _keeping_the_table(rows: list[Row], named: dict[str, Any]) -> list[Row]:
+    """With a `max_norm`, only rows that keep the layout of the table, which changes in place."""
+    if named["max_norm"] is None:
+        return rows
+    rows = [row for row in rows if row.inputs[1] == without_sizes(named["weight"].placement)]
+    if not rows or named["norm_type"] <= 0:
+        raise NotImplementedError("a table that is Partial is renormalised as a full tensor")
+    return rows
+
+
+def _bag_shape(
+    input: Meta, weight: Meta, offsets: Meta | None = None, *args: object, **kwargs: object
+) -> tuple[int, ...]:
+    if input.ndim == 2 or offsets is None:
+        return (input.shape[0], weight.shape[1])
+    return (offsets.shape[0] - bool(kwargs.get("include_last_offset")), weight.shape[1])
+
+
+@op_rule(
+    F.embedding_bag, shape=_bag_shape, shape_independent=True, replicated_impl=options.embedding_bag, kept_operand=1
+)
+def embedding_bag(*args: object, **kwargs: object) -> list[Row]:
+    """out[b, c] = the sum or mean over the ids i of bag b of weight[i, c].
+
+    Bags are the rows of a 2-D input, or runs of a 1-D input that start at `offsets`. Offsets count from the
+    first id of the global input.
+    """
+    named = arguments(F.embedding_bag, args, kwargs)
+    ids, offsets, mode, factors = (named[name] for name in ("input", "offsets", "mode", "per_sample_weights"))
+    _check_ids(ids, (1, 2), "embedding_bag")
+    if offsets is not None:
+        _check_ids(offsets, (), "embedding_bag", "offsets")
+    by_frequency = named["scale_grad_by_freq"]
+    special = by_frequency or any(named[x] is not None for x in ("max_norm", "per_sample_weights", "padding_idx"))
+    weighted_wrong = factors is not None and (mode != "sum" or factors.shape != ids.shape)
+    if mode not in ("sum", "mean", "max") or weighted_wrong or (mode == "max" and (named["sparse"] or by_frequency)):
+        raise NotImplementedError("torch says what is wrong with the options")
+    if (ids.ndim == 1) == (offsets is None):
+        raise LayoutError(
+            "embedding_bag: 1-D ids, and no others, need offsets that say where each bag starts. "
+            f"Fix: {'leave offsets out' if ids.ndim == 2 else 'offsets=lengths.cumsum(0) - lengths'}."
+        )
+    # With the last offset there is one offset more than bags, so they cannot be sharded alike; and ids are
+    # not sharded where offsets are not, since shards would seldom end between bags.
+    replicated = offsets is not None and not (ids.placement.is_shard() and offsets.placement.is_shard())
+    dims = range(0 if named["include_last_offset"] or replicated else 1)
+    local = options.embedding_bag if special or mode == "max" else lookup.embedding_bag
+    rows = _lookup_rows(named["weight"], dims, 1, local, offsets is not None, factors, mode == "max")
+    return _keeping_the_table(rows, named)
+
+
+def _lookup_rows(
+    weight: Meta,
+    id_dims: range,
+    column_dim: int,
+    local: Any,
+    offsets: bool = False,
+    factors: Meta | None = None,
+    maxima: bool = False,
+) -> list[Row]:
+    pooled = REPLICATE if maxima else PARTIAL  # maxima need all rows
+
+    def row(ids: Placement, table: Placement, output: Placement, why: str) -> Row:
+        layout_from = 1 if ids == REPLICATE else 2 if offsets else 0
+        weights = () if factors is None else (REPLICATE,) if factors.placement == REPLICATE else (ids,)
+        inputs = (ids, table, *((ids,) if offsets else ()), *weights)
+        return Row(inputs, output, why, local, (), layout_from=layout_from)
+
+    rows = [
+        row(REPLICATE, REPLICATE, REPLICATE, "every rank has all ids and the full table"),
+        row(REPLICATE, Shard(1), Shard(column_dim), "each rank holds some columns"),
+        row(REPLICATE, Shard(0), pooled, "each rank holds some rows; ids of other rows add zero"),
+    ]
+    for d in id_dims:
+        rows.append(row(Shard(d), REPLICATE, Shard(d), "each rank has some ids and the full table"))
+        rows.append(row(Shard(d), Shard(0), Shard(d), "all-to-all of ids to row owners, then of embeddings"))
+        rows.append(row(Shard(d), Shard(1), Shard(d), "all-to-all of ids to column owners, then of embeddings"))
+    if isinstance(weight.placement, OnRanks | Boxes):
+        rows.append(row(REPLICATE, weight.placement, pooled, "ranks without the rows or columns add zero"))
+        rows += [
+            row(Shard(d), weight.placement, Shard(d), "all-to-all of ids to table owners, then of embeddings")
+            for d in id_dims
+        ]
+    return rows
+
+
+# ---- ops that take the table, or a gradient, before the ids -------------------------------------------------
+
+
+def _table_first_shape(weight: Meta, indices: Meta, *args: object, **kwargs: object) -> tuple[int, ...]:
+    return _embedding_shape(indices, weight)
+
+
+@op_rule(torch.embedding, aten.embedding.default, shape=_table_first_shape, shape_independent=True, kept_operand=0)
+def embedding_of_table(weight: Meta, indices: Meta, *args: object, **kwargs: object) -> list[Row]:
+    """out[..., c] = weight[indices[...], c], with -1 for no padding."""
+    _check_ids(indices, (), "embedding")
+    rows = _lookup_rows(weight, range(indices.ndim), indices.ndim, options.embedding_of_table)
+    return [replace(row, inputs=row.inputs[::-1], layout_from=1 - (row.layout_from or 0)) for row in rows]
+
+
+@op_rule(
+    torch.embedding_renorm_, aten.embedding_renorm_.default, in_place=True, shape=shape_of_first, shape_independent=True
+)
+def embedding_renorm_(weight: Meta, indices: Meta, max_norm: float, norm_type: float) -> list[Row]:
+    """weight[i] *= min(1, max_norm / |weight[i]|) for every i of indices."""
+    _check_ids(indices, (), "embedding_renorm_")
+    own = without_sizes(weight.placement)
+    if isinstance(own, Partial) or norm_type <= 0:
+        raise NotImplementedError("a table that is Partial is renormalised as a full tensor")
+    return [Row((own, REPLICATE), own, "each rank scales what it holds of a row", options.embedding_renorm, False)]
+
+
+def _gradient_shape(grad: Meta, indices: Meta, num_weights: int, *args: object, **kwargs: object) -> tuple[int, ...]:
+    return (num_weights, grad.shape[-1])
+
+
+@op_rule(aten.embedding_dense_backward.default, aten.embedding_backward.default, shape=_gradient_shape)
+def embedding_backward(
+    grad: Meta, indices: Meta, num_weights: int, padding_idx: int, scale_grad_by_freq: bool, sparse: bool = False
+) -> list[Row]:
+    """out[i, c] = the sum of grad[..., c] where indices[...] = i."""
+    if sparse:
+        raise NotImplementedError("sparse gradients run replicated")
+    local = options.dense_backward if scale_grad_by_freq else None
+    rows = [Row((Shard(d), Shard(d)), PARTIAL, "each rank adds up its own ids", local) for d in range(indices.ndim)]
+    rows.append(Row((Shard(grad.ndim - 1), REPLICATE), Shard(1), "each rank has some columns", local))
+    return rows + [Row((p, REPLICATE), p, "linear in the gradient", local) for p in SUMS]
+
+
+# ---- several tables at once: latency is paid once, not once a table ---------------------------------------------
+
+
+@checked
+def embedding_bags(
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    offsets: Sequence[Tensor | None] | None = None,
+    *,
+    mode: Mode = "mean",
+    sparse: bool = False,
+) -> list[Tensor]:
+    """`F.embedding_bag` of every input in its table; lookups that exchange ids share their exchanges.
+
+    Two collectives forward and one backward serve all tables of a mesh, whether row-wise, column-wise or table-wise
+    sharded.
+
+    Args:
+        inputs: ids of each lookup, as for `F.embedding_bag`.
+        weights: the table of each; one table may occur several times.
+        offsets: of each; None where the ids have two dims.
+        mode: "sum", "mean", or "max", which shares no exchange.
+        sparse: row-sparse gradients.
+
+    Returns:
+        One tensor a lookup, with the layout that `F.embedding_bag` gives it.
+
+    Raises:
+        LayoutError: the lists have different lengths.
+        IdError: an id outside its table, the same on every rank.
+    """
+    starts = [None] * len(inputs) if offsets is None else list(offsets)
+    if not len(inputs) == len(weights) == len(starts):
+        raise LayoutError(
+            f"embedding_bags: {len(inputs)} inputs, {len(weights)} weights, {len(starts)} offsets. "
+            f"Fix: in each list one entry for each lookup; None where 2-D ids need no offsets."
+        )
+    operands = tuple(x for x in (*inputs, *weights, *starts) if x is not None)
+    if has_torch_function(operands):
+        return handle_torch_function(embedding_bags, operands, inputs, weights, starts, mode=mode, sparse=sparse)
+    lookups = zip(inputs, weights, starts, strict=True)
+    return [F.embedding_bag(ids, weight, start, mode=mode, sparse=sparse) for ids, weight, start in lookups]

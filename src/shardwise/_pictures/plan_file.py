@@ -1,0 +1,211 @@
+"""Plan files in TOML: a mesh, and the sharding of tensors by name. Read without torch.
+
+mesh = [2, 2]                      # or { dp = 2, tp = 2 }
+ranks = [3, 1, 0, 2]               # of the mesh, in row-major order; without it 0, 1, 2, …
+dtype = "float32"                  # of all tensors that name none; without it bytes are those of float32
+
+[parameters."items.weight"]
+shape = [10, 4]
+placements = "Shard(0), Shard(1)"  # one per mesh axis; or by name, such as { dp = "Shard(0)" }
+shard_order = [1, 0]               # optional: order of the axes that shard a dim
+dtype = "bfloat16"                 # optional
+
+[parameters."layers.0.wq.weight"]
+shape = [10, 4]
+placements = "Replicate(), Shard(0)"
+fully_shard = 0                    # by rows along this axis as well, after the others; all-gathered along it for use
+
+[parameters."users.weight"]
+shape = [10, 4]
+chunk = { dim = 0, ranks = [3, 1, 0, 2] }  # as torch.chunk splits; a rank may come twice
+
+[parameters."tags.weight"]
+shape = [4, 4]
+shards = [                         # boxes that cover it exactly once
+    { offsets = [0, 0], sizes = [4, 2], rank = 1 },
+    { offsets = [0, 2], sizes = [4, 2], rank = "rank:0/cpu" },
+]
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise._layout import (
+    REPLICATE,
+    Box,
+    Boxes,
+    Layout,
+    Mesh,
+    Shard,
+    chunk,
+    parse_integers,
+    parse_itemsize,
+    parse_mesh,
+    parse_placements,
+    read_toml,
+    sharded_last,
+)
+from shardwise._pictures.drawing import Picture
+from shardwise._pictures.table import Table, placed
+from shardwise.errors import LayoutError, MeshError, PlanError, did_you_mean
+
+HEAD = ("mesh", "ranks", "dtype", "parameters")
+WAYS = ("placements", "chunk", "shards")  # to say how a tensor is sharded
+KEYS = ("shape", "dtype", "shard_order", "fully_shard", *WAYS)
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """A parsed file: layouts by the names of tensors, and their pictures, whose headers are those names."""
+
+    mesh: Mesh
+    layouts: Mapping[str, Layout]
+    pictures: tuple[Picture, ...]
+
+    @property
+    def table(self) -> Table:
+        """What each rank holds of each tensor."""
+        ranks = tuple(sorted(self.mesh.ranks))
+        return Table(tuple(placed(p.header, p.layout, p.itemsize or 0, ranks) for p in self.pictures), ranks)
+
+
+def read_plan(path: Path) -> PlanFile:
+    """The plan in the file at `path`.
+
+    Raises:
+        PlanError: it cannot be read, or is not as described above; names the first problem.
+    """
+    content = read_toml(path)
+    try:
+        _known_keys(content, HEAD)
+        if "mesh" not in content:
+            raise PlanError("the mesh is missing. Fix: write mesh = [2, 2] at the top.")
+        mesh = parse_mesh(content["mesh"], _ranks(content.get("ranks", [])))
+        itemsize = parse_itemsize(content.get("dtype", "float32"))
+        entries = list(_tensors(content.get("parameters", {}), ""))
+        if not entries:
+            raise PlanError('there is no tensor. Fix: add [parameters."NAME"] with a shape and placements.')
+        pictures = [_picture(name, entry, mesh, itemsize) for name, entry in entries]
+        layouts = {name: picture.layout for (name, _), picture in zip(entries, pictures, strict=True)}
+        return PlanFile(mesh, layouts, tuple(pictures))
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from error
+
+
+def _known_keys(table: Mapping[str, Any], known: Sequence[str]) -> None:
+    for key in table:
+        if key not in known:
+            meant = did_you_mean(key, known)
+            raise PlanError(f"{key!r} is not a key of a plan file.{meant} Fix: use {', '.join(known)}.")
+
+
+def _tensors(table: Any, prefix: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Dotted names: TOML reads `[parameters.items.weight]` as a table in a table."""
+    if not isinstance(table, dict):
+        raise PlanError(f"{(prefix or 'parameters.')[:-1]} is no table. Fix: give it a shape and placements.")
+    if prefix and ("shape" in table or not all(isinstance(entry, dict) for entry in table.values())):
+        yield prefix[:-1], table
+        return
+    for key, entry in table.items():
+        yield from _tensors(entry, f"{prefix}{key}.")
+
+
+def _picture(name: str, entry: Mapping[str, Any], mesh: Mesh, itemsize: int) -> Picture:
+    try:
+        _known_keys(entry, KEYS)
+        if "shape" not in entry:
+            raise PlanError("the shape is missing. Fix: write shape = [10, 4].")
+        if "dtype" in entry:
+            itemsize = parse_itemsize(entry["dtype"])
+        layout = _layout(entry, mesh)
+        if "fully_shard" in entry:
+            layout, name = _at_rest(layout, entry), f"{name}, all-gathered along {entry['fully_shard']} for use"
+        return Picture(layout, name, itemsize)
+    except (PlanError, LayoutError, MeshError) as error:
+        raise PlanError(f"{name}: {error}") from error
+
+
+def _layout(entry: Mapping[str, Any], mesh: Mesh) -> Layout:
+    shape = parse_integers(entry["shape"], "shape")
+    ways = [way for way in WAYS if way in entry]
+    if len(ways) != 1:
+        fix = "leave out all but one" if ways else 'write such as placements = "Shard(0)"'
+        raise PlanError(
+            f"one of {', '.join(WAYS)} says how it is sharded, got {' and '.join(ways) or 'none'}. Fix: {fix}."
+        )
+    if "placements" in entry:
+        order = parse_integers(entry["shard_order"], "order of axes") if "shard_order" in entry else None
+        return Layout(mesh, parse_placements(entry["placements"]), shape, order)
+    if "shard_order" in entry:
+        raise PlanError(f"shard_order is for placements, and {ways[0]} has none. Fix: leave it out.")
+    shards = _chunks(entry["chunk"], shape) if "chunk" in entry else _shards(entry["shards"])
+    rows: dict[int, list[Box]] = {rank: [] for rank in mesh.ranks}
+    for rank, box in shards:
+        if rank not in rows:
+            raise PlanError(f"rank {rank} is not of {mesh}. Fix: one of its ranks, or a larger mesh.")
+        rows[rank].append(box)
+    line = Mesh((len(mesh.ranks),), mesh.ranks)
+    return Layout(line, [Boxes([rows[rank] for rank in line.ranks])], shape)
+
+
+def _at_rest(layout: Layout, entry: Mapping[str, Any]) -> Layout:
+    """What ranks hold between steps of a tensor that `fully_shard` shards, too: dim 0 along the axis that is named."""
+    if "placements" not in entry:
+        raise PlanError("fully_shard is for placements. Fix: leave it out, or write placements.")
+    if not isinstance(entry["fully_shard"], str | int):
+        raise PlanError(f"fully_shard is an axis of the mesh, got {entry['fully_shard']!r}. Fix: write its name.")
+    axis = layout.mesh.axis(entry["fully_shard"])
+    if layout.placements[axis] != REPLICATE:
+        raise PlanError(
+            f"fully_shard shards a tensor that is replicated on the axis {entry['fully_shard']}, got "
+            f"{layout.placements[axis]} there. Fix: placements that replicate it there."
+        )
+    return sharded_last(layout, axis, Shard(0))
+
+
+def _chunks(spec: object, shape: tuple[int, ...]) -> list[tuple[int, Box]]:
+    if not isinstance(spec, dict) or set(spec) != {"dim", "ranks"} or type(spec["dim"]) is not int:
+        raise PlanError("chunk needs a dim and ranks. Fix: write chunk = { dim = 0, ranks = [0, 1] }.")
+    dim, ranks = spec["dim"], _ranks(spec["ranks"])
+    if not -len(shape) <= dim < len(shape) or not ranks:
+        raise PlanError(
+            f"chunk shards one of {len(shape)} dims over one rank or more, got dim {dim} for ranks {ranks}. "
+            f"Fix: write such as chunk = {{ dim = 0, ranks = [0, 1] }}."
+        )
+    full, start, found = Box((0,) * len(shape), shape), 0, []
+    for rank, size in zip(ranks, chunk(shape[dim], len(ranks)), strict=True):
+        found.append((rank, full.along(dim % len(shape), start, size)))
+        start += size
+    return found
+
+
+def _shards(specs: object) -> list[tuple[int, Box]]:
+    found = []
+    for spec in specs if isinstance(specs, list) else [specs]:
+        if not isinstance(spec, dict) or set(spec) != {"offsets", "sizes", "rank"}:
+            raise PlanError(
+                "a shard is offsets, sizes and a rank. Fix: write shards = [{ offsets = [0, 0], sizes = [4, 2], "
+                "rank = 1 }]."
+            )
+        box = Box(parse_integers(spec["offsets"], "offset"), parse_integers(spec["sizes"], "size"))
+        found.append((_rank(spec["rank"]), box))
+    return found
+
+
+def _ranks(given: object) -> tuple[int, ...]:
+    if not isinstance(given, list):
+        raise PlanError(f"{given!r} is no list of ranks. Fix: write [0, 1].")
+    return tuple(map(_rank, given))
+
+
+def _rank(given: object) -> int:
+    """A number, or the `rank:1/cpu` of a sharding spec, whose device says nothing about who holds what."""
+    written = re.fullmatch(r"rank:([0-9]{1,9})(/.*)?", given) if isinstance(given, str) else None
+    if written is not None:
+        return int(written[1])
+    if type(given) is not int or given < 0:
+        raise PlanError(f'{given!r} is no rank. Fix: write 1 or "rank:1/cpu".')
+    return given

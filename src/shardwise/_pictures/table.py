@@ -1,0 +1,135 @@
+"""What each rank holds of each parameter of a module, as a table."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardwise._layout import Layout, Mesh, Placement, checked
+from shardwise._pictures.labels import aligned, bytes_text, placement_text
+from shardwise.errors import printable
+
+if TYPE_CHECKING:
+    from torch import nn
+
+SHOWN_RANKS = 4  # with more, only the largest and the smallest are shown
+WORDS = 3  # text columns before those of numbers
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One parameter and where it is.
+
+    Args:
+        name: its path in the module.
+        shape: global.
+        placement: on the only axis of the mesh, or as text.
+        rank_bytes: on each rank; empty if unknown.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    placement: Placement | str
+    rank_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, repr=False)
+class Table:
+    """Parameters, and the ranks of their bytes. `str()` is the text."""
+
+    placed: tuple[Placed, ...]
+    ranks: tuple[int, ...]
+
+    def rows(self) -> list[list[str]]:
+        """A heading, one row per parameter, and the sums."""
+        known = [one.rank_bytes for one in self.placed if one.rank_bytes]
+        sums = [sum(column) for column in zip(*known, strict=True)] or [0] * len(self.ranks)
+        few = len(self.ranks) <= SHOWN_RANKS
+        heading = [f"rank {rank}" for rank in self.ranks] if few else ["fullest rank", "emptiest rank"]
+
+        def shown(rank_bytes: Sequence[int]) -> list[str]:
+            if not rank_bytes:
+                return ["?"] * len(heading)
+            return [bytes_text(n) for n in (rank_bytes if few else (max(rank_bytes), min(rank_bytes)))]
+
+        return [
+            ["parameter", "shape", "placement", *heading],
+            *([one.name, _grouped(one.shape), str(one.placement), *shown(one.rank_bytes)] for one in self.placed),
+            ["all" if len(known) == len(self.placed) else "all that is known", "", "", *shown(sums)],
+        ]
+
+    def __str__(self) -> str:
+        return "\n".join(aligned([[printable(cell) for cell in row] for row in self.rows()], WORDS))
+
+    __repr__ = __str__
+
+
+def _grouped(shape: Sequence[int]) -> str:
+    return " x ".join(f"{n:,}" for n in shape) or "0-d"
+
+
+def placed(name: str, layout: Layout, itemsize: int, ranks: Sequence[int]) -> Placed:
+    """The row of a parameter laid out as `layout`, with the bytes of each of `ranks`."""
+    words = ", ".join(map(placement_text, layout.placements))
+    return Placed(name, layout.shape, words, tuple(layout.local_numel(rank) * itemsize for rank in ranks))
+
+
+@checked
+def sharding_table(module: "nn.Module", plan: object = None, mesh: object = None) -> Table:
+    """Where the parameters of `module` are or, with a plan, would be. Sends and allocates nothing.
+
+    Args:
+        module: any module; on the meta device too. A parameter that is no DTensor is on every rank.
+        plan: what `shard_module` takes, or a `ShardingPlan`; parameters of its `Sharder`s
+            have unknown bytes.
+        mesh: of the plan; None is one axis of all ranks.
+
+    Raises:
+        PlanError: a plan that does not fit the module.
+        LayoutError: a spec that does not fit its parameter.
+    """
+    from shardwise._tensor.dtensor import DTensor
+
+    tensors = dict(module.named_parameters())
+    tensors |= {name: buffer for name, buffer in module.named_buffers() if isinstance(buffer, DTensor)}  # type: ignore[misc]
+    layouts: dict[str, Layout] = {name: x.layout_ for name, x in tensors.items() if isinstance(x, DTensor)}
+    words: dict[str, str] = {}
+    everybody: set[int] = set()
+    if plan is not None:
+        layouts, words, everybody = _planned(module, plan, mesh, layouts)
+    ranks = tuple(sorted(everybody.union(*(layout.mesh.ranks for layout in layouts.values())))) or (0,)
+    rows = []
+    for name, x in tensors.items():
+        if name in layouts:
+            rows.append(placed(name, layouts[name], x.element_size(), ranks))
+        elif name in words:
+            rows.append(Placed(name, tuple(x.shape), words[name], ()))
+        else:
+            rows.append(Placed(name, tuple(x.shape), "plain", (x.numel() * x.element_size(),) * len(ranks)))
+    return Table(tuple(rows), ranks)
+
+
+Planned = tuple[dict[str, Layout], dict[str, str], set[int]]
+
+
+def _planned(module: "nn.Module", plan: Any, mesh: Any, now: Mapping[str, Layout]) -> Planned:
+    """Layouts under the plan, text for parameters of sharders, and the ranks of the mesh."""
+    from shardwise import _collectives as collectives
+    from shardwise._tensor.dtensor import default_mesh
+    from shardwise.parallel.shard_module import layouts_of
+    from shardwise.sharded_tensor import ShardingPlan, ShardingSpec
+
+    where = default_mesh("cpu") if mesh is None else mesh
+    if not isinstance(where, Mesh):  # a `Mesh` may have ranks that this world has not
+        where = collectives.as_mesh(where)
+    if not isinstance(plan, ShardingPlan):
+        return layouts_of(module, plan, where), {}, set(where.ranks)
+    layouts, words = dict(now), {}
+    for name, x in (*module.named_parameters(), *module.named_buffers()):
+        entry = plan.plan.get(name)
+        if isinstance(entry, ShardingSpec):
+            layouts[name] = entry.layout(tuple(x.shape), tuple(sorted(where.ranks)))
+        for path, sharder in plan.plan.items():
+            if name.startswith(f"{path}."):
+                layouts.pop(name, None)
+                words[name] = f"by {type(sharder).__name__}"
+    return layouts, words, set(where.ranks)

@@ -1,0 +1,203 @@
+"""Pictures drawn with box characters, for terminals, logs and docstrings."""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from textwrap import wrap
+
+from shardwise._layout import Box
+from shardwise._pictures.holders import Holders
+from shardwise._pictures.labels import holdings, is_dark, title
+from shardwise._pictures.scene import Cell, Limit, Panel, Segments, Subject, in_proportion, panels, sliced_dims, spread
+from shardwise.errors import printable
+
+UP, RIGHT, DOWN, LEFT = 1, 2, 4, 8
+JOINS = " ╵╶└╷│┌├╴┘─┴┐┤┬┼"  # at the sum of the directions that lines leave in
+COLOURS = (36, 35, 32, 33, 34, 31)  # ANSI codes: cyan, magenta, green, yellow, blue, red
+SHADE = 60  # more: the bright ones
+
+MAX_ROWS = 16  # segments drawn one below the other
+SHOWN = 5  # segments of rows and of columns, if they do not all fit
+MAX_LINES = 24  # of a panel, unless its segments need more
+MAX_SLICES = 8  # of a dim from the third on; with several such dims fewer of each
+BESIDE = 3  # slices side by side that widths are chosen for
+LABEL_WIDTH = 26  # beyond which the names of ranks go on in the next line
+LABEL_LINES = 3  # beyond which they go below the picture
+
+
+def draw_text(subject: Subject, width: int, colour: bool) -> str:
+    """The picture of `subject` in lines of at most `width` characters, if its narrowest form needs no more."""
+    holders = Holders(subject.layout)
+    notes: list[str] = []
+    blocks = _blocks(holders, width, notes, colour)
+    lines = [*printable(subject.header).splitlines(), title(subject.layout), *_side_by_side(blocks, width)]
+    if not blocks:
+        lines.append("(no element)")
+    return "\n".join([*lines, *notes, *(_legend(holders) if blocks else ()), *holdings(holders, subject.itemsize)])
+
+
+def _legend(holders: Holders) -> Iterator[str]:
+    """What labels of Partial cells mean."""
+    if holders.reduction:
+        bar = "; a | b hold the same" if len(holders.replicas) > 1 else ""
+        yield f"{holders.reduction}(…): these ranks hold partial values of the full cell{bar}"
+
+
+# ---- panels -----------------------------------------------------------------------------------------------------
+
+Labels = dict[str, list[str]]  # the lines of each label
+Block = list[list[str]]  # lines of characters; a character may carry a colour
+
+
+def _blocks(holders: Holders, width: int, notes: list[str], colour: bool) -> list[Block]:
+    """One block a panel, with as many columns as `width` has room for."""
+    ndim = len(holders.layout.shape)
+    limit, deeper = max(3, width // len("│ rank 0 ")), max(3, MAX_SLICES // max(len(sliced_dims(holders)), 1))
+    while True:
+        columns = Limit(limit, min(limit, SHOWN))
+        found = panels(holders, (Limit(MAX_ROWS, SHOWN), columns, Limit(deeper, 3)))
+        if not found:
+            return []
+        fresh: list[str] = []
+        labels = _labels(found, fresh, max(1, min(LABEL_WIDTH, width // 3 - 6)))
+        room = width - max(len(str(edge)) for edge in found[0].rows.edges) - 2
+        widths = _widths(found, labels, ndim, room)
+        if sum(widths) + len(widths) <= room or limit == 3:
+            break
+        limit = max(3, min(limit, len(widths)) - 1)
+    notes += fresh
+    heights = _heights(found, labels)
+    return [_block(panel, labels, widths, heights, ndim, colour) for panel in found]
+
+
+def _labels(found: Sequence[Panel], notes: list[str], most: int) -> Labels:
+    """The lines of each label, of `most` characters if words allow; names that are too many become a note."""
+    labels: Labels = {}
+    for panel in found:
+        for cell in panel.cells:
+            label = cell.label
+            if label in labels:
+                continue
+            lines = [label] if len(label) <= most else wrap(label, max(most, *map(len, label.split())))
+            if len(lines) > LABEL_LINES:
+                note = f"({len(notes) + 1})"
+                notes.append(f"{note} {label}")
+                lines = [f"{len(cell.ranks)} ranks {note}"]
+            labels[label] = lines
+    return labels
+
+
+def _widths(found: Sequence[Panel], labels: Labels, ndim: int, room: int) -> list[int]:
+    """Characters between two vertical lines, for each segment of the columns. Slices are side by side if they fit."""
+    columns = found[0].columns
+    least = [len(str(column)) if ndim > 1 else 1 for column in columns.edges[:-1]]
+    needed = {label: max(map(len, lines)) + 2 for label, lines in labels.items()}
+    _make_room(found, needed, least, 1)
+    return _in_proportion(columns, least, room // min(len(found), BESIDE) - len(least))
+
+
+def _heights(found: Sequence[Panel], labels: Labels) -> list[int]:
+    """Lines of text between two horizontal lines, for each segment of the rows."""
+    least = [1] * len(found[0].rows.lengths)
+    _make_room(found, {label: len(lines) for label, lines in labels.items()}, least, 0)
+    return _in_proportion(found[0].rows, least, MAX_LINES)
+
+
+def _in_proportion(dim: Segments, least: Sequence[int], room: int) -> list[int]:
+    """No larger than it takes to be in proportion."""
+    return spread(dim.lengths, least, max(1, min(in_proportion(dim.lengths, least), room)))
+
+
+def _make_room(found: Sequence[Panel], needed: dict[str, int], least: list[int], dim: int) -> None:
+    """Widen the segments that each cell covers to what its label needs; cells of one segment first."""
+    reached = [(_reach(cell.box, panel, dim), needed[cell.label]) for panel in found for cell in panel.cells]
+    for covered, few in sorted(reached, key=lambda one: len(one[0])):
+        have = sum(least[i] for i in covered) + len(covered) - 1
+        least[covered[-1]] += max(0, few - have)
+
+
+def _reach(box: Box, panel: Panel, dim: int) -> range:
+    """The segments of `dim` that the box covers."""
+    edges = (panel.rows, panel.columns)[dim].edges
+    return range(edges.index(box.offsets[dim]), edges.index(box.offsets[dim] + box.sizes[dim]))
+
+
+def _block(
+    panel: Panel, labels: Labels, widths: Sequence[int], heights: Sequence[int], ndim: int, colour: bool
+) -> Block:
+    """One panel with its edges numbered; lines of one length."""
+    xs, ys = ([0, *accumulate(n + 1 for n in sizes)] for sizes in (widths, heights))
+    joins = [[0] * (xs[-1] + 1) for _ in range(ys[-1] + 1)]
+    spots = []
+    for cell in panel.cells:
+        rows, columns = _reach(cell.box, panel, 0), _reach(cell.box, panel, 1)
+        frame = xs[columns.start], ys[rows.start], xs[columns.stop], ys[rows.stop]
+        _line_right(joins[ys[rows.start]], xs[columns.start], xs[columns.stop])
+        _line_down(joins, xs[columns.start], ys[rows.start], ys[rows.stop])
+        spots.append((cell, frame))
+    _line_right(joins[-1], 0, xs[-1])
+    _line_down(joins, xs[-1], 0, ys[-1])
+    canvas = [[JOINS[join] for join in line] for line in joins]
+    for cell, frame in spots:
+        _write(canvas, labels[cell.label], frame, _colour(cell) if colour else None)
+    return _numbered(canvas, panel, xs, ys, ndim)
+
+
+def _colour(cell: Cell) -> int:
+    rank = cell.ranks[0]
+    return COLOURS[rank % len(COLOURS)] + (SHADE if is_dark(cell.holders.layout.mesh, rank) else 0)
+
+
+def _line_right(line: list[int], left: int, right: int) -> None:
+    line[left] |= RIGHT
+    line[right] |= LEFT
+    for x in range(left + 1, right):
+        line[x] |= LEFT | RIGHT
+
+
+def _line_down(joins: list[list[int]], x: int, top: int, bottom: int) -> None:
+    joins[top][x] |= DOWN
+    joins[bottom][x] |= UP
+    for y in range(top + 1, bottom):
+        joins[y][x] |= UP | DOWN
+
+
+def _write(canvas: Block, lines: Sequence[str], frame: tuple[int, int, int, int], colour: int | None) -> None:
+    """Put `lines` in the middle of `frame`."""
+    left, top, right, bottom = frame
+    first = top + 1 + (bottom - top - 1 - len(lines)) // 2
+    for y, line in enumerate(lines, first):
+        x = left + 1 + (right - left - 1 - len(line)) // 2
+        canvas[y][x : x + len(line)] = line
+        if colour is not None:
+            canvas[y][x] = f"\x1b[{colour}m{canvas[y][x]}"
+            canvas[y][x + len(line) - 1] += "\x1b[0m"
+
+
+def _numbered(canvas: Block, panel: Panel, xs: Sequence[int], ys: Sequence[int], ndim: int) -> Block:
+    """The panel below its name and where its columns begin, to the right of where its rows begin."""
+    margin = max(len(str(row)) for row in panel.rows.edges[:-1]) if ndim else 0
+    numbers = {y + 1: str(row) for y, row in zip(ys, panel.rows.edges[:-1], strict=False)} if ndim else {}
+    block = [[*f"{numbers.get(y, ''):>{margin}} ", *line] for y, line in enumerate(canvas)]
+    full = len(block[0])
+    if ndim > 1:
+        above = [" "] * full
+        for x, column in zip(xs, panel.columns.edges[:-1], strict=False):
+            at = margin + 1 + x + 1
+            above[at : at + len(str(column))] = str(column)
+        block.insert(0, above[:full])
+    if panel.label:
+        block.insert(0, [*" " * (margin + 1), *panel.label])
+    full = max(map(len, block))
+    return [[*line, *" " * (full - len(line))] for line in block]
+
+
+def _side_by_side(blocks: Sequence[Block], width: int) -> Iterator[str]:
+    """As many blocks in a row as there is room for."""
+    row: list[Block] = []
+    for block in [*blocks, None]:
+        if row and (block is None or sum(len(b[0]) + 2 for b in row) + len(block[0]) > width):
+            for parts in zip(*row, strict=True):
+                yield "  ".join("".join(part) for part in parts).rstrip()
+            row = []
+        if block is not None:
+            row.append(block)

@@ -1,0 +1,72 @@
+"""Memory of large messages on the CPU, kept for the next ones.
+
+    lent = Buffers().lend(like)
+    received = start_all_gather(shard, counts, ranks, lent.empty)()
+    ...                # copied to where it belongs
+    lent.give_back()   # the next message may have its memory
+
+The C library returns large blocks to the system. New ones cost a page fault every 4 kB, which can take longer than to
+send what they hold (benchmarks/fully_shard.py). Accelerators have an allocator that keeps memory.
+"""
+
+import torch
+from torch import Tensor
+
+from shardwise._trace.capture_hooks import is_capturing
+
+MIN_BYTES = 1 << 20  # smaller blocks stay with the C library
+MAX_EXCESS = 2  # of a buffer over what is needed
+
+
+class Buffers:
+    """Memory that no message uses now.
+
+    Args:
+        most_free: how many buffers are kept; by default what a reduce-scatter needs.
+    """
+
+    def __init__(self, most_free: int = 2) -> None:
+        self._most_free = most_free
+        self._free: list[Tensor] = []  # of bytes
+
+    def lend(self, dtype: torch.dtype, device: torch.device) -> "Lent":
+        return Lent(self, dtype, device)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """The smallest buffer that fits, or a new one."""
+        fitting = [x for x in self._free if num_bytes <= x.numel() <= MAX_EXCESS * num_bytes]
+        if not fitting:
+            return torch.empty(num_bytes, dtype=torch.uint8)
+        found = min(fitting, key=Tensor.numel)
+        self._free = [x for x in self._free if x is not found]
+        return found
+
+    def add(self, buffer: Tensor) -> None:
+        self._free = sorted([*self._free, buffer], key=Tensor.numel)[-self._most_free :]
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self._free.clear()
+
+
+class Lent:
+    """What one collective uses."""
+
+    def __init__(self, buffers: Buffers, dtype: torch.dtype, device: torch.device) -> None:
+        self._buffers, self._dtype, self._device = buffers, dtype, device
+        self._taken: list[Tensor] = []
+
+    def empty(self, numel: int) -> Tensor:
+        """A 1-D tensor, used until `give_back`."""
+        num_bytes = numel * self._dtype.itemsize
+        if num_bytes < MIN_BYTES or self._device.type != "cpu" or is_capturing():  # a graph would keep the memory
+            return torch.empty(numel, dtype=self._dtype, device=self._device)
+        buffer = self._buffers.take(num_bytes)
+        self._taken.append(buffer)
+        return buffer[:num_bytes].view(self._dtype)
+
+    def give_back(self) -> None:
+        """Nothing refers to what was lent any more."""
+        for buffer in self._taken:
+            self._buffers.add(buffer)
+        self._taken = []

@@ -1,0 +1,290 @@
+"""Runs redistribution plans on local tensors. Each is differentiable: its backward is the dual redistribution.
+
+A gradient of a Shard is a Shard, of a Replicate a Partial, of a Partial a Replicate; so the backward of
+`src -> dst` is the redistribution `dual(dst) -> dual(src)`, which is itself differentiable.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any, assert_never
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+
+from shardwise import _collectives as collectives
+from shardwise._collectives import Finish
+from shardwise._collectives.cost_tables import used_costs
+from shardwise._layout import PLACEMENTS, Layout, Owner, Partial, Placements
+from shardwise._redistribute.exchange import exchange_program
+from shardwise._redistribute.plan import RedistributePlan, plan_redistribute
+from shardwise._redistribute.steps import CommStep, Exchange, ReduceStack, Restack, Scale, Step
+from shardwise._trace import comm_trace
+from shardwise._trace.autograd_function import TensorFunction
+from shardwise._trace.comm_trace import EXPLICIT, Cause, CommEvent, Purpose
+from shardwise.errors import RuleError
+
+PLAN_BYTES = 8000  # of memory, of a plan
+LAYOUT_BYTES, UNEVEN_BYTES = 2000, 50  # of a layout; for each rank, of one with different shards
+
+
+def redistribute_local(local: Tensor, src: Layout, dst: Layout, cause: Cause = EXPLICIT) -> Tensor:
+    """This rank's local tensor in layout `dst`, given the one in layout `src`.
+
+    Args:
+        local: shape `src.local_shape(rank)`; ignored on ranks outside the mesh of `src`.
+        cause: for listeners of the communication trace, here and in backward.
+
+    Returns:
+        A new tensor of shape `dst.local_shape(rank)`; `local` itself where the layouts are equal. Never an
+        alias of `local` otherwise.
+
+    Sends: `plan_redistribute(src, dst).sent_bytes(rank, itemsize)`.
+    Gradient: arrives as `dst.dual()`, leaves as `src.dual()`.
+
+    Raises:
+        LayoutError: the global shapes differ.
+        RuleError: an average of integers, a maximum or minimum of complex numbers.
+    """
+    if src == dst:
+        return local
+    with DisableTorchFunctionSubclass():
+        return redistribution(src, dst).run(local, cause)
+
+
+def known_redistribution(src: Layout, dst: Layout) -> "Redistribution | None":
+    """How this rank redistributes its local tensors from `src` to another layout, if it has done so before."""
+    found: Redistribution | None = collectives.owner().redistributions.get((src.key, dst.key, used_costs()))
+    return found
+
+
+def redistribution(src: Layout, dst: Layout) -> "Redistribution":
+    """How this rank redistributes local tensors from `src` to another layout.
+
+    Raises:
+        LayoutError: the global shapes differ.
+    """
+    found = known_redistribution(src, dst)
+    if found is None:
+        owner = collectives.owner()
+        found = Redistribution(src, dst, plan_redistribute(src, dst), owner)
+        if {src.owner, dst.owner} <= {None, owner}:
+            owner.redistributions.add((src.key, dst.key, used_costs()), found, found.num_bytes)
+    return found
+
+
+def with_placements(layout: Layout, placements: Placements) -> Layout:
+    """A row-major layout with other placements: `layout.replace(placements)`, cheaper if it was made before."""
+    if not isinstance(placements, list | tuple) or not PLACEMENTS.issuperset(map(type, placements)):
+        return layout.replace(placements)
+    known, key = collectives.owner().redistributions, (layout.key, *placements)
+    found: Layout | None = known.get(key)
+    if found is None:
+        found = layout.replace(placements)
+        known.add(key, found, _bytes_of(found))
+    return found
+
+
+def _bytes_of(layout: Layout) -> int:
+    """The memory that a layout takes, about."""
+    return LAYOUT_BYTES + (0 if layout.is_even else UNEVEN_BYTES * layout.mesh.size())
+
+
+class Redistribution:
+    """A plan, and what one rank does in each of its steps.
+
+    Attributes:
+        target: `dst` as the layout of a tensor of this rank.
+        num_bytes: of memory that it takes, about.
+    """
+
+    def __init__(self, src: Layout, dst: Layout, plan: RedistributePlan, owner: Owner) -> None:
+        self.src, self.dst, self.plan, self.target = src, dst, plan, owner.layout(dst)
+        self.steps = prepared(plan.steps, owner.rank)
+        programs = sum(step.num_bytes for step in self.steps if isinstance(step, _Collective))
+        self.num_bytes = PLAN_BYTES + _bytes_of(src) + _bytes_of(dst) + programs
+        self._explicit = Purpose(EXPLICIT, src, dst)
+        self._reduce_ops = {p.reduce_op for p in (*src.placements, *dst.placements) if isinstance(p, Partial)}
+
+    def run(self, local: Tensor, cause: Cause) -> Tensor:
+        """`redistribute_local`; called with `__torch_function__` disabled."""
+        if not local.dtype.is_floating_point:
+            self.check(local.dtype)
+        if not self.steps:  # the sum over one rank is the average
+            return local.clone()
+        here = comm_trace.rank_of_thread()
+        before, here.purpose = here.purpose, self._explicit if cause is EXPLICIT else self.purpose(cause)
+        try:
+            if here.listeners:
+                cause = comm_trace.with_call_site(cause)
+                with comm_trace.emitting(event_of(self.plan, local.element_size(), cause)):
+                    return _run(self.steps, local, cause)
+            for step in self.steps:
+                local = step.run(local, cause)
+            return local
+        finally:
+            here.purpose = before
+
+    def purpose(self, cause: Cause) -> Purpose:
+        """What its collectives are for."""
+        return Purpose(cause, self.src, self.dst)
+
+    def check(self, dtype: torch.dtype) -> None:
+        """Refuse reductions that the dtype does not have, before anything is sent, on every rank alike."""
+        if dtype.is_floating_point:
+            return
+        what = f"Cannot redistribute {dtype} from {self.src} to {self.dst}"
+        if dtype.is_complex and self._reduce_ops & {"max", "min"}:
+            raise RuleError(
+                f"{what}: complex numbers have no maximum or minimum. Fix: take that of abs(), or Partial('sum')."
+            )
+        if not dtype.is_complex and any(isinstance(step, Scale) for step in self.plan.steps):
+            raise RuleError(
+                f"{what}: integers have no exact average. "
+                f"Fix: convert the tensor to floating point first, or use Partial('sum')."
+            )
+
+
+def start_redistribute(
+    local: Tensor, src: Layout, dst: Layout, cause: Cause = EXPLICIT, *, owned: bool = False
+) -> Finish:
+    """`redistribute_local` without a gradient, started: call the result to wait for it.
+
+    The last step that communicates runs meanwhile; the steps before it end before this returns.
+
+    Args:
+        owned: nobody else uses `local`, which is contiguous: the result may have its memory.
+    """
+    if not owned:  # the caller may change its tensor meanwhile
+        local = local.clone()
+    if src == dst:
+        return lambda: local
+    found = redistribution(src, dst)
+    found.check(local.dtype)
+    indices = [i for i, step in enumerate(found.steps) if isinstance(step, _Collective)]
+    if not indices:
+        return lambda: _run(found.steps, local, cause)
+    index, last = indices[-1], found.steps[indices[-1]]
+    assert isinstance(last, _Collective)
+    start = last.start
+    if index == 0 and last.start_owned is not None and local.is_contiguous():
+        start = last.start_owned
+    cause = comm_trace.with_call_site(cause) if comm_trace.listening() else cause
+    before = comm_trace.set_purpose(found.purpose(cause))
+    try:
+        with (
+            torch.no_grad(),
+            DisableTorchFunctionSubclass(),
+            comm_trace.emitting(event_of(found.plan, local.element_size(), cause)),
+        ):
+            wait = start(_run(found.steps[:index], local, cause))
+    finally:
+        comm_trace.set_purpose(before)
+
+    def finish() -> Tensor:
+        with torch.no_grad(), DisableTorchFunctionSubclass():
+            return _run(found.steps[index + 1 :], wait(), cause)
+
+    return finish
+
+
+def event_of(plan: RedistributePlan, itemsize: int, cause: Cause) -> CommEvent:
+    """The event of a redistribution, known before anything is sent."""
+    sent = plan.sent_bytes(collectives.rank(), itemsize)
+    if cause.group_total:
+        return CommEvent(cause, None, None, cause.group_total[0], sent, cause.group_total[1])
+    total = plan.total_elements * itemsize if comm_trace.wants_totals() else None
+    return CommEvent(cause, plan.src, plan.dst, plan.ranks, sent, total)
+
+
+@dataclass(frozen=True)
+class _Collective:
+    """What one rank does in a step that communicates.
+
+    Attributes:
+        start: not recorded by autograd; the result waits for it. The tensor must not change until then.
+        num_bytes: of memory that it takes, about.
+        start_owned: `start` in the memory of a tensor that nobody else uses.
+    """
+
+    step: CommStep
+    start: Callable[[Tensor], Finish]
+    num_bytes: int = 0
+    start_owned: Callable[[Tensor], Finish] | None = None
+
+    def run(self, local: Tensor, cause: Cause) -> Tensor:
+        if local.requires_grad and torch.is_grad_enabled():  # seldom in backward: no node then
+            return _Communicate.apply(local, self, cause)
+        return self.start(local)()
+
+
+@dataclass(frozen=True)
+class _Local:
+    """What one rank does in a step that sends nothing."""
+
+    step: Scale | Restack | ReduceStack
+    rank: int
+
+    def run(self, local: Tensor, cause: Cause) -> Tensor:
+        match self.step:
+            case Scale(factor):
+                return local * factor
+            case Restack(dst):
+                return local.reshape(dst.local_shape(self.rank))
+            case ReduceStack(dim, reduce_op, dst):
+                return _reduce_stack(local, dim, reduce_op, dst.local_shape(self.rank))
+        assert_never(self.step)
+
+
+def prepared(steps: Sequence[Step], rank: int) -> list[_Collective | _Local]:
+    """What `rank` does in these steps."""
+    return [_prepared(step, rank) if isinstance(step, CommStep) else _Local(step, rank) for step in steps]
+
+
+def _prepared(step: CommStep, rank: int) -> _Collective:
+    if isinstance(step, Exchange):
+        program = exchange_program(step, rank)
+        return _Collective(step, program.start, program.num_bytes)
+    group = step.group(rank)
+    if not group:
+        return _Collective(step, lambda local: local.clone)
+    start = partial(collectives.start_all_reduce, reduce_op="sum", ranks=group)
+    return _Collective(step, start, start_owned=partial(start, in_place=True))
+
+
+def run_steps(steps: Sequence[Step], local: Tensor, cause: Cause) -> Tensor:
+    """The local tensor of this rank after these steps."""
+    return _run(prepared(steps, collectives.rank()), local, cause)
+
+
+def _run(steps: Sequence[_Collective | _Local], local: Tensor, cause: Cause) -> Tensor:
+    for step in steps:
+        local = step.run(local, cause)
+    return local
+
+
+def _reduce_stack(local: Tensor, dim: int, reduce_op: str, shape: tuple[int, ...]) -> Tensor:
+    if prod(shape) == 0:  # reduced too: it stays in the graph, and as much of it is saved for backward as elsewhere
+        local = local.reshape(*shape[:dim], 1, *shape[dim:])
+    match reduce_op:
+        case "max":
+            return local.amax(dim)
+        case "min":
+            return local.amin(dim)
+    return local.prod(dim, dtype=local.dtype)
+
+
+class _Communicate(TensorFunction):
+    """A step that communicates; its backward is the dual redistribution."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, collective: _Collective, cause: Cause) -> Tensor:
+        ctx.step, ctx.cause = collective.step, cause
+        return collective.start(local)()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        step, cause = ctx.step, ctx.cause.for_backward()
+        return redistribute_local(grads[0], step.dst.dual(), step.src.dual(), cause), None, None

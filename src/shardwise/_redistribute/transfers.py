@@ -1,0 +1,267 @@
+"""All-to-alls of boxes: the regions that a rank sends and receives, and boxes that other ranks hold, such as halos."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise import _collectives as collectives
+from shardwise._layout import Box
+from shardwise._rules.local_tensors import flat_cat
+from shardwise._trace import comm_trace
+from shardwise._trace.autograd_function import TensorFunction
+from shardwise._trace.comm_trace import INTERNAL, Cause, CommEvent, Purpose
+
+Ranks = tuple[int, ...]
+Boxes = tuple[Box, ...]
+Wanted = tuple[tuple[int, Box], ...]  # (index of a tensor, box of it)
+
+
+@dataclass(frozen=True)
+class Region:
+    """A region of one of several tensors."""
+
+    index: int  # of the tensor
+    slices: tuple[slice, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, box: Box, outer: Sequence[Box]) -> "Region":
+        """The region of the first of the `outer` boxes that contains `box`."""
+        index = next(i for i, b in enumerate(outer) if b.intersect(box) == box) if len(outer) > 1 else 0
+        return cls(index, box.relative_to(outer[index]), box.sizes)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What one rank sends and receives, both in the order of `ranks`."""
+
+    ranks: Ranks
+    sends: tuple[Region, ...]
+    recvs: tuple[Region, ...]
+    sent: tuple[tuple[int, int], ...]  # to which of the ranks, and how many elements; of thousands of ranks only few
+    received: tuple[tuple[int, int], ...]
+    lengths: tuple[int, ...]  # of the regions received
+
+    @property
+    def send_counts(self) -> list[int]:
+        """The elements sent to each rank."""
+        return _counts(self.sent, len(self.ranks))
+
+    @property
+    def recv_counts(self) -> list[int]:
+        """The elements received from each rank."""
+        return _counts(self.received, len(self.ranks))
+
+
+def _counts(found: Sequence[tuple[int, int]], ranks: int) -> list[int]:
+    counts = [0] * ranks
+    for index, count in found:
+        counts[index] = count
+    return counts
+
+
+def schedule(ranks: Ranks, sends: Sequence[tuple[int, Region]], recvs: Sequence[tuple[int, Region]]) -> Schedule:
+    """The schedule of one rank.
+
+    Args:
+        ranks: those that take part, rising.
+        sends: (receiver, region), in the order of `ranks`.
+        recvs: (sender, region), in the order of `ranks`.
+    """
+
+    def counts(parts: Sequence[tuple[int, Region]]) -> tuple[tuple[int, int], ...]:
+        found: dict[int, int] = {}
+        for peer, region in parts if ranks else ():
+            index = bisect_left(ranks, peer)
+            found[index] = found.get(index, 0) + _numel(region)
+        return tuple(found.items())
+
+    received = tuple(region for _, region in recvs)
+    return Schedule(
+        ranks, tuple(p for _, p in sends), received, counts(sends), counts(recvs), tuple(map(_numel, received))
+    )
+
+
+def _numel(region: Region) -> int:
+    return Box((), region.sizes).numel
+
+
+def pack(tensors: Sequence[Tensor], plan: Schedule) -> list[Tensor]:
+    """The regions to send, each in one dim."""
+    return [tensors[region.index][region.slices].reshape(-1) for region in plan.sends]
+
+
+def unpack(received: Tensor, plan: Schedule) -> list[Tensor]:
+    """The regions received, each in its own shape."""
+    ends = accumulate(plan.lengths)  # slices, because autograd refuses in-place ops on the views that `split` returns
+    parts = zip(ends, plan.lengths, plan.recvs, strict=True)
+    return [received[end - length : end].view(region.sizes) for end, length, region in parts]
+
+
+# ---- all-to-all with gradients ------------------------------------------------------------------------------
+
+
+class _AllToAll(TensorFunction):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        send: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        ranks: tuple[int, ...],
+        cause: Cause,
+    ) -> Tensor:
+        if comm_trace.listening():
+            cause = comm_trace.with_call_site(cause)
+        ctx.args = (recv_counts, send_counts, ranks, cause.for_backward())
+        return all_to_all_no_grad(send, send_counts, recv_counts, ranks, cause)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        sent: Tensor = _AllToAll.apply(grads[0].contiguous(), *ctx.args)
+        return sent, None, None, None, None
+
+
+def all_to_all(
+    send: Tensor,
+    send_counts: Sequence[int],
+    recv_counts: Sequence[int],
+    ranks: tuple[int, ...],
+    cause: Cause = INTERNAL,
+) -> Tensor:
+    """All-to-all of a 1-D tensor with split sizes; backward sends the gradients back."""
+    return _AllToAll.apply(send, send_counts, recv_counts, ranks, cause)
+
+
+def all_to_all_no_grad(
+    send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: tuple[int, ...], cause: Cause
+) -> Tensor:
+    """`all_to_all` without a gradient."""
+    return start_all_to_all(send, send_counts, recv_counts, ranks, cause)()
+
+
+def start_all_to_all(
+    send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: tuple[int, ...], cause: Cause
+) -> collectives.Finish:
+    """`all_to_all` without a gradient, started: call the result to wait for it."""
+    if len(ranks) == 1:
+        return collectives.start_all_to_all(send, send_counts, recv_counts, ranks)
+    before = comm_trace.set_purpose(Purpose(cause))
+    try:
+        if not comm_trace.listening():
+            return collectives.start_all_to_all(send, send_counts, recv_counts, ranks)
+        sent = (sum(send_counts) - send_counts[ranks.index(collectives.rank())]) * send.element_size()
+        with comm_trace.emitting(CommEvent(comm_trace.with_call_site(cause), None, None, ranks, sent, None)):
+            return collectives.start_all_to_all(send, send_counts, recv_counts, ranks)
+    finally:
+        comm_trace.set_purpose(before)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The all-to-alls of one op among `ranks`; an implementation of `rules.local_context.Exchange`."""
+
+    ranks: Ranks
+    cause: Cause
+
+    def start(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> collectives.Finish:
+        return start_all_to_all(send, send_counts, recv_counts, self.ranks, self.cause)
+
+    def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
+        return all_to_all(send, send_counts, recv_counts, self.ranks, self.cause)
+
+    def for_backward(self) -> "Exchange":
+        return Exchange(self.ranks, self.cause.for_backward())
+
+
+# ---- boxes that other ranks hold: halos, windows, rows at other indices --------------------------------------
+
+
+def fetch(
+    xs: Sequence[Tensor],
+    ranks: Ranks,
+    rank: int,
+    held: tuple[Boxes, ...],
+    wanted: tuple[Wanted, ...],
+    cause: Cause,
+) -> list[Tensor]:
+    """The boxes that this rank wants. Differentiable.
+
+    Args:
+        xs: the local tensors of this rank, of one dtype.
+        ranks: the ranks that take part.
+        rank: this rank.
+        held: for every tensor, its box on each of `ranks`; equal boxes are replicas, others do not overlap.
+        wanted: for each of `ranks`, the boxes that it wants.
+
+    Returns:
+        One tensor for each box wanted; views of `xs` if no rank wants what another one holds.
+    """
+    me = ranks.index(rank)
+    own, goals = [boxes[me] for boxes in held], wanted[me]
+    plan = _fetch_schedule(ranks, rank, held, wanted)
+    if plan is None:
+        return [_own_box(xs[i], own[i], goal) for i, goal in goals]
+    # A rank that sends nothing of a tensor still depends on it, so that its backward has the same collectives.
+    unsent = set(range(len(xs))) - {region.index for region in plan.sends}
+    send = flat_cat([*pack(xs, plan), *(xs[i].reshape(-1)[:0] for i in sorted(unsent))])
+    received = all_to_all(send, plan.send_counts, plan.recv_counts, ranks, cause)
+    by_goal: list[list[tuple[Region, Tensor]]] = [[] for _ in goals]
+    for region, x in zip(plan.recvs, unpack(received, plan), strict=True):
+        by_goal[region.index].append((region, x))
+    return [_assembled(parts, goal, received) for parts, (_, goal) in zip(by_goal, goals, strict=True)]
+
+
+def _own_box(x: Tensor, own: Box, goal: Box) -> Tensor:
+    if own == goal:
+        return x
+    return x[goal.relative_to(own)] if goal.numel else x.reshape(-1)[:0].view(goal.sizes)
+
+
+def _assembled(parts: list[tuple[Region, Tensor]], goal: Box, received: Tensor) -> Tensor:
+    if not parts:
+        return received[:0].view(goal.sizes)
+    if len(parts) == 1:
+        return parts[0][1]
+    starts = [[s.start for s in region.slices] for region, _ in parts]
+    dims = [dim for dim, column in enumerate(zip(*starts, strict=True)) if len(set(column)) > 1]
+    if len(dims) == 1:  # the regions differ in one dim only
+        parts = sorted(parts, key=lambda item: item[0].slices[dims[0]].start)
+        return torch.cat([x for _, x in parts], dims[0])
+    out = received.new_empty(goal.sizes)
+    for region, x in parts:
+        out[region.slices] = x
+    return out
+
+
+@lru_cache(maxsize=4096)
+def _fetch_schedule(ranks: Ranks, rank: int, held: tuple[Boxes, ...], wanted: tuple[Wanted, ...]) -> Schedule | None:
+    """What `rank` sends and receives; None if no rank wants what another one holds."""
+    sends: list[tuple[int, Region]] = []
+    recvs: list[tuple[int, Region]] = []
+    anything_sent, me = False, ranks.index(rank)
+    holders: list[dict[Box, list[int]]] = []
+    for boxes in held:
+        holders.append({})
+        for index, box in enumerate(boxes):
+            holders[-1].setdefault(box, []).append(index)
+    for receiver, goals in enumerate(wanted):
+        for number, (i, goal) in enumerate(goals):
+            for box, owners in holders[i].items():
+                common = box.intersect(goal)
+                if common is None:
+                    continue
+                sender = receiver if receiver in owners else owners[receiver % len(owners)]
+                anything_sent = anything_sent or sender != receiver
+                if sender == me:
+                    sends.append((ranks[receiver], Region(i, common.relative_to(box), common.sizes)))
+                if receiver == me:
+                    recvs.append((ranks[sender], Region(number, common.relative_to(goal), common.sizes)))
+    recvs.sort(key=lambda item: ranks.index(item[0]))
+    return schedule(ranks, sends, recvs) if anything_sent else None

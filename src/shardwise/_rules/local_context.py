@@ -1,0 +1,158 @@
+"""What a local implementation gets: the layouts of a call, and differentiable collectives."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise._layout import Box, Layout
+from shardwise._rules.row import LocalFunction, Op
+
+
+class Exchange(Protocol):
+    """All-to-alls of 1-D tensors among `ranks`; counts are of elements, by their order."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+
+    def start(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Callable[[], Tensor]:
+        """Start one without a gradient; the result waits for it. `send` must not change until then."""
+        ...
+
+    def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
+        """One with a gradient."""
+        ...
+
+    def for_backward(self) -> "Exchange":
+        """The same, reported as part of the backward."""
+        ...
+
+
+class LocalContext(Protocol):
+    """What a local implementation knows of the call, and its collectives, differentiable except for `exchange`."""
+
+    layouts: tuple[Layout, ...]  # of the tensor operands, redistributed as the row wants
+    outputs: tuple[Layout, ...]  # of all results
+    axes: tuple[int, ...]  # the mesh axes for which this local implementation was chosen
+
+    @property
+    def output(self) -> Layout:
+        """The layout of the (first) result; of the first operand if the op has a data-dependent shape."""
+        ...
+
+    @property
+    def rank(self) -> int: ...
+
+    def call(self, *args: object, **kwargs: object) -> Any:
+        """Run the op itself."""
+        ...
+
+    def ranks(self, axes: Sequence[int] | None = None) -> tuple[int, ...]:
+        """The ranks, in rising order, whose coordinates equal this rank's except along `axes` (None: `self.axes`)."""
+        ...
+
+    def all_to_all(
+        self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: tuple[int, ...] | None = None
+    ) -> Tensor:
+        """All-to-all of a 1-D tensor among `ranks` (None: `ranks()`)."""
+        ...
+
+    def all_gather(self, x: Tensor, ranks: tuple[int, ...] | None = None) -> Tensor:
+        """The `x` of each of `ranks` (None: `ranks()`), all of one shape, stacked along a new first dim."""
+        ...
+
+    def exchange(self, ranks: tuple[int, ...]) -> Exchange:
+        """All-to-alls among `ranks`, for a local implementation with a backward of its own."""
+        ...
+
+    def boxes(self, operand: int) -> list[Box]:
+        """The box of `operand` on each of `ranks()`; an empty one for none."""
+        ...
+
+    def fetch(self, x: Tensor, operand: int, wanted: Callable[[int], Box]) -> Tensor:
+        """Box `wanted(rank)` of the global `operand`, of which `x` is the local shard.
+
+        Each element is sent once, by one of `ranks()` that has it; if no rank wants anything of another one, nothing is
+        sent. A box must lie in the union of the shards of `ranks()`.
+        """
+        ...
+
+    def fetch_boxes(
+        self,
+        xs: Sequence[Tensor],
+        held: Sequence[Sequence[Box]],
+        wanted: Callable[[int], Sequence[tuple[int, Box]]],
+        ranks: tuple[int, ...] | None = None,
+    ) -> list[Tensor]:
+        """Several boxes, of several tensors of one dtype, in one all-to-all.
+
+        Args:
+            held: for each tensor, its box on each of the ranks.
+            wanted: from a rank to (index of a tensor, box of it).
+            ranks: those that take part (None: `ranks()`).
+        """
+        ...
+
+    def draw_seed(self, generator: torch.Generator | None = None) -> int:
+        """A seed for the random numbers of this op, the same on all ranks of the mesh. Draw one per op."""
+        ...
+
+    def mark_copy(self, x: Tensor) -> Tensor:
+        """`x`, marked as a copy where users expect a view: in-place ops on it are refused."""
+        ...
+
+    def reshard_like(self, operand: int, like: int, lengths: dict[int, int]) -> "LocalContext":
+        """This context with dim 0 of `operand` sharded by the axes of operand `like`, with these sizes by rank."""
+        ...
+
+    def name_of(self, operand: int) -> str:
+        """What errors call an operand: its parameter name if it has one."""
+        ...
+
+
+@lru_cache(maxsize=4096)
+def local_with(function: Op, *fixed: object) -> LocalFunction:
+    """`function` with its first arguments given; the same object for the same arguments, so that axes can share it."""
+    return partial(function, *fixed)
+
+
+@dataclass(frozen=True, eq=False)
+class SpecializedLocal:
+    """A local implementation most of which can be computed once for a rank and its layouts; see `specialized`."""
+
+    local_impl: LocalFunction
+    specialize: Callable[..., LocalFunction | None]
+    python: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.local_impl(*args, **kwargs)
+
+
+def specialized(
+    specialize: Callable[..., LocalFunction | None], python: bool = False
+) -> Callable[[LocalFunction], SpecializedLocal]:
+    """Decorate a local implementation most of which can be computed once for a rank and its layouts.
+
+    Args:
+        specialize: called as `specialize(*first_arguments_of_local_with, ctx)`. Returns a function that is called with
+            the op's arguments in place of the local implementation, and may return NotImplemented for it to run after
+            all; or None if there is no such function.
+        python: the function reads shapes, so it must get plain local tensors.
+    """
+    return partial(SpecializedLocal, specialize=specialize, python=python)
+
+
+def specialization(local: LocalFunction | None, ctx: LocalContext) -> tuple[LocalFunction | None, bool]:
+    """The version of a local implementation for the rank of `ctx`, or None, and whether it is Python code."""
+    function, fixed = (local.func, local.args) if isinstance(local, partial) else (local, ())
+    if not isinstance(function, SpecializedLocal):
+        return None, False
+    return function.specialize(*fixed, ctx), function.python
+
+
+def has_specialized_version(local: LocalFunction | None) -> bool:
+    """Whether a local implementation may be run by torch's own op."""
+    return isinstance(local.func if isinstance(local, partial) else local, SpecializedLocal)

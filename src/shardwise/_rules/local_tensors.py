@@ -1,0 +1,90 @@
+"""Local tensors as torch's kernels take them: empty shards, and dtypes that ranks compute in before they combine."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise._rules.local_context import LocalContext
+
+# ---- empty shards: kernels refuse some, and give others a constant gradient ---------------------------------------
+
+
+def filled(x: Tensor, lengths: Sequence[int]) -> Tensor:
+    """`x`, with empty dims among its last ones padded with zeros to `lengths`: most kernels refuse empty dims."""
+    shape = x.shape[x.ndim - len(lengths) :]
+    if all(shape):
+        return x
+    return F.pad(
+        x, [n for size, length in zip(shape[::-1], lengths[::-1], strict=True) for n in (0, 0 if size else length)]
+    )
+
+
+def never_empty(
+    dims: tuple[int | tuple[int, ...], ...], ctx: LocalContext, *args: object, **kwargs: object
+) -> Tensor | tuple[Tensor, ...]:
+    """The op itself on every rank, as a local implementation.
+
+    Args:
+        dims: for each tensor operand how many of its last dims must not be empty, or the sizes to fill empty ones to.
+    """
+    lengths = iter((1,) * n if isinstance(n, int) else n for n in dims)
+
+    def fill(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return filled(x, next(lengths))
+        return [fill(y) for y in x] if isinstance(x, list | tuple) else x
+
+    out = ctx.call(*[fill(x) for x in args], **{name: fill(x) for name, x in kwargs.items()})
+    if isinstance(out, Tensor):
+        return emptied(out, ctx.output.local_shape(ctx.rank))
+    shapes = iter([layout.local_shape(ctx.rank) for layout in ctx.outputs])
+    return tuple(emptied(x, next(shapes)) if isinstance(x, Tensor) else x for x in out)
+
+
+def emptied(out: Tensor, shape: Sequence[int]) -> Tensor:
+    """`out` with dims of size 0 where `shape` has them."""
+    for dim, n in enumerate(shape):
+        out = out if n else out.narrow(dim, 0, 0)
+    return out
+
+
+def flat_cat(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate 1-D tensors, some of them empty.
+
+    The gradient that `torch.cat` gives an empty 1-D tensor is a constant. In double backward the graph of this rank
+    would lack collectives that the graphs of other ranks have. An empty tensor of two dims gets a slice.
+    """
+    return torch.cat([x.unsqueeze(1) for x in parts]).squeeze(1)
+
+
+# ---- dtypes -------------------------------------------------------------------------------------------------------
+
+
+def autocast_to_float(x: Tensor, *device_types: str) -> Tensor:
+    """`x`, or a float32 copy under autocast: for an op that torch then computes in float32, such as a loss.
+
+    Args:
+        device_types: where torch does; all by default.
+    """
+    kind = x.device.type
+    half = x.dtype in (torch.bfloat16, torch.float16) and kind in (device_types or (kind,))
+    return x.float() if half and torch.is_autocast_enabled(kind) else x
+
+
+def as_accumulator(x: Tensor) -> Tensor:
+    """16-bit floats as float32, in which torch's kernels accumulate.
+
+    Raises:
+        RuntimeError: it has integers, which torch refuses too.
+    """
+    if not x.is_floating_point():
+        raise RuntimeError(f"Softmax and normalizations are not implemented for {x.dtype}.")
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def as_float64(x: Tensor) -> Tensor:
+    """Floats in double precision: what ranks combine is rounded once, and 0 * 1e60 is 0 where 0 * inf is nan."""
+    return x.to(torch.complex128 if x.is_complex() else torch.float64 if x.is_floating_point() else x.dtype)

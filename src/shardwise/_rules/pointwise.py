@@ -1,0 +1,345 @@
+"""Elementwise ops, by what they do to Partial operands."""
+
+from cmath import isfinite
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise._layout import REPLICATE, Boxes, OnRanks, Partial, Placement, Shard, contiguous_strides
+from shardwise._rules.local_context import LocalContext
+from shardwise._rules.registry import RULES, OpRule, RowsFunction, Shapes, amend, register
+from shardwise._rules.row import Args, Kwargs, Meta, Op, Row
+
+SUMS = (Partial("sum"), Partial("avg"))
+PARTIALS = (*SUMS, Partial("max"), Partial("min"), Partial("product"))
+
+# Elementwise ops that torch does not tag as such; those that it tags are found by `tagged_names`.
+NONLINEAR = """
+_prelu_kernel absolute fill floor_divide greater greater_equal hardswish isclose isreal less less_equal logsigmoid
+not_equal polar softsign tanhshrink
+""".split()  # fmt: skip
+# Of one operand; f(a + b) = f(a) + f(b).
+HOMOGENEOUS = ("neg", "negative")
+CONJUGATES = "positive conj conj_physical _conj_physical".split()  # homogeneous; real numbers themselves
+ADDITIVE = ("add", "sub", "subtract", "rsub", "complex")  # f(a + b, c + d) = f(a, c) + f(b, d)
+BILINEAR = ("mul", "multiply")  # linear in each operand alone
+NUMERATOR = ("div", "divide", "true_divide")  # linear in the first operand
+DIVISIONS = (*NUMERATOR, "floor_divide", "fmod", "remainder")  # an integer divided by 0 is an error
+COPIES = "clone detach alias".split()  # the value itself
+CONVERSIONS = "to float double half bfloat16 type_as".split()  # the value itself, perhaps in another dtype
+# Dunder methods that return no tensor.
+NO_OPS = (object.__eq__, object.__ne__, Tensor.__float__, Tensor.__complex__, Tensor.__nonzero__)
+LIKE = ("zeros_like", "empty_like")
+FILLED = ("ones_like", "full_like")
+
+
+def broadcast(*operands: object, **named: object) -> tuple[int, ...]:
+    """The shape that the operands are broadcast to."""
+    shapes = [x.shape for x in tensors_of(operands, named)]
+    if all(shape == shapes[0] for shape in shapes):
+        return shapes[0]
+    return tuple(torch.broadcast_shapes(*shapes))
+
+
+def shard_rows(operands: list[Meta], why: str = "elementwise") -> Iterator[Row]:
+    """Rows of any elementwise op: all operands sharded along one dim, or stored in the same boxes."""
+    shape = broadcast(*operands)
+    for dim in range(len(shape)):
+        yield Row(tuple(shard_at(x, dim, shape) for x in operands), Shard(dim), why)
+    for x in operands:
+        if isinstance(x.placement, OnRanks | Boxes) and all(y.shape in {shape, ()} for y in operands):
+            inputs = tuple(x.placement if y.shape == shape else REPLICATE for y in operands)
+            yield Row(inputs, x.placement, "elementwise on the ranks that store the elements")
+
+
+def shard_at(x: Meta, dim: int, shape: tuple[int, ...]) -> Placement:
+    """Shard along `dim` of the result, as a placement of `x`; Replicate if `x` is broadcast along it."""
+    own = dim - (len(shape) - x.ndim)
+    return Shard(own) if own >= 0 and x.shape[own] == shape[dim] else REPLICATE
+
+
+def tensors_of(args: Args, kwargs: Kwargs) -> list[Meta]:
+    return [x for x in (*args, *kwargs.values()) if isinstance(x, Meta)]
+
+
+def nonlinear(*args: object, **kwargs: object) -> list[Row]:
+    """out[i] = f(a[i], b[i], …), any f."""
+    return list(shard_rows(tensors_of(args, kwargs)))
+
+
+def selected(condition: Meta, *args: object, **kwargs: object) -> list[Row]:
+    """out[i] = a[i] if condition[i] else b[i]."""
+    if not args and not kwargs:
+        raise NotImplementedError("with a condition alone it returns indices; use nonzero()")
+    return nonlinear(condition, *args, **kwargs)
+
+
+def masked(*args: object, **kwargs: object) -> list[Row]:
+    """out[i] = value if mask[i] else a[i]; a 0-D tensor of the value is replicated."""
+    operands = tensors_of(args, kwargs)
+    return [replace(row, inputs=(*row.inputs, *(REPLICATE,) * len(operands[2:]))) for row in shard_rows(operands[:2])]
+
+
+def homogeneous(*args: object, **kwargs: object) -> list[Row]:
+    """out[i] = f(a[i]) with f(a + b) = f(a) + f(b)."""
+    rows = list(shard_rows(tensors_of(args, kwargs)))
+    return rows + [Row((p,), p, "linear in the Partial values") for p in SUMS]
+
+
+def conjugate(x: Meta, *args: object, **kwargs: object) -> list[Row]:
+    """out = x with conjugated elements, x itself if they are real."""
+    rows = homogeneous(x, *args, **kwargs)
+    others = () if x.dtype.is_complex else PARTIALS[len(SUMS) :]
+    return rows + [Row((p,), p, "real numbers are their own conjugates") for p in others]
+
+
+def additive(*args: object, **kwargs: object) -> list[Row]:
+    """out[i] = a[i] ± alpha b[i]: linear in all operands together, but not in a number."""
+    operands = tensors_of(args, kwargs)
+    rows = list(shard_rows(operands))
+    if len(tensors_of(args[:2], {})) == 2 and all(map(isfinite, numbers_of(args, kwargs))):
+        rows += [Row((p,) * len(operands), p, "Partial + Partial stays Partial") for p in SUMS]
+    return rows
+
+
+def bilinear(*args: object, **kwargs: object) -> list[Row]:
+    """out[i] = a[i] b[i]: linear in a for a fixed b, and the other way round."""
+    operands = tensors_of(args, kwargs)
+    rows = list(shard_rows(operands))
+    finite = all(map(isfinite, numbers_of(args, kwargs)))
+    for index, p in product(range(len(operands)), SUMS):
+        if operands[index].placement != p or not finite:
+            continue  # a Replicate operand is not made Partial with zeros: 0 * inf is nan
+        inputs = tuple(p if i == index else REPLICATE for i in range(len(operands)))
+        rows.append(Row(inputs, p, "Partial × Replicate stays Partial"))
+    return rows
+
+
+def numerator(*args: object, **kwargs: object) -> list[Row]:
+    """out[i] = a[i] / b[i]: linear in a unless the quotient is rounded."""
+    operands = tensors_of(args, kwargs)
+    rows = list(shard_rows(operands))
+    exact = kwargs.get("rounding_mode") is None and all(numbers_of(args, kwargs))  # 0 / 0 is nan
+    if exact and isinstance(args[0], Meta):
+        rest = (REPLICATE,) * (len(operands) - 1)
+        rows += [Row((p, *rest), p, "Partial / Replicate stays Partial") for p in SUMS if args[0].placement == p]
+    return rows
+
+
+def same_shape(x: Meta, *args: object, **kwargs: object) -> list[Row]:
+    """Rows of a copy. Boxes are stored flat, so they have no channels_last strides."""
+    formats = memory_formats(args, kwargs)
+    ordered = torch.channels_last in formats or torch.channels_last_3d in formats
+    return [row for row in shard_rows([x]) if not (ordered and isinstance(row.output, Boxes))]
+
+
+def copies(x: Meta, *args: object, **kwargs: object) -> list[Row]:
+    """out = x, Partial values included."""
+    rows = same_shape(x, *args, **kwargs)
+    return rows + [Row((p,), p, "copy of the local tensor") for p in PARTIALS]
+
+
+def contiguous(x: Meta, *args: object, **kwargs: object) -> list[Row]:
+    """out = x, or a copy if the elements of the global tensor are in another order, whatever local tensors are in."""
+    rows = copies(x, *args, **kwargs)
+    if is_contiguous(x, *memory_formats(args, kwargs)):
+        return rows
+    rows.append(Row((REPLICATE,), REPLICATE, "every rank has everything"))
+    return [replace(row, local_impl=_copied) for row in rows]
+
+
+def is_contiguous(x: Meta, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+    """Whether the elements of the global tensor are in this order."""
+    if x.strides is None and memory_format is torch.contiguous_format:
+        return True
+    strides = x.strides or contiguous_strides(x.shape)
+    return torch.empty_strided(x.shape, strides, device="meta").is_contiguous(memory_format=memory_format)
+
+
+def memory_formats(args: Args, kwargs: Kwargs) -> list[torch.memory_format]:
+    return [a for a in (*args, *kwargs.values()) if isinstance(a, torch.memory_format)]
+
+
+def _copied(ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Tensor:
+    return x.clone(memory_format=next(iter(memory_formats(args, kwargs)), torch.contiguous_format))
+
+
+def conversion(x: Meta, *args: object, **kwargs: object) -> list[Row]:
+    """out = x in another dtype, x itself if it has that; Partial stays Partial unless it is converted to integers."""
+    like = tensors_of(args, kwargs)  # only their dtype is used, so any placement will do
+    dtypes = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)] + [y.dtype for y in like]
+    rows = same_shape(x, *args, **kwargs)
+    if all(dtype.is_floating_point or dtype.is_complex or (like and dtype == x.dtype) for dtype in dtypes):
+        rows += [Row((p,), p, "copy of the local tensor") for p in PARTIALS]
+    if like:
+        unused = tuple(without_sizes(y.placement) for y in like)
+        rows.append(Row((REPLICATE,), REPLICATE, "copy of the local tensor"))
+        return [Row((*row.inputs, *unused), row.output, row.why, aligned=False) for row in rows]
+    return rows
+
+
+def conversion_to(x: Meta, *args: object, **kwargs: object) -> list[Row]:
+    """Tensor.to a dtype or device; to those of another tensor, `_to_another`."""
+    if tensors_of(args, kwargs):
+        raise NotImplementedError("the rows of a conversion depend on the dtype of the other tensor")
+    return conversion(x, *args, **kwargs)
+
+
+def _to_another(
+    x: Tensor,
+    tensor: Tensor,
+    non_blocking: bool = False,
+    copy: bool = False,
+    memory_format: torch.memory_format = torch.preserve_format,
+) -> Tensor:
+    return x.to(tensor.device, tensor.dtype, non_blocking, copy, memory_format=memory_format)
+
+
+def without_sizes(placement: Placement) -> Placement:
+    """Shard along the same dim, with any sizes."""
+    return Shard(placement.dim) if isinstance(placement, Shard) else placement
+
+
+def numbers_of(args: Args, kwargs: Kwargs) -> list[complex]:
+    return [a for a in (*args, *kwargs.values()) if isinstance(a, int | float | complex)]
+
+
+def shape_of_first(x: Meta, *args: object, **kwargs: object) -> tuple[int, ...]:
+    return x.shape
+
+
+def filled_like(x: Meta, *args: object, **kwargs: object) -> list[Row]:
+    """out has the shape of x and one value."""
+    rows = same_shape(x, *args, **kwargs)
+    return rows + [Row((p,), REPLICATE, "the Partial values are not read") for p in PARTIALS]
+
+
+def new_like(x: Meta, size: Sequence[int], *args: object, **kwargs: object) -> list[Row]:
+    """out has `size` and no value of x; it is sharded as x if it has the same size, and replicated if not."""
+    why, p = "the values are not read", x.placement
+    if tuple(size) == x.shape and not isinstance(p, Partial):
+        return [Row((without_sizes(p),), without_sizes(p), why, _new_shard)]
+    return [Row((without_sizes(p),), REPLICATE, why)]
+
+
+def _new_shard(ctx: LocalContext, x: Tensor, size: Sequence[int], *args: object, **kwargs: object) -> Tensor:
+    out: Tensor = ctx.call(x, ctx.output.local_shape(ctx.rank), *args, **kwargs)
+    return out
+
+
+def glu(x: Meta, dim: int = -1) -> list[Row]:
+    """out = a * sigmoid(b), where a and b are the halves of x along dim."""
+    return [Row((Shard(d),), Shard(d), "both halves are on the same rank") for d in range(x.ndim) if d != dim % x.ndim]
+
+
+def callables_of(name: str) -> list[tuple[Op, bool]]:
+    """Every function, method and overload of the op `name`, and whether it is in-place."""
+    found: list[tuple[Op, bool]] = []
+    both = (name, name.startswith("__i")), (name + "_", True)
+    for module in (torch, Tensor, F, torch._C._nn, torch.special):
+        prefix = "special_" if module is torch.special else ""
+        functions = [(getattr(module, spelling.removeprefix(prefix), None), in_place) for spelling, in_place in both]
+        found += [(function, in_place) for function, in_place in functions if callable(function)]
+    for dunder in (f"__{name}__", f"__i{name}__", f"__r{name}__"):
+        function = getattr(Tensor, dunder, None)
+        if callable(function) and function not in NO_OPS:
+            found.append((function, dunder.startswith("__i")))
+    for spelling, in_place in both:
+        packet = getattr(torch.ops.aten, spelling, None)
+        overloads = packet.overloads() if packet is not None else ()
+        found += [(op, in_place) for op in (getattr(packet, o) for o in overloads) if _returns_tensors(op)]
+    return found
+
+
+def _returns_tensors(overload: torch._ops.OpOverload) -> bool:
+    """Whether an overload takes and returns tensors; torch also lists arithmetic on numbers, and out= variants."""
+    schema = overload._schema
+    sides = (schema.arguments, schema.returns)
+    return all(any("Tensor" in str(a.type) for a in side) for side in sides) and not any(a.is_out for a in sides[0])
+
+
+def tagged_names() -> dict[str, int]:
+    """The aten ops whose every form torch tags as pointwise, and how many results they have.
+
+    Not `max`, of which one form is elementwise and others reduce; nor what draws random numbers, returns a view, or
+    returns no tensor, such as `equal`.
+    """
+    aten = [name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    forms: dict[str, list[str]] = {}
+    for name, _, form in sorted(name.partition(".") for name in aten):
+        if name.endswith("__") or not name.endswith("_"):  # in-place ops are found by the name without it
+            forms.setdefault(name, []).append(form)
+    found = {}
+    for name, of_name in forms.items():
+        if any(torch.Tag.pointwise in torch._C._get_operation_overload(f"aten::{name}", form)[2] for form in of_name):
+            ops = [getattr(getattr(torch.ops.aten, name), form or "default") for form in of_name]
+            ops = [op for op in ops if not any(a.is_out for a in op._schema.arguments)]
+            if ops and all(map(is_elementwise, ops)):
+                found[name] = len(ops[0]._schema.returns)
+    return found
+
+
+def is_elementwise(op: torch._ops.OpOverload) -> bool:
+    """Whether torch says that each element of new tensors depends only on those at its place in the operands."""
+    schema = op._schema
+    reads = any(a.alias_info is not None and not a.alias_info.is_write for a in schema.arguments)
+    random = torch.Tag.nondeterministic_seeded in op.tags
+    return torch.Tag.pointwise in op.tags and not reads and not random and _returns_tensors(op)
+
+
+def register_if_tagged(op: torch._ops.OpOverload) -> bool:
+    """Give rows to an op that was defined later, such as a user's, if it is tagged as pointwise."""
+    if op._schema.is_mutable or not is_elementwise(op):
+        return False
+    shape = broadcast if len(op._schema.returns) == 1 else None
+    RULES.setdefault(op, OpRule(nonlinear, shape=shape, shape_independent=True))
+    return True
+
+
+def register_tagged() -> None:
+    """Give rows to the ops that torch tags as pointwise and that have no entry yet."""
+    for name, results in tagged_names().items():
+        _register([name], nonlinear, broadcast if results == 1 else None)
+    amend(F.silu, takes_dtensors=True)
+
+
+def _register(names: Sequence[str], rows: RowsFunction, shape: Callable[..., Shapes] | None = broadcast) -> None:
+    for name in names:
+        for function, in_place in callables_of(name):
+            if function not in RULES:
+                register(
+                    OpRule(rows, in_place, shape, shape_independent=True, value_errors=name in DIVISIONS), function
+                )
+
+
+register(OpRule(nonlinear, shape=broadcast, value_errors=True), Tensor.__rdiv__)  # the operand is the denominator
+_register(NONLINEAR, nonlinear)
+_register(["addcmul", "addcdiv"], nonlinear)
+_register(["where"], selected)
+_register(["masked_fill"], masked)
+_register(HOMOGENEOUS, homogeneous)
+_register(CONJUGATES, conjugate)
+amend(
+    *dict.fromkeys(op for name in CONJUGATES for op, _ in callables_of(name) if RULES[op].rows is conjugate), typed=True
+)
+_register(ADDITIVE, additive)
+_register(BILINEAR, bilinear)
+_register(NUMERATOR, numerator)
+_register(COPIES, copies)
+_contiguous = dict.fromkeys(op for op, _ in callables_of("contiguous"))
+register(OpRule(contiguous, view=True), *_contiguous)
+register(OpRule(conversion_to, shape=shape_of_first, shape_independent=True, decomposition=_to_another), Tensor.to)
+_register(CONVERSIONS, conversion, shape_of_first)
+amend(Tensor.type_as, torch.ops.aten.type_as.default, torch.ops.aten.to.other, typed=True)
+_register(LIKE, copies)
+_register(FILLED, filled_like)
+register(OpRule(conversion, shape=shape_of_first), torch.ops.aten._to_copy.default)
+aten = torch.ops.aten
+register(OpRule(nonlinear, True, broadcast), Tensor.copy_, Tensor.zero_, aten.copy_.default, aten.zero_.default)
+for _op in (aten.new_empty, aten.new_full, aten.new_ones, aten.new_zeros):
+    register(OpRule(new_like, shape=lambda x, size, *args, **kwargs: tuple(size)), _op.default)
+register(OpRule(glu), *(op for op, _ in callables_of("glu")))

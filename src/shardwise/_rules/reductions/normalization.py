@@ -1,0 +1,338 @@
+"""Softmax and normalizations. If the normalized dim is sharded, ranks exchange moments, not elements.
+
+Moments are (count, mean, sum of squared deviations from the mean). Those of a union of shards follow from those of the
+shards (Chan, Golub and LeVeque, 1983), for uneven and empty shards too, and without cancellation.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import inf, prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from shardwise._layout import REPLICATE, Box, Boxes, Partial, Placement, Shard
+from shardwise._rules.local_context import LocalContext, local_with
+from shardwise._rules.local_tensors import as_accumulator
+from shardwise._rules.pointwise import shape_of_first
+from shardwise._rules.registry import OpRule, register
+from shardwise._rules.row import Args, Meta, Op, Row
+from shardwise.errors import RuleError
+
+aten = torch.ops.aten
+Maybe = Tensor | None
+
+
+# ---- softmax ------------------------------------------------------------------------------------------------
+
+
+def softmax(kind: str, x: Meta, dim: int | None = None, *args: object, **kwargs: object) -> list[Row]:
+    """out = exp(x) / sum over dim of exp(x); its logarithm; or zeros where that is 0 / 0."""
+    if dim is None:
+        raise NotImplementedError("torch chooses the dim")
+    if True in [a for a in args if isinstance(a, bool)]:
+        raise NotImplementedError("half_to_float is only for CUDA")
+    if not -max(x.ndim, 1) <= dim < max(x.ndim, 1):
+        raise IndexError(f"softmax: dim {dim} is not one of a tensor with {x.ndim} dims.")
+    dim %= max(x.ndim, 1)
+    local = local_with(_softmax_of_shards, kind, dim)
+    why = "ranks all-gather maxima and sums of their shards"
+    rows = _batch_rows(0, [d for d in range(x.ndim) if d != dim])
+    return [*rows, Row((Shard(dim),), Shard(dim), why, local)] if x.ndim else rows
+
+
+def _batch_rows(others: int, dims: list[int]) -> list[Row]:
+    """Rows for dims that are not normalized: each rank runs the op itself, with the `others` replicated."""
+    return [Row((Shard(d), *(REPLICATE,) * others), Shard(d), "each rank normalizes its own shard") for d in dims]
+
+
+def _softmax_of_shards(kind: str, dim: int, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Tensor:
+    dtype = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)), x.dtype)
+    scores = as_accumulator(x.to(dtype))
+    values = scores.detach()
+    top = values.amax(dim, keepdim=True) if values.shape[dim] else values.sum(dim, keepdim=True) - inf
+    own = (scores - top.masked_fill(top == -inf, 0)).exp().sum(dim, keepdim=True)
+    tops, sums = ctx.all_gather(torch.stack([top, own])).unbind(1)
+    top = tops.detach().amax(0)
+    empty = (top == -inf) & (kind == "safe")
+    top = top.masked_fill(empty, 0)
+    total = (sums * (tops.detach() - top).exp()).sum(0).masked_fill(empty, 1)
+    out = scores - top - total.log() if kind == "log" else (scores - top).exp() / total
+    return out.to(dtype)
+
+
+# ---- moments ------------------------------------------------------------------------------------------------
+
+
+def _combined(
+    ctx: LocalContext, ranks: tuple[int, ...], count: Tensor, mean: Tensor, squares: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Moments over the shards of all `ranks`, in one all-gather of those of each shard."""
+    sent = torch.stack([count.expand_as(mean), mean, squares]).double()
+    counts, means, every = ctx.all_gather(sent, ranks).unbind(1)
+    count = counts.sum(0)
+    mean = (means * (counts / count.clamp(min=1))).sum(0)
+    return count, mean, (every + counts * (means - mean).square()).sum(0)
+
+
+def _local_moments(x: Tensor, dims: tuple[int, ...]) -> tuple[int, Tensor, Tensor]:
+    """Moments in float64: a mean that is rounded to the digits of large elements would change all deviations."""
+    count = prod(x.shape[d] for d in dims)
+    if x.numel() == 0:
+        zeros = x.sum(dims, keepdim=True).double()  # so that all ranks have the same autograd graph
+        return count, zeros, zeros
+    variance, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
+    rounding = (x.detach() - mean.detach()).mean(dims, keepdim=True)
+    return count, mean.double() + rounding, variance.double() * count
+
+
+def _without_mean(x: Tensor, mean: Tensor) -> Tensor:
+    """`x - mean` with all digits of a mean in float64, in the dtype of x."""
+    rounded = mean.detach().to(x.dtype)
+    return (x - rounded) - (mean - rounded).to(x.dtype)
+
+
+# ---- layer_norm and rms_norm --------------------------------------------------------------------------------
+
+
+def layer_norm(
+    local: Callable[..., Any], x: Meta, normalized_shape: Sequence[int], *args: object, **kwargs: object
+) -> list[Row]:
+    """out = (x - mean) / deviation of the last dims, or x / root mean square, times weight plus bias."""
+    others = tuple(a for a in (*args, *kwargs.values()) if isinstance(a, Meta))
+    first = x.ndim - len(normalized_shape)
+    rows = _batch_rows(len(others), list(range(first)))
+    for d in (d for d in range(first, x.ndim) if x.shape[d] > 1):
+        inputs = (Shard(d), *(Shard(d - first),) * len(others))
+        rows.append(Row(inputs, Shard(d), "ranks all-gather moments of their shards", local, gathers=1))
+    return rows
+
+
+def _normalized_shape(x: Meta, normalized_shape: Sequence[int], *args: object, **kwargs: object) -> tuple[int, ...]:
+    wanted = tuple(normalized_shape)
+    others = [a.shape for a in (*args, *kwargs.values()) if isinstance(a, Meta)]
+    if x.shape[-len(wanted) :] != wanted or any(shape != wanted for shape in others):
+        raise RuntimeError(f"Given normalized_shape={list(wanted)}, got input of size {list(x.shape)}, rest {others}.")
+    return x.shape
+
+
+def _layer_norm_of_shards(
+    ctx: LocalContext,
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Maybe = None,
+    bias: Maybe = None,
+    eps: float = 1e-5,
+    *_: object,
+) -> Tensor:
+    full = as_accumulator(x)
+    count, mean, squares = _local_moments(full, _last(normalized_shape))
+    total, mean, squares = _combined(ctx, ctx.ranks(), mean.new_tensor(count), mean, squares)
+    return _scaled(_without_mean(full, mean), (squares / total).to(full.dtype), weight, bias, eps).to(x.dtype)
+
+
+def _rms_norm_of_shards(
+    ctx: LocalContext, x: Tensor, normalized_shape: Sequence[int], weight: Maybe = None, eps: float | None = None
+) -> Tensor:
+    full = as_accumulator(x)
+    squares = ctx.all_gather(full.square().sum(_last(normalized_shape), keepdim=True)).sum(0)
+    eps = torch.finfo(full.dtype).eps if eps is None else eps
+    return _scaled(full, squares / prod(normalized_shape), weight, None, eps).to(x.dtype)
+
+
+def _last(normalized_shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(range(-len(normalized_shape), 0))
+
+
+def _scaled(x: Tensor, variance: Tensor, weight: Maybe, bias: Maybe, eps: float) -> Tensor:
+    scale = (variance + eps).rsqrt()
+    out = x * (scale if weight is None else scale * weight)
+    return out if bias is None else out + bias
+
+
+# ---- group_norm, instance_norm, batch_norm ------------------------------------------------------------------
+
+GROUP, INSTANCE, BATCH = (
+    (getattr(F, name), getattr(torch, name)) for name in ("group_norm", "instance_norm", "batch_norm")
+)
+NAMES: dict[Op, str] = {
+    F.group_norm: "input num_groups weight bias eps",
+    torch.group_norm: "input num_groups weight bias eps cudnn_enabled",
+    F.instance_norm: "input running_mean running_var weight bias use_input_stats momentum eps",
+    torch.instance_norm: "input weight bias running_mean running_var use_input_stats momentum eps cudnn_enabled",
+    F.batch_norm: "input running_mean running_var weight bias training momentum eps",
+    torch.batch_norm: "input weight bias running_mean running_var training momentum eps cudnn_enabled",
+}
+STATISTICS = ("running_mean", "running_var")
+Named = dict[str, Any]
+
+
+def _named(op: Op, args: Args, kwargs: Named) -> Named:
+    """The arguments by name, in the order of the call; `from_input`: whether moments are those of the input."""
+    named = {"momentum": 0.1, "eps": 1e-5, **dict(zip(NAMES[op].split(), args, strict=False)), **kwargs}
+    from_input = named.get("use_input_stats", op not in BATCH) if op not in BATCH else named.get("training", False)
+    return {**named, "from_input": from_input}
+
+
+def channelwise(op: Op, *args: object, **kwargs: object) -> list[Row]:
+    """out = (x - mean) / deviation times weight plus bias of each channel, dim 1.
+
+    Means are over batch and space (batch_norm), space (instance_norm), or space and the channels of a group
+    (group_norm). Running statistics are updated in place, in their layout, with the moments over all ranks.
+    """
+    named = _named(op, args, kwargs)
+    x, from_input = named["input"], named["from_input"]
+    _check_sizes(op, x, named)
+    statistics = [named[name] for name in STATISTICS if from_input and named.get(name) is not None]
+    if any(isinstance(s.placement, Partial | Boxes) or s.shape != x.shape[1:2] for s in statistics):
+        raise RuleError(
+            f"Running statistics must be {x.shape[1]} numbers, neither Partial nor in Boxes, because they change in "
+            f"place; got {', '.join(f'{s.shape} as {s.placement}' for s in statistics)}. Fix: redistribute them."
+        )
+    local = local_with(_by_moments if from_input else _by_statistics, op)
+    why = "ranks all-gather moments of their shards" if from_input else "each rank normalizes its own shard"
+    rows = [Row(_placed(named, d), Shard(d), why, local, aligned=not from_input) for d in range(x.ndim)]
+    if any(s.placement != REPLICATE for s in statistics):
+        rows.append(Row(_placed(named, None), REPLICATE, "statistics keep their layout", local, aligned=False))
+    return rows
+
+
+def _check_sizes(op: Op, x: Meta, named: Named) -> None:
+    """The checks of global sizes that torch's functions do in Python."""
+    groups = named.get("num_groups", 1)
+    if x.ndim < 2 or groups < 1 or (op in GROUP and x.shape[1] % groups):
+        raise NotImplementedError("torch reports what is wrong with the shapes")
+    members = prod(x.shape[2:]) if op in INSTANCE else prod(x.shape) // max(1, groups if op in GROUP else x.shape[1])
+    if named["from_input"] and members == 1 and op in (F.group_norm, F.instance_norm, F.batch_norm):
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
+
+
+def _placed(named: Named, dim: int | None) -> tuple[Placement, ...]:
+    """Placements of the operands if `dim` of the input is sharded; running statistics that change keep theirs."""
+
+    def placement_of(name: str, x: Meta) -> Placement:
+        if name == "input":
+            return REPLICATE if dim is None else Shard(dim)
+        own = Shard(0) if isinstance(x.placement, Shard) else x.placement
+        if named["from_input"]:
+            return own if name in STATISTICS else Shard(0) if dim == 1 and own == Shard(0) else REPLICATE
+        return Shard(0) if dim == 1 else REPLICATE
+
+    return tuple(placement_of(name, x) for name, x in named.items() if isinstance(x, Meta))
+
+
+def _by_statistics(op: Op, ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
+    named = _named(op, args, kwargs)
+    x: Tensor = named["input"]
+    if x.numel():
+        out: Tensor = ctx.call(*args, **kwargs)
+        return out
+    connected = sum((named[name].sum() for name in ("weight", "bias") if named.get(name) is not None), x * 1)
+    return connected * x.new_ones(())  # saves a tensor for backward, as torch's op does
+
+
+def _by_moments(op: Op, ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
+    named = _named(op, args, kwargs)
+    operand = {name: i for i, name in enumerate(k for k, a in named.items() if isinstance(a, Tensor))}
+    x, shape = named["input"], ctx.layouts[0].shape
+    if op in INSTANCE and ctx.layouts[0].strides is not None:  # torch saves a copy, which may then differ from `x`
+        x = x.clone(memory_format=torch.contiguous_format)
+    box = ctx.layouts[0].boxes(ctx.rank)[0]
+    groups = named.get("num_groups", shape[1])
+    size = max(shape[1] // max(groups, 1), 1)
+    group = (torch.arange(box.sizes[1], device=x.device) + box.offsets[1]) // size
+    weight, bias = (_local_channels(ctx, named, operand, name) for name in ("weight", "bias"))
+    tracked = "running_mean" in operand
+    ranks = ctx.ranks(None if tracked or op in BATCH else _axes_not_sharding(ctx, 0))
+    shared = _shared(ctx, ranks, operand, size)
+    if x.numel() and not (tracked or shared or op in BATCH):
+        return torch.group_norm(x, box.sizes[1] // size, weight, bias, named["eps"])
+    full = as_accumulator(x).reshape(*x.shape[:2], prod(x.shape[2:]))
+    count, mean, squares = _group_moments(full, (0, 2) if op in BATCH else (2,), group, groups)
+    before, examples = 0, mean.shape[0]
+    if shared:
+        if tracked and op in INSTANCE:  # running statistics average over the examples of all ranks
+            before, after = box.offsets[0], shape[0] - box.offsets[0] - examples
+            count, mean, squares = (F.pad(m, (0, 0, before, after)) for m in (count, mean, squares))
+        count, mean, squares = _combined(ctx, ranks, count, mean, squares)
+    variance = squares / count.clamp(min=1)
+    if tracked:
+        members = prod(shape[2:]) * (shape[0] if op in BATCH else 1)
+        _update(op, ctx, named, operand, mean, variance * (members / max(members - 1, 1)))
+    mean, variance = (m[before : before + examples, group].unsqueeze(2) for m in (mean, variance))
+    weight, bias = (w if w is None else w.unsqueeze(1) for w in (weight, bias))
+    centered = _without_mean(full, mean)
+    return _scaled(centered, variance.to(full.dtype), weight, bias, named["eps"]).view(x.shape).to(x.dtype)
+
+
+def _axes_not_sharding(ctx: LocalContext, dim: int) -> list[int]:
+    return [axis for axis in ctx.axes if not ctx.layouts[0].placements[axis].is_shard(dim)]
+
+
+def _group_moments(x: Tensor, dims: tuple[int, ...], group: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Moments, (examples or 1, groups) each, of the local channels; zeros for other groups."""
+    size, mean, squares = _local_moments(x, dims)
+    mean, squares = mean.squeeze(2), squares.squeeze(2)
+    zeros = mean.new_zeros(mean.shape[0], groups)
+    count = zeros.index_add(1, group, torch.full_like(mean, size))
+    center = zeros.index_add(1, group, mean * size) / count.clamp(min=1)
+    return count, center, zeros.index_add(1, group, squares + size * (mean - center[:, group]).square())
+
+
+def _shared(ctx: LocalContext, ranks: tuple[int, ...], operand: dict[str, int], size: int) -> bool:
+    """Whether one of `ranks` needs moments of channels, or of shards of groups, of another one."""
+    boxes = [ctx.layouts[0].boxes(rank)[0] for rank in ranks]
+    if len({(box.offsets[:1] + box.offsets[2:], box.sizes[:1] + box.sizes[2:]) for box in boxes}) > 1:
+        return True
+    if any(box.offsets[1] % size or box.sizes[1] % size for box in boxes):
+        return True
+    statistics = [ctx.layouts[operand[name]] for name in STATISTICS if name in operand]
+    channels = [(rank, (box.offsets[1:2], box.sizes[1:2])) for rank, box in zip(ranks, boxes, strict=True)]
+    return any((own.offsets, own.sizes) != at for x in statistics for rank, at in channels for own in x.boxes(rank))
+
+
+@torch.no_grad()
+def _update(op: Op, ctx: LocalContext, named: Named, operand: dict[str, int], mean: Tensor, variance: Tensor) -> None:
+    for name, new in zip(STATISTICS, (mean.mean(0), variance.mean(0)), strict=True):
+        box, changed = ctx.layouts[operand[name]].box(ctx.rank), named[name]
+        own = new[box.offsets[0] : box.offsets[0] + box.sizes[0]]
+        # Torch's batch_norm saves the statistics and changes them under the same version: a second call is no error.
+        kept = () if op in INSTANCE or changed.is_inference() else (changed,)
+        with _unsafe_preserve_version_counter(kept):
+            changed.copy_(changed * (1 - named["momentum"]) + own * named["momentum"])
+
+
+def _local_channels(ctx: LocalContext, named: Named, operand: dict[str, int], name: str) -> Maybe:
+    """The weight or bias of the local channels of the input."""
+    if name not in operand:
+        return None
+    wanted = {r: Box(box.offsets[1:2], box.sizes[1:2]) for r, box in zip(ctx.ranks(), ctx.boxes(0), strict=True)}
+    return ctx.fetch(named[name], operand[name], wanted.__getitem__)
+
+
+# ---- weight_norm --------------------------------------------------------------------------------------------
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """g v / |v|, with one norm per index of `dim` (-1: one norm)."""
+    norms: Tensor = torch.linalg.vector_norm(v, 2, [d for d in range(v.ndim) if d != dim], keepdim=dim >= 0)
+    return v * (g / norms)
+
+
+# ---- which op is what ----------------------------------------------------------------------------------------------
+
+for _kind, _name in (("plain", "softmax"), ("log", "log_softmax")):
+    _homes = [getattr(home, _name) for home in (F, torch, Tensor, torch.special)]
+    _rule = OpRule(partial(softmax, _kind), shape=shape_of_first, shape_independent=True)
+    register(_rule, *_homes, getattr(aten, _name).int, getattr(aten, "_" + _name).default)
+register(OpRule(partial(softmax, "safe"), shape=shape_of_first, shape_independent=True), aten._safe_softmax.default)
+for _name, _local in (("layer_norm", _layer_norm_of_shards), ("rms_norm", _rms_norm_of_shards)):
+    _rows = partial(layer_norm, _local)
+    _rule = OpRule(_rows, shape=_normalized_shape, shape_independent=True)
+    register(_rule, getattr(F, _name), getattr(torch, _name), getattr(aten, _name).default)
+for _op in NAMES:
+    register(OpRule(partial(channelwise, _op), shape=shape_of_first), _op)
+register(OpRule(decomposition=_weight_norm), torch._weight_norm, aten._weight_norm.default)

@@ -1,0 +1,211 @@
+"""The registry: one `OpRule` per op, keyed by the functions that users call and by aten ops.
+
+How to write an entry:
+
+    @op_rule(op, …, **fields)       the function below returns its rows
+    register(OpRule(…), op, …)      any entry; with `again=True` in place of the one there is
+    amend(op, …, **fields)          adds fields to an entry
+    override(OpRule(…), op, …)      other rows; what the entry says of the op itself stays
+    @handler(op, …)                 the function below answers calls, as (func, args, kwargs)
+    @handler(op, …, no_row=True)    the same, but only calls for which no row fits
+    @handler_of_family(serves)      the same for all functions without an entry for which `serves(func)` is true
+    @replacement(op, …)             the function below is called instead, with the same arguments
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+from shardwise._rules.row import Handler, LocalFunction, Op, Row
+from shardwise.errors import RuleError
+
+F = TypeVar("F", bound=Callable[..., Any])
+RowsFunction = Callable[..., list[Row]]
+Shapes = tuple[int, ...] | list[tuple[int, ...]]  # of the result; of all results
+
+
+def no_rows(*_: object, **__: object) -> list[Row]:
+    """The rows of an op that has none: it is decomposed, or has a handler."""
+    raise NotImplementedError("it is decomposed into other ops")
+
+
+@dataclass(frozen=True)
+class OpRule:
+    """Everything the dispatcher knows of one op: an entry of `RULES`.
+
+    How it runs:
+        rows: (op's arguments, tensors given as `Meta`) -> rows.
+        handler: called as `handler(func, args, kwargs)` instead of everything else.
+        decomposition: the op in terms of other ops, called with its arguments where no row fits.
+        handler_without_row: a handler for calls where no row fits and there is no decomposition. Without either, torch
+            decomposes the op; an aten op gathers its operands and runs replicated.
+        native: substitute for a function whose Python code reads shapes. A DTensor reports its global shape there, so
+            such code needs plain local tensors; a substitute takes the DTensors directly.
+        replicated_impl: the local implementation if all operands are Replicate on all axes; None is the op itself.
+        empty_shards_impl: the local implementation in place of the op itself if a rank has an empty shard, for ops that
+            save other tensors for backward if an operand is empty; None is the op itself.
+        kept_operand: the operand that keeps its layout if a row does, and its mesh, such as a table. None: the cheapest
+            row; the mesh of the largest operand, or of the one written to.
+
+    What it returns:
+        in_place: the op writes to its first operand, whose layout therefore must not change.
+        shape: the global shape of the result from the arguments of `rows`, a list of shapes for several results;
+            None runs the op on torch's meta device.
+        data_dependent_shape: the result's size is known only after the op ran; the ranks exchange the sizes of shards.
+        memory_order: of the first of such results, the dims from the largest stride to the smallest; from the arguments
+            of `rows`. None is row-major.
+        view: torch returns a view of the first operand.
+        order_of_first: kernels give the result the memory order of the first operand, and the meta device does not.
+
+    How calls are cached:
+        shape_independent: the rows depend on numbers of dims and on which dims have size 1, on no other size and on
+            no float argument, so the choice made for one shape and number serves all.
+        typed: the rows depend on dtypes.
+        random: the op draws random numbers. Ranks outside the mesh run it too, so that their generators stay in step.
+
+    How a rank with an empty shard raises the errors of the other ranks:
+        index_form: how the arguments name indices, as a `shapes.index.IndexForm`, checked on every rank that has them.
+        value_errors: the op raises for some values, such as a division by 0: the rank tries the op on one element.
+
+    For tools:
+        is_op: a handler that computes a result itself, so that tools count it as an op, not only the ops it calls.
+        takes_dtensors: a Python function that only compares sizes, so it may get DTensors in place of local tensors.
+    """
+
+    rows: RowsFunction = no_rows
+    in_place: bool = False
+    shape: Callable[..., Shapes] | None = None
+    shape_independent: bool = False
+    replicated_impl: LocalFunction | None = None
+    empty_shards_impl: LocalFunction | None = None
+    data_dependent_shape: bool = False
+    memory_order: Callable[..., Sequence[int]] | None = None
+    random: bool = False
+    typed: bool = False
+    view: bool = False
+    order_of_first: bool = False
+    decomposition: Op | None = None
+    kept_operand: int | None = None
+    handler: Handler | None = None
+    handler_without_row: Handler | None = None
+    native: Op | None = None
+    index_form: Any = None
+    value_errors: bool = False
+    is_op: bool = False
+    takes_dtensors: bool = False
+
+    @property
+    def has_rule(self) -> bool:
+        """Whether there are rows or a decomposition, not only a handler."""
+        return self.rows is not no_rows or self.decomposition is not None
+
+
+RULES: dict[Op, OpRule] = {}
+"""The one table of ops: the rule of each function, method and aten overload that has one."""
+# Functions without an entry that one entry serves, as (whether it serves a function, its entry).
+FAMILIES: list[tuple[Callable[[Op], bool], OpRule]] = []
+
+
+def register(rule: OpRule, *ops: Op, again: bool = False) -> None:
+    """Give ops an entry.
+
+    Args:
+        again: in place of the entry that they may have.
+
+    Raises:
+        RuleError: an op has an entry already.
+    """
+    for op in dict.fromkeys(ops):  # some functions of torch have several names
+        if op in RULES and not again:
+            raise RuleError(f"{op} is registered already. Fix: amend() its entry.")
+        RULES[op] = rule
+
+
+def amend(*ops: Op, **facts: Any) -> None:
+    """Add facts to the entries of ops, such as a `native` function that the module of the rule cannot import.
+
+    Raises:
+        RuleError: an op has no entry, or its entry has one of these facts already.
+    """
+    defaults = {f.name: f.default for f in fields(OpRule)}
+    for op in ops:
+        rule = RULES.get(op)
+        if rule is None:
+            raise RuleError(f"{op} has no entry to amend. Fix: register it.")
+        for name in facts:
+            if getattr(rule, name) is not defaults[name]:
+                raise RuleError(f"{op} is registered with {name}={getattr(rule, name)} already. Fix: give it once.")
+        RULES[op] = replace(rule, **facts)
+
+
+def override(rule: OpRule, *ops: Op) -> None:
+    """Give ops these rows, whether they have an entry or not; what an entry says of the op itself stays."""
+    for op in ops:
+        known = RULES.get(op, OpRule())
+        RULES[op] = replace(
+            rule,
+            handler_without_row=known.handler_without_row or known.handler,
+            native=known.native,
+            index_form=known.index_form,
+            value_errors=known.value_errors,
+            takes_dtensors=known.takes_dtensors,
+        )
+
+
+def handler(*ops: Op, is_op: bool = False, no_row: bool = False) -> Callable[[Handler], Handler]:
+    """Register the function below to answer calls of ops, as `handler(func, args, kwargs)`.
+
+    Args:
+        is_op: tools count the call as an op; otherwise they only see the ops that the handler calls.
+        no_row: the ops have a rule, and the handler answers the calls for which it has no row.
+    """
+
+    def add(function: Handler) -> Handler:
+        if no_row:
+            amend(*ops, handler_without_row=function)
+        else:
+            register(OpRule(handler=function, is_op=is_op), *ops)
+        return function
+
+    return add
+
+
+def handler_of_family(serves: Callable[[Op], bool], is_op: bool = False) -> Callable[[Handler], Handler]:
+    """Register the function below to answer all functions without an entry for which `serves(func)` is true."""
+
+    def add(function: Handler) -> Handler:
+        FAMILIES.append((serves, OpRule(handler=function, is_op=is_op)))
+        return function
+
+    return add
+
+
+def replacement(*ops: Op) -> Callable[[F], F]:
+    """Register the function below, which has the parameters of ops, to be called in their place."""
+
+    def add(function: F) -> F:
+        handler(*ops)(lambda func, args, kwargs: function(*args, **kwargs))
+        return function
+
+    return add
+
+
+def op_rule(*ops: Op, **facts: Any) -> Callable[[RowsFunction], RowsFunction]:
+    """Register the function below as the rows of ops; `facts` are fields of `OpRule`."""
+
+    def add(rows: RowsFunction) -> RowsFunction:
+        register(OpRule(rows, **facts), *ops)
+        return rows
+
+    return add
+
+
+def rule_of(op: Op) -> OpRule | None:
+    """The entry of an op that has rows or a decomposition; None for others."""
+    rule = RULES.get(op)
+    return rule if rule is not None and rule.has_rule else None
+
+
+def ops_with_rules() -> dict[Op, OpRule]:
+    """The entries that have rows or a decomposition."""
+    return {op: rule for op, rule in RULES.items() if rule.has_rule}

@@ -1,0 +1,79 @@
+"""Rows: the ways to run an op on one mesh axis, and what the function that makes them knows of the operands."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise._layout import Placement
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Op = Callable[..., Any]  # a function or method of torch, an aten op, or a user's function
+Handler = Callable[[Op, Args, Kwargs], Any]  # (func, args, kwargs) of a call with a DTensor -> its result
+LocalFunction = Callable[..., Any]
+IndexMap = Callable[[int], int]
+Ints = int | Sequence[int]  # one number for all dims, or a number for each
+NO_OPERAND = -1  # as `layout_from`: the result is sharded evenly, as by torch.chunk
+
+
+class Meta(NamedTuple):
+    """What a rule knows of a tensor operand: its global shape, dtype, and placement on the axis in question."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    placement: Placement
+    strides: tuple[int, ...] | None = None  # of the global tensor, in elements; None: row-major
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to run an op on one mesh axis without communication, or with that of its local implementation.
+
+        Row((Shard(0), Replicate()), Shard(0), "each rank has some rows of the first matrix")  # of torch.mm
+
+    Args:
+        inputs: a placement for every tensor operand, in the order of the arguments.
+        output: the placement of the result; a tuple for several results.
+        why: the reason in one line; also the name of the row in tests, errors and reports.
+        local_impl: what each rank runs, as `local_impl(ctx, *args, **kwargs)` with local tensors; None is the op
+            itself. It must build the same autograd graph on every rank, also on one with an empty shard.
+        aligned: True: all sharded operands get the same shard sizes. A tuple: those operands do. False: none must, but
+            all get one shard order. (): none must, and each keeps its shard order, if the rows chosen on the other
+            axes have () too or shard no operand; the result then has that of operand `layout_from`.
+        layout_from: the operand whose shard sizes a sharded result has; None is the first sharded one.
+        map_index: from a shard offset of that operand to the shard offset of the result, if they differ; rises from 0
+            to the size of the result's dim. A tuple for several results.
+        alignment: shard offsets of the operands must be multiples of it; others are moved to the nearest multiple.
+        copies: the local implementation communicates, so what torch returns as a view is a copy on every rank.
+        gathers: how many all-gathers of a few bytes the local implementation makes, for the choice of a row.
+    """
+
+    inputs: tuple[Placement, ...]
+    output: Placement | tuple[Placement, ...]
+    why: str
+    local_impl: LocalFunction | None = None
+    aligned: bool | tuple[int, ...] = True
+    layout_from: int | None = None
+    map_index: IndexMap | tuple[IndexMap, ...] | None = None
+    alignment: int = 1
+    copies: bool = False
+    gathers: int = 0
+
+
+@lru_cache
+def _defaults(function: Op) -> Kwargs:
+    return {name: parameter.default for name, parameter in signature(function).parameters.items()}
+
+
+def arguments(function: Op, args: Args, kwargs: Kwargs) -> Kwargs:
+    """The arguments of a call of a Python function by name, with the defaults, in the order of its signature."""
+    defaults = _defaults(function)
+    return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}

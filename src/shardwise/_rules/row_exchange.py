@@ -1,0 +1,106 @@
+"""Rows are sent to the ranks that own them, and answers are sent back.
+
+    headers   to every rank: how many rows follow, and whether the sender's ids are valid
+    rows      to their owners
+    answers   back to the requesting ranks
+
+An invalid id is the same error on all ranks, before any row is sent.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise._rules.local_context import LocalContext
+
+
+@dataclass(frozen=True)
+class Route:
+    """How many rows this rank sends to each of `ranks`, and receives from each."""
+
+    ctx: LocalContext
+    ranks: tuple[int, ...]
+    sent: Sequence[int]
+    received: Sequence[int]
+
+    def send(self, rows: Tensor) -> Tensor:
+        """The rows received for `rows`, both in the order of ranks. Differentiable."""
+        return self._exchange(rows, self.sent, self.received)
+
+    def answer(self, rows: Tensor) -> Tensor:
+        """The answers to the rows sent, for answers `rows` to those received. Differentiable."""
+        return self._exchange(rows, self.received, self.sent)
+
+    def _exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        shape = rows.shape[1:]
+        width, count = prod(shape), sum(received)
+        sent, received = [n * width for n in sent], [n * width for n in received]
+        return self.ctx.all_to_all(rows.reshape(-1), sent, received, self.ranks).view(count, *shape)
+
+
+def exchange_headers(
+    ctx: LocalContext, ranks: tuple[int, ...], headers: Sequence[Sequence[int]], device: torch.device
+) -> list[list[int]]:
+    """All-to-all of one header of integers for each of `ranks`; returns those received, in rank order."""
+    ones = [1] * len(ranks)
+    received: list[list[int]] = Route(ctx, ranks, ones, ones).send(torch.tensor(headers, device=device)).tolist()
+    return received
+
+
+def exchange_messages(
+    ctx: LocalContext,
+    ranks: tuple[int, ...],
+    messages: Sequence[Tensor],
+    headers: Sequence[Sequence[int]],
+    capacity_sent: Sequence[int],
+    capacity_received: Sequence[int],
+    check: Callable[[list[list[int]]], None],
+) -> tuple[list[Tensor], list[list[int]]]:
+    """All-to-all of variable-length integer messages (row ids, then bag offsets or run lengths), with a header each.
+
+    No counts are sent ahead: both sides derive the capacity of each message in the first all-to-all from the layouts.
+    Only if a message of some rank is longer, a second all-to-all sends the rest of all.
+
+    Args:
+        messages: 1-D and of one integer dtype, the same number of them for each of `ranks`.
+        headers: integers that are sent with each of `messages`.
+        capacity_sent, capacity_received: how many elements of each message the first all-to-all sends and receives.
+        check: called with the headers received, before the second all-to-all.
+
+    Returns:
+        The messages received, as int64, and their headers, in rank order.
+    """
+
+    def by_rank(counts: Sequence[int]) -> list[int]:
+        share = len(messages) // len(ranks)
+        return [sum(counts[i : i + share]) for i in range(0, len(messages), share)]
+
+    longer = any(x.numel() > capacity for x, capacity in zip(messages, capacity_sent, strict=True))
+    sent = [(x.numel(), longer, *header) for x, header in zip(messages, headers, strict=True)]
+    heads = torch.tensor(sent, device=messages[0].device).view(messages[0].dtype)
+    size = heads.shape[1]
+    first = [
+        part
+        for head, x, capacity in zip(heads, messages, capacity_sent, strict=True)
+        for part in (head, F.pad(x[:capacity], (0, max(0, capacity - x.numel()))))
+    ]
+    received = ctx.all_to_all(
+        torch.cat(first),
+        by_rank([size + n for n in capacity_sent]),
+        by_rank([size + n for n in capacity_received]),
+        ranks,
+    )
+    parts = received.split([n for capacity in capacity_received for n in (size, capacity)])
+    heads_received = torch.cat(parts[::2]).view(torch.int64).view(len(messages), -1).tolist()
+    check([header for _, _, *header in heads_received])
+    found = [part[:count].long() for part, (count, *_) in zip(parts[1::2], heads_received, strict=True)]
+    if any(longer for _, longer, *_ in heads_received):
+        rest = [x[capacity:] for x, capacity in zip(messages, capacity_sent, strict=True)]
+        missing = [count - x.numel() for x, (count, *_) in zip(found, heads_received, strict=True)]
+        received = ctx.all_to_all(torch.cat(rest), by_rank([x.numel() for x in rest]), by_rank(missing), ranks)
+        found = [torch.cat(pair) for pair in zip(found, received.long().split(missing), strict=True)]
+    return found, [header for _, _, *header in heads_received]

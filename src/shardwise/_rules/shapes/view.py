@@ -1,0 +1,427 @@
+"""Views that permute, add, drop or slice dims, diagonals and triangles of matrices, and copies of views.
+
+Where the dims of an operand go in a view is found by running the op on a meta tensor whose strides identify its dims:
+
+    probe_views(Tensor.transpose, x, (0, 1), {})   of x (4, 6): strides (8, 1) -> (1, 8)
+    ViewMap(dims=(DimSlice(1, 0, 1, 6), DimSlice(0, 0, 1, 4)), fixed={})
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from shardwise._layout import REPLICATE, Box, OnRanks, Placement, Shard
+from shardwise._rules.local_context import LocalContext, local_with, specialized
+from shardwise._rules.pointwise import PARTIALS, SUMS, homogeneous, shape_of_first
+from shardwise._rules.registry import RULES, OpRule, register, rule_of
+from shardwise._rules.row import Args, Kwargs, LocalFunction, Meta, Op, Row
+
+aten = torch.ops.aten
+ViewCall = tuple[Op, tuple[int, ...], torch.dtype, Args, tuple[tuple[str, Any], ...]]
+FULL_DIM = "a dim that the view keeps in full stays sharded"
+VIEW_OF_PARTIAL = "a view of a Partial tensor is Partial"
+OWNER = "the rank that holds the tensor runs the op"
+LARGEST_STEP = 255  # in an empty dim
+SUFFIX = "_copy"
+
+
+# ---- what ops on shapes share --------------------------------------------------------------------------------
+
+
+def unsharded_rows(
+    x: Meta, local: LocalFunction | None, partials: Sequence[Placement] = PARTIALS, why: str = VIEW_OF_PARTIAL
+) -> list[Row]:
+    """Rows for a Partial operand, and for one on a single rank, which then runs `local`."""
+    rows = [Row((p,), p, why) for p in partials]
+    return rows + [Row((x.placement,), x.placement, OWNER, local)] * isinstance(x.placement, OnRanks)
+
+
+def run_on_owner(ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Any:
+    return ctx.call(x, *args, **kwargs) if ctx.layouts[0].boxes(ctx.rank) else empty_result(ctx, x)
+
+
+def empty_result(ctx: LocalContext, x: Tensor) -> Tensor:
+    """The result on a rank without elements: empty, and connected to `x` in the autograd graph."""
+    return x.reshape(-1)[:0].view(ctx.output.local_shape(ctx.rank))
+
+
+def functions_named(*names: str) -> list[Op]:
+    """The functions of torch and methods of Tensor with these names."""
+    return [getattr(home, name) for name in names for home in (torch, Tensor) if hasattr(home, name)]
+
+
+# ---- which elements a view has -------------------------------------------------------------------------------
+
+
+class DimSlice(NamedTuple):
+    """A dim of a view: `length` elements start, start + step, … of dim `dim` of the operand."""
+
+    dim: int
+    start: int
+    step: int
+    length: int
+
+    def offset_of(self, index: int) -> int:
+        """How many elements of the slice come before `index` of the operand's dim."""
+        return min(max(0, -((self.start - index) // self.step)), self.length)
+
+    def local(self, own: Box) -> slice:
+        """The slice in the local tensor of a rank that holds `own`."""
+        first, end = own.offsets[self.dim], own.offsets[self.dim] + own.sizes[self.dim]
+        low, high = self.offset_of(first), self.offset_of(end)
+        start = self.start + low * self.step - first
+        return slice(start, start + (high - low) * self.step, self.step) if low < high else slice(0, 0, self.step)
+
+
+@dataclass(frozen=True)
+class ViewMap:
+    """Which elements of the operand a view has."""
+
+    dims: tuple[DimSlice | int, ...]  # one per dim of the view; a number is the length of a new dim
+    fixed: dict[int, int]  # dims of the operand that the view lacks, and the index taken of them
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(a if isinstance(a, int) else a.length for a in self.dims)
+
+    def dim_of(self, dim: int) -> int | None:
+        """The dim of the view that runs along `dim` of the operand."""
+        return next((i for i, a in enumerate(self.dims) if isinstance(a, DimSlice) and a.dim == dim), None)
+
+    def local_index(self, own: Box) -> tuple[Any, ...]:
+        """The index by which a rank that holds `own` gets its local shard of the view."""
+        index: list[Any] = [at - own.offsets[d] for d, at in sorted(self.fixed.items())]
+        for place, along in enumerate(self.dims):
+            before = [a.dim for a in self.dims[: place + 1] if isinstance(a, DimSlice)]
+            at = place + sum(d < max(before) for d in self.fixed) if before else place
+            index.insert(at, None if isinstance(along, int) else along.local(own))
+        return tuple(index)
+
+
+def probe_views(op: Op, x: Meta, args: Args, kwargs: Kwargs) -> tuple[list[ViewMap], bool]:
+    """What `op` does to a tensor like `x`, and whether it has several results.
+
+    Raises:
+        NotImplementedError: a dim of the result runs along several dims of the operand, or the other way round.
+    """
+    out = op(_probe(x.shape, x.dtype), *args, **kwargs)
+    several = isinstance(out, list | tuple)
+    return [_view_map(y, x.shape) for y in (out if several else [out])], several
+
+
+@lru_cache(maxsize=1024)
+def _probe(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, _strides(shape), dtype=dtype, device="meta")
+
+
+def _strides(shape: tuple[int, ...]) -> list[int]:
+    """Strides whose sums and multiples identify the dims.
+
+    A slice of an empty dim is empty, and has any step.
+    """
+    strides = [1]
+    for n in reversed(shape[1:]):
+        strides.append(strides[-1] * (n + 2 if n else LARGEST_STEP + 1))
+    return strides[::-1][: len(shape)] if shape else []
+
+
+def _view_map(view: Tensor, shape: tuple[int, ...]) -> ViewMap:
+    strides, rest, starts = _strides(shape), int(view.storage_offset()), []
+    for stride in strides:
+        start, rest = divmod(rest, stride)
+        starts.append(start)
+    dims: list[DimSlice | int] = list(view.shape)
+    for place, (length, stride) in enumerate(zip(view.shape, view.stride(), strict=True)):
+        dim = next((d for d, s in enumerate(strides) if s <= stride), -1)
+        if dim >= 0 and stride % strides[dim] == 0:
+            step = stride // strides[dim]
+            if length == 0 or starts[dim] + (length - 1) * step < shape[dim]:
+                dims[place] = DimSlice(dim, starts[dim], step, length)
+        elif stride and length != 1:
+            raise NotImplementedError("a dim of the view runs along several dims")
+    for dim in range(len(shape)):  # a new dim of length 1 has any stride
+        claims = [i for i, a in enumerate(dims) if isinstance(a, DimSlice) and a.dim == dim]
+        longest = max(claims, key=lambda i: (view.shape[i] != 1, view.shape[i]), default=None)
+        for i in claims:
+            if i != longest:
+                if view.shape[i] != 1:
+                    raise NotImplementedError("several dims of the view run along one")
+                dims[i] = 1
+    kept = {a.dim for a in dims if isinstance(a, DimSlice)}
+    return ViewMap(tuple(dims), {d: starts[d] for d in range(len(shape)) if d not in kept})
+
+
+# ---- permuted, added and dropped dims --------------------------------------------------------------------------
+
+
+def permuted(op: Op, local: LocalFunction | None, x: Meta, *args: object, **kwargs: object) -> list[Row]:
+    """Rows of an op that permutes, adds and drops dims: a dim that is kept in full may be sharded."""
+    shape = x.shape if local else tuple(max(n, 2) for n in x.shape)  # a dim of length 1 looks like a new one
+    (view,), _ = probe_views(op, x._replace(shape=shape), args, kwargs)
+    rows = []
+    for d in range(x.ndim):
+        at = None if local is _local_expand and x.shape[d] == 1 else view.dim_of(d)  # ambiguous among dims of length 1
+        if at is not None and view.dims[at] == DimSlice(d, 0, 1, shape[d]):
+            rows.append(Row((Shard(d),), Shard(at), FULL_DIM, local))
+    return rows + unsharded_rows(x, local or run_on_owner)
+
+
+def _with_local_shape(method: str, ctx: LocalContext) -> LocalFunction | None:
+    """`x.method(shape)` with the local shape of the result; None on a rank without elements."""
+    if not ctx.layouts[0].boxes(ctx.rank):
+        return None
+    shape, call = ctx.output.local_shape(ctx.rank), getattr(Tensor, method)
+    return lambda x, *_, **__: call(x, shape)
+
+
+@specialized(partial(_with_local_shape, "reshape"))
+def _local_squeeze(ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Tensor:
+    return x.reshape(ctx.output.local_shape(ctx.rank))  # a shard of length 1 of a longer dim is not squeezed
+
+
+@specialized(partial(_with_local_shape, "expand"))
+def _local_expand(ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Tensor:
+    if not ctx.layouts[0].boxes(ctx.rank):
+        return empty_result(ctx, x)
+    return x.expand(ctx.output.local_shape(ctx.rank))
+
+
+# ---- slices ----------------------------------------------------------------------------------------------------
+
+
+def basic_index(x: Tensor, *items: Any) -> Tensor:
+    """x[items], with slices as tuples (start, stop, step), which are hashable."""
+    return x[tuple(slice(*i) if isinstance(i, list | tuple) else i for i in items)]
+
+
+def sliced(op: Op, x: Meta, *args: object, **kwargs: object) -> list[Row]:
+    """Rows of an op that takes slices or single indices of dims, and adds dims of length 1.
+
+    A slice of a sharded dim stays on the same ranks. A single index of a sharded dim is sent to all ranks.
+    """
+    if any(isinstance(a, Meta) for a in (*args, *kwargs.values())):
+        raise NotImplementedError("the offsets are given by a tensor")
+    call = op, x.shape, x.dtype, _hashable(args), tuple(sorted(_hashable(kwargs).items()))
+    local, (views, several) = local_with(_local_slices, call), _cached_views(*call)
+    rows = []
+    for d in range(x.ndim):
+        found = [at for view in views if (at := view.dim_of(d)) is not None]
+        if len(found) == len(views):
+            shards = tuple(map(Shard, found))
+            maps = tuple(local_with(DimSlice.offset_of, v.dims[at]) for v, at in zip(views, found, strict=True))
+            full = _is_full(call, d, found)
+            why = FULL_DIM if full else "slices of a sharded dim stay on their ranks"
+            output: Placement | tuple[Placement, ...] = shards if several else shards[0]
+            rows.append(Row((Shard(d),), output, why, None if full else local, map_index=None if full else maps))
+        elif not several:
+            why = "one index of a sharded dim is sent to every rank"
+            rows.append(Row((Shard(d),), REPLICATE, why, local, copies=True))
+    return rows + unsharded_rows(x, local)
+
+
+def _is_full(call: ViewCall, dim: int, found: Sequence[int]) -> bool:
+    """Whether the op would also keep a longer `dim` in full: it names no index that happens to span this one."""
+    op, shape, dtype, args, kwargs = call
+    longer = (*shape[:dim], shape[dim] + 2, *shape[dim + 1 :])
+    try:
+        views, _ = _cached_views(op, longer, dtype, args, kwargs)
+    except (RuntimeError, ValueError, IndexError):  # NotImplementedError among them
+        return False
+    return [view.dim_of(dim) for view in views] == list(found) and all(
+        view.dims[at] == DimSlice(dim, 0, 1, longer[dim]) for view, at in zip(views, found, strict=True)
+    )
+
+
+def _hashable(a: Any) -> Any:
+    if isinstance(a, dict):
+        return {k: _hashable(v) for k, v in a.items()}
+    return tuple(map(_hashable, a)) if isinstance(a, list | tuple) else a
+
+
+@lru_cache(maxsize=4096)
+def _cached_views(
+    op: Op, shape: tuple[int, ...], dtype: torch.dtype, args: Args, kwargs: tuple[tuple[str, Any], ...]
+) -> tuple[list[ViewMap], bool]:
+    return probe_views(op, Meta(shape, dtype, REPLICATE), args, dict(kwargs))
+
+
+def _local_slices(
+    call: ViewCall, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object
+) -> Tensor | tuple[Tensor, ...]:
+    views, several = _cached_views(*call)
+    outs = [_local_slice(view, i, ctx, x) for i, view in enumerate(views)]
+    return tuple(outs) if several else outs[0]
+
+
+def _local_slice(view: ViewMap, number: int, ctx: LocalContext, x: Tensor) -> Tensor:
+    layout = ctx.layouts[0]
+    held = {rank: layout.box(rank) for rank in ctx.ranks()}
+    holders = [rank for rank in held if layout.boxes(rank)]
+
+    def wanted(rank: int) -> Box:
+        box = held[rank]
+        for d, at in view.fixed.items() if rank in holders else ():
+            box = box.along(d, at, 1)
+        return box
+
+    own = held[ctx.rank]
+    if any(held[rank].sizes[d] != layout.shape[d] for d in view.fixed for rank in holders):
+        x, own = ctx.fetch(x, 0, wanted), wanted(ctx.rank)
+    if ctx.rank not in holders:
+        return x.reshape(-1)[:0].view(ctx.outputs[number].local_shape(ctx.rank))
+    return x[view.local_index(own)]
+
+
+# ---- diagonals and triangles -------------------------------------------------------------------------------------
+
+
+def diagonal(x: Meta, offset: int = 0, dim1: int = 0, dim2: int = 1) -> list[Row]:
+    """out[…, i] = x[…, i + max(-offset, 0), …, i + max(offset, 0), …]; each rank has what crosses its shard."""
+    a, b = dim1 % x.ndim, dim2 % x.ndim
+    length = torch.empty(x.shape, device="meta").diagonal(offset, a, b).shape[-1]
+    local = local_with(_local_diagonal, offset, a, b)
+    others = [d for d in range(x.ndim) if d not in (a, b)]
+    rows = [Row((Shard(d),), Shard(i), FULL_DIM, local) for i, d in enumerate(others)]
+    why = "each rank has a shard of the diagonal"
+    for d, start in ((a, max(-offset, 0)), (b, max(offset, 0))):
+        map_index = local_with(DimSlice.offset_of, DimSlice(d, start, 1, length))
+        rows.append(Row((Shard(d),), Shard(len(others)), why, local, map_index=map_index))
+    return rows + unsharded_rows(x, local)
+
+
+def _local_diagonal(
+    offset: int, a: int, b: int, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object
+) -> Tensor:
+    if not ctx.layouts[0].boxes(ctx.rank):
+        return empty_result(ctx, x)
+    box = ctx.layouts[0].box(ctx.rank)
+    return x.diagonal(offset + box.offsets[a] - box.offsets[b], a, b)
+
+
+def diagonal_scatter(x: Meta, src: Meta, offset: int = 0, dim1: int = 0, dim2: int = 1) -> list[Row]:
+    """x, but on a diagonal src; each rank writes what crosses its shard."""
+    a, b = dim1 % x.ndim, dim2 % x.ndim
+    others = [d for d in range(x.ndim) if d not in (a, b)]
+    rows = [Row((Shard(d), Shard(i)), Shard(d), "each rank has full matrices") for i, d in enumerate(others)]
+    local = local_with(_local_diagonal_scatter, offset, a, b)
+    rows += [Row((Shard(d), REPLICATE), Shard(d), "each rank has a shard of the diagonal", local) for d in (a, b)]
+    return rows + [Row((p, p), p, "a diagonal of partial sums in partial sums") for p in SUMS]
+
+
+def _local_diagonal_scatter(
+    offset: int, a: int, b: int, ctx: LocalContext, x: Tensor, src: Tensor, /, *args: object, **kwargs: object
+) -> Tensor:
+    box = ctx.layouts[0].box(ctx.rank)
+    own = offset + box.offsets[a] - box.offsets[b]
+    start = box.offsets[a] + max(-own, 0) - max(-offset, 0)
+    length = x.diagonal(own, a, b).shape[-1]
+    return x.diagonal_scatter(src.narrow(-1, start if length else 0, length), own, a, b)
+
+
+def diagonal_matrix(x: Meta, offset: int = 0, dim1: int = -2, dim2: int = -1) -> list[Row]:
+    """out[…, i + max(-offset, 0), …, i + max(offset, 0), …] = x[…, i], and 0 elsewhere."""
+    others = [d for d in range(x.ndim + 1) if d not in (dim1 % (x.ndim + 1), dim2 % (x.ndim + 1))]
+    rows = [Row((Shard(i),), Shard(d), "each rank has full matrices") for i, d in enumerate(others)]
+    return rows + unsharded_rows(x, run_on_owner, SUMS, "a matrix of partial sums is Partial")
+
+
+def triangle(x: Meta, diagonal: int = 0) -> list[Row]:
+    """tril, triu: each rank counts rows and columns from its shard offsets."""
+    rows = [Row((Shard(d),), Shard(d), "each rank has a shard of the triangle", _local_triangle) for d in range(x.ndim)]
+    return rows + unsharded_rows(x, None, SUMS, "a triangle of partial sums is Partial")
+
+
+def _local_triangle(ctx: LocalContext, x: Tensor, diagonal: int = 0) -> Tensor:
+    boxes = ctx.layouts[0].boxes(ctx.rank)
+    out: Tensor = ctx.call(x, diagonal + (boxes[0].offsets[-2] - boxes[0].offsets[-1] if boxes else 0))
+    return out
+
+
+def filled_diagonal(x: Meta, fill_value: float, wrap: bool = False) -> list[Row]:
+    """x[i, i] = fill_value in a matrix."""
+    if x.ndim != 2 or wrap:
+        raise NotImplementedError("only matrices, without wrap, are filled shard by shard")
+    return [Row((Shard(d),), Shard(d), "each rank has a shard of the diagonal", _local_fill) for d in (0, 1)]
+
+
+def _local_fill(ctx: LocalContext, x: Tensor, fill_value: float, wrap: bool = False) -> Tensor:
+    box = ctx.layouts[0].box(ctx.rank)
+    x.diagonal(box.offsets[0] - box.offsets[1]).fill_(fill_value)
+    return x
+
+
+# ---- copies of views -----------------------------------------------------------------------------------------
+
+
+def register_view_copies() -> None:
+    """Give these ops a decomposition if the view has an entry; views of sparse tensors have none."""
+    for name in [name.removesuffix(SUFFIX) for name in dir(torch) if name.endswith(SUFFIX) and name[0] != "_"]:
+        views: list[Op] = [*_overloads(name), *functions_named(name)]
+        tagged = [op for op in _overloads(name + SUFFIX) if torch.Tag.view_copy in op.tags]
+        if (
+            tagged and any(rule_of(view) for view in views) and name != "detach"
+        ):  # for torch, detach_copy has a gradient
+            for op in (*tagged, getattr(torch, name + SUFFIX)):
+                RULES.setdefault(op, OpRule(decomposition=partial(_copied, getattr(torch.ops.aten, name))))
+
+
+def _overloads(name: str) -> list[torch._ops.OpOverload]:
+    packet = getattr(torch.ops.aten, name, None)
+    found = [getattr(packet, form) for form in packet.overloads()] if packet is not None else []
+    return [op for op in found if not any(a.is_out for a in op._schema.arguments)]
+
+
+def _copied(view: Op, *args: object, **kwargs: object) -> object:
+    out = pytree.tree_map_only(Tensor, lambda x: x.clone(memory_format=torch.contiguous_format), view(*args, **kwargs))
+    return tuple(out) if isinstance(out, list) else out
+
+
+# ---- which op is what --------------------------------------------------------------------------------------------
+
+
+def _getter(name: str) -> Op:
+    getter: Op = getattr(Tensor, name).__get__
+    return getter
+
+
+PERMUTED: list[Op] = [
+    *functions_named("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "adjoint",
+                     "unsqueeze"),
+    *map(_getter, ("T", "mT", "H", "mH")),
+    aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default,
+]  # fmt: skip
+SQUEEZED: list[Op] = [*functions_named("squeeze"), aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims]
+EXPANDED: list[Op] = [*functions_named("expand", "broadcast_to"), aten.expand.default]
+SLICED: list[Op] = [
+    *functions_named("select", "narrow", "unbind", "chunk", "split", "split_with_sizes", "tensor_split", "hsplit",
+                     "vsplit", "dsplit", "unsafe_chunk", "unsafe_split"),
+    aten.select.int, aten.slice.Tensor, aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default,
+]  # fmt: skip
+
+for _ops, _local in ((PERMUTED, None), (SQUEEZED, _local_squeeze), (EXPANDED, _local_expand)):
+    for _op in _ops:
+        register(OpRule(partial(permuted, _op, _local), shape_independent=True, view=True), _op)
+for _op in SLICED:
+    register(OpRule(partial(sliced, _op), view=True), _op)
+register(
+    OpRule(partial(sliced, basic_index), view=True, takes_dtensors=True),
+    basic_index,
+)
+register(OpRule(diagonal, view=True), *functions_named("diagonal"), aten.diagonal.default)
+register(
+    OpRule(diagonal_scatter, shape=shape_of_first),
+    *functions_named("diagonal_scatter"),
+    aten.diagonal_scatter.default,
+)
+register(OpRule(diagonal_matrix), *functions_named("diag_embed"), aten.diag_embed.default)
+register(OpRule(triangle, shape=shape_of_first), *functions_named("tril", "triu"), aten.tril.default, aten.triu.default)
+_in_place = Tensor.tril_, Tensor.triu_, aten.tril_.default, aten.triu_.default
+register(OpRule(triangle, in_place=True, shape=shape_of_first), *_in_place)
+register(OpRule(filled_diagonal, in_place=True, shape=shape_of_first), Tensor.fill_diagonal_)
+_parts = torch.real, torch.imag, _getter("real"), _getter("imag")
+register(OpRule(homogeneous, shape=shape_of_first, shape_independent=True, typed=True, view=True), *_parts)

@@ -1,0 +1,260 @@
+"""Custom autograd Functions, backward hooks of modules and `torch.func`, for which torch has no `__torch_function__`.
+
+A custom `autograd.Function` sees DTensors in forward and backward; its gradients may be returned in any placements.
+`shardwise._tensor.torch_patches` installs the replacements of torch's functions that are made here.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache, wraps
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
+from torch.autograd.function import Function
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules import _functions as of_modules
+
+from shardwise._layout import Layout, Partial
+from shardwise._rules.row import Args, Kwargs
+from shardwise._tensor.autograd.buckets import local_gradient
+from shardwise._tensor.autograd.gradients import as_cotangent
+from shardwise._tensor.dispatch.view_copies import track
+from shardwise._tensor.dtensor import DTensor, plain, tag, to_layout
+from shardwise._tensor.transforms import refuse_transform
+from shardwise._trace.autograd_function import TensorFunction
+
+Layouts = tuple[Layout | None, ...]
+
+
+def _layouts(values: Any) -> Layouts:
+    flat = values if isinstance(values, tuple | list) else (values,)
+    return tuple(x._layout if type(x) is DTensor else None for x in flat)
+
+
+# ---- custom Functions -------------------------------------------------------------------------------------------
+
+
+class _Context:
+    """The `ctx` of a user's backward: the real one, but saved tensors are the DTensors that were saved."""
+
+    def __init__(self, ctx: Any) -> None:
+        object.__setattr__(self, "_ctx", ctx)
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        return tuple(_unpacked(self._ctx.saved_tensors, self._ctx._shardwise_saved))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._ctx, name, value)
+
+
+def _unpacked(saved: Sequence[object], layouts: Layouts) -> list[object]:
+    """Saved tensors as the DTensors that they were; torch unpacks a subclass as a new plain tensor."""
+    with DisableTorchFunctionSubclass():
+        return [
+            tag(x, layout) if layout is not None and isinstance(x, Tensor) and type(x) is not DTensor else x
+            for x, layout in zip(saved, layouts, strict=True)
+        ]
+
+
+def _labelled(x: Any, layout: Layout | None) -> Any:
+    """The DTensor with layout `layout` whose local tensor is `x`; `x` itself if the layout is None."""
+    if layout is None or type(x) is DTensor or x is None:
+        return x
+    with DisableTorchFunctionSubclass():
+        return tag(x.view_as(x) if torch.is_grad_enabled() else x.detach(), layout)
+
+
+@lru_cache(maxsize=1024)
+def _on_dtensors(cls: type[Function]) -> type[Function]:
+    """The Function `cls` with a backward that takes and returns DTensors."""
+    setup = torch.autograd.function._is_setup_context_defined(cls.setup_context)
+
+    def remember(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx._shardwise_in, ctx._shardwise_out = _layouts(inputs), _layouts(output)
+        ctx._shardwise_saved = _layouts(getattr(ctx, "to_save", ()) or ())
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        with torch._C._EnableTorchFunction():
+            output = cls.forward(ctx, *args)
+            output = type(output)(map(_reduced, output)) if isinstance(output, tuple | list) else _reduced(output)
+        remember(ctx, args, output)
+        return output
+
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        cls.setup_context(ctx, inputs, output)
+        remember(ctx, inputs, output)
+
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if not any((*ctx._shardwise_in, *ctx._shardwise_out, *ctx._shardwise_saved)):
+            return cls.backward(ctx, *grads)
+        labelled = [
+            _labelled(g, None if layout is None else local_gradient(layout))
+            for g, layout in zip(grads, ctx._shardwise_out, strict=True)
+        ]
+        with torch._C._EnableTorchFunction():
+            returned = cls.backward(_Context(ctx), *labelled)
+            flat = returned if isinstance(returned, tuple) else (returned,)
+            return tuple(_local_gradient(g, layout) for g, layout in zip(flat, ctx._shardwise_in, strict=True))
+
+    body: dict[str, Any] = {"backward": staticmethod(backward), "__doc__": cls.__doc__}
+    body |= {"setup_context": staticmethod(setup_context)} if setup else {"forward": staticmethod(forward)}
+    return type(cls.__name__, (cls,), body)
+
+
+def _reduced(x: object) -> object:
+    """Without a pending maximum, minimum or product: the gradients of one rank's values are not those of the result."""
+    if type(x) is not DTensor:
+        return x
+    pending = {p.reduce_op for p in x.placements if isinstance(p, Partial)} - {"sum", "avg"}
+    return to_layout(x, x._layout.reduced()) if pending else x
+
+
+def _local_gradient(grad: Any, of: Layout | None) -> Any:
+    """The local gradient of an input, from what a user's backward returned for it."""
+    if not isinstance(grad, Tensor):
+        return grad
+    if of is None:
+        return grad.full_tensor() if isinstance(grad, DTensor) else grad
+    if isinstance(grad, DTensor):
+        return as_cotangent(plain(grad), grad._layout, of)
+    return as_cotangent(grad, of.replicated(), of)
+
+
+def _hooks_on_locals() -> AbstractContextManager[object]:
+    """Saved-tensor hooks get local tensors inside, as in ops: a tensor that they unpack has no layout of its own."""
+    hooks = top_hooks(True)
+    if hooks is None:
+        return nullcontext()
+    pack, unpack = hooks
+    return saved_tensors_hooks(lambda x: pack(plain(x) if type(x) is DTensor else x), unpack)
+
+
+def _apply(original: Any, cls: type[Function], args: Args, kwargs: Kwargs) -> Any:
+    args = tuple(map(_reduced, args))
+    if issubclass(cls, of_modules.BackwardHookFunction):
+        return track(BackwardHookFunction.apply(*args))  # type: ignore[no-untyped-call]
+    with _hooks_on_locals():
+        out = original.__get__(None, _on_dtensors(cls))(*args, **kwargs)
+    if isinstance(out, Tensor) and type(out) is not DTensor:  # an input that was returned: torch made a view of it
+        layout = next((x._layout for x in args if type(x) is DTensor and x.shape == out.shape), None)
+        return out if layout is None else track(tag(out, layout))
+    return out
+
+
+# ---- full backward hooks of modules -----------------------------------------------------------------------------
+
+
+class BackwardHookFunction(Function):
+    """Identity on the inputs or outputs of a module; hooks on its node see DTensors and may return any placements.
+
+    torch finds the node by this name.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        layouts = _layouts(tensors)
+        ctx.mark_non_differentiable(*[x for x in tensors if not x.requires_grad])
+        register, register_pre = ctx.register_hook, ctx.register_prehook
+        ctx.register_hook = lambda hook: register(_hook_on_locals(hook, layouts, both=True))
+        ctx.register_prehook = lambda hook: register_pre(_hook_on_locals(hook, layouts, both=False))
+        with DisableTorchFunctionSubclass():
+            return tuple(
+                x.view_as(x) if layout is None else tag(x.view_as(x), layout)
+                for x, layout in zip(tensors, layouts, strict=True)
+            )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads
+
+
+def _hook_on_locals(hook: Callable[..., Any], layouts: Layouts, both: bool) -> Callable[..., Any]:
+    """`hook` as a hook on local gradients: of inputs and outputs, or of outputs alone."""
+
+    def run(*grads: Sequence[Any]) -> Any:
+        labelled = [
+            tuple(
+                _labelled(g, None if layout is None else local_gradient(layout))
+                for g, layout in zip(row, layouts, strict=True)
+            )
+            for row in grads
+        ]
+        with torch._C._EnableTorchFunction():
+            returned = hook(*labelled)
+            if returned is None:
+                return None
+            return tuple(_local_gradient(g, layout) for g, layout in zip(returned, layouts, strict=True))
+
+    return run
+
+
+# ---- replacements for torch's own functions ---------------------------------------------------------------------
+
+
+def apply_with_dtensors(original: Any) -> Any:
+    """`apply` of `Function` or its base, aware of DTensors; `original` is the class method of C++ that it has."""
+
+    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        if torch._C._is_torch_function_enabled() and any(type(x) is DTensor or _may_get_node(cls, x) for x in args):
+            return _apply(original, cls, args, kwargs)
+        return original.__get__(None, cls)(*args, **kwargs)
+
+    return classmethod(apply)
+
+
+def _may_get_node(cls: type[Function], x: object) -> bool:
+    """Whether a user's Function of a plain `x` gets a backward, which may get gradients of DTensors.
+
+    Its forward may return one, such as the reentrant checkpoint of a layer with DTensor parameters.
+    """
+    if not isinstance(x, Tensor) or not torch.is_grad_enabled() or not x.requires_grad:
+        return False
+    return not issubclass(cls, TensorFunction | of_modules.BackwardHookFunction)
+
+
+class _Frame(Protocol):
+    """A checkpoint, as `torch.utils.checkpoint` keeps it."""
+
+    _shardwise_inputs: Layouts
+
+
+def saving_layouts(original: Callable[..., None]) -> Callable[..., None]:
+    """`save_inputs` of a checkpoint, which also saves layouts: inside other hooks torch unpacks plain tensors."""
+
+    def save_inputs(frame: _Frame, *args: object) -> None:
+        with _hooks_on_locals():
+            original(frame, *args)
+        frame._shardwise_inputs = _layouts(args)
+
+    return save_inputs
+
+
+def with_layouts(original: Callable[[_Frame], Sequence[object]]) -> Callable[[_Frame], list[object]]:
+    """`get_inputs` of a checkpoint: the DTensors that were saved."""
+
+    def get_inputs(frame: _Frame) -> list[object]:
+        return _unpacked(original(frame), frame._shardwise_inputs)
+
+    return get_inputs
+
+
+def refusing_transform(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """From a function that begins or ends a transform of a tensor to one that refuses DTensors."""
+
+    def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            if any(type(x) is DTensor for x in args):
+                refuse_transform(what)
+            return original(*args, **kwargs)
+
+        return refuse
+
+    return replacement

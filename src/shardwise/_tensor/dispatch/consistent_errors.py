@@ -1,0 +1,309 @@
+"""Errors that not every rank would raise by itself are raised on every rank.
+
+Values: torch raises for a bad index, or an integer division by zero, when it reads elements. A rank with an empty shard
+reads none: it would not raise, and would wait for the other ranks forever. Instead it checks the indices, if these are
+replicated, or runs the op on one element.
+
+Versions: backward raises if a tensor that torch saves for it was changed in place.
+
+    y = x.exp()    # torch saves y, and notes its version
+    y.add_(1)      # another version
+    y.backward()   # an error
+
+Torch checks the tensors that a rank's own ops saved. A rank saves others where an operand was redistributed, its shard
+is empty, or it is outside the mesh: there `check_versions` adds the checks that torch makes for the global tensors.
+
+Dtypes: torch's kernels raise for some, as in `"median_cpu" not implemented for 'Bool'`. A rank outside the mesh runs no
+kernel on the operands, and tries the op on tensors of size 1.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.graph import increment_version, saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from shardwise import _collectives as collectives
+from shardwise._layout import remember
+from shardwise._rules import OpRule
+from shardwise._rules.local_context import has_specialized_version
+from shardwise._rules.row import Args, Kwargs, Op
+from shardwise._rules.shapes import index
+from shardwise._rules.shapes.index import IndexForm
+from shardwise._tensor.dispatch.local_calls import ReadsLayouts, call_under_hooks
+from shardwise._tensor.dispatch.recipes import NO_KEY
+from shardwise._tensor.dispatch.resolve import Recipe, has_empty_shards
+from shardwise._tensor.dispatch.without_memory import Autocast, on_meta, without_modes
+from shardwise._tensor.dtensor import DTensor, name_of
+from shardwise._trace.capture_hooks import tracing_paused
+
+
+def with_consistent_errors(
+    rule: OpRule, func: Op, recipe: Recipe, call: Callable[..., Any], key: tuple[Any, ...]
+) -> Callable[..., Any]:
+    """`call`, which raises on this rank the errors that `func`, or its backward, raises on any rank."""
+    own = recipe.local_impl is not None and not has_specialized_version(recipe.local_impl)
+    others = own or recipe.redistributed or any(map(has_empty_shards, recipe.layouts))
+    if rule.index_form is not None or (rule.value_errors and has_empty_shards(recipe.layouts[0])):
+        call = _ConsistentErrors(func, rule.index_form, recipe, call)
+    return _ChecksVersions(func, recipe, call, key) if others and not rule.view else call
+
+
+# ---- values -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _ConsistentErrors(ReadsLayouts):
+    """A call on ranks some of which may read no elements."""
+
+    func: Op
+    form: IndexForm | None
+    recipe: Recipe
+    call: Callable[..., Any]
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        empty = not self.recipe.layouts[0].local_numel(collectives.rank())
+        if empty or self.recipe.redistributed:  # then the indices may be sharded
+            self._raise_if_others_do(args, kwargs)
+        try:
+            return call_under_hooks(self.call, args, kwargs, self.recipe.output is None)
+        except (IndexError, RuntimeError):
+            self._raise_if_others_do(args, kwargs)
+            raise
+
+    def _raise_if_others_do(self, args: Args, kwargs: Kwargs) -> None:
+        """Raise the error that ranks with elements raise.
+
+        Check the indices if all ranks hold them, else run the op on one element. Return if neither raises.
+        """
+        if self.form is not None:
+            _raise_bad_indices(self.form, args, kwargs)
+        else:
+            self.func(*map(_stand_in, args), **{k: _stand_in(a) for k, a in kwargs.items()})
+
+
+def _raise_bad_indices(form: IndexForm, args: Args, kwargs: Kwargs) -> None:
+    """Raise torch's error for an index out of bounds, if all indices are replicated."""
+    x, *rest = args
+    call, shape = form.call(x, rest, kwargs), x._layout.shape
+    dims = call.index_dims if form.kind != "flat" else (len(shape),)
+    if prod(shape) and all(type(i) is DTensor and i._layout.is_replicated for i in call.ids):
+        for ids, dim in zip(call.ids, dims, strict=True):
+            index.raise_bad_index(shape, index.flat_index(call, ids, (*shape, prod(shape))[dim], dim)[1])
+
+
+def _stand_in(a: object) -> object:
+    """A 0-d substitute for an operand: its value if that is replicated and has one element, else 1."""
+    if type(a) is not DTensor:
+        return a
+    local: torch.Tensor = a.detach()
+    known = a._layout.is_replicated and a.numel() == 1
+    return local.reshape(()) if known else torch.ones((), dtype=local.dtype, device=local.device)
+
+
+# ---- versions ---------------------------------------------------------------------------------------------------
+
+_saved_cache: dict[Any, frozenset[int]] = {}
+
+# Indices of what an op saves: of its DTensor operands from 0 up, of its results from -1 down.
+STALE = 1 << 30  # among them: the op itself changed something after it had saved it, so its backward always raises
+
+
+class Version(NamedTuple):
+    """Of a tensor that an op saves.
+
+    Attributes:
+        counter: see `_counter_of`.
+        version: when it was saved.
+        shape: of the local tensor.
+    """
+
+    counter: Tensor
+    version: int
+    shape: tuple[int, ...]
+
+    def check(self, name: Op) -> None:
+        """Raise if the tensor was changed since."""
+        if self.counter._version != self.version:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a DTensor with local shape {self.shape} that {name_of(name)} saved is at version "
+                f"{self.counter._version}; expected version {self.version} instead. Fix: change a clone() of it."
+            )
+
+
+@contextmanager
+def recording_saved(metas: Sequence[Tensor]) -> Iterator[Callable[[object], frozenset[int]]]:
+    """Record what ops inside save for backward.
+
+    Yields a function from the results of the op to the indices among `metas` of what it saved, and ~i for result i.
+    """
+    saved: list[tuple[Tensor, int]] = []
+    before = [x._version for x in metas]
+
+    def pack(x: Tensor) -> Tensor:
+        saved.append((x, x._version))
+        return x
+
+    def found(out: object) -> frozenset[int]:
+        results = tensors_in(out)
+        known = [(i, x, version) for i, (x, version) in enumerate(zip(metas, before, strict=True))]
+        known += [(~i, x, x._version) for i, x in enumerate(results)]
+        stale = [STALE for x, version in saved if x._version != version]
+        named = [i for i, x, now in known if any(now == then and _share_version(x, y) for y, then in saved)]
+        return frozenset(named + stale)
+
+    with saved_tensors_hooks(pack, lambda x: x):
+        yield found
+
+
+def _share_version(x: Tensor, y: Tensor) -> bool:
+    before = y._version
+    with _unsafe_preserve_version_counter((x,)):  # a view with another version would get another node of the graph
+        increment_version(x)
+        return y._version != before
+
+
+def saved_by(func: Op, args: Args, kwargs: Kwargs, autocast: Autocast) -> frozenset[int]:
+    """Which DTensors among the arguments torch saves for backward, by their number; ~i for result i.
+
+    Found by running the op without memory; nothing for an op that cannot.
+    """
+    with without_modes(), autocast.without_memory() as device, torch.enable_grad():
+        args, kwargs, metas = on_meta(args, kwargs, device)
+        try:
+            with recording_saved(metas) as found:
+                return found(func(*args, **kwargs))
+        except (RuntimeError, TypeError, ValueError, IndexError, AssertionError):  # its own error, or no meta version
+            return frozenset()
+
+
+def versions_of(saved: frozenset[int], operands: Sequence[Tensor]) -> list[Version]:
+    """The versions of the operands that an op saves; called before the op if it works in place."""
+    return [_version(x) for i, x in enumerate(operands) if i in saved and not (x.is_sparse or x.is_inference())]
+
+
+def _version(x: Tensor) -> Version:
+    return Version(_counter_of(x), x._version, tuple(x.shape))
+
+
+def _counter_of(x: Tensor) -> Tensor:
+    """A tensor that has the version of `x` at all times, but not its memory."""
+    counter = x.detach()
+    counter.data = x.new_empty(0)
+    return counter
+
+
+def tensors_in(values: object) -> list[Tensor]:
+    """A tensor, or the tensors in lists and tuples."""
+    if isinstance(values, Tensor):
+        return [values]
+    return [y for x in values for y in tensors_in(x)] if isinstance(values, list | tuple) else []
+
+
+@dataclass(slots=True, eq=False)
+class _ChecksVersions(ReadsLayouts):
+    """A call on ranks some of which may save other tensors than torch does."""
+
+    func: Op
+    recipe: Recipe
+    call: Callable[..., Any]
+    key: tuple[Any, ...]
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        in_place = self.recipe.output is None
+        if not torch.is_grad_enabled() or top_hooks(True) is not None:  # torch checks no versions of what hooks keep
+            return call_under_hooks(self.call, args, kwargs, in_place)
+        operands = [x for x in tensors_in([*args, *kwargs.values()]) if type(x) is DTensor]
+        needs = tuple([x.requires_grad for x in operands])
+        saved = self._watched(needs, args, kwargs) if any(needs) else frozenset()
+        versions = versions_of(saved, operands) if in_place else []
+        out = call_under_hooks(self.call, args, kwargs, in_place)
+        if not in_place:  # which may change running statistics without torch's notice
+            versions = versions_of(saved, operands)
+        check_versions(self.func, args[0] if in_place and not self.recipe.rows else out, saved, versions)
+        return out
+
+    def _watched(self, needs: tuple[bool, ...], args: Args, kwargs: Kwargs) -> frozenset[int]:
+        """What torch saves and this rank may not save."""
+        saved = self._saved(needs, args, kwargs)
+        recipe, rank = self.recipe, collectives.rank()
+        if recipe.local_impl is None and all(layout.local_numel(rank) for layout in recipe.layouts):
+            return saved & {i for i, _ in recipe.redistributed}
+        return saved
+
+    def _saved(self, needs: tuple[bool, ...], args: Args, kwargs: Kwargs) -> frozenset[int]:
+        autocast = Autocast.of(self.recipe.layouts[0].mesh.device_type)
+        key = self.key, needs, autocast
+        found = _saved_cache.get(key)
+        if found is None:
+            found = saved_by(self.func, args, kwargs, autocast)
+            if NO_KEY not in self.key:
+                remember(_saved_cache, key, found)
+        return found
+
+
+def check_versions(name: Op, out: object, saved: frozenset[int], versions: Sequence[Version]) -> None:
+    """Let the backward of an op, whose results are `out`, raise if something it saved was changed after that.
+
+    `versions` are those of the operands that it saved.
+    """
+    results = tensors_in(out)
+    versions = [*versions, *versions_of(frozenset(~i for i in saved if i < 0), results)]
+    stale = STALE in saved
+    if not versions and not stale:
+        return
+    nodes = {x.grad_fn for x in results if x.grad_fn is not None}
+
+    def check(grads: object) -> None:
+        for version in versions:
+            version.check(name)
+        if stale:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{name_of(name)} changes a tensor that it saves, in torch too. Fix: use other ops."
+            )
+
+    for node in nodes:
+        node.register_prehook(check)
+
+
+# ---- dtypes -----------------------------------------------------------------------------------------------------
+
+_FLOATS = (torch.float32, torch.float64)  # all kernels take these
+
+_LIMIT = re.compile(r"not implemented for|not support|support bool|only support")
+
+_checked: set[Any] = set()  # functions with dtypes that their kernels take
+
+
+def raise_dtype_error(func: Op, args: Args, kwargs: Kwargs) -> None:
+    """Raise what torch raises if its kernels do not take the dtypes of these DTensors.
+
+    Found once for each function and dtypes, by running it on tensors whose sizes are 1.
+    """
+    dtypes = tuple([(x.dtype, x.device) for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor])
+    if all(dtype in _FLOATS for dtype, _ in dtypes) or (func, dtypes) in _checked:
+        return
+    args, kwargs = pytree.tree_map(_of_size_1, (args, kwargs))
+    with torch.no_grad(), torch.random.fork_rng([]), tracing_paused(), without_modes():
+        try:
+            func(*args, **kwargs)
+        except Exception as error:
+            if _LIMIT.search(str(error)):
+                raise
+    _checked.add((func, dtypes))
+
+
+def _of_size_1(x: object) -> object:
+    if type(x) is DTensor:
+        return torch.ones([min(n, 1) for n in x._layout.shape], dtype=x.dtype, device=x.device)
+    return x.detach().clone() if isinstance(x, Tensor) else x

@@ -1,0 +1,243 @@
+"""Where every torch function called with a DTensor arrives, and runs by its rule on the local tensors of its operands.
+
+A function with rows or a decomposition runs by its rule. One with a handler is answered by that. Torch decomposes any
+other into aten ops, each of which arrives here again (`fallback.py`).
+
+What runs on the local tensors is cached under the layouts and the other arguments (`call_key`). So a warm op costs a
+dictionary look-up, the op itself, and giving the result its layout.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from shardwise import _collectives as collectives
+from shardwise._layout import Layout, Owner, forget_calls, remember
+from shardwise._rules import RULES, OpRule
+from shardwise._rules.registry import FAMILIES
+from shardwise._rules.row import Args, Kwargs, Op
+from shardwise._tensor.dispatch import operands, outside_mesh, resolve
+from shardwise._tensor.dispatch.consistent_errors import raise_dtype_error, with_consistent_errors
+from shardwise._tensor.dispatch.fallback import run_decomposed, run_without_row
+from shardwise._tensor.dispatch.local_calls import (
+    PreparedCall,
+    as_dtensors,
+    call_under_hooks,
+    local_call,
+    prepare_operands,
+)
+from shardwise._tensor.dispatch.recipes import NO_KEY, RunnableRecipe, by_value, call_key, find_recipe, forget_recipes
+from shardwise._tensor.dispatch.view_copies import before_op, invalidate
+from shardwise._tensor.dtensor import DTensor, check_owners, name_of
+from shardwise.errors import RuleError
+
+FIRST_OPERANDS = ("condition", "sorted_sequence", "tensors", "tensor", "input", "self")
+# By key: what runs on the local tensors, and the layouts of its results; None if it works in place.
+Layouts = Layout | tuple[Layout | None, ...] | None
+WarmCall = tuple[Callable[..., Any], Layouts]
+
+# By world size, as in a larger world ranks are outside the mesh of a call. Simulated ranks and all worlds share these.
+_known_calls: dict[int, dict[Any, WarmCall]] = {}
+_family_cache: dict[Any, OpRule] = {}  # the entries of functions that `RULES` does not have
+
+
+class _Warm(threading.local):
+    """The warm calls of the rank of this thread, with the layouts of operands, which are kept."""
+
+    def __init__(self) -> None:
+        self.calls: dict[Any, tuple[*WarmCall, Sequence[Layout]]] = {}  # none until the first cold call
+
+
+_warm = _Warm()
+
+
+def dispatch(func: Op, args: Args, kwargs: Kwargs) -> Any:
+    """Answer a call of `func` with a DTensor among its arguments."""
+    rule = RULES.get(func) or _family_cache.get(func) or entry_of(func)
+    if rule.handler is None:
+        return run(func, rule, args, kwargs)
+    return rule.handler(func, args, kwargs)
+
+
+def run(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> Any:
+    """Run `func` by its rule."""
+    key = call_key(func, rule, args, kwargs)
+    warm = _warm.calls.get(key)
+    if warm is None:
+        return _run_cold(func, rule, args, kwargs, key)
+    op, layout, _ = warm
+    copies = None
+    if layout is None:
+        copies, args = before_op(func, args)
+    with DisableTorchFunctionSubclass():
+        if saved_tensors_hooks(True) is None:
+            out = op(*args, **kwargs)
+        else:
+            out = call_under_hooks(op, args, kwargs, layout is None)
+        if type(layout) is not Layout:
+            if copies:
+                invalidate(copies)
+            return args[0] if layout is None else as_dtensors(out, layout)
+        if type(out) is not DTensor:
+            out.__class__ = DTensor
+            out._layout = layout
+        return out
+
+
+def _run_cold(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any, ...]) -> object:
+    """Run a call that is not in the cache, and cache it if no operand has to be redistributed."""
+    owner = collectives.owner()
+    value = _checked_key(key, func, args, kwargs)
+    _warm.calls, known_calls = owner.calls, _known_calls.setdefault(owner.world_size, {})
+    if (known := known_calls.get(value)) is not None:
+        remember(_warm.calls, key, (known[0], _owned(known[1], owner), _layouts(args, kwargs)))
+        return run(func, rule, args, kwargs)
+    if "out" in kwargs:
+        if kwargs["out"] is not None:
+            return _run_with_out(func, args, kwargs)
+        return run(func, rule, args, {name: x for name, x in kwargs.items() if name != "out"})
+    if not args and (first := next((n for n in FIRST_OPERANDS if n in kwargs), None)) is not None:
+        # Rules expect the first operand, which has many names, by position, and so does a cached call.
+        return run(func, rule, (kwargs[first],), {name: x for name, x in kwargs.items() if name != first})
+    if NO_KEY in key and operands.has_plain_tensors((*args, *kwargs.values())):
+        if (rule.in_place or func in operands.WITHOUT_VALUES) and type(args[0]) is not DTensor:
+            return (operands.into_plain if rule.in_place else operands.run_without_values)(func, args, kwargs)
+        with operands.checked_sizes(func, args, kwargs):
+            return run(func, rule, *operands.all_promoted(func, args, kwargs))
+    try:
+        runnable = find_recipe(value, func, rule, args, kwargs)
+    except resolve.NoRowError as error:
+        return run_without_row(func, rule, args, kwargs, error)
+    except resolve.SeveralMeshesError:
+        return run(func, rule, *operands.on_one_mesh(func, args, kwargs, 0 if rule.in_place else rule.kept_operand))
+    recipe = runnable.recipe
+    mesh = recipe.layouts[0].mesh
+    on_all_ranks = mesh.size() == owner.world_size
+    copies, args = before_op(func, args) if rule.in_place else ((), args)
+    if not (on_all_ranks or rule.random) and operands.is_outside(mesh):
+        if recipe.local_impl is None:
+            raise_dtype_error(func, args, kwargs)
+        invalidate(copies)
+        if rule.in_place:
+            return outside_mesh.changed_empty(func, args, kwargs)
+        return outside_mesh.empty_results(func, recipe.output, mesh, args, kwargs, recipe.copied)
+    call = with_consistent_errors(rule, func, recipe, local_call(rule, runnable), value)
+    with DisableTorchFunctionSubclass():
+        out = call_under_hooks(call, args, kwargs, recipe.output is None)
+        # Simulated ranks share the cache, so a call that some of them do not make is not cached.
+        if on_all_ranks and NO_KEY not in key and not recipe.redistributed and not recipe.rows:
+            remember(known_calls, value, (call, recipe.output))
+        invalidate(copies)
+        if recipe.rows:
+            return out
+        return args[0] if recipe.output is None else as_dtensors(out, recipe.output)
+
+
+def _checked_key(key: tuple[Any, ...], func: Op, args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
+    """The key by value, after a check that this rank made the operands."""
+    found = by_value(key, collectives.owner())
+    if found is None:
+        check_owners(name_of(func), _layouts(args, kwargs))
+    assert found is not None
+    return found
+
+
+def _layouts(args: Args, kwargs: Kwargs) -> list[Layout]:
+    return list(_layouts_in((*args, *kwargs.values())))
+
+
+def _layouts_in(values: Iterable[object]) -> Iterator[Layout]:  # pytree takes a third of a call of a known shape
+    for x in values:
+        if type(x) is DTensor:
+            yield x._layout
+        elif isinstance(x, list | tuple):
+            yield from _layouts_in(x)
+
+
+def _owned(layouts: Layouts, owner: Owner) -> Layouts:
+    if isinstance(layouts, tuple):
+        return tuple([layout and owner.layout(layout) for layout in layouts])
+    return layouts and owner.layout(layouts)
+
+
+def _run_with_out(func: Op, args: Args, kwargs: Kwargs) -> object:
+    """Redistribute the result into `out=`, which keeps its layout."""
+    out = kwargs["out"]
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise RuntimeError(
+            f"{name_of(func)}(): functions with out=... arguments don't support automatic differentiation, but one of "
+            f"the arguments requires grad."
+        )
+    result = func(*args, **{k: v for k, v in kwargs.items() if k != "out"})
+    several = isinstance(out, list | tuple) and isinstance(result, tuple) and len(out) == len(result)
+    pairs = list(zip(out, result, strict=True)) if several else [(out, result)]
+    for into, found in pairs:
+        fits = isinstance(into, Tensor) and isinstance(found, Tensor) and into.shape == found.shape
+        if not fits or not torch.can_cast(found.dtype, into.dtype):
+            raise RuleError(
+                f"{name_of(func)}: out= must be a tensor of the shape and dtype of the result. Fix: leave it out."
+            )
+    written = [into.copy_(found) for into, found in pairs]
+    return type(result)(written) if several else written[0]
+
+
+# ---- for tools --------------------------------------------------------------------------------------------------
+
+
+def entry_of(func: Op) -> OpRule:
+    """The entry of any function: its own, that of its family, or the one of all others."""
+    rule = RULES.get(func) or _family_cache.get(func)
+    if rule is None:
+        rule = _family_cache[func] = next((rule for serves, rule in FAMILIES if serves(func)), DECOMPOSED)
+    return rule
+
+
+DECOMPOSED = OpRule(handler=run_decomposed, is_op=True)
+
+
+def is_op(func: Op) -> bool:
+    """Whether a function computes something; not if it reads an attribute, sets a flag or runs backward."""
+    rule = entry_of(func)
+    return rule.has_rule or rule.is_op
+
+
+def reason(func: Op, args: Args, kwargs: Kwargs) -> str:
+    """The reasons of the rows that `func` runs by on these operands, or why it has none."""
+    rule = RULES.get(func)
+    if rule is None or not rule.has_rule:
+        if rule is None or rule.handler is None:
+            return "it has no rule: torch decomposes it into ops that have"
+        return f"{name_of(func)} has no rows: its handler runs other ops"
+    try:
+        args, kwargs = operands.all_promoted(func, args, {k: v for k, v in kwargs.items() if k != "out"})
+        return recipe_of(func, args, kwargs).recipe.cause.why
+    except RuleError as error:
+        return str(error)
+
+
+def recipe_of(func: Op, args: Args, kwargs: Kwargs) -> RunnableRecipe:
+    """The recipe of a call without plain tensors."""
+    rule = RULES[func]
+    key = call_key(func, rule, args, kwargs)
+    return find_recipe(_checked_key(key, func, args, kwargs), func, rule, args, kwargs)
+
+
+def prepared(func: Op, args: Args, kwargs: Kwargs) -> PreparedCall:
+    """Redistribute the operands of a call: its recipe, context and local arguments, for the caller to run."""
+    args, kwargs = operands.all_promoted(func, args, kwargs)
+    return prepare_operands(recipe_of(func, args, kwargs), args, kwargs)
+
+
+def forget() -> None:
+    """Drop what is cached; needed after an entry of `RULES` was replaced."""
+    _family_cache.clear()
+    _known_calls.clear()
+    forget_calls()
+    forget_recipes()

@@ -1,0 +1,144 @@
+"""What sees every call of a torch function with a DTensor: hooks of tools, and records of the numbers that are passed.
+
+    x[rank()]    # rank 0 selects row 0, rank 1 row 1: an error at the next collective if a rank watches
+
+While there are neither, calls go to `dispatcher.dispatch` directly.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from numbers import Number
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from shardwise import _collectives as collectives
+from shardwise._layout import Mesh
+from shardwise._rules.row import Args, Handler, Kwargs, Op
+from shardwise._tensor.dispatch import dispatcher
+from shardwise._tensor.dtensor import DTensor, name_of, set_dispatcher
+from shardwise._trace.capture_hooks import is_capturing
+
+# ---- hooks ------------------------------------------------------------------------------------------------------
+
+Proceed = Callable[[], Any]
+Hook = Callable[[Proceed, Any, Args, Kwargs], Any]  # (proceed, func, args, kwargs); proceed() runs the call
+
+_hooks: "WeakKeyDictionary[Any, list[Hook]]" = WeakKeyDictionary()  # by transport: simulated ranks have one each
+
+
+@contextmanager
+def hook_calls(hook: Hook) -> Iterator[None]:
+    """Inside, `hook` gets every function that this rank calls with a DTensor, and the aten ops it is decomposed into.
+
+    The hook that was installed last is called first.
+    """
+    mine = _hooks.setdefault(collectives.transport(), [])
+    mine.append(hook)
+    _choose_dispatcher()
+    try:
+        yield
+    finally:
+        mine[:] = [other for other in mine if other is not hook]
+        _choose_dispatcher()
+
+
+def are_installed() -> bool:
+    """Whether any rank of this process has a hook installed."""
+    return any(_hooks.values())
+
+
+def _choose_dispatcher(watching: bool | None = None) -> None:
+    if watching is not None:
+        _state.watching = watching
+    proceed = _call_hooks if are_installed() else dispatcher.dispatch
+    set_dispatcher(partial(record_numbers, proceed) if _state.watching else proceed)
+
+
+class _State:
+    watching = False  # whether a rank of this process watches
+
+
+_state = _State()
+collectives.when_watching(_choose_dispatcher)
+_conditions: list[Callable[[Iterable[Any]], bool]] = []
+
+
+def dispatch_each_op_if(condition: Callable[[Iterable[Any]], bool]) -> None:
+    """Let composite steps, such as those of optimizers, dispatch op by op for tensors that meet the condition."""
+    _conditions.append(condition)
+
+
+def dispatches_each_op(tensors: Callable[[], Iterable[Any]]) -> bool:
+    """Whether hooks, or functions that are overridden for some of `tensors`, need to see every op."""
+    return are_installed() or any(condition(tensors()) for condition in _conditions)
+
+
+def _call_hooks(func: Op, args: Args, kwargs: Kwargs) -> object:
+    proceed: Proceed = lambda: dispatcher.dispatch(func, args, kwargs)  # noqa: E731
+    for hook in _hooks.get(collectives.transport(), ()):
+        proceed = _bound(hook, proceed, func, args, kwargs)
+    return proceed()
+
+
+def _bound(hook: Hook, proceed: Proceed, func: Op, args: Args, kwargs: Kwargs) -> Proceed:
+    return lambda: hook(proceed, func, args, kwargs)
+
+
+# ---- numbers ----------------------------------------------------------------------------------------------------
+
+# Which run the user's code, or take the number of a device, which differs between ranks.
+_NOT_RECORDED = {torch.autograd.backward, torch.autograd.grad, Tensor.to, Tensor.cuda, Tensor.xpu}
+
+
+class _Recording(threading.local):
+    inside = False  # a call whose numbers were recorded
+
+
+_recording = _Recording()
+
+
+def record_numbers(proceed: Handler, func: Op, args: Args, kwargs: Kwargs) -> Any:
+    """Record the numbers of a call of the user's, not of those that it is made of, and run it."""
+    if _recording.inside or func in _NOT_RECORDED:
+        return proceed(func, args, kwargs)
+    _recording.inside = True
+    try:
+        numbers = dict(numbers_of({f"argument {i}": x for i, x in enumerate(args)} | kwargs))
+        mesh = _mesh_of((*args, *kwargs.values())) if numbers else None
+        if mesh is not None:
+            expect_equal_numbers(numbers, mesh, name_of(func))
+        return proceed(func, args, kwargs)
+    finally:
+        _recording.inside = False
+
+
+def expect_equal_numbers(numbers: Mapping[str, complex], mesh: Mesh, what: str) -> None:
+    """Record numbers, by name, that all ranks of a mesh should pass to `what`."""
+    collectives.expect_equal_numbers(numbers, tuple(sorted(mesh.ranks)), what)
+
+
+def numbers_of(arguments: Mapping[str, object]) -> Iterator[tuple[str, complex]]:
+    """The numbers among arguments, by name: `argument 1`, `argument 1[0].start`."""
+    for name, value in arguments.items():
+        if isinstance(value, Number):
+            yield name, value  # type: ignore[misc]
+        elif isinstance(value, slice):
+            yield from numbers_of({f"{name}.{part}": getattr(value, part) for part in ("start", "stop", "step")})
+        elif isinstance(value, list | tuple):
+            yield from numbers_of({f"{name}[{i}]": x for i, x in enumerate(value)})
+        elif type(value) is Tensor and value.numel() == 1 and value.device.type == "cpu" and not is_capturing():
+            yield name, value.item()
+
+
+def _mesh_of(values: Sequence[object]) -> Mesh | None:
+    for x in values:
+        if type(x) is DTensor:
+            return x._layout.mesh
+        if isinstance(x, list | tuple) and (found := _mesh_of(x)) is not None:
+            return found
+    return None

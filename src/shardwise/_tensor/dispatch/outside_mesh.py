@@ -1,0 +1,187 @@
+"""Ops on a rank outside their mesh: results without elements, with the autograd graph that the other ranks have.
+
+    x = distribute_tensor(torch.ones(2), Mesh((1,), (1,)), [Replicate()]).requires_grad_()
+    y = x.exp()    # on rank 0: no elements, a view of nothing, requires grad, is saved for backward
+
+An op runs on torch's meta device. So it raises what torch raises, and says which shapes its results have, which of them
+require grad, and what it saves. Views are views of the empty tensor, and changes in place change it, so autograd raises
+what it raises on the other ranks. A backward with `create_graph=True` is an error here.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
+from torch.utils import _pytree as pytree
+
+from shardwise import _collectives as collectives
+from shardwise._layout import REPLICATE, Layout, Mesh
+from shardwise._rules.row import Args, Kwargs, Op
+from shardwise._tensor.dispatch.consistent_errors import check_versions, recording_saved, tensors_in, versions_of
+from shardwise._tensor.dispatch.view_copies import copies_of, storage_of
+from shardwise._tensor.dispatch.without_memory import Autocast, on_meta, without_modes
+from shardwise._tensor.dtensor import DTensor, name_of, plain, tag
+from shardwise._trace.autograd_function import TensorFunction
+from shardwise.errors import RuleError
+
+
+class _OnMeta(NamedTuple):
+    """A call without memory: global tensors for its DTensors, the results, and what is saved for backward.
+
+    See `recording_saved` for the last.
+    """
+
+    operands: list[Tensor]
+    results: Any
+    saved: frozenset[int]
+
+
+def _run_on_meta(func: Op, args: Args, kwargs: Kwargs, device_type: str, in_place: bool = False) -> _OnMeta | None:
+    """Run a call without memory; None if the results depend on data. A call in place returns its first operand."""
+    if func is Tensor.to and len(args) > 1 and isinstance(args[1], str | int | torch.device):
+        args = (args[0], "meta", *args[2:])
+    with without_modes(), Autocast.of(device_type).without_memory() as device:
+        args, kwargs, metas = on_meta(args, kwargs, device)
+        try:
+            with recording_saved(metas) as saved_by:
+                out = func(*args, **kwargs)
+        except RuntimeError as error:  # among them NotImplementedError
+            if isinstance(error, NotImplementedError) or "on meta tensors" in str(error):
+                return None
+            raise
+        out = metas[0] if in_place else out
+        return _OnMeta(metas, out, saved_by(out) if torch.is_grad_enabled() else frozenset())
+
+
+class _EmptyResult(TensorFunction):
+    """Keeps a rank outside the mesh in the graph, so that backward can be called there too.
+
+    If the op saves tensors, so does this: an activation checkpoint recomputes when the first is read, on all ranks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, op: Op, mesh: Mesh, saves: bool, *sources: Tensor) -> Tensor:
+        ctx.op, ctx.mesh, ctx.sources, ctx.saves = op, mesh, sources, saves
+        if saves:
+            ctx.save_for_backward(local)
+        return torch.empty_like(local)  # not a view, which could not be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuleError(
+                f"{name_of(ctx.op)}: rank {collectives.rank()} is outside {ctx.mesh}, and a backward with "
+                f"create_graph=True is made on the ranks of the mesh only. Fix: call it there, or redistribute to a "
+                f"mesh of all ranks before."
+            )
+        if ctx.saves:
+            assert ctx.saved_tensors
+        return None, None, None, None, *(x.new_zeros(()) for x in ctx.sources)
+
+
+def _source(x: Tensor) -> Tensor:
+    """What connects a result with an operand: unlike the operand, nothing changes it later, and torch saves nothing."""
+    return plain(x).sum() if x.requires_grad else x.new_zeros(())
+
+
+def empty_results(func: Op, layouts: Any, mesh: Mesh, args: Args, kwargs: Kwargs, copies: bool = False) -> Any:
+    """The results of an op on a rank outside the mesh: DTensors without elements.
+
+    Args:
+        layouts: of the results, see `Recipe.output`; None is replicated.
+        copies: the results are copies where torch gives views.
+    """
+    with DisableTorchFunctionSubclass():
+        operands = _dtensors(args, kwargs)
+        found = _run_on_meta(func, args, kwargs, operands[0]._layout.mesh.device_type)
+        if found is None:
+            raise RuleError(
+                f"{name_of(func)}: rank {collectives.rank()} is outside {mesh}; the result has a data-dependent shape. "
+                f"Fix: call it on the ranks of the mesh only."
+            )
+        metas, results, saved = found
+        versions = versions_of(saved, operands)
+        leaves, form = pytree.tree_flatten(results)
+        sources: list[Tensor] = []
+        device = _device(func, args, kwargs) or operands[0].device
+        grouped = len({x.grad_fn for x in tensors_in(results)}) == 1 and not isinstance(results, Tensor)
+
+        def empty(index: int, x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            viewed = next(
+                (y for y, meta in zip(operands, metas, strict=True) if storage_of(x) is storage_of(meta)), None
+            )
+            if viewed is not None and any(x is meta for meta in metas) and not copies:
+                return viewed
+            given = layouts if isinstance(layouts, Layout | None) else layouts[index]
+            layout = given or Layout(mesh, [REPLICATE] * mesh.ndim, x.shape, strides=x.stride())
+            shape = layout.local_shape(collectives.rank())
+            if viewed is not None and x.dtype == viewed.dtype and not copies:
+                return tag(_empty_view(viewed, shape, x, grouped), layout)
+            local = torch.empty(shape, dtype=x.dtype, device=device)
+            if x.requires_grad:
+                sources.extend(map(_source, operands[len(sources) :]))
+                local = _EmptyResult.apply(local, func, mesh, bool(saved), *sources)
+            return tag(local, layout)
+
+        out = pytree.tree_unflatten([empty(i, x) for i, x in enumerate(leaves)], form)
+        _check(func, out, saved, versions)
+        return copies_of(operands[0], out) if copies else out
+
+
+def _dtensors(args: Args, kwargs: Kwargs) -> list[DTensor]:
+    return [x for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor]
+
+
+def _device(func: Op, args: Args, kwargs: Kwargs) -> torch.device | str | int | None:
+    """The device that a call names; the meta device does not say where its results are."""
+    given = args[1] if func is Tensor.to and len(args) > 1 else kwargs.get("device")
+    named = given if isinstance(given, torch.device | str | int) else None
+    return "cpu" if func is Tensor.cpu else named
+
+
+def _empty_view(x: DTensor, shape: tuple[int, ...], view: Tensor, grouped: bool) -> Tensor:
+    """A view of `x` without elements, to autograd as `view` is: `grouped` with others that one op makes.
+
+    It refuses to change a grouped one in place.
+    """
+    flat = plain(x).reshape(-1)[:0]
+    out = (flat.split([0])[0] if grouped else flat).view(shape)
+    return out.detach() if not view._is_view() or (out.requires_grad and not view.requires_grad) else out
+
+
+def changed_empty(func: Op, args: Args, kwargs: Kwargs) -> Any:
+    """The first operand of an op that works in place, on a rank outside the mesh: it has no elements to change.
+
+    Its version and its history change as on the other ranks.
+    """
+    x = args[0]
+    with DisableTorchFunctionSubclass():
+        if func in (Tensor.detach_, torch.detach_):
+            return func(x)
+        operands = _dtensors(args, kwargs)
+        found = _run_on_meta(func, args, kwargs, x._layout.mesh.device_type, in_place=True)
+        saved = frozenset() if found is None else found.saved
+        connected = any(y.requires_grad for y in operands) if found is None else found.results.requires_grad
+        versions = versions_of(saved, operands)
+        changed = torch.empty_like(plain(x))
+        if torch.is_grad_enabled() and connected:
+            changed = _EmptyResult.apply(changed, func, x._layout.mesh, bool(saved), *map(_source, operands))
+        Tensor.copy_(x, changed)
+        _check(func, x, saved, versions)
+    return x if _returns_something(func) else None
+
+
+def _returns_something(func: Op) -> bool:
+    """Whether an op that works in place returns what it changed; custom ops may return nothing."""
+    schema = getattr(func, "_schema", None)
+    return schema is None or bool(schema.returns)
+
+
+def _check(func: Op, out: Any, saved: frozenset[int], versions: Sequence[Any]) -> None:
+    if torch.is_grad_enabled() and top_hooks(True) is None:  # torch checks no versions of what hooks keep
+        check_versions(func, out, saved, versions)

@@ -1,0 +1,255 @@
+"""The recipe of a call, from a cache or computed from the layouts of its operands."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+
+from shardwise._layout import REPLICATE, Layout, LayoutKey, Owner, dims_by_stride, remember, strides_in_order
+from shardwise._rules import RULES, Meta, OpRule, Row
+from shardwise._rules.registry import Shapes, no_rows
+from shardwise._rules.row import Args, Kwargs, Op, arguments
+from shardwise._tensor.dispatch import resolve
+from shardwise._tensor.dispatch.without_memory import global_on_meta, without_modes
+from shardwise._tensor.dtensor import DTensor, name_of
+from shardwise._trace.capture_hooks import tracing_paused
+
+# ---- keys -------------------------------------------------------------------------------------------------------
+
+EXACT_VALUES = frozenset((int, str, type(None), torch.Size, torch.dtype, torch.device, torch.memory_format))
+TRUE, FALSE = object(), object()  # in a key: bools, which differ from 1 and 0: var(0) has a dim, var(False) has none
+KEYWORDS = object()  # in a key: keyword arguments follow, by name
+NO_KEY = object()  # in a key: an argument that cannot be part of one, so the call is not cached
+
+
+def call_key(func: Any, rule: OpRule, args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
+    """What the recipe of a call depends on: layouts for DTensors, other arguments themselves.
+
+    If the rule is `shape_independent`, all floats count as equal except 0, inf and nan. The key contains `NO_KEY` if an
+    argument cannot be hashed, or is a plain tensor, which has to be promoted first.
+    """
+    key = [func, _dtypes(args, kwargs)] if rule.typed or rule.random else [func]
+    floats_alike = rule.shape_independent
+    for a in args:  # the most frequent kinds of arguments as in `_part`, without a call each
+        kind = type(a)
+        if kind is DTensor:
+            key.append(a._layout.key)
+        elif kind in EXACT_VALUES:
+            key.append(a)
+        else:
+            key.append(_part(a, floats_alike))
+    if kwargs:
+        key.append(KEYWORDS)
+        for name, a in kwargs.items():
+            kind = type(a)
+            key.append(name)
+            if kind in EXACT_VALUES:
+                key.append(a)
+            elif kind is bool:
+                key.append(TRUE if a else FALSE)
+            else:
+                key.append(a._layout.key if kind is DTensor else _part(a, floats_alike))
+    return tuple(key)
+
+
+def _part(a: Any, floats_alike: bool) -> object:
+    """What any argument adds to a key."""
+    kind = type(a)
+    if kind is float:
+        return float if floats_alike and a and a - a == 0 else a
+    if kind is bool:
+        return TRUE if a else FALSE
+    if kind is list or kind is tuple:
+        parts = []
+        for x in a:
+            kind = type(x)
+            part = x._layout.key if kind is DTensor else x if kind in EXACT_VALUES else _part(x, floats_alike)
+            if part is NO_KEY:
+                return NO_KEY
+            parts.append(part)
+        return tuple(parts)
+    if kind is torch.Generator:  # its state changes no recipe
+        return torch.Generator
+    if isinstance(a, Tensor):
+        return NO_KEY
+    try:
+        hash(a)
+    except TypeError:
+        return NO_KEY
+    return kind, a
+
+
+def by_value(key: tuple[Any, ...], owner: Owner) -> tuple[Any, ...] | None:
+    """A key with layouts by value, for what all ranks and worlds of this process share.
+
+    None if there is a layout of another owner: a DTensor that another rank made, or this one in another world.
+    """
+    found: list[object] = []
+    for part in key:
+        kind = type(part)
+        if kind is LayoutKey:
+            if part.owner is not owner and part.owner is not None:
+                return None
+            found.append(part.value())
+        elif kind is tuple:
+            inner = by_value(part, owner)
+            if inner is None:
+                return None
+            found.append(inner)
+        else:
+            found.append(part)
+    return tuple(found)
+
+
+def _dtypes(args: Args, kwargs: Kwargs) -> tuple[torch.dtype, ...]:
+    with DisableTorchFunctionSubclass():
+        return tuple([a.dtype for a in (*args, *kwargs.values()) if type(a) is DTensor])
+
+
+# ---- recipes ----------------------------------------------------------------------------------------------------
+
+
+class RunnableRecipe(NamedTuple):
+    """How to run a call."""
+
+    recipe: resolve.Recipe
+    op: Callable[..., Any]  # what each rank runs, unless the recipe has a local implementation
+    needs_plain: bool  # whether it needs plain local tensors; otherwise C++ works on the storage of the DTensors
+
+
+_recipe_cache: dict[Any, RunnableRecipe] = {}
+# The rows that fit, and which are the cheapest, by the size classes of the operands: () if one row fits each axis.
+_row_cache: dict[Any, tuple[resolve.Candidates, dict[tuple[object, ...], tuple[Row, ...]]]] = {}
+
+
+def forget_recipes() -> None:
+    """Drop what is cached."""
+    _recipe_cache.clear()
+    _row_cache.clear()
+
+
+def find_recipe(key: tuple[Any, ...], func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> RunnableRecipe:
+    """The recipe of a call, whose `call_key` is `key`, by value.
+
+    Raises:
+        NoRowError: no row fits.
+        SeveralMeshesError: the operands are on different meshes.
+    """
+    if rule.rows is no_rows:  # calling it would cost more than running what the op is decomposed into
+        raise resolve.NoRowError(f"{name_of(func)} is decomposed into other ops")
+    runnable = _recipe_cache.get(key)
+    if runnable is None:
+        with (
+            DisableTorchFunctionSubclass(),
+            tracing_paused(),
+            without_modes(),
+        ):  # reading the dtype of a DTensor is not an op
+            runnable = _resolved(func, rule, args, kwargs)
+        if NO_KEY not in key:
+            remember(_recipe_cache, key, runnable)
+    return runnable
+
+
+def _resolved(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> RunnableRecipe:
+    operands: list[resolve.Operand] = []
+
+    def slot(x: object) -> Any:
+        if type(x) is DTensor:
+            operands.append(resolve.Operand(x._layout.unowned, x.dtype))
+            return resolve.Slot(len(operands) - 1)
+        return type(x)(slot(y) for y in x) if isinstance(x, list | tuple) and type(x) is not torch.Size else x
+
+    slotted = tuple(slot(a) for a in args)
+    named = {k: slot(a) for k, a in kwargs.items()}
+    op, name = rule.native or func, name_of(func)
+    python = rule.native is None and _is_python(func)
+    if getattr(func, "__module__", "") == F.__name__ and arguments(func, args, kwargs).get("inplace"):
+        rule = _in_place_rule(rule, name)
+    results = cache(lambda: resolve.results_on_meta(func, slotted, named, operands))
+    chosen = _choice(func, name, rule, operands, slotted, named)
+
+    def described(describe: Callable[..., Any]) -> Any:
+        metas = [Meta(o.layout.shape, o.dtype, REPLICATE, o.layout.strides) for o in operands]
+        return resolve.called(describe, metas, slotted, named)
+
+    def shape() -> Shapes:
+        return resolve.shapes_of(func, results().out) if rule.shape is None else described(rule.shape)
+
+    recipe = resolve.recipe(name, rule, [o.layout for o in operands], chosen, shape)
+    if rule.shape is not None and len(operands) > 1:
+        resolve.check_sizes(results)
+    if rule.memory_order is not None:
+        recipe = replace(recipe, order=tuple(described(rule.memory_order)))
+    elif rule.order_of_first and isinstance(recipe.output, Layout):
+        recipe = replace(recipe, output=_in_order_of(operands[0], recipe.output))
+    elif recipe.output is not None and _may_have_strides(rule, operands, (*slotted, *named.values())):
+        try:
+            recipe = resolve.with_strides(recipe, results())
+        except RuntimeError:  # NoRowError among them
+            if rule.view:
+                raise
+    return RunnableRecipe(recipe, op, recipe.local_impl is not None or bool(recipe.rows) or python)
+
+
+def _in_order_of(first: resolve.Operand, output: Layout) -> Layout:
+    """The layout with the memory order of the first operand, whose dims may be expanded."""
+    if first.layout.strides is None:
+        return output
+    order = dims_by_stride(torch.empty_like(global_on_meta(first.layout, first.dtype)).stride())
+    return output.with_strides(strides_in_order(output.shape, order))
+
+
+def _may_have_strides(rule: OpRule, operands: Sequence[resolve.Operand], args: Args) -> bool:
+    """Whether a result may be other than row-major, or an alias of an operand."""
+    return (
+        rule.view
+        or rule.shape is None
+        or any(o.layout.strides is not None for o in operands)
+        or any(isinstance(a, torch.memory_format) for a in args)
+    )
+
+
+def _is_python(func: Op) -> bool:
+    """Whether Python code would get a DTensor, forward or backward, and take its global shape for the local one."""
+    if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return not str(func).startswith("aten.")
+    return isinstance(func, FunctionType)
+
+
+def _in_place_rule(rule: OpRule, name: str) -> OpRule:
+    method = getattr(Tensor, f"{name}_", None)
+    in_place = RULES.get(method) if method is not None else None
+    if in_place is None or rule.native is None:
+        raise resolve.NoRowError(f"{name}(inplace=True) has no rule of its own")
+    return in_place
+
+
+def _choice(
+    func: Op, name: str, rule: OpRule, operands: list[resolve.Operand], slotted: Args, named: Kwargs
+) -> tuple[Row, ...]:
+    """Rows for these operands, whatever ran before: ranks with other histories choose the same.
+
+    The rows of a shape-independent rule that fit are cached without sizes, the cheapest of several by size class.
+    """
+    if not rule.shape_independent:
+        return resolve.choose(name, rule, operands, slotted, named)
+    layouts = [o.layout for o in operands]
+    kinds = tuple([(x.kind, o.dtype, tuple([n == 1 for n in x.shape])) for o, x in zip(operands, layouts, strict=True)])
+    key = kinds, call_key(func, rule, slotted, named)
+    known = _row_cache.get(key)
+    if known is None:
+        known = resolve.candidates(name, rule, operands, slotted, named), {}
+        if NO_KEY not in key[1]:
+            remember(_row_cache, key, known)
+    fitting, chosen = known
+    settled = max(map(len, fitting), default=1) == 1
+    sizes = () if settled else tuple([resolve.size_class(x.shape) for x in layouts])
+    if sizes not in chosen:
+        chosen[sizes] = resolve.cheapest(rule, fitting, operands, slotted, named)
+    return chosen[sizes]

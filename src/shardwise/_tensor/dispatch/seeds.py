@@ -1,0 +1,98 @@
+"""The seed of a random op: drawn from torch's generator, and compared between the ranks.
+
+A random op draws one number, on every rank, from torch's default CPU generator or from the `generator=` that it gets.
+Each element is a function of that number and its index (`counter_rng`). So `torch.manual_seed`, `torch.get_rng_state`,
+`torch.set_rng_state`, `torch.random.fork_rng` and activation checkpoints govern random DTensors too, and a state can be
+restored on another number of ranks.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+
+from shardwise import _collectives as collectives
+from shardwise._layout import Mesh
+from shardwise._trace.capture_hooks import allow_in_graph, not_capturable
+from shardwise.errors import MismatchError
+
+CHECK_EVERY = 64  # draws: ranks that draw different numbers find out after at most as many
+
+Ranks = tuple[int, ...]
+
+
+@dataclass
+class _Ledger:
+    """What this rank has drawn with the others of a group."""
+
+    draws: int = 0
+    digest: int = 0
+    generators: "WeakSet[torch.Generator]" = field(default_factory=WeakSet)
+
+
+_ledgers: "WeakKeyDictionary[Any, dict[Ranks, _Ledger]]" = WeakKeyDictionary()
+
+
+@allow_in_graph
+def draw_seed(mesh: Mesh, generator: torch.Generator | None = None) -> int:
+    """A number for one random op on `mesh`, the same on all its ranks.
+
+    The ranks compare digests of what they have drawn at draws 1, 2, 4, … 64, at every 64th from then on, and when they
+    first draw from a `generator`. All count the same draws, so they agree on when to compare without communication.
+
+    Raises:
+        MismatchError: the ranks' generators differ, or differed at a draw since the last comparison.
+    """
+    seed = collectives.draw_from_torch(generator) if generator is not None else collectives.transport().draw_seed()
+    ranks = _members(mesh)
+    if len(ranks) == 1 or collectives.rank() not in ranks:
+        return seed
+    ledger = _ledgers.setdefault(collectives.transport(), {}).setdefault(ranks, _Ledger())
+    ledger.draws += 1
+    ledger.digest = (ledger.digest * 0x5851F42D4C957F2D + seed) & ((1 << 62) - 1)
+    due = ledger.draws % CHECK_EVERY == 0 or (ledger.draws < CHECK_EVERY and ledger.draws.bit_count() == 1)
+    if generator is not None and generator not in ledger.generators:
+        ledger.generators.add(generator)
+        due = True
+    if due:
+        _compare(ledger, ranks)
+    return seed
+
+
+def _compare(ledger: _Ledger, ranks: Ranks) -> None:
+    try:
+        collectives.agree(
+            "the random seed",
+            ledger.digest,
+            ranks,
+            "call torch.manual_seed with the same number on every rank, and let every rank draw alike from torch's "
+            "default generator afterwards: give numbers of one rank's own a torch.Generator of their own, or draw "
+            "them inside torch.random.fork_rng().",
+        )
+    except MismatchError:
+        _ledgers[collectives.transport()].pop(ranks)  # the next draw is compared at once
+        raise
+
+
+@lru_cache(maxsize=1024)
+def _members(mesh: Mesh) -> Ranks:
+    return tuple(sorted(mesh.ranks))
+
+
+@contextmanager
+def same_on_all_ranks(mesh: Mesh, generator: torch.Generator | None, device: torch.device) -> Iterator[None]:
+    """Inside, torch's generators of the CPU and of `device` are seeded with one drawn number."""
+    not_capturable("random numbers of torch's own generators in an op that runs replicated")
+    seed = draw_seed(mesh, generator)
+    accelerator = None if device.type == "cpu" else torch.get_device_module(device)
+    devices = [] if accelerator is None else [device]
+    with torch.random.fork_rng(devices, device_type="cuda" if accelerator is None else device.type):
+        torch.default_generator.manual_seed(seed)
+        if accelerator is not None:
+            with accelerator.device(device):
+                accelerator.manual_seed(seed)
+        yield

@@ -1,0 +1,283 @@
+"""Functions for which torch asks no `__torch_function__`: most make a tensor of a tensor, or read a number from one.
+
+    torch.tensor(loss)          a DTensor: loss.detach().clone()
+    torch.full((2,), loss)      a plain tensor of loss.item()
+    torch.FloatTensor(x)        refused
+
+`shardwise._tensor.torch_patches` installs the replacements of torch's functions that are made here. They call the
+dispatcher if a DTensor is among the arguments, so the handlers below answer, and tools see the call.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import cache, wraps
+from types import GetSetDescriptorType
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from torch.jit import _builtins as names_in_scripts
+
+from shardwise._rules.registry import handler, replacement
+from shardwise._rules.row import Args, Kwargs, Op
+from shardwise._tensor.dispatch.fallback import run_decomposed
+from shardwise._tensor.dispatch.hooks import hook_calls
+from shardwise._tensor.dispatch.operands import is_strict
+from shardwise._tensor.dtensor import DTensor, call, name_of
+from shardwise._tensor.handlers.attributes import refuse, refuse_local, set_
+from shardwise.errors import RuleError
+
+_dispatches = torch._C._is_torch_function_enabled
+Device = torch.device | str | int | None
+
+
+# ---- replacements for torch's own functions ---------------------------------------------------------------------
+
+
+@cache  # TorchScript knows functions by id
+def asking(original: Op) -> Op:
+    """`original`, a function that asks no subclass: a call with a DTensor among its arguments is dispatched."""
+
+    @wraps(original)
+    def function(*args: object, **kwargs: object) -> object:
+        for x in args:
+            if type(x) is DTensor and _dispatches():
+                return call(original, *args, **kwargs)
+        if kwargs:
+            for x in kwargs.values():
+                if type(x) is DTensor and _dispatches():
+                    return call(original, *args, **kwargs)
+        return original(*args, **kwargs)
+
+    return _in_place_of(original, function)
+
+
+def taking_numbers(first: int) -> Callable[[Op], Op]:
+    """From a function to one that takes 0-d DTensors from its argument `first` on as the numbers they hold.
+
+    C++ would read the number from the local tensor.
+    """
+
+    def number(x: object) -> object:
+        if type(x) is not DTensor or x._layout.shape:
+            return x
+        if x.requires_grad:
+            raise TypeError("A number is expected, got a DTensor that requires grad. Fix: pass x.item().")
+        return x.item()
+
+    @cache
+    def replaced(original: Op) -> Op:
+        @wraps(original)
+        def function(*args: object, **kwargs: object) -> object:
+            for x in (*args[first:], *kwargs.values()):
+                if type(x) is DTensor and _dispatches():
+                    args = (*args[:first], *map(number, args[first:]))
+                    kwargs = {name: number(x) if name != "input" else x for name, x in kwargs.items()}
+                    break
+            if first and args and type(args[0]) is DTensor and _dispatches():
+                return call(original, *args, **kwargs)
+            return original(*args, **kwargs)
+
+        return _in_place_of(original, function)
+
+    return replaced
+
+
+def refusing(what: str = "") -> Callable[[Op], Op]:
+    """From a function of C++ to one that refuses DTensors among its arguments, also in lists, tuples and dicts.
+
+    `what` names it in the error, in place of its own name.
+    """
+
+    def replaced(original: Op) -> Op:
+        function = getattr(original, "__func__", original)
+
+        def check(values: Iterable[object]) -> None:
+            for x in values:
+                kind = type(x)
+                if kind is DTensor:
+                    refuse_local(what or f"{name_of(function)}()")
+                if kind is int or kind is Tensor:
+                    continue
+                if isinstance(x, list | tuple | torch._C.ScriptList):
+                    check(x)
+                elif isinstance(x, dict | torch._C.ScriptDict):
+                    check(value for _, value in x.items())
+
+        @wraps(function)
+        def checked(*args: object, **kwargs: object) -> object:
+            check(args)
+            if kwargs:
+                check(kwargs.values())
+            return function(*args, **kwargs)
+
+        return checked
+
+    return replaced
+
+
+def refusing_traces(original: Op) -> Op:
+    """`torch.jit.trace`, refusing the call of any function with a DTensor inside: it would record what C++ runs."""
+
+    def refuse_call(proceed: object, func: Op, args: Args, kwargs: Kwargs) -> NoReturn:
+        raise RuleError(
+            f"torch.jit.{original.__name__}() would record what {name_of(func)}() does to the local tensor of a "
+            f"DTensor. Fix: shardwise.capture(module), which captures the step with its communication."
+        )
+
+    @wraps(original)
+    def function(*args: object, **kwargs: object) -> object:
+        with hook_calls(refuse_call):
+            return original(*args, **kwargs)
+
+    return function
+
+
+def full_gradients(original: Op) -> Op:
+    """`torch.autograd._make_grads`, with the full tensor of a DTensor that is the gradient of a plain output."""
+
+    def gradient(output: object, given: object) -> object:
+        if type(given) is not DTensor or type(output) is DTensor:
+            return given
+        if is_strict():
+            raise RuleError(
+                "backward: a DTensor as the gradient of a plain tensor is refused in strict mode. Fix: full_tensor()."
+            )
+        return given.full_tensor()
+
+    @wraps(original)
+    def make_grads(outputs: Iterable[object], grads: Iterable[object], is_grads_batched: bool) -> object:
+        return original(outputs, [*map(gradient, outputs, grads)], is_grads_batched)
+
+    return make_grads
+
+
+class TensorData(property):
+    """`Tensor.data`, whose setter refuses a DTensor as the data of a plain tensor."""
+
+    __name__ = "data"  # as of the attribute that it replaces: handlers find it by this name
+
+
+def data_of_alike(original: GetSetDescriptorType) -> TensorData:
+    """The attribute `Tensor.data`; reading it costs nothing more."""
+
+    def write(x: Tensor, value: Tensor) -> None:
+        if type(value) is DTensor and type(x) is not DTensor and _dispatches():
+            raise RuleError(
+                f".data = a DTensor would give a plain tensor of shape {tuple(x.shape)} the local shard. Fix: put a "
+                f"distributed parameter in its place, setattr(module, name, nn.Parameter(x)) or "
+                f"shardwise.shard_module; or assign x.full_tensor()."
+            )
+        original.__set__(x, value)
+
+    return TensorData(original.__get__, write, original.__delete__, original.__doc__)
+
+
+def new_without_dtensors(original: Op) -> object:
+    """`Tensor.__new__`, which `torch.Tensor(x)` and the constructors of subclasses call, refusing a DTensor."""
+
+    @wraps(original)
+    def new(cls: type, *args: object, **kwargs: object) -> object:
+        if args and type(args[0]) is DTensor:
+            refuse(cls, args, kwargs)
+        return original(cls, *args, **kwargs)
+
+    return staticmethod(new)
+
+
+def _in_place_of(original: Op, function: Op) -> Op:
+    """`function` with the place in torch that `original` has: pickling and TorchScript find functions by it."""
+    if getattr(torch, original.__name__, None) is original:
+        function.__module__, function.__qualname__ = "torch", original.__name__
+    known = names_in_scripts._builtin_table or {}  # None until a function is scripted
+    if id(original) in known:
+        known[id(function)] = known[id(original)]
+    return function
+
+
+# ---- what the calls with a DTensor do ---------------------------------------------------------------------------
+
+
+def _converted(x: Tensor, dtype: torch.dtype | None, device: Device) -> Tensor:
+    return x.to(device=x.device if device is None else device, dtype=x.dtype if dtype is None else dtype)
+
+
+@replacement(torch.tensor)
+def tensor(
+    data: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: Device = None,
+    requires_grad: bool = False,
+    pin_memory: bool = False,
+) -> Tensor:
+    """A copy without history, in the layout of `data`."""
+    copy = _converted(data.detach().clone(), dtype, device)
+    return (copy.pin_memory() if pin_memory else copy).requires_grad_(requires_grad)
+
+
+@replacement(torch.as_tensor)
+def as_tensor(data: Tensor, dtype: torch.dtype | None = None, device: Device = None) -> Tensor:
+    return _converted(data, dtype, device)
+
+
+@replacement(torch.asarray)
+def asarray(
+    obj: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: Device = None,
+    copy: bool | None = None,
+    requires_grad: bool | None = None,
+) -> Tensor:
+    """`obj` itself where torch shares its memory, with its history unless `requires_grad` is given."""
+    made = _converted(obj, dtype, device)
+    if made is not obj and copy is False:
+        raise ValueError("can't alias a tensor with another dtype or on another device")
+    if made is obj and copy:
+        made = obj.clone()
+    if requires_grad is not None and made.requires_grad != requires_grad:
+        made = made.detach()
+    return made.requires_grad_(obj.requires_grad) if requires_grad is None else made.requires_grad_(requires_grad)
+
+
+@handler(Tensor.new_tensor)
+def _new_tensor(func: Op, args: Args, kwargs: Kwargs) -> object:
+    """`like.new_tensor(x)`: a copy of `x` in its layout."""
+    like, data = (*args, kwargs.get("data"))[:2]
+    if type(data) is not DTensor:
+        return run_decomposed(func, args, kwargs)
+    facts = {"dtype": like.dtype, "device": like.device} | {k: v for k, v in kwargs.items() if k != "data"}
+    return tensor(data, **facts)
+
+
+@handler(Tensor.set_)
+def _set(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
+    return set_(*args, **kwargs) if type(args[0]) is DTensor else refuse(func, args, kwargs)
+
+
+handler(
+    torch.sparse_coo_tensor,
+    torch.sparse_csr_tensor,
+    torch.sparse_csc_tensor,
+    torch.sparse_bsr_tensor,
+    torch.sparse_bsc_tensor,
+    torch.sparse_compressed_tensor,
+    torch._C._to_dlpack,
+    torch._C._to_dlpack_versioned,
+    Tensor.as_subclass,
+)(refuse)
+
+
+@handler(
+    Tensor.tolist,
+    Tensor.numpy,
+    Tensor.__array__,
+    Tensor.__dlpack__,
+    Tensor.data_ptr,
+    Tensor.__format__,
+    Tensor.__repr__,
+    Tensor.__reduce_ex__,
+)
+def _method_of_dtensor(func: Op, args: Args, kwargs: Kwargs) -> object:
+    """`torch.Tensor.tolist(x)`, where `x.tolist()` calls the method of `DTensor`."""
+    return getattr(DTensor, func.__name__)(*args, **kwargs)

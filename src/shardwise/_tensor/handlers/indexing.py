@@ -1,0 +1,456 @@
+"""x[…] and x[…] = value, in terms of slices, index, index_put and masks."""
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from operator import index as as_int
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+from torch.utils import _pytree as pytree
+
+from shardwise import _collectives as collectives
+from shardwise._layout import REPLICATE, Box, Boxes, Layout, OnRanks, Placement, Shard, split_by_boxes
+from shardwise._rules import Meta, Row
+from shardwise._rules.local_context import local_with
+from shardwise._rules.registry import handler, replacement
+from shardwise._rules.row import Args, IndexMap, Kwargs, Op
+from shardwise._rules.shapes.index import boolean_index
+from shardwise._rules.shapes.view import DimSlice, ViewMap, basic_index, probe_views
+from shardwise._tensor.conversion import wrap
+from shardwise._tensor.dispatch import align_shards, outside_mesh
+from shardwise._tensor.dispatch.fallback import run_decomposed, run_replicated
+from shardwise._tensor.dispatch.operands import into_plain, is_outside, on_one_mesh, promoted
+from shardwise._tensor.dispatch.view_copies import before_change, invalidate, storage_of
+from shardwise._tensor.dtensor import DTensor, call, check_owners, plain, tag, to_layout
+from shardwise._trace.comm_trace import Cause
+
+aten = torch.ops.aten
+FULL_SLICE = (None, None, None)
+NUMBERS = frozenset((int, type(None)))
+
+
+class Index(NamedTuple):
+    """A parsed index: x[…] is x[items], indexed by tensors along dims of the result."""
+
+    items: tuple[Any, ...]  # for `basic_index`
+    tensors: dict[int, Any]  # by the dim of x[items] at which they begin
+
+    @property
+    def is_basic(self) -> bool:
+        return not self.tensors
+
+    @property
+    def has_items(self) -> bool:
+        return any(item != FULL_SLICE for item in self.items)
+
+    def ndim(self, x: DTensor) -> int:
+        """The number of dims of the result."""
+        left = x.dim() - sum(item is not None for item in self.items)
+        basic = sum(not isinstance(item, int) for item in self.items)
+        indexed = [1 if t.dtype == torch.bool else t.ndim for t in self.tensors.values()]
+        return left + basic - sum(map(_consumed, self.tensors.values())) + max(indexed, default=0)
+
+
+def _on_one_mesh(func: Any, args: Args) -> Args:
+    """The tensor, the index and the value, redistributed to the mesh of the tensor."""
+    parts = (*(args[1] if isinstance(args[1], tuple) else args[1:2]), *args[2:])
+    if any(type(p) is DTensor and p._layout.mesh != args[0]._layout.mesh for p in parts):
+        args, _ = on_one_mesh(func, args, {}, 0)
+    return args
+
+
+@handler(Tensor.__getitem__)
+def _get_item(func: Op, args: Args, kwargs: Kwargs) -> object:
+    x, brackets = args
+    if type(x) is not DTensor:
+        lead = next(a for a in pytree.tree_leaves(brackets) if type(a) is DTensor)
+        x = promoted(x, lead._layout.mesh, "x[…]")
+    items = _plain_items(x, brackets)
+    if items is not None:
+        return call(basic_index, x, *items)
+    x, brackets = _on_one_mesh(func, (x, brackets))
+    index = _parsed(x, brackets)
+    if index.is_basic or index.has_items:
+        x = call(basic_index, x, *index.items)
+    if index.is_basic:
+        return x
+    mask = _only_mask(index)
+    if mask is not None:
+        return call(boolean_index, x, *mask)
+    return call(aten.index.Tensor, x, _as_list(index))
+
+
+@handler(Tensor.__setitem__)
+def _set_item(func: Op, args: Args, kwargs: Kwargs) -> None:
+    if type(args[0]) is not DTensor:
+        into_plain(func, args, kwargs)
+        return
+    check_owners("x[…] = value", (args[0]._layout,))
+    x, brackets, value = _on_one_mesh(func, args)
+    if isinstance(value, int | float) and write_number(x, brackets, value):
+        return
+    copies = before_change("x[…] = value", x)
+    if not is_outside(x._layout.mesh):
+        _write(x, brackets, value)
+        return
+    outside_mesh.changed_empty(func, (x, brackets, value), {})
+    invalidate(copies)
+
+
+def _write(x: DTensor, brackets: Any, value: Any) -> None:
+    if not isinstance(value, Tensor | int | float | complex):
+        raise TypeError(f"can't assign a {type(value).__name__} to a {x.dtype} DTensor")
+    items = _plain_items(x, brackets)
+    index = _parsed(x, brackets) if items is None else Index(items, {})
+    if any(isinstance(p, Boxes) for p in x._layout.placements):
+        full = x._layout.replicated()
+        cause = Cause("operand", "x[…] = value", x._name or "x", "boxes have no slices")
+        copy = to_layout(x, full, cause).clone()
+        copy[brackets] = value  # type: ignore[assignment]
+        x.copy_(copy)
+        return
+    view = _local_view(x, index.items) if index.is_basic or index.has_items else x
+    value = _without_ones(value, index.ndim(x))
+    if index.is_basic:
+        _assign(view, value)
+        return
+    mask = _only_mask(index)
+    if mask is not None and not isinstance(value, Tensor):
+        view.masked_fill_(_broadcast_mask(*mask, view), value)
+        return
+    spread = _over_mask(*mask, view.ndim, value) if mask is not None and isinstance(value, Tensor) else None
+    if mask is not None and spread is not None:
+        _assign(view, torch.where(_broadcast_mask(*mask, view), _expanded_for(spread, view), view))
+        return
+    if not isinstance(value, Tensor):
+        value = _replicated(torch.tensor(value, dtype=view.dtype, device=view.device), view)
+    call(aten.index_put_.default, view, _as_list(index), value)
+
+
+def _assign(view: DTensor, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        view.fill_(value)
+        return
+    value = _expanded_for(value, view)
+    # x[i] *= 2 assigns a view of the same elements, whose dims of size 1 may have other strides: torch refuses to copy.
+    view.copy_(value.clone() if _has_other_strides(value, view) else value)
+
+
+def _has_other_strides(value: Tensor, view: DTensor) -> bool:
+    """Whether these are different views of one memory."""
+    if type(value) is not DTensor:
+        return False
+    with DisableTorchFunctionSubclass():
+        return storage_of(value) is storage_of(view) and plain(value).stride() != plain(view).stride()
+
+
+def _without_ones(value: object, ndim: int) -> object:
+    """The value without leading dims of size 1 that are too many, as torch does."""
+    while isinstance(value, Tensor) and value.ndim > ndim and value.shape[0] == 1:
+        value = value.squeeze(0)
+    return value
+
+
+def _expanded_for(x: Tensor, view: DTensor) -> Tensor:
+    """`x` expanded to a view that is on one rank; broadcasting would put it on all ranks."""
+    on_one = any(isinstance(p, OnRanks) for p in view._layout.placements)
+    return x.expand(view.shape) if on_one and x.ndim else x
+
+
+def _broadcast_mask(start: int, mask: Tensor, view: DTensor) -> Tensor:
+    """A mask of dims from `start` on, so that it broadcasts to the view."""
+    return _expanded_for(mask.reshape(*mask.shape, *(1,) * (view.ndim - start - mask.ndim)), view)
+
+
+def _over_mask(start: int, mask: Tensor, ndim: int, value: Tensor) -> Tensor | None:
+    """A value that is equal at all elements of a mask, so that it broadcasts to the masked tensor; else None."""
+    own = start - (ndim - mask.ndim + 1 - value.ndim)
+    if own < 0:
+        return value
+    return (
+        value.reshape(*value.shape[:own], *(1,) * mask.ndim, *value.shape[own + 1 :]) if value.shape[own] == 1 else None
+    )
+
+
+# ---- parsing an index -------------------------------------------------------------------------------------------
+
+
+class _Flag(NamedTuple):
+    """A single bool: a new dim of size 1 or 0."""
+
+    mask: Tensor
+
+
+def _plain_items(x: DTensor, brackets: object) -> tuple[Any, ...] | None:
+    """The items of an index of slices, integers and None only; else None. Faster than `_parsed`."""
+    items: list[Any] = []
+    new = 0
+    for p in brackets if type(brackets) is tuple else (brackets,):
+        if type(p) is slice:
+            item = p.start, p.stop, p.step
+            if not NUMBERS.issuperset(map(type, item)):
+                return None
+            items.append(item)
+        elif p is None or type(p) is int:
+            new += p is None
+            items.append(p)
+        else:
+            return None
+    return tuple(items) if len(items) - new <= len(x._layout.shape) else None
+
+
+def _parsed(x: DTensor, brackets: object) -> Index:
+    parts = [_part(p, x) for p in (brackets if isinstance(brackets, tuple) else (brackets,))]
+    used = sum(map(_consumed, parts))
+    if used > x.ndim:
+        raise IndexError(f"too many indices for tensor of dimension {x.ndim}")
+    items: list[Any] = []
+    tensors: dict[int, Any] = {}
+    at = 0  # in x
+    for p in _spread(parts, x.ndim - used):
+        out = sum(not isinstance(item, int) for item in items)
+        if isinstance(p, Tensor):
+            if p.dtype == torch.bool and tuple(p.shape) != tuple(x.shape[at : at + p.ndim]):
+                raise IndexError(
+                    f"The shape of the mask {list(p.shape)} at index {at} does not match the shape of the indexed "
+                    f"tensor {list(x.shape)} at index {at}"
+                )
+            tensors[out] = p
+            items += [FULL_SLICE] * _consumed(p)
+        elif isinstance(p, _Flag):
+            tensors[out] = p.mask
+            items.append(None)
+        elif isinstance(p, slice):
+            items.append(tuple(None if a is None else as_int(a) for a in (p.start, p.stop, p.step)))
+        else:
+            items.append(p)
+        at += _consumed(p)
+    return Index(tuple(items), tensors)
+
+
+def _part(p: Any, x: DTensor) -> object:
+    """One part of an index as an integer, slice, None, Ellipsis, `_Flag`, or tensor of at least one dim."""
+    if p is None or p is Ellipsis or isinstance(p, slice):
+        return p
+    if isinstance(p, bool | np.bool_):
+        return _Flag(_replicated(torch.tensor([bool(p)], device=x.device), x))
+    if isinstance(p, list | range | np.ndarray):
+        p = _replicated(torch.as_tensor(p, device=x.device), x)
+        p = p.long() if not p.numel() else p
+    if not isinstance(p, Tensor):
+        return as_int(p)
+    if p.dtype == torch.uint8:
+        p = p.bool()
+    if p.is_floating_point() or p.is_complex():
+        raise IndexError(f"tensors used as indices must be integers or bools, got {p.dtype}")
+    if p.ndim:
+        return p
+    return _Flag(p.reshape(1)) if p.dtype == torch.bool else int(p)
+
+
+def _replicated(x: Tensor, like: DTensor) -> DTensor:
+    """A tensor that every rank made with equal values, replicated."""
+    return wrap(x, like._layout.replace([REPLICATE] * like._layout.mesh.ndim, x.shape))
+
+
+def _consumed(p: object) -> int:
+    """How many dims of the tensor a part of an index uses."""
+    if isinstance(p, Tensor):
+        return p.ndim if p.dtype == torch.bool else 1
+    return int(isinstance(p, int | slice))
+
+
+def _spread(parts: list[Any], free: int) -> Iterator[Any]:
+    """The parts with the first Ellipsis replaced by full slices, and any other one dropped.
+
+    Raises:
+        IndexError: dims are indexed after the second Ellipsis, where torch takes others than numpy, or none.
+    """
+    ellipses = 0
+    for p in parts:
+        if p is Ellipsis:
+            yield from [slice(None)] * (0 if ellipses else free)
+            ellipses += 1
+        elif ellipses > 1 and _consumed(p):
+            raise IndexError("an index has only one ellipsis (...) before other indices. Fix: write : for single dims.")
+        else:
+            yield p
+
+
+def _only_mask(index: Index) -> tuple[int, Tensor] | None:
+    if len(index.tensors) != 1:
+        return None
+    (pair,) = index.tensors.items()
+    return pair if pair[1].dtype == torch.bool else None
+
+
+def _as_list(index: Index) -> list[Any]:
+    """An index tensor or None for each dim; masks become the indices of their elements."""
+    found: dict[int, Any] = {}
+    for at, tensor in index.tensors.items():
+        if tensor.dtype == torch.bool:
+            found |= {at + i: indices for i, indices in enumerate(tensor.nonzero().unbind(1))}
+        else:
+            found[at] = tensor
+    return [found.get(d) for d in range(max(found) + 1)]
+
+
+# ---- x[i, j] = number: every rank writes to the elements of its local shard -------------------------------------
+
+
+def write_number(x: DTensor, index: object, value: float) -> bool:
+    """x[index] = value where the index names single elements; False, and nothing done, where it does not."""
+    indices = _single_elements(x, index)
+    if indices is None:
+        return False
+    copies = before_change("x[i] = number", x)
+    with DisableTorchFunctionSubclass():
+        rank = collectives.rank()
+        neutral = x._layout.identity_element(rank)
+        _write_elements(plain(x), x._layout.boxes(rank), indices, value if neutral is None else neutral)
+    invalidate(copies)
+    return True
+
+
+def _single_elements(x: DTensor, index: object) -> list[Tensor] | None:
+    """A plain tensor for each dim, with the index of every element in it; None for slices and masks.
+
+    Raises:
+        IndexError: an index out of bounds.
+    """
+    shape = x._layout.shape
+    parts = index if isinstance(index, tuple) else (index,)
+    if not shape or len(parts) != len(shape) or not all(map(_is_index, parts)):
+        return None
+    found = []
+    for dim, (part, size) in enumerate(zip(parts, shape, strict=True)):
+        at = torch.as_tensor(part, dtype=torch.int64, device=x.device)
+        bad = at[(at < -size) | (at >= size)]
+        if bad.numel():
+            raise IndexError(f"index {bad[0].item()} is out of bounds for dimension {dim} with size {size}")
+        found.append(at % size)
+    return list(torch.broadcast_tensors(*found))
+
+
+def _is_index(part: object) -> bool:
+    if isinstance(part, Tensor):
+        return type(part) is not DTensor and part.dtype in (torch.int64, torch.int32)
+    return isinstance(part, int) and not isinstance(part, bool)
+
+
+def _write_elements(local: Tensor, boxes: Sequence[Box], indices: Sequence[Tensor], value: float) -> None:
+    if not boxes:  # saves indices for backward, as other ranks do
+        local[tuple(at.reshape(-1)[:0] for at in indices)] = value
+    for box, view in zip(boxes, split_by_boxes(local, boxes), strict=True):
+        own = [at - offset for at, offset in zip(indices, box.offsets, strict=True)]
+        here = torch.stack([(at >= 0) & (at < size) for at, size in zip(own, box.sizes, strict=True)]).all(0)
+        view[tuple(at[here] for at in own)] = value
+
+
+# ---- a view to write to -----------------------------------------------------------------------------------------
+
+
+def _local_view(x: DTensor, items: tuple[Any, ...]) -> DTensor:
+    """The shard of x[items] in this rank's shard of x, as an alias. An integer selects on its owner."""
+    found, index = _local_slice(x._layout, items, collectives.rank())
+    with DisableTorchFunctionSubclass():
+        if index is not None:
+            return tag(x[index], found)
+        return tag(x[(slice(0, 0),) * len(x._layout.shape)].view(found.local_shape(collectives.rank())), found)
+
+
+@lru_cache(maxsize=4096)
+def _local_slice(layout: Layout, items: tuple[Any, ...], rank: int) -> tuple[Layout, Any]:
+    """The layout of that view, and the index of it in the local tensor; None for an empty shard."""
+    with DisableTorchFunctionSubclass():
+        (view,), _ = probe_views(basic_index, Meta(layout.shape, torch.float32, REPLICATE), items, {})
+    rows = [_row(layout, view, axis) for axis in range(layout.mesh.ndim)]
+    found = align_shards.output_layouts([layout], rows, view.shape)
+    assert not isinstance(found, tuple)
+    return found, view.local_index(layout.box(rank)) if found.boxes(rank) else None
+
+
+def _row(layout: Layout, view: ViewMap, axis: int) -> Row:
+    placement = layout.placements[axis]
+    map_index: IndexMap | None = None
+    output: Placement = placement
+    if isinstance(placement, Shard):
+        at = view.dim_of(placement.dim)
+        if at is None:
+            output = OnRanks(_owner(layout, placement.dim, view.fixed[placement.dim])[axis])
+        else:
+            output, map_index = Shard(at), local_with(DimSlice.offset_of, view.dims[at])
+    return Row((align_shards.kind(placement),), output, "", map_index=map_index)
+
+
+def _owner(layout: Layout, dim: int, index: int) -> tuple[int, ...]:
+    """The coordinate of a rank whose shard has `index` of `dim`."""
+    mesh = layout.mesh
+    boxes = {rank: layout.boxes(rank) for rank in mesh.ranks}
+    rank = next(r for r, held in boxes.items() if held and 0 <= index - held[0].offsets[dim] < held[0].sizes[dim])
+    coordinate = mesh.coordinate(rank)
+    assert coordinate is not None
+    return coordinate
+
+
+# ---- functions in terms of these --------------------------------------------------------------------------------
+
+
+@replacement(torch.select_scatter, Tensor.select_scatter, aten.select_scatter.default)
+def _select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
+    return _with(input, (*(slice(None),) * (dim % input.ndim), index), src)
+
+
+@replacement(torch.slice_scatter, Tensor.slice_scatter, aten.slice_scatter.default)
+def _slice_scatter(
+    input: Tensor, src: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Tensor:
+    return _with(input, (*(slice(None),) * (dim % input.ndim), slice(start, end, step)), src)
+
+
+def _with(x: Tensor, brackets: tuple[slice | int, ...], src: Any) -> Tensor:
+    """A copy of x with x[brackets] = src."""
+    out = x.clone() if type(x) is DTensor else promoted(x, src._layout.mesh, "scatter").clone()
+    wanted = torch.empty(x.shape, device="meta")[brackets].shape
+    if tuple(src.shape) != tuple(wanted):
+        raise RuntimeError(f"expected src to have a size equal to the slice of self. src size = {tuple(src.shape)}, "
+                           f"slice size = {tuple(wanted)}")  # fmt: skip
+    out[brackets] = src
+    return out
+
+
+@replacement(Tensor.__contains__)
+def _contains(x: Tensor, element: Tensor | float) -> bool:
+    return bool((x == element).any())
+
+
+@replacement(Tensor.__reversed__)
+def _reversed(x: Tensor) -> Tensor:
+    return x.flip(0) if x.ndim else x
+
+
+@handler(aten._index_put_impl_.default)
+@handler(
+    torch.index_put, Tensor.index_put, torch.index_put_, Tensor.index_put_, aten.index.Tensor, aten.index_put.default,
+    aten.index_put_.default, no_row=True,
+)  # fmt: skip
+def _index_masks(func: Op, args: Args, kwargs: Kwargs) -> object:
+    """index and index_put with masks, which become the indices of their elements."""
+    named = dict(zip(("self", "indices", "values", "accumulate"), args, strict=False)) | kwargs
+    x, indices = named.pop("self"), named.pop("indices")
+    if not any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices):
+        return _without_rule(func, args, kwargs)
+    flat: list[Any] = []
+    for i in indices:
+        mask = isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8)
+        flat += i.bool().nonzero().unbind(1) if mask else [i]
+    return func(x, flat, **named)
+
+
+def _without_rule(func: Op, args: Args, kwargs: Kwargs) -> object:
+    if isinstance(func, torch._ops.OpOverload):
+        return run_replicated(func, args, kwargs, "no row fits its operands")
+    return run_decomposed(func, args, kwargs)

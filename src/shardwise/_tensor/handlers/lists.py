@@ -1,0 +1,389 @@
+"""Ops on lists of tensors: foreach and fused kernels, element by element on the local tensors; and `embedding_bags`."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial, wraps
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+
+from shardwise import _collectives as collectives
+from shardwise._layout import REPLICATE, Layout, Mesh, Partial, Shard
+from shardwise._lookups import lookup
+from shardwise._lookups.bad_ids import StraddlingError
+from shardwise._lookups.requests import Lookup, exchange_axes
+from shardwise._lookups.rules import embedding_bags
+from shardwise._redistribute.run_plan import redistribute_local
+from shardwise._rules.registry import handler, handler_of_family
+from shardwise._rules.row import Args, Kwargs, Op, arguments
+from shardwise._tensor.dispatch.dispatcher import prepared
+from shardwise._tensor.dispatch.local_calls import PreparedCall
+from shardwise._tensor.dispatch.operands import is_outside
+from shardwise._tensor.dispatch.resolve import NoRowError, SeveralMeshesError
+from shardwise._tensor.dispatch.view_copies import before_changes, invalidate
+from shardwise._tensor.dtensor import DTensor, check_owners, plain, tag, to_layout
+from shardwise._tensor.torch_objects import is_torch_dtensor
+from shardwise._tensor.transforms import check_untransformed
+from shardwise._trace.comm_trace import Cause
+from shardwise.errors import MismatchError, RuleError
+
+WRITES_ONLY = "_foreach_zero_"  # whatever the operands are
+ONE_BY_ONE: dict[str, Callable[..., Tensor]] = {
+    "_foreach_norm": lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype),
+    "_foreach_powsum": lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype) ** ord,
+    "_foreach_max": torch.max,
+}
+ORDINARY = {"_foreach_maximum_": "clamp_min_", "_foreach_minimum_": "clamp_max_"}  # torch's names for the same in place
+KEYWORDS = {"alpha": "alpha", "value": "value", "scalars": "value", "non_blocking": "non_blocking"}  # of ordinary ops
+_PARTIAL = Cause("operand", "_foreach_norm", "a Partial tensor", "a norm needs reduced values")
+
+
+@handler_of_family(
+    lambda func: getattr(func, "__name__", "").startswith(("_foreach_", "_fused_", "_amp_foreach_")), is_op=True
+)
+def run(func: Op, args: Args, kwargs: Kwargs) -> object:
+    """Run a list op. Tensors at one position of the lists are redistributed to the layout in the first list."""
+    name = func.__name__.partition(".")[0]  # without that of an overload
+    if name in ONE_BY_ONE:
+        return _reductions(name, *args, **kwargs)
+    lead = next(a for a in args if _is_tensor_list(a))
+    in_place = name.endswith("_")
+    layouts: Sequence[Layout | None] | None = _same_layouts((*args, *kwargs.values()))
+    if name == "_foreach_mm" or (
+        layouts is None
+        and (
+            _broadcasts(name, lead, (*args, *kwargs.values()))
+            or _changes_partial(name, lead)
+            or any(map(is_torch_dtensor, lead))
+        )
+    ):
+        return _one_by_one(name, lead, args, kwargs)
+    copies = before_changes(name, lead) if in_place else []
+    if layouts is None:
+        layouts = [_layout_at(name, args, kwargs, i, lead[i]) for i in range(len(lead))]
+        args = tuple(_laid_out(name, a, layouts, in_place and a is lead) for a in args)
+        kwargs = {k: _laid_out(name, a, layouts, False) for k, a in kwargs.items()}
+    check_owners(name, [x._layout for a in args if _is_tensor_list(a) for x in a if type(x) is DTensor])
+    with DisableTorchFunctionSubclass():
+        out = func(*args, **kwargs)
+        if name == "_amp_foreach_non_finite_check_and_unscale_":
+            _found_anywhere(args[1], lead)
+    if copies:
+        invalidate(copies)
+    if in_place or out is None:
+        return out
+    return type(out)([tag(x, layout) if layout is not None else x for x, layout in zip(out, layouts, strict=True)])
+
+
+def _same_layouts(args: Sequence[Any]) -> list[Layout] | None:
+    """The layouts of the first list, if all lists have these and none is Partial; None if not."""
+    found: list[Layout] | None = None
+    for a in args:
+        if _is_tensor_list(a):
+            if type(a[0]) is not DTensor and all(type(x) is Tensor and x.ndim == 0 for x in a):
+                continue  # step counters and other numbers
+            try:
+                layouts = [x._layout for x in a]
+            except AttributeError:  # a plain tensor
+                return None
+            if found is None:
+                found = layouts
+            elif layouts != found:
+                return None
+        elif type(a) is DTensor and not (a._layout.shape == () and a._layout.is_replicated):
+            return None
+    return None if found is None or any(layout.partial_axes for layout in found) else found
+
+
+def _found_anywhere(found_inf: Tensor, grads: Sequence[Any]) -> None:
+    """What one rank found in its shards counts for all, or ranks would disagree on whether to step."""
+    for mesh in dict.fromkeys(x._layout.mesh for x in grads if type(x) is DTensor):
+        src = Layout(mesh, [Partial("max")] * mesh.ndim, found_inf.shape)
+        found_inf.copy_(
+            redistribute_local(found_inf, src, src.replicated(), Cause("internal", "_amp_foreach_non_finite_check"))
+        )
+
+
+def _is_tensor_list(a: object) -> bool:
+    return isinstance(a, list | tuple) and bool(a) and isinstance(a[0], Tensor)
+
+
+def _broadcasts(name: str, lead: Sequence[Tensor], args: Sequence[Any]) -> bool:
+    """Whether tensors of several shapes, numbers apart, are at one position of the lists of an elementwise op."""
+    lists = [a for a in args if _is_tensor_list(a) and len(a) == len(lead)] if name.startswith("_foreach_") else []
+    return any(_shape(x) not in ((), _shape(first)) for a in lists for first, x in zip(lead, a, strict=True))
+
+
+def _changes_partial(name: str, lead: Sequence[Tensor]) -> bool:
+    """Whether an op in place has to read Partial tensors; the ordinary ops reduce them, or have rows for them."""
+    reads = name.startswith("_foreach_") and name.endswith("_") and name != WRITES_ONLY
+    return reads and any(type(x) is DTensor and x._layout.partial_axes for x in lead)
+
+
+def _shape(x: Tensor) -> tuple[int, ...]:
+    return x._layout.shape if type(x) is DTensor else tuple(x.shape)
+
+
+def _one_by_one(name: str, lead: Sequence[Tensor], args: Args, kwargs: Kwargs) -> object:
+    """Each position of the lists by the ordinary op, as torch does where shapes differ."""
+    one = getattr(Tensor, ORDINARY.get(name, name.removeprefix("_foreach_")))
+    operands = [*args, *(a for k, a in kwargs.items() if k not in KEYWORDS)]
+    named = {KEYWORDS[k]: a for k, a in kwargs.items() if k in KEYWORDS}
+    if len(operands) == 4:  # addcmul and addcdiv take their factor by position too
+        named["value"] = operands.pop()
+    if isinstance(factors := named.get("value"), Tensor):
+        named["value"] = factors.tolist()
+
+    def at(i: int, a: object) -> object:
+        return a[i] if isinstance(a, list | tuple) else a
+
+    out = tuple(
+        [one(*[at(i, a) for a in operands], **{k: at(i, a) for k, a in named.items()}) for i in range(len(lead))]
+    )
+    return lead if name.endswith("_") else out
+
+
+def _layout_at(name: str, args: Sequence[Any], kwargs: Kwargs, index: int, first: Tensor) -> Layout | None:
+    """The layout that position `index` of all lists takes: that of the first list, without anything Partial."""
+    if type(first) is DTensor:
+        layout = first._layout
+        if layout.partial_axes:
+            if name == WRITES_ONLY:
+                return layout
+            if name.endswith("_"):
+                raise RuleError(
+                    f"{name}: item {index} is {layout}, and an op in place cannot change partial sums. "
+                    f"Fix: redistribute it."
+                )
+            return layout.reduced()
+        return layout
+    for a in (*args, *kwargs.values()):
+        if _is_tensor_list(a) and index < len(a) and type(a[index]) is DTensor:
+            if name.endswith("_"):
+                raise RuleError(
+                    f"{name} would change plain tensor {index} in place with a DTensor. Fix: make both alike."
+                )
+            found: Layout = a[index]._layout
+            return found
+    return None
+
+
+def _laid_out(name: str, a: Any, layouts: Sequence[Layout | None], lead: bool) -> object:
+    if not _is_tensor_list(a):
+        if type(a) is DTensor:
+            return _scalar(name, a)
+        return a
+    if len(a) != len(layouts):
+        return a
+    return [x if lead else _item(name, x, layout) for x, layout in zip(a, layouts, strict=True)]
+
+
+def _item(name: str, x: Tensor, layout: Layout | None) -> Tensor:
+    if layout is None:
+        return x
+    if is_torch_dtensor(x):
+        x = DTensor.from_torch_dtensor(x.detach())
+    if type(x) is not DTensor:
+        if x.ndim == 0:  # a step counter or another number
+            return x
+        check_untransformed(x, name)
+        x = tag(x.detach(), Layout(layout.mesh, [REPLICATE] * layout.mesh.ndim, x.shape))
+    if x._layout.shape == () != layout.shape:
+        return _scalar(name, x)
+    if x._layout.shape != layout.shape:
+        raise RuleError(
+            f"{name}: operands of shapes {layout.shape} and {x._layout.shape} at one position of the lists. "
+            f"Fix: lists in the same order, with tensors of equal shapes at each position."
+        )
+    if x._layout == layout:
+        return x
+    why = "tensors at one position of the lists take the layout in the first list"
+    return to_layout(x, layout, Cause("operand", name, x._name or "an item of a list", why))
+
+
+def _scalar(name: str, x: DTensor) -> Tensor:
+    if x._layout.shape:
+        raise RuleError(
+            f"{name}: a tensor operand beside the lists must have no dims, got shape {x._layout.shape}. "
+            f"Fix: x.squeeze() of one element, or a list with a tensor for each position."
+        )
+    target = x._layout.replicated()
+    why = "a number beside lists has to be replicated"
+    replicated = to_layout(x, target, Cause("operand", name, x._name or "a number beside the lists", why))
+    return plain(replicated)
+
+
+# ---- reductions -------------------------------------------------------------------------------------------------
+
+
+def _reductions(name: str, self: Sequence[Tensor], *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    """One number a tensor. All norms of a mesh and dtype share an exchange."""
+    norms: dict[int, Tensor] = {}
+    if name == "_foreach_norm":
+        for mesh, members in _together(self):
+            row = _norms([self[i] for i in members], *args, **kwargs)
+            norms |= zip(members, [tag(x, _of_numbers(mesh)) for x in row.unbind()], strict=True)
+    one = ONE_BY_ONE[name]
+    return tuple([norms[i] if i in norms else one(x, *args, **kwargs) for i, x in enumerate(self)])
+
+
+def _of_numbers(mesh: Mesh) -> Layout:
+    return Layout(mesh, [REPLICATE] * mesh.ndim, ())
+
+
+def _together(tensors: Sequence[Tensor]) -> list[tuple[Mesh, list[int]]]:
+    """Which DTensors may share an exchange: those of one mesh, dtype and device that hold anything."""
+    groups: dict[Any, list[int]] = {}
+    with DisableTorchFunctionSubclass():
+        for i, x in enumerate(tensors):
+            if type(x) is DTensor and 0 not in x._layout.shape:
+                groups.setdefault((x._layout.mesh, x.dtype, x.device), []).append(i)
+    return [(mesh, members) for (mesh, *_), members in groups.items() if not is_outside(mesh)]
+
+
+def _norms(tensors: Sequence[Any], ord: float = 2, dtype: torch.dtype | None = None) -> Tensor:
+    """Norms of tensors of one mesh and dtype, plain: the norm over ranks of the norms of local tensors.
+
+    One row for each rank of the axes that shard any of them. Of replicas, the first one on the axis counts.
+    """
+    tensors = [to_layout(x, x._layout.reduced(), _PARTIAL) if x._layout.partial_axes else x for x in tensors]
+    distinct = {id(x._layout): x._layout for x in tensors}
+    check_owners("norm", distinct.values())
+    mesh: Mesh = tensors[0]._layout.mesh
+    rank = collectives.rank()
+    here = mesh.coordinate(rank)
+    assert here is not None
+    axes = {a for layout in distinct.values() for a, p in enumerate(layout.placements) if p != REPLICATE}
+    counts = {
+        known: all(not here[a] or layout.placements[a] != REPLICATE for a in axes) for known, layout in distinct.items()
+    }
+    empty = {known for known, layout in distinct.items() if not layout.local_numel(rank)}
+    nothing = 0.0 if ord >= 0 else float("inf")
+    with DisableTorchFunctionSubclass():
+        result = (tensors[0].dtype if dtype is None else dtype).to_real()
+        exact = torch.float32 if result.itemsize < 4 else dtype
+        held = [x for x in tensors if id(x._layout) not in empty]
+        full = iter(torch._foreach_norm(held, ord, dtype=exact) if held else ())
+        # torch has no maximum of an empty tensor.
+        local_norms = [x.sum(dtype=exact).abs() + nothing if id(x._layout) in empty else next(full) for x in tensors]
+        row = torch.stack(local_norms)
+        if not all(counts.values()):
+            counting = torch.tensor([counts[id(x._layout)] for x in tensors], device=row.device)
+            row = torch.where(counting, row, nothing)
+    if axes:
+        placements = [Shard(0) if a in axes else REPLICATE for a in range(mesh.ndim)]
+        rows = Layout(mesh, placements, (prod(mesh.shape[a] for a in axes), len(tensors)))
+        row = plain(torch.linalg.vector_norm(tag(row[None], rows), ord or 1, 0))  # numbers of nonzeros add up
+    return row.to(result)
+
+
+def total_norm_in_one_exchange(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`torch.nn.utils.get_total_norm` without a DTensor for each tensor's norm."""
+
+    @wraps(original)
+    def total_norm(tensors: Any, norm_type: float = 2.0, *args: object, **kwargs: object) -> Tensor:
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if _on_nested_meshes(tensors):
+            total = _norm_over_meshes(tensors, float(norm_type))
+            return original([total], norm_type or torch.inf, *args, **kwargs)
+        groups = _together(tensors)
+        if len(groups) != 1 or len(groups[0][1]) != len(tensors) or any(args) or any(kwargs.values()):
+            return original(tensors, norm_type, *args, **kwargs)
+        (mesh, _), *_ = groups
+        total = torch.linalg.vector_norm(_norms(tensors, float(norm_type)), float(norm_type))
+        return tag(total, _of_numbers(mesh))
+
+    return total_norm
+
+
+def _on_nested_meshes(tensors: Sequence[Any]) -> bool:
+    """Whether all are DTensors, some on one mesh and others on meshes within it, and every rank is part of them all.
+
+    So it is where `fully_shard` was given `mesh["dp"]` and some parameters are DTensors on `mesh["tp"]`. Ranks see
+    other meshes than their neighbors, so they decide together.
+    """
+    if not all(type(x) is DTensor for x in tensors):
+        return False
+    meshes = {x._layout.mesh for x in tensors}
+    if len(meshes) < 2:
+        return False
+    largest = _largest(meshes)
+    nested = all(set(mesh.ranks) <= set(largest.ranks) and not is_outside(mesh) for mesh in meshes)
+    with DisableTorchFunctionSubclass():
+        refused = torch.tensor(float(not nested), device=tensors[0].device)
+    return not collectives.all_reduce(refused, "max", largest.sorted_ranks).item()
+
+
+def _norm_over_meshes(tensors: Sequence[DTensor], norm_type: float) -> DTensor:
+    """The total norm; each rank counts what is on its meshes. Replicated on the largest.
+
+    Raises:
+        MismatchError: ranks have different norms, so they would clip replicas differently.
+    """
+    largest = _largest({x._layout.mesh for x in tensors})
+    rows = [_norms([tensors[i] for i in members], norm_type) for _, members in _together(tensors)]
+    total = torch.linalg.vector_norm(torch.cat(rows), norm_type) if rows else torch.zeros((), device=tensors[0].device)
+    most, least = collectives.all_reduce(torch.stack([total, -total]), "max", largest.sorted_ranks)
+    if bool(most + least > most * torch.finfo(total.dtype).eps ** 0.5):
+        raise MismatchError(
+            f"The total norm of tensors on several meshes is {-least.item():.6g} on one rank and {most.item():.6g} on "
+            f"another of {largest}. Fix: clip those that only some ranks have on their own."
+        )
+    return tag(most, _of_numbers(largest))
+
+
+def _largest(meshes: Iterable[Mesh]) -> Mesh:
+    return max(meshes, key=lambda mesh: (mesh.size(), mesh.ndim))
+
+
+# ---- embedding_bags: each lookup gets its recipe, then those over the same ranks run together -------------------
+
+Member = tuple[int, Lookup, Callable[[], Tensor]]  # position, lookup, the lookup with an exchange of its own
+
+
+@handler(embedding_bags, is_op=True)
+def _embedding_bags(func: object, args: Args, kwargs: Kwargs) -> list[Tensor]:
+    inputs, weights, starts, mode, sparse = arguments(embedding_bags, args, kwargs).values()
+    results: dict[int, Tensor] = {}
+    shared: dict[object, list[Member]] = {}
+    for index, (ids, weight, start) in enumerate(zip(inputs, weights, starts, strict=True)):
+        with DisableTorchFunctionSubclass():
+            prepared = _prepared(ids, weight, start, {"mode": mode, "sparse": sparse})
+            if prepared is not None:
+                recipe, ctx, locals_, named = prepared
+                assert recipe.local_impl is not None
+                alone = partial(recipe.local_impl, ctx, *locals_, **named)
+                axes = exchange_axes(ctx)
+                if axes and recipe.local_impl is lookup.embedding_bag:
+                    call = arguments(F.embedding_bag, tuple(locals_), named)
+                    one = Lookup(ctx, call["input"], call["weight"], lookup.bags_of(ctx, call), sparse, axes)
+                    shared.setdefault((ctx.ranks(axes), weight.dtype), []).append((index, one, alone))
+                else:
+                    results[index] = tag(alone(), ctx.output)
+        if prepared is None:
+            results[index] = F.embedding_bag(ids, weight, start, mode=mode, sparse=sparse)
+    with DisableTorchFunctionSubclass():
+        for members in shared.values():
+            for (index, one, _), out in zip(members, _exchanged(members), strict=True):
+                results[index] = tag(out, one.ctx.output)
+    return [results[index] for index in range(len(inputs))]
+
+
+def _exchanged(members: Sequence[Member]) -> list[Tensor]:
+    try:
+        return lookup.exchange_lookups([one for _, one, _ in members])
+    except StraddlingError:  # each lookup sends its ids to their bags first
+        return [alone() for _, _, alone in members]
+
+
+def _prepared(ids: Tensor, weight: Tensor, start: Tensor | None, kwargs: Kwargs) -> PreparedCall | None:
+    """A lookup's recipe and local arguments; None if it shares nothing: plain tensors, several meshes, no row."""
+    if type(weight) is not DTensor and type(ids) is not DTensor:
+        return None
+    try:
+        return prepared(F.embedding_bag, (ids, weight, start), kwargs)
+    except (NoRowError, SeveralMeshesError):
+        return None

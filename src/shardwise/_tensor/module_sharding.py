@@ -1,0 +1,418 @@
+"""Replaces parameters of an `nn.Module` by DTensors, in place.
+
+The shared core of `shardwise.shard_module`, `parallelize_module` and `sharded_tensor.shard_module`: it resolves names
+and globs, checks that all ranks pass the same plan, and keeps tied parameters tied.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
+from torch.utils.weak import TensorWeakRef
+
+from shardwise import _collectives as collectives
+from shardwise._collectives import DeviceMesh
+from shardwise._layout import Layout, Mesh
+from shardwise._tensor.conversion import local_shard_of
+from shardwise._tensor.dtensor import DTensor, default_mesh, plain, tag, to_layout
+from shardwise._tensor.torch_dtensors import converted, torch_layout
+from shardwise._tensor.torch_objects import is_torch_dtensor
+from shardwise.errors import OptimizerError, PlanError
+
+_TORCH_STYLES = ("torch.distributed.tensor._api", "torch.distributed.tensor.parallel.")  # modules of their hooks
+LISTED = 12  # names in the error for an unknown one
+Owners = list[tuple[nn.Module, str]]
+"""The modules that own a parameter, buffer or submodule, each with its name there; several if it is tied."""
+
+
+def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by name; a tied one is listed under each of its names."""
+    return dict(module.named_parameters(remove_duplicate=False))
+
+
+def module_mesh(module: nn.Module, device_mesh: Mesh | DeviceMesh | None) -> Mesh:
+    """`device_mesh` as a `Mesh`; None is one axis of all ranks, on the device of the module."""
+    if device_mesh is not None:
+        return collectives.as_mesh(device_mesh)
+    return default_mesh(next((p.device.type for p in module.parameters() if not p.is_meta), "cpu"))
+
+
+def derived_class(
+    cls: type[nn.Module], prefix: str, bases: tuple[type, ...], attributes: Mapping[str, object]
+) -> type[nn.Module]:
+    """A class of a sharded module, named after the one that the module had before."""
+    about = {"__module__": cls.__module__, "__doc__": cls.__doc__, "_class_before": cls}
+    return type(f"{prefix}{cls.__name__}", bases, {**about, **attributes})
+
+
+def class_before(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class that a module had before it was sharded."""
+    before = vars(cls).get("_class_before")
+    return cls if before is None else class_before(before)
+
+
+def refuse_torch_hooks(module: nn.Module) -> None:
+    """Raise if torch's `parallelize_module` or `distribute_module` put hooks on `module` or inside it.
+
+    They make DTensors of torch of what goes in and out, also after the parameters became DTensors of shardwise.
+
+    Raises:
+        PlanError: naming the first submodule with such a hook.
+    """
+    for path, child in module.named_modules():
+        hooks = (*child._forward_pre_hooks.values(), *child._forward_hooks.values())
+        if any(getattr(hook, "__module__", "").startswith(_TORCH_STYLES) for hook in hooks):
+            raise PlanError(
+                f"{path or 'The module'} was parallelised by torch's parallelize_module or distribute_module, whose "
+                f"hooks make DTensors of torch. Fix: import parallelize_module and its styles from shardwise.parallel."
+            )
+
+
+# ---- plans ------------------------------------------------------------------------------------------------------
+
+
+def resolve(
+    patterns: Iterable[str], names: Sequence[str], kind: str, others: Sequence[str] = ()
+) -> tuple[dict[str, list[str]], list[str]]:
+    """The names that each pattern matches, and an error for each pattern that matches none.
+
+    "layers.*.weight" matches "layers.0.weight", not "layers.0.linear.weight"; "layers.**.weight" matches both.
+
+    Args:
+        patterns: names or globs. Each component of a glob matches one component of a name; `**` any number of them.
+        names: of the parameters or modules.
+        kind: "parameter" or "module", for errors.
+        others: names of the other kind, which a pattern may match by mistake.
+    """
+    matched = {pattern: [n for n in names if _matches(pattern, n)] for pattern in patterns}
+    unknown = [pattern for pattern, found in matched.items() if not found]
+    return matched, [_of_other_kind(x, names, kind, others) or unknown_name(x, names, kind) for x in unknown]
+
+
+def _of_other_kind(pattern: str, names: Sequence[str], kind: str, others: Sequence[str]) -> str:
+    """The error for a pattern that names a module where parameters are expected, or the reverse; "" for others."""
+    found = next((name for name in others if _matches(pattern, name)), None)
+    if found is None:
+        return ""
+    if kind == "module":
+        owner = pattern.rpartition(".")[0]
+        return f"{pattern!r} is a parameter, but a style is for a module. Fix: {owner!r}, or a placement."
+    inside = f"{pattern}." if pattern else ""
+    own = [f"{inside}{glob}" for glob in ("*", "**") if any(_matches(f"{inside}{glob}", name) for name in names)]
+    if not own:
+        return f"{pattern!r} is a module without parameters. Fix: leave it out."
+    first = next(name for name in names if _matches(own[0], name)).removeprefix(f"{found}." if found else "")
+    return (
+        f"{pattern!r} is a module, but a placement is for a parameter. Fix: {inside + first!r}, or {own[0]!r} for all "
+        f"of its parameters."
+    )
+
+
+def _matches(pattern: str, name: str) -> bool:
+    if pattern == name or not name:
+        return pattern == name
+    return _components_match(pattern.split("."), name.split("."))
+
+
+def _components_match(globs: list[str], components: list[str]) -> bool:
+    if globs[:1] == ["**"]:
+        return any(_components_match(globs[1:], components[at:]) for at in range(len(components) + 1))
+    if not globs or not components:
+        return not globs and not components
+    return fnmatchcase(components[0], globs[0]) and _components_match(globs[1:], components[1:])
+
+
+def unknown_name(name: str, names: Iterable[str], kind: str) -> str:
+    """The error for a plan that names no `kind` of the module."""
+    known = [n for n in names if n]
+    deeper = ".".join("**" if glob == "*" else glob for glob in name.split("."))
+    deeper = f"**.{deeper}" if name.startswith("*") and not deeper.startswith("**") else deeper
+    if deeper != name and any(_matches(deeper, n) for n in known):
+        return (
+            f"{name!r} matches no {kind}: a '*' is one component of a name. Did you mean {deeper!r}? "
+            f"Fix: '**' for any number of them."
+        )
+    last = name.rpartition(".")[2]
+    close = get_close_matches(name, known, n=1) or [n for n in known if n.rpartition(".")[2] == last]
+    if close:
+        return f"{name!r} matches no {kind}. Did you mean {close[0]!r}? Fix: use its name."
+    listed = ", ".join([*known[:LISTED], *(["…"] if len(known) > LISTED else [])])
+    return f"{name!r} matches no {kind}. Known names: {listed or 'none'}. Fix: use these, or leave it out."
+
+
+def names_of_each(named: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """All names of each parameter, by every one of them."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in named.items():
+        names.setdefault(id(parameter), []).append(name)
+    return {name: names[id(parameter)] for name, parameter in named.items()}
+
+
+def label(names: Iterable[str]) -> str:
+    """All names of a tied parameter in an error, which `refuse` then lists once."""
+    return " and ".join(names)
+
+
+def conflicting_ties(named: Mapping[str, Tensor], assigned: Mapping[str, object]) -> list[str]:
+    """An error for each tied parameter whose names are assigned different layouts."""
+    first: dict[int, str] = {}
+    conflicts = []
+    for name in named:
+        if name in assigned:
+            other = first.setdefault(id(named[name]), name)
+            if assigned[name] != assigned[other]:
+                conflicts.append(
+                    f"{other} and {name} are tied, but the plan gives them different layouts. Fix: the same for both."
+                )
+    return conflicts
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raise one `PlanError` that lists all `problems`, if there are any."""
+    lines = [f"  {problem}" for problem in dict.fromkeys(problems)]
+    if lines:
+        raise PlanError("The plan does not fit the module:\n" + "\n".join(lines))
+
+
+def agree_on_plan(
+    plan: Iterable[tuple[str, object]], named: Mapping[str, Tensor], ranks: Iterable[int], **facts: object
+) -> None:
+    """Raise the same `MismatchError` on all `ranks` if they pass different plans.
+
+    Call it before anything else, so that a plan that is wrong on one rank only is the same error on all.
+
+    Args:
+        plan: names or globs, and what the plan says about them.
+        named: the tensors whose dtypes and shapes must agree, and whether they are on the meta device.
+        facts: what else must agree, as JSON.
+    """
+    members = tuple(sorted(ranks))
+    if collectives.rank() not in members:
+        return
+    entries: dict[str, str] = {}
+    order = []
+    for key, entry in plan:
+        text = _describe(entry)
+        entries[f"plan for {key}"] = f"{entries[f'plan for {key}']}, {text}" if key in order else text
+        order.append(key)
+    compared: dict[str, object] = {
+        f"parameter {name}": f"{x.dtype} {tuple(x.shape)}{' on the meta device' if x.is_meta else ''}"
+        for name, x in named.items()
+    }
+    compared |= entries | {"order of the plan": order} | facts  # of two globs, the later one wins
+    collectives.agree(
+        "the sharding plan", compared, members, "pass the same module, plan and source rank on every rank."
+    )
+
+
+def _describe(entry: object) -> str:
+    """`entry` as it prints; of one that prints its address, which differs from rank to rank, the type."""
+    text = entry if isinstance(entry, str) else repr(entry)
+    return type(entry).__qualname__ if " at 0x" in text else text
+
+
+# ---- replacement ------------------------------------------------------------------------------------------------
+
+
+def owners_of(module: nn.Module, named: Mapping[str, object]) -> dict[str, Owners]:
+    """The owners of each of `named`; all names of a tied parameter or shared module have the same list."""
+    owners: dict[int, Owners] = {}
+    for name, value in named.items():
+        path, _, attribute = name.rpartition(".")
+        owners.setdefault(id(value), []).append((module.get_submodule(path), attribute))
+    return {name: owners[id(value)] for name, value in named.items()}
+
+
+def assign(owners: Owners, value: object) -> None:
+    """Replace a parameter, buffer or submodule in all of its owners."""
+    for owner, name in owners:
+        registries: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers, owner._modules)
+        next(registry for registry in registries if name in registry)[name] = value
+
+
+def replace_parameters(module: nn.Module, layouts: Mapping[str, Layout], src_rank: int | None) -> None:
+    """Turn the parameters that `layouts` names into DTensors, in place; tied parameters stay tied.
+
+    Submodules on the meta device are materialised if all their own parameters are named. Those without
+    `reset_parameters()` have NaN, which their first forward refuses.
+    """
+    named = named_parameters(module)
+    owners = owners_of(module, named)
+    replaced: set[int] = set()
+    with torch.no_grad():
+        for name, layout in layouts.items():
+            parameter = named[name]
+            if id(parameter) in replaced:
+                continue
+            replaced.add(id(parameter))
+            if not (isinstance(parameter, DTensor) and parameter._layout == layout):
+                assign(owners[name], _sharded(name, parameter, layout, src_rank))
+                note_replaced(parameter, name)
+        _materialise(module, {name for name, p in named.items() if p.is_meta and id(p) in replaced})
+
+
+def layout_of(parameter: Tensor) -> Layout | None:
+    """The layout of a parameter that is distributed, also of one that is a DTensor of torch."""
+    if is_torch_dtensor(parameter):
+        return torch_layout(collectives.as_mesh(parameter.device_mesh), parameter.placements, parameter.shape)
+    return parameter._layout if isinstance(parameter, DTensor) else None
+
+
+def _sharded(name: str, parameter: nn.Parameter, layout: Layout, src_rank: int | None) -> nn.Parameter:
+    rank, known = collectives.rank(), converted(parameter)
+    if isinstance(known, DTensor):
+        local = plain(to_layout(known, layout)).detach()
+    elif parameter.is_meta or rank not in layout.mesh.ranks:
+        local = torch.zeros(layout.local_shape(rank), dtype=parameter.dtype, device=layout.mesh.device_type)
+        if parameter.is_meta and _has_nan(parameter):
+            local.fill_(torch.nan)
+    else:
+        local = local_shard_of(parameter.detach(), layout, src_rank)
+    result = nn.Parameter(tag(local, layout), parameter.requires_grad)
+    vars(result).update({key: x for key, x in vars(parameter).items() if not key.startswith("_")})  # the user's own
+    result._name = name  # type: ignore[attr-defined]
+    return result
+
+
+def _materialise(module: nn.Module, replaced: set[str]) -> None:
+    """Call `reset_parameters()` of every submodule that was on the meta device."""
+    for path, child in module.named_modules():
+        prefix = f"{path}." if path else ""
+        buffers = {f"{prefix}{name}": name for name, b in child.named_buffers(recurse=False) if b.is_meta}
+        pending = {f"{prefix}{name}" for name, _ in child.named_parameters(recurse=False)} & replaced | set(buffers)
+        if not pending or any(p.is_meta for p in child.parameters(recurse=False)):  # left to a later plan
+            continue
+        what = f"{type(child).__name__} at {path or 'the root'!r} was built on the meta device and"
+        if getattr(child, "reset_parameters", None) is None:
+            without = {*buffers, *(f"{prefix}{name}" for name, p in child._parameters.items() if p is not None)}
+            without -= {f"{prefix}{name}" for name, p in child._parameters.items() if p is not None and _has_nan(p)}
+            if without:
+                raise PlanError(
+                    f"{what} has no reset_parameters() to fill {', '.join(sorted(without))}. "
+                    f"Fix: give it one, or build it on a device; init_empty_weights of accelerate leaves buffers there."
+                )
+            child.register_forward_pre_hook(partial(_refuse_nan, path))
+            continue
+        for name in buffers.values():
+            child._buffers[name] = _filled_with_nan(child.get_buffer(name))
+        _reset(child)
+        unset = [full for full, name in buffers.items() if bool(torch.isnan(child.get_buffer(name)).any())]
+        if unset:
+            raise PlanError(
+                f"{what} its reset_parameters() does not fill {', '.join(unset)}. "
+                f"Fix: let it do so, or build it on a device."
+            )
+
+
+def _has_nan(x: Tensor) -> bool:
+    """Whether its dtype has NaN."""
+    return x.is_floating_point() or x.is_complex()
+
+
+def _refuse_nan(path: str, module: nn.Module, _: object) -> None:
+    """The first forward of a module whose parameters had no values when they were sharded.
+
+    Raises:
+        PlanError: they still have none.
+    """
+    with torch.no_grad():
+        unset = [name for name, p in module._parameters.items() if p is not None and bool(plain(p).isnan().any())]
+    if unset:
+        raise PlanError(
+            f"{type(module).__name__} at {path or 'the root'!r} was built on the meta device, and NaN is in "
+            f"{', '.join(unset)}, as if they had not been filled. "
+            f"Fix: load_safetensors, restore or torch.nn.init first."
+        )
+    hooks = module._forward_pre_hooks
+    for key in [key for key, hook in hooks.items() if isinstance(hook, partial) and hook.func is _refuse_nan]:
+        del hooks[key]
+
+
+def _reset(module: Any) -> None:
+    """`reset_parameters()`. torch fills the padding row through a view, which would be a copy of a sharded table."""
+    row = module.padding_idx if isinstance(module, nn.Embedding | nn.EmbeddingBag) else None
+    if row is None:
+        module.reset_parameters()
+        return
+    module.padding_idx = None
+    try:
+        module.reset_parameters()
+    finally:
+        module.padding_idx = row
+    module.weight[row] = 0.0
+
+
+def _filled_with_nan(buffer: Tensor) -> Tensor:
+    """In place of a buffer on the meta device: NaN wherever `reset_parameters()` does not fill it."""
+    found = torch.zeros_like(buffer, device="cpu")
+    return found.fill_(float("nan")) if buffer.is_floating_point() else found
+
+
+# ---- an optimizer that was made before still holds the parameters that were replaced ----------------------------
+
+LISTED_REPLACED = 5  # names in the error of an optimizer
+_GRAD = vars(torch._C.TensorBase)["grad"]  # of a DTensor, reading `.grad` reduces it
+
+
+class _Replaced(NamedTuple):
+    parameter: "weakref.ref[nn.Parameter]"
+    name: str
+    grad: Callable[[], Tensor | None]  # the gradient that it had, as long as it exists
+
+
+_replaced: dict[int, _Replaced] = {}  # by id; those that something still holds
+
+
+def note_replaced(parameter: object, name: str) -> None:
+    """Remember that another parameter took the place of this one in a module, as long as anything still holds it."""
+    if isinstance(parameter, nn.Parameter):
+        key, grad = id(parameter), _gradient(parameter)
+        ref = weakref.ref(parameter, lambda _: _replaced.pop(key, None))
+        _replaced[key] = _Replaced(ref, name, (lambda: None) if grad is None else TensorWeakRef(grad))
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor | None:
+    """The gradient, unreduced."""
+    with DisableTorchFunctionSubclass():
+        grad: Tensor | None = _GRAD.__get__(parameter)
+    return grad
+
+
+def holds_replaced(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether a parameter among these was replaced in a module."""
+    return bool(_replaced) and any(map(_found, parameters))
+
+
+def _found(parameter: nn.Parameter) -> _Replaced | None:
+    found = _replaced.get(id(parameter))
+    return found if found is not None and found.parameter() is parameter else None
+
+
+def refuse_replaced(optimizer: object, parameters: Iterable[nn.Parameter]) -> None:
+    """Refuse a step of an optimizer that holds replaced parameters without a new gradient: it would change nothing.
+
+    One with a new gradient is still trained, by another module. A frozen one would not change anyway.
+
+    Raises:
+        OptimizerError: the names of all of them; ranks shard alike, so it is the same on every rank.
+    """
+    if not _replaced:
+        return
+    names, count = [], 0
+    for count, p in enumerate(parameters, 1):  # noqa: B007 - their number
+        found = _found(p)
+        if found is not None and p.requires_grad and ((grad := _gradient(p)) is None or grad is found.grad()):
+            names.append(found.name)
+    if names:
+        listed = ", ".join(names[:LISTED_REPLACED]) + (", …" if len(names) > LISTED_REPLACED else "")
+        raise OptimizerError(
+            f"{type(optimizer).__name__}.step() would not change {len(names)} of its {count} parameters in their "
+            f"module: {listed}. They were replaced there after the optimizer was made. Fix: make the optimizer after "
+            f"the module is sharded."
+        )

@@ -1,0 +1,226 @@
+"""State dicts and checkpoints in torch's tools: what is loaded keeps the sharding of what is there.
+
+sharded.load_state_dict(full, assign=True)         each rank takes its shards
+sharded.load_state_dict(of_fsdp.state_dict())      DTensors of torch become DTensors of shardwise
+of_fsdp.load_state_dict(sharded.state_dict())      and DTensors of shardwise those of torch
+optimizer.load_state_dict(full)                    states are sharded as their parameters
+get_model_state_dict(full_state_dict=True)         gathered, and offloaded to the CPU
+torch.distributed.checkpoint.async_save(state)     staged
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec
+
+import torch
+from torch import Tensor, nn
+
+from shardwise import _collectives as collectives
+from shardwise._layout import Box, Layout, split_by_boxes
+from shardwise._rules.row import Op
+from shardwise._tensor.autograd import gradients
+from shardwise._tensor.dtensor import DTensor, plain, register_method, tag, to_layout
+from shardwise._tensor.torch_dtensors import from_torch, full_here, to_torch
+from shardwise._tensor.torch_objects import is_torch_dtensor
+from shardwise._trace.comm_trace import Cause
+from shardwise.errors import LayoutError
+
+# ---- loaded -----------------------------------------------------------------------------------------------------
+
+P = ParamSpec("P")
+Load = Callable[Concatenate[nn.Module, dict[str, object], str, dict[str, object], P], None]
+
+
+def keeping_layouts(original: Load[P]) -> Load[P]:
+    """`Module._load_from_state_dict`, of a state whose tensors are converted to what the module has in their place."""
+
+    @wraps(original)
+    def load(
+        self: nn.Module,
+        state: dict[str, object],
+        prefix: str,
+        metadata: dict[str, object],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> None:
+        assign = bool(metadata.get("assign_to_params_buffers"))
+        for name, x in (*self._parameters.items(), *self._buffers.items()):
+            value = state.get(f"{prefix}{name}")
+            if x is not None and isinstance(value, Tensor) and value.shape == x.shape:  # torch reports other shapes
+                state[f"{prefix}{name}"] = _for_module(f"{prefix}{name}", value, x, assign)
+        original(self, state, prefix, metadata, *args, **kwargs)
+
+    return load
+
+
+def _for_module(name: str, value: Tensor, like: Tensor, assign: bool) -> Tensor:
+    what = f"load_state_dict: {name}"
+    if is_torch_dtensor(like):
+        return to_torch(value, like, what) if type(value) is DTensor else value
+    if type(like) is not DTensor:
+        return full_here(value, what) if type(value) is DTensor and not assign else value
+    if type(value) is DTensor:
+        return value
+    if not is_torch_dtensor(value) and not assign:
+        return value  # `copy_` takes a full tensor
+    loaded = _sharded(what, value, like._layout)
+    if not assign:
+        return loaded
+    loaded._name, loaded._spec = like._name, like._spec
+    return nn.Parameter(loaded, like.requires_grad) if isinstance(like, nn.Parameter) else loaded
+
+
+def sharding_states(original: "staticmethod[..., Tensor]") -> "staticmethod[..., Tensor]":
+    """`Optimizer._process_value_according_to_param_policy`, which makes a state of its parameter's dtype and device.
+
+    A state with the shape of its parameter gets the sharding of that as well; others become plain.
+    """
+    convert = original.__func__
+
+    @wraps(convert)
+    def process(
+        param: Tensor, value: Tensor, param_id: int, param_groups: list[dict[str, object]], key: Hashable = None
+    ) -> Tensor:
+        state = convert(param, value, param_id, param_groups, key)
+        if not _is_distributed(param) and not _is_distributed(state):
+            return state
+        what = f"load_state_dict of an optimizer: state {key} of parameter {param_id}"
+        return _for_parameter(what, state, param if key != "step" and state.shape == param.shape else None)
+
+    return staticmethod(process)
+
+
+def _for_parameter(what: str, state: Tensor, like: Tensor | None) -> Tensor:
+    if type(like) is DTensor:
+        return state if type(state) is DTensor else _sharded(what, state, like._layout)
+    if is_torch_dtensor(like):
+        return to_torch(state, like, what) if type(state) is DTensor else state
+    if type(state) is DTensor:
+        return full_here(state, what)
+    return state.full_tensor() if is_torch_dtensor(state) else state
+
+
+def _is_distributed(x: Tensor) -> bool:
+    return type(x) is DTensor or is_torch_dtensor(x)
+
+
+def _sharded(what: str, value: Tensor, layout: Layout) -> DTensor:
+    """A full tensor or DTensor of torch in `layout`."""
+    full = from_torch(value, layout, what) if is_torch_dtensor(value) else gradients.tag_full(value, layout, what)
+    return to_layout(full, layout, Cause("explicit", "load_state_dict", what))
+
+
+# ---- gathered, offloaded and staged -----------------------------------------------------------------------------
+
+
+def with_dtensors(original: Op) -> Op:
+    """`_iterate_state_dict`, which calls functions for each kind of tensor in a state dict, with ours."""
+
+    @wraps(original)
+    def iterate(
+        value: object, sharded_tensor_func: Op, dtensor_func: Op, tensor_func: Op, *args: object, **kwargs: object
+    ) -> object:
+        if type(value) is DTensor:
+            converted = _converted(value, dtensor_func, tensor_func, kwargs)
+            return original(converted, _same, _same, _same, *args, **kwargs)
+        return original(value, sharded_tensor_func, dtensor_func, tensor_func, *args, **kwargs)
+
+    return iterate
+
+
+def _same(value: object, *_: object) -> object:
+    return value
+
+
+def _converted(x: DTensor, dtensor_func: Op, tensor_func: Op, options: dict[str, object]) -> Tensor:
+    """What torch would make of a DTensor of its own."""
+    if _is_identity(dtensor_func):
+        return x
+    if _is_identity(tensor_func):  # it gathers DTensors
+        return full_here(x, f"a full state dict: {x._name or 'a tensor'}")
+    copied: Tensor = tensor_func(plain(x.detach()), options.get("pg"), options.get("device"), None)
+    return like(x, copied)
+
+
+def _is_identity(function: Op) -> bool:
+    return getattr(function, "__name__", "") == "_identity_func"
+
+
+def like(x: DTensor, local: Tensor) -> DTensor:
+    """A DTensor with the layout, name and spec of `x`."""
+    made = tag(local, x._layout)
+    made._name, made._spec, made._tiling = x._name, x._spec, x._tiling
+    return made
+
+
+def staging_locals(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`StateDictStager._offload_tensor`, which copies the local tensor of a DTensor."""
+
+    @wraps(original)
+    def offload(stager: object, x: Tensor, memo: dict[int, object], *args: object, **kwargs: object) -> Tensor:
+        if type(x) is not DTensor:
+            return original(stager, x, memo, *args, **kwargs)
+        with torch.no_grad():
+            local = plain(x.detach())
+        memo[id(x)] = staged = like(x, original(stager, local, memo, *args, **kwargs))
+        return staged
+
+    return offload
+
+
+# ---- the protocol of torch.distributed.checkpoint, by which torch's own tools save and load DTensors ------------
+
+
+def local_boxes(x: DTensor) -> list[tuple[Box, Tensor]]:
+    """The boxes of this rank that are not empty, with views of their elements, detached.
+
+    Raises:
+        LayoutError: the tensor is Partial.
+    """
+    if x._layout.partial_axes:
+        raise LayoutError(
+            f"{x._layout} is Partial; checkpoints store reduced values only. "
+            f"Fix: redistribute it to Shard or Replicate first."
+        )
+    local = plain(x.detach())
+    if x._tiling is not None:
+        found = list(zip(x._tiling.boxes, x._tiling.shards(local), strict=True))
+    else:
+        boxes = x._layout.boxes(collectives.rank())
+        found = list(zip(boxes, split_by_boxes(local, boxes), strict=True))
+    return [(box, shard) for box, shard in found if box.numel]
+
+
+def create_write_items(x: DTensor, fqn: str, object: DTensor) -> list[Any]:
+    """One item a box. Replicas write the same items, of which torch keeps one."""
+    return collectives.write_items(fqn, plain(x.detach()), x._layout.shape, [box for box, _ in local_boxes(x)])
+
+
+def create_chunk_list(x: DTensor) -> list[Any]:
+    return collectives.chunks([box for box, _ in local_boxes(x)])
+
+
+def get_tensor_shard(x: DTensor, index: object) -> Tensor:
+    held = local_boxes(x)
+    return shard_at(index, [box for box, _ in held], [shard for _, shard in held])
+
+
+def shard_at(index: Any, boxes: Sequence[Box], shards: Sequence[Tensor]) -> Tensor:
+    """The shard that torch's `MetadataIndex` refers to, outside of autograd.
+
+    Raises:
+        LayoutError: no shard has this offset.
+    """
+    for box, shard in zip(boxes, shards, strict=True):
+        if tuple(index.offset) == box.offsets and box.numel:
+            return shard.detach()
+    raise LayoutError(
+        f"{index.fqn}: no shard of this rank begins at {index.offset}, only {', '.join(map(str, boxes)) or 'none'}. "
+        f"Fix: plan the load for the tensor as it is sharded now, with torch's DefaultLoadPlanner."
+    )
+
+
+register_method("__create_write_items__", create_write_items)
+register_method("__create_chunk_list__", create_chunk_list)
+register_method("__get_tensor_shard__", get_tensor_shard)

@@ -1,0 +1,170 @@
+"""DTensors of `torch.distributed.tensor` as DTensors of shardwise and back, without copies.
+
+x = DTensor.from_torch_dtensor(theirs)
+y = x.to_torch_dtensor()
+"""
+
+from collections.abc import Sequence
+from itertools import permutations
+from math import prod
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise import _collectives as collectives
+from shardwise._collectives import DeviceMesh
+from shardwise._layout import Layout, Mesh, Partial, Replicate, Shard, as_placement, checked, shown
+from shardwise._tensor.autograd.gradients import tag_full
+from shardwise._tensor.conversion import wrap
+from shardwise._tensor.dtensor import DTensor, plain, register_method, to_layout
+from shardwise._tensor.torch_objects import TorchDTensor, TorchPlacement, arrived, is_torch_dtensor
+from shardwise._trace.comm_trace import Cause
+from shardwise.errors import LayoutError, MeshError, RuleError
+
+
+@checked
+def from_torch_dtensor(x: TorchDTensor) -> DTensor:
+    """A DTensor of torch as one of shardwise on the same mesh, sharing its storage; gradients flow back to it.
+
+    Args:
+        x: a DTensor of `torch.distributed.tensor`, unevenly sharded too. A `_StridedShard`, as `fully_shard` makes, is
+            a Shard with another `shard_order`.
+
+    Raises:
+        LayoutError: something else, or a `_StridedShard` that is no order of the axes.
+    """
+    return wrap(arrived(x.to_local()), torch_layout(collectives.as_mesh(x.device_mesh), x.placements, x.shape))
+
+
+def converted(x: object) -> Any:
+    """`x`; a DTensor of torch as one of shardwise, and a parameter as a parameter with the same storage."""
+    if not is_torch_dtensor(x):
+        return x
+    if isinstance(x, nn.Parameter):
+        return nn.Parameter(from_torch_dtensor(x.detach()), x.requires_grad)
+    return from_torch_dtensor(x)
+
+
+@checked
+def to_torch_dtensor(self: DTensor, device_mesh: DeviceMesh | None = None) -> Tensor:
+    """This tensor as a DTensor of torch, sharing its storage; gradients flow back to it.
+
+    Args:
+        device_mesh: torch's mesh with the ranks and axes of this one; None is the one it was made with.
+
+    Raises:
+        LayoutError: torch has no placements for this layout, such as given sizes.
+        MeshError: no DeviceMesh is known, or another one is given.
+    """
+    layout = self._layout
+    mesh = collectives.device_mesh(layout.mesh) if device_mesh is None else device_mesh
+    if not isinstance(mesh, DeviceMesh) or collectives.as_mesh(mesh) != layout.mesh:
+        raise MeshError(
+            f"to_torch_dtensor: a DTensor of torch needs torch's DeviceMesh of {layout.mesh}, got {mesh}. "
+            f"Fix: make the tensor on init_device_mesh(…), or pass that as device_mesh."
+        )
+    factors = _split_factors(layout)
+    for placement in layout.placements:
+        if not isinstance(placement, Replicate | Partial) and (placement != Shard(getattr(placement, "dim", 0))):
+            raise LayoutError(
+                f"to_torch_dtensor: torch's DTensor has no {placement}. "
+                f"Fix: redistribute it before, such as to Shard(0), which divides as torch.chunk does."
+            )
+    return collectives.torch_dtensor(self.to_local(), mesh, layout.placements, factors, layout.shape, layout.stride())
+
+
+def _split_factors(layout: Layout) -> list[int]:
+    """Of each axis: into how many shards axes to its right have divided its dim before.
+
+    Raises:
+        LayoutError: torch would divide this layout otherwise.
+    """
+    dims = [getattr(placement, "dim", None) for placement in layout.placements]
+    factors = [_factor_in(layout.mesh, dims, layout.shard_order, axis) for axis in range(layout.mesh.ndim)]
+    for dim in {dim for dim, factor in zip(dims, factors, strict=True) if factor > 1 and dim is not None}:
+        shards = prod(n for n, other in zip(layout.mesh.shape, dims, strict=True) if other == dim)
+        if layout.shape[dim] % shards:
+            raise LayoutError(
+                f"to_torch_dtensor: dim {dim} of {layout} is divided unevenly, by the axes in another order than "
+                f"torch's. Fix: redistribute(placements=…, shard_order={tuple(range(layout.mesh.ndim))}) it before."
+            )
+    return factors
+
+
+def _factor_in(mesh: Mesh, dims: Sequence[int | None], order: Sequence[int], axis: int) -> int:
+    if dims[axis] is None:
+        return 1
+    before = order[: order.index(axis)]
+    return prod(mesh.shape[other] for other in before if other > axis and dims[other] == dims[axis])
+
+
+def torch_layout(mesh: Mesh, placements: Sequence[TorchPlacement], shape: Sequence[int]) -> Layout:
+    """The layout of a DTensor of torch.
+
+    A `_StridedShard` with `split_factor` n, which `fully_shard` makes of a sharded dim, divides what axes to its right
+    have divided before into n shards.
+
+    Raises:
+        LayoutError: the split factors fit no order of the axes.
+    """
+    factors = [getattr(placement, "split_factor", 1) for placement in placements]
+    sharded = [placement.is_shard() or factor > 1 for placement, factor in zip(placements, factors, strict=True)]
+    dims = [getattr(p, "dim", None) if is_shard else None for p, is_shard in zip(placements, sharded, strict=True)]
+    unstrided = [
+        as_placement(p, "A DTensor of torch") if d is None else Shard(d) for p, d in zip(placements, dims, strict=True)
+    ]
+    for order in permutations(range(mesh.ndim)):
+        if all(_factor_in(mesh, dims, order, axis) == factors[axis] for axis in range(mesh.ndim)):
+            return Layout(mesh, unstrided, shape, order)
+    raise LayoutError(
+        f"{shown([str(p) for p in placements])} on {mesh}: no order of the axes has these split factors. "
+        f"Fix: redistribute it in torch first, to Shard(dim) without split factors."
+    )
+
+
+# ---- loaded into DTensors of shardwise, or the other way --------------------------------------------------------
+
+
+def from_torch(x: TorchDTensor, layout: Layout, what: str) -> DTensor:
+    """A DTensor of torch on the mesh of `layout`, without history; `what` names it in errors.
+
+    Local shards are used where both meshes have the same ranks. Otherwise it is gathered first: with torch's tensor
+    parallelism each group of ranks has a mesh of its own.
+    """
+    x = x.detach()
+    mesh = collectives.as_mesh(x.device_mesh)
+    if x.is_meta or sorted(mesh.ranks) != sorted(layout.mesh.ranks):
+        return tag_full(x.full_tensor(), layout, what)
+    return wrap(arrived(x.to_local()), torch_layout(mesh, x.placements, x.shape))
+
+
+def to_torch(x: DTensor, like: TorchDTensor, what: str) -> Tensor:
+    """A DTensor as one of torch with the mesh and placements of `like`, without history."""
+    x = x.detach()
+    mesh = collectives.as_mesh(like.device_mesh)
+    wanted = torch_layout(mesh, like.placements, like.shape)
+    if sorted(mesh.ranks) != sorted(x._layout.mesh.ranks):
+        x = tag_full(full_here(x, what), wanted, what)
+    local = plain(to_layout(x, wanted, Cause("explicit", "load_state_dict", what)))
+    return like.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def full_here(x: DTensor, what: str) -> Tensor:
+    """The full tensor on this rank, without history; `what` names it in errors.
+
+    Raises:
+        RuleError: this rank is outside the mesh, where `full_tensor` has no elements.
+    """
+    mesh = x._layout.mesh
+    if mesh.coordinate(collectives.rank()) is None:
+        raise RuleError(
+            f"{what}: rank {collectives.rank()} is outside {mesh} and has no elements of it. "
+            f"Fix: redistribute it to a mesh of all ranks first."
+        )
+    return x.detach().full_tensor()
+
+
+register_method("from_torch_dtensor", staticmethod(from_torch_dtensor))
+register_method("to_torch_dtensor", to_torch_dtensor)

@@ -1,5 +1,0 @@
-"""Attention: its rules, and ring attention."""
-
-from shardwise.attention import rules
-
-__all__ = ["rules"]

@@ -1,6 +1,0 @@
-"""Pictures of layouts, and tables of what each rank holds."""
-
-from shardwise.pictures.drawing import Picture, picture
-from shardwise.pictures.table import Placed, Table, sharding_table
-
-__all__ = ["Picture", "Placed", "Table", "picture", "sharding_table"]
