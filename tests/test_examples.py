@@ -31,7 +31,7 @@ NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 def example(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"examples_{name}", FOLDER / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"examples_{Path(name).name}", FOLDER / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     if str(FOLDER) not in sys.path:
@@ -227,6 +227,38 @@ def test_lines_of_criteo_become_rows(tmp_path: Path) -> None:
     assert rows.dense[1].tolist() == [0, 0, *[pytest.approx(math.log(8))] * 11]
     assert rows.ids[0].tolist() == [0, 1 + 0xF % 10, *[1 + 0xFFFFFFFF % 10] * 24]
     assert rows.probabilities.isnan().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [
+        ("recommender", 0.44, 0.5),  # HR@10; 0.25 by popularity
+        ("dlrm", 0.8, 0.863),  # AUC; 0.863 by the true probabilities
+        ("language_model", 1.5, 2.01),  # bits of a byte; 2.02 by counts of order 3
+    ],
+)
+def test_a_training_example_gets_as_far_as_it_says(name: str, least: float, most: float, tmp_path: Path) -> None:
+    (found,) = re.findall(r"this model +(\S+)", run_example(name, tmp_path))
+    assert least <= float(found) <= most
+
+
+def test_the_data_of_the_recommender_are_made_of_the_functions_of_a_library(tmp_path: Path) -> None:
+    make = example("data/make_pyident")
+    held_out = next(name for name in (f"h{number}" for number in range(100)) if make.is_held_out(name))
+    names = [name for name in (f"t{number}" for number in range(20)) if not make.is_held_out(name)][:5]
+    source = "def outer(unused):\n    first.second(third)\n    def inner():\n        first, third, rare\n"
+    for name in (held_out, *names):
+        (tmp_path / f"{name}.py").write_text(source)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "skipped.py").write_text(source)
+    rows = make.make_table(tmp_path).to_pylist()
+    assert [row["module"] for row in rows] == [name for name in sorted((held_out, *names)) for _ in range(2)]
+    for outer, inner in zip(rows[::2], rows[1::2], strict=True):
+        assert outer["identifiers"] == ["first", "rare", "third", "second"]  # by how many training functions use them
+        assert inner["identifiers"] == ["first", "rare", "third"]
+        for row in (outer, inner):
+            assert row["hidden"] in (row["identifiers"] if row["module"] == held_out else [None])
 
 
 @pytest.mark.slow
