@@ -1,11 +1,11 @@
 """Training steps of embedding tables in one process, in float64, beside which sharded ones are tested.
 
 Nothing of `shardwise.embedding` computes here: lookups are `F.embedding_bag` and `F.embedding` of the batches of all
-ranks, optimizers are those of `torch.optim`, or their published formula.
+ranks, optimizers are their published formulas.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,13 +20,12 @@ from shardwise.embedding import (
     EmbeddingBagConfig,
     EmbeddingConfig,
     KeyedJaggedTensor,
+    Lamb,
     PoolingType,
     RowWiseAdagrad,
     RowWiseAdam,
 )
 from shardwise.embedding.optimizers import RowOptimizer
-
-Optimizer = torch.optim.Optimizer
 
 
 @dataclass(frozen=True)
@@ -79,13 +78,56 @@ def output_names(tables: Sequence[EmbeddingConfig]) -> list[tuple[EmbeddingConfi
     ]
 
 
+# ---- optimizers -----------------------------------------------------------------------------------------------
+
+States = dict[str, Tensor]  # of some rows: [rows, columns], or [rows, 1]
+
+
+def change_of(optimizer: RowOptimizer, states: States, grad: Tensor, step: int) -> Tensor:
+    """What textbook formulas add to rows, [rows, columns]; the states change in place."""
+    match optimizer:
+        case SGD():
+            return -optimizer.lr * grad
+        case Adagrad() | RowWiseAdagrad():
+            square = (grad**2).mean(1, keepdim=True) if isinstance(optimizer, RowWiseAdagrad) else grad**2
+            states["sum"] += square
+            return -optimizer.lr * grad / (states["sum"].sqrt() + optimizer.eps)
+        case Adam():
+            beta1, beta2 = optimizer.betas
+            square = (grad**2).mean(1, keepdim=True) if isinstance(optimizer, RowWiseAdam) else grad**2
+            mean = states["exp_avg"].mul_(beta1).add_((1 - beta1) * grad)
+            second = states["exp_avg_sq"].mul_(beta2).add_((1 - beta2) * square)
+            root = (second / (1 - beta2**step)).sqrt() + optimizer.eps
+            return -optimizer.lr * (mean / (1 - beta1**step)) / root
+    raise AssertionError(optimizer)
+
+
+def after_step(optimizer: RowOptimizer, states: States, now: Tensor, grad: Tensor, step: int) -> Tensor:
+    """Rows that are `now`, [rows, columns], after a step; the states change in place."""
+    if optimizer.max_gradient is not None:
+        grad = grad.clamp(-optimizer.max_gradient, optimizer.max_gradient)
+    if optimizer.max_gradient_norm is not None:
+        norm = grad.norm(dim=1, keepdim=True)
+        grad = torch.where(norm > optimizer.max_gradient_norm, grad * optimizer.max_gradient_norm / norm, grad)
+    decay = optimizer.weight_decay * now
+    if optimizer.decoupled_weight_decay:
+        change = change_of(optimizer, states, grad, step) - optimizer.lr * decay
+    else:
+        change = change_of(optimizer, states, grad + decay, step)
+    if isinstance(optimizer, Lamb):
+        norms, of_change = now.norm(dim=1, keepdim=True), change.norm(dim=1, keepdim=True)
+        scaled = change / of_change * norms * optimizer.lr
+        change = torch.where((norms > 0) & (of_change > 0), scaled, change)
+    return now + change
+
+
 @dataclass
 class OneTable:
     """A table with its optimizer.
 
     Attributes:
-        blocks: distinct boxes of the layout; row-wise states are of the columns of each.
-        states: of the formulas, by name: for each block a number for each row, or for each element.
+        blocks: distinct boxes of the layout; norms and states of rows are of the columns of each.
+        states: of all rows, for the first column and the number of columns of blocks.
     """
 
     config: EmbeddingConfig
@@ -93,77 +135,61 @@ class OneTable:
     optimizer: RowOptimizer | None
     blocks: Sequence[Box]
     steps: int = 0
-    states: dict[str, list[Tensor]] = field(default_factory=dict)
-    of_torch: Optimizer | None = None
+    states: dict[tuple[int, int], States] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.weight = self.weight.double().clone().requires_grad_()
-        match self.optimizer:
-            case SGD():
-                self.of_torch = torch.optim.SGD([self.weight], lr=self.optimizer.lr)
-            case Adagrad():
-                self.of_torch = torch.optim.Adagrad([self.weight], lr=self.optimizer.lr)
-            case _:
-                pass
 
-    def update(self, rows: Sequence[int]) -> None:
-        """A step of the rows that were looked up."""
+    def limit_norm(self, rows: Sequence[int]) -> None:
+        """Scale rows that are looked up to at most `max_norm`."""
+        if self.config.max_norm is not None and rows:
+            norm = self.weight.data[rows].norm(dim=1, keepdim=True)
+            self.weight.data[rows] *= torch.where(norm > self.config.max_norm, self.config.max_norm / norm, 1)
+
+    def update(self, rows: Sequence[int], lr: float = 1.0) -> None:
+        """A step of the rows that were looked up, with `lr` times the learning rate."""
         self.steps += 1
-        if self.of_torch is not None:
-            self.of_torch.step()
-        elif self.optimizer is not None and rows:
-            self._formula(torch.tensor(rows))
+        grad = self.weight.grad
+        for box in self.blocks if self.optimizer is not None and rows and grad is not None else ():
+            (first, left), (height, width) = box.offsets, box.sizes
+            inside = torch.tensor([row for row in rows if first <= row < first + height], dtype=torch.int64)
+            states, at = self._states(box), (inside[:, None], torch.arange(left, left + width))
+            of_rows = {name: state[inside] for name, state in states.items()}
+            assert self.optimizer is not None
+            assert grad is not None
+            now = replace(self.optimizer, lr=lr * self.optimizer.lr)
+            self.weight.data[at] = after_step(now, of_rows, self.weight.data[at], grad[at], self.steps)
+            for name, state in of_rows.items():
+                states[name][inside] = state
         self.weight.data = self.weight.data.to(self.config.data_type).double()
 
-    def _formula(self, rows: Tensor) -> None:
-        """Row-wise Adagrad, Adam and row-wise Adam of the rows that were looked up."""
-        shape, grad = self.weight.shape, self.weight.grad
-        optimizer, step = self.optimizer, self.steps
-        assert grad is not None
-        for number, box in enumerate(self.blocks):
-            (first, left), (height, width) = box.offsets, box.sizes
-            of_block = rows[(rows >= first) & (rows < first + height)]
-            at = (of_block[:, None], torch.arange(left, left + width))
-            if isinstance(optimizer, RowWiseAdagrad):
-                total = self._state("sum", (shape[0],))[number]
-                total[of_block] += grad[at].square().mean(1)
-                change = grad[at] / (total[of_block].sqrt() + optimizer.eps)[:, None]
-            else:
-                assert isinstance(optimizer, Adam)
-                beta1, beta2 = optimizer.betas
-                mean = self._state("exp_avg", tuple(shape))[number]
-                mean[at] = beta1 * mean[at] + (1 - beta1) * grad[at]
-                by_row = isinstance(optimizer, RowWiseAdam)
-                second = self._state("exp_avg_sq", (shape[0],) if by_row else tuple(shape))[number]
-                where = of_block if by_row else at
-                square = grad[at].square().mean(1) if by_row else grad[at].square()
-                second[where] = beta2 * second[where] + (1 - beta2) * square
-                root = (second[where] / (1 - beta2**step)).sqrt() + optimizer.eps
-                change = mean[at] / (1 - beta1**step) / (root[:, None] if by_row else root)
-            self.weight.data[at] -= optimizer.lr * change
+    def resize(self, config: EmbeddingConfig, blocks: Sequence[Box]) -> None:
+        """Have the rows of `config`; new ones are as its `initialize` makes them, with states of zeros."""
+        old, rows = self.weight.data, config.num_embeddings
+        new = torch.empty(max(rows - len(old), 0), old.shape[1])
+        config.initialize(new)
+        self.config, self.blocks = config, blocks
+        self.weight = torch.cat([old, new.double()])[:rows].requires_grad_()
+        for states in self.states.values():
+            for name, state in states.items():
+                states[name] = torch.cat([state, state.new_zeros(rows, state.shape[1])])[:rows]
 
-    def _state(self, name: str, shape: tuple[int, ...]) -> list[Tensor]:
-        return self.states.setdefault(name, [torch.zeros(shape, dtype=torch.float64) for _ in self.blocks])
+    def _states(self, box: Box) -> States:
+        assert self.optimizer is not None
+        like = torch.zeros(self.weight.shape[0], box.sizes[1])
+        new = {name: state.double() for name, state in self.optimizer.new_states(like).items()}
+        return self.states.setdefault((box.offsets[1], box.sizes[1]), new)
 
-    def expected_states(self) -> dict[str, Tensor]:
+    def expected_states(self) -> States:
         """By name: [rows, columns], or [rows, shards of columns]."""
-        if self.of_torch is not None:
-            names: tuple[str, ...] = ("sum",) if isinstance(self.optimizer, Adagrad) else ()
-            found = self.of_torch.state[self.weight]
-            return {name: found[name] if name in found else torch.zeros_like(self.weight) for name in names}
-        names = () if self.optimizer is None else (*self.optimizer.of_elements, *self.optimizer.of_rows)
-        return {name: self._joined(name, name in self.optimizer.of_rows) for name in names}  # type: ignore[union-attr]
+        if self.optimizer is None:
+            return {}
+        by_columns = {box.offsets[1]: self._states(box) for box in sorted(self.blocks, key=lambda box: box.offsets[1])}
+        names = (*self.optimizer.of_elements, *self.optimizer.of_rows)
+        return {name: torch.cat([states[name] for states in by_columns.values()], 1) for name in names}
 
-    def _joined(self, name: str, of_rows: bool) -> Tensor:
-        rows, cols = self.weight.shape
-        if not of_rows:
-            states = self._state(name, (rows, cols))
-            return torch.stack(states).sum(0)  # blocks are disjoint
-        starts = sorted({box.offsets[1] for box in self.blocks})
-        joined = torch.zeros(rows, len(starts), dtype=torch.float64)
-        for box, state in zip(self.blocks, self._state(name, (rows,)), strict=True):
-            joined[:, starts.index(box.offsets[1])] += state
-        return joined
+
+# ---- lookups --------------------------------------------------------------------------------------------------
 
 
 class OneProcess:
@@ -190,14 +216,24 @@ class OneProcess:
             for c in configs
         }
 
+    def resize(self, configs: Sequence[EmbeddingConfig], blocks: Mapping[str, Sequence[Box]]) -> None:
+        """Have the tables of `configs`."""
+        self.configs = configs
+        for config in configs:
+            self.tables[config.name].resize(config, blocks[config.name])
+
     def step(
-        self, batches: Sequence[RankBatch], gradient_of: Callable[[int, str, Tensor], Tensor]
+        self, batches: Sequence[RankBatch], gradient_of: Callable[[int, str, Tensor], Tensor], lr: float = 1.0
     ) -> list[dict[str, Tensor]]:
-        """The results of each rank, after a step of the sum of losses, whose gradients `gradient_of` gives."""
+        """The results of each rank, after a step of the sum of losses, whose gradients `gradient_of` gives.
+
+        The step is with `lr` times the learning rates.
+        """
         loss = torch.zeros((), dtype=torch.float64)
         found: list[dict[str, Tensor]] = [{} for _ in batches]
         for table in self.tables.values():
             table.weight.grad = None
+            table.limit_norm(sorted(self._rows_of(table.config, batches)))
         for config, feature, name in output_names(self.configs):
             of_ranks = [batch[feature] for batch in batches]
             look_up = self._pooled if self.pooled else self._rows
@@ -206,7 +242,7 @@ class OneProcess:
                 found[rank][name] = part.detach()
         loss.backward()
         for table in self.tables.values():
-            table.update(sorted(self._rows_of(table.config, batches)))
+            table.update(sorted(self._rows_of(table.config, batches)), lr)
         return found
 
     def _rows_of(self, config: EmbeddingConfig, batches: Sequence[RankBatch]) -> set[int]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from itertools import combinations_with_replacement, pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -10,14 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise._collectives import rank
-from shardwise._layout import Mesh, Shard
 from shardwise.embedding import (
-    EmbeddingBagCollection,
     EmbeddingBagConfig,
     KeyedJaggedTensor,
     balanced_rows,
     count_rows,
-    shard_embeddings,
 )
 from shardwise.errors import ArgumentError, IdError, RemoteRankError
 from shardwise.testing import world
@@ -94,19 +90,3 @@ def test_a_loader_that_raises_is_an_error_on_all_ranks() -> None:
         return error.type
 
     assert world(3).run(count) == [RemoteRankError, OSError, RemoteRankError]
-
-
-def test_a_collection_is_sharded_by_load() -> None:
-    config = EmbeddingBagConfig(8, 2, "t", feature_names=["f"])
-    batch = KeyedJaggedTensor(["f"], torch.tensor([0, 0, 0, 0, 1, 7, 2, 3]), lengths=torch.tensor([8]))
-
-    def train() -> Any:
-        plan = balanced_rows(count_rows(config, [batch]), 3)
-        plain = EmbeddingBagCollection([config], device="cpu")
-        torch.nn.init.ones_(plain.embedding_bags["t"].weight)
-        sharded: Any = shard_embeddings(plain, {"t": plan}, Mesh((3,)))
-        return plan, sharded(batch).values().tolist()
-
-    for plan, pooled in world(3).run(train):
-        assert plan == Shard(0, (1, 6, 1)) or max(plan.sizes) <= 8
-        assert pooled == [[8.0, 8.0]]

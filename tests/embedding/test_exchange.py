@@ -1,17 +1,15 @@
 """The three collectives of a step, without modules around them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise import _collectives as collectives
 from shardwise._collectives import Finish, count_comms
-from shardwise._layout import Layout, Mesh, OnRanks, Placement, Replicate, Shard
+from shardwise._layout import Layout, Mesh, OnRanks, Placement, Shard
 from shardwise._trace.comm_trace import CommEvent, Listener, listening_with
 from shardwise.embedding.batch import IdRules, features_of, make_batch
 from shardwise.embedding.configs import EmbeddingConfig
@@ -59,11 +57,11 @@ class Setup:
         for stack, (requests, grad) in zip(self.stacks, gradients, strict=True):
             stack.weight -= dense_gradient(requests, grad, stack.weight)
 
-    def sums(self, ids: Sequence[Sequence[int]], policy: str = "error") -> Tensor:
+    def sums(self, ids: Sequence[Sequence[int]]) -> Tensor:
         """The sums of bags of ids."""
         values = torch.tensor([i for bag in ids for i in bag], dtype=torch.int64)
         rows, cols = self.plan.tables[0].layout.shape
-        config = EmbeddingConfig(rows, cols, "items", feature_names=["item"], bad_ids=policy)
+        config = EmbeddingConfig(rows, cols, "items", feature_names=["item"])
         rules = IdRules(features_of([config]), skips_padding=True)
         given = make_batch(values, torch.tensor([len(bag) for bag in ids], dtype=torch.int64), None, [len(ids)])
         batch, verdict = rules.apply(given)
@@ -163,31 +161,16 @@ def test_a_bad_id_is_the_same_error_on_all_ranks(placement: Placement, bad: int)
     assert f"Table items, feature item: id {bad}, at position 1 of sample 2 of rank 1, is not" in texts.pop()
 
 
-@pytest.mark.parametrize("policy", ["clip", "hash", "zero"])
-@world(2)
-def test_other_policies_give_bad_ids_a_row(policy: str) -> None:
-    bags = [[-3, 2, 11], [BIG], [5]]
-    rows: dict[str, Callable[[int], Tensor]] = {
-        "clip": lambda i: full_table(11, 4)[min(max(i, 0), 10)],
-        "hash": lambda i: full_table(11, 4)[i % 11],
-        "zero": lambda i: full_table(11, 4)[i] if 0 <= i < 11 else torch.zeros(4),
-    }
-    expected = torch.stack([torch.stack([rows[policy](i) for i in bag]).sum(0) for bag in bags])
-    assert torch.equal(Setup(2, Shard(0)).sums(bags, policy).detach(), expected)
-
-
-def started_differently(ahead: Sequence[int]) -> None:
-    setup = Setup(3, Shard(0))
-    nothing = torch.zeros(0, dtype=torch.int64)
-    out = request_bags(setup.engine.batch_index((0,)), make_batch(nothing, nothing, None, [0]))
-    requesting = setup.engine.prepare(out, (), ahead[collectives.rank()])
-    with pytest.raises(
-        MismatchError, match=r"^Rank 0 does not prefetch .* and rank 1 prefetches 2 ahead\. Nothing was"
-    ):
-        setup.engine.arrive(requesting)
-
-
 def test_ranks_that_start_a_message_for_another_batch_all_raise() -> None:
+    def started_differently(ahead: Sequence[int]) -> None:
+        setup = Setup(3, Shard(0))
+        nothing = torch.zeros(0, dtype=torch.int64)
+        request = request_bags(setup.engine.batch_index((0,)), make_batch(nothing, nothing, None, [0]))
+        pending = setup.engine.prepare(request, (), ahead[collectives.rank()])
+        text = r"^Rank 0 does not prefetch .* and rank 1 prefetches 2 ahead\. Nothing was"
+        with pytest.raises(MismatchError, match=text):
+            setup.engine.arrive(pending)
+
     world(3).run(started_differently, (0, 2, 0))
 
 
@@ -247,25 +230,3 @@ def test_the_trace_says_what_is_sent_and_how_much(count: int) -> None:
         "gradients of an embedding collection in backward, test",
     ]
     assert [n for _, n in events.said] == events.sent
-
-
-BAGS = st.lists(st.lists(st.integers(0, 10), max_size=4), max_size=5)
-
-
-def two_steps(placement: Placement, bags: Sequence[list[list[int]]]) -> None:
-    setup, table, me = Setup(3, placement), full_table(11, 4), collectives.rank()
-    for _ in range(2):
-        sums = setup.sums(bags[me])
-        assert torch.equal(sums.detach(), torch.stack([table[:0].sum(0), *(table[bag].sum(0) for bag in bags[me])])[1:])
-        (sums * torch.arange(1, 1 + len(bags[me]))[:, None]).sum().backward()
-        for of_rank in bags:
-            for number, bag in enumerate(of_rank):
-                table.index_add_(0, torch.tensor(bag, dtype=torch.int64), torch.full((len(bag), 4), -1.0 - number))
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.sampled_from([Shard(0), Shard(1), OnRanks(1), Replicate()]), st.tuples(BAGS, BAGS, BAGS))
-def test_any_bags_have_the_sums_and_updates_of_one_process(
-    placement: Placement, bags: tuple[list[list[int]], ...]
-) -> None:
-    world(3).run(two_steps, placement, bags)

@@ -1,10 +1,11 @@
-"""All kernels that are installed, beside loops over ids and beside each other."""
+"""All kernels that are installed, beside loops over ids and beside each other; requests, also of huge tables."""
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -13,12 +14,13 @@ from torch.testing import assert_close
 from shardwise import Mesh, OnRanks, Placement, Shard
 from shardwise._layout import Layout
 from shardwise.embedding import SGD, Adagrad, RowWiseAdagrad
-from shardwise.embedding.batch import make_batch
+from shardwise.embedding.batch import Batch, make_batch
 from shardwise.embedding.exchange.requests import Request, make_batch_index, make_routes, request_bags
 from shardwise.embedding.kernels import Kernels, fastest_kernels, plain
 from shardwise.embedding.kernels.compiled import CompiledKernels
+from shardwise.embedding.kernels.plain import LEVELS, MOST_AT_ONCE, _long_bags
 from shardwise.embedding.optimizers import RowOptimizer
-from shardwise.embedding.plan import Table, make_plan, requests_of
+from shardwise.embedding.plan import Plan, Table, make_plan, requests_of
 from tests.embedding.kernel_cases import DTYPES, KERNELS, Lookup, lookups, stack_of
 from tests.strategies import laws
 
@@ -111,6 +113,34 @@ def test_pooling_of_no_ids_is_zero(kernels: Kernels) -> None:
     assert torch.equal(kernels.pool(torch.ones(2, 3), torch.tensor([]).int(), torch.zeros(5).int()), torch.zeros(4, 3))
 
 
+LENGTHS = {
+    "one": [1],
+    "short": [1, 5, 2],
+    "to a part": [MOST_AT_ONCE - 1, MOST_AT_ONCE, MOST_AT_ONCE + 1],
+    "of parts of parts": [3, MOST_AT_ONCE**2 - 1, 1, MOST_AT_ONCE**2, MOST_AT_ONCE**2 + 1],
+    "several levels": [MOST_AT_ONCE**3 + 1, 1],
+}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_long_bags_are_summed_in_parts(lengths: list[int], dtype: torch.dtype, weighted: bool) -> None:
+    total = sum(lengths)
+    weight = torch.randint(-9, 9, (50, 3)).double()  # integers: every order of additions has the same sum
+    rows = torch.randint(0, 50, (total,), dtype=dtype)
+    offsets = F.pad(torch.tensor(lengths, dtype=dtype).cumsum(0, dtype=dtype), (1, 0))
+    scale = torch.randint(-3, 3, (total,)).double() if weighted else None
+    bags = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    of_ids = weight[rows.long()] if scale is None else weight[rows.long()] * scale[:, None]
+    expected = torch.zeros(len(lengths), 3).double().index_add_(0, bags, of_ids)
+    assert torch.equal(_long_bags(weight, rows, offsets, scale), expected)
+
+
+def test_there_are_levels_for_any_batch() -> None:
+    assert MOST_AT_ONCE**LEVELS > 1 << 23
+
+
 # ---- updates --------------------------------------------------------------------------------------------------
 
 UPDATES: list[RowOptimizer] = [SGD(0.5), Adagrad(0.5), Adagrad(0.5, eps=0.1), RowWiseAdagrad(0.5, eps=0.1)]
@@ -177,6 +207,12 @@ def test_compiled_loops_are_for_one_thread_of_a_cpu() -> None:
 
 # ---- runs -----------------------------------------------------------------------------------------------------
 
+
+def request_of(plan: Plan, rank: int, batch: Batch, kernels: Kernels) -> Request:
+    routes = make_routes(plan, requests_of(plan, rank), torch.device("cpu"), kernels)
+    return request_bags(make_batch_index(routes, batch.bags), batch)
+
+
 GRID = Mesh((2, 2), names=("a", "b"))
 LAYOUTS: list[tuple[Mesh, list[Placement]]] = [
     (Mesh((4,)), [Shard(0)]),
@@ -209,12 +245,8 @@ def test_compiled_runs_are_those_of_torch(drawn: tuple[list[Table], list[list[li
     plan = make_plan(of_tables)
     values = torch.tensor([i for bags in ids for bag in bags for i in bag], dtype=torch.int64)
     lengths = torch.tensor([len(bag) for bags in ids for bag in bags], dtype=torch.int64)
-    made: list[Request] = []
-    for kernels in (Kernels(), CompiledKernels()):
-        batch = make_batch(values, lengths, None, [len(bags) for bags in ids])
-        routes = make_routes(plan, requests_of(plan, rank), torch.device("cpu"), kernels)
-        made.append(request_bags(make_batch_index(routes, batch.bags), batch))
-    expected, found = made
+    batch = make_batch(values, lengths, None, [len(bags) for bags in ids])
+    expected, found = (request_of(plan, rank, batch, kernels) for kernels in (Kernels(), CompiledKernels()))
     assert torch.equal(found.rows, expected.rows)
     assert found.rows.dtype == expected.rows.dtype
     assert expected.lengths is not None
@@ -223,3 +255,55 @@ def test_compiled_runs_are_those_of_torch(drawn: tuple[list[Table], list[list[li
     assert (found.runs, found.ids) == (expected.runs, expected.ids)
     assert torch.equal(found.results.sources, expected.results.sources)
     assert found.results.sent == expected.results.sent
+
+
+# ---- tables with more than 2^31 rows: plans only, no memory -----------------------------------------------------
+
+RANKS = 4
+HUGE = 3 * 2**31 + 5
+PLANS: dict[str, list[tuple[Placement, int]]] = {
+    "rows of ranks fit 32 bits": [(Shard(0), HUGE)],
+    "rows of a rank do not": [(OnRanks(1), HUGE), (OnRanks(1), 2**31 + 7)],
+    "stacks of small tables do not": [(OnRanks(2), 2**30)] * 3,
+    "one table does": [(OnRanks(2), 2**30), (Shard(0, (1, 0, 5, HUGE - 6)), HUGE)],
+}
+
+
+def requested(plan: Plan, kernels: Kernels, ids: list[list[int]]) -> list[tuple[int, int]]:
+    """The owner and the row of its stack of every id, one bag for each feature."""
+    values = torch.tensor([i for bag in ids for i in bag])
+    batch = make_batch(values, torch.tensor([len(bag) for bag in ids]), None, [1] * len(ids))
+    request = request_of(plan, 0, batch, kernels)
+    ends = request.ids[:: len(plan.keys)]
+    rows = request.rows.tolist()
+    return [(owner, row) for owner in range(RANKS) for row in rows[ends[owner] : ends[owner + 1]]]
+
+
+def expected(plan: Plan, ids: list[list[int]]) -> list[tuple[int, int]]:
+    """The same, of the boxes of the layouts, which are below each other on each rank."""
+    found = []
+    below = [0] * RANKS
+    for table, bag in zip(plan.tables, ids, strict=True):
+        for rank in range(RANKS):
+            for box in table.layout.boxes(rank):
+                first, rows = box.offsets[0], box.sizes[0] if box.numel else 0
+                found += [(rank, below[rank] + i - first) for i in bag if first <= i < first + rows]
+                below[rank] += rows
+    return found
+
+
+@each_kernel
+@pytest.mark.parametrize("name", PLANS)
+def test_every_id_is_requested_from_its_owner(name: str, kernels: Kernels) -> None:
+    tables = [
+        Table(f"t{number}", Layout(Mesh((RANKS,)), [placement], (rows, 4)), "float32", (f"f{number}",))
+        for number, (placement, rows) in enumerate(PLANS[name])
+    ]
+    plan = make_plan(tables)
+    ids = [
+        sorted(
+            {i for near in (0, 2**31, 2**32, rows // RANKS, rows) for i in range(near - 8, near + 8) if 0 <= i < rows}
+        )
+        for _, rows in PLANS[name]
+    ]
+    assert sorted(requested(plan, kernels, ids)) == sorted(expected(plan, ids))

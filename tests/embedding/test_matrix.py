@@ -1,6 +1,7 @@
-"""Every sharding with every optimizer and pooling beside one process: ten steps, results, tables and states."""
+"""Every sharding with every kind of lookup and optimizer beside one process: five steps, results, tables, states."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 
 import pytest
@@ -13,41 +14,87 @@ from shardwise.embedding import (
     Adam,
     EmbeddingBagConfig,
     EmbeddingConfig,
+    Lamb,
     PoolingType,
     RowWiseAdagrad,
     RowWiseAdam,
+    RowWiseLamb,
 )
+from shardwise.embedding.exchange import requests
 from shardwise.embedding.kernels import Kernels
 from shardwise.embedding.optimizers import RowOptimizer
+from shardwise.errors import PlanError
 from tests.embedding.cases import Case, check
 from tests.embedding.kernel_cases import KERNELS
 from tests.embedding.one_process import Bags, RankBatch
 
-STEPS = 10
+STEPS = 5
 ROWS, DIMS = (7, 10, 5, 12), (4, 9, 4, 6)
 FEATURES = ("g1", "f3", "f0", "f1", "f2")  # not in the order of the tables
 NAMES = ("t0", "t1", "t2", "t3")
 
 
-def table(number: int, pooling: str) -> EmbeddingConfig:
-    features = ["f1", "g1"] if number == 1 else [f"f{number}"]
-    rows, dim = ROWS[number], DIMS[number]
-    if pooling == "rows":
-        return EmbeddingConfig(rows, dim, f"t{number}", feature_names=features)
-    kind = PoolingType.MEAN if pooling == "mean" else PoolingType.SUM
-    return EmbeddingBagConfig(rows, dim, f"t{number}", feature_names=features, pooling=kind)
+@dataclass(frozen=True)
+class Kind:
+    """What is looked up, and how.
+
+    Attributes:
+        pooling: "sum", "mean" or "rows".
+        variable: whether features have different numbers of bags.
+        dense: whether tables are trained by gradients, not by optimizers of rows.
+        by_rows: whether ranks request rows and add them up themselves, also where it costs more.
+    """
+
+    pooling: str
+    weighted: bool = False
+    variable: bool = False
+    padding: bool = False
+    dense: bool = False
+    by_rows: bool = False
+    max_norm: bool = False
+
+    def table(self, number: int) -> EmbeddingConfig:
+        features = ["f1", "g1"] if number == 1 else [f"f{number}"]
+        config = EmbeddingConfig(
+            ROWS[number],
+            DIMS[number],
+            f"t{number}",
+            feature_names=features,
+            padding_idx=2 if self.padding and number != 3 else None,
+            max_norm=1.5 + number if self.max_norm else None,
+        )
+        if self.pooling == "rows":
+            return config
+        mean = self.pooling == "mean" and number != 2  # one of them has sums
+        return EmbeddingBagConfig(**vars(config), pooling=PoolingType.MEAN if mean else PoolingType.SUM)
 
 
-def batch_of(rank: int, step: int) -> RankBatch:
+KINDS = {
+    "sums": Kind("sum"),
+    "means": Kind("mean"),
+    "weighted sums": Kind("sum", weighted=True),
+    "rows": Kind("rows"),
+    "dense sums": Kind("sum", dense=True),
+    "means of any numbers of bags, padded": Kind("mean", variable=True, padding=True),
+    "dense rows of any numbers of bags, padded": Kind("rows", variable=True, padding=True, dense=True),
+    "rows of any numbers of bags, padded": Kind("rows", variable=True, padding=True),
+    "sums of requested rows, padded": Kind("sum", variable=True, padding=True, by_rows=True),
+    "sums of limited norm": Kind("sum", max_norm=True),
+}
+
+
+def batch_of(rank: int, step: int, variable: bool = False) -> RankBatch:
     """A ragged batch, which differs from rank to rank; some ranks and steps have no bag, or no id."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
 
     def draw(high: int, count: int) -> torch.Tensor:
         return torch.randint(0, high, (count,), generator=generator)
 
-    bags = 0 if step == 3 or (step == 6 and rank == 1) else int(draw(6, 1))
-    most = 1 if step == 4 and rank == 0 else 6
-    lengths = [draw(most, bags) for _ in FEATURES]
+    bags = draw(6, len(FEATURES) if variable else 1).expand(len(FEATURES)).tolist()
+    if step == 1 or (step == 3 and rank == 1):
+        bags = [0] * len(FEATURES)
+    most = 1 if step == 2 and rank == 0 else 6
+    lengths = [draw(most, n) for n in bags]
     found = {}
     for name, of_bags in zip(FEATURES, lengths, strict=True):
         count = int(of_bags.sum())
@@ -60,7 +107,7 @@ def batch_of(rank: int, step: int) -> RankBatch:
 
 def divided(length: int, size: int) -> list[int]:
     """Two for the first position, nothing for those in the middle, the rest for the last."""
-    return [2, *[0] * (size - 2), length - 2]
+    return [2, *[0] * (size - 2), length - 2] if size > 1 else [length]
 
 
 def bands(size: int, rows: int, cols: int) -> Boxes:
@@ -121,6 +168,8 @@ def shardings() -> dict[str, tuple[Mesh, Mapping[str, Placements]]]:
     found: dict[str, tuple[Mesh, Mapping[str, Placements]]] = {}
     for size, (name, make) in product((2, 3, 4), LINES.items()):
         found[f"{name}, {size} ranks"] = Mesh((size,)), {NAMES[t]: make(size, t) for t in range(4)}
+    for size, name in [*product((1, 12), ("row", "column", "data-parallel")), (5, "mixed")]:  # 12: some hold nothing
+        found[f"{name}, {size} ranks"] = Mesh((size,)), {NAMES[t]: LINES[name](size, t) for t in range(4)}
     mesh = Mesh((2, 2), names=("host", "rank"))
     for name, placements in GRIDS.items():
         only = NAMES[:1] if name == "uneven grid" else NAMES
@@ -129,31 +178,63 @@ def shardings() -> dict[str, tuple[Mesh, Mapping[str, Placements]]]:
 
 
 SHARDINGS = shardings()
-OPTIMIZERS: Sequence[RowOptimizer] = (SGD(0.1), Adagrad(0.1), RowWiseAdagrad(0.1), Adam(0.1), RowWiseAdam(0.1))
-POOLINGS = ("sum", "mean", "weighted", "rows")
+CLIPPED = RowWiseAdagrad(0.1, max_gradient_norm=0.5, weight_decay=0.1, decoupled_weight_decay=True)
+OPTIMIZERS: Sequence[RowOptimizer] = (
+    SGD(1 / 64), Adagrad(0.1), RowWiseAdagrad(0.1), Adam(0.1), RowWiseAdam(0.1), Lamb(0.1), CLIPPED,
+    RowWiseLamb(0.1, weight_decay=0.1),
+)  # fmt: skip
 
 
 def equals_one_process(
-    sharding: str, pooling: str, optimizers: Sequence[RowOptimizer], kernels: Kernels = KERNELS[0]
+    sharding: str, name: str, optimizers: Sequence[RowOptimizer], kernels: Kernels = KERNELS[0], real: bool = False
 ) -> None:
-    mesh, plan = SHARDINGS[sharding]
-    configs = [table(t, pooling) for t in range(4)]
-    batches = [[batch_of(rank, step) for rank in range(mesh.size())] for step in range(STEPS)]
-    of_tables = dict(zip(NAMES, optimizers, strict=True))
-    signed = pooling != "mean"  # else sums of gradients that cancel out are not exactly zero, and Adagrad scales them
-    check(Case(configs, pooling != "rows", pooling == "weighted", mesh, plan, of_tables, batches, signed, kernels))
+    """Train with an optimizer for each table."""
+    (mesh, plan), kind = SHARDINGS[sharding], KINDS[name]
+    case = Case(
+        [kind.table(t) for t in range(4)],
+        kind.pooling != "rows",
+        kind.weighted,
+        mesh,
+        plan,
+        None if kind.dense else dict(zip(NAMES, optimizers, strict=True)),
+        [[batch_of(rank, step, kind.variable) for rank in range(mesh.size())] for step in range(STEPS)],
+        signed=kind.pooling != "mean",  # else sums of gradients that cancel out are not exactly 0, and Adam scales them
+        kernels=kernels,
+        exact=kind.pooling != "mean" and not kind.max_norm and (kind.dense or set(optimizers) == {SGD(1 / 64)}),
+        halving=not kind.dense,
+        calls=0 if mesh.size() == 1 else 3,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(requests, "MIN_SAVED", -1000 if kind.by_rows else requests.MIN_SAVED)
+        by_columns = any(b.sizes[1] < DIMS[int(t[1])] for t, boxes in case.blocks().items() for b in boxes)
+        if kind.max_norm and by_columns:
+            with pytest.raises(PlanError, match=r"has a max_norm, which needs full rows"):
+                check(case)
+            return
+        check(case, f"{sharding}, {name}, {optimizers}, {kernels.name}", real)
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_each_sharding_with_a_kind_of_lookup_and_optimizers(sharding: str) -> None:
+    number = list(SHARDINGS).index(sharding)
+    name, first = list(KINDS)[number % len(KINDS)], number // len(KINDS) + number
+    apart = number % 2  # the same one lets tables share stacks
+    chosen = [OPTIMIZERS[(first + apart * t) % len(OPTIMIZERS)] for t in range(4)]
+    equals_one_process(sharding, name, chosen, KERNELS[number % len(KERNELS)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sharding", ["mixed, 3 ranks", "mixed 0, (2, 2)", "mixed 1, (2, 2)"])
+def test_mixed_shardings_with_an_optimizer_for_each_table(sharding: str, kind: str) -> None:
+    for kernels in KERNELS[list(SHARDINGS).index(sharding) % 2 :: 2] if kind in ("sums", "rows") else KERNELS[:1]:
+        equals_one_process(sharding, kind, OPTIMIZERS[1:5], kernels)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda one: type(one).__name__)
-@pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("sharding", SHARDINGS)
-def test_every_sharding_pooling_and_optimizer(sharding: str, pooling: str, optimizer: RowOptimizer) -> None:
-    equals_one_process(sharding, pooling, [optimizer] * 4)
-
-
-@pytest.mark.parametrize("kernels", KERNELS, ids=lambda kernels: kernels.name)
-@pytest.mark.parametrize("pooling", POOLINGS)
-@pytest.mark.parametrize("sharding", ["mixed, 3 ranks", "mixed 0, (2, 2)", "mixed 1, (2, 2)"])
-def test_mixed_shardings_with_an_optimizer_for_each_table(sharding: str, pooling: str, kernels: Kernels) -> None:
-    equals_one_process(sharding, pooling, OPTIMIZERS[1:], kernels)
+def test_every_sharding_with_every_kind_of_lookup_and_optimizer(sharding: str) -> None:
+    for name, kind in KINDS.items():
+        varies = kind.variable or kind.max_norm or kind.dense
+        for number, optimizer in enumerate(OPTIMIZERS[:2] if varies else OPTIMIZERS):
+            if number == 0 or not kind.dense:
+                equals_one_process(sharding, name, [optimizer] * 4)

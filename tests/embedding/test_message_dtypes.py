@@ -157,15 +157,18 @@ def batches(draw: st.DrawFn, num_ranks: int) -> list[Ids]:
     ]
 
 
+@pytest.mark.parametrize("examples", [6, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("pooled", [True, False])
-@settings(laws, max_examples=8)
-@given(st.data())
-def test_steps_are_those_of_messages_rounded_once(plan: str, pooled: bool, data: st.DataObject) -> None:
+def test_steps_are_those_of_messages_rounded_once(plan: str, examples: int) -> None:
     shape, placings = PLANS[plan]
-    mesh = Mesh(shape)
-    dtypes = [data.draw(st.sampled_from([torch.float32, *SHORT])) for _ in range(2)]
-    world(mesh.size()).run(train, pooled, mesh, placings, data.draw(batches(mesh.size())), *dtypes)
+    mesh, dtype = Mesh(shape), st.sampled_from([torch.float32, *SHORT])
+
+    @settings(laws, max_examples=examples)
+    @given(st.booleans(), batches(mesh.size()), dtype, dtype)
+    def steps(pooled: bool, drawn: list[Ids], forward: torch.dtype, backward: torch.dtype) -> None:
+        world(mesh.size()).run(train, pooled, mesh, placings, drawn, forward, backward)
+
+    steps()
 
 
 @pytest.mark.processes
@@ -210,12 +213,11 @@ def test_other_dtypes_are_refused() -> None:
         shard_embeddings(collection(True), {}, Mesh((1,)), forward_dtype="bf16")  # type: ignore[arg-type]
 
 
-def unequal() -> None:
-    dtype = torch.bfloat16 if collectives.rank() else torch.float32
-    sharded = shard_embeddings(collection(True), {}, Mesh((2,)), forward_dtype=dtype)
-    sharded(batch_of([[[1]], [[2]], [[3]]]))
-
-
 def test_ranks_with_different_dtypes_are_an_error() -> None:
+    def unequal() -> None:
+        dtype = torch.bfloat16 if collectives.rank() else torch.float32
+        sharded = shard_embeddings(collection(True), {}, Mesh((2,)), forward_dtype=dtype)
+        sharded(batch_of([[[1]], [[2]], [[3]]]))
+
     with pytest.raises(Exception, match="bfloat16"):
         world(2).run(unequal)

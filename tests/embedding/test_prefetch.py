@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,62 +19,59 @@ from shardwise.embedding import (
     Adam,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
-    EmbeddingCollection,
     KeyedJaggedTensor,
     prefetch,
     shard_embeddings,
 )
 from shardwise.errors import ArgumentError, IdTypeError, PlanError
 from shardwise.testing import world
-from tests.embedding.test_sharded import FEATURES, GRIDS, ROWS_OF, bag_configs, batch_of, plans, row_configs
+from tests.embedding.tables import (
+    CONFIGS,
+    FEATURES,
+    GRIDS,
+    SHARDINGS,
+    PlacementsOf,
+    batch_of,
+    collection,
+    equal,
+    plans,
+    sharded,
+    tables_of,
+    values_of,
+)
 
-STEPS = 10
+STEPS = 6
 
 
 def long_batch(rank: int, step: int) -> KeyedJaggedTensor:
     """A batch with more ids than a message of usual length has; how many differs from rank to rank."""
     g = torch.Generator().manual_seed(77 * step + rank)
-    lengths = torch.randint(0, 400 * (1 + rank), (5 * 7,), generator=g)
-    ids = torch.cat(
-        [
-            torch.randint(0, ROWS_OF[name], (int(n.sum()),), generator=g)
-            for name, n in zip(FEATURES, lengths.split(7), strict=True)
-        ]
-    )
-    return KeyedJaggedTensor(list(FEATURES), ids, lengths=lengths)
+    lengths = torch.randint(0, 400 * (1 + rank), (4 * 7,), generator=g)
+    ids = [
+        torch.randint(n, (int(x.sum()),), generator=g) for n, x in zip(FEATURES.values(), lengths.split(7), strict=True)
+    ]
+    return KeyedJaggedTensor(list(FEATURES), torch.cat(ids), lengths=lengths)
 
 
 def batches_of(rank: int, count: int = STEPS, **kind: bool) -> list[KeyedJaggedTensor]:
-    """Ragged batches. Step 3 has no bags, and step 4 of rank 0 no ids; steps 5 and 8 are long, unless weighted."""
+    """Ragged batches. Step 1 has no bags, and step 2 of rank 0 no ids; steps 3 and 5 are long, unless weighted."""
     weighted = kind.get("weighted", False)
     return [
-        long_batch(rank, step) if step in {5, 8} and not weighted else batch_of(rank, step, **kind)
+        long_batch(rank, step) if step in {3, 5} and not weighted else batch_of(rank, step, **kind)
         for step in range(count)
     ]
-
-
-def collection_of(pooled: bool, plan: dict[str, Any], mesh: Mesh, fused: bool = True, weighted: bool = False) -> Any:
-    """With random tables, the same whenever it is made."""
-    torch.manual_seed(0)
-    plain = EmbeddingBagCollection(bag_configs("mixed"), weighted) if pooled else EmbeddingCollection(row_configs(True))
-    return shard_embeddings(plain, plan, mesh, Adam(lr=0.1) if fused else None)
-
-
-def values_of(out: Any) -> Tensor:
-    parts = [out[name] for name in sorted(out)] if isinstance(out, dict) else [out]
-    return torch.cat([part.values().reshape(-1) for part in parts])
 
 
 def loss_of(flat: Tensor) -> Tensor:
     return (flat.sin() * torch.linspace(-1, 1, len(flat))).sum()
 
 
-def train(collection: Any, batches: Iterable[KeyedJaggedTensor]) -> list[Tensor]:
+def train(module: Any, batches: Iterable[KeyedJaggedTensor]) -> list[Tensor]:
     """The results of each batch."""
-    outer = None if collection.fused_optimizer else torch.optim.SGD(collection.parameters(), lr=0.1)
+    outer = None if module.fused_optimizer else torch.optim.SGD(module.parameters(), lr=0.1)
     found = []
     for batch in batches:
-        flat = values_of(collection(batch))
+        flat = values_of(module(batch))
         loss_of(flat).backward()
         if outer is not None:
             outer.step()
@@ -82,64 +80,57 @@ def train(collection: Any, batches: Iterable[KeyedJaggedTensor]) -> list[Tensor]
     return found
 
 
-def tables_of(collection: nn.Module) -> list[Tensor]:
-    return [value.full_tensor() for value in collection.state_dict().values()]
-
-
-def assert_equal(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
-    """Bit for bit."""
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a, b)
-
-
 # ---- results ------------------------------------------------------------------------------------------------
 
 
-def beside_no_prefetch(
-    mesh: Mesh, plan: dict[str, Any], depth: int, pooled: bool = True, fused: bool = True, **kind: bool
-) -> None:
-    if collectives.rank() not in (mesh.ranks or range(mesh.size())):
+def beside_no_prefetch(mesh: Mesh, plan: PlacementsOf, depths: tuple[int, ...], kind: str) -> None:
+    """Bit for bit. The second time the ranks know how long messages are."""
+    if collectives.rank() not in mesh.ranks:
         return
-    batches = batches_of(collectives.rank(), **kind)
-    plain, ahead = (collection_of(pooled, plan, mesh, fused, kind.get("weighted", False)) for _ in range(2))
-    for _ in range(2):  # the second time the ranks know how long messages are
-        assert_equal(train(ahead, prefetch(batches, ahead, depth=depth)), train(plain, batches))
-    assert_equal(tables_of(ahead), tables_of(plain))
+    weighted, rows = kind == "weighted", kind == "rows"
+    batches = batches_of(collectives.rank(), variable=kind in ("variable", "rows"), weighted=weighted)
+    plain, *others = (
+        shard_embeddings(collection(not rows, CONFIGS, weighted), plan, mesh, None if kind == "dense" else Adam(lr=0.1))
+        for _ in (0, *depths)
+    )
+    expected = [train(plain, batches) for _ in range(2)]
+    for module, depth in zip(others, depths, strict=True):
+        for once in expected:
+            assert equal(train(module, prefetch(batches, module, depth=depth)), once), f"depth {depth}"
+        assert equal(tables_of(module), tables_of(plain)), f"depth {depth}"
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("sharding", list(plans(1)))
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_ten_steps_equal_those_without_prefetch(size: int, sharding: str, depth: int) -> None:
-    world(size).run(beside_no_prefetch, Mesh((size,)), plans(size)[sharding], depth)
+on_processes = partial(pytest.param, marks=pytest.mark.processes)
+KINDS = ["sums", "variable", "weighted", "rows", "dense", "rows"]  # for each of SHARDINGS
 
 
-@pytest.mark.parametrize("kind", ["variable", "weighted"])
-@pytest.mark.parametrize("fused", [False, True])
-def test_kinds_of_batches(kind: str, fused: bool) -> None:
-    world(3).run(beside_no_prefetch, Mesh((3,)), plans(3)["mixed"], 2, fused=fused, **{kind: True})
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_steps_equal_those_without_prefetch(sharding: str) -> None:
+    number = SHARDINGS.index(sharding)
+    size = (2, 3, 3, 4, 1, 3)[number]
+    world(size).run(beside_no_prefetch, Mesh((size,)), plans(size)[sharding], (1, 1 + number % 3), KINDS[number])
 
 
-@pytest.mark.parametrize("sharding", list(plans(1)))
-@pytest.mark.parametrize("variable", [False, True])
-def test_rows_without_pooling(sharding: str, variable: bool) -> None:
-    world(3).run(beside_no_prefetch, Mesh((3,)), plans(3)[sharding], 1, pooled=False, variable=variable)
-
-
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("grid", [pytest.param(x, marks=pytest.mark.slow if i else ()) for i, x in enumerate(GRIDS)])
 def test_grids(grid: str) -> None:
     plan = {"t0": GRIDS[grid], "t1": GRIDS[grid]}
-    world(4).run(beside_no_prefetch, Mesh((2, 2), names=("host", "rank")), plan, 2)
+    world(4).run(beside_no_prefetch, Mesh((2, 2), names=("host", "rank")), plan, (2,), "sums")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_every_kind_size_and_depth(sharding: str) -> None:
+    for size, kind in product([1, 2, 3, 4], dict.fromkeys(KINDS)):
+        world(size).run(beside_no_prefetch, Mesh((size,)), plans(size)[sharding], (1, 2, 3), kind)
 
 
 @pytest.mark.parametrize("depth", [1, 20])
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_short_loaders(count: int, depth: int) -> None:
     def run() -> None:
-        collection = collection_of(True, plans(2)["row"], Mesh((2,)))
-        batches = batches_of(collectives.rank(), count)
-        assert list(map(id, prefetch(batches, collection, depth=depth))) == list(map(id, batches))
-        assert len(prefetch(batches, collection)) == count
+        module, batches = sharded("row", 2, Adam(0.1)), batches_of(collectives.rank(), count)
+        assert list(map(id, prefetch(batches, module, depth=depth))) == list(map(id, batches))
+        assert len(prefetch(batches, module)) == count
 
     with pytest.warns(UserWarning, match="looked up none") if count else pytest.MonkeyPatch.context():
         world(2).run(run)
@@ -153,24 +144,21 @@ class Events(Listener):
         self.said.append(event.cause.op.removesuffix(" of an embedding collection"))
 
 
-def order_of_messages(depth: int, skipped: int) -> None:
-    collection, events = collection_of(True, plans(2)["row"], Mesh((2,))), Events()
-    batches = [batch_of(collectives.rank(), step) for step in range(4)]
-    chosen = (one for step, one in enumerate(prefetch(batches, collection, depth=depth)) if step != skipped)
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("skipped", [-1, 1])
+@world(2)
+def test_ids_travel_while_the_batch_in_front_trains(depth: int, skipped: int) -> None:
+    module, events = sharded("row", 2, Adam(0.1)), Events()
+    batches = [batch_of(collectives.rank(), step) for step in (0, 3, 4, 5)]
+    chosen = (one for step, one in enumerate(prefetch(batches, module, depth=depth)) if step != skipped)
     with listening_with(events), count_comms() as comms:
-        train(collection, chosen)
+        train(module, chosen)
     ahead = " ids" * depth
     of_steps = [f"ids results{ahead} gradients"] + ["results ids gradients"] * 3
     if skipped > 0:
         of_steps[skipped] = "ids"
     assert events.said == " ".join(of_steps).split()
     assert comms.total_calls == len(events.said)
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("skipped", [-1, 1])
-def test_ids_travel_while_the_batch_in_front_trains(depth: int, skipped: int) -> None:
-    world(2).run(order_of_messages, depth, skipped)
 
 
 # ---- models, and what a batch is --------------------------------------------------------------------------------
@@ -186,7 +174,7 @@ class Towers(nn.Module):
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
         config = EmbeddingBagConfig(20, 4, "words", feature_names=["word"])
-        self.bags = collection_of(True, plans(2)["mixed"], mesh)
+        self.bags = sharded("mixed", mesh, Adam(0.1))
         self.words = nn.ModuleDict({"query": shard_embeddings(EmbeddingBagCollection([config]), {}, mesh, SGD(lr=0.1))})
 
     def forward(self, features: KeyedJaggedTensor, words: KeyedJaggedTensor) -> Tensor:
@@ -206,7 +194,9 @@ FORMS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], tuple[Any, Any
 }
 
 
-def two_collections(form: str) -> None:
+@pytest.mark.parametrize("form", FORMS)
+@world(2)
+def test_two_collections_and_batches_of_any_form(form: str) -> None:
     make, read, ids_of = FORMS[form]
     rank, found = collectives.rank(), []
     for use in (False, True):
@@ -220,16 +210,15 @@ def two_collections(form: str) -> None:
                 loss_of(outs[-1]).backward()
         assert comms.total_calls == 2 * (3 * STEPS + (2 if use else 0))  # so both used what was prefetched
         found.append([*outs, *tables_of(model)])
-    assert_equal(*found)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_two_collections_and_batches_of_any_form(form: str) -> None:
-    world(2).run(two_collections, form)
+    assert equal(*found)
 
 
 UNCLEAR: dict[str, tuple[Any, Any, str]] = {
-    "no features": ((torch.ones(2),), None, "none of the 0 KeyedJaggedTensors in a batch has all features .* g1, f2"),
+    "no features": (
+        (torch.ones(2),),
+        None,
+        "none of the 0 KeyedJaggedTensors in a batch has all features .* f0, f1, g1, f2",
+    ),
     "two": ((batch_of(0, 0), batch_of(0, 1)), None, "2 of the 2 KeyedJaggedTensors in a batch"),
     "no KeyedJaggedTensor": ((batch_of(0, 0),), lambda x: x, "ids_of must return .* got tuple"),
     "another name": ((batch_of(0, 0),), lambda x: {"bag": x[0]}, r"got dict with the keys \['bag'\]"),
@@ -239,86 +228,80 @@ UNCLEAR: dict[str, tuple[Any, Any, str]] = {
 @pytest.mark.parametrize("case", UNCLEAR)
 def test_ids_that_are_not_clear_are_an_error(case: str) -> None:
     batch, ids_of, text = UNCLEAR[case]
-    model = nn.Sequential(collection_of(True, {}, Mesh((1,))))
+    model = nn.Sequential(sharded({}, 1))
     with pytest.raises(ArgumentError, match=text):
         next(iter(prefetch([batch], model, ids_of)))
 
 
 def test_arguments() -> None:
-    collection = collection_of(True, {}, Mesh((1,)))
+    module = sharded({}, 1)
     with pytest.raises(PlanError, match="Linear has no sharded collection"):
         prefetch([], nn.Linear(2, 2))
     with pytest.raises(ArgumentError, match="depth must be at least 1, got 0"):
-        prefetch([], collection, depth=0)
+        prefetch([], module, depth=0)
     with pytest.raises(TypeError, match="generator has no length"):
-        len(prefetch((x for x in [batch_of(0, 0)]), collection))
+        len(prefetch((x for x in [batch_of(0, 0)]), module))
 
 
 # ---- other uses of the collection -----------------------------------------------------------------------------
 
 
-def uses_between(collection: Any, use: bool) -> list[Tensor]:
+def uses_between(module: Any, use: bool) -> list[Tensor]:
     """Training with evaluations between, a loop that is left, and lookups outside loops."""
     rank = collectives.rank()
-    ahead = partial(prefetch, model=collection, depth=2) if use else iter
+    ahead = partial(prefetch, model=module, depth=2) if use else iter
     batches, found = batches_of(rank), list[Tensor]()
     for step, batch in enumerate(ahead(batches)):
         if step % 3 == 2:
             with torch.no_grad():
-                found += [values_of(collection(one)) for one in ahead(batches[7:])]
-                found.append(values_of(collection(batches[(step + 1) % STEPS])))  # one that is on its way, too
-        if step == 4:
+                found += [values_of(module(one)) for one in ahead(batches[4:])]
+                found.append(values_of(module(batches[(step + 1) % STEPS])))  # one that is on its way, too
+        if step == 3:
             continue  # not looked up
-        found += train(collection, [batch])
-        if step == 6:
+        found += train(module, [batch])
+        if step == 4:
             break
-    found += train(collection, [batch, batches[7], batches[8]])
+    found += train(module, [batch, batches[5], batches[4]])
     it = iter(ahead(batches))
     first = next(it)
     with torch.inference_mode():
-        found += [values_of(collection(one)).clone() for one in (batches[2], first)]
+        found += [values_of(module(one)).clone() for one in (batches[2], first)]
         second_of_evaluation = next(it)
-    found += train(collection, [second_of_evaluation])
-    found += train(collection, [first, first])  # the second time its ids are sent again
+    found += train(module, [second_of_evaluation])
+    found += train(module, [first, first])  # the second time its ids are sent again
     second, third = next(it), next(it)
-    found += train(collection, [second, third])  # the third waits meanwhile
+    found += train(module, [second, third])  # the third waits meanwhile
     del it
-    found += train(collection, ahead(batches))
-    return [*found, *tables_of(collection)]
+    found += train(module, ahead(batches))
+    return [*found, *tables_of(module)]
 
 
 def uses(sharding: str) -> None:
-    found = [uses_between(collection_of(True, plans(3)[sharding], Mesh((3,))), use) for use in (False, True)]
-    assert_equal(*found)
+    assert equal(*(uses_between(sharded(sharding, 3, Adam(0.1)), use) for use in (False, True)))
 
 
-@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.processes)])
-@pytest.mark.parametrize("sharding", ["row", "mixed"])
+@pytest.mark.parametrize(("sharding", "real"), [("row", False), ("mixed", False), on_processes("mixed", True)])
 def test_any_other_use_between_works(sharding: str, real: bool) -> None:
     world(3, real=real).run(uses, sharding)
 
 
-def another_collection() -> None:
-    first, second = (collection_of(True, plans(2)["row"], Mesh((2,))) for _ in range(2))
+@world(2)
+def test_a_batch_for_one_collection_is_looked_up_by_another() -> None:
+    first, second = (sharded("row", 2, Adam(0.1)) for _ in range(2))
     expected = values_of(second(batch_of(collectives.rank(), 0)))
     for batch in prefetch([batch_of(collectives.rank(), 0)], first):
-        assert_equal([values_of(second(batch)), values_of(first(batch))], [expected, expected])
-
-
-def test_a_batch_for_one_collection_is_looked_up_by_another() -> None:
-    world(2).run(another_collection)
+        assert equal([values_of(second(batch)), values_of(first(batch))], [expected, expected])
 
 
 def copied() -> None:
-    collection = collection_of(True, plans(2)["row"], Mesh((2,)))
-    other = collection_of(True, plans(2)["row"], Mesh((2,)))
+    module, other = (sharded("row", 2, Adam(0.1)) for _ in range(2))
     batches = batches_of(collectives.rank())
-    copies = (batch.permute([4, 3, 2, 1, 0]) for batch in prefetch(batches, collection))
-    assert_equal(train(collection, copies), train(other, batches))
+    copies = (batch.permute([3, 2, 1, 0]) for batch in prefetch(batches, module))
+    assert equal(train(module, copies), train(other, batches))
 
 
 def test_a_loop_whose_collection_never_gets_the_batches_warns() -> None:
-    with pytest.warns(UserWarning, match=r"the ids of 10 batches to the owners of collection '', which looked up none"):
+    with pytest.warns(UserWarning, match=r"the ids of 6 batches to the owners of collection '', which looked up none"):
         world(2).run(copied)
 
 
@@ -328,27 +311,24 @@ CHANGES: dict[str, Callable[[KeyedJaggedTensor], object]] = {
 }
 
 
-def changed(change: str) -> None:
-    collection = collection_of(True, plans(2)["row"], Mesh((2,)))
-    before = tables_of(collection)
-    for batch in prefetch(batches_of(collectives.rank(), 2), collection):
+@pytest.mark.parametrize("change", CHANGES)
+@world(2)
+def test_a_batch_that_is_changed_after_its_ids_were_sent_is_an_error(change: str) -> None:
+    module = sharded("row", 2, Adam(0.1))
+    before = tables_of(module)
+    for batch in prefetch([batch_of(collectives.rank(), step) for step in (0, 3)], module):
         CHANGES[change](batch)
         with pytest.raises(IdTypeError, match="A prefetched batch was changed after its ids were sent"):
-            collection(batch)
-    assert_equal(tables_of(collection), before)
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_batch_that_is_changed_after_its_ids_were_sent_is_an_error(change: str) -> None:
-    world(2).run(changed, change)
+            module(batch)
+    assert equal(tables_of(module), before)
 
 
 # ---- errors of ranks -------------------------------------------------------------------------------------------
 
 
-def outcome(collection: Any, batches: Iterable[KeyedJaggedTensor]) -> str:
+def outcome(module: Any, batches: Iterable[KeyedJaggedTensor]) -> str:
     try:
-        train(collection, batches)
+        train(module, batches)
     except Exception as error:  # noqa: BLE001 - the test reads it
         return f"{type(error).__name__}: {error}"
     return ""
@@ -368,61 +348,63 @@ def raising(batches: list[KeyedJaggedTensor], rank: int) -> Iterator[KeyedJagged
 def loaders(case: str, depth: int) -> str:
     """What a rank raises if the loaders give only three batches on all ranks; and these have trained."""
     rank = collectives.rank()
-    collection, other = (collection_of(True, plans(3)["mixed"], Mesh((3,))) for _ in range(2))
+    module, other = (sharded("mixed", 3, Adam(0.1)) for _ in range(2))
     batches: list[KeyedJaggedTensor] = batches_of(rank)
     given: dict[str, Iterable[KeyedJaggedTensor]] = {
         "shorter": batches[: 3 if rank == 1 else 4],
-        "much longer": batches[: 9 if rank == 2 else 3],
+        "much longer": batches[: 6 if rank == 2 else 3],
         "raises": raising(batches[:3], 1),
         "raises and ends": raising(batches[:3], 1) if rank else batches[:3],
     }
-    text = outcome(collection, prefetch(given[case], collection, depth=depth))
+    text = outcome(module, prefetch(given[case], module, depth=depth))
     train(other, batches[:3])
-    assert_equal(tables_of(collection), tables_of(other))
-    assert_equal(train(collection, prefetch(batches, collection)), train(other, batches))  # and it can be used again
+    assert equal(tables_of(module), tables_of(other))
+    assert equal(train(module, prefetch(batches[2:], module)), train(other, batches[2:]))  # and it can be used again
     return text
 
 
-@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.processes)])
-@pytest.mark.parametrize("depth", [1, 2, 3])
+def texts_of(case: str, depth: int, real: bool) -> list[str]:
+    return world(3, real=real).run(loaders, case, depth)
+
+
+@pytest.mark.parametrize(("depth", "real"), [(1, False), (2, False), (3, False), on_processes(3, True)])
 def test_loaders_of_different_lengths_are_the_same_error_on_all_ranks(depth: int, real: bool) -> None:
-    (text,) = set(world(3, real=real).run(loaders, "shorter", depth))
+    (text,) = set(texts_of("shorter", depth, real))
     assert text.startswith("MismatchError: The loader of rank 1 has ended after 3 batches, that of rank 0 has not")
-    (text,) = set(world(3, real=real).run(loaders, "much longer", depth))
+    (text,) = set(texts_of("much longer", depth, real))
     assert text.startswith("MismatchError: The loader of rank 0 has ended after 3 batches, that of rank 2 has not")
 
 
-@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.processes)])
+@pytest.mark.parametrize(("depth", "real"), [(1, False), (3, False), on_processes(1, True)])
 @pytest.mark.parametrize("case", ["raises", "raises and ends"])
-@pytest.mark.parametrize("depth", [1, 3])
 def test_all_ranks_hear_of_a_loader_that_raises_after_earlier_batches_have_trained(
     case: str, depth: int, real: bool
 ) -> None:
-    found = world(3, real=real).run(loaders, case, depth)
-    assert found[1] == "BrokenError: no more disk"
-    for text in found[0], found[2]:
+    first, second, third = texts_of(case, depth, real)
+    assert second == "BrokenError: no more disk"
+    for text in first, third:
         assert text.startswith("RemoteRankError: The loader of rank 1 raised at batch 3, counted from 0")
 
 
 def bad_batch(fault: str, depth: int) -> list[str]:
     """What a rank raises at batch 3, which is bad on rank 1; the others train."""
     rank = collectives.rank()
-    collection, other = (collection_of(True, plans(3)["mixed"], Mesh((3,))) for _ in range(2))
+    module, other = (sharded("mixed", 3, Adam(0.1)) for _ in range(2))
     batches = batches_of(rank)
     good, texts = batches[:3] + batches[4:], list[str]()
     if rank == 1:
         keys = ["f0"] if fault == "a missing feature" else list(FEATURES)
         ids = torch.full((len(keys),), 99 if fault == "a bad id" else 0)
         batches[3] = KeyedJaggedTensor(keys, ids, lengths=torch.ones(len(keys)).long())
-    for step, batch in enumerate(prefetch(batches, collection, lambda batch: batch, depth=depth)):
-        before = tables_of(collection) if step == 3 else []
-        text = outcome(collection, [batch])
+    for step, batch in enumerate(prefetch(batches, module, lambda batch: batch, depth=depth)):
+        before = tables_of(module) if step == 3 else []
+        text = outcome(module, [batch])
         assert (text == "") == (step != 3)
         if step == 3:
             texts.append(text)
-            assert_equal(tables_of(collection), before)
+            assert equal(tables_of(module), before)
     train(other, good)
-    assert_equal(tables_of(collection), tables_of(other))
+    assert equal(tables_of(module), tables_of(other))
     return texts
 
 
@@ -441,32 +423,23 @@ def test_ranks_hear_of_a_batch_that_another_rank_could_not_take_where_it_is_used
 
 
 def different_depths(depths: list[int]) -> str:
-    collection = collection_of(True, plans(2)["row"], Mesh((2,)))
-    before = [table.clone() for table in collection.parameters()]
+    module = sharded("row", 2, Adam(0.1))
+    before = [table.to_local().clone() for table in module.parameters()]
     batches, depth = batches_of(collectives.rank()), depths[collectives.rank()]
-    text = outcome(collection, prefetch(batches, collection, depth=depth) if depth else batches)
-    for table, old in zip(collection.parameters(), before, strict=True):
-        assert torch.equal(table.to_local(), old.to_local())
+    text = outcome(module, prefetch(batches, module, depth=depth) if depth else batches)
+    assert equal([table.to_local() for table in module.parameters()], before)
     return text
 
 
-@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.processes)])
-@pytest.mark.parametrize("depths", [[1, 2], [3, 1], [1, 0], [0, 2]])
+@pytest.mark.parametrize(
+    ("depths", "real"), [([1, 2], False), ([3, 1], False), ([1, 0], False), ([0, 2], False), on_processes([1, 2], True)]
+)
 def test_ranks_that_prefetch_differently_all_raise(depths: list[int], real: bool) -> None:
     for text in world(2, real=real).run(different_depths, depths):
         assert text.startswith("MismatchError: ")  # of the messages, or of the lines that start them
 
 
-# ---- processes -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("depth", [1, 3])
-def test_on_processes(size: int, depth: int) -> None:
-    world(size, real=True).run(beside_no_prefetch, Mesh((size,)), plans(size)["mixed"], depth)
-
-
 @pytest.mark.processes
 def test_on_some_of_the_processes() -> None:
-    world(3, real=True).run(beside_no_prefetch, Mesh((2,), ranks=(0, 2)), {"t0": Shard(0), "t1": Shard(1)}, 2)
+    plan: PlacementsOf = {"t0": Shard(0), "t1": Shard(1)}
+    world(3, real=True).run(beside_no_prefetch, Mesh((2,), ranks=(0, 2)), plan, (1, 3), "sums")
