@@ -130,67 +130,91 @@ def assert_same_collectives(build: Callable[[Mesh], Step], mesh: Mesh, in_ops: b
             assert (dict(calls), dict(sent)) == counted[rank], rank
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
-@pytest.mark.parametrize("style", STYLES)
-def test_collectives_and_bytes_are_those_of_a_world(style: Callable[[nn.Module, Mesh], None], size: int) -> None:
-    assert_same_collectives(training(style), Mesh((size,)))
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_collectives_of_experts_are_those_of_a_world(size: int) -> None:
-    assert_same_collectives(training(sequence_parallel, replace(ARGS, num_experts=6)), Mesh((size,)), in_ops=size == 8)
-
-
-@pytest.mark.parametrize("shape", [(2, 2), (2, 3), (3, 2), (2, 4), (4, 2)])
-def test_collectives_of_hybrid_sharding_are_those_of_a_world(shape: tuple[int, ...]) -> None:
-    assert_same_collectives(training(fully_sharded), Mesh(shape))
-
-
 def fully_sharded_and_sequence_parallel(model: nn.Module, mesh: Mesh) -> None:
     rank = collectives.rank()
     sequence_parallel(model, mesh.submesh("tp", rank))
     fully_sharded(model, mesh.submesh(mesh.names[:-1] if mesh.names else (), rank))
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (3, 2), (2, 3), (2, 2, 2)])
-def test_collectives_on_sub_meshes_are_those_of_a_world(shape: tuple[int, ...]) -> None:
-    mesh = Mesh(shape, names=("replicate", "shard", "tp")[-len(shape) :])
-    assert_same_collectives(training(fully_sharded_and_sequence_parallel), mesh)
+def of_lookups(placement: Placement, mesh: Mesh) -> Step:
+    tables = nn.ModuleList(nn.EmbeddingBag(rows, 10, mode="sum") for rows in (24, 17, 5))
+    shard_module(tables, {"*.weight": placement}, mesh=mesh)
+
+    def step() -> None:
+        # Each rank looks up all rows: then each receives as many requests from others as from itself.
+        ids = [torch.arange(rows).view(-1, 1) for rows in (24, 17, 5)]
+        inputs = [DTensor.from_local(x, mesh, [Shard(0)]) for x in ids]
+        torch.cat(embedding_bags(inputs, list(tables.parameters()), mode="sum")).sum().backward()
+
+    return step
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1), OnRanks(1)], ids=str)
-def test_collectives_of_lookups_are_those_of_a_world(placement: Placement, size: int) -> None:
-    def build(mesh: Mesh) -> Step:
-        tables = nn.ModuleList(nn.EmbeddingBag(rows, 10, mode="sum") for rows in (24, 17, 5))
-        shard_module(tables, {"*.weight": placement}, mesh=mesh)
-
-        def step() -> None:
-            # Each rank looks up all rows: then each receives as many requests from others as from itself.
-            ids = [torch.arange(rows).view(-1, 1) for rows in (24, 17, 5)]
-            inputs = [DTensor.from_local(x, mesh, [Shard(0)]) for x in ids]
-            bags = embedding_bags(inputs, list(tables.parameters()), mode="sum")
-            torch.cat(bags).sum().backward()
-
-        return step
-
-    assert_same_collectives(build, Mesh((size,)), in_ops=True)
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1), OnRanks(1), Replicate()], ids=str)
-def test_collectives_of_collections_are_those_of_a_world(placement: Placement, size: int) -> None:
+def of_collections(placement: Placement, mesh: Mesh) -> Step:
     """Each rank looks up all ids, so all get as many."""
+    names = [f"t{i}" for i in range(3)]
+    tables = [EmbeddingBagConfig(48, 16, name, feature_names=[name]) for name in names]
+    collection = EmbeddingBagCollection(tables, device="meta")
+    sharded = shard_embeddings(collection, dict.fromkeys(names, placement), mesh, Adam(lr=0.1))
+    ids = KeyedJaggedTensor(names, torch.arange(48).repeat(3), lengths=torch.full((3 * 24,), 2))
+    return lambda: sharded(ids).values().sum().backward()
 
-    def build(mesh: Mesh) -> Step:
-        names = [f"t{i}" for i in range(3)]
-        tables = [EmbeddingBagConfig(48, 16, name, feature_names=[name]) for name in names]
-        collection = EmbeddingBagCollection(tables, device="meta")
-        sharded = shard_embeddings(collection, dict.fromkeys(names, placement), mesh, Adam(lr=0.1))
-        ids = KeyedJaggedTensor(names, torch.arange(48).repeat(3), lengths=torch.full((3 * 24,), 2))
-        return lambda: sharded(ids).values().sum().backward()
 
-    assert_same_collectives(build, Mesh((size,)))
+def of_swapped_axes(mesh: Mesh) -> Step:
+    """Two tensors of one shape, each sharded as the other one along the other axis."""
+    model = shard_module(nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7)), SWAPPED, mesh=mesh)
+
+    def step() -> None:
+        model.zero_grad()
+        model(torch.ones(2, 7)).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    return step
+
+
+def from_one_rank(mesh: Mesh) -> Step:
+    return lambda: distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)] * mesh.ndim)
+
+
+def to_all_ranks(mesh: Mesh) -> Step:
+    x = distribute_tensor(torch.ones(24), mesh, [OnRanks(1)])
+    return x.full_tensor
+
+
+def of_uneven_grids(mesh: Mesh) -> Step:
+    x = distribute_tensor(torch.ones(5, 7), mesh, [Shard(0), Shard(1)])
+    return lambda: x.redistribute(mesh, [Shard(1), Shard(0)])
+
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+SWAPPED: dict[str, Sequence[Placement]] = {"0.weight": [S0, R], "0.bias": [R, R], "1.weight": [R, S0], "1.bias": [R, R]}
+
+
+LINES = [Mesh((size,)) for size in (2, 3, 4, 8)]
+AXES = ("replicate", "shard", "tp")
+PLACEMENTS: list[Placement] = [Shard(0), Shard(1), OnRanks(1), Replicate()]
+PROGRAMS: dict[str, tuple[Callable[[Mesh], Step], list[Mesh]]] = {
+    **{style.__name__: (training(style), LINES) for style in STYLES},
+    "experts": (training(sequence_parallel, replace(ARGS, num_experts=6)), LINES),
+    "hybrid": (training(fully_sharded), [Mesh(shape) for shape in ((2, 2), (2, 3), (3, 2), (2, 4), (4, 2))]),
+    "sub-meshes": (
+        training(fully_sharded_and_sequence_parallel),
+        [Mesh(shape, names=AXES[-len(shape) :]) for shape in ((2, 2), (3, 2), (2, 3), (2, 2, 2))],
+    ),
+    **{f"lookups in {p}": (partial(of_lookups, p), LINES) for p in PLACEMENTS[:3]},
+    **{
+        f"collections in {p}": (partial(of_collections, p), LINES)
+        for p in (Shard(0), Shard(1), OnRanks(1), Replicate())
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [pytest.param(name, mesh, marks=() if number == 1 else pytest.mark.slow) for name, number, mesh in CASES],
+)
+def test_collectives_and_bytes_are_those_of_a_world(name: str, mesh: Mesh) -> None:
+    in_ops = name.startswith("lookups") or (name == "experts" and mesh.size() == 8)
+    assert_same_collectives(PROGRAMS[name][0], mesh, in_ops)
 
 
 def test_a_large_mask_takes_no_memory() -> None:
@@ -256,48 +280,6 @@ def test_ranks_of_sub_meshes_are_equal() -> None:
     found = simulate(build, mesh=Mesh((3, 4), names=("replicate", "shard")))
     assert [len(one.ranks) for one in found.classes] == [12]
     assert {found.axes(one) for one in found.classes[0].collectives} == {"shard"}
-
-
-def of_swapped_axes(mesh: Mesh) -> Step:
-    """Two tensors of one shape, each sharded as the other one along the other axis."""
-    model = shard_module(nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7)), SWAPPED, mesh=mesh)
-
-    def step() -> None:
-        model.zero_grad()
-        model(torch.ones(2, 7)).sum().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-    return step
-
-
-def from_one_rank(mesh: Mesh) -> Step:
-    return lambda: distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)] * mesh.ndim)
-
-
-def to_all_ranks(mesh: Mesh) -> Step:
-    x = distribute_tensor(torch.ones(24), mesh, [OnRanks(1)])
-    return x.full_tensor
-
-
-def of_uneven_grids(mesh: Mesh) -> Step:
-    x = distribute_tensor(torch.ones(5, 7), mesh, [Shard(0), Shard(1)])
-    return lambda: x.redistribute(mesh, [Shard(1), Shard(0)])
-
-
-R, S0, S1 = Replicate(), Shard(0), Shard(1)
-SWAPPED: dict[str, Sequence[Placement]] = {"0.weight": [S0, R], "0.bias": [R, R], "1.weight": [R, S0], "1.bias": [R, R]}
-
-
-@pytest.mark.parametrize(
-    ("build", "mesh"),
-    [
-        (of_swapped_axes, Mesh((2, 2))), (of_swapped_axes, Mesh((3, 2))), (from_one_rank, Mesh((4,))),
-        (from_one_rank, Mesh((2, 2))), (to_all_ranks, Mesh((3,))), (to_all_ranks, Mesh((4,))),
-        (of_uneven_grids, Mesh((2, 2))), (of_uneven_grids, Mesh((2, 3))),
-    ],
-)  # fmt: skip
-def test_all_ranks_of_a_class_send_as_much(build: Callable[[Mesh], Step], mesh: Mesh) -> None:
-    assert_same_collectives(build, mesh)
 
 
 def test_what_depends_on_values_or_ranks_is_said() -> None:
