@@ -201,11 +201,13 @@ PROGRAMS: dict[str, tuple[Callable[[Mesh], Step], list[Mesh]]] = {
         [Mesh(shape, names=AXES[-len(shape) :]) for shape in ((2, 2), (3, 2), (2, 3), (2, 2, 2))],
     ),
     **{f"lookups in {p}": (partial(of_lookups, p), LINES) for p in PLACEMENTS[:3]},
-    **{
-        f"collections in {p}": (partial(of_collections, p), LINES)
-        for p in (Shard(0), Shard(1), OnRanks(1), Replicate())
-    },
+    **{f"collections in {p}": (partial(of_collections, p), LINES) for p in PLACEMENTS},
+    "swapped axes": (of_swapped_axes, [Mesh((2, 2)), Mesh((3, 2))]),
+    "from one rank": (from_one_rank, [Mesh((4,)), Mesh((2, 2))]),
+    "to all ranks": (to_all_ranks, [Mesh((3,)), Mesh((4,))]),
+    "uneven grids": (of_uneven_grids, [Mesh((2, 2)), Mesh((2, 3))]),
 }
+CASES = [(name, number, mesh) for name, (_, meshes) in PROGRAMS.items() for number, mesh in enumerate(meshes)]
 
 
 @pytest.mark.parametrize(
