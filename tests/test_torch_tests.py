@@ -148,7 +148,7 @@ def test_tables_count_tests_and_list_what_does_not_apply() -> None:
     assert [each.status for each in judged] == ["passed", "passed", "does not apply", "failed"]
     assert table(judged).splitlines()[2] == "| `a.py` | 4 | 2 | 1 | 1 | 1 |"
     assert lists(judged, record).splitlines() == [
-        "### RPC", "", "| tests | why |", "| --- | --- |", "| a.py: `test_remote` | remote shards |"
+        "#### RPC", "", "| tests | why |", "| --- | --- |", "| a.py: `test_remote` | remote shards |"
     ]  # fmt: skip
 
 
