@@ -193,13 +193,10 @@ CALLS: dict[str, Callable[[], Call]] = {
     "Boxes": lambda: call(Boxes, boxes=[[((0, 0), (2, 3))], [((2, 0), (2, 3))]]),
     "Layout": lambda: call(Layout, mesh=MESH, placements=[Shard(0)], shape=(4, 3), shard_order=[0]),
     "parallel.MixtureOfExperts": lambda: call(parallel.MixtureOfExperts, num_experts=2, dim=4, hidden_dim=4),
-    "parallel.balance_loss": lambda: call(
-        parallel.balance_loss,
-        routing=Routing(torch.tensor([[0], [1]]), torch.ones(2, 1), torch.ones(2, 2) / 2),
-    ),
-    "sharded_tensor.LocalShardsWrapper": lambda: call(
-        st.LocalShardsWrapper, local_shards=[torch.ones(2, 3)], local_offsets=[(2 * collectives.rank(), 0)]
-    ),
+    "parallel.balance_loss": lambda: call(parallel.balance_loss,
+        routing=Routing(torch.tensor([[0], [1]]), torch.ones(2, 1), torch.ones(2, 2) / 2)),
+    "sharded_tensor.LocalShardsWrapper": lambda: call(st.LocalShardsWrapper, local_shards=[torch.ones(2, 3)],
+        local_offsets=[(2 * collectives.rank(), 0)]),
     "Mesh": lambda: call(Mesh, shape=(2,), ranks=(1, 0), names=("tp",)),
     "OnRanks": lambda: call(OnRanks, position=0),
     "Partial": lambda: call(Partial),
@@ -207,300 +204,175 @@ CALLS: dict[str, Callable[[], Call]] = {
     "Shard": lambda: call(Shard, dim=0, sizes=[3, 1]),
     "capture": lambda: call(sw.capture, function=torch.exp, limit=3),
     "count_comms": lambda: call(sw.count_comms),
-    **{
-        f"embedding.{f.__name__}": partial(call, f, lr=0.1, max_gradient=1.0)
-        for f in (embedding.SGD, embedding.Adagrad, embedding.Adam, embedding.RowWiseAdagrad, embedding.RowWiseAdam)
-    },
+    **{f"embedding.{f.__name__}": partial(call, f, lr=0.1, max_gradient=1.0) for f in (embedding.SGD, embedding.Adagrad,
+        embedding.Adam, embedding.RowWiseAdagrad, embedding.RowWiseAdam)},
     "embedding.Lamb": lambda: call(embedding.Lamb, lr=0.1, decoupled_weight_decay=False),
     "embedding.RowWiseLamb": lambda: call(embedding.RowWiseLamb, lr=0.1, max_gradient_norm=1.0),
-    **{
-        f"embedding.{f.__name__}": partial(
-            call, f, num_embeddings=4, embedding_dim=3, name="t", data_type=torch.float32, feature_names=["f"]
-        )
-        for f in (embedding.EmbeddingBagConfig, embedding.EmbeddingConfig)
-    },
-    "embedding.EmbeddingBagCollection": lambda: call(
-        embedding.EmbeddingBagCollection, tables=[bag_config()], device="cpu"
-    ),
-    "embedding.EmbeddingCollection": lambda: call(
-        embedding.EmbeddingCollection,
-        tables=[embedding.EmbeddingConfig(4, 3, "t", feature_names=["f"])],
-        device="cpu",
-    ),
-    "embedding.FeatureProcessedEmbeddingBagCollection": lambda: call(
-        embedding.FeatureProcessedEmbeddingBagCollection,
-        embedding_bag_collection=bags(is_weighted=True),
-        feature_processors=nn.Identity(),
-    ),
-    "embedding.PositionWeightedModuleCollection": lambda: call(
-        embedding.PositionWeightedModuleCollection, max_feature_lengths={"f": 2}, device="cpu"
-    ),
+    **{f"embedding.{f.__name__}": partial(call, f, num_embeddings=4, embedding_dim=3, name="t", data_type=torch.float32,
+        feature_names=["f"]) for f in (embedding.EmbeddingBagConfig, embedding.EmbeddingConfig)},
+    "embedding.EmbeddingBagCollection": lambda: call(embedding.EmbeddingBagCollection, tables=[bag_config()],
+        device="cpu"),
+    "embedding.EmbeddingCollection": lambda: call(embedding.EmbeddingCollection,
+        tables=[embedding.EmbeddingConfig(4, 3, "t", feature_names=["f"])], device="cpu"),
+    "embedding.FeatureProcessedEmbeddingBagCollection": lambda: call(embedding.FeatureProcessedEmbeddingBagCollection,
+        embedding_bag_collection=bags(is_weighted=True), feature_processors=nn.Identity()),
+    "embedding.PositionWeightedModuleCollection": lambda: call(embedding.PositionWeightedModuleCollection,
+        max_feature_lengths={"f": 2}, device="cpu"),
     "embedding.JaggedTensor": lambda: call(embedding.JaggedTensor, values=torch.ones(2), lengths=IDS()),
-    "embedding.KeyedJaggedTensor": lambda: call(
-        embedding.KeyedJaggedTensor, keys=["f"], values=torch.tensor([1, 2]), lengths=IDS()
-    ),
-    "embedding.KeyedTensor": lambda: call(
-        embedding.KeyedTensor, keys=["f"], length_per_key=[3], values=torch.ones(2, 3)
-    ),
+    "embedding.KeyedJaggedTensor": lambda: call(embedding.KeyedJaggedTensor, keys=["f"], values=torch.tensor([1, 2]),
+        lengths=IDS()),
+    "embedding.KeyedTensor": lambda: call(embedding.KeyedTensor, keys=["f"], length_per_key=[3],
+        values=torch.ones(2, 3)),
     "embedding.balanced_rows": lambda: call(embedding.balanced_rows, counts=torch.tensor([3, 0, 1, 2]), ranks=2),
     "embedding.count_rows": lambda: call(embedding.count_rows, config=bag_config(), batches=[]),
     "embedding.from_lengths": lambda: call(embedding.from_lengths, lengths=IDS()),
-    "embedding.prefetch": lambda: call(
-        embedding.prefetch, loader=[], model=embedding.shard_embeddings(bags(), {}, MESH)
-    ),
-    "embedding.shard_embeddings": lambda: call(
-        embedding.shard_embeddings, collection=bags(), plan={"t": [Shard(0)]}, mesh=MESH
-    ),
+    "embedding.prefetch": lambda: call(embedding.prefetch, loader=[],
+        model=embedding.shard_embeddings(bags(), {}, MESH)),
+    "embedding.shard_embeddings": lambda: call(embedding.shard_embeddings, collection=bags(), plan={"t": [Shard(0)]},
+        mesh=MESH),
     "distribute_module": lambda: call(sw.distribute_module, module=LAYER(), device_mesh=MESH),
-    "distribute_tensor": lambda: call(
-        distribute_tensor, tensor=torch.ones(4, 3), device_mesh=MESH, placements=[Shard(0)], shard_order=[0]
-    ),
-    "embedding_bags": lambda: call(
-        sw.embedding_bags,
-        inputs=[torch.tensor([0, 1, 2])],
-        weights=[table()],
-        offsets=[torch.tensor([0, 2])],
-        mode="sum",
-    ),
+    "distribute_tensor": lambda: call(distribute_tensor, tensor=torch.ones(4, 3), device_mesh=MESH,
+        placements=[Shard(0)], shard_order=[0]),
+    "embedding_bags": lambda: call(sw.embedding_bags, inputs=[torch.tensor([0, 1, 2])], weights=[table()],
+        offsets=[torch.tensor([0, 2])], mode="sum"),
     **{f.__name__: partial(call, f, size=(4, 3), **FACTORY) for f in (sw.empty, sw.ones, sw.zeros, sw.rand, sw.randn)},
     "full": lambda: call(sw.full, size=(4, 3), fill_value=1.5, **FACTORY),
     "linspace": lambda: call(sw.linspace, start=0.0, end=1.0, steps=5, **FACTORY),
     "logspace": lambda: call(sw.logspace, start=0.0, end=1.0, steps=5, base=2.0, **FACTORY),
     "gradient_buckets": lambda: call(restoring(sw.gradient_buckets, sw.gradient_buckets), max_bytes=100, overlap=None),
-    "init_device_mesh": lambda: call(
-        sw.init_device_mesh, device_type="cpu", mesh_shape=(2,), mesh_dim_names=("tp",), timeout_seconds=1.0
-    ),
+    "init_device_mesh": lambda: call(sw.init_device_mesh, device_type="cpu", mesh_shape=(2,), mesh_dim_names=("tp",),
+        timeout_seconds=1.0),
     "launch": lambda: call(launched_if_it_could_be_sent, fn=an_op, nproc=1, timeout_seconds=1.0, grace_seconds=1.0),
     "no_implicit_comm": lambda: call(sw.no_implicit_comm),
-    "parallelize_module": lambda: call(
-        sw.parallelize_module,
-        module=nn.Sequential(LAYER()),
-        device_mesh=MESH,
-        parallelize_plan={"0": parallel.ColwiseParallel()},
-    ),
+    "parallelize_module": lambda: call(sw.parallelize_module, module=nn.Sequential(LAYER()), device_mesh=MESH,
+        parallelize_plan={"0": parallel.ColwiseParallel()}),
     "parallel.plan_from_transformers": lambda: call(parallel.plan_from_transformers, model=planned()),
-    "parallel.fully_shard": lambda: call(
-        parallel.fully_shard,
-        module=LAYER(),
-        mesh=MESH,
-        mp_policy=parallel.MixedPrecisionPolicy(),
-        offload_policy=parallel.OffloadPolicy(),
-        prefetch=1,
-    ),
+    "parallel.fully_shard": lambda: call(parallel.fully_shard, module=LAYER(), mesh=MESH,
+        mp_policy=parallel.MixedPrecisionPolicy(), offload_policy=parallel.OffloadPolicy(), prefetch=1),
     "parallel.CPUOffloadPolicy": lambda: call(parallel.CPUOffloadPolicy),
     "parallel.OffloadPolicy": lambda: call(parallel.OffloadPolicy),
     "parallel.MixedPrecisionPolicy": lambda: call(parallel.MixedPrecisionPolicy, param_dtype=torch.bfloat16),
     "picture": lambda: call(sw.picture, x=table(), header="table", itemsize=4),
     "rank": lambda: call(sw.rank),
     "shard_module": lambda: call(sw.shard_module, module=LAYER(), plan={"weight": Shard(0)}, mesh=MESH),
-    "an entry of shard_module": lambda: call(
-        lambda entry: sw.shard_module(LAYER(), {"weight": entry}, mesh=MESH), entry=[Shard(0)]
-    ),
+    "an entry of shard_module": lambda: call(lambda entry: sw.shard_module(LAYER(), {"weight": entry}, mesh=MESH),
+        entry=[Shard(0)]),
     "sharding_table": lambda: call(sw.sharding_table, module=LAYER(), plan={"weight": Shard(0)}, mesh=MESH),
     "strict": lambda: call(sw.strict),
     "world_size": lambda: call(sw.world_size),
-    "DTensor.from_local": lambda: call(
-        DTensor.from_local,
-        local_tensor=torch.ones(2, 3),
-        device_mesh=MESH,
-        placements=[Shard(0)],
-        shape=(4, 3),
-        stride=(3, 1),
-    ),
+    "DTensor.from_local": lambda: call(DTensor.from_local, local_tensor=torch.ones(2, 3), device_mesh=MESH,
+        placements=[Shard(0)], shape=(4, 3), stride=(3, 1)),
     "DTensor.to_local": lambda: call(table().to_local, grad_placements=[Shard(0)]),
     "DTensor.full_tensor": lambda: call(table().full_tensor, grad_placements=[Replicate()]),
-    "DTensor.redistribute": lambda: call(
-        table().redistribute,
-        device_mesh=MESH,
-        placements=[Replicate()],
-        forward_dtype=torch.float64,
-        backward_dtype=torch.float32,
-        shard_order=[0],
-    ),
+    "DTensor.redistribute": lambda: call(table().redistribute, device_mesh=MESH, placements=[Replicate()],
+        forward_dtype=torch.float64, backward_dtype=torch.float32, shard_order=[0]),
     "DTensor.reshard": lambda: call(table().reshard, resharding_spec=spec()),
     "DTensor.gather": lambda: call(table().gather, dst=0, out=torch.empty(4, 3), dtype=torch.float32),
     "DTensor.set_": lambda: call(lambda source: table().set_(source), source=table()),
     "beside a DTensor": lambda: call(lambda other: table() + other, other=table()),
     "indexed by": lambda: call(lambda index: table()[index], index=1),
-    "parallel.input_reshard": lambda: call(
-        parallel.input_reshard, module=LAYER(), tp_device_mesh=MESH, input_reshard_dim=0
-    ),
-    "parallel.ColwiseParallel": lambda: call(
-        applied(parallel.ColwiseParallel), **LAYOUTS | {"output_layouts": Shard(-1)}, unit=1, sizes=(3, 1)
-    ),
+    "parallel.input_reshard": lambda: call(parallel.input_reshard, module=LAYER(), tp_device_mesh=MESH,
+        input_reshard_dim=0),
+    "parallel.ColwiseParallel": lambda: call(applied(parallel.ColwiseParallel),
+        **LAYOUTS | {"output_layouts": Shard(-1)}, unit=1, sizes=(3, 1)),
     "parallel.RowwiseParallel": lambda: call(applied(parallel.RowwiseParallel), **LAYOUTS, unit=1, sizes=(3, 1)),
-    "parallel.SequenceParallel": lambda: call(
-        applied(parallel.SequenceParallel, lambda: nn.LayerNorm(4)), sequence_dim=0, use_local_output=True
-    ),
-    "parallel.PrepareModuleInput": lambda: call(
-        applied(parallel.PrepareModuleInput),
-        input_layouts=(Shard(0),),
-        desired_input_layouts=(Shard(0),),
-        input_kwarg_layouts=None,
-        desired_input_kwarg_layouts=None,
-        use_local_output=True,
-    ),
-    "parallel.PrepareModuleOutput": lambda: call(
-        applied(parallel.PrepareModuleOutput),
-        output_layouts=Shard(0),
-        desired_output_layouts=Shard(0),
-        use_local_output=True,
-    ),
-    "parallel.PrepareModuleInputOutput": lambda: call(
-        applied(parallel.PrepareModuleInputOutput),
-        input_layouts=(Shard(0),),
-        desired_input_layouts=(Shard(0),),
-        output_layouts=Shard(0),
-        desired_output_layouts=Shard(0),
-        use_local_input=True,
-        use_local_output=True,
-    ),
+    "parallel.SequenceParallel": lambda: call(applied(parallel.SequenceParallel, lambda: nn.LayerNorm(4)),
+        sequence_dim=0, use_local_output=True),
+    "parallel.PrepareModuleInput": lambda: call(applied(parallel.PrepareModuleInput), input_layouts=(Shard(0),),
+        desired_input_layouts=(Shard(0),), input_kwarg_layouts=None, desired_input_kwarg_layouts=None,
+        use_local_output=True),
+    "parallel.PrepareModuleOutput": lambda: call(applied(parallel.PrepareModuleOutput), output_layouts=Shard(0),
+        desired_output_layouts=Shard(0), use_local_output=True),
+    "parallel.PrepareModuleInputOutput": lambda: call(applied(parallel.PrepareModuleInputOutput),
+        input_layouts=(Shard(0),), desired_input_layouts=(Shard(0),), output_layouts=Shard(0),
+        desired_output_layouts=Shard(0), use_local_input=True, use_local_output=True),
     "parallel.ExpertParallel": lambda: call(parallel.ExpertParallel, **LAYOUTS),
     "parallel.first_input": lambda: call(parallel.first_input, module=LAYER(), transform=torch.exp),
     "parallel.local_parameters": lambda: call(parallel.local_parameters, module=LAYER()),
     "parallel.loss_parallel": lambda: call(parallel.loss_parallel),
-    "parallel.mix_experts": lambda: call(
-        parallel.mix_experts,
-        chosen=torch.tensor([[0], [1]]),
-        w1=torch.ones(2, 4, 3),
-        w2=torch.ones(2, 3, 4),
-        tokens=torch.ones(2, 3),
-        weights=torch.ones(2, 1),
-    ),
-    "sharded_tensor.ChunkShardingSpec": lambda: call(
-        st.ChunkShardingSpec, dim=0, placements=["rank:0/cpu", "rank:1/cpu"]
-    ),
+    "parallel.mix_experts": lambda: call(parallel.mix_experts, chosen=torch.tensor([[0], [1]]), w1=torch.ones(2, 4, 3),
+        w2=torch.ones(2, 3, 4), tokens=torch.ones(2, 3), weights=torch.ones(2, 1)),
+    "sharded_tensor.ChunkShardingSpec": lambda: call(st.ChunkShardingSpec, dim=0,
+        placements=["rank:0/cpu", "rank:1/cpu"]),
     "sharded_tensor.DevicePlacementSpec": lambda: call(st.DevicePlacementSpec, device="rank:0/cpu"),
-    "sharded_tensor.EnumerableShardingSpec": lambda: call(
-        st.EnumerableShardingSpec, shards=[st.ShardMetadata([0], [4], "rank:0/cpu")]
-    ),
-    "sharded_tensor.LocalShard": lambda: call(
-        st.LocalShard, tensor=torch.ones(2, 3), metadata=st.ShardMetadata([0, 0], [2, 3])
-    ),
-    "sharded_tensor.ShardMetadata": lambda: call(
-        st.ShardMetadata, shard_offsets=[0, 0], shard_sizes=[2, 3], placement="rank:0/cpu"
-    ),
-    "sharded_tensor.ShardedTensorMetadata": lambda: call(
-        st.ShardedTensorMetadata,
-        shards_metadata=[shard_metadata()],
-        size=(4, 3),
-        tensor_properties=st.TensorProperties(),
-    ),
-    "sharded_tensor.ShardingPlan": lambda: call(
-        lambda **plans: st.shard_module(nn.Sequential(LAYER()), st.ShardingPlan(**plans)),
-        plan={"0.weight": spec()},
-        output_plan=None,
-        return_local_tensor=None,
-    ),
+    "sharded_tensor.EnumerableShardingSpec": lambda: call(st.EnumerableShardingSpec,
+        shards=[st.ShardMetadata([0], [4], "rank:0/cpu")]),
+    "sharded_tensor.LocalShard": lambda: call(st.LocalShard, tensor=torch.ones(2, 3),
+        metadata=st.ShardMetadata([0, 0], [2, 3])),
+    "sharded_tensor.ShardMetadata": lambda: call(st.ShardMetadata, shard_offsets=[0, 0], shard_sizes=[2, 3],
+        placement="rank:0/cpu"),
+    "sharded_tensor.ShardedTensorMetadata": lambda: call(st.ShardedTensorMetadata, shards_metadata=[shard_metadata()],
+        size=(4, 3), tensor_properties=st.TensorProperties()),
+    "sharded_tensor.ShardingPlan": lambda: call(lambda **plans: st.shard_module(nn.Sequential(LAYER()),
+        st.ShardingPlan(**plans)), plan={"0.weight": spec()}, output_plan=None, return_local_tensor=None),
     "sharded_tensor.TensorProperties": lambda: call(st.TensorProperties),
     "sharded_tensor.collect_local_shard": lambda: call(st.collect_local_shard, module=LAYER()),
-    "sharded_tensor.custom_sharding_spec_op": lambda: call(
-        st.custom_sharding_spec_op, sharding_spec_class=st.ChunkShardingSpec, func=torch.exp
-    ),
-    **{
-        f"sharded_tensor.{f.__name__}": partial(lambda f: call(f, sharding_spec=spec(), **SPEC_FACTORY), f)
-        for f in (st.empty, st.ones, st.zeros, st.rand, st.randn)
-    },
+    "sharded_tensor.custom_sharding_spec_op": lambda: call(st.custom_sharding_spec_op,
+        sharding_spec_class=st.ChunkShardingSpec, func=torch.exp),
+    **{f"sharded_tensor.{f.__name__}": partial(lambda f: call(f, sharding_spec=spec(), **SPEC_FACTORY),
+        f) for f in (st.empty, st.ones, st.zeros, st.rand, st.randn)},
     "sharded_tensor.full": lambda: call(st.full, sharding_spec=spec(), size=(4, 3), fill_value=1.5),
-    "sharded_tensor.init_from_local_shards": lambda: call(
-        st.init_from_local_shards,
-        local_shards=[st.LocalShard(torch.ones(2, 3), shard_metadata())],
-        global_size=(4, 3),
-    ),
+    "sharded_tensor.init_from_local_shards": lambda: call(st.init_from_local_shards,
+        local_shards=[st.LocalShard(torch.ones(2, 3), shard_metadata())], global_size=(4, 3)),
     "sharded_tensor.load_with_process_group": lambda: call(st.load_with_process_group, process_group=(0, 1)),
     "sharded_tensor.reshard_output": lambda: call(st.reshard_output, module=LAYER(), resharding_spec=spec()),
-    "sharded_tensor.shard_module": lambda: call(
-        st.shard_module, module=LAYER(), plan=st.ShardingPlan({"weight": spec()})
-    ),
-    "sharded_tensor.shard_parameter": lambda: call(
-        st.shard_parameter, module=LAYER(), param_name="weight", sharding_spec=spec()
-    ),
+    "sharded_tensor.shard_module": lambda: call(st.shard_module, module=LAYER(),
+        plan=st.ShardingPlan({"weight": spec()})),
+    "sharded_tensor.shard_parameter": lambda: call(st.shard_parameter, module=LAYER(), param_name="weight",
+        sharding_spec=spec()),
     "sharded_tensor.ChunkShardingSpec.shard": lambda: call(spec().shard, tensor=torch.ones(4, 3)),
     "testing.DTensorConverter": lambda: call(testing.DTensorConverter, mesh=MESH, args=(torch.ones(2),), kwargs={}),
     "testing.World": lambda: call(testing.World, size=2, timeout=1.0),
     "testing.world": lambda: call(testing.world, size=2, timeout=1.0),
-    "testing.check_rows": lambda: call(
-        testing.check_rows, op=torch.neg, args=(torch.ones(2),), kwargs={}, gradients=False, meshes=[Mesh((2,))]
-    ),
+    "testing.check_rows": lambda: call(testing.check_rows, op=torch.neg, args=(torch.ones(2),), kwargs={},
+        gradients=False, meshes=[Mesh((2,))]),
     "testing.MLPModule": lambda: call(testing.MLPModule, device=None),
     "testing.MLPStacked": lambda: call(testing.MLPStacked, device=None),
     "testing.ModelArgs": lambda: call(testing.ModelArgs, dim=8),
     "testing.RMSNormPython": lambda: call(testing.RMSNormPython, dim=4),
     "testing.Transformer": lambda: call(testing.Transformer, args=testing.ModelArgs()),
-    "simulation.simulate": lambda: call(
-        lambda module, **kwargs: simulation.simulate(module, torch.ones(2, 4), **kwargs),  # its inputs are its own
-        module=LAYER(),
-        mesh=MESH,
-        plan={"weight": Shard(0)},
-        costs=None,
-    ),
-    "checkpoint.export_table": lambda: call(
-        checkpoint.export_table, collection=bags(), table="t", path="table.safetensors"
-    ),
+    "simulation.simulate": lambda: call(lambda module,
+        **kwargs: simulation.simulate(module, torch.ones(2, 4), **kwargs), module=LAYER(), mesh=MESH,
+        plan={"weight": Shard(0)}, costs=None),
+    "checkpoint.export_table": lambda: call(checkpoint.export_table, collection=bags(), table="t",
+        path="table.safetensors"),
     "checkpoint.latest": lambda: call(checkpoint.latest, folder="saved"),
     "checkpoint.load": lambda: call(checkpoint.load, folder="saved", state={"x": table()}),
     "checkpoint.lock": lambda: call(checkpoint.lock, folder="saved"),
     "checkpoint.read_manifest": lambda: call(checkpoint.read_manifest, path="saved/step-00000001"),
     "checkpoint.restore": lambda: call(checkpoint.restore, folder="module", module=nn.Linear(3, 4), subset=True),
     "checkpoint.Rows": lambda: call(checkpoint.Rows, count=4),
-    "checkpoint.load_safetensors": lambda: call(
-        checkpoint.load_safetensors, source="plain.safetensors", module=nn.Linear(3, 4)
-    ),
+    "checkpoint.load_safetensors": lambda: call(checkpoint.load_safetensors, source="plain.safetensors",
+        module=nn.Linear(3, 4)),
     "checkpoint.save": lambda: call(checkpoint.save, folder="saved", state={"x": table()}, **SAVE),
-    "checkpoint.save_async": lambda: call(
-        lambda *args, **kwargs: checkpoint.save_async(*args, **kwargs).wait(),
-        folder="saved",
-        state={"x": table()},
-        **SAVE,
-    ),
+    "checkpoint.save_async": lambda: call(lambda *args, **kwargs: checkpoint.save_async(*args, **kwargs).wait(),
+        folder="saved", state={"x": table()}, **SAVE),
     "checkpoint.Keep": lambda: call(checkpoint.Keep),
     "checkpoint.state_of": lambda: call(checkpoint.state_of, module=nn.Linear(3, 4)),
     "debug.CommDebugMode": lambda: call(debug.CommDebugMode),
     "debug.explain": lambda: call(debug.explain, fn=lambda: None),
-    "debug.explain_redistribute": lambda: call(
-        debug.explain_redistribute,
-        src=Layout(Mesh((2,)), [Shard(0)], (4, 3)),
-        dst=Layout(Mesh((2,)), [Replicate()], (4, 3)),
-    ),
+    "debug.explain_redistribute": lambda: call(debug.explain_redistribute, src=Layout(Mesh((2,)), [Shard(0)], (4, 3)),
+        dst=Layout(Mesh((2,)), [Replicate()], (4, 3))),
     "debug.profiler_ranges": lambda: call(debug.profiler_ranges),
     "debug.shadow": lambda: call(debug.shadow, rtol=1e-3, atol=1e-3),
     "debug.visualize_sharding": lambda: call(debug.visualize_sharding, dtensor=table()),
-    "experimental.context_parallel": lambda: call(
-        experimental.context_parallel,
-        mesh=MESH,
-        buffers=[torch.ones(4)],
-        buffer_seq_dims=[0],
-        no_restore_buffers=set(),
-    ),
-    "experimental.context_parallel_unshard": lambda: call(
-        experimental.context_parallel_unshard,
-        mesh=MESH,
-        buffers=[torch.ones(1 + (collectives.rank() < 4 % RANKS))],
-        seq_dims=[0],
-    ),
+    "experimental.context_parallel": lambda: call(experimental.context_parallel, mesh=MESH, buffers=[torch.ones(4)],
+        buffer_seq_dims=[0], no_restore_buffers=set()),
+    "experimental.context_parallel_unshard": lambda: call(experimental.context_parallel_unshard, mesh=MESH,
+        buffers=[torch.ones(1 + (collectives.rank() < 4 % RANKS))], seq_dims=[0]),
     "experimental.implicit_replication": lambda: call(experimental.implicit_replication),
-    "experimental.local_map": lambda: call(
-        lambda device_mesh, **kw: experimental.local_map(torch.zeros_like, device_mesh=device_mesh, **kw)(table()),
-        out_placements=[Shard(0)],
-        in_placements=([Shard(0)],),
-        in_grad_placements=([Shard(0)],),
-        device_mesh=MESH,
-        redistribute_inputs=True,
-    ),
+    "experimental.local_map": lambda: call(lambda device_mesh,
+        **kw: experimental.local_map(torch.zeros_like, device_mesh=device_mesh, **kw)(table()),
+        out_placements=[Shard(0)], in_placements=([Shard(0)],), in_grad_placements=([Shard(0)],), device_mesh=MESH,
+        redistribute_inputs=True),
     "experimental.register_sharding": lambda: call(experimental.register_sharding, op=an_op),
     "pictures.Picture": lambda: call(pictures.Picture, layout=table().layout_, itemsize=4),
     "collectives.as_mesh": lambda: call(collectives.as_mesh, mesh=MESH),
-    "collectives.check_ranks": lambda: call(
-        restoring(collectives.check_ranks, lambda: collectives.check_ranks(False)), on=True
-    ),
-    "collectives.init_device_mesh": lambda: call(
-        collectives.init_device_mesh,
-        device_type="cpu",
-        mesh_shape=(2,),
-        mesh_dim_names=("tp",),
-        timeout_seconds=1.0,
-    ),
-}
+    "collectives.check_ranks": lambda: call(restoring(collectives.check_ranks, lambda: collectives.check_ranks(False)),
+        on=True),
+    "collectives.init_device_mesh": lambda: call(collectives.init_device_mesh, device_type="cpu", mesh_shape=(2,),
+        mesh_dim_names=("tp",), timeout_seconds=1.0),
+}  # fmt: skip
 
 # What is passed on to torch or to a function of the user fails there as it does in one process.
 AS_TORCH = {
