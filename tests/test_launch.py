@@ -153,24 +153,15 @@ def test_a_timeout_that_torch_cannot_keep_is_refused(bad: float) -> None:
 
 
 IMPORTED = "from shardwise._launch import launch\nfrom os import getpid\n"
-PROGRAMS: dict[str, tuple[str, str]] = {  # what starts ranks wrongly, and what its error says
-    "-c": (
-        f"{IMPORTED}def f(): pass\nlaunch(f, nproc=2)",
-        "it was defined interactively. Fix:",
-    ),
-    "standard input": (
-        f"{IMPORTED}launch(getpid, nproc=1)",
-        "LaunchError: New processes import the program that starts them, .* Fix: save it in a file",
-    ),
-    "hidden.py": (
-        f"{IMPORTED}if __name__ == '__main__':\n    def hidden(): pass\n    launch(hidden, nproc=1)\n",
-        "RankFailedError: rank 0 failed: LaunchError: this rank cannot import",
-    ),
-    "unguarded.py": (
-        f"{IMPORTED}def hello(): pass\nlaunch(hello, nproc=1)\n",
-        'Fix: put the call under `if __name__ == "__main__":`',
-    ),
-}
+PROGRAMS: dict[str, tuple[str, str]] = {
+    "-c": (f"{IMPORTED}def f(): pass\nlaunch(f, nproc=2)", "it was defined interactively. Fix:"),
+    "standard input": (f"{IMPORTED}launch(getpid, nproc=1)",
+        "LaunchError: New processes import the program that starts them, .* Fix: save it in a file"),
+    "hidden.py": (f"{IMPORTED}if __name__ == '__main__':\n    def hidden(): pass\n    launch(hidden, nproc=1)\n",
+        "RankFailedError: rank 0 failed: LaunchError: this rank cannot import"),
+    "unguarded.py": (f"{IMPORTED}def hello(): pass\nlaunch(hello, nproc=1)\n",
+        'Fix: put the call under `if __name__ == "__main__":`'),
+}  # fmt: skip
 
 
 def test_a_program_whose_function_ranks_cannot_import_is_told_what_to_do(tmp_path: Path) -> None:

@@ -141,29 +141,21 @@ HEAD = "mesh = [2]\n[parameters.w]\n"
         (f"{HEAD}placements = 'S(0)'", "w: the shape is missing"),
         (f"{HEAD}shape = [4]", "w: one of placements, chunk, shards says how it is sharded, got none"),
         (f"{HEAD}shape = [4]\nplacements = 'S(0)'\nchunk = {{}}", "got placements and chunk"),
-        (
-            f"{HEAD}shape = [4]\nplacement = 'S(0)'",
-            "w: 'placement' is not a key of a plan file. Did you mean 'placements'?",
-        ),
+        (f"{HEAD}shape = [4]\nplacement = 'S(0)'",
+            "w: 'placement' is not a key of a plan file. Did you mean 'placements'?"),
         (f"{HEAD}shape = [4]\nplacements = 'S(1)'", "w: Shard(1) on axis 0: a tensor of shape (4,) has no dim 1"),
         (f"{HEAD}shape = [4.5]\nplacements = 'S(0)'", "w: [4.5] is no shape"),
         (f"{HEAD}shape = [4]\nplacements = 'exit()'", "w: 'exit()' is no placement"),
         (f"{HEAD}shape = [4]\nplacements = 4", "w: 4 is no placement"),
         (f"{HEAD}shape = [4]\nchunk = 4", "w: chunk needs a dim and ranks"),
         (f"{HEAD}shape = [4]\nchunk = {{ dim = 1, ranks = [0] }}", "w: chunk shards one of 1 dims"),
-        (
-            f"{HEAD}shape = [4]\nchunk = {{ dim = 0, ranks = [] }}",
-            "w: chunk shards one of 1 dims over one rank or more",
-        ),
+        (f"{HEAD}shape = [4]\nchunk = {{ dim = 0, ranks = [] }}",
+            "w: chunk shards one of 1 dims over one rank or more"),
         (f"{HEAD}shape = [4]\nchunk = {{ dim = 0, ranks = [5] }}", "w: rank 5 is not of Mesh(0=2)"),
-        (
-            f"{HEAD}shape = [4]\nchunk = {{ dim = 0, ranks = [0] }}\nshard_order = [0]",
-            "w: shard_order is for placements",
-        ),
-        (
-            f"{HEAD}shape = [4]\nfully_shard = 0\nplacements = 'S(0)'",
-            "w: fully_shard shards a tensor that is replicated",
-        ),
+        (f"{HEAD}shape = [4]\nchunk = {{ dim = 0, ranks = [0] }}\nshard_order = [0]",
+            "w: shard_order is for placements"),
+        (f"{HEAD}shape = [4]\nfully_shard = 0\nplacements = 'S(0)'",
+            "w: fully_shard shards a tensor that is replicated"),
         (f"{HEAD}shape = [4]\nfully_shard = 3\nplacements = 'R'", "w: The mesh has axes 0 to 0, got 3"),
         (f"{HEAD}shape = [4]\nfully_shard = [0]\nplacements = 'R'", "w: fully_shard is an axis of the mesh, got [0]"),
         (f"{HEAD}shape = []\nfully_shard = 0\nplacements = 'R'", "w: Shard(0)"),
@@ -173,7 +165,7 @@ HEAD = "mesh = [2]\n[parameters.w]\n"
         (f"{HEAD}shape = [4]\nshards = [{{ offsets = [-1], sizes = [5], rank = 0 }}]", "w: Box"),
         (f"{HEAD}shape = [4]\nshards = [{{ offsets = [0], sizes = [4], rank = 'cpu' }}]", "w: 'cpu' is no rank"),
     ],
-)
+)  # fmt: skip
 def test_anything_else_is_refused_with_the_place_and_the_reason(content: str, why: str, tmp_path: Path) -> None:
     with pytest.raises(PlanError) as refused:
         read(tmp_path, content)
