@@ -166,7 +166,7 @@ def test_counts_that_do_not_fit_together_name_sender_receiver_and_lines() -> Non
 @world(2)
 def test_after_a_caught_mismatch_the_ranks_go_on() -> None:
     with pytest.raises(MismatchError):
-        reduce(shape=(rank(),))
+        all_reduce(torch.ones(rank()), "sum", (0, 1))
     assert all_reduce(torch.tensor(1.0), "sum", (0, 1)).item() == 2.0
 
 
