@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise._layout import chunk
 from shardwise.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -34,7 +33,7 @@ REPLICATED = sw.Replicate()
 
 def shard_units(dim: int, units: int, size: int, ranks: int) -> sw.Shard:
     """Shards a dim of `units` heads of `size` features, without splitting a head; some ranks may get more heads."""
-    return sw.Shard(dim, [size * n for n in chunk(units, ranks)])
+    return sw.Shard(dim, [size * len(part) for part in torch.arange(units).tensor_split(ranks)])
 
 
 def head_groups(config: Any, ranks: int) -> tuple[int, int, bool]:
