@@ -11,7 +11,7 @@ pytestmark = pytest.mark.processes
 CODE = """
 import sys, threading
 from pathlib import Path
-from shardwise import collectives
+from shardwise import _collectives as collectives
 def hooks():
     return [h for h in (sys.excepthook, threading.excepthook) if h.__module__.startswith("shardwise")]
 assert not hooks()

@@ -8,6 +8,7 @@ from shardwise._layout.layout import set_renderer
 from shardwise._layout.mesh import set_rank
 
 if TYPE_CHECKING:
+    from shardwise import collectives as collectives
     from shardwise import debug as debug
     from shardwise import parallel as parallel
     from shardwise._collectives import DeviceMesh, init_device_mesh, rank, world_size
@@ -78,7 +79,7 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("shardwise")
-    if name in ("debug", "parallel"):  # a package, not a name in one
+    if name in ("collectives", "debug", "parallel"):  # a package, not a name in one
         return import_module(f"shardwise.{name}")
     home = _HOME_OF.get(name)
     if home is None:

@@ -149,7 +149,7 @@ PEAKS = """
 """
 
 RANKS = """
-    from shardwise import collectives
+    from shardwise import _collectives as collectives
     from shardwise.checkpoint import export_table, load, save
     from shardwise._layout import Layout, Mesh, Shard
     from shardwise._tensor import plain

@@ -26,7 +26,8 @@ from datetime import timedelta
 from pathlib import Path
 import torch, torch.distributed as dist
 sys.excepthook = lambda *args: (print("hook before", file=sys.stderr), sys.__excepthook__(*args))
-from shardwise import Mesh, Shard, collectives, distribute_tensor
+from shardwise import Mesh, Shard, distribute_tensor
+from shardwise import _collectives as collectives
 dist.init_process_group("gloo", timeout=timedelta(seconds=float(os.environ["SECONDS_TO_WAIT"])))
 rank, everyone = dist.get_rank(), tuple(range(dist.get_world_size()))
 """

@@ -18,7 +18,6 @@ from torch.testing import assert_close
 from shardwise import (
     Boxes,
     DTensor,
-    LocalShardsWrapper,
     Mesh,
     OnRanks,
     Partial,
@@ -34,6 +33,7 @@ from shardwise._layout import Box, Layout
 from shardwise.errors import LayoutError, MismatchError
 from shardwise.sharded_tensor import (
     LocalShard,
+    LocalShardsWrapper,
     init_from_local_shards,
     pre_load_state_dict_hook,
     state_dict_hook,

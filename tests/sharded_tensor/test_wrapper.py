@@ -397,6 +397,6 @@ def test_it_tells_torch_where_its_shards_are() -> None:
 def test_importing_the_package_does_not_import_torchs_checkpoints() -> None:
     program = (
         "import shardwise, sys; assert 'torch' not in sys.modules;"
-        "shardwise.LocalShardsWrapper; assert 'torch.distributed.checkpoint' not in sys.modules"
+        "shardwise.DTensor; assert 'torch.distributed.checkpoint' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

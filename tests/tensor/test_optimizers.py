@@ -223,7 +223,7 @@ def test_real_processes_take_the_steps_of_one() -> None:
     train(weights, torch.optim.AdamW, {"lr": 0.05, "fused": True}, *inputs)
     for weight, want in zip(weights, expected, strict=True):
         assert_close(as_dtensor(weight.detach()).full_tensor(), want.detach())
-    assert sw.collectives.world_size() == 2
+    assert sw.world_size() == 2
 
 
 # ---- a warm step asks no op for its recipe, and is right where it has to ask ------------------------------------
