@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations, product
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -32,6 +33,9 @@ from shardwise.errors import RuleError
 from shardwise.sharded_tensor import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
+
+sys.path.append(str(Path(__file__).parents[1]))  # this script may run from anywhere
+
 from tools.op_judge import tensor_difference
 
 ROWS, COLS = 7, 5

@@ -27,12 +27,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 
-from tools.op_judge import Outcome, Sample
-
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # this script may run from anywhere
 
-from tools.op_judge import REFUSED, OpJudge, Verdict  # noqa: E402
+from tools.op_judge import REFUSED, OpJudge, Outcome, Sample, Verdict  # noqa: E402
 from tools.opinfo import FAMILIES  # noqa: E402
 
 KNOWN = ROOT / "tests" / "sweep_known.json"
