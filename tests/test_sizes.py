@@ -1,5 +1,7 @@
 """Outliers among the sizes of files and functions; `python tools/sizes.py` lists them."""
 
+from pathlib import Path
+
 import pytest
 
 from tools.sizes import (
@@ -16,7 +18,12 @@ from tools.sizes import (
 )
 
 TEXTS = read(SOURCE)
-SMALL_FILES = 10  # at most
+# Small files that stay, and why.
+SMALL_FILES = {
+    "autograd_function.py": "the base class of autograd functions in all packages: torch leaves `apply` without a type",
+    "plugin.py": "pytest imports it by its name in pyproject.toml",
+    "visualize.py": "torch has this name in a module of its own",
+}
 
 
 def test_no_file_is_too_long_to_be_one_idea() -> None:
@@ -24,9 +31,8 @@ def test_no_file_is_too_long_to_be_one_idea() -> None:
     assert large_files(TEXTS) == {}
 
 
-def test_few_files_are_too_short_to_be_one_idea() -> None:
-    found = small_files(TEXTS)
-    assert len(found) <= SMALL_FILES, found
+def test_no_file_is_too_short_to_be_one_idea() -> None:
+    assert {file: n for file, n in small_files(TEXTS).items() if Path(file).name not in SMALL_FILES} == {}
 
 
 def test_every_function_fits_a_screen() -> None:

@@ -91,7 +91,11 @@ MULTI_HEAD = [  # of three examples and of one: results of every number of dims
 ]
 
 
-@pytest.mark.parametrize("sample", MULTI_HEAD, ids=lambda sample: f"{sample.args[0].ndim}d-{sample.kwargs}")
+@pytest.mark.parametrize(
+    "sample",
+    [pytest.param(sample, marks=[pytest.mark.slow] * (i not in (1, 3))) for i, sample in enumerate(MULTI_HEAD)],
+    ids=lambda sample: f"{sample.args[0].ndim}d-{sample.kwargs}",
+)
 def test_each_row_of_multi_head_attention_equals_one_process(sample: Sample) -> None:
     check_rows(sample.op, sample.args, sample.kwargs, limit=4)
 
