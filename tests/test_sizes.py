@@ -20,6 +20,7 @@ from tools.sizes import (
 TEXTS = read(SOURCE)
 # Small files that stay, and why.
 SMALL_FILES = {
+    "collectives.py": "the public names of `_collectives` and `_launch`",
     "autograd_function.py": "the base class of autograd functions in all packages: torch leaves `apply` without a type",
     "plugin.py": "pytest imports it by its name in pyproject.toml",
     "visualize.py": "torch has this name in a module of its own",
