@@ -54,8 +54,8 @@ def test_the_python_blocks_of_a_page_run_one_after_the_other(page: Path, tmp_pat
         assert not output or text == output
 
 
-# `tests/test_examples.py` runs those that say what they print, and those that train for longer.
-OTHERS = re.compile(r"^prints$|^from common import |^def on_ranks", re.MULTILINE)
+# `tests/test_examples.py` runs those that say what they print, those that train for longer, and the modules of these.
+OTHERS = re.compile(r"^prints$|^from common import |^def (?:on_ranks|invent|texts)\b", re.MULTILINE)
 SILENT = [p for p in sorted(ROOT.glob("examples/*.py")) if not OTHERS.search(p.read_text())]
 
 

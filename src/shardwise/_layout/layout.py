@@ -356,7 +356,7 @@ class Layout:
         return list(cartesian(*(range(self.mesh.shape[axis]) for axis in self.partial_axes)))
 
     def show(self, header: str = "", itemsize: int | None = None) -> None:
-        """Print which rank holds which part; `shardwise.picture` gives it as text, SVG or HTML."""
+        """Print which rank holds which part; `shardwise.picture` gives it as text or SVG."""
         _draw(self, header, itemsize).show()
 
     def _repr_html_(self, header: str = "", itemsize: int | None = None) -> str:

@@ -13,7 +13,7 @@ from shardwise._tensor.torch_objects import TorchDTensor, is_torch_dtensor
 def visualize_sharding(dtensor: DTensor | TorchDTensor, header: str = "", use_rich: bool = False) -> None:
     """Print which rank holds which shard of `dtensor`, on the first rank of its mesh.
 
-    Prints nothing for a tensor without elements. `shardwise.picture` returns the picture, with SVG and HTML.
+    Prints nothing for a tensor without elements. `shardwise.picture` returns the picture, also as SVG.
 
     Args:
         header: a line above the picture.
