@@ -24,7 +24,7 @@ LOOKS = [
     pytest.param(WINDOWS["wide"], "light", id="wide-light"),
     pytest.param(WINDOWS["narrow"], "dark", id="narrow-dark"),
 ]
-PAGES = ("index", "benchmarks", "coming-from-torch", "debugging", "reference/parallel")
+PAGES = ("index", "performance", "coming-from-torch", "debugging", "reference/parallel")
 # Of every picture: its size on the screen, and whether it was loaded.
 PICTURES = """() => [...document.querySelectorAll("img, svg:not(.md-icon *, button *, label *, nav *, a *)")]
     .filter(each => each.checkVisibility())
@@ -113,7 +113,7 @@ def test_pages_can_be_read(browser: Browser, address: str, size: tuple[int, int]
         for name in PAGES:
             page.goto(f"{address}{name}.html")
             pictures[name] = check(page, scheme)
-    assert pictures["benchmarks"] == 1
+    assert pictures["performance"] == 1
 
 
 def test_every_guide_fits_a_narrow_window(browser: Browser, address: str, site: Path) -> None:

@@ -108,13 +108,14 @@ def documented(site: Path) -> set[str]:
 
 
 def names_in_pages() -> set[tuple[str, str]]:
-    """Module and name of whatever Python blocks of pages and examples import from the package."""
+    """Module and name of whatever Python blocks of pages and examples import from public modules."""
     pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
     block = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
     blocks = [code for page in pages for code in block.findall(page.read_text(encoding="utf-8"))]
     blocks += [example.read_text(encoding="utf-8") for example in ROOT.glob("examples/*.py")]
     nodes = [node for block in blocks for node in ast.walk(ast.parse(block)) if isinstance(node, ast.ImportFrom)]
-    return {(n.module, a.name) for n in nodes if n.module and n.module.split(".")[0] == "shardwise" for a in n.names}
+    public = [node for node in nodes if re.fullmatch(r"shardwise(\.[a-z]\w*)*", node.module or "")]
+    return {(str(node.module), alias.name) for node in public for alias in node.names}
 
 
 def missing(names: set[tuple[str, str]], entries: set[str]) -> list[str]:
@@ -138,7 +139,7 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
 
 def test_globs_in_docstrings_are_not_read_as_emphasis(site: Path) -> None:
     pages = {file.name: file.read_text(encoding="utf-8") for file in (site / "reference").glob("*.html")}
-    assert len(pages) > 15
+    assert len(pages) > 10
     assert [(name, found) for name, text in pages.items() for found in re.findall("<em>.{,60}", text)] == []
 
 

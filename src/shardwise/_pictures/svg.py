@@ -17,7 +17,10 @@ CHARACTER = 7.3  # units at most that a character of the font needs
 LEAST = 10  # units that the smallest segment is drawn at
 MARGIN = 12
 PAGE_WIDTH = 960  # beyond which slices go on in the next row
-STYLE = "font-family:ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px"
+STYLE = (
+    "font-family:ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px;"
+    "max-width:100%;height:auto"  # a narrow window shrinks a picture
+)
 GREY = "#d8d8d8"  # of summaries
 DIM = "#666666"  # of numbers on edges
 
