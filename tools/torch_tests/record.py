@@ -1,4 +1,4 @@
-"""Which tests of PyTorch do not apply and why, and the tables of a run."""
+"""Which tests of PyTorch are known not to pass and why, and the tables of a run."""
 
 import json
 from collections import Counter
@@ -10,6 +10,7 @@ from pathlib import Path
 from tools.torch_tests.running import Outcome, TestId
 
 NOT_RUN = ("gpu", "compile")  # reasons of tests that are not started
+CHOICE = "choice"  # the reason of tests that fail since shardwise decides otherwise
 PASSED, APART, FAILED = "passed", "does not apply", "failed"
 
 
@@ -36,7 +37,7 @@ class Record:
         return record
 
     def of(self, test: str) -> tuple[str, str]:
-        """The reason why a test does not apply and a note, or empty."""
+        """The reason why a test does not pass and a note, or empty."""
         for pattern, (reason, note) in self.tests.items():
             if fnmatchcase(test, pattern):
                 return reason, note
@@ -45,7 +46,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Judged:
-    """A test with its outcome, and the reason and note if it does not apply."""
+    """A test with its outcome, and the reason and note if it is known not to pass."""
 
     test: TestId
     outcome: Outcome
@@ -56,7 +57,7 @@ class Judged:
     def status(self) -> str:
         if self.outcome.status == "passed":
             return PASSED
-        return APART if self.reason else FAILED
+        return FAILED if self.reason in {"", CHOICE} else APART
 
 
 def table(judged: Sequence[Judged]) -> str:
@@ -75,12 +76,12 @@ def _row(name: str, judged: Sequence[Judged]) -> str:
 
 
 def lists(judged: Sequence[Judged], record: Record) -> str:
-    """What does not apply, a section a reason."""
+    """What is known not to pass, a section a reason."""
     parts = []
     for reason, meaning in record.reasons.items():
         notes: dict[str, list[TestId]] = {}
         for each in judged:
-            if each.status == APART and each.reason == reason:
+            if each.status != PASSED and each.reason == reason:
                 notes.setdefault(each.note, []).append(each.test)
         if notes:
             rows = [f"| {_names(tests)} | {note} |" for note, tests in notes.items()]
