@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,12 +13,13 @@ from torch import Tensor, nn
 from shardwise import DTensor, Mesh, Replicate, Shard, count_comms, distribute_tensor
 from shardwise.testing import check_rows, world
 from shardwise.testing.assertions import as_dtensor
+from tests.rules.operands import sent
 from tools.op_judge import Sample
 from tools.rule_checks import assert_equals_one_process
 
 GENERATOR = torch.Generator().manual_seed(4)
 MESHES = (Mesh((3,)), Mesh((2, 2)))
-R, S0, S1, S2, S3 = Replicate(), Shard(0), Shard(1), Shard(2), Shard(3)
+R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 attention = F.scaled_dot_product_attention
 
 
@@ -100,95 +102,36 @@ def test_each_row_of_multi_head_attention_equals_one_process(sample: Sample) -> 
     check_rows(sample.op, sample.args, sample.kwargs, limit=4)
 
 
-@world(4)
 def test_batch_heads_and_causal_queries_are_computed_where_they_are() -> None:
-    mesh = Mesh((4,))
-    for placement in (S0, S1):
-        q, k, v = (distribute_tensor(x, mesh, [placement]) for x in (Q, K, V))
+    for placements in ((S0, S0, S0), (S1, S1, S1), (S2, R, R)):
+        operands = zip((Q, K, V), placements, strict=True)
+        assert sent(Mesh((4,)), partial(attention, is_causal=True), *operands) == [((placements[0],), 0, 0)] * 4
+
+
+@world(2)
+def test_layers_with_a_sharded_batch_do_not_communicate() -> None:
+    x = distribute_tensor(INPUT, Mesh((2,)), [S0])
+    for module in (
+        nn.MultiheadAttention(8, 2, batch_first=True),
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+    ):
         with count_comms() as comms:
-            assert as_dtensor(attention(q, k, v, is_causal=True)).placements == (placement,)
+            out = module.double().eval()(*[x] * (3 if isinstance(module, nn.MultiheadAttention) else 1))
+            assert as_dtensor(out[0] if isinstance(out, tuple) else out).placements == (S0,)
         assert comms.total_calls == 0
-    q, k, v = (distribute_tensor(x, mesh, [p]) for x, p in ((Q, S2), (K, R), (V, R)))
-    with count_comms() as comms:
-        assert as_dtensor(attention(q, k, v, is_causal=True)).placements == (S2,)
-    assert comms.total_calls == 0
 
 
-@pytest.mark.parametrize("mask", [None, some(5, 6), normal(5, 6)], ids=["no mask", "bool", "float"])
-@pytest.mark.parametrize("ndim", [3, 4])
-def test_a_result_changed_in_place_is_an_error_on_ranks_with_empty_shards_too(ndim: int, mask: Tensor | None) -> None:
-    """Whether a kernel saves its result is torch's choice: every rank does as one process."""
-
-    def error_of(x: Any, k: Any, v: Any) -> str:
-        out = attention(x.requires_grad_(), k, v, mask)
-        out.mul_(2)
-        try:
-            out.sum().backward()
-        except RuntimeError as error:
-            return str(error)[:60]
-        return ""
-
-    operands = [x if ndim == 4 else x[0] for x in (Q, K, K)]
-    expected = error_of(*(x.clone() for x in operands))
-
-    def body() -> str:
-        return error_of(*(distribute_tensor(x, Mesh((5,)), [S0]) for x in operands))
-
-    assert world(5).run(body) == [expected] * 5
-
-
-@world(2)
-def test_key_heads_are_sharded_with_the_query_heads_that_share_them() -> None:
-    mesh = Mesh((2,))
-    q, k, v = (distribute_tensor(x, mesh, [S1]) for x in (Q, FEW_K, FEW_V))
-    with count_comms() as comms:
-        attention(q, k, v, enable_gqa=True)
-    assert comms.total_calls == 0
-    k, v = (distribute_tensor(x, mesh, [R]) for x in (FEW_K, FEW_V))
-    with count_comms() as comms:
-        assert as_dtensor(attention(q, k, v, enable_gqa=True)).placements == (S1,)
-    assert comms.total_calls == 0
-
-
-@world(3)
 def test_sharded_keys_need_one_collective_whose_size_does_not_depend_on_their_number() -> None:
-    mesh, sent = Mesh((3,)), []
     for keys in (6, 60):
-        q = distribute_tensor(Q[:, :, :1], mesh, [R])
-        k, v = (distribute_tensor(torch.ones(2, 4, keys, n, dtype=torch.float64), mesh, [S2]) for n in (3, 2))
-        with count_comms() as comms:
-            attention(q, k, v)
-        assert (comms.total_calls, comms.implicit) == (1, [])
-        sent.append(comms.total_bytes)
-    assert sent[0] == sent[1] == 2 * (2 * 4 * (2 + 2)) * 8
+        k, v = (torch.ones(2, 4, keys, n, dtype=torch.float64) for n in (3, 2))
+        found = sent(Mesh((3,)), attention, (Q[:, :, :1], R), (k, S2), (v, S2))
+        assert [rest for _, *rest in found] == [[1, 2 * (2 * 4 * (2 + 2)) * 8]] * 3
 
 
-@pytest.mark.slow
-@world(2)
-def test_attention_under_autocast_has_the_dtype_of_one_process() -> None:
-    single = Q.float(), K.float(), V.float()
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = attention(single[0], single[1], single[2])
-        for placements in ([S1, S1, S1], [S2, R, R], [R, S2, S2]):
-            pairs = zip(single, placements, strict=True)
-            q, k, v = (distribute_tensor(x, Mesh((2,)), [p]) for x, p in pairs)
-            out = as_dtensor(attention(q, k, v, is_causal=False))
-            assert out.dtype == expected.dtype == torch.bfloat16
-            torch.testing.assert_close(out.full_tensor(), expected, rtol=0.02, atol=0.02)
-
-
-def test_dropped_weights_are_the_same_for_every_layout() -> None:
-    def dropped(placements: list[Any], ranks: int) -> Tensor:
-        pairs = zip((Q, K, V), placements, strict=True)
-        q, k, v = (distribute_tensor(x, Mesh((ranks,)), [p]) for x, p in pairs)
-        torch.manual_seed(5)
-        return as_dtensor(attention(q, k, v, dropout_p=0.5, is_causal=True)).full_tensor()
-
-    expected = world(1).run(dropped, [R, R, R], 1)[0]
-    assert not torch.allclose(expected, attention(Q, K, V, is_causal=True))
-    for placements in ([S0, S0, S0], [S1, S1, S1], [S2, R, R], [R, S2, S2]):
-        for got in world(3).run(dropped, placements, 3):
-            torch.testing.assert_close(got, expected)
+def test_key_heads_are_sharded_with_the_query_heads_that_share_them() -> None:
+    for of_keys in (S1, R):
+        operands = (Q, S1), (FEW_K, of_keys), (FEW_V, of_keys)
+        assert sent(Mesh((2,)), partial(attention, enable_gqa=True), *operands) == [((S1,), 0, 0)] * 2
 
 
 INPUT = normal(4, 5, 8)
@@ -229,16 +172,3 @@ def test_attention_layers_equal_one_process(number: int, training: bool) -> None
     for placement in (R, S0, S1, S2, Shard(0, (3, 0, 1)), Shard(1, (1, 0, 4))):
         for got in world(3).run(sharded, placement):
             torch.testing.assert_close(got, expected)
-
-
-@world(2)
-def test_attention_layers_with_a_sharded_batch_do_not_communicate() -> None:
-    x = distribute_tensor(INPUT, Mesh((2,)), [S0])
-    for module in (
-        nn.MultiheadAttention(8, 2, batch_first=True),
-        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
-    ):
-        with count_comms() as comms:
-            out = module.double().eval()(*[x] * (3 if isinstance(module, nn.MultiheadAttention) else 1))
-            assert as_dtensor(out[0] if isinstance(out, tuple) else out).placements == (S0,)
-        assert comms.total_calls == 0

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import DTensor, Mesh, Placement, Replicate, Shard, count_comms, distribute_tensor
 from shardwise import _collectives as collectives
 from shardwise import shard_module as sharded
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
+from tests.attention.test_ring import Largest
 
 R, S0, S1, S2, S3 = Replicate(), Shard(0), Shard(1), Shard(2), Shard(3)
 GENERATOR = torch.Generator().manual_seed(11)
@@ -119,21 +119,7 @@ def test_projections_sharded_at_heads_do_not_communicate(case: Any, how: str) ->
     assert calls == ({exchanges} if how == "enable_gqa" or not exchanges else {2 * exchanges})
 
 
-class Largest(TorchDispatchMode):
-    """The most elements that any result of an op has on this rank."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.numel = max([self.numel, *(x.numel() for x in (out,) if type(x) is Tensor)])
-        return out
-
-
 Q, K, V = (normal(2, 10, 7, 4) for _ in range(3))
-COS, SIN = normal(2, 1, 7, 4), normal(7, 4)
 
 
 @world(4)
@@ -141,12 +127,12 @@ def test_dropout_keeps_heads_sharded_and_computes_the_weights_of_local_heads_onl
     q, k, v = (distribute_tensor(x, Mesh((4,)), [Shard(1, (4, 0, 5, 1))]) for x in (Q, K, V))
     torch.manual_seed(0)
     attention(q, k, v, dropout_p=0.2, is_causal=True)  # the ranks compare their seeds at the first draw
-    with count_comms() as comms, Largest() as largest:
+    with count_comms() as comms, Largest() as largest:  # type: ignore[no-untyped-call]
         out = attention(q, k, v, dropout_p=0.2, is_causal=True)
     assert as_dtensor(out).placements == (Shard(1, (4, 0, 5, 1)),)
     assert comms.implicit == []
     assert comms.total_bytes <= 64  # of a digest
-    assert largest.numel <= max(2 * (4, 0, 5, 1)[collectives.rank()] * 7 * 7, 4)  # a digest is 4 long
+    assert largest.elements <= max(2 * (4, 0, 5, 1)[collectives.rank()] * 7 * 7, 4)  # a digest is 4 long
 
 
 DROPPED: list[tuple[int, list[Placement]]] = [
@@ -266,22 +252,6 @@ def test_a_kernel_that_this_device_lacks_is_the_error_of_torch() -> None:
     q, k, v = (distribute_tensor(x, Mesh((2,)), [S1]) for x in (Q, K, V))
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION), pytest.raises(RuntimeError, match="No viable backend"):
         attention(q, k, v)
-
-
-@world(4)
-def test_rotary_embeddings_of_sharded_heads_do_not_communicate() -> None:
-    x = Q.clone().requires_grad_()
-    expected = rotated(x, COS, SIN)
-    (expected * expected).sum().backward()
-    for placement in (S1, Shard(1, (4, 0, 5, 1)), S0, S2):
-        sharded_q = distribute_tensor(Q, Mesh((4,)), [placement]).requires_grad_()
-        with count_comms() as comms:
-            out = rotated(sharded_q, COS, SIN)
-            (out * out).sum().backward()
-        assert comms.total_calls == 0
-        assert as_dtensor(out).placements == (placement,)
-        assert_close(full(out), expected.detach())
-        assert_close(full(sharded_q.grad), x.grad)
 
 
 FUSED = nn.MultiheadAttention(20, 10, batch_first=True).double()

@@ -121,29 +121,6 @@ def trained_once(xs: Sequence[Any], grad: Any) -> list[Any]:
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-@world(2)
-def test_under_autocast_the_result_has_the_dtype_of_one_process() -> None:
-    *xs, _ = operands(6, 6, dtype=torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = attention(*xs)
-        out = attention(*(distribute_tensor(x, Mesh((2,)), SEQUENCE) for x in xs))
-    assert out.dtype == expected.dtype == torch.bfloat16
-    assert_close(as_dtensor(out).full_tensor(), expected, rtol=0.02, atol=0.02)
-
-
-@world(2)
-def test_large_scores_do_not_overflow_and_queries_without_keys_get_zeros() -> None:
-    query, key, value, _ = operands(6, 6)
-    expected = attention(query * 400, key * 400, value)
-    out = attention(*(distribute_tensor(x, Mesh((2,)), SEQUENCE) for x in (query * 400, key * 400, value)))
-    assert_close(as_dtensor(out).full_tensor(), expected)
-    none = [distribute_tensor(x, Mesh((2,)), SEQUENCE) for x in (query, key[:, :, :0], value[:, :, :0])]
-    assert_close(as_dtensor(attention(*none)).full_tensor(), torch.zeros(2, 4, 6, 2, dtype=torch.float64))
-
-
-# ---- what is sent, and what a rank holds ---------------------------------------------------------------------
-
-
 class Largest(TorchDispatchMode):
     """The most elements of a tensor that an op makes."""
 
@@ -193,25 +170,6 @@ def test_each_block_is_sent_once_to_each_rank_and_of_causal_attention_only_to_th
     forward = [block * n for n in (1, 2, 3, 0)]  # block i goes from rank i to 3: i + 1 blocks leave rank i
     backward = [a + gradient * n for a, n in zip(forward, (1, 2, 3, 3), strict=True)]  # rank 3 returns those of others
     assert world(4).run(body, True) == [list(pair) for pair in zip(forward, backward, strict=True)]
-
-
-@world(3)
-def test_a_mask_gathers_keys_as_before() -> None:
-    *xs, grad = operands(6, 6)
-    mask = torch.rand(6, 6, generator=torch.Generator().manual_seed(1)) > 0.3
-    mask[:, 0] = True
-    leaves = [x.clone().requires_grad_() for x in xs]
-    attention(*leaves, mask).backward(grad)
-    sharded = [distribute_tensor(x, Mesh((3,)), SEQUENCE).requires_grad_() for x in xs]
-    with debug.explain() as report:
-        out = attention(*sharded, distribute_tensor(mask, Mesh((3,)), [S0]))
-    assert "ring attention" not in str(report)
-    out.backward(distribute_tensor(grad, Mesh((3,)), SEQUENCE))
-    for x, leaf in zip(sharded, leaves, strict=True):
-        assert_close(as_dtensor(x.grad).full_tensor(), leaf.grad)
-
-
-# ---- tools --------------------------------------------------------------------------------------------------
 
 
 @world(3)

@@ -1,6 +1,5 @@
 """What is true of every layout: properties on random ones, and on all small ones."""
 
-import pickle
 from math import prod
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise._layout import Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
+from shardwise._layout import Boxes, Layout, Mesh, Partial, Placement, Replicate, Shard
 from shardwise.testing.local_shards import as_local_tensor, local_shards, mesh_position, slice_box
 from tests.exact_values import numbered
 from tests.strategies import (
@@ -69,9 +68,6 @@ def assert_cuts_agree_with_boxes(layout: Layout) -> None:
                 assert spans[index].tolist() == list(range(box.offsets[dim], box.offsets[dim] + box.sizes[dim]))
 
 
-# ---- all small layouts ------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh_shape", SMALL_MESHES, ids=str)
 def test_every_small_layout_holds_everything_as_written(mesh_shape: tuple[int, ...]) -> None:
@@ -88,9 +84,6 @@ def test_the_cuts_of_every_small_layout_agree_with_its_boxes(mesh_shape: tuple[i
     for shape in [(), *SMALL_SHAPES[:5], (4, 3), (3, 0)]:
         for written in small_layouts(mesh, shape):
             assert_cuts_agree_with_boxes(written.layout)
-
-
-# ---- random layouts: any ranks, any sizes, several boxes, up to three axes and dims -----------------------
 
 
 @laws
@@ -114,17 +107,6 @@ def test_axes_may_cut_one_dim_into_pieces_of_any_sizes(mesh: Mesh, length: int, 
 def test_cuts_agree_with_boxes(written: Written) -> None:
     if not any(isinstance(p, Boxes) for p in written.placements):
         assert_cuts_agree_with_boxes(written.layout)
-
-
-@laws
-@given(layouts(), st.data())
-def test_other_ranks_in_the_same_places_hold_the_same(written: Written, data: st.DataObject) -> None:
-    mesh = written.mesh
-    ranks = data.draw(st.permutations(range(20)))[: len(mesh.ranks)]
-    renamed = Layout(Mesh(mesh.shape, tuple(ranks)), written.placements, written.shape, written.order)
-    for before, after in zip(mesh.ranks, ranks, strict=True):
-        assert renamed.boxes(after) == written.layout.boxes(before)
-        assert renamed.partial_coordinate(after) == written.layout.partial_coordinate(before)
 
 
 @laws
@@ -195,24 +177,3 @@ def test_a_gradient_lies_where_its_tensor_does(written: Written) -> None:
                 assert d == Replicate()
             case _:
                 assert d == p
-
-
-@laws
-@given(layouts())
-def test_a_pickled_layout_is_equal(written: Written) -> None:
-    layout = written.layout
-    again = pickle.loads(pickle.dumps(layout))  # noqa: S301
-    assert again == layout
-    assert hash(again) == hash(layout)
-    assert [again.boxes(rank) for rank in layout.mesh.ranks] == [layout.boxes(rank) for rank in layout.mesh.ranks]
-
-
-@laws
-@given(layouts())
-def test_on_ranks_means_that_one_position_holds_everything(written: Written) -> None:
-    for axis, placement in enumerate(written.placements):
-        if isinstance(placement, OnRanks):
-            for rank in written.mesh.ranks:
-                here = mesh_position(written.mesh, rank)
-                assert here is not None
-                assert here[axis] == placement.position or written.layout.boxes(rank) == ()

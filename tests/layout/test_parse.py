@@ -47,12 +47,9 @@ def test_placements_are_spelled_as_in_python_or_short(text: str, placement: Plac
     assert parse_placement(text) == placement
 
 
-def test_several_placements_are_one_string_or_a_list() -> None:
+def test_several_placements_are_one_string_a_list_or_a_table_by_axis_name() -> None:
     assert parse_placements("Shard(0), S(1, [2, 1]), R") == [Shard(0), Shard(1, (2, 1)), Replicate()]
     assert parse_placements(["Shard(0)", "P"]) == [Shard(0), Partial()]
-
-
-def test_placements_by_axis_name_are_one_string_or_a_table() -> None:
     by_name = {"dp": Shard(1, (2, 1)), "tp": Replicate()}
     assert parse_placements("dp=S(1, [2, 1]), tp=R") == by_name
     assert parse_placements({"dp": "Shard(1, sizes=[2, 1])", "tp": "Replicate()"}) == by_name

@@ -1,16 +1,15 @@
 """The whole contract of lookups on every kind of table: a sample of `tools/embedding_matrix.py`, and what they cost."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from itertools import combinations, product
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from shardwise import DTensor, Layout, Mesh, count_comms, distribute_tensor
+from shardwise import Mesh, count_comms, distribute_tensor
 from shardwise._layout import Boxes, OnRanks, Placement, Replicate, Shard
 from shardwise._lookups.rules import embedding_bags
 from shardwise.errors import IdError, RuleError
@@ -83,12 +82,6 @@ def test_a_wrong_outcome_is_seen() -> None:
     assert differs(None, None, 0.0) is None
 
 
-def test_a_case_whose_table_cannot_have_sparse_gradients_is_refused_on_all_ranks() -> None:
-    case = Case("boxes, none on a rank", "sum", "matrix", "whole", sparse=True)
-    assert wrong(case) is None
-    assert wrong(replace(case, sparse=False)) is None
-
-
 def test_the_command_tells_how_many_cases_there_were(capsys: pytest.CaptureFixture[str]) -> None:
     threads = torch.get_num_threads()
     try:
@@ -98,56 +91,10 @@ def test_the_command_tells_how_many_cases_there_were(capsys: pytest.CaptureFixtu
     assert "cases, " in capsys.readouterr().out
 
 
-# ---- gradients against differences -----------------------------------------------------------------------------
-
 TABLE = torch.arange(35, dtype=torch.float64).view(7, 5).sin()
 BAGS = torch.tensor([[3, 3, 0], [6, 1, 3], [0, 0, 0], [5, 2, 1], [3, 6, 6]])
 WEIGHTS = torch.arange(15, dtype=torch.float64).view(5, 3).cos()
-TABLES: dict[str, tuple[Mesh, list[Placement]]] = {
-    name: (PLACES[name][0], list(PLACES[name][1]))
-    for name in ("rows of 5", "columns by hand", "table", "boxes, none on a rank", "grid 01", "grid 11", "grid T0")
-}
 
-
-def perturbed(x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(x.numel())
-    for _ in range(3):
-        direction = torch.randn(x.shape, dtype=x.dtype, generator=generator)
-        yield direction, 1e-6 * direction
-
-
-@pytest.mark.parametrize("mode", ["sum", *(pytest.param(x, marks=pytest.mark.slow) for x in ("mean", "max"))])
-@pytest.mark.parametrize("name", TABLES)
-def test_gradients_are_what_differences_say(name: str, mode: str) -> None:
-    """Nothing here is compared with torch's own backward."""
-    mesh, placements = TABLES[name]
-
-    def value(table: Any, weights: Any) -> Any:
-        ids = distribute_tensor(BAGS, mesh, [S0, *[R] * (mesh.ndim - 1)])
-        out = F.embedding_bag(ids, table, mode=mode, per_sample_weights=weights, padding_idx=6)
-        return (out.sin() * torch.arange(1.0, 6, dtype=torch.float64).sqrt()).sum()
-
-    def at(table: Tensor, weights: Tensor) -> list[DTensor | None]:
-        factors = distribute_tensor(weights, mesh, [R] * mesh.ndim) if mode == "sum" else None
-        return [distribute_tensor(table, mesh, placements), factors]
-
-    @world(mesh.size())
-    def body() -> None:
-        leaves = [x if x is None else x.requires_grad_() for x in at(TABLE, WEIGHTS)]
-        value(*leaves).backward()
-        for number, leaf in enumerate(leaves):
-            if leaf is None:
-                continue
-            grad = as_dtensor(leaf.grad).full_tensor()
-            for direction, step in perturbed((TABLE, WEIGHTS)[number]):
-                ends = [[x + s * step if i == number else x for i, x in enumerate((TABLE, WEIGHTS))] for s in (1, -1)]
-                up, down = (float(value(*at(*pair))) for pair in ends)
-                assert (up - down) / 2e-6 == pytest.approx(float((grad * direction).sum()), rel=1e-7, abs=1e-8)
-
-    body()
-
-
-# ---- what it costs -----------------------------------------------------------------------------------------------
 
 BIG = torch.arange(512 * 16, dtype=torch.float64).view(512, 16).sin()
 FEW = torch.tensor([[5, 500], [7, 7], [300, 5], [12, 499]])
@@ -176,18 +123,6 @@ def test_ids_and_rows_travel_but_no_table_and_no_gradient_of_one(number: int) ->
 
 
 @world(4)
-def test_columns_cut_twice_come_in_order_where_ids_are_cut_on_one_axis_only() -> None:
-    """Pieces of columns from the first axis do not lie beside each other: values were in the wrong places."""
-    mesh = Mesh((2, 2))
-    table = distribute_tensor(BIG, mesh, [S1, S1])
-    for placements in ([S0, R], [R, S0], [S0, S0]):
-        with count_comms() as comms:
-            out = as_dtensor(F.embedding(distribute_tensor(FEW, mesh, placements), table))
-        assert torch.equal(out.full_tensor(), F.embedding(FEW, BIG))
-        assert comms.total_bytes < 3000
-
-
-@world(4)
 def test_one_bad_id_is_heard_by_ranks_that_look_up_in_another_copy_of_the_table() -> None:
     mesh, ids = Mesh((2, 2)), FEW.clone()
     ids[3, 1] = 512
@@ -196,8 +131,6 @@ def test_one_bad_id_is_heard_by_ranks_that_look_up_in_another_copy_of_the_table(
         with pytest.raises(IdError, match=r"id 512 at position \(3, 1\)"):
             F.embedding_bag(distribute_tensor(ids, mesh, first), table)
 
-
-# ---- ids and offsets that are cut in different places --------------------------------------------------------------
 
 LENGTHS = [3, 0, 9, 1, 0, 0, 4, 7, 0, 2]
 STARTS = torch.tensor(LENGTHS).cumsum(0) - torch.tensor(LENGTHS)
@@ -258,28 +191,6 @@ def test_orders_of_cutting_differ_between_ids_offsets_and_table_and_nothing_of_t
     assert comms.implicit == []
     torch.testing.assert_close(out.full_tensor(), want, rtol=1e-13, atol=1e-13)
     assert torch.equal(as_dtensor(table.detach()).full_tensor(), plain)
-
-
-# ---- norms, modules ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_a_norm_is_of_the_whole_row_once_a_call_and_of_rows_looked_up_only(name: str) -> None:
-    (mesh, placements), again = TABLES[name], BAGS.clamp(max=5)
-
-    def body(norm_type: float, plain: Tensor) -> None:
-        table = distribute_tensor(TABLE, mesh, placements)
-        before = Layout(mesh, placements, (7, 5))
-        F.embedding_bag(distribute_tensor(again, mesh, [S0] * mesh.ndim), table, max_norm=0.7, norm_type=norm_type)
-        assert table.layout_ == before
-        torch.testing.assert_close(table.full_tensor(), plain, rtol=1e-15, atol=1e-15)
-        assert torch.equal(table.full_tensor()[[4, 6]], TABLE[[4, 6]])
-
-    for norm_type in (0.5, 1.0, 2.0, 3.0, float("inf")):
-        plain = TABLE.clone()
-        F.embedding_bag(again, plain, max_norm=0.7, norm_type=norm_type)
-        assert torch.equal(plain[[4, 6]], TABLE[[4, 6]])
-        world(mesh.size()).run(body, norm_type, plain)
 
 
 @world(3)

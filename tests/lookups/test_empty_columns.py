@@ -59,46 +59,32 @@ class RefuseEmptyColumns(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"mode": "max"}, {"padding_idx": 3}, {"mode": "sum", "weighted": True}], ids=str
+    "options", [{}, {"mode": "max"}, {"padding_idx": 3}, {"mode": "sum", "weighted": True}, {"mode": "sum"}], ids=str
 )
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize(
-    "placements", [[Shard(1), Shard(1)], [Shard(0), Shard(1, [5, 0])], [Shard(0), Shard(1, [0, 5])]], ids=str
+    "placements",
+    [[Shard(1), Shard(1)], [Shard(0), Shard(1, [5, 0])], [Shard(0), Shard(1, [0, 5])], [Shard(1), Shard(0, [0, 7])]],
+    ids=str,
 )
-def test_no_kernel_gets_rows_without_columns(placements: list[Placement], options: dict[str, Any]) -> None:
+def test_no_kernel_gets_rows_without_columns(
+    placements: list[Placement], sharded: bool, options: dict[str, Any]
+) -> None:
+    """Of plain ids in bags at offsets, and of sharded ones in rows."""
+    ids, offsets = (IDS.view(2, 3), None) if sharded else (IDS, OFFSETS)
     options = dict(options)
-    weights = torch.linspace(-1, 1, 6, dtype=torch.float64) if options.pop("weighted", False) else None
+    if options.pop("weighted", False):
+        options["per_sample_weights"] = torch.linspace(-1, 1, 6, dtype=torch.float64).view(ids.shape)
     plain = FULL.clone().requires_grad_()
-    expected = F.embedding_bag(IDS, plain, OFFSETS, per_sample_weights=weights, **options)
+    expected = F.embedding_bag(ids, plain, offsets, **options)
     expected.square().sum().backward()
 
     @world(4)
     def on_ranks() -> None:
         table = distribute_tensor(FULL, Mesh((2, 2)), placements).requires_grad_()
+        mine = distribute_tensor(ids, Mesh((2, 2)), [Shard(0), Replicate()]) if sharded else ids
         with RefuseEmptyColumns():  # type: ignore[no-untyped-call]
-            out = F.embedding_bag(IDS, table, OFFSETS, per_sample_weights=weights, **options)
-            out.square().sum().backward()
-        assert isinstance(out, DTensor)
-        torch.testing.assert_close(out.full_tensor(), expected)
-        assert table.grad is not None
-        torch.testing.assert_close(table.grad.full_tensor(), plain.grad)
-
-    on_ranks()
-
-
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-@pytest.mark.parametrize("placements", [[Shard(0), Shard(1, [5, 0])], [Shard(1), Shard(0, [0, 7])]], ids=str)
-def test_no_kernel_gets_rows_without_columns_of_sharded_ids(placements: list[Placement], mode: str) -> None:
-    plain, ids = FULL.clone().requires_grad_(), IDS.view(2, 3)
-    expected = F.embedding_bag(ids, plain, mode=mode)
-    expected.square().sum().backward()
-
-    @world(4)
-    def on_ranks() -> None:
-        mesh = Mesh((2, 2))
-        table = distribute_tensor(FULL, mesh, placements).requires_grad_()
-        sharded = distribute_tensor(ids, mesh, [Shard(0), Replicate()])
-        with RefuseEmptyColumns():  # type: ignore[no-untyped-call]
-            out = F.embedding_bag(sharded, table, mode=mode)
+            out = F.embedding_bag(mine, table, offsets, **options)
             out.square().sum().backward()
         assert isinstance(out, DTensor)
         torch.testing.assert_close(out.full_tensor(), expected)

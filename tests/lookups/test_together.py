@@ -10,6 +10,7 @@ from shardwise._lookups.rules import embedding_bags
 from shardwise.debug import explain, no_implicit_comm, shadow
 from shardwise.errors import IdError, LayoutError, RuleError
 from shardwise.testing import world
+from tests.tensor.test_conversion import same_error
 
 PLACEMENTS: list[Placement] = [Shard(0), Shard(1), OnRanks(2), Replicate(), Shard(0, [5, 0, 4]), OnRanks(0)]
 
@@ -20,48 +21,40 @@ def tables() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@world(3)
 def test_tables_of_all_kinds_equal_one_process_in_three_collectives(mode: str) -> None:
     """Maxima need full rows, so each lookup has its own exchange."""
     full, ids = tables(), torch.randint(0, 9, (7, 2), generator=torch.Generator().manual_seed(1))
     leaves = [t.clone().requires_grad_() for t in full]
     expected = [F.embedding_bag(ids, t, mode=mode) for t in leaves]
     torch.stack([(out**2).sum() for out in expected]).sum().backward()
-
-    def body() -> None:
-        mesh = Mesh((3,))
-        weights = [distribute_tensor(t, mesh, [p]).requires_grad_() for t, p in zip(full, PLACEMENTS, strict=True)]
-        here = distribute_tensor(ids, mesh, [Shard(0)])
-        replicated = sum(p == Replicate() for p in PLACEMENTS)
-        with collectives.count_comms() as forward:
-            outs = embedding_bags([here] * len(weights), weights, mode=mode)
-        assert mode == "max" or forward.calls == {"all_to_all": 2 + replicated}
-        with collectives.count_comms() as backward:
-            torch.autograd.backward([(out**2).sum() for out in outs])
-        assert mode == "max" or backward.calls == {"all_to_all": 1}
-        for out, weight, want, leaf in zip(outs, weights, expected, leaves, strict=True):
-            assert isinstance(out, DTensor)
-            torch.testing.assert_close(out.full_tensor(), want)
-            grad = weight.grad
-            assert isinstance(grad, DTensor)
-            torch.testing.assert_close(grad.full_tensor(), leaf.grad)
-
-    world(3).run(body)
+    mesh = Mesh((3,))
+    weights = [distribute_tensor(t, mesh, [p]).requires_grad_() for t, p in zip(full, PLACEMENTS, strict=True)]
+    here = distribute_tensor(ids, mesh, [Shard(0)])
+    replicated = sum(p == Replicate() for p in PLACEMENTS)
+    with collectives.count_comms() as forward:
+        outs = embedding_bags([here] * len(weights), weights, mode=mode)
+    assert mode == "max" or forward.calls == {"all_to_all": 2 + replicated}
+    with collectives.count_comms() as backward:
+        torch.autograd.backward([(out**2).sum() for out in outs])
+    assert mode == "max" or backward.calls == {"all_to_all": 1}
+    for out, weight, want, leaf in zip(outs, weights, expected, leaves, strict=True):
+        assert isinstance(out, DTensor)
+        torch.testing.assert_close(out.full_tensor(), want)
+        grad = weight.grad
+        assert isinstance(grad, DTensor)
+        torch.testing.assert_close(grad.full_tensor(), leaf.grad)
 
 
 def test_a_bad_id_in_one_table_names_it_on_every_rank() -> None:
-    def body() -> str:
-        mesh = Mesh((3,))
-        weights = [distribute_tensor(t, mesh, [Shard(0)]) for t in tables()[:2]]
+    def body() -> None:
+        weights = [distribute_tensor(t, Mesh((3,)), [Shard(0)]) for t in tables()[:2]]
         for name, weight in zip(("users", "items"), weights, strict=True):
             weight._name = name
         good, bad = torch.zeros(4, 1, dtype=torch.long), torch.tensor([[0], [1], [2], [9]])
-        here = [distribute_tensor(ids, mesh, [Shard(0)]) for ids in (good, bad)]
-        with pytest.raises(IdError) as caught:
-            embedding_bags(here, weights)
-        return str(caught.value)
+        embedding_bags([distribute_tensor(ids, Mesh((3,)), [Shard(0)]) for ids in (good, bad)], weights)
 
-    (text,) = set(world(3).run(body))
-    assert text.startswith("items: id 9 at position (3, 0)")
+    assert same_error(3, IdError, body).startswith("items: id 9 at position (3, 0)")
 
 
 @world(3)
@@ -87,17 +80,14 @@ def test_lists_of_different_lengths_are_refused() -> None:
         embedding_bags([torch.zeros(1, 1, dtype=torch.long)], tables()[:2])
 
 
+@world(4)
 def test_grids_and_tables_smaller_than_a_mesh_of_two_axes_equal_one_process() -> None:
     full, ids = tables()[:3], torch.randint(0, 9, (5, 2), generator=torch.Generator().manual_seed(2))
     placements: list[list[Placement]] = [[Shard(0), Shard(1)], [Shard(0), Shard(0)], [OnRanks(1), Shard(1)]]
     expected = [F.embedding_bag(ids % 3, t[:3], mode="sum") for t in full]  # 3 rows on 2 x 2 ranks
-
-    def body() -> None:
-        mesh = Mesh((2, 2))
-        weights = [distribute_tensor(t[:3], mesh, p) for t, p in zip(full, placements, strict=True)]
-        here = distribute_tensor(ids % 3, mesh, [Shard(0), Shard(0)])
-        for out, want in zip(embedding_bags([here] * 3, weights, mode="sum"), expected, strict=True):
-            assert isinstance(out, DTensor)
-            torch.testing.assert_close(out.full_tensor(), want)
-
-    world(4).run(body)
+    mesh = Mesh((2, 2))
+    weights = [distribute_tensor(t[:3], mesh, p) for t, p in zip(full, placements, strict=True)]
+    here = distribute_tensor(ids % 3, mesh, [Shard(0), Shard(0)])
+    for out, want in zip(embedding_bags([here] * 3, weights, mode="sum"), expected, strict=True):
+        assert isinstance(out, DTensor)
+        torch.testing.assert_close(out.full_tensor(), want)

@@ -33,7 +33,7 @@ def test_memory_that_was_given_back_is_lent_again() -> None:
     assert other.empty(4 * NUMEL).data_ptr() not in held
 
 
-def test_the_smallest_buffer_that_fits_is_lent_and_large_ones_are_not_lent_for_little() -> None:
+def test_the_smallest_buffer_that_fits_is_lent_the_largest_are_kept_and_none_after_clear() -> None:
     buffers = Buffers()
     lent = buffers.lend(torch.float32, CPU)
     large, small = (lent.empty(n).data_ptr() for n in (6 * NUMEL, 2 * NUMEL))
@@ -41,9 +41,6 @@ def test_the_smallest_buffer_that_fits_is_lent_and_large_ones_are_not_lent_for_l
     assert lent.empty(NUMEL).data_ptr() == small
     assert lent.empty(NUMEL).data_ptr() != large
     assert lent.empty(3 * NUMEL).data_ptr() == large
-
-
-def test_only_the_largest_buffers_are_kept_and_none_after_clear() -> None:
     buffers = Buffers()
     lent = buffers.lend(torch.float32, CPU)
     held = [lent.empty(n * NUMEL).data_ptr() for n in (4, 6, 8)]

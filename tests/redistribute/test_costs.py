@@ -112,8 +112,6 @@ def test_ranks_per_host_are_those_of_the_launcher(monkeypatch: pytest.MonkeyPatc
     assert ranks_per_host_of(4) == found
 
 
-# ---- files ---------------------------------------------------------------------------------------------------
-
 INSIDE = {name: Measured(50.0, 1.5, 1000.0 + i) for i, name in enumerate(COLLECTIVES)}
 BETWEEN = {name: Measured(200.0, 5.0, 100.0) for name in COLLECTIVES}
 
@@ -136,13 +134,8 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "device": (lambda x: x.pop("device_type"), "device_type is a text, got None"),
     "no table": (lambda x: x.pop("inside"), "inside.all_to_all has latency_us, per_rank_us, megabytes_per_s, got None"),
     "no row": (lambda x: x["inside"].pop("broadcast"), "inside.broadcast has .* got None"),
-    "a field more": (lambda x: x["inside"]["broadcast"].update(more=1), "inside.broadcast has "),
     "a text": (lambda x: x["between"]["broadcast"].update(latency_us="1"), "between.broadcast.latency_us .* got '1'"),
-    "negative": (lambda x: x["inside"]["all_reduce"].update(per_rank_us=-1), "inside.all_reduce.per_rank_us .* got -1"),
-    "no speed": (
-        lambda x: x["inside"]["all_to_all"].update(megabytes_per_s=0),
-        "inside.all_to_all.megabytes_per_s .* got 0",
-    ),
+    "no speed": (lambda x: x["inside"]["all_to_all"].update(megabytes_per_s=0), "inside.all_to_all.megabytes_.* got 0"),
     "true": (lambda x: x["inside"]["all_to_all"].update(latency_us=True), "inside.all_to_all.latency_us .* got True"),
 }
 
@@ -167,9 +160,6 @@ def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
         read_costs(tmp_path / "costs.json")
     with pytest.raises(ConfigError, match="it cannot be read"):
         read_costs(tmp_path / "none.json")
-
-
-# ---- measuring -----------------------------------------------------------------------------------------------
 
 
 def timings(latency: float, per_rank: float, speed: float, sizes: Sequence[int] = (2, 4)) -> list[Timing]:
@@ -201,9 +191,6 @@ def measured() -> list[list[object]]:
 def test_all_ranks_measure_the_same() -> None:
     by_rank = world(4, real=True).run(measured)
     assert all(found == by_rank[0] for found in by_rank)
-
-
-# ---- ranks ---------------------------------------------------------------------------------------------------
 
 
 def with_other_costs(path: str) -> str:

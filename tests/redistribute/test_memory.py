@@ -1,8 +1,7 @@
 """What a redistribution allocates, on the ranks of real processes, where no rank computes for another one; and keeps.
 
-A plan of several steps has no layout on the way that is larger than its ends (`test_search.py`). Beside the local
-tensor that it is given, a rank holds what it sends to others, what it keeps, what it receives, and the result. A rank
-that adds partial values receives those of all ranks.
+Beside the local tensor that it is given, a rank holds what it sends, keeps and receives, and the result; if it adds
+partial values, those of all ranks.
 """
 
 import gc
@@ -93,8 +92,6 @@ def test_a_redistribution_holds_a_few_times_its_larger_end(mesh: Mesh, shape: tu
     several = world(4, real=True).run(check_memory, mesh, shape, 60)
     assert min(several) > 1
 
-
-# ---- what redistributions that a rank remembers may take -----------------------------------------------------
 
 RANKS = 1024
 ROWS = Mesh((RANKS,))

@@ -114,20 +114,14 @@ def plan(mesh: Mesh, src: list[Placement], dst: list[Placement], *shape: int) ->
     return plan_redistribute(Layout(mesh, src, shape), Layout(mesh, dst, shape))
 
 
-def test_what_one_rank_has_is_sent_along_one_axis_after_the_other() -> None:
+def test_which_sequences_are_found() -> None:
     found = plan(Mesh((2, 4)), [OnRanks(0), OnRanks(3)], [Replicate()] * 2, 1024, 1024)
     assert [type(step) for step in found.steps] == [Exchange, Broadcast]
     assert found.total_elements == (1 + 2 * 3) * 1024 * 1024
     assert plan(Mesh((2, 4)), [OnRanks(0), OnRanks(3)], [Replicate()] * 2, 4, 4).collectives == ("all_to_all",)
-
-
-def test_an_axis_of_one_rank_does_not_hide_an_all_reduce() -> None:
     found = plan(Mesh((1, 4)), [Shard(0), Partial()], [Replicate()] * 2, 1024, 1024)
     assert [type(step) for step in found.steps] == [AllReduce]
     assert found.comm_steps[0].group(2) == (0, 1, 2, 3)
-
-
-def test_sums_over_axes_may_be_scattered_on_the_way_to_replicas() -> None:
     mesh, shape = Mesh((2, 4)), (1024, 1024)
     found = sequences(Layout(mesh, [Partial()] * 2, shape), Layout(mesh, [Replicate()] * 2, shape), GLOO)
     names = [tuple(step.collective for step in steps) for steps in found]
@@ -162,9 +156,6 @@ def test_a_large_maximum_is_reduced_by_shards(op: str) -> None:
     for case in cases:
         assert len(plan_redistribute(case.src, case.dst).collectives) > 1
     assert assert_equal_to_one_process(cases) == 3
-
-
-# ---- all-gathers, reduce-scatters and broadcasts -------------------------------------------------------------
 
 
 def sources(mesh: Mesh, shape: tuple[int, ...]) -> Iterator[Layout]:
@@ -241,8 +232,17 @@ def test_native_collectives_between_processes_give_what_the_exchange_gives() -> 
         world(max(mesh.ranks) + 1, real=True).run(natives_agree, mesh, shape)
 
 
-def test_what_ranks_do_not_need_is_not_gathered() -> None:
-    """A shard of what is gathered, a tensor for one rank only, or one that is there already."""
+def test_which_collective_it_is_and_what_ranks_do_not_need_is_not_gathered() -> None:
+    mesh = Mesh((2, 2))
+    cases: list[tuple[list[Placement], type[Exchange]]] = [
+        ([Shard(0), Replicate()], AllGather),
+        ([Shard(0), Shard(1)], AllGather),
+        ([OnRanks(1), Replicate()], Broadcast),
+    ]
+    assert type(native_step(Exchange(*(Layout(mesh, [p] * 2, (8, 8)) for p in (Partial(), Shard(1)))))) is ReduceScatter
+    for src, kind in cases:
+        step = native_step(Exchange(Layout(mesh, src, (8, 8)), Layout(mesh, [Replicate()] * 2, (8, 8))))
+        assert type(step) is kind
     mesh = Mesh((2, 2))
     for src, dst in [
         ([Shard(0), Replicate()], [Replicate(), Shard(0)]),
@@ -254,16 +254,3 @@ def test_what_ranks_do_not_need_is_not_gathered() -> None:
         ([Replicate(), Replicate()], [Shard(0), Replicate()]),
     ]:
         assert native_step(Exchange(Layout(mesh, src, (8, 8)), Layout(mesh, dst, (8, 8)))) is None  # type: ignore[arg-type]
-
-
-def test_which_collective_it_is() -> None:
-    mesh = Mesh((2, 2))
-    cases: list[tuple[list[Placement], type[Exchange]]] = [
-        ([Shard(0), Replicate()], AllGather),
-        ([Shard(0), Shard(1)], AllGather),
-        ([OnRanks(1), Replicate()], Broadcast),
-    ]
-    assert type(native_step(Exchange(*(Layout(mesh, [p] * 2, (8, 8)) for p in (Partial(), Shard(1)))))) is ReduceScatter
-    for src, kind in cases:
-        step = native_step(Exchange(Layout(mesh, src, (8, 8)), Layout(mesh, [Replicate()] * 2, (8, 8))))
-        assert type(step) is kind

@@ -4,7 +4,6 @@ A key takes the samples of another spelling where torch accepts them, so most ke
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise._rules.shapes.index import boolean_index
@@ -90,8 +89,6 @@ SAMPLES = [
     Sample(torch.feature_alpha_dropout, (IMAGES, 0.4, True)),
     Sample(torch.native_dropout, (X, 0.4, True)),
     # Complex numbers.
-    Sample(torch.imag, (torch.complex(X, -X),)),
-    Sample(torch.real, (torch.complex(X, -X),)),
     Sample(Tensor.__complex__, (torch.tensor(1.5 + 2j),)),
     # Places and masks.
     Sample(aten.scatter.value_reduce, (X, 0, COUNTS[:2] % 5, 2.0), {"reduce": "add"}),
@@ -125,13 +122,9 @@ SAMPLES = [
     Sample(aten.softmax.int, (X, 1)),
     Sample(aten.log_softmax.int, (X, 1)),
     Sample(torch.instance_norm, (IMAGES, normal(3), normal(3), None, None, True, 0.1, 1e-5, False)),
-    Sample(torch.batch_norm, (IMAGES, normal(3), normal(3), None, None, True, 0.1, 1e-5, False)),
-    Sample(torch._weight_norm, (X, normal(5, 1), 0)),
     # Pooling.
-    Sample(torch.max_pool1d, (IMAGES, 3, 2)),
     Sample(torch.max_pool1d_with_indices, (IMAGES, 3, 2)),
     Sample(torch.adaptive_max_pool1d, (IMAGES, 3)),
-    Sample(F.avg_pool1d, (IMAGES, 3, 2)),
 ]
 
 # Keys that may differ from one process, and why. One that does not is to be struck.

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise import Mesh, count_comms, distribute_tensor
+from shardwise.testing import world
 from tools.op_judge import Sample
 
 
@@ -43,3 +45,21 @@ def calls(op: Callable[..., Any], *arguments: Any, **fields: Any) -> list[Sample
         kwargs = args[-1] if args and isinstance(args[-1], dict) else {}
         found.append(Sample(op, args[: len(args) - bool(kwargs)], kwargs, **fields))
     return found
+
+
+def sent(mesh: Mesh, op: Callable[..., Any], *operands: tuple[Tensor, Any]) -> list[tuple[Any, int, int]]:
+    """Of each rank: the placements of the result, how many collectives the call makes, and the bytes that it sends.
+
+    Args:
+        operands: a tensor and its placement, or its placements, each; what moves by itself sends nothing.
+    """
+
+    def body() -> tuple[Any, int, int]:
+        laid = ((x, p if isinstance(p, list) else [p]) for x, p in operands)
+        xs = [distribute_tensor(x, mesh, p) for x, p in laid]
+        with count_comms() as comms:
+            out = op(*xs)
+        assert not comms.implicit or not comms.total_calls
+        return getattr(out, "placements", None), comms.total_calls, comms.total_bytes
+
+    return world(mesh.size()).run(body)

@@ -1,5 +1,6 @@
 """Convolutions of sharded operands send only their halos."""
 
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -8,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise import Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor
-from shardwise import _collectives as collectives
+from shardwise import Mesh, Partial, Replicate, Shard, distribute_tensor
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from tests.rules.operands import Draw, calls
+from tests.rules.operands import Draw, calls, sent
 
 R, S0, S1, S2, S3 = Replicate(), Shard(0), Shard(1), Shard(2), Shard(3)
 normal = Draw(2).normal
@@ -62,62 +62,37 @@ SAMPLES = [
 ]
 
 
-@world(4)
 def test_a_sharded_spatial_dim_sends_its_halo_only() -> None:
-    x = distribute_tensor(waves(2, 3, 16, 5), Mesh((4,)), [S2])
-    weight = distribute_tensor(waves(4, 3, 3, 3), Mesh((4,)), [R])
-    with count_comms() as comms:
-        out = as_dtensor(F.conv2d(x, weight, None, 1, 1))
-    assert not comms.implicit
-    assert out.placements == (S2,)
-    neighbors = 1 if collectives.rank() in (0, 3) else 2
-    assert (comms.total_calls, comms.total_bytes) == (1, neighbors * 2 * 3 * 5 * 8)
+    found = sent(Mesh((4,)), partial(F.conv2d, padding=1), (waves(2, 3, 16, 5), S2), (waves(4, 3, 3, 3), R))
+    assert found == [((S2,), 1, neighbors * 2 * 3 * 5 * 8) for neighbors in (1, 2, 2, 1)]
 
 
-@world(4)
 def test_corners_come_in_the_same_exchange_as_edges() -> None:
-    mesh = Mesh((2, 2))
-    x = distribute_tensor(waves(1, 2, 6, 6), mesh, [S2, S3])
-    weight = distribute_tensor(waves(2, 2, 3, 3), mesh, [R, R])
-    with count_comms() as comms:
-        out = as_dtensor(F.conv2d(x, weight, None, 1, 1))
-    assert (out.placements, comms.implicit) == ((S2, S3), [])
-    assert (comms.total_calls, comms.total_bytes) == (1, 2 * (3 + 3 + 1) * 8)
+    operands = (waves(1, 2, 6, 6), [S2, S3]), (waves(2, 2, 3, 3), [R, R])
+    found = sent(Mesh((2, 2)), partial(F.conv2d, padding=1), *operands)
+    assert found == [((S2, S3), 1, 2 * (3 + 3 + 1) * 8)] * 4
 
 
-@world(2)
 def test_windows_that_do_not_overlap_send_nothing() -> None:
-    x = distribute_tensor(waves(1, 2, 12), Mesh((2,)), [Shard(2, (9, 3))])
-    weight = distribute_tensor(waves(2, 2, 3), Mesh((2,)), [R])
-    with count_comms() as comms:
-        out = as_dtensor(F.conv1d(x, weight, None, 3))
-        back = as_dtensor(F.conv_transpose1d(out, weight, None, 3))
-    assert (out.placements, comms.total_calls) == ((Shard(2, (3, 1)),), 0)
-    assert back.placements == x.placements
+    operands = (waves(1, 2, 12), Shard(2, (9, 3))), (waves(2, 2, 3), R)
+    assert sent(Mesh((2,)), partial(F.conv1d, stride=3), *operands) == [((Shard(2, (3, 1)),), 0, 0)] * 2
+    back = sent(Mesh((2,)), lambda x, w: F.conv_transpose1d(F.conv1d(x, w, stride=3), w, stride=3), *operands)
+    assert back == [((Shard(2, (9, 3)),), 0, 0)] * 2
 
 
-@world(2)
 def test_channels_are_sharded_like_columns_and_rows_of_a_matrix() -> None:
-    mesh = Mesh((2,))
-    x, first, second = distribute_tensor(waves(2, 3, 5), mesh, [R]), waves(4, 3, 3), waves(3, 4, 1)
-    weights = [distribute_tensor(w, mesh, [p]) for w, p in ((first, S0), (second, S1))]
-    bias = distribute_tensor(waves(3), mesh, [R])
-    with count_comms() as comms:
-        hidden = as_dtensor(F.conv1d(x, weights[0]))
-        out = as_dtensor(F.conv1d(hidden, weights[1], bias))
-        assert (hidden.placements, out.placements) == ((S1,), (Partial(),))
-        assert comms.total_calls == 0
+    x, first = (waves(2, 3, 5), R), (waves(4, 3, 3), S0)
+    assert sent(Mesh((2,)), F.conv1d, x, first) == [((S1,), 0, 0)] * 2
+    both = sent(
+        Mesh((2,)), lambda x, v, w, b: F.conv1d(F.conv1d(x, v), w, b), x, first, (waves(3, 4, 1), S1), (waves(3), R)
+    )
+    assert both == [((Partial(),), 0, 0)] * 2
 
 
-@world(2)
 def test_depthwise_convolution_of_sharded_channels_does_not_communicate() -> None:
-    mesh = Mesh((2,))
-    x = distribute_tensor(waves(2, 4, 5), mesh, [S1])
     for placement in (S0, R):
-        weight, bias = (distribute_tensor(w, mesh, [placement]) for w in (waves(8, 1, 3), waves(8)))
-        with count_comms() as comms:
-            out = as_dtensor(F.conv1d(x, weight, bias, 1, 1, 1, 4))
-        assert (out.placements, comms.total_calls) == ((S1,), 0)
+        operands = (waves(2, 4, 5), S1), (waves(8, 1, 3), placement), (waves(8), placement)
+        assert sent(Mesh((2,)), partial(F.conv1d, padding=1, groups=4), *operands) == [((S1,), 0, 0)] * 2
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Sharded lookups: values, gradients, options and errors, for every layout of the table and of the ids."""
+"""Sharded lookups: errors, offsets, norms, small tables. tests/lookups/test_contract.py has every option."""
 
 from functools import partial
 from itertools import chain, product
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise import _collectives as collectives
 from shardwise._collectives import rank
@@ -19,15 +19,11 @@ from shardwise.errors import IdError, IdTypeError
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from tests.rules.operands import calls
+from tests.tensor.test_conversion import same_error
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 WEIGHTS: list[Placement] = [R, S0, S1, Shard(0, [1, 6, 0]), Shard(1, [0, 4, 1]), OnRanks(1)]
 IDS: list[Placement] = [R, S0, Shard(0, [3, 0, 2])]
-GRID: list[tuple[list[Placement], list[Placement]]] = [
-    ([S0, S1], [R, R]), ([S0, S1], [S0, R]), ([S0, S1], [R, S0]), ([S0, S1], [S0, S0]), ([S0, S0], [S0, S0]),
-    ([S1, S1], [S0, S0]), ([R, S0], [S0, R]), ([R, S0], [S0, S0]), ([R, S1], [S0, S0]), ([OnRanks(1), S0], [R, S0]),
-    ([OnRanks(0), S1], [S0, S0]), ([S0, OnRanks(1)], [S0, R]), ([R, OnRanks(0)], [S0, S0]), ([S1, R], [S0, S0]),
-]  # fmt: skip
 NUMBERS = torch.tensor([[3, 3, 0], [6, 1, 3], [0, 0, 0], [5, 2, 1], [3, 6, 6]])
 aten: Any = torch.ops.aten
 
@@ -66,113 +62,6 @@ def gradient(weight: DTensor) -> Tensor:
     return redistribute_local(local, grad._layout, full_value)
 
 
-# ---- values, gradients, and the table afterwards ---------------------------------------------------------------
-
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"sparse": True},
-    {"padding_idx": 3},
-    {"padding_idx": -1, "sparse": True},
-    {"scale_grad_by_freq": True},
-    {"max_norm": 1.0},
-    {"max_norm": 0.5, "norm_type": 1.0, "padding_idx": 0, "scale_grad_by_freq": True},
-    {"max_norm": 0.9, "norm_type": float("inf"), "sparse": True},
-]
-BAG_OPTIONS: list[dict[str, Any]] = [
-    {"mode": "sum"},
-    {"mode": "sum", "sparse": True},
-    {"mode": "mean"},
-    {"mode": "mean", "sparse": True},
-    {"mode": "max"},
-    {"mode": "max", "padding_idx": 0, "max_norm": 1.0},
-    {"mode": "mean", "padding_idx": 0},
-    {"mode": "sum", "padding_idx": -7, "scale_grad_by_freq": True},
-    {"mode": "sum", "weights": True},
-    {"mode": "sum", "weights": True, "padding_idx": 3, "max_norm": 1.0, "sparse": True},
-    {"mode": "mean", "scale_grad_by_freq": True},
-    {"mode": "mean", "max_norm": 1.0, "norm_type": 3.0},
-]
-# Bags that are divided between ranks, empty ones too; rank 1 has none. With the end among the offsets each has all ids.
-FLAT, FLAT_IDS, BAGS = torch.tensor([3, 3, 0, 6, 1, 5, 0, 2, 0]), Shard(0, [4, 0, 5]), Shard(0, [3, 0, 2])
-STARTS, ENDS = torch.tensor([0, 3, 3, 4, 8]), torch.tensor([0, 3, 3, 4, 8, 9])
-Laid = tuple[Mesh, list[Placement], list[Placement], list[Placement]]  # placements of table, ids and offsets
-
-
-def check_lookup(ids: Tensor, options: dict[str, Any], laid: Laid, offsets: Tensor | None = None) -> None:
-    """Result, gradients, and the table afterwards, beside one process; the table stays where it is."""
-    mesh, *placements = laid
-    op: Any = F.embedding_bag if "mode" in options else F.embedding
-    options, full = dict(options), table()
-    weighted, by_frequency = options.pop("weights", False), "mode" in options and options.get("scale_grad_by_freq")
-    factors = torch.arange(1, ids.numel() + 1, dtype=full.dtype).view(ids.shape).cos()
-    if offsets is not None:
-        options["include_last_offset"] = len(offsets) > len(STARTS)
-
-    def run(numbers: Any, leaf: Any, given: Any, starts: Any) -> list[Any]:
-        rest = {"per_sample_weights": given} if weighted else {}
-        out = op(numbers, leaf, *([] if starts is None else [starts]), **options, **rest)
-        (out * torch.arange(1, out.numel() + 1, dtype=out.dtype).view(out.shape).cos()).sum().backward()
-        return [out.detach(), leaf.detach(), given.grad]
-
-    leaf, given = full.clone().requires_grad_(), factors.clone().requires_grad_()
-    want = run(ids, leaf, given, offsets)
-    assert leaf.grad is not None
-    grad = leaf.grad.to_dense() if leaf.grad.is_sparse else leaf.grad
-    if by_frequency:  # torch's kernel for CPUs takes the frequencies of other rows
-        leaf, options["scale_grad_by_freq"] = full.clone().requires_grad_(), False
-        run(ids, leaf, given.detach().requires_grad_(), offsets)
-        assert leaf.grad is not None
-        grad = leaf.grad / ids.flatten().bincount(minlength=7).clamp(min=1).unsqueeze(1)
-        options["scale_grad_by_freq"] = True
-
-    param = weight_of(full.clone(), mesh, placements[0])
-    starts = None if offsets is None else distribute_tensor(offsets, mesh, placements[2])
-    spread = placements[1] if offsets is None else [Shard(0, [5, 3, 1])]  # weights need not lie as the ids
-    mine = distribute_tensor(factors, mesh, spread).requires_grad_()
-    with collectives.count_comms() as comms:
-        got = run(distribute_tensor(ids, mesh, placements[1]), param, mine, starts)
-    assert not [move for move in comms.implicit if f"({full.shape[0]}, " in str(move)]
-    for a, b in zip(got, want, strict=True):
-        assert (a is None) == (b is None)
-        if b is not None:
-            torch.testing.assert_close(as_dtensor(a).full_tensor(), b)
-    torch.testing.assert_close(gradient(param), grad)
-
-
-def check_lookups(ids: Tensor, options: list[dict[str, Any]], laid: Laid, offsets: Tensor | None = None) -> None:
-    for one in options:
-        try:
-            check_lookup(ids, one, laid, offsets)
-        except Exception as error:
-            error.add_note(f"with {one}")
-            raise
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ids", IDS, ids=str)
-@pytest.mark.parametrize("weight", WEIGHTS, ids=str)
-def test_every_option_with_any_table_and_any_ids_equals_one_process(weight: Placement, ids: Placement) -> None:
-    world(3).run(check_lookups, NUMBERS, [*OPTIONS, *BAG_OPTIONS], (Mesh((3,)), [weight], [ids], []))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("weight", "ids"), GRID, ids=str)
-def test_options_on_grids_equal_one_process(weight: list[Placement], ids: list[Placement]) -> None:
-    options = [OPTIONS[0], OPTIONS[6], *(BAG_OPTIONS[i] for i in (2, 5, 7, 9))]
-    world(4).run(check_lookups, NUMBERS, options, (Mesh((2, 2)), weight, ids, []))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("weight", WEIGHTS, ids=str)
-def test_bags_of_any_lengths_equal_one_process(weight: Placement) -> None:
-    options = [{k: v for k, v in one.items() if k != "scale_grad_by_freq"} for one in BAG_OPTIONS]
-    world(3).run(check_lookups, FLAT, options, (Mesh((3,)), [weight], [FLAT_IDS], [BAGS]), STARTS)
-    world(3).run(check_lookups, FLAT, options, (Mesh((3,)), [weight], [R], [R]), ENDS)
-
-
-# ---- errors ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("weight", "ids"), list(product(WEIGHTS, IDS)), ids=str)
 def test_a_bad_id_or_padding_is_the_same_error_on_every_rank_and_changes_no_table(
     weight: Placement, ids: Placement
@@ -202,18 +91,6 @@ def test_a_bad_id_or_padding_is_the_same_error_on_every_rank_and_changes_no_tabl
         assert text.endswith(f"is not in the table, whose valid ids are 0 to 6. {fix}")
 
 
-def test_ids_of_the_wrong_kind_are_refused() -> None:
-    def body() -> None:
-        mesh = Mesh((2,))
-        param = weight_of(table(), mesh, [S0])
-        with pytest.raises(IdTypeError, match=r"int32 or int64, got torch.float32. Fix: ids.long\(\)"):
-            F.embedding(distribute_tensor(torch.ones(3), mesh, [S0]), param)
-        with pytest.raises(IdTypeError, match="1 or 2 dims, got shape"):
-            F.embedding_bag(distribute_tensor(torch.ones(3, 1, 1).long(), mesh, [S0]), param)
-
-    world(2).run(body)
-
-
 @world(2)
 def test_float_ids_are_refused_even_after_ids_of_the_same_layout() -> None:
     """The choice of how to look up is kept under layouts, which have no dtype."""
@@ -228,16 +105,11 @@ def test_float_ids_are_refused_even_after_ids_of_the_same_layout() -> None:
 def test_offsets_that_describe_no_bags_are_the_same_error_on_every_rank(
     starts: list[int], options: dict[str, Any]
 ) -> None:
-    def body() -> str:
-        mesh = Mesh((2,))
-        ids, offsets = (distribute_tensor(torch.tensor(x), mesh, [S0]) for x in ([1, 2, 3, 4], starts))
-        with pytest.raises(
-            ValueError, match="the offsets describe no bags of the ids: they must rise from 0"
-        ) as caught:
-            F.embedding_bag(ids, weight_of(table(), mesh, [S0]), offsets, **options)
-        return str(caught.value)
+    def body() -> None:
+        ids, offsets = (distribute_tensor(torch.tensor(x), Mesh((2,)), [S0]) for x in ([1, 2, 3, 4], starts))
+        F.embedding_bag(ids, weight_of(table(), Mesh((2,)), [S0]), offsets, **options)
 
-    assert len(set(world(2).run(body))) == 1
+    assert "the offsets describe no bags of the ids: they must rise from 0" in same_error(2, ValueError, body)
 
 
 BAGS_BY_RANK = [[[1, 2], [3]], [[4], [], [0, 5]]]
@@ -249,13 +121,12 @@ def of_this_rank(values: list[list[int]]) -> DTensor:
 
 @pytest.mark.parametrize("offsets", [[[0, 2], [0, 1, 1]], [[0, 1], [0]], [[0, 2, 2], [0, 0, 0]]], ids=str)
 def test_offsets_that_start_at_0_on_each_rank_are_an_error_that_names_from_lengths(offsets: list[list[int]]) -> None:
-    def body() -> str:
+    def body() -> None:
         ids = of_this_rank([list(chain(*bags)) for bags in BAGS_BY_RANK])
-        with pytest.raises(ValueError, match="the offsets start at 0 on each rank, but they are global") as caught:
-            F.embedding_bag(ids, weight_of(table(), Mesh((2,)), [S0]), of_this_rank(offsets))
-        return str(caught.value)
+        F.embedding_bag(ids, weight_of(table(), Mesh((2,)), [S0]), of_this_rank(offsets))
 
-    (text,) = set(world(2).run(body))
+    text = same_error(2, ValueError, body)
+    assert "the offsets start at 0 on each rank, but they are global" in text
     assert "Fix: shardwise.embedding.from_lengths(lengths)" in text
 
 
@@ -275,58 +146,33 @@ def test_bags_of_each_rank_are_looked_up_with_offsets_from_lengths() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@world(7)
 def test_a_table_smaller_than_the_world_and_no_ids_at_all(dtype: torch.dtype) -> None:
     """Five rows on seven ranks: two ranks hold nothing (they used to hang their peers)."""
     full, numbers = table(5, 3), torch.tensor([4, 0, 4, 2], dtype=dtype)
     plain = full.clone().requires_grad_()
     want = F.embedding(numbers, plain)
     want.square().sum().backward()
-
-    def body() -> None:
-        mesh = Mesh((7,))
-        weight = weight_of(full, mesh, [S0])
-        out = as_dtensor(F.embedding(distribute_tensor(numbers, mesh, [S0]), weight))
-        out.square().sum().backward()
-        torch.testing.assert_close(out.full_tensor(), want)
-        torch.testing.assert_close(gradient(weight), plain.grad)
-        assert F.embedding(distribute_tensor(numbers[:0], mesh, [S0]), weight).shape == (0, 3)
-
-    world(7).run(body)
+    mesh = Mesh((7,))
+    weight = weight_of(full, mesh, [S0])
+    out = as_dtensor(F.embedding(distribute_tensor(numbers, mesh, [S0]), weight))
+    out.square().sum().backward()
+    torch.testing.assert_close(out.full_tensor(), want)
+    torch.testing.assert_close(gradient(weight), plain.grad)
+    assert F.embedding(distribute_tensor(numbers[:0], mesh, [S0]), weight).shape == (0, 3)
 
 
+@world(3)
 def test_two_pending_lookups_in_one_table_are_independent_and_can_be_read_twice() -> None:
     full = table()
     first, second = torch.tensor([1, 5]), torch.tensor([6, 0])
-
-    def body() -> None:
-        mesh = Mesh((3,))
-        param = weight_of(full, mesh, [S0])
-        a, b = (as_dtensor(F.embedding(distribute_tensor(ids, mesh, [R]), param)) for ids in (first, second))
-        assert a.placements[0].is_partial()
-        for _ in range(2):
-            torch.testing.assert_close(b.full_tensor(), full[second])
-            torch.testing.assert_close(a.full_tensor(), full[first])
-
-    world(3).run(body)
-
-
-def test_a_lookup_with_sharded_ids_takes_two_collectives_and_gathers_nothing() -> None:
-    full, numbers = table(64, 8), torch.arange(48).view(24, 2) % 16  # every rank asks for repeated ids
-
-    def body() -> tuple[dict[str, int], int]:
-        mesh = Mesh((4,))
-        param, ids = weight_of(full, mesh, [S0]), distribute_tensor(numbers, mesh, [S0])
-        with collectives.count_comms() as forward:
-            out = F.embedding_bag(ids, param, mode="sum")
-        with collectives.count_comms() as backward:
-            out.sum().backward()
-            assert param.grad is not None
-        assert backward.calls == {"all_to_all": 1}
-        return forward.calls, forward.total_bytes
-
-    for made, sent in world(4).run(body):
-        assert made == {"all_to_all": 2}
-        assert sent < full.numel() * full.element_size()  # less than the table that a gather would send
+    mesh = Mesh((3,))
+    param = weight_of(full, mesh, [S0])
+    a, b = (as_dtensor(F.embedding(distribute_tensor(ids, mesh, [R]), param)) for ids in (first, second))
+    assert a.placements[0].is_partial()
+    for _ in range(2):
+        torch.testing.assert_close(b.full_tensor(), full[second])
+        torch.testing.assert_close(a.full_tensor(), full[first])
 
 
 @pytest.mark.parametrize("op", [F.embedding, F.embedding_bag], ids=lambda op: op.__name__)
@@ -341,31 +187,9 @@ def test_a_table_that_cannot_change_where_it_is_is_renormalized_as_a_whole(op: A
     torch.testing.assert_close(as_dtensor(param).full_tensor(), full_value)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [lambda: nn.Embedding(7, 5, 3, 1.0), lambda: nn.EmbeddingBag(7, 5, 1.0, mode="max")])
-def test_modules_with_options_train_as_in_one_process(make: Any) -> None:
-    torch.manual_seed(0)
-    plain = make()
-    start = plain.weight.detach().clone()
-    plain(NUMBERS).sin().sum().backward()
-
-    def body() -> None:
-        module = make()
-        module.weight = nn.Parameter(distribute_tensor(start.clone(), Mesh((3,)), [S0]))
-        module(distribute_tensor(NUMBERS, Mesh((3,)), [S0])).sin().sum().backward()
-        torch.testing.assert_close(module.weight.grad.full_tensor(), plain.weight.grad)
-        torch.testing.assert_close(as_dtensor(module.weight.detach()).full_tensor(), plain.weight.detach())
-
-    world(3).run(body)
-
-
 @world(2)
-def test_options_that_torch_refuses_are_refused() -> None:
+def test_a_mode_that_torch_lacks_is_refused() -> None:
     param, ids = weight_of(table(), Mesh((2,)), [S0]), distribute_tensor(NUMBERS, Mesh((2,)), [S0])
-    with pytest.raises(NotImplementedError, match="only supported for mode='sum'"):
-        F.embedding_bag(ids, param, per_sample_weights=ids.double())
-    with pytest.raises(ValueError, match="max mode does not support sparse"):
-        F.embedding_bag(ids, param, mode="max", sparse=True)
     with pytest.raises(ValueError, match="one of sum, mean or max"):
         F.embedding_bag(ids, param, mode="min")
 

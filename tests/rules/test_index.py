@@ -10,7 +10,7 @@ from torch import Tensor
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from tests.rules.operands import Draw, calls
+from tests.rules.operands import Draw, calls, sent
 
 draw = Draw(11)
 normal, ids = draw.normal, draw.ids
@@ -60,38 +60,22 @@ WRITES = [
 
 def test_no_read_or_write_gathers_the_table() -> None:
     """Each rank has one seventh of 7 x 64 numbers; reads of 2 rows, and writes of 2, cost 2 rows a rank at most."""
-    table, rows, values = normal(7, 64), torch.tensor([6, 2]), normal(2, 64)
-
-    def body(op: Callable[..., Any], *operands: tuple[Tensor, Any]) -> int:
-        xs = [distribute_tensor(x, Mesh((7,)), [placement]) for x, placement in operands]
-        with count_comms() as comms:
-            op(*xs)
-        assert not comms.implicit
-        return comms.total_bytes
-
-    plain, sharded = Replicate(), Shard(0)
-    row, verdicts = 64 * 8, 7 * 7 * 3 * 8
+    table, plain, cut = (normal(7, 64), Shard(0)), (torch.tensor([6, 2]), Replicate()), (torch.tensor([6, 2]), Shard(0))
+    values, cut_values = ((normal(2, 64), placement) for placement in (Replicate(), Shard(0)))
+    row, routed = 64 * 8, 2 * 64 * 8 + 2 * 8 + 7 * 7 * 3 * 8  # rows, places and verdicts
     ops: list[tuple[Callable[..., Any], list[tuple[Tensor, Any]], int]] = [
-        (lambda x, i: x.index_select(0, i), [(table, sharded), (rows, plain)], 2 * 6 * row),
-        (lambda x, i: x.index_select(0, i), [(table, sharded), (rows, sharded)], 2 * row + 2 * 8 + verdicts),
-        (lambda x, i: x.gather(0, i[None].expand(2, 2).contiguous()), [(table, sharded), (rows, plain)], 4 * 6 * 8),
-        (lambda x, i: x.take(i), [(table, sharded), (rows, plain)], 2 * 6 * 8),
-        (lambda x, i, v: x.index_add(0, i, v), [(table, sharded), (rows, plain), (values, plain)], 0),
-        (lambda x, i, v: x.index_copy_(0, i, v), [(table, sharded), (rows, plain), (values, plain)], 0),
-        (
-            lambda x, i, v: x.index_add_(0, i, v),
-            [(table, sharded), (rows, sharded), (values, sharded)],
-            2 * row + 2 * 8 + verdicts,
-        ),
-        (
-            lambda x, i, v: x.index_put_((i,), v),
-            [(table, sharded), (rows, sharded), (values, sharded)],
-            2 * row + 2 * 8 + verdicts,
-        ),
-        (lambda x, i: x.scatter_(0, i[None], 1.0), [(table, sharded), (rows, plain)], 0),
+        (lambda x, i: x.index_select(0, i), [table, plain], 2 * 6 * row),
+        (lambda x, i: x.index_select(0, i), [table, cut], routed),
+        (lambda x, i: x.gather(0, i[None].expand(2, 2).contiguous()), [table, plain], 4 * 6 * 8),
+        (lambda x, i: x.take(i), [table, plain], 2 * 6 * 8),
+        (lambda x, i, v: x.index_add(0, i, v), [table, plain, values], 0),
+        (lambda x, i, v: x.index_copy_(0, i, v), [table, plain, values], 0),
+        (lambda x, i, v: x.index_add_(0, i, v), [table, cut, cut_values], routed),
+        (lambda x, i, v: x.index_put_((i,), v), [table, cut, cut_values], routed),
+        (lambda x, i: x.scatter_(0, i[None], 1.0), [table, plain], 0),
     ]
     for op, operands, most in ops:
-        assert sum(world(7).run(body, op, *operands)) <= most, operands
+        assert sum(num_bytes for *_, num_bytes in sent(Mesh((7,)), op, *operands)) <= most, operands
 
 
 @world(2)

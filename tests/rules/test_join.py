@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardwise import DTensor, Mesh, OnRanks, Partial, Placement, Replicate, Shard, count_comms, distribute_tensor
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from tests.rules.operands import Draw, calls
+from tests.rules.operands import Draw, calls, sent
 from tools.op_judge import Sample
 
 S0 = Shard(0)
@@ -46,25 +46,12 @@ SAMPLES = [
 
 
 def rows_sent(size: int, op: Callable[..., Any], *operands: tuple[Tensor, Any]) -> tuple[int, int]:
-    """Numbers that all ranks together send, and the calls of the busiest one; nothing may be gathered implicitly."""
-
-    def body() -> tuple[int, int]:
-        xs = [distribute_tensor(x, Mesh((size,)), [placement]) for x, placement in operands]
-        with count_comms() as comms:
-            op(*xs)
-        assert not comms.implicit
-        return comms.total_bytes, comms.total_calls
-
-    found = world(size).run(body)
-    return sum(sent for sent, _ in found) // operands[0][0].element_size(), max(calls for _, calls in found)
+    """Numbers that all ranks together send, and the calls of the busiest one."""
+    found = sent(Mesh((size,)), op, *operands)
+    return sum(num_bytes for *_, num_bytes in found) // operands[0][0].element_size(), max(n for _, n, _ in found)
 
 
-X, Y = torch.arange(8.0), torch.arange(8.0)
-
-
-def test_pieces_of_joined_tensors_travel_once() -> None:
-    """Ranks hold 2 of 8 each, and 4 of the 16: the second misses none, the first and the last 2, the third 4 …"""
-    assert rows_sent(4, lambda x, y: torch.cat([x, y]), (X, S0), (Y, S0)) == (2 + 4 + 4 + 2, 1)
+X = torch.arange(8.0)
 
 
 def test_a_short_tensor_joined_to_a_long_one_moves_little() -> None:
@@ -73,20 +60,17 @@ def test_a_short_tensor_joined_to_a_long_one_moves_little() -> None:
     assert (sent <= 9, calls) == (True, 1)
 
 
-@pytest.mark.parametrize("dim", [1, -1])
-def test_joining_along_other_dims_moves_nothing(dim: int) -> None:
-    x, y = torch.zeros(5, 3), torch.zeros(5, 2)
-    assert rows_sent(3, lambda x, y: torch.cat([x, y], dim), (x, S0), (y, S0)) == (0, 0)
-    assert rows_sent(3, lambda x: torch.stack([x, x], dim), (x, S0)) == (0, 0)
-
-
 @world(2)
-def test_joined_summands_are_summands() -> None:
+def test_joined_summands_are_summands_and_a_result_is_never_the_operand_itself() -> None:
     x = DTensor.from_local(torch.ones(3), Mesh((2,)), [Partial()])
     with count_comms() as comms:
         out = as_dtensor(torch.cat([x, x]))
     assert (out.placements, comms.total_calls) == ((Partial(),), 0)
     assert out.full_tensor().tolist() == [2.0] * 6
+    x = distribute_tensor(torch.zeros(4), Mesh((2,)), [S0])
+    for copy in (torch.cat([x]), x.roll(0, 0), x.repeat(1), F.pad(x, (0, 0)), x.flip(())):
+        copy.add_(1)
+    assert not x.full_tensor().any()
 
 
 @world(3)
@@ -100,6 +84,9 @@ def test_a_plain_tensor_is_joined_in_tuples_and_lists() -> None:
 @pytest.mark.parametrize(
     ("op", "sent"),
     [
+        (lambda x: torch.cat([x, x]), 2 + 4 + 4 + 2),  # of the 16, each rank holds 4
+        (lambda x: torch.cat([x[:, None], x[:, None]], 1), 0),
+        (lambda x: torch.stack([x, x], -1), 0),
         (lambda x: x.roll(1, 0), 4),
         (lambda x: x.roll(2, 0), 8),
         (lambda x: x.flip(0), 8),
@@ -125,14 +112,6 @@ def test_uneven_cuts_are_kept() -> None:
     assert as_dtensor(F.pad(x, (1, 2))).layout_.shard_sizes(0) == (5, 0, 5)
     assert as_dtensor(x.unfold(0, 3, 2)).layout_.shard_sizes(0) == (2, 0, 1)
     assert as_dtensor(x.repeat_interleave(2)).layout_.shard_sizes(0) == (8, 0, 6)
-
-
-@world(2)
-def test_a_result_is_never_the_operand_itself() -> None:
-    x = distribute_tensor(torch.zeros(4), Mesh((2,)), [S0])
-    for copy in (torch.cat([x]), x.roll(0, 0), x.repeat(1), F.pad(x, (0, 0)), x.flip(())):
-        copy.add_(1)
-    assert not x.full_tensor().any()
 
 
 @world(2)

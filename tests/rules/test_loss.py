@@ -1,7 +1,6 @@
 """Losses over sharded examples and classes: uneven, empty, ignored, weighted, smoothed."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,8 @@ from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOpti
 from shardwise import Mesh, Placement, Replicate, Shard, count_comms, distribute_tensor
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from tests.rules.operands import Draw, calls
+from tests.rules.operands import Draw, calls, sent
+from tests.tensor.test_conversion import same_error
 from tools.op_judge import Sample
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -111,15 +111,6 @@ def test_batch_and_classes_may_both_be_sharded(sample: Sample, placements: tuple
         torch.testing.assert_close(got, want, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    "module", [nn.MSELoss, nn.L1Loss, nn.HuberLoss, nn.SmoothL1Loss, nn.BCEWithLogitsLoss], ids=str
-)
-@world(3)
-def test_loss_modules_work(module: Callable[..., Any]) -> None:
-    got = module()(*(distribute_tensor(x, Mesh((3,)), [S0]) for x in (A, SHARES)))
-    torch.testing.assert_close(got.full_tensor(), module()(A, SHARES))
-
-
 @pytest.mark.parametrize("loss", [F.mse_loss, F.cross_entropy], ids=lambda f: f.__name__)
 @world(3)
 def test_the_old_names_of_reduction_mean_what_they_mean_to_torch(loss: Callable[..., Tensor]) -> None:
@@ -147,13 +138,9 @@ def test_losses_of_short_dtypes_do_not_overflow() -> None:
 def test_a_target_that_is_no_class_is_the_same_error_on_every_rank(
     loss: Callable[..., Tensor], of_scores: Placement, of_targets: Placement
 ) -> None:
-    def body() -> str:
-        scores = distribute_tensor(SCORES, Mesh((3,)), [of_scores])
-        with pytest.raises(IndexError) as caught:
-            loss(scores, distribute_tensor(torch.tensor([0, 1, 2, 3, 7]), Mesh((3,)), [of_targets]))
-        return str(caught.value)
-
-    assert set(world(3).run(body)) == {"Target 7 is out of bounds: there are 4 classes."}
+    operands = (SCORES, of_scores), (torch.tensor([0, 1, 2, 3, 7]), of_targets)
+    text = same_error(3, IndexError, lambda: loss(*(distribute_tensor(x, Mesh((3,)), [p]) for x, p in operands)))
+    assert text == "Target 7 is out of bounds: there are 4 classes."
 
 
 @pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss], ids=lambda f: f.__name__)
@@ -169,15 +156,9 @@ def test_a_rank_whose_classes_are_all_masked_has_a_gradient_of_zero(loss: Callab
     torch.testing.assert_close(as_dtensor(grads[1]).full_tensor(), grads[0])
 
 
-@world(4)
 def test_sharded_classes_exchange_four_numbers_per_example() -> None:
-    scores = distribute_tensor(torch.zeros(6, 400, dtype=torch.float64), Mesh((4,)), [S1])
-    target = distribute_tensor(torch.arange(6), Mesh((4,)), [R])
-    with count_comms() as comms:
-        loss = as_dtensor(F.cross_entropy(scores, target))
-    assert loss.placements == (R,)
-    assert comms.total_calls == 1
-    assert comms.total_bytes == 3 * 4 * 6 * 8
+    operands = (torch.zeros(6, 400, dtype=torch.float64), S1), (torch.arange(6), R)
+    assert sent(Mesh((4,)), F.cross_entropy, *operands) == [((R,), 1, 3 * 4 * 6 * 8)] * 4
 
 
 UNDER_AUTOCAST: dict[str, Callable[[Tensor], Tensor]] = {

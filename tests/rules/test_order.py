@@ -5,18 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise import DTensor, Mesh, Shard, count_comms, distribute_tensor, rank
-from shardwise._layout import Layout, Placement, Replicate
+from shardwise._layout import Placement, Replicate
 from shardwise._rules.reductions import order
-from shardwise._tensor.dispatch.local_context import RankContext
-from shardwise._trace.comm_trace import INTERNAL
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from tests.rules.operands import Draw, calls
+from tests.rules.operands import Draw, calls, sent
 from tools.op_judge import Sample
 
 INF, NAN = float("inf"), float("nan")
@@ -75,8 +71,6 @@ def test_results_have_the_names_of_torch() -> None:
     assert type(x.flatten().kthvalue(2)) is torch.return_types.kthvalue
     assert type(x.flatten().median(0)) is torch.return_types.median
 
-
-# ---- lines too long to meet on one rank --------------------------------------------------------------------------
 
 LONG = 3 * order.SMALL // 2
 EVERY_INT64 = torch.iinfo(torch.int64)
@@ -169,46 +163,7 @@ def test_quantiles_of_a_long_line_are_interpolated_as_torch_does(name: str, betw
 
 
 @world(4)
-def test_nan_decides_a_median_unless_it_is_to_be_ignored() -> None:
-    x = laid_out(LINES["floats"], CUTS[1])
-    assert torch.isnan(as_dtensor(x.median()).full_tensor())
-    assert x.nanmedian().item() == LINES["floats"].nanmedian().item()
-    assert torch.isnan(as_dtensor((x * NAN).nanmedian()).full_tensor())
-
-
-KEYS = st.lists(
-    st.lists(st.sampled_from([EVERY_INT64.min, -5, 0, 3, 3, 4, 1 << 40, EVERY_INT64.max])), min_size=1, max_size=4
-)
-
-
-@settings(max_examples=25, deadline=None)
-@given(KEYS, st.data(), st.sampled_from([1, order.SMALL]))
-def test_counting_finds_the_keys_with_any_numbers(shards: list[list[int]], data: st.DataObject, times: int) -> None:
-    """For each rank how many of its keys are below the one with that number, and how many equal it."""
-    everything = sorted(key for shard in shards for key in shard)
-    numbers = st.integers(0, max(len(everything) - 1, 0))
-    wanted = data.draw(st.lists(numbers, min_size=1, max_size=3)) if everything else [0]
-    sizes = [len(shard) * times for shard in shards]
-
-    def body() -> tuple[list[list[int]], list[list[int]]]:
-        layouts = (Layout(Mesh((len(shards),)), [R], ()),)
-        here = RankContext(torch.sort, layouts, layouts, (0,), (), INTERNAL)
-        own = torch.tensor(sorted(shards[here.rank] * times), dtype=torch.int64)
-        below, equal = order.count_below(here, own, [n * times for n in wanted], sizes, range(len(shards)))
-        return below.tolist(), equal.tolist()
-
-    for below, equal in world(len(shards)).run(body):
-        for i, number in enumerate(wanted if everything else []):
-            key = everything[number]
-            assert [row[i] for row in below] == [sum(x < key for x in shard) * times for shard in shards]
-            assert [row[i] for row in equal] == [shard.count(key) * times for shard in shards]
-
-
-# ---- what is sent --------------------------------------------------------------------------------------------------
-
-
-@world(4)
-def test_a_long_line_travels_once_and_a_little_counting() -> None:
+def test_a_long_line_travels_once_with_a_little_counting_and_for_an_order_statistic_not_at_all() -> None:
     x = distribute_tensor(LINES["normal"], Mesh((4,)), [S0])
     with count_comms() as comms:
         torch.sort(x)
@@ -217,10 +172,6 @@ def test_a_long_line_travels_once_and_a_little_counting() -> None:
     assert comms.implicit == []
     assert comms.total_calls <= 6
     assert comms.total_bytes < redistributed + 4 * counting + 100
-
-
-@world(4)
-def test_an_order_statistic_moves_no_elements() -> None:
     x = distribute_tensor(LINES["normal"], Mesh((4,)), [S0])
     with count_comms() as comms:
         torch.kthvalue(x, 100)
@@ -228,14 +179,9 @@ def test_an_order_statistic_moves_no_elements() -> None:
     assert comms.total_bytes < 5 * 3 * (8 << order.DIGIT)
 
 
-@world(4)
 def test_the_best_k_are_chosen_from_the_best_k_of_each_rank() -> None:
-    x = distribute_tensor(normal(1000, 8), Mesh((4,)), [Shard(0, [990, 3, 0, 7])])
-    with count_comms() as comms:
-        torch.topk(x, 5, 0)
-    assert comms.implicit == []
-    assert comms.total_calls == 1
-    assert comms.total_bytes <= 3 * 5 * 8 * 16
+    found = sent(Mesh((4,)), lambda x: torch.topk(x, 5, 0), (normal(1000, 8), Shard(0, [990, 3, 0, 7])))
+    assert all(number == 1 and num_bytes <= 3 * 5 * 8 * 16 for _, number, num_bytes in found)
 
 
 @pytest.mark.parametrize(
@@ -262,17 +208,16 @@ def test_pieces_of_a_sorted_sequence_add_up_where_they_are() -> None:
 
 
 @world(4)
-def test_a_line_that_no_rank_of_an_axis_holds_has_no_elements_there() -> None:
-    """Its ranks gave a zero that the layout does not know of, without a gradient."""
+def test_lines_without_elements_on_an_axis_empty_ones_and_those_with_nan() -> None:
     x = distribute_tensor(torch.ones(1, 3), Mesh((2, 2)), [Shard(0), Shard(1)]).requires_grad_()
     for value in (x.kthvalue(1, 1).values, x.median(1).values):
         value = as_dtensor(value)
         assert value.to_local().shape == value.layout_.local_shape(rank())
         assert value.requires_grad
         assert value.mean().item() == 1
-
-
-@world(4)
-def test_the_first_of_no_lines() -> None:
     x = distribute_tensor(torch.ones(0, 3), Mesh((4,)), [Shard(1)])
     assert tuple(x.topk(2).values.shape) == (0, 2)
+    x = laid_out(LINES["floats"], CUTS[1])
+    assert torch.isnan(as_dtensor(x.median()).full_tensor())
+    assert x.nanmedian().item() == LINES["floats"].nanmedian().item()
+    assert torch.isnan(as_dtensor((x * NAN).nanmedian()).full_tensor())

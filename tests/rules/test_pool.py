@@ -1,16 +1,18 @@
 """Pooling of sharded operands sends only halos."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise import Mesh, Replicate, Shard, count_comms, distribute_tensor
+from shardwise import Mesh, Partial, Shard, distribute_tensor
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from tests.rules.operands import Draw, calls
+from tests.rules.operands import Draw, calls, sent
 from tools.rule_checks import assert_equals_one_process
 
-R, S0, S1, S2, S3 = Replicate(), Shard(0), Shard(1), Shard(2), Shard(3)
+S2, S3 = Shard(2), Shard(3)
 draw = Draw(3)
 X1, X2, X3 = draw.normal(2, 3, 11), draw.normal(2, 2, 9, 6), draw.normal(1, 2, 5, 4, 6)
 # Windows with several largest elements.
@@ -40,34 +42,20 @@ SAMPLES = [
 X = torch.arange(2 * 3 * 16 * 5.0).view(2, 3, 16, 5).sin()
 
 
-@world(4)
-def test_windows_that_do_not_overlap_send_nothing() -> None:
-    x = distribute_tensor(X, Mesh((4,)), [Shard(2, (2, 6, 4, 4))])
-    with count_comms() as comms:
-        for pool in (F.max_pool2d, F.avg_pool2d):
-            assert as_dtensor(pool(x, 2)).placements == (Shard(2, (1, 3, 2, 2)),)
-        out, where = F.max_pool2d(x, 2, return_indices=True)
-        assert as_dtensor(where).placements == as_dtensor(out).placements
-        assert as_dtensor(F.adaptive_max_pool2d(x, (8, 2))).placements == (Shard(2, (1, 3, 2, 2)),)
-    assert comms.total_calls == 0
+@pytest.mark.parametrize(
+    "pool",
+    [
+        lambda x: F.max_pool2d(x, 2), lambda x: F.avg_pool2d(x, 2), lambda x: F.adaptive_max_pool2d(x, (8, 2)),
+        lambda x: F.max_pool2d(x, 2, return_indices=True)[1],
+    ],
+)  # fmt: skip
+def test_windows_that_do_not_overlap_send_nothing(pool: Any) -> None:
+    assert sent(Mesh((4,)), pool, (X, Shard(2, (2, 6, 4, 4)))) == [((Shard(2, (1, 3, 2, 2)),), 0, 0)] * 4
 
 
-@world(2)
-def test_overlapping_windows_send_their_edges_in_one_exchange() -> None:
-    x = distribute_tensor(X, Mesh((2,)), [S2])
-    with count_comms() as comms:
-        out = as_dtensor(F.avg_pool2d(x, 3, 1, 1))
-    assert (out.placements, comms.implicit) == ((S2,), [])
-    assert (comms.total_calls, comms.total_bytes) == (1, 2 * 3 * 5 * 4)
-
-
-@world(2)
-def test_the_mean_of_an_image_exchanges_no_elements() -> None:
-    x = distribute_tensor(X, Mesh((2,)), [S2])
-    with count_comms() as comms:
-        out = as_dtensor(F.adaptive_avg_pool2d(x, 1))
-        assert comms.total_calls == 0
-        torch.testing.assert_close(out.full_tensor(), F.adaptive_avg_pool2d(X, 1))
+def test_overlapping_windows_send_their_edges_in_one_exchange_and_means_of_images_nothing() -> None:
+    assert sent(Mesh((2,)), lambda x: F.avg_pool2d(x, 3, 1, 1), (X, S2)) == [((S2,), 1, 2 * 3 * 5 * 4)] * 2
+    assert sent(Mesh((2,)), lambda x: F.adaptive_avg_pool2d(x, 1), (X, S2)) == [((Partial(),), 0, 0)] * 2
 
 
 @pytest.mark.slow

@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise import DTensor, Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor, rank
+from shardwise import DTensor, Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor
 from shardwise._layout import Boxes, OnRanks, Placement
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from tests.rules.operands import Draw, calls
+from tests.rules.operands import Draw, calls, sent
+from tests.tensor.test_conversion import same_error
 from tools.op_judge import Sample
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -105,10 +106,15 @@ def test_a_product_with_a_zero_is_zero_although_the_factors_of_a_rank_overflow(s
 
 
 @world(3)
-def test_summands_are_not_rounded_to_integers_one_by_one() -> None:
+def test_summands_are_not_rounded_to_integers_and_complex_numbers_have_spreads_and_norms() -> None:
     halves = DTensor.from_local(torch.full((2,), 0.5), Mesh((3,)), [Partial()])
     assert halves.sum(dtype=torch.int64).item() == 2  # 1.5 and 1.5, each rounded down
     assert as_dtensor(halves.cumsum(0, dtype=torch.int64)).full_tensor().tolist() == [1, 2]
+    full_value = torch.randn(7, 2, dtype=torch.complex128)
+    x = distribute_tensor(full_value, Mesh((3,)), [Shard(0, [3, 0, 4])])
+    ops: list[Callable[[Any], Any]] = [Tensor.var, Tensor.std, Tensor.norm, lambda x: x.logsumexp(0), Tensor.mean]
+    for op in ops:
+        assert torch.allclose(op(x).full_tensor(), op(full_value))
 
 
 @world(4)
@@ -121,26 +127,6 @@ def test_a_small_spread_far_from_zero_keeps_its_digits() -> None:
         spread.backward()
         expected = (full_value.double() - full_value.double().mean()) * 2 / 999
         assert torch.allclose(as_dtensor(shards.grad).full_tensor().double(), expected)
-
-
-@world(3)
-def test_complex_numbers_have_spreads_norms_and_sums_of_exponentials() -> None:
-    full_value = torch.randn(7, 2, dtype=torch.complex128)
-    x = distribute_tensor(full_value, Mesh((3,)), [Shard(0, [3, 0, 4])])
-    ops: list[Callable[[Any], Any]] = [Tensor.var, Tensor.std, Tensor.norm, lambda x: x.logsumexp(0), Tensor.mean]
-    for op in ops:
-        assert torch.allclose(op(x).full_tensor(), op(full_value))
-
-
-@world(3)
-def test_a_mean_of_unequal_shards_is_not_an_average_of_averages() -> None:
-    part = torch.tensor([[1.0], [2.0], [9.0]])[: (3, 1, 0)[rank()]]
-    x = DTensor.from_local(part, Mesh((3,)), [S0])
-    assert as_dtensor(x.mean()).placements == (Partial(),)
-    assert x.mean().item() == pytest.approx((1 + 2 + 9 + 1) / 4)
-
-
-# ---- gradients -------------------------------------------------------------------------------------------------
 
 
 def gradient(op: Callable[[Any], Any], x: Tensor) -> Tensor:
@@ -168,13 +154,10 @@ def test_the_gradient_of_the_norm_of_zeros_is_that_of_torch(order: float) -> Non
 
 
 @world(4)
-def test_a_shard_of_negative_infinities_has_a_gradient_of_zero() -> None:
+def test_a_shard_of_negative_infinities_has_a_gradient_of_zero_and_an_extreme_a_second_gradient() -> None:
     x = torch.tensor([-INF, -INF, 1.0, -INF, 1.0], dtype=torch.float64)
     assert gradient(lambda x: x.logsumexp(0), x).tolist() == [0, 0, 0.5, 0, 0.5]
 
-
-@world(4)
-def test_an_extreme_has_a_second_gradient() -> None:
     def second(x: Any) -> Any:
         (first,) = torch.autograd.grad((x.amax() ** 2).sum(), [x], create_graph=True)
         return torch.autograd.grad((first * first).sum(), [x])[0]
@@ -184,17 +167,10 @@ def test_an_extreme_has_a_second_gradient() -> None:
     assert torch.equal(as_dtensor(second(x)).full_tensor(), second(full_value.requires_grad_()))
 
 
-# ---- what is sent ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["sum", "mean", "nansum", "count_nonzero", "trace", "all"])
-@world(4)
 def test_what_adds_up_is_left_to_be_added_up(name: str) -> None:
-    x = distribute_tensor(torch.ones(8, 8, dtype=torch.float64), Mesh((2, 2)), [S0, S1])
-    with count_comms() as comms:
-        out = as_dtensor(getattr(x, name)())
-    assert all(p.is_partial() for p in out.placements)
-    assert comms.total_calls == 0
+    for placements, exchanges, _ in sent(Mesh((2, 2)), lambda x: getattr(x, name)(), (torch.ones(8, 8), [S0, S1])):
+        assert (all(p.is_partial() for p in placements), exchanges) == (True, 0)
 
 
 @pytest.mark.parametrize(
@@ -205,14 +181,9 @@ def test_what_adds_up_is_left_to_be_added_up(name: str) -> None:
         (lambda x: x.amax(0), 16), (lambda x: torch.max(x, 0), 16), (lambda x: x.norm(dim=0), 8),
     ],
 )  # fmt: skip
-@world(4)
 def test_the_others_take_one_exchange_of_a_few_numbers(op: Callable[[Any], Any], numbers: int) -> None:
-    x = distribute_tensor(torch.ones(8, 8, dtype=torch.float64), Mesh((4,)), [S0])
-    with count_comms() as comms:
-        op(x)
-    assert comms.implicit == []
-    assert comms.total_calls == 1
-    assert comms.total_bytes == 3 * 8 * numbers
+    found = sent(Mesh((4,)), op, (torch.ones(8, 8).double(), S0))
+    assert [rest for _, *rest in found] == [[1, 3 * 8 * numbers]] * 4
 
 
 @pytest.mark.parametrize(
@@ -227,9 +198,6 @@ def test_elements_are_reduced_where_they_are(op: Callable[[Any], Any], placement
         out = op(x)
     assert comms.implicit == []
     assert torch.allclose(as_dtensor(out).full_tensor(), op(full_value))
-
-
-# ---- errors ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -248,9 +216,5 @@ def test_elements_are_reduced_where_they_are(op: Callable[[Any], Any], placement
     ],
 )
 def test_an_error_is_the_same_on_every_rank_whatever_it_holds(op: Callable[[Any], Any], x: Tensor, says: str) -> None:
-    def body() -> str:
-        with pytest.raises((RuntimeError, IndexError), match=says) as caught:
-            op(distribute_tensor(x, Mesh((3,)), [S0]))
-        return str(caught.value)
-
-    assert len(set(world(3).run(body))) == 1
+    kind = IndexError if "non-zero" in says else RuntimeError
+    assert says in same_error(3, kind, lambda: op(distribute_tensor(x, Mesh((3,)), [S0])))

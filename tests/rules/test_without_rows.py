@@ -1,6 +1,7 @@
 """Ops without rows of their own: their operands are gathered, or torch decomposes them, and every layout is right."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from shardwise import Mesh, Replicate, Shard, count_comms, distribute_tensor
 from shardwise._rules.registry import rule_of
 from shardwise.testing import world
+from tests.tensor.test_conversion import same_error
 from tools.op_judge import Sample
 from tools.rule_checks import assert_equals_one_process
 
@@ -65,11 +67,6 @@ def test_what_runs_replicated_is_reported() -> None:
 def test_an_error_of_some_values_is_torchs_on_every_rank(op: Callable[[Any], Any], x: Tensor) -> None:
     with pytest.raises(RuntimeError) as expected:
         op(x)
-
-    def body() -> None:
-        for placement in (Replicate(), Shard(0)):
-            with pytest.raises(RuntimeError) as caught:
-                op(distribute_tensor(x, Mesh((3,)), [placement]))
-            assert str(caught.value) == str(expected.value)
-
-    world(3).run(body)
+    for placement in (Replicate(), Shard(0)):
+        body = partial(lambda p: op(distribute_tensor(x, Mesh((3,)), [p])), placement)
+        assert same_error(3, RuntimeError, body) == str(expected.value)

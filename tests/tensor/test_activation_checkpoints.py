@@ -59,6 +59,11 @@ BLOCKS: dict[str, Block] = {
     "cummin the sharded dim": _indices(lambda x: x.cummin(0)),
     "max_pool": lambda x: F.max_pool1d(x[None], 3),
     "router": _router,
+    "a constant": lambda x: x.detach() * x,
+    "a sum of constants": lambda x: x * x.detach().sum(0),
+    "a transposed constant": lambda x: x.detach().mT @ x,
+    "into a constant": lambda x: x.detach().clone().mul_(x),
+    "a masked constant": lambda x: torch.where(x.detach() > 0.5, x, x.detach()),
 }  # fmt: skip
 
 
@@ -134,29 +139,31 @@ def test_gradients_through_checkpoints_and_hooks_equal_one_process(block: str, r
         assert_close(gradient, plain.grad)
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # inside a reentrant one
+@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_nested_checkpoints_draw_the_same_random_numbers_again(layout: str, depth: int) -> None:
-    """y = x² · masks, so that the gradient is 2 y / x with the masks of forward."""
-    mesh, placements = LAYOUTS[layout]
+def test_nested_checkpoints_draw_the_same_random_numbers_again(layout: str, depth: int, reentrant: bool) -> None:
+    """y = x² · masks, so that the gradient is 2 y / x with the masks of forward; they are those of one rank."""
 
     def dropped(x: Tensor, depth: int) -> Tensor:
         if depth == 0:
             return F.dropout(x, 0.1) * F.dropout(x, 0.05)
-        inner = checkpoint(lambda y: dropped(y, depth - 1), F.dropout(x, 0.1), use_reentrant=False)
+        inner = checkpoint(lambda y: dropped(y, depth - 1), F.dropout(x, 0.1), use_reentrant=reentrant)
         return F.dropout(inner, 0.1)
 
-    def body() -> tuple[Tensor, Tensor]:
+    def body(mesh: Mesh, placements: list[Placement]) -> tuple[Tensor, Tensor, Tensor]:
         torch.manual_seed(5)
         x: Any = distribute_tensor(VALUES + 2, mesh, placements).requires_grad_()
         y: Any = dropped(x, depth)
         y.sum().backward()
-        return (2 * y / x).full_tensor().detach(), x.grad.full_tensor()
+        return (2 * y / x).full_tensor().detach(), x.grad.full_tensor(), torch.get_rng_state().double()
 
-    for expected, gradient in world(mesh.size()).run(body):
-        assert bool(expected.any())
-        assert not bool(expected.all())
+    (alone,) = world(1).run(body, Mesh((1,)), [Replicate()])
+    for expected, gradient, state in world(LAYOUTS[layout][0].size()).run(body, *LAYOUTS[layout]):
+        assert 0 < expected.count_nonzero() < expected.numel()
         assert_close(gradient, expected)
+        assert_close((expected, gradient, state), alone)
 
 
 class _Experts(Function):

@@ -31,9 +31,6 @@ Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 Decision = tuple[object, ...]
 
 
-# ---- every family of rules ---------------------------------------------------------------------------------------
-
-
 def families() -> dict[object, list[Sample]]:
     """Samples of each function that makes rows, of different kinds of arguments."""
     found: dict[object, dict[object, Sample]] = {}
@@ -112,9 +109,6 @@ def test_no_family_of_rules_runs_a_call_otherwise_after_calls_of_other_sizes_or_
                 by_size |= {family} if is_recipe(first) and is_recipe(others[0]) and first[4] != others[0][4] else set()
     assert len(compared) > 70, len(compared)
     assert len(by_size) > 10, len(by_size)
-
-
-# ---- one call after others -----------------------------------------------------------------------------------------
 
 
 def sent_by(*sizes: tuple[int, int, int]) -> list[tuple[object, int]]:

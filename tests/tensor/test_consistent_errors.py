@@ -111,42 +111,6 @@ def test_no_places_are_written_from_a_tensor_of_no_dims() -> None:
     assert all(torch.equal(out.full_tensor(), VALUES) for out in outs)
 
 
-KEEPING: dict[str, Callable[[Any], Any]] = {
-    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
-    "instance_norm": F.instance_norm,
-    "layer_norm": lambda x: F.layer_norm(x, (2, 3)),
-    "group_norm": lambda x: F.group_norm(x, 2),
-    "rms_norm": lambda x: F.rms_norm(x, (2, 3)),
-    "nll_loss": lambda x: F.nll_loss(x, torch.zeros(4, 3, dtype=torch.int64)),
-}
-
-
-@pytest.mark.parametrize("name", KEEPING)
-def test_backward_finds_on_every_rank_or_on_none_that_an_operand_was_changed(name: str) -> None:
-    def went_backward(leaf: Any, changed: bool) -> str:
-        x = leaf.requires_grad_() * 1
-        out = KEEPING[name](x)
-        if changed:
-            x.mul_(2)
-        try:
-            (out * out.detach().sin()).sum().backward()
-        except RuntimeError as error:
-            return str(error).split(":")[0]
-        return "right"
-
-    values = torch.arange(24.0).sin().reshape(4, 2, 3)
-    for changed in (False, True):
-        wanted = went_backward(values.clone(), changed)
-        for placement in (Shard(0, [0, 3, 0, 1]), Shard(1), Shard(2)):
-
-            def body(placement: Placement = placement, changed: bool = changed) -> str:
-                return went_backward(distribute_tensor(values, Mesh((4,)), [placement]), changed)
-
-            assert world(4).run(body) == [wanted] * 4, placement
-
-
-# ---- sizes of plain tensors beside DTensors ---------------------------------------------------------------------
-
 torch.manual_seed(0)
 S0, S1, R = Shard(0), Shard(1), Replicate()
 LOGITS, PROBABILITIES, CLASSES = torch.randn(8, 6), torch.rand(8, 6), torch.randint(0, 6, (8,))

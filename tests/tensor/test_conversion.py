@@ -81,7 +81,7 @@ def test_grids_hold_what_nested_cuts_say() -> None:
 
 
 @world(3)
-def test_any_number_of_dims_and_any_emptiness() -> None:
+def test_any_number_of_dims_any_emptiness_and_from_any_layout_to_any_other() -> None:
     for shape in [(), (1,), (0, 3), (2, 1, 3, 2), (5, 0)]:
         full = torch.arange(torch.Size(shape).numel()).view(shape)
         for placement in [R, OnRanks(2), *(Shard(dim) for dim in range(len(shape)))]:
@@ -89,10 +89,6 @@ def test_any_number_of_dims_and_any_emptiness() -> None:
             assert (x.shape, x.numel(), x.stride()) == (full.shape, full.numel(), full.stride())
             assert torch.equal(x.full_tensor(), full), (shape, placement)
             assert x.tolist() == full.tolist()
-
-
-@world(3)
-def test_redistribute_goes_from_any_layout_to_any_other() -> None:
     mesh = Mesh((3,))
     for src, dst in product(ON_THREE, ON_THREE):
         x = distribute_tensor(FULL, mesh, [src], src_data_rank=None).redistribute(placements=[dst])
@@ -100,7 +96,7 @@ def test_redistribute_goes_from_any_layout_to_any_other() -> None:
 
 
 @world(4)
-def test_redistribute_goes_to_other_meshes_and_back() -> None:
+def test_redistribute_goes_to_other_meshes_and_back_and_keeps_the_order_of_cutting_unless_asked() -> None:
     pair, line, grid = Mesh((2,), (3, 1)), Mesh((4,)), Mesh((2, 2))
     x = distribute_tensor(FULL, line, [S0])
     y = x.redistribute(pair, [S1])
@@ -109,6 +105,12 @@ def test_redistribute_goes_to_other_meshes_and_back() -> None:
     assert z.layout_.shard_order == (1, 0)
     for redistributed in (z, y.redistribute(line, [S0]), x.redistribute(grid, [S0, R])):
         assert torch.equal(redistributed.full_tensor(), FULL)
+    x = distribute_tensor(FULL, GRID, [S0, S0], shard_order=(1, 0))
+    assert x.redistribute(placements=[S0, S0]).layout_ == x.layout_
+    y = x.redistribute(shard_order=(0, 1))
+    assert y.layout_.shard_order == (0, 1)
+    for moved in (y, distribute_tensor(x, Mesh((4,)), [S1])):
+        assert torch.equal(moved.full_tensor(), FULL)
 
 
 @world(3)
@@ -128,16 +130,6 @@ def test_a_move_may_convert_what_travels_forward_and_backward() -> None:
     assert x.grad is not None
     assert x.grad.dtype == torch.float32
     assert x.grad.full_tensor().tolist() == [[1.5] * 3] * 5
-
-
-@world(4)
-def test_the_order_of_cutting_stays_unless_asked_and_distributing_a_dtensor_redistributes_it() -> None:
-    x = distribute_tensor(FULL, GRID, [S0, S0], shard_order=(1, 0))
-    assert x.redistribute(placements=[S0, S0]).layout_ == x.layout_
-    y = x.redistribute(shard_order=(0, 1))
-    assert y.layout_.shard_order == (0, 1)
-    for moved in (y, distribute_tensor(x, Mesh((4,)), [S1])):
-        assert torch.equal(moved.full_tensor(), FULL)
 
 
 def test_ranks_that_distribute_different_things_get_one_error() -> None:
@@ -189,20 +181,6 @@ def test_what_does_not_fit_is_refused_on_every_rank_alike() -> None:
         return distribute_tensor(FULL, GRID, [S0, S0], shard_order=[(0, 1), (1, 0)][rank() % 2])
 
     assert "shard_order=(1, 0)" in same_error(4, MismatchError, other_orders)
-
-
-@world(2)
-def test_a_leaf_gives_a_leaf_that_is_not_connected_to_it() -> None:
-    leaf = FULL.clone().requires_grad_()
-    x = distribute_tensor(leaf, Mesh((2,)), [S0])
-    assert x.requires_grad
-    assert x.is_leaf
-    x.sum().backward()
-    assert leaf.grad is None
-    parameter = distribute_tensor(nn.Parameter(FULL.clone(), requires_grad=False), Mesh((2,)), [S0])
-    assert isinstance(parameter, nn.Parameter)
-    assert not parameter.requires_grad
-    assert not distribute_tensor(FULL, Mesh((2,)), [S0]).requires_grad
 
 
 # ---- from_local --------------------------------------------------------------------------------------------------
@@ -269,11 +247,21 @@ def test_ranks_that_disagree_in_from_local_get_one_error() -> None:
 
 
 @world(2)
-def test_without_a_check_a_part_of_the_wrong_shape_is_still_refused() -> None:
+def test_a_leaf_gives_a_leaf_and_a_part_of_the_wrong_shape_is_refused_without_a_check() -> None:
     mesh = Mesh((2,))
     with pytest.raises(LayoutError, match=r"Fix: give the sizes, Shard\(dim, sizes=...\), or leave run_check on"):
         DTensor.from_local(torch.ones(5), mesh, [S0], run_check=False, shape=(5,))
     assert DTensor.from_local(torch.ones(2), mesh, [S0], run_check=False).shape == (4,)
+    leaf = FULL.clone().requires_grad_()
+    x = distribute_tensor(leaf, Mesh((2,)), [S0])
+    assert x.requires_grad
+    assert x.is_leaf
+    x.sum().backward()
+    assert leaf.grad is None
+    parameter = distribute_tensor(nn.Parameter(FULL.clone(), requires_grad=False), Mesh((2,)), [S0])
+    assert isinstance(parameter, nn.Parameter)
+    assert not parameter.requires_grad
+    assert not distribute_tensor(FULL, Mesh((2,)), [S0]).requires_grad
 
 
 @world(4)
@@ -295,7 +283,7 @@ def test_ranks_outside_a_mesh_hold_nothing() -> None:
 
 
 @world(2)
-def test_gradients_reach_the_parts_as_asked() -> None:
+def test_gradients_reach_the_parts_and_come_back_from_them_as_asked() -> None:
     part = torch.ones(2).requires_grad_()
     (DTensor.from_local(part, Mesh((2,)), [S0]) * torch.arange(4.0)).sum().backward()
     assert part.grad is not None
@@ -306,10 +294,6 @@ def test_gradients_reach_the_parts_as_asked() -> None:
         assert part.grad is not None
         assert part.grad.tolist() == [own] * 2, placements
         assert collectives.all_reduce(part.grad, "sum", (0, 1)).tolist() == [total] * 2, placements
-
-
-@world(2)
-def test_to_local_reads_what_comes_back_as_asked() -> None:
     # By default, and with Replicate, the loss is the same everywhere; with Partial losses add up.
     for placements, expected in ((None, 1.0), ([R], 1.0), ([P], 2.0)):
         x = as_dtensor(distribute_tensor(torch.ones(3), Mesh((2,)), [R]).requires_grad_())

@@ -61,22 +61,20 @@ def test_one_warning_names_the_parameter_and_the_axis(placements: list[Shard | R
 
 
 @pytest.mark.filterwarnings("error")
+@world(2)
 def test_no_warning_of_units_nor_of_parameters_that_stay_sharded() -> None:
-    def run() -> None:
-        mesh = Mesh((2,), names=("quiet",))
-        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
-        x = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)])
-        fully_shard(copy.deepcopy(model), mesh=mesh)(x)
-        table = nn.Embedding(10, 4)
-        shard_module(table, {"weight": Shard(0)}, mesh=mesh)
-        table(distribute_tensor(torch.tensor([1, 9, 4]), mesh, [Shard(0)]))
-        shard_module(model, {"0.*": Shard(0), "1.weight": Shard(1)}, mesh=mesh)
-        F.relu(model(x.redistribute(mesh, [Replicate()])))
-        scores = nn.Linear(6, 800, bias=False)  # larger than the batch, which is all-gathered: scores stay sharded
-        shard_module(scores, {"weight": Shard(0)}, mesh=mesh)
-        assert scores(x).placements == (Shard(1),)
-        grid = Mesh((2, 1), names=("dp", "alone"))  # an axis of one rank
-        alone = shard_module(nn.Linear(48, 12, bias=False), {"weight": [Replicate(), Shard(0)]}, mesh=grid)
-        alone(distribute_tensor(torch.ones(36, 48), grid, [Shard(0), Shard(1)]))
-
-    world(2).run(run)
+    mesh = Mesh((2,), names=("quiet",))
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
+    x = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)])
+    fully_shard(copy.deepcopy(model), mesh=mesh)(x)
+    table = nn.Embedding(10, 4)
+    shard_module(table, {"weight": Shard(0)}, mesh=mesh)
+    table(distribute_tensor(torch.tensor([1, 9, 4]), mesh, [Shard(0)]))
+    shard_module(model, {"0.*": Shard(0), "1.weight": Shard(1)}, mesh=mesh)
+    F.relu(model(x.redistribute(mesh, [Replicate()])))
+    scores = nn.Linear(6, 800, bias=False)  # larger than the batch, which is all-gathered: scores stay sharded
+    shard_module(scores, {"weight": Shard(0)}, mesh=mesh)
+    assert scores(x).placements == (Shard(1),)
+    grid = Mesh((2, 1), names=("dp", "alone"))  # an axis of one rank
+    alone = shard_module(nn.Linear(48, 12, bias=False), {"weight": [Replicate(), Shard(0)]}, mesh=grid)
+    alone(distribute_tensor(torch.ones(36, 48), grid, [Shard(0), Shard(1)]))

@@ -104,30 +104,3 @@ def test_a_rank_outside_the_mesh_runs_no_flops() -> None:
         return flops(torch.mm, x, x.detach().t())
 
     assert world(2).run(on_ranks) == [0, flops(torch.mm, X.clone().requires_grad_(), X.t())]
-
-
-class Sizes(TorchDispatchMode):
-    """What a mode sees of the operands of each matrix product."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: list[object] = []
-
-    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.mm.default:
-            self.seen += [(tuple(x.shape), tuple(x.size()), x.numel(), x.stride(), x.ndim) for x in args]
-        return func(*args, **(kwargs or {}))
-
-
-@world(2)
-def test_a_mode_sees_the_sizes_of_local_shards_in_forward_and_backward() -> None:
-    x = distribute_tensor(X, Mesh((2,)), [Shard(0, (1, 5))]).requires_grad_()
-    w = distribute_tensor(torch.ones(8, 4), Mesh((2,)), [R]).requires_grad_()
-    local, weight = (y.to_local().detach().clone().requires_grad_() for y in (x, w))
-    seen = []
-    for a, b in ((x, w), (local, weight)):
-        with Sizes() as sizes:
-            (a @ b).sum().backward()
-        seen.append(sizes.seen)
-    assert seen[0] == seen[1]
-    assert (x.shape, x.size(), x.numel()) == ((6, 8), (6, 8), 48)

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise import Mesh, Shard, count_comms, distribute_tensor, gradient_buckets, rank, shard_module, world_size
 from shardwise._tensor.autograd import buckets as reduction
-from shardwise._tensor.autograd.buckets import BucketOptions, BucketPlan, Gradient, SendTime, split_into_buckets
 from shardwise.errors import MismatchError, RuleError, ShardwiseError
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
@@ -27,7 +26,6 @@ R, S0, S1 = sw.Replicate(), Shard(0), Shard(1)
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(7, 6, generator=GENERATOR)
 Y = torch.randn(7, 3, generator=GENERATOR)
-SQUARE = Mesh((2, 2), (), ("dp", "tp"))
 
 
 def mlp() -> nn.Sequential:
@@ -94,19 +92,6 @@ def test_training_equals_one_process_with_buckets_of_any_size(
     world(ranks).run(trains_like_one_process, max_bytes, overlap, parts)
 
 
-@world(4)
-def test_axes_are_reduced_where_gradients_are_summands_and_once_a_set_of_axes() -> None:
-    """Rows and columns over tp, the batch over dp: cut weights are reduced over dp, the last bias over both."""
-    plan: dict[str, Any] = {"0.weight": [R, S0], "0.bias": [R, S0], "2.weight": [R, S1], "2.bias": [R, R]}
-    module, plain = shard_module(mlp(), plan, mesh=SQUARE), mlp()
-    F.mse_loss(module(sharded(X, SQUARE)), sharded(Y, SQUARE)).backward()
-    with count_comms() as read:
-        assert module[2].bias.grad is not None
-    assert read.total_calls == 2
-    F.mse_loss(plain(X), Y).backward()
-    equal(grads(module), grads(plain))
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 @world(8)
 def test_on_data_sequence_and_tensor_axes_each_set_of_axes_is_one_collective(overlap: bool) -> None:
@@ -134,9 +119,9 @@ def test_on_data_sequence_and_tensor_axes_each_set_of_axes_is_one_collective(ove
 
 @world(3)
 def test_a_step_in_a_hook_of_each_parameter_sees_its_whole_gradient() -> None:
-    for overlap in (False, True):
+    for overlap, placement in product((False, True), (R, S0)):
         with buckets(overlap=overlap):
-            module, plain = on_line(mlp()), mlp()
+            module, plain = on_line(mlp(), **{"**": placement}), mlp()
             for p in (*module.parameters(), *plain.parameters()):
                 optimizer = torch.optim.SGD([p], lr=0.1)
                 p.register_post_accumulate_grad_hook(lambda _, o=optimizer: o.step() or o.zero_grad())
@@ -214,15 +199,11 @@ def test_a_bucket_is_one_collective_and_holds_what_fits() -> None:
 
 
 @world(3)
-def test_buckets_travel_in_backward_once_gradients_were_read_after_one_backward() -> None:
+def test_buckets_travel_in_backward_after_one_was_read_until_gradients_accumulate_or_are_cleared() -> None:
     with buckets(72, overlap=True):
         module = on_line(mlp())
         assert [step_of(module) for _ in range(3)] == [(0, 3), (3, 0), (3, 0)]
     assert [step_of(module) for _ in range(2)] == [(0, 1)] * 2  # the CPU waits until gradients are read
-
-
-@world(3)
-def test_accumulation_that_starts_later_costs_one_reduction_and_no_value() -> None:
     with buckets(overlap=True):
         module, plain = on_line(mlp()), summed_plain()
         assert step_of(module) == (0, 1)
@@ -231,10 +212,6 @@ def test_accumulation_that_starts_later_costs_one_reduction_and_no_value() -> No
             counts.append(sum(step_of(module, batches=2)))
             equal(grads(module), [2 * g for g in grads(plain)])
         assert counts == [2, 1, 1]
-
-
-@world(3)
-def test_gradients_that_were_cleared_while_they_travel_are_forgotten() -> None:
     with buckets(72, overlap=True):
         module, plain = on_line(mlp()), summed_plain()
         step_of(module)
@@ -327,8 +304,9 @@ def test_ranks_that_use_different_parameters_are_told_so_on_every_rank() -> None
         with pytest.raises(MismatchError, match="the gradients that are reduced together") as caught:
             world(3).run(uses_its_own, named, shape, False)
         assert "ranks 0, 1, 2 raised the same" in "\n".join(caught.value.__notes__)
-    with pytest.raises(ShardwiseError):  # one that leaves the others later
-        world(2).run(uses_its_own, True, (2, 3), True)
+    for shape in ((2, 3), (4,)):
+        with pytest.raises(ShardwiseError):  # one that leaves the others later, after both were reduced
+            world(2).run(uses_its_own, True, shape, True)
 
 
 @pytest.mark.processes
@@ -390,26 +368,8 @@ def test_sparse_dense_and_half_gradients_have_buckets_of_their_own() -> None:
                     assert_close(got, expected.to_dense(), rtol=2e-2, atol=2e-2)
 
 
-def test_sets_of_leaves_that_were_reduced_before_are_told_apart_again() -> None:
-    """Of equal size, the gradients of one would be added to those of the other."""
-
-    def check(choice: tuple[int, int]) -> None:
-        leaves = [as_dtensor(distribute_tensor(torch.ones(3), Mesh((2,)), [R]).requires_grad_()) for _ in range(3)]
-        for leaf in (*leaves, leaves[0]):  # all ranks alike
-            leaf.square().sum().backward()
-            assert leaf.grad is not None
-            leaf.grad = None
-        mine = leaves[choice[rank()]]
-        mine.square().sum().backward()
-        with pytest.raises(MismatchError, match=r"the gradients that are reduced together|must make the same call"):
-            _ = mine.grad
-
-    for choice in ((1, 2), (0, 1)):
-        world(2).run(check, choice)
-
-
 @world(3)
-def test_a_mesh_whose_leaves_are_used_in_some_steps_only_does_not_wait_for_others() -> None:
+def test_leaves_of_some_ranks_or_steps_wait_for_no_others_and_do_not_change_when_theirs_are_sent() -> None:
     near, far = Mesh((2,), (0, 1)), Mesh((2,), (0, 2))
     leaves = [as_dtensor(distribute_tensor(torch.ones(3), mesh, [R]).requires_grad_()) for mesh in (near, far)]
     for step in range(4):
@@ -419,11 +379,6 @@ def test_a_mesh_whose_leaves_are_used_in_some_steps_only_does_not_wait_for_other
         for x in mine:
             assert as_dtensor(x.grad).tolist() == [2] * 3
             x.grad = None
-
-
-@world(3)
-def test_gradients_on_some_of_the_ranks_do_not_change_when_those_of_all_ranks_are_sent() -> None:
-    """Ranks 0 and 1 read a gradient of their own mesh, before a collective of all ranks or while theirs are pending."""
     every, pair = Mesh((3,)), Mesh((2,), (0, 1))
     x, w = as_dtensor(sharded(X)), as_dtensor(distribute_tensor(X, every, [R]).requires_grad_())
     own = as_dtensor(distribute_tensor(X, pair, [R]).requires_grad_()) if rank() < 2 else None
@@ -442,35 +397,3 @@ def test_gradients_on_some_of_the_ranks_do_not_change_when_those_of_all_ranks_ar
                 assert_close(x.full_tensor(), X)
                 assert_close(as_dtensor(w.grad).full_tensor(), 2 * X * X * X)
                 w.grad = None
-
-
-# ---- plans -------------------------------------------------------------------------------------------------------
-
-FLOAT = Mesh((2,)), (0,), torch.float32, torch.device("cpu")
-DOUBLE = Mesh((2,)), (0,), torch.float64, torch.device("cpu")
-
-
-@pytest.mark.parametrize(
-    ("gradients", "expected"),
-    [
-        ([(4, FLOAT, 4), (3, FLOAT, 4), (2, FLOAT, 4), (1, FLOAT, 12)], ((4, 3), (2,), (1,))),
-        ([(4, FLOAT, 4), (3, DOUBLE, 4), (2, FLOAT, 4), (1, DOUBLE, 4)], ((4, 2), (3, 1))),
-        ([(3, FLOAT, 4), (2, None, 4), (1, FLOAT, 4)], ((2,), (3, 1))),  # the other one is complete later
-        ([(2, None, 1), (1, None, 1)], ((2,), (1,))),
-        ([], ()),
-    ],
-)
-def test_gradients_of_a_kind_share_a_bucket_while_there_is_room(
-    gradients: list[tuple[int, None, int]], expected: tuple[tuple[int, ...], ...]
-) -> None:
-    assert split_into_buckets([Gradient(*g) for g in gradients], max_bytes=10) == expected
-
-
-def test_buckets_are_sent_in_backward_after_one_read_per_backward_unless_other_code_changed_gradients() -> None:
-    plan = BucketPlan((), BucketOptions())
-    seen = []
-    for read_once, unchanged in [(True, True), (False, False), (True, True), (True, False), (True, True)]:
-        plan.update_send_time(read_once, unchanged)
-        seen.append(plan.send_time)
-    on_read, early, never = SendTime.ON_READ, SendTime.IN_BACKWARD, SendTime.ALWAYS_ON_READ
-    assert seen == [early, on_read, early, never, never]

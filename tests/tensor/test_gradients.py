@@ -1,8 +1,6 @@
 """Gradients follow one duality: each case equals one process, and says what was communicated."""
 
 import copy
-import gc
-import weakref
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -130,22 +128,6 @@ def test_a_plain_tensor_in_an_op_without_a_rule_receives_its_whole_gradient() ->
 
 
 @world(3)
-def test_second_derivatives_equal_one_process() -> None:
-    def cubes(x: Tensor, w: Tensor) -> Tensor:
-        return F.linear(x, w).pow(3).sum()
-
-    x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
-    first = torch.autograd.grad(cubes(x, w), [x, w], create_graph=True)
-    expected = torch.autograd.grad(first[0].square().sum() + first[1].square().sum(), [x, w])
-    for x_at, w_at in product([R, S0, S1], [R, S0, S1]):
-        dx, dw = leaf(X, x_at), leaf(W, w_at)
-        first = torch.autograd.grad(cubes(dx, dw), [dx, dw], create_graph=True)
-        second = torch.autograd.grad(first[0].square().sum() + first[1].square().sum(), [dx, dw])
-        for got, want in zip(second, expected, strict=True):
-            assert_close(as_dtensor(got).full_tensor(), want)
-
-
-@world(3)
 def test_ranks_without_rows_take_part_in_backward_and_meet_an_infinite_slope_with_a_share_of_its_seed() -> None:
     """Two ranks hold nothing of x; their graphs must have the same collectives."""
     one = X[:1]
@@ -170,24 +152,6 @@ def test_gradients_accumulate_whether_read_in_between_or_not() -> None:
             (squares(distribute_tensor(X, LINE, [S0]), w) * step).backward()
             assert not read_between or w.grad is not None
         assert_close(grad_of(w), 6 * plain_grads(squares, X, W)[1])
-
-
-@world(3)
-def test_waiting_gradients_are_reduced_together_in_one_collective_when_one_is_read() -> None:
-    weights = [leaf(W, R), leaf(W, R), leaf(V, R), leaf(W.float(), R), leaf(W, S0)]
-    x, x32 = distribute_tensor(X, LINE, [S0]), distribute_tensor(X.float(), LINE, [S0])
-    with count_comms() as backward:
-        for _ in range(2):
-            (squares(x, weights[0]) + squares(x, weights[1]) + (x * weights[2]).sum()).backward()
-            squares(x32, weights[3]).backward()
-    with count_comms() as read:
-        assert weights[2].grad is not None
-    with count_comms() as again:
-        assert [w.grad is None for w in weights] == [False] * 4 + [True]
-    assert (backward.total_calls, read.total_calls, again.total_calls) == (0, 2, 0)  # of doubles and floats
-    expected = 2 * plain_grads(squares, X, W)[1]
-    assert_close(grad_of(weights[0]), expected)
-    assert_close(grad_of(weights[3]), expected.float(), rtol=1e-4, atol=1e-4)
 
 
 @world(3)
@@ -260,35 +224,6 @@ def test_hooks_see_the_gradient_and_may_return_any_placement_or_a_plain_one() ->
 
 
 @world(3)
-def test_hooks_on_leaves_and_on_results_compute_with_whole_gradients() -> None:
-    def hooked_loss(x: Any, w: Any) -> Any:
-        hidden = F.linear(x, w)
-        for tensor in (w, x, hidden):
-            HOOKED(tensor, lambda grad: grad / grad.norm())
-        return hidden.square().sum()
-
-    leaves = [t.clone().requires_grad_() for t in (X, W)]
-    hooked_loss(*leaves).backward()
-    for plain_loss in (False, True):
-        mine = leaf(X, S0), leaf(W, R)
-        loss = hooked_loss(*mine)
-        (loss.full_tensor() if plain_loss else loss).backward()
-        for found, wanted in zip(mine, leaves, strict=True):
-            assert_close(grad_of(found), wanted.grad)
-
-
-@world(3)
-def test_a_step_may_be_taken_in_a_hook_of_the_parameter() -> None:
-    for placement in (R, S0):
-        w = nn.Parameter(leaf(W, placement))
-        optimizer = torch.optim.SGD([w], lr=0.1)
-        w.register_post_accumulate_grad_hook(lambda _, o=optimizer: o.step() or o.zero_grad())
-        squares(distribute_tensor(X, LINE, [S0]), w).backward()
-        assert w.grad is None
-        assert_close(as_dtensor(w.detach()).full_tensor(), W - 0.1 * plain_grads(squares, X, W)[1])
-
-
-@world(3)
 def test_a_hook_of_a_partial_maximum_keeps_the_layout_of_its_gradient() -> None:
     for reduce_op in ("max", "min"):
         x = leaf(torch.zeros(2, 3), R)
@@ -317,21 +252,6 @@ def test_gradients_are_retained_when_asked_and_cut_by_no_grad_and_detach() -> No
     w.grad = None
     (squares(x, w) + squares(x, w.detach())).backward()
     assert_close(grad_of(w), plain_grads(squares, X, W)[1])
-
-
-@world(2)
-def test_autocast_computes_in_its_dtype_and_graphs_are_freed() -> None:
-    w = leaf(torch.arange(6.0).view(3, 2), S0, Mesh((2,)))
-    with torch.autocast("cpu", torch.bfloat16):
-        out = F.linear(distribute_tensor(torch.ones(4, 2), Mesh((2,)), [R]), w)
-    alive = weakref.ref(out)
-    out.float().sum().backward()
-    assert out.dtype == torch.bfloat16
-    assert as_dtensor(w.grad).dtype == torch.float32
-    assert grad_of(w).unique().tolist() == [4.0]
-    del out
-    gc.collect()
-    assert alive() is None
 
 
 @world(2)

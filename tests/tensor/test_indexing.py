@@ -157,7 +157,7 @@ def test_nothing_moves_when_whole_values_are_written(placement: Any) -> None:
 
 
 @world(3)
-def test_values_go_to_the_owners_of_their_rows() -> None:
+def test_values_go_to_the_owners_of_their_rows_and_rows_that_indices_name_once_to_each_rank() -> None:
     """Row 6 is on rank 2; the values are on rank 0: 3 numbers of 8 bytes, and the rows 0 to 2 stay where they are."""
     x = distribute_tensor(torch.zeros(7, 3, dtype=torch.float64), Mesh((3,)), [S0])
     values = distribute_tensor(A[:3], Mesh((3,)), [Shard(0, [3, 0, 0])])
@@ -166,10 +166,6 @@ def test_values_go_to_the_owners_of_their_rows() -> None:
         x[:3] = values
     assert comms.total_bytes <= (3 * 8 * 3 if collectives.rank() == 0 else 0)
     assert torch.equal(x.full_tensor(), torch.cat([A[:3], torch.zeros(3, 3), A[2:3]]))
-
-
-@world(3)
-def test_rows_that_indices_name_travel_once_to_each_rank() -> None:
     x = distribute_tensor(A, Mesh((3,)), [S0])  # rows 0 to 2, 3 to 5, 6
     with count_comms() as comms:
         rows = as_dtensor(x[[6, 0, 6, 4]])
@@ -177,23 +173,6 @@ def test_rows_that_indices_name_travel_once_to_each_rank() -> None:
     assert rows.placements == (R,)
     assert (comms.total_bytes, comms.total_calls, comms.implicit) == (held * 2 * 3 * 8, 1, [])
     assert torch.equal(rows.to_local(), A[[6, 0, 6, 4]])
-
-
-@world(3)
-def test_cut_indices_travel_to_the_rows_and_the_rows_back() -> None:
-    x = distribute_tensor(A, Mesh((3,)), [S0])
-    ids = distribute_tensor(torch.tensor([0, 6, 6, 1, 2, 2]), Mesh((3,)), [S0])
-    with count_comms() as comms:
-        rows = as_dtensor(x[ids])
-    assert rows.placements == (S0,)
-    assert not comms.implicit
-    verdicts, places, sent = (
-        2 * 3 * 8,
-        {0: 1, 1: 2, 2: 2}[collectives.rank()] * 8,
-        {0: 3, 1: 0, 2: 2}[collectives.rank()],
-    )
-    assert comms.total_bytes == verdicts + places + sent * 3 * 8
-    assert torch.equal(rows.full_tensor(), A[[0, 6, 6, 1, 2, 2]])
 
 
 @world(2)
@@ -218,17 +197,13 @@ def test_assignments_to_views_reach_the_original_and_those_to_copies_are_refused
 
 
 @world(2)
-def test_plain_tensors_and_distributed_indices_and_values() -> None:
+def test_plain_tensors_with_distributed_indices_iteration_membership_and_one_ellipsis() -> None:
     plain, want, x = A.clone(), A.clone(), distribute_tensor(A, Mesh((2,)), [S0])
     rows = distribute_tensor(ROWS, Mesh((2,)), [S0])
     assert torch.equal(as_dtensor(plain[rows]).full_tensor(), A[ROWS])
     plain[rows] = x[:4]
     want[ROWS] = A[:4]
     assert torch.equal(plain, want)
-
-
-@world(2)
-def test_iteration_membership_and_reversal() -> None:
     x = distribute_tensor(A, Mesh((2,)), [S0])
     for got, want in ((x, A), (reversed(x), reversed(A))):
         assert [as_dtensor(row).tolist() for row in got] == [row.tolist() for row in want]
@@ -236,24 +211,14 @@ def test_iteration_membership_and_reversal() -> None:
     assert 100.0 not in x
     assert x[6, 1].item() == A[6, 1].item()
     assert len(x[2:]) == 5
-
-
-SCATTERED = [
-    Sample(torch.select_scatter, (A, normal(3), 0, 5)),
-    Sample(torch.select_scatter, (A, normal(7)), {"dim": 1, "index": -1}),
-    Sample(torch.slice_scatter, (A, normal(2, 3)), {"start": 1, "end": 6, "step": 3}),
-    Sample(Tensor.slice_scatter, (B, normal(4, 2, 3), 1, 3)),
-    Sample(torch.diagonal_scatter, (A, normal(3))),
-    Sample(torch.diagonal_scatter, (A, normal(2), 1)),
-    Sample(torch.index_put, (A, (MASK,), normal(4, 3))),
-    Sample(torch.index_put, (A, (MASK, COLUMNS), normal(4)), {"accumulate": True}),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sample", SCATTERED, ids=str)
-def test_scattered_slices_equal_one_process(sample: Sample) -> None:
-    assert assert_equals_one_process([sample], MESHES, limit=6).cases > 7
+    x = distribute_tensor(A, Mesh((2,)), [S0])
+    bad: list[Any] = [(..., ..., 0), (..., ..., slice(0, 1)), (..., 0, ..., 1)]
+    for index in bad:
+        with pytest.raises(IndexError, match="only one ellipsis"):
+            x[index]
+        with pytest.raises(IndexError, match="only one ellipsis"):
+            x[index] = 1
+    assert x[..., 0, ...].shape == A[..., 0, ...].shape
 
 
 BAD: list[tuple[Any, type[Exception]]] = [
@@ -305,19 +270,6 @@ def test_steps_in_a_tensor_without_elements() -> None:
         assert world(2).run(body) == [[tuple(full[index].shape) for index in indices] * 3] * 2
 
 
-@world(2)
-def test_dims_are_indexed_after_one_ellipsis_only() -> None:
-    """Behind a second one torch indexes dims that the tensor does not have."""
-    x = distribute_tensor(A, Mesh((2,)), [S0])
-    bad: list[Any] = [(..., ..., 0), (..., ..., slice(0, 1)), (..., 0, ..., 1)]
-    for index in bad:
-        with pytest.raises(IndexError, match="only one ellipsis"):
-            x[index]
-        with pytest.raises(IndexError, match="only one ellipsis"):
-            x[index] = 1
-    assert x[..., 0, ...].shape == A[..., 0, ...].shape
-
-
 @world(3)
 def test_a_bad_index_on_one_rank_and_a_bad_value_are_errors_on_every_rank() -> None:
     x = distribute_tensor(A, Mesh((3,)), [S0])
@@ -341,8 +293,6 @@ def test_a_new_dim_beside_an_empty_slice() -> None:
     x[-2, None, :0] += 1
     assert bool((x == 1).all())
 
-
-# ---- numbers -----------------------------------------------------------------------------------------------------
 
 SOME = torch.tensor([5, 0, -3])
 NUMBERED: dict[str, Any] = {

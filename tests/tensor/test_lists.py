@@ -149,7 +149,7 @@ def test_norms_of_short_floats_of_summands_of_nothing_and_of_what_is_not_finite(
 
 
 @world(3)
-def test_other_reductions_of_lists_and_lists_of_several_layouts_equal_one_process() -> None:
+def test_other_reductions_overloads_and_lists_of_several_layouts_equal_one_process() -> None:
     first, second = spread("rows"), spread("columns")
     for mine, value in zip(torch._foreach_max(first), VALUES, strict=True):
         assert float(mine) == float(value.max())
@@ -161,6 +161,13 @@ def test_other_reductions_of_lists_and_lists_of_several_layouts_equal_one_proces
     for x, v in zip(first, VALUES, strict=True):
         assert as_dtensor(x).placements == (S0,)
         assert_close(as_dtensor(x).full_tensor(), v + v)
+    pair = distribute_tensor(torch.tensor([[3.0], [4.0]]), Mesh((3,)), [S0])
+    (norm,) = torch.ops.aten._foreach_norm.Scalar([pair], 2)
+    assert float(norm) == 5
+    x = distribute_tensor(torch.arange(12.0).reshape(4, 3), Mesh((3,)), [S0])
+    view: Tensor = x.view(3, 4)  # rows of another length: they needed a redistribution
+    with pytest.raises(RuleError, match="would not change"):
+        torch._foreach_mul_([view], 2.0)
 
 
 ROWS = [v[:1] for v in VALUES]
@@ -212,26 +219,6 @@ def test_tensors_of_several_shapes_at_one_position_are_broadcast_as_in_one_proce
             assert [as_dtensor(y).placements for y in got] == [as_dtensor(y).placements for y in spread(line)]
 
     body()
-
-
-@world(3)
-def test_overloads_reduce_over_all_ranks_and_copies_that_were_moved_are_not_changed() -> None:
-    pair = distribute_tensor(torch.tensor([[3.0], [4.0]]), Mesh((3,)), [S0])
-    (norm,) = torch.ops.aten._foreach_norm.Scalar([pair], 2)
-    assert float(norm) == 5
-    x = distribute_tensor(torch.arange(12.0).reshape(4, 3), Mesh((3,)), [S0])
-    view: Tensor = x.view(3, 4)  # rows of another length: they needed a redistribution
-    with pytest.raises(RuleError, match="would not change"):
-        torch._foreach_mul_([view], 2.0)
-
-
-@world(1)
-def test_norms_on_a_rank_alone_send_nothing() -> None:
-    with count_comms() as comms:
-        norms = torch._foreach_norm([distribute_tensor(v, Mesh((1,)), [S0]) for v in VALUES], 2.0)
-    assert sum(comms.calls.values()) == 0
-    for one, value in zip(norms, VALUES, strict=True):
-        assert_close(as_dtensor(one).full_tensor(), value.norm())
 
 
 CHANGES: dict[str, Callable[..., object]] = {

@@ -30,9 +30,6 @@ NEW = {
 LIKE = ("empty_like", "zeros_like", "ones_like", "rand_like", "randn_like")
 
 
-# ---- tensors without values ---------------------------------------------------------------------------------------
-
-
 @world(2)
 def test_a_meta_tensor_is_distributed_without_its_values() -> None:
     for x in (
@@ -64,9 +61,6 @@ def test_a_rank_without_shards_takes_part_in_backward() -> None:
     assert all(torch.equal(s.grad, torch.full((2, 3), 2.0)) for s in shards if s.grad is not None)
 
 
-# ---- requires_grad ----------------------------------------------------------------------------------------------
-
-
 @world(2)
 def test_new_tensors_require_grad_if_they_are_told_to() -> None:
     for placement in (Shard(0), Replicate(), Partial()):
@@ -79,9 +73,6 @@ def test_new_tensors_require_grad_if_they_are_told_to() -> None:
         y = x.new_zeros(4, 3, requires_grad=True)
         (y * x).sum().backward()
         assert torch.equal(y.grad.full_tensor(), FULL)
-
-
-# ---- shapes and dtypes ------------------------------------------------------------------------------------------
 
 
 @world(2)
@@ -105,9 +96,6 @@ def test_offsets_that_are_no_integers_are_refused() -> None:
     for call, offsets in product(calls, (torch.tensor([0.0, 2.7]), torch.tensor([False, True]))):
         with pytest.raises(IdTypeError, match="takes offsets of dtype int32 or int64, got"):
             call(offsets)
-
-
-# ---- aliases --------------------------------------------------------------------------------------------------------
 
 
 @world(2)
@@ -134,9 +122,6 @@ def test_local_and_distributed_tensors_that_share_memory_are_changed_in_place() 
     assert torch.equal(of_all.grad.full_tensor(), 8 * FULL)
 
 
-# ---- the mesh ---------------------------------------------------------------------------------------------------
-
-
 @world(4)
 def test_functions_without_a_mesh_use_that_of_the_context() -> None:
     grid, line = Mesh((2, 2), names=("dp", "tp")), Mesh((4,))
@@ -153,9 +138,6 @@ def test_functions_without_a_mesh_use_that_of_the_context() -> None:
     with DeviceMesh("cpu", torch.arange(2), _init_backend=False, _rank=0):
         assert sw.zeros(4).device_mesh == Mesh((2,))
     assert sw.zeros(4).device_mesh == line
-
-
-# ---- specs ------------------------------------------------------------------------------------------------------
 
 
 class Torchlike(ShardingSpec):

@@ -40,7 +40,6 @@ RIGHT = {
     "an average in a checkpoint": (WHOLE, AVERAGE, "v3 = checkpoint(lambda x: Cube.apply(x) + x[0], v2)"),
     "an average in a module with hooks": (WHOLE, AVERAGE, "v3 = hooked(nn.Linear(3, 2).double(), v2, 2)"),
     "an average with a hook": (WHOLE, AVERAGE, "v2.register_hook(lambda g: g * 2)", "v3 = v2.exp()"),
-    "an average that keeps its gradient": (WHOLE, AVERAGE, "v2.retain_grad()", "v3 = v2.exp()", "v4 = v2 * 2"),
     "the gradient of an average": (WHOLE, AVERAGE, "v3 = torch.autograd.grad((v2**2).sum(), v2, create_graph=True)[0]"),
     "an average through plain tensors": (WHOLE, AVERAGE, "v3 = boundary(v2)", "v4 = v3.exp()"),
     # Infinite gradients of maxima: elements that are not the maximum get zero in torch.max, and nan in torch.amax.
@@ -52,12 +51,9 @@ RIGHT = {
     "blocks of a 0-d tensor in double precision": (
         leaf((6,), "Shard(0)", dtype="float32"), "v2 = x1.double().sum()", "v3 = torch.block_diag(x1, v2)"),
     "the median of nothing": (leaf((3, 0), "Shard(0)"), "v2 = x1.median()"),
-    "the median of nothing but nan": (leaf((3, 0), "Shard(0)"), "v2 = x1.nanmedian()"),
     "dropout of nothing, which saves nothing": (
         leaf((7, 0), "Replicate()"), "v2 = x1 * 1", "v3 = checkpoint(lambda x: F.dropout(x, 0.3), v2)", "v2.tril_()"),
-    "dropout of no truth values": (leaf((4, 0), "Replicate()", False, dtype="bool"), "v2 = F.dropout(x1, 0.3)"),
     # The same object as in torch
-    "dropout of nothing": (leaf((4, 0), "Shard(0)", False), "v2 = F.dropout(x1, 0.3)", "v2.unsqueeze_(0)"),
     "dropout of an unbatched input that drops nothing": (
         leaf((4, 3), "Shard(0)", False), "v2 = F.dropout1d(x1, 0.3, False)", "v2.unsqueeze_(0)", "v2.mul_(2)"),
     "real partial maxima, which are their own conjugates": (
@@ -90,6 +86,20 @@ CHANGES = {
     "the result of a scan that was saved": (leaf((7,), "Shard(0)"), "v2 = x1.logcumsumexp(0)", "v2 -= v2.mean()"),
     "an operand that one rank holds none of": (
         leaf((2, 3), "Shard(0)"), "v2 = x1 * 1", "v3 = v2.max()", "v2.fill_diagonal_(2)"),
+    "saved by batch_norm": (
+        leaf((3, 2, 3), "Shard(0)"), "v2 = x1 * 1", "v3 = F.batch_norm(v2, None, None, training=True)", "v2.mul_(2)"),
+    "saved by instance_norm": (leaf((3, 2, 3), "Shard(2)"), "v2 = x1 * 1", "v3 = F.instance_norm(v2)", "v2.mul_(2)"),
+    "saved by layer_norm": (leaf((3, 2, 3), "Shard(0)"), "v2 = x1 * 1", "v3 = F.layer_norm(v2, (2, 3))", "v2.mul_(2)"),
+    "saved by group_norm": (leaf((3, 2, 3), "Shard(1)"), "v2 = x1 * 1", "v3 = F.group_norm(v2, 2)", "v2.mul_(2)"),
+    "saved by rms_norm": (leaf((3, 2, 3), "Shard(2)"), "v2 = x1 * 1", "v3 = F.rms_norm(v2, (2, 3))", "v2.mul_(2)"),
+    "saved by attention": (
+        leaf((2, 4, 5, 3), "Shard(0)"), "v2 = x1 * 1", "v3 = F.scaled_dot_product_attention(v2, v2, v2)", "v3.mul_(2)"),
+    "saved by attention with a mask": (
+        leaf((2, 5, 3), "Shard(0)"), "v2 = x1 * 1",
+        "v3 = F.scaled_dot_product_attention(v2, v2, v2, torch.ones(5, 5).tril().bool())", "v3.mul_(2)"),
+    "saved by nll_loss": (
+        leaf((3, 2, 3), "Shard(0)"), "v2 = x1 * 1", "v3 = F.nll_loss(v2, torch.zeros(3, 3, dtype=torch.int64))",
+        "v2.mul_(2)"),
     "an operand that was redistributed": (leaf((6, 4), "Shard(0)"), "v2 = x1 * 1", "v3 = v2 @ v2.mT", "v2[0] = 1"),
     "on ranks outside the mesh": (
         "x1 = leaf(4, (2, 3), torch.float64, True, Mesh((1,), (1,)), [Replicate()])", "v2 = x1.exp()", "v2.mul_(2)"),
@@ -99,7 +109,6 @@ CHANGES = {
         leaf((5,), "Shard(0)", False), "v2 = x1.prod(0)", "v3 = v2.type_as(v2)", "v3.flatten().add_(1)"),
     "a view of a row": (leaf((6, 7), "Shard(0)", False), "v2 = x1.topk(1, -1).values", "v2.t().reshape(-1).add_(1)"),
     "a sorted shard of one element": (leaf((2,), "Shard(0)", False), "v2 = x1.msort()", "v2.contiguous().add_(1)"),
-    "a copy of every second row": (leaf((4, 7), "Shard(0)"), "v2 = x1[::2]", "v2.flatten().add_(1)"),
     "a nested checkpoint of an op with indices": (
         leaf((4, 7), "Shard(0)"), "v2 = x1 * 1",
         "v3 = checkpoint(lambda x: x.max(0).values * checkpoint(lambda y: y.sum(0), x), v2)", "v2.mul_(2)"),
@@ -117,9 +126,6 @@ CHANGES = {
         "with torch.no_grad(): x1.copy_(torch.tensor(2.0))"),
     "a view without gradients that is written": (
         "x1 = leaf(30, (), torch.float64, True, Mesh((2,)), [Partial()])", "with torch.no_grad(): x1[None] = 3"),
-    "a partial minimum that is changed without gradients": (
-        leaf((7, 3), "Shard(0)"), "v2 = redistribute(x1, Mesh((4,)), [Partial('min')])",
-        "with torch.no_grad(): v2.mul_(2)"),
     "data of a partial maximum": (
         leaf((7, 3), "Shard(0)"), "v2 = redistribute(x1, Mesh((4,)), [Partial('max')])", "v2.data.mul_(True)"),
     "indices, which torch has in columns": (
@@ -127,17 +133,11 @@ CHANGES = {
     "rows of a transposed tensor, by a mask": (
         leaf((3, 4, 2), "Shard(0)", False), "v2 = x1.permute(1, 2, 0)", "v3 = v2[v2.sum((1, 2)) > -9]",
         "v3.contiguous().add_(1)"),
-    "columns of a transposed tensor, by a mask": (
-        leaf((3, 4, 2), "Shard(1)", False), "v2 = x1.permute(1, 2, 0)", "v3 = v2[:, torch.tensor([True, False])]",
-        "v3.contiguous().add_(1)"),
-    "unique columns": (leaf((3, 4), "Shard(0)", False), "v2 = x1.unique(dim=1)", "v2.contiguous().add_(1)"),
     "a fetched row, transposed in place": (leaf((2,), "Shard(0)", mesh=(2,)), "v2 = x1 * 1", "v3 = v2[0]", "v3.t_()"),
     "a custom Function that saved it": (leaf((4, 7), "Shard(0)"), "v2 = x1 * 1", "v3 = Cube.apply(v2)", "v2.mul_(2)"),
     "a result that is no view": (leaf((2, 4), "OnRanks(1)", False), "v2 = F.pad(x1, (1, 0))", "v2.detach_()"),
     "a result under saved-tensor hooks, which is no view": (
         leaf((3, 4), "Shard(0)", False), "with torch.autograd.graph.save_on_cpu(): v2 = x1.sign()", "v2.detach_()"),
-    "a result of a checkpoint, which is no view": (
-        leaf((3, 4), "Shard(0)", False), "v2 = checkpoint(lambda x: x.exp(), x1)", "v2.detach_()"),
     "a custom Function under saved-tensor hooks": (
         leaf((3, 4), "Shard(0)"), "with torch.autograd.graph.save_on_cpu(): v2 = Scaled.apply(x1, x1)",
         "v2.detach().add_(1)"),
@@ -152,8 +152,6 @@ OUTSIDE = {
     "one of several views": (OUT, "v2 = x1 * 1", "v2.unbind(0)[1].add_(1)"),
     "what detach() returns": (OUT, "v2 = (x1.abs() + 1).sqrt()", "v2.detach().add_(1)"),
     "a contiguous tensor itself": (OUT_NONE.replace("Shard(0)", "OnRanks(0)"), "v2 = x1.contiguous()", "v3 = v2.mT"),
-    "the only one of several views": (OUT, "v2 = x1 * 1", "v2[:1].unbind(0)[0].add_(1)"),
-    "one of several views without gradients": (OUT_NONE, "v2 = x1.chunk(2)[1]", "v2.add_(1)", "x1.mul_(2)"),
     "a leaf": (OUT, "x1[0] = 1"),
     "a detached result": (OUT, "v2 = x1.amax(0)", "v3 = v2 * 1", "v2.detach_()"),
     "one tensor as its own result": (OUT, "v2 = x1.double()", "v2.requires_grad_()"),
@@ -163,7 +161,6 @@ OUTSIDE = {
         "x1 = leaf(4, (7, 5), torch.float32, True, Mesh((1,), (1,)), [Replicate()])",
         "v2 = autocast(lambda x: F.linear(x, x).softmax(-1), x1 * 2)",
         "v3 = torch.autograd.grad(v2.float().square().sum(), [x1])[0]"),
-    "an op in place that a kernel does not take": (OUT_NONE, "v2 = (x1 > 0).long()", "v2.erfinv_()"),
 }  # fmt: skip
 REFUSED = {
     "a copy of a view that was made under saved-tensor hooks": (
@@ -244,7 +241,7 @@ def test_the_gradient_of_a_leaf_of_partial_maxima_is_that_of_the_maximum() -> No
 
 
 @world(2)
-def test_factors_of_a_product_have_no_gradient_of_it() -> None:
+def test_factors_of_a_product_have_no_gradient_of_it_and_what_is_saved_is_found_without_random_numbers() -> None:
     x = distribute_tensor(torch.tensor([2.0, 3.0]), Mesh((2,)), [Partial("product")])
     with pytest.raises(RuleError, match="each rank would have that of its factor"):
         x.requires_grad_()
@@ -255,19 +252,11 @@ def test_factors_of_a_product_have_no_gradient_of_it() -> None:
     assert own.grad.tolist() == [2, 3]  # the gradient of the factor
     with pytest.raises(RuleError, match="each rank would have that of its factor"):
         torch.autograd.grad(product.sum(), product)
-
-
-@world(2)
-def test_finding_out_what_is_saved_draws_no_random_numbers() -> None:
-    """A rank that knows the call already would draw others."""
     x = distribute_tensor(torch.ones(7, dtype=torch.float64), placements=[Shard(0, [7, 0])]).requires_grad_()
     torch.manual_seed(0)
     first = torch.randn_like(x, dtype=torch.float64, device="cpu").tolist()
     torch.manual_seed(0)
     assert torch.randn_like(x, dtype=torch.float64, device="cpu").tolist() == first
-
-
-# ---- ranks outside a mesh ----------------------------------------------------------------------------------------
 
 
 def test_a_graph_of_a_backward_is_refused_on_ranks_outside_the_mesh() -> None:
@@ -332,10 +321,6 @@ def test_calls_that_do_not_depend_on_data_go_on_outside_the_mesh() -> None:
     (grad,) = torch.autograd.grad([x * x], [x], [torch.ones(3)])
     assert grad.shape == (3,)
     assert double_(x.detach()) is None
-
-
-@world(2)
-def test_a_gradient_of_another_shape_is_refused_outside_the_mesh_too() -> None:
     x = distribute_tensor(torch.ones(3), Mesh((1,), (1,)), [Shard(0)]).requires_grad_()
     with pytest.raises(RuntimeError, match="Mismatch in shape"):
         torch.autograd.backward([x * x], [torch.ones(2)])

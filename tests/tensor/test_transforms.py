@@ -16,6 +16,7 @@ from shardwise.experimental import local_map
 from shardwise.parallel import ColwiseParallel, parallelize_module
 from shardwise.sharded_tensor import LocalShard, ShardMetadata, init_from_local_shards
 from shardwise.testing import world
+from tests.tensor.test_conversion import same_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")  # of torch's own jvp
 
@@ -26,21 +27,6 @@ ROWS = torch.ones(3, 4)
 
 def distributed(requires_grad: bool = False) -> DTensor:
     return distribute_tensor(FULL, Mesh((2,)), [Shard(0)]).requires_grad_(requires_grad)
-
-
-def error_of(run: Callable[[], object], size: int = 2) -> str:
-    """The text of the RuleError that `run` raises on all ranks."""
-
-    def message() -> str:
-        with pytest.raises(RuleError) as error:
-            run()
-        return str(error.value)
-
-    (text,) = set(world(size).run(message))
-    return text
-
-
-# ---- forward mode -----------------------------------------------------------------------------------------------
 
 
 def from_local(dual: Tensor, run_check: bool) -> DTensor:
@@ -102,7 +88,9 @@ LOSES_THE_TANGENT: dict[str, Callable[[Any, Tensor], object]] = {
 @pytest.mark.parametrize("name", LOSES_THE_TANGENT)
 def test_a_plain_tensor_with_a_tangent_does_not_become_a_dtensor(name: str) -> None:
     with forward_ad.dual_level():  # one for all ranks: torch has one in a process
-        text = error_of(lambda: LOSES_THE_TANGENT[name](distributed(), forward_ad.make_dual(torch.ones(4), TANGENT)))
+        text = same_error(
+            2, RuleError, lambda: LOSES_THE_TANGENT[name](distributed(), forward_ad.make_dual(torch.ones(4), TANGENT))
+        )
     assert "forward-mode autograd" in text
     assert "local_map" in text
 
@@ -118,8 +106,6 @@ def test_plain_tensors_keep_their_tangents_and_those_without_may_be_beside_dtens
         for found in world(2).run(run):
             assert_close(found, (TANGENT * FULL, TANGENT * FULL, FULL))
 
-
-# ---- torch.func -------------------------------------------------------------------------------------------------
 
 Function = Callable[[Any], Any]
 TRANSFORMS: dict[str, Callable[[Function], object]] = {
@@ -153,11 +139,11 @@ def test_a_transformed_function_that_uses_or_returns_a_dtensor_is_refused(name: 
         return TRANSFORMS[name](lambda v: function(v, x))
 
     for requires_grad in (False, True):
-        text = error_of(partial(run, CLOSES_OVER[use], requires_grad))
+        text = same_error(2, RuleError, partial(run, CLOSES_OVER[use], requires_grad))
         assert "torch.func" in text
         assert "local_map" in text
     if name in ("vmap", "vjp", "jvp", "jacrev", "jacfwd"):
-        assert "local_map" in error_of(partial(run, lambda v, x: x * 2))
+        assert "local_map" in same_error(2, RuleError, partial(run, lambda v, x: x * 2))
 
 
 def test_transforms_with_respect_to_a_dtensor_and_linearize_are_refused() -> None:
@@ -169,21 +155,18 @@ def test_transforms_with_respect_to_a_dtensor_and_linearize_are_refused() -> Non
         lambda x: torch.func.linearize(lambda v: v * x, FULL),
     ]
     for use in uses:
-        assert "local_map" in error_of(lambda use=use: use(distribute_tensor(FULL, Mesh((1,)), [Shard(0)])), size=1)  # type: ignore[misc]
+        one = partial(lambda use: use(distribute_tensor(FULL, Mesh((1,)), [Shard(0)])), use)
+        assert "local_map" in same_error(1, RuleError, one)
 
 
 @world(2)
-def test_values_gathered_before_a_transform_have_the_gradients_of_plain_torch() -> None:
+def test_gathered_values_and_functions_of_local_tensors_may_be_transformed() -> None:
     for placement in (Shard(0), Replicate()):
         x = distribute_tensor(FULL, Mesh((2,)), [placement]).requires_grad_()
         gathered = x.full_tensor()
         torch.func.grad(lambda v, full=gathered: (v * full**2).sum())(torch.ones(4)).sum().backward()
         assert x.grad is not None
         assert_close(x.grad.full_tensor(), 2 * FULL)
-
-
-@world(2)
-def test_a_constant_may_be_gathered_inside_a_transform_without_gradients() -> None:
     x = distributed(requires_grad=True)
 
     def scaled(v: Tensor) -> Tensor:
@@ -191,10 +174,6 @@ def test_a_constant_may_be_gathered_inside_a_transform_without_gradients() -> No
             return v * x.full_tensor()
 
     assert_close(torch.func.vmap(scaled)(ROWS), ROWS * FULL)
-
-
-@world(2)
-def test_functions_of_local_tensors_are_transformed_inside_local_map() -> None:
     normal: Callable[[Tensor], Tensor] = lambda row: row / row.sum()  # noqa: E731
     rows = distribute_tensor(ROWS.cumsum(0), Mesh((2,)), [Shard(0)])
     normalized = local_map(torch.func.vmap(normal), out_placements=[Shard(0)])(rows)

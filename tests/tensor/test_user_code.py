@@ -3,7 +3,6 @@
 import copy
 import io
 from collections.abc import Callable
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -39,9 +38,6 @@ def linear(placement: Placement) -> tuple[nn.Linear, nn.Linear]:
     torch.manual_seed(0)
     plain = nn.Linear(3, 4).double()
     return shard_module(copy.deepcopy(plain), {"weight": placement}, mesh=Mesh((3,))), plain
-
-
-# ---- custom autograd Functions -------------------------------------------------------------------------------------
 
 
 class ScaledBySum(torch.autograd.Function):
@@ -92,9 +88,6 @@ def test_a_custom_function_sees_whole_tensors_forward_and_backward(x_at: Any, w_
     assert_close(plain.grad, FULL.sum().expand(7, 2))
 
 
-# ---- hooks of modules --------------------------------------------------------------------------------------------
-
-
 class OfClosure(torch.autograd.Function):
     """f(x), whatever tensors f holds; backward uses what forward saved."""
 
@@ -112,6 +105,7 @@ class OfClosure(torch.autograd.Function):
 
 @pytest.mark.parametrize("reentrant_checkpoint", [True, False])
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+@world(3)
 def test_functions_of_plain_tensors_that_return_distributed_ones_get_whole_gradients(
     placement: Placement, reentrant_checkpoint: bool
 ) -> None:
@@ -126,13 +120,9 @@ def test_functions_of_plain_tensors_that_return_distributed_ones_get_whole_gradi
         return [x.grad] + ([w.grad] if reentrant_checkpoint else [])
 
     expected = gradients(weight.clone().requires_grad_(reentrant_checkpoint))
-
-    def body() -> None:
-        w = distribute_tensor(weight, placements=[placement]).requires_grad_(reentrant_checkpoint)
-        for got, want in zip(gradients(w), expected, strict=True):
-            assert_close(got.full_tensor() if isinstance(got, DTensor) else got, want)
-
-    world(3).run(body)
+    w = distribute_tensor(weight, placements=[placement]).requires_grad_(reentrant_checkpoint)
+    for got, want in zip(gradients(w), expected, strict=True):
+        assert_close(got.full_tensor() if isinstance(got, DTensor) else got, want)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS[:3], ids=str)
@@ -163,7 +153,7 @@ def test_full_backward_hooks_of_modules_see_and_return_whole_gradients(placement
 
 
 @world(3)
-def test_hooks_on_several_tensors_wait_for_all_their_gradients() -> None:
+def test_hooks_on_several_tensors_wait_for_all_and_functional_calls_and_jacobians_work() -> None:
     x, w = leaf(R), leaf(S0)
     seen: list[Any] = []
     torch.autograd.graph.register_multi_grad_hook((x, w), seen.append)
@@ -171,50 +161,6 @@ def test_hooks_on_several_tensors_wait_for_all_their_gradients() -> None:
     ((of_x, of_w),) = seen
     assert_close(full_value(of_x), FULL)
     assert_close(full_value(of_w), FULL)
-
-
-# ---- recomputation, saved tensors, transformations --------------------------------------------------------------
-
-
-def in_place(x: Tensor, constant: Tensor, ids: Tensor) -> Tensor:
-    changed = constant.clone()
-    changed *= x
-    return changed.mul_(constant)
-
-
-BESIDE_CONSTANTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "product": lambda x, constant, ids: constant * x,
-    "mask": lambda x, constant, ids: x.masked_fill(constant > 0.5, -1.0),
-    "where": lambda x, constant, ids: torch.where(constant > 0.5, x, constant),
-    "matmul": lambda x, constant, ids: constant.mT @ x,
-    "index_select": lambda x, constant, ids: x.index_select(0, ids),
-    "gather": lambda x, constant, ids: x.gather(0, ids.unsqueeze(1).expand(-1, 3)),
-    "in place": in_place,
-    "cat": lambda x, constant, ids: torch.cat([constant, x]).square(),
-    "dropout": lambda x, constant, ids: F.dropout(x, 0.5) * constant,
-}
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-@pytest.mark.parametrize("other", PLACEMENTS, ids=str)
-@pytest.mark.parametrize("name", BESIDE_CONSTANTS)
-@world(3)
-def test_recomputed_parts_may_keep_operands_that_need_no_gradient(
-    name: str, other: Placement, placement: Placement
-) -> None:
-    part = BESIDE_CONSTANTS[name]
-    constant = distribute_tensor(FULL, Mesh((3,)), [other])
-    ids = distribute_tensor(torch.arange(7).flip(0), Mesh((3,)), [R if other == S1 else other])
-    kept, again = leaf(placement), leaf(placement)
-    for x, run in ((kept, part), (again, partial(checkpoint, part, use_reentrant=False))):
-        torch.manual_seed(0)
-        result: Any = run(x, constant, ids)
-        result.sin().sum().backward()
-    assert_close(full_value(again.grad), full_value(kept.grad))
-
-
-@world(3)
-def test_functional_calls_hessian_products_and_jacobians_of_torch_autograd_work() -> None:
     layer, plain = linear(S0)
     doubled = {name: p * 2 for name, p in layer.named_parameters()}
     out = torch.func.functional_call(layer, doubled, (leaf(S0),))
@@ -222,9 +168,6 @@ def test_functional_calls_hessian_products_and_jacobians_of_torch_autograd_work(
     assert_close(full_value(out), want)
     jacobian = torch.autograd.functional.jacobian(lambda t: t.sum(0), leaf(S1).detach())
     assert_close(full_value(jacobian), torch.autograd.functional.jacobian(lambda t: t.sum(0), FULL))
-
-
-# ---- data, storage, state ---------------------------------------------------------------------------------------
 
 
 @world(3)
@@ -284,7 +227,7 @@ def test_plain_states_load_into_sharded_modules_and_back() -> None:
 
 
 @world(3)
-def test_modules_and_tensors_change_their_dtype() -> None:
+def test_dtypes_change_and_leaves_in_place_without_grad_only() -> None:
     layer, plain = linear(S0)
     assert layer.half().weight.dtype == torch.float16
     assert isinstance(layer.to("cpu", torch.float32).weight, nn.Parameter)
@@ -295,10 +238,6 @@ def test_modules_and_tensors_change_their_dtype() -> None:
     assert x.type() == values.type()
     x.type(torch.float64).square().sum().backward()
     assert_close(full_value(x.grad), 2 * values)
-
-
-@world(3)
-def test_in_place_changes_of_leaves_and_their_views_need_no_grad() -> None:
     x = leaf(S0)
     with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
         x.add_(1)

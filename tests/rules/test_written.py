@@ -1,7 +1,8 @@
-"""What results say about themselves is what they say in one process, for all samples written by hand."""
+"""Samples written in this folder: values and gradients in many layouts, what results say of themselves, and dtypes."""
 
 from collections.abc import Callable
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -10,12 +11,16 @@ from torch.utils import _pytree as pytree
 
 from shardwise import Mesh, Placement, Replicate, Shard, distribute_tensor
 from shardwise._rules.registry import rule_of
+from shardwise._rules.row import Meta
 from shardwise.errors import RuleError
 from shardwise.testing import world
 from tools.op_judge import Sample, contiguous_copy
 from tools.rows import written
+from tools.rule_checks import assert_equals_one_process
 
 MESH = Mesh((2,))
+LINES = (Mesh((1,)), MESH, Mesh((4,)))
+DTYPES = (torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.bool)
 OTHERWISE = {
     torch.dropout: "with train=False, an alias instead of the operand itself; F.dropout returns the operand",
 }
@@ -122,3 +127,53 @@ def test_results_say_what_they_say_in_one_process() -> None:
 @pytest.mark.parametrize("gradients", [True, False])
 def test_results_of_more_calls_say_what_they_say_in_one_process(placement: Placement, gradients: bool) -> None:
     check(2, placement, gradients)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")  # torch's word on a rank without elements
+@pytest.mark.filterwarnings("ignore:Using padding='same'")  # about memory
+@pytest.mark.parametrize("sample", list(written("test_*.py")), ids=str)
+def test_a_sample_equals_one_process(sample: Sample) -> None:
+    """On 3 and 5 ranks, on a 2 x 2 mesh, and on one of 1, 2 and 4 ranks, which its text chooses."""
+    meshes = Mesh((3,)), Mesh((5,)), Mesh((2, 2)), LINES[crc32(str(sample).encode()) % len(LINES)]
+    tally = assert_equals_one_process([sample], meshes, limit=6)
+    assert tally.cases > tally.refused
+    assert sample.in_place or not tally.refused
+
+
+def rows_of(sample: Sample, changed: int, dtype: torch.dtype) -> object:
+    """The rows if tensor number `changed` has another dtype; what raises is refused or decomposed for any."""
+    rule = rule_of(sample.op)
+    assert rule is not None
+    metas = [
+        Meta(tuple(x.shape), dtype if i == changed else x.dtype, Replicate()) for i, x in enumerate(sample.tensors())
+    ]
+    call = sample.on(metas)
+    try:
+        return [(row.inputs, row.output, row.local_impl is None) for row in rule.rows(*call.args, **call.kwargs)]
+    except (NotImplementedError, RuleError, TypeError):
+        return "no rows"
+
+
+def is_accepted(sample: Sample, changed: int, dtype: torch.dtype) -> bool:
+    """Whether torch takes it."""
+    try:
+        sample.call([x.to(dtype) if i == changed else x.clone() for i, x in enumerate(sample.tensors())])
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return False
+    return True
+
+
+def test_rows_depend_on_dtypes_only_where_the_rule_says_so() -> None:
+    """Otherwise the rows found for the first dtype would serve all others."""
+    found: dict[str, Any] = {}
+    for sample in written():
+        rule = rule_of(sample.op)
+        if rule is None or not rule.has_rule or rule.typed or rule.random:
+            continue
+        for changed, x in enumerate(sample.tensors()):
+            own = rows_of(sample, changed, x.dtype)
+            for dtype in DTYPES if x.layout == torch.strided else ():
+                if rows_of(sample, changed, dtype) != own and is_accepted(sample, changed, dtype):
+                    found[f"{sample}"] = (changed, dtype)
+    assert not found, "\n".join(f"{k}: {v}" for k, v in found.items())
