@@ -17,9 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import shardwise as sw
 from shardwise.checkpoint import load, save, state_of
-from shardwise.embedding import KeyedJaggedTensor
 from shardwise.parallel import MixedPrecisionPolicy
 from shardwise.testing import world
 from tests.forked import run_forked
@@ -259,45 +257,6 @@ def test_the_data_of_the_recommender_are_made_of_the_functions_of_a_library(tmp_
         assert inner["identifiers"] == ["first", "rare", "third"]
         for row in (outer, inner):
             assert row["hidden"] in (row["identifiers"] if row["module"] == held_out else [None])
-
-
-@pytest.mark.slow
-def test_a_captured_dlrm_trains_as_without_capture() -> None:
-    dlrm = example("dlrm")
-
-    def run() -> None:
-        found = []
-        for captured in (False, True):
-            mesh = sw.Mesh((2,))
-            torch.manual_seed(0)
-            model = dlrm.DLRM(100, 8)
-            dlrm.shard(model, mesh)
-            layers = [parameter for name, parameter in model.named_parameters() if not name.startswith("tables")]
-            optimizer = torch.optim.Adagrad(layers, lr=0.02)
-
-            def loss_of(dense: Any, features: KeyedJaggedTensor, labels: Any, model: Any = model) -> Tensor:
-                return F.binary_cross_entropy_with_logits(model(dense, features), labels)
-
-            step: Any = sw.capture(loss_of) if captured else loss_of
-            values, g = [], torch.Generator().manual_seed(sw.rank())
-            for _ in range(4):
-                lengths = torch.randint(0, 4, (len(dlrm.KEYS) * 8,), generator=g)
-                ids = torch.randint(0, 100, (int(lengths.sum()),), generator=g)
-                dense, labels = (torch.rand(8, *size, generator=g) for size in ((13,), ()))
-                features = KeyedJaggedTensor(list(dlrm.KEYS), ids, lengths=lengths)
-                dense, labels = (sw.DTensor.from_local(x, mesh, [sw.Shard(0)]) for x in (dense, labels))
-                loss = step(dense, features, labels)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                values.append(loss.full_tensor().detach())
-            values += [parameter.full_tensor().detach() for parameter in layers]
-            found.append(values + [parameter.detach() for parameter in model.tables.unshard().parameters()])
-            if captured:
-                assert len(step.graphs()) == 1
-        assert all(map(torch.equal, *found))
-
-    world(2).run(run)
 
 
 @pytest.mark.processes

@@ -56,11 +56,7 @@ SHARDED = "x1 = leaf(47, (7,), torch.float64, True, Mesh((3,)), [Shard(0)])"
     ("lines", "outcome"),
     [
         ((ON_THREE, f"v2 = x1 == {AVERAGE}"), Outcome.UNSTABLE),  # n * x / n is not always x
-        ((ON_THREE, f"v2 = (x1 - {AVERAGE}).argmin()"), Outcome.UNSTABLE),
         ((ON_THREE, f"v2 = {AVERAGE} > {RANK}"), Outcome.WRONG_VALUE),
-        # A sum in another order is greater or not, and so there is an element or none.
-        ((SHARDED.replace("leaf(47, (7,)", "leaf(48, (4,)").replace("True", "False"), "v2 = x1.sum()",
-          "v3 = v2 - redistribute(v2, Mesh((3,)), [Replicate()])", "v4 = v3.masked_select(v3 > 0)"), Outcome.UNSTABLE),
         ((ON_THREE, "x1.requires_grad_()", "v2 = torch.autograd.grad((x1 ** 2).sum(), [x1])[0]", "v3 = v2 == x1 * 2"),
          Outcome.UNSTABLE),  # a sum of three terms
         ((SHARDED, "with torch.no_grad(): x1[...] = 3", "v2 = x1.kthvalue(2, 0).values"), Outcome.UNSTABLE),  # which 3?
@@ -69,9 +65,6 @@ SHARDED = "x1 = leaf(47, (7,), torch.float64, True, Mesh((3,)), [Shard(0)])"
         # Without `.data` this is an error: backward meets values that were changed.
         (("x1 = leaf(82, (3,), torch.float64, True, Mesh((3,)), [Partial('sum')])", "v2 = x1 * 1", "v3 = v2 * v2",
           "v2.data.mul_(0.5)"), Outcome.UNSTABLE),
-        # Is the row read before it is written?
-        ((ON_THREE.replace("[Replicate()]", "[Shard(1)]"), "v2 = x1 * 1", "v2.t_()",
-          "v2.addcmul_(v2[0], torch.tensor(2.0, dtype=v2.dtype))"), Outcome.UNSTABLE),
         # Which of the values of one index is written?
         (("x1 = leaf(94, (4, 7), torch.float64, False, None)",
           "x2 = leaf(80, (2, 2), torch.int64, False, Mesh((3,)), [Shard(1, [1, 0, 1])]) % 4",
@@ -81,8 +74,6 @@ SHARDED = "x1 = leaf(47, (7,), torch.float64, True, Mesh((3,)), [Shard(0)])"
         # Backward of plain torch meets the changed tensor, because `save_on_cpu` keeps it.
         ((ON_THREE, "x1.requires_grad_()", "v2 = x1 * 1", "with torch.autograd.graph.save_on_cpu(): v3 = v2.amax(0)",
           "v2 += 1"), Outcome.RIGHT),
-        ((ON_THREE, "with torch.autograd.graph.save_on_cpu(): v2 = nn.Linear(2, 1).double()(x1)", "v2 * v2.sum()",
-          "x1.unsqueeze_(-1)"), Outcome.RIGHT),
     ],
 )  # fmt: skip
 def test_what_plain_torch_does_not_define_is_not_wrong(lines: tuple[str, ...], outcome: Outcome) -> None:

@@ -235,17 +235,6 @@ def test_a_mode_that_is_entered_again_starts_from_zero() -> None:
     assert not hooks._global_forward_pre_hooks
 
 
-def test_ranks_track_their_own_modules_only() -> None:
-    def body() -> list[str]:
-        with CommDebugMode() as mode:
-            x = rows()
-            (Half() if collectives.rank() else Inner())(x)
-            collectives.barrier((0, 1))
-        return list(mode.get_module_counts())
-
-    assert world(2).run(body) == [["Global", "Inner.halve", "Inner"], ["Global", "Half"]]
-
-
 def test_an_error_inside_a_module_leaves_the_modules_around_it_right() -> None:
     class Fails(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

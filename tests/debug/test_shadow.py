@@ -19,6 +19,7 @@ from shardwise.debug import explain, shadow
 from shardwise.debug.shadow import Shadow
 from shardwise.errors import ArgumentError, RuleError, ShadowError
 from shardwise.testing import world
+from tests.parallel.one_process import full
 
 S0, S1, R, P = Shard(0), Shard(1), Replicate(), Partial()
 UNEVEN = Shard(0, sizes=(4, 0, 2))
@@ -206,11 +207,6 @@ class Block(torch.nn.Module):
         return out
 
 
-def full(x: Any) -> Tensor:
-    found: Tensor = x.full_tensor()
-    return found
-
-
 def outcome(mesh: Mesh, placements: Any, seen: list[Shadow] | None) -> tuple[list[Any], list[Any]]:
     """Loss, gradients, changed values, random numbers and counts of some training, with a shadow or without one."""
     torch.manual_seed(3)
@@ -297,15 +293,6 @@ def test_random_unfilled_and_sparse_ones_are_skipped() -> None:
     assert skipped == {"rand_like": 1, "bernoulli": 1, "empty_like": 1, "detach": 1}
 
 
-@world(3)
-def test_what_changes_in_place_without_versions_is_compared() -> None:
-    with torch.inference_mode():
-        x = matrix() + 0
-        with shadow() as seen:
-            x.add_(1)
-    assert seen.compared == {"add_": 1}
-
-
 # ---- what is chosen ------------------------------------------------------------------------------------------
 
 
@@ -368,11 +355,6 @@ def test_inner_shadows_compare_what_outer_ones_do_not() -> None:
             matrix().sin().cos()
         matrix().sin().cos()
     assert (outer.compared, inner.compared) == ({"sin": 2}, {"cos": 1})
-
-
-def test_no_hook_is_left_after_an_error() -> None:
-    error_on_all_ranks(lambda: doubled(matrix()))
-    assert DTensor._dispatch is dispatcher.dispatch
 
 
 @pytest.mark.processes

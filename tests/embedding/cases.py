@@ -254,9 +254,25 @@ def saves_states(case: Case) -> bool:
     )
 
 
+def check_plain(case: Case) -> None:
+    """The plain collection gives what one process gives the first rank: results and gradients, or the error."""
+    batch = case.batches[0][0]
+    alone = replace(case, mesh=Mesh((1,)), plan={}, optimizers=None, batches=[[batch]], resizes={}, halving=False)
+    (want,), module, features = one_process(alone), alone.collection(), jagged(batch, case.weighted)
+    if want.error:
+        with pytest.raises(IdError, match=re.escape(want.error.replace(" of rank 0", ""))):
+            module(features)
+        return
+    one_step(alone, module, features, 0, 0, want)
+    for name, gradient in want.gradients.items():
+        parameter = parameter_of(alone, module, name)
+        close(alone, parameter.grad, gradient, f"plain gradient {name}", parameter.dtype)
+
+
 def check(case: Case, name: str = "", real: bool = False) -> None:
-    """Every step of every rank equals one process."""
+    """Every step of every rank equals one process, as does the first step of the plain collection."""
     try:
+        check_plain(case)
         world(case.mesh.size(), real=real).run(steps_of_a_rank, case, one_process(case))
     except BaseException as error:
         error.add_note(name)

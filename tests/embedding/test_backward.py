@@ -136,9 +136,6 @@ def test_gradients_of_something_else_leave_the_tables() -> None:
     assert equal(tables_of(module), before)
 
 
-# ---- gradients of parameters, without a fused optimizer ---------------------------------------------------------
-
-
 @world(SIZE)
 def test_frozen_tables_get_no_gradient() -> None:
     module = sharded(None)
@@ -195,9 +192,6 @@ def test_activation_checkpoints_compute_the_results_again(optimizer: RowOptimize
         found.square().sum().backward()
         results(other, batch(step), one).square().sum().backward()
     torch.testing.assert_close(trained(module), trained(other))
-
-
-# ---- inputs ------------------------------------------------------------------------------------------------------
 
 
 def interleaved(x: Tensor) -> Tensor:

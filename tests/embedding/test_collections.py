@@ -1,4 +1,4 @@
-"""Plain collections beside sums of rows, and what sharded ones have in common with them."""
+"""Plain collections: weights, first values, what is refused. `check_plain` (cases.py) has results and gradients."""
 
 from dataclasses import replace
 
@@ -11,12 +11,11 @@ from shardwise.embedding import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingCollection,
-    EmbeddingConfig,
     KeyedJaggedTensor,
     PoolingType,
     shard_embeddings,
 )
-from shardwise.errors import ArgumentError, ConfigError, IdError, IdTypeError
+from shardwise.errors import ArgumentError, ConfigError, IdTypeError
 from shardwise.testing import world
 
 CONFIGS = [
@@ -25,15 +24,13 @@ CONFIGS = [
     EmbeddingBagConfig(12, 3, "other", feature_names=["user"], max_norm=0.5),
 ]
 IDS = {"last": [[0], [0, 4], []], "user": [[1, 3, 3], [], [9]], "item": [[19, 19, 1], [2], []]}
-OUTPUTS = ["user@users", "item", "last", "user@other"]
 
 
-def batch(ids: dict[str, list[list[int]]] = IDS, weighted: bool = False) -> KeyedJaggedTensor:
+def batch(ids: dict[str, list[list[int]]] = IDS) -> KeyedJaggedTensor:
     flat = [bag for bags in ids.values() for bag in bags]
-    values = torch.tensor([i for bag in flat for i in bag], dtype=torch.int64)
-    weights = torch.arange(len(values)) + 1.0 if weighted else None
-    lengths = torch.tensor([len(bag) for bag in flat])
-    return KeyedJaggedTensor(list(ids), values, weights, lengths, stride_per_key=[len(bags) for bags in ids.values()])
+    return KeyedJaggedTensor(
+        list(ids), torch.tensor([i for bag in flat for i in bag]), lengths=torch.tensor([len(bag) for bag in flat])
+    )
 
 
 def test_tables_are_iterated_over_by_name() -> None:
@@ -45,64 +42,6 @@ def test_tables_are_iterated_over_by_name() -> None:
     assert [tuple(tables[name].weight.shape) for name in tables] == [(10, 4), (20, 2), (12, 3)]
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("variable", [False, True])
-def test_bags_beside_sums_of_rows(weighted: bool, variable: bool) -> None:
-    torch.manual_seed(0)
-    collection = EmbeddingBagCollection(CONFIGS, weighted)
-    ids = {name: bags[: 2 if variable and name == "user" else 3] for name, bags in IDS.items()}
-    features = batch(ids, weighted)
-    tables = {name: value.clone() for name, value in collection.state_dict().items()}
-    out = collection(features)
-    assert out.keys() == OUTPUTS
-    for key, config in zip(OUTPUTS, (CONFIGS[0], CONFIGS[1], CONFIGS[1], CONFIGS[2]), strict=True):
-        table = tables[f"embedding_bags.{config.name}.weight"]
-        if config.max_norm is not None:
-            table = table / (table.norm(dim=1, keepdim=True) / config.max_norm).clamp(min=1)
-        of_feature = features[key.split("@")[0]]
-        weights = of_feature.to_dense_weights() if weighted else [torch.ones(len(x)) for x in of_feature.to_dense()]
-        rows = []
-        for bag, of_ids in zip(of_feature.to_dense(), weights, strict=True):
-            kept = bag != config.padding_idx if config.padding_idx is not None else torch.ones(len(bag)) > 0
-            total = (table[bag[kept]] * of_ids[kept, None]).sum(0)
-            is_mean = config.pooling is PoolingType.MEAN
-            rows.append(total / max(1, int(kept.sum())) if is_mean else total)
-        torch.testing.assert_close(out[key], torch.stack(rows))
-
-
-def test_rows() -> None:
-    configs = [
-        EmbeddingConfig(
-            c.num_embeddings, c.embedding_dim, c.name, feature_names=c.feature_names, padding_idx=c.padding_idx
-        )
-        for c in CONFIGS
-    ]
-    collection = EmbeddingCollection(configs)
-    features = batch()
-    out = collection(features)
-    assert list(out) == OUTPUTS
-    for key, config in zip(OUTPUTS, (configs[0], configs[1], configs[1], configs[2]), strict=True):
-        of_feature = features[key.split("@")[0]]
-        assert torch.equal(out[key].values(), collection.embeddings[config.name].weight[of_feature.values()])
-        assert torch.equal(out[key].lengths(), of_feature.lengths())
-    sum(x.values().sum() for x in out.values()).backward()
-    gradient = collection.embeddings["users"].weight.grad
-    assert gradient is not None
-    assert gradient[3].eq(0).all()  # padding
-    assert gradient[1].eq(1).all()
-
-
-def test_a_bad_id_of_minus_one_is_not_the_padding_of_a_table_without_padding() -> None:
-    configs = [
-        EmbeddingBagConfig(4, 1, "zeros", feature_names=["f"], pooling=PoolingType.MEAN, bad_ids="zero"),
-        EmbeddingBagConfig(4, 1, "padded", feature_names=["g"], padding_idx=0),
-    ]
-    collection = EmbeddingBagCollection(configs)
-    nn.init.ones_(collection.embedding_bags["zeros"].weight)
-    out = collection(batch({"f": [[1, -1], [-7, 2]], "g": [[0], []]}))
-    assert out["f"].flatten().tolist() == [0.5, 0.5]  # zeros count in a mean, whatever the bad id
-
-
 def test_gradients_of_weights() -> None:
     collection = EmbeddingBagCollection([CONFIGS[0]], is_weighted=True)
     ids = torch.tensor([1, 3, 9])
@@ -110,47 +49,6 @@ def test_gradients_of_weights() -> None:
     collection(KeyedJaggedTensor(["user"], ids, weights, torch.tensor([2, 1]))).values().sum().backward()
     expected = collection.embedding_bags["users"].weight.detach().sum(1)[ids] * torch.tensor([1.0, 0.0, 1.0])
     torch.testing.assert_close(weights.grad, expected)
-
-
-BAD = 1_000
-POLICIES = {"clip": 9, "hash": BAD % 10, "zero": None}
-
-
-def with_policy(policy: str, bad: int, sharded: bool, pooled: bool) -> Tensor:
-    kind = EmbeddingBagConfig if pooled else EmbeddingConfig
-    configs = [
-        kind(10, 2, "t", feature_names=["f"], bad_ids=policy),
-        kind(10, 2, "u", feature_names=["g"]),
-    ]
-    collection = (EmbeddingBagCollection if pooled else EmbeddingCollection)(configs)  # type: ignore[arg-type]
-    for parameter in collection.parameters():
-        parameter.data = torch.arange(20.0).view(10, 2)
-    module: nn.Module = shard_embeddings(collection, {"t": Shard(0)}, Mesh((2,))) if sharded else collection
-    ids = {"f": [[1, bad], [2]], "g": [[3], [0, 0]]}
-    out = module(batch(ids))
-    return out["f"] if pooled else out["f"].values()  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("pooled", [False, True])
-def test_bad_ids_of_one_table(policy: str, pooled: bool) -> None:
-    good = POLICIES[policy]
-    row = torch.zeros(2) if good is None else torch.arange(20.0).view(10, 2)[good]
-    first, second = torch.tensor([2.0, 3.0]), torch.tensor([4.0, 5.0])
-    expected = torch.stack([first + row, second] if pooled else [first, row, second])
-    assert torch.equal(with_policy(policy, BAD, False, pooled).detach(), expected)
-    for found in world(2).run(with_policy, policy, BAD, True, pooled):
-        assert torch.equal(found.detach(), expected)
-
-
-@pytest.mark.parametrize("bad", [10, -1, 2**63 - 1])
-@pytest.mark.parametrize("pooled", [False, True])
-def test_bad_ids_are_named(bad: int, pooled: bool) -> None:
-    text = "Table t, feature f: id {}, at position 1 of sample 0{}, is not in the table, whose valid ids are 0 to 9"
-    with pytest.raises(IdError, match=text.format(bad, "")):
-        with_policy("error", bad, False, pooled)
-    with pytest.raises(IdError, match=text.format(bad, " of rank 0")):
-        world(2).run(with_policy, "error", bad, True, pooled)
 
 
 def first_values(placement: Placement) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise import _collectives as collectives
 from shardwise._collectives import Finish, count_comms
-from shardwise._layout import Layout, Mesh, OnRanks, Placement, Shard
+from shardwise._layout import Layout, Mesh, Placement, Shard
 from shardwise._trace.comm_trace import CommEvent, Listener, listening_with
 from shardwise.embedding.batch import IdRules, features_of, make_batch
 from shardwise.embedding.configs import EmbeddingConfig
@@ -19,20 +19,8 @@ from shardwise.embedding.exchange.owner import dense_gradient, make_stacks
 from shardwise.embedding.exchange.requests import request_bags
 from shardwise.embedding.kernels import Kernels
 from shardwise.embedding.plan import Table, make_plan
-from shardwise.errors import IdError, MismatchError, RemoteRankError
+from shardwise.errors import MismatchError, RemoteRankError
 from shardwise.testing import world
-
-
-class Pool(Kernels):
-    """Pooling by torch."""
-
-    def pool(
-        self, weight: Tensor, rows: Tensor, offsets: Tensor, scale: Tensor | None = None, empty: object = None
-    ) -> Tensor:
-        bags = offsets.diff().long()
-        bag = torch.repeat_interleave(torch.arange(len(bags)), bags)
-        found = weight[rows.long()] if scale is None else weight[rows.long()] * scale[:, None]
-        return weight.new_zeros(len(bags), weight.shape[1]).index_add_(0, bag, found)
 
 
 def full_table(rows: int, cols: int) -> Tensor:
@@ -45,7 +33,7 @@ class Setup:
     def __init__(self, size: int, placement: Placement, rows: int = 11, cols: int = 4) -> None:
         layout = Layout(Mesh((size,)), [placement], (rows, cols))
         self.plan = make_plan([Table("items", layout, "float32", ("item",))])
-        self.stacks = make_stacks(self.plan, collectives.rank(), torch.device("cpu"), Pool())
+        self.stacks = make_stacks(self.plan, collectives.rank(), torch.device("cpu"), Kernels())
         for block in self.plan.blocks_of(collectives.rank(), 0):
             self.stacks[0].weight[:] = full_table(rows, cols)[
                 block.rows.start : block.rows.stop, block.cols.start : block.cols.stop
@@ -138,27 +126,6 @@ def exchange_random(size: int, in_flight: int) -> None:
 @pytest.mark.parametrize("in_flight", [1, 2, 4])
 def test_messages_of_any_lengths_arrive(size: int, in_flight: int) -> None:
     world(size).run(exchange_random, size, in_flight)
-
-
-BIG = 2**63 - 1
-
-
-def bad_id(placement: Placement, bad: int) -> str:
-    setup = Setup(3, placement)
-    before = setup.stacks[0].weight.clone()
-    with pytest.raises(IdError) as info:
-        setup.sums([[1, 2], [], [3, bad if collectives.rank() == 1 else 4, bad if collectives.rank() == 1 else 4]])
-    assert torch.equal(setup.stacks[0].weight, before)
-    assert torch.equal(setup.sums([[10]]).detach(), full_table(11, 4)[10:])  # and the next step runs
-    return str(info.value)
-
-
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1), OnRanks(2)], ids=str)
-@pytest.mark.parametrize("bad", [11, -1, BIG, -BIG])
-def test_a_bad_id_is_the_same_error_on_all_ranks(placement: Placement, bad: int) -> None:
-    texts = set(world(3).run(bad_id, placement, bad))
-    assert len(texts) == 1
-    assert f"Table items, feature item: id {bad}, at position 1 of sample 2 of rank 1, is not" in texts.pop()
 
 
 def test_ranks_that_start_a_message_for_another_batch_all_raise() -> None:

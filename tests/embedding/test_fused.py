@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.optim import lr_scheduler
 
 from shardwise import _collectives as collectives
-from shardwise._layout import Boxes, Mesh, Partial
-from shardwise._tensor import DTensor
+from shardwise._layout import Boxes
 from shardwise.embedding import SGD, Adagrad, Adam, KeyedJaggedTensor, Lamb, RowWiseAdagrad
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.errors import ConfigError, PlanError
@@ -55,42 +53,28 @@ SCHEDULERS: dict[str, Scheduler] = {
 
 
 def train(sharding: str, schedule: Scheduler, kind: Any, of_torch: Any, apart: bool) -> None:
-    """Beside one process, with layers in an optimizer of their own."""
-    mesh, plain = Mesh((SIZE,)), collection()
+    """Beside one process."""
+    plain = collection()
     optimizers: Any = {name: kind(0.1, weight_decay=0.01 * i) for i, name in enumerate(NAMES)} if apart else kind(0.1)
     module = sharded(sharding, SIZE, optimizers)
-    torch.manual_seed(0)
-    layers = nn.Linear(20, 1), nn.Linear(20, 1)
-    layers[1].load_state_dict(layers[0].state_dict())
     groups = [{"params": [p], "weight_decay": 0.01 * i * apart} for i, p in enumerate(plain.parameters())]
     groups = groups if apart else [{"params": list(plain.parameters())}]
-    both = [
-        [module.fused_optimizer, torch.optim.SGD(layers[0].parameters(), lr=0.001)],
-        [of_torch(groups, lr=0.1), torch.optim.SGD(layers[1].parameters(), lr=0.001)],
-    ]
-    schedulers = [schedule(optimizers[0]) for optimizers in both]
+    both = module.fused_optimizer, of_torch(groups, lr=0.1)
+    schedulers = [schedule(optimizer) for optimizer in both]
     for step in range(STEPS):
-        for tables, layer, ranks, composite in (
-            (module, layers[0], [collectives.rank()], both[0]),
-            (plain, layers[1], range(SIZE), both[1]),
-        ):
-            for optimizer in composite:
-                optimizer.zero_grad()
+        for optimizer in both:
+            optimizer.zero_grad()
+        for tables, ranks in ((module, [collectives.rank()]), (plain, range(SIZE))):
             for rank in ranks:
-                layer(tables(batch_of_all_rows(rank, step)).values()).sub(1).square().sum().backward()
-        for parameter in layers[0].parameters():
-            assert parameter.grad is not None
-            parameter.grad = DTensor.from_local(parameter.grad, mesh, [Partial()]).full_tensor()
-        for composite, scheduler in zip(both, schedulers, strict=True):
-            for optimizer in composite:
-                optimizer.step()
+                tables(batch_of_all_rows(rank, step)).values().sub(1.1).square().mean().backward()
+        for optimizer, scheduler in zip(both, schedulers, strict=True):
+            optimizer.step()
             plateau = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
             scheduler.step(*((float(step > 2),) if plateau else ()))
-        assert [g["lr"] for g in both[0][0].param_groups] == [g["lr"] for g in both[1][0].param_groups]
+        assert [g["lr"] for g in both[0].param_groups] == [g["lr"] for g in both[1].param_groups]
         for name, value in module.state_dict().items():
             want = plain.state_dict()[name]
             torch.testing.assert_close(value.full_tensor(), want, rtol=1e-4, atol=1e-5, msg=f"{name}, step {step}")
-    torch.testing.assert_close(layers[0].weight, layers[1].weight, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("sharding", ["mixed", *(pytest.param(x, marks=pytest.mark.slow) for x in ("row", "column"))])
@@ -122,24 +106,15 @@ def test_a_learning_rate_of_0_changes_nothing(kind: Any, dtype: torch.dtype) -> 
             assert torch.equal(value.full_tensor(), before[name])
 
 
-# ---- groups ---------------------------------------------------------------------------------------------------
-
-
 @world(SIZE)
 def test_an_optimizer_for_each_table() -> None:
     optimizers: dict[str, RowOptimizer] = {"t0": SGD(0.5), "t1": RowWiseAdagrad(0.1), "t2": SGD(0.0)}
     module = sharded("row", SIZE, optimizers)
-    alone = {name: sharded("row", SIZE, optimizer) for name, optimizer in optimizers.items()}
     fused = module.fused_optimizer
     assert [(g["lr"], g["param_names"]) for g in fused.param_groups] == [
         (0.5, ["embedding_bags.t0.weight"]), (0.1, ["embedding_bags.t1.weight"]), (0.0, ["embedding_bags.t2.weight"]),
     ]  # fmt: skip
-    for step in range(3):
-        for one in (module, *alone.values()):
-            one_step(one, step)
-    for name, one in alone.items():
-        key = f"embedding_bags.{name}.weight"
-        assert torch.equal(module.state_dict()[key].full_tensor(), one.state_dict()[key].full_tensor())
+    one_step(module, 0)  # `test_matrix` compares the steps of several optimizers
     again = sharded("column", SIZE, optimizers).fused_optimizer
     again.load_state_dict(fused.state_dict())
     assert list(again.state_dict()["state"][1]) == ["sum"]

@@ -108,11 +108,6 @@ def test_many_bags_are_pooled_in_given_memory(kernels: Kernels, weighted: bool, 
     assert torch.equal(found, kernels.pool(weight, rows, offsets, scale))
 
 
-@each_kernel
-def test_pooling_of_no_ids_is_zero(kernels: Kernels) -> None:
-    assert torch.equal(kernels.pool(torch.ones(2, 3), torch.tensor([]).int(), torch.zeros(5).int()), torch.zeros(4, 3))
-
-
 LENGTHS = {
     "one": [1],
     "short": [1, 5, 2],
@@ -211,50 +206,6 @@ def test_compiled_loops_are_for_one_thread_of_a_cpu() -> None:
 def request_of(plan: Plan, rank: int, batch: Batch, kernels: Kernels) -> Request:
     routes = make_routes(plan, requests_of(plan, rank), torch.device("cpu"), kernels)
     return request_bags(make_batch_index(routes, batch.bags), batch)
-
-
-GRID = Mesh((2, 2), names=("a", "b"))
-LAYOUTS: list[tuple[Mesh, list[Placement]]] = [
-    (Mesh((4,)), [Shard(0)]),
-    (Mesh((4,)), [Shard(1)]),
-    (Mesh((4,)), [OnRanks(2)]),
-    (Mesh((4,)), [Shard(0, (1, 0, 3, 5))]),
-    (GRID, [Shard(1), Shard(0)]),
-    (GRID, [OnRanks(1), Shard(0)]),
-]
-
-
-@st.composite
-def tables(draw: st.DrawFn) -> tuple[list[Table], list[list[list[int]]]]:
-    """Some tables on a mesh, and ids of bags of each feature."""
-    mesh = draw(st.sampled_from([Mesh((4,)), GRID]))
-    found, ids = [], []
-    for number in range(draw(st.integers(1, 3))):
-        of_mesh = [placements for where, placements in LAYOUTS if where == mesh]
-        layout = Layout(mesh, draw(st.sampled_from(of_mesh)), (9, 4))
-        names = tuple(f"{number}.{i}" for i in range(draw(st.integers(1, 2))))
-        found.append(Table(str(number), layout, "float32", names))
-        ids += [draw(st.lists(st.lists(st.integers(0, 8), max_size=4), max_size=4)) for _ in names]
-    return found, ids
-
-
-@laws
-@given(tables(), st.integers(0, 3))
-def test_compiled_runs_are_those_of_torch(drawn: tuple[list[Table], list[list[list[int]]]], rank: int) -> None:
-    of_tables, ids = drawn
-    plan = make_plan(of_tables)
-    values = torch.tensor([i for bags in ids for bag in bags for i in bag], dtype=torch.int64)
-    lengths = torch.tensor([len(bag) for bags in ids for bag in bags], dtype=torch.int64)
-    batch = make_batch(values, lengths, None, [len(bags) for bags in ids])
-    expected, found = (request_of(plan, rank, batch, kernels) for kernels in (Kernels(), CompiledKernels()))
-    assert torch.equal(found.rows, expected.rows)
-    assert found.rows.dtype == expected.rows.dtype
-    assert expected.lengths is not None
-    assert found.lengths is not None
-    assert torch.equal(found.lengths, expected.lengths)
-    assert (found.runs, found.ids) == (expected.runs, expected.ids)
-    assert torch.equal(found.results.sources, expected.results.sources)
-    assert found.results.sent == expected.results.sent
 
 
 # ---- tables with more than 2^31 rows: plans only, no memory -----------------------------------------------------

@@ -1,5 +1,6 @@
 """Results and gradients that are sent in 16 bits, beside a reference that rounds each of them once."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,17 +13,10 @@ from shardwise import _collectives as collectives
 from shardwise._collectives import count_comms
 from shardwise._layout import Layout, Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise._tensor import DTensor
-from shardwise.embedding import (
-    SGD,
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-    KeyedJaggedTensor,
-    shard_embeddings,
-)
+from shardwise.embedding import SGD, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType, shard_embeddings
 from shardwise.errors import ArgumentError, ConfigError
 from shardwise.testing import world
+from tests.embedding import tables
 from tests.strategies import laws
 
 STEPS = 2
@@ -40,13 +34,8 @@ def table_of(name: str) -> Tensor:
     return torch.randint(-3000, 3000, TABLES[name], generator=g).float()
 
 
-def collection(pooled: bool) -> EmbeddingBagCollection | EmbeddingCollection:
-    names = {table: [f for f, of in FEATURES.items() if of == table] for table in TABLES}
-    made: EmbeddingBagCollection | EmbeddingCollection
-    if pooled:
-        made = EmbeddingBagCollection([EmbeddingBagConfig(*TABLES[t], t, feature_names=names[t]) for t in TABLES])
-    else:
-        made = EmbeddingCollection([EmbeddingConfig(*TABLES[t], t, feature_names=names[t]) for t in TABLES])
+def collection(pooled: bool) -> Any:
+    made = tables.collection(pooled, [replace(config, pooling=PoolingType.SUM) for config in tables.CONFIGS[:2]])
     for table, parameter in zip(TABLES, made.parameters(), strict=True):
         parameter.data = table_of(table)
     return made
@@ -105,7 +94,7 @@ def train(
     pooled: bool, mesh: Mesh, plan: Placings, batches: list[Ids], forward: torch.dtype, backward: torch.dtype
 ) -> None:
     sharded = shard_embeddings(collection(pooled), plan, mesh, SGD(1.0), forward_dtype=forward, backward_dtype=backward)
-    tables = {name: table_of(name) for name in TABLES}
+    now = {name: table_of(name) for name in TABLES}
     layouts = {name: Layout(mesh, plan.get(name, [Replicate()] * mesh.ndim), TABLES[name]) for name in TABLES}
     me = collectives.rank()
     for step in range(STEPS):
@@ -114,13 +103,13 @@ def train(
         for number, (feature, name) in enumerate(FEATURES.items()):
             bags = batches[me][number]
             if pooled:
-                got, want = out[feature], pooled_reference(tables[name], layouts[name], bags, forward)
+                got, want = out[feature], pooled_reference(now[name], layouts[name], bags, forward)
             else:
-                got, want = out[feature].values(), rounded(tables[name][[i for bag in bags for i in bag]], forward)
+                got, want = out[feature].values(), rounded(now[name][[i for bag in bags for i in bag]], forward)
             assert torch.equal(got, want), feature
             loss = loss + (got * gradient_of(got.shape, me, step, feature)).sum()
         loss.backward()
-        for name, table in tables.items():
+        for name, table in now.items():
             for rank, ids in enumerate(batches):
                 table -= change_of(name, rank, step, ids, pooled, backward)
     for name, parameter in zip(TABLES, sharded.parameters(), strict=True):
@@ -128,7 +117,7 @@ def train(
         assert isinstance(parameter, DTensor)
         for box in held:  # of each replica
             (r, c), (rows, cols) = box.offsets, box.sizes
-            assert torch.equal(parameter.to_local(), tables[name][r : r + rows, c : c + cols]), name
+            assert torch.equal(parameter.to_local(), now[name][r : r + rows, c : c + cols]), name
 
 
 PLANS: dict[str, tuple[tuple[int, ...], Placings]] = {
@@ -181,10 +170,9 @@ BAGS, COLUMNS = 5, 8
 
 
 def bytes_of(forward: torch.dtype, backward: torch.dtype) -> tuple[int, int]:
-    made = EmbeddingBagCollection([EmbeddingBagConfig(10, COLUMNS, "t", feature_names=["f"])])
-    sharded = shard_embeddings(
-        made, {"t": Shard(0)}, Mesh((2,)), SGD(1.0), forward_dtype=forward, backward_dtype=backward
-    )
+    dtypes: dict[str, Any] = {"forward_dtype": forward, "backward_dtype": backward}
+    made = tables.collection(configs=[EmbeddingBagConfig(10, COLUMNS, "t", feature_names=["f"])])
+    sharded = tables.sharded({"t": Shard(0)}, 2, SGD(1.0), plain=made, **dtypes)
     features = KeyedJaggedTensor(["f"], torch.tensor([0, 9] * BAGS), lengths=torch.tensor([2] * BAGS))
     with count_comms() as comms:
         out = sharded(features).values()

@@ -409,13 +409,9 @@ def bad_batch(fault: str, depth: int) -> list[str]:
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_a_bad_id_is_an_error_where_its_batch_is_used(depth: int) -> None:
+def test_a_bad_id_and_a_batch_that_a_rank_could_not_take_are_errors_where_they_are_used(depth: int) -> None:
     ((text,),) = set(map(tuple, world(3).run(bad_batch, "a bad id", depth)))
     assert text.startswith("IdError: Table t0, feature f0: id 99, at position 0 of sample 0 of rank 1, is not")
-
-
-@pytest.mark.parametrize("depth", [1, 3])
-def test_ranks_hear_of_a_batch_that_another_rank_could_not_take_where_it_is_used(depth: int) -> None:
     found = world(3).run(bad_batch, "a missing feature", depth)
     assert found[1][0].startswith("IdTypeError: The input has no feature 'f1'")
     for (text,) in found[0], found[2]:

@@ -164,9 +164,6 @@ def test_any_sharding_becomes_any_other_one() -> None:
         world(2).run(through_plans, RowWiseAdagrad(0.1))
 
 
-# ---- new rows ---------------------------------------------------------------------------------------------------
-
-
 def test_new_rows_are_those_of_a_new_table_in_any_sharding() -> None:
     old, new = 4099, 9000  # chunks of random numbers are of 4096 rows
     config = EmbeddingBagConfig(old, 4, "t0", data_type=torch.bfloat16, feature_names=["f0"])

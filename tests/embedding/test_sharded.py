@@ -12,13 +12,7 @@ from shardwise import _collectives as collectives
 from shardwise._collectives import count_comms
 from shardwise._layout import Mesh, Shard
 from shardwise._tensor import DTensor, distribute_tensor
-from shardwise.embedding import (
-    SGD,
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    KeyedJaggedTensor,
-    shard_embeddings,
-)
+from shardwise.embedding import SGD, EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, shard_embeddings
 from shardwise.embedding.plan import Plan
 from shardwise.errors import ArgumentError, IdTypeError, PlanError, RemoteRankError
 from shardwise.testing import world
@@ -70,9 +64,6 @@ def test_tables_of_several_dtypes() -> None:
         assert module.get_parameter(name).dtype == parameter.dtype
 
 
-# ---- states ---------------------------------------------------------------------------------------------------
-
-
 @world(2)
 def test_assigned_states_are_copied() -> None:
     module, other = sharded("mixed", 2, SGD(lr=1.0)), collection()
@@ -86,8 +77,6 @@ def test_assigned_states_are_copied() -> None:
     batch = batch_of(collectives.rank(), 0)
     torch.testing.assert_close(module(batch).values(), other(batch).values())
 
-
-# ---- tables stay where they are -------------------------------------------------------------------------------
 
 CHANGES: dict[str, Callable[[nn.Module, nn.Parameter, DTensor], object]] = {
     "data": lambda module, weight, other: setattr(weight, "data", other),
@@ -156,9 +145,6 @@ def test_a_conversion_of_tables_is_refused_where_it_is_called(sharding: str) -> 
     for change in NO_CHANGES.values():
         change(model)
         assert torch.equal(module(batch).values(), expected)
-
-
-# ---- errors ---------------------------------------------------------------------------------------------------
 
 
 def one_rank_fails(fault: str) -> str:

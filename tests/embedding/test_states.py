@@ -159,8 +159,6 @@ def test_on_processes() -> None:
     equal(after, straight, False, ())
 
 
-# ---- plain models ---------------------------------------------------------------------------------------------
-
 POOLED = [
     EmbeddingBagConfig(7, 4, "t0", feature_names=["f0"]),
     EmbeddingBagConfig(10, 6, "t1", data_type=torch.bfloat16, feature_names=["f1"]),

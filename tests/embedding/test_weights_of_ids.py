@@ -19,7 +19,7 @@ from shardwise.embedding import (
     PositionWeightedModuleCollection,
     prefetch,
 )
-from shardwise.errors import ConfigError, IdError, IdTypeError, JaggedError, RemoteRankError
+from shardwise.errors import ConfigError, IdTypeError, JaggedError, RemoteRankError
 from shardwise.testing import world
 from tests.embedding import tables
 from tests.embedding.tables import GRIDS, SHARDINGS, PlacementsOf, values_of
@@ -182,18 +182,6 @@ def test_messages_of_16_bits_are_rounded_once() -> None:
     for found, expected in zip(*(world(2).run(rounded, d)[1] for d in (torch.bfloat16, torch.float32)), strict=True):
         assert not torch.equal(found, expected)
         torch.testing.assert_close(found, expected, rtol=0.03, atol=0.03)
-
-
-def bad_id() -> str:
-    module = model(sharded("row", 2))
-    ids = torch.tensor([1, 1, 1, 10 if collectives.rank() else 1])
-    with pytest.raises(IdError, match=r"Table t1, feature f1: id 10, at position 0 of sample 0 of rank 1") as error:
-        module(KeyedJaggedTensor(list(FEATURES), ids, lengths=torch.ones(4, dtype=torch.int64)))
-    return str(error.value)
-
-
-def test_a_bad_id_is_the_same_error_on_all_ranks() -> None:
-    assert len(set(world(2).run(bad_id))) == 1
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -1,6 +1,5 @@
 """When a recording is not used: what it took for granted has changed, or a replay could not repeat the step."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,20 +10,12 @@ import shardwise as sw
 from shardwise.errors import CaptureError
 from shardwise.parallel import ColwiseParallel, parallelize_module
 from shardwise.testing import world
-
-
-def full(x: Any) -> Tensor:
-    found: Tensor = x.full_tensor()
-    return found.clone()
+from tests.parallel.one_process import full
 
 
 def test_numbers_in_a_closure_are_guarded() -> None:
     factor = 1.0
-
-    def function(x: Tensor) -> Tensor:
-        return x * factor
-
-    step, x = sw.capture(function), torch.randn(3)
+    step, x = sw.capture(lambda x: x * factor), torch.randn(3)
     for _ in range(2):
         assert torch.equal(step(x), x)
     factor = 4.0
@@ -80,28 +71,6 @@ def test_debugging_tools_see_the_step_itself() -> None:
 
 # ---- what cannot be replayed ------------------------------------------------------------------------------------
 
-OUTSIDE = torch.randn(3, requires_grad=True) * 2
-
-
-def _seeds(x: Tensor) -> Tensor:
-    torch.manual_seed(0)
-    torch.manual_seed(7)
-    return x + torch.rand(3)
-
-
-REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "backward": (lambda x: (x * torch.ones(3, requires_grad=True)).sum().backward(), r"backward\(\) runs inside"),
-    "a tensor from outside": (lambda x: x * OUTSIDE, "computed outside of it and requires grad"),
-    "a seed": (_seeds, r"torch.manual_seed\(\)"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_a_replay_could_not_repeat_is_refused_while_tracing(name: str) -> None:
-    function, said = REFUSED[name]
-    with pytest.raises(CaptureError, match=said):
-        sw.capture(function)(torch.randn(3))
-
 
 def test_constants_may_be_read() -> None:
     def function(x: Tensor) -> Tensor:
@@ -149,9 +118,6 @@ def test_gradient_hooks_arguments_and_second_derivatives_that_are_refused() -> N
         with pytest.raises(CaptureError, match="no derivative of its own"):
             torch.autograd.grad(step(x), x, create_graph=True)
         step(x).backward()
-
-
-# ---- compilers ---------------------------------------------------------------------------------------------------
 
 
 # inductor gives paths to the C++ compiler unquoted: in an environment whose path has a space it compiles nothing.

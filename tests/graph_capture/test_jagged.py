@@ -18,15 +18,13 @@ from shardwise.embedding import (
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
-    FeatureProcessedEmbeddingBagCollection,
     KeyedJaggedTensor,
     PoolingType,
-    PositionWeightedModuleCollection,
     RowWiseAdagrad,
     prefetch,
     shard_embeddings,
 )
-from shardwise.errors import CaptureError, IdError, IdTypeError, JaggedError, RemoteRankError
+from shardwise.errors import CaptureError, IdError, IdTypeError, RemoteRankError
 from shardwise.testing import world
 
 ROWS = {"users": 7, "items": 10, "words": 5}
@@ -401,25 +399,6 @@ def test_a_rank_without_a_batch_raises_its_error_and_the_others_name_it() -> Non
             step(features.split([1, 3])[1])
     step(batch_of(3)).backward()
     assert len(step.graphs()) == 1
-
-
-@world(2)
-def test_a_bag_that_only_one_rank_finds_too_long_is_an_error_on_all() -> None:
-    tables = FeatureProcessedEmbeddingBagCollection(
-        collection_of(PLAN, optimizer=Adam(lr=0.1), weighted=True),
-        PositionWeightedModuleCollection(dict.fromkeys(FEATURES, 3)),
-    )
-    step = sw.capture(lambda k: tables(k).values().sum())
-    long = KeyedJaggedTensor(list(FEATURES), torch.zeros(4, dtype=torch.int64), lengths=torch.tensor([4, 0, 0, 0]))
-    for number in (0, 1):
-        if sw.rank() == 0:
-            with pytest.raises(RemoteRankError, match="Rank 1 could not take its batch"):
-                step(batch_of(number, 1))
-        else:
-            with pytest.raises(JaggedError, match="Feature user: sample 0 has 4 ids"):
-                step(long)
-        step(batch_of(number)).backward()
-    assert len(step.graphs()) == 2
 
 
 @world(2)

@@ -461,8 +461,15 @@ def _through_the_base(x: Tensor) -> Tensor:
     return x.mul(a.tolist()[0])
 
 
+def _seeds(x: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    torch.manual_seed(7)
+    return x + torch.rand(3)
+
+
 HISTORY = torch.ones(3)
 WEIGHT = nn.Parameter(torch.ones(3))
+OUTSIDE = WEIGHT * 2
 
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a value written through a view": (_through_a_view, r"item\(\), or an `if`"),
@@ -470,6 +477,9 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a deep copy": (lambda x: copy.deepcopy(x * 1) * 2, "copy.deepcopy"),
     "history of a tensor from outside": (lambda x: HISTORY.mul_(WEIGHT), "requires grad into a tensor from outside"),
     "history of an argument": (lambda x: x.mul_(WEIGHT), "requires grad into a tensor from outside"),
+    "backward": (lambda x: (x * torch.ones(3, requires_grad=True)).sum().backward(), r"backward\(\) runs inside"),
+    "a tensor from outside": (lambda x: x * OUTSIDE, "computed outside of it and requires grad"),
+    "a seed": (_seeds, r"torch.manual_seed\(\)"),
 }
 
 

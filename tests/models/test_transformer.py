@@ -3,7 +3,6 @@
 Three ranks share four heads unevenly, and no number of ranks above one divides the seven tokens of a sequence.
 """
 
-import copy
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import combinations
@@ -151,34 +150,6 @@ def test_unsupported_options_of_parallelize_raise() -> None:
         Transformer.parallelize(Transformer(ModelArgs()), Mesh((1,)), False, local_output_for_attn=True)
     with pytest.raises(ConfigError, match="got Linear"):
         Transformer.parallelize(nn.Linear(2, 2), Mesh((1,)), False)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_attention_on_plain_heads_is_that_of_one_process(ranks: int, sequence: bool) -> None:
-    tokens = torch.randint(0, 8, (3, 7), generator=torch.Generator().manual_seed(0))
-
-    def check() -> None:
-        torch.manual_seed(0)
-        alone = Transformer(ModelArgs(dropout_p=0.0))
-        model = copy.deepcopy(alone)
-        Transformer.parallelize(model, Mesh((ranks,)), sequence, local_output_for_attn=True)
-        seen: list[Tensor] = []
-        for name in ("wq", "wk", "wv"):
-            layer = model.get_submodule(f"layers.0.attention.{name}")
-            layer.register_forward_hook(lambda _, args, out: seen.append(out))
-        found, expected = full(model(tokens)), alone(tokens)
-        assert {type(x) for x in seen} == {Tensor}
-        heads = [2, 2, 0][rank()]  # of four, as torch.chunk does
-        assert [x.shape[-1] for x in seen] == [heads * 4] * 3
-        near(found, expected)
-        found.square().mean().backward()
-        expected.square().mean().backward()
-        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-            assert mine.grad is not None
-            near(full(mine.grad), theirs.grad)
-
-    world(ranks).run(check)
 
 
 def test_clipping_clips_and_dropout_drops() -> None:

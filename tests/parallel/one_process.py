@@ -15,6 +15,21 @@ from shardwise._layout import chunk
 from shardwise.testing import world
 
 
+class Tied(nn.Module):
+    """A table, a layer, and a projection back to the rows of the table that is one parameter with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.middle = nn.Embedding(7, 6), nn.Linear(6, 6, bias=False)
+        self.out = nn.Linear(6, 7, bias=False)
+        self.out.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        result: Tensor = self.out(torch.tanh(self.middle(self.table(ids))))
+        return result
+
+
 def full(x: object) -> Tensor:
     """The full tensor of a DTensor; a plain tensor unchanged. There has to be one, such as a gradient."""
     assert isinstance(x, Tensor)

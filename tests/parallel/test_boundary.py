@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +16,6 @@ from shardwise.errors import LayoutError, MismatchError
 from shardwise.parallel import (
     ColwiseParallel,
     ParallelStyle,
-    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     fully_shard,
@@ -206,7 +204,7 @@ def refused(module: nn.Module, style: Any, x: Tensor) -> tuple[type, str]:
     return caught.type, str(caught.value)
 
 
-def test_a_local_shard_of_another_shape_than_planned_is_refused() -> None:
+def test_an_input_of_another_shape_or_mesh_than_planned_is_refused() -> None:
     """The whole given to a layer that wants a part: torch multiplies what does not belong together, or fails."""
     every = world(4).run(refused, nn.Linear(10, 6), RowwiseParallel(), torch.ones(2, 10))
     assert [kind for kind, _ in every] == [LayoutError] * 4
@@ -215,25 +213,19 @@ def test_a_local_shard_of_another_shape_than_planned_is_refused() -> None:
         ", got (2, 10). Fix: pass that shard, say in the style how the tensor is laid out, or pass a DTensor."
     )
 
+    def body() -> tuple[tuple[type, str], ...]:
+        x = distribute_tensor(torch.ones(2, 6), Mesh((2,), names=("other",)), [R])
+        return (
+            refused(nn.LayerNorm(6), SequenceParallel(), torch.ones(2 + collectives.rank(), 3, 6)),
+            refused(nn.Linear(6, 6), ColwiseParallel(), x),
+        )
 
-def test_local_shards_that_do_not_fit_are_refused_with_the_shapes_of_all_ranks() -> None:
-    def body() -> tuple[type, str]:
-        return refused(nn.LayerNorm(6), SequenceParallel(), torch.ones(2 + collectives.rank(), 3, 6))
-
-    ((kind, text),) = set(world(2).run(body))
+    (((kind, text), (_, elsewhere)),) = set(world(2).run(body))
     assert kind is MismatchError
     assert "the input of 0: plain tensors laid out as [Shard(1)]" in text
     assert "rank 1: expected (2, 3, 6), got (3, 3, 6)" in text
-
-
-def test_a_tensor_of_another_mesh_is_refused() -> None:
-    def body() -> str:
-        x = distribute_tensor(torch.ones(2, 6), Mesh((2,), names=("other",)), [R])
-        return refused(nn.Linear(6, 6), ColwiseParallel(), x)[1]
-
-    (text,) = set(world(2).run(body))
-    assert text.startswith(
-        "the input of 0 is a DTensor on Mesh(other=2), but the module was parallelised on Mesh(0=2). Fix: "
+    assert elsewhere.startswith(
+        "the input of 0 is a DTensor on Mesh(other=2), but the module was parallelised on Mesh(0"
     )
 
 
@@ -330,44 +322,20 @@ def test_the_loss_of_a_plain_output_is_the_sum_over_the_other_axes() -> None:
     assert_close(full(model.weight.grad), layer.weight.grad)
 
 
-class Attention(nn.Module):
-    """Heads of two features after an embedding and a norm; sizes are those of local projections."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.tok, self.norm = nn.Embedding(16, 8), nn.LayerNorm(8)
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(8, 8, bias=False) for _ in range(4))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.norm(self.tok(ids))
-        q, k, v = (w(x) for w in (self.wq, self.wk, self.wv))
-        q, k, v = (t.view(*t.shape[:2], -1, 2).transpose(1, 2) for t in (q, k, v))
-        out: Tensor = self.wo(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return out
-
-
 def test_a_batch_on_the_data_axis_beside_a_module_on_the_other_says_what_to_do_and_both_ways_work() -> None:
-    whole = PrepareModuleInput(input_layouts=R, desired_input_layouts=R)
-    plan = {
-        "tok": RowwiseParallel(input_layouts=R),
-        "norm": whole,
-        "w[qkv]": ColwiseParallel(),
-        "wo": RowwiseParallel(),
-    }
-    ids = torch.arange(24).view(4, 6) % 16
+    plan, x = {"w[qkv]": ColwiseParallel(), "wo": RowwiseParallel()}, X.float()
 
     def run() -> str:
-        mesh, expected = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), Attention()(ids)
+        mesh, expected = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), Heads()(x)
         at = mesh["dp"].get_local_rank()
-        on_tp = parallelize_module(Attention(), mesh["tp"], plan)
-        batch = distribute_tensor(ids, mesh["dp"], [S0])
+        on_tp = parallelize_module(Heads(), mesh["tp"], plan)
+        batch = distribute_tensor(x, mesh["dp"], [S0])
         with pytest.raises(LayoutError) as caught:
             on_tp(batch)
         assert_close(fully_shard(on_tp, mesh=mesh["dp"])(batch.to_local()), expected.chunk(2)[at])
-        on_both = parallelize_module(Attention(), mesh, plan)
+        on_both = parallelize_module(Heads(), mesh, plan)
         fully_shard(on_both, mesh=mesh["dp"])
-        assert_close(on_both(distribute_tensor(ids, mesh, [S0, R])), expected.chunk(2)[at])
+        assert_close(on_both(distribute_tensor(x, mesh, [S0, R])), expected.chunk(2)[at])
         return str(caught.value).partition("Fix: ")[2]
 
     (text,) = set(world(4).run(run))

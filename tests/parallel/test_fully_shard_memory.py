@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.testing import assert_close
 
 from shardwise import Mesh, Shard, count_comms, distribute_tensor
 from shardwise._models import Transformer
@@ -13,12 +12,10 @@ from shardwise.errors import PlanError
 from shardwise.parallel import CPUOffloadPolicy, fully_shard
 from shardwise.simulation import simulate
 from shardwise.testing import world
-from tests.parallel.one_process import full
 from tests.parallel.units import (
     ARGS,
     assert_trained_alike,
     batches_of_all,
-    copied,
     each_switch,
     model_args,
     sharded,
@@ -93,30 +90,6 @@ def test_memory_of_what_fewer_ranks_keep() -> None:
     layer_bytes = 4 * width * width
     assert (layers - 2) * layer_bytes / 2 < on_two - freed < (layers + 1) * layer_bytes / 2
     assert (layers - 2) * layer_bytes < kept - freed < (layers + 1) * layer_bytes
-
-
-@world(4)
-def test_a_parameter_that_is_returned_and_a_change_before_backward() -> None:
-    torch.manual_seed(0)
-
-    class Shows(nn.Linear):
-        def forward(self, x: Any) -> Any:
-            return super().forward(x), self.weight
-
-    plain, x = Shows(4, 4), torch.randn(4, 4)
-    mesh = Mesh((4,))
-    model, want = copied(plain), copied(plain)
-    fully_shard(model, mesh=mesh, reshard_after_forward=2)
-    of_all = distribute_tensor(x, mesh, [Shard(0)])
-    for each, inputs in ((model, of_all), (want, x)):
-        out, weight = each(inputs)
-        (out.square().sum() + weight.square().sum()).backward()
-    assert_close(full(model.weight.grad), want.weight.grad)
-    out, _ = model(of_all)
-    with torch.no_grad():
-        model.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="changed between forward and backward"):
-        out.square().sum().backward()
 
 
 @world(4)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from shardwise import DTensor, Mesh, Replicate, Shard, count_comms, init_device_mesh, shard_module
+from shardwise import DTensor, Mesh, Replicate, Shard, count_comms, shard_module
 from shardwise import _collectives as collectives
 from shardwise._models import MLPModule
 from shardwise.errors import PlanError
@@ -202,27 +202,3 @@ def test_offsets_of_a_shard_of_the_batch_are_refused() -> None:
     with pytest.raises(PlanError, match=r"offsets count from the first of all ids. Fix: 2-D ids"):
         module(torch.arange(4), torch.tensor([0, 2]))
     assert module(torch.zeros(2, 3, dtype=torch.long)).shape == (2, 4)
-
-
-def on_torch_s_meshes() -> list[Any]:
-    """A pair on an axis of a mesh of torch, and on the mesh."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    plain = MLPModule("cpu")
-    want = plain(X)
-    alone = parallelize_module(copy.deepcopy(plain), mesh["tp"], PAIR)
-    with count_comms() as comms:
-        out = alone(X)
-    assert_close(out, want)
-    out.square().sum().backward()
-    want.square().sum().backward()
-    assert_same_parameters(alone, plain)
-    both = parallelize_module(copy.deepcopy(plain), mesh, PAIR)
-    mine = X.split([1, 4])[mesh.get_coordinate()[0]]
-    both(mine).square().sum().backward()
-    assert_same_parameters(both, plain)
-    return [comms.total_calls, tuple(as_dtensor(both.get_parameter("net1.weight")).to_local().shape)]
-
-
-@pytest.mark.processes
-def test_meshes_of_torch_and_their_axes_work_on_real_ranks() -> None:
-    assert world(4, real=True).run(on_torch_s_meshes) == [[1, (8, 10)]] * 4

@@ -1,30 +1,16 @@
 """Modules of plain parameters that hold a rank's part compute, and learn, as the modules of DTensors do."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from shardwise import (
-    DTensor,
-    Mesh,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    distribute_tensor,
-    rank,
-    shard_module,
-)
-from shardwise.errors import RuleError
-from shardwise.parallel import ColwiseParallel, RowwiseParallel, local_parameters, parallelize_module
+from shardwise import Mesh, Placement, Replicate, Shard, distribute_tensor, rank, shard_module
+from shardwise.parallel import local_parameters
 from shardwise.testing import world
-from shardwise.testing.assertions import as_dtensor
 from tests.parallel.one_process import full
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -102,39 +88,3 @@ def test_modules_without_distributed_parameters_stay_as_they_are() -> None:
     kinds = [type(m) for m in module.modules()]
     assert local_parameters(module) is module
     assert [type(m) for m in module.modules()] == kinds
-
-
-@world(3)
-def test_styles_and_local_parameters_compose() -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
-    module = copy.deepcopy(plain)
-    parallelize_module(module, Mesh((3,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    local_parameters(module)
-    module(X).square().sum().backward()
-    plain(X).square().sum().backward()
-    assert_close(module(X), plain(X))
-    mine = [p.grad for p in module.parameters()]
-    theirs = [p.grad for p in plain.parameters()]
-    parts = [t.split([4, 4, 2], dim)[rank()] for t, dim in zip(theirs[:3], (0, 0, 1), strict=True) if t is not None]
-    assert_close(mine, [*parts, theirs[3]])
-
-
-COLLECTIVES: list[Any] = [
-    dist.all_reduce,
-    lambda x: dist.broadcast(x, 0),
-    lambda x: dist.all_gather([x, x], x),
-    lambda x: dist.reduce(x, 0),
-    lambda x: dist.send(x, 0),
-]
-
-
-@pytest.mark.parametrize("call", COLLECTIVES)
-@world(2)
-def test_a_collective_of_torch_refuses_a_dtensor(call: Any) -> None:
-    """It used to work on a copy, so that nothing happened."""
-    for placement in (R, S0, Partial()):
-        x = as_dtensor(DTensor.from_local(torch.ones(2), Mesh((2,)), [placement]))
-        with pytest.raises(RuleError, match=r"use the local tensor of a DTensor.*to_local\(\)"):
-            call(x)
-        assert x.to_local().tolist() == [1, 1]

@@ -26,7 +26,7 @@ from shardwise.parallel import (
 from shardwise.parallel.plan import flattened, resolve
 from shardwise.parallel.styles import InputFn, ModuleContext, OutputFn
 from shardwise.testing import world
-from tests.parallel.one_process import check_equals_one_process, full, raised
+from tests.parallel.one_process import Tied, check_equals_one_process, full, raised
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 COL, ROW = ColwiseParallel(), RowwiseParallel()
@@ -74,7 +74,8 @@ def test_one_style_is_for_the_module_itself() -> None:
 
 
 def test_all_errors_of_a_plan_are_reported_at_once_on_every_rank_and_nothing_changes() -> None:
-    plan = {"net": COL, "zzz.*": ROW, "relu": COL, "net1": ColwiseParallel(unit=5), "net2": ROW, "*2": COL}
+    plan: dict[str, Any] = {"net": COL, "zzz.*": ROW, "net1.wieght": S0, "relu": COL}
+    plan |= {"net1": ColwiseParallel(unit=5), "net2": ROW, "*2": COL}
 
     def body() -> str:
         module = MLPModule("cpu")
@@ -89,6 +90,7 @@ def test_all_errors_of_a_plan_are_reported_at_once_on_every_rank_and_nothing_cha
         "The plan does not fit the module:\n"
         "  'net' matches no module. Did you mean 'net2'? Fix: use its name.\n"
         "  'zzz.*' matches no module. Known names: net1, relu, net2. Fix: use these, or leave it out.\n"
+        "  'net1.wieght' matches no parameter. Did you mean 'net1.weight'? Fix: use its name.\n"
         "  relu: ColwiseParallel supports Linear, Embedding and EmbeddingBag, not ReLU. "
         "Fix: name the layers inside it, or write a style for it.\n"
         "  net1: 16 features are no multiple of unit=5. Fix: a unit that divides them.\n"
@@ -141,36 +143,6 @@ def test_a_module_is_parallelised_once() -> None:
     with pytest.raises(PlanError, match="net1: it was parallelised before"):
         parallelize_module(module, None, {"net1": COL})
     parallelize_module(module, None, PrepareModuleInput(input_layouts=R, desired_input_layouts=R))
-
-
-@pytest.mark.parametrize("source", [0, 2, None])
-def test_values_come_from_one_rank_or_are_every_rank_s_own(source: int | None) -> None:
-    def body() -> Tensor:
-        module = MLPModule("cpu")
-        with torch.no_grad():
-            for p in module.parameters():
-                p.fill_(collectives.rank())
-        parallelize_module(module, None, PAIR, src_data_rank=source)
-        return full(module.net1.weight).detach()
-
-    for found in world(3).run(body):
-        rows = [0.0] * 6 + [1.0] * 6 + [2.0] * 4 if source is None else [float(source)] * 16
-        assert found[:, 0].tolist() == rows
-
-
-class Tied(nn.Module):
-    """A table and a projection back to its rows that are one parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(7, 6)
-        self.out = nn.Linear(6, 7, bias=False)
-        self.out.weight = self.table.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        result: Tensor = self.out(torch.tanh(self.table(ids)))
-        return result
 
 
 @world(3)

@@ -12,12 +12,7 @@ from torch.testing import assert_close
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard
 from shardwise import _collectives as collectives
 from shardwise.errors import LayoutError, PlanError
-from shardwise.parallel import (
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
-    parallelize_module,
-)
+from shardwise.parallel import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput, parallelize_module
 from shardwise.testing import world
 from tests.parallel.one_process import full, local_shard_of
 
@@ -182,7 +177,6 @@ def test_input_and_output_in_one_style() -> None:
 
 WRONG_PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "lengths": ({"input_layouts": (S0, R), "desired_input_layouts": (S0,)}, "differ in number or names"),
-    "one and several": ({"input_layouts": (S0, R), "desired_input_layouts": S0}, "differ in number or names"),
     "names": (
         {"input_kwarg_layouts": {"bag": {"a": S0}}, "desired_input_kwarg_layouts": {"bag": {"b": S0}}},
         "differ in number or names",

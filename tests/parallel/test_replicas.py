@@ -23,6 +23,7 @@ from shardwise.errors import MismatchError, RuleError
 from shardwise.parallel import local_parameters
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
+from tests.parallel.one_process import full
 
 R, S0 = Replicate(), Shard(0)
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
@@ -162,6 +163,15 @@ def test_functional_collectives_averagers_and_scalers_refuse_dtensors() -> None:
     for op in (torch.ops._c10d_functional.all_reduce, torch.ops._c10d_functional.all_reduce.default):
         with pytest.raises(RuleError, match=r"all_reduce.* would use the local tensor of a DTensor"):
             op(x, "sum", "group")
+    calls: list[Callable[[], object]] = [
+        lambda: dist.broadcast(x, 0),
+        lambda: dist.all_gather([x, x], x),
+        lambda: dist.reduce(x, 0),
+        lambda: dist.send(x, 0),
+    ]
+    for call in calls:
+        with pytest.raises(RuleError, match=r"use the local tensor of a DTensor.*to_local\(\)"):
+            call()
     # What PeriodicModelAverager does to parameters with gradients: it all-reduces a concatenation.
     module = shard_module(layers(), {"**": S0})
     module(X).sum().backward()
@@ -175,20 +185,23 @@ def test_functional_collectives_averagers_and_scalers_refuse_dtensors() -> None:
 
 
 @world(2)
-def test_an_average_made_before_sharding_takes_full_parameters_or_is_refused() -> None:
+def test_averages_of_models_are_those_of_one_process_and_lists_of_plain_ones_are_refused() -> None:
     found = []
-    for shard in (False, True):
+    for sharded in ("never", "before", "after"):
         module = layers()
+        if sharded == "before":
+            shard_module(module, {"**": S0})
         average, by_lists = AveragedModel(module), AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        if shard:
+        if sharded == "after":
             shard_module(module, {"**": S0})
         for factor in (2.0, 3.0):
             with torch.no_grad():
                 for p in module.parameters():
                     p.mul_(factor)
             average.update_parameters(module)
-        found.append(list(average.parameters()))
+        found.append([full(p.detach()) for p in average.parameters()])
     assert_close(found[1], found[0])
+    assert_close(found[2], found[0])
     by_lists.update_parameters(module)  # the first update is a copy
     with pytest.raises(RuleError, match="would change plain tensor 0 in place with a DTensor"):
         by_lists.update_parameters(module)
@@ -222,16 +235,3 @@ def test_different_values_that_are_loaded_by_assignment_are_an_error() -> None:
     module.load_state_dict({name: value + rank() for name, value in layers().state_dict().items()}, assign=True)
     with pytest.raises(MismatchError, match=r"^load_state_dict: 0.weight of shape"):
         as_dtensor(module(X)).full_tensor()
-
-
-@world(2)
-def test_averages_of_models_are_those_of_one_process() -> None:
-    plain, module = layers(), shard_module(layers(), {"**": S0})
-    averages = [AveragedModel(model) for model in (plain, module)]
-    for factor in (2.0, 3.0):
-        for model, average in zip((plain, module), averages, strict=True):
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.mul_(factor)
-            average.update_parameters(model)
-    assert_close(as_dtensor(averages[1](X)).full_tensor(), averages[0](X))

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -21,16 +20,15 @@ from shardwise import (
     count_comms,
     distribute_module,
     distribute_tensor,
-    init_device_mesh,
     shard_module,
 )
 from shardwise import _collectives as collectives
 from shardwise.errors import LayoutError, MismatchError, PlanError
-from shardwise.parallel import fully_shard
+from shardwise.parallel import ColwiseParallel, fully_shard, parallelize_module
 from shardwise.parallel.shard_module import layouts_of
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from tests.parallel.one_process import raised
+from tests.parallel.one_process import Tied, full, raised
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
@@ -54,33 +52,41 @@ class Recommender(nn.Module):
 torch.manual_seed(0)
 MODEL = Recommender().double()
 IDS = torch.randint(0, 9, (5, 3))
-PLANS: dict[str, dict[str, Any]] = {
-    "nothing": {},
-    "rows": {"table.weight": S0, "hidden.*": S0, "out.weight": S1},
-    "uneven": {"table.weight": Shard(0, [0, 8, 1]), "hidden.*": Shard(0, [1, 0, 5]), "out.weight": Shard(1, [1, 0, 5])},
-    "on ranks": {"**": OnRanks(2), "table.weight": OnRanks(0)},
-    "everything by rows": {"**": S0},
-    "lists and layouts": {"table.weight": [S1], "hidden.weight": Layout(Mesh((3,)), [S1], (6, 4))},
+LINE, GRID, UNEVEN = Mesh((3,)), Mesh((2, 2), (), ("dp", "tp")), Shard(0, [1, 0, 5])
+PLANS: dict[str, tuple[Mesh, dict[str, Any]]] = {
+    "nothing": (LINE, {}),
+    "rows": (LINE, {"table.weight": S0, "hidden.*": S0, "out.weight": S1}),
+    "uneven": (LINE, {"table.weight": Shard(0, [0, 8, 1]), "hidden.*": UNEVEN, "out.weight": Shard(1, [1, 0, 5])}),
+    "on ranks": (LINE, {"**": OnRanks(2), "table.weight": OnRanks(0)}),
+    "everything by rows": (LINE, {"**": S0}),
+    "lists and layouts": (LINE, {"table.weight": [S1], "hidden.weight": Layout(LINE, [S1], (6, 4))}),
+    "grid": (GRID, {"table.weight": [S0, S1], "hidden.*": [R, S0], "out.weight": [R, S1]}),
+    "rows cut twice": (GRID, {"table.weight": [S0, S0], "hidden.weight": [S1, S0]}),
+    "on ranks of a grid": (GRID, {"table.weight": [OnRanks(1), S0], "out.*": [R, OnRanks(0)]}),
 }
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@world(3)
 def test_a_sharded_module_computes_and_learns_what_the_plain_one_does(plan: str) -> None:
+    mesh, entries = PLANS[plan]
     expected = copy.deepcopy(MODEL)
     loss = expected(IDS).square().mean()
     loss.backward()
-    module = copy.deepcopy(MODEL)
-    assert shard_module(module, PLANS[plan]) is module
-    got = module(distribute_tensor(IDS, Mesh((3,)), [S0])).square().mean()
-    assert_close(as_dtensor(got).full_tensor(), loss)
-    got.backward()
-    for (name, p), want in zip(module.named_parameters(), expected.parameters(), strict=True):
-        assert isinstance(p, DTensor)
-        assert isinstance(p, nn.Parameter)
-        assert as_dtensor(p)._name == name
-        assert_close(as_dtensor(p.grad).full_tensor(), want.grad)
-    assert type(module.scale) is Tensor
+
+    def body() -> None:
+        module = copy.deepcopy(MODEL)
+        assert shard_module(module, entries, mesh=mesh) is module
+        got = module(distribute_tensor(IDS, mesh, [S0, R][: mesh.ndim])).square().mean()
+        assert_close(as_dtensor(got).full_tensor(), loss)
+        got.backward()
+        for (name, p), want in zip(module.named_parameters(), expected.parameters(), strict=True):
+            assert isinstance(p, DTensor)
+            assert isinstance(p, nn.Parameter)
+            assert as_dtensor(p)._name == name
+            assert_close(as_dtensor(p.grad).full_tensor(), want.grad)
+        assert type(module.scale) is Tensor
+
+    world(mesh.size()).run(body)
 
 
 def test_a_name_beats_a_glob_and_a_later_glob_an_earlier_one() -> None:
@@ -172,41 +178,34 @@ def test_modules_sources_and_devices_that_differ_are_refused() -> None:
     ]
 
 
+Door = Callable[[nn.Module, int | None], object]
+DOORS: list[Door] = [
+    lambda module, source: shard_module(module, {"weight": S0}, src_rank=source),
+    lambda module, source: parallelize_module(module, None, ColwiseParallel(), src_data_rank=source),
+]
+
+
+@pytest.mark.parametrize("shard", DOORS, ids=["shard_module", "parallelize_module"])
+@pytest.mark.parametrize("source", [0, 2, None])
 @world(3)
-def test_the_values_of_the_source_rank_count() -> None:
-    for source in (0, 2):
-        module = nn.Linear(2, 3)
-        nn.init.constant_(module.weight, collectives.rank())
-        shard_module(module, {"weight": S0}, src_rank=source)
-        assert as_dtensor(module.weight.detach()).full_tensor().unique().tolist() == [source]
-    own = nn.Linear(2, 3)
-    nn.init.constant_(own.weight, collectives.rank())
-    shard_module(own, {"weight": S0}, src_rank=None)
-    assert as_dtensor(own.weight).to_local().unique().tolist() == [collectives.rank()]
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(6, 4)
-        self.out = nn.Linear(4, 6, bias=False)
-        self.out.weight = self.embed.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        result: Tensor = self.out(self.embed(ids))
-        return result
+def test_the_values_of_the_source_rank_count(source: int | None, shard: Door) -> None:
+    module = nn.Linear(2, 7)
+    nn.init.constant_(module.weight, collectives.rank())
+    shard(module, source)
+    own = [0.0] * 3 + [1.0] * 3 + [2.0]
+    assert full(module.weight)[:, 0].tolist() == (own if source is None else [float(source)] * 7)
 
 
 @pytest.mark.parametrize(
     "plan",
     [
         {"**.weight": S0},
-        {"embed.weight": S0},
+        {"table.weight": S0},
         {"out.weight": S0},
-        {"out.*": S0, "embed.weight": S0},
-        {"embed.*": S0},
+        {"out.*": S0, "table.weight": S0},
+        {"table.*": S0},
         {"**": S1, "out.*": S0},
-        {"embed.weight": S0, "**": S1},
+        {"table.weight": S0, "**": S1},
     ],
     ids=repr,
 )
@@ -215,18 +214,18 @@ def test_tied_parameters_stay_tied_and_one_of_their_names_is_enough(plan: dict[s
     plain = Tied().double()
     ids = torch.tensor([0, 5, 2])
     plain(ids).square().sum().backward()
-    expected = plain.embed.weight.grad
+    expected = plain.table.weight.grad
     assert expected is not None
     module = copy.deepcopy(plain)
     module.zero_grad()
-    with pytest.raises(PlanError, match=r"embed.weight and out.weight are tied, but the plan gives"):
-        shard_module(module, {"embed.weight": S0, "out.weight": S1})
+    with pytest.raises(PlanError, match=r"table.weight and out.weight are tied, but the plan gives"):
+        shard_module(module, {"table.weight": S0, "out.weight": S1})
     shard_module(module, plan)
-    assert module.embed.weight is module.out.weight
-    assert as_dtensor(module.embed.weight).placements == (S0,)
-    assert len(list(module.parameters())) == 1
+    assert module.table.weight is module.out.weight
+    assert as_dtensor(module.table.weight).placements == (S0,)
+    assert len(list(module.parameters())) == 2
     module(distribute_tensor(ids, Mesh((3,)), [R])).square().sum().backward()
-    assert_close(as_dtensor(module.embed.weight.grad).full_tensor(), expected)
+    assert_close(as_dtensor(module.table.weight.grad).full_tensor(), expected)
 
 
 @world(4)
@@ -247,7 +246,7 @@ def test_meta_modules_are_filled_alike_for_any_world() -> None:
         torch.manual_seed(1)
         with torch.device("meta"):
             module = Recommender()
-        with pytest.raises(PlanError, match="scale"):
+        with pytest.raises(PlanError, match=r"Recommender at .* has no reset_parameters\(\) to fill scale\. Fix: "):
             shard_module(copy.deepcopy(module), {"**": S0})
         del module.scale
         shard_module(module, {"**": S0})
@@ -265,12 +264,10 @@ class HalfReset(nn.Linear):
         self.register_buffer("scale", torch.ones(2))
 
 
-@world(2)
 @pytest.mark.parametrize("placement", [R, S0, S1, Shard(0, (0, 9)), OnRanks(1)], ids=str)
 @world(2)
 def test_the_row_of_the_padding_of_a_meta_table_is_zero(placement: Placement) -> None:
     """It was filled through a view, which of a table cut by rows is a copy."""
-
     for kind in (nn.Embedding, nn.EmbeddingBag):
         with torch.device("meta"):
             module = nn.Sequential(kind(9, 4, padding_idx=5))
@@ -305,12 +302,6 @@ class NoReset(nn.Module):
         return x * self.weight
 
 
-class NoResetOfABuffer(NoReset):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.ones(3))
-
-
 @pytest.mark.parametrize("fill", [shard_module, fully_shard], ids=["shard_module", "fully_shard"])
 def test_a_meta_module_that_cannot_fill_itself_is_refused_at_its_first_forward_until_it_is_filled(fill: Any) -> None:
     def body() -> str:
@@ -335,44 +326,6 @@ def test_a_meta_module_that_cannot_fill_itself_is_refused_at_its_first_forward_u
     )
 
 
-def test_a_meta_module_whose_buffers_nothing_fills_is_refused() -> None:
-    def body() -> None:
-        with torch.device("meta"):
-            module = nn.Sequential(nn.Linear(2, 2), NoResetOfABuffer())
-        shard_module(module, {})
-
-    text = raised(PlanError, body, 2)
-    assert text == (
-        "NoResetOfABuffer at '1' was built on the meta device and has no reset_parameters() to fill 1.scale. "
-        "Fix: give it one, or build it on a device; init_empty_weights of accelerate leaves buffers there."
-    )
-
-
-GRIDS: list[dict[str, list[Placement]]] = [
-    {"table.weight": [S0, S1], "hidden.*": [R, S0], "out.weight": [R, S1]},
-    {"table.weight": [S0, S0], "hidden.weight": [S1, S0]},
-    {"table.weight": [OnRanks(1), S0], "out.*": [R, OnRanks(0)]},
-]
-
-
-@pytest.mark.parametrize("plan", GRIDS, ids=str)
-@world(4)
-def test_grids_equal_one_process(plan: dict[str, list[Placement]]) -> None:
-    expected = MODEL(IDS)
-    module, mesh = copy.deepcopy(MODEL), Mesh((2, 2), (), ("dp", "tp"))
-    shard_module(module, plan, mesh=mesh)
-    got = module(distribute_tensor(IDS, mesh, [S0, R]))
-    assert_close(as_dtensor(got).full_tensor(), expected)
-
-
-@world(4)
-def test_a_mesh_of_some_ranks_leaves_nothing_on_the_others() -> None:
-    mesh = Mesh((2,), (1, 3))
-    module = shard_module(nn.Linear(3, 2), {"weight": S0}, mesh=mesh)
-    held = 1 if collectives.rank() in mesh.ranks else 0
-    assert as_dtensor(module.weight).to_local().shape == (held, 3)
-
-
 @world(2)
 def test_what_is_frozen_stays_frozen_and_what_is_no_placement_is_refused() -> None:
     module = nn.Linear(3, 2)
@@ -383,22 +336,6 @@ def test_what_is_frozen_stays_frozen_and_what_is_no_placement_is_refused() -> No
     wrong: Any = {"weight": ["rows"]}
     with pytest.raises((PlanError, LayoutError), match=r"needs a placement such as Shard\(0\)"):
         shard_module(nn.Linear(3, 2), wrong)
-
-
-@pytest.mark.processes
-@world(4, real=True)
-def test_real_processes_on_a_grid_equal_one() -> None:
-    torch.manual_seed(5)
-    plain = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 1)).double()
-    x = torch.linspace(-1, 1, 20, dtype=torch.float64).view(5, 4)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    module = copy.deepcopy(plain)
-    shard_module(module, {"0.*": [R, S0], "2.weight": [R, S1]}, mesh=mesh)
-    out = module(distribute_tensor(x, mesh, [S0, R]))
-    F.mse_loss(out, torch.zeros(5, 1, dtype=torch.float64)).backward()
-    F.mse_loss(plain(x), torch.zeros(5, 1, dtype=torch.float64)).backward()
-    for p, want in zip(module.parameters(), plain.parameters(), strict=True):
-        assert_close(as_dtensor(p.grad).full_tensor(), want.grad)
 
 
 @world(3)

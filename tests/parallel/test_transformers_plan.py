@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from shardwise import DTensor, Mesh, Replicate, Shard
-from shardwise import _collectives as collectives
 from shardwise.errors import PlanError
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module, plan_from_transformers
 from shardwise.parallel.transformers_plan import STYLES, WITHOUT_STYLE
@@ -127,9 +126,6 @@ def test_a_model_without_a_plan_or_with_an_unknown_style_is_refused() -> None:
         plan_from_transformers(model)
 
 
-# ---- placements of parameters in a plan -----------------------------------------------------------------------------
-
-
 @world(4)
 def test_a_plan_may_name_parameters_and_their_placements() -> None:
     torch.manual_seed(0)
@@ -142,26 +138,3 @@ def test_a_plan_may_name_parameters_and_their_placements() -> None:
     assert as_dtensor(model.stack).placements == (Replicate(), Shard(2))
     assert not isinstance(model.bias, DTensor)
     assert_close(learnt(model, ids), want)
-
-
-@pytest.mark.parametrize(
-    ("plan", "text"),
-    [
-        ({"stak": Shard(1)}, "'stak' matches no parameter. Did you mean 'stack'?"),
-        ({"stack": Shard(3)}, "stack: "),
-        ({"up.weight": Shard(1), "up": ColwiseParallel()}, "up.weight: two entries give it the layouts"),
-        ({"stack": Shard(1), "st*": Shard(2)}, "stack: two entries give it the layouts"),
-    ],
-    ids=repr,
-)
-def test_placements_that_do_not_fit_are_refused_on_every_rank(plan: Any, text: str) -> None:
-    def body() -> str:
-        model = Toy()
-        with pytest.raises(PlanError) as caught:
-            parallelize_module(model, None, plan)
-        assert not any(isinstance(p, DTensor) for p in model.parameters())
-        assert collectives.world_size() == 2
-        return str(caught.value)
-
-    (message,) = set(world(2).run(body))
-    assert text in message

@@ -121,14 +121,3 @@ def test_shards_of_other_ranks_are_not_reached_by_rpc() -> None:
     for options in refused:
         with pytest.raises(LayoutError, match="shards are contiguous and not pinned"):
             zeros(spec, 4, 3, **options)
-
-
-@world(2)
-def test_only_a_single_local_shard_is_a_local_tensor() -> None:
-    several = zeros(ChunkShardingSpec(0, ["rank:0/cpu", "rank:0/cpu", "rank:1/cpu", "rank:1/cpu"]), 8, 3)
-    with pytest.raises(
-        NotImplementedError, match=r"needs one shard per rank, and rank . has 2 .*Fix: use local_shards"
-    ):
-        several.local_tensor()
-    one = zeros(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 8, 3)
-    assert one.local_tensor().shape == (4, 3)

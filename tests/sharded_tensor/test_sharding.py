@@ -1,5 +1,8 @@
 """Tensors and parameters cut by specs: who sends what, in which group, and what is refused."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -82,38 +85,21 @@ def test_no_rank_waits_for_one_that_lacks_the_device() -> None:
 
 
 def test_ranks_that_disagree_are_named() -> None:
-    def different_source() -> None:
-        chunks(0, 0, 1, 2).shard(VALUE, src_rank=1 if rank() == 2 else 0)
+    def on_three(tensor: object, **options: int) -> object:
+        return chunks(0, 0, 1, 2).shard(tensor, **options)  # type: ignore[arg-type]
 
-    def different_spec() -> None:
-        chunks(rank() // 2, 0, 1, 2).shard(VALUE)
-
-    def different_shape() -> None:
-        chunks(0, 0, 1, 2).shard(VALUE if rank() else VALUE[:3])
-
-    def another_wish_for_gradients() -> None:
-        chunks(0, 0, 1, 2).shard(VALUE.clone().requires_grad_(rank() == 0))
-
-    def no_values_on_the_source() -> None:
-        chunks(0, 0, 1, 2).shard(torch.empty(10, 4, device="meta"), src_rank=1)
-
-    def sparse_on_one_rank() -> None:
-        chunks(0, 0, 1, 2).shard(VALUE if rank() else VALUE.to_sparse())
-
-    def no_tensor() -> None:
-        chunks(0, 0, 1, 2).shard(VALUE if rank() else VALUE.tolist())  # type: ignore[arg-type]
-
-    for wrong, said in (
-        (different_source, "rank 2: .*src_rank"),
-        (different_spec, "rank 0, 1: "),
-        (different_shape, "shape"),
-        (another_wish_for_gradients, "rank 0: .*requires_grad"),
-        (no_values_on_the_source, "rank 1: .*has no values"),
-        (sparse_on_one_rank, "rank 0: .*only a dense tensor"),
-        (no_tensor, "rank 0: .*only a plain tensor can be sharded, got"),
-    ):
+    wrong: dict[str, Callable[[], object]] = {
+        "rank 2: .*src_rank": lambda: on_three(VALUE, src_rank=1 if rank() == 2 else 0),
+        "rank 0, 1: ": lambda: chunks(rank() // 2, 0, 1, 2).shard(VALUE),
+        "shape": lambda: on_three(VALUE if rank() else VALUE[:3]),
+        "rank 0: .*requires_grad": lambda: on_three(VALUE.clone().requires_grad_(rank() == 0)),
+        "rank 1: .*has no values": lambda: on_three(torch.empty(10, 4, device="meta"), src_rank=1),
+        "rank 0: .*only a dense tensor": lambda: on_three(VALUE if rank() else VALUE.to_sparse()),
+        "rank 0: .*only a plain tensor can be sharded, got": lambda: on_three(VALUE if rank() else VALUE.tolist()),
+    }
+    for said, job in wrong.items():
         with pytest.raises(MismatchError, match=said):
-            world(3).run(wrong)
+            world(3).run(job)
 
 
 # ---- groups ----
@@ -277,3 +263,32 @@ def test_what_cannot_be_sharded_is_refused() -> None:
     model.head.weight = nn.Parameter(model.head.weight.detach().t())
     with pytest.raises(PlanError, match="not contiguous"):
         shard_parameter(model.head, "weight", spec)
+
+
+ROWS, DIM = 1 << 20, 64  # 256 MB of floats
+
+
+def peak() -> int:
+    """Bytes that this process held at most since `forget`."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
+
+
+def forget() -> int:
+    """Begin anew; bytes that are held now."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return peak()
+
+
+@pytest.mark.processes
+@world(4, real=True)
+def test_a_rank_that_is_not_the_source_never_holds_more_than_its_shard() -> None:
+    table = torch.ones(ROWS, DIM) if rank() == 1 else torch.empty(ROWS, DIM, device="meta")
+    before = forget()
+    x = ChunkShardingSpec(0, ["rank:2", "rank:0", "rank:1", "rank:3"]).shard(table, src_rank=1)
+    grown = peak() - before
+    shard = x.to_local().nbytes
+    assert shard == ROWS * DIM
+    if rank() != 1:
+        assert grown < shard + (64 << 20)
+    assert bool((x.to_local() == 1).all())

@@ -9,17 +9,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from shardwise import (
-    DTensor,
-    Mesh,
-    Partial,
-    Replicate,
-    Shard,
-    count_comms,
-    distribute_tensor,
-    rank,
-    sharded_tensor,
-)
+from shardwise import DTensor, Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor, rank, sharded_tensor
 from shardwise._layout import Box
 from shardwise.errors import LayoutError, MismatchError
 from shardwise.sharded_tensor import (
@@ -118,8 +108,7 @@ def test_a_tensor_that_no_spec_made_has_shards_all_the_same() -> None:
 def test_the_only_shard_is_given_with_its_gradient() -> None:
     x = SPECS["rows"].shard(VALUE).requires_grad_()
     x.local_tensor().sum().backward()
-    assert x.grad is not None
-    assert_close(x.grad.full_tensor(), torch.ones(10, 4))
+    assert_close(as_dtensor(x.grad).full_tensor(), torch.ones(10, 4))
     several = SPECS["boxes"].shard(VALUE)
     if rank() in (2, 3):
         with pytest.raises(NotImplementedError, match=f"rank {rank()} has {2 if rank() == 2 else 0} of"):
@@ -179,8 +168,7 @@ def test_resharding_leaves_the_tensor_what_its_own_spec_made_it() -> None:
     assert x.sharding_spec() is first
     assert y.sharding_spec() is same
     y.sum().backward()
-    assert x.grad is not None
-    assert_close(x.grad.full_tensor(), torch.ones(10, 4))
+    assert_close(as_dtensor(x.grad).full_tensor(), torch.ones(10, 4))
 
 
 @world(4)
@@ -192,8 +180,7 @@ def test_ranks_that_leave_the_group_give_what_they_have() -> None:
     if rank() in (0, 2):
         assert_close(y.full_tensor(), VALUE)
     (y * 2).sum().backward()
-    assert x.grad is not None
-    assert_close(x.grad.full_tensor(), torch.full((10, 4), 2.0))
+    assert_close(as_dtensor(x.grad).full_tensor(), torch.full((10, 4), 2.0))
     layer = torch.nn.Linear(4, 10)
     shard_parameter(layer, "weight", chunks(0, 0, 1, 2, 3))
     shard_parameter(layer, "weight", chunks(0, 2, 0), process_group=(0, 2))
@@ -254,44 +241,27 @@ def row_shard(**changes: Any) -> LocalShard:
     )
 
 
-WRONG: list[tuple[type[Exception], str, Callable[[], object]]] = [
-    (LayoutError, "overlap.*rank 0.*rank 1", lambda: init_from_local_shards([row_shard(start=2)])),
-    (LayoutError, r"nobody holds \[5:6, 0:4\]", lambda: init_from_local_shards([row_shard(rows=VALUE[:2])], 9, 4)),
-    (LayoutError, r"nobody holds \[9:10, 0:4\]", lambda: init_from_local_shards([row_shard()], 10, 4)),
-    (MismatchError, "rank 1: dtype .*float64", lambda: init_from_local_shards([row_shard(rows=VALUE[:3].double())])),
-    (
-        MismatchError,
-        r"rank 2: global size \[10, 4\]",
-        lambda: init_from_local_shards([row_shard()], 9 + (rank() == 2), 4),
-    ),
-    (
-        MismatchError,
-        "rank 1: passes a shard placed on rank:0/cpu",
-        lambda: init_from_local_shards([row_shard(where=0)]),
-    ),
-    (LayoutError, "no rank passed any shard", lambda: init_from_local_shards([])),
-    (MismatchError, "number", lambda: init_from_local_shards([row_shard(rows=torch.ones(3))])),
-    (
-        MismatchError,
-        "rank 1: requires_grad .*True",
-        lambda: init_from_local_shards([row_shard(rows=VALUE[:3].clone().requires_grad_())]),
-    ),
-    (
-        MismatchError,
-        "rank 1: passes a shard placed on rank:1/cuda:0 that is on cpu",
-        lambda: init_from_local_shards([row_shard(device="cuda:0")]),
-    ),
-    (
-        MismatchError,
-        "rank 2: passes a Tensor instead of a LocalShard",
-        lambda: init_from_local_shards([VALUE[:3] if rank() == 2 else row_shard()]),  # type: ignore[list-item]
-    ),
-]
+make = init_from_local_shards
+MISFITS: dict[str, Callable[[], object]] = {
+    "overlap.*rank 0.*rank 1": lambda: make([row_shard(start=2)]),
+    r"nobody holds \[5:6, 0:4\]": lambda: make([row_shard(rows=VALUE[:2])], 9, 4),
+    r"nobody holds \[9:10, 0:4\]": lambda: make([row_shard()], 10, 4),
+    "no rank passed any shard": lambda: make([]),
+}
+DIFFERENCES: dict[str, Callable[[], object]] = {
+    "rank 1: dtype .*float64": lambda: make([row_shard(rows=VALUE[:3].double())]),
+    r"rank 2: global size \[10, 4\]": lambda: make([row_shard()], 9 + (rank() == 2), 4),
+    "rank 1: passes a shard placed on rank:0/cpu": lambda: make([row_shard(where=0)]),
+    "number": lambda: make([row_shard(rows=torch.ones(3))]),
+    "rank 1: requires_grad .*True": lambda: make([row_shard(rows=VALUE[:3].clone().requires_grad_())]),
+    "rank 1: passes a shard placed on rank:1/cuda:0 that is on cpu": lambda: make([row_shard(device="cuda:0")]),
+    "rank 2: passes a Tensor instead of a LocalShard": lambda: make([VALUE[:3] if rank() == 2 else row_shard()]),  # type: ignore[list-item]
+}
 
 
 def test_shards_that_do_not_make_a_tensor_are_the_same_error_everywhere() -> None:
-    for kind, said, wrong in WRONG:
-        with pytest.raises(kind, match=said) as error:
+    for said, wrong in {**MISFITS, **DIFFERENCES}.items():
+        with pytest.raises(LayoutError if said in MISFITS else MismatchError, match=said) as error:
             world(3).run(wrong)
         assert "ranks 0, 1, 2 raised the same" in "".join(getattr(error.value, "__notes__", [str(error.value)])), said
 

@@ -1,13 +1,13 @@
 """Wrappers of local shards become DTensors and come back: places, holes, training, torch's own checkpoints."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor as TorchDTensor
@@ -31,13 +31,7 @@ from shardwise import (
 from shardwise import _collectives as collectives
 from shardwise._layout import Box, Layout
 from shardwise.errors import LayoutError, MismatchError
-from shardwise.sharded_tensor import (
-    LocalShard,
-    LocalShardsWrapper,
-    init_from_local_shards,
-    pre_load_state_dict_hook,
-    state_dict_hook,
-)
+from shardwise.sharded_tensor import LocalShardsWrapper, pre_load_state_dict_hook, state_dict_hook
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from tests.parallel.one_process import raised
@@ -153,69 +147,33 @@ def test_without_a_check_the_shape_is_taken_at_its_word() -> None:
 # ---- shards at wrong places ----
 
 
+def given(*shards: Tensor, at: list[tuple[int, ...]], **options: Any) -> object:
+    return DTensor.from_local(LocalShardsWrapper(shards, at), Mesh((2,)), [Shard(0)], **options)
+
+
 def test_shards_with_wrong_offsets_are_the_same_error_on_every_rank() -> None:
     def body() -> None:
-        shift = 3 if rank() == 1 else 0
-        wrapper = LocalShardsWrapper(
-            [torch.ones(2, 3), torch.ones(2, 1)], [(2 * rank(), shift), (2 * rank(), shift + 3)]
-        )
-        DTensor.from_local(wrapper, Mesh((3,)), [Shard(0)])
+        row, col = 2 * rank(), 3 * rank()
+        given(torch.ones(2, 3), torch.ones(2, 1), at=[(row, col), (row, col + 3)])
 
-    said = raised(MismatchError, body, 3)
+    said = raised(MismatchError, body, 2)
     assert "rank 1: expected [2:4, 0:4], got [2:4, 3:7]" in said
     assert "rank 0" not in said
-
-
-def test_shards_of_swapped_ranks_are_refused() -> None:
-    def body() -> None:
-        DTensor.from_local(mine(Layout(Mesh((2,), (1, 0)), [Shard(0, [3, 4])], (7, 12))), Mesh((2,)), [Shard(0)])
-
-    with pytest.raises(MismatchError, match=r"rank 0: expected \[0:4, 0:12\], got \[3:7, 0:12\]"):
-        world(2).run(body)
-
-
-def test_without_a_check_the_rank_itself_reports_the_expected_offsets() -> None:
-    def body() -> None:
-        wrapper = LocalShardsWrapper([torch.ones(2, 4)], [(0, 0)])
-        DTensor.from_local(wrapper, Mesh((2,)), [Shard(0)], run_check=False)
-
     with pytest.raises(LayoutError, match=r"rank 1: expected \[2:4, 0:4\], got \[0:2, 0:4\]"):
-        world(2).run(body)
+        world(2).run(lambda: given(torch.ones(2, 4), at=[(0, 0)], run_check=False))  # the rank itself reports
 
 
 def test_other_disagreements_are_reported_as_for_plain_local_tensors() -> None:
-    def dtypes() -> None:
-        x = torch.ones(2, 4, dtype=torch.float64 if rank() else torch.float32)
-        DTensor.from_local(LocalShardsWrapper([x], [(2 * rank(), 0)]), Mesh((2,)), [Shard(0)])
-
-    def widths() -> None:
-        DTensor.from_local(LocalShardsWrapper([torch.ones(2, 4 + rank())], [(2 * rank(), 0)]), Mesh((2,)), [Shard(0)])
-
-    def absent() -> None:  # one of two that should hold copies
-        DTensor.from_local(LocalShardsWrapper([FULL], [(0, 0)]) if rank() else LocalShardsWrapper([], []), Mesh((2,)))
-
-    for wrong, said in ((dtypes, "disagree on the dtype"), (widths, "rank 1: expected"), (absent, "rank 0")):
+    dtypes = torch.half, torch.float
+    disagreements: dict[str, Callable[[], object]] = {
+        "disagree on the dtype": lambda: given(torch.ones(2, 4, dtype=dtypes[rank()]), at=[(2 * rank(), 0)]),
+        "rank 1: expected": lambda: given(torch.ones(2, 4 + rank()), at=[(2 * rank(), 0)]),
+        # One of two that should hold copies has none.
+        "rank 0": lambda: DTensor.from_local(LocalShardsWrapper([FULL][: rank()], [(0, 0)][: rank()]), Mesh((2,))),
+    }
+    for said, wrong in disagreements.items():
         with pytest.raises(MismatchError, match=said):
             world(2).run(wrong)
-
-
-@world(2)
-def test_separate_shards_form_a_tensor_by_init_from_local_shards() -> None:
-    where = [(0, 3), (6, 3)] if rank() else [(3, 3), (9, 3)]
-    shards = [LocalShard.from_tensor_and_offsets(FULL[:, a : a + n].clone(), (0, a), rank()) for a, n in where]
-    x = init_from_local_shards(shards, (7, 12))
-    assert_close(x.full_tensor(), FULL)
-    for held, given in zip(x.local_shards(), shards, strict=True):
-        assert_close(held.tensor, given.tensor)
-        assert held.metadata.shard_offsets == given.metadata.shard_offsets
-    with pytest.raises(LayoutError, match="init_from_local_shards"):
-        LocalShardsWrapper([s.tensor for s in shards], [s.metadata.shard_offsets for s in shards])
-    apart = Boxes([[((0, 3 * r), (7, 3)), ((0, 3 * r + 6), (7, 3))] for r in (1, 0)])
-    with pytest.raises(MismatchError, match="init_from_local_shards"):
-        DTensor.from_local(mine(Layout(Mesh((2,)), [Shard(1)], (7, 12))), Mesh((2,)), [apart], shape=(7, 12))
-
-
-# ---- training and state ----
 
 
 class Model(nn.Module):
@@ -354,29 +312,6 @@ def test_torch_saves_and_loads_into_any_other_sharding(tmp_path: Path, src: int)
     theirs = TorchDTensor.from_local(torch.zeros(7, 6), init_device_mesh("cpu", (2,)), [TorchShard(1)])
     load({"model": {"x": theirs}}, checkpoint_id=folder)
     assert_close(theirs.redistribute(placements=[TorchReplicate()]).to_local(), FULL)
-
-
-@pytest.mark.processes
-@world(2, real=True)
-def test_a_model_and_its_optimizer_go_through_torchs_checkpoint(tmp_path: Path) -> None:
-    folder = str(collectives.gather_json(str(tmp_path), (0, 1))[0])
-    weights = (
-        DTensor.from_local(mine(Layout(Mesh((2,)), [Shard(1, [4, 8])], (7, 12)), 0, 2), Mesh((2,)), [Shard(1)]),
-        distribute_tensor(torch.zeros(7, 12), Mesh((2,)), [Shard(0, [6, 1])]),
-    )
-    model, other = map(Model, weights)
-    optimizer, another = torch.optim.Adam(model.parameters()), torch.optim.Adam(other.parameters())
-    model.weight.square().sum().backward()
-    optimizer.step()
-    parts, states = get_state_dict(model, optimizer)
-    save({"model": parts, "optimizer": states}, checkpoint_id=folder)
-    parts, states = get_state_dict(other, another)
-    load({"model": parts, "optimizer": states}, checkpoint_id=folder)
-    set_state_dict(other, another, model_state_dict=parts, optim_state_dict=states)
-    assert_close(as_dtensor(other.weight.detach()).full_tensor(), as_dtensor(model.weight.detach()).full_tensor())
-    for name in ("exp_avg", "exp_avg_sq"):
-        was, now = optimizer.state[model.weight][name], another.state[other.weight][name]
-        assert_close(as_dtensor(now).full_tensor(), as_dtensor(was).full_tensor())
 
 
 @pytest.mark.processes

@@ -138,31 +138,24 @@ KEEPING: dict[str, Callable[[Tensor], Tensor]] = {
     "clone": torch.clone,
     "detach": Tensor.detach,
     "data": lambda x: x.data,
-    "contiguous": Tensor.contiguous,
     "to": lambda x: x.to(torch.float64),
-    "half": Tensor.half,
     "mul": lambda x: x * 3,
     "the other way": lambda x: 3 - x,
-    "of two": lambda x: torch.add(x, x, alpha=2),
     "with a plain tensor": lambda x: torch.zeros(x.shape[1]) + x,
     "addcdiv": lambda x: torch.addcdiv(x, x, x + 1),
     "where": lambda x: torch.where(x > 3, x, 0.0),
     "zeros_like": torch.zeros_like,
     "full_like": lambda x: torch.full_like(x, 3.0),
     "view": lambda x: x.view(x.shape),
-    "view_as": lambda x: x.view_as(x),
     "truth": lambda x: x == 3,
 }
 GIVING_PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": torch.sum,
-    "rows": lambda x: x.sum(1),
     "row": lambda x: x[0],
     "flat": lambda x: x.view(-1),
     "transposed": Tensor.t,
     "product": lambda x: x @ x.t(),
     "flipped": lambda x: x.flip(0),
-    "sorted": lambda x: x.sort(dim=0).values,
-    "running sum": lambda x: x.cumsum(0),
     "stretched": lambda x: x + torch.zeros(2, 1, 1),
 }
 
@@ -347,8 +340,6 @@ def test_copies_and_pickles_are_wrappers_with_memory_of_their_own() -> None:
     assert_close(copy.deepcopy(leaf).grad, leaf.grad)
 
 
-# ---- what is refused ----
-
 A, B = torch.ones(2, 3), torch.zeros(2, 3)
 WRONG: dict[str, tuple[list[Any], list[Any], str]] = {
     "too few offsets": ([A, B], [(0, 0)], "2 shards and 1 offsets"),
@@ -374,9 +365,6 @@ def test_what_makes_no_local_tensor_is_refused_in_words(name: str) -> None:
     shards, offsets, said = WRONG[name]
     with pytest.raises(LayoutError, match=said):
         LocalShardsWrapper(shards, offsets)
-
-
-# ---- in the words of torch's checkpoints ----
 
 
 def test_it_tells_torch_where_its_shards_are() -> None:

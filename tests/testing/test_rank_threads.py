@@ -22,19 +22,6 @@ FULL = torch.arange(8.0)
 POOL = ThreadPoolExecutor(3)  # its workers serve all ranks, and those of later worlds
 
 
-class Loader(threading.Thread):
-    """Makes batches ahead of the step that uses them, without communication."""
-
-    def __init__(self) -> None:
-        super().__init__(name="prefetch")
-        self.batches: queue.Queue[Any] = queue.Queue()
-
-    def run(self) -> None:
-        for step in range(3):
-            local = (FULL + step).chunk(world_size())[rank()]
-            self.batches.put(DTensor.from_local(local, None, [Shard(0)], run_check=False))
-
-
 def in_thread(fn: Callable[[], Any]) -> Any:
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(fn()))
@@ -86,17 +73,6 @@ def test_a_thread_communicates_while_its_rank_waits_for_it(elsewhere: Callable[[
     elsewhere(loss.backward)
     assert_close(x.grad.full_tensor(), 2 * FULL)
     barrier((0, 1, 2))
-
-
-@world(2)
-def test_batches_that_a_thread_prefetches_are_those_of_its_rank() -> None:
-    loader = Loader()
-    loader.start()
-    for step in range(3):
-        batch: DTensor = loader.batches.get()
-        assert batch.to_local().shape == (4,)
-        assert_close(batch.full_tensor(), FULL + step)
-    loader.join()
 
 
 @world(2)
