@@ -5,7 +5,7 @@ from torch import nn
 
 from shardwise import Mesh, Shard, distribute_tensor
 from shardwise import _collectives as collectives
-from tests.collectives.jobs import end
+from tests.collectives.test_survivors import end
 from tests.parallel.units import as_units
 
 
