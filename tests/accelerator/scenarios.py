@@ -1,14 +1,27 @@
-"""What ranks with an accelerator do in a world whose only backend takes what NCCL takes."""
+"""What ranks with an accelerator do in a world whose only backend takes what NCCL takes.
+
+One rank of the world of test_nccl_alone.py is `python -m tests.accelerator.scenarios RANK SIZE FOLDER LIBRARY`.
+"""
 
 import copy
+import json
+import os
+import sys
+import traceback
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from inspect import isfunction, signature
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
 
 import shardwise
 from shardwise import Mesh, OnRanks, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -27,7 +40,112 @@ from shardwise.embedding import (
 )
 from shardwise.errors import MismatchError
 from shardwise.parallel import ColwiseParallel, CPUOffloadPolicy, RowwiseParallel, fully_shard, parallelize_module
-from tests.accelerator.nccl_rules import DEVICE
+
+DEVICE = os.environ.get("SHARDWISE_TEST_DEVICE", "fake")  # see device.cpp
+# Of torch's table of NCCL's dtypes.
+MOVED = {torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2}
+ADDED = {torch.int8, torch.uint8, torch.int32, torch.int64}
+FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+
+class RefusedError(RuntimeError):
+    pass
+
+
+class Copied(dist.Work):
+    """A collective of gloo, whose results are copied to the device when a rank waits for it."""
+
+    def __init__(self, work: dist.Work, results: Sequence[tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.work, self.results = work, results
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        assert self.work.wait()
+        for on_device, received in self.results:
+            on_device.copy_(received)
+        self.results = ()
+        return True
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
+
+
+class NcclRules(dist.ProcessGroup):
+    """Refuses CPU tensors, dtypes that NCCL lacks, tensors that are not contiguous, and splits that do not fit."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # torch does not declare this overload
+        self.gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._register_backend(torch.device(DEVICE), dist.ProcessGroup.BackendType.CUSTOM, self.gloo)
+
+    def all_to_all_single(self, out: Tensor, send: Tensor, received: list[int], sent: list[int], *_: Any) -> dist.Work:
+        for x, sizes in ((out, received), (send, sent)):
+            _check(x, MOVED | FLOATS)
+            if sizes and (len(sizes) != self.size() or sum(sizes) != len(x) or min(sizes) < 0):
+                raise RefusedError(f"split sizes {sizes} of {tuple(x.shape)}")
+        return self._run(lambda o, x: self.gloo.alltoall_base(o, x, received, sent), out, send)
+
+    def all_gather_single(self, out: Tensor, x: Tensor, *_: Any) -> dist.Work:
+        _check(out, MOVED | FLOATS)
+        _check(x, MOVED | FLOATS)
+        return self._run(self.gloo._allgather_base, out, x)
+
+    def reduce_scatter_single(self, out: Tensor, x: Tensor, options: Any) -> dist.Work:
+        _check(out, ADDED | FLOATS)
+        _check(x, ADDED | FLOATS)
+        return self._run(lambda o, x: self.gloo._reduce_scatter_base(o, x, options), out, x)
+
+    def allreduce(self, *args: Any, **_: Any) -> dist.Work:
+        (x,), options = args
+        _check(x, ADDED | FLOATS)
+        return self._run(lambda x: self.gloo.allreduce([x], options), x)
+
+    def broadcast(self, *args: Any, **_: Any) -> dist.Work:
+        (x,), options = args
+        _check(x, MOVED | FLOATS)
+        return self._run(lambda x: self.gloo.broadcast([x], options), x)
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> dist.Work:
+        _check(tensors[0], MOVED | FLOATS)
+        return self._run(lambda x: self.gloo.send([x], to, tag), tensors[0])
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
+        _check(tensors[0], MOVED | FLOATS)
+        return self._run(lambda x: self.gloo.recv([x], source, tag), tensors[0])
+
+    def _run(self, start: Callable[..., dist.Work], first: Tensor, *others: Tensor) -> dist.Work:
+        """Run a collective that writes its first tensor."""
+        on_cpu = first.cpu()
+        return Copied(start(on_cpu, *(x.cpu() for x in others)), [(first, on_cpu)])
+
+
+def _check(x: Tensor, dtypes: set[torch.dtype]) -> None:
+    if x.device.type != DEVICE:
+        raise RefusedError(f"a tensor on {x.device}")
+    if x.dtype not in dtypes:
+        raise RefusedError(f"a tensor of {x.dtype}")
+    if not x.is_contiguous():
+        raise RefusedError(f"a tensor of strides {x.stride()}")
+
+
+def register(library: Path) -> None:
+    """Make the device and the backend known to torch, in this process."""
+    rename_privateuse1_backend(DEVICE)
+    torch.ops.load_library(library)
+    module = SimpleNamespace(
+        is_initialized=lambda: True,
+        is_available=lambda: True,
+        current_device=lambda: 0,
+        device_count=lambda: 1,
+        _is_in_bad_fork=lambda: False,
+        manual_seed=lambda seed: None,
+        manual_seed_all=lambda seed: None,
+        get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+    )
+    torch._register_device_module(DEVICE, module)
+    generate_methods_for_privateuse1_backend()
+    dist.Backend.register_backend("nccl_rules", NcclRules, devices=[DEVICE])
+
 
 EVERYONE = (0, 1, 2, 3)
 LINE, GRID = Mesh((4,), (), None, DEVICE), Mesh((2, 2), (), None, DEVICE)
@@ -123,11 +241,6 @@ def every_layout_is_redistributed() -> None:
         else:
             source = sharded(x, src, mesh)
         same(source.redistribute(placements=list(dst)), x)
-
-
-def uneven_local_tensors_are_joined() -> None:
-    local = torch.full((rank(), 2), float(rank()), device=DEVICE)
-    same(DTensor.from_local(local, LINE, [S0]), torch.tensor([[1.0] * 2, *[[2.0] * 2] * 2, *[[3.0] * 2] * 3]))
 
 
 def device_meshes_are_taken() -> None:
@@ -298,24 +411,33 @@ def parameters_on_another_axis_are_offloaded() -> None:
     torch.testing.assert_close(weight.detach().to_local(), expected)
 
 
+# All functions of this module that take nothing, or a folder.
 SCENARIOS: list[Callable[..., None]] = [
-    cpu_tensors_are_refused,
-    ranks_agree,
-    ranks_without_a_group_agree,
-    fingerprints_are_compared,
-    records_of_other_hosts_are_compared,
-    every_dtype_is_sent,
-    uneven_local_tensors_are_joined,
-    every_layout_is_redistributed,
-    device_meshes_are_taken,
-    ops_and_gradients_are_right,
-    shapes_depend_on_data,
-    tables_are_looked_up,
-    collections_are_trained,
-    a_model_is_trained,
-    plain_local_tensors_are_joined,
-    random_numbers_are_those_of_any_layout,
-    a_checkpoint_is_read_again,
-    parameters_are_offloaded,
-    parameters_on_another_axis_are_offloaded,
+    found
+    for found in [*globals().values()]
+    if isfunction(found) and found.__module__ == __name__ and {*signature(found).parameters} <= {"folder"}
 ]
+
+TIMEOUT = timedelta(seconds=30)  # of a rank that waits for one that failed alone
+
+
+def main(rank: int, size: int, folder: Path, library: Path) -> None:
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        register(library)
+    backend = "nccl" if DEVICE == "cuda" else "nccl_rules"
+    store = dist.FileStore(str(folder / "store"), size)  # type: ignore[attr-defined]  # torch does not export it
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    outcomes = {}
+    for scenario in SCENARIOS:
+        try:
+            scenario(*[folder] * len(signature(scenario).parameters))
+            outcomes[scenario.__name__] = ""
+        except Exception:  # noqa: BLE001 - the test shows it
+            outcomes[scenario.__name__] = traceback.format_exc()
+        (folder / f"{rank}.json").write_text(json.dumps(outcomes))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))

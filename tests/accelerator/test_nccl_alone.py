@@ -22,13 +22,14 @@ pytestmark = pytest.mark.processes
 
 SIZE = 4
 NAMES = [scenario.__name__ for scenario in SCENARIOS]
+assert len(NAMES) > 15
 
 Outcomes = list[dict[str, str]]  # of each rank: the traceback of each scenario, empty if there is none
 
 
 def run(folder: Path, device: str, library: Path) -> Outcomes:
     environment = {**os.environ, "SHARDWISE_TEST_DEVICE": device, "OMP_NUM_THREADS": "1"}
-    command = ["-m", "tests.accelerator.ranks"]
+    command = ["-m", "tests.accelerator.scenarios"]
     root = Path(__file__).parents[2]
     with ExitStack() as all_end:
         ranks = [

@@ -2,7 +2,7 @@
 
 Of a file system, the interpreter itself announces each operation before it happens (`sys.addaudithook`), and gives up
 the operation when the hook raises: what the code under test meets is a real OSError, or the end of its process. Stores
-are wrapped (`FaultyStore`, `FaultyObjects`).
+are wrapped (`faulty_store`, `FaultyObjects`).
 """
 
 import errno
@@ -111,6 +111,16 @@ def another_job(folder: Path | str) -> Iterator[int]:
         os.waitpid(child, 0)
 
 
+class Hostile:
+    """Calls something when it is unpickled, such as `os.mkdir`."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.call[0], self.call[1:]
+
+
 class WatchedStore:
     """A store that calls `before(method, arguments)` before each call; what that raises is what the call raises."""
 
@@ -172,28 +182,19 @@ class Fault:
             raise OSError(number, os.strerror(number), where)
 
 
-class FaultyStore:
-    """A `CheckpointStore` whose methods meet a `Fault`."""
+def faulty_store(store: CheckpointStore, fault: Fault) -> Any:
+    """A `CheckpointStore` whose methods meet a `Fault`. What else is torn than a file is undone by the store itself."""
 
-    def __init__(self, store: CheckpointStore, fault: Fault) -> None:
-        self._store, self._fault = store, fault
+    def before(method: str, args: tuple[Any, ...]) -> None:
+        def half_of_it() -> None:
+            if method == "write":
+                draft, file, size, content = args
+                store.write(draft, file, size // 2, [b"".join(content)[: size // 2]])
 
-    def __getattr__(self, method: str) -> Any:
-        found = getattr(self._store, method)
-        if not callable(found) or method == "location":
-            return found
+        if method != "location":
+            fault.at(store.name, half_of_it)
 
-        def call(*args: Any) -> Any:
-            self._fault.at(self._store.name, lambda: self._half(method, args))
-            return found(*args)
-
-        return call
-
-    def _half(self, method: str, args: tuple[Any, ...]) -> None:
-        """What else is torn than a file is undone by the store itself."""
-        if method == "write":
-            draft, file, size, content = args
-            self._store.write(draft, file, size // 2, [b"".join(content)[: size // 2]])
+    return WatchedStore(store, before)
 
 
 class FaultyObjects(Objects):

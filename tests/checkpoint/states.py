@@ -1,10 +1,12 @@
 """States to save, in every kind of layout, and what ranks of any world must find after loading."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from shardwise import _collectives as collectives
 from shardwise._layout import Box, Boxes, Layout, Mesh, OnRanks, Replicate, Shard
 from shardwise._tensor import DTensor, plain, tag
 from shardwise.checkpoint import load, save
+from shardwise.checkpoint.local_files import LocalFile
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.testing import world
 from shardwise.testing.local_shards import local_tensor
@@ -37,13 +40,13 @@ def layouts(size: int, shape: tuple[int, ...]) -> list[Layout]:
     if size > 2:
         found.append(Layout(Mesh((2,), (size - 1, 0)), [Replicate()], shape))
     if len(shape) == 2:
-        found.append(Layout(Mesh((size,)), [_dealt_out(shape, size)], shape))
+        found.append(Layout(Mesh((size,)), [dealt_out(shape, size)], shape))
     if shape:
         found.append(Layout(Mesh((1,), (size - 1,)), [Shard(0)], shape))
     return [layout for layout in found if not layout.partial_axes]
 
 
-def _dealt_out(shape: tuple[int, ...], size: int) -> Boxes:
+def dealt_out(shape: tuple[int, ...], size: int) -> Boxes:
     """Boxes of two rows and two columns, handed out from the last rank to the first; the first may get none."""
     rows, columns = shape
     hands: list[list[Box]] = [[] for _ in range(size)]
@@ -111,6 +114,19 @@ def failed(body: Callable[[], Any], kind: type[ShardwiseError] = CheckpointError
 
     (text,) = set(world(size).run(caught))
     return text
+
+
+def counted_reads(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """The bytes that each rank reads of safetensors files and their indices, from now on."""
+    read, plain_read = Counter[int](), LocalFile.read_into
+
+    def counting(self: LocalFile, buffer: memoryview, offset: int) -> None:
+        if "safetensors" in self.name:
+            read[collectives.rank()] += len(buffer)
+        plain_read(self, buffer, offset)
+
+    monkeypatch.setattr(LocalFile, "read_into", counting)
+    return read
 
 
 def flip(file: Path, at: int = -1) -> None:

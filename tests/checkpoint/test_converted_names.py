@@ -13,13 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shardwise import Mesh, Shard, shard_module
-from shardwise import _collectives as collectives
 from shardwise.checkpoint import converted_names, load_safetensors
-from shardwise.checkpoint.local_files import LocalFile
 from shardwise.checkpoint.offline import sources
 from shardwise.parallel import fully_shard, parallelize_module, plan_from_transformers
 from shardwise.testing import world
-from tests.checkpoint.states import failed, full
+from tests.checkpoint.states import counted_reads, failed, full
 from tools.model_zoo import FAMILIES
 from tools.models import tensor_plan
 
@@ -134,15 +132,7 @@ def test_shards_of_stacked_experts_are_read_in_parts_of_a_few_bytes(
 
 def test_a_rank_reads_its_own_experts_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     published(mixtral(), tmp_path, "10GB")
-    read = dict.fromkeys(range(3), 0)
-    plain_read = LocalFile.read_into
-
-    def counting(self: LocalFile, buffer: memoryview, offset: int) -> None:
-        read[collectives.rank()] += len(buffer)
-        plain_read(self, buffer, offset)
-
-    monkeypatch.setattr(LocalFile, "read_into", counting)
-    other = mixtral()
+    read, other = counted_reads(monkeypatch), mixtral()
 
     def body() -> int:
         sharded = shard_module(deepcopy(other), {EXPERTS: S0})
@@ -155,9 +145,7 @@ def test_a_rank_reads_its_own_experts_only(monkeypatch: pytest.MonkeyPatch, tmp_
     assert max(held) < 0.6 * sum(p.nbytes for p in other.parameters())
 
 
-def test_of_what_transformers_converts_one_conversion_is_in_memory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_one_conversion_of_transformers_at_a_time_is_in_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """And each is done once on a rank, although it is read in parts."""
     want = published(qwen_with_images(), tmp_path)
     monkeypatch.setattr(sources, "WINDOW_BYTES", 100)
@@ -282,28 +270,25 @@ EXPERT = "model.layers.1.block_sparse_moe.experts.{}.{}.weight"
 STACK = "model.layers.1.mlp.experts.gate_up_proj"
 
 
-def test_experts_that_are_missing_are_refused_by_both_names(tmp_path: Path) -> None:
-    with changed(tmp_path) as tensors:
+def test_experts_that_are_missing_fewer_or_numbered_otherwise_are_refused_by_both_names(tmp_path: Path) -> None:
+    of_the_first = f"(of {EXPERT.format(0, 'w1')!r} and {{}} more in the files): "
+    with changed(tmp_path / "missing") as tensors:
         del tensors[EXPERT.format(4, "w1")]
     for strict in (True, False):
-        text = refused(tmp_path, strict=strict)
-        assert f"{STACK!r} cannot be made (of {EXPERT.format(0, 'w1')!r} and 8 more in the files): RuntimeError" in text
+        text = refused(tmp_path / "missing", strict=strict)
+        assert f"{STACK!r} cannot be made {of_the_first.format(8)}RuntimeError" in text
         assert "Fix: make the module as the files have it" in text
-
-
-def test_experts_that_are_fewer_or_numbered_otherwise_are_refused(tmp_path: Path) -> None:
     with changed(tmp_path / "numbered") as tensors:
         for weight in ("w1", "w2", "w3"):
             tensors[EXPERT.format(7, weight)] = tensors.pop(EXPERT.format(2, weight))
     text = refused(tmp_path / "numbered")
-    assert f"{STACK!r} cannot be made (of {EXPERT.format(0, 'w1')!r} and 9 more in the files): " in text
+    assert f"{STACK!r} cannot be made {of_the_first.format(9)}" in text
     assert "'.experts.*.w1.weight' is there for 0, 1, 3, 4, 7" in text
     with changed(tmp_path / "fewer") as tensors:
         for weight in ("w1", "w2", "w3"):
             del tensors[EXPERT.format(4, weight)]
     shapes = "shape (4, 80, 24) in the files, (5, 80, 24) in the module"
-    text = refused(tmp_path / "fewer")
-    assert f"{STACK!r} (of {EXPERT.format(0, 'w1')!r} and 7 more in the files): {shapes}" in text
+    assert f"{STACK!r} {of_the_first.format(7)}{shapes}" in refused(tmp_path / "fewer")
 
 
 def test_two_names_of_one_parameter_are_refused(tmp_path: Path) -> None:

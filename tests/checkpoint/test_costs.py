@@ -9,18 +9,15 @@ from zlib import crc32 as zlib_crc32
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from isal.isal_zlib import crc32 as isal_crc32
 
 from shardwise import _collectives as collectives
 from shardwise._layout import Layout, Mesh, Shard
 from shardwise.checkpoint import files, load, manifest, read_manifest, save
-from shardwise.checkpoint.local_files import LocalFile
 from shardwise.errors import CheckpointError
 from shardwise.testing import world
 from shardwise.testing.local_shards import local_tensor
-from tests.checkpoint.states import bits, blank, distributed, layouts, values
+from tests.checkpoint.states import bits, blank, counted_reads, distributed, layouts, values
 
 ROWS, COLUMNS = 23, 3  # rows of 12 bytes; a crc32 of each 16
 
@@ -66,15 +63,7 @@ def test_long_chunks_have_several_checksums_and_are_loaded_in_every_layout(tmp_p
 def test_a_rank_reads_only_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice: to verify it, in blocks, and to copy it."""
     path = world(1).run(save_rows, tmp_path, 1)[0]
-    count: dict[int, int] = {}
-    read_into = LocalFile.read_into
-
-    def counted(file: LocalFile, buffer: memoryview, offset: int) -> None:
-        if file.name.endswith(".safetensors"):
-            count[collectives.rank()] = count.get(collectives.rank(), 0) + len(buffer)
-        read_into(file, buffer, offset)
-
-    monkeypatch.setattr(LocalFile, "read_into", counted)
+    count = counted_reads(monkeypatch)
     layout = Layout(Mesh((4,)), [Shard(0, sizes=(1, 0, 20, 2))], (ROWS, COLUMNS))
     world(4).run(load_rows, path, layout)
     header = 8 + int.from_bytes(next(path.glob("*.safetensors")).read_bytes()[:8], "little")
@@ -103,12 +92,6 @@ def test_damage_is_found_by_the_ranks_that_need_it(tmp_path: Path) -> None:
             assert set(bits(x)) == set(bits(blank(halves)))
 
         world(2).run(body)
-
-
-@given(st.binary(max_size=4096), st.integers(0, 4096))
-def test_both_libraries_compute_the_same_checksum(data: bytes, middle: int) -> None:
-    first, second = memoryview(data)[:middle], memoryview(data)[middle:]
-    assert isal_crc32(second, isal_crc32(first, 0)) == zlib_crc32(data)
 
 
 WITHOUT_ISAL = """

@@ -1,6 +1,5 @@
 """Tables as files for serving: what is in them is the full table, whatever its sharding."""
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -135,40 +134,38 @@ def test_each_row_is_sent_once_by_ranks_other_than_the_first(placements: Any, sh
     assert least <= sent <= least + 20_000  # what ranks say of their work
 
 
-def refused(folder: Path, what: str) -> None:
-    mesh, rank = Mesh((2,)), collectives.rank()
-    sharded, unreduced = shard_embeddings(bags(), {"items": Shard(0)}, mesh), [Partial()]
-    on_meta = EmbeddingBagCollection(bags().embedding_bag_configs(), device="meta")
-    calls: dict[str, Callable[[], object]] = {
-        "another name": lambda: export_table(sharded, "item", folder / "x"),
-        "meta": lambda: export_table(on_meta, "items", folder / "x"),
-        "no folder": lambda: export_table(sharded, "items", folder / "none" / "x"),
-        "a folder": lambda: export_table(sharded, "items", folder),
-        "partial": lambda: export_table(DTensor.from_local(torch.ones(3, 2), mesh, unreduced), "x", folder / "x"),
-        "a number": lambda: export_table(torch.ones(()), "x", folder / "x"),
-        "integers": lambda: export_table(sharded, "items", folder / "x", dtype=torch.int64),
-        "other dtypes": lambda: export_table(sharded, "items", folder / "x", dtype=(torch.bfloat16, None)[rank]),
-        "other arguments": lambda: export_table(sharded, ("items", "users")[rank], folder / "x"),
-    }
-    calls[what]()
+def unreduced() -> DTensor:
+    return DTensor.from_local(torch.ones(3, 2), Mesh((2,)), [Partial()])
 
 
-REFUSED = {
-    "another name": "there is no table 'item'; the tables are users, items",
-    "meta": "'embedding_bags.items.weight': it is on the meta device and has no values",
-    "no folder": "rank 0: No such file or directory",
-    "a folder": "rank 0: Is a directory",
-    "partial": "it is a sum that is not reduced yet",
-    "a number": "tensor 'x' has no rows",
-    "integers": "dtype must be a floating-point dtype of safetensors (float64, ",
-    "other dtypes": "'dtype':\n    rank 0: torch.bfloat16\n    rank 1: None",
-    "other arguments": "Exporting a table: ranks disagree on",
-}
+def items(folder: Path, table: str = "items", dtype: torch.dtype | None = None, name: str = "x") -> object:
+    sharded = shard_embeddings(bags(), {"items": Shard(0)}, Mesh((2,)))
+    return export_table(sharded, table, folder / name, dtype=dtype)
+
+
+def on_meta(folder: Path) -> object:
+    return export_table(EmbeddingBagCollection(bags().embedding_bag_configs(), device="meta"), "items", folder / "x")
+
+
+REFUSED: list[tuple[str, Callable[[Path], object]]] = [
+    ("there is no table 'item'; the tables are users, items", lambda to: items(to, "item")),
+    ("'embedding_bags.items.weight': it is on the meta device and has no values", on_meta),
+    ("rank 0: No such file or directory", lambda to: items(to / "none")),
+    ("rank 0: Is a directory", lambda to: items(to, name=".")),
+    ("it is a sum that is not reduced yet", lambda to: export_table(unreduced(), "x", to / "x")),
+    ("tensor 'x' has no rows", lambda to: export_table(torch.ones(()), "x", to / "x")),
+    ("dtype must be a floating-point dtype of safetensors (float64, ", lambda to: items(to, dtype=torch.int64)),
+    (
+        "'dtype':\n    rank 0: torch.bfloat16\n    rank 1: None",
+        lambda to: items(to, dtype=(torch.bfloat16, None)[collectives.rank()]),
+    ),
+    ("Exporting a table: ranks disagree on", lambda to: items(to, ("items", "users")[collectives.rank()])),
+]
 
 
 def test_what_cannot_be_exported_is_the_same_error_on_all_ranks(tmp_path: Path) -> None:
-    for what, text in REFUSED.items():
-        assert text in failed(partial(refused, tmp_path, what), ShardwiseError)
+    for text, export_it in REFUSED:
+        assert text in failed(partial(export_it, tmp_path), ShardwiseError)
         assert not list(tmp_path.iterdir())
 
 
@@ -199,6 +196,3 @@ def test_a_failed_export_leaves_the_file_that_was_there(tmp_path: Path, monkeypa
 def test_on_processes(tmp_path: Path) -> None:
     world(2, real=True).run(exported, tmp_path / "items", Mesh((2,)), Shard(1))
     assert torch.equal(load_file(tmp_path / "items")[NAME], bags().get_parameter(NAME))
-    size = int.from_bytes((tmp_path / "items").read_bytes()[:8], "little")
-    header = json.loads((tmp_path / "items").read_bytes()[8 : 8 + size])
-    assert list(header) == ["__metadata__", NAME]

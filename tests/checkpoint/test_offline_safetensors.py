@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -10,23 +11,29 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise._layout import Layout, Mesh, Placement, Shard
-from shardwise.checkpoint import files, load, save, state_of
+from shardwise.checkpoint import files, load, save
 from shardwise.checkpoint.offline import export_file, export_hugging_face, export_torch, import_safetensors, sources
-from shardwise.checkpoint.offline.sources import Progress
 from shardwise.errors import ArgumentError, CheckpointError, PlanError
 from shardwise.testing import world
 from tests.checkpoint.faults import failing_at
-from tests.checkpoint.states import content, distributed, first_data, flip, values
+from tests.checkpoint.states import content, distributed, failed, first_data, flip, values
+from tests.checkpoint.test_offline_reading import Total
 
 TENSORS = {
-    "model.items.weight": values((7, 5)),
-    "model.scale": torch.tensor(0.5),
+    "model.items.weight": values((7, 5)),  # NaNs, subnormals, numbers too large for float16
+    "model.scale": torch.tensor(0.1),
     "model.none": torch.zeros(0, 4),
-    "optimizer.items.weight.sum": torch.arange(7).bfloat16(),
-    "flags": torch.tensor([[True], [False]]),
+    "model.edges": torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0, 65520.0, 1 + 2**-8, 1 + 3 * 2**-8, 3.4e38]),
+    "model.double": torch.arange(9, dtype=torch.float64).exp() / 3,
+    "model.half": torch.arange(9).half() / 3,
+    "model.brain": torch.arange(9).bfloat16() / 3,
+    "model.counts": torch.tensor([2**62 + 1, -1]),
+    "model.flags": torch.tensor([[True], [False]]),
+    "model.waves": torch.complex(torch.tensor([0.1]), torch.tensor([0.2])),
+    "optimizer.items.weight.step": torch.tensor(257.0),  # which bfloat16 has not
 }
 INDEX = "model.safetensors.index.json"
 
@@ -60,8 +67,11 @@ def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 
 
 def damage_the_weight(folder: Path) -> None:
+    """Its lowest bit, which bfloat16 has not."""
     (file,) = folder.glob("rank-0001*")
-    flip(file, first_data(file))
+    header = json.loads(file.read_bytes()[8 : first_data(file)])
+    (at,) = (entry["data_offsets"][0] for key, entry in header.items() if key.startswith("model.items.weight"))
+    flip(file, first_data(file) + at)
 
 
 def test_all_tensors_or_one_in_one_file(source: Path, tmp_path: Path) -> None:
@@ -80,9 +90,7 @@ def test_what_cannot_be_exported_is_refused(source: Path, tmp_path: Path) -> Non
         (None, "modle.", "begins with 'modle.'; there are 'model.'"),
     ):
         for export in (export_file, export_hugging_face):
-            with pytest.raises(CheckpointError) as error:
-                export(source, target, names, prefix=prefix)
-            assert text in str(error.value)
+            assert text in failed(partial(export, source, target, names, prefix=prefix))
     with pytest.raises(CheckpointError, match=r"x cannot be written: No such file or directory\. Fix: name a place"):
         export_file(source, tmp_path / "none" / "x")
     with pytest.raises(ArgumentError, match="shard_bytes must be positive, got 0"):
@@ -131,22 +139,11 @@ def test_a_full_disk_leaves_what_was_there(source: Path, tmp_path: Path, export:
     assert operation > 3
 
 
-OF_MANY_DTYPES = {
-    "model.items.weight": values((7, 5)),  # NaNs, subnormals, numbers too large for float16
-    "model.scale": torch.tensor(0.1),
-    "model.none": torch.zeros(0, 4),
-    "model.edges": torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0, 65520.0, 1 + 2**-8, 1 + 3 * 2**-8, 3.4e38]),
-    "model.double": torch.arange(9, dtype=torch.float64).exp() / 3,
-    "model.half": torch.arange(9).half() / 3,
-    "model.brain": torch.arange(9).bfloat16() / 3,
-    "model.counts": torch.tensor([2**62 + 1, -1]),
-    "model.flags": torch.tensor([[True], [False]]),
-    "model.waves": torch.complex(torch.tensor([0.1]), torch.tensor([0.2])),
-}
-
-
 def converted(dtype: torch.dtype) -> dict[str, Tensor]:
-    return {name: x.to(dtype) if x.is_floating_point() else x for name, x in OF_MANY_DTYPES.items()}
+    """States of optimizers stay in their dtypes."""
+    return {
+        name: x.to(dtype) if x.is_floating_point() and name.startswith("model.") else x for name, x in TENSORS.items()
+    }
 
 
 def assert_equal_but_for_bits_of_nan(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -162,48 +159,20 @@ def assert_equal_but_for_bits_of_nan(found: Mapping[str, Tensor], expected: Mapp
     assert_same(without_nan(found), without_nan(expected))
 
 
-@pytest.fixture(params=[Shard(1), Shard(0, sizes=(0, 7, 0))], ids=["columns", "one has all rows"])
-def of_many_dtypes(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    def body() -> Path:
-        layout = Layout(Mesh((3,)), [request.param], (7, 5))
-        weight = distributed(OF_MANY_DTYPES["model.items.weight"], layout)
-        return save(tmp_path / "run", OF_MANY_DTYPES | {"model.items.weight": weight}, step=1)
-
-    return world(3).run(body)[0]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_floating_point_tensors_are_converted_as_torch_does(
-    of_many_dtypes: Path, tmp_path: Path, dtype: torch.dtype
-) -> None:
-    export_file(of_many_dtypes, tmp_path / "x", dtype=dtype)
+def test_floating_point_tensors_are_converted_as_torch_does(source: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    export_file(source, tmp_path / "x", dtype=dtype)
     assert_equal_but_for_bits_of_nan(load_file(tmp_path / "x"), converted(dtype))
-
-
-def test_states_of_optimizers_stay_in_their_dtypes(tmp_path: Path) -> None:
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(3)).sum().backward()
-    for _ in range(257):  # which bfloat16 has not
-        optimizer.step()
-    save(tmp_path / "run", state_of(model, optimizer), step=1)
-    export_file(tmp_path / "run", tmp_path / "all", dtype=torch.bfloat16)
-    found = load_file(tmp_path / "all")
-    expected = {f"model.{name}": x.detach().bfloat16() for name, x in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        expected |= {f"optimizer.{name}.{key}": x for key, x in optimizer.state[parameter].items()}
-    assert_same(found, expected)
-    assert found["optimizer.weight.step"] == 257
-    export_file(tmp_path / "run", tmp_path / "states", ["weight.exp_avg"], prefix="optimizer.", dtype=torch.bfloat16)
-    assert_same(load_file(tmp_path / "states"), {"weight.exp_avg": expected["optimizer.weight.exp_avg"]})
+    export_file(source, tmp_path / "states", ["items.weight.step"], prefix="optimizer.", dtype=dtype)
+    assert_same(load_file(tmp_path / "states"), {"items.weight.step": TENSORS["optimizer.items.weight.step"]})
 
 
 @pytest.mark.parametrize(("most", "files"), [(10**9, 1), (100, 2), (1, 10)])
 def test_the_index_has_the_file_of_each_tensor_and_the_bytes_of_the_converted_ones(
-    of_many_dtypes: Path, tmp_path: Path, most: int, files: int
+    source: Path, tmp_path: Path, most: int, files: int
 ) -> None:
-    folder = export_hugging_face(of_many_dtypes, tmp_path / "x", dtype=torch.bfloat16, shard_bytes=most)
-    expected = {name.removeprefix("model."): x for name, x in converted(torch.bfloat16).items()}
+    folder = export_hugging_face(source, tmp_path / "x", dtype=torch.bfloat16, shard_bytes=most)
+    expected = {name[6:]: x for name, x in converted(torch.bfloat16).items() if name.startswith("model.")}
     index = json.loads((folder / INDEX).read_text())
     assert index["metadata"] == {"total_size": sum(x.nbytes for x in expected.values())}
     found: dict[str, Tensor] = {}
@@ -216,22 +185,12 @@ def test_the_index_has_the_file_of_each_tensor_and_the_bytes_of_the_converted_on
     assert len(list(folder.glob("model-*.safetensors"))) == files == len(list(folder.iterdir())) - 1
 
 
-class Total(Progress):
-    left = -1
-
-    def begin(self, num_bytes: int) -> None:
-        self.left = num_bytes
-
-    def advance(self, what: str, num_bytes: int) -> None:
-        self.left -= num_bytes
-
-
 @pytest.mark.parametrize("export", [export_file, export_hugging_face])
 def test_stored_bytes_are_verified_before_they_are_converted(source: Path, tmp_path: Path, export: Any) -> None:
-    progress = Total()
-    export(source, tmp_path / "sound", dtype=torch.bfloat16, prefix="model.", progress=progress)
-    assert progress.left == 0
-    damage_the_weight(source)  # its lowest bit, which bfloat16 has not
+    total = Total()
+    export(source, tmp_path / "sound", dtype=torch.bfloat16, prefix="model.", progress=total)
+    assert total.begun == total.done > 0
+    damage_the_weight(source)
     with pytest.raises(CheckpointError, match=r"tensor '.*rank-0001\.safetensors: the data of .* is damaged"):
         export(source, tmp_path / "x", dtype=torch.bfloat16)
     assert not (tmp_path / "x").exists()
@@ -300,7 +259,6 @@ W = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     [
         (b"1234567", "has 7 bytes, too few for a safetensors file"),
         ((1 << 60).to_bytes(8, "little"), "its header would have 1,152,921,504,606,846,976 bytes"),
-        (written(b"["), "its header is no header of safetensors"),
         (written(b"[" * 50_000), "its header is no header of safetensors"),
         (written([]), "its header is no header of safetensors"),
         (written({"w": [1]}), "its header is no header of safetensors"),
@@ -308,7 +266,6 @@ W = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (written({"w": W | {"shape": [3]}}), "'w' has 8 bytes, its shape says 12"),
         (written({"w": W | {"shape": [-2]}}), "numbers that cannot be"),
         (written({"w": W | {"shape": [True, 2]}}), "numbers that cannot be"),
-        (written({"w": W | {"shape": [2.0]}}), "numbers that cannot be"),
         (written({"w": W | {"data_offsets": [4, 12]}}), "tensor 'w' begins at byte 4 of the data, not 0"),
         (written({"w": W, "v": W}), "begins at byte 0 of the data, not 8"),
         (written({"w": W, "__metadata__": {"shardwise.removed_prefix": 3}}), "shardwise.removed_prefix is 3"),
@@ -318,10 +275,9 @@ W = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 )
 def test_a_file_that_says_what_cannot_be_is_refused(tmp_path: Path, data: bytes, text: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(data)
-    with pytest.raises(CheckpointError) as error:
-        import_safetensors(tmp_path, tmp_path / "run")
-    assert str(error.value).startswith(f"{tmp_path / 'model.safetensors'}: ")
-    assert text in str(error.value)
+    found = failed(lambda: import_safetensors(tmp_path, tmp_path / "run"))
+    assert found.startswith(f"{tmp_path / 'model.safetensors'}: ")
+    assert text in found
     assert not (tmp_path / "run").exists()
 
 
@@ -331,15 +287,11 @@ def test_a_file_that_says_what_cannot_be_is_refused(tmp_path: Path, data: bytes,
         ([], "is not an index of tensors"),
         ({"weight_map": {"w": 3}}, "3 is not the name of a file beside it"),
         ({"weight_map": {"w": "../model.safetensors"}}, "is not the name of a file beside it"),
-        ({"weight_map": {"w": ["x"]}}, "is not an index of tensors"),
         ({"weight_map": {"w": "gone.safetensors"}}, "gone.safetensors: cannot be read: No such file"),
         ({"weight_map": {"w": "a.safetensors", "v": "a.safetensors"}}, "disagree about tensor 'v'"),
-        ({"weight_map": {"v": "a.safetensors"}}, "disagree about tensor"),
     ],
 )
 def test_an_index_that_does_not_fit_is_refused(tmp_path: Path, index: object, text: str) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors")
     (tmp_path / INDEX).write_text(json.dumps(index))
-    with pytest.raises(CheckpointError) as error:
-        import_safetensors(tmp_path, tmp_path / "run")
-    assert text in str(error.value)
+    assert text in failed(lambda: import_safetensors(tmp_path, tmp_path / "run"))

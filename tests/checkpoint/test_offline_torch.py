@@ -12,7 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_loader import load as load_of_torch
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor import distribute_tensor
 
 from shardwise._layout import Layout, Mesh, Shard
 from shardwise.checkpoint import files, load, read_manifest, save
@@ -21,14 +29,53 @@ from shardwise.checkpoint.offline.torch_pickles import KeyPath
 from shardwise.checkpoint.offline.training_names import with_lists
 from shardwise.errors import CheckpointError
 from shardwise.testing import world
-from tests.checkpoint import dcp_jobs
+from tests.checkpoint.faults import Hostile
 from tests.checkpoint.states import bits, distributed
 
 pytestmark = pytest.mark.processes
 
+KINDS = (
+    torch.float64, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.complex64, torch.int64, torch.int8,
+    torch.uint8, torch.uint16, torch.uint32, torch.bool,
+)  # fmt: skip
+SHARDED = {"sharded": 0, "wide": 1}
+VALUES = {"step": 3, "optimizer": {"groups": [{"lr": 0.1, "betas": [0.9, 0.99]}], "name": "é"}}
+
+
+def tensors() -> dict[str, Tensor]:
+    """Of each dtype that can be stored, strided, empty and without dims."""
+    random = torch.rand(6, 5, 4, generator=torch.Generator().manual_seed(0))
+    found = {f"kind.{str(kind).removeprefix('torch.')}": (random[0] * 100).to(kind) for kind in KINDS}
+    found |= {"plain": random[1], "dim order": random.permute(2, 0, 1), "column": random[0].t(), "one": random[:, :1]}
+    return found | {"empty": torch.zeros(0, 3), "number": torch.tensor(2.5), "sharded": random[2], "wide": random}
+
+
+def _model() -> dict[str, Tensor]:
+    """`tensors`, of which two are sharded: dims of 5, unevenly on 3 ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    found = tensors()
+    return found | {name: distribute_tensor(found[name], mesh, [TorchShard(dim)]) for name, dim in SHARDED.items()}
+
+
+def save_by_torch(folder: Path) -> None:
+    """Save `tensors` and `VALUES`."""
+    dcp_save({"model": _model(), **VALUES}, checkpoint_id=folder)
+
+
+def load_by_torch(folder: Path) -> tuple[dict[str, list[int]], dict[str, Any]]:
+    """What torch loads from there into tensors that hold other values: their bits, and the values."""
+    model = _model()
+    for x in model.values():
+        (x.to_local() if isinstance(x, TorchDTensor) else x).zero_()
+    state: dict[str, Any] = {"step": 0, "optimizer": {"groups": [{"lr": 0.0, "betas": ()}], "name": ""}}
+    state["model"] = model
+    dcp_load(state, checkpoint_id=folder)
+    full = {name: x.full_tensor() if isinstance(x, TorchDTensor) else x for name, x in state.pop("model").items()}
+    return {name: bits(x) for name, x in full.items()}, state
+
 
 def saved_by_torch(folder: Path, ranks: int) -> Path:
-    world(ranks, real=True).run(dcp_jobs.save, folder)
+    world(ranks, real=True).run(save_by_torch, folder)
     return folder
 
 
@@ -44,7 +91,7 @@ def block_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 def assert_loads(folder: Path | str) -> None:
-    expected = dcp_jobs.tensors()
+    expected = tensors()
     state: dict[str, Any] = {name: torch.zeros_like(x).contiguous() for name, x in expected.items()}
     load(folder, {"model": state}, subset=True)
     for name, x in expected.items():
@@ -59,7 +106,7 @@ def test_what_torch_saved_is_imported(ranks: int, tmp_path: Path) -> None:
     assert_loads(path)
     manifest = read_manifest(path)
     assert manifest.step == 5
-    assert {name.removeprefix("model.") for name in manifest.tensors} == dcp_jobs.tensors().keys()
+    assert {name.removeprefix("model.") for name in manifest.tensors} == tensors().keys()
     assert manifest.values == {
         "step": 3,
         "optimizer.groups": [{"lr": 0.1, "betas": [0.9, 0.99]}],
@@ -77,15 +124,14 @@ def test_what_is_exported_is_loaded_by_torch(tmp_path: Path, ranks: int) -> None
     layout = Layout(Mesh((2,)), [Shard(0, sizes=(5, 1))], (6, 5, 4))
 
     def body() -> None:
-        tensors = dcp_jobs.tensors()
-        model = tensors | {"wide": distributed(tensors["wide"], layout)}
-        save(tmp_path / "run", {"model": model, **dcp_jobs.VALUES}, step=1)
+        model = tensors() | {"wide": distributed(tensors()["wide"], layout)}
+        save(tmp_path / "run", {"model": model, **VALUES}, step=1)
 
     world(2).run(body)
     folder = export_torch(tmp_path / "run", tmp_path / "dcp")
-    expected = dcp_jobs.tensors()
-    for found, values in world(ranks, real=True).run(dcp_jobs.load, folder):
-        assert values == dcp_jobs.VALUES
+    expected = tensors()
+    for found, values in world(ranks, real=True).run(load_by_torch, folder):
+        assert values == VALUES
         assert found == {name: bits(x) for name, x in expected.items()}
     import_torch(folder, tmp_path / "back", allow_pickle_metadata=True)
     assert_loads(tmp_path / "back")
@@ -93,9 +139,9 @@ def test_what_is_exported_is_loaded_by_torch(tmp_path: Path, ranks: int) -> None
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_tensors_are_converted_for_torch(tmp_path: Path) -> None:
-    save(tmp_path / "run", {"model": dcp_jobs.tensors()} | {"epoch": 3}, step=1)
+    save(tmp_path / "run", {"model": tensors()} | {"epoch": 3}, step=1)
     folder = export_torch(tmp_path / "run", tmp_path / "dcp", dtype=torch.bfloat16)
-    expected = {name: x.to(torch.bfloat16) if x.is_floating_point() else x for name, x in dcp_jobs.tensors().items()}
+    expected = {name: x.to(torch.bfloat16) if x.is_floating_point() else x for name, x in tensors().items()}
     state = {"model": {name: torch.zeros_like(x) for name, x in expected.items()}}
     load_of_torch(state, checkpoint_id=folder, no_dist=True)
     assert {name: bits(x) for name, x in state["model"].items()} == {name: bits(x) for name, x in expected.items()}
@@ -134,16 +180,6 @@ def test_pickles_are_read_only_if_it_is_said_so(theirs: Path, tmp_path: Path) ->
     with pytest.raises(CheckpointError, match=r"none: cannot be read: No such file.* Fix: copy or download"):
         import_torch(tmp_path / "none", tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-class Hostile:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, *call: Any) -> None:
-        self.call = call
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self.call[0], self.call[1:]
 
 
 HOSTILE: dict[str, Callable[[str], Any]] = {
@@ -238,7 +274,7 @@ def test_metadata_that_does_not_fit_is_refused(theirs: Path, tmp_path: Path) -> 
 
 def test_damaged_data_is_named(theirs: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(theirs, tmp_path / "dcp")
-    data, wanted = bytearray((folder / "__0_0.distcp").read_bytes()), dcp_jobs.tensors()["plain"]
+    data, wanted = bytearray((folder / "__0_0.distcp").read_bytes()), tensors()["plain"]
     data[data.index(wanted.numpy().tobytes())] ^= 1
     (folder / "__0_0.distcp").write_bytes(data)
     text = refused(folder, tmp_path / "run")

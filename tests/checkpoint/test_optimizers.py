@@ -1,8 +1,7 @@
-"""Optimizers are restored exactly, or refused with the difference; nothing is changed then."""
+"""Optimizers and schedulers are restored exactly, or refused with the difference; nothing is changed then."""
 
-import json
 from collections.abc import Callable, Sequence
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.optim import SGD, Adagrad, Adam, Optimizer, RMSprop
+from torch.optim import lr_scheduler as lr
+from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise import _collectives as collectives
 from shardwise._layout import Mesh, OnRanks, Placement, Shard
-from shardwise._tensor import DTensor
 from shardwise.checkpoint import read_manifest, restore, save, state_of
-from shardwise.checkpoint.manifest import Manifest, StoredTensor
-from shardwise.checkpoint.optimizers import fitting_state
 from shardwise.embedding import Adam as FusedAdam
 from shardwise.embedding import (
     EmbeddingBagCollection,
@@ -33,6 +31,7 @@ from shardwise.embedding.sharded import ShardedEmbeddingBagCollection
 from shardwise.errors import CheckpointError
 from shardwise.testing import world
 from tests.checkpoint.states import bits, failed, full
+from tests.checkpoint.test_training import OPTIMIZERS
 
 ROWS: dict[str, Placement] = {"t0": Shard(0), "t1": Shard(0, (5, 2))}
 
@@ -59,18 +58,6 @@ class Model(nn.Module):
 
 
 Made = tuple[nn.Module, Optimizer]
-Make = Callable[[nn.Module], Optimizer]
-
-KINDS: dict[str, Make] = {
-    "SGD": lambda module: SGD(module.parameters(), lr=0.01),
-    "SGD, momentum": lambda module: SGD(module.parameters(), lr=0.01, momentum=0.9),
-    "Adagrad": lambda module: Adagrad(module.parameters(), lr=0.01, lr_decay=0.1),
-    "Adam": lambda module: Adam(module.parameters(), lr=0.01),
-    "AdamW": lambda module: AdamW(module.parameters(), lr=0.01),
-    "Adam, amsgrad": lambda module: Adam(module.parameters(), lr=0.01, amsgrad=True),
-    "RMSprop": lambda module: RMSprop(module.parameters(), lr=0.01),
-    "RMSprop, centered, momentum": lambda module: RMSprop(module.parameters(), lr=0.01, centered=True, momentum=0.5),
-}
 
 
 def made(kind: str) -> Made:
@@ -79,7 +66,7 @@ def made(kind: str) -> Made:
         model = Model(RowWiseAdagrad(lr=0.1))
         return model, fused_of(model)
     model = Model()
-    return model, KINDS[kind](model)
+    return model, OPTIMIZERS[kind](model.parameters())
 
 
 def fused_of(model: Model) -> FusedOptimizer:
@@ -100,60 +87,19 @@ def values_of(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return {name: bits(x) if isinstance(x, Tensor) else x for name, x in state_of(module, optimizer).items()}
 
 
-def test_an_optimizer_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
-    def body() -> None:
-        for kind in [*KINDS, "fused"]:
-            first, second = made(kind), made(kind)
-            train(first, range(5))
-            save(tmp_path / kind, state_of(*first), step=5)
-            restored = restore(tmp_path / kind, *second)
-            assert (restored.step, restored.dropped) == (5, ()), kind
-            for one in (first, second):
-                train(one, range(5, 15))
-            assert values_of(*first) == values_of(*second), kind
-
-    world(2).run(body)
-
-
-def test_another_optimizer_is_refused_and_nothing_changes(tmp_path: Path) -> None:
-    def body() -> None:
-        for before, after in pairwise([*KINDS, "fused"]):
-            folder, first, second = tmp_path / before, made(before), made(after)
-            train(first, range(5))
-            save(folder, state_of(*first), step=5)
-            train(second, range(2))
-            was = values_of(*second)
-            with pytest.raises(CheckpointError, match="strict=False loads what fits"):
-                restore(folder, *second)
-            assert values_of(*second) == was, (before, after)
-            other = made(after)
-            assert restore(folder, *other, strict=False).dropped, (before, after)
-            train(other, range(5, 8))
-
-    world(2).run(body)
-
-
-def manifest_of(state: dict[str, Any]) -> Manifest:
-    """What a checkpoint says of a state, without its data."""
-    tensors = {name: StoredTensor(x.dtype, tuple(x.shape), ()) for name, x in state.items() if isinstance(x, Tensor)}
-    others = {name: json.loads(json.dumps(x)) for name, x in state.items() if name not in tensors}
-    return Manifest(5, 1, tensors, others, {}, {})
-
-
-def test_of_two_optimizers_classes_and_names_of_states_are_compared() -> None:
-    for before, after in product(KINDS, KINDS):
-        module = nn.Linear(3, 2)
-        first, second = KINDS[before](module), KINDS[after](module)
-        for optimizer in (first, second):
-            module(torch.ones(3)).sum().backward()
-            optimizer.step()
-        fit = fitting_state(manifest_of(state_of(module, first)), module, {"0": second}, subset=False)
-        text = "\n".join(fit.differences)
-        assert bool(text) == (before != after)
-        there, here = type(first).__name__, type(second).__name__
-        assert (f"class {there} in the checkpoint, {here} here" in text) == (there != here)
-        names = [{*optimizer.state[module.weight]} for optimizer in (first, second)]
-        assert there != here or all(name in text for name in names[0] ^ names[1]), (before, after)
+@pytest.mark.parametrize(("before", "after"), [*pairwise([*OPTIMIZERS, "fused"])])
+@world(2)
+def test_another_optimizer_is_refused_and_nothing_changes(tmp_path: Path, before: str, after: str) -> None:
+    first, second, other = made(before), made(after), made(after)
+    train(first, range(5))
+    save(tmp_path, state_of(*first), step=5)
+    train(second, range(2))
+    was = values_of(*second)
+    with pytest.raises(CheckpointError, match="strict=False loads what fits"):
+        restore(tmp_path, *second)
+    assert values_of(*second) == was
+    assert restore(tmp_path, *other, strict=False).dropped
+    train(other, range(5, 8))
 
 
 def plain() -> tuple[nn.Linear, Adam]:
@@ -281,9 +227,6 @@ def test_groups_are_found_by_their_parameters(tmp_path: Path) -> None:
     optimizer = SGD([{"params": [p]} for p in (layer.bias, layer.weight)], lr=1.0)
     restore(tmp_path, layer, optimizer)
     assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.1]
-    assert differences(tmp_path, layer, SGD(layer.parameters(), lr=1.0)) == [
-        "optimizer '0' (SGD): has a group of weight, bias, the checkpoint has them in groups of weight and of bias"
-    ]
 
 
 def test_a_checkpoint_that_does_not_say_classes_is_compared_by_the_rest(tmp_path: Path) -> None:
@@ -360,9 +303,7 @@ def columns(size: int) -> dict[str, Placement]:
 
 
 @pytest.mark.parametrize("optimizer", [RowWiseAdagrad(lr=0.1), RowWiseAdam(lr=0.1)], ids=["adagrad", "adam"])
-def test_states_of_rows_become_the_mean_of_another_number_of_shards_of_columns(
-    tmp_path: Path, optimizer: RowOptimizer
-) -> None:
+def test_states_of_rows_become_the_mean_of_other_numbers_of_columns(tmp_path: Path, optimizer: RowOptimizer) -> None:
     state = optimizer.of_rows[0]
 
     def first(before: int) -> list[Tensor]:
@@ -399,21 +340,12 @@ def test_tables_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         save(tmp_path / "larger", state_of(larger, fused_of(larger)), step=1)
         save(tmp_path / "other", state_of(other, fused_of(other)), step=1)
 
-    def resized() -> None:
-        model, fused = made("fused")
-        assert isinstance(model, Model)
-        model.tables.resize_({"t0": 11})
-        restore(tmp_path / "larger", model, fused)
-
     def dropped() -> int:
         model, fused = made("fused")
         train((model, fused), range(1))
-        state = {p: of["sum"].full_tensor().clone() for p, of in fused.state.items()}
+        before = {name: x for name, x in values_of(model, fused).items() if name.startswith("optimizer.")}
         found = restore(tmp_path / "other", model, fused, strict=False).dropped
-        for parameter, value in state.items():
-            now = fused.state[parameter]["sum"]
-            assert isinstance(now, DTensor)
-            assert torch.equal(now.full_tensor(), value)
+        assert before.items() <= values_of(model, fused).items()
         train((model, fused), range(1, 2))
         return len(found)
 
@@ -425,7 +357,6 @@ def test_tables_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         "collection.resize_({'t0': 11}) before restore" in text
     )
     assert "of tables.embedding_bags.t0.weight: shape (11, 1) in the checkpoint, expected (9, 1)" in text
-    world(2).run(resized)
     text = failed(lambda: restore(tmp_path / "other", *made("fused")))
     assert "class fused RowWiseAdam in the checkpoint, fused RowWiseAdagrad here" in text
     assert "exp_avg, exp_avg_sq only in the checkpoint; sum missing in the checkpoint" in text
@@ -440,26 +371,154 @@ PLANS: list[dict[str, Placement]] = [
 
 
 @pytest.mark.parametrize("optimizer", [RowWiseAdagrad(lr=0.1), FusedAdam(lr=0.1)], ids=["adagrad", "adam"])
+@world(3)
 def test_tables_and_layers_go_on_in_another_sharding(tmp_path: Path, optimizer: RowOptimizer) -> None:
     """With two optimizers in one checkpoint."""
+    for number, plan in enumerate(PLANS):
+        models = Model(optimizer, PLANS[number - 1]), Model(optimizer, plan)
+        optimizers = [[Adam(model.layer.parameters(), lr=0.1), fused_of(model)] for model in models]
+        for step in range(6):
+            if step == 3:
+                save(tmp_path / f"{number}", state_of(models[0], optimizers[0]), step=3)
+                assert restore(tmp_path / f"{number}", models[1], optimizers[1]).step == 3
+            for model, (adam, _) in [*zip(models, optimizers, strict=True)][: 1 if step < 3 else 2]:
+                model.take_step(step)
+                adam.step()
+        one, two = (state_of(model, both) for model, both in zip(models, optimizers, strict=True))
+        assert one.keys() == two.keys()
+        for name, x in one.items():
+            if isinstance(x, Tensor):
+                torch.testing.assert_close(full(x), full(two[name]), msg=name)
+            else:
+                assert x == two[name]
+
+
+MakeScheduler = Callable[[Optimizer], LRScheduler]
+
+SCHEDULERS: dict[str, MakeScheduler] = {
+    "step": lambda o: lr.StepLR(o, 3),
+    "milestones": lambda o: lr.MultiStepLR(o, [2, 6, 6]),
+    "lambda": lambda o: lr.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "plateau": lambda o: lr.ReduceLROnPlateau(o, patience=1),
+    "one cycle": lambda o: lr.OneCycleLR(o, 0.5, total_steps=12),
+    "cosine": lambda o: lr.CosineAnnealingLR(o, 7),
+    "restarts": lambda o: lr.CosineAnnealingWarmRestarts(o, 3, T_mult=2),
+    "exponential": lambda o: lr.ExponentialLR(o, 0.9),
+    "cyclic": lambda o: lr.CyclicLR(o, 0.1, 0.2, step_size_up=3),
+    "sequence": lambda o: lr.SequentialLR(o, [lr.ConstantLR(o), lr.LinearLR(o), lr.StepLR(o, 2)], [3, 6]),
+    "chain": lambda o: lr.ChainedScheduler([lr.StepLR(o, 2), lr.ConstantLR(o)]),
+}
+
+
+def scheduled(make: MakeScheduler) -> tuple[nn.Linear, Optimizer, LRScheduler]:
+    layer = nn.Linear(2, 1)
+    groups: list[dict[str, Any]] = [{"params": [layer.weight]}, {"params": [layer.bias], "lr": 0.7}]
+    optimizer = SGD(groups, lr=0.3, momentum=0.9)
+    return layer, optimizer, make(optimizer)
+
+
+def rates(optimizer: Optimizer, scheduler: LRScheduler, steps: range) -> list[list[float]]:
+    """What the learning rates and momenta are after each step."""
+    found = []
+    for step in steps:
+        optimizer.step()
+        if isinstance(scheduler, lr.ReduceLROnPlateau):
+            scheduler.step(1.0 / min(step + 1, 3))
+        else:
+            scheduler.step()
+        found.append([group[key] for group in optimizer.param_groups for key in ("lr", "momentum")])
+    return found
+
+
+@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=list(SCHEDULERS))
+@world(2)
+def test_learning_rates_go_on_as_if_nothing_had_happened(tmp_path: Path, make: MakeScheduler) -> None:
+    for stop in (0, 1, 5):
+        first, second = scheduled(make), scheduled(make)
+        rates(*first[1:], range(stop))
+        save(tmp_path, state_of(*first), step=stop)
+        rates(*second[1:], range(2))
+        restore(tmp_path, *second)
+        states = [scheduler.state_dict() for _, _, scheduler in (first, second)]
+        assert states[0] == states[1]
+        assert [type(value) for value in states[0].values()] == [type(value) for value in states[1].values()]
+        assert [group["lr"] for group in second[1].param_groups] == [g["lr"] for g in first[1].param_groups]
+        assert rates(*second[1:], range(stop, 11)) == rates(*first[1:], range(stop, 11))
+
+
+def saved_schedule(folder: Path) -> tuple[nn.Linear, Optimizer, LRScheduler]:
+    layer, optimizer, scheduler = scheduled(SCHEDULERS["milestones"])
+    save(folder, state_of(layer, optimizer, {"rate": scheduler}), step=1)
+    return layer, optimizer, scheduler
+
+
+def refused_schedulers(
+    folder: Path, module: nn.Module, optimizer: Optimizer, schedulers: dict[str, LRScheduler]
+) -> list[str]:
+    """The lines about schedulers; nothing has changed then."""
 
     def body() -> None:
-        for number, plan in enumerate(PLANS):
-            models = Model(optimizer, PLANS[number - 1]), Model(optimizer, plan)
-            optimizers = [[Adam(model.layer.parameters(), lr=0.1), fused_of(model)] for model in models]
-            for step in range(6):
-                if step == 3:
-                    save(tmp_path / f"{number}", state_of(models[0], optimizers[0]), step=3)
-                    assert restore(tmp_path / f"{number}", models[1], optimizers[1]).step == 3
-                for model, (adam, _) in [*zip(models, optimizers, strict=True)][: 1 if step < 3 else 2]:
-                    model.take_step(step)
-                    adam.step()
-            one, two = (state_of(model, both) for model, both in zip(models, optimizers, strict=True))
-            assert one.keys() == two.keys()
-            for name, x in one.items():
-                if isinstance(x, Tensor):
-                    torch.testing.assert_close(full(x), full(two[name]), msg=name)
-                else:
-                    assert x == two[name]
+        before = {name: scheduler.state_dict() for name, scheduler in schedulers.items()}
+        try:
+            restore(folder, module, optimizer, schedulers)
+        finally:
+            assert {name: scheduler.state_dict() for name, scheduler in schedulers.items()} == before
 
-    world(3).run(body)
+    lines = [line.strip() for line in failed(body).splitlines()[1:-1]]
+    assert [*restore(folder, module, optimizer, schedulers, strict=False).dropped] == lines
+    return lines
+
+
+def test_other_schedulers_are_refused(tmp_path: Path) -> None:
+    layer, optimizer, scheduler = saved_schedule(tmp_path)
+    assert refused_schedulers(tmp_path, layer, optimizer, {"rate": lr.StepLR(optimizer, 2)}) == [
+        "scheduler 'rate' (StepLR): class MultiStepLR in the checkpoint, StepLR here"
+    ]
+    assert refused_schedulers(tmp_path, layer, optimizer, {"other": scheduler}) == [
+        "scheduler 'other' (MultiStepLR): missing in the checkpoint",
+        "scheduler 'rate' (MultiStepLR): only in the checkpoint",
+    ]
+    restore(tmp_path, layer, optimizer, {}, subset=True)
+    with pytest.raises(CheckpointError, match=r"only in the checkpoint: 'optimizer\.schedulers'"):
+        restore(tmp_path, layer, optimizer)
+    one_group = SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    lines = refused_schedulers(tmp_path, layer, one_group, {"rate": lr.MultiStepLR(one_group, [1])})
+    assert "scheduler 'rate' (MultiStepLR): base_lrs has 2 items in the checkpoint, 1 here" in lines
+    in_another_order = SGD([{"params": [p]} for p in (layer.bias, layer.weight)], lr=0.1, momentum=0.9)
+    (line,) = refused_schedulers(tmp_path, layer, in_another_order, {"rate": lr.MultiStepLR(in_another_order, [1])})
+    assert line == (
+        "scheduler 'rate' (MultiStepLR): it has learning rates by group, "
+        "and the groups are in another order in the checkpoint"
+    )
+
+
+def test_what_a_scheduler_set_in_a_group_is_no_hyper_parameter_of_the_optimizer(tmp_path: Path) -> None:
+    layer, optimizer, scheduler = scheduled(SCHEDULERS["one cycle"])
+    rates(optimizer, scheduler, range(2))
+    save(tmp_path, state_of(layer, optimizer), step=2)
+    fresh = SGD([{"params": [p]} for p in layer.parameters()], lr=0.1, momentum=0.9)
+    restore(tmp_path, layer, fresh)
+    assert lr.LambdaLR(fresh, lambda step: 1.0, last_epoch=1).base_lrs == scheduler.base_lrs
+
+
+def test_several_schedulers_of_several_optimizers(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizers: dict[str, Optimizer] = {
+        "a": SGD(module[0].parameters(), lr=1.0),
+        "b": Adam(module[1].parameters(), lr=2.0),
+    }
+    schedulers: dict[str, LRScheduler] = {
+        "a": lr.StepLR(optimizers["a"], 1),
+        "b": lr.ExponentialLR(optimizers["b"], 0.5),
+    }
+    for name, scheduler in schedulers.items():
+        optimizers[name].step()
+        scheduler.step()
+    save(tmp_path, state_of(module, optimizers, schedulers), step=1)
+    expected = {name: scheduler.get_last_lr() for name, scheduler in schedulers.items()}
+    for name, scheduler in schedulers.items():
+        optimizers[name].step()
+        scheduler.step()
+    restore(tmp_path, module, optimizers, dict(reversed(schedulers.items())))
+    assert {name: scheduler.get_last_lr() for name, scheduler in schedulers.items()} == expected
+    assert torch.equal(torch.tensor([o.param_groups[0]["lr"] for o in optimizers.values()]), torch.tensor([0.1, 1.0]))

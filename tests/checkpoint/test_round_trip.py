@@ -7,16 +7,18 @@ from zlib import crc32
 import pytest
 import torch
 from hypothesis import given, settings
-from safetensors.torch import load_file
+from torch import Tensor
 
+from shardwise import DTensor, distribute_tensor, rank
 from shardwise import _collectives as collectives
 from shardwise._layout import REPLICATE, Layout, Mesh, Replicate, Shard
-from shardwise._tensor import DTensor, plain
-from shardwise.checkpoint import files, load, read_manifest, save
+from shardwise.checkpoint import load, read_manifest, save, save_async
 from shardwise.checkpoint.manifest import Manifest
+from shardwise.errors import MismatchError
 from shardwise.testing import world
+from shardwise.testing.assertions import as_dtensor
 from shardwise.testing.local_shards import local_tensor
-from tests.checkpoint.states import SHAPES, bits, blank, distributed, layouts, values
+from tests.checkpoint.states import SHAPES, bits, blank, distributed, failed, layouts, values
 from tests.strategies import laws
 from tests.strategies import layouts as any_layout
 
@@ -71,9 +73,7 @@ without_partial = any_layout(shape=(5, 3)).map(lambda w: w.layout).filter(lambda
 @pytest.mark.slow
 @settings(laws, max_examples=30)
 @given(source=without_partial, target=without_partial)
-def test_any_layout_is_loaded_as_any_other(
-    tmp_path_factory: pytest.TempPathFactory, source: Layout, target: Layout
-) -> None:
+def test_any_layout_loads_as_another(tmp_path_factory: pytest.TempPathFactory, source: Layout, target: Layout) -> None:
     folder = tmp_path_factory.mktemp("run")
     full = values((5, 3))
 
@@ -84,25 +84,6 @@ def test_any_layout_is_loaded_as_any_other(
         assert bits(found) == bits(local_tensor(full, target, collectives.rank()))
 
     world(14).run(body)
-
-
-@pytest.mark.parametrize("dtype", files.DTYPES, ids=str)
-def test_every_dtype_keeps_its_bits_and_is_read_by_other_tools(tmp_path: Path, dtype: torch.dtype) -> None:
-    raw = torch.arange(6 * dtype.itemsize, dtype=torch.uint8)
-    full = (raw % 2 if dtype == torch.bool else raw * 41).view(dtype).view(2, 3)
-    layout = Layout(Mesh((2,)), [Shard(0)], (2, 3))
-
-    def body() -> None:
-        save(tmp_path, {"x": distributed(full, layout), "y": full.clone()}, step=1)
-        found, full_value = blank(layout, dtype), torch.zeros_like(full)
-        load(tmp_path, {"x": found, "y": full_value})
-        assert bits(found) == bits(local_tensor(full, layout, collectives.rank()))
-        assert bits(full_value) == bits(full)
-
-    world(2).run(body)
-    first, second = (load_file(tmp_path / "step-00000001" / f"rank-000{rank}.safetensors") for rank in (0, 1))
-    assert bits(torch.cat([first["x[0:1, 0:3]"], second["x[1:2, 0:3]"]])) == bits(full)
-    assert bits({**first, **second}["y"]) == bits(full)
 
 
 def test_views_are_saved_by_value_and_filled_where_they_are(tmp_path: Path) -> None:
@@ -117,17 +98,6 @@ def test_views_are_saved_by_value_and_filled_where_they_are(tmp_path: Path) -> N
     storage = torch.zeros(3, 4)
     load(tmp_path, {"x": storage[:, 1:3].t()})
     assert storage.tolist() == [[0, 0, 3, 0], [0, 1, 4, 0], [0, 2, 5, 0]]
-
-
-@pytest.mark.parametrize("block", [1, 20, 64])
-def test_tensors_larger_than_a_block_are_handled_in_pieces(
-    tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files, "BLOCK_BYTES", block)
-    named = {f"{i}": layout for i, layout in enumerate(layouts(3, (5, 3)))}
-    world(3).run(save_all, tmp_path, named)
-    for shift in (0, 2):
-        world(2).run(load_all, tmp_path, other_layouts(named, 2, shift))
 
 
 def test_json_values_and_nested_states_come_back_in_place(tmp_path: Path) -> None:
@@ -170,19 +140,6 @@ def test_no_byte_of_a_tensor_is_stored_twice_and_copies_are_shared_out(tmp_path:
     assert sum(sizes) < 17 * 128 + 4 * 1000
 
 
-def test_parameters_that_require_grad_are_filled(tmp_path: Path) -> None:
-    save(tmp_path, {"w": torch.arange(3.0)}, step=1)
-    parameter = torch.nn.Parameter(torch.zeros(3))
-    layout = Layout(Mesh((1,)), [Replicate()], (3,))
-    sharded = torch.nn.Parameter(blank(layout))
-    load(tmp_path, {"w": parameter})
-    load(tmp_path, {"w": sharded})
-    assert isinstance(sharded, DTensor)
-    assert parameter.tolist() == plain(sharded).tolist() == [0, 1, 2]
-    assert parameter.is_leaf
-    assert parameter.requires_grad
-
-
 def test_a_checkpoint_of_the_first_format_is_still_read() -> None:
     layout = Layout(Mesh((3,)), [Shard(1)], (5, 3))
 
@@ -201,3 +158,71 @@ def test_a_checkpoint_of_the_first_format_is_still_read() -> None:
         assert state["epoch"] == 7
 
     world(3).run(body)
+
+
+OF_SUB_MESHES = {name: torch.randn(7, 4, generator=torch.Generator().manual_seed(n)) for n, name in enumerate("abcd")}
+
+
+def on_meshes(values: dict[str, Tensor]) -> dict[str, Any]:
+    """Uneven and empty shards on 3 x 2 ranks, and on each of the axes alone."""
+    mesh = Mesh((3, 2), names=("dp", "tp"))
+    return {
+        "a": distribute_tensor(values["a"], mesh, [Shard(0), Shard(1)]),
+        "norms": {
+            "b": distribute_tensor(values["b"], mesh["dp"], [Shard(0, (5, 0, 2))]),
+            "c": distribute_tensor(values["c"], mesh["tp"], [Shard(0)]),
+        },
+        "d": distribute_tensor(values["d"], mesh["dp"], [Shard(1)]),
+    }
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_tensors_on_sub_meshes_are_saved_once_and_loaded_on_other_meshes(asynchronous: bool, tmp_path: Path) -> None:
+    def write() -> None:
+        if asynchronous:
+            save_async(tmp_path, on_meshes(OF_SUB_MESHES), step=1).wait()
+        else:
+            save(tmp_path, on_meshes(OF_SUB_MESHES), step=1)
+
+    def read(ranks: int) -> None:
+        zeros = {name: torch.zeros_like(x) for name, x in OF_SUB_MESHES.items()}
+        state: dict[str, Any] = (
+            on_meshes(zeros) if ranks == 6 else {"a": zeros["a"], "norms": {"b": zeros["b"], "c": zeros["c"]}}
+        )
+        state.setdefault("d", distribute_tensor(zeros["d"], Mesh((ranks,)), [Shard(0)]) if ranks < 6 else None)
+        load(tmp_path, state)
+        for name, x in {"a": state["a"], "d": state["d"], **state["norms"]}.items():
+            full = as_dtensor(x).full_tensor() if hasattr(x, "full_tensor") else x
+            assert full.equal(OF_SUB_MESHES[name])
+
+    world(6).run(write)
+    written = sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors"))
+    assert written < 2 * sum(x.nbytes for x in OF_SUB_MESHES.values()) + 6 * 1000  # beside the headers of six files
+    world(6).run(read, 6)
+    world(4).run(read, 4)
+
+
+def test_sub_meshes_with_other_values_that_overlap_or_have_other_names_are_refused(tmp_path: Path) -> None:
+    def other_values() -> None:
+        state = on_meshes(OF_SUB_MESHES)
+        if rank() == 5:
+            state["norms"]["b"].to_local().add_(1)
+        save(tmp_path, state, step=1)
+
+    def overlapping() -> None:
+        save_on((0, 1) if rank() < 2 else (2, 1), "x")
+
+    def other_names() -> None:
+        save_on((0, 2) if rank() % 2 == 0 else (1, 3), "y" if rank() == 3 else "x")
+
+    def save_on(ranks: tuple[int, int], name: str) -> None:
+        x = DTensor.from_local(torch.zeros(2, 2), Mesh((2,), ranks), [Shard(0)], run_check=False)
+        save(tmp_path, {name: x}, step=1)
+
+    text = failed(other_values, size=6)
+    assert "ranks that should hold the same do not" in text
+    assert "'norms.b'" in text
+    for body, size in ((overlapping, 3), (other_names, 4)):
+        text = failed(body, MismatchError, size)
+        assert "Saving a checkpoint: ranks disagree on" in text
+        assert "Shard(0)] on Mesh(0=2, ranks=" in text

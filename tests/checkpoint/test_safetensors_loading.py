@@ -1,7 +1,6 @@
 """Safetensors files into sharded modules: values, the bytes that each rank reads, memory, and files that do not fit."""
 
 import json
-from collections import Counter
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise import Mesh, Replicate, Shard, shard_module
 from shardwise import _collectives as collectives
 from shardwise.checkpoint import load_safetensors
-from shardwise.checkpoint.local_files import LocalFile
 from shardwise.checkpoint.offline import sources
 from shardwise.errors import CheckpointError, MismatchError
-from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module, plan_from_transformers
+from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
-from tests.checkpoint.states import failed, full
+from tests.checkpoint.states import counted_reads, failed, full
 
 INDEX = "model.safetensors.index.json"
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -79,19 +77,6 @@ def test_a_sharded_module_gets_the_values_of_the_files(dtype: torch.dtype, windo
     world(3).run(body)
 
 
-def counted_reads(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
-    """The bytes that each rank reads of files, from now on."""
-    read = Counter[int]()
-    plain_read = LocalFile.read_into
-
-    def counting(self: LocalFile, buffer: memoryview, offset: int) -> None:
-        read[collectives.rank()] += len(buffer)
-        plain_read(self, buffer, offset)
-
-    monkeypatch.setattr(LocalFile, "read_into", counting)
-    return read
-
-
 def headers_and_index(folder: Path) -> int:
     index = (folder / "model.safetensors.index.json").stat().st_size
     return index + sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in folder.glob("*.safetensors"))
@@ -142,9 +127,7 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("names", [["table.weight"], ["head.weight"], ["head.weight", "table.weight"]], ids=repr)
-def test_a_tied_parameter_stays_tied_whichever_names_the_files_have(
-    names: list[str], device: str, tmp_path: Path
-) -> None:
+def test_a_tied_parameter_stays_tied_whatever_names_files_have(names: list[str], device: str, tmp_path: Path) -> None:
     """Those of Hugging Face have one. A plain parameter on the meta device gets memory in all modules that share it."""
     torch.manual_seed(0)
     weight = torch.randn(7, 6)
@@ -213,34 +196,6 @@ def test_no_rank_ever_holds_a_full_copy_from_the_meta_device_on(tmp_path: Path) 
         return int(seen.nbytes)
 
     assert max(world(4).run(body)) == 64 * 4096 * 4 // 4  # bytes of a quarter of a weight
-
-
-@pytest.mark.slow
-def test_a_model_of_transformers_is_loaded_from_its_own_files(tmp_path: Path) -> None:
-    from accelerate import init_empty_weights
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=37, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=4, tie_word_embeddings=True,
-    )  # fmt: skip
-    plain = LlamaForCausalLM(config).eval()
-    plain.save_pretrained(tmp_path, max_shard_size="10KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 3
-    ids = torch.randint(3, 37, (2, 7))
-    expected = plain(ids).logits
-
-    def body() -> None:
-        with init_empty_weights():
-            model = LlamaForCausalLM(config).eval()
-        model.tie_weights()
-        parallelize_module(model, None, plan_from_transformers(model))
-        load_safetensors(tmp_path, model)
-        assert_close(model(ids).logits, expected)
-
-    world(1).run(body)
-    world(3).run(body)
 
 
 def refused(folder: Path, model: nn.Module) -> str:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from shardwise import _collectives as collectives
 from shardwise.checkpoint import latest, load, lock, read_manifest, save, saving, writer_lock
@@ -24,6 +23,7 @@ from shardwise.checkpoint.writer_lock import Writer, this_process
 from shardwise.errors import CheckpointError
 from shardwise.testing import world
 from tests.checkpoint.faults import WatchedStore, another_job
+from tests.checkpoint.format_reader import Refused, read_checkpoint
 from tests.checkpoint.states import content, failed, loaded_seed, save_seed
 
 
@@ -91,14 +91,7 @@ def test_a_job_saves_inside_its_own_lock_and_gives_it_back_at_the_end(tmp_path: 
             assert collectives.rank() or (tmp_path / ".lock").exists()
 
     world(2).run(body)
-    assert sorted(content(tmp_path)) == sorted(
-        ["latest"]
-        + [
-            name
-            for step in ("step-00000001", "step-00000002")
-            for name in (step, *(f"{step}/{file}" for file in ("manifest.json", *FILES)))
-        ]
-    )
+    assert {path.name for path in tmp_path.iterdir()} == {"latest", "step-00000001", "step-00000002"}
 
 
 FILES = ("rank-0000.safetensors", "rank-0001.safetensors")
@@ -155,19 +148,6 @@ def test_a_lock_is_renewed_while_it_is_held(tmp_path: Path, where: str) -> None:
         assert now.content == first.content
     assert store.read_lock() is None
     assert not store.names()
-
-
-def test_a_lock_that_has_changed_is_not_removed(tmp_path: Path) -> None:
-    store = FolderStore(tmp_path)
-    assert store.take_lock(b"new")
-    assert not store.take_lock(b"newer")
-    store.drop_lock(b"old")
-    found = store.read_lock()
-    assert found is not None
-    assert found.content == b"new"
-    store.drop_lock(b"new")
-    store.drop_lock(b"new")
-    assert content(tmp_path) == {}
 
 
 @pytest.mark.parametrize(
@@ -240,9 +220,7 @@ def test_a_failing_fsync_names_the_file_or_folder(tmp_path: Path, monkeypatch: p
         assert not folder.exists() or latest(folder) is None
         world(2).run(save_seed, folder, 1)
         assert loaded_seed(folder) == 1
-    assert {*FILES, "manifest.json", ".tmp-latest"} == {
-        name for name in (*FILES, "manifest.json", ".tmp-latest") if name[:4] in named
-    }
+    assert {name[:4] for name in (*FILES, "manifest.json", ".tmp-latest")} <= named
     assert moment >= 7
 
 
@@ -255,12 +233,10 @@ def test_a_folder_renamed_after_another_step_is_refused(tmp_path: Path, name: st
     with pytest.raises(CheckpointError) as caught:
         read_manifest(renamed)
     assert str(caught.value) == said
+    with pytest.raises(Refused):
+        read_checkpoint(renamed)
     with pytest.warns(UserWarning, match="is named after step 7") if len(name) > 8 else nullcontext():
         assert latest(tmp_path) == first
     elsewhere = renamed.rename(tmp_path / "mine")
     assert loaded_seed(elsewhere) == 2
-
-
-def test_an_empty_text_is_no_folder() -> None:
-    with pytest.raises(CheckpointError, match="is an empty text"):
-        save("", {"x": torch.ones(1)}, step=1)
+    read_checkpoint(elsewhere)

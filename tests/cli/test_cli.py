@@ -1,7 +1,9 @@
-"""The command line: quick help, exit codes, one message per error."""
+"""The command line: quick help, exit codes, one message per error, and completion by bash."""
 
 import argparse
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from shardwise import _cli as cli
 from shardwise import _collectives as collectives
 from shardwise import errors
 from shardwise._cli import doctor
+from shardwise._cli.completion import every_parser
 from shardwise._collectives.cost_tables import read_costs
 from shardwise.errors import RankFailedError
 from shardwise.testing import world
@@ -111,9 +114,6 @@ def test_sigterm_unwinds_and_exits_with_143(monkeypatch: pytest.MonkeyPatch) -> 
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-# ---- processes ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.processes
 def test_torch_is_not_imported_for_help_or_pictures(tmp_path: Path) -> None:
     code = (
@@ -167,3 +167,58 @@ def test_doctor_notices_data_of_another_rank(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(collectives, "all_to_all", lambda *args: all_to_all(*args).flip(0))
     with pytest.raises(errors.MismatchError, match="received other data than was sent to it"):
         world(3).run(doctor.exchange, 6)
+
+
+# What bash does when Tab is pressed after these words, the last of which is not finished.
+TAB = """
+source script.bash
+while read -r line; do
+  read -ra COMP_WORDS <<< "$line"; [[ "$line" == *. ]] && COMP_WORDS[-1]=""
+  COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); COMPREPLY=()
+  _shtab_shardwise
+  echo "${COMPREPLY[*]}"
+done
+"""
+COMPLETED = {
+    "shardwise .": "checkpoint show simulate doctor completion",
+    "shardwise ch": "checkpoint",
+    "shardwise checkpoint ex": "export",
+    "shardwise checkpoint export --format .": "file hugging-face torch",
+    "shardwise checkpoint inspect ru": "runs",
+    "shardwise checkpoint reshard --over": "--overwrite",
+    "shardwise checkpoint reshard --plan se": "settings.toml",
+    "shardwise simulate --mes": "--mesh",
+    "shardwise doctor --nproc se": "",
+    "shardwise completion .": "bash zsh",
+}
+
+
+@pytest.mark.processes
+def test_bash_completes_commands_options_choices_and_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["completion", "bash"]) == 0
+    (tmp_path / "script.bash").write_text(capfd.readouterr().out)
+    (tmp_path / "settings.toml").touch()
+    (tmp_path / "runs").mkdir()
+    lines = "".join(f"{line}\n" for line in COMPLETED)
+    done = subprocess.run(["bash", "-c", TAB], cwd=tmp_path, input=lines, capture_output=True, text=True, check=True)
+    assert (dict(zip(COMPLETED, done.stdout.splitlines(), strict=True)), done.stderr) == (COMPLETED, "")
+
+
+def test_every_option_of_every_command_is_completed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+
+    parsers = [*every_parser(cli.build_parser())]
+    assert len(parsers) > 10
+    for parser in parsers:
+        name = f"_shtab_{parser.prog.replace(' ', '_')}"
+        (listed,) = re.findall(rf"^{name}_option_strings=\((.*)\)$", script, re.MULTILINE)
+        assert set(shlex.split(listed)) == set(parser._option_string_actions), name
+
+
+def test_without_shtab_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert cli.main(["completion", "zsh"]) == 2
+    assert capsys.readouterr().err == (
+        "ConfigError: completion needs shtab. Fix: pip install 'shardwise[completion]'.\n"
+    )

@@ -22,16 +22,12 @@ def train(mesh):
 
 def nothing(mesh):
     return None
-
-def reads(mesh):
-    return lambda: torch.ones(3).sum().item()
 """
 
 
 @pytest.fixture(autouse=True)
 def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_steps.py").write_text(STEPS)
-    (tmp_path / "my_broken.py").write_text("import no_such_package")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
@@ -71,11 +67,8 @@ def test_options_of_a_shape_are_obeyed(capsys: Captured) -> None:
         (["llama-70b", "--mesh", "tp=2", "--fully-shard"], "fully_shard needs one or two axes besides tp in the mesh"),
         (["llama-70b", "--mesh", "dp=2", "--layers", "0"], "layers is 0, expected 1 or more"),
         (["mixtral-8x7b", "--mesh", "tp=2", "--sequence-parallel"], "mixtral-8x7b has no options --sequence-parallel"),
-        (["dlrm", "--mesh", "dp=2", "--layers", "3", "--context", "4"], "dlrm has no options --layers, --context"),
         (["my_steps:train", "--mesh", "2", "--layers", "3"], "my_steps:train has no options --layers"),
         (["my_stops:train", "--mesh", "2"], "'my_stops' cannot be imported: No module named 'my_stops'. Fix: "),
-        (["my_broken:train", "--mesh", "2"], "'my_broken' cannot be imported: No module named 'no_such_package'"),
-        ([":train", "--mesh", "2"], "'' cannot be imported"),
         (["my_steps:trian", "--mesh", "2"], "my_steps has no function 'trian'. Did you mean 'train'? Fix: "),
         (["my_steps:number", "--mesh", "2"], "my_steps has no function 'number'. Fix: "),
         (["my_steps:nothing", "--mesh", "2"], "must return a function of one step, got NoneType. Fix: "),
@@ -97,8 +90,3 @@ def test_progress_is_one_line_of_a_terminal(monkeypatch: pytest.MonkeyPatch, cap
     assert "\x1b" not in out
     assert "rank 0: step" in err
     assert "\x1b[2K" in err  # lines are erased
-
-
-def test_a_step_that_reads_values_is_an_error_of_the_simulation(capsys: Captured) -> None:
-    assert cli.main(["simulate", "my_steps:reads", "--mesh", "2"]) == 3
-    assert "ShardwiseError: A simulation has no values, but a number is read" in capsys.readouterr().err

@@ -1,5 +1,6 @@
-"""All-gather, reduce-scatter and broadcast, simulated and real, with sizes of every kind."""
+"""Collectives, simulated and real, with sizes of every kind; and what has begun and nobody has waited for."""
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from shardwise import _collectives as collectives
 from shardwise._collectives import count_comms, rank
-from shardwise._collectives.started import SLICE_SECONDS
+from shardwise._collectives.started import SLICE_SECONDS, OpenWorks, RecvCheck
 from shardwise.errors import GroupError, MismatchError
 from shardwise.testing import world
 
@@ -169,40 +170,97 @@ def test_a_group_of_one_rank_gets_a_copy() -> None:
     world(1).run(of_one_rank)
 
 
-def another_root() -> None:
-    collectives.broadcast(torch.ones(2), 2, rank(), (0, 1))
-
-
-def another_size() -> None:
-    collectives.all_gather(torch.ones(2), (2, 2) if rank() else (2, 3), (0, 1))
-
-
-def another_shard() -> None:
-    collectives.reduce_scatter(torch.ones(4), (2, 2) if rank() else (1, 3), (0, 1))
-
-
-def gathered_and_scattered() -> None:
-    if rank():
+DIFFERENT: dict[str, Callable[[], object]] = {
+    "root": lambda: collectives.broadcast(torch.ones(2), 2, rank(), (0, 1)),
+    "size": lambda: collectives.all_gather(torch.ones(2), (2, 2) if rank() else (2, 3), (0, 1)),
+    "shard": lambda: collectives.reduce_scatter(torch.ones(4), (2, 2) if rank() else (1, 3), (0, 1)),
+    "kind": lambda: (
         collectives.all_gather(torch.ones(2), (2, 2), (0, 1))
-    else:
-        collectives.reduce_scatter(torch.ones(4), (2, 2), (0, 1))
+        if rank()
+        else collectives.reduce_scatter(torch.ones(4), (2, 2), (0, 1))
+    ),
+}
 
 
-def another_kind() -> None:
-    if rank():
-        collectives.all_gather(torch.ones(2), (2, 2), (0, 1))
-    else:
-        collectives.broadcast(torch.ones(2), 2, 0, (0, 1))
-
-
-def compared(checked: bool, act: Callable[[], None]) -> None:
+def differ(name: str, checked: bool) -> None:
     with collectives.fingerprint() if checked else nullcontext():
-        act()
+        DIFFERENT[name]()
 
 
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=[pytest.mark.processes, pytest.mark.slow])])
-@pytest.mark.parametrize("act", [another_root, another_size, another_shard, gathered_and_scattered, another_kind])
+@pytest.mark.parametrize("name", DIFFERENT)
 @pytest.mark.parametrize("checked", [False, True])
-def test_ranks_that_disagree_raise(act: Callable[[], None], real: bool, checked: bool) -> None:
+def test_ranks_that_disagree_raise(name: str, real: bool, checked: bool) -> None:
     with pytest.raises(MismatchError, match="must make the same call"):
-        world(2, real=real).run(compared, checked, act)
+        world(2, real=real).run(differ, name, checked)
+
+
+SENT_DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64, torch.complex64, torch.complex128, torch.uint32,
+]  # fmt: skip
+SHORT_INTEGERS = {torch.uint8: 4, torch.int8: 4, torch.int16: 2}  # elements in four bytes
+
+
+def arrived(dtype: torch.dtype, counts: list[int], came: list[int], value: int = 1) -> tuple[torch.Tensor, int | None]:
+    """A buffer for pieces of `counts` elements, of which `came` came; and who is said to have sent too few."""
+    out = torch.empty(sum(counts), dtype=dtype)
+    check = RecvCheck(out, counts, own=1)
+    for shard, length in zip(out.split(counts), came, strict=True):
+        shard[:length] = value
+    return out, check.short_position()
+
+
+@pytest.mark.parametrize("dtype", SENT_DTYPES, ids=str)
+@pytest.mark.parametrize("value", [0, 1])
+def test_pieces_that_came_whole_are_as_they_were_sent(dtype: torch.dtype, value: int) -> None:
+    for counts in ([1, 1, 1], [3, 0, 5], [0, 2, 0], [9, 4, 1]):
+        out, short = arrived(dtype, counts, counts, value)
+        assert short is None
+        assert torch.equal(out, torch.full((sum(counts),), value).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", SENT_DTYPES, ids=str)
+def test_a_piece_that_came_short_is_found(dtype: torch.dtype) -> None:
+    least = SHORT_INTEGERS.get(dtype, 1)
+    for missing in range(least, 9):
+        assert arrived(dtype, [3, 2, 8], [3, 2, 8 - missing])[1] == 2
+        assert arrived(dtype, [8, 2, 3], [8 - missing, 2, 3])[1] == 0
+
+
+def test_fewer_than_four_missing_bytes_of_short_integers_go_unseen() -> None:
+    """As documented: any mark would be a value that the element may have."""
+    assert arrived(torch.uint8, [8, 0, 8], [8, 0, 5])[1] is None
+    assert arrived(torch.uint8, [3, 0, 0], [0, 0, 0])[1] is None
+
+
+def test_the_own_shard_empty_buffers_and_special_values_are_not_taken_for_a_mark() -> None:
+    assert arrived(torch.float32, [0, 5, 0], [0, 0, 0])[1] is None
+    assert arrived(torch.float32, [0, 0, 0], [0, 0, 0])[1] is None
+    for special in (float("nan"), float("inf"), -0.0):
+        out = torch.empty(2, dtype=torch.float16)
+        check = RecvCheck(out, [1, 0, 1], own=1)
+        out.fill_(special)
+        assert check.short_position() is None
+
+
+class EndedElsewhere(dist.Work):
+    """Another thread ends its wait for a collective while this one is asked whether it is completed."""
+
+    def __init__(self, works: OpenWorks, key: int) -> None:
+        super().__init__()
+        self.works, self.key = works, key
+
+    def is_completed(self) -> bool:
+        thread = threading.Thread(target=self.works.remove, args=(self.key,))
+        thread.start()
+        thread.join()
+        return False
+
+
+def test_a_collective_begins_while_another_thread_ends_its_wait() -> None:
+    works = OpenWorks()
+    first = works.add([dist.Work()])
+    second = works.add([EndedElsewhere(works, first)])
+    third = works.add([])
+    assert len({first, second, third}) == 3

@@ -39,15 +39,6 @@ def use(x: torch.Tensor) -> float:
     return float(x.detach().full_tensor().sum())
 
 
-def batch() -> None:
-    x = torch.full((4, 6), 1.0 + odd())
-    use(x @ sharded())
-
-
-def ids() -> None:
-    use(F.embedding(torch.tensor([0, 5 if odd() else 1]), table()))
-
-
 def monotone_offsets() -> None:
     use(F.embedding_bag(torch.arange(6), table(), torch.tensor([0, 1 if odd() else 2, 4]), mode="sum"))
 
@@ -78,6 +69,18 @@ def replicated_parameter() -> DTensor:
     return distribute_tensor(torch.ones(4, 2), Mesh((3,)), [Replicate()]).requires_grad_()
 
 
+def use_gradient(w: DTensor) -> None:
+    assert isinstance(w.grad, DTensor)
+    use(w.grad.redistribute(placements=[Shard(0)]))
+
+
+def backward_with(hook: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    w = replicated_parameter()
+    w.register_hook(hook)  # type: ignore[no-untyped-call]
+    (w * 2).sum().backward()
+    use_gradient(w)
+
+
 def new_data() -> None:
     w = replicated_parameter()
     w.data = torch.full((4, 2), 1.0 + odd())
@@ -87,38 +90,39 @@ def new_data() -> None:
 def new_gradient() -> None:
     w = replicated_parameter()
     w.grad = torch.full((4, 2), 1.0 + odd())
-    assert isinstance(w.grad, DTensor)
-    use(w.grad.redistribute(placements=[Shard(0)]))
+    use_gradient(w)
 
 
 def start_of_backward() -> None:
     w = replicated_parameter()
     (w * 2).backward(torch.full((4, 2), 1.0 + odd()))
-    assert isinstance(w.grad, DTensor)
-    use(w.grad.redistribute(placements=[Shard(0)]))
+    use_gradient(w)
 
 
-@pytest.mark.parametrize(
-    ("act", "what"),
-    [
-        (new_data, ".data =: the plain tensor of shape (4, 2), float32"),
-        (new_gradient, ".grad =: the plain gradient of shape (4, 2), float32"),
-        (start_of_backward, "backward: the plain gradient of shape (4, 2), float32"),
-        (batch, "matmul: the plain tensor beside DTensors of shape (4, 6), float32"),
-        (ids, "embedding: the plain tensor beside DTensors of shape (2,), int64"),
-        (monotone_offsets, "embedding_bag: the plain tensor beside DTensors of shape (3,), int64"),
-        (initial_values, "distribute_tensor(src_data_rank=None): the tensor of shape (4,), float32"),
-        (replicas, "from_local: the local tensor of a Replicate axis of shape (4,), float32"),
-        (one_row_of_many, "mul: the plain tensor beside DTensors of shape (100, 6), float32"),
-        (another_shape_of_values, "add: the plain tensor beside DTensors of shape (98304,), float32"),
-    ],
-    ids=lambda x: x.__name__ if callable(x) else "",
-)
+ROWS: Any = {"device_mesh": Mesh((3,)), "placements": [Shard(0)]}
+BESIDE = "the plain tensor beside DTensors of shape"
+VALUES: dict[str, tuple[Callable[[], object], str]] = {
+    "data": (new_data, ".data =: the plain tensor of shape (4, 2), float32"),
+    "gradient": (new_gradient, ".grad =: the plain gradient of shape (4, 2), float32"),
+    "backward": (start_of_backward, "backward: the plain gradient of shape (4, 2), float32"),
+    "batch": (lambda: use(torch.full((4, 6), 1.0 + odd()) @ sharded()), f"matmul: {BESIDE} (4, 6), float32"),
+    "ids": (lambda: use(F.embedding(torch.tensor([0, 5 - odd()]), table())), f"embedding: {BESIDE} (2,), int64"),
+    "offsets": (monotone_offsets, f"embedding_bag: {BESIDE} (3,), int64"),
+    "initial": (initial_values, "distribute_tensor(src_data_rank=None): the tensor of shape (4,), float32"),
+    "replicas": (replicas, "from_local: the local tensor of a Replicate axis of shape (4,), float32"),
+    "one row": (one_row_of_many, f"mul: {BESIDE} (100, 6), float32"),
+    "many": (another_shape_of_values, f"add: {BESIDE} (98304,), float32"),
+}
+
+
+def call(name: str) -> None:
+    VALUES[name][0]()
+
+
+@pytest.mark.parametrize("name", VALUES)
 @WORLDS
-def test_values_that_differ_are_named_with_line_ranks_and_from_local(
-    ranks: World, act: Callable[[], object], what: str
-) -> None:
-    lines = one_text(ranks, act).splitlines()
+def test_values_that_differ_are_named_with_line_and_ranks(ranks: World, name: str) -> None:
+    (act, what), lines = VALUES[name], one_text(ranks, partial(call, name)).splitlines()
     assert lines[0] == f"{what}, must be the same on all ranks, but is not:"
     named = [line.split(":")[0] for line in lines if line.startswith("  rank ")]
     assert "  rank 1" in named
@@ -166,7 +170,7 @@ def test_a_difference_that_appears_later_is_found_at_the_next_comparison() -> No
 # ---- numbers --------------------------------------------------------------------------------------------
 
 
-def with_numbers(act: Callable[[], object]) -> None:
+def checking_numbers(act: Callable[[], object]) -> None:
     collectives.check_values(numbers=True)
     try:
         act()
@@ -174,38 +178,10 @@ def with_numbers(act: Callable[[], object]) -> None:
         collectives.check_values()
 
 
-def index() -> None:
-    use(sharded()[rank()])
-
-
-def one_bound() -> None:
-    use(sharded()[:, 1 : 3 + odd()])
-
-
-def narrow() -> None:
-    use(sharded().narrow(0, start=rank(), length=1))
-
-
-def factor() -> None:
-    use((sharded() * (2.0 + rank())).relu())
-
-
 def in_place() -> None:
     x = sharded()
     x[0] = rank()
     use(x)
-
-
-def one_element() -> None:
-    use(sharded() * torch.tensor([1.0 + rank()]))
-
-
-def list_of_rows() -> None:
-    use(sharded()[:, [0, 1, 2, 3, 4, 5, 0, rank()]])
-
-
-def filled() -> None:
-    use(full((4,), fill_value=rank(), device_mesh=Mesh((3,)), placements=[Shard(0)]))
 
 
 def learning_rate() -> None:
@@ -223,35 +199,27 @@ def after_many_collectives() -> None:
     use(y)
 
 
-def in_backward() -> None:
-    w = replicated_parameter()
-    w.register_hook(lambda gradient: gradient * (1.0 + rank()))  # type: ignore[no-untyped-call]
-    (w * 2).sum().backward()
-    assert isinstance(w.grad, DTensor)
-    use(w.grad.redistribute(placements=[Shard(0)]))
+NUMBERS: dict[str, tuple[Callable[[], object], str, Sequence[str]]] = {
+    "index": (lambda: use(sharded()[rank()]), "__getitem__: argument 1", "012"),
+    "one bound": (lambda: use(sharded()[:, 1 : 3 + odd()]), "__getitem__: argument 1[1].stop", "343"),
+    "factor": (lambda: use((sharded() * (2.0 + rank())).relu()), "mul: argument 1", "234"),
+    "in place": (in_place, "__setitem__: argument 2", "012"),
+    "one element": (lambda: use(sharded() * torch.tensor([1.0 + rank()])), "mul: argument 1", "123"),
+    "filled": (lambda: use(full((4,), fill_value=rank(), **ROWS)), "a factory: fill_value", "012"),
+    "rate": (learning_rate, "SGD.step() of parameter group 0: lr", ("0.1", "1.1", "2.1")),
+    "later": (after_many_collectives, "mul: argument 1", "234"),
+    "backward": (lambda: backward_with(lambda gradient: gradient * (1.0 + rank())), "mul: argument 1", "123"),
+}
 
 
-@pytest.mark.parametrize(
-    ("act", "what", "values"),
-    [
-        (index, "__getitem__: argument 1", "012"),
-        (one_bound, "__getitem__: argument 1[1].stop", "343"),
-        (narrow, "narrow: start", "012"),
-        (factor, "mul: argument 1", "234"),
-        (in_place, "__setitem__: argument 2", "012"),
-        (one_element, "mul: argument 1", "123"),
-        (filled, "a factory: fill_value", "012"),
-        (learning_rate, "SGD.step() of parameter group 0: lr", ("0.1", "1.1", "2.1")),
-        (after_many_collectives, "mul: argument 1", "234"),
-        (in_backward, "mul: argument 1", "123"),
-    ],
-    ids=lambda x: x.__name__ if callable(x) else "",
-)
+def with_numbers(name: str) -> None:
+    checking_numbers(NUMBERS[name][0])
+
+
+@pytest.mark.parametrize("name", NUMBERS)
 @WORLDS
-def test_numbers_that_differ_are_named_with_argument_line_and_values(
-    ranks: World, act: Callable[[], object], what: str, values: Sequence[str]
-) -> None:
-    lines = one_text(ranks, partial(with_numbers, act)).splitlines()
+def test_numbers_that_differ_are_named_with_argument_line_and_values(ranks: World, name: str) -> None:
+    (_, what, values), lines = NUMBERS[name], one_text(ranks, partial(with_numbers, name)).splitlines()
     assert lines[0] == f"{what} must be the same on all ranks, but is not:"
     named = [line for line in lines if line.startswith("  rank ")]
     assert len(named) > 1
@@ -302,30 +270,13 @@ def index_between_two_looks() -> None:
 
 @pytest.mark.processes
 def test_numbers_that_differ_are_named_whenever_a_rank_looks() -> None:
-    text = one_text(REAL, partial(with_numbers, index_between_two_looks))
+    text = one_text(REAL, partial(checking_numbers, index_between_two_looks))
     assert text.startswith("__getitem__: argument 1 must be the same on all ranks, but is not:")
 
 
 def test_a_difference_after_the_first_numbers_of_a_call_is_found() -> None:
-    assert "__getitem__: the numbers argument 1[1][0], argument 1[1][1]" in one_text(
-        SIMULATED, partial(with_numbers, list_of_rows)
-    )
-
-
-def returned_by_a_hook() -> None:
-    w = replicated_parameter()
-    w.register_hook(lambda _: torch.full((4, 2), 1.0 + rank()))  # type: ignore[no-untyped-call]
-    (w * 2).sum().backward()
-    assert isinstance(w.grad, DTensor)
-    use(w.grad.redistribute(placements=[Shard(0)]))
-
-
-def combined_in_a_hook() -> None:
-    w = replicated_parameter()
-    w.register_hook(lambda gradient: gradient * torch.full((4, 2), 1.0 + rank()))  # type: ignore[no-untyped-call]
-    (w * 2).sum().backward()
-    assert isinstance(w.grad, DTensor)
-    use(w.grad.redistribute(placements=[Shard(0)]))
+    text = one_text(SIMULATED, lambda: checking_numbers(lambda: use(sharded()[:, [0, 1, 2, 3, 4, 5, 0, rank()]])))
+    assert "__getitem__: the numbers argument 1[1][0], argument 1[1][1]" in text
 
 
 class Scaled(torch.autograd.Function):
@@ -342,29 +293,36 @@ def combined_in_a_function() -> None:
     w = replicated_parameter()
     scaled: torch.Tensor = Scaled.apply(w)  # type: ignore[no-untyped-call]
     scaled.sum().backward()
-    assert isinstance(w.grad, DTensor)
-    use(w.grad.redistribute(placements=[Shard(0)]))
+    use_gradient(w)
 
 
-@pytest.mark.parametrize(
-    ("act", "what"),
-    [
-        (returned_by_a_hook, "the plain gradient that a hook of a tensor returned of shape (4, 2), float32"),
-        (combined_in_a_hook, "mul: the plain tensor beside DTensors of shape (4, 2), float32"),
-        (combined_in_a_function, "mul: the plain tensor beside DTensors of shape (4, 2), float32"),
-    ],
-    ids=lambda x: x.__name__ if callable(x) else "",
-)
+HOOKS: dict[str, tuple[Callable[[], object], str]] = {
+    "returned": (
+        lambda: backward_with(lambda _: torch.full((4, 2), 1.0 + rank())),
+        "the plain gradient that a hook of a tensor returned of shape (4, 2), float32",
+    ),
+    "combined": (combined_in_a_function, f"mul: {BESIDE} (4, 2), float32"),
+}
+
+
+def in_hook(name: str) -> None:
+    HOOKS[name][0]()
+
+
+@pytest.mark.parametrize("name", HOOKS)
 @WORLDS
-def test_values_of_hooks_that_differ_are_named(ranks: World, act: Callable[[], object], what: str) -> None:
-    text = one_text(ranks, act)
-    assert text.startswith(f"{what}, must be the same on all ranks, but is not:")
+def test_values_of_hooks_that_differ_are_named(ranks: World, name: str) -> None:
+    text = one_text(ranks, partial(in_hook, name))
+    assert text.startswith(f"{HOOKS[name][1]}, must be the same on all ranks, but is not:")
     assert f"  called at {HERE}:" in text
 
 
 @pytest.mark.processes
 def test_real_ranks_name_what_simulated_ones_do() -> None:
-    for act in (batch, ids, new_gradient, rows_of_zeros, partial(with_numbers, factor), returned_by_a_hook):
+    numbers, hook = partial(with_numbers, "factor"), partial(in_hook, "returned")
+    acts: list[Callable[[], object]] = [rows_of_zeros, numbers, hook]
+    acts += [partial(call, name) for name in ("batch", "ids", "gradient")]
+    for act in acts:
         simulated, real = (one_text(ranks, act).splitlines() for ranks in (SIMULATED, REAL))
         assert real[0].partition(" of shape")[0] == simulated[0].partition(" of shape")[0], act
         assert real[-2:] == simulated[-2:], act
@@ -398,9 +356,7 @@ def evaluate(batches: int, rows: Sequence[int], trained: int = 0) -> list[float]
 
 @pytest.mark.parametrize(("trained", "rows"), [(0, (3, 2)), (3, (3, 2)), (0, (3, 0)), (3, (0, 2))])
 @EACH_GRID
-def test_values_are_compared_before_collectives_of_other_groups(
-    ranks: World, trained: int, rows: Sequence[int]
-) -> None:
+def test_values_are_compared_before_calls_of_other_groups(ranks: World, trained: int, rows: Sequence[int]) -> None:
     """By the ranks that see it first; at the latest in the third batch, when the others have made the first."""
     with pytest.raises((MismatchError, RemoteRankError)) as caught:
         ranks.run(evaluate, 40, rows, trained)

@@ -1,4 +1,4 @@
-"""The failure store, processes seen from outside, and hooks that leave what was there before in place."""
+"""The failure store, processes seen from outside, hooks that leave what was there in place, and processes of ranks."""
 
 import os
 import signal
@@ -6,96 +6,28 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, TCPStore
+import torch
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from shardwise._collectives.collective_call import CollectiveCall, PendingCollective
+from shardwise import DTensor, Shard, distribute_tensor, rank, world_size
+from shardwise._collectives.failures import store as of_failures
 from shardwise._collectives.failures.monitor import FailureMonitor
-from shardwise._collectives.failures.store import (
-    FailureReport,
-    FailureStore,
-    ProcessIdentity,
-    address,
-    connection_error,
-    is_on_this_host,
-    is_reachable,
-    report_of,
-    this_process,
-)
+from shardwise._collectives.failures.store import FailureReport, FailureStore, ProcessIdentity, report_of, this_process
+from shardwise.errors import RuleError, ThreadError
+from shardwise.testing import world
 from tests.collectives.real_ranks import JOIN, outcomes, run_script
 from tests.timeouts import PATIENCE_SECONDS, under_load
 
 pytestmark = pytest.mark.processes
 
 HERE = str(Path(__file__)).removeprefix(f"{Path.cwd()}/")
-
-
-@pytest.fixture(params=["memory", "file", "server"])
-def stores(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[FailureStore, FailureStore]:
-    """The stores of two ranks on one store."""
-    if request.param == "memory":
-        store = HashStore()
-        return FailureStore(store, 0), FailureStore(store, 1)
-    if request.param == "file":
-        path = str(tmp_path / "store")
-        return FailureStore(FileStore(path, 2), 0), FailureStore(FileStore(path, 2), 1)
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = TCPStore("127.0.0.1", server.port, is_master=False)
-    return FailureStore(PrefixStore("world", server), 0), FailureStore(PrefixStore("world", client), 1)
-
-
-def test_what_one_rank_publishes_the_other_reads(stores: tuple[FailureStore, FailureStore]) -> None:
-    ours, theirs = stores
-    pending = PendingCollective(CollectiveCall("float32", (2, 3), "all_reduce sum", purpose="mm"), 7, (0, 1))
-    exchange = PendingCollective(CollectiveCall("int64", (3,), "all_to_all", (1, 2), (0, 4)), 8, (0, 1))
-    assert (
-        ours.pending(1),
-        ours.text("exit", 1),
-        ours.process(1),
-        ours.text("thread_error", 1),
-        ours.text("running", 1),
-    ) == (None,) * 5
-    assert not ours.are_states_requested()
-    theirs.register()
-    theirs.publish_pending(pending)
-    assert theirs.pending(1) == pending  # a rank that reads what it published has waited for the server
-    assert ours.pending(1) == pending
-    assert not ours.have_all("pending", (0, 1))
-    ours.publish_pending(exchange)
-    assert ours.pending(0) == exchange
-    assert theirs.pending(0) == exchange
-    assert theirs.have_all("pending", (0, 1))
-    theirs.publish_exit("left")
-    theirs.publish_thread_error("a thread failed")
-    theirs.publish_running("running somewhere")
-    theirs.request_states()
-    assert theirs.are_states_requested()
-    assert ours.process(1) == this_process()
-    assert (ours.text("exit", 1), ours.text("thread_error", 1), ours.text("running", 1)) == (
-        "left",
-        "a thread failed",
-        "running somewhere",
-    )
-    assert ours.are_states_requested()
-    assert not theirs.have_all("acknowledged", [0])
-    ours.acknowledge()
-    assert ours.have_all("acknowledged", [0])
-    assert theirs.have_all("acknowledged", [0])
-
-
-def test_the_first_root_is_kept(stores: tuple[FailureStore, FailureStore]) -> None:
-    ours, theirs = stores
-    first, second = FailureReport(1, "Rank 1 failed", "a.py:3 in f"), FailureReport(0, "Rank 0 failed", mismatch=True)
-    assert ours.root() is None
-    assert theirs.publish_root(first) == first
-    assert ours.publish_root(second) == first
-    assert ours.root() == theirs.root() == first
-    assert ours.are_states_requested()
 
 
 @dataclass(frozen=True)
@@ -109,26 +41,26 @@ class Server:
 def test_servers_that_are_gone_elsewhere_or_do_not_answer_are_distinguished() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = PrefixStore("a", PrefixStore("b", server))
-    assert address(store) == ("127.0.0.1", server.port)
-    assert is_reachable(store)
-    assert address(HashStore()) is None
-    assert is_reachable(HashStore())
+    assert of_failures.address(store) == ("127.0.0.1", server.port)
+    assert of_failures.is_reachable(store)
+    assert of_failures.address(HashStore()) is None
+    assert of_failures.is_reachable(HashStore())
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    assert not is_reachable(Server("127.0.0.1", port))  # type: ignore[arg-type] # the rest is not asked for
+    assert not of_failures.is_reachable(Server("127.0.0.1", port))  # type: ignore[arg-type] # the rest is not asked for
     with socket.create_server(("127.0.0.1", 0)) as used:
-        assert is_on_this_host(used.getsockname())  # also where its port is in use
-    assert is_on_this_host(("localhost", 80))
-    assert not is_on_this_host(("192.0.2.1", 80))  # kept free for documentation, by RFC 5737
-    assert not is_on_this_host(("no such host", 80))
+        assert of_failures.is_on_this_host(used.getsockname())  # also where its port is in use
+    assert of_failures.is_on_this_host(("localhost", 80))
+    assert not of_failures.is_on_this_host(("192.0.2.1", 80))  # kept free for documentation, by RFC 5737
+    assert not of_failures.is_on_this_host(("no such host", 80))
     with socket.socket() as full:
         full.bind(("127.0.0.1", 0))
         silent: Any = Server(*full.getsockname())
-        assert isinstance(connection_error(silent), ConnectionRefusedError)
+        assert isinstance(of_failures.connection_error(silent), ConnectionRefusedError)
         full.listen(0)
-        assert connection_error(silent) is None  # accepted by nobody, so the queue is full
-        assert isinstance(connection_error(silent), TimeoutError)
+        assert of_failures.connection_error(silent) is None  # accepted by nobody, so the queue is full
+        assert isinstance(of_failures.connection_error(silent), TimeoutError)
 
 
 class ServedStore(HashStore):
@@ -240,6 +172,20 @@ def test_the_error_of_a_rank_reaches_the_other_though_the_first_keeps_the_store(
     assert "ValueError: no such row" in found[failing][1]
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_before_its_first_collective_says_why(failing: int) -> None:
+    found = run_script(
+        f"""
+        if rank == {failing}:
+            raise ValueError("no such row")
+        collectives.barrier(everyone)
+        """,
+        before=JOIN,
+    )
+    assert [code for code, _ in found] == [1, 1]
+    assert f"RemoteRankError: Rank {failing} failed: ValueError: no such row\n" in found[1 - failing][1]
+
+
 def test_where_the_rank_that_keeps_the_store_was_killed_it_is_named() -> None:
     found = run_script(
         """
@@ -311,20 +257,6 @@ def test_a_stopped_rank_that_keeps_the_store_is_named() -> None:
     assert "Fix: let it go on (kill -CONT " in found[1][1]
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_that_fails_before_its_first_collective_says_why(failing: int) -> None:
-    found = run_script(
-        f"""
-        if rank == {failing}:
-            raise ValueError("no such row")
-        collectives.barrier(everyone)
-        """,
-        before=JOIN,
-    )
-    assert [code for code, _ in found] == [1, 1]
-    assert f"RemoteRankError: Rank {failing} failed: ValueError: no such row\n" in found[1 - failing][1]
-
-
 def test_a_tensor_whose_world_was_left_is_refused_and_printed() -> None:
     found = run_script(
         """
@@ -358,3 +290,37 @@ def forked() -> int:
 def test_a_child_that_a_rank_forks_does_not_speak_for_it(tmp_path: Path) -> None:
     found = outcomes(tmp_path, forked)
     assert [found[rank].returned for rank in range(3)] == [7, 7, 7]
+
+
+EXAMPLES = 7
+
+
+class ShardOfRank(IterableDataset[Any]):
+    """Every n-th example for each of n ranks, found out in the worker, and what communicating there raises."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from range(rank(), EXAMPLES, world_size())
+        if get_worker_info() is not None:
+            with pytest.raises(ThreadError) as caught:
+                DTensor.from_local(torch.ones(rank()), placements=[Shard(0)])
+            yield str(caught.value)
+
+
+def read() -> list[Any]:
+    """What a spawned worker reads on rank 1; the other ranks have none, which is as good and saves time."""
+    workers = {"num_workers": 1, "multiprocessing_context": "spawn"} if rank() == 1 else {}
+    return list(DataLoader(ShardOfRank(), batch_size=None, **workers))  # type: ignore[arg-type]
+
+
+def test_a_spawned_worker_has_the_rank_of_its_parent_and_cannot_communicate() -> None:
+    first, (*second, said), third = world(3).run(read)
+    assert [first, second, third] == [[0, 3, 6], [1, 4], [2, 5]]
+    assert said.startswith("A process that a rank started, such as a worker of a DataLoader, cannot communicate")
+
+
+@world(2)
+def test_a_dtensor_in_a_queue_of_processes_is_an_error_of_the_reader() -> None:
+    queue = torch.multiprocessing.get_context("spawn").Queue()
+    queue.put(distribute_tensor(torch.ones(3), placements=[Shard(0)]))
+    with pytest.raises(RuleError, match="A DTensor cannot be pickled"):
+        queue.get(timeout=20)

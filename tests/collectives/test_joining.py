@@ -1,18 +1,22 @@
-"""Names of worlds in a store that has keys of earlier ones, as torchrun keeps it when it restarts ranks."""
+"""Ranks that join a world, also where torchrun restarts them: it works, or a warning has said that it may not."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed
 from torch.distributed.distributed_c10d import Store
 
 from shardwise._collectives.joining import WORLD, agree_on_name, wait_until_all_are_connected
+from shardwise._collectives.processes import warn_of_failing_restarts
 from shardwise.errors import MismatchError, RemoteRankError
 from tests.timeouts import PATIENCE_SECONDS, under_load
 
@@ -85,8 +89,6 @@ def test_a_start_that_was_never_complete_is_no_world() -> None:
     assert store.get(WORLD).decode() == name
 
 
-# ---- leaving --------------------------------------------------------------------------------------------------
-
 LATE = """
 import os, sys, time
 from pathlib import Path
@@ -133,3 +135,126 @@ def test_a_rank_that_does_not_connect_is_named() -> None:
     store = new_store()
     with pytest.raises(RemoteRankError, match=r"Rank 1 of 2 did not join the world within .*: it has not connected"):
         wait_until_all_are_connected(store, 0, 2, under_load(1.0))
+
+
+SHORT = under_load(3.0)  # of a restart that fails
+SCRIPT = """
+import os, signal, sys, time
+from datetime import timedelta
+from pathlib import Path
+import torch, torch.distributed as dist
+import shardwise as sw
+
+how, seconds, restart = sys.argv[1], float(sys.argv[2]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+def main():
+    timeout = None if how in ("init_device_mesh", "launch") else seconds
+    mesh = sw.init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),), timeout_seconds=timeout)
+    x = sw.distribute_tensor(torch.arange(5.0), mesh, [sw.Shard(0)])
+    assert x.full_tensor().sum() == 10
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert backend.options._timeout == timedelta(seconds=seconds)
+    if restart == 0 and how != "the last restart" and sw.rank() == sw.world_size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    x.full_tensor()
+    os.write(1, f"rank {sw.rank()} works after restart {restart}\\n".encode())
+
+if restart:
+    joining = Path(__file__).with_name("rank 0 joins")
+    if os.environ["RANK"] == "0":
+        joining.touch()
+    else:
+        while not joining.exists():
+            time.sleep(0.01)
+        time.sleep(1)  # so that rank 0 looks for the address of this one before it has a new one
+
+if how == "launch":
+    sw.launch(main, timeout_seconds=seconds)
+elif how == "init_device_mesh":
+    sw.init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),), timeout_seconds=seconds)
+    main()
+elif how in ("its own prefix", "a given store"):
+    store, rank, size = next(dist.rendezvous("env://"))
+    if how == "its own prefix":
+        store = dist.PrefixStore(f"start {restart}", store)
+    timeout = timedelta(seconds=seconds)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    main()
+elif how == "the last restart" and restart == 0:
+    sys.exit("before it joins")
+else:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
+    main()
+"""
+
+
+def run_and_kill(
+    folder: Path, how: str, seconds: float = PATIENCE_SECONDS, ranks: int = 2, restarts: int = 1, **environment: str
+) -> tuple[list[str], str]:
+    """What ranks said that torchrun restarted after one was killed, and all of stderr."""
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    done = subprocess.run(
+        [*torchrun, f"--max-restarts={restarts}", str(script), how, str(seconds)],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = sorted(done.stdout.splitlines())
+    assert (done.returncode == 0) == bool(said), done.stderr
+    return said, done.stderr
+
+
+WARNING = (
+    "UserWarning: torchrun would restart the ranks of this program (restarts left: 1), but they may not find each other"
+)
+RESTARTED = ["rank 0 works after restart 1", "rank 1 works after restart 1"]
+SLOW = pytest.mark.slow
+PROCESSES = pytest.mark.processes
+
+
+@PROCESSES
+@SLOW
+@pytest.mark.parametrize("how", ["init_process_group", "a given store"])
+def test_where_torchrun_keeps_the_group_a_warning_says_so(how: str, tmp_path: Path) -> None:
+    said, errors = run_and_kill(tmp_path, how, SHORT)
+    assert errors.count(WARNING) == 1  # on rank 0
+    assert "train.py:12: UserWarning" in errors  # the line that calls shardwise
+    # Time decides whether they read what ranks have written that have ended: addresses, or the failure.
+    ended = re.search(r"\(exitcode: -9\) local_rank: 1 \(pid: (\d+)\)", errors)
+    assert ended
+    again = errors[ended.end() :]
+    read = "connectFullMesh failed" in again or f"called os._exit (process {ended[1]})" in again
+    assert said == RESTARTED or (said == [] and read)
+
+
+@PROCESSES
+@pytest.mark.parametrize(
+    ("how", "options", "expected"),
+    [
+        ("init_device_mesh", {}, RESTARTED),
+        pytest.param("launch", {}, RESTARTED, marks=SLOW),
+        pytest.param("its own prefix", {}, RESTARTED, marks=SLOW),
+        pytest.param("the last restart", {}, RESTARTED, marks=SLOW),
+        pytest.param("init_process_group", {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, RESTARTED, marks=SLOW),
+        pytest.param("init_process_group", {"ranks": 1}, RESTARTED[:1], marks=SLOW),  # which has no other to find
+        pytest.param("init_process_group", {"restarts": 0}, [], marks=SLOW),
+    ],
+)
+def test_where_restarts_work_or_there_are_none_nothing_is_warned_of(
+    how: str, options: dict[str, Any], expected: list[str], tmp_path: Path
+) -> None:
+    said, errors = run_and_kill(tmp_path, how, **options)
+    assert said == expected
+    assert "Warning: torchrun" not in errors
+
+
+@pytest.mark.parametrize("text", ["", "none", "-1", "1.5"])
+def test_without_a_number_of_restarts_there_are_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", text)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", text)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_failing_restarts()

@@ -3,21 +3,225 @@
 Each test runs its worlds at the same time, as most of their time they wait.
 """
 
+import os
 import re
+import signal
+import sys
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from shardwise._collectives import started
+from shardwise import Shard, distribute_tensor
+from shardwise import _collectives as collectives
+from shardwise._collectives import all_reduce, barrier, rank, start_all_reduce, start_all_to_all, started
 from shardwise._collectives.failures import reports
-from tests.collectives import jobs
+from shardwise.errors import RemoteRankError, ThreadError
 from tests.collectives.real_ranks import Found, each, outcomes, stderr_of
 from tests.timeouts import PATIENCE_SECONDS, under_load
 
 pytestmark = pytest.mark.processes
+
+WORLD = (0, 1, 2)
+
+
+# Jobs of ranks, of which rank 1 is the one that fails, unless a name says otherwise.
+class Broken(Exception):  # noqa: N818 - the name is of no matter
+    pass
+
+
+def fail_in_the_middle(how: str) -> None:
+    """A few collectives, then rank 1 ends in one of many ways while the others go on."""
+    for _ in range(3):
+        all_reduce(torch.ones(5), "sum", WORLD)
+    if rank() == 1:
+        end(how)
+        return
+    all_reduce(torch.ones(5), "sum", WORLD)
+
+
+def end(how: str) -> None:
+    match how:
+        case "raise":
+            raise Broken("no such row\nin table 7")
+        case "sys.exit":
+            sys.exit(0)
+        case "os._exit":
+            os._exit(3)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "return":
+            return
+
+
+def until_the_others_fail(folder: str) -> str:
+    """Wait until the other ranks have written down that they failed."""
+    others = [Path(folder) / f"outcome-{other}" for other in (0, 2)]
+    until = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < until:
+        if all(other.exists() for other in others):
+            return "the others have failed"
+    return "the others still wait"
+
+
+def loop_until_the_others_fail(folder: str) -> str:
+    """Rank 1 never comes, and gives its processor no rest."""
+    if rank() == 1:
+        return until_the_others_fail(folder)
+    barrier(WORLD)
+    return ""
+
+
+def stop_until_the_others_fail(folder: str) -> None:
+    """Rank 1 is stopped as by Ctrl-Z; a child of it wakes it up later."""
+    if rank() != 1:
+        barrier(WORLD)
+    stopped = os.getpid()
+    if os.fork() == 0:
+        until_the_others_fail(folder)
+        os.kill(stopped, signal.SIGCONT)
+        os._exit(0)
+    os.kill(stopped, signal.SIGSTOP)
+    os.wait()
+
+
+def fail_between_start_and_finish() -> None:
+    """All finish what they began; then the others begin something else, which rank 1 does not."""
+    first = start_all_to_all(torch.ones(3), [1, 1, 1], [1, 1, 1], WORLD)
+    assert first().tolist() == [1.0, 1.0, 1.0]
+    if rank() == 1:
+        raise Broken("before the second")
+    second = start_all_reduce(torch.ones(2), "sum", WORLD)
+    time.sleep(0.2)
+    second()
+
+
+def come_one_after_the_other(folder: str, timeout: float) -> str:
+    """Rank 2 joins shortly before the timeout of rank 0, which waits for rank 1, ends."""
+    time.sleep(0.75 * timeout if rank() == 2 else 0)
+    return loop_until_the_others_fail(folder)
+
+
+def wait_in_a_chain() -> None:
+    """Rank 2 waits for rank 0, which waits for rank 1, which fails; no group has all three."""
+    if rank() == 1:
+        raise Broken("the first of three")
+    barrier((0, 1) if rank() == 0 else (0, 2))
+
+
+def wait_for_each_other() -> None:
+    """Each rank waits in another group of two, for a rank that waits elsewhere."""
+    barrier({0: (0, 1), 1: (1, 2), 2: (0, 2)}[rank()])
+
+
+def wait_pairwise(folder: str) -> str:
+    """Two ranks that share no process group; one of them does not come."""
+    if rank() == 1:
+        return until_the_others_fail(folder)
+    barrier((0, 1) if rank() == 0 else (1, 2))
+    return ""
+
+
+def wait_in_a_line_of_a_mesh(folder: str) -> str:
+    """Rank 1 is late in a group that torch makes with a timeout of its own; ranks 2 and 3 are another line."""
+    mesh = collectives.as_mesh(collectives.init_device_mesh("cpu", (2, 2)))
+    line = mesh.axis_ranks(rank(), 1)
+    barrier(tuple(line))
+    if rank() == 1:
+        return until_the_others_fail(folder)
+    if rank() == 0:
+        barrier(tuple(line))
+    return ""
+
+
+def report_and_live_on(folder: str) -> str:
+    """Rank 1 tells of an error that nobody sees, and keeps its connections."""
+    if rank() == 1:
+        collectives.report_failure(Broken("caught by its caller"))
+    return loop_until_the_others_fail(folder)
+
+
+def fail_because_of_another() -> None:
+    """Rank 0 hears of rank 1's failure and fails with an error of its own, for which rank 2 waits."""
+    if rank() == 1:
+        raise Broken("the root")
+    if rank() == 0:
+        try:
+            barrier((0, 1))
+        except RemoteRankError:
+            raise KeyError("clean-up failed too") from None
+    time.sleep(0.5)
+    barrier((0, 2))
+
+
+def fail_in_a_thread(folder: str) -> str:
+    """A thread that rank 1 needs dies of an error; rank 1 waits for it, the others for rank 1."""
+    if rank() == 1:
+        thread = threading.Thread(target=_die, name="loader")
+        thread.start()
+        thread.join()
+    return loop_until_the_others_fail(folder)
+
+
+def _die() -> None:
+    raise Broken("cannot read file 12")
+
+
+def from_another_thread() -> tuple[int, int, list[float]]:
+    """Rank, size and an all-reduce of the world, as a thread of autograd finds them."""
+
+    def look() -> tuple[int, int, list[float]]:
+        return rank(), collectives.world_size(), all_reduce(torch.ones(2), "sum", WORLD).tolist()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(look).result()
+
+
+def fail_while_another_thread_waits() -> None:
+    """The thread that waits for rank 1 is not the main one, as in backward on an accelerator."""
+    if rank() == 1:
+        raise Broken("boom")
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(barrier, WORLD).result()
+
+
+def prefetch_beside_the_step(folder: str) -> str:
+    """A thread of rank 1 communicates while its main thread computes; then that communicates too."""
+    x = distribute_tensor(torch.arange(6.0), placements=[Shard(0)])
+    if rank() == 1:
+        computing = threading.Event()
+        thread = threading.Thread(target=lambda: (computing.wait(), x.full_tensor()), name="prefetch")
+        thread.start()
+        computing.set()
+        while thread.is_alive():
+            pass
+        x.full_tensor()
+    x.full_tensor()
+    return ""
+
+
+def in_a_forked_process() -> str:
+    """What a process that the rank forked gets when it communicates."""
+    x = distribute_tensor(torch.arange(6.0), placements=[Shard(0)])
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        try:
+            x.full_tensor()
+        except ThreadError as error:
+            os.write(writer, str(error).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as said:
+        text = said.read()
+    assert x.full_tensor().sum().item() == 15
+    return text
+
 
 LONG = PATIENCE_SECONDS / 2  # whoever fails before it did not wait for it
 SHORT = under_load(2.0)  # a timeout that tests wait for
@@ -46,8 +250,6 @@ def survivors_of(what: str, error: str = "Broken") -> dict[int, tuple[str, str, 
     return {0: expected, 1: (error, what, None), 2: expected}
 
 
-# ---- how a rank can end -----------------------------------------------------------------------------------
-
 ENDS = {
     "raise": r"Rank 1 failed: Broken: no such row",
     "sys.exit": r"Rank 1 called sys.exit\(0\) while others wait for it.",
@@ -58,7 +260,7 @@ ENDS = {
 
 
 def test_survivors_name_the_rank_that_ended_and_how(tmp_path: Path) -> None:
-    found = each(tmp_path, {how: quick(jobs.fail_in_the_middle, how) for how in ENDS})
+    found = each(tmp_path, {how: quick(fail_in_the_middle, how) for how in ENDS})
     for how, said in ENDS.items():
         for survivor in (0, 2):
             outcome = found[how][survivor]
@@ -66,9 +268,9 @@ def test_survivors_name_the_rank_that_ended_and_how(tmp_path: Path) -> None:
             assert re.fullmatch(said, outcome.first_line)
             assert outcome.seconds < LONG
     # The error has all that the failed rank said, and where the survivor waited.
-    place = f"{jobs.__file__}:{jobs.end.__code__.co_firstlineno + 3} in end".removeprefix(f"{Path.cwd()}/")
+    place = f"{__file__}:{end.__code__.co_firstlineno + 3} in end".removeprefix(f"{Path.cwd()}/")
     lines = found["raise"][2].text.splitlines()
-    assert lines[4].startswith(f"      called at {jobs.__file__}".replace(f"{Path.cwd()}/", ""))
+    assert lines[4].startswith(f"      called at {__file__}".replace(f"{Path.cwd()}/", ""))
     assert lines[:4] == [
         "Rank 1 failed: Broken: no such row",
         "    in table 7",
@@ -84,17 +286,13 @@ def test_the_root_reaches_all_ranks_wherever_they_are(tmp_path: Path) -> None:
     found = each(
         tmp_path,
         {
-            "op": quick(jobs.fail_in_an_op),
-            "backward": quick(jobs.fail_in_backward),
-            "begun": quick(jobs.fail_between_start_and_finish),
-            "chain": quick(jobs.wait_in_a_chain),
-            "while handling": quick(jobs.fail_because_of_another),
-            "thread": quick(jobs.fail_while_another_thread_waits),
-            "lives on": lambda folder: outcomes(folder, jobs.report_and_live_on, str(folder), timeout=LONG),
+            "begun": quick(fail_between_start_and_finish),
+            "chain": quick(wait_in_a_chain),
+            "while handling": quick(fail_because_of_another),
+            "thread": quick(fail_while_another_thread_waits),
+            "lives on": lambda folder: outcomes(folder, report_and_live_on, str(folder), timeout=LONG),
         },
     )
-    assert errors(found["op"]) == survivors_of("out of memory")
-    assert errors(found["backward"]) == survivors_of("in backward")
     assert errors(found["begun"]) == survivors_of("before the second")
     assert "waited in collective #3 of ranks (0, 1, 2): all_reduce sum of float32 (2,)" in found["begun"][0].text
     assert errors(found["chain"]) == survivors_of("the first of three")
@@ -106,9 +304,6 @@ def test_the_root_reaches_all_ranks_wherever_they_are(tmp_path: Path) -> None:
     assert "transport said" not in found["lives on"][0].text  # which knows of nothing
 
 
-# ---- ranks that do not come -------------------------------------------------------------------------------
-
-
 def test_what_is_promised_leaves_room_for_a_slow_store() -> None:
     assert reports.PATIENCE_SECONDS + reports.SPARE_SECONDS < PROMISED_SECONDS
     assert started.SLICE_SECONDS + reports.POLL_SECONDS < reports.PATIENCE_SECONDS
@@ -118,14 +313,14 @@ def test_ranks_that_do_not_come_are_named_with_what_they_do(tmp_path: Path) -> N
     found = each(
         tmp_path,
         {
-            "loop": waiting(jobs.loop_until_the_others_fail),
-            "stopped": waiting(jobs.stop_until_the_others_fail),
-            "late": waiting(jobs.come_one_after_the_other, SHORT),
-            "thread": waiting(jobs.fail_in_a_thread),
-            "pairwise": waiting(jobs.wait_pairwise),
-            "mesh": waiting(jobs.wait_in_a_line_of_a_mesh, size=4),
-            "each other": lambda folder: outcomes(folder, jobs.wait_for_each_other, timeout=SHORT),
-            "absent": lambda folder: outcomes(folder, jobs.from_another_thread, timeout=SHORT, absent=(1,)),
+            "loop": waiting(loop_until_the_others_fail),
+            "stopped": waiting(stop_until_the_others_fail),
+            "late": waiting(come_one_after_the_other, SHORT),
+            "thread": waiting(fail_in_a_thread),
+            "pairwise": waiting(wait_pairwise),
+            "mesh": waiting(wait_in_a_line_of_a_mesh, size=4),
+            "each other": lambda folder: outcomes(folder, wait_for_each_other, timeout=SHORT),
+            "absent": lambda folder: outcomes(folder, from_another_thread, timeout=SHORT, absent=(1,)),
         },
     )
     for name in ("loop", "stopped", "late", "thread", "pairwise", "mesh", "absent"):
@@ -151,63 +346,27 @@ def test_ranks_that_do_not_come_are_named_with_what_they_do(tmp_path: Path) -> N
     assert {o.error for o in found["each other"].values()} == {"MismatchError"}
     (text,) = {o.text for o in found["each other"].values()}
     assert text.splitlines()[0] == "Ranks 0, 1, 2 wait for each other, in different collectives:"
-    for rank, group in enumerate([(0, 1), (1, 2), (0, 2)]):
-        assert f"  rank {rank}: waits in collective #1 of ranks {group}: all_to_all" in text
-
-
-# ---- ranks that disagree ----------------------------------------------------------------------------------
-
-COUNTS: dict[str, tuple[list[int], int, int]] = {  # what rank 1 sends, which rank that concerns, and how many it sends
-    "an element less": ([2, 2, 1], 2, 1),
-    "nothing at all": ([0, 2, 2], 0, 0),
-    "an element more, at which gloo would abort the receiver": ([2, 2, 3], 2, 3),
-}
-
-
-def test_ranks_that_disagree_raise_the_same_before_anything_is_sent(tmp_path: Path) -> None:
-    worlds = {name: quick(jobs.send_to, counts) for name, (counts, _, _) in COUNTS.items()}
-    found = each(tmp_path, {**worlds, "another": quick(jobs.call_another_collective)})
-    texts = {}
-    for name, ranks in found.items():
-        assert {o.error for o in ranks.values()} == {"MismatchError"}, name
-        assert all(o.seconds < LONG for o in ranks.values())
-        (texts[name],) = {o.text for o in ranks.values()}
-    for name, (_, victim, sent) in COUNTS.items():
-        said = f"rank 1 sends {sent} elements to rank {victim}, which expects 2."
-        assert texts[name].splitlines()[0] == f"Ranks (0, 1, 2) disagree on their collective #2: {said}"
-    barrier = "all_to_all of uint8, send counts (1, 1, 1), receive counts (1, 1, 1)"
-    assert [row for row in texts["another"].splitlines() if "called at" not in row] == [
-        "Ranks (0, 1, 2) disagree on their collective #2: all ranks must make the same call.",
-        f"  rank 0: {barrier}",
-        "  rank 1: all_reduce max of float32 (4,)",
-        f"  rank 2: {barrier}",
-        "  Fix: make all ranks of a group call the same collectives in the same order.",
-    ]
-    assert texts["another"].count("in call_another_collective") == 3
-
-
-# ---- threads ----------------------------------------------------------------------------------------------
+    for number, group in enumerate([(0, 1), (1, 2), (0, 2)]):
+        assert f"  rank {number}: waits in collective #1 of ranks {group}: all_to_all" in text
 
 
 def test_one_thread_of_a_rank_communicates_at_a_time(tmp_path: Path) -> None:
     found = each(
         tmp_path,
         {
-            "another": partial(outcomes, job=jobs.from_another_thread),
-            "hand over": lambda folder: outcomes(folder, jobs.hand_over, 3),
-            "forked": partial(outcomes, job=jobs.in_a_forked_process),
-            "two": lambda folder: outcomes(folder, jobs.prefetch_beside_the_step, str(folder)),
+            "another": partial(outcomes, job=from_another_thread),
+            "forked": partial(outcomes, job=in_a_forked_process),
+            "two": lambda folder: outcomes(folder, prefetch_beside_the_step, str(folder)),
         },
     )
     assert [found["another"][rank].returned for rank in range(3)] == [[rank, 3, [3.0, 3.0]] for rank in range(3)]
-    assert [found["hand over"][rank].returned for rank in range(3)] == [[55.0, 15.0, 15.0] * 3] * 3
     said = "A process that a rank started, such as a worker of a DataLoader, cannot"
     assert all(found["forked"][rank].returned.startswith(said) for rank in range(3))
     two = found["two"]
     assert [two[rank].error for rank in range(3)] == ["RemoteRankError", "ThreadError", "RemoteRankError"]
     text = two[1].text
     assert text.startswith("Two threads of rank 1 communicate in no order:\n  thread 'prefetch'\n      called at ")
-    assert "\n  thread 'MainThread'\n      called at tests/collectives/jobs.py" in text
+    assert "\n  thread 'MainThread'\n      called at tests/collectives/test_survivors.py" in text
     for survivor in (0, 2):
         assert two[survivor].named == 1
         assert two[survivor].first_line == f"Rank 1 failed: ThreadError: {text.splitlines()[0]}"

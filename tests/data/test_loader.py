@@ -28,9 +28,10 @@ from shardwise.embedding import (
     prefetch,
     shard_embeddings,
 )
-from shardwise.errors import ArgumentError, LayoutError, MeshError, MismatchError
+from shardwise.errors import ArgumentError, MeshError, MismatchError, ShardwiseError
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
+from tests.checkpoint.states import failed
 
 R, S0 = Replicate(), Shard(0)
 
@@ -82,18 +83,6 @@ def test_batches_are_those_of_one_process_on_any_mesh(num_workers: int) -> None:
             assert list(epochs) == want
 
 
-def test_a_rank_without_samples_has_empty_tensors_of_the_dtypes_and_sizes() -> None:
-    def body() -> tuple[Any, ...]:
-        loader = BatchLoader(Samples(), 4, Mesh((2, 2), names=("a", "b")))
-        x, y = list(loader)[-1]
-        assert (x.shape, y.shape) == ((3, 4), (3,))
-        return tuple(x.to_local().shape), y.to_local().tolist(), x.dtype, y.dtype
-
-    float32, int64 = torch.float32, torch.int64
-    assert world(4).run(body) == [((1, 4), [8], float32, int64), ((1, 4), [9], float32, int64),
-                                  ((1, 4), [10], float32, int64), ((0, 4), [], float32, int64)]  # fmt: skip
-
-
 @pytest.mark.parametrize("used", [1, 3, 4])
 def test_a_saved_state_resumes_on_another_number_of_ranks(used: int) -> None:
     """In the middle of the first epoch, at its end, and in the second."""
@@ -130,13 +119,6 @@ def test_an_iteration_goes_on_where_the_last_one_stopped() -> None:
         next(older)
 
 
-def test_the_last_batch_may_be_left_out() -> None:
-    loader = BatchLoader(Samples(), 4, drop_last=True)
-    assert [indices for _, indices in steps(loader)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert len(loader) == 2
-    assert loader.state_dict()["epoch"] == 1
-
-
 def test_loading_leaves_the_generators_of_the_process_alone() -> None:
     torch.manual_seed(0), random.seed(0), np.random.seed(0)  # noqa: NPY002
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index] # noqa: NPY002
@@ -149,6 +131,7 @@ def test_a_state_of_another_batch_size_has_full_batches_left_or_begins_the_next_
     """`drop_last` counts from where the state was saved."""
     loader = BatchLoader(Samples(), 4, drop_last=True)
     state = loader.state_dict()
+    assert len(loader) == 2
     for position, rest in [(2, [[2, 3, 4, 5], [6, 7, 8, 9]]), (7, [[7, 8, 9, 10]]), (8, [[0, 1, 2, 3], [4, 5, 6, 7]])]:
         loader.load_state_dict(state | {"position": position})
         assert loader.state_dict()["epoch"] == (position == 8)
@@ -187,9 +170,7 @@ WORKERS = [pytest.param(where, marks=pytest.mark.processes) for where in ("worke
 
 
 @pytest.mark.parametrize("where", ["sample", "collate_fn", "batch", *WORKERS])
-def test_a_rank_that_cannot_load_its_samples_ends_the_iteration_of_all(
-    where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_cannot_load_samples_ends_the_iteration_of_all(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks name it; all stand at the same batch, and go on with it."""
     waits = _MultiProcessingDataLoaderIter._try_get_data
     monkeypatch.setattr(waits, "__defaults__", (0.1,))  # instead of 5 seconds, until a dead worker is noticed
@@ -349,47 +330,37 @@ class Table(dict[str, Any]):
     ],
 )
 def test_what_is_no_batch_is_refused(collate: Any, text: str) -> None:
-    def body() -> str:
-        with pytest.raises((ArgumentError, LayoutError)) as caught:
-            next(iter(BatchLoader(range(4), 4, collate_fn=collate)))
-        return str(caught.value)
-
-    assert all(text in message for message in world(2).run(body))
+    assert text in failed(lambda: next(iter(BatchLoader(range(4), 4, collate_fn=collate))), ShardwiseError)
 
 
 def test_ranks_with_different_lengths_or_loaders_are_refused() -> None:
     def padded(samples: list[int]) -> Tensor:
         return torch.zeros(len(samples), max(samples))
 
-    def body(seeds: tuple[int, int], collate: Any) -> str:
-        loader = BatchLoader(range(1, 5), 4, seed=seeds[collectives.rank()], collate_fn=collate)
-        with pytest.raises(MismatchError) as caught:
-            next(iter(loader))
-        return str(caught.value)
+    def refused(collate: Any, seeds: tuple[int, int] = (0, 0)) -> str:
+        def body() -> None:
+            next(iter(BatchLoader(range(1, 5), 4, seed=seeds[collectives.rank()], collate_fn=collate)))
 
-    (lengths,) = set(world(2).run(body, (0, 0), padded))
+        return failed(body, MismatchError)
+
+    lengths = refused(padded)
     assert "torch.float32, (2,) a sample" in lengths
     assert "pad samples to one length in collate_fn" in lengths
-    (seeds,) = set(world(2).run(body, (0, 1), torch.tensor))
-    assert "seed" in seeds
+    assert "seed" in refused(torch.tensor, (0, 1))
 
     def weighted(samples: list[int]) -> KeyedJaggedTensor:
         features = clicks(samples).features
         weights = features.weights_or_none() if collectives.rank() else None
         return KeyedJaggedTensor(features.keys(), features.values(), weights, features.lengths())
 
-    (weights,) = set(world(2).run(body, (0, 0), weighted))
-    assert 'rank 0: {"tensors": {"the batch": "torch.int64 ids of a, b, no weights"}}' in weights
+    assert 'rank 0: {"tensors": {"the batch": "torch.int64 ids of a, b, no weights"}}' in refused(weighted)
 
-    def elsewhere() -> str:
+    def elsewhere() -> None:
         loader = BatchLoader(range(8), 2)
         loader.load_state_dict(loader.state_dict() | {"position": 2 * collectives.rank()})
-        with pytest.raises(MismatchError) as caught:
-            next(iter(loader))
-        return str(caught.value)
+        next(iter(loader))
 
-    (positions,) = set(world(2).run(elsewhere))
-    assert 'rank 1: {"samples": [2, 4]}' in positions
+    assert 'rank 1: {"samples": [2, 4]}' in failed(elsewhere, MismatchError)
 
 
 class Stream(IterableDataset[int]):

@@ -10,8 +10,8 @@ from torch import nn
 
 from shardwise import Mesh, Shard, distribute_tensor
 from shardwise import _collectives as collectives
-from tests.collectives.jobs import end
 from tests.collectives.real_ranks import each, outcomes
+from tests.collectives.test_survivors import end
 from tests.parallel.units import as_units
 from tests.timeouts import PATIENCE_SECONDS
 

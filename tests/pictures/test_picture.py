@@ -1,79 +1,142 @@
-"""Pictures show every element once, with all the ranks that hold it."""
+"""Pictures show every element once, with all the ranks that hold it; numbers and ranks are short text."""
 
 import io
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from itertools import product as cartesian
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from shardwise._layout import Box, Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
 from shardwise._pictures import picture
 from shardwise._pictures.holders import Holders
-from shardwise._pictures.scene import Limit, panels
-from shardwise.errors import LayoutError
-from tests.pictures.reading import label_at, labels_of, ranks_in
-from tests.strategies import SMALL_MESHES, Written, laws, layouts, small_layouts
+from shardwise._pictures.labels import bytes_text, holdings, ranks_text, title
+from shardwise._pictures.scene import Limit, panels, spread
+from tests.strategies import Written, laws, layouts
+
+# Reads pictures back, as somebody does who looks at one: by its frames and the numbers on its edges.
+BORDERS = frozenset("┌┬┐├┼┤└┴┘─│")
+Point = tuple[int, int]  # line, character
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One panel: where its outline is."""
+
+    lines: list[str]
+    top: int
+    left: int
+    bottom: int
+    right: int
+
+    @property
+    def rows(self) -> dict[int, int]:
+        """The number at the left of a line, and which line that is."""
+        found = {}
+        for y in range(self.top + 1, self.bottom):
+            number = re.search(r"(\d+) $", self.lines[y][: self.left])
+            if number:
+                found[int(number[1])] = y
+        return found
+
+    @property
+    def columns(self) -> dict[int, int]:
+        """The numbers above, and at which characters they begin."""
+        above = self.lines[self.top - 1][: self.right]
+        return {int(n[0]): n.start() for n in re.finditer(r"\d+", above) if n.start() > self.left}
+
+    @property
+    def slices(self) -> list[tuple[int, int] | None]:
+        """Of the third dim and those behind it; empty where there is only one slice."""
+        label = self.lines[self.top - 2][self.left - 1 : self.right + 9] if self.top > 1 else ""
+        found = re.search(r"\[:, :, ([^]]*)\]", label)
+        parts = found[1].split(", ") if found else []
+        return [None if part == ":" else (int(part.split(":")[0]), int(part.split(":")[1])) for part in parts]
+
+    def region(self, start: Point) -> set[Point]:
+        """What is connected with `start` without crossing a line."""
+        pending, found = [start], set()
+        while pending:
+            y, x = pending.pop()
+            if (y, x) in found or self.lines[y][x] in BORDERS:
+                continue
+            found.add((y, x))
+            pending += [(y - 1, x), (y + 1, x), (y, x - 1), (y, x + 1)]
+        return found
+
+    def words(self, region: set[Point]) -> str:
+        lines = sorted({y for y, _ in region})
+        parts = ("".join(self.lines[y][x] for _, x in sorted(p for p in region if p[0] == y)).strip() for y in lines)
+        return " ".join(part for part in parts if part)
+
+
+def frames_of(text: str) -> Iterator[Frame]:
+    lines = text.splitlines()
+    for top, line in enumerate(lines):
+        for corner in re.finditer("┌", line):
+            left = corner.start()
+            right = line.index("┐", left)
+            bottom = next(y for y in range(top + 1, len(lines)) if lines[y][left : left + 1] == "└")
+            yield Frame(lines, top, left, bottom, right)
+
+
+def labels_of(text: str) -> list[str]:
+    """What stands in each cell, panel by panel."""
+    found = []
+    for frame in frames_of(text):
+        seen: set[Point] = set()
+        for y in range(frame.top + 1, frame.bottom):
+            for x in range(frame.left + 1, frame.right):
+                if (y, x) not in seen and frame.lines[y][x] not in BORDERS:
+                    region = frame.region((y, x))
+                    seen |= region
+                    found.append(frame.words(region))
+    return found
+
+
+def label_at(text: str, index: tuple[int, ...]) -> str:
+    """What stands in the cell of the element at `index`."""
+    for frame in frames_of(text):
+        parts = zip(index[2:], frame.slices, strict=True) if frame.slices else ()
+        if all(part is None or part[0] <= i < part[1] for i, part in parts):
+            y = frame.rows[max(row for row in frame.rows if row <= index[0])] if index else frame.top + 1
+            columns = frame.columns if len(index) > 1 else {}
+            x = columns[max(column for column in columns if column <= index[1])] if columns else frame.left + 1
+            return frame.words(frame.region((y, x)))
+    raise AssertionError(f"no slice shows {index}:\n{text}")
+
+
+def ranks_in(label: str, text: str = "") -> set[int]:
+    """The ranks that a label names, or a note of the picture for it."""
+    note = re.search(r" ranks (\(\d+\))$", label)
+    if note:
+        label = next(line.removeprefix(f"{note[1]} ") for line in text.splitlines() if line.startswith(note[1]))
+    inner = label.partition("rank ")[2].removesuffix(")")
+    found: list[int] = []
+    for part in re.split("[,|] ?", inner.replace(" |", "|")):
+        if "…" in part:
+            second, last = map(int, part.split(" … "))
+            found += range(second, last + 1, second - found[-1])
+        elif "-" in part:
+            first, last = map(int, part.split("-"))
+            found += range(first, last + 1)
+        else:
+            found.append(int(part))
+    assert len(found) == len(set(found)), f"a rank is named twice: {label}"
+    return set(found)
 
 
 def drawn(layout: Layout, width: int = 100, itemsize: int | None = None) -> str:
     return picture(layout, itemsize=itemsize).text(width)
 
 
-# ---- as they look -----------------------------------------------------------------------------------------------
-
-
-def test_two_dims_sharded_on_a_grid() -> None:
-    assert drawn(Layout(Mesh((2, 2)), [Shard(0), Shard(1)], (10, 6)), itemsize=4) == (
-        "10 x 6 as [Shard(0), Shard(1)] on Mesh(0=2, 1=2)\n"
-        "   0        3\n"
-        "  ┌────────┬────────┐\n"
-        "0 │ rank 0 │ rank 1 │\n"
-        "  ├────────┼────────┤\n"
-        "5 │ rank 2 │ rank 3 │\n"
-        "  └────────┴────────┘\n"
-        "rank 0-3: 5 x 3, 60 B each"
-    )
-
-
-def test_uneven_shards_are_drawn_in_proportion() -> None:
-    assert drawn(Layout(Mesh((4,)), [Shard(0, [1, 3, 1, 3])], (8, 16)), itemsize=4) == (
-        "8 x 16 as [Shard(0, sizes=(1, 3, 1, 3))] on Mesh(0=4)\n"
-        "   0\n"
-        "  ┌────────┐\n"
-        "0 │ rank 0 │\n"
-        "  ├────────┤\n"
-        "1 │        │\n"
-        "  │ rank 1 │\n"
-        "  │        │\n"
-        "  ├────────┤\n"
-        "4 │ rank 2 │\n"
-        "  ├────────┤\n"
-        "5 │        │\n"
-        "  │ rank 3 │\n"
-        "  │        │\n"
-        "  └────────┘\n"
-        "rank 0, 2: 1 x 16, 64 B each\n"
-        "rank 1, 3: 3 x 16, 192 B each"
-    )
-
-
-def test_a_sharded_third_dim_is_a_row_of_slices() -> None:
-    assert drawn(Layout(Mesh((2, 2), (3, 1, 0, 2)), [Shard(0), Shard(2, [2, 8])], (6, 4, 10))) == (
-        "6 x 4 x 10 as [Shard(0), Shard(2, sizes=(2, 8))] on Mesh(0=2, 1=2, ranks=(3, 1, 0, 2))\n"
-        "  [:, :, 0:2]    [:, :, 2:10]\n"
-        "   0              0\n"
-        "  ┌────────┐     ┌────────┐\n"
-        "0 │ rank 3 │   0 │ rank 1 │\n"
-        "  ├────────┤     ├────────┤\n"
-        "3 │ rank 0 │   3 │ rank 2 │\n"
-        "  └────────┘     └────────┘\n"
-        "rank 0, 3: 3 x 4 x 2 each\n"
-        "rank 1-2: 3 x 4 x 8 each"
-    )
+# ---- as they look; docs/pictures.md has more, of which each is compared with what is printed ----------------------
 
 
 def test_replicas_share_a_cell_and_ranks_without_anything_are_named() -> None:
@@ -95,21 +158,6 @@ def test_partial_values_and_their_replicas_are_marked() -> None:
     assert "sum(…): these ranks hold partial values of the full cell; a | b hold the same" in text
     assert "│ max(rank 0-2) │" in drawn(Layout(Mesh((3,)), [Partial("max")], (6, 5)))
     assert "(…)" not in drawn(Layout(Mesh((3,)), [Partial("max")], (0, 5)))
-
-
-def test_boxes_are_drawn_in_place() -> None:
-    boxes = [[((0, 0), (2, 1)), ((0, 1), (1, 1))], [((1, 1), (1, 1))]]
-    assert drawn(Layout(Mesh((2,)), [Boxes(boxes)], (2, 2)), itemsize=2) == (
-        "2 x 2 as [Boxes([0:2, 0:1] [0:1, 1:2] | [1:2, 1:2])] on Mesh(0=2)\n"
-        "   0        1\n"
-        "  ┌────────┬────────┐\n"
-        "0 │        │ rank 0 │\n"
-        "  │ rank 0 ├────────┤\n"
-        "1 │        │ rank 1 │\n"
-        "  └────────┴────────┘\n"
-        "rank 0: 2 shards of 3 elements, 6 B\n"
-        "rank 1: 1 x 1, 2 B"
-    )
 
 
 def test_tensors_without_dims_without_elements_and_on_one_rank() -> None:
@@ -178,19 +226,6 @@ def test_long_labels_go_on_in_the_next_line_where_there_is_no_room() -> None:
     assert labels_of("\n".join(lines))[0] == "max(rank 0 | 12, 1 | 13, 2 | 14, 3 | 15)"
 
 
-def test_boxes_that_would_overlap_are_summarised_together() -> None:
-    """Rows of bricks, each shifted by half a brick."""
-    bricks = []
-    for row in range(40):
-        edges = [0, *range(2 - row % 2, 120, 2), 120]
-        bricks += [Box((row, a), (1, b - a)) for a, b in pairwise(edges)]
-    layout = Layout(Mesh((5,)), [Boxes([bricks[rank::5] for rank in range(5)])], (40, 120))
-    text = drawn(layout)
-    counts = [int(label.split()[0]) if label.endswith("shards") else 1 for label in labels_of(text)]
-    assert sum(counts) == len(bricks)
-    assert max(map(len, text.splitlines())) <= 100
-
-
 @laws
 @given(layouts())
 def test_what_is_summarised_is_counted_and_its_ranks_are_known(written: Written) -> None:
@@ -241,14 +276,6 @@ def check_every_element(layout: Layout) -> None:
         assert ranks_in(label_at(text, index), text) == holders, f"{layout} at {index}\n{text}"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh_shape", [*SMALL_MESHES])
-@pytest.mark.parametrize("shape", [(), (4,), (3, 2), (0, 3)])
-def test_small_pictures_name_the_holders_of_each_element(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    for written in small_layouts(Mesh(mesh_shape), shape):
-        check_every_element(written.layout)
-
-
 @laws
 @given(layouts())
 def test_any_picture_names_the_holders_of_each_element(written: Written) -> None:
@@ -288,11 +315,24 @@ def shown(monkeypatch: pytest.MonkeyPatch, file: io.StringIO, **environment: str
     return file.getvalue()
 
 
-def test_a_terminal_gets_a_colour_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    coloured = shown(monkeypatch, Terminal(), TERM="xterm")
-    assert "\x1b[36mrank 0\x1b[0m" in coloured
-    assert "\x1b[95mrank 1\x1b[0m" in coloured
-    assert coloured.replace("\x1b[36m", "").replace("\x1b[95m", "").replace("\x1b[0m", "") == f"{picture(LAYOUT)}\n"
+@pytest.mark.parametrize(
+    ("file", "environment", "coloured"),
+    [
+        (Terminal, {"TERM": "xterm"}, True),
+        (Terminal, {"TERM": "xterm", "NO_COLOR": "1"}, False),
+        (Terminal, {"TERM": "dumb"}, False),
+        (io.StringIO, {"TERM": "xterm"}, False),
+        (io.StringIO, {"TERM": "xterm", "FORCE_COLOR": "1"}, False),
+    ],
+)
+def test_only_a_terminal_gets_a_colour_a_rank(
+    file: type[io.StringIO], environment: dict[str, str], coloured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, plain = shown(monkeypatch, file(), **environment), f"{picture(LAYOUT)}\n"
+    colours = {"rank 0": "\x1b[36mrank 0\x1b[0m", "rank 1": "\x1b[95mrank 1\x1b[0m"} if coloured else {}
+    for rank, written in colours.items():
+        plain = plain.replace(rank, written, 1)
+    assert text == plain
 
 
 @pytest.mark.parametrize("columns", [2, 6, 8, 12, 13])
@@ -309,21 +349,6 @@ def test_neighbours_on_a_mesh_have_other_colours(columns: int) -> None:
         assert max(abs(x - y) for x, y in zip(svg[a], svg[b], strict=True)) >= 32, (a, b)
 
 
-@pytest.mark.parametrize(
-    ("file", "environment"),
-    [
-        (io.StringIO, {"TERM": "xterm"}),
-        (io.StringIO, {"TERM": "xterm", "FORCE_COLOR": "1"}),
-        (Terminal, {"TERM": "xterm", "NO_COLOR": "1"}),
-        (Terminal, {"TERM": "dumb"}),
-    ],
-)
-def test_nothing_else_gets_colours(
-    file: type[io.StringIO], environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert shown(monkeypatch, file(), **environment) == f"{picture(LAYOUT)}\n"
-
-
 def test_a_terminal_is_not_overrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("NO_COLOR", "1")
@@ -336,20 +361,67 @@ def test_control_characters_of_a_header_are_written_out() -> None:
     assert str(picture(LAYOUT, "a\x1b[2J\nb")).startswith("a\\x1b[2J\nb\n4 x 2 as")
 
 
-def test_only_layouts_and_dtensors_are_drawn() -> None:
-    with pytest.raises(LayoutError, match=r"got list\. Fix: distribute_tensor"):
-        picture([1])
-
-
-def test_a_layout_shows_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    layout = Layout(Mesh((2,)), [Shard(0)], (4, 2))
-    layout.show()
-    assert capsys.readouterr().out == f"{picture(layout)}\n"
-    assert layout._repr_html_() == picture(layout)._repr_html_()
-
-
 @pytest.mark.processes
 def test_layouts_show_themselves_whatever_was_imported() -> None:
     code = "import shardwise as sw; sw.Layout(sw.Mesh((2,)), [sw.Shard(0)], (4, 2)).show()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "rank 1" in done.stdout
+    assert done.stdout == f"{picture(LAYOUT)}\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0 B"), (12.6, "13 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (102_000, "99.6 KiB"), (102_399, "100 KiB"),
+        (1_048_575, "1024 KiB"), (1_048_576, "1.0 MiB"), (5 << 30, "5.0 GiB"), (5 << 40, "5120 GiB"),
+    ],
+)  # fmt: skip
+def test_bytes_are_short(number: float, text: str) -> None:
+    assert bytes_text(number) == text
+
+
+@laws
+@given(st.sets(st.integers(0, 40), min_size=1))
+def test_runs_of_ranks_leave_none_out_and_add_none(ranks: set[int]) -> None:
+    assert ranks_in(f"rank {ranks_text(sorted(ranks))}") == ranks
+
+
+@laws
+@given(st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 20)), min_size=1, max_size=8), st.integers(1, 200))
+def test_segments_have_their_least_size_and_fit(segments: list[tuple[int, int]], room: int) -> None:
+    lengths, least = [n for n, _ in segments], [few for _, few in segments]
+    sizes = spread(lengths, least, room)
+    assert all(size >= few for size, few in zip(sizes, least, strict=True))
+    assert sum(sizes) <= max(room, sum(least))
+    by_length = sorted(zip(lengths, least, sizes, strict=True))
+    assert all(b >= a or few_a > b for (_, few_a, a), (_, _, b) in pairwise(by_length))
+
+
+def test_segments_are_in_proportion_if_there_is_room() -> None:
+    assert spread([1, 3, 1, 3], [1, 1, 1, 1], 16) == [2, 6, 2, 6]
+    assert spread([1, 3, 1, 3], [3, 3, 3, 3], 12) == [3, 3, 3, 3]
+
+
+def test_a_title_stays_short() -> None:
+    mesh = Mesh((128,), tuple(range(128, 0, -1)))
+    assert title(Layout(mesh, [Shard(0)], (256, 3))) == "256 x 3 as [Shard(0)] on Mesh(0=128, 128 ranks from 1 to 128)"
+
+
+def test_a_title_names_the_axes_of_a_named_mesh() -> None:
+    layout = Layout(Mesh((2, 2), names=("dp", "tp")), {"tp": Shard(1, (5, 1))}, (10, 6))
+    assert title(layout) == "10 x 6 as {'dp': Replicate(), 'tp': Shard(1, sizes=(5, 1))} on Mesh(dp=2, tp=2)"
+
+
+def test_many_boxes_are_shown_by_their_number() -> None:
+    boxes = Boxes([[((i, 0), (1, 2)) for i in range(5)], []])
+    assert title(Layout(Mesh((2,)), [boxes], (5, 2))) == "5 x 2 as [Boxes(5 of them)] on Mesh(0=2)"
+
+
+def test_lines_of_what_ranks_hold_stay_short() -> None:
+    lines = holdings(Holders(Layout(Mesh((64, 64)), [Shard(0), Shard(1)], (1000, 10000))), None)
+    assert lines == [
+        "3,906 ranks from 0 to 3966: 16 x 157 each",
+        "rank 63, 127 … 3967: 16 x 109 each",
+        "rank 3968-4030: 8 x 157 each",
+        "rank 4031: 8 x 109",
+        "rank 4032-4095: nothing",
+    ]

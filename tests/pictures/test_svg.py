@@ -29,7 +29,6 @@ EVIL = [
     "]]><!-- & &lt; \x00\x1b[2J \ud800",
 ]
 UNEVEN = Layout(Mesh((4,)), [Shard(0, [1, 3, 1, 3])], (8, 16))
-DEEP = Layout(Mesh((2, 2)), [Shard(1), Shard(2)], (6, 4, 10))
 
 
 def cells(svg: str) -> list[tuple[list[slice], set[int], tuple[float, ...]]]:
@@ -82,30 +81,18 @@ def test_each_element_is_in_one_cell_with_its_holders(written: Written) -> None:
 @pytest.mark.parametrize("shape", [(1000, 64), (8, 64), (64, 1000), (64,)])
 def test_uneven_shards_are_drawn_to_scale_whatever_the_form_of_the_tensor(shape: tuple[int, ...]) -> None:
     dim = shape.index(64)
-    svg = picture(Layout(Mesh((3,)), [Shard(dim, sizes=(10, 30, 24))], shape)).svg()
-    frames = re.findall(r'<rect x="\d+" y="\d+" width="(\d+)" height="(\d+)"', svg)
-    sizes = [int(frame[0 if dim == 1 else 1]) for frame in frames]
+    drawn = cells(picture(Layout(Mesh((3,)), [Shard(dim, sizes=(10, 30, 24))], shape)).svg())
+    assert [ranks for _, ranks, _ in drawn] == [{0}, {1}, {2}]
+    edges, sizes = ([frame[at] for *_, frame in drawn] for at in ((0, 2) if dim == 1 else (1, 3)))
     assert [round(10 * size / sizes[0]) for size in sizes] == [10, 30, 24]
-
-
-def test_segments_of_a_drawing_are_in_proportion() -> None:
-    assert [ranks for _, ranks, _ in cells(picture(UNEVEN).svg())] == [{0}, {1}, {2}, {3}]
-    heights = [frame[3] for *_, frame in cells(picture(UNEVEN).svg())]
-    assert heights == [heights[0], 3 * heights[0], heights[0], 3 * heights[0]]
-    edges = [frame[1] for *_, frame in cells(picture(UNEVEN).svg())]
-    assert [b - a for a, b in pairwise(edges)] == heights[:-1]
+    assert [b - a for a, b in pairwise(edges)] == sizes[:-1]
 
 
 def test_slices_are_side_by_side_and_labelled() -> None:
-    svg = picture(DEEP).svg()
+    svg = picture(Layout(Mesh((2, 2)), [Shard(1), Shard(2)], (6, 4, 10))).svg()
     assert "[:, :, 0:5]" in svg
     assert "[:, :, 5:10]" in svg
-    assert [(slices, ranks) for slices, ranks, _ in cells(svg)] == [
-        ([slice(0, 6), slice(0, 2), slice(0, 5)], {0}),
-        ([slice(0, 6), slice(2, 4), slice(0, 5)], {2}),
-        ([slice(0, 6), slice(0, 2), slice(5, 10)], {1}),
-        ([slice(0, 6), slice(2, 4), slice(5, 10)], {3}),
-    ]
+    assert len({frame[0] for *_, frame in cells(svg)}) == 2
 
 
 def test_partial_cells_are_dashed_and_others_are_not() -> None:
@@ -132,9 +119,6 @@ def test_numbers_on_edges_do_not_overlap(shape: tuple[int, ...]) -> None:
     assert {"0", *map(str, shape)} <= ends
 
 
-# ---- names, and what notebooks show --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("evil", EVIL)
 def test_names_are_text_whatever_they_contain(evil: str) -> None:
     one = picture(UNEVEN, evil)
@@ -143,19 +127,16 @@ def test_names_are_text_whatever_they_contain(evil: str) -> None:
 
 
 @pytest.mark.parametrize("placements", [[Shard(0)], [Shard(0, (0, 5))], [Replicate()], [Partial()]])
+@world(2)
 def test_a_dtensor_shows_its_elements_and_a_drawing_with_bytes(placements: list[Any]) -> None:
-    @world(2)
-    def on_ranks() -> None:
-        x: Any = distribute_tensor(torch.arange(10.0).view(5, 2), Mesh((2,), names=(EVIL[0],)), placements)
-        text = checked(x._repr_html_())
-        assert repr(x) in text
-        assert "float32" in text
-        assert "<svg" in x._repr_html_()
-        sizes = {16: "16 B", 24: "24 B", 40: "40 B", 0: "0 B"}
-        for rank in range(2):
-            assert sizes[4 * x.layout_.local_numel(rank)] in text
-
-    on_ranks()
+    x: Any = distribute_tensor(torch.arange(10.0).view(5, 2), Mesh((2,), names=(EVIL[0],)), placements)
+    text = checked(x._repr_html_())
+    assert repr(x) in text
+    assert "float32" in text
+    assert "<svg" in x._repr_html_()
+    sizes = {16: "16 B", 24: "24 B", 40: "40 B", 0: "0 B"}
+    for rank in range(2):
+        assert sizes[4 * x.layout_.local_numel(rank)] in text
 
 
 def test_a_layout_without_a_dtensor_shows_no_bytes() -> None:

@@ -123,8 +123,8 @@ def test_which_sequences_are_found() -> None:
     assert [type(step) for step in found.steps] == [AllReduce]
     assert found.comm_steps[0].group(2) == (0, 1, 2, 3)
     mesh, shape = Mesh((2, 4)), (1024, 1024)
-    found = sequences(Layout(mesh, [Partial()] * 2, shape), Layout(mesh, [Replicate()] * 2, shape), GLOO)
-    names = [tuple(step.collective for step in steps) for steps in found]
+    searched = sequences(Layout(mesh, [Partial()] * 2, shape), Layout(mesh, [Replicate()] * 2, shape), GLOO)
+    names = [tuple(step.collective for step in steps) for steps in searched]
     assert ("all_reduce",) in names
     assert ("all_to_all", "all_reduce", "all_gather") in names
 
@@ -244,7 +244,7 @@ def test_which_collective_it_is_and_what_ranks_do_not_need_is_not_gathered() -> 
         step = native_step(Exchange(Layout(mesh, src, (8, 8)), Layout(mesh, [Replicate()] * 2, (8, 8))))
         assert type(step) is kind
     mesh = Mesh((2, 2))
-    for src, dst in [
+    pairs: list[tuple[list[Placement], list[Placement]]] = [
         ([Shard(0), Replicate()], [Replicate(), Shard(0)]),
         ([Shard(0), Shard(0)], [Replicate(), Shard(0)]),
         ([Shard(0), Replicate()], [OnRanks(0), Replicate()]),
@@ -252,5 +252,6 @@ def test_which_collective_it_is_and_what_ranks_do_not_need_is_not_gathered() -> 
         ([Partial(), Shard(0)], [Shard(0), Replicate()]),
         ([Partial(), Replicate()], [Replicate(), Replicate()]),
         ([Replicate(), Replicate()], [Shard(0), Replicate()]),
-    ]:
-        assert native_step(Exchange(Layout(mesh, src, (8, 8)), Layout(mesh, dst, (8, 8)))) is None  # type: ignore[arg-type]
+    ]
+    for src, dst in pairs:
+        assert native_step(Exchange(Layout(mesh, src, (8, 8)), Layout(mesh, dst, (8, 8)))) is None

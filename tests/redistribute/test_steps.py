@@ -265,9 +265,9 @@ AXES: list[tuple[Mesh, list[Placement], list[Placement], str, list[tuple[int, ..
     (Mesh((3, 2)), [Partial(), Shard(0)], [Partial(), Replicate()], "all_gather",
      [(0, 1), (0, 1), (2, 3), (2, 3), (4, 5), (4, 5)]),
     (Mesh((2, 3), (5, 4, 3, 2, 1, 0)), [Shard(0), Shard(1)], [Shard(0), Replicate()], "all_gather",
-     [(0, 1, 2)] * 3 + [(3, 4, 5)] * 3),
+     [*[(0, 1, 2)] * 3, *[(3, 4, 5)] * 3]),
     (Mesh((2, 3), (5, 4, 3, 2, 1, 0)), [Shard(0), Shard(1)], [Replicate(), Shard(1)], "all_to_all",
-     [(0, 3), (1, 4), (2, 5)] * 2),
+     [*[(0, 3), (1, 4), (2, 5)] * 2]),
 ]  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Softmax and normalizations of sharded dims exchange moments, not elements."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -130,7 +130,7 @@ OPS = [F.batch_norm, torch.instance_norm]
 
 
 LINE, GRID = Mesh((3,)), Mesh((2, 2))
-SHARDED: list[tuple[Mesh, list[Placement]]] = [
+SHARDED: list[tuple[Mesh, Sequence[Placement]]] = [
     *((LINE, [p]) for p in (R, S1, Shard(1, [0, 4, 2]), Shard(2), Shard(0, [0, 1, 2]))),
     *((GRID, [p, q]) for p, q in ((S0, S1), (S1, Shard(2)), (Shard(3), S0), (S1, S1))),
 ]
@@ -140,7 +140,7 @@ SHARDED: list[tuple[Mesh, list[Placement]]] = [
 @pytest.mark.parametrize(("mesh", "sharded"), SHARDED, ids=str)
 @pytest.mark.parametrize("op", OPS, ids=lambda f: f.__name__)
 def test_running_statistics_are_those_of_all_ranks(
-    op: Callable[..., Tensor], mesh: Mesh, sharded: list[Placement], kept: Placement
+    op: Callable[..., Tensor], mesh: Mesh, sharded: Sequence[Placement], kept: Placement
 ) -> None:
     full = [IMAGES, normal(6), normal(6).abs(), normal(6), normal(6)]
     order = [0, 3, 4, 1, 2] if op is torch.instance_norm else [0, 1, 2, 3, 4]
@@ -150,7 +150,7 @@ def test_running_statistics_are_those_of_all_ranks(
 
     def body() -> list[Tensor]:
         of_kept, of_bias = ([kept], [S0]) if mesh is LINE else ([R, S0], [S0, R])
-        placements = [sharded, of_kept, of_kept, [R] * mesh.ndim, of_bias]
+        placements: list[Sequence[Placement]] = [sharded, of_kept, of_kept, [R] * mesh.ndim, of_bias]
         x = [distribute_tensor(a.clone(), mesh, p) for a, p in zip(full, placements, strict=True)]
         before = [as_dtensor(a).placements for a in x]
         out = op(*(x[i] for i in order), *rest)

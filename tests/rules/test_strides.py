@@ -139,7 +139,7 @@ def test_a_reshape_that_copies_mixes_no_partial_values_of_several_ranks(
 @world(3)
 def test_local_tensors_that_are_not_row_major_or_of_which_some_are_empty() -> None:
     local = torch.arange(6.0).view(3, 2).t()  # (2, 3), as one of three shards
-    x = DTensor.from_local(local, Mesh((3,)), [Shard(1)])
+    x: Any = DTensor.from_local(local, Mesh((3,)), [Shard(1)])
     assert x.stride() == (1, 2)
     assert not x.is_contiguous()
     with pytest.raises(RuntimeError, match="view size is not compatible"):
@@ -154,7 +154,7 @@ def test_local_tensors_that_are_not_row_major_or_of_which_some_are_empty() -> No
             DTensor.from_local(local, Mesh((3,)), [Shard(0)], shape=(6, 3), stride=wrong)
     y = DTensor.from_local(torch.zeros(0, 3).t(), Mesh((3,)), [Shard(1)])
     assert y.stride() == torch.zeros(3, 0).stride()
-    x: Any = distribute_tensor(torch.arange(168.0).view(4, 3, 14), Mesh((3,)), [Shard(0)]).mT
+    x = distribute_tensor(torch.arange(168.0).view(4, 3, 14), Mesh((3,)), [Shard(0)]).mT
     y = DTensor.from_local(x.to_local(), Mesh((3,)), [Shard(0)], run_check=False, shape=x.shape)
     assert y.stride() == x.stride()
     assert y.full_tensor().equal(x.full_tensor())

@@ -127,9 +127,7 @@ def test_every_guide_fits_a_narrow_window(browser: Browser, address: str, site: 
 
 @pytest.mark.parametrize("size", WINDOWS.values(), ids=WINDOWS)
 @pytest.mark.parametrize("place", ["server", "disk"])
-def test_the_search_finds_guides_and_names(
-    browser: Browser, address: str, site: Path, size: tuple[int, int], place: str
-) -> None:
+def test_the_search_finds_pages(browser: Browser, address: str, site: Path, size: tuple[int, int], place: str) -> None:
     base = address if place == "server" else f"{site.as_uri()}/"
     with window(browser, size, "light", base) as page:
         for words, end in (("loss parallelism", "#loss-parallelism"), ("shard_module", "#shardwise.shard_module")):
@@ -151,13 +149,8 @@ def test_colours_can_be_chosen(browser: Browser, address: str) -> None:
         check(page, "dark")
 
 
-# ---- what notebooks show ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("size", "scheme"), LOOKS)
-def test_drawings_of_a_notebook_can_be_read(
-    browser: Browser, tmp_path: Path, size: tuple[int, int], scheme: Scheme
-) -> None:
+def test_notebook_drawings_can_be_read(browser: Browser, tmp_path: Path, size: tuple[int, int], scheme: Scheme) -> None:
     layouts = (
         Layout(Mesh((2, 2)), [Shard(0), Shard(1)], (9, 7)),
         Layout(Mesh((2, 2), names=("dp", "tp")), [Shard(0), Shard(1)], (1000, 64)),

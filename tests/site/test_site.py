@@ -98,9 +98,6 @@ def test_each_page_says_which_version_it_is_of(site: Path) -> None:
         assert f"shardwise {shardwise.__version__}\n" in file.read_text(encoding="utf-8")
 
 
-# ---- the reference ----------------------------------------------------------------------------------------------
-
-
 def documented(site: Path) -> set[str]:
     """The full names with an entry in the reference."""
     *_, entries = (site / "objects.inv").read_bytes().split(b"\n", 4)
@@ -143,9 +140,6 @@ def test_globs_in_docstrings_are_not_read_as_emphasis(site: Path) -> None:
     assert [(name, found) for name, text in pages.items() for found in re.findall("<em>.{,60}", text)] == []
 
 
-# ---- what is wrapped --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "wrapped"),
     [
@@ -165,9 +159,6 @@ def test_long_lines_are_wrapped_but_those_of_tables_are_not(text: str, wrapped: 
 def test_code_is_not_wrapped() -> None:
     html = f'<div class="highlight"><pre><span></span><code><span class="n">{"x" * 200}</span></code></pre></div>'
     assert on_page_content(html) == html
-
-
-# ---- mistakes that fail the build -------------------------------------------------------------------------------
 
 
 def test_a_page_without_a_place_a_broken_link_and_a_broken_anchor_fail_the_build(tmp_path: Path) -> None:
