@@ -237,7 +237,7 @@ def until(condition: Callable[[], object]) -> None:
 def index_between_two_looks() -> None:
     """Rank 2 compares calls and values one after the other. Between the two, the others note their index and call."""
     x, store, here = sharded(), store_of_world(), TORCH_TRANSPORT
-    records, (log,), looks = here._records, here.logs.values(), []
+    records, log, looks = here._records, here.logs[0, 1, 2], list[Any]()
     assert store is not None
     assert records is not None
     last = log.latest + 1

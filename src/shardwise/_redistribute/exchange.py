@@ -133,7 +133,7 @@ class _OfShards:
     joined: Shards | None  # what each rank sends; None: partial sums, which are added
     received: tuple[int, ...]  # elements from each rank
     shape: tuple[int, ...]  # of the local tensor afterwards
-    order: tuple[int, ...]  # in which partial sums are added, that of the mesh: all replicas have the same bits
+    order: tuple[int, ...] | None  # of the mesh, in which partial sums are added, so all replicas have the same bits
 
     @property
     def num_bytes(self) -> int:
@@ -162,8 +162,8 @@ class _OfShards:
         if not prod(shape):
             return as_result(received, shape)
         if joined is None:
-            parts = received.split(self.received)
-            return total([parts[index].view(shape) for index in self.order])
+            parts = [part.view(shape) for part in received.split(self.received)]
+            return total(parts if self.order is None else [parts[index] for index in self.order])
         if joined.order is None and prod(shape[: joined.dim]) == 1:
             return as_result(received, shape)
         return joined.join(received.split(self.received), shape)
@@ -205,9 +205,9 @@ def native_program(step: Exchange, rank: int) -> _OfShards | _Broadcast | None:
         sent = (prod(local),) * count if to is None else to.numels(local)
     if not isinstance(step, ReduceScatter):
         received = (prod(shape),) * count if of is None else of.numels(shape)
-    order: tuple[int, ...] = ()
-    if of is None:
-        members = step.src.mesh.axis_ranks(rank, axes[0]) if len(axes) == 1 else step.src.mesh.ranks
+    members = step.src.mesh.axis_ranks(rank, axes[0]) if len(axes) == 1 else step.src.mesh.ranks
+    order = None
+    if members != ranks and of is None:
         order = tuple(map(dict(zip(ranks, range(count), strict=True)).__getitem__, members))
     return _OfShards(step.collective, ranks, to, sent, of, received, shape, order)
 
