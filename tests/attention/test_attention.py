@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from shardwise import DTensor, Mesh, Replicate, Shard, count_comms, distribute_tensor
 from shardwise.testing import check_rows, world
@@ -161,6 +162,15 @@ def test_sharded_keys_need_one_collective_whose_size_does_not_depend_on_their_nu
         assert (comms.total_calls, comms.implicit) == (1, [])
         sent.append(comms.total_bytes)
     assert sent[0] == sent[1] == 2 * (2 * 4 * (2 + 2)) * 8
+
+
+@pytest.mark.parametrize("bias", [causal_lower_right, causal_upper_left])
+@world(2)
+def test_a_causal_bias_of_torch_is_the_mask_that_it_describes(bias: Any) -> None:
+    expected = attention(Q, K, V, bias(5, 6))
+    for placement in (R, S1, S2):
+        q, k, v = (distribute_tensor(x, Mesh((2,)), [placement]) for x in (Q, K, V))
+        torch.testing.assert_close(as_dtensor(attention(q, k, v, bias(5, 6))).full_tensor(), expected)
 
 
 @pytest.mark.slow

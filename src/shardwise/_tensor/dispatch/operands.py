@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from itertools import combinations
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -77,6 +77,8 @@ def promoted(x: Tensor, mesh: Mesh, name: str) -> DTensor:
     if is_torch_dtensor(x):
         return from_torch_dtensor(x)
     x = arrived(x)
+    if type(x).__name__ == "CausalBias":  # of torch.nn.attention.bias, whose memory is not the mask
+        x = cast(Any, x)._materialize(mesh.device_type)
     if _strict.get() and x.ndim:
         raise RuleError(
             f"{name}: a plain tensor of shape {tuple(x.shape)} beside DTensors is refused in strict mode. "
@@ -214,7 +216,8 @@ def on_one_mesh(
 
     All ranks of all the meshes must call. An operand becomes replicated, keeps its placements, or gets those of that
     operand, whichever costs least. Where each rank has a tensor on its own slice of that mesh, such as mesh["dp"], it
-    counts as replicated along the other axes, as a plain tensor does: nothing is sent but the ranks of the slices.
+    counts as replicated along the other axes, as a plain tensor does: nothing is sent but the ranks of the slices. So
+    does one on a slice along other axes than that mesh, such as mesh["tp"], after it is gathered on its slice.
 
     Raises:
         RuleError: in strict mode.
@@ -238,9 +241,11 @@ def on_one_mesh(
             return x
         if axes := own_slice(x._layout.mesh, lead._layout.mesh):
             return _beside_other_slices(x, lead._layout.mesh, axes, name_of(func))
-        target = _cheapest(x._layout, lead._layout)
+        crossing = _cross(x._layout.mesh, lead._layout.mesh)
+        target = x._layout.replicated() if crossing else _cheapest(x._layout, lead._layout)
         why = "operands of one op must be on one mesh"
-        return to_layout(x, target, Cause("operand", name_of(func), x._name or "an operand", why))
+        x = to_layout(x, target, Cause("operand", name_of(func), x._name or "an operand", why))
+        return promoted(to_local(x, None), lead._layout.mesh, name_of(func)) if crossing else x
 
     args, kwargs = pytree.tree_map(on_mesh, (args, kwargs))
     return tuple(args), dict(kwargs)
@@ -258,6 +263,13 @@ def _own_slice(mesh: Mesh, of: Mesh) -> tuple[int, ...] | None:
     if found is None or not all(collectives.gather_json(not is_outside(mesh), of.sorted_ranks)):
         return None
     return found
+
+
+def _cross(mesh: Mesh, lead: Mesh) -> bool:
+    """Whether each rank of `lead` is in both meshes, which are slices of a larger one: other ranks have others."""
+    if is_outside(lead) or {*mesh.ranks} <= {*lead.ranks} or {*lead.ranks} <= {*mesh.ranks}:
+        return False
+    return all(collectives.gather_json(not is_outside(mesh), lead.sorted_ranks))
 
 
 def _beside_other_slices(x: DTensor, mesh: Mesh, axes: Sequence[int], name: str) -> DTensor:
