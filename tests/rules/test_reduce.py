@@ -173,6 +173,30 @@ def test_a_shard_of_negative_infinities_has_a_gradient_of_zero() -> None:
     assert gradient(lambda x: x.logsumexp(0), x).tolist() == [0, 0, 0.5, 0, 0.5]
 
 
+INFINITE = torch.tensor([
+    [3.0, INF, 2, 5, 1], [2, 1, INF, INF, 4], [INF, 2, NAN, 1, 3], [1, -INF, 2, 3, 4], [INF, 2, 3, -1, 5],
+])  # fmt: skip
+BESIDE_INFINITY: dict[str, Callable[[Any], Any]] = {
+    "norm": lambda x: x.norm(dim=1),
+    "cube": lambda x: norm(x, 3, 1),
+    "logsumexp": lambda x: x.logsumexp(1),
+    "prod": lambda x: x.prod(1),
+    "normalize": lambda x: F.normalize(x, dim=1),
+    "softmax": lambda x: x.softmax(1) * torch.arange(5),
+}
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (0, 5), (4, 1), (3, 2)], ids=str)
+@pytest.mark.parametrize("name", BESIDE_INFINITY)
+@world(2)
+def test_gradients_beside_infinite_elements_are_those_of_torch(name: str, sizes: tuple[int, ...]) -> None:
+    op = BESIDE_INFINITY[name]
+    x, plain = distribute_tensor(INFINITE, Mesh((2,)), [Shard(1, sizes)]).requires_grad_(), INFINITE.clone()
+    for leaf in (x, plain.requires_grad_()):
+        op(leaf).sum().backward()
+    torch.testing.assert_close(as_dtensor(x.grad).full_tensor(), plain.grad, equal_nan=True)
+
+
 @world(4)
 def test_an_extreme_has_a_second_gradient() -> None:
     def second(x: Any) -> Any:
