@@ -179,6 +179,8 @@ INFINITE = torch.tensor([
 BESIDE_INFINITY: dict[str, Callable[[Any], Any]] = {
     "norm": lambda x: x.norm(dim=1),
     "cube": lambda x: norm(x, 3, 1),
+    "sum of magnitudes": lambda x: norm(x, 1, 1),
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.arange(5), reduction="none"),
     "logsumexp": lambda x: x.logsumexp(1),
     "prod": lambda x: x.prod(1),
     "normalize": lambda x: F.normalize(x, dim=1),

@@ -165,7 +165,10 @@ def _norm(
         return found
     shard, along = nonempty_shard(ctx, x, dims, inf if ord < 0 else 0)
     every = ctx.all_gather(torch.linalg.vector_norm(shard, ord, along, keepdim))
-    return every.sum(0) if ord == 0 else _combined(partial(torch.linalg.vector_norm, ord=ord, dim=0), every)
+    if ord in (0, 1):
+        return every.sum(0)
+    norms = partial(torch.linalg.vector_norm, ord=ord, dim=0)  # torch defines its gradient at zero
+    return _combined(norms, every) if ord > 1 else norms(every)
 
 
 def _combined(combine: Callable[[Tensor], Tensor], every: Tensor) -> Tensor:
