@@ -121,7 +121,7 @@ def test_what_is_assigned_to_brackets_equals_one_process(name: str) -> None:
         (lambda x, row: x[row], (A, torch.tensor(5))),
         (lambda x, rows: x[[rows, 1]], (A, ROWS)),
         (lambda x: x[[[5, 0], [2, 1]]], (A,)),
-        (lambda x: x[[[5, 0]]], (A,)),
+        (lambda x: x[[(5, 0), (1, 2)]], (A,)),
         (lambda x: x[[slice(1, 5), None, -1]], (A,)),
     ],
 )

@@ -122,18 +122,25 @@ def test_a_tensor_on_the_own_slice_of_each_rank_counts_as_replicated_along_the_o
     body()
 
 
+ACROSS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": torch.add,
+    "vstack": lambda x, y: torch.vstack((x, y)),
+    "matmul": lambda x, y: x.T @ y,
+    "foreach": lambda x, y: torch._foreach_mul([x], [y])[0],
+}
+
+
 @pytest.mark.parametrize("placements", [(S0, S0), (R, S1), (Partial(), Shard(0, (0, 7)))], ids=str)
-@pytest.mark.parametrize("op", [torch.add, torch.vstack, lambda x, y: x.T @ y], ids=["add", "vstack", "matmul"])
+@pytest.mark.parametrize("op", ACROSS)
 @world(4)
-def test_tensors_on_slices_of_one_mesh_along_different_axes(op: Any, placements: tuple[Placement, Placement]) -> None:
+def test_tensors_on_slices_of_one_mesh_along_different_axes(op: str, placements: tuple[Placement, Placement]) -> None:
     """Each rank has slices of its own, so no rank may wait for ranks outside of these."""
     mesh = Mesh((2, 2), names=("dp", "tp"))
     pairs = zip((A, B), ("dp", "tp"), placements, strict=True)
     x, y = (distribute_tensor(v, mesh[axis], [R]).redistribute(placements=[p]).detach() for v, axis, p in pairs)
     want: list[Tensor] = [A.clone().requires_grad_(), B.clone().requires_grad_()]
     for a, b in ((x.requires_grad_(), y.requires_grad_()), want):
-        out = op((a, b)) if op is torch.vstack else op(a, b)
-        out.sin().sum().backward()
+        ACROSS[op](a, b).sin().sum().backward()
     for got, leaf in zip((x, y), want, strict=True):
         assert_close(as_dtensor(got.grad).full_tensor(), leaf.grad)
 

@@ -241,11 +241,11 @@ def on_one_mesh(
             return x
         if axes := own_slice(x._layout.mesh, lead._layout.mesh):
             return _beside_other_slices(x, lead._layout.mesh, axes, name_of(func))
-        crossing = _cross(x._layout.mesh, lead._layout.mesh)
-        target = x._layout.replicated() if crossing else _cheapest(x._layout, lead._layout)
         why = "operands of one op must be on one mesh"
-        x = to_layout(x, target, Cause("operand", name_of(func), x._name or "an operand", why))
-        return promoted(to_local(x, None), lead._layout.mesh, name_of(func)) if crossing else x
+        cause = Cause("operand", name_of(func), x._name or "an operand", why)
+        if are_crossing(x._layout.mesh, lead._layout.mesh):
+            return moved_across(x, lead._layout.mesh, cause)
+        return to_layout(x, _cheapest(x._layout, lead._layout), cause)
 
     args, kwargs = pytree.tree_map(on_mesh, (args, kwargs))
     return tuple(args), dict(kwargs)
@@ -265,11 +265,16 @@ def _own_slice(mesh: Mesh, of: Mesh) -> tuple[int, ...] | None:
     return found
 
 
-def _cross(mesh: Mesh, lead: Mesh) -> bool:
+def are_crossing(mesh: Mesh, lead: Mesh) -> bool:
     """Whether each rank of `lead` is in both meshes, which are slices of a larger one: other ranks have others."""
     if is_outside(lead) or {*mesh.ranks} <= {*lead.ranks} or {*lead.ranks} <= {*mesh.ranks}:
         return False
     return all(collectives.gather_json(not is_outside(mesh), lead.sorted_ranks))
+
+
+def moved_across(x: DTensor, mesh: Mesh, cause: Cause) -> DTensor:
+    """`x`, gathered on its own mesh, as a replicated tensor on `mesh`."""
+    return promoted(to_local(to_layout(x, x._layout.replicated(), cause), None), mesh, cause.op)
 
 
 def _beside_other_slices(x: DTensor, mesh: Mesh, axes: Sequence[int], name: str) -> DTensor:

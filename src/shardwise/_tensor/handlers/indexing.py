@@ -245,7 +245,7 @@ def _part(p: Any, x: DTensor) -> object:
         return p
     if isinstance(p, bool | np.bool_):
         return _Flag(_replicated(torch.tensor([bool(p)], device=x.device), x))
-    if isinstance(p, list | range | np.ndarray):
+    if isinstance(p, list | tuple | range | np.ndarray):
         p = _replicated(torch.as_tensor(p, device=x.device), x)
         p = p.long() if not p.numel() else p
     if not isinstance(p, Tensor):
