@@ -210,12 +210,9 @@ SIZED: dict[str, Callable[[Any, Any], Any]] = {
     "expand": lambda x, n: x[:1].expand(n, 4),
     "repeat": lambda x, n: x.repeat(n, 1),
     "tile": lambda x, n: x.tile((n, 1)),
-    "narrow": lambda x, n: x.narrow(0, 1, n - 1),
-    "select": lambda x, n: x.select(1, n),
     "triangle": lambda x, n: x.tril(n - 2),
     "topk": lambda x, n: x.topk(n)[0],
     "roll": lambda x, n: x.roll(n, 0),
-    "chunk": lambda x, n: x.chunk(n)[0],
     "sum": lambda x, n: x.sum(n - 2),
 }
 

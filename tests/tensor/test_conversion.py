@@ -299,7 +299,7 @@ def test_what_has_no_memory_of_its_own_is_not_a_local_tensor() -> None:
     mesh = Mesh((2,))
     with FakeTensorMode():
         fake = torch.ones(2, 2)
-    for local in (as_masked_tensor(FULL, FULL > 0), fake):  # type: ignore[no-untyped-call]
+    for local in (as_masked_tensor(FULL, FULL > 0), fake):
         with pytest.raises(LayoutError, match=rf"a dense tensor, got a {type(local).__name__} one\. Fix: pass a plain"):
             DTensor.from_local(local, mesh, [S0])
     with pytest.raises(RuleError, match="add: a FakeTensor tensor beside DTensors is not supported"):

@@ -127,6 +127,7 @@ ACROSS: dict[str, Callable[[Any, Any], Any]] = {
     "vstack": lambda x, y: torch.vstack((x, y)),
     "matmul": lambda x, y: x.T @ y,
     "foreach": lambda x, y: torch._foreach_mul([x], [y])[0],
+    "redistribute": lambda x, y: y + (x.redistribute(y.device_mesh, [S0]) if isinstance(x, DTensor) else x),
 }
 
 

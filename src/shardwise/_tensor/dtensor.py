@@ -114,6 +114,7 @@ class DTensor(torch.Tensor):
     _read_grad: Callable[["DTensor"], "DTensor | None"]
     _write_grad: Callable[["DTensor", Tensor | None], None]
     _set: Callable[..., "DTensor"]
+    _across: Callable[["DTensor", Mesh, Cause], "DTensor"]
     _redistributed: Callable[["DTensor", Layout, torch.dtype, bool], "DTensor"]
 
     # Registered by `shardwise.sharded_tensor`, as is `gather`.
@@ -220,6 +221,7 @@ class DTensor(torch.Tensor):
         else:
             target = Layout(mesh, wanted, layout.shape, shard_order)
         x: DTensor = self if forward_dtype is None else self.to(forward_dtype)  # type: ignore[assignment]
+        x = x if mesh == layout.mesh else self._across(x, mesh, EXPLICIT)
         if backward_dtype is None and not async_op:
             return to_layout(x, target)
         return self._redistributed(x, target, self.dtype if backward_dtype is None else backward_dtype, async_op)

@@ -145,11 +145,11 @@ def _run_otherwise(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, error: Ex
         return run_without_row(func, rule, args, kwargs, error)
     numbers: list[object] = []
 
-    def number(x: Any) -> Any:
-        if type(x) is not DTensor or x._layout.shape or x.is_floating_point():
-            return x
-        numbers.append(x.item())
-        return numbers[-1]
+    def number(x: object) -> object:
+        if isinstance(x, DTensor) and not x._layout.shape and not x.is_floating_point():
+            numbers.append(x.item())
+            return numbers[-1]
+        return x
 
     rest, kwargs = pytree.tree_map(number, (args[1:], kwargs))
     if not numbers:

@@ -243,8 +243,7 @@ def on_one_mesh(
             return _beside_other_slices(x, lead._layout.mesh, axes, name_of(func))
         why = "operands of one op must be on one mesh"
         cause = Cause("operand", name_of(func), x._name or "an operand", why)
-        if are_crossing(x._layout.mesh, lead._layout.mesh):
-            return moved_across(x, lead._layout.mesh, cause)
+        x = across(x, lead._layout.mesh, cause)
         return to_layout(x, _cheapest(x._layout, lead._layout), cause)
 
     args, kwargs = pytree.tree_map(on_mesh, (args, kwargs))
@@ -265,16 +264,19 @@ def _own_slice(mesh: Mesh, of: Mesh) -> tuple[int, ...] | None:
     return found
 
 
-def are_crossing(mesh: Mesh, lead: Mesh) -> bool:
-    """Whether each rank of `lead` is in both meshes, which are slices of a larger one: other ranks have others."""
-    if is_outside(lead) or {*mesh.ranks} <= {*lead.ranks} or {*lead.ranks} <= {*mesh.ranks}:
-        return False
-    return all(collectives.gather_json(not is_outside(mesh), lead.sorted_ranks))
+def across(x: DTensor, mesh: Mesh, cause: Cause) -> DTensor:
+    """`x`; if it and `mesh` are on slices of a larger mesh along different axes, gathered, and replicated on `mesh`.
 
-
-def moved_across(x: DTensor, mesh: Mesh, cause: Cause) -> DTensor:
-    """`x`, gathered on its own mesh, as a replicated tensor on `mesh`."""
-    return promoted(to_local(to_layout(x, x._layout.replicated(), cause), None), mesh, cause.op)
+    Each rank is then in both, and no rank may wait for one outside of its slices.
+    """
+    own, other = {*x._layout.mesh.ranks}, {*mesh.ranks}
+    if own.isdisjoint(other) or own <= other or other <= own or is_outside(mesh):
+        return x
+    if not all(collectives.gather_json(not is_outside(x._layout.mesh), mesh.sorted_ranks)):
+        return x
+    full = to_local(to_layout(x, x._layout.replicated(), cause), None)
+    collectives.expect_equal(full, mesh.sorted_ranks, f"{cause.op or 'redistribute'}: the tensor on {x._layout.mesh}")
+    return wrap(full, Layout(mesh, [REPLICATE] * mesh.ndim, full.shape, strides=full.stride()))
 
 
 def _beside_other_slices(x: DTensor, mesh: Mesh, axes: Sequence[int], name: str) -> DTensor:

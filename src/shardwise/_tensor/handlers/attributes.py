@@ -124,7 +124,7 @@ def of_dtensor(*gradients: object) -> None:
 @handler(cast(Any, Tensor.grad_fn).__get__)
 def _grad_fn(func: Op, args: Args, kwargs: Kwargs) -> object:
     """The node of the local tensor. Its own hooks are refused; see `refusing_hooks_of_nodes`."""
-    node: Any = same(func, args, kwargs)
+    node = cast(torch.autograd.graph.Node | None, same(func, args, kwargs))
     if node is not None and "register_hook" not in getattr(node, "__dict__", ()):  # as `BackwardHookFunction` has
         node.register_hook(of_dtensor)
         node.register_prehook(of_dtensor)

@@ -11,7 +11,7 @@ dispatcher if a DTensor is among the arguments, so the handlers below answer, an
 from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from types import GetSetDescriptorType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -140,11 +140,14 @@ def refusing_hooks_of_nodes(original: Op) -> object:
     add = getattr(original, "__func__", original)
 
     @wraps(add)
-    def register(hooks: dict[int, object] | None, hook: Any) -> object:
+    def register(hooks: dict[int, object] | None, hook: object) -> object:
         if hooks and of_dtensor in hooks.values():
             if hook is of_dtensor:
                 return hooks, None
-            if str(hook.__module__).partition(".")[0] not in ("torch", "shardwise"):  # which pass gradients on
+            if str(getattr(hook, "__module__", "")).partition(".")[0] not in (
+                "torch",
+                "shardwise",
+            ):  # which pass gradients on
                 raise RuleError(
                     "A hook of the grad_fn of a DTensor would get local gradients. "
                     "Fix: register_hook() of the DTensor, or full backward hooks of the module."

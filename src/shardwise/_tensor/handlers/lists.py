@@ -21,7 +21,7 @@ from shardwise._rules.registry import handler, handler_of_family
 from shardwise._rules.row import Args, Kwargs, Op, arguments
 from shardwise._tensor.dispatch.dispatcher import prepared
 from shardwise._tensor.dispatch.local_calls import PreparedCall
-from shardwise._tensor.dispatch.operands import are_crossing, is_outside, moved_across
+from shardwise._tensor.dispatch.operands import across, is_outside
 from shardwise._tensor.dispatch.resolve import NoRowError, SeveralMeshesError
 from shardwise._tensor.dispatch.view_copies import before_changes, invalidate
 from shardwise._tensor.dtensor import DTensor, check_owners, plain, tag, to_layout
@@ -202,9 +202,7 @@ def _item(name: str, x: Tensor, layout: Layout | None) -> Tensor:
         return x
     why = "tensors at one position of the lists take the layout in the first list"
     cause = Cause("operand", name, x._name or "an item of a list", why)
-    if x._layout.mesh != layout.mesh and are_crossing(x._layout.mesh, layout.mesh):
-        x = moved_across(x, layout.mesh, cause)
-    return to_layout(x, layout, cause)
+    return to_layout(across(x, layout.mesh, cause), layout, cause)
 
 
 def _scalar(name: str, x: DTensor) -> Tensor:
