@@ -152,6 +152,9 @@ def test_values_that_differ_between_slices_are_an_error() -> None:
     a = distribute_tensor(A + mesh.get_local_rank("tp"), mesh["dp"], [S0])
     with pytest.raises(MismatchError, match="add: the tensor on its axes 'dp' beside one on"):
         as_dtensor(a + distribute_tensor(B, mesh, [S0, S1])).redistribute(placements=[S0, R])
+    a = distribute_tensor(A + mesh.get_local_rank("dp"), mesh["tp"], [S0])
+    with pytest.raises(MismatchError, match="add: the tensor on another slice"):
+        as_dtensor(distribute_tensor(B, mesh["dp"], [S0]) + a).full_tensor()
 
 
 @world(4)

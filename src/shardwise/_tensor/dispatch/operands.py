@@ -275,7 +275,7 @@ def across(x: DTensor, mesh: Mesh, cause: Cause) -> DTensor:
     if not all(collectives.gather_json(not is_outside(x._layout.mesh), mesh.sorted_ranks)):
         return x
     full = to_local(to_layout(x, x._layout.replicated(), cause), None)
-    collectives.expect_equal(full, mesh.sorted_ranks, f"{cause.op or 'redistribute'}: the tensor on {x._layout.mesh}")
+    collectives.expect_equal(full, mesh.sorted_ranks, f"{cause.op or 'redistribute'}: the tensor on another slice")
     return wrap(full, Layout(mesh, [REPLICATE] * mesh.ndim, full.shape, strides=full.stride()))
 
 
