@@ -147,6 +147,8 @@ GIVES_THE_VALUE: dict[str, Callable[[Any], Any]] = {
     "new_full": lambda d: zeros().new_full((2,), d.sum()),
     "new_full of itself": lambda d: d.new_full((2,), d.sum()),
     "arange": lambda d: torch.arange(d.max().long()),
+    "eye": lambda d: torch.eye(d.long().sum()),
+    "tril_indices": lambda d: torch.tril_indices(3, col=d.long().sum()),
     "linspace": lambda d: torch.linspace(d[0], d[6], 5),
     "zeros": lambda d: torch.zeros(d.max().long()),
     "type": lambda d: d.type(torch.DoubleTensor),

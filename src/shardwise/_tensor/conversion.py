@@ -45,12 +45,10 @@ def to_local(x: DTensor, grad_placements: Placements | None) -> Tensor:
         check_owners("to_local", (layout,))
     check_no_transform("to_local")
     with DisableTorchFunctionSubclass():
-        local = plain(x)
         grad_layout = None if grad_placements is None else layout.replace(grad_placements)
-        if not (local.requires_grad and torch.is_grad_enabled()):
-            return local.detach()  # not a view, whose base would be the DTensor
-        grad_layout = grad_layout or layout.reduced()
-        return ToPlain.apply(local, layout, grad_layout)
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            return x.detach()  # not a view, whose base would be the DTensor
+        return ToPlain.apply(plain(x), layout, grad_layout or layout.reduced())
 
 
 def wrap(local: Tensor, layout: Layout, grad_placements: Placements | None = None) -> DTensor:

@@ -252,7 +252,9 @@ PATCHES = (
     ),
     *_made_of_local_shards(asking, "Makes a DTensor of a DTensor.", "tensor as_tensor asarray Tensor.new_tensor"),
     *_made_of_local_shards(
-        taking_numbers(0), "Takes the number that a 0-d DTensor holds.", "full scalar_tensor arange range"
+        taking_numbers(0),
+        "Takes the number that a 0-d DTensor holds.",
+        "full scalar_tensor arange range eye randperm randint tril_indices triu_indices",
     ),
     *_made_of_local_shards(
         taking_numbers(1), "Takes the number that a 0-d DTensor holds.", "full_like Tensor.new_full"
@@ -290,11 +292,10 @@ PATCHES = (
     ),
     Patch(
         "torch.fx.experimental.proxy_tensor._MakefxTracer.trace",
-        "Refuses to trace functions of DTensors in `make_fx`; if and when it is imported.",
+        "Refuses to trace functions of DTensors in `make_fx`.",
         "Its mode sees the ops of the local tensors.",
         "`make_fx` returns a graph of local ops",
         refusing_traces("make_fx"),
-        "torch.fx.experimental.proxy_tensor",
     ),
     Patch(
         "torch.autograd.function._HookMixin._register_hook",
