@@ -45,8 +45,11 @@ class MeshError(ShardwiseError, ValueError, RuntimeError):
     """A mesh that cannot exist here: repeated ranks, more ranks than the world has, unknown axis."""
 
 
-class LayoutError(ShardwiseError, ValueError):
-    """Placements, sizes or boxes that do not describe the tensor: gap, overlap, out of range, wrong count."""
+class LayoutError(ShardwiseError, ValueError, RuntimeError):
+    """Placements, sizes or boxes that do not describe the tensor: gap, overlap, out of range, wrong count.
+
+    Torch raises one kind or the other.
+    """
 
 
 class ShapeError(ShardwiseError, ValueError, RuntimeError):

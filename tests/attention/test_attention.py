@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from shardwise import DTensor, Mesh, Replicate, Shard, count_comms, distribute_tensor
 from shardwise.testing import check_rows, world
@@ -132,6 +133,29 @@ def test_key_heads_are_sharded_with_the_query_heads_that_share_them() -> None:
     for of_keys in (S1, R):
         operands = (Q, S1), (FEW_K, of_keys), (FEW_V, of_keys)
         assert sent(Mesh((2,)), partial(attention, enable_gqa=True), *operands) == [((S1,), 0, 0)] * 2
+
+
+@pytest.mark.parametrize("bias", [causal_lower_right, causal_upper_left])
+@world(2)
+def test_a_causal_bias_of_torch_is_the_mask_that_it_describes(bias: Any) -> None:
+    expected = attention(Q, K, V, bias(5, 6))
+    for placement in (R, S1, S2):
+        q, k, v = (distribute_tensor(x, Mesh((2,)), [placement]) for x in (Q, K, V))
+        torch.testing.assert_close(as_dtensor(attention(q, k, v, bias(5, 6))).full_tensor(), expected)
+
+
+@pytest.mark.slow
+@world(2)
+def test_attention_under_autocast_has_the_dtype_of_one_process() -> None:
+    single = Q.float(), K.float(), V.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = attention(single[0], single[1], single[2])
+        for placements in ([S1, S1, S1], [S2, R, R], [R, S2, S2]):
+            pairs = zip(single, placements, strict=True)
+            q, k, v = (distribute_tensor(x, Mesh((2,)), [p]) for x, p in pairs)
+            out = as_dtensor(attention(q, k, v, is_causal=False))
+            assert out.dtype == expected.dtype == torch.bfloat16
+            torch.testing.assert_close(out.full_tensor(), expected, rtol=0.02, atol=0.02)
 
 
 INPUT = normal(4, 5, 8)

@@ -52,3 +52,25 @@ def test_dtypes_are_those_of_one_process(name: str, placement: Placement) -> Non
             found = as_dtensor(OPS[name](distribute_tensor(full, Mesh((2,)), [placement])))
         assert found.dtype == expected.dtype, dtype
         assert_close(found.full_tensor(), expected, rtol=0.05, atol=0.05)
+
+
+SCORES, HALF = torch.randn(2, 4, 4), torch.randn(2, 4, 4).bfloat16()
+OF_TWO_DTYPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "bmm": torch.bmm,
+    "matmul": lambda x, y: y @ x,
+    "baddbmm": lambda x, y: torch.baddbmm(x, x, y),
+    "linear": lambda x, y: F.linear(y.transpose(0, 1), x[0]),
+    "weights times values": lambda x, y: (y @ y.mT).softmax(-1, dtype=torch.float32) @ y,
+    "attention": lambda x, y: F.scaled_dot_product_attention(x[None], y[None], y[None]),
+}
+
+
+@pytest.mark.parametrize("name", OF_TWO_DTYPES)
+@pytest.mark.parametrize("placement", [Shard(0, (0, 2)), Shard(1), Shard(2), Replicate()], ids=str)
+@world(2)
+def test_operands_of_two_dtypes_are_cast_as_in_one_process(name: str, placement: Placement) -> None:
+    op, (x, y) = OF_TWO_DTYPES[name], (distribute_tensor(t, Mesh((2,)), [placement]) for t in (SCORES, HALF))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = op(SCORES, HALF), as_dtensor(op(x, y))
+    assert found.dtype == expected.dtype
+    assert_close(found.full_tensor(), expected, rtol=0.05, atol=0.05)

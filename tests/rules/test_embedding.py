@@ -162,6 +162,30 @@ def test_a_table_smaller_than_the_world_and_no_ids_at_all(dtype: torch.dtype) ->
     assert F.embedding(distribute_tensor(numbers[:0], mesh, [S0]), weight).shape == (0, 3)
 
 
+@pytest.mark.parametrize("numbers", [[1, 0, 1], [4, 6], []])
+@pytest.mark.parametrize("ids", [R, S0], ids=str)
+@pytest.mark.parametrize("rows", [S0, Shard(0, (0, 7)), R], ids=str)
+def test_a_lookup_is_differentiated_twice_also_where_a_rank_looks_up_no_row(
+    rows: Placement, ids: Placement, numbers: list[int]
+) -> None:
+    at = torch.tensor(numbers, dtype=torch.int64)
+
+    def gradient_of_penalty(weight: Any, at: Any) -> Any:
+        slope: Any
+        (slope,) = torch.autograd.grad(F.embedding(at, weight).sin().sum(), weight, create_graph=True)
+        (weight.sum() + slope.square().sum()).backward()
+        return weight.grad
+
+    @world(2)
+    def body() -> None:
+        weight, found = weight_of(table(), Mesh((2,)), [rows]), distribute_tensor(at, Mesh((2,)), [ids])
+        torch.testing.assert_close(gradient_of_penalty(weight, found).full_tensor(), expected)
+
+    plain = table().requires_grad_()
+    expected = gradient_of_penalty(plain, at) if numbers else torch.ones_like(plain)  # which torch raises for
+    body()
+
+
 @world(3)
 def test_two_pending_lookups_in_one_table_are_independent_and_can_be_read_twice() -> None:
     full = table()

@@ -1,11 +1,14 @@
 """Losses over sharded examples and classes: uneven, empty, ignored, weighted, smoothed."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
 
 from shardwise import Mesh, Placement, Replicate, Shard, count_comms, distribute_tensor
@@ -141,6 +144,18 @@ def test_a_target_that_is_no_class_is_the_same_error_on_every_rank(
     operands = (SCORES, of_scores), (torch.tensor([0, 1, 2, 3, 7]), of_targets)
     text = same_error(3, IndexError, lambda: loss(*(distribute_tensor(x, Mesh((3,)), [p]) for x, p in operands)))
     assert text == "Target 7 is out of bounds: there are 4 classes."
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("keep", [nullcontext, save_on_cpu])
+@world(2)
+def test_weights_that_require_grad_are_refused_as_torch_does(loss: Callable[..., Tensor], keep: Any) -> None:
+    """A rank without classes would not take part in the sum of their gradients."""
+    for placement in (Shard(1, (0, 4)), S0, R):
+        scores = distribute_tensor(SCORES, Mesh((2,)), [placement]).requires_grad_()
+        weight = distribute_tensor(W4, Mesh((2,)), [R]).requires_grad_()
+        with pytest.raises(RuntimeError, match="not differentiable with respect to argument 'weight'"), keep():
+            loss(scores, SOME_IGNORED, weight)
 
 
 @pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss], ids=lambda f: f.__name__)

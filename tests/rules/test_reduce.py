@@ -218,3 +218,27 @@ def test_elements_are_reduced_where_they_are(op: Callable[[Any], Any], placement
 def test_an_error_is_the_same_on_every_rank_whatever_it_holds(op: Callable[[Any], Any], x: Tensor, says: str) -> None:
     kind = IndexError if "non-zero" in says else RuntimeError
     assert says in same_error(3, kind, lambda: op(distribute_tensor(x, Mesh((3,)), [S0])))
+
+
+INFINITE = torch.tensor([
+    [3.0, INF, 2, 5, 1], [2, 1, INF, INF, 4], [INF, 2, NAN, 1, 3], [1, -INF, 2, 3, 4], [INF, 2, 3, -1, 5],
+])  # fmt: skip
+BESIDE_INFINITY: dict[str, Callable[[Any], Any]] = {
+    "norm": lambda x: x.norm(dim=1),
+    "cube": lambda x: norm(x, 3, 1),
+    "sum of magnitudes": lambda x: norm(x, 1, 1),
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.arange(5), reduction="none"),
+    "logsumexp": lambda x: x.logsumexp(1),
+    "prod": lambda x: x.prod(1),
+}
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (0, 5), (4, 1), (3, 2)], ids=str)
+@pytest.mark.parametrize("name", BESIDE_INFINITY)
+@world(2)
+def test_gradients_beside_infinite_elements_are_those_of_torch(name: str, sizes: tuple[int, ...]) -> None:
+    op = BESIDE_INFINITY[name]
+    x, plain = distribute_tensor(INFINITE, Mesh((2,)), [Shard(1, sizes)]).requires_grad_(), INFINITE.clone()
+    for leaf in (x, plain.requires_grad_()):
+        op(leaf).sum().backward()
+    torch.testing.assert_close(as_dtensor(x.grad).full_tensor(), plain.grad, equal_nan=True)

@@ -1,12 +1,13 @@
 """Views of sharded tensors stay views where nothing has to be sent."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from shardwise import Mesh, Placement, Replicate, Shard, count_comms, distribute_tensor
+from shardwise import DTensor, Mesh, Partial, Placement, Replicate, Shard, count_comms, distribute_tensor
 from shardwise import _collectives as collectives
 from shardwise.errors import RuleError
 from shardwise.testing import world
@@ -158,6 +159,29 @@ def test_sizes_that_do_not_fit_are_refused_as_torch_does() -> None:
         x.view(3, 3)
     with pytest.raises(IndexError):
         x.transpose(0, 5)
+
+
+SIZED: dict[str, Callable[[Any, Any], Any]] = {
+    "view": lambda x, n: x.view(n, 2, -1),
+    "reshape": lambda x, n: x.reshape((n, 4)),
+    "expand": lambda x, n: x[:1].expand(n, 4),
+    "repeat": lambda x, n: x.repeat(n, 1),
+    "tile": lambda x, n: x.tile((n, 1)),
+    "triangle": lambda x, n: x.tril(n - 2),
+    "topk": lambda x, n: x.topk(n)[0],
+    "roll": lambda x, n: x.roll(n, 0),
+    "sum": lambda x, n: x.sum(n - 2),
+}
+
+
+@pytest.mark.parametrize("name", SIZED)
+@world(2)
+def test_an_integer_tensor_without_dims_is_taken_for_a_number(name: str) -> None:
+    x, n, op = torch.arange(12.0).view(3, 4), torch.tensor(3), SIZED[name]
+    partial = DTensor.from_local(n - 1 - collectives.rank(), placements=[Partial()])
+    for count in (n, distribute_tensor(n, placements=[Replicate()]), partial):
+        found = as_dtensor(op(distribute_tensor(x, placements=[S0]), count))
+        assert torch.equal(found.full_tensor(), op(x, n))
 
 
 @pytest.mark.parametrize("placements", [[Shard(1, [0, 1]), Replicate()], [Shard(0, [0, 1]), Shard(1, [0, 1])]])

@@ -106,9 +106,12 @@ def test_a_tensor_that_no_spec_made_has_shards_all_the_same() -> None:
 
 @world(4)
 def test_the_only_shard_is_given_with_its_gradient() -> None:
-    x = SPECS["rows"].shard(VALUE).requires_grad_()
-    x.local_tensor().sum().backward()
-    assert_close(as_dtensor(x.grad).full_tensor(), torch.ones(10, 4))
+    x = SPECS["rows"].shard(VALUE)
+    assert not x.local_shards()[0].tensor.requires_grad
+    x.requires_grad_()
+    for count, read in enumerate((x.local_tensor, lambda: x.local_shards()[0].tensor), 1):
+        read().sum().backward()
+        assert_close(as_dtensor(x.grad).full_tensor(), torch.full((10, 4), float(count)))
     several = SPECS["boxes"].shard(VALUE)
     if rank() in (2, 3):
         with pytest.raises(NotImplementedError, match=f"rank {rank()} has {2 if rank() == 2 else 0} of"):

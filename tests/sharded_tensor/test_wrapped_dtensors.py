@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper as WrapperOfTorch
 from torch.testing import assert_close
 
 from shardwise import (
@@ -95,6 +96,20 @@ def test_shards_make_a_tensor_and_come_back_as_they_were(name: str, dim: int, co
     for shard, original in zip(back.shards, given, strict=True):
         assert torch.equal(shard, original)
         assert shard.data_ptr() == original.data_ptr()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@world(4)
+def test_a_wrapper_of_torch_is_taken_as_one_of_shardwise(count: int) -> None:
+    layout = LAYOUTS["uneven rows"]
+    wrapper = mine(layout, 1, count)
+    shards = wrapper.local_shards()
+    x = DTensor.from_local(WrapperOfTorch(shards, list(wrapper.local_offsets())), Mesh((4,)), [Shard(0)])
+    assert x.layout_ == layout
+    assert_close(x.full_tensor(), FULL)
+    back = x.to_local()
+    for shard, given in zip(back.local_shards() if isinstance(back, LocalShardsWrapper) else [], shards, strict=True):
+        assert shard.data_ptr() == given.data_ptr()
 
 
 @world(4)

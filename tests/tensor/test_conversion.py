@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.masked import as_masked_tensor
 from torch.testing import assert_close
 
 import shardwise as sw
@@ -279,6 +281,21 @@ def test_ranks_outside_a_mesh_hold_nothing() -> None:
         assert torch.equal(x.full_tensor(), FULL)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors:UserWarning")
+@world(2)
+def test_what_has_no_memory_of_its_own_is_not_a_local_tensor() -> None:
+    mesh = Mesh((2,))
+    with FakeTensorMode():
+        fake = torch.ones(2, 2)
+    for local in (as_masked_tensor(FULL, FULL > 0), fake):
+        with pytest.raises(LayoutError, match=rf"a dense tensor, got a {type(local).__name__} one\. Fix: pass a plain"):
+            DTensor.from_local(local, mesh, [S0])
+    with pytest.raises(RuleError, match="add: a FakeTensor tensor beside DTensors is not supported"):
+        distribute_tensor(torch.ones(2, 2), mesh, [S0]) + fake
+    with pytest.raises(RuntimeError, match="from_local takes a plain local tensor"):  # as torch raises
+        DTensor.from_local(distribute_tensor(FULL, mesh, [S0]), mesh, [S0])
+
+
 # ---- borders to plain tensors -------------------------------------------------------------------------------------
 
 
@@ -305,6 +322,20 @@ def test_gradients_reach_the_parts_and_come_back_from_them_as_asked() -> None:
     x.grad = None
     (x.full_tensor() * torch.arange(3.0)).sum().backward()
     assert as_dtensor(x.grad).full_tensor().tolist() == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("placement", [R, S0], ids=str)
+@world(2)
+def test_a_local_tensor_shares_memory_and_versions_and_is_no_view_of_a_dtensor(placement: Placement) -> None:
+    """The compiler, which traces no DTensor, follows views to their base."""
+    x = as_dtensor(distribute_tensor(FULL, Mesh((2,)), [placement]))
+    read = x.to_local(), x.to_local().detach(), x.full_tensor(), x.requires_grad_().to_local(), x.full_tensor()
+    assert not any(type(local._base) is DTensor for local in read)
+    with torch.no_grad():
+        version = read[0]._version
+        x.add_(1)
+    assert read[0]._version > version
+    assert torch.equal(read[0], x.to_local())
 
 
 @world(3)

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.masked import masked_tensor
 from torch.testing import assert_close
 from torch.utils import dlpack
 from torch.utils.data import default_collate
@@ -68,6 +70,12 @@ def doubled(x: Tensor) -> Tensor:
     return x * 2
 
 
+def a_node(d: Tensor) -> Any:
+    y = d.detach().requires_grad_().sin()
+    assert y.grad_fn is not None
+    return y.grad_fn if y.grad_fn.name() else None
+
+
 def sum_of_list(xs: list[Tensor]) -> Tensor:
     return xs[0].sum()
 
@@ -99,6 +107,9 @@ GIVES_THE_VALUE: dict[str, Callable[[Any], Any]] = {
     "tensor of another dtype": lambda d: torch.tensor(d, dtype=torch.float64),
     "tensor that requires grad": lambda d: torch.tensor(d, requires_grad=True),
     "tensor of numbers": lambda d: torch.tensor([d.sum(), d.max()]),
+    "tensor of integers": lambda d: torch.tensor([d.sum().long(), 1]),
+    "as_tensor of rows of integers": lambda d: torch.as_tensor(([d.sum().int()], (d.max().long(),))),
+    "tensor of complex numbers": lambda d: torch.tensor([d.sum() * 1j, 2]),
     "tensor of a number": lambda d: torch.tensor(d.sum()),
     "as_tensor": lambda d: torch.as_tensor(d, dtype=None),
     "as_tensor of another dtype": lambda d: torch.as_tensor(d, dtype=torch.float64),
@@ -107,12 +118,15 @@ GIVES_THE_VALUE: dict[str, Callable[[Any], Any]] = {
     "Tensor of numbers": lambda d: torch.Tensor([d.sum(), d.max()]),
     "new_tensor": lambda d: zeros().double().new_tensor(d),
     "new_tensor of numbers": lambda d: zeros().new_tensor([d.sum()]),
+    "new_tensor of integers": lambda d: zeros().new_tensor([d.sum().long()]),
     "new_tensor of itself": lambda d: d.new_tensor(d),
     "scalar_tensor": lambda d: torch.scalar_tensor(d.sum()),
     "full": lambda d: torch.full((2,), d.sum()),
     "full_like": lambda d: torch.full_like(zeros(), d.sum()),
     "new_full": lambda d: zeros().new_full((2,), d.sum()),
     "arange": lambda d: torch.arange(d.max().long()),
+    "eye": lambda d: torch.eye(d.long().sum()),
+    "tril_indices": lambda d: torch.tril_indices(3, col=d.long().sum()),
     "linspace": lambda d: torch.linspace(d[0], d[6], 5),
     "type": lambda d: d.type(torch.DoubleTensor),
     "copy_": lambda d: written(lambda x: x.copy_(d)),
@@ -177,6 +191,13 @@ IS_REFUSED: dict[str, Callable[[Any], Any]] = {
     "script of a module with a parameter": lambda d: torch.jit.script(WithWeight(nn.Parameter(d.detach()))),
     "parameter of a scripted module =": lambda d: scripted_before(nn.Parameter(d.detach())),
     "element of a scripted list": appended,
+    "make_fx": lambda d: make_fx(doubled)(d.detach()),
+    "make_fx of a function that uses one": lambda d: make_fx(lambda x: x * d.detach())(FULL),
+    "functionalize": lambda d: torch.func.functionalize(doubled)(d.detach()),
+    "hook of a node": lambda d: a_node(d).register_hook(lambda inputs, outputs: None),
+    "prehook of a node": lambda d: a_node(d).register_prehook(lambda outputs: None),
+    "masked tensor": lambda d: masked_tensor(d.detach(), FULL > 2).sum(),
+    "mask": lambda d: masked_tensor(FULL, d.detach() > 2) * 2,
     "scripted": lambda d: torch.jit.script(doubled)(d.detach()),
     "scripted with a list": lambda d: torch.jit.script(sum_of_list)([d.detach()]),
     "scripted module": lambda d: torch.jit.script(nn.ReLU())(d.detach()),

@@ -19,6 +19,8 @@ from tests.rules.test_random import PARTIAL_LAYOUTS, SHAPE, SHARDED_LAYOUTS, VAL
 from tools.op_judge import Sample
 from tools.rule_checks import assert_equals_one_process
 
+pytestmark = pytest.mark.filterwarnings("ignore:Using a non-tuple sequence:UserWarning")  # torch says so
+
 GENERATOR = torch.Generator().manual_seed(17)
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 MESHES = (Mesh((1,)), Mesh((3,)), Mesh((2, 2)))
@@ -62,6 +64,8 @@ PLACES: dict[str, tuple[Tensor, Any]] = {
     "with a new dim": (A, (None, ROWS)),
     "apart": (B, (torch.tensor([3, 0]), slice(None), torch.tensor([1, 2]))),
     "mask": (A, MASK),
+    "list of lists": (A, [[5, 0, -1], [2, 0, 1]]),
+    "list of a slice and rows": (B, [slice(1, 3), [0, 4]]),
     "list of truth values": (A, MASK.tolist()),
     "mask of elements": (A, A > 0),
     "mask of later dims": (B, (slice(None), B[0] > 0)),
@@ -115,6 +119,10 @@ def test_what_is_assigned_to_brackets_equals_one_process(name: str) -> None:
         (lambda x, mask: x[mask], (A, A > 0)),
         (lambda x, rows: x[:, rows], (A, COLUMNS)),
         (lambda x, row: x[row], (A, torch.tensor(5))),
+        (lambda x, rows: x[[rows, 1]], (A, ROWS)),
+        (lambda x: x[[[5, 0], [2, 1]]], (A,)),
+        (lambda x: x[[(5, 0), (1, 2)]], (A,)),
+        (lambda x: x[[slice(1, 5), None, -1]], (A,)),
     ],
 )
 def test_index_tensors_may_be_distributed(op: Callable[..., Any], args: tuple[Tensor, ...]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn, optim
 from torch.testing import assert_close
 
 import shardwise as sw
+import shardwise.checkpoint
 from shardwise import DTensor, Mesh, OnRanks, Partial, Placement, Replicate, Shard, distribute_tensor, rank, strict
 from shardwise.errors import MeshError, MismatchError, RuleError
 from shardwise.experimental import local_map
@@ -120,12 +121,39 @@ def test_a_tensor_on_the_own_slice_of_each_rank_counts_as_replicated_along_the_o
     body()
 
 
+ACROSS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": torch.add,
+    "vstack": lambda x, y: torch.vstack((x, y)),
+    "matmul": lambda x, y: x.T @ y,
+    "foreach": lambda x, y: torch._foreach_mul([x], [y])[0],
+    "redistribute": lambda x, y: y + (x.redistribute(y.device_mesh, [S0]) if isinstance(x, DTensor) else x),
+}
+
+
+@pytest.mark.parametrize("placements", [(S0, S0), (R, S1), (Partial(), Shard(0, (0, 7)))], ids=str)
+@pytest.mark.parametrize("op", ACROSS)
+@world(4)
+def test_tensors_on_slices_of_one_mesh_along_different_axes(op: str, placements: tuple[Placement, Placement]) -> None:
+    """Each rank has slices of its own, so no rank may wait for ranks outside of these."""
+    mesh = Mesh((2, 2), names=("dp", "tp"))
+    pairs = zip((A, B), ("dp", "tp"), placements, strict=True)
+    x, y = (distribute_tensor(v, mesh[axis], [R]).redistribute(placements=[p]).detach() for v, axis, p in pairs)
+    want: list[Tensor] = [A.clone().requires_grad_(), B.clone().requires_grad_()]
+    for a, b in ((x.requires_grad_(), y.requires_grad_()), want):
+        ACROSS[op](a, b).sin().sum().backward()
+    for got, leaf in zip((x, y), want, strict=True):
+        assert_close(as_dtensor(got.grad).full_tensor(), leaf.grad)
+
+
 @world(4)
 def test_values_that_differ_between_slices_are_an_error() -> None:
     mesh = Mesh((2, 2), names=("dp", "tp"))
     a = distribute_tensor(A + mesh.get_local_rank("tp"), mesh["dp"], [S0])
     with pytest.raises(MismatchError, match="add: the tensor on its axes 'dp' beside one on"):
         as_dtensor(a + distribute_tensor(B, mesh, [S0, S1])).redistribute(placements=[S0, R])
+    a = distribute_tensor(A + mesh.get_local_rank("dp"), mesh["tp"], [S0])
+    with pytest.raises(MismatchError, match="add: the tensor on another slice"):
+        as_dtensor(distribute_tensor(B, mesh["dp"], [S0]) + a).full_tensor()
 
 
 @world(4)

@@ -531,10 +531,13 @@ def test_what_would_show_only_local_rows_is_refused_on_all_ranks() -> None:
     refused: list[Callable[[Any], object]] = [
         lambda grad: grad.coalesce().values().norm(),
         lambda grad: grad.coalesce().indices(),
+        lambda grad: grad.coalesce()._indices(),
+        lambda grad: grad._values().norm(),
         lambda grad: grad.full_tensor(),
         lambda grad: grad.redistribute(placements=[R]),
     ]
     for use in refused:
         grad = gradient(distribute_tensor(NUMBERS, placements=[S0]))
+        assert grad.size() == NUMBERS.shape
         with pytest.raises(RuleError, match=r"sparse DTensor .* Fix: to_dense\(\)"):
             use(grad)

@@ -152,11 +152,14 @@ def test_transforms_with_respect_to_a_dtensor_and_linearize_are_refused() -> Non
         torch.func.grad(lambda t: (t * 2).sum()),
         torch.func.jacrev(lambda t: t * 2),
         lambda x: torch.func.jvp(lambda t: t * 2, (x,), (x,)),
-        lambda x: torch.func.linearize(lambda v: v * x, FULL),
     ]
     for use in uses:
         one = partial(lambda use: use(distribute_tensor(FULL, Mesh((1,)), [Shard(0)])), use)
         assert "local_map" in same_error(1, RuleError, one)
+    traced = same_error(
+        1, RuleError, lambda: torch.func.linearize(lambda v: v * distribute_tensor(FULL, Mesh((1,))), FULL)
+    )
+    assert "make_fx() would record" in traced
 
 
 @world(2)

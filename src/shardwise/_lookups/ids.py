@@ -199,7 +199,9 @@ class _Lookup(TensorFunction):
 def plain_lookup(ids: Tensor, rows: Tensor, bags: Bags | None, sparse: bool = False) -> Tensor:
     """torch's own lookup, with its own gradient."""
     if bags is None:
-        return F.embedding(ids, rows, sparse=sparse)
+        if ids.numel() or sparse:
+            return F.embedding(ids, rows, sparse=sparse)
+        return rows.index_select(0, ids.reshape(-1)).view(*ids.shape, rows.shape[1])  # can be differentiated twice
     offsets = None if bags.offsets is None else bags.offsets.to(ids.dtype)
     return pool(ids, rows, offsets, bags.mode, sparse=sparse, include_last_offset=bags.include_last_offset)
 

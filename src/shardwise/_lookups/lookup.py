@@ -39,6 +39,7 @@ from shardwise._lookups.requests import (
     table_boxes,
 )
 from shardwise._rules.local_context import LocalContext
+from shardwise._rules.local_tensors import flat_cat
 from shardwise._rules.row import Args, Kwargs, arguments
 from shardwise._rules.row_exchange import Route, exchange_messages
 from shardwise._trace.capture_hooks import allow_in_graph_with_backward, is_capturing
@@ -132,7 +133,7 @@ def local_lookup(ctx: LocalContext, ids: Tensor, box: Box, weight: Tensor, bags:
     num_rows, width = ctx.layouts[1].shape[0], wanted.sizes[-1]
     if not box.numel:  # zeros, yet connected to the table, so that every rank has a gradient
         shape = ids.shape if bags is None else bags.lengths(ids).shape
-        nothing = F.embedding(torch.empty(0, dtype=torch.int64, device=weight.device), weight, sparse=sparse)
+        nothing = plain_lookup(torch.empty(0, dtype=torch.int64, device=weight.device), weight, None, sparse)
         return weight.new_zeros(*shape, width) + nothing.sum(dtype=weight.dtype)
     left = box.offsets[1] - wanted.offsets[-1]
     pad = (left, width - left - box.sizes[1])
@@ -142,7 +143,7 @@ def local_lookup(ctx: LocalContext, ids: Tensor, box: Box, weight: Tensor, bags:
     mine = (flat >= box.offsets[0]) & (flat < box.offsets[0] + box.sizes[0])
     own = flat[mine] - box.offsets[0]
     if bags is None:
-        rows = _padded(F.embedding(own, weight, sparse=sparse), pad)
+        rows = _padded(plain_lookup(own, weight, None, sparse), pad)
         out = rows.new_zeros(flat.numel(), width).index_copy(0, mine.nonzero().squeeze(1), rows)
         return out.view(*ids.shape, width)
     lengths, bag_of = bags.lengths(ids), bags.bag_of(ids)[mine]
@@ -304,7 +305,7 @@ def _exchange_answers(requests: Sequence[Request], answers: Sequence[Sequence[Te
     ctx, ranks = requests[0].ctx, requests[0].ranks
     positions = range(len(ranks))
     shapes = [[request.answer_shape(owner) for request in requests] for owner in positions]
-    flat = torch.cat([answer[o].reshape(-1) for o in positions for answer in answers])
+    flat = flat_cat([answer[o].reshape(-1) for o in positions for answer in answers])
     received = [sum(answer[o].numel() for answer in answers) for o in positions]
     route = Route(ctx, ranks, [sum(r * c for r, c in row) for row in shapes], received)
     views = iter(route.answer(flat).split([r * c for row in shapes for r, c in row]))

@@ -66,7 +66,7 @@ def _torch_lookup(ctx: LocalContext) -> LocalFunction | None:
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> object:
-        if max_norm is not None or scale_grad_by_freq:
+        if max_norm is not None or scale_grad_by_freq or not input.numel():
             return NotImplemented
         padding = -1
         if padding_idx is not None:

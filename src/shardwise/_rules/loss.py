@@ -209,7 +209,7 @@ def _class_sharded(
     smoothing, normalized = named.get("label_smoothing", 0.0), "label_smoothing" in named
     share = smoothing / max(total, 1)  # of each class
     top = _largest(scores, classes) if normalized else None
-    scores = scores if top is None else scores - top.nan_to_num(neginf=0.0, posinf=0.0).unsqueeze(classes)
+    scores = scores if top is None else scores - top.nan_to_num(neginf=0.0, posinf=inf).unsqueeze(classes)
     by_class = scores.new_ones(length) if weight is None else weight.to(scores.dtype)
     column = by_class.view([-1 if d == classes else 1 for d in range(scores.ndim)])
     if counts is None:

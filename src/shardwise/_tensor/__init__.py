@@ -9,7 +9,7 @@ from shardwise._tensor import conversion, factories, state_dicts, torch_dtensors
 from shardwise._tensor.autograd import functions, gradients
 from shardwise._tensor.conversion import distribute_tensor
 from shardwise._tensor.dispatch import dispatcher
-from shardwise._tensor.dispatch.operands import strict
+from shardwise._tensor.dispatch.operands import across, strict
 from shardwise._tensor.dtensor import DTensor, check_owners, implement, plain, tag, to_layout
 from shardwise._tensor.handlers import (
     async_redistribute,
@@ -51,6 +51,7 @@ implement(
     dispatch=dispatcher.dispatch,
     from_local=conversion.from_local,
     to_local=conversion.to_local,
+    across=across,
     redistributed=async_redistribute.async_redistribute,
     backward=gradients.backward,
     read_grad=gradients.read,

@@ -12,7 +12,9 @@ from shardwise.errors import LayoutError
 
 
 def not_dense(x: Tensor) -> str | None:
-    """What `x` is if it is not strided, such as sparse_coo: it has no shards along its dims."""
+    """What `x` is if it is not strided, such as sparse_coo, or has no memory of its own: it has no shards."""
+    if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not x.is_nested:
+        return type(x).__name__
     if x.layout is torch.strided and not x.is_quantized and not x.is_nested:
         return None
     return "quantized" if x.is_quantized else "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
@@ -22,8 +24,10 @@ def check_dense(x: Tensor, what: str) -> None:
     """Raise LayoutError unless `x` is strided."""
     kind = not_dense(x)
     if kind is not None:
-        fix = "x.dequantize()" if x.is_quantized else "x.to_dense()" if not x.is_nested else "x.to_padded_tensor(0.0)"
-        raise LayoutError(f"{what} takes a dense tensor, got a {kind} one. Fix: pass {fix}.")
+        fixes = {"quantized": "x.dequantize()", "nested": "x.to_padded_tensor(0.0)", type(x).__name__: "a plain tensor"}
+        raise LayoutError(
+            f"{what} takes a dense tensor, got a {kind} one. Fix: pass {fixes.get(kind, 'x.to_dense()')}."
+        )
 
 
 def _misuse(x: object) -> str:

@@ -1,7 +1,7 @@
 """Between local tensors and distributed ones: `from_local`, `to_local`, `distribute_tensor`."""
 
-from collections.abc import Mapping, Sequence
-from typing import NotRequired, TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -45,14 +45,10 @@ def to_local(x: DTensor, grad_placements: Placements | None) -> Tensor:
         check_owners("to_local", (layout,))
     check_no_transform("to_local")
     with DisableTorchFunctionSubclass():
-        local = plain(x)
         grad_layout = None if grad_placements is None else layout.replace(grad_placements)
-        if not local.requires_grad:
-            return local
-        if not torch.is_grad_enabled():
-            return local.detach()
-        grad_layout = grad_layout or layout.reduced()
-        return ToPlain.apply(local, layout, grad_layout)
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            return x.detach()  # not a view, whose base would be the DTensor
+        return ToPlain.apply(plain(x), layout, grad_layout or layout.reduced())
 
 
 def wrap(local: Tensor, layout: Layout, grad_placements: Placements | None = None) -> DTensor:
@@ -69,6 +65,14 @@ def mesh_for(x: Tensor, device_mesh: Mesh | DeviceMesh | None) -> Mesh:
     if device_mesh is not None:
         return collectives.as_mesh(device_mesh)
     return default_mesh("cpu" if x.is_meta else x.device.type)
+
+
+_of_wrapper: dict[str, Callable[[Any], Tensor]] = {}  # by the module of the wrapper's class
+
+
+def register_wrapper(module: str, convert: Callable[[Any], Tensor]) -> None:
+    """Let `from_local` take a tensor whose class is of `module`, as `convert` makes it a local tensor."""
+    _of_wrapper[module] = convert
 
 
 class _Passed(TypedDict):
@@ -97,7 +101,7 @@ def from_local(
     refuse_compilation()
     if isinstance(local, DTensor):
         raise LayoutError("from_local takes a plain local tensor, got a DTensor. Fix: use redistribute().")
-    local = arrived(local)
+    local = _of_wrapper.get(type(local).__module__, arrived)(local)
     check_dense(local, "from_local")
     check_untransformed(local, "from_local")
     tiling: Tiling | None = getattr(local, "tiling", None)

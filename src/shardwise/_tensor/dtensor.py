@@ -7,6 +7,7 @@ Every torch function called with a DTensor arrives at `__torch_function__`; see 
 
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
+from operator import index
 from threading import RLock, current_thread
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -23,6 +24,7 @@ from shardwise._redistribute.run_plan import known_redistribution, redistributio
 from shardwise._rules.row import Args, Handler, Kwargs, Op
 from shardwise._tensor.transforms import check_no_transform
 from shardwise._trace.comm_trace import EXPLICIT, ITEM, Cause
+from shardwise._trace.user_stack import is_called_by
 from shardwise.errors import MeshError, RuleError, printable
 
 _local_shape: Any = torch._C.TensorBase.shape
@@ -112,6 +114,7 @@ class DTensor(torch.Tensor):
     _read_grad: Callable[["DTensor"], "DTensor | None"]
     _write_grad: Callable[["DTensor", Tensor | None], None]
     _set: Callable[..., "DTensor"]
+    _across: Callable[["DTensor", Mesh, Cause], "DTensor"]
     _redistributed: Callable[["DTensor", Layout, torch.dtype, bool], "DTensor"]
 
     # Registered by `shardwise.sharded_tensor`, as is `gather`.
@@ -218,6 +221,7 @@ class DTensor(torch.Tensor):
         else:
             target = Layout(mesh, wanted, layout.shape, shard_order)
         x: DTensor = self if forward_dtype is None else self.to(forward_dtype)  # type: ignore[assignment]
+        x = x if mesh == layout.mesh else self._across(x, mesh, EXPLICIT)
         if backward_dtype is None and not async_op:
             return to_layout(x, target)
         return self._redistributed(x, target, self.dtype if backward_dtype is None else backward_dtype, async_op)
@@ -252,10 +256,10 @@ class DTensor(torch.Tensor):
         return self.numel() * self.element_size()
 
     def size(self, dim: int | None = None) -> Any:
-        """The global size; of a sparse tensor, this rank's (see `shardwise._tensor.handlers.sparse`)."""
+        """The global size; of a sparse tensor in `torch.optim`, the local one (`shardwise._tensor.handlers.sparse`)."""
         with DisableTorchFunctionSubclass():
             sparse = self.is_sparse
-        is_local = sparse or _is_below_autograd()
+        is_local = _is_below_autograd() or (sparse and is_called_by("torch.optim"))
         shape = torch.Size(self._layout.local_shape(collectives.rank()) if is_local else self._layout.shape)
         return shape if dim is None else shape[dim]
 
@@ -309,6 +313,12 @@ class DTensor(torch.Tensor):
 
     def __int__(self) -> int:
         return int(self.item())
+
+    def __index__(self) -> int:
+        return index(self.item())
+
+    def __complex__(self) -> complex:
+        return complex(self.item())
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.numel() == 1 and not self._layout.shape else repr(self)

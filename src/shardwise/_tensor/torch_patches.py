@@ -27,6 +27,7 @@ from shardwise._tensor.handlers.bypasses import (
     full_gradients,
     new_without_dtensors,
     refusing,
+    refusing_hooks_of_nodes,
     refusing_traces,
     taking_numbers,
 )
@@ -144,6 +145,7 @@ PATCHES = (
         "eager_transforms._unwrap_for_grad",
     ),
     *_transforms(FORWARD_MODE, "predispatch._make_dual", "predispatch._unpack_dual"),
+    *_transforms("torch.func.functionalize", "eager_transforms._maybe_wrap_functional_tensor"),
     Patch(
         "torch.optim.optimizer._foreach_supported_types",
         "The list with `DTensor` added: optimizers use their foreach implementation by default.",
@@ -250,7 +252,9 @@ PATCHES = (
     ),
     *_made_of_local_shards(asking, "Makes a DTensor of a DTensor.", "tensor as_tensor asarray Tensor.new_tensor"),
     *_made_of_local_shards(
-        taking_numbers(0), "Takes the number that a 0-d DTensor holds.", "full scalar_tensor arange range"
+        taking_numbers(0),
+        "Takes the number that a 0-d DTensor holds.",
+        "full scalar_tensor arange range eye randperm randint tril_indices triu_indices",
     ),
     *_made_of_local_shards(
         taking_numbers(1), "Takes the number that a 0-d DTensor holds.", "full_like Tensor.new_full"
@@ -271,6 +275,9 @@ PATCHES = (
     *_made_of_local_shards(
         refusing(), "Refuses DTensors with an error.", "nested.nested_tensor nested.as_nested_tensor"
     ),
+    *_made_of_local_shards(
+        refusing("A masked tensor"), "Refuses DTensors with an error.", "masked.maskedtensor.core.MaskedTensor.__new__"
+    ),
     *_made_of_local_shards(data_of_alike, "Refuses a DTensor as the data of a plain tensor.", "Tensor.data"),
     *_made_of_local_shards(
         refusing("TorchScript"),
@@ -280,7 +287,23 @@ PATCHES = (
     *_made_of_local_shards(
         full_gradients, "Takes a DTensor as the gradient of a plain tensor, by gathering it.", "autograd._make_grads"
     ),
-    *_made_of_local_shards(refusing_traces, "Refuses to trace functions of DTensors.", "jit.trace jit.trace_module"),
+    *_made_of_local_shards(
+        refusing_traces("torch.jit.trace"), "Refuses to trace functions of DTensors.", "jit.trace jit.trace_module"
+    ),
+    Patch(
+        "torch.fx.experimental.proxy_tensor._MakefxTracer.trace",
+        "Refuses to trace functions of DTensors in `make_fx`.",
+        "Its mode sees the ops of the local tensors.",
+        "`make_fx` returns a graph of local ops",
+        refusing_traces("make_fx"),
+    ),
+    Patch(
+        "torch.autograd.function._HookMixin._register_hook",
+        "Refuses hooks of a node of the graph that was read as `grad_fn` of a DTensor, except those of torch.",
+        "The class of a node cannot be changed, and a node does not know that its tensor is a DTensor.",
+        "hooks of nodes silently get, and return, local gradients",
+        refusing_hooks_of_nodes,
+    ),
 )
 
 HOOKS = (

@@ -152,6 +152,18 @@ def frames_of(frame: FrameType | None) -> Iterator[StackFrame]:
         frame = frame.f_back
 
 
+def is_called_by(package: str) -> bool:
+    """Whether the innermost frame outside of shardwise is in `package` or a module of it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_in(frame, "shardwise"):
+        frame = frame.f_back
+    return frame is not None and _is_in(frame, package)
+
+
+def _is_in(frame: FrameType, package: str) -> bool:
+    return f"{frame.f_globals.get('__name__')}.".startswith(f"{package}.")
+
+
 def user_call_site(trace: TracebackType | None) -> str:
     """The innermost user frame in a traceback, or its innermost frame; "" if it is empty."""
     frames = []

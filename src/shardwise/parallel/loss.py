@@ -22,7 +22,7 @@ _FIX = "Fix: output_layouts=Shard(-1) and use_local_output=False in the style of
 
 @contextmanager
 def loss_parallel() -> Iterator[None]:
-    """Inside, no rank ever holds the logits of all classes, forward or backward.
+    """Inside, no rank ever holds the logits of all classes, forward or backward, unless it asks for them.
 
     `F.cross_entropy` and `nn.CrossEntropyLoss` (also `nll_loss`) take logits that are a DTensor sharded along the
     classes, evenly or not, on one mesh axis or several, with all options of torch: ignored targets, weights, label
@@ -33,7 +33,7 @@ def loss_parallel() -> Iterator[None]:
 
     Raises:
         LayoutError: logits that are plain or not sharded along the classes.
-        RuleError: a redistribution that would give a rank all classes.
+        RuleError: a redistribution that nobody called, as `full_tensor()` is, and that would give a rank all classes.
     """
     guard = _Guard()
     with listening_with(guard), _CheckLosses(guard):
@@ -52,7 +52,8 @@ class _Guard(Listener):
                 self.logits.add((layout.mesh, axis, layout.shape[dim], prod(layout.shape)))
 
     def check(self, move: CommEvent) -> None:
-        if move.src is None or move.dst is None or not self.logits:
+        called = move.cause.kind == "explicit" and not move.cause.backward
+        if move.src is None or move.dst is None or called or not self.logits:
             return
         src, dst = move.src, move.dst
         for axis, placement in enumerate(src.placements):

@@ -15,6 +15,7 @@ from shardwise._layout import Box, check_cover, checked
 from shardwise._rules import pointwise
 from shardwise._rules.registry import RowsFunction, rule_of
 from shardwise._rules.row import Args, Kwargs, Op
+from shardwise._tensor.conversion import register_wrapper
 from shardwise._tensor.dtensor import DTensor, name_of
 from shardwise._tensor.state_dicts import shard_at
 from shardwise.errors import LayoutError, RuleError, without_fix
@@ -400,3 +401,8 @@ def _special(func: Op) -> Callable[..., Any] | None:
     if getattr(getattr(func, "__self__", None), "__name__", "") == "data":
         return _read_data if func.__name__ == "__get__" else _write_data
     return _equal if func in (torch.equal, Tensor.equal) else None
+
+
+register_wrapper(
+    "torch.distributed.tensor._shards_wrapper", lambda x: LocalShardsWrapper(x.local_shards(), x.local_offsets())
+)

@@ -11,7 +11,8 @@ from shardwise import _collectives as collectives
 from shardwise._layout import SEQUENCE, Layout, checked, checked_init, describe, split_by_boxes
 from shardwise._tensor import factories
 from shardwise._tensor.arguments import check_dense
-from shardwise._tensor.dtensor import DTensor, plain, register_method, tag, to_layout
+from shardwise._tensor.conversion import to_local
+from shardwise._tensor.dtensor import DTensor, register_method, tag, to_layout
 from shardwise._tensor.transforms import check_untransformed
 from shardwise.errors import LayoutError, MismatchError, RuleError
 from shardwise.sharded_tensor.shards import (
@@ -64,10 +65,10 @@ describe(Sequence[LocalShard], SEQUENCE)
 
 
 def local_shards(x: DTensor) -> list[LocalShard]:
-    """The shards that this rank holds, none or several; they share the memory of `x`, outside of autograd."""
+    """The shards that this rank holds, none or several; they share the memory of `x`, and its gradients."""
     rank = collectives.rank()
     mine = [shard for shard in metadata(x) if shard.placement is not None and shard.rank == rank]
-    views = split_by_boxes(plain(x.detach()), [shard.box for shard in mine])
+    views = split_by_boxes(to_local(x, None), [shard.box for shard in mine])
     return [LocalShard(view, shard) for view, shard in zip(views, mine, strict=True)]
 
 

@@ -5,8 +5,8 @@ var, norm, logsumexp, max  the ranks all-gather what each found on its shard, an
 cumsum along a sharded dim the ranks all-gather the totals of their shards, and continue from those before
 """
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from math import inf, prod
 from typing import Any
 
@@ -61,7 +61,7 @@ def _local_product(ctx: LocalContext, x: Tensor, dims: Dims, keepdim: bool, dtyp
     x = autocast_to_float(x) if dtype is None else x.to(dtype)
     shard, (along,) = nonempty_shard(ctx, as_float64(x), dims, 1)
     own = shard.prod(along, keepdim=keepdim)
-    total: Tensor = ctx.all_gather(own).prod(0)
+    total: Tensor = reduce(torch.mul, ctx.all_gather(own).unbind())  # whose gradients divide by no infinite one
     kept = x.dtype if x.is_floating_point() or x.is_complex() else own.dtype
     return total.to(dtype or kept)
 
@@ -165,7 +165,21 @@ def _norm(
         return found
     shard, along = nonempty_shard(ctx, x, dims, inf if ord < 0 else 0)
     every = ctx.all_gather(torch.linalg.vector_norm(shard, ord, along, keepdim))
-    return every.sum(0) if ord == 0 else torch.linalg.vector_norm(every, ord, 0)  # torch defines its gradient at zero
+    if ord in (0, 1):
+        return every.sum(0)
+    norms = partial(torch.linalg.vector_norm, ord=ord, dim=0)  # torch defines its gradient at zero
+    return _combined(norms, every) if ord > 1 else norms(every)
+
+
+def _combined(combine: Callable[[Tensor], Tensor], every: Tensor) -> Tensor:
+    """`combine(every)`; where it is infinite, ranks with an infinite result have its gradient, and others 0 times it.
+
+    That of `combine` has inf / inf, so finite elements beside an infinite one would get nan, unlike in torch."""
+    if not every.requires_grad or every.is_complex():
+        return combine(every)
+    infinite = combine(every.detach()) == inf
+    chosen = torch.where(every == inf, every, every.masked_fill(every == -inf, 0) * 0)
+    return torch.where(infinite, chosen.sum(0) + inf, combine(every.masked_fill(infinite, 0)))
 
 
 def _dist(input: Tensor, other: Tensor, p: float = 2) -> Tensor:
@@ -188,7 +202,8 @@ def log_sum_exp(input: Meta, dim: int | Sequence[int] | None, keepdim: bool = Fa
 
 def _log_sum_exp(ctx: LocalContext, x: Tensor, dims: Dims, keepdim: bool) -> Tensor:
     x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
-    return log_of_sum(ctx.all_gather(log_of_sum(*nonempty_shard(ctx, x, dims, -inf, True), keepdim)), (0,), False)
+    every = ctx.all_gather(log_of_sum(*nonempty_shard(ctx, x, dims, -inf, True), keepdim))
+    return _combined(partial(log_of_sum, dims=(0,), keepdim=False), every)
 
 
 def log_of_sum(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:

@@ -111,6 +111,7 @@ def _stand_in(a: object) -> object:
 
 # ---- versions ---------------------------------------------------------------------------------------------------
 
+_NO_DERIVATIVE = re.compile("not differentiable with respect to|derivative for")  # torch's errors
 _saved_cache: dict[Any, frozenset[int]] = {}
 
 # Indices of what an op saves: of its DTensor operands from 0 up, of its results from -1 down.
@@ -176,14 +177,19 @@ def saved_by(func: Op, args: Args, kwargs: Kwargs, autocast: Autocast) -> frozen
     """Which DTensors among the arguments torch saves for backward, by their number; ~i for result i.
 
     Found by running the op without memory; nothing for an op that cannot.
+
+    Raises:
+        RuntimeError: torch has no derivative with respect to an operand that requires grad.
     """
     with without_modes(), autocast.without_memory() as device, torch.enable_grad():
         args, kwargs, metas = on_meta(args, kwargs, device)
         try:
             with recording_saved(metas) as found:
                 return found(func(*args, **kwargs))
-        except (RuntimeError, TypeError, ValueError, IndexError, AssertionError):  # its own error, or no meta version
-            return frozenset()
+        except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
+            if _NO_DERIVATIVE.search(str(error)):  # local implementations may have one
+                raise
+            return frozenset()  # its own error, or no meta version
 
 
 def versions_of(saved: frozenset[int], operands: Sequence[Tensor]) -> list[Version]:
@@ -220,11 +226,13 @@ class _ChecksVersions(ReadsLayouts):
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         in_place = self.recipe.output is None
-        if not torch.is_grad_enabled() or top_hooks(True) is not None:  # torch checks no versions of what hooks keep
+        if not torch.is_grad_enabled():
             return call_under_hooks(self.call, args, kwargs, in_place)
         operands = [x for x in tensors_in([*args, *kwargs.values()]) if type(x) is DTensor]
         needs = tuple([x.requires_grad for x in operands])
         saved = self._watched(needs, args, kwargs) if any(needs) else frozenset()
+        if top_hooks(True) is not None:  # torch checks no versions of what hooks keep
+            return call_under_hooks(self.call, args, kwargs, in_place)
         versions = versions_of(saved, operands) if in_place else []
         out = call_under_hooks(self.call, args, kwargs, in_place)
         if not in_place:  # which may change running statistics without torch's notice

@@ -112,8 +112,8 @@ def _run_cold(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any
             return run(func, rule, *operands.all_promoted(func, args, kwargs))
     try:
         runnable = find_recipe(value, func, rule, args, kwargs)
-    except resolve.NoRowError as error:
-        return run_without_row(func, rule, args, kwargs, error)
+    except (resolve.NoRowError, TypeError, ValueError) as error:
+        return _run_otherwise(func, rule, args, kwargs, error)
     except resolve.SeveralMeshesError:
         return run(func, rule, *operands.on_one_mesh(func, args, kwargs, 0 if rule.in_place else rule.kept_operand))
     recipe = runnable.recipe
@@ -137,6 +137,24 @@ def _run_cold(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any
         if recipe.rows:
             return out
         return args[0] if recipe.output is None else as_dtensors(out, recipe.output)
+
+
+def _run_otherwise(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, error: Exception) -> object:
+    """Run a call for which the rule has no row, or which has a tensor without dims for a number, such as a size."""
+    if isinstance(error, resolve.NoRowError):
+        return run_without_row(func, rule, args, kwargs, error)
+    numbers: list[object] = []
+
+    def number(x: object) -> object:
+        if isinstance(x, DTensor) and not x._layout.shape and not x.is_floating_point():
+            numbers.append(x.item())
+            return numbers[-1]
+        return x
+
+    rest, kwargs = pytree.tree_map(number, (args[1:], kwargs))
+    if not numbers:
+        raise error
+    return run(func, rule, (*args[:1], *rest), kwargs)
 
 
 def _checked_key(key: tuple[Any, ...], func: Op, args: Args, kwargs: Kwargs) -> tuple[Any, ...]:

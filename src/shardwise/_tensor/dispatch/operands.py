@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from itertools import combinations
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -77,6 +77,8 @@ def promoted(x: Tensor, mesh: Mesh, name: str) -> DTensor:
     if is_torch_dtensor(x):
         return from_torch_dtensor(x)
     x = arrived(x)
+    if type(x).__name__ == "CausalBias":  # of torch.nn.attention.bias, whose memory is not the mask
+        x = cast(Any, x)._materialize(mesh.device_type)
     if _strict.get() and x.ndim:
         raise RuleError(
             f"{name}: a plain tensor of shape {tuple(x.shape)} beside DTensors is refused in strict mode. "
@@ -214,7 +216,8 @@ def on_one_mesh(
 
     All ranks of all the meshes must call. An operand becomes replicated, keeps its placements, or gets those of that
     operand, whichever costs least. Where each rank has a tensor on its own slice of that mesh, such as mesh["dp"], it
-    counts as replicated along the other axes, as a plain tensor does: nothing is sent but the ranks of the slices.
+    counts as replicated along the other axes, as a plain tensor does: nothing is sent but the ranks of the slices. So
+    does one on a slice along other axes than that mesh, such as mesh["tp"], after it is gathered on its slice.
 
     Raises:
         RuleError: in strict mode.
@@ -238,9 +241,10 @@ def on_one_mesh(
             return x
         if axes := own_slice(x._layout.mesh, lead._layout.mesh):
             return _beside_other_slices(x, lead._layout.mesh, axes, name_of(func))
-        target = _cheapest(x._layout, lead._layout)
         why = "operands of one op must be on one mesh"
-        return to_layout(x, target, Cause("operand", name_of(func), x._name or "an operand", why))
+        cause = Cause("operand", name_of(func), x._name or "an operand", why)
+        x = across(x, lead._layout.mesh, cause)
+        return to_layout(x, _cheapest(x._layout, lead._layout), cause)
 
     args, kwargs = pytree.tree_map(on_mesh, (args, kwargs))
     return tuple(args), dict(kwargs)
@@ -258,6 +262,21 @@ def _own_slice(mesh: Mesh, of: Mesh) -> tuple[int, ...] | None:
     if found is None or not all(collectives.gather_json(not is_outside(mesh), of.sorted_ranks)):
         return None
     return found
+
+
+def across(x: DTensor, mesh: Mesh, cause: Cause) -> DTensor:
+    """`x`; if it and `mesh` are on slices of a larger mesh along different axes, gathered, and replicated on `mesh`.
+
+    Each rank is then in both, and no rank may wait for one outside of its slices.
+    """
+    own, other = {*x._layout.mesh.ranks}, {*mesh.ranks}
+    if own.isdisjoint(other) or own <= other or other <= own or is_outside(mesh):
+        return x
+    if not all(collectives.gather_json(not is_outside(x._layout.mesh), mesh.sorted_ranks)):
+        return x
+    full = to_local(to_layout(x, x._layout.replicated(), cause), None)
+    collectives.expect_equal(full, mesh.sorted_ranks, f"{cause.op or 'redistribute'}: the tensor on another slice")
+    return wrap(full, Layout(mesh, [REPLICATE] * mesh.ndim, full.shape, strides=full.stride()))
 
 
 def _beside_other_slices(x: DTensor, mesh: Mesh, axes: Sequence[int], name: str) -> DTensor:

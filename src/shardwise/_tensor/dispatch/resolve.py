@@ -18,7 +18,7 @@ from shardwise._rules import Meta, OpRule, Row
 from shardwise._rules.registry import Shapes
 from shardwise._rules.row import Args, Kwargs
 from shardwise._tensor.dispatch.align_shards import kind, operand_layouts, output_layouts
-from shardwise._tensor.dispatch.without_memory import global_on_meta, with_meta_device
+from shardwise._tensor.dispatch.without_memory import Autocast, global_on_meta, with_meta_device
 from shardwise._trace.comm_trace import INTERNAL, Cause
 from shardwise.errors import LayoutError, RuleError
 
@@ -323,11 +323,21 @@ def results_on_meta(op: Callable[..., Any], args: Args, kwargs: Kwargs, operands
     Raises:
         NoRowError: the shape is data-dependent.
     """
-    metas, kwargs = [global_on_meta(o.layout, o.dtype) for o in operands], with_meta_device(kwargs)
+    kwargs = with_meta_device(kwargs)
+
+    def run(cast: torch.dtype | None) -> tuple[list[Tensor], Any]:
+        dtypes = [cast if cast and o.dtype.is_floating_point else o.dtype for o in operands]
+        metas = [global_on_meta(o.layout, dtype) for o, dtype in zip(operands, dtypes, strict=True)]
+        return metas, called(op, metas, args, kwargs)
+
     try:
-        out = called(op, metas, args, kwargs)
+        metas, out = run(None)
     except NotImplementedError as error:
         raise NoRowError(f"The shape of the result of {op} is data-dependent.") from error
+    except RuntimeError:  # of dtypes that differ, which autocast makes equal, but not on the meta device
+        if (cast := Autocast.of(operands[0].layout.mesh.device_type).dtype) is None:
+            raise
+        metas, out = run(cast)
     memory = {x.untyped_storage()._cdata for x in metas}
     found = out if isinstance(out, list | tuple) else [out]
     is_view = any(isinstance(x, Tensor) and x.untyped_storage()._cdata in memory for x in found)

@@ -23,7 +23,7 @@ from shardwise._tensor.dispatch.fallback import run_decomposed
 from shardwise._tensor.dispatch.hooks import hook_calls
 from shardwise._tensor.dispatch.operands import is_strict
 from shardwise._tensor.dtensor import DTensor, call, name_of
-from shardwise._tensor.handlers.attributes import refuse, refuse_local, set_
+from shardwise._tensor.handlers.attributes import of_dtensor, refuse, refuse_local, set_
 from shardwise.errors import RuleError
 
 _dispatches = torch._C._is_torch_function_enabled
@@ -115,21 +115,46 @@ def refusing(what: str = "") -> Callable[[Op], Op]:
     return replaced
 
 
-def refusing_traces(original: Op) -> Op:
-    """`torch.jit.trace`, refusing the call of any function with a DTensor inside: it would record what C++ runs."""
+def refusing_traces(what: str) -> Callable[[Op], Op]:
+    """From a function that traces to one that refuses any call with a DTensor inside: local ops would be recorded."""
 
     def refuse_call(proceed: object, func: Op, args: Args, kwargs: Kwargs) -> NoReturn:
         raise RuleError(
-            f"torch.jit.{original.__name__}() would record what {name_of(func)}() does to the local tensor of a "
-            f"DTensor. Fix: shardwise.capture(module), which captures the step with its communication."
+            f"{what}() would record what {name_of(func)}() does to the local tensor of a DTensor. "
+            f"Fix: shardwise.capture(module), which captures the step with its communication."
         )
 
-    @wraps(original)
-    def function(*args: object, **kwargs: object) -> object:
-        with hook_calls(refuse_call):
-            return original(*args, **kwargs)
+    def replaced(original: Op) -> Op:
+        @wraps(original)
+        def function(*args: object, **kwargs: object) -> object:
+            with hook_calls(refuse_call):
+                return original(*args, **kwargs)
 
-    return function
+        return function
+
+    return replaced
+
+
+def refusing_hooks_of_nodes(original: Op) -> object:
+    """`_register_hook`, to which every hook of a node of the graph comes, refusing nodes that have `of_dtensor`."""
+    add = getattr(original, "__func__", original)
+
+    @wraps(add)
+    def register(hooks: dict[int, object] | None, hook: object) -> object:
+        if hooks and of_dtensor in hooks.values():
+            if hook is of_dtensor:
+                return hooks, None
+            if str(getattr(hook, "__module__", "")).partition(".")[0] not in (
+                "torch",
+                "shardwise",
+            ):  # which pass gradients on
+                raise RuleError(
+                    "A hook of the grad_fn of a DTensor would get local gradients. "
+                    "Fix: register_hook() of the DTensor, or full backward hooks of the module."
+                )
+        return add(hooks, hook)
+
+    return staticmethod(register)
 
 
 def full_gradients(original: Op) -> Op:

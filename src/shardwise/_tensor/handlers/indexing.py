@@ -64,7 +64,7 @@ def _on_one_mesh(func: Any, args: Args) -> Args:
 
 @handler(Tensor.__getitem__)
 def _get_item(func: Op, args: Args, kwargs: Kwargs) -> object:
-    x, brackets = args
+    x, brackets = args[0], _unpacked(args[1])
     if type(x) is not DTensor:
         lead = next(a for a in pytree.tree_leaves(brackets) if type(a) is DTensor)
         x = promoted(x, lead._layout.mesh, "x[…]")
@@ -89,7 +89,7 @@ def _set_item(func: Op, args: Args, kwargs: Kwargs) -> None:
         into_plain(func, args, kwargs)
         return
     check_owners("x[…] = value", (args[0]._layout,))
-    x, brackets, value = _on_one_mesh(func, args)
+    x, brackets, value = _on_one_mesh(func, (args[0], _unpacked(args[1]), args[2]))
     if isinstance(value, int | float) and write_number(x, brackets, value):
         return
     copies = before_change("x[…] = value", x)
@@ -184,6 +184,14 @@ class _Flag(NamedTuple):
     mask: Tensor
 
 
+def _unpacked(brackets: object) -> object:
+    """A list that torch takes as a tuple, as numpy did: a short one that holds more than numbers."""
+    if type(brackets) is not list or len(brackets) >= 32:
+        return brackets
+    several = any(p is None or p is Ellipsis or isinstance(p, Tensor | slice | Sequence | np.ndarray) for p in brackets)
+    return tuple(brackets) if several else brackets
+
+
 def _plain_items(x: DTensor, brackets: object) -> tuple[Any, ...] | None:
     """The items of an index of slices, integers and None only; else None. Faster than `_parsed`."""
     items: list[Any] = []
@@ -237,7 +245,7 @@ def _part(p: Any, x: DTensor) -> object:
         return p
     if isinstance(p, bool | np.bool_):
         return _Flag(_replicated(torch.tensor([bool(p)], device=x.device), x))
-    if isinstance(p, list | range | np.ndarray):
+    if isinstance(p, list | tuple | range | np.ndarray):
         p = _replicated(torch.as_tensor(p, device=x.device), x)
         p = p.long() if not p.numel() else p
     if not isinstance(p, Tensor):

@@ -21,7 +21,7 @@ from shardwise._rules.registry import handler, handler_of_family
 from shardwise._rules.row import Args, Kwargs, Op, arguments
 from shardwise._tensor.dispatch.dispatcher import prepared
 from shardwise._tensor.dispatch.local_calls import PreparedCall
-from shardwise._tensor.dispatch.operands import is_outside
+from shardwise._tensor.dispatch.operands import across, is_outside
 from shardwise._tensor.dispatch.resolve import NoRowError, SeveralMeshesError
 from shardwise._tensor.dispatch.view_copies import before_changes, invalidate
 from shardwise._tensor.dtensor import DTensor, check_owners, plain, tag, to_layout
@@ -201,7 +201,8 @@ def _item(name: str, x: Tensor, layout: Layout | None) -> Tensor:
     if x._layout == layout:
         return x
     why = "tensors at one position of the lists take the layout in the first list"
-    return to_layout(x, layout, Cause("operand", name, x._name or "an item of a list", why))
+    cause = Cause("operand", name, x._name or "an item of a list", why)
+    return to_layout(across(x, layout.mesh, cause), layout, cause)
 
 
 def _scalar(name: str, x: DTensor) -> Tensor:

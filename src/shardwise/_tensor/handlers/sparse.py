@@ -2,9 +2,9 @@
 
 An optimizer reads `_indices()`, `_values()` and `size()` of a sparse gradient, computes with the values, makes sparse
 tensors of them with `torch.sparse_coo_tensor` (which no subclass can intercept) and adds those to dense state. For a
-sparse DTensor all three therefore return what belongs to the local shard, and a plain sparse tensor of the local shape
-beside a DTensor counts as its local shard (`promotion.all_promoted`). `indices()` and `values()`, which users call,
-are refused: a norm of the local values would be taken for that of the gradient.
+sparse DTensor all three therefore return there what belongs to the local shard, and a plain sparse tensor of the local
+shape beside a DTensor counts as its local shard (`operands.all_promoted`). Other code gets the global size, and an
+error for the others: it would take a norm of the local values for that of the gradient.
 """
 
 from typing import Any
@@ -16,19 +16,17 @@ from torch._C import DisableTorchFunctionSubclass
 from shardwise._rules.registry import handler
 from shardwise._rules.row import Args, Kwargs, Op
 from shardwise._tensor.dtensor import DTensor, plain, tag
+from shardwise._trace.user_stack import is_called_by
 from shardwise.errors import RuleError
 
 
-@handler(Tensor._indices, Tensor._values)
+@handler(Tensor._indices, Tensor._values, Tensor.indices, Tensor.values, Tensor._nnz)
 def _of_local_shard(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
-    """`_indices()` and `_values()` of the local shard, as plain tensors."""
-    with DisableTorchFunctionSubclass():
-        return func(args[0]).detach()  # type: ignore[no-any-return]
-
-
-@handler(Tensor.indices, Tensor.values, Tensor._nnz)
-def _of_all_ranks(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
+    """`_indices()` and `_values()` of the local shard, as plain tensors, where `torch.optim` asks for them."""
     name = func.__name__
+    if name in ("_indices", "_values") and is_called_by("torch.optim"):
+        with DisableTorchFunctionSubclass():
+            return func(args[0]).detach()  # type: ignore[no-any-return]
     raise RuleError(
         f"{name}() of a sparse DTensor would show only local rows. Fix: to_dense(), or to_local().{name}()."
     )
