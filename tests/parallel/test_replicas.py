@@ -235,3 +235,14 @@ def test_averages_of_models_are_those_of_one_process() -> None:
                     p.mul_(factor)
             average.update_parameters(model)
     assert_close(as_dtensor(averages[1](X)).full_tensor(), averages[0](X))
+
+
+@world(2)
+def test_synchronized_batch_norm_on_simulated_ranks_takes_the_batch_of_all_of_them() -> None:
+    plain, x = nn.BatchNorm1d(3), torch.arange(15.0).view(5, 3).square()
+    module: Any = shard_module(nn.SyncBatchNorm(3), {})
+    with pytest.raises(RuleError, match="would have the statistics of one rank"):
+        module(x[rank() :: 2])
+    assert_close(as_dtensor(module(distribute_tensor(x, placements=[Shard(0)]))).full_tensor(), plain(x))
+    assert_close(module.running_var, plain.running_var)
+    module.eval()(x)

@@ -47,8 +47,8 @@ def parallelize_module(
             path may be a glob, such as `layers.*.attention.w[qkv]`; `**` is any number of components; "" is the module
             itself. A module that several keys name gets all their styles, in order. A path with a placement names
             parameters, such as `layers.*.experts.w1`: it is that on the tensor-parallel axis, and nothing else changes.
-        src_data_rank: index in the mesh of the rank whose values are used; None uses the values of every rank and
-            sends nothing.
+        src_data_rank: index in the mesh of the rank whose values are used, also of plain buffers beside the parameters;
+            None uses the values of every rank and sends nothing.
 
     Returns:
         The module.
@@ -70,6 +70,8 @@ def parallelize_module(
     module_sharding.agree_on_plan(plan, named, mesh.ranks, mesh=str(mesh), src_data_rank=src_data_rank)
     resolved = resolve(module, plan, mesh)
     module_sharding.replace_parameters(module, resolved.layouts, src_data_rank)
+    owners = [module.get_submodule(name.rpartition(".")[0]) for name in resolved.layouts]
+    module_sharding.share_buffers(owners, mesh, src_data_rank)
     for parent, shared in resolved.shared:
         parent.register_forward_pre_hook(shared.open)
         parent.register_forward_hook(shared.close, always_call=True)

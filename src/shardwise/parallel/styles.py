@@ -258,9 +258,12 @@ class _FeatureParallel(ParallelStyle):
         """The placement of the weight, along its `OUTPUT_FEATURES` or `INPUT_FEATURES`."""
         kind = next((k for k in WEIGHT_DIMS if isinstance(module, k)), None)
         if kind is None:
+            cls, prefix = type(module), f"{context.path}." if context.path else ""
+            inside = [f"{prefix}{name}" for name, x in module.named_modules() if isinstance(x, tuple(WEIGHT_DIMS))]
             raise PlanError(
-                f"{type(self).__name__} supports Linear, Embedding and EmbeddingBag, not {type(module).__name__}. "
-                f"Fix: name the layers inside it, or write a style for it."
+                f"{type(self).__name__} supports Linear, Embedding and EmbeddingBag of torch.nn, not "
+                f"{cls.__module__}.{cls.__qualname__}. Fix: name the layers inside it"
+                f"{f', such as {inside[0]!r}' if inside else ''}, or write a style for it."
             )
         dim = WEIGHT_DIMS[kind][features]
         weight = module.weight
