@@ -87,17 +87,15 @@ def fully_shard(
         mesh: of one axis, the data axis; or of two: parameters are replicated on the first and sharded on the second.
             None is one axis of all ranks.
         reshard_after_forward: free parameters after forward, and all-gather them again for backward. None is False for
-            the outermost unit, whose backward comes first, and True for others. A number of ranks, a factor of those
-            of the axis: parameters are divided among so many neighbors after forward, which sends nothing, and these
-            all-gather them for backward.
+            the outermost unit, whose backward comes first, and True for others. A factor of the ranks of the axis: so
+            many neighbors divide parameters after forward, which sends nothing, and all-gather them for backward.
         shard_placement_fn: the `Shard` of a parameter; None is `Shard(0)`.
         mp_policy: dtypes in which parameters are used and gradients are reduced; torch's class is taken too.
         offload_policy: `CPUOffloadPolicy()` stores parameters on the CPU; torch's class is taken too.
         ignored_params: stay as they are.
         prefetch: how many units ahead an all-gather starts, in the order of the last forward. None is 0 on the CPU,
             where communication takes the cores of forward, and 1 elsewhere.
-        src_data_rank: index in the mesh of the rank whose values are used of plain parameters and buffers; None uses
-            the values of every rank and sends nothing.
+        src_data_rank: index in the mesh of the rank whose plain parameters and buffers are used; None: those of each.
 
     Returns:
         The module, which is a `FullyShardedModule` now, or the list of them.
@@ -109,10 +107,9 @@ def fully_shard(
             `reshard_after_forward` is 1 or no factor of the ranks of the axis.
         MeshError: the mesh has other axes, or not this rank.
     """
-    policy = converted_policy(mp_policy or MixedPrecisionPolicy())
     for one in _outermost([module] if isinstance(module, nn.Module) else module):
         data_mesh = _checked_mesh(one, mesh)
-        options = _options(data_mesh, reshard_after_forward, policy, prefetch)
+        options = _options(data_mesh, reshard_after_forward, mp_policy, prefetch)
         _shard_parameters(one, data_mesh, shard_placement_fn, offload_policy, ignored_params, src_data_rank)
         _become_unit(one, options)
     return module
@@ -146,12 +143,12 @@ def _checked_mesh(module: nn.Module, mesh: Mesh | DeviceMesh | None) -> Mesh:
 
 
 def _options(
-    mesh: Mesh, reshard_after_forward: bool | int | None, mp_policy: MixedPrecisionPolicy, prefetch: int | None
+    mesh: Mesh, reshard_after_forward: bool | int | None, mp_policy: MixedPrecisionPolicy | None, prefetch: int | None
 ) -> Options:
     reshard = _checked_reshard(reshard_after_forward, mesh.shape[-1])
     ahead = (0 if mesh.device_type == "cpu" else 1) if prefetch is None else prefetch
     ahead = as_integer(ahead, "prefetch", PlanError, "a number of units, such as 1")
-    return Options(mesh, reshard, mp_policy, max(0, ahead))
+    return Options(mesh, reshard, converted_policy(mp_policy or MixedPrecisionPolicy()), max(0, ahead))
 
 
 def _checked_reshard(value: bool | int | None, size: int) -> bool | int | None:

@@ -189,8 +189,8 @@ class Unit:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether the modules have what a forward needs."""
-        return self._running is not None or not self.slots()
+        """Whether the modules have what a forward needs. In backward, `call` knows."""
+        return self._running is not None or not (self._shown or self.slots())
 
     def call(self, forward: Callable[..., object], args: Args, kwargs: Kwargs) -> object:
         """Run the forward of the module, with its hooks."""
