@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import DTensor, Mesh, Shard, distribute_module, rank, shard_module
+from shardwise.embedding import EmbeddingBagCollection, EmbeddingBagConfig, shard_embeddings
 from shardwise.errors import MismatchError, PlanError
 from shardwise.parallel import ColwiseParallel, fully_shard, local_parameters, parallelize_module
 from shardwise.sharded_tensor import ChunkShardingSpec, shard_parameter
@@ -88,6 +89,14 @@ def test_hooks_of_a_parameter_that_is_replaced_are_refused(way: str, register: s
         fully_shard(module, mesh=M2)
 
     assert "weight: its hooks would not run. Fix: register them afterwards" in raised(PlanError, run)
+
+
+@world(2)
+def test_hooks_of_a_table_of_a_collection_are_refused() -> None:
+    tables = EmbeddingBagCollection([EmbeddingBagConfig(4, 3, "items", feature_names=["clicks"])])
+    next(tables.parameters()).register_hook(lambda x: None)
+    with pytest.raises(PlanError, match=r"items\.weight: its hooks would not run"):
+        shard_embeddings(tables, {}, M2)
 
 
 @world(2)
