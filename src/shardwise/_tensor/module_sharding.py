@@ -274,7 +274,7 @@ def refuse_hooks(named: Mapping[str, nn.Parameter], replaced: Iterable[str]) -> 
         f"{label(names[name])}: its hooks would not run. Fix: register them afterwards, on the new parameter."
         for name in replaced
         for hooks in (named[name]._backward_hooks, named[name]._post_accumulate_grad_hooks)
-        if not {add_to_pending}.issuperset((hooks or {}).values())  # that of every DTensor that is trained
+        if any(hook is not add_to_pending for hook in (hooks or {}).values())  # that of every DTensor that is trained
     )
 
 

@@ -14,7 +14,7 @@ from shardwise._tensor import module_sharding
 from shardwise._tensor.transforms import refuse_compilation
 from shardwise.errors import LayoutError, MeshError, PlanError
 from shardwise.parallel.boundary import SharedInput
-from shardwise.parallel.styles import InputFn, ModuleContext, OutputFn, ParallelStyle, misused_style
+from shardwise.parallel.styles import SHARDS_BATCH, InputFn, ModuleContext, OutputFn, ParallelStyle, misused_style
 
 M = TypeVar("M", bound=nn.Module)
 ParallelPlan = ParallelStyle | Placement | Mapping[str, "ParallelPlan"]
@@ -81,6 +81,8 @@ def parallelize_module(
         if styled.output_fn is not None:
             styled.module.register_forward_hook(_Hook(styled.output_fn))
         styled.module.__dict__.setdefault(APPLIED, []).append(styled.style)
+        for parameter in styled.module.parameters() if styled.shards_batch else ():
+            vars(parameter)[SHARDS_BATCH] = True
     return module
 
 
@@ -113,6 +115,7 @@ class StyledModule(NamedTuple):
     style: ParallelStyle
     input_fn: InputFn | None
     output_fn: OutputFn | None
+    shards_batch: bool
 
 
 class ResolvedPlan(NamedTuple):
@@ -185,7 +188,7 @@ def resolve(module: nn.Module, plan: Entries, mesh: Mesh) -> ResolvedPlan:
             except (PlanError, LayoutError, MeshError) as error:
                 problems.append(f"{path or 'the module'}: {error}")
                 continue
-            styled.append(StyledModule(child, style, input_fn, output_fn))
+            styled.append(StyledModule(child, style, input_fn, output_fn, style.shards_batch(context)))
             for name, layout in found.items():
                 if layouts.setdefault(name, layout) != layout:
                     problems.append(

@@ -54,6 +54,7 @@ describe(
 )
 
 LAST_DIM = Shard(-1)
+SHARDS_BATCH = "_shards_batch"  # attribute of a parameter: see `ParallelStyle.shards_batch`
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 InputFn = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
 """A function from the arguments of a module, by position and by name, to those that its `forward` gets."""
@@ -159,6 +160,10 @@ class ParallelStyle:
     def parameters(self, module: nn.Module, context: ModuleContext) -> Mapping[str, PlacementsLike]:
         """Placements of parameters, by name. If any is named, the others of the module are replicated."""
         return {}
+
+    def shards_batch(self, context: ModuleContext) -> bool:
+        """Whether plain inputs of the ranks of the tensor-parallel axis are parts of the batch, each with its loss."""
+        return False
 
     def input_fn(self, module: nn.Module, context: ModuleContext) -> InputFn | None:
         """A function of the positional and keyword arguments of forward that returns new ones."""

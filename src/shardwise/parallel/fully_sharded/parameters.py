@@ -13,6 +13,7 @@ from shardwise._layout import REPLICATE, Layout, Mesh, Shard, checked_init, shar
 from shardwise._tensor.dtensor import DTensor, as_parameter, plain, tag
 from shardwise._tensor.torch_objects import is_torch_dtensor
 from shardwise.errors import PlanError
+from shardwise.parallel.styles import SHARDS_BATCH
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
 _SEED = (
@@ -95,14 +96,16 @@ class Stored:
         axis: of the mesh of `at_rest`.
         gathered: the layout of the all-gathered parameter, on the same ranks.
         shown: what a forward of plain inputs sees: a DTensor of this layout; None: a plain tensor.
-        averaged: whether gradients are averaged over ranks in such a forward; else they are added.
+        terms: of how many ranks gradients are averaged in such a forward; 1: they are added.
+        shards_batch: the ranks of other axes may have parts of the batch, too; then gradients are averaged over those.
     """
 
     at_rest: Layout
     axis: int
     gathered: Layout
     shown: Layout | None
-    averaged: bool
+    terms: int
+    shards_batch: bool = False
 
     @property
     def sharded(self) -> Layout:
@@ -112,7 +115,9 @@ class Stored:
     def reduction(self, data_ranks: frozenset[int], as_dtensors: bool) -> tuple[frozenset[int], int]:
         """Over which of the ranks that have a part of the batch gradients are added, and by what they are divided."""
         ranks = _in_common(self.at_rest.mesh, data_ranks)
-        return ranks, len(ranks) if self.averaged and not (as_dtensors and self.shown is None) else 1
+        if as_dtensors and self.shown is None:
+            return ranks, 1
+        return ranks, len(ranks) if self.shards_batch else self.terms
 
     def offloaded(self) -> "Stored":
         """Stored on the CPU."""
@@ -189,19 +194,20 @@ def storage_of(parameter: nn.Parameter, mesh: Mesh, placement: Shard, joints: di
                 "a parameter without dims cannot be sharded. Fix: make it 1-D, such as nn.Parameter(torch.ones(1))."
             )
         full = Layout(mesh, [REPLICATE] * mesh.ndim, tuple(parameter.shape))
-        return Stored(full.with_axis(axis, placement), axis, full, None, averaged=True)
+        return Stored(full.with_axis(axis, placement), axis, full, None, mesh.size())
     layout = parameter._layout
     axes = axes_along(layout.mesh, mesh)
     if axes is not None:
         if layout.placements[axes[-1]] != REPLICATE:
             return None
-        return Stored(sharded_last(layout, axes[-1], placement), axes[-1], layout, layout, averaged=False)
+        return Stored(sharded_last(layout, axes[-1], placement), axes[-1], layout, layout, 1)
     if layout.mesh not in joints:
         joints[layout.mesh] = _joint(mesh, layout.mesh)
     placements = [REPLICATE] * mesh.ndim + list(layout.placements)
     order = [*range(mesh.ndim), *(mesh.ndim + other for other in layout.shard_order)]
     joint = Layout(joints[layout.mesh], placements, layout.shape, order)
-    return Stored(sharded_last(joint, axis, placement), axis, joint, layout, averaged=True)
+    at_rest, shards_batch = sharded_last(joint, axis, placement), SHARDS_BATCH in vars(parameter)
+    return Stored(at_rest, axis, joint, layout, mesh.size(), shards_batch)
 
 
 def axes_along(of: Mesh, mesh: Mesh) -> list[int] | None:

@@ -258,14 +258,14 @@ class Unit:
                 reduced.setdefault(known, f"{slot.parameter._name} of {unit.name}")
         if len(reduced) > 1:
             one, other = [
-                f"those of {name} are {'averaged' if terms > 1 else 'added'} over ranks {as_text(sorted(ranks))}"
+                f"those of {name} are added over ranks {as_text(sorted(ranks))} and divided by {terms}"
                 for (ranks, terms), name in list(reduced.items())[:2]
             ]
             raise PlanError(
                 f"Gradients of one loss are reduced in two ways: {one}, but {other}. Fix: call fully_shard on a mesh "
-                f"of all data axes, but for parameters that are DTensors on the others; parallelise on the other axes "
-                f"of the mesh only, such as mesh['tp'], and pass batches that are plain or on these axes; or lay out "
-                f"all parameters on all axes with shard_module before fully_shard."
+                f"of all data axes, parallelise on the other axes only, such as mesh['tp'], but experts by "
+                f"ExpertParallel, and pass batches that are plain or on these axes; or lay out all parameters on all "
+                f"axes with shard_module before fully_shard."
             )
         self._checked = now
 
