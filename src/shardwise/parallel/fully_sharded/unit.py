@@ -482,7 +482,9 @@ def _messages(slots: Sequence[Slot], options: Options, data_ranks: frozenset[int
 def _mark_parameter(shown: Tensor, parameter: DTensor) -> None:
     """Let modules that look for an `nn.Parameter`, or for what a user set on it, find one."""
     shown._is_param = True
-    vars(shown).update({key: x for key, x in vars(parameter).items() if key[0] != "_"})  # those of the user
+    for key, x in parameter.__dict__.items():
+        if key[0] != "_":
+            setattr(shown, key, x)
     if type(shown) is DTensor:
         shown._name = parameter._name
 
