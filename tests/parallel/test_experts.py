@@ -13,7 +13,14 @@ from torch.testing import assert_close
 from shardwise import Mesh, Partial, Placement, Replicate, Shard, count_comms, distribute_tensor, rank, shard_module
 from shardwise.debug import explain, no_implicit_comm, shadow
 from shardwise.errors import IdError, IdTypeError, LayoutError, PlanError, RuleError
-from shardwise.parallel import ExpertParallel, MixtureOfExperts, balance_loss, mix_experts, parallelize_module
+from shardwise.parallel import (
+    ExpertParallel,
+    MixtureOfExperts,
+    balance_loss,
+    fully_shard,
+    mix_experts,
+    parallelize_module,
+)
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from tests.parallel.one_process import assert_same_parameters, compare, full, raised
@@ -291,6 +298,24 @@ def test_a_plan_on_a_mesh_of_data_and_experts_takes_parts_along_both() -> None:
     parallelize_module(module, mesh, ExpertParallel())
     compare(module, plain, tokens(8).split(2)[rank()], tokens(8), lambda want: want.split(2)[rank()])
     assert as_dtensor(module.w1).placements == (R, S0)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (4,)], ids=str)
+@pytest.mark.parametrize("alone", [True, False])
+@world(4)
+def test_experts_beside_fully_shard_are_averaged_over_the_ranks_of_both_axes(
+    alone: bool, shape: tuple[int, ...]
+) -> None:
+    plain, mesh = nn.Sequential(nn.Linear(6, 6).double(), layer(3)), Mesh((2, 2), (), ("edp", "ep"))
+    module, x = copy.deepcopy(plain), tokens(8)
+    parallelize_module(module[1], mesh.submesh("ep", rank()), ExpertParallel())
+    fully_shard(module[1], mesh=mesh.submesh("edp", rank()))
+    fully_shard(module, mesh=Mesh(shape))
+    if alone:
+        module[1](x.split(2)[rank()])
+    module(x.split(2)[rank()]).square().mean().backward()
+    plain(x).square().mean().backward()
+    assert_same_parameters(module, plain)
 
 
 @world(3)

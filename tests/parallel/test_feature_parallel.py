@@ -154,7 +154,11 @@ def test_a_distributed_input_may_come_in_any_layout(style: type[ParallelStyle], 
 
 
 BAD: dict[str, tuple[nn.Module, ParallelStyle, str]] = {
-    "another layer": (nn.Conv1d(2, 2, 1), ColwiseParallel(), "supports Linear, Embedding and EmbeddingBag, not Conv1d"),
+    "another layer": (
+        nn.Conv1d(2, 2, 1),
+        ColwiseParallel(),
+        "EmbeddingBag of torch.nn, not torch.nn.modules.conv.Conv1d",
+    ),
     "unit": (nn.Linear(6, 10), ColwiseParallel(unit=4), "10 features are no multiple of unit=4"),
     "no unit": (nn.Linear(6, 10), RowwiseParallel(unit=0), "6 features are no multiple of unit=0"),
     "sizes": (nn.Linear(6, 10), ColwiseParallel(sizes=(5, 4)), r"sizes=\(5, 4\) must be 2 numbers that add up to 10"),

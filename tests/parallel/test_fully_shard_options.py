@@ -147,10 +147,27 @@ def test_wrong_uses_are_refused() -> None:
     fully_shard(model, mesh=dp)
     with pytest.raises(PlanError, match="called on this FullyShardedLinear before"):
         fully_shard(model, mesh=dp)
+    odd = nn.Module()
+    odd.scale = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(PlanError, match=r"scale: a parameter without dims .* Fix: make it 1-D, such as"):
+        fully_shard(odd, mesh=dp)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(plain[1], mesh=dp)
+    fully_shard(plain, mesh=mesh)
+    with pytest.raises(
+        PlanError, match=r"ranks \[0, 1, 2, 3\] and divided by 4, but those of weight of 1 .*\[\d, \d\]"
+    ):
+        plain(torch.ones(2, 4))
+    same_batch = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))  # on the ranks of tp
+    parallelize_module(same_batch, mesh.submesh("tp", collectives.rank()), {"0": ColwiseParallel()})
+    fully_shard(same_batch[0], mesh=dp)
+    fully_shard(same_batch, mesh=mesh)
+    with pytest.raises(PlanError, match=r"divided by 4, but those of weight of 0 .* and divided by 2"):
+        same_batch(torch.ones(2, 4))
     mixed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     shard_module(mixed[0], {"weight": [Replicate(), Shard(0)]}, mesh=mesh)
     fully_shard(mixed, mesh=dp)
-    with pytest.raises(PlanError, match=r"are added over the ranks of that axis, but those of .* are averaged"):
+    with pytest.raises(PlanError, match=r"over ranks \[\d, \d\] and divided by 1, but those of .* by 2"):
         mixed(torch.ones(2, 4))
     model.weight = nn.Parameter(torch.ones(4, 4))
     with pytest.raises(PlanError, match="weight of FullyShardedLinear was replaced after fully_shard"):

@@ -1,10 +1,12 @@
 """What users do with units: hooks, copies, failures, changes of parameters."""
 
+import inspect
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -133,16 +135,75 @@ def test_parameters_that_are_added_or_replaced_are_refused() -> None:
         model(torch.ones(2, 4))
 
 
+class Quantized(nn.Linear):
+    """A layer that reads an attribute of its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight * self.weight.scale, self.bias)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("as_dtensors", [True, False])
 @world(2)
-def test_hooks_of_plain_parameters_are_refused_and_attributes_stay() -> None:
-    model: Any = two_layers()
-    model[0].weight.no_decay = True
-    handle = model[0].weight.register_hook(lambda grad: grad * 0)
-    with pytest.raises(PlanError, match=r"0\.weight: its hooks would not run"):
-        fully_shard(model, mesh=Mesh((2,)))
-    handle.remove()
-    fully_shard(model, mesh=Mesh((2,)))
-    assert model[0].weight.no_decay
+def test_forward_sees_what_users_set_on_parameters(as_dtensors: bool) -> None:
+    plain, x, mesh = nn.Sequential(Quantized(4, 3), nn.Linear(3, 2)), torch.ones(2, 4), Mesh((2,))
+    plain[0].weight.scale = 0.5  # type: ignore[union-attr]
+    model: Any = as_units(nn.Sequential(Quantized(4, 3), nn.Linear(3, 2)), mesh, ())
+    model.load_state_dict(plain.state_dict())
+    model[0].weight.scale = 0.5
+    got = model(distribute_tensor(x, mesh, [Shard(0)]) if as_dtensors else x)
+    assert_close(full(got), plain(x))
+
+
+@pytest.mark.parametrize("change", ["weight_norm", "prune", "del"])
+@world(2)
+def test_a_parameter_that_is_taken_away_is_refused_by_name(change: str) -> None:
+    model: Any = as_units(two_layers(), Mesh((2,)))
+    if change == "weight_norm":
+        nn.utils.parametrizations.weight_norm(model[0])
+    elif change == "prune":
+        prune.identity(model[0], "weight")
+    else:
+        del model[0].weight
+    with pytest.raises(PlanError, match=r"^weight of .*Linear was taken away after fully_shard"):
+        model(torch.ones(2, 4))
+
+
+@world(2)
+def test_forward_gathers_parameters_also_if_it_is_called_around_the_hooks() -> None:
+    class Direct(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor, *, twice: int = 2) -> Tensor:
+            return self.last.forward(self.first.forward(x) * twice)
+
+    plain, x, mesh = Direct(), torch.randn(3, 4), Mesh((2,))
+    model, want = as_units(plain, mesh), copied(plain)
+    for recompute in (False, True):
+        part = x[: 2 + collectives.rank()]
+        out = (
+            checkpoint(model.forward, part, twice=3, use_reentrant=False) if recompute else model.forward(part, twice=3)
+        )
+        out.sum().backward()
+        parts = [want(x[: 2 + r], twice=3).sum() for r in range(2)]
+        (sum(parts, torch.zeros(())) / 2).backward()
+    assert_same_gradients(model, want)
+    assert str(inspect.signature(model.forward)) == str(inspect.signature(plain.forward))
+
+
+@world(2)
+def test_modules_of_a_list_are_units_and_tied_parameters_stay_tied() -> None:
+    plain, x, mesh = two_layers(), torch.randn(4, 4), Mesh((2,))
+    plain[2].weight = plain[0].weight
+    model, want = copied(plain), copied(plain)
+    listed = [model[0], model[0], model[1], model[2]]
+    assert fully_shard(listed, mesh=mesh) is listed
+    fully_shard([model, nn.Sequential(*model)], mesh=mesh)
+    for each, batch in ((model, distribute_tensor(x, mesh, [Shard(0)])), (want, x)):
+        squares(each, batch).backward()
+    assert_same_gradients(model, want)
+    assert model[0].weight is model[2].weight
 
 
 @world(2)

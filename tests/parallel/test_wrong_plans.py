@@ -18,6 +18,7 @@ from shardwise.embedding import EmbeddingBagCollection, EmbeddingBagConfig, shar
 from shardwise.errors import ArgumentError, PlanError
 from shardwise.parallel import ColwiseParallel, fully_shard, parallelize_module
 from shardwise.testing import world
+from tests.parallel.one_process import raised
 
 S0 = Shard(0)
 
@@ -151,6 +152,20 @@ def test_what_is_no_placement_of_a_table_has_a_fix(name: str) -> None:
         return shard_embeddings(EmbeddingBagCollection([config]), plan, Mesh((2,), names=("tp",)))
 
     assert text_of(sharded, {"user": entry}, ArgumentError).endswith(fix)
+
+
+class Linear(nn.Module):
+    """A wrapper that has the name of the layer inside it, as that of peft has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(4, 4)
+
+
+def test_a_module_that_is_called_like_a_layer_of_torch_is_named_in_full() -> None:
+    text = raised(PlanError, lambda: parallelize_module(nn.Sequential(Linear()), None, {"0": ColwiseParallel()}))
+    assert "of torch.nn, not tests.parallel.test_wrong_plans.Linear. Fix: name the layers inside it, such as" in text
+    assert "'0.base_layer'" in text
 
 
 def test_the_loss_parallel_of_torch_changes_nothing_of_dtensors_of_shardwise() -> None:

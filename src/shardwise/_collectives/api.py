@@ -351,16 +351,17 @@ def _log_call(
     here.notes.watch_after(log.latest, ranks)
 
 
-def expect_equal(x: Tensor, ranks: Ranks, what: str, by_hook: bool = False, fix: str = "") -> None:
+def expect_equal(x: Tensor, ranks: Ranks, what: str, explicit: bool = False, fix: str = "") -> None:
     """Note the values of `x`, which all `ranks` should have; a later collective raises a MismatchError if not.
 
     Sends nothing. Only some of the calls of a call site are noted, and of a large tensor only a sample; see
-    `value_notes`. In backward only what the user's code combines is noted, and what a hook returned (`by_hook`).
+    `value_notes`. Tensors of one element, and what the user's code does not combine in backward, are noted only if
+    they are `explicit`: what a hook returned, or a state that is loaded.
     """
     here = transport()
     if len(ranks) == 1 or not here.notes.on or here.rank not in ranks:
         return
-    share(here, here.notes.note(x, ranks, what, by_hook, fix))
+    share(here, here.notes.note(x, ranks, what, explicit, fix))
 
 
 def watches_numbers() -> bool:

@@ -30,7 +30,7 @@ from shardwise._collectives.collective_call import Ranks
 from shardwise._trace.capture_hooks import is_capturing
 from shardwise._trace.user_stack import RUN_BACKWARD, CallSite, call_sites
 
-KEPT_NOTES = 128  # of a group, by each rank
+KEPT_NOTES = 1024  # of a group, by each rank: a state dict notes each of its tensors
 CHECK_EVERY = 64  # calls of a call site
 WATCH_FIRST = 64  # collectives of a group
 WATCH_EVERY = 61  # a prime, so that it is not always the same collective of a step
@@ -125,13 +125,13 @@ class ValueNotes:
         words = array("q", (stable_digest((what, ranks)), 1, 0, *_contents_of_numbers(numbers)))
         return Note(ranks, what, (), torch.float64, None, words, tuple(numbers), fix)
 
-    def note(self, x: Tensor, ranks: Ranks, what: str, by_hook: bool = False, fix: str = "") -> Note | None:
+    def note(self, x: Tensor, ranks: Ranks, what: str, explicit: bool = False, fix: str = "") -> Note | None:
         """Count one more call of this call site; its note if it is due."""
         local_key = (what, ranks, *map(id, call_sites(1)))  # the note's own key takes longer to make
         count = self._counts[local_key] = self._counts.get(local_key, 0) + 1
         if count % CHECK_EVERY and (count > CHECK_EVERY or count.bit_count() != 1):
             return None
-        if not _has_values(x, by_hook):
+        if not _has_values(x, explicit):
             return None
         sites = call_sites(FRAMES)
         words = array("q", (_key(what, ranks, sites), count, 0, *_contents(x)))
@@ -172,15 +172,15 @@ def _key(what: str, ranks: Ranks, sites: Sequence[CallSite]) -> int:
     return rolling(stable_digest((what, ranks)), (site.digest + site.frame.line for site in sites))
 
 
-def _has_values(x: Tensor, by_hook: bool) -> bool:
-    """Whether the values of `x` can be read here; a tensor of one element counts as a number."""
+def _has_values(x: Tensor, explicit: bool) -> bool:
+    """Whether the values of `x` can be read here; beside DTensors a tensor of one element counts as a number."""
     return (
         type(x) in (Tensor, torch.nn.Parameter)
-        and x.numel() != 1
+        and (explicit or x.numel() != 1)
         and x.layout == torch.strided
         and x.device.type != "meta"
         and not is_capturing()
-        and (by_hook or torch._C._current_graph_task_id() == -1 or _is_user_in_backward())
+        and (explicit or torch._C._current_graph_task_id() == -1 or _is_user_in_backward())
         and torch._C._len_torch_dispatch_stack() == 0  # a user's mode would see how the digest is made
         and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
     )

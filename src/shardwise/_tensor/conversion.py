@@ -33,7 +33,7 @@ from shardwise._tensor.arguments import check_dense
 from shardwise._tensor.autograd.gradients import FromPlain, ToPlain
 from shardwise._tensor.dispatch.align_shards import sizes_by_axis
 from shardwise._tensor.dispatch.view_copies import track
-from shardwise._tensor.dtensor import DTensor, Tiling, check_owners, default_mesh, plain, tag
+from shardwise._tensor.dtensor import DTensor, Tiling, as_parameter, check_owners, default_mesh, plain, tag
 from shardwise._tensor.torch_objects import TorchDTensor, arrived, is_torch_dtensor
 from shardwise._tensor.transforms import check_no_transform, check_untransformed, refuse_compilation
 from shardwise.errors import LayoutError, MismatchError
@@ -406,7 +406,7 @@ def distribute_tensor(
             local = local_shard_of(tensor.detach().contiguous(), layout, src_data_rank)
     result = tag(local, layout)
     if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(result, tensor.requires_grad)  # type: ignore[return-value]
+        return as_parameter(result, tensor)  # type: ignore[return-value]
     return result.requires_grad_(tensor.requires_grad)
 
 

@@ -510,6 +510,16 @@ def tag(local: Tensor, layout: Layout) -> DTensor:
     return local  # type: ignore[return-value]
 
 
+def as_parameter(value: Tensor, before: torch.nn.Parameter) -> torch.nn.Parameter:
+    """`value` as the parameter that takes the place of `before`: with its `grad_dtype`, and what users set on it."""
+    made = torch.nn.Parameter(value, before.requires_grad)
+    vars(made).update({key: x for key, x in vars(before).items() if not key.startswith("_") or key == "_name"})
+    with DisableTorchFunctionSubclass():
+        if before.grad_dtype != before.dtype:
+            made.grad_dtype = before.grad_dtype
+    return made
+
+
 def check_owners(what: str, layouts: Iterable[Layout]) -> None:
     """Check that DTensors of these layouts have the local tensors of this rank.
 

@@ -18,9 +18,10 @@ from torch.utils.weak import TensorWeakRef
 
 from shardwise import _collectives as collectives
 from shardwise._collectives import DeviceMesh
-from shardwise._layout import Layout, Mesh
+from shardwise._layout import REPLICATE, Layout, Mesh
+from shardwise._tensor.autograd.buckets import add_to_pending
 from shardwise._tensor.conversion import local_shard_of
-from shardwise._tensor.dtensor import DTensor, default_mesh, plain, tag, to_layout
+from shardwise._tensor.dtensor import DTensor, as_parameter, default_mesh, plain, tag, to_layout
 from shardwise._tensor.torch_dtensors import converted, torch_layout
 from shardwise._tensor.torch_objects import is_torch_dtensor
 from shardwise.errors import OptimizerError, PlanError
@@ -243,6 +244,7 @@ def replace_parameters(module: nn.Module, layouts: Mapping[str, Layout], src_ran
     `reset_parameters()` have NaN, which their first forward refuses.
     """
     named = named_parameters(module)
+    refuse_hooks(named, [name for name, layout in layouts.items() if not _has_layout(named[name], layout)])
     owners = owners_of(module, named)
     replaced: set[int] = set()
     with torch.no_grad():
@@ -251,10 +253,40 @@ def replace_parameters(module: nn.Module, layouts: Mapping[str, Layout], src_ran
             if id(parameter) in replaced:
                 continue
             replaced.add(id(parameter))
-            if not (isinstance(parameter, DTensor) and parameter._layout == layout):
+            if not _has_layout(parameter, layout):
                 assign(owners[name], _sharded(name, parameter, layout, src_rank))
                 note_replaced(parameter, name)
         _materialise(module, {name for name, p in named.items() if p.is_meta and id(p) in replaced})
+
+
+def _has_layout(parameter: Tensor, layout: Layout) -> bool:
+    return isinstance(parameter, DTensor) and parameter._layout == layout
+
+
+def refuse_hooks(named: Mapping[str, nn.Parameter], replaced: Iterable[str]) -> None:
+    """Raise if users registered hooks on parameters that are to be replaced: they would not run for the new ones.
+
+    Raises:
+        PlanError: the names of all of them.
+    """
+    names = names_of_each(named)
+    refuse(
+        f"{label(names[name])}: its hooks would not run. Fix: register them afterwards, on the new parameter."
+        for name in replaced
+        for hooks in (named[name]._backward_hooks, named[name]._post_accumulate_grad_hooks)
+        if any(hook is not add_to_pending for hook in (hooks or {}).values())  # that of every DTensor that is trained
+    )
+
+
+def share_buffers(modules: Iterable[nn.Module], mesh: Mesh, src_rank: int | None) -> None:
+    """Let the plain buffers of `modules` have the values of the rank whose parameters are used, on all of `mesh`."""
+    if src_rank is None or collectives.rank() not in mesh.ranks:
+        return
+    shared = {id(b): b for owner in modules for b in owner._buffers.values() if type(b) is Tensor and not b.is_meta}
+    with torch.no_grad():
+        for b in shared.values():
+            if b.layout == torch.strided:
+                b.data = local_shard_of(b, Layout(mesh, [REPLICATE] * mesh.ndim, b.shape), src_rank).to(b.device)
 
 
 def layout_of(parameter: Tensor) -> Layout | None:
@@ -274,8 +306,7 @@ def _sharded(name: str, parameter: nn.Parameter, layout: Layout, src_rank: int |
             local.fill_(torch.nan)
     else:
         local = local_shard_of(parameter.detach(), layout, src_rank)
-    result = nn.Parameter(tag(local, layout), parameter.requires_grad)
-    vars(result).update({key: x for key, x in vars(parameter).items() if not key.startswith("_")})  # the user's own
+    result = as_parameter(tag(local, layout), parameter)
     result._name = name  # type: ignore[attr-defined]
     return result
 
@@ -287,6 +318,8 @@ def _materialise(module: nn.Module, replaced: set[str]) -> None:
         buffers = {f"{prefix}{name}": name for name, b in child.named_buffers(recurse=False) if b.is_meta}
         pending = {f"{prefix}{name}" for name, _ in child.named_parameters(recurse=False)} & replaced | set(buffers)
         if not pending or any(p.is_meta for p in child.parameters(recurse=False)):  # left to a later plan
+            continue
+        if pending == set(buffers) and getattr(child, "reset_parameters", None) is None:  # left to `to_empty`
             continue
         what = f"{type(child).__name__} at {path or 'the root'!r} was built on the meta device and"
         if getattr(child, "reset_parameters", None) is None:
@@ -301,7 +334,7 @@ def _materialise(module: nn.Module, replaced: set[str]) -> None:
             continue
         for name in buffers.values():
             child._buffers[name] = _filled_with_nan(child.get_buffer(name))
-        _reset(child)
+        child.reset_parameters()
         unset = [full for full, name in buffers.items() if bool(torch.isnan(child.get_buffer(name)).any())]
         if unset:
             raise PlanError(
@@ -332,20 +365,6 @@ def _refuse_nan(path: str, module: nn.Module, _: object) -> None:
     hooks = module._forward_pre_hooks
     for key in [key for key, hook in hooks.items() if isinstance(hook, partial) and hook.func is _refuse_nan]:
         del hooks[key]
-
-
-def _reset(module: Any) -> None:
-    """`reset_parameters()`. torch fills the padding row through a view, which would be a copy of a sharded table."""
-    row = module.padding_idx if isinstance(module, nn.Embedding | nn.EmbeddingBag) else None
-    if row is None:
-        module.reset_parameters()
-        return
-    module.padding_idx = None
-    try:
-        module.reset_parameters()
-    finally:
-        module.padding_idx = row
-    module.weight[row] = 0.0
 
 
 def _filled_with_nan(buffer: Tensor) -> Tensor:

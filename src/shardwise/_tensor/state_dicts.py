@@ -62,8 +62,9 @@ def _for_module(name: str, value: Tensor, like: Tensor, assign: bool) -> Tensor:
         return full_here(value, what) if type(value) is DTensor and not assign else value
     if type(value) is DTensor:
         return value
-    if not is_torch_dtensor(value) and not assign:
-        return value  # `copy_` takes a full tensor
+    if not is_torch_dtensor(value) and not assign:  # `copy_` takes a full tensor
+        gradients.note_full(value, like._layout, what, explicit=True)
+        return value
     loaded = _sharded(what, value, like._layout)
     if not assign:
         return loaded
@@ -107,7 +108,11 @@ def _is_distributed(x: Tensor) -> bool:
 
 def _sharded(what: str, value: Tensor, layout: Layout) -> DTensor:
     """A full tensor or DTensor of torch in `layout`."""
-    full = from_torch(value, layout, what) if is_torch_dtensor(value) else gradients.tag_full(value, layout, what)
+    full = (
+        from_torch(value, layout, what)
+        if is_torch_dtensor(value)
+        else gradients.tag_full(value, layout, what, explicit=True)
+    )
     return to_layout(full, layout, Cause("explicit", "load_state_dict", what))
 
 

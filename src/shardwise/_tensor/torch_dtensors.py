@@ -16,7 +16,7 @@ from shardwise._collectives import DeviceMesh
 from shardwise._layout import Layout, Mesh, Partial, Replicate, Shard, as_placement, checked, shown
 from shardwise._tensor.autograd.gradients import tag_full
 from shardwise._tensor.conversion import wrap
-from shardwise._tensor.dtensor import DTensor, plain, register_method, to_layout
+from shardwise._tensor.dtensor import DTensor, as_parameter, plain, register_method, to_layout
 from shardwise._tensor.torch_objects import TorchDTensor, TorchPlacement, arrived, is_torch_dtensor
 from shardwise._trace.comm_trace import Cause
 from shardwise.errors import LayoutError, MeshError, RuleError
@@ -41,7 +41,7 @@ def converted(x: object) -> Any:
     if not is_torch_dtensor(x):
         return x
     if isinstance(x, nn.Parameter):
-        return nn.Parameter(from_torch_dtensor(x.detach()), x.requires_grad)
+        return as_parameter(from_torch_dtensor(x.detach()), x)
     return from_torch_dtensor(x)
 
 

@@ -31,9 +31,10 @@ from shardwise._tensor.handlers.bypasses import (
     refusing_traces,
     taking_numbers,
 )
+from shardwise._tensor.handlers.indexing import zero_padding_row
 from shardwise._tensor.handlers.lists import total_norm_in_one_exchange
 from shardwise._tensor.handlers.optimizers import step_on_locals
-from shardwise._tensor.replicas import check_fully_shard, checking
+from shardwise._tensor.replicas import check_fully_shard, checking, refusing_simulated
 from shardwise._tensor.state_dicts import keeping_layouts, sharding_states, staging_locals, with_dtensors
 from shardwise._tensor.transforms import FORWARD_MODE
 from shardwise.errors import RuleError
@@ -197,6 +198,23 @@ PATCHES = (
         "`torch.distributed.checkpoint.async_save` refuses a DTensor",
         staging_locals,
         "torch.distributed.checkpoint._state_dict_stager",
+    ),
+    *(
+        Patch(
+            f"torch.nn.modules.sparse.{name}._fill_padding_idx_with_zero",
+            "Sets the padding row by its index.",
+            "It fills a view of the row, which is a copy where rows are sharded.",
+            "`reset_parameters()` of a table with a padding row is refused where its rows are sharded",
+            lambda original: zero_padding_row,
+        )
+        for name in ("Embedding", "EmbeddingBag")
+    ),
+    Patch(
+        "torch.nn.modules.batchnorm.SyncBatchNorm.forward",
+        "Refuses a plain input in training on simulated ranks.",
+        "It asks `torch.distributed` for its ranks, which knows real processes only.",
+        "each simulated rank silently normalises by the statistics of its own part of the batch",
+        refusing_simulated,
     ),
     Patch(
         "torch.distributed._verify_params_across_processes",

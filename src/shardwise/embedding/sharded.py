@@ -13,6 +13,7 @@ from shardwise import _collectives as collectives
 from shardwise._collectives import DeviceMesh
 from shardwise._layout import Layout, Mesh, Placements, as_placements, checked
 from shardwise._tensor import DTensor
+from shardwise._tensor.module_sharding import named_parameters, refuse_hooks
 from shardwise._trace.capture_hooks import RunsInReplays, tracing_paused
 from shardwise.embedding.batch import NO_BATCH, Batch, IdRules, Verdict, features_of
 from shardwise.embedding.collections import (
@@ -611,7 +612,7 @@ def shard_embeddings(
 
     Raises:
         ConfigError: another dtype.
-        PlanError: a plan or optimizers that do not fit the collection.
+        PlanError: a plan or optimizers that do not fit the collection, or parameters with hooks, which would not run.
     """
     dtypes = MessageDtypes(forward_dtype, backward_dtype)
     configs = (
@@ -629,6 +630,8 @@ def shard_embeddings(
             f"Fix: one entry for each table, or one optimizer for all."
         )
     optimizers = [optimizer[n] if isinstance(optimizer, Mapping) else optimizer for n in names] if optimizer else None
+    parameters = named_parameters(collection)
+    refuse_hooks(parameters, parameters)
     where = collectives.as_mesh(mesh)
     layouts = [
         Layout(where, as_placements(where, plan.get(c.name)), (c.num_embeddings, c.embedding_dim)) for c in configs

@@ -218,6 +218,9 @@ class ExpertParallel(ParallelStyle):
             )
         return dict.fromkeys(names, Shard(0, self.sizes))
 
+    def shards_batch(self, context: ModuleContext) -> bool:
+        return context.axes(self.input_layouts)[context.axis] != REPLICATE
+
     def input_fn(self, module: nn.Module, context: ModuleContext) -> InputFn:
         return first_input(module, context.redistribution(self.input_layouts, None))
 

@@ -14,7 +14,7 @@ from shardwise._tensor import module_sharding
 from shardwise._tensor.transforms import refuse_compilation
 from shardwise.errors import LayoutError, MeshError, PlanError
 from shardwise.parallel.boundary import SharedInput
-from shardwise.parallel.styles import InputFn, ModuleContext, OutputFn, ParallelStyle, misused_style
+from shardwise.parallel.styles import SHARDS_BATCH, InputFn, ModuleContext, OutputFn, ParallelStyle, misused_style
 
 M = TypeVar("M", bound=nn.Module)
 ParallelPlan = ParallelStyle | Placement | Mapping[str, "ParallelPlan"]
@@ -47,8 +47,8 @@ def parallelize_module(
             path may be a glob, such as `layers.*.attention.w[qkv]`; `**` is any number of components; "" is the module
             itself. A module that several keys name gets all their styles, in order. A path with a placement names
             parameters, such as `layers.*.experts.w1`: it is that on the tensor-parallel axis, and nothing else changes.
-        src_data_rank: index in the mesh of the rank whose values are used; None uses the values of every rank and
-            sends nothing.
+        src_data_rank: index in the mesh of the rank whose values are used, also of plain buffers beside the parameters;
+            None uses the values of every rank and sends nothing.
 
     Returns:
         The module.
@@ -70,6 +70,8 @@ def parallelize_module(
     module_sharding.agree_on_plan(plan, named, mesh.ranks, mesh=str(mesh), src_data_rank=src_data_rank)
     resolved = resolve(module, plan, mesh)
     module_sharding.replace_parameters(module, resolved.layouts, src_data_rank)
+    owners = [module.get_submodule(name.rpartition(".")[0]) for name in resolved.layouts]
+    module_sharding.share_buffers(owners, mesh, src_data_rank)
     for parent, shared in resolved.shared:
         parent.register_forward_pre_hook(shared.open)
         parent.register_forward_hook(shared.close, always_call=True)
@@ -79,6 +81,8 @@ def parallelize_module(
         if styled.output_fn is not None:
             styled.module.register_forward_hook(_Hook(styled.output_fn))
         styled.module.__dict__.setdefault(APPLIED, []).append(styled.style)
+        for parameter in styled.module.parameters() if styled.shards_batch else ():
+            vars(parameter)[SHARDS_BATCH] = True
     return module
 
 
@@ -111,6 +115,7 @@ class StyledModule(NamedTuple):
     style: ParallelStyle
     input_fn: InputFn | None
     output_fn: OutputFn | None
+    shards_batch: bool
 
 
 class ResolvedPlan(NamedTuple):
@@ -183,7 +188,7 @@ def resolve(module: nn.Module, plan: Entries, mesh: Mesh) -> ResolvedPlan:
             except (PlanError, LayoutError, MeshError) as error:
                 problems.append(f"{path or 'the module'}: {error}")
                 continue
-            styled.append(StyledModule(child, style, input_fn, output_fn))
+            styled.append(StyledModule(child, style, input_fn, output_fn, style.shards_batch(context)))
             for name, layout in found.items():
                 if layouts.setdefault(name, layout) != layout:
                     problems.append(

@@ -21,7 +21,7 @@ from shardwise._layout import (
 )
 from shardwise._tensor import module_sharding
 from shardwise._tensor.conversion import distribute_tensor, wrap
-from shardwise._tensor.dtensor import DTensor, plain
+from shardwise._tensor.dtensor import DTensor, as_parameter, plain
 from shardwise._tensor.module_sharding import note_replaced
 from shardwise._tensor.replicas import note_local_shard
 from shardwise._tensor.torch_dtensors import converted
@@ -61,15 +61,15 @@ def shard_module(module: M, plan: LayoutPlan, *, mesh: Mesh | DeviceMesh | None 
             `**` any number of components: `"**.bias"` is every bias. A name takes precedence over a glob, and a
             later glob over an earlier one. One name of a tied parameter is enough.
         mesh: a `Mesh` or torch's `DeviceMesh`; None is one axis of all ranks.
-        src_rank: index in the mesh of the rank whose values are used; None uses the values of every rank and sends
-            nothing.
+        src_rank: index in the mesh of the rank whose values are used, also of plain buffers; None uses the values of
+            every rank and sends nothing.
 
     Returns:
         The module. Its buffers stay plain tensors.
 
     Raises:
         PlanError: names that match nothing, placements that do not fit; all of them in one message. Or torch's
-            `parallelize_module` left hooks.
+            `parallelize_module` left hooks, or a parameter that is replaced has hooks.
         MismatchError: the plan, the module or `src_rank` differs between ranks.
     """
     module_sharding.refuse_torch_hooks(module)
@@ -77,6 +77,7 @@ def shard_module(module: M, plan: LayoutPlan, *, mesh: Mesh | DeviceMesh | None 
     named = module_sharding.named_parameters(module)
     module_sharding.agree_on_plan(plan.items(), named, mesh.ranks, mesh=str(mesh), src_rank=src_rank)
     module_sharding.replace_parameters(module, layouts_of(module, plan, mesh), src_rank)
+    module_sharding.share_buffers(module.modules(), mesh, src_rank)
     return module
 
 
@@ -184,6 +185,8 @@ def distribute_module(
 
 def _replicate_plain_tensors(module: nn.Module, mesh: Mesh) -> None:
     registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+    own = dict(module.named_parameters(recurse=False))
+    module_sharding.refuse_hooks(own, [name for name, p in own.items() if not isinstance(p, DTensor)])
     for registry in registries:
         for name, x in registry.items():
             if is_torch_dtensor(x):
@@ -214,12 +217,14 @@ def local_parameters(module: M) -> M:
 
     Gradient: replicated parameters are all-reduced during backward, one collective per parameter.
     """
+    named = module_sharding.named_parameters(module)
+    module_sharding.refuse_hooks(named, [name for name, p in named.items() if isinstance(p, DTensor)])
     local_shards: dict[int, nn.Parameter] = {}
     for child in module.modules():
         owned: dict[str, Any] = {name: p for name, p in child._parameters.items() if isinstance(p, DTensor)}
         for name, p in owned.items():
             if id(p) not in local_shards:
-                local_shards[id(p)] = nn.Parameter(plain(p.detach()), p.requires_grad)
+                local_shards[id(p)] = as_parameter(plain(p.detach()), p)
                 note_local_shard(local_shards[id(p)], p._name or name, p._layout)
                 note_replaced(p, p._name or name)
             child._parameters[name] = local_shards[id(p)]

@@ -54,6 +54,7 @@ describe(
 )
 
 LAST_DIM = Shard(-1)
+SHARDS_BATCH = "_shards_batch"  # attribute of a parameter: see `ParallelStyle.shards_batch`
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 InputFn = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
 """A function from the arguments of a module, by position and by name, to those that its `forward` gets."""
@@ -160,6 +161,10 @@ class ParallelStyle:
         """Placements of parameters, by name. If any is named, the others of the module are replicated."""
         return {}
 
+    def shards_batch(self, context: ModuleContext) -> bool:
+        """Whether plain inputs of the ranks of the tensor-parallel axis are parts of the batch, each with its loss."""
+        return False
+
     def input_fn(self, module: nn.Module, context: ModuleContext) -> InputFn | None:
         """A function of the positional and keyword arguments of forward that returns new ones."""
         return None
@@ -258,9 +263,12 @@ class _FeatureParallel(ParallelStyle):
         """The placement of the weight, along its `OUTPUT_FEATURES` or `INPUT_FEATURES`."""
         kind = next((k for k in WEIGHT_DIMS if isinstance(module, k)), None)
         if kind is None:
+            cls, prefix = type(module), f"{context.path}." if context.path else ""
+            inside = [f"{prefix}{name}" for name, x in module.named_modules() if isinstance(x, tuple(WEIGHT_DIMS))]
             raise PlanError(
-                f"{type(self).__name__} supports Linear, Embedding and EmbeddingBag, not {type(module).__name__}. "
-                f"Fix: name the layers inside it, or write a style for it."
+                f"{type(self).__name__} supports Linear, Embedding and EmbeddingBag of torch.nn, not "
+                f"{cls.__module__}.{cls.__qualname__}. Fix: name the layers inside it"
+                f"{f', such as {inside[0]!r}' if inside else ''}, or write a style for it."
             )
         dim = WEIGHT_DIMS[kind][features]
         weight = module.weight

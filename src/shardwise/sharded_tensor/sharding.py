@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from shardwise import _collectives as collectives
 from shardwise._layout import NAMED, Kind, Shard, checked, checked_init, describe
 from shardwise._tensor import module_sharding
-from shardwise._tensor.dtensor import DTensor
+from shardwise._tensor.dtensor import DTensor, as_parameter
 from shardwise._tensor.module_sharding import note_replaced
 from shardwise._tensor.torch_dtensors import converted
 from shardwise.errors import MissingError, PlanError, did_you_mean
@@ -76,7 +76,7 @@ def shard_parameter(
 
     Raises:
         AttributeError: the module has no attribute of that name.
-        PlanError: it is no tensor, or not contiguous.
+        PlanError: it is no tensor, not contiguous, or a parameter with hooks.
         MismatchError: spec, source, shape, dtype or `requires_grad` differ between ranks, or only some ranks have
             one of the errors above.
         LayoutError: the spec does not fit.
@@ -93,10 +93,12 @@ def shard_parameter(
     collectives.agree(f"how to shard {param_name!r}", facts, tuple(sorted(ranks)), fix)
     if problem:
         raise problem
+    if isinstance(found, nn.Parameter):
+        module_sharding.refuse_hooks({param_name: found}, [param_name])
     sharded: Any = sharding_spec.shard(tensor.detach() if resharded else tensor, src_rank, process_group)
     sharded._spec = sharding_spec
     if param_name in module._parameters:
-        parameter: Any = nn.Parameter(sharded.detach(), tensor.requires_grad)
+        parameter: Any = as_parameter(sharded.detach(), found)
         parameter._name = param_name
         module.register_parameter(param_name, parameter)
         note_replaced(found, param_name)

@@ -100,15 +100,16 @@ def write(x: DTensor, value: Tensor | None) -> None:
             raw_grad.__set__(x, to_layout(value, readable(x._layout), _SET))
 
 
-def tag_full(value: Tensor, of: Layout, what: str) -> DTensor:
+def tag_full(value: Tensor, of: Layout, what: str, explicit: bool = False) -> DTensor:
     """A plain tensor, which all ranks have in full, as the value or gradient of a DTensor of layout `of`."""
-    _note_full(value, of, what)
+    note_full(value, of, what, explicit)
     return tag(value.detach(), of.replicated())
 
 
-def _note_full(value: Tensor, of: Layout, what: str) -> None:
+def note_full(value: Tensor, of: Layout, what: str, explicit: bool = False) -> None:
+    """Let the ranks of a DTensor of layout `of` compare a plain tensor that all of them have in full."""
     check_untransformed(value, what)
-    collectives.expect_equal(value, tuple(sorted(of.mesh.ranks)), what)
+    collectives.expect_equal(value, tuple(sorted(of.mesh.ranks)), what, explicit)
 
 
 # ---- where backward starts --------------------------------------------------------------------------------------
@@ -159,7 +160,7 @@ def _initial_cotangent(output: DTensor, gradient: Tensor | None) -> Tensor:
         gradient = DTensor.from_torch_dtensor(gradient)
     if type(gradient) is DTensor:
         return as_cotangent(plain(gradient), gradient._layout, layout, _START)
-    _note_full(gradient, layout, "backward: the plain gradient")
+    note_full(gradient, layout, "backward: the plain gradient")
     if layout.mesh.coordinate(collectives.rank()) is None and tuple(gradient.shape) == layout.shape:
         gradient = gradient.new_empty(full.local_shape(collectives.rank()))
     return as_cotangent(gradient, full, layout, _START)

@@ -28,7 +28,7 @@ SAME = frozenset(
     """
     requires_grad requires_grad_ is_floating_point is_complex is_signed element_size retain_grad retains_grad
     device dtype is_leaf layout is_sparse is_sparse_csr is_quantized is_mkldnn is_meta is_cpu is_cuda is_mps
-    is_xpu is_xla is_ipu is_hpu is_vulkan is_maia is_mtia
+    is_xpu is_xla is_ipu is_hpu is_vulkan is_maia is_mtia grad_dtype
     is_nested is_inference is_conj is_neg get_device output_nr _version itemsize names _is_view is_shared
     is_pinned is_coalesced sparse_dim dense_dim register_hook register_post_accumulate_grad_hook _backward_hooks
     _post_accumulate_grad_hooks __hash__ _is_zerotensor
@@ -175,7 +175,7 @@ def _hooked(x: DTensor, hook: Callable[[Any], Any]) -> object:
             return gradients.as_cotangent(plain(returned), returned._layout, layout)
         what = f"the plain gradient that a hook of {x._name or 'a tensor'} returned"
         check_untransformed(returned, what)
-        collectives.expect_equal(returned, tuple(sorted(layout.mesh.ranks)), what, by_hook=True)
+        collectives.expect_equal(returned, tuple(sorted(layout.mesh.ranks)), what, explicit=True)
         return gradients.as_cotangent(returned, layout.replicated(), layout)
 
     with DisableTorchFunctionSubclass():

@@ -440,6 +440,13 @@ def _reversed(x: Tensor) -> Tensor:
     return x.flip(0) if x.ndim else x
 
 
+def zero_padding_row(table: Any) -> None:
+    """Zero the padding row of a table, as its `reset_parameters()` does; not by way of a view, which may be a copy."""
+    if table.padding_idx is not None:
+        with torch.no_grad():
+            table.weight[table.padding_idx] = 0
+
+
 @handler(aten._index_put_impl_.default)
 @handler(
     torch.index_put, Tensor.index_put, torch.index_put_, Tensor.index_put_, aten.index.Tensor, aten.index_put.default,

@@ -1,7 +1,8 @@
 """`fully_shard`, and what it adds to a module."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from functools import partial, wraps
 from typing import Any, Self, TypeVar
 
 from torch import Tensor, nn
@@ -21,7 +22,6 @@ from shardwise.parallel.fully_sharded.parameters import (
     Stored,
     class_of,
     converted_policy,
-    has_hooks,
     note_ignored,
     note_successor,
     offload,
@@ -32,7 +32,7 @@ from shardwise.parallel.fully_sharded.parameters import (
 )
 from shardwise.parallel.fully_sharded.unit import UNIT, Options, Unit, next_number, unit_of
 
-M = TypeVar("M", bound=nn.Module)
+M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 describe(
     OffloadPolicy,
     Kind(
@@ -82,24 +82,23 @@ def fully_shard(
     placements on other axes; if they are replicated on the data axis of their own mesh, their gradients are added.
 
     Args:
-        module: any module, in place; on the meta device, it is materialised by its `reset_parameters()`.
+        module: any module, in place; on the meta device, it is materialised by its `reset_parameters()`. Each module of
+            a list is a unit, but for those inside others of it.
         mesh: of one axis, the data axis; or of two: parameters are replicated on the first and sharded on the second.
             None is one axis of all ranks.
         reshard_after_forward: free parameters after forward, and all-gather them again for backward. None is False for
-            the outermost unit, whose backward comes first, and True for others. A number of ranks, a factor of those
-            of the axis: parameters are divided among so many neighbors after forward, which sends nothing, and these
-            all-gather them for backward.
+            the outermost unit, whose backward comes first, and True for others. A factor of the ranks of the axis: so
+            many neighbors divide parameters after forward, which sends nothing, and all-gather them for backward.
         shard_placement_fn: the `Shard` of a parameter; None is `Shard(0)`.
         mp_policy: dtypes in which parameters are used and gradients are reduced; torch's class is taken too.
         offload_policy: `CPUOffloadPolicy()` stores parameters on the CPU; torch's class is taken too.
         ignored_params: stay as they are.
         prefetch: how many units ahead an all-gather starts, in the order of the last forward. None is 0 on the CPU,
             where communication takes the cores of forward, and 1 elsewhere.
-        src_data_rank: index in the mesh of the rank whose values are used of plain parameters; None uses the values of
-            every rank and sends nothing.
+        src_data_rank: index in the mesh of the rank whose plain parameters and buffers are used; None: those of each.
 
     Returns:
-        The module, which is a `FullyShardedModule` now.
+        The module, which is a `FullyShardedModule` now, or the list of them.
 
     Sends: (n - 1) / n of the parameters for each of the three collectives of a unit on n ranks.
 
@@ -108,11 +107,17 @@ def fully_shard(
             `reshard_after_forward` is 1 or no factor of the ranks of the axis.
         MeshError: the mesh has other axes, or not this rank.
     """
-    mesh = _checked_mesh(module, mesh)
-    options = _options(mesh, reshard_after_forward, converted_policy(mp_policy or MixedPrecisionPolicy()), prefetch)
-    _shard_parameters(module, mesh, shard_placement_fn, offload_policy, ignored_params, src_data_rank)
-    _become_unit(module, options)
+    for one in _outermost([module] if isinstance(module, nn.Module) else module):
+        data_mesh = _checked_mesh(one, mesh)
+        options = _options(data_mesh, reshard_after_forward, mp_policy, prefetch)
+        _shard_parameters(one, data_mesh, shard_placement_fn, offload_policy, ignored_params, src_data_rank)
+        _become_unit(one, options)
     return module
+
+
+def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those that are inside no other one."""
+    return [x for x in dict.fromkeys(modules) if not any(x is not other and x in other.modules() for other in modules)]
 
 
 def _become_unit(module: nn.Module, options: Options) -> None:
@@ -138,12 +143,12 @@ def _checked_mesh(module: nn.Module, mesh: Mesh | DeviceMesh | None) -> Mesh:
 
 
 def _options(
-    mesh: Mesh, reshard_after_forward: bool | int | None, mp_policy: MixedPrecisionPolicy, prefetch: int | None
+    mesh: Mesh, reshard_after_forward: bool | int | None, mp_policy: MixedPrecisionPolicy | None, prefetch: int | None
 ) -> Options:
     reshard = _checked_reshard(reshard_after_forward, mesh.shape[-1])
     ahead = (0 if mesh.device_type == "cpu" else 1) if prefetch is None else prefetch
     ahead = as_integer(ahead, "prefetch", PlanError, "a number of units, such as 1")
-    return Options(mesh, reshard, mp_policy, max(0, ahead))
+    return Options(mesh, reshard, converted_policy(mp_policy or MixedPrecisionPolicy()), max(0, ahead))
 
 
 def _checked_reshard(value: bool | int | None, size: int) -> bool | int | None:
@@ -179,6 +184,7 @@ def _shard_parameters(
     on_cpu = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) and mesh.device_type != "cpu" else None
     if on_cpu is not None:
         stored = {name: new.offloaded() for name, new in stored.items()}
+    module_sharding.refuse_hooks(named, stored)
     for name, known in replaced.items():
         if known is not None:  # by a unit inside this one, or beside it
             module_sharding.assign(owners[name], known[0])
@@ -194,6 +200,8 @@ def _shard_parameters(
         note_successor(named[name], owner._parameters[attribute], new)
     for parameter in ignored_params:
         note_ignored(parameter)
+    inside = {x for child in module.modules() if unit_of(child) is not None for x in child.modules()}
+    module_sharding.share_buffers((x for x in module.modules() if x not in inside), mesh, src_data_rank)
 
 
 def _stored(
@@ -210,8 +218,6 @@ def _stored(
     names = module_sharding.names_of_each(named)
     for name in wanted:
         parameter, called = named[name], module_sharding.label(names[name])
-        if has_hooks(parameter):
-            problems.append(f"{called}: its hooks would not run. Fix: register them afterwards, on the new parameter.")
         try:
             chosen = None if placement is None else placement(parameter)
             found = storage_of(parameter, mesh, chosen or Shard(0), joints)
@@ -333,5 +339,19 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 def _fully_sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     if cls not in _classes:
-        _classes[cls] = module_sharding.derived_class(cls, "FullySharded", (FullyShardedModule, cls), {})
+        own = {"forward": _gathering(cls.forward)}
+        _classes[cls] = module_sharding.derived_class(cls, "FullySharded", (FullyShardedModule, cls), own)
     return _classes[cls]
+
+
+def _gathering(forward: Callable[..., object]) -> Callable[..., object]:
+    """`forward`, with all-gathered parameters also if it is called around the hooks: `module.forward(x)`."""
+
+    @wraps(forward)
+    def run(module: nn.Module, *args: object, **kwargs: object) -> object:
+        unit = unit_of(module)
+        if unit is None or unit.is_gathered:
+            return forward(module, *args, **kwargs)
+        return unit.call(partial(forward, module), args, kwargs)
+
+    return run

@@ -57,10 +57,6 @@ class Message:
     terms: tuple[int, ...]
     resharded: Batched | None = None
 
-    def of_sums(self) -> "Message":
-        """Gradients are added."""
-        return replace(self, terms=(1,) * len(self.terms))
-
 
 class OfUnit(Protocol):
     """What is known of a unit here."""
@@ -211,7 +207,7 @@ class Gathered:
         with DisableTorchFunctionSubclass():
             if not torch.is_grad_enabled() or not any(p.requires_grad for p in self.parameters):
                 return tuple(x.detach() for x in self.full)
-            return cast("tuple[Tensor, ...]", _AllGathered.apply(self, *map(plain, self.parameters)))
+            return cast("tuple[Tensor, ...]", _AllGathered.apply(self, *self.parameters))
 
     def reduce(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the stored parameters."""
@@ -224,13 +220,14 @@ class Gathered:
                 continue
             part = message if len(present) == len(message.members) else _some(message, present)
             wanted = cast("list[Tensor]", [gradients[i] for i in part.members])
-            stored = [plain(self.parameters[i]) for i in part.members]
             if torch.is_grad_enabled() and any(g.requires_grad for g in wanted):
                 found = cast("list[Tensor]", _Reduced.apply(self, part, *wanted))
             else:
                 found = self.reduce_now(part, wanted)
-            for i, x, terms, p in zip(part.members, found, part.terms, stored, strict=True):
-                reduced[i] = (x / terms if terms > 1 else x).to(p.device, p.dtype)
+            with DisableTorchFunctionSubclass():
+                for i, x, terms in zip(part.members, found, part.terms, strict=True):
+                    p = self.parameters[i]
+                    reduced[i] = (x / terms if terms > 1 else x).to(p.device, _gradient_dtype(p))
         return reduced
 
     def _accumulated(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -239,7 +236,7 @@ class Gathered:
         if self.unit.requires_gradient_sync and not kept:
             return found
         not_capturable("gradients of fully_shard that are not reduced")
-        dtypes = {i: message.reduce_dtype for message in self.messages for i in message.members}
+        dtypes = {i: _kept_dtype(self.parameters[i], m.reduce_dtype) for m in self.messages for i in m.members}
         for i, parameter in enumerate(self.parameters):
             before, now = kept.pop(id(parameter), None), found[i]
             if before is not None:
@@ -303,6 +300,16 @@ def _check_reduced(optimizer: Optimizer, args: object, kwargs: object) -> None:
                 f"{type(optimizer).__name__}.step: gradients of {unit.name} were not reduced over the ranks. Fix: "
                 f"set_requires_gradient_sync(True) before the last backward, and let that one use {unit.name}."
             )
+
+
+def _gradient_dtype(parameter: DTensor) -> torch.dtype | None:
+    return parameter.grad_dtype if parameter.is_leaf else parameter.dtype
+
+
+def _kept_dtype(parameter: DTensor, reduce_dtype: torch.dtype) -> torch.dtype:
+    """In which gradients are added before they are reduced: where the user chose a dtype of gradients, not below it."""
+    chosen = _gradient_dtype(parameter)
+    return reduce_dtype if chosen in (None, parameter.dtype) else torch.promote_types(reduce_dtype, chosen)
 
 
 def _on(x: Tensor, device: str) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -9,9 +10,10 @@ from torch import Tensor, nn
 
 from shardwise import _collectives as collectives
 from shardwise._layout import REPLICATE, Layout, Mesh, Shard, checked_init, sharded_last
-from shardwise._tensor.dtensor import DTensor, plain, tag
+from shardwise._tensor.dtensor import DTensor, as_parameter, plain, tag
 from shardwise._tensor.torch_objects import is_torch_dtensor
 from shardwise.errors import PlanError
+from shardwise.parallel.styles import SHARDS_BATCH
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
 _SEED = (
@@ -95,6 +97,7 @@ class Stored:
         gathered: the layout of the all-gathered parameter, on the same ranks.
         shown: what a forward of plain inputs sees: a DTensor of this layout; None: a plain tensor.
         terms: of how many ranks gradients are averaged in such a forward; 1: they are added.
+        shards_batch: the ranks of other axes may have parts of the batch, too; then gradients are averaged over those.
     """
 
     at_rest: Layout
@@ -102,11 +105,19 @@ class Stored:
     gathered: Layout
     shown: Layout | None
     terms: int
+    shards_batch: bool = False
 
     @property
     def sharded(self) -> Layout:
         """`at_rest` on the device where parameters are used."""
         return _on_mesh(self.at_rest, self.gathered.mesh)
+
+    def reduction(self, data_ranks: frozenset[int], as_dtensors: bool) -> tuple[frozenset[int], int]:
+        """Over which of the ranks that have a part of the batch gradients are added, and by what they are divided."""
+        ranks = _in_common(self.at_rest.mesh, data_ranks)
+        if as_dtensors and self.shown is None:
+            return ranks, 1
+        return ranks, len(ranks) if self.shards_batch else self.terms
 
     def offloaded(self) -> "Stored":
         """Stored on the CPU."""
@@ -118,6 +129,11 @@ def _on_mesh(layout: Layout, mesh: Mesh) -> Layout:
     return Layout(mesh, layout.placements, layout.shape, layout.shard_order)
 
 
+@lru_cache
+def _in_common(mesh: Mesh, ranks: frozenset[int]) -> frozenset[int]:
+    return ranks.intersection(mesh.ranks)
+
+
 def stored_of(module: nn.Module) -> Mapping[str, Stored]:
     """The fully sharded parameters that this module itself owns, by name."""
     found: Mapping[str, Stored] = vars(module).get(_STORED, {})
@@ -126,13 +142,6 @@ def stored_of(module: nn.Module) -> Mapping[str, Stored]:
 
 def store(module: nn.Module, name: str, stored: Stored) -> None:
     vars(module).setdefault(_STORED, {})[name] = stored
-
-
-def has_hooks(parameter: nn.Parameter) -> bool:
-    """Whether hooks of a user are registered on a plain parameter; those of a DTensor may be the library's."""
-    return not isinstance(parameter, DTensor) and bool(
-        parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-    )
 
 
 def note_successor(before: nn.Parameter, parameter: nn.Parameter | None, stored: Stored) -> None:
@@ -160,8 +169,8 @@ def check_all_stored(path: str, module: nn.Module) -> None:
             full_name = f"{path}.{name}" if path else name
             raise PlanError(
                 f"{full_name} was added after fully_shard: its gradients would not be reduced over the ranks. "
-                f"Fix: call fully_shard on {path.rpartition('.')[0] or 'the module'} afterwards, or on {path!r}; or "
-                f"list it in ignored_params."
+                f"Fix: call fully_shard on {path.rpartition('.')[0] or 'the module'} afterwards, or on {path!r}; or, "
+                f"if you reduce its gradients yourself, list it in ignored_params."
             )
 
 
@@ -182,7 +191,7 @@ def storage_of(parameter: nn.Parameter, mesh: Mesh, placement: Shard, joints: di
     if not isinstance(parameter, DTensor):
         if parameter.ndim == 0:
             raise PlanError(
-                "a parameter without dims cannot be sharded. Fix: make it 1-D, or list it in ignored_params."
+                "a parameter without dims cannot be sharded. Fix: make it 1-D, such as nn.Parameter(torch.ones(1))."
             )
         full = Layout(mesh, [REPLICATE] * mesh.ndim, tuple(parameter.shape))
         return Stored(full.with_axis(axis, placement), axis, full, None, mesh.size())
@@ -197,7 +206,8 @@ def storage_of(parameter: nn.Parameter, mesh: Mesh, placement: Shard, joints: di
     placements = [REPLICATE] * mesh.ndim + list(layout.placements)
     order = [*range(mesh.ndim), *(mesh.ndim + other for other in layout.shard_order)]
     joint = Layout(joints[layout.mesh], placements, layout.shape, order)
-    return Stored(sharded_last(joint, axis, placement), axis, joint, layout, mesh.size())
+    at_rest, shards_batch = sharded_last(joint, axis, placement), SHARDS_BATCH in vars(parameter)
+    return Stored(at_rest, axis, joint, layout, mesh.size(), shards_batch)
 
 
 def axes_along(of: Mesh, mesh: Mesh) -> list[int] | None:
@@ -229,18 +239,13 @@ def on_mesh_of(parameter: nn.Parameter, stored: Stored, mesh: Mesh) -> nn.Parame
     local = plain(parameter.detach())
     what = f"fully_shard: {parameter._name or 'a parameter'}"
     collectives.expect_equal(local, mesh.sorted_ranks, what, fix=_SEED)
-    moved = nn.Parameter(tag(local, stored.gathered), parameter.requires_grad)
-    vars(moved)["_name"] = parameter._name
-    return moved
+    return as_parameter(tag(local, stored.gathered), parameter)
 
 
 def offload(parameter: nn.Parameter, stored: Stored, pin_memory: bool) -> nn.Parameter:
     """A DTensor parameter, with its shard on the CPU."""
     local = plain(parameter.detach()).cpu()
-    moved = nn.Parameter(tag(local.pin_memory() if pin_memory else local, stored.at_rest), parameter.requires_grad)
-    known = vars(parameter).items()
-    vars(moved).update({key: x for key, x in known if not key.startswith("_") or key == "_name"})  # the user's own
-    return moved
+    return as_parameter(tag(local.pin_memory() if pin_memory else local, stored.at_rest), parameter)
 
 
 def shown_as(local: Tensor, stored: Stored, as_dtensors: bool) -> Tensor:

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise import _collectives as collectives
 from shardwise._layout import Mesh, Owner
+from shardwise._layout import shown as as_text
 from shardwise._redistribute.batched import batched, buffers_of_rank
 from shardwise._rules.row import Args, Kwargs
 from shardwise._tensor.dtensor import DTensor
@@ -58,7 +59,7 @@ class Slot:
     def is_current(self) -> bool:
         """Whether the modules have this parameter, in this dtype."""
         p = self.parameter
-        return p.dtype == self.dtype and all(o._parameters[name] is cast(object, p) for o, name in self.owners)
+        return p.dtype == self.dtype and all(o._parameters.get(name) is cast(object, p) for o, name in self.owners)
 
     def is_same(self, other: "Slot") -> bool:
         return (self.parameter is other.parameter, self.owners, self.dtype) == (True, other.owners, other.dtype)
@@ -164,6 +165,7 @@ class Unit:
         self._slots: list[Slot] = []
         self._messages: dict[bool, list[Message]] = {}
         self._units_then = 0
+        self._data_ranks = frozenset(options.mesh.ranks)  # those of all units of the model it was called in
         self._as_dtensors = False
         self._checked: object = None
         self._ahead: Gathered | None = None  # started for the next forward
@@ -184,6 +186,11 @@ class Unit:
         return copy
 
     # ---- forward ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the modules have what a forward needs. In backward, `call` knows."""
+        return self._running is not None or not (self._shown or self.slots())
 
     def call(self, forward: Callable[..., object], args: Args, kwargs: Kwargs) -> object:
         """Run the forward of the module, with its hooks."""
@@ -233,25 +240,32 @@ class Unit:
         now = as_dtensors, Unit.made, [(id(module), len(module._parameters)) for module in self.module.modules()]
         if self._checked == now:
             return
-        added: list[str] = []
-        averaged: list[str] = []
+        units: list[Unit] = []
         for path, module in self.module.named_modules():
             check_all_stored(path, module)
             unit = unit_of(module)
-            if unit is None:
-                continue
-            unit.name = path or unit._class_name
-            unit._units_then = 0
+            if unit is not None:
+                unit.name = path or unit._class_name
+                unit._units_then = 0
+                units.append(unit)
+        data_ranks = frozenset(rank for unit in units for rank in unit._data_ranks)
+        reduced: dict[tuple[frozenset[int], int], str] = {}
+        for unit in units:
+            if unit._data_ranks != data_ranks:
+                unit._data_ranks, unit._messages = data_ranks, {}
             for slot in unit.slots():
-                stored, name = slot.stored, slot.parameter._name or unit.name
-                is_mean = stored.terms > 1 and not (as_dtensors and stored.shown is None)
-                (averaged if is_mean else added).append(name)
-        if added and averaged and self.options.mesh.size() > 1:
+                known = slot.stored.reduction(data_ranks, as_dtensors)
+                reduced.setdefault(known, f"{slot.parameter._name} of {unit.name}")
+        if len(reduced) > 1:
+            one, other = [
+                f"those of {name} are added over ranks {as_text(sorted(ranks))} and divided by {terms}"
+                for (ranks, terms), name in list(reduced.items())[:2]
+            ]
             raise PlanError(
-                f"Gradients of {added[0]}, a DTensor on a mesh with the data axis, are added over the ranks of that "
-                f"axis, but those of {averaged[0]}, which is not, are averaged. Fix: parallelise on the other axes of "
-                f"the mesh only, such as mesh['tp'], and pass batches that are plain or on these axes; or lay out all "
-                f"parameters on all axes with shard_module before fully_shard."
+                f"Gradients of one loss are reduced in two ways: {one}, but {other}. Fix: call fully_shard on a mesh "
+                f"of all data axes, parallelise on the other axes only, such as mesh['tp'], but experts by "
+                f"ExpertParallel, and pass batches that are plain or on these axes; or lay out all parameters on all "
+                f"axes with shard_module before fully_shard."
             )
         self._checked = now
 
@@ -385,10 +399,7 @@ class Unit:
     def messages(self, as_dtensors: bool) -> list[Message]:
         """What is all-gathered, in one collective for each dtype and mesh axis."""
         if as_dtensors not in self._messages:
-            found = _messages(self.slots(), self.options)
-            if as_dtensors:  # one loss of all ranks
-                found = [m if any(self._slots[i].stored.shown for i in m.members) else m.of_sums() for m in found]
-            self._messages[as_dtensors] = found
+            self._messages[as_dtensors] = _messages(self.slots(), self.options, self._data_ranks, as_dtensors)
         return self._messages[as_dtensors]
 
     # ---- mixed precision --------------------------------------------------------------------------------------
@@ -427,6 +438,11 @@ def _owned(module: nn.Module) -> Iterator[tuple[nn.Module, str, Stored]]:
 def _slots(module: nn.Module) -> Iterable[Slot]:
     found: dict[int, Slot] = {}
     for owner, name, stored in _owned(module):
+        if name not in owner._parameters:
+            raise PlanError(
+                f"{name} of {type(owner).__name__} was taken away after fully_shard, as by a parametrization. "
+                f"Fix: register it before fully_shard."
+            )
         p = cast("Tensor | None", owner._parameters[name])
         if p is None:
             continue
@@ -442,7 +458,7 @@ def _slots(module: nn.Module) -> Iterable[Slot]:
     return found.values()
 
 
-def _messages(slots: Sequence[Slot], options: Options) -> list[Message]:
+def _messages(slots: Sequence[Slot], options: Options, data_ranks: frozenset[int], as_dtensors: bool) -> list[Message]:
     policy, fewer = options.mp_policy, options.reshard_after_forward
     groups: dict[object, list[int]] = {}
     for i, slot in enumerate(slots):
@@ -453,7 +469,7 @@ def _messages(slots: Sequence[Slot], options: Options) -> list[Message]:
         moves = batched([slots[i].stored.sharded for i in members], first.stored.axis, collectives.rank())
         stored = first.parameter.dtype
         dtype = policy.param_dtype if policy.param_dtype is not None and stored.is_floating_point else stored
-        terms = tuple(slots[i].stored.terms for i in members)
+        terms = tuple(slots[i].stored.reduction(data_ranks, as_dtensors)[1] for i in members)
         device = first.stored.gathered.mesh.device_type
         names = tuple(slots[i].parameter._name or f"number {i}" for i in members)
         resharded = None if fewer is None or isinstance(fewer, bool) else moves.among(fewer, collectives.rank())
@@ -464,8 +480,11 @@ def _messages(slots: Sequence[Slot], options: Options) -> list[Message]:
 
 
 def _mark_parameter(shown: Tensor, parameter: DTensor) -> None:
-    """Let modules that look for an `nn.Parameter` find one."""
+    """Let modules that look for an `nn.Parameter`, or for what a user set on it, find one."""
     shown._is_param = True
+    for key, x in parameter.__dict__.items():
+        if key[0] != "_":
+            setattr(shown, key, x)
     if type(shown) is DTensor:
         shown._name = parameter._name
 
