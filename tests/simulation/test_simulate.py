@@ -27,7 +27,9 @@ from shardwise import (
     shard_module,
 )
 from shardwise import _collectives as collectives
+from shardwise._collectives.cost_tables import COLLECTIVES, Cost, Costs
 from shardwise._models import ModelArgs, Transformer
+from shardwise._tensor.dispatch.dispatcher import forget
 from shardwise.embedding import Adam, EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, shard_embeddings
 from shardwise.errors import ArgumentError, ShardwiseError
 from shardwise.parallel import fully_shard
@@ -353,3 +355,18 @@ simulate(nn.Linear(2, 2), torch.ones(1, 2), mesh=Mesh((2,)))
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert "A simulation reserves 16 TiB of addresses, no memory, which the system refuses" in ran.stderr
     assert "Fix: lift the limit of this process: ulimit -v unlimited." in ran.stderr
+
+
+def test_costs_of_a_simulation_choose_for_it_alone() -> None:
+    def product() -> tuple[object, int]:
+        x, weight = (distribute_tensor(torch.ones(n, m), Mesh((4,)), [Shard(0)]) for n, m in ((512, 256), (256, 16)))
+        with count_comms() as comms:
+            out = cast(DTensor, torch.mm(x, weight))
+        return out.placements, comms.total_bytes
+
+    forget()
+    expected = world(4).run(product)
+    forget()
+    free = Cost(0.0, 0.0)
+    simulate(lambda _: product, mesh=Mesh((4,)), costs=Costs("free", *[dict.fromkeys(COLLECTIVES, free)] * 2))
+    assert world(4).run(product) == expected
