@@ -261,6 +261,28 @@ def prefetch_beside_the_step(folder: str) -> str:
     return ""
 
 
+def wait_inside_a_collective() -> None:
+    """A thread of each rank communicates while the main one waits, in the middle of a collective."""
+    waiting, go_on = threading.Event(), threading.Event()
+
+    def memory(count: int) -> torch.Tensor:
+        waiting.set()
+        go_on.wait(PATIENCE_SECONDS)
+        return torch.empty(count)
+
+    def also() -> None:
+        waiting.wait()
+        try:
+            barrier(WORLD)
+        finally:
+            go_on.set()
+
+    barrier(WORLD)
+    threading.Thread(target=also).start()
+    start_all_to_all(torch.ones(3), [1, 1, 1], [1, 1, 1], WORLD, memory)()
+    barrier(WORLD)
+
+
 def hand_over(times: int) -> list[float]:
     """Backward, and a task, in other threads while the main thread waits for them."""
     x = distribute_tensor(torch.arange(6.0), placements=[Shard(0)]).requires_grad_()

@@ -197,12 +197,15 @@ def test_one_thread_of_a_rank_communicates_at_a_time(tmp_path: Path) -> None:
             "hand over": lambda folder: outcomes(folder, jobs.hand_over, 3),
             "forked": partial(outcomes, job=jobs.in_a_forked_process),
             "two": lambda folder: outcomes(folder, jobs.prefetch_beside_the_step, str(folder)),
+            "inside": partial(outcomes, job=jobs.wait_inside_a_collective),
         },
     )
     assert [found["another"][rank].returned for rank in range(3)] == [[rank, 3, [3.0, 3.0]] for rank in range(3)]
     assert [found["hand over"][rank].returned for rank in range(3)] == [[55.0, 15.0, 15.0] * 3] * 3
     said = "A process that a rank started, such as a worker of a DataLoader, cannot"
     assert all(found["forked"][rank].returned.startswith(said) for rank in range(3))
+    assert {found["inside"][rank].error for rank in range(3)} <= {"ThreadError", "RemoteRankError"}
+    assert any("Two threads of rank" in found["inside"][rank].first_line for rank in range(3))
     two = found["two"]
     assert [two[rank].error for rank in range(3)] == ["RemoteRankError", "ThreadError", "RemoteRankError"]
     text = two[1].text

@@ -184,3 +184,33 @@ def test_threads_are_as_before_when_no_world_runs() -> None:
     before = threading.Thread.start, ThreadPoolExecutor.submit
     world(2).run(rank)
     assert (threading.Thread.start, ThreadPoolExecutor.submit) == before
+
+
+def acquire(lock: threading.Lock) -> None:
+    lock.acquire()
+    lock.release()
+
+
+def enter(lock: threading.Lock) -> None:
+    with lock:
+        pass
+
+
+@pytest.mark.parametrize("wait", [acquire, enter])
+def test_a_thread_communicates_while_its_rank_waits_for_a_lock(wait: Callable[[threading.Lock], None]) -> None:
+    def sums() -> float:
+        x = distribute_tensor(FULL, placements=[Shard(0)])
+        found, lock = [x.sum().item()], threading.Lock()
+        lock.acquire()
+
+        def add() -> None:
+            try:
+                found.append(x.sum().item())
+            finally:
+                lock.release()
+
+        threading.Thread(target=add).start()
+        wait(lock)
+        return sum(found) + x.sum().item()
+
+    assert world(2).run(sums) == [84.0] * 2
