@@ -3,6 +3,7 @@
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -204,6 +205,7 @@ def test_a_thread_communicates_while_its_rank_waits_for_a_lock(wait: Callable[[t
         lock.acquire()
 
         def add() -> None:
+            time.sleep(0.1)  # else the rank is still in `start`
             try:
                 found.append(x.sum().item())
             finally:
