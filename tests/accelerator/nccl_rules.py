@@ -99,6 +99,9 @@ def _check(x: Tensor, dtypes: set[torch.dtype]) -> None:
         raise RefusedError(f"a tensor of strides {x.stride()}")
 
 
+SEEDS: list[int] = []  # that the generator of the device was given
+
+
 def register(library: Path) -> None:
     """Make the device and the backend known to torch, in this process."""
     rename_privateuse1_backend(DEVICE)
@@ -110,7 +113,7 @@ def register(library: Path) -> None:
         device_count=lambda: 1,
         _is_in_bad_fork=lambda: False,
         manual_seed=lambda seed: None,
-        manual_seed_all=lambda seed: None,
+        manual_seed_all=SEEDS.append,
         get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
     )
     torch._register_device_module(DEVICE, module)

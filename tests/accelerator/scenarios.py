@@ -17,6 +17,7 @@ from shardwise._collectives import rank
 from shardwise._collectives.processes import TORCH_TRANSPORT
 from shardwise._tensor import DTensor
 from shardwise.checkpoint import load, save
+from shardwise.data import BatchLoader
 from shardwise.embedding import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -27,7 +28,7 @@ from shardwise.embedding import (
 )
 from shardwise.errors import MismatchError
 from shardwise.parallel import ColwiseParallel, CPUOffloadPolicy, RowwiseParallel, fully_shard, parallelize_module
-from tests.accelerator.nccl_rules import DEVICE
+from tests.accelerator.nccl_rules import DEVICE, SEEDS
 
 EVERYONE = (0, 1, 2, 3)
 LINE, GRID = Mesh((4,), (), None, DEVICE), Mesh((2, 2), (), None, DEVICE)
@@ -243,6 +244,14 @@ def random_numbers_are_those_of_any_layout() -> None:
     assert set(dropped.flatten().tolist()) == {0.0, 2.0}
 
 
+def first_values_leave_the_generator_of_the_device() -> None:
+    seeds = list(SEEDS)
+    tables = [EmbeddingBagConfig(11, 4, "t", feature_names=["f"])]
+    shard_embeddings(EmbeddingBagCollection(tables, device="meta"), {"t": S0}, LINE)
+    list(BatchLoader([1, 2, 3], 2, mesh=LINE, seed=0))
+    assert seeds == SEEDS
+
+
 def a_checkpoint_is_read_again(folder: Path) -> None:
     save(folder / "checkpoint", {"x": sharded(values(5, 4), [S0])}, step=1)
     target = {"x": sharded(torch.zeros(5, 4), [S1])}
@@ -315,6 +324,7 @@ SCENARIOS: list[Callable[..., None]] = [
     a_model_is_trained,
     plain_local_tensors_are_joined,
     random_numbers_are_those_of_any_layout,
+    first_values_leave_the_generator_of_the_device,
     a_checkpoint_is_read_again,
     parameters_are_offloaded,
     parameters_on_another_axis_are_offloaded,

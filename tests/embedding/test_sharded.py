@@ -214,9 +214,8 @@ def test_what_ranks_make_a_collection_of_is_compared(
 ) -> None:
     def make() -> None:
         odd = collectives.rank() == 1
-        table = {"num_embeddings": 10, "embedding_dim": 4, "name": "t", "feature_names": ["f"]} | (
-            config if odd else {}
-        )
+        table: dict[str, Any] = {"num_embeddings": 10, "embedding_dim": 4, "name": "t", "feature_names": ["f"]}
+        table |= config if odd else {}
         plain = EmbeddingBagCollection([EmbeddingBagConfig(**table)])
         shard_embeddings(plain, {"t": Shard(0)}, Mesh((2,)), optimizer if odd else SGD(lr=1.0))
 

@@ -367,6 +367,6 @@ def test_costs_of_a_simulation_choose_for_it_alone() -> None:
     forget()
     expected = world(4).run(product)
     forget()
-    free = Cost(0.0, 0.0)
-    simulate(lambda _: product, mesh=Mesh((4,)), costs=Costs("free", *[dict.fromkeys(COLLECTIVES, free)] * 2))
+    free = dict.fromkeys(COLLECTIVES, Cost(0.0, 0.0))
+    simulate(lambda _: product, mesh=Mesh((4,)), costs=Costs("free", free, free))
     assert world(4).run(product) == expected

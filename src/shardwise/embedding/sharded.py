@@ -211,7 +211,8 @@ class _Sharded(nn.Module, RunsInReplays):
     ) -> None:
         """Raise a MismatchError if ranks make the collection of other tables, optimizers or messages."""
         facts = {"messages": str(dtypes), "is_weighted": str(weighted)}
-        for config, table, one in zip(configs, self._plan.tables, optimizers or [None] * len(configs), strict=True):
+        each: Sequence[RowOptimizer | None] = optimizers or [None] * len(configs)
+        for config, table, one in zip(configs, self._plan.tables, each, strict=True):
             of_config = {field.name: str(getattr(config, field.name)) for field in fields(config)}
             of_config |= {"init_fn": "", "placements": str(table.layout), "optimizer": str(one)}
             facts |= {f"{config.name}.{name}": value for name, value in of_config.items()}
