@@ -178,6 +178,10 @@ def _answers(
         try:
             ranks.send(job)
             ranks.collect(answers, lambda answer: isinstance(answer, _Failed), SETTLE_SECONDS, inf)
+            for rank, pid in ranks.stopped():  # which others wait for
+                fix = f"let it go on (kill -CONT {pid}), or end it"
+                text = f"is stopped, and others waited for it (process {pid})\n  Fix: {fix}."
+                answers.setdefault(rank, _Failed(rank, text, 0, _Cause.DIED, 0.0))
             if all(isinstance(answer, _Returned) for answer in answers.values()):
                 ranks.join(timeout_seconds)  # a thread may keep a rank from exiting
                 answers |= {rank: Death(code, monotonic()) for rank, code in enumerate(ranks.exitcodes()) if code}

@@ -30,6 +30,7 @@ from shardwise._collectives import rank
 from shardwise._collectives.processes import TORCH_TRANSPORT
 from shardwise._tensor import DTensor
 from shardwise.checkpoint import load, save
+from shardwise.data import BatchLoader
 from shardwise.embedding import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -46,6 +47,7 @@ DEVICE = os.environ.get("SHARDWISE_TEST_DEVICE", "fake")  # see device.cpp
 MOVED = {torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2}
 ADDED = {torch.int8, torch.uint8, torch.int32, torch.int64}
 FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+SEEDS: list[int] = []  # that the generator of the device was given
 
 
 class RefusedError(RuntimeError):
@@ -139,7 +141,7 @@ def register(library: Path) -> None:
         device_count=lambda: 1,
         _is_in_bad_fork=lambda: False,
         manual_seed=lambda seed: None,
-        manual_seed_all=lambda seed: None,
+        manual_seed_all=SEEDS.append,
         get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
     )
     torch._register_device_module(DEVICE, module)
@@ -354,6 +356,14 @@ def random_numbers_are_those_of_any_layout() -> None:
     assert torch.equal(first, shardwise.randn(5, 4, device_mesh=LINE, placements=[S1]).full_tensor())
     dropped = full(F.dropout(sharded(torch.ones(8, 8), [S0]), 0.5))
     assert set(dropped.flatten().tolist()) == {0.0, 2.0}
+
+
+def first_values_leave_the_generator_of_the_device() -> None:
+    seeds = list(SEEDS)
+    tables = [EmbeddingBagConfig(11, 4, "t", feature_names=["f"])]
+    shard_embeddings(EmbeddingBagCollection(tables, device="meta"), {"t": S0}, LINE)
+    list(BatchLoader([1, 2, 3], 2, mesh=LINE, seed=0))
+    assert seeds == SEEDS
 
 
 def a_checkpoint_is_read_again(folder: Path) -> None:

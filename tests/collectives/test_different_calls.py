@@ -411,3 +411,19 @@ def test_real_ranks_and_other_threads_compare_as_simulated_ranks_do() -> None:
         assert same_text(REAL, body) == same_text(SIMULATED, body)
     assert REAL.run(same_as_without_compared) == REAL.run(same_as_without)
     assert REAL.run(switched) == SIMULATED.run(switched)
+
+
+def on_rank_1_alone() -> None:
+    if rank() == 1:
+        collectives.check_ranks()
+    all_reduce(torch.ones(2), "sum", ALL)
+
+
+@WORLDS
+def test_a_rank_that_compares_alone_is_found_before_others_get_that(ranks: World) -> None:
+    with pytest.raises(MismatchError) as caught:
+        ranks.run(on_rank_1_alone)
+    lines = [row for row in str(caught.value).splitlines() if "called at" not in row]
+    assert lines[0].endswith("disagree on their collective #1: all ranks must make the same call.")
+    assert lines[1] == lines[3].replace("rank 2", "rank 0") == "  rank 0: all_reduce sum of float32 (2,)"
+    assert lines[2].startswith("  rank 1: ")

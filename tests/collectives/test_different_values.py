@@ -191,6 +191,25 @@ def learning_rate() -> None:
     use(w.redistribute(placements=[Shard(0)]))
 
 
+def optimizer() -> None:
+    w = replicated_parameter()
+    w.grad = distribute_tensor(torch.ones(4, 2), Mesh((3,)), [Replicate()])
+    (torch.optim.Adam if rank() == 1 else torch.optim.Adagrad)([w], lr=0.1).step()
+    use(w.redistribute(placements=[Shard(0)]))
+
+
+@pytest.mark.parametrize("act", [learning_rate, optimizer])
+@WORLDS
+def test_optimizers_that_differ_are_found_by_default(ranks: World, act: Callable[[], object]) -> None:
+    lines = one_text(ranks, act).splitlines()
+    what = "lr" if act is learning_rate else "a digest of its class"
+    assert re.fullmatch(
+        rf"\w+\.step\(\) of parameter group 0: {what} must be the same on all ranks, but is not:", lines[0]
+    )
+    assert len({line.partition(": ")[2] for line in lines if line.startswith("  rank ")}) > 1
+    assert lines[-1].startswith("  Fix: make the same optimizer with the same options on all ranks")
+
+
 def after_many_collectives() -> None:
     x = sharded()
     for i in range(400):
@@ -206,7 +225,6 @@ NUMBERS: dict[str, tuple[Callable[[], object], str, Sequence[str]]] = {
     "in place": (in_place, "__setitem__: argument 2", "012"),
     "one element": (lambda: use(sharded() * torch.tensor([1.0 + rank()])), "mul: argument 1", "123"),
     "filled": (lambda: use(full((4,), fill_value=rank(), **ROWS)), "a factory: fill_value", "012"),
-    "rate": (learning_rate, "SGD.step() of parameter group 0: lr", ("0.1", "1.1", "2.1")),
     "later": (after_many_collectives, "mul: argument 1", "234"),
     "backward": (lambda: backward_with(lambda gradient: gradient * (1.0 + rank())), "mul: argument 1", "123"),
 }

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -18,6 +19,7 @@ from torch.distributed.distributed_c10d import Store
 from shardwise._collectives.joining import WORLD, agree_on_name, wait_until_all_are_connected
 from shardwise._collectives.processes import warn_of_failing_restarts
 from shardwise.errors import MismatchError, RemoteRankError
+from tests.forked import run_forked
 from tests.timeouts import PATIENCE_SECONDS, under_load
 
 ROOT = Path(__file__).parents[2]
@@ -88,6 +90,75 @@ def test_a_start_that_was_never_complete_is_no_world() -> None:
     assert name != ended
     assert store.get(WORLD).decode() == name
 
+
+def test_ranks_that_wait_for_a_late_one_print_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    server = torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
+    client = torch.distributed.TCPStore("127.0.0.1", server.port, None, False)  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(agree_on_name, client, 1, 2, PATIENCE_SECONDS)
+        time.sleep(1.2)
+        assert agree_on_name(server, 0, 2, PATIENCE_SECONDS) == early.result()
+    assert "c10d" not in capfd.readouterr().err
+
+
+# ---- ranks that do not join -----------------------------------------------------------------------------------
+
+STOPS = """
+import os, signal, sys
+import torch.distributed as dist
+import shardwise as sw
+
+class Joins:
+    def __setstate__(self, state):  # in each rank, before it joins
+        if os.environ["RANK"] == "2":
+            connect = dist.init_process_group
+            dist.init_process_group = lambda *args, **kwargs: (stop(), connect(*args, **kwargs))
+
+def stop():
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+
+def main(_):
+    return 1
+
+if __name__ == "__main__":
+    joins = Joins()
+    joins.me = 1
+    sw.launch(main, joins, nproc=3, timeout_seconds=float(sys.argv[2]))
+"""
+LOCKED = """
+import fcntl, sys
+from shardwise.collectives import init_processes
+
+file = open(sys.argv[1], "w")
+fcntl.flock(file, fcntl.LOCK_EX)
+init_processes(0, 2, sys.argv[1], timeout_seconds=0.5)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", ["SIGSTOP", "SIGKILL"])
+def test_a_rank_that_is_stopped_or_killed_while_it_joins_is_named(how: str, tmp_path: Path) -> None:
+    script = tmp_path / "stops.py"
+    script.write_text(STOPS)
+    said = run_forked([str(script), how, str(under_load(2.0))], tmp_path, dict(os.environ), ranks=True).stderr
+    assert (
+        "RankFailedError: rank 2 is stopped, and others waited" in said
+        if how == "SIGSTOP"
+        else "rank 2 was killed" in said
+    )
+    if how == "SIGSTOP":
+        assert "also: rank 0 failed: RemoteRankError: Rank 2 of 3 did not join the world within" in said
+
+
+@pytest.mark.processes
+def test_no_rank_waits_for_ever_for_the_lock_of_the_store(tmp_path: Path) -> None:
+    script = tmp_path / "locked.py"
+    script.write_text(LOCKED)
+    said = run_forked([str(script), str(tmp_path / "store")], tmp_path, dict(os.environ)).stderr
+    assert "RemoteRankError: A rank did not join the world within 0.5 s: its process has stopped while it used " in said
+
+
+# ---- leaving --------------------------------------------------------------------------------------------------
 
 LATE = """
 import os, sys, time

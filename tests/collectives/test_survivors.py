@@ -191,6 +191,28 @@ def fail_while_another_thread_waits() -> None:
         pool.submit(barrier, WORLD).result()
 
 
+def wait_inside_a_collective() -> None:
+    """A thread of each rank communicates while the main one waits, in the middle of a collective."""
+    waiting, go_on = threading.Event(), threading.Event()
+
+    def memory(count: int) -> torch.Tensor:
+        waiting.set()
+        go_on.wait(PATIENCE_SECONDS)
+        return torch.empty(count)
+
+    def also() -> None:
+        waiting.wait()
+        try:
+            barrier(WORLD)
+        finally:
+            go_on.set()
+
+    barrier(WORLD)
+    threading.Thread(target=also).start()
+    start_all_to_all(torch.ones(3), [1, 1, 1], [1, 1, 1], WORLD, memory)()
+    barrier(WORLD)
+
+
 def prefetch_beside_the_step(folder: str) -> str:
     """A thread of rank 1 communicates while its main thread computes; then that communicates too."""
     x = distribute_tensor(torch.arange(6.0), placements=[Shard(0)])
@@ -357,11 +379,14 @@ def test_one_thread_of_a_rank_communicates_at_a_time(tmp_path: Path) -> None:
             "another": partial(outcomes, job=from_another_thread),
             "forked": partial(outcomes, job=in_a_forked_process),
             "two": lambda folder: outcomes(folder, prefetch_beside_the_step, str(folder)),
+            "inside": partial(outcomes, job=wait_inside_a_collective),
         },
     )
     assert [found["another"][rank].returned for rank in range(3)] == [[rank, 3, [3.0, 3.0]] for rank in range(3)]
     said = "A process that a rank started, such as a worker of a DataLoader, cannot"
     assert all(found["forked"][rank].returned.startswith(said) for rank in range(3))
+    assert {found["inside"][rank].error for rank in range(3)} <= {"ThreadError", "RemoteRankError"}
+    assert any("Two threads of rank" in found["inside"][rank].first_line for rank in range(3))
     two = found["two"]
     assert [two[rank].error for rank in range(3)] == ["RemoteRankError", "ThreadError", "RemoteRankError"]
     text = two[1].text

@@ -1,5 +1,7 @@
 """JaggedTensor, KeyedJaggedTensor and KeyedTensor beside lists of tensors."""
 
+import copy
+import pickle
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -11,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from shardwise._layout import Mesh, Shard
 from shardwise._tensor import DTensor
-from shardwise.embedding import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from shardwise.embedding import EmbeddingBagCollection, EmbeddingBagConfig, JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from shardwise.errors import ArgumentError, JaggedError
 
 BAGS_OF = {"user": [[7, 9], []], "item": [[7], [0]]}
@@ -210,3 +212,32 @@ def test_devices() -> None:
     assert repr(moved) == "KeyedJaggedTensor(user, item; 4 values on meta)"
     assert repr(make(BAGS_OF)["user"].to("meta")) == "JaggedTensor(2 values of 2 bags on meta)"
     assert KeyedTensor(["a"], [1], torch.ones(1, 1)).to("meta").values().is_meta
+
+
+# ---- lengths that are changed in place ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use", [KeyedJaggedTensor.lengths, KeyedJaggedTensor.to_dict, repr, "lookup", "view"])
+def test_lengths_that_were_changed_in_place_are_refused(use: Callable[[KeyedJaggedTensor], object] | str) -> None:
+    kjt = make(BAGS_OF)
+    view, lengths = kjt.split([1, 1])[0], kjt.lengths()
+    kjt.length_per_key()
+    lengths[0] -= 1
+    lengths[1] += 1
+    table = EmbeddingBagCollection([EmbeddingBagConfig(10, 4, "t", feature_names=["user"])])
+    with pytest.raises(JaggedError, match="KeyedJaggedTensor were changed in place after it was made"):
+        table(kjt) if use == "lookup" else view.to_dict() if use == "view" else use(kjt)  # type: ignore[operator]
+
+
+def pickled(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    found: KeyedJaggedTensor = pickle.loads(pickle.dumps(kjt))  # noqa: S301 - as a DataLoader does
+    return found
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickled])
+def test_a_copy_counts_its_own_changes(copied: Callable[[KeyedJaggedTensor], KeyedJaggedTensor]) -> None:
+    lengths = torch.zeros(4, dtype=torch.int64)
+    lengths += 1
+    kjt = copied(KeyedJaggedTensor(["user", "item"], torch.arange(4), lengths=lengths))
+    assert lists(kjt) == {"user": [[0], [1]], "item": [[2], [3]]}
+    assert lists(copied(kjt)) == lists(kjt)

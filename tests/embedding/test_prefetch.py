@@ -23,7 +23,7 @@ from shardwise.embedding import (
     prefetch,
     shard_embeddings,
 )
-from shardwise.errors import ArgumentError, IdTypeError, PlanError
+from shardwise.errors import ArgumentError, IdTypeError, JaggedError, PlanError
 from shardwise.testing import world
 from tests.embedding.tables import (
     CONFIGS,
@@ -318,7 +318,7 @@ def test_a_batch_that_is_changed_after_its_ids_were_sent_is_an_error(change: str
     before = tables_of(module)
     for batch in prefetch([batch_of(collectives.rank(), step) for step in (0, 3)], module):
         CHANGES[change](batch)
-        with pytest.raises(IdTypeError, match="A prefetched batch was changed after its ids were sent"):
+        with pytest.raises((IdTypeError, JaggedError), match=r"changed after its ids were sent|changed in place"):
             module(batch)
     assert equal(tables_of(module), before)
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,18 @@ from shardwise import _collectives as collectives
 from shardwise._collectives import count_comms
 from shardwise._layout import Mesh, Shard
 from shardwise._tensor import DTensor, distribute_tensor
-from shardwise.embedding import SGD, EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, shard_embeddings
+from shardwise.embedding import (
+    SGD,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+    PoolingType,
+    RowWiseAdagrad,
+    shard_embeddings,
+)
+from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.embedding.plan import Plan
-from shardwise.errors import ArgumentError, IdTypeError, PlanError, RemoteRankError
+from shardwise.errors import ArgumentError, IdTypeError, MismatchError, PlanError, RemoteRankError
 from shardwise.testing import world
 from tests.embedding.tables import FEATURES, batch_of, collection, loss_of, sharded
 from tests.embedding.test_matrix import equals_one_process
@@ -176,3 +186,42 @@ def test_what_does_not_fit_is_refused() -> None:
         shard_embeddings(nn.Linear(2, 2), {}, Mesh((1,)))  # type: ignore[arg-type]
     with pytest.raises(IdTypeError, match="no feature 'f0'; it has 'g1'"):
         sharded({}, 1)(KeyedJaggedTensor(keys=["g1"], values=torch.tensor([1]), lengths=torch.tensor([1])))
+
+
+# ---- ranks that disagree --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "optimizer"),
+    [
+        ("t.pooling", {"pooling": PoolingType.MEAN}, SGD(lr=1.0)),
+        ("t.bad_ids", {"bad_ids": "clip"}, SGD(lr=1.0)),
+        ("t.num_embeddings", {"num_embeddings": 11}, SGD(lr=1.0)),
+        ("t.optimizer", {}, SGD(lr=2.0)),
+        ("t.optimizer", {}, RowWiseAdagrad(lr=1.0)),
+    ],
+)
+def test_what_ranks_make_a_collection_of_is_compared(
+    name: str, config: dict[str, Any], optimizer: RowOptimizer
+) -> None:
+    def make() -> None:
+        odd = collectives.rank() == 1
+        table: dict[str, Any] = {"num_embeddings": 10, "embedding_dim": 4, "name": "t", "feature_names": ["f"]}
+        table |= config if odd else {}
+        plain = EmbeddingBagCollection([EmbeddingBagConfig(**table)])
+        shard_embeddings(plain, {"t": Shard(0)}, Mesh((2,)), optimizer if odd else SGD(lr=1.0))
+
+    with pytest.raises(MismatchError, match=f'Ranks disagree on what shard_embeddings gets:\n  rank 0: .*"{name}": '):
+        world(2).run(make)
+
+
+def test_a_learning_rate_that_one_rank_changes_is_found() -> None:
+    def train() -> None:
+        module = sharded("mixed", 2, SGD(lr=1.0))
+        assert module.fused_optimizer is not None
+        module.fused_optimizer.param_groups[0]["lr"] += collectives.rank()
+        for step in range(2):
+            loss_of(module(batch_of(collectives.rank(), step))).backward()
+
+    with pytest.raises(MismatchError, match=r"SGD.step\(\) of parameter group 0: lr must be the same on all ranks"):
+        world(2).run(train)

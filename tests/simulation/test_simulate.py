@@ -28,8 +28,10 @@ from shardwise import (
 from shardwise import _collectives as collectives
 from shardwise._cli.simulate import OPTIONS
 from shardwise._cli.simulate import SHAPES as NAMED
+from shardwise._collectives.cost_tables import COLLECTIVES, Cost, Costs
 from shardwise._layout import Placement
 from shardwise._models import ModelArgs, Transformer
+from shardwise._tensor.dispatch.dispatcher import forget
 from shardwise.embedding import Adam, EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, shard_embeddings
 from shardwise.errors import ArgumentError, ShardwiseError
 from shardwise.parallel import fully_shard
@@ -402,3 +404,18 @@ def test_tokens_choose_experts_equally_often() -> None:
     chosen = layer.route(torch.randn(10, 8)).chosen
     assert chosen.flatten().bincount().tolist() == [5, 5, 5, 5]
     assert (chosen[:, 0] != chosen[:, 1]).all()
+
+
+def test_costs_of_a_simulation_choose_for_it_alone() -> None:
+    def product() -> tuple[object, int]:
+        x, weight = (distribute_tensor(torch.ones(n, m), Mesh((4,)), [Shard(0)]) for n, m in ((512, 256), (256, 16)))
+        with count_comms() as comms:
+            out = cast(DTensor, torch.mm(x, weight))
+        return out.placements, comms.total_bytes
+
+    forget()
+    expected = world(4).run(product)
+    forget()
+    free = dict.fromkeys(COLLECTIVES, Cost(0.0, 0.0))
+    simulate(lambda _: product, mesh=Mesh((4,)), costs=Costs("free", free, free))
+    assert world(4).run(product) == expected

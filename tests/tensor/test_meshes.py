@@ -18,6 +18,7 @@ from shardwise.errors import MeshError, MismatchError, RuleError
 from shardwise.experimental import local_map
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
+from tests.collectives.real_ranks import run_script
 
 S0, S1, R = Shard(0), Shard(1), Replicate()
 A, B = torch.randn(7, 3, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
@@ -307,6 +308,37 @@ def test_a_tensor_of_another_world_is_refused_alike_on_all_ranks(use: Callable[[
 
         (text,) = set(world(2).run(run))
         assert "the DTensor of shape (4, 2) has the local tensor of rank 1 of another world, of 2 ranks. Fix: " in text
+
+
+@pytest.mark.processes
+def test_the_counts_of_a_world_end_with_it(tmp_path: Path) -> None:
+    """Of seeds and leaves: in the next world the ranks have other numbers."""
+    found = run_script(
+        f"""
+        from shardwise import Replicate
+
+        def gradient():
+            torch.manual_seed(0)
+            mesh = Mesh((2,))
+            for _ in range(2):
+                w = distribute_tensor(torch.ones(3), mesh, [Replicate()]).requires_grad_()
+                (w * torch.rand_like(w) + w).sum().backward()
+            return w.grad.full_tensor() if dist.get_rank() < 2 else None
+
+        expected = gradient()
+        dist.destroy_process_group()
+        now = (rank + 1) % 3
+        dist.init_process_group(
+            "gloo", init_method="file://{tmp_path}/world", rank=now, world_size=3, timeout=timedelta(seconds=60)
+        )
+        torch.manual_seed(0)
+        gradients = gradient()
+        assert now == 2 or gradients.shape == (3,)
+        assert rank == 2 or now == 2 or torch.equal(gradients, expected)
+        """,
+        size=3,
+    )
+    assert found == [(0, "")] * 3
 
 
 def test_a_tensor_of_another_rank_is_refused() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -160,3 +161,34 @@ def test_threads_are_as_before_when_no_world_runs() -> None:
     before = threading.Thread.start, ThreadPoolExecutor.submit
     world(2).run(rank)
     assert (threading.Thread.start, ThreadPoolExecutor.submit) == before
+
+
+def acquire(lock: threading.Lock) -> None:
+    lock.acquire()
+    lock.release()
+
+
+def enter(lock: threading.Lock) -> None:
+    with lock:
+        pass
+
+
+@pytest.mark.parametrize("wait", [acquire, enter])
+def test_a_thread_communicates_while_its_rank_waits_for_a_lock(wait: Callable[[threading.Lock], None]) -> None:
+    def sums() -> float:
+        x = distribute_tensor(FULL, placements=[Shard(0)])
+        found, lock = [x.sum().item()], threading.Lock()
+        lock.acquire()
+
+        def add() -> None:
+            time.sleep(0.1)  # else the rank is still in `start`
+            try:
+                found.append(x.sum().item())
+            finally:
+                lock.release()
+
+        threading.Thread(target=add).start()
+        wait(lock)
+        return sum(found) + x.sum().item()
+
+    assert world(2).run(sums) == [84.0] * 2

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise._collectives import all_reduce, all_to_all, barrier, draw_from_torch, rank, world_size
+from shardwise import DTensor, Mesh, Replicate, distribute_tensor
+from shardwise._collectives import all_reduce, all_to_all, barrier, check_ranks, draw_from_torch, rank, world_size
 from shardwise.errors import RemoteRankError, ShardwiseError
 from shardwise.testing import DeadlockError, world
 from shardwise.testing.failures import LATE, SendError
@@ -81,6 +82,42 @@ def test_real_ranks_start_where_the_callers_generator_is() -> None:
 
 def test_real_ranks_leave_the_other_cores_alone() -> None:
     assert REAL.run(threads) == [1, 1]
+
+
+# ---- a run knows nothing of those before ------------------------------------------------------------------
+
+
+def leave_open(what: str) -> None:
+    """Ranks do what differs, which no collective finds any more."""
+    x = distribute_tensor(torch.ones(3, 2), Mesh((2,)), [Replicate()])
+    match what:
+        case "values":
+            x * torch.full((2,), 1.0 + rank())
+        case "seeds":
+            torch.manual_seed(0)
+            for number in range(3):
+                torch.manual_seed(number + rank() * (number == 2))
+                torch.rand_like(x)
+        case "leaves" if rank() == 1:
+            x.clone().detach().requires_grad_()
+        case "calls" if rank() == 1:
+            check_ranks()
+
+
+def right() -> list[float]:
+    torch.manual_seed(1)
+    x = distribute_tensor(torch.ones(3, 2), Mesh((2,)), [Replicate()])
+    y = x.clone().detach().requires_grad_()
+    (y * torch.ones(2) + torch.rand_like(x).floor()).sum().backward()
+    gradient = y.grad
+    assert isinstance(gradient, DTensor)
+    return gradient.full_tensor().flatten().tolist()
+
+
+@pytest.mark.parametrize("what", ["values", "seeds", "leaves", "calls"])
+def test_what_an_earlier_run_left_open_is_no_error_of_the_next(what: str) -> None:
+    REAL.run(leave_open, what)
+    assert REAL.run(right) == [[1.0] * 6] * 2
 
 
 # ---- what cannot be sent ----------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from shardwise._collectives.api import (
     exchange_messages,
     expect_equal,
     expect_equal_numbers,
+    expect_equal_options,
     fingerprint,
     is_here,
     is_simulated,
@@ -46,7 +47,7 @@ from shardwise._collectives.consistency import (
     gather_json,
 )
 from shardwise._collectives.failures.reports import has_failed, report_failure
-from shardwise._collectives.joining import init_from_environment, init_processes, shutdown
+from shardwise._collectives.joining import begin_again, init_from_environment, init_processes, shutdown
 from shardwise._collectives.meshes import (
     as_mesh,
     current_mesh,
@@ -62,9 +63,10 @@ from shardwise._trace.comm_trace import CommCounts, count_comms
 
 __all__ = [
     "Allocate", "CommCounts", "DeviceMesh", "Finish", "Ranks", "Transport", "agree", "all_gather",
-    "all_reduce", "all_to_all", "as_mesh", "barrier", "broadcast", "check_ranks", "check_values", "chunks",
-    "costs", "count_comms", "current_mesh", "describing", "device_mesh", "disagreement",
-    "draw_from_torch", "exchange_messages", "expect_equal", "expect_equal_numbers", "fingerprint",
+    "all_reduce", "all_to_all", "as_mesh", "barrier", "begin_again", "broadcast", "check_ranks", "check_values",
+    "chunks", "costs", "count_comms", "current_mesh", "describing", "device_mesh", "disagreement",
+    "draw_from_torch", "exchange_messages", "expect_equal", "expect_equal_numbers", "expect_equal_options",
+    "fingerprint",
     "gather_if_different", "gather_json",
     "group_ranks", "has_failed", "init_device_mesh", "init_from_environment", "init_processes", "is_here",
     "is_simulated",

@@ -379,6 +379,13 @@ def expect_equal_numbers(numbers: Mapping[str, complex], ranks: Ranks, what: str
         share(here, here.notes.note_numbers(numbers, ranks, what))
 
 
+def expect_equal_options(options: Callable[[], Mapping[str, complex]], group: int, ranks: Ranks, what: str) -> None:
+    """Note the options of a step of parameter group `group`, which all `ranks` should have; see `expect_equal`."""
+    here = transport()
+    if len(ranks) > 1 and here.notes.on and here.rank in ranks and not is_capturing():
+        share(here, here.notes.note_options(options, group, ranks, what))
+
+
 def _take_over(here: Transport) -> None:
     """Let this thread communicate for its rank; if it must not, all ranks raise."""
     share_rank(_rank_and_size)  # again, because multiprocessing configures a process after it imported its modules
@@ -436,9 +443,12 @@ def barrier(ranks: Ranks) -> None:
 
 @checked
 def check_ranks(on: bool = True) -> None:
-    """Switch `fingerprint` on, or off again, for the rest of this process; on simulated ranks, for this rank.
+    """Switch `fingerprint` on, or off again, until this rank leaves its world.
 
     All ranks have to call this at the same point of the program.
+
+    Raises:
+        MismatchError: in the next collective of some ranks, on all ranks, if not all of them have called it.
     """
     _switch_fingerprints(transport(), on)
 
@@ -493,7 +503,15 @@ def _switch_fingerprints(here: Transport, on: bool) -> None:
 
 
 def _compare_calls(here: Transport, call: CollectiveCall, ranks: Ranks) -> None:
-    """Raise the same MismatchError on all `ranks` unless their calls are one collective."""
+    """Raise the same MismatchError on all `ranks` unless their calls are one collective.
+
+    The comparison is a collective of its own, recorded as such: ranks that do not compare are found before they get it.
+    """
+    before = comm_trace.set_purpose(None)
+    try:
+        _log_call(here, ranks, "comparison by check_ranks() or fingerprint()", torch.int64, ())
+    finally:
+        comm_trace.set_purpose(before)
     move = comm_trace.current_event()
     if move is not None and not call.purpose:
         call = replace(call, purpose=str(move))
@@ -509,6 +527,7 @@ def _compare_calls(here: Transport, call: CollectiveCall, ranks: Ranks) -> None:
         every = exchange_of(here)(row.repeat(count), counts, counts, ranks).view(count, -1)
         sent, expected = every[:, 1 : 1 + count], every[:, 1 + count :]
         if bool((every[:, 0] == digest).all()) and torch.equal(sent, expected.t()):
+            here.calls[ranks] += 1
             return
         facts = {
             "call": asdict(call),

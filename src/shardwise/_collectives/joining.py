@@ -1,11 +1,14 @@
 """Joining and leaving worlds of `torch.distributed`."""
 
 import atexit
+import fcntl
 import json
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from uuid import uuid4
 
 import torch
@@ -13,15 +16,19 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from shardwise._collectives.consistency import disagreement
-from shardwise._collectives.failures.reports import report_exit
-from shardwise._collectives.failures.store import FailureStore
+from shardwise._collectives.failures.reports import bounded, report_exit
+from shardwise._collectives.failures.store import FailureReport, FailureStore
 from shardwise._collectives.processes import TORCH_TRANSPORT
-from shardwise.errors import RemoteRankError
+from shardwise.errors import RemoteRankError, ShardwiseError
 
 WORLD = "shardwise/world"  # a key: the name of the last world that was begun in a store
 NO_ANSWER = "no answer in the store of torchrun."
 NOT_CONNECTED = "it has not connected to the others."
-RECHECK_SECONDS = 0.5  # a rank that answered to the name of an ended world looks for a new one
+DID_NOT_JOIN = "look at its own output, let it go on if it is stopped (kill -CONT), or raise timeout_seconds."
+RECHECK_SECONDS = 0.2  # a rank that answered to the name of an ended world looks for a new one
+FIRST_PAUSE_SECONDS = 0.002  # between two such looks
+WAITS = 3  # until a rank gives up to join, of as many steps that wait for others
+SPARE_SECONDS = 0.5  # beyond the timeout, for ranks that others wait for, and to look at a lock
 
 
 def init_processes(
@@ -43,13 +50,10 @@ def init_processes(
     if "nccl" in backend:
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(rank)
+    if _is_locked(store, timeout_seconds):  # a new FileStore would hold the interpreter's lock while it waits
+        raise _locked(store, timeout_seconds)
     file_store = dist.PrefixStore(name, dist.FileStore(store, world_size))  # type: ignore[attr-defined]
-    with _joining(FailureStore(file_store, rank), world_size, timeout_seconds):
-        dist.init_process_group(
-            backend, store=file_store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_seconds)
-        )
-    wait_until_all_are_connected(file_store, rank, world_size, timeout_seconds)
-    TORCH_TRANSPORT.attach()
+    _join(file_store, rank, world_size, timeout_seconds, backend, store)
 
 
 def init_from_environment(timeout_seconds: float = 60.0) -> bool:
@@ -66,33 +70,96 @@ def init_from_environment(timeout_seconds: float = 60.0) -> bool:
     found.set_timeout(timeout)
     name = agree_on_name(found, rank, world_size, timeout_seconds)
     store = dist.PrefixStore(name, found)  # type: ignore[attr-defined]
-    dist.init_process_group(store=store, rank=rank, world_size=world_size, timeout=timeout)
-    wait_until_all_are_connected(store, rank, world_size, timeout_seconds)
-    TORCH_TRANSPORT.attach()
+    _join(store, rank, world_size, timeout_seconds)
     atexit.register(shutdown)
     return True
 
 
-@contextmanager
-def _joining(store: FailureStore, world_size: int, timeout_seconds: float) -> Iterator[None]:
-    """Name the ranks that do not join, where torch only reports that a key is missing."""
-    store.register()
-    try:
-        yield
-    except RuntimeError as error:
-        missing = [rank for rank in range(world_size) if store.process(rank) is None]
-        if not missing:
-            raise
-        raise _did_not_join(missing, world_size, timeout_seconds, str(error).splitlines()[0]) from None
+def _join(
+    store: Store, rank: int, world_size: int, timeout_seconds: float, backend: str | None = None, path: str = ""
+) -> None:
+    """Join the world whose ranks meet in `store`, which is in the file `path` if there is one.
+
+    In a thread, because gloo waits for ever for a rank that is stopped while it connects; so does each use of a file
+    store if a rank is stopped while it uses it, as that locks the file.
+
+    Raises:
+        RemoteRankError: not all joined in time; the text names the ranks that are stopped or have ended.
+    """
+    failures, errors = FailureStore(store, rank), list[BaseException]()
+
+    def run() -> None:
+        try:
+            failures.register()
+            timeout = timedelta(seconds=timeout_seconds)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+            wait_until_all_are_connected(store, rank, world_size, timeout_seconds)
+            TORCH_TRANSPORT.attach()
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="shardwise joining", daemon=True)
+    thread.start()
+    for wait in range(1, WAITS + 1):
+        thread.join(timeout_seconds + SPARE_SECONDS)
+        if not thread.is_alive():
+            break
+        if path and _is_locked(path, SPARE_SECONDS):
+            raise _locked(path, timeout_seconds)
+        found = _explained(failures, world_size, timeout_seconds, NOT_CONNECTED)
+        if found.rank is not None or wait == WAITS:
+            raise found
+    for error in errors:
+        if isinstance(error, RuntimeError) and not isinstance(error, ShardwiseError):
+            raise _explained(failures, world_size, timeout_seconds, str(error).splitlines()[0]) from None
+        raise error
+
+
+def _explained(store: FailureStore, world_size: int, timeout_seconds: float, cause: str) -> RemoteRankError:
+    """The error about ranks that did not register, are stopped or have ended; the first report on all ranks."""
+    processes = bounded(lambda: [store.process(rank) for rank in range(world_size)]) or []
+    states = ["gone" if process is None else process.state() for process in processes]
+    missing = [rank for rank, state in enumerate(states) if state in ("gone", "stopped")]
+    if missing and (process := processes[missing[0]]) is not None:
+        cause = f"its process {process.pid} is {states[missing[0]]}."
+    report = _report(missing, world_size, timeout_seconds, cause)
+    if missing:
+        report = bounded(lambda: store.publish_root(report)) or report
+    return _error(report)
+
+
+def _report(missing: Sequence[int], world_size: int, timeout_seconds: float, cause: str) -> FailureReport:
+    who = "Not every rank" if not missing else f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+    text = f"{who} of {world_size} did not join the world within {timeout_seconds:g} s: {cause}"
+    return FailureReport(missing[0] if missing else None, text, fix=DID_NOT_JOIN)
+
+
+def _error(report: FailureReport) -> RemoteRankError:
+    return RemoteRankError(f"{report}\n  Fix: {report.fix}", report.rank)
 
 
 def _did_not_join(missing: Sequence[int], world_size: int, timeout_seconds: float, cause: str) -> RemoteRankError:
-    who = f"Rank {missing[0]}" if len(missing) == 1 else f"Ranks {', '.join(map(str, missing))}"
+    return _error(_report(missing, world_size, timeout_seconds, cause))
+
+
+def _locked(path: str, timeout_seconds: float) -> RemoteRankError:
     return RemoteRankError(
-        f"{who} of {world_size} did not join the world within {timeout_seconds:g} s: {cause}\n"
-        "  Fix: look at its own output, or raise timeout_seconds.",
-        missing[0],
+        f"A rank did not join the world within {timeout_seconds:g} s: its process has stopped while it used {path}, "
+        "the store of the world.\n  Fix: let the process go on (kill -CONT), or end it."
     )
+
+
+def _is_locked(path: str, seconds: float) -> bool:
+    """Whether a file is locked at each look in so many seconds."""
+    until = time.monotonic() + seconds
+    with Path(path).open("ab") as file:
+        while True:
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return False
+            if time.monotonic() > until:
+                return True
+            time.sleep(FIRST_PAUSE_SECONDS)
 
 
 def agree_on_name(store: Store, rank: int, world_size: int, timeout_seconds: float) -> str:
@@ -133,12 +200,16 @@ def _name_and_timeouts(store: Store, rank: int, world_size: int, timeout_seconds
         for other in others:
             store.set(f"{mine}/{other['id']}", json.dumps(timeouts))
         return mine, timeouts
-    while time.monotonic() < deadline:
-        if _has(store, [WORLD], RECHECK_SECONDS):
-            name: str = store.get(WORLD).decode()
+    answered, pause = "", FIRST_PAUSE_SECONDS
+    while time.monotonic() < deadline:  # a wait that fails would print a warning of torch each time
+        name = store.get(WORLD).decode() if store.check([WORLD]) else ""
+        if name != answered:
             store.set(f"{name}/{rank}", json.dumps({"id": mine, "timeout": timeout_seconds}))
-            if _has(store, [f"{name}/{mine}"], RECHECK_SECONDS):
-                return name, json.loads(store.get(f"{name}/{mine}"))
+            answered = name
+        if name and store.check([f"{name}/{mine}"]):
+            return name, json.loads(store.get(f"{name}/{mine}"))
+        time.sleep(pause)
+        pause = min(2 * pause, RECHECK_SECONDS)
     raise _did_not_join([0], world_size, timeout_seconds, NO_ANSWER)
 
 
@@ -146,7 +217,7 @@ def _has(store: Store, keys: Sequence[str], timeout_seconds: float) -> bool:
     """Whether the store has all keys in time."""
     try:
         store.wait(list(keys), timedelta(seconds=timeout_seconds))
-    except dist.DistStoreError:
+    except RuntimeError:  # of a file store, that is all
         return False
     return True
 
@@ -169,6 +240,12 @@ def wait_until_all_are_connected(store: Store, rank: int, world_size: int, timeo
 
     meet("connected", True)
     meet("found_all", rank == 0)  # which may have the server that the others still ask
+
+
+def begin_again() -> None:
+    """Forget what this rank counted and noted in its world, as if it had just joined. All ranks call it."""
+    TORCH_TRANSPORT.detach()
+    TORCH_TRANSPORT.attach()
 
 
 def shutdown() -> None:

@@ -184,6 +184,9 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         self._records = self._stored = None
         for kept in (self.calls, self.logs, self.groups, self.device_meshes, self.mesh_values, self._timeouts):
             kept.clear()
+        if self.fingerprints is not None:
+            self.fingerprints.close()
+            self.fingerprints = None
         self.notes.stop()
         self.notes = ValueNotes(self.notes.on, self.notes.numbers)
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
+from shardwise._collectives.failures.store import identity_of
 from shardwise.errors import LaunchError
 
 POLL_SECONDS = 0.2  # between checks of exit codes: a rank's own child can hold its pipes open after its death
@@ -98,6 +99,11 @@ class RankProcesses:
 
     def are_alive(self) -> bool:
         return all(process.is_alive() for process in self.processes)
+
+    def stopped(self) -> list[tuple[int, int]]:
+        """Rank and number of each process that is stopped, as by Ctrl-Z."""
+        pids = [(rank, process.pid) for rank, process in enumerate(self.processes) if process.pid is not None]
+        return [(rank, pid) for rank, pid in pids if identity_of(pid).state() == "stopped"]
 
     def exitcodes(self) -> list[int | None]:
         return [process.exitcode for process in self.processes]

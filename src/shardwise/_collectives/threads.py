@@ -4,8 +4,10 @@ Ranks would pair the collectives of two threads that run side by side differentl
 """
 
 import concurrent.futures
+import dis
 import multiprocessing
 import queue
+import re
 import selectors
 import subprocess
 import sys
@@ -18,11 +20,12 @@ from typing import Protocol
 import torch
 
 from shardwise._collectives.collective_call import Ranks
-from shardwise._trace.user_stack import format_call_sites, frames_of
+from shardwise._trace.user_stack import expression_of, format_call_sites, frames_of
 from shardwise.errors import ThreadError
 
 GRACE_SECONDS = 1.0  # to begin to wait, as in `thread.start(); thread.join()`, on a busy machine
 TICK_SECONDS = 0.001
+LOOKS = 20  # at a thread that has called a lock: it waits if it is there at each tick
 # A thread waits if the innermost frame of its stack is one of these functions in one of these modules.
 _WAITING_FUNCTIONS = frozenset(
     """
@@ -35,6 +38,7 @@ _WAITING_MODULES = tuple(
     str(module.__file__).removesuffix("__init__.py")
     for module in (threading, queue, selectors, subprocess, concurrent.futures, multiprocessing, torch.autograd.graph)
 )
+_LOCK_CALL = re.compile(r"\.acquire\([^()]*\)$")
 _COMMUNICATING = tuple(str(Path(__file__).with_name(name)) for name in ("api.py", "processes.py", "started.py"))
 
 
@@ -58,6 +62,7 @@ class ThreadGuard:
     def __init__(self) -> None:
         self.ident = 0
         self.failed = ""
+        self._lock = threading.Lock()  # of several threads that take over, one does
 
     def take_over(self, here: Communicating) -> None:
         """Let this thread make the collectives of its rank from here on.
@@ -66,12 +71,15 @@ class ThreadGuard:
             ThreadError: the thread that made the last one neither waits nor has ended; or this rank raised that before.
         """
         self.check()
-        made, until = sum(here.calls.values()), monotonic() + GRACE_SECONDS
+        made, until, looks = sum(here.calls.values()), monotonic() + GRACE_SECONDS, 0
         while True:
-            frame = sys._current_frames().get(self.ident)
-            if frame is None or _waits(frame):
-                self.ident = threading.get_ident()
-                return
+            with self._lock:
+                self.check()
+                frame = sys._current_frames().get(self.ident)
+                looks = looks + 1 if frame is not None and _calls_lock(frame) else 0
+                if frame is None or ((_waits(frame) or looks == LOOKS) and not _communicates(frame)):
+                    self.ident = threading.get_ident()
+                    return
             if sum(here.calls.values()) != made or _communicates(frame) or monotonic() > until:
                 self.fail(
                     f"Two threads of rank {here.rank} communicate in no order:"
@@ -98,7 +106,14 @@ def _waits(frame: FrameType) -> bool:
     return code.co_name in _WAITING_FUNCTIONS and code.co_filename.startswith(_WAITING_MODULES) and not asks_only
 
 
+def _calls_lock(frame: FrameType) -> bool:
+    """Whether a thread is in `lock.acquire()`, or where a `with lock:` begins: C functions, which have no frame."""
+    opcode = frame.f_code.co_code[frame.f_lasti]
+    return dis.opname[opcode] == "BEFORE_WITH" or _LOCK_CALL.search(expression_of(frame)) is not None
+
+
 def _communicates(frame: FrameType | None) -> bool:
+    """Whether a thread is in a collective, where it may wait for something else than the other thread."""
     while frame is not None:
         if frame.f_code.co_filename in _COMMUNICATING:
             return True

@@ -3,9 +3,9 @@
     collectives.expect_equal(x, ranks, "mul: a plain tensor")   # rank 0 notes a digest of x, and communicates nothing
     y.full_tensor()                                             # with its next collective it reads those of the others
 
-Tensors are noted at calls 1, 2, 4, … 64 of a call site and at every 64th. The numbers among the arguments of ops are
-noted if `check_values(numbers=True)` was called, while a rank watches: up to the 65th collective of a group, and from
-every 61st to the next one. At other times they cost nothing.
+Tensors, and the options of optimizers, are noted at calls 1, 2, 4, … 64 of a call site and at every 64th. The numbers
+among the arguments of ops are noted if `check_values(numbers=True)` was called, while a rank watches: up to the 65th
+collective of a group, and from every 61st to the next one. At other times they cost nothing.
 
 Notes are read with call records (`call_log.py`); of groups that called no collective since, before collectives of other
 groups, in memory or from the store of the world (`remote_records.py`). Ranks compare only notes of the same call site
@@ -127,15 +127,29 @@ class ValueNotes:
 
     def note(self, x: Tensor, ranks: Ranks, what: str, explicit: bool = False, fix: str = "") -> Note | None:
         """Count one more call of this call site; its note if it is due."""
-        local_key = (what, ranks, *map(id, call_sites(1)))  # the note's own key takes longer to make
-        count = self._counts[local_key] = self._counts.get(local_key, 0) + 1
-        if count % CHECK_EVERY and (count > CHECK_EVERY or count.bit_count() != 1):
-            return None
-        if not _has_values(x, explicit):
+        count = self._count_if_due(what, ranks)
+        if not count or not _has_values(x, explicit):
             return None
         sites = call_sites(FRAMES)
         words = array("q", (_key(what, ranks, sites), count, 0, *_contents(x)))
         return Note(ranks, what, tuple(x.shape), x.dtype, sites[0] if sites else None, words, fix=fix)
+
+    def note_options(
+        self, options: Callable[[], Mapping[str, complex]], group: int, ranks: Ranks, what: str
+    ) -> Note | None:
+        """Count one more step of a parameter group at this call site; the note of its options if it is due."""
+        count = self._count_if_due(f"group {group}", ranks)
+        if not count:
+            return None
+        sites, numbers = call_sites(FRAMES), options()
+        words = array("q", (_key(f"group {group}", ranks, sites), count, 0, *_contents_of_numbers(numbers)))
+        return Note(ranks, what, (), torch.float64, sites[0] if sites else None, words, tuple(numbers), FIX_OPTIONS)
+
+    def _count_if_due(self, what: str, ranks: Ranks) -> int:
+        """The number of this call among those of its call site; 0 if it is not noted."""
+        local_key = (what, ranks, *map(id, call_sites(1)))  # the note's own key takes longer to make
+        count = self._counts[local_key] = self._counts.get(local_key, 0) + 1
+        return 0 if count % CHECK_EVERY and (count > CHECK_EVERY or count.bit_count() != 1) else count
 
     def keep(self, note: Note) -> None:
         """Keep a note for groups that have called no collective yet."""
@@ -296,6 +310,9 @@ def fix_of(note: Note) -> str:
 FIX_NUMBERS = (
     "pass the same number on all ranks. What differs between ranks belongs in local tensors: x.to_local(), then "
     "DTensor.from_local(y, mesh, placements)."
+)
+FIX_OPTIONS = (
+    "make the same optimizer with the same options on all ranks; a scheduler that looks at a loss needs the loss of all"
 )
 FIX_VALUES = (
     "if each rank has its own part, DTensor.from_local(x, mesh, [Shard(0)]); if one rank has the values for all, "

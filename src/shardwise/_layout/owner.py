@@ -1,6 +1,6 @@
 """Whose tensors have a layout object: every rank of every world has objects of its own, equal to those of others."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Self, TypeVar
 from weakref import WeakSet, WeakValueDictionary, ref
 
@@ -24,6 +24,7 @@ class _Layout(Protocol):
 
 
 L = TypeVar("L", bound=_Layout)
+S = TypeVar("S")
 
 
 class SizedCache(dict[object, Any]):
@@ -61,6 +62,7 @@ class Owner:
         self.world_size = world_size
         self.calls: dict[object, Any] = {}
         self.redistributions = SizedCache(1 << 26)
+        self._states: dict[object, Any] = {}
         self._layouts: WeakValueDictionary[object, Any] = WeakValueDictionary()
 
     def described(self, other: "Owner") -> str:
@@ -70,8 +72,20 @@ class Owner:
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
         return f"rank {self.rank} of another world, of {ranks}"
 
+    def state(self, make: Callable[[], S]) -> S:
+        """What the rank keeps of one kind, such as counts that ranks compare: `make()`, once in each world."""
+        found: S | None = self._states.get(make)
+        if found is None:
+            found = self._states[make] = make()
+        return found
+
     def forget(self) -> None:
-        """Forget how it runs calls, and with that its layouts."""
+        """End with the world: forget states and how it runs calls, and with that its layouts."""
+        self._states.clear()
+        self.forget_calls()
+
+    def forget_calls(self) -> None:
+        """Forget how it runs calls."""
         self.calls.clear()
         self.redistributions.clear()
 
@@ -107,4 +121,4 @@ _owners: WeakSet[Owner] = WeakSet()
 def forget_calls() -> None:
     """Let all owners forget how they run calls."""
     for owner in _owners:
-        owner.forget()
+        owner.forget_calls()

@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from shardwise import _collectives as collectives
-from shardwise._layout import Layout, Owner, Shard
+from shardwise._layout import Layout, Shard
 from shardwise._layout.placement import Chunks
 from shardwise._redistribute.buffers import Buffers, Lent
 from shardwise._redistribute.exchange import Shards, as_result, shards_of, total
@@ -182,9 +181,6 @@ def _message(parts: Sequence[Tensor], dtype: torch.dtype, lent: Lent) -> Tensor:
     return torch.cat(flat, out=lent.empty(sum(part.numel() for part in flat)))
 
 
-_buffers: WeakKeyDictionary[Owner, Buffers] = WeakKeyDictionary()
-
-
 def buffers_of_rank() -> Buffers:
     """Those of this rank; whoever sends messages clears them when it is done."""
-    return _buffers.setdefault(collectives.owner(), Buffers())
+    return collectives.owner().state(Buffers)

@@ -124,7 +124,7 @@ def is_user_file(file: str) -> bool:
 
 def _add_call_site(frame: FrameType) -> tuple[CallSite, CodeType]:
     code, line = frame.f_code, frame.f_lineno
-    digest = hashlib.blake2b(_expression(frame).encode(), digest_size=7).digest()
+    digest = hashlib.blake2b(expression_of(frame).encode(), digest_size=7).digest()
     if len(_call_sites) >= MAX_CALL_SITES:
         _call_sites.clear()
     site = CallSite(StackFrame(code.co_filename, line, code.co_name), int.from_bytes(digest)), code
@@ -132,7 +132,7 @@ def _add_call_site(frame: FrameType) -> tuple[CallSite, CodeType]:
     return site
 
 
-def _expression(frame: FrameType) -> str:
+def expression_of(frame: FrameType) -> str:
     """The text of the expression that `frame` is in, without spaces; file and line if there is no source."""
     code = frame.f_code
     first, last, start, end = next(islice(code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)

@@ -258,13 +258,13 @@ class _Seeded(Dataset[object]):
 
 @contextmanager
 def _random_numbers(seed: int) -> Iterator[None]:
-    """Those of `seed` in the block; the states of the generators are as before afterwards."""
+    """Those of `seed` on the CPU in the block; the states of the generators are as before afterwards."""
     of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - what samples may use
     try:
         with torch.random.fork_rng(devices=[]):
             random.seed(seed)
             np.random.seed(seed)  # noqa: NPY002
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             yield
     finally:
         random.setstate(of_python)

@@ -26,7 +26,25 @@ class Bags:
 
     _values: Tensor
     _weights: Tensor | None
-    _lengths: Tensor
+
+    @property
+    def _lengths(self) -> Tensor:
+        """The lengths, which were checked once, and from which others are derived.
+
+        Raises:
+            JaggedError: they were changed in place since then.
+        """
+        lengths, version = self._checked
+        if version != version_of(lengths):
+            raise JaggedError(
+                f"The lengths of this {type(self).__name__} were changed in place after it was made. "
+                f"Fix: make a new one: {type(self).__name__}(…, lengths=lengths)."
+            )
+        return lengths
+
+    @_lengths.setter
+    def _lengths(self, lengths: Tensor) -> None:
+        self._checked = lengths, version_of(lengths)
 
     def values(self) -> Tensor:
         """The values of all bags: [values, ...], or [ids] if there are keys."""
@@ -47,7 +65,7 @@ class Bags:
         return self._weights
 
     def lengths(self) -> Tensor:
-        """The length of each bag, by key if there are keys: [bags]."""
+        """The length of each bag, by key if there are keys: [bags]. They must not be changed in place."""
         return self._lengths
 
     def offsets(self) -> Tensor:
@@ -62,6 +80,11 @@ class Bags:
     def device(self) -> torch.device:
         """The device of the values."""
         return self._values.device
+
+
+def version_of(x: object) -> int:
+    """How often a tensor was changed in place; 0 if torch does not count that, or of what a pytree has in its place."""
+    return x._version if isinstance(x, Tensor) and not x.is_inference() else 0
 
 
 class _Nested(Protocol):
@@ -96,6 +119,9 @@ class JaggedTensor(Bags):
     ) -> None:
         self._lengths = checked_lengths("JaggedTensor", values, weights, lengths, offsets)
         self._values, self._weights = values, weights
+
+    def __reduce__(self) -> tuple[object, ...]:  # a copy counts its own versions
+        return from_parts, (self._values, self._weights, self._lengths)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "JaggedTensor":
         """The same bags on another device."""
@@ -243,6 +269,9 @@ class KeyedJaggedTensor(Bags):
                 f"whose sum is {bags}. Fix: the number of bags of each feature."
             )
         return list(strides)
+
+    def __reduce__(self) -> tuple[object, ...]:  # a copy counts its own versions
+        return self._from_parts, (self._keys, self._values, self._weights, self._lengths, self._strides)
 
     def keys(self) -> list[str]:
         """The features."""

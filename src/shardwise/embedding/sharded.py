@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import reduce
 from typing import NoReturn
 
@@ -13,6 +13,7 @@ from shardwise import _collectives as collectives
 from shardwise._collectives import DeviceMesh
 from shardwise._layout import Layout, Mesh, Placements, as_placements, checked
 from shardwise._tensor import DTensor
+from shardwise._tensor.dispatch.hooks import expect_equal_options
 from shardwise._tensor.module_sharding import named_parameters, refuse_hooks
 from shardwise._trace.capture_hooks import RunsInReplays, tracing_paused
 from shardwise.embedding.batch import NO_BATCH, Batch, IdRules, Verdict, features_of
@@ -45,7 +46,7 @@ from shardwise.embedding.exchange.requests import (
     request_weighted,
 )
 from shardwise.embedding.fused import FusedOptimizer, layout_of_rows
-from shardwise.embedding.jagged import JaggedFeatures, JaggedTensor
+from shardwise.embedding.jagged import JaggedFeatures, JaggedTensor, version_of
 from shardwise.embedding.kernels import Kernels, Stack, fastest_kernels
 from shardwise.embedding.keyed_tensor import KeyedTensor
 from shardwise.embedding.optimizers import RowOptimizer
@@ -146,7 +147,7 @@ class ReadyBatch:
 def versions_of(features: JaggedFeatures) -> Versions:
     """The versions of the ids, lengths and weights."""
     tensors = (features.values(), features.lengths(), features.weights_or_none())
-    return tuple((x, 0 if x.is_inference() else x._version) for x in tensors if x is not None)
+    return tuple((x, version_of(x)) for x in tensors if x is not None)
 
 
 # ---- collections ----------------------------------------------------------------------------------------------
@@ -178,6 +179,7 @@ class _Sharded(nn.Module, RunsInReplays):
                 for c, layout, source, group in zip(configs, layouts, sources, of_table, strict=True)
             ]
         )
+        self._compare_arguments(configs, optimizers, dtypes, weighted)
         device = torch.device(layouts[0].mesh.device_type)
         stacks = make_stacks(plan, collectives.rank(), device, kernels or fastest_kernels(device))
         self._kind, self._weighted = kind, weighted
@@ -200,6 +202,23 @@ class _Sharded(nn.Module, RunsInReplays):
         self._dtypes = [getattr(torch, plan.tables[t].dtype) for t in plan.table_of]  # of the table of each feature
         self.prefetched: ReadyBatch | None = None  # `prefetch` sets it, and
         self.to_start: list[PendingBatch] = []  # what is sent after the results of the next lookup
+
+    def _compare_arguments(
+        self,
+        configs: Sequence[EmbeddingConfig],
+        optimizers: Optimizers | None,
+        dtypes: MessageDtypes,
+        weighted: bool,
+    ) -> None:
+        """Raise a MismatchError if ranks make the collection of other tables, optimizers or messages."""
+        facts = {"messages": str(dtypes), "is_weighted": str(weighted)}
+        each: Sequence[RowOptimizer | None] = optimizers or [None] * len(configs)
+        for config, table, one in zip(configs, self._plan.tables, each, strict=True):
+            of_config = {field.name: str(getattr(config, field.name)) for field in fields(config)}
+            of_config |= {"init_fn": "", "placements": str(table.layout), "optimizer": str(one)}
+            facts |= {f"{config.name}.{name}": value for name, value in of_config.items()}
+        fix = "the same collection, plan, optimizer and dtypes on all ranks."
+        collectives.agree("what shard_embeddings gets", facts, self._plan.ranks, fix)
 
     def _set_configs(self, configs: Sequence[EmbeddingConfig]) -> None:
         self._configs, self._features = tuple(configs), features_of(configs)
@@ -450,6 +469,8 @@ class _Sharded(nn.Module, RunsInReplays):
             self._collected.append([(requests, grad.clone()) for requests, grad in gradients])  # of a buffer
             return
         optimizers = self.fused_optimizer.begin_step()
+        for group, (one, _) in enumerate(optimizers):
+            expect_equal_options(type(one), vars(one), group, self._plan.ranks)
         for stack, (requests, grad) in zip(self._engine.stacks, gradients, strict=True):
             optimizer, step = optimizers[stack.group]
             optimizer(stack, requests.rows, requests.offsets, grad, requests.weights, step)
@@ -613,6 +634,7 @@ def shard_embeddings(
     Raises:
         ConfigError: another dtype.
         PlanError: a plan or optimizers that do not fit the collection, or parameters with hooks, which would not run.
+        MismatchError: ranks pass other tables, placements, optimizers or dtypes.
     """
     dtypes = MessageDtypes(forward_dtype, backward_dtype)
     configs = (

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import _collectives as collectives
+from shardwise._collectives.value_notes import stable_digest
 from shardwise._tensor import DTensor
 from shardwise._tensor.handlers.attributes import replace_value
 from shardwise.embedding.configs import EmbeddingConfig
@@ -200,7 +201,7 @@ def seeded_rows(
         start = first // CHUNK * CHUNK
         chunk = torch.empty(min(CHUNK, shape[0] - start), *shape[1:], dtype=dtype)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(hash((seed, start)))
+            torch.default_generator.manual_seed(stable_digest((seed, start)))  # leaves those of accelerators
             initialize(chunk)
         return chunk[first - start : stop - start]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardwise._collectives import has_failed, init_processes, report_failure, shutdown
+from shardwise._collectives import begin_again, has_failed, init_processes, report_failure, shutdown
 from shardwise._trace.user_stack import StackFrame
 from shardwise.errors import summary
 from shardwise.testing.assertions import note_values
@@ -90,6 +90,7 @@ def serve(connection: Connection, rank: int, size: int, store: str, stacks: Sequ
             connection.send(answer)
             shutdown()  # ranks that wait for this one fail, and report that to the parent
         else:
+            begin_again()  # else the next run would be compared with this one
             connection.send_bytes(answer)
 
 

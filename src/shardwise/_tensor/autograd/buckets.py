@@ -18,7 +18,6 @@ from functools import lru_cache
 from itertools import count
 from math import prod
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -181,7 +180,7 @@ class _Group:
 
 @dataclass
 class _Rank:
-    """State of one rank; each simulated rank has its own."""
+    """State of one rank in one world."""
 
     options: BucketOptions = field(default_factory=BucketOptions)
     groups: dict[tuple[int, ...], _Group] = field(default_factory=dict)  # by the ranks of the mesh of a leaf
@@ -193,20 +192,13 @@ class _Rank:
         return self.groups[ranks]
 
 
-_ranks: "WeakKeyDictionary[Any, _Rank]" = WeakKeyDictionary()
-
-
 def _this_rank() -> _Rank:
-    transport = collectives.transport()
-    found = _ranks.get(transport)
-    if found is None:
-        found = _ranks[transport] = _Rank()
-    return found
+    return collectives.owner().state(_Rank)
 
 
 @checked
 def gradient_buckets(max_bytes: int = BucketOptions.max_bytes, *, overlap: bool | None = None) -> None:
-    """Set how gradients of replicated parameters are reduced from now on; the same on all ranks.
+    """Set how gradients of replicated parameters are reduced from now on in this world; the same on all ranks.
 
     Args:
         max_bytes: gradients share a collective up to this size; a larger one has its own.

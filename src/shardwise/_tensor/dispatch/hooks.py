@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise import _collectives as collectives
+from shardwise._collectives.value_notes import stable_digest
 from shardwise._layout import Mesh
 from shardwise._rules.row import Args, Handler, Kwargs, Op
 from shardwise._tensor.dispatch import dispatcher
@@ -120,6 +121,16 @@ def record_numbers(proceed: Handler, func: Op, args: Args, kwargs: Kwargs) -> An
 def expect_equal_numbers(numbers: Mapping[str, complex], mesh: Mesh, what: str) -> None:
     """Record numbers, by name, that all ranks of a mesh should pass to `what`."""
     collectives.expect_equal_numbers(numbers, tuple(sorted(mesh.ranks)), what)
+
+
+def expect_equal_options(kind: type, options: Mapping[str, object], group: int, ranks: tuple[int, ...]) -> None:
+    """Record the numbers among the options of a step of an optimizer of class `kind`, and the class."""
+
+    def numbers() -> dict[str, complex]:
+        digest = stable_digest(kind.__name__) % 1_000_000 / 1e6  # large values would hide small differences of others
+        return {"a digest of its class": digest, **dict(numbers_of(options))}
+
+    collectives.expect_equal_options(numbers, group, ranks, f"{kind.__name__}.step() of parameter group {group}")
 
 
 def numbers_of(arguments: Mapping[str, object]) -> Iterator[tuple[str, complex]]:

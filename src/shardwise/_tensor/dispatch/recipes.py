@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
+from shardwise._collectives.cost_tables import used_costs
 from shardwise._layout import REPLICATE, Layout, LayoutKey, Owner, dims_by_stride, remember, strides_in_order
 from shardwise._rules import RULES, Meta, OpRule, Row
 from shardwise._rules.registry import Shapes, no_rows
@@ -124,7 +125,7 @@ class RunnableRecipe(NamedTuple):
 
 
 _recipe_cache: dict[Any, RunnableRecipe] = {}
-# The rows that fit, and which are the cheapest, by the size classes of the operands: () if one row fits each axis.
+# The rows that fit, and which are the cheapest, by costs and size classes of operands: () if one row fits each axis.
 _row_cache: dict[Any, tuple[resolve.Candidates, dict[tuple[object, ...], tuple[Row, ...]]]] = {}
 
 
@@ -135,7 +136,7 @@ def forget_recipes() -> None:
 
 
 def find_recipe(key: tuple[Any, ...], func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> RunnableRecipe:
-    """The recipe of a call, whose `call_key` is `key`, by value.
+    """The recipe of a call, whose `call_key` is `key`, by value. It depends also on what collectives cost.
 
     Raises:
         NoRowError: no row fits.
@@ -143,7 +144,8 @@ def find_recipe(key: tuple[Any, ...], func: Op, rule: OpRule, args: Args, kwargs
     """
     if rule.rows is no_rows:  # calling it would cost more than running what the op is decomposed into
         raise resolve.NoRowError(f"{name_of(func)} is decomposed into other ops")
-    runnable = _recipe_cache.get(key)
+    cached = used_costs(), key
+    runnable = _recipe_cache.get(cached)
     if runnable is None:
         with (
             DisableTorchFunctionSubclass(),
@@ -152,7 +154,7 @@ def find_recipe(key: tuple[Any, ...], func: Op, rule: OpRule, args: Args, kwargs
         ):  # reading the dtype of a DTensor is not an op
             runnable = _resolved(func, rule, args, kwargs)
         if NO_KEY not in key:
-            remember(_recipe_cache, key, runnable)
+            remember(_recipe_cache, cached, runnable)
     return runnable
 
 
@@ -249,7 +251,7 @@ def _choice(
             remember(_row_cache, key, known)
     fitting, chosen = known
     settled = max(map(len, fitting), default=1) == 1
-    sizes = () if settled else tuple([resolve.size_class(x.shape) for x in layouts])
+    sizes = () if settled else (used_costs(), *[resolve.size_class(x.shape) for x in layouts])
     if sizes not in chosen:
         chosen[sizes] = resolve.cheapest(rule, fitting, operands, slotted, named)
     return chosen[sizes]

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 
@@ -34,7 +33,8 @@ class _Ledger:
     generators: "WeakSet[torch.Generator]" = field(default_factory=WeakSet)
 
 
-_ledgers: "WeakKeyDictionary[Any, dict[Ranks, _Ledger]]" = WeakKeyDictionary()
+class _Ledgers(dict[Ranks, _Ledger]):
+    """Those of a rank, by group."""
 
 
 @allow_in_graph
@@ -51,7 +51,7 @@ def draw_seed(mesh: Mesh, generator: torch.Generator | None = None) -> int:
     ranks = _members(mesh)
     if len(ranks) == 1 or collectives.rank() not in ranks:
         return seed
-    ledger = _ledgers.setdefault(collectives.transport(), {}).setdefault(ranks, _Ledger())
+    ledger = collectives.owner().state(_Ledgers).setdefault(ranks, _Ledger())
     ledger.draws += 1
     ledger.digest = (ledger.digest * 0x5851F42D4C957F2D + seed) & ((1 << 62) - 1)
     due = ledger.draws % CHECK_EVERY == 0 or (ledger.draws < CHECK_EVERY and ledger.draws.bit_count() == 1)
@@ -74,7 +74,7 @@ def _compare(ledger: _Ledger, ranks: Ranks) -> None:
             "them inside torch.random.fork_rng().",
         )
     except MismatchError:
-        _ledgers[collectives.transport()].pop(ranks)  # the next draw is compared at once
+        collectives.owner().state(_Ledgers).pop(ranks)  # the next draw is compared at once
         raise
 
 

@@ -13,11 +13,10 @@ from torch import Tensor, optim
 from torch._C import DisableTorchFunctionSubclass
 from torch.optim import Optimizer
 
-from shardwise._collectives import watches_numbers
 from shardwise._layout import Layout
 from shardwise._rules.row import Args, Kwargs
 from shardwise._tensor.dispatch import hooks
-from shardwise._tensor.dispatch.hooks import expect_equal_numbers, numbers_of
+from shardwise._tensor.dispatch.hooks import expect_equal_options
 from shardwise._tensor.dispatch.view_copies import LIVING, before_changes, invalidate
 from shardwise._tensor.dtensor import DTensor
 from shardwise._tensor.module_sharding import holds_replaced, refuse_replaced
@@ -108,8 +107,7 @@ def _step(optimizer: Optimizer) -> None:
 def step_on_locals(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Any:
     """A pre-hook of `Optimizer.step`; what it returns replaces the arguments of that step."""
     _check_options(optimizer)
-    if watches_numbers():
-        _note_options(optimizer)
+    _note_options(optimizer)
     if any(x is not None for x in (*args[1:], *kwargs.values())):  # a closure, which is the user's code
         return _checked_after_closure(optimizer, args, kwargs) if holds_replaced(_parameters(optimizer)) else None
     refuse_replaced(optimizer, _parameters(optimizer))
@@ -148,13 +146,12 @@ def _check_options(optimizer: Optimizer) -> None:
 
 
 def _note_options(optimizer: Optimizer) -> None:
-    """Note the numbers of a step, such as the learning rate, which may be computed from what ranks do not share."""
+    """Note the options of a step, such as the learning rate, which may be computed from what ranks do not share."""
     for i, group in enumerate(optimizer.param_groups):
         first = next((p for p in group["params"] if type(p) is DTensor), None)
         if first is not None:
-            options = {name: value for name, value in group.items() if name != "params"}
-            what = f"{type(optimizer).__name__}.step() of parameter group {i}"
-            expect_equal_numbers(dict(numbers_of(options)), first._layout.mesh, what)
+            options = {name: group[name] for name in optimizer.defaults if name in group}
+            expect_equal_options(type(optimizer), options, i, first._layout.mesh.sorted_ranks)
 
 
 def _has_dtensors(optimizer: Optimizer) -> bool:
