@@ -154,6 +154,21 @@ def test_forward_sees_what_users_set_on_parameters(as_dtensors: bool) -> None:
     assert_close(full(got), plain(x))
 
 
+@world(2)
+def test_a_parameter_of_one_element_has_the_gradient_of_one_process() -> None:
+    """The fix for one without dims. One rank has no shard of it."""
+
+    class Gated(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 3)
+            self.gate = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.gate
+
+    check_gradients(nn.Sequential(Gated(), nn.Linear(3, 2)), torch.randn(4, 4))
+
+
 @pytest.mark.parametrize("change", ["weight_norm", "prune", "del"])
 @world(2)
 def test_a_parameter_that_is_taken_away_is_refused_by_name(change: str) -> None:
