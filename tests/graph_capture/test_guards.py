@@ -92,7 +92,7 @@ def _seeds(x: Tensor) -> Tensor:
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "backward": (lambda x: (x * torch.ones(3, requires_grad=True)).sum().backward(), r"backward\(\) runs inside"),
     "a tensor from outside": (lambda x: x * OUTSIDE, "computed outside of it and requires grad"),
-    "a seed": (_seeds, r"torch.manual_seed\(\)"),
+    "a seed": (_seeds, "_seeds calls manual_seed"),
 }
 
 
