@@ -274,8 +274,8 @@ class Derived(nn.Linear):
 
     extra: Any = None
 
-    def __init__(self, *args: int) -> None:
-        super().__init__(*args)
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
         self.register_load_state_dict_post_hook(lambda module, _: module.derive())  # type: ignore[no-untyped-call]
         self.derive()
 
@@ -305,7 +305,7 @@ def test_a_module_loads_by_its_own_load_state_dict(name: str, way: str, tmp_path
     source, before, expected = kind(3, 5), kind(3, 5), kind(3, 5)
     source.load_state_dict(source.state_dict())
     if kind is Extra:
-        source.extra, before.extra = extra, {}
+        vars(source)["extra"], vars(before)["extra"] = extra, {}
     expected.load_state_dict(source.state_dict())
     if way == "load_safetensors":
         save_file(source.state_dict(), tmp_path / "model.safetensors")
@@ -334,7 +334,7 @@ def test_an_extra_state_that_would_be_another_one_is_refused(tmp_path: Path) -> 
 
 def test_what_a_module_saves_and_does_not_load_is_an_error(tmp_path: Path) -> None:
     module = nn.Linear(2, 2)
-    module.register_state_dict_post_hook(lambda module, state, *_: state.update(other=torch.ones(1)))  # type: ignore[no-untyped-call]
+    module.register_state_dict_post_hook(lambda module, state, *_: state.update(other=torch.ones(1)))
     save(tmp_path, state_of(module), step=1)
     assert "in load_state_dict of the module, failed: 'other' is in state_dict()" in failed(
         lambda: restore(tmp_path, module), size=1

@@ -327,7 +327,7 @@ READS: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any]
     "the environment": (lambda: None, lambda s: len(os.environ["USED"]), lambda s: os.environ.update(USED="longer")),
     "getenv": (lambda: os.getenv, lambda s: len(s("USED")), lambda s: os.environ.update(USED="longer")),
     "an optimizer": (
-        lambda: torch.optim.SGD([WEIGHT], lr=2.0),
+        lambda: torch.optim.SGD([torch.ones(1)], lr=2.0),
         lambda s: s.param_groups[0]["lr"],
         lambda s: s.param_groups[0].update(lr=3.0),
     ),
@@ -374,7 +374,7 @@ def test_what_installed_libraries_read_is_guarded(tmp_path: Path, monkeypatch: p
     monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
 
     def function(x: Tensor) -> Tensor:
-        import of_settings
+        import of_settings  # type: ignore[import-not-found] # the test writes it
 
         return x * cast(float, of_settings.scale())
 
@@ -588,7 +588,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a value written into a part": (_through_the_base, r"tolist\(\)"),
     "a deep copy": (lambda x: copy.deepcopy(x * 1) * 2, "copy.deepcopy"),
     "history of a tensor from outside": (lambda x: HISTORY.mul_(WEIGHT), "requires grad into a tensor from outside"),
-    "the state of a generator": (lambda x: torch.set_rng_state(torch.get_rng_state()) or F.dropout(x), "get_rng_state"),
+    "the state of a generator": (lambda x: F.dropout(x, float(torch.get_rng_state()[0] > 300)), "get_rng_state"),
     "a fork": (_on_a_fork, "fork_rng"),
     "the seed of a generator": (lambda x: x * torch.rand(3, generator=TORCH.manual_seed(3)), "manual_seed"),
     "a new generator": (lambda x: x * torch.rand(3, generator=torch.Generator()), "makes the generator"),

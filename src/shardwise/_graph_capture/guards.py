@@ -301,7 +301,7 @@ class ReachableState:
             case _:
                 self._visit_object(x)
 
-    def _visit_container(self, x: Any) -> None:
+    def _visit_container(self, x: Collection[Any]) -> None:
         if isinstance(x, dict | MappingProxyType):
             self._guard_elements("a dict", x, x.values)
             self._guard_elements("a key of a dict", x, x.keys)
@@ -317,14 +317,14 @@ class ReachableState:
         if hasattr(x, "__dict__"):  # of a class of its own
             self._visit_object(x)
 
-    def _visit_of_library(self, x: Any) -> None:
+    def _visit_of_library(self, x: object) -> None:
         """Objects that have their values elsewhere than in attributes."""
         kind = type(x)
         match x:
             case BuiltinMethodType():
                 self._visit(x.__self__)
             case os._Environ():
-                self._visit(x._data)
+                self._visit(vars(x)["_data"])  # decoded values are new at each read
             case attrgetter() | methodcaller():
                 self._names.update(chain.from_iterable(name.split(".") for name in x.__reduce__()[1]))
             case ContextVar() | ReferenceType():
@@ -482,7 +482,7 @@ def _names_in(code: CodeType) -> set[str]:
     return found
 
 
-def _contents_of(x: Any) -> Callable[[], list[object]]:
+def _contents_of(x: object) -> Callable[[], list[object]]:
     """Reads the elements of an array: the same object as long as they are the same."""
     last = b""
 

@@ -154,8 +154,8 @@ class CapturedCall:
 
 def _states() -> tuple[object, ...]:
     """What changes if Python code draws numbers or seeds generators; numbers of torch have ops."""
-    _, key, position, *_ = np.random.get_state()  # noqa: NPY002 - np.random.rand uses it
-    return torch.initial_seed(), random.getstate(), bytes(key), position
+    numpy = np.random.get_state(legacy=False)["state"]  # noqa: NPY002 - np.random.rand uses it
+    return torch.initial_seed(), random.getstate(), numpy["key"].tobytes(), numpy["pos"]
 
 
 def _detached(x: Tensor) -> Tensor:

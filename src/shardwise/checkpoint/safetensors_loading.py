@@ -80,9 +80,9 @@ def load_safetensors(
             return digest(names)
 
         require_same("Loading safetensors", names, on_all_ranks(what, choose))
-        found: list[_Found] = []
-        on_all_ranks(what, lambda: found.extend(_read(chosen[0])))
-    _fill(chosen[0], found)
+        read: list[_Found] = []
+        on_all_ranks(what, lambda: read.extend(_read(chosen[0])))
+    _fill(chosen[0], read)
     on_all_ranks(f"{what}, in load_state_dict of the module,", lambda: load_filled(module, chosen[0].state))
     return chosen[0].keys
 
