@@ -139,6 +139,8 @@ def _first_wrong(boxes: Sequence[Box], shape: tuple[int, ...]) -> tuple[int, ...
     of a box has +1, its neighbors along one dim -1, those along two dims +1, and so on. Less the full shape, every
     element is in none, so the signs at each corner add up to 0; the first one where they do not is wrong itself.
     """
+    if len(boxes) == 1 and boxes[0].sizes == shape:
+        return None
     dims = [dim for dim, size in enumerate(shape) if any(box.sizes[dim] != size for box in boxes)]
     if len(dims) > MOST_DIMS:
         raise LayoutError(

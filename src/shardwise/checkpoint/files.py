@@ -251,14 +251,15 @@ def verify_bytes(
             total = crc32(block, total)
             parts.add(block)
             on_block(len(block))
-        where = f" in bytes {first:,} to {last:,}" if len(expected) > 1 else ""
-        _check_crc(f"{file.name}: the data of {what!r} is damaged{where}", total, crc)
+        if total != crc:
+            raise _other_crc(file.name, what, (first, last) if len(expected) > 1 else None, total, crc)
     return array("I", parts.crcs)
 
 
-def _check_crc(text: str, found: int, expected: int) -> None:
-    if found != expected:
-        raise damaged(f"{text}: its crc32 is {found:08x}, expected {expected:08x}")
+def _other_crc(file: str, what: str, part: tuple[int, int] | None, found: int, expected: int) -> CheckpointError:
+    where = f" in bytes {part[0]:,} to {part[1]:,}" if part else ""
+    crcs = f"its crc32 is {found:08x}, expected {expected:08x}"
+    return damaged(f"{file}: the data of {what!r} is damaged{where}: {crcs}")
 
 
 class VerifiedData:
@@ -298,8 +299,9 @@ class VerifiedData:
     def _read_block(self, number: int, block: memoryview) -> None:
         first = number * self._length
         self._file.read_into(block, self._start + first)
-        where = f" in bytes {first:,} to {first + len(block):,}" if len(self._crcs) > 1 else ""
-        _check_crc(f"{self.name}: the data of {self._what!r} is damaged{where}", crc32(block), self._crcs[number])
+        if (found := crc32(block)) != self._crcs[number]:
+            part = (first, first + len(block)) if len(self._crcs) > 1 else None
+            raise _other_crc(self.name, self._what, part, found, self._crcs[number])
 
     def close(self) -> None:
         """Do nothing: the file is of whoever opened it."""

@@ -130,9 +130,8 @@ def new_memory(boxes: LocalBoxes) -> LocalBoxes:
 
 def fill(target: LocalBoxes, found: LocalBoxes) -> None:
     """Copy the elements of each box."""
-    with torch.no_grad():
-        for (_, view), (_, values) in zip(target.views, found.views, strict=True):
-            view.copy_(values)
+    for (_, view), (_, values) in zip(target.views, found.views, strict=True):
+        view.copy_(values)  # a view of detached memory
 
 
 def _not_storable(local: Tensor, layout: Layout) -> str | None:
