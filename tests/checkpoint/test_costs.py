@@ -1,4 +1,4 @@
-"""A rank reads the bytes that it needs, into the memory that it has."""
+"""A rank reads the bytes that it needs, once, into memory as large as they are."""
 
 import os
 import subprocess
@@ -27,6 +27,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (files, manifest):
         monkeypatch.setattr(module, "CRC_BYTES", 16)
     monkeypatch.setattr(files, "BLOCK_BYTES", 8)
+    monkeypatch.setattr(files, "PART_BYTES", 5)
 
 
 def save_rows(folder: Path, size: int) -> Path:
@@ -61,16 +62,16 @@ def test_long_chunks_have_several_checksums_and_are_loaded_in_every_layout(tmp_p
 
 @pytest.mark.usefixtures("small_blocks")
 def test_a_rank_reads_only_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice: to verify it, in blocks, and to copy it."""
+    """In blocks, which it verifies."""
     path = world(1).run(save_rows, tmp_path, 1)[0]
     count = counted_reads(monkeypatch)
     layout = Layout(Mesh((4,)), [Shard(0, sizes=(1, 0, 20, 2))], (ROWS, COLUMNS))
     world(4).run(load_rows, path, layout)
     header = 8 + int.from_bytes(next(path.glob("*.safetensors")).read_bytes()[:8], "little")
     assert 1 not in count
-    assert count[0] == header + 16 + 12
-    assert count[2] == header + 256 + 240  # rows 1 to 21 are bytes 12 to 252
-    assert count[3] == header + (276 - 240) + 24
+    assert count[0] == header + 16
+    assert count[2] == header + 256  # rows 1 to 21 are bytes 12 to 252
+    assert count[3] == header + 276 - 240
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -148,7 +149,7 @@ RANKS = """
             work(x)
             collectives.barrier(range(size))
             assert bool((plain(x) == 7).all())
-            return peak() - before
+            return peak() - before - (4 * rows * columns if "load" in what else 0)
 
         print(f"{what}: {max(world(size).run(body))}")
 

@@ -6,6 +6,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from contextlib import closing, suppress
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,7 +19,8 @@ from shardwise._layout import Layout, Mesh, Partial, Shard
 from shardwise.checkpoint import load, read_manifest, save
 from shardwise.checkpoint.files import check_header
 from shardwise.checkpoint.folder_store import FolderStore
-from shardwise.checkpoint.offline import verify
+from shardwise.checkpoint.local_files import LocalFile
+from shardwise.checkpoint.offline import reshard, verify
 from shardwise.errors import CheckpointError
 from shardwise.testing import world
 from tests.checkpoint.faults import Hostile
@@ -172,6 +174,50 @@ def test_what_is_not_a_regular_file_is_refused_at_once(saved: Path, name: str, r
     assert "is not a regular file" in text or "is a symbolic link" in text
 
 
+@pytest.mark.parametrize("rows_of_two", [True, False])
+def test_no_byte_is_used_that_was_not_verified(
+    saved: Path, rows_of_two: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that changes between two reads: each read of data in turn has one wrong byte."""
+    layout, read_into = ROWS_OF_TWO if rows_of_two else OTHER, LocalFile.read_into
+    left = [0]
+
+    def read(file: LocalFile, buffer: memoryview, offset: int) -> None:
+        read_into(file, buffer, offset)
+        if file.name.endswith(".safetensors"):
+            left[0] -= 1
+            buffer[-1] ^= left[0] == 0
+
+    monkeypatch.setattr(LocalFile, "read_into", read)
+
+    def of_two() -> str:
+        state = blank_state(layout)
+        try:
+            load(saved, state)
+        except CheckpointError as error:
+            assert_blank(state)
+            return str(error)
+        return ""
+
+    def offline() -> str:
+        try:
+            plan = {"sharded": Layout(Mesh((2,)), [Shard(1)], (5, 3))}
+            reshard(saved, tmp_path / "other", 2, plan, overwrite=True)
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    reads: tuple[Callable[[], str], ...] = (lambda: world(2).run(of_two)[0], offline)
+    for tried in reads:
+        for number in count(1):
+            left[0] = number
+            text = tried()
+            assert ("is damaged" in text) == (left[0] <= 0), number
+            if left[0] > 0:
+                break
+        assert number > 2
+
+
 def test_a_folder_without_a_checkpoint_says_what_is_wrong_with_what_there_is(saved: Path, tmp_path: Path) -> None:
     nothing = tmp_path / "nothing"
     assert refused_by_two(nothing) == (
@@ -195,7 +241,9 @@ def test_ranks_that_see_different_checkpoints_are_told_so(saved: Path, tmp_path:
         load(folder, {"sharded": blank(ROWS_OF_TWO)} if collectives.rank() == 0 else {"x": torch.zeros(1)}, subset=True)
 
     text = failed(body)
-    assert text.endswith("ranks see different manifests. Fix: use a folder that all ranks share")
+    assert (
+        "ranks see different manifests. Fix: load again, from the folder above if this was a step, which all ra" in text
+    )
 
 
 MISFITS: dict[str, tuple[dict[str, Any], list[str]]] = {

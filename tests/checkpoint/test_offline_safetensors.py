@@ -259,6 +259,7 @@ W = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     [
         (b"1234567", "has 7 bytes, too few for a safetensors file"),
         ((1 << 60).to_bytes(8, "little"), "its header would have 1,152,921,504,606,846,976 bytes"),
+        (((1 << 24) + 1).to_bytes(8, "little") + b" " * (1 << 25), "16,777,217 bytes, of 16,777,216 that are read"),
         (written(b"[" * 50_000), "its header is no header of safetensors"),
         (written([]), "its header is no header of safetensors"),
         (written({"w": [1]}), "its header is no header of safetensors"),

@@ -292,6 +292,33 @@ def test_what_is_no_metadata_is_refused(theirs: Path, tmp_path: Path) -> None:
     assert refused(folder, tmp_path / "run").startswith(f"{folder} has no .metadata. Fix: name the folder that was")
 
 
+TWICE = b"\x80\x02}q\x00)" + b"2\x86" * 60 + b"Ns."  # a dict, the key of which is (t, t), t = (u, u), …
+BY_MEMO = b"\x80\x02}" + b")q\x01" + b"h\x01h\x01\x86q\x01" * 60 + b"Ns."
+LISTS = b"\x80\x02]" + b"q\x01]h\x01ah\x01a" * 60 + b"."
+
+
+@pytest.mark.parametrize("pickled", [TWICE, BY_MEMO, LISTS], ids=["twice", "by memo", "lists"])
+@pytest.mark.parametrize("where", [".metadata", "a value"])
+def test_short_pickles_that_would_never_end_are_refused(
+    where: str, pickled: bytes, theirs: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(theirs, tmp_path / "dcp")
+    if where == ".metadata":
+        (folder / where).write_bytes(pickled)
+    else:
+        with zipfile.ZipFile(folder / "value.distcp", "w") as file:
+            file.writestr("archive/data.pkl", pickled)
+            file.writestr("archive/version", b"3")
+        change_metadata(
+            folder,
+            lambda m: vars(info_of(m, "step")).update(
+                relative_path="value.distcp", offset=0, length=(folder / "value.distcp").stat().st_size
+            ),
+        )
+    text = refused(folder, tmp_path / "run")
+    assert "have each other too often" in text or (pickled is LISTS and where == ".metadata")
+
+
 def test_any_damage_of_the_metadata_is_an_error_or_does_not_matter(theirs: Path, tmp_path: Path) -> None:
     folder, random = shutil.copytree(theirs, tmp_path / "dcp"), Random(0)
     sound, errors = (folder / ".metadata").read_bytes(), 0

@@ -19,14 +19,27 @@ from hypothesis import strategies as st
 from shardwise import _collectives as collectives
 from shardwise._layout import Layout, Mesh, Partial, Replicate, Shard
 from shardwise._tensor import tag
-from shardwise.checkpoint import Keep, files, latest, load, read_manifest, retention, save, save_async, stores
+from shardwise.checkpoint import (
+    Keep,
+    files,
+    latest,
+    load,
+    loading,
+    locations,
+    read_manifest,
+    retention,
+    save,
+    save_async,
+    stores,
+)
 from shardwise.checkpoint.files import DTYPES
 from shardwise.checkpoint.folder_store import FolderStore
+from shardwise.checkpoint.locations import store_at
 from shardwise.checkpoint.retention import Facts, facts_of
 from shardwise.checkpoint.stores import complete_manifest
 from shardwise.errors import CheckpointError, MismatchError, NotFiniteError, ShardwiseError
 from shardwise.testing import world
-from tests.checkpoint.faults import failing_at
+from tests.checkpoint.faults import WatchedStore, failing_at
 from tests.checkpoint.states import blank, content, distributed, failed, loaded_seed, save_seed, steps
 
 LAYOUT = Layout(Mesh((2,)), [Shard(0)], (3, 2))
@@ -449,3 +462,40 @@ def test_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.Monke
         save(tmp_path, {"x": torch.ones(1)}, step=step, keep=Keep(last=6))
         assert len(retention._known) <= 3
     assert steps(tmp_path) == [2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_reader_finds_a_checkpoint_whenever_another_job_saves(
+    scheme: str, keep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other job saves before one operation of the reader, each in turn; or before some in a row."""
+    folder = f"{scheme}{tmp_path}"
+    turns: set[int] = set()
+    done, step = [0], [1]
+
+    def saves(method: str, args: tuple[Any, ...]) -> None:
+        done[0] += 1
+        if done[0] in turns:
+            step[0] += 1
+            save(folder, {"x": torch.full((3,), float(step[0]))}, step=step[0], keep=keep)
+
+    for module in (locations, loading):
+        monkeypatch.setattr(module, "store_at", lambda place: WatchedStore(store_at(place), saves))
+    save(folder, {"x": torch.ones(3)}, step=1)
+    for first in count(1):
+        for length in (1, 6):
+            turns, done[0], before = {*range(first, first + length)}, 0, step[0]
+            assert latest(folder) is not None
+            done[0], state, found, text = 0, {"x": torch.zeros(3)}, 0, ""
+            try:
+                found = load(folder, state).step
+            except CheckpointError as error:
+                text = str(error)
+            assert state["x"].tolist() == [found] * 3
+            assert "Fix: load again" in text or before <= found <= step[0]
+        if first > done[0]:
+            break
+    assert first > 4
+    text = failed(lambda: load(f"{folder}/step-00000001", {"x": torch.zeros(3)}), size=1)
+    assert "Fix: load again, from the folder above" in text

@@ -17,8 +17,9 @@ from torch import Tensor
 from shardwise import _collectives as collectives
 from shardwise._layout import Layout, Mesh, Shard
 from shardwise._tensor import DTensor, plain
-from shardwise.checkpoint import latest, load, lock, save, save_async, saving, saving_async
+from shardwise.checkpoint import latest, load, lock, restore, save, save_async, saving, saving_async
 from shardwise.checkpoint.folder_store import FolderStore
+from shardwise.errors import CheckpointError, MismatchError
 from shardwise.testing import world
 from tests.checkpoint.faults import WatchedStore
 from tests.checkpoint.states import blank, content, distributed, failed, layouts
@@ -202,9 +203,44 @@ def test_a_failure_is_raised_by_the_next_call_on_all_ranks(
     text = failed(body, size=3)
     assert text == f"Saving step 2 to {tmp_path} failed:\n  rank {rank}: No space left on device: {file}. {SEE}"
     assert content(tmp_path) == before
-    on[0] = False
-    world(3).run(lambda: save_async(tmp_path, state_of_step(3, rows(3)), step=3).wait())
+
+    def goes_on() -> None:
+        on[0] = True
+        with pytest.raises(CheckpointError):
+            body()
+        collectives.barrier((0, 1, 2))
+        on[0] = False
+        save(tmp_path, state_of_step(3, rows(3)), step=3)  # the error was raised, once
+
+    world(3).run(goes_on)
     assert loaded(tmp_path) == 3
+
+
+@pytest.mark.parametrize(
+    "calls", [("save", "load", "save"), ("save_async", "save", "save"), ("save", "restore", "load")]
+)
+def test_ranks_that_make_different_calls_are_told_by_whom(calls: tuple[str, ...], tmp_path: Path) -> None:
+    world(3).run(lambda: save(tmp_path, state_of_step(1, rows(3)), step=1))
+
+    def body() -> None:
+        state = state_of_step(2, rows(3))
+        match calls[collectives.rank()]:
+            case "load":
+                load(tmp_path, state)
+            case "restore":
+                restore(tmp_path, torch.nn.Linear(2, 2))
+            case "save":
+                save(tmp_path, state, step=2)
+            case "save_async":
+                save_async(tmp_path, state, step=2).wait()
+
+    text = failed(body, MismatchError, size=3)
+    assert text.startswith("ranks make different calls:\n  rank 0")
+    assert "Fix: make the same call on every rank" in text
+    for call in calls:
+        assert (f"Loading {tmp_path}\n" if call in ("load", "restore") else f"Saving step 2 to {tmp_path}") in text
+    assert ("step 2 to" in text and ", by save_async\n" in text) == ("save_async" in calls)
+    assert loaded(tmp_path) == 1
 
 
 def test_a_copy_that_cannot_be_made_is_raised_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

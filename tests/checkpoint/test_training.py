@@ -2,22 +2,26 @@
 
 from collections import defaultdict
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.testing import assert_close
 
 from shardwise import _collectives as collectives
+from shardwise import shard_module
 from shardwise._layout import Layout, Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise._tensor import DTensor, plain
-from shardwise.checkpoint import read_manifest, restore, save, state_of
+from shardwise.checkpoint import load_safetensors, read_manifest, restore, save, state_of
 from shardwise.errors import CheckpointError
 from shardwise.testing import world
 from shardwise.testing.local_shards import local_tensor
-from tests.checkpoint.states import bits, dealt_out, distributed, failed, flip
+from tests.checkpoint.states import bits, dealt_out, distributed, failed, flip, full
 
 Place = Callable[[Tensor], Tensor]
 Make = Callable[[Any], Optimizer]
@@ -222,6 +226,105 @@ def test_a_restore_that_fails_leaves_module_and_optimizer_as_they_were(tmp_path:
             assert {id(x) for state in optimizer.state.values() for x in state.values()} == identities
 
     assert "is damaged: its crc32 is" in failed(body)
+
+
+class Extra(nn.Linear):
+    """Has a state of its own, of any kind and length."""
+
+    extra: Any = torch.zeros(2)
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+class Doubled(nn.Linear):
+    """Saves and loads under another name; its bias, as an alias."""
+
+    extra = None
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}doubled"] = self.weight.detach() * 2
+        destination[f"{prefix}bias"] = self.bias.detach()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        with torch.no_grad():
+            self.weight.copy_(state_dict[f"{prefix}doubled"] / 2)
+            self.bias.copy_(state_dict[f"{prefix}bias"])
+
+
+class Derived(nn.Linear):
+    """Completes itself when it was loaded."""
+
+    extra: Any = None
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.register_load_state_dict_post_hook(lambda module, _: module.derive())  # type: ignore[no-untyped-call]
+        self.derive()
+
+    def derive(self) -> None:
+        self.extra = float(full(self.weight).sum())
+
+
+OF_ITS_OWN: dict[str, tuple[type[nn.Linear], Any]] = {
+    "a tensor of another length": (Extra, torch.arange(5)),
+    "a number": (Extra, 7.5),
+    "a text": (Extra, "a"),
+    "a list": (Extra, [1, None]),
+    "nothing": (Extra, {}),
+    "a nested mapping": (Extra, {"a": {"b": torch.ones(3), "c": True}, "d": 1}),
+    "other names": (Doubled, None),
+    "a hook": (Derived, None),
+}
+
+
+@pytest.mark.parametrize("way", ["restore", "load_safetensors"])
+@pytest.mark.parametrize("name", OF_ITS_OWN)
+def test_a_module_loads_by_its_own_load_state_dict(name: str, way: str, tmp_path: Path) -> None:
+    kind, extra = OF_ITS_OWN[name]
+    if way == "load_safetensors" and not isinstance(extra, Tensor | None):
+        return
+    torch.manual_seed(0)
+    source, before, expected = kind(3, 5), kind(3, 5), kind(3, 5)
+    source.load_state_dict(source.state_dict())
+    if kind is Extra:
+        vars(source)["extra"], vars(before)["extra"] = extra, {}
+    expected.load_state_dict(source.state_dict())
+    if way == "load_safetensors":
+        save_file(source.state_dict(), tmp_path / "model.safetensors")
+    else:
+        save(tmp_path, state_of(source), step=1)
+
+    def body() -> None:
+        module = shard_module(deepcopy(before), {"weight": Shard(0, sizes=(0, 4, 1))})
+        load_safetensors(tmp_path, module) if way == "load_safetensors" else restore(tmp_path, module)
+        assert_close(full(module.weight), expected.weight.detach(), rtol=0, atol=0)
+        assert_close(full(module.bias), expected.bias.detach(), rtol=0, atol=0)
+        if isinstance(extra, Tensor | dict):
+            assert_close(module.extra, expected.extra)
+        elif kind is not Doubled:
+            assert module.extra == pytest.approx(expected.extra) if kind is Derived else module.extra == expected.extra
+
+    world(3).run(body)
+
+
+def test_an_extra_state_that_would_be_another_one_is_refused(tmp_path: Path) -> None:
+    module = Extra(2, 2)
+    module.extra = {"a": {"b.c": 1}}
+    with pytest.raises(CheckpointError, match=r"_extra_state.a: the key 'b.c' of an extra state has a dot. Fix: "):
+        state_of(module)
+
+
+def test_what_a_module_saves_and_does_not_load_is_an_error(tmp_path: Path) -> None:
+    module = nn.Linear(2, 2)
+    module.register_state_dict_post_hook(lambda module, state, *_: state.update(other=torch.ones(1)))
+    save(tmp_path, state_of(module), step=1)
+    assert "in load_state_dict of the module, failed: 'other' is in state_dict()" in failed(
+        lambda: restore(tmp_path, module), size=1
+    )
 
 
 def test_the_module_alone_can_be_saved_and_restored(tmp_path: Path) -> None:

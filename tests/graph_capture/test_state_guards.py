@@ -2,14 +2,23 @@
 
 import copy
 import functools
+import importlib
+import os
+import random
 import sys
 import warnings
+import weakref
+from collections import UserDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, field
+from operator import attrgetter
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, ClassVar, cast
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,6 +40,19 @@ SCALE = 2.0
 class Config:
     scale: float = 2.0
     parts: list[float] = field(default_factory=lambda: [2.0])
+
+
+class Derived(Config):
+    pass
+
+
+class Attributes(dict[str, float]):
+    scale = 2.0
+
+
+class Slotless:
+    def __init__(self) -> None:
+        self.first, self.other = 1.0, 1.0
 
 
 @dataclass(slots=True)
@@ -216,6 +238,7 @@ class Trainer:
 
 
 HALF = nn.Tanh()
+TABLE = {"a": 2.0}
 
 
 def twice(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -271,6 +294,95 @@ def test_what_a_cached_function_reaches_is_guarded() -> None:
     held[0] = 3.0
     scale.cache_clear()
     assert step(torch.ones(1)).item() == 3
+
+
+CONTEXT = ContextVar("CONTEXT", default=1.0)
+
+
+def of_name(holder: Any, name: str) -> float:
+    return float(getattr(holder, name))
+
+
+# What a function reads, how, and what changes it.
+READS: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any], object]]] = {
+    "getattr": (Config, lambda s: getattr(s, "scale", 0.0), lambda s: setattr(s, "scale", 3.0)),
+    "an absent name": (SimpleNamespace, lambda s: getattr(s, "scale", 1.0), lambda s: setattr(s, "scale", 3.0)),
+    "a name of another function": (Config, lambda s: of_name(s, "scale"), lambda s: setattr(s, "scale", 3.0)),
+    "vars": (Config, lambda s: vars(s)["scale"], lambda s: setattr(s, "scale", 3.0)),
+    "__dict__, no name": (Slotless, lambda s: sum(s.__dict__.values()), lambda s: setattr(s, "other", 3.0)),
+    "asdict": (Config, lambda s: sum(asdict(s)["parts"]), lambda s: s.parts.append(3.0)),
+    "a deque": (lambda: deque([2.0]), lambda s: s[0], lambda s: s.appendleft(3.0)),
+    "a mapping": (lambda: MappingProxyType(TABLE), lambda s: s["a"], lambda s: TABLE.update(a=3.0)),
+    "numpy": (lambda: np.ones(2), lambda s: float(s[1]), lambda s: s.__setitem__(1, 3.0)),
+    "bytes": (lambda: bytearray(2), lambda s: s[1], lambda s: s.__setitem__(1, 3)),
+    "a base class": (lambda: Derived, lambda s: s.scale, lambda s: setattr(Config, "scale", 3.0)),
+    "a class of dicts": (Attributes, lambda s: s.scale, lambda s: setattr(s, "scale", 3.0)),
+    "a mapping of Python": (lambda: UserDict(a=2.0), lambda s: s["a"], lambda s: s.update(a=3.0)),
+    "an attrgetter": (
+        lambda: (attrgetter("scale"), Config()),
+        lambda s: cast(float, s[0](s[1])),
+        lambda s: setattr(s[1], "scale", 3.0),
+    ),
+    "a method": (lambda: {"a": 2.0}.get, lambda s: s("a"), lambda s: s.__self__.update(a=3.0)),
+    "the environment": (lambda: None, lambda s: len(os.environ["USED"]), lambda s: os.environ.update(USED="longer")),
+    "getenv": (lambda: os.getenv, lambda s: len(s("USED")), lambda s: os.environ.update(USED="longer")),
+    "an optimizer": (
+        lambda: torch.optim.SGD([torch.ones(1)], lr=2.0),
+        lambda s: s.param_groups[0]["lr"],
+        lambda s: s.param_groups[0].update(lr=3.0),
+    ),
+    "a context variable": (lambda: CONTEXT, lambda s: s.get(), lambda s: s.set(3.0)),
+    "a weak reference": (lambda: weakref.ref(HALF), lambda s: s().factor, lambda s: setattr(HALF, "factor", 3.0)),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_a_function_reads_is_guarded_however_it_reads_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("USED", "short")
+    monkeypatch.setattr(HALF, "factor", 2.0, raising=False)
+    monkeypatch.setattr(Config, "scale", 2.0)
+    monkeypatch.setitem(TABLE, "a", 2.0)
+    make, read, change = READS[name]
+    state, x = make(), torch.ones(2)
+    step = sw.capture(lambda x: x * read(state))
+    for _ in range(2):
+        assert torch.equal(step(x), x * read(state))
+    before = read(state)
+    change(state)
+    assert read(state) != before
+    assert torch.equal(step(x), x * read(state))
+
+
+LIBRARY = """
+class Settings:
+    scale = 2.0
+
+settings = Settings()
+
+def scale():
+    return inner()
+
+def inner():
+    return settings.scale
+"""
+
+
+def test_what_installed_libraries_read_is_guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a function imports them."""
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages/of_settings.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
+
+    def function(x: Tensor) -> Tensor:
+        import of_settings  # type: ignore[import-not-found] # the test writes it
+
+        return x * cast(float, of_settings.scale())
+
+    step = sw.capture(function)
+    for scale in (2.0, 2.0, 3.0):
+        importlib.import_module("of_settings").settings.scale = scale
+        assert step(torch.ones(1)).item() == scale
+    del sys.modules["of_settings"]
 
 
 def test_a_call_without_grad_has_another_graph() -> None:
@@ -467,7 +579,14 @@ def _seeds(x: Tensor) -> Tensor:
     return x + torch.rand(3)
 
 
+def _on_a_fork(x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        return F.dropout(x)
+
+
 HISTORY = torch.ones(3)
+COUNT, LONG = iter(range(9)), np.ones(10**6)
+PYTHON, NUMPY, TORCH = random.Random(0), np.random.default_rng(0), torch.Generator()
 WEIGHT = nn.Parameter(torch.ones(3))
 OUTSIDE = WEIGHT * 2
 
@@ -476,10 +595,19 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a value written into a part": (_through_the_base, r"tolist\(\)"),
     "a deep copy": (lambda x: copy.deepcopy(x * 1) * 2, "copy.deepcopy"),
     "history of a tensor from outside": (lambda x: HISTORY.mul_(WEIGHT), "requires grad into a tensor from outside"),
+    "the state of a generator": (lambda x: F.dropout(x, float(torch.get_rng_state()[0] > 300)), "get_rng_state"),
+    "a fork": (_on_a_fork, "fork_rng"),
+    "the seed of a generator": (lambda x: x * torch.rand(3, generator=TORCH.manual_seed(3)), "manual_seed"),
+    "a new generator": (lambda x: x * torch.rand(3, generator=torch.Generator()), "makes the generator"),
+    "an iterator": (lambda x: x * next(COUNT), "reads a range_iterator"),
+    "numbers of Python": (lambda x: x * random.random(), "numbers of random"),
+    "numbers of a Random": (lambda x: x * PYTHON.random(), "reads a Random"),
+    "numbers of numpy": (lambda x: x * NUMPY.random(), "reads a Generator"),
+    "a long array": (lambda x: x * LONG[0], "ndarray of 8,000,000 bytes and float64"),
     "history of an argument": (lambda x: x.mul_(WEIGHT), "requires grad into a tensor from outside"),
     "backward": (lambda x: (x * torch.ones(3, requires_grad=True)).sum().backward(), r"backward\(\) runs inside"),
     "a tensor from outside": (lambda x: x * OUTSIDE, "computed outside of it and requires grad"),
-    "a seed": (_seeds, r"torch.manual_seed\(\)"),
+    "a seed": (_seeds, "_seeds calls manual_seed"),
 }
 
 

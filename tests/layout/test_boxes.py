@@ -142,6 +142,21 @@ def test_boxes_that_no_straight_cut_separates_are_compared() -> None:
     assert complaint(labelled([*rows, *PINWHEEL[:4]]), (6, 3)).startswith(f"{GAP}[1:2, 1:2]; the boxes around it are ")
 
 
+def test_a_stair_of_thousands_of_boxes_is_checked_as_fast_as_a_grid() -> None:
+    """Row i up to the diagonal, column j above it: no straight line separates them. Comparing all pairs takes hours."""
+    count = 50_000
+    boxes = [Box((i, 0), (1, i + 1)) for i in range(count)] + [Box((0, j), (j, 1)) for j in range(1, count)]
+    check_cover(labelled(boxes), (count, count))
+    longer = [*boxes[:7], Box((7, 0), (1, 9)), *boxes[8:]]
+    assert "(rank 7) and [0:8, 8:9] (rank 50007) share [7:8, 8:9]" in complaint(labelled(longer), (count, count))
+    assert "nobody holds [7:8, 0:8]" in complaint(labelled([*boxes[:7], *boxes[8:]]), (count, count))
+
+
+def test_boxes_that_are_divided_along_many_dims_are_refused() -> None:
+    halves = [Box((*(0,) * 10,), (1,) * 10), Box((1,) * 10, (1,) * 10)]
+    assert "Boxes are divided along 10 dims" in complaint(labelled(halves), (2,) * 10)
+
+
 def test_thousands_of_boxes_side_by_side_are_checked_along_any_dim() -> None:
     count = 4096
     rows = [Box((i, 0), (1, 3)) for i in range(count)]

@@ -6,7 +6,7 @@ from functools import update_wrapper
 from typing import Any
 
 from shardwise._graph_capture.graphs import Backend, Graphs
-from shardwise._graph_capture.guards import StateGuards, cache_key, must_run_eagerly
+from shardwise._graph_capture.guards import StateGuards, cache_key, calls_of_libraries, must_run_eagerly
 from shardwise._graph_capture.replay import CapturedCall
 from shardwise._graph_capture.structure import LEAVES, flatten, jagged_leaves
 from shardwise._graph_capture.tracer import OtherValueError, refusal
@@ -56,8 +56,10 @@ class Captured:
                     return result
         if sum(map(len, self._calls.values())) - sum(x.graphs is None for x in calls) >= self.limit:
             raise _too_many_kinds(self.limit, key, other)
-        call = CapturedCall(self.backend, guards.tensors)
-        result = call.trace(self.function, leaves, spec)
+        call = CapturedCall(self.backend, [*guards.tensors, *guards.generators])
+        with calls_of_libraries() as called:
+            result = call.trace(self.function, leaves, spec)
+        guards.add(called)
         calls[:] = [x for x in calls if x.graphs is not None or x.reads != call.reads]  # whose backward never ran
         calls.append(call)
         return result

@@ -2,22 +2,42 @@
 
 `cache_key` covers the arguments and the modes around the call, `StateGuards` the objects that the function reaches:
 closures, globals, attributes, and what is in those. Of an object only those attributes are guarded whose names some
-reachable function uses: a training loop may change anything else beside its model. Code of torch, numpy and the
-standard library is not looked into.
+reachable function uses, as a name or as a text (`getattr(x, "scale")`): a training loop may change anything else beside
+its model. A function that computes names has all attributes guarded. Code of torch, numpy and the standard library is
+not looked into; what of them a replay could not repeat is refused by its name.
 """
 
+import os
+import random
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from array import array
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import _lru_cache_wrapper, partial
 from itertools import chain
-from operator import attrgetter, call, is_, itemgetter
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from operator import attrgetter, call, is_, itemgetter, methodcaller
+from types import (
+    BuiltinMethodType,
+    CellType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, NamedTuple
+from weakref import ReferenceType
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass, _functorch
 from torch.nn.modules import module as all_modules
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
@@ -29,9 +49,19 @@ from shardwise._tensor.dtensor import DTensor
 from shardwise._trace import capture_hooks, comm_trace
 
 KNOWN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "shardwise"})  # whose code is not looked into
-OPAQUE = KNOWN - {"types", "argparse"}  # whose objects are not looked into; namespaces are
+OPAQUE = KNOWN - {"types", "argparse", "collections", "_thread"}  # whose objects are not looked into
+SEEDING = frozenset({
+    "manual_seed", "manual_seed_all", "seed_all", "fork_rng", "get_rng_state", "set_rng_state", "get_rng_state_all",
+    "set_rng_state_all", "set_state",
+})  # fmt: skip
+READ_ALL = frozenset({"__dict__", "vars", "asdict", "astuple", "attrgetter"})  # they read attributes without names
+ARRAYS = (np.ndarray, array, bytearray, memoryview)
+CONTAINERS = (list, tuple, set, frozenset, deque, dict, MappingProxyType, *ARRAYS)
 CALLED_NAMES = frozenset({"forward", "training"})  # that calling a module uses
 MAX_ELEMENTS = 10_000  # of a longer list or dict only the length is guarded
+MAX_BYTES = 1 << 20  # of a numpy array, which is compared at each call
+
+SEED = "seed generators, and save and restore their states, outside of the captured function"
 
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -104,6 +134,10 @@ def _comparable(x: object) -> object:
 # ---- the state that a function reaches ------------------------------------------------------------------------------
 
 
+Calls = dict[CodeType, dict[str, Any]]
+"""The code of functions, with their globals."""
+
+
 class Guard(NamedTuple):
     """Guards the values in one container.
 
@@ -139,11 +173,13 @@ class StateGuards:
 
     Attributes:
         tensors: the reachable tensors, parameters and buffers too.
+        generators: those of torch.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        found = ReachableState(function)
+        found = ReachableState(function, {})
         self._guards = found.guards
+        self._called: Calls = {}
         global_hooks = (
             all_modules._global_forward_hooks, all_modules._global_forward_pre_hooks,
             all_modules._global_backward_hooks, all_modules._global_backward_pre_hooks,
@@ -153,9 +189,16 @@ class StateGuards:
         owned = chain.from_iterable((m._parameters, m._buffers, m._modules, *_hooks_of(m)) for m in found.modules)
         self._empty = [x for x in owned if not x]
         self._modules, self._classes = found.modules, [type(m) for m in found.modules]
-        self.tensors = found.tensors
+        self.tensors, self.generators = found.tensors, found.generators
         self._facts = self._tensor_facts()
         self._flatten()
+
+    def add(self, called: Calls) -> None:
+        """Guard what functions of installed libraries read that a trace called."""
+        if new := {code: called[code] for code in called.keys() - self._called.keys()}:
+            self._called |= new
+            self._guards += ReachableState(None, new).guards
+            self._flatten()
 
     def _tensor_facts(self) -> list[Any]:
         with DisableTorchFunctionSubclass():
@@ -205,22 +248,32 @@ class ReachableState:
         guards: of the values in it.
         modules: the reachable modules.
         tensors: the reachable tensors, parameters and buffers too.
+        generators: the reachable ones of torch.
     """
 
-    def __init__(self, function: object) -> None:
-        self._names = set(CALLED_NAMES)
+    def __init__(self, function: object, called: Calls) -> None:
+        self._names = set(CALLED_NAMES).union(*map(_names_in, called))
         before = -1
         while before < len(self._names):  # a name found late may be an attribute of an object visited early
             before = len(self._names)
             self.guards: list[Guard] = []
             self.modules: list[nn.Module] = []
             self.tensors: list[Tensor] = []
+            self.generators: list[torch.Generator] = []
             self._seen: dict[int, Any] = {}
+            self._in_libraries = False
             self._visit(function)
+            self._in_libraries = True  # where an iterator may be anything, also of a callback of the interpreter
+            for code, globals_ in called.items():
+                self._visit_code(code, globals_)
         del self._seen
 
     def _visit(self, x: object) -> None:
         if isinstance(x, CONSTANTS) or id(x) in self._seen:
+            return
+        if isinstance(x, type):
+            self._visit_class(type(x), type)
+            self._visit_class(x, object)
             return
         self._seen[id(x)] = x
         match x:
@@ -236,14 +289,52 @@ class ReachableState:
                 self._visit_each((x.func, x.args, x.keywords))
             case property() | staticmethod() | classmethod():
                 self._visit(x.fget if isinstance(x, property) else x.__func__)
-            case list() | tuple() | set() | frozenset():
-                self._guard_elements(f"a {type(x).__name__}", x, x.__iter__)
-            case dict():
-                self._guard_elements("a dict", x, x.values)
-                self._guard_elements("a key of a dict", x, x.keys)
-            case type() | ModuleType():
+            case Collection() if isinstance(x, CONTAINERS):
+                self._visit_container(x)
+            case ModuleType():
                 if _package(x) not in KNOWN:
                     self._guard_names(x.__name__, vars(x), self._names.intersection(vars(x)))
+                elif x is os and not self._names.isdisjoint(("environ", "getenv")):
+                    self._visit(os.environ)
+            case _ if _package(type(x)) in KNOWN:
+                self._visit_of_library(x)
+            case _:
+                self._visit_object(x)
+
+    def _visit_container(self, x: Collection[Any]) -> None:
+        if isinstance(x, dict | MappingProxyType):
+            self._guard_elements("a dict", x, x.values)
+            self._guard_elements("a key of a dict", x, x.keys)
+        elif isinstance(x, ARRAYS):
+            array = np.asarray(x)
+            if array.nbytes <= MAX_BYTES and not array.dtype.hasobject:
+                self._guard(f"a {type(x).__name__}", (), _contents_of(x))
+            elif not self._in_libraries:
+                what = f"the function reads a {type(x).__name__} of {array.nbytes:,} bytes and {array.dtype}"
+                raise refusal(f"{what}: up to {MAX_BYTES:,} bytes of numbers are compared", "make it a tensor before")
+        else:
+            self._guard_elements(f"a {type(x).__name__}", x, x.__iter__)
+        if hasattr(x, "__dict__"):  # of a class of its own
+            self._visit_object(x)
+
+    def _visit_of_library(self, x: object) -> None:
+        """Objects that have their values elsewhere than in attributes."""
+        kind = type(x)
+        match x:
+            case BuiltinMethodType():
+                self._visit(x.__self__)
+            case os._Environ():
+                self._visit(vars(x)["_data"])  # decoded values are new at each read
+            case attrgetter() | methodcaller():
+                self._names.update(chain.from_iterable(name.split(".") for name in x.__reduce__()[1]))
+            case ContextVar() | ReferenceType():
+                self._guard(f"a {kind.__name__}", (), lambda: [x.get(None) if isinstance(x, ContextVar) else x()])
+            case torch.Generator():
+                self.generators.append(x)
+            case random.Random() | np.random.Generator() | np.random.RandomState() if not self._in_libraries:
+                raise refusal(f"the function reads a {kind.__name__}", "draw by torch, or pass what was drawn")
+            case Iterator() if kind.__module__ in ("builtins", "itertools") and not self._in_libraries:
+                raise refusal(f"the function reads a {kind.__name__}", "take what it gives outside, and pass that")
             case _:
                 self._visit_object(x)
 
@@ -261,23 +352,40 @@ class ReachableState:
     def _guard_names(self, name: str, own: Any, names: Iterable[str], grows: bool = True) -> None:
         """Some values of a dict. Unless it `grows` without harm, its length as well."""
         names = sorted(names)
-        if names:
+        if not names and not grows:
+            self._guard(name, own, tuple)
+        elif names:
             read = partial(itemgetter(*names, names[0]), own)  # the first twice: of one name it gives no tuple
             self._guard(f"{name}.{'/'.join(names)}", () if grows else own, read)
 
     def _visit_function(self, function: FunctionType) -> None:
+        name, globals_ = function.__qualname__, function.__globals__
+        if function is os.getenv:
+            self._visit(os.environ)
+        if function.__name__ in SEEDING:
+            raise refusal(f"the function calls {function.__name__}", SEED)
         if _package(function) in KNOWN:
             return
-        name, globals_ = function.__qualname__, function.__globals__
         if function.__closure__:
             self._guard(f"the closure of {name}", (), partial(_contents, function.__closure__))
         self._guard(f"the defaults of {name}", (), partial(attrgetter("__defaults__", "__kwdefaults__"), function))
         used = _names_in(function.__code__)
+        if seeding := SEEDING & used:
+            raise refusal(f"{name} calls {min(seeding)}", SEED)
         self._names |= used
-        found = {x for x in used if x in globals_}
-        if "site-packages" in function.__code__.co_filename:  # a library: only its constants
+        found = used.intersection(globals_)
+        if is_installed(function.__code__):  # what it reads is known when it has run
             found = {x for x in found if isinstance(globals_[x], CONSTANTS)}
+        else:
+            self._visit_each(sys.modules[x] for x in used & sys.modules.keys())  # which it may import
         self._guard_names(f"globals of {name}: ", globals_, found)
+
+    def _visit_code(self, code: CodeType, globals_: dict[str, Any]) -> None:
+        """What a function of an installed library reads that has run; those that it called have run as well."""
+        if seeding := SEEDING.intersection(code.co_names):
+            raise refusal(f"{code.co_qualname} calls {min(seeding)}", SEED)
+        found = {x for x in _names_in(code) & globals_.keys() if not isinstance(globals_[x], FunctionType | ModuleType)}
+        self._guard_names(f"globals of {code.co_qualname}: ", globals_, found)
 
     def _visit_module(self, module: nn.Module) -> None:
         self.modules.append(module)
@@ -299,11 +407,12 @@ class ReachableState:
             self._visit(x.function)
         if isinstance(x, _lru_cache_wrapper):
             self._visit(x.__wrapped__)
-        if _package(kind) in OPAQUE:
+        if _package(kind) in OPAQUE and not isinstance(x, Optimizer | LRScheduler):
             return
         own, name = getattr(x, "__dict__", {}), kind.__name__
         self._visit_class(kind, object)
-        self._guard_names(name, own, self._names.intersection(own), grows=False)
+        names = {*own} if _package(kind) == "collections" else self._read_of(own)  # UserDict and such
+        self._guard_names(name, own, names, grows=False)
         slots = [n for c in kind.__mro__ for n in getattr(c, "__slots__", ()) if n in self._names and hasattr(x, n)]
         if slots:
             self._guard(f"{name}.{'/'.join(slots)}", (), partial(attrgetter(*slots, slots[0]), x))
@@ -322,7 +431,37 @@ class ReachableState:
                         self._names |= _names_in(own[name].__code__)
                 continue
             special = {n for n, x in own.items() if n[:2] == "__" == n[-2:] and isinstance(x, FunctionType)}
-            self._guard_names(c.__name__, own, found | special - {"__init__"})
+            self._guard_names(c.__name__, own, self._read_of(own) | special - {"__init__"})
+
+    def _read_of(self, own: Mapping[str, Any]) -> set[str]:
+        """The attributes that are read, all of them if code reads some without their names."""
+        if self._names.isdisjoint(READ_ALL):
+            return self._names.intersection(own)
+        return {name for name in own if name[:2] != "__"}
+
+
+def is_installed(code: CodeType) -> bool:
+    """Whether it is of a library; there are too many functions in some to follow all that one may call."""
+    return "site-packages" in code.co_filename
+
+
+@contextmanager
+def calls_of_libraries() -> Iterator[Calls]:
+    """The functions of installed libraries that this thread calls inside."""
+    found: Calls = {}
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if event == "call" and is_installed(code) and package not in KNOWN:
+            found[code] = frame.f_globals
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield found
+    finally:
+        sys.setprofile(before)
 
 
 def _hooks_of(module: nn.Module) -> tuple[dict[Any, Any], ...]:
@@ -332,12 +471,29 @@ def _hooks_of(module: nn.Module) -> tuple[dict[Any, Any], ...]:
 
 
 def _names_in(code: CodeType) -> set[str]:
-    """The names that a function uses, and functions inside it."""
+    """The names that a function uses, and functions inside it; and its texts, which may be names for `getattr`."""
     found = set(code.co_names)
     for x in code.co_consts:
         if isinstance(x, CodeType):
             found |= _names_in(x)
+        elif isinstance(x, str | tuple | frozenset):
+            texts = [x] if isinstance(x, str) else x
+            found.update(text for text in texts if isinstance(text, str) and text.isidentifier())
     return found
+
+
+def _contents_of(x: object) -> Callable[[], list[object]]:
+    """Reads the elements of an array: the same object as long as they are the same."""
+    last = b""
+
+    def read() -> list[object]:
+        nonlocal last
+        array = np.asarray(x)
+        now = f"{array.dtype} {array.shape} ".encode() + array.tobytes()
+        last = last if now == last else now
+        return [last]
+
+    return read
 
 
 def _package(x: Any) -> str:

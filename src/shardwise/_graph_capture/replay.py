@@ -1,9 +1,11 @@
 """Captured calls inside autograd: traced the first time, replayed by their graphs from then on."""
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 from torch._C import DisableTorchFunctionSubclass
@@ -40,7 +42,7 @@ class Output:
 class CapturedCall:
     """One kind of call. `graphs` is None until its backward, if it has one, is traced as well."""
 
-    def __init__(self, backend: Backend | None, reachable: Sequence[Tensor] = ()) -> None:
+    def __init__(self, backend: Backend | None, reachable: Sequence[object] = ()) -> None:
         self.tracer = Tracer(reachable)
         self.graphs: Graphs | None = None
         self.backend = backend
@@ -59,7 +61,7 @@ class CapturedCall:
         inner = [_detached(x) if isinstance(x, Tensor) else x for x in leaves]
         inputs = [x for x in inner if isinstance(x, Tensor)]
         self.num_arguments = len(arguments)
-        seed = torch.initial_seed()
+        before = _states()
         torch.clear_autocast_cache()  # of casts made before
         jagged = () if spec is None else jagged_leaves(spec)
         with tracer.tracing():
@@ -68,8 +70,8 @@ class CapturedCall:
                     tracer.add_input(x, varies=i in jagged and type(x) is not DTensor)
             args, kwargs = (inner, {}) if spec is None else unflatten(inner, spec)
             result = function(*args, **kwargs)
-            if torch.initial_seed() != seed and not collectives.is_simulated():  # simulated ranks share a generator
-                tracer.refuse("torch.manual_seed()")
+            if _states() != before and not collectives.is_simulated():  # simulated ranks share generators
+                tracer.refuse("torch.manual_seed(), or numbers of random or numpy.random")
         torch.clear_autocast_cache()
         tracer.check_inputs()
         flat, self.spec = flatten(result)
@@ -148,6 +150,12 @@ class CapturedCall:
         tensors = iter(found)
         flat = [out.rebuild(next(tensors) if out.is_tensor else None, arguments) for out in self.outputs]
         return unflatten(flat, self.spec)
+
+
+def _states() -> tuple[object, ...]:
+    """What changes if Python code draws numbers or seeds generators; numbers of torch have ops."""
+    numpy = np.random.get_state(legacy=False)["state"]  # noqa: NPY002 - np.random.rand uses it
+    return torch.initial_seed(), random.getstate(), numpy["key"].tobytes(), numpy["pos"]
 
 
 def _detached(x: Tensor) -> Tensor:

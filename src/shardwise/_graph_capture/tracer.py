@@ -151,9 +151,10 @@ class Tracer:
         reads: the values that Python read, in order. Ops without side effects compute them from the inputs.
     """
 
-    def __init__(self, reachable: Sequence[Tensor] = ()) -> None:
+    def __init__(self, reachable: Sequence[object] = ()) -> None:
         self.graph = fx.Graph()
-        self._reachable = {id(x) for x in reachable}  # never taken for an alias of an argument, even in the same memory
+        # Tensors are never taken for an alias of an argument, even in the same memory; generators are not new ones.
+        self._reachable = {id(x) for x in reachable}
         self.inputs: dict[fx.Node, Tensor] = {}
         self.reads: list[ValueRead] = []
         self.in_backward = False
@@ -260,6 +261,7 @@ class Tracer:
         nodes = [self.node_of(x) for x in tensors]
         reads = _reads_values(func, args) and not all(map(self._is_constant, tensors))
         self._check(func, args, kwargs)
+        self._check_generators(args, kwargs)
         if func in ALIASES:
             out = func(*args, **kwargs)
             self._nodes[out] = nodes[0]
@@ -352,6 +354,11 @@ class Tracer:
         if self.in_backward and _draws(func, args, kwargs):
             self.refuse(f"{name} in backward, whose numbers a replay would not repeat")
 
+    def _check_generators(self, args: Args, kwargs: Kwargs) -> None:
+        for x in pytree.tree_leaves((args, kwargs)):
+            if isinstance(x, torch.Generator) and id(x) not in self._reachable and x is not torch.default_generator:
+                raise refusal("the function makes the generator of an op", "make it outside of the captured function")
+
     def check_size_read(self, name: str, x: object) -> None:
         """Guard the first size of a tensor if that varies and Python may be about to read it."""
         if not self.paused and name not in SAME_FOR_ALL_SIZES:
@@ -379,6 +386,7 @@ class Tracer:
     def call_opaque(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         if self.paused:
             return function(*args, **kwargs)
+        self._check_generators(args, kwargs)
         call, operands = _bind_constants(function, args, kwargs)
         self._guard_sizes(operands, function.__name__)
         operands = [(x.node, int(x)) if isinstance(x, GraphInt) else x for x in operands]

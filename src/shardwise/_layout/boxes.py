@@ -2,7 +2,9 @@
 
 from array import array
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain, product, repeat
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -104,24 +106,58 @@ class BoxIndex:
 Labelled = tuple[object, Box]  # where the box is, as `str` says in errors, and the box
 
 
+MOST_DIMS = 8  # along which boxes are divided: each has 2^8 corners there
+
+
 def check_cover(labelled: Sequence[Labelled], shape: tuple[int, ...]) -> None:
     """Raise LayoutError, naming two boxes, unless the boxes cover `shape` exactly once.
 
-    Empty boxes are allowed anywhere inside the shape. Cost: a few sorts where boundaries through the full tensor,
-    then through its parts, and so on, separate all boxes, as in every grid. A sweep compares what they leave together.
+    Empty boxes are allowed anywhere inside the shape. Cost: two dict operations for each box, four if they are divided
+    along two dims, and so on.
     """
     for where, box in labelled:
         _check_inside(where, box, shape)
     full = [(where, box) for where, box in labelled if box.numel]
-    clash = _overlap(full)
-    if clash is not None:
-        (where_a, a), (where_b, b) = clash
+    element = _first_wrong([box for _, box in full], shape)
+    if element is None:
+        return
+    one = Box(element, (1,) * len(shape))
+    holding = [(where, box) for where, box in full if box.intersect(one) is not None]
+    if not holding:
+        raise LayoutError(_describe_gap(full, one, shape))
+    (where_a, a), (where_b, b) = holding[:2]
+    raise LayoutError(
+        f"Boxes overlap: {a} ({where_a}) and {b} ({where_b}) share {a.intersect(b)}. "
+        f"Fix: move or shrink one of them; each element is in exactly one box."
+    )
+
+
+def _first_wrong(boxes: Sequence[Box], shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The first element that is not in exactly one box; None if there is none.
+
+    How many boxes an element is in is the sum of the signs of all corners that are nowhere behind it: the first corner
+    of a box has +1, its neighbors along one dim -1, those along two dims +1, and so on. Less the full shape, every
+    element is in none, so the signs at each corner add up to 0; the first one where they do not is wrong itself.
+    """
+    if len(boxes) == 1 and boxes[0].sizes == shape:
+        return None
+    dims = [dim for dim, size in enumerate(shape) if any(box.sizes[dim] != size for box in boxes)]
+    if len(dims) > MOST_DIMS:
         raise LayoutError(
-            f"Boxes overlap: {a} ({where_a}) and {b} ({where_b}) share {a.intersect(b)}. "
-            f"Fix: move or shrink one of them; each element is in exactly one box."
+            f"Boxes are divided along {len(dims)} dims of shape {shape}, {MOST_DIMS} at most. "
+            f"Fix: divide them along fewer."
         )
-    if sum(box.numel for _, box in full) != prod(shape):
-        raise LayoutError(_describe_gap(full, shape))
+    signs = [prod(ends) for ends in product((1, -1), repeat=len(dims))]
+    total = Counter[tuple[int, ...]]()
+    outer = Box((0,) * len(shape), shape)
+    for box, sign in chain([(outer, -1)], zip(boxes, repeat(1))):
+        ends = [(box.offsets[dim], box.offsets[dim] + box.sizes[dim]) for dim in dims]
+        for corner, one in zip(product(*ends), signs, strict=True):
+            total[corner] += one * sign
+    first = min((corner for corner, sign in total.items() if sign), default=None)
+    if first is None or not outer.numel:
+        return None
+    return tuple(first[dims.index(dim)] if dim in dims else 0 for dim in range(len(shape)))
 
 
 def _check_inside(where: object, box: Box, shape: tuple[int, ...]) -> None:
@@ -139,54 +175,14 @@ def _check_inside(where: object, box: Box, shape: tuple[int, ...]) -> None:
             )
 
 
-def _overlap(full: Sequence[Labelled]) -> tuple[Labelled, Labelled] | None:
-    groups = [full]
-    while groups:
-        group = groups.pop()
-        if len(group) < 2:
-            continue
-        parts = _parts(group)
-        if len(parts) > 1:
-            groups += reversed(parts)
-        elif (clash := _overlap_by_sweep(group)) is not None:
-            return clash
-    return None
-
-
-def _parts(group: Sequence[Labelled]) -> list[Sequence[Labelled]]:
-    """The parts between all boundaries along the first dim that has some which cross no box; else one part."""
-    for dim in range(len(group[0][1].sizes)):
-        order = sorted(group, key=lambda item: item[1].offsets[dim])
-        first = order[0][1]
-        starts, end = [0], first.offsets[dim] + first.sizes[dim]
-        for number, (_, box) in enumerate(order):
-            offset = box.offsets[dim]
-            if offset >= end and number:
-                starts.append(number)
-            end = max(end, offset + box.sizes[dim])
-        if len(starts) > 1:
-            return [order[i:j] for i, j in zip(starts, [*starts[1:], len(order)], strict=True)]
-    return [group]
-
-
-def _overlap_by_sweep(full: Sequence[Labelled]) -> tuple[Labelled, Labelled] | None:
-    ndim = len(full[0][1].sizes)
-    if not ndim:  # every box is the one element
-        return full[0], full[1]
-    dim = max(range(ndim), key=lambda dim: len({box.offsets[dim] for _, box in full}))
-    live: list[Labelled] = []
-    for item in sorted(full, key=lambda item: (item[1].offsets[dim], item[1].offsets)):
-        start = item[1].offsets[dim]
-        live = [other for other in live if other[1].offsets[dim] + other[1].sizes[dim] > start]
-        for other in live:
-            if other[1].intersect(item[1]) is not None:
-                return other, item
-        live.append(item)
-    return None
-
-
-def _describe_gap(full: Sequence[Labelled], shape: tuple[int, ...]) -> str:
-    gap = _first_gap(full, shape)
+def _describe_gap(full: Sequence[Labelled], first: Box, shape: tuple[int, ...]) -> str:
+    """The text for the gap that begins with the element `first`."""
+    gap = first
+    for dim in reversed(range(len(shape))):
+        start = first.offsets[dim]
+        room = gap.along(dim, start, shape[dim] - start)
+        end = min((box.offsets[dim] for _, box in full if box.intersect(room) is not None), default=shape[dim])
+        gap = gap.along(dim, start, end - start)
     order = sorted(full, key=lambda item: item[1].offsets)
     split = bisect_right([box.offsets for _, box in order], gap.offsets)
     near = [f"{box} ({where})" for where, box in order[max(0, split - 1) : split + 1]]
@@ -194,25 +190,3 @@ def _describe_gap(full: Sequence[Labelled], shape: tuple[int, ...]) -> str:
         f"Boxes leave a gap: nobody holds {gap}; the boxes around it are {' and '.join(near) or 'none'}. "
         f"Fix: add a box there, or enlarge one of these."
     )
-
-
-def _first_gap(full: Sequence[Labelled], shape: tuple[int, ...]) -> Box:
-    """The first uncovered box of `shape`."""
-    left = [Box((0,) * len(shape), shape)]
-    for _, box in sorted(full, key=lambda item: item[1].offsets):
-        left = [gap for rest in left for gap in _without(rest, box)]
-    return min(left)
-
-
-def _without(outer: Box, hole: Box) -> list[Box]:
-    """Boxes that cover `outer` without `hole`: along each dim in turn, what is before and after the hole."""
-    common = outer.intersect(hole)
-    if common is None:
-        return [outer]
-    boxes = []
-    for dim, (start, size) in enumerate(zip(*common, strict=True)):
-        for first, last in ((outer.offsets[dim], start), (start + size, outer.offsets[dim] + outer.sizes[dim])):
-            if first < last:
-                boxes.append(outer.along(dim, first, last - first))
-        outer = outer.along(dim, start, size)
-    return boxes

@@ -26,6 +26,7 @@ def on_all_ranks(what: str, work: Callable[[], T]) -> list[T]:
 
     Raises:
         CheckpointError: the work failed somewhere; the same text on every rank says where and why.
+        MismatchError: ranks do other work, as where one loads and the others save.
     """
     cause: Exception | None = None
     said: dict[str, Any]
@@ -33,7 +34,13 @@ def on_all_ranks(what: str, work: Callable[[], T]) -> list[T]:
         said = {"done": work()}
     except Exception as error:  # noqa: BLE001 - whatever it is, the peers must learn of it and not wait
         cause, said = error, {"failed": text_of(error)}
-    answers = collectives.gather_json({"what": what} | said, all_ranks())
+    about: dict[str, Any] = {"what": what, "work": getattr(work, "__qualname__", "")}
+    answers = collectives.gather_json(about | said, all_ranks())
+    if len({answer["work"] for answer in answers}) > 1:
+        is_same = len({answer["what"] for answer in answers}) == 1
+        by = {rank: f", by {x['work'].partition('.')[0]}" * is_same for rank, x in enumerate(answers)}
+        calls = _by_rank({rank: f"{answers[rank]['what']}{by[rank]}" for rank in by}, len(answers))
+        raise MismatchError(f"ranks make different calls{calls}\n  Fix: make the same call on every rank.") from cause
     failed = {rank: str(answer["failed"]) for rank, answer in enumerate(answers) if "failed" in answer}
     if failed:
         raise CheckpointError(f"{answers[0]['what']} failed{_by_rank(failed, len(answers))}") from cause

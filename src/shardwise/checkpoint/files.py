@@ -6,6 +6,7 @@ not a signal, and a full disk is reported as one.
 """
 
 import json
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -26,6 +27,7 @@ except ImportError:
 
 BLOCK_BYTES = 1 << 22  # how much is copied, summed, read or written at a time
 CRC_BYTES = 1 << 22  # of a longer chunk, how much each crc32 is of
+PART_BYTES = 1 << 16  # of data that is read in parts again and again, how much each crc32 is of
 HEADER_LIMIT = 100_000_000  # of the format; longer ones are refused by its readers
 METADATA_KEY = "__metadata__"  # of the format; no tensor can have this name
 
@@ -105,27 +107,31 @@ def file_layout(
 
 
 class Checksum:
-    """The crc32s of the bytes of a tensor in row-major order, and whether its values are finite; block by block."""
+    """The crc32s of the bytes of a tensor in row-major order, and whether its values are finite; block by block.
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    Args:
+        length: the bytes that each crc32 is of; None is CRC_BYTES.
+    """
+
+    def __init__(self, dtype: torch.dtype, length: int | None = None) -> None:
         self.finite = True
-        self._dtype = dtype
+        self._dtype, self._length = dtype, length or CRC_BYTES
         self._complete: list[int] = []
         self._latest, self._num_bytes = 0, 0
 
     def add(self, block: memoryview) -> None:
         self.finite = self.finite and _is_finite(block, self._dtype)
         while len(block):
-            if self._num_bytes == CRC_BYTES:
+            if self._num_bytes == self._length:
                 self._complete.append(self._latest)
                 self._latest, self._num_bytes = 0, 0
-            part, block = block[: (room := CRC_BYTES - self._num_bytes)], block[room:]
+            part, block = block[: (room := self._length - self._num_bytes)], block[room:]
             self._latest = crc32(part, self._latest)
             self._num_bytes += len(part)
 
     @property
     def crcs(self) -> tuple[int, ...]:
-        """The crc32 of each CRC_BYTES."""
+        """The crc32 of each `length` bytes."""
         return (*self._complete, self._latest)
 
 
@@ -225,43 +231,88 @@ def verify_bytes(
     expected: Sequence[int],
     what: str,
     on_block: Callable[[int], object] = lambda num_bytes: None,
-    spans: Sequence[tuple[int, int]] | None = None,
-) -> None:
-    """Raise CheckpointError unless these bytes of `file`, the data of `what`, have the crc32s that are expected.
+) -> Sequence[int]:
+    """The crc32 of each PART_BYTES of these bytes of `file`, the data of `what`.
 
     Args:
-        expected: of all bytes, or of each CRC_BYTES of them.
+        expected: the crc32 of all bytes, or of each CRC_BYTES of them.
         on_block: gets the number of bytes of each block, when it is read.
-        spans: first and last + 1 of the bytes that are needed, from `start`; None is all.
+
+    Raises:
+        CheckpointError: they have other crc32s than are expected.
     """
     length = num_bytes if len(expected) == 1 else CRC_BYTES
-    buffer = bytearray(min(num_bytes, BLOCK_BYTES))
+    buffer, parts = bytearray(min(num_bytes, BLOCK_BYTES)), Checksum(torch.uint8, PART_BYTES)
     for number, crc in enumerate(expected):
-        first, last = number * length, min(num_bytes, (number + 1) * length)
-        if spans is not None and not any(begin < last and first < end for begin, end in spans):
-            continue
-        total = 0
+        first, last, total = number * length, min(num_bytes, (number + 1) * length), 0
         for at in range(first, last, BLOCK_BYTES):
             block = memoryview(buffer)[: last - at]
             file.read_into(block, start + at)
             total = crc32(block, total)
+            parts.add(block)
             on_block(len(block))
         if total != crc:
-            where = f" in bytes {first:,} to {last:,}" if len(expected) > 1 else ""
-            raise damaged(
-                f"{file.name}: the data of {what!r} is damaged{where}: its crc32 is {total:08x}, expected {crc:08x}"
-            )
+            raise _other_crc(file.name, what, (first, last) if len(expected) > 1 else None, total, crc)
+    return array("I", parts.crcs)
 
 
-def span(chunk: Box, box: Box, itemsize: int) -> tuple[int, int]:
-    """First and last + 1 of the bytes of `chunk` that the common part with `box` needs: those of all rows of it."""
-    common = chunk.intersect(box)
-    assert common is not None, f"{chunk} and {box} share nothing"
-    if not chunk.sizes:
-        return 0, itemsize
-    row_bytes = itemsize * prod(chunk.sizes[1:])
-    rows = common.relative_to(chunk)[0]
-    return rows.start * row_bytes, rows.stop * row_bytes
+def _other_crc(file: str, what: str, part: tuple[int, int] | None, found: int, expected: int) -> CheckpointError:
+    where = f" in bytes {part[0]:,} to {part[1]:,}" if part else ""
+    crcs = f"its crc32 is {found:08x}, expected {expected:08x}"
+    return damaged(f"{file}: the data of {what!r} is damaged{where}: {crcs}")
+
+
+class VerifiedData:
+    """The data of one tensor in a file, as a `StoredFile`: what is read is what the crc32s were compared with.
+
+    A file may change after it was verified, so bytes are compared in the memory where they are used.
+
+    Args:
+        start: the byte of `file` where the data begins.
+        crcs: the crc32 of each `length` bytes.
+        what: the tensor, for errors.
+    """
+
+    def __init__(
+        self, file: StoredFile, start: int, num_bytes: int, crcs: Sequence[int], length: int, what: str
+    ) -> None:
+        self.name, self.size = file.name, num_bytes
+        self._file, self._start, self._crcs, self._length, self._what = file, start, crcs, length, what
+        self._last, self._number = bytearray(), -1  # the block that was read last, of which the next rows may be
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` with the bytes at `offset`; CheckpointError if they are damaged or the file ends before."""
+        while len(buffer):
+            number, at = divmod(offset, self._length)
+            count = min(self._length, self.size - number * self._length)
+            if not at and len(buffer) >= count:
+                self._read_block(number, buffer[:count])
+            else:
+                if number != self._number:
+                    self._last, self._number = bytearray(count), -1
+                    self._read_block(number, memoryview(self._last))
+                    self._number = number
+                count = min(count - at, len(buffer))
+                buffer[:count] = memoryview(self._last)[at : at + count]
+            buffer, offset = buffer[count:], offset + count
+
+    def _read_block(self, number: int, block: memoryview) -> None:
+        first = number * self._length
+        self._file.read_into(block, self._start + first)
+        if (found := crc32(block)) != self._crcs[number]:
+            part = (first, first + len(block)) if len(self._crcs) > 1 else None
+            raise _other_crc(self.name, self._what, part, found, self._crcs[number])
+
+    def close(self) -> None:
+        """Do nothing: the file is of whoever opened it."""
+
+
+def verified(file: StoredFile, start: int, num_bytes: int, crcs: Sequence[int], what: str) -> VerifiedData:
+    """The data of `what`, whose crc32 is of all bytes or of each CRC_BYTES of them; a few MiB of it are in memory."""
+    length = CRC_BYTES
+    if len(crcs) == 1 and num_bytes > CRC_BYTES:  # of version 1 of the format
+        crcs, length = verify_bytes(file, start, num_bytes, crcs, what), PART_BYTES
+    return VerifiedData(file, start, num_bytes, crcs, length, what)
 
 
 def copy_box(file: StoredFile, start: int, chunk: Box, target: Tensor, box: Box) -> None:

@@ -67,6 +67,8 @@ class FolderStore:
             if step is not None:
                 found[step] = name
         last = self._last_step(names)
+        if last is not None and os.path.lexists(self.folder / step_name(last)):
+            found.setdefault(last, step_name(last))  # a listing lacks what is renamed meanwhile
         return {step: found[step] for step in sorted(found, key=lambda step: (step == last, step), reverse=True)}
 
     def names(self) -> list[str]:

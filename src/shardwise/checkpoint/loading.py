@@ -1,28 +1,27 @@
 """Loading: every rank reads its own boxes from wherever they were stored."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardwise import _collectives as collectives
 from shardwise._layout import Box, checked
 from shardwise._layout.boxes import BoxIndex
 from shardwise.checkpoint.collective_errors import digest, listed, on_all_ranks, require_same
-from shardwise.checkpoint.files import StoredFile, check_header, copy_box, span, verify_bytes
+from shardwise.checkpoint.files import StoredFile, check_header, copy_box, verified
 from shardwise.checkpoint.locations import store_at
 from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor, gc_paused
-from shardwise.checkpoint.remedies import extra_prefix
+from shardwise.checkpoint.remedies import extra_prefix, without_remedy
 from shardwise.checkpoint.resizing import Rows, as_rows, fill_new_rows, resize_argument, resized, try_initializers
 from shardwise.checkpoint.saving import finish_pending
-from shardwise.checkpoint.state import MODEL, Leaf, LocalBoxes, flatten, storable_boxes
-from shardwise.checkpoint.stores import CheckpointStore, find, stored_manifest
+from shardwise.checkpoint.state import MODEL, Leaf, LocalBoxes, fill, flatten, new_memory, storable_boxes
+from shardwise.checkpoint.stores import GONE, CheckpointStore, find, is_unchanged, stored_manifest
 from shardwise.embedding.tables import draw_seed
-from shardwise.errors import IN_PARENTHESES, CheckpointError, did_you_mean
+from shardwise.errors import IN_PARENTHESES, CheckpointError, UnreachableError, did_you_mean
 
 
 @checked
@@ -35,9 +34,9 @@ def load(
 ) -> Manifest:
     """Fill `state` in place from a checkpoint; all ranks of the world call it.
 
-    The world and the layouts may be others than when it was saved. A rank reads the chunks that its own boxes
-    meet, some MiB at a time. First all ranks verify everything they need, to the last bit; if anything is
-    wrong on any of them, all raise and `state` is as it was.
+    The world and the layouts may be others than when it was saved. A rank reads what its own boxes need into new
+    memory of the CPU, as large as they are, and verifies it there, to the last bit. If anything is wrong on any
+    rank, all raise and `state` is as it was.
 
     Args:
         folder: a checkpoint, or the folder or URL that it was saved to, which means its latest one.
@@ -90,71 +89,66 @@ def load_into(folder: str | PathLike[str], choose: Callable[[Manifest], Wanted],
     store = store_at(folder)
     parsed: list[Manifest] = []  # on rank 0
 
-    def find_version() -> str:
+    def find_version() -> tuple[str, str]:
         version, manifest = find(store)
         parsed.append(manifest)
-        return version
+        return version, manifest.sha256
 
-    version = on_all_ranks(what, lambda: find_version() if collectives.rank() == 0 else "")[0]
-    with ExitStack() as stack:
-        reading = _Reading(store, version, parsed[0] if parsed else None, stack)
-        sums, rows = zip(*on_all_ranks(what, lambda: reading.verify(choose, subset)), strict=True)
-        if len(set(sums)) > 1:
-            raise CheckpointError(
-                "Loading a checkpoint failed: ranks see different manifests. Fix: use a folder that all ranks share"
-            )
-        require_same("Loading a checkpoint", reading.counts, list(rows))
-        if reading.counts:
-            reading.seed = on_all_ranks(what, draw_seed)[0]
-        on_all_ranks(f"{what}, when all was verified and the state was being filled,", reading.copy)
+    version, sha256 = on_all_ranks(what, lambda: find_version() if collectives.rank() == 0 else ("", ""))[0]
+    reading = _Reading(store, version, parsed[0] if parsed else None)
+
+    def read() -> tuple[str, str]:
+        try:
+            return reading.read(choose, subset)
+        except CheckpointError as error:
+            if isinstance(error, UnreachableError) or is_unchanged(store, version, sha256):
+                raise
+            raise CheckpointError(f"{without_remedy(error)}. Fix: {GONE}") from error
+
+    sums, rows = zip(*on_all_ranks(what, read), strict=True)
+    if len(set(sums)) > 1:
+        raise CheckpointError(f"Loading a checkpoint failed: ranks see different manifests. Fix: {GONE}")
+    require_same("Loading a checkpoint", reading.counts, list(rows))
+    if reading.counts:
+        seed = on_all_ranks(what, draw_seed)[0]
+        on_all_ranks(what, lambda: reading.fill_new_rows(seed))
+    reading.apply()
     return reading.manifest
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """The common part of a chunk and a box of this rank."""
-
-    chunk: Chunk
-    box: Box
-    view: Tensor
-
-
 class _Reading:
-    """One rank's part in loading. `stack` closes the files, which stay open from verifying to copying."""
+    """One rank's part in loading: what it needs is read and verified, and only then put into the state."""
 
     manifest: Manifest
 
-    def __init__(self, store: CheckpointStore, version: str, parsed: Manifest | None, stack: ExitStack) -> None:
+    def __init__(self, store: CheckpointStore, version: str, parsed: Manifest | None) -> None:
         self.store = store
         self.version = version
         self.parsed = parsed
-        self.stack = stack
         self.leaves: dict[str, Leaf] = {}
-        self.copies: list[tuple[StoredFile, Mapping[str, int], list[_Copy]]] = []  # files, and where keys begin
+        self.targets: dict[str, LocalBoxes] = {}
+        self.found: dict[str, LocalBoxes] = {}  # new memory for each of `targets`
         self.rows: Mapping[str, Rows] = {}
-        self.seed = 0
 
-    def verify(self, choose: Callable[[Manifest], Wanted], subset: bool) -> tuple[str, str]:
-        """Check everything that this rank needs; the checksum of the manifest, and a digest of the new rows."""
+    def read(self, choose: Callable[[Manifest], Wanted], subset: bool) -> tuple[str, str]:
+        """Read what this rank needs; the checksum of the manifest, and a digest of the new rows."""
         manifest = self.manifest = self.parsed or stored_manifest(self.store, self.version)
         wanted = choose(manifest)
         self.leaves, self.rows = flatten(wanted.state), wanted.resize
         _check_fit(manifest, self.leaves, wanted, subset)
         try_initializers({name: self.leaves[name].value for name in self.rows}, self.rows)
-        by_file: dict[str, list[_Copy]] = {}
-        for name, leaf in self.leaves.items():
-            if name in manifest.tensors:
-                for copy in _copies(storable_boxes(name, leaf.value), manifest.tensors[name]):
-                    by_file.setdefault(copy.chunk.file, []).append(copy)
+        stored = manifest.tensors
+        self.targets = {name: storable_boxes(name, x.value) for name, x in self.leaves.items() if name in stored}
+        self.found = {name: new_memory(target) for name, target in self.targets.items()}
+        by_file: dict[str, list[tuple[Chunk, Box, Tensor]]] = {}
+        for name, found in self.found.items():
+            for chunk, box, view in _meeting(found, stored[name]):
+                by_file.setdefault(chunk.file, []).append((chunk, box, view))
         layouts = manifest.file_layouts()
-        for file, copies in by_file.items():
-            opened = self.stack.enter_context(closing(self.store.open(self.version, file)))
-            layout = layouts[file]
-            check_header(opened, layout)
-            for chunk, itemsize, spans in _needed(copies):
-                num_bytes = chunk.box.numel * itemsize
-                verify_bytes(opened, layout.starts[chunk.key], num_bytes, chunk.crcs, chunk.key, spans=spans)
-            self.copies.append((opened, layout.starts, copies))
+        for file, parts in by_file.items():
+            with closing(self.store.open(self.version, file)) as opened:
+                check_header(opened, layouts[file])
+                _read_parts(opened, layouts[file].starts, parts)
         return manifest.sha256, digest(self.counts)
 
     @property
@@ -162,15 +156,15 @@ class _Reading:
         """How many rows resized tensors get, for comparison between ranks."""
         return {f"resize {name}": str(rows.count) for name, rows in self.rows.items()}
 
-    def copy(self) -> None:
-        """Fill the state."""
-        with torch.no_grad():
-            for file, starts, copies in self.copies:
-                for copy in copies:
-                    copy_box(file, starts[copy.chunk.key], copy.chunk.box, copy.view, copy.box)
+    def fill_new_rows(self, seed: int) -> None:
+        """Fill the rows that the checkpoint has not."""
         for name, rows in self.rows.items():
-            tensor = storable_boxes(name, self.leaves[name].value)
-            fill_new_rows(name, tensor, self.manifest.tensors[name].shape[0], rows, self.seed)
+            fill_new_rows(name, self.found[name], self.manifest.tensors[name].shape[0], rows, seed)
+
+    def apply(self) -> None:
+        """Fill the state."""
+        for name, target in self.targets.items():
+            fill(target, self.found[name])
         for name, leaf in self.leaves.items():
             if name in self.manifest.values:
                 assert isinstance(leaf.holder, MutableMapping)
@@ -178,19 +172,17 @@ class _Reading:
 
 
 @gc_paused()
-def _copies(target: LocalBoxes, stored: StoredTensor) -> list[_Copy]:
+def _meeting(boxes: LocalBoxes, stored: StoredTensor) -> list[tuple[Chunk, Box, Tensor]]:
+    """The chunks that have elements of each box of this rank."""
     index = BoxIndex([[chunk.box] for chunk in stored.chunks])
-    return [_Copy(stored.chunks[number], box, view) for box, view in target.views for number, _ in index.touching(box)]
+    return [(stored.chunks[number], box, view) for box, view in boxes.views for number, _ in index.touching(box)]
 
 
-def _needed(copies: Sequence[_Copy]) -> Iterator[tuple[Chunk, int, list[tuple[int, int]]]]:
-    """The chunks of a file, each with the bytes of an element and where those bytes are that this rank needs."""
-    of_key: dict[str, list[_Copy]] = {}
-    for copy in copies:
-        of_key.setdefault(copy.chunk.key, []).append(copy)
-    for same in of_key.values():
-        chunk, itemsize = same[0].chunk, same[0].view.element_size()
-        yield chunk, itemsize, [span(chunk.box, copy.box, itemsize) for copy in same]
+def _read_parts(file: StoredFile, starts: Mapping[str, int], parts: Sequence[tuple[Chunk, Box, Tensor]]) -> None:
+    for chunk, box, view in parts:
+        num_bytes = chunk.box.numel * view.element_size()
+        data = verified(file, starts[chunk.key], num_bytes, chunk.crcs, chunk.key)
+        copy_box(data, 0, chunk.box, view, box)
 
 
 def _check_fit(manifest: Manifest, leaves: Mapping[str, Leaf], wanted: Wanted, subset: bool) -> None:

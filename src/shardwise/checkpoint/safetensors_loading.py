@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
 from os import PathLike
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -16,10 +16,11 @@ from shardwise.checkpoint.collective_errors import digest, listed, on_all_ranks,
 from shardwise.checkpoint.converted_names import Converted, converted
 from shardwise.checkpoint.files import StoredFile, copy_box
 from shardwise.checkpoint.locations import local_path
+from shardwise.checkpoint.module_state import fillable, is_extra, load_filled
 from shardwise.checkpoint.offline.safetensors_format import open_safetensors
 from shardwise.checkpoint.offline.sources import Progress, Source, select_tensors, windows
 from shardwise.checkpoint.remedies import extra_prefix
-from shardwise.checkpoint.state import storable_boxes
+from shardwise.checkpoint.state import LocalBoxes, fill, new_memory, storable_boxes
 from shardwise.errors import IN_PARENTHESES, CheckpointError, did_you_mean
 
 EXACT_BYTES = 1 << 12  # a shorter part of a row is not worth a read of its own
@@ -42,10 +43,10 @@ def load_safetensors(
         parallelize_module(model, mesh, plan_from_transformers(model))
         load_safetensors("downloaded", model)
 
-    No rank reads or holds a full copy of what is sharded: each reads the bytes of its local shards, some MiB at a time.
-    Where a shard has less than 4 KiB of each row, as of a table sharded by columns, it reads the rows. Values are
-    converted to the dtypes of the module, but not floats to integers. All names, shapes and dtypes are compared on all
-    ranks before anything changes.
+    No rank reads or holds a full copy of what is sharded: each reads the bytes of its local shards, into new memory of
+    the CPU. Where a shard has less than 4 KiB of each row, as of a table sharded by columns, it reads the rows. Values
+    are converted to the dtypes of the module, but not floats to integers. When all ranks have read what they need, the
+    module gets it by `load_state_dict`; if anything is wrong on any rank, the module is as it was.
 
     Of a model of transformers, names are converted as `from_pretrained` does, such as those of experts, which are
     stacked in the model. Where that reorders elements, every rank reads the tensors of one parameter at a time.
@@ -79,7 +80,10 @@ def load_safetensors(
             return digest(names)
 
         require_same("Loading safetensors", names, on_all_ranks(what, choose))
-        on_all_ranks(f"{what}, when all was compared and the module was being filled,", lambda: _fill(chosen[0]))
+        read: list[_Found] = []
+        on_all_ranks(what, lambda: read.extend(_read(chosen[0])))
+    _fill(chosen[0], read)
+    on_all_ranks(f"{what}, in load_state_dict of the module,", lambda: load_filled(module, chosen[0].state))
     return chosen[0].keys
 
 
@@ -102,10 +106,12 @@ class _Chosen(NamedTuple):
     """The module's tensors by their first name in the source.
 
     Args:
+        state: what the module loads when it is filled.
         stored: all names that the source has of each, more than one if it is tied.
         on_meta: the owners of parameters that get memory first.
     """
 
+    state: dict[str, Any]
     tensors: Mapping[str, Tensor]
     stored: Mapping[str, list[str]]
     on_meta: Mapping[str, module_sharding.Owners]
@@ -120,7 +126,9 @@ def _chosen(module: nn.Module, files: Converted, strict: bool, prefix: str) -> _
         CheckpointError: names or shapes do not fit.
     """
     source = files.source
-    state = module.state_dict(keep_vars=True)
+    state = fillable(module)
+    for name in filter(is_extra, state.keys() & source.tensors.keys()):
+        state[name] = torch.empty(source.tensors[name].shape, dtype=source.tensors[name].dtype, device="cpu")
     named = {name: x for name, x in state.items() if isinstance(x, Tensor)}
     names = module_sharding.names_of_each(named)
     tensors = {name: x for name, x in named.items() if name in source.tensors}
@@ -164,7 +172,11 @@ def _chosen(module: nn.Module, files: Converted, strict: bool, prefix: str) -> _
             storable_boxes(name, x)  # it says what cannot be filled
     stored = {name: [other for other in names[name] if other in tensors] for name in tensors}
     once = {name: x for name, x in tensors.items() if name == stored[name][0]}
-    return _Chosen(once, stored, module_sharding.owners_of(module, on_meta), LoadedKeys(missing, unexpected), source)
+    for name in state.keys() - tensors.keys():
+        del state[name]  # a new mapping would lose the versions of submodules
+    return _Chosen(
+        state, once, stored, module_sharding.owners_of(module, on_meta), LoadedKeys(missing, unexpected), source
+    )
 
 
 def _other_prefix(missing: Sequence[Sequence[str]], unexpected: Sequence[str], prefix: str) -> str:
@@ -198,23 +210,37 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers()
 
 
-def _fill(chosen: _Chosen) -> None:
-    """Read what this rank holds of each tensor."""
+_Found: TypeAlias = tuple[str, Tensor | None, LocalBoxes]
+"""The name of a tensor, a new one if that in the module has no memory, and what this rank holds of it."""
+
+
+def _read(chosen: _Chosen) -> Iterator[_Found]:
+    """What this rank holds of each tensor, in new memory."""
+    for name, x in chosen.tensors.items():
+        new = torch.empty(x.shape, dtype=x.dtype, device="cpu") if name in chosen.on_meta else None
+        boxes = new_memory(storable_boxes(name, x)) if new is None else storable_boxes(name, new)
+        for number, stored in enumerate(chosen.stored[name]):
+            for target, found in _windows(boxes.views, chosen.source, stored):
+                if not number:
+                    target.copy_(found)
+                elif not _equal(target, found.to(target)):
+                    raise CheckpointError(
+                        f"{name!r} and {stored!r} are one parameter of the module, but have different values in "
+                        f"the files. Fix: a module where they are not tied."
+                    )
+        yield name, new, boxes
+
+
+def _fill(chosen: _Chosen, read: Sequence[_Found]) -> None:
     device = next((x.device for x in chosen.tensors.values() if not x.is_meta), torch.device("cpu"))
-    with torch.no_grad():
-        for name, x in chosen.tensors.items():
-            if name in chosen.on_meta:
-                x = nn.Parameter(torch.empty(x.shape, dtype=x.dtype, device=device), x.requires_grad)
-                module_sharding.assign(chosen.on_meta[name], x)
-            for number, stored in enumerate(chosen.stored[name]):
-                for target, found in _windows(storable_boxes(name, x).views, chosen.source, stored):
-                    if not number:
-                        target.copy_(found)
-                    elif not _equal(target, found.to(target)):
-                        raise CheckpointError(
-                            f"{name!r} and {stored!r} are one parameter of the module, but have different values in "
-                            f"the files. Fix: a module where they are not tied."
-                        )
+    for name, new, boxes in read:
+        x = chosen.tensors[name]
+        if new is None:
+            fill(storable_boxes(name, x), boxes)
+        else:
+            parameter = nn.Parameter(new.to(device), x.requires_grad)
+            module_sharding.assign(chosen.on_meta[name], parameter)
+            chosen.state.update(dict.fromkeys(chosen.stored[name], parameter))
 
 
 def _windows(views: Sequence[tuple[Box, Tensor]], source: Source, name: str) -> Iterator[tuple[Tensor, Tensor]]:

@@ -423,12 +423,18 @@ def set_pending(save: Pending) -> None:
     _pending[collectives.owner()] = save
 
 
+def forget_pending(save: Pending) -> None:
+    """Do not wait for `save` once more: all ranks have waited, so an error of it was raised."""
+    if _pending.get(collectives.owner()) is save:
+        del _pending[collectives.owner()]
+
+
 def finish_pending() -> None:
     """Wait for the save of this rank that goes on, if there is one; all ranks call it.
 
     Raises:
         CheckpointError: it failed.
     """
-    save = _pending.pop(collectives.owner(), None)
+    save = _pending.get(collectives.owner())
     if save is not None:
         save.wait()

@@ -29,7 +29,7 @@ from shardwise._layout import Owner, checked
 from shardwise.checkpoint.collective_errors import on_all_ranks, text_of
 from shardwise.checkpoint.files import read_bytes
 from shardwise.checkpoint.retention import Keep
-from shardwise.checkpoint.saving import AllSums, Contents, Saving, Sums, finish_pending, set_pending
+from shardwise.checkpoint.saving import AllSums, Contents, Saving, Sums, finish_pending, forget_pending, set_pending
 from shardwise.errors import CheckpointError, NotFiniteError, UnreachableError
 
 POLL_SECONDS = 0.05  # between two looks for reports
@@ -127,6 +127,7 @@ class PendingSave:
             self._thread.join()
             self._is_known = True
             _unfinished.discard(self)
+            forget_pending(self)
         if kind == "not finite":
             raise NotFiniteError(text)
         return self._saving.store.location(text)

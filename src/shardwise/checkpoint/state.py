@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from itertools import product as cartesian
@@ -120,6 +120,18 @@ def storable_boxes(name: str, x: Tensor) -> LocalBoxes:
     boxes = layout.boxes(collectives.rank())
     views = zip(boxes, split_by_boxes(local, boxes), strict=True)
     return LocalBoxes(layout, x.dtype, tuple((box, view) for box, view in views if box.numel))
+
+
+def new_memory(boxes: LocalBoxes) -> LocalBoxes:
+    """The same boxes of a tensor on the CPU, whose elements have no values yet."""
+    views = ((box, torch.empty(view.shape, dtype=view.dtype, device="cpu")) for box, view in boxes.views)
+    return replace(boxes, views=tuple(views))
+
+
+def fill(target: LocalBoxes, found: LocalBoxes) -> None:
+    """Copy the elements of each box."""
+    for (_, view), (_, values) in zip(target.views, found.views, strict=True):
+        view.copy_(values)  # a view of detached memory
 
 
 def _not_storable(local: Tensor, layout: Layout) -> str | None:

@@ -22,6 +22,10 @@ _STEP = re.compile(r"step-(\d{8,18})", re.ASCII)
 _ANY_STEP = re.compile(r"step-(\d{1,18})(-[0-9a-f]{8})?", re.ASCII)  # also of a folder that was renamed
 NAME_A_FOLDER = "name a folder: a checkpoint, step-…, or the one above"
 SAVED_TO = "name a folder or URL that was saved to; latest() is None before"
+GONE = (
+    "load again, from the folder above if this was a step, which all ranks see: a save with keep= or overwrite=True "
+    "removes older checkpoints"
+)
 
 
 def step_name(step: int) -> str:
@@ -121,7 +125,12 @@ def find(store: CheckpointStore) -> tuple[str, Manifest]:
     """
     own = store.own_version()
     if own is not None:
-        return own, complete_manifest(store, own)
+        try:
+            return own, complete_manifest(store, own)
+        except CheckpointError as error:
+            if store.names() and store.own_version() == own:
+                raise
+            raise CheckpointError(f"{without_remedy(error)}. Fix: {GONE}") from error
     found, reasons = _find_with_warnings(store)
     if found is None:
         raise none_complete(store, reasons)
@@ -135,7 +144,8 @@ def none_complete(store: CheckpointStore, reasons: Iterable[str]) -> CheckpointE
         fix = reader_of_no_checkpoint(store.names())
         if fix and isinstance(store.location("."), str):
             fix = FROM_URL + fix
-        return CheckpointError(f"{lines[0]}. Fix: {fix or SAVED_TO}")
+        is_step = step_of(Path(store.name).name) is not None
+        return CheckpointError(f"{lines[0]}. Fix: {fix or (GONE if is_step else SAVED_TO)}")
     return CheckpointError("\n  ".join([*lines, DAMAGED.removeprefix(". ")]))
 
 
@@ -162,18 +172,34 @@ def _find_with_warnings(store: CheckpointStore) -> tuple[tuple[str, Manifest] | 
 
 
 def find_complete(store: CheckpointStore) -> tuple[tuple[str, Manifest] | None, list[str]]:
-    """`find_latest` without a warning, and what keeps each version that comes before from being complete."""
-    reasons: list[str] = []
-    for version in store.versions().values():
-        try:
-            manifest = complete_manifest(store, version)
-        except (UnreachableError, NewerVersionError):
-            raise
-        except CheckpointError as error:
-            reasons.append(without_remedy(error))
-            continue
-        return (version, manifest), reasons
-    return None, reasons
+    """`find_latest` without a warning, and what keeps each version that comes before from being complete.
+
+    A save may remove a version between its listing and its turn, so there is none only if nothing changed meanwhile.
+    """
+    before: tuple[Mapping[int, str], Sequence[str]] | None = None
+    while True:
+        reasons, versions = list[str](), store.versions()
+        for version in versions.values():
+            try:
+                return (version, complete_manifest(store, version)), reasons
+            except (UnreachableError, NewerVersionError):
+                raise
+            except CheckpointError as error:
+                reasons.append(without_remedy(error))
+        listed = versions, store.names()
+        if listed == before:
+            return None, reasons
+        before = listed
+
+
+def is_unchanged(store: CheckpointStore, version: str, sha256: str) -> bool:
+    """Whether a version that was found with this manifest is still there, and the same."""
+    own = store.own_version()
+    try:
+        there = [own] if own is not None else store.versions().values()
+        return version in there and stored_manifest(store, version).sha256 == sha256
+    except CheckpointError:
+        return False
 
 
 def stored_manifest(store: CheckpointStore, version: str) -> Manifest:

@@ -11,13 +11,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise._layout import checked
+from shardwise.checkpoint.collective_errors import on_all_ranks
 from shardwise.checkpoint.export import Collection
 from shardwise.checkpoint.loading import Wanted, load_into
 from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.module_state import check_extra_state, extra_state, fillable, is_extra, load_filled
 from shardwise.checkpoint.optimizer_states import state_of_new_row
 from shardwise.checkpoint.optimizers import PREFIX, FittingState, by_name, fitting_state, optimizer_state
 from shardwise.checkpoint.resizing import Rows, as_rows, resize_argument, resized
 from shardwise.checkpoint.schedulers import SCHEDULERS, fitting_schedulers, scheduler_state
+from shardwise.checkpoint.state import MODEL
 from shardwise.embedding.tables import TableWeight
 from shardwise.errors import IN_PARENTHESES, CheckpointError, did_you_mean
 
@@ -47,7 +50,10 @@ def state_of(
         PlanError: states of tables that have no layout.
     """
     module = _unwrapped(module)
-    state: dict[str, Any] = _model_state(module)
+    of_module = module.state_dict(keep_vars=True)
+    for name in filter(is_extra, of_module):
+        check_extra_state(name, of_module[name])
+    state: dict[str, Any] = _model_state(of_module)
     if optimizers := by_name(optimizer):
         state |= optimizer_state(module, optimizers)
     if named := by_name(schedulers):
@@ -106,14 +112,19 @@ def restore(
     module, given = _unwrapped(module), {} if extra is None else extra
     optimizers, named = by_name(optimizer), by_name(schedulers)
     found: list[_Fitting] = []
+    of_module: dict[str, Any] = {}
 
     def choose(manifest: Manifest) -> Wanted:
-        rows = _rows(manifest, module, optimizers, as_rows(resize))
-        found.append(_fitting(resized(manifest, rows), module, optimizers, named, given, subset))
+        nonlocal of_module
+        rows, of_module = _rows(manifest, module, optimizers, as_rows(resize)), fillable(module)
+        of_module.update({x: extra_state(manifest, MODEL + x, own) for x, own in of_module.items() if is_extra(x)})
+        found.append(_fitting(resized(manifest, rows), module, of_module, optimizers, named, given, subset))
         return found[0].wanted(strict, rows)
 
     manifest = load_into(folder, choose, subset)
     state, optimizer_states = found[0].state, found[0].optimizers
+    of_module.update({name: state[MODEL + name] for name in of_module if MODEL + name in state})
+    on_all_ranks(f"Loading {folder}, in load_state_dict of the module,", lambda: load_filled(module, of_module))
     given.update({key: state[key] for key in given})
     optimizer_states.apply(optimizers.values(), state)
     for name, of_scheduler in found[0].schedulers.items():
@@ -145,12 +156,13 @@ class _Fitting:
 def _fitting(
     manifest: Manifest,
     module: nn.Module,
+    of_module: Mapping[str, Any],
     optimizers: Mapping[str, Optimizer],
     schedulers: Mapping[str, LRScheduler],
     extra: Mapping[str, Any],
     subset: bool,
 ) -> _Fitting:
-    state = _model_state(module)
+    state = _model_state(of_module)
     both = sorted(state.keys() & extra.keys())
     if both:
         raise CheckpointError(f"extra cannot hold {both[0]!r}, which is of the module. Fix: rename it")
@@ -179,15 +191,16 @@ def _unwrapped(module: nn.Module) -> nn.Module:
             return module
 
 
-def _model_state(module: nn.Module) -> dict[str, Any]:
+def _model_state(of_module: Mapping[str, Any]) -> dict[str, Any]:
+    """Under the names of a checkpoint, each tensor once."""
     seen: set[int] = set()
     state = {}
-    for name, value in module.state_dict(keep_vars=True).items():
+    for name, value in of_module.items():
         if isinstance(value, Tensor):
             if id(value) in seen:
                 continue
             seen.add(id(value))
-        state[f"model.{name}"] = value
+        state[MODEL + name] = value
     return state
 
 

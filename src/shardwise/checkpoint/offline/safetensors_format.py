@@ -19,7 +19,6 @@ import torch
 from shardwise._layout import Box, Layout, checked
 from shardwise.checkpoint.files import (
     DTYPES,
-    HEADER_LIMIT,
     METADATA_KEY,
     FileLayout,
     StoredFile,
@@ -46,6 +45,7 @@ from shardwise.errors import ArgumentError, CheckpointError
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 ZIP = b"PK\x03\x04"  # how a file of torch.save begins
 REMOVED = "shardwise.removed_prefix"  # in the metadata of exported files: what their names had in the checkpoint
+HEADER_READ = 1 << 24  # bytes, for 100,000 tensors and more; parsed they take 13 times as much memory
 SHARD_BYTES = 5 * 10**9  # of one file, as Hugging Face's `save_pretrained` has it
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -251,9 +251,10 @@ def _files(folder: Path, names: Collection[str]) -> Mapping[str, set[str] | None
         if file.size > MANIFEST_LIMIT:
             raise foreign(f"{index}: is too long for an index")
         text = read_bytes(file)
+    files: dict[str, set[str]] = {}
     try:
-        weight_map = json.loads(text)["weight_map"]
-        files = {file: {name for name, of in weight_map.items() if of == file} for file in weight_map.values()}
+        for tensor, file_of_it in json.loads(text)["weight_map"].items():
+            files.setdefault(file_of_it, set()).add(tensor)
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
         raise foreign(f"{index}: is not an index of tensors: {error!r}") from error
     for name in files:
@@ -274,11 +275,12 @@ def _tensors(file: StoredFile, name: str) -> tuple[dict[str, SourceTensor], str]
     if start.startswith(ZIP):
         raise CheckpointError(f"{file.name}: is no safetensors file, but one of torch.save. Fix: {OF_TORCH_SAVE}")
     length = int.from_bytes(start, "little")
-    if length > min(HEADER_LIMIT, file.size - 8):
+    if length > min(HEADER_READ, file.size - 8):
         if start.startswith(b"{"):
             fix = "name the folder, which has the index and the files"
             raise CheckpointError(f"{file.name}: is no safetensors file, but JSON, such as an index. Fix: {fix}.")
-        raise foreign(f"{file.name}: is no safetensors file: its header would have {length:,} bytes")
+        what = f"its header would have {length:,} bytes, of {HEADER_READ:,} that are read"
+        raise foreign(f"{file.name}: is no safetensors file: {what}")
     try:
         header = json.loads(read_bytes(file, 8, length))
         removed = (header.pop(METADATA_KEY, None) or {}).get(REMOVED, MODEL)

@@ -16,8 +16,10 @@ from shardwise._layout.boxes import BoxIndex
 from shardwise.checkpoint import stores
 from shardwise.checkpoint.files import (
     METADATA_KEY,
+    PART_BYTES,
     FileLayout,
     StoredFile,
+    VerifiedData,
     byte_blocks,
     check_export_dtype,
     check_header,
@@ -149,7 +151,7 @@ class Source:
         self.name, self.tensors, self.values, self.progress = name, tensors, values, progress
         self.open_file = open_file
         self._files: OrderedDict[str, StoredFile] = OrderedDict()
-        self._verified: set[tuple[str, RangeChecksum]] = set()
+        self._crcs: dict[tuple[str, RangeChecksum], Sequence[int]] = {}
         self._indices: dict[str, BoxIndex] = {}
 
     def __enter__(self) -> Self:
@@ -170,7 +172,7 @@ class Source:
         return sum(checksum.num_bytes for extent in extents if (checksum := extent.checksum))
 
     def read(self, name: str, window: Box) -> Tensor:
-        """The elements of `window`; each extent is verified when its first element is read.
+        """The elements of `window`; all of an extent is verified when its first element is read.
 
         Raises:
             CheckpointError: damaged data; names the tensor and the file.
@@ -179,8 +181,7 @@ class Source:
         found = torch.empty(window.sizes, dtype=tensor.stored_dtype or tensor.dtype)
         try:
             for extent in self.touching(name, window):
-                self.verify(name, extent)
-                _copy(self.file(extent.file), extent, found, window)
+                _copy(*self._data(name, extent), extent, found, window)
         except CheckpointError as error:
             raise CheckpointError(f"tensor {name!r}: {error}") from error
         return found.to(tensor.dtype)
@@ -200,15 +201,18 @@ class Source:
                 yield block
                 self.progress.advance(name, len(block))
 
-    def verify(self, name: str, extent: Extent) -> None:
-        """Raise CheckpointError unless the data of `extent` matches its checksum; compared once."""
-        checksum = extent.checksum
-        if checksum is None or (extent.file, checksum) in self._verified:
-            return
-        advance = partial(self.progress.advance, name)
-        what = f"{name}{extent.box}"
-        verify_bytes(self.file(extent.file), checksum.start, checksum.num_bytes, checksum.crcs, what, advance)
-        self._verified.add((extent.file, checksum))
+    def _data(self, name: str, extent: Extent) -> tuple[StoredFile, int]:
+        """What `extent` is read from, and where it begins there: all is verified once, then each part as it is used."""
+        file, checksum = self.file(extent.file), extent.checksum
+        if checksum is None:
+            return file, extent.start
+        start, num_bytes, what = checksum.start, checksum.num_bytes, f"{name}{extent.box}"
+        crcs = self._crcs.get((extent.file, checksum))
+        if crcs is None:
+            advance = partial(self.progress.advance, name)
+            crcs = verify_bytes(file, start, num_bytes, checksum.crcs, what, advance)
+            self._crcs[extent.file, checksum] = crcs
+        return VerifiedData(file, start, num_bytes, crcs, PART_BYTES, what), extent.start - start
 
     def file(self, name: str) -> StoredFile:
         """An open file, by the name in extents; at most OPEN_FILES are open at a time."""
@@ -220,12 +224,12 @@ class Source:
         return self._files[name]
 
 
-def _copy(file: StoredFile, extent: Extent, target: Tensor, window: Box) -> None:
+def _copy(file: StoredFile, start: int, extent: Extent, target: Tensor, window: Box) -> None:
     if extent.order is None:
-        copy_box(file, extent.start, extent.box, target, window)
+        copy_box(file, start, extent.box, target, window)
     else:
         copy_box(
-            file, extent.start, _permuted(extent.box, extent.order), target.permute(extent.order),
+            file, start, _permuted(extent.box, extent.order), target.permute(extent.order),
             _permuted(window, extent.order),
         )  # fmt: skip
 

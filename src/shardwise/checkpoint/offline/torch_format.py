@@ -33,7 +33,16 @@ from shardwise.checkpoint.offline.sources import (
     SourceTensor,
     select_tensors,
 )
-from shardwise.checkpoint.offline.torch_pickles import Described, Entry, KeyPath, entries, sizes_of, unpickled
+from shardwise.checkpoint.offline.torch_pickles import (
+    Described,
+    Entry,
+    KeyPath,
+    check_size,
+    check_work,
+    entries,
+    sizes_of,
+    unpickled,
+)
 from shardwise.checkpoint.offline.training_names import TrainingNames, check_shapes, renamed, with_lists
 from shardwise.checkpoint.remedies import OF_TORCH_SAVE, foreign, reader_of, reader_of_file
 from shardwise.checkpoint.state import as_json
@@ -273,7 +282,14 @@ def _value(name: str, item: _Slice) -> object:
     if item.length > MANIFEST_LIMIT:
         raise CheckpointError(f"{item.file.name}: a value of {item.length:,} bytes is too long. {skip}")
     try:
+        with zipfile.ZipFile(cast("IO[bytes]", item)) as opened:
+            (pickled,) = (info for info in opened.infolist() if info.filename.endswith("/data.pkl"))
+            if pickled.file_size > item.length:
+                raise ValueError("its description is compressed")
+            check_work(opened.read(pickled))
+        item.seek(0)
         value = torch.load(io.BytesIO(item.read()), weights_only=True)
+        check_size(value, item.length)
     except CheckpointError:
         raise
     except Exception as error:  # whatever is in a file raises anything

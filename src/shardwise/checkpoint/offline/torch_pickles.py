@@ -86,11 +86,63 @@ class _Unpickler(pickle.Unpickler):
         return pid
 
 
-def _check_numbers(data: bytes) -> None:
-    """Raise ValueError for a length or an index beyond the pickle: the unpickler would allocate memory for it."""
+WORK = 64  # how often the elements of a pickle may be in others, for each of its bytes
+_CHANGES = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}  # of the object below what they take
+
+
+def check_work(data: bytes) -> None:
+    """Raise ValueError for a pickle that takes more time or memory than its length says.
+
+    A number may be an index far beyond it, for which the unpickler would allocate memory. And a tuple may have another
+    one twice, which has another one twice: to hash it takes 2^N steps. So an object counts as all elements in it, each
+    as often as it is there; lists and dicts, which have no hash, count as one.
+    """
+    stack, marks, memo, work = list[int](), list[int](), dict[object, int](), 0
     for opcode, argument, _ in pickletools.genops(data):
-        if "PUT" in opcode.name and isinstance(argument, int) and argument > len(data):
-            raise ValueError(f"{opcode.name} {argument} is beyond its {len(data):,} bytes")
+        name = opcode.name
+        if "PUT" in name and isinstance(argument, int) and argument > len(data):
+            raise ValueError(f"{name} {argument} is beyond its {len(data):,} bytes")
+        if name == "MARK":
+            marks.append(len(stack))
+        elif "PUT" in name or name == "MEMOIZE":
+            memo[len(memo) if argument is None else argument] = stack[-1]
+        elif "GET" in name:
+            stack.append(memo[argument])
+        elif name == "DUP":
+            stack.append(stack[-1])
+        else:
+            taken = _taken(opcode, stack, marks)
+            work += sum(taken)
+            if work > WORK * len(data):
+                raise ValueError("its tuples have each other too often")
+            size = taken[0] if name in _CHANGES else 1 if name in ("LIST", "DICT") else 1 + sum(taken)
+            stack += [size] * len(opcode.stack_after)
+
+
+def _taken(opcode: pickletools.OpcodeInfo, stack: list[int], marks: list[int]) -> list[int]:
+    """What an opcode takes from the stack."""
+    before = opcode.stack_before
+    if pickletools.markobject in before:
+        start = marks.pop() - before.index(pickletools.markobject)
+    else:
+        start = len(stack) - len(before)
+    if start < 0 or (marks and start < marks[-1]) or (opcode.name == "POP" and marks and marks[-1] == len(stack)):
+        raise ValueError(f"{opcode.name} takes what is not there")
+    taken = stack[start:]
+    del stack[start:]
+    return taken
+
+
+def check_size(value: object, num_bytes: int) -> None:
+    """Raise ValueError for a value of so many bytes that has lists or mappings in it too often to be written out."""
+    room, left = WORK * num_bytes, [value]
+    while left:
+        x = left.pop()
+        items = [*x.values()] if isinstance(x, dict) else x if isinstance(x, list | tuple) else []
+        room -= len(items)
+        if room < 0:
+            raise ValueError("its lists have each other too often")
+        left += items
 
 
 def unpickled(data: bytes, what: str) -> object:
@@ -100,7 +152,7 @@ def unpickled(data: bytes, what: str) -> object:
         CheckpointError: it is none, or has other classes or functions than those of the format.
     """
     try:
-        _check_numbers(data)
+        check_work(data)
         return _Unpickler(data).load()
     except CheckpointError as error:
         raise CheckpointError(f"{what}: {error}") from error
@@ -155,6 +207,8 @@ def entries(data: bytes, what: str) -> tuple[list[Described], dict[str, KeyPath]
         for index, info in storage.items():
             state = _state(index, "MetadataIndex")
             name, offset = state["fqn"], state.get("offset")  # which a value has not
+            if type(name) is not str:
+                raise ValueError(f"{reprlib.repr(name)} is no name")
             places[name, None if offset is None else sizes_of(offset)] = _place(info)
         found: list[Described] = []
         for name, said in described.items():

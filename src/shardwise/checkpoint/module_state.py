@@ -1,0 +1,75 @@
+"""The state of a module to be filled from files, and then loaded by the module itself.
+
+Parameters and buffers are filled in place. What else a module makes of itself in `state_dict`, it makes itself of again
+in `load_state_dict`: by `set_extra_state`, load hooks or a `_load_from_state_dict` of its own.
+"""
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.errors import CheckpointError
+
+EXTRA = nn.modules.module._EXTRA_STATE_KEY_SUFFIX  # how the name of what `get_extra_state` returns ends
+
+
+def is_extra(name: str) -> bool:
+    """Whether this is the name of what a `get_extra_state` returned, which has the shape that it had then."""
+    return name.rpartition(".")[2] == EXTRA
+
+
+def fillable(module: nn.Module) -> dict[str, Any]:
+    """`module.state_dict()` with its parameters and buffers, and new memory for tensors that are neither."""
+    state: dict[str, Any] = module.state_dict(keep_vars=True)
+    memory: dict[int, Tensor] = {id(x): x for x in chain(module.parameters(), module.buffers())}
+    for name, x in state.items():
+        if isinstance(x, Tensor):
+            state[name] = memory.setdefault(id(x), x if id(x) in memory else torch.empty_like(x))
+    return state
+
+
+def load_filled(module: nn.Module, state: dict[str, Any]) -> None:
+    """Have `module` load a `fillable` state that was filled.
+
+    Raises:
+        CheckpointError: it passes over what its `state_dict` has.
+    """
+    if passed_over := module.load_state_dict(state, strict=False).unexpected_keys:
+        raise CheckpointError(
+            f"{passed_over[0]!r} is in state_dict() of the module, whose load_state_dict passes over it. "
+            f"Fix: a _load_from_state_dict or a load hook that takes it, or a state_dict without it"
+        )
+
+
+def extra_state(manifest: Manifest, name: str, own: object) -> object:
+    """Room for the extra state `name` as a checkpoint has it, whatever it is in the module now."""
+    if name in manifest.tensors:
+        return _room(manifest, name)
+    if name in manifest.values:
+        return None
+    found: dict[str, Any] = {}
+    for part in chain(manifest.tensors, manifest.values):
+        if part.startswith(f"{name}."):
+            *path, last = part.removeprefix(f"{name}.").split(".")
+            holder = found
+            for key in path:
+                holder = holder.setdefault(key, {})
+            holder[last] = _room(manifest, part) if part in manifest.tensors else None
+    return found or own
+
+
+def _room(manifest: Manifest, name: str) -> Tensor:
+    stored = manifest.tensors[name]
+    return torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+
+
+def check_extra_state(name: str, state: object) -> None:
+    """Raise CheckpointError for an extra state that would come back as another one."""
+    for key, value in state.items() if isinstance(state, Mapping) else ():
+        if "." in str(key):
+            raise CheckpointError(f"{name}: the key {key!r} of an extra state has a dot. Fix: a key without one")
+        check_extra_state(f"{name}.{key}", value)
