@@ -12,7 +12,19 @@ from torch import Tensor, nn, optim
 from torch.testing import assert_close
 
 import shardwise as sw
-from shardwise import DTensor, Mesh, OnRanks, Partial, Placement, Replicate, Shard, distribute_tensor, rank, strict
+from shardwise import (
+    DTensor,
+    Mesh,
+    OnRanks,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    checkpoint,
+    distribute_tensor,
+    rank,
+    strict,
+)
 from shardwise.errors import MeshError, MismatchError, RuleError
 from shardwise.experimental import local_map
 from shardwise.testing import world
@@ -360,7 +372,7 @@ def test_results_of_another_world_may_be_read_and_are_not_saved(tmp_path: Path) 
     assert first.layout_ == second.layout_
     assert {first.layout_: 1}[second.layout_] == 1
     with pytest.raises(Exception, match="rank 0 of another world"):
-        world(2).run(lambda: sw.checkpoint.save(tmp_path / "saved", {"x": first}, step=1))
+        world(2).run(lambda: checkpoint.save(tmp_path / "saved", {"x": first}, step=1))
 
 
 KEPT: list[DTensor] = []
