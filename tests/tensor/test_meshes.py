@@ -312,10 +312,15 @@ def test_a_tensor_of_another_world_is_refused_alike_on_all_ranks(use: Callable[[
 
 @pytest.mark.processes
 def test_the_counts_of_a_world_end_with_it(tmp_path: Path) -> None:
-    """Of seeds and leaves: in the next world the ranks have other numbers."""
+    """Of seeds and leaves, and captured graphs: in the next world the ranks have other numbers."""
     found = run_script(
         f"""
-        from shardwise import Replicate
+        from shardwise import DTensor, Replicate, capture
+
+        @capture
+        def own_element(x):
+            x = DTensor.from_local(x, Mesh((3,)), [Replicate()], run_check=False)
+            return x.redistribute(placements=[Shard(0)]).to_local() * 1.0
 
         def gradient():
             torch.manual_seed(0)
@@ -326,6 +331,7 @@ def test_the_counts_of_a_world_end_with_it(tmp_path: Path) -> None:
             return w.grad.full_tensor() if dist.get_rank() < 2 else None
 
         expected = gradient()
+        assert own_element(torch.arange(3.0)).tolist() == [rank]
         dist.destroy_process_group()
         now = (rank + 1) % 3
         dist.init_process_group(
@@ -334,6 +340,7 @@ def test_the_counts_of_a_world_end_with_it(tmp_path: Path) -> None:
         torch.manual_seed(0)
         gradients = gradient()
         assert now == 2 or gradients.shape == (3,)
+        assert own_element(torch.arange(3.0)).tolist() == [now]
         assert rank == 2 or now == 2 or torch.equal(gradients, expected)
         """,
         size=3,

@@ -97,7 +97,7 @@ def cache_key(leaves: Sequence[Any], jagged: Collection[int] = ()) -> tuple[Any,
     """
     key: list[Any] = [
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
-        autocast_state(), id(collectives.transport()),
+        autocast_state(), collectives.owner(),
         torch._C._get_deterministic_algorithms(), torch._C._get_flash_sdp_enabled(),
         torch._C._get_mem_efficient_sdp_enabled(), torch._C._get_math_sdp_enabled(),
         torch.get_default_device() if _function_modes() else None,
