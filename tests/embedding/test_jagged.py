@@ -217,7 +217,9 @@ def test_devices() -> None:
 # ---- lengths that are changed in place ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("use", [KeyedJaggedTensor.lengths, KeyedJaggedTensor.to_dict, repr, "lookup", "view"])
+@pytest.mark.parametrize(
+    "use", [KeyedJaggedTensor.offsets, KeyedJaggedTensor.length_per_key, KeyedJaggedTensor.to_dict, "lookup", "view"]
+)
 def test_lengths_that_were_changed_in_place_are_refused(use: Callable[[KeyedJaggedTensor], object] | str) -> None:
     kjt = make(BAGS_OF)
     view, lengths = kjt.split([1, 1])[0], kjt.lengths()

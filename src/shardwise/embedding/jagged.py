@@ -70,6 +70,7 @@ class Bags:
 
     def offsets(self) -> Tensor:
         """Where each bag starts, and the number of values, [bags + 1]."""
+        self.lengths()  # refuses lengths that were changed since
         return self._offsets
 
     @cached_property
@@ -293,6 +294,7 @@ class KeyedJaggedTensor(Bags):
 
     def length_per_key(self) -> list[int]:
         """Ids of each feature."""
+        self.lengths()  # refuses lengths that were changed since
         return self._length_per_key
 
     @cached_property
