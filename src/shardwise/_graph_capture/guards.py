@@ -7,6 +7,7 @@ its model. A function that computes names has all attributes guarded. Code of to
 not looked into; what of them a replay could not repeat is refused by its name.
 """
 
+import gc
 import os
 import random
 import sys
@@ -410,6 +411,8 @@ class ReachableState:
         if _package(kind) in OPAQUE and not isinstance(x, Optimizer | LRScheduler):
             return
         own, name = getattr(x, "__dict__", {}), kind.__name__
+        if not isinstance(own, dict):  # some classes have what they like there
+            return
         self._visit_class(kind, object)
         names = {*own} if _package(kind) == "collections" else self._read_of(own)  # UserDict and such
         self._guard_names(name, own, names, grows=False)
@@ -435,7 +438,7 @@ class ReachableState:
 
     def _read_of(self, own: Mapping[str, Any]) -> set[str]:
         """The attributes that are read, all of them if code reads some without their names."""
-        if self._names.isdisjoint(READ_ALL):
+        if self._in_libraries or self._names.isdisjoint(READ_ALL):
             return self._names.intersection(own)
         return {name for name in own if name[:2] != "__"}
 
@@ -447,14 +450,17 @@ def is_installed(code: CodeType) -> bool:
 
 @contextmanager
 def calls_of_libraries() -> Iterator[Calls]:
-    """The functions of installed libraries that this thread calls inside."""
+    """The functions of installed libraries that this thread calls inside, while it is traced."""
     found: Calls = {}
+    collecting = {getattr(callback, "__code__", None) for callback in gc.callbacks}  # run at any time
 
     def note(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
-        if event == "call" and is_installed(code) and package not in KNOWN:
-            found[code] = frame.f_globals
+        if event == "call" and is_installed(code) and package not in KNOWN and code not in collecting:
+            tracer = capture_hooks.current.tracer
+            if tracer is not None and not tracer.paused:  # not kernels that custom ops call, nor a compiler
+                found[code] = frame.f_globals
 
     before = sys.getprofile()
     sys.setprofile(note)
