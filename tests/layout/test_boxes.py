@@ -100,9 +100,9 @@ GAP, OVERLAP = "Boxes leave a gap: nobody holds ", "Boxes overlap: "
     ("boxes", "shape", "text"),
     [
         (
-            [Box((0, 0), (2, 3)), Box((1, 2), (2, 2))],
+            [Box((0, 0), (2, 3)), Box((0, 2), (3, 2))],
             (3, 4),
-            f"{OVERLAP}[0:2, 0:3] (rank 0) and [1:3, 2:4] (rank 1) share [1:2, 2:3]. Fix: ",
+            f"{OVERLAP}[0:2, 0:3] (rank 0) and [0:3, 2:4] (rank 1) share [0:2, 2:3]. Fix: ",
         ),
         ([Box((), ()), Box((), ())], (), f"{OVERLAP}[] (rank 0) and [] (rank 1) share []. Fix: "),
         (
