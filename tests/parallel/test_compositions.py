@@ -163,7 +163,7 @@ def saved(mesh: Any) -> str:
 
 
 def gathered_for_each_op(mesh: Any) -> str:
-    """Parameters and optimizer states are cut along the data axis by their layout alone."""
+    """Parameters and optimizer states are sharded along the data axis by their layout alone."""
     if len(mesh.shape) == 1:
         return NONE
     module = on_mesh(mesh, S0)
