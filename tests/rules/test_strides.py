@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -215,3 +216,37 @@ def test_results_in_the_memory_order_of_an_expanded_operand_are_row_major() -> N
             found.view(-1).add_(1)
             expected.view(-1).add_(1)
         torch.testing.assert_close(found.full_tensor(), expected)
+
+
+NORMALIZATIONS: dict[str, Step] = {
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "batch_norm, statistics": lambda x: F.batch_norm(x, torch.zeros(x.shape[1]), torch.ones(x.shape[1])),
+    "group_norm": lambda x: F.group_norm(x, 2),
+    "instance_norm": lambda x: F.instance_norm(x),
+    "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+}
+ORDERS: dict[str, Step] = {
+    "row-major": lambda x: x,
+    "reversed": lambda x: x.permute(*reversed(range(x.ndim))).contiguous().permute(*reversed(range(x.ndim))),
+    "channels last": lambda x: x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),
+}
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("op", NORMALIZATIONS)
+def test_normalizations_order_memory_as_kernels_do(op: str, order: str, placement: Placement) -> None:
+    """The meta device orders results of batch_norm and group_norm in other ways."""
+    values = ORDERS[order](torch.randn(3, 4, 3, 2))
+    want = NORMALIZATIONS[op](values)
+
+    def body() -> tuple[tuple[int, ...], Tensor]:
+        out = NORMALIZATIONS[op](ORDERS[order](distribute_tensor(values, Mesh(2), [placement])))
+        out.reshape(-1).add_(1)
+        return out.stride(), out.full_tensor()
+
+    changed = want.clone()
+    changed.reshape(-1).add_(1)
+    for stride, got in world(2).run(body):
+        assert stride == want.stride()
+        assert_close(got, changed)

@@ -14,6 +14,7 @@ from shardwise._attention.ring import Ring, ring_attention
 from shardwise._layout import PARTIAL, REPLICATE, Box, Placement, Shard
 from shardwise._rules.local_context import LocalContext, local_with
 from shardwise._rules.local_tensors import as_accumulator, emptied, filled, never_empty
+from shardwise._rules.pointwise import order_of_first
 from shardwise._rules.registry import OpRule, register
 from shardwise._rules.row import LocalFunction, Meta, Op, Row, arguments
 
@@ -270,7 +271,7 @@ register(
         attention,
         shape=_shape,
         typed=True,
-        order_of_first=True,
+        memory_order=order_of_first,
         empty_shards_impl=_attend,
         decomposition=math_attention,
     ),

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise._layout import REPLICATE, Boxes, OnRanks, Partial, Placement, Shard, contiguous_strides
+from shardwise._layout import REPLICATE, Boxes, OnRanks, Partial, Placement, Shard, contiguous_strides, dims_by_stride
 from shardwise._rules.local_context import LocalContext
 from shardwise._rules.registry import RULES, OpRule, RowsFunction, Shapes, amend, register
 from shardwise._rules.row import Args, Kwargs, Meta, Op, Row
@@ -210,6 +210,12 @@ def numbers_of(args: Args, kwargs: Kwargs) -> list[complex]:
 
 def shape_of_first(x: Meta, *args: object, **kwargs: object) -> tuple[int, ...]:
     return x.shape
+
+
+def order_of_first(x: Meta, *args: object, **kwargs: object) -> list[int]:
+    """The `memory_order` of `torch.empty_like`, also of an expanded tensor."""
+    strides = x.strides or contiguous_strides(x.shape)
+    return dims_by_stride(torch.empty_like(torch.empty_strided(x.shape, strides, device="meta")).stride())
 
 
 def filled_like(x: Meta, *args: object, **kwargs: object) -> list[Row]:

@@ -52,10 +52,9 @@ class OpRule:
         shape: the global shape of the result from the arguments of `rows`, a list of shapes for several results;
             None runs the op on torch's meta device.
         data_dependent_shape: the result's size is known only after the op ran; the ranks exchange the sizes of shards.
-        memory_order: of the first of such results, the dims from the largest stride to the smallest; from the arguments
-            of `rows`. None is row-major.
+        memory_order: of the first result, the dims from the largest stride to the smallest; from the arguments of
+            `rows`. None is that on the meta device, or row-major if `data_dependent_shape`.
         view: torch returns a view of the first operand.
-        order_of_first: kernels give the result the memory order of the first operand, and the meta device does not.
 
     How calls are cached:
         shape_independent: the rows depend on numbers of dims and on which dims have size 1, on no other size and on
@@ -83,7 +82,6 @@ class OpRule:
     random: bool = False
     typed: bool = False
     view: bool = False
-    order_of_first: bool = False
     decomposition: Op | None = None
     kept_operand: int | None = None
     handler: Handler | None = None

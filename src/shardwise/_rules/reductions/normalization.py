@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from shardwise._layout import REPLICATE, Box, Boxes, Partial, Placement, Shard
+from shardwise._layout import REPLICATE, Box, Boxes, Partial, Placement, Shard, dims_by_stride
 from shardwise._rules.local_context import LocalContext, local_with
 from shardwise._rules.local_tensors import as_accumulator
 from shardwise._rules.pointwise import shape_of_first
@@ -200,6 +200,15 @@ def channelwise(op: Op, *args: object, **kwargs: object) -> list[Row]:
     return rows
 
 
+def _channelwise_order(op: Op, *args: object, **kwargs: object) -> list[int]:
+    """The result of group_norm and batch_norm is channels-last if the input is, else row-major."""
+    x = _named(op, args, kwargs)["input"]
+    channels_last = [0, *range(2, x.ndim), 1]
+    may_be = op not in INSTANCE and x.strides is not None and x.ndim in (4, 5)
+    is_last = may_be and dims_by_stride(x.strides) == channels_last
+    return channels_last if is_last else list(range(x.ndim))
+
+
 def _check_sizes(op: Op, x: Meta, named: Named) -> None:
     """The checks of global sizes that torch's functions do in Python."""
     groups = named.get("num_groups", 1)
@@ -334,5 +343,5 @@ for _name, _local in (("layer_norm", _layer_norm_of_shards), ("rms_norm", _rms_n
     _rule = OpRule(_rows, shape=_normalized_shape, shape_independent=True)
     register(_rule, getattr(F, _name), getattr(torch, _name), getattr(aten, _name).default)
 for _op in NAMES:
-    register(OpRule(partial(channelwise, _op), shape=shape_of_first), _op)
+    register(OpRule(partial(channelwise, _op), shape=shape_of_first, memory_order=partial(_channelwise_order, _op)), _op)
 register(OpRule(decomposition=_weight_norm), torch._weight_norm, aten._weight_norm.default)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
 from shardwise._collectives.cost_tables import used_costs
-from shardwise._layout import REPLICATE, Layout, LayoutKey, Owner, dims_by_stride, remember, strides_in_order
+from shardwise._layout import REPLICATE, Layout, LayoutKey, Owner, remember, strides_in_order
 from shardwise._rules import RULES, Meta, OpRule, Row
 from shardwise._rules.registry import Shapes, no_rows
 from shardwise._rules.row import Args, Kwargs, Op, arguments
@@ -187,9 +187,11 @@ def _resolved(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> RunnableRec
     if rule.shape is not None and len(operands) > 1:
         resolve.check_sizes(results)
     if rule.memory_order is not None:
-        recipe = replace(recipe, order=tuple(described(rule.memory_order)))
-    elif rule.order_of_first and isinstance(recipe.output, Layout):
-        recipe = replace(recipe, output=_in_order_of(operands[0], recipe.output))
+        order = tuple(described(rule.memory_order))
+        output = recipe.output
+        if isinstance(output, Layout):
+            output = output.with_strides(strides_in_order(output.shape, order))
+        recipe = replace(recipe, order=order, output=output)
     elif recipe.output is not None and _may_have_strides(rule, operands, (*slotted, *named.values())):
         try:
             recipe = resolve.with_strides(recipe, results())
@@ -197,14 +199,6 @@ def _resolved(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> RunnableRec
             if rule.view:
                 raise
     return RunnableRecipe(recipe, op, recipe.local_impl is not None or bool(recipe.rows) or python)
-
-
-def _in_order_of(first: resolve.Operand, output: Layout) -> Layout:
-    """The layout with the memory order of the first operand, whose dims may be expanded."""
-    if first.layout.strides is None:
-        return output
-    order = dims_by_stride(torch.empty_like(global_on_meta(first.layout, first.dtype)).stride())
-    return output.with_strides(strides_in_order(output.shape, order))
 
 
 def _may_have_strides(rule: OpRule, operands: Sequence[resolve.Operand], args: Args) -> bool:
