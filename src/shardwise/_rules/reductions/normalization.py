@@ -343,5 +343,7 @@ for _name, _local in (("layer_norm", _layer_norm_of_shards), ("rms_norm", _rms_n
     _rule = OpRule(_rows, shape=_normalized_shape, shape_independent=True)
     register(_rule, getattr(F, _name), getattr(torch, _name), getattr(aten, _name).default)
 for _op in NAMES:
-    register(OpRule(partial(channelwise, _op), shape=shape_of_first, memory_order=partial(_channelwise_order, _op)), _op)
+    register(
+        OpRule(partial(channelwise, _op), shape=shape_of_first, memory_order=partial(_channelwise_order, _op)), _op
+    )
 register(OpRule(decomposition=_weight_norm), torch._weight_norm, aten._weight_norm.default)

@@ -120,7 +120,8 @@ def empty_results(func: Op, layouts: Any, mesh: Mesh, args: Args, kwargs: Kwargs
             given = layouts if isinstance(layouts, Layout | None) else layouts[index]
             layout = given or Layout(mesh, [REPLICATE] * mesh.ndim, x.shape, strides=x.stride())
             shape = layout.local_shape(collectives.rank())
-            if viewed is not None and x.dtype == viewed.dtype and not copies:
+            is_view = x._is_view() or not x.requires_grad  # aten._unsafe_view shares memory, and is no view
+            if viewed is not None and is_view and x.dtype == viewed.dtype and not copies:
                 return tag(_empty_view(viewed, shape, x, grouped), layout)
             local = torch.empty(shape, dtype=x.dtype, device=device)
             if x.requires_grad:
