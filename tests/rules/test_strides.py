@@ -222,7 +222,7 @@ NORMALIZATIONS: dict[str, Step] = {
     "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
     "batch_norm, statistics": lambda x: F.batch_norm(x, torch.zeros(x.shape[1]), torch.ones(x.shape[1])),
     "group_norm": lambda x: F.group_norm(x, 2),
-    "instance_norm": lambda x: F.instance_norm(x),
+    "instance_norm": F.instance_norm,
     "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
 }
 ORDERS: dict[str, Step] = {
@@ -241,7 +241,7 @@ def test_normalizations_order_memory_as_kernels_do(op: str, order: str, placemen
     want = NORMALIZATIONS[op](values)
 
     def body() -> tuple[tuple[int, ...], Tensor]:
-        out = NORMALIZATIONS[op](ORDERS[order](distribute_tensor(values, Mesh(2), [placement])))
+        out = NORMALIZATIONS[op](ORDERS[order](distribute_tensor(values, Mesh((2,)), [placement])))
         out.reshape(-1).add_(1)
         return out.stride(), out.full_tensor()
 

@@ -17,7 +17,7 @@ from shardwise._rules import RULES, Meta, OpRule, Row
 from shardwise._rules.registry import Shapes, no_rows
 from shardwise._rules.row import Args, Kwargs, Op, arguments
 from shardwise._tensor.dispatch import resolve
-from shardwise._tensor.dispatch.without_memory import global_on_meta, without_modes
+from shardwise._tensor.dispatch.without_memory import without_modes
 from shardwise._tensor.dtensor import DTensor, name_of
 from shardwise._trace.capture_hooks import tracing_paused
 
