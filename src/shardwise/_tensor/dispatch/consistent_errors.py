@@ -32,29 +32,25 @@ from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from shardwise import _collectives as collectives
-from shardwise._layout import remember
 from shardwise._rules import OpRule
 from shardwise._rules.local_context import has_specialized_version
 from shardwise._rules.row import Args, Kwargs, Op
 from shardwise._rules.shapes import index
 from shardwise._rules.shapes.index import IndexForm
 from shardwise._tensor.dispatch.local_calls import ReadsLayouts, call_under_hooks
-from shardwise._tensor.dispatch.recipes import NO_KEY
-from shardwise._tensor.dispatch.resolve import Recipe, has_empty_shards
+from shardwise._tensor.dispatch.resolve import Output, Recipe, has_empty_shards
 from shardwise._tensor.dispatch.without_memory import Autocast, on_meta, without_modes
 from shardwise._tensor.dtensor import DTensor, name_of
 from shardwise._trace.capture_hooks import tracing_paused
 
 
-def with_consistent_errors(
-    rule: OpRule, func: Op, recipe: Recipe, call: Callable[..., Any], key: tuple[Any, ...]
-) -> Callable[..., Any]:
+def with_consistent_errors(rule: OpRule, func: Op, recipe: Recipe, call: Callable[..., Any]) -> Callable[..., Any]:
     """`call`, which raises on this rank the errors that `func`, or its backward, raises on any rank."""
     own = recipe.local_impl is not None and not has_specialized_version(recipe.local_impl)
     others = own or recipe.redistributed or any(map(has_empty_shards, recipe.layouts))
     if rule.index_form is not None or (rule.value_errors and has_empty_shards(recipe.layouts[0])):
         call = _ConsistentErrors(func, rule.index_form, recipe, call)
-    return _ChecksVersions(func, recipe, call, key) if others and not rule.view else call
+    return _ChecksVersions(func, recipe, call) if others and not rule.view else call
 
 
 # ---- values -----------------------------------------------------------------------------------------------------
@@ -74,7 +70,7 @@ class _ConsistentErrors(ReadsLayouts):
         if empty or self.recipe.redistributed:  # then the indices may be sharded
             self._raise_if_others_do(args, kwargs)
         try:
-            return call_under_hooks(self.call, args, kwargs, self.recipe.output is None)
+            return call_under_hooks(self.call, args, kwargs, self.recipe.output is Output.IN_PLACE)
         except (IndexError, RuntimeError):
             self._raise_if_others_do(args, kwargs)
             raise
@@ -112,7 +108,6 @@ def _stand_in(a: object) -> object:
 # ---- versions ---------------------------------------------------------------------------------------------------
 
 _NO_DERIVATIVE = re.compile("not differentiable with respect to|derivative for")  # torch's errors
-_saved_cache: dict[Any, frozenset[int]] = {}
 
 # Indices of what an op saves: of its DTensor operands from 0 up, of its results from -1 down.
 STALE = 1 << 30  # among them: the op itself changed something after it had saved it, so its backward always raises
@@ -222,22 +217,23 @@ class _ChecksVersions(ReadsLayouts):
     func: Op
     recipe: Recipe
     call: Callable[..., Any]
-    key: tuple[Any, ...]
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        in_place = self.recipe.output is None
-        if not torch.is_grad_enabled():
+        in_place, hooks = self.recipe.output is Output.IN_PLACE, top_hooks(True)
+        saved: frozenset[int] = frozenset()
+        if torch.is_grad_enabled():
+            operands = [x for x in tensors_in([*args, *kwargs.values()]) if type(x) is DTensor]
+            needs = tuple([x.requires_grad for x in operands])
+            saved = self._watched(needs, args, kwargs) if True in needs else saved
+        if hooks is not None:  # torch checks no versions of what hooks keep
             return call_under_hooks(self.call, args, kwargs, in_place)
-        operands = [x for x in tensors_in([*args, *kwargs.values()]) if type(x) is DTensor]
-        needs = tuple([x.requires_grad for x in operands])
-        saved = self._watched(needs, args, kwargs) if any(needs) else frozenset()
-        if top_hooks(True) is not None:  # torch checks no versions of what hooks keep
-            return call_under_hooks(self.call, args, kwargs, in_place)
+        if not saved:
+            return self.call(*args, **kwargs)
         versions = versions_of(saved, operands) if in_place else []
-        out = call_under_hooks(self.call, args, kwargs, in_place)
+        out = self.call(*args, **kwargs)
         if not in_place:  # which may change running statistics without torch's notice
             versions = versions_of(saved, operands)
-        check_versions(self.func, args[0] if in_place and not self.recipe.rows else out, saved, versions)
+        check_versions(self.func, args[0] if in_place else out, saved, versions)
         return out
 
     def _watched(self, needs: tuple[bool, ...], args: Args, kwargs: Kwargs) -> frozenset[int]:
@@ -250,12 +246,10 @@ class _ChecksVersions(ReadsLayouts):
 
     def _saved(self, needs: tuple[bool, ...], args: Args, kwargs: Kwargs) -> frozenset[int]:
         autocast = Autocast.of(self.recipe.layouts[0].mesh.device_type)
-        key = self.key, needs, autocast
-        found = _saved_cache.get(key)
+        key = needs, autocast
+        found = self.recipe.saved.get(key)
         if found is None:
-            found = saved_by(self.func, args, kwargs, autocast)
-            if NO_KEY not in self.key:
-                remember(_saved_cache, key, found)
+            found = self.recipe.saved[key] = saved_by(self.func, args, kwargs, autocast)
         return found
 
 

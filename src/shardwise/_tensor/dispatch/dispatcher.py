@@ -9,6 +9,7 @@ dictionary look-up, the op itself, and giving the result its layout.
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,38 +24,36 @@ from shardwise._rules import RULES, OpRule
 from shardwise._rules.registry import FAMILIES
 from shardwise._rules.row import Args, Kwargs, Op
 from shardwise._tensor.dispatch import operands, outside_mesh, resolve
-from shardwise._tensor.dispatch.consistent_errors import raise_dtype_error, with_consistent_errors
+from shardwise._tensor.dispatch.consistent_errors import with_consistent_errors
 from shardwise._tensor.dispatch.fallback import run_decomposed, run_without_row
 from shardwise._tensor.dispatch.local_calls import (
-    PreparedCall,
+    LocalCall,
     as_dtensors,
     call_under_hooks,
     local_call,
-    prepare_operands,
 )
-from shardwise._tensor.dispatch.recipes import NO_KEY, RunnableRecipe, by_value, call_key, find_recipe, forget_recipes
+from shardwise._tensor.dispatch.local_context import RankContext
+from shardwise._tensor.dispatch.recipes import NO_KEY, by_value, call_key, find_recipe, forget_recipes
+from shardwise._tensor.dispatch.resolve import Layouts, Output, Recipe
 from shardwise._tensor.dispatch.view_copies import before_op, invalidate
 from shardwise._tensor.dtensor import DTensor, check_owners, name_of
 from shardwise.errors import RuleError
 
 FIRST_OPERANDS = ("condition", "sorted_sequence", "tensors", "tensor", "input", "self")
-# By key: what runs on the local tensors, and the layouts of its results; None if it works in place.
-Layouts = Layout | tuple[Layout | None, ...] | None
-WarmCall = tuple[Callable[..., Any], Layouts]
-
-# By world size, as in a larger world ranks are outside the mesh of a call. Simulated ranks and all worlds share these.
-_known_calls: dict[int, dict[Any, WarmCall]] = {}
+# What this rank runs for a call; the layouts of the results; those of the operands, which are kept for the key.
+Call = tuple[Callable[..., Any], Layouts, Sequence[Layout]]
+IN_PLACE = Output.IN_PLACE
 _family_cache: dict[Any, OpRule] = {}  # the entries of functions that `RULES` does not have
 
 
-class _Warm(threading.local):
-    """The warm calls of the rank of this thread, with the layouts of operands, which are kept."""
+class _Known(threading.local):
+    """The calls that the rank of this thread has compiled, by `call_key`: `Owner.calls`."""
 
     def __init__(self) -> None:
-        self.calls: dict[Any, tuple[*WarmCall, Sequence[Layout]]] = {}  # none until the first cold call
+        self.calls: dict[Any, Call] = {}  # none until the first one
 
 
-_warm = _Warm()
+_known = _Known()
 
 
 def dispatch(func: Op, args: Args, kwargs: Kwargs) -> Any:
@@ -68,75 +67,74 @@ def dispatch(func: Op, args: Args, kwargs: Kwargs) -> Any:
 def run(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> Any:
     """Run `func` by its rule."""
     key = call_key(func, rule, args, kwargs)
-    warm = _warm.calls.get(key)
-    if warm is None:
-        return _run_cold(func, rule, args, kwargs, key)
-    op, layout, _ = warm
+    call = _known.calls.get(key) or _compiled(func, rule, args, kwargs, key)
+    if isinstance(call, partial):
+        return call()
+    op, layout, _ = call
     copies = None
-    if layout is None:
+    if layout is IN_PLACE:
         copies, args = before_op(func, args)
     with DisableTorchFunctionSubclass():
         if saved_tensors_hooks(True) is None:
             out = op(*args, **kwargs)
         else:
-            out = call_under_hooks(op, args, kwargs, layout is None)
-        if type(layout) is not Layout:
-            if copies:
-                invalidate(copies)
-            return args[0] if layout is None else as_dtensors(out, layout)
-        if type(out) is not DTensor:
-            out.__class__ = DTensor
-            out._layout = layout
-        return out
+            out = call_under_hooks(op, args, kwargs, layout is IN_PLACE)
+        if type(layout) is Layout:
+            if type(out) is not DTensor:
+                out.__class__ = DTensor
+                out._layout = layout
+            return out
+        if copies:
+            invalidate(copies)
+        if type(layout) is tuple:
+            return as_dtensors(out, layout)
+        return args[0] if layout is IN_PLACE else out
 
 
-def _run_cold(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any, ...]) -> object:
-    """Run a call that is not in the cache, and cache it if no operand has to be redistributed."""
+def _compiled(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any, ...]) -> "Call | partial[Any]":
+    """What this rank runs for calls of this key from now on; or, for this call alone, what to call instead.
+
+    Instead is the same call in another form, such as with DTensors for plain tensors, or one for which no row fits.
+    """
     owner = collectives.owner()
+    if _known.calls is not owner.calls:  # the first call of this thread in this world
+        _known.calls = owner.calls
+        if key in owner.calls:
+            return _known.calls[key]
     value = _checked_key(key, func, args, kwargs)
-    _warm.calls, known_calls = owner.calls, _known_calls.setdefault(owner.world_size, {})
-    if (known := known_calls.get(value)) is not None:
-        remember(_warm.calls, key, (known[0], _owned(known[1], owner), _layouts(args, kwargs)))
-        return run(func, rule, args, kwargs)
     if "out" in kwargs:
         if kwargs["out"] is not None:
-            return _run_with_out(func, args, kwargs)
-        return run(func, rule, args, {name: x for name, x in kwargs.items() if name != "out"})
+            return partial(_run_with_out, func, args, kwargs)
+        return partial(run, func, rule, args, {name: x for name, x in kwargs.items() if name != "out"})
     if not args and (first := next((n for n in FIRST_OPERANDS if n in kwargs), None)) is not None:
         # Rules expect the first operand, which has many names, by position, and so does a cached call.
-        return run(func, rule, (kwargs[first],), {name: x for name, x in kwargs.items() if name != first})
+        return partial(run, func, rule, (kwargs[first],), {name: x for name, x in kwargs.items() if name != first})
     if NO_KEY in key and operands.has_plain_tensors((*args, *kwargs.values())):
-        if (rule.in_place or func in operands.WITHOUT_VALUES) and type(args[0]) is not DTensor:
-            return (operands.into_plain if rule.in_place else operands.run_without_values)(func, args, kwargs)
-        with operands.checked_sizes(func, args, kwargs):
-            return run(func, rule, *operands.all_promoted(func, args, kwargs))
+        return partial(_run_with_plain, func, rule, args, kwargs)
     try:
-        runnable = find_recipe(value, func, rule, args, kwargs)
+        recipe = find_recipe(value, func, rule, args, kwargs)
     except (resolve.NoRowError, TypeError, ValueError) as error:
-        return _run_otherwise(func, rule, args, kwargs, error)
+        return partial(_run_otherwise, func, rule, args, kwargs, error)
     except resolve.SeveralMeshesError:
-        return run(func, rule, *operands.on_one_mesh(func, args, kwargs, 0 if rule.in_place else rule.kept_operand))
-    recipe = runnable.recipe
+        kept = 0 if rule.in_place else rule.kept_operand
+        return partial(run, func, rule, *operands.on_one_mesh(func, args, kwargs, kept))
     mesh = recipe.layouts[0].mesh
-    on_all_ranks = mesh.size() == owner.world_size
-    copies, args = before_op(func, args) if rule.in_place else ((), args)
-    if not (on_all_ranks or rule.random) and operands.is_outside(mesh):
-        if recipe.local_impl is None:
-            raise_dtype_error(func, args, kwargs)
-        invalidate(copies)
-        if rule.in_place:
-            return outside_mesh.changed_empty(func, args, kwargs)
-        return outside_mesh.empty_results(func, recipe.output, mesh, args, kwargs, recipe.copied)
-    call = with_consistent_errors(rule, func, recipe, local_call(rule, runnable), value)
-    with DisableTorchFunctionSubclass():
-        out = call_under_hooks(call, args, kwargs, recipe.output is None)
-        # Simulated ranks share the cache, so a call that some of them do not make is not cached.
-        if on_all_ranks and NO_KEY not in key and not recipe.redistributed and not recipe.rows:
-            remember(known_calls, value, (call, recipe.output))
-        invalidate(copies)
-        if recipe.rows:
-            return out
-        return args[0] if recipe.output is None else as_dtensors(out, recipe.output)
+    if not rule.random and operands.is_outside(mesh):
+        runs: Callable[..., Any] = outside_mesh.OutsideCall(func, recipe)
+    else:
+        runs = with_consistent_errors(rule, func, recipe, local_call(rule, recipe))
+    call = runs, _owned(recipe.output, owner), _layouts(args, kwargs)
+    if NO_KEY not in key:
+        remember(owner.calls, key, call)
+    return call
+
+
+def _run_with_plain(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> Any:
+    """Run a call with plain tensors beside DTensors."""
+    if (rule.in_place or func in operands.WITHOUT_VALUES) and type(args[0]) is not DTensor:
+        return (operands.into_plain if rule.in_place else operands.run_without_values)(func, args, kwargs)
+    with operands.checked_sizes(func, args, kwargs):
+        return run(func, rule, *operands.all_promoted(func, args, kwargs))
 
 
 def _run_otherwise(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, error: Exception) -> object:
@@ -181,7 +179,7 @@ def _layouts_in(values: Iterable[object]) -> Iterator[Layout]:  # pytree takes a
 def _owned(layouts: Layouts, owner: Owner) -> Layouts:
     if isinstance(layouts, tuple):
         return tuple([layout and owner.layout(layout) for layout in layouts])
-    return layouts and owner.layout(layouts)
+    return owner.layout(layouts) if isinstance(layouts, Layout) else layouts
 
 
 def _run_with_out(func: Op, args: Args, kwargs: Kwargs) -> object:
@@ -235,27 +233,27 @@ def reason(func: Op, args: Args, kwargs: Kwargs) -> str:
         return f"{name_of(func)} has no rows: its handler runs other ops"
     try:
         args, kwargs = operands.all_promoted(func, args, {k: v for k, v in kwargs.items() if k != "out"})
-        return recipe_of(func, args, kwargs).recipe.cause.why
+        return recipe_of(func, args, kwargs).cause.why
     except RuleError as error:
         return str(error)
 
 
-def recipe_of(func: Op, args: Args, kwargs: Kwargs) -> RunnableRecipe:
+def recipe_of(func: Op, args: Args, kwargs: Kwargs) -> Recipe:
     """The recipe of a call without plain tensors."""
     rule = RULES[func]
     key = call_key(func, rule, args, kwargs)
     return find_recipe(_checked_key(key, func, args, kwargs), func, rule, args, kwargs)
 
 
-def prepared(func: Op, args: Args, kwargs: Kwargs) -> PreparedCall:
+def prepared(func: Op, args: Args, kwargs: Kwargs) -> tuple[Recipe, RankContext, list[Any], Kwargs]:
     """Redistribute the operands of a call: its recipe, context and local arguments, for the caller to run."""
     args, kwargs = operands.all_promoted(func, args, kwargs)
-    return prepare_operands(recipe_of(func, args, kwargs), args, kwargs)
+    recipe = recipe_of(func, args, kwargs)
+    return recipe, *LocalCall(recipe, recipe.needs_plain, makes_views=False).prepare(args, kwargs)
 
 
 def forget() -> None:
     """Drop what is cached; needed after an entry of `RULES` was replaced."""
     _family_cache.clear()
-    _known_calls.clear()
     forget_calls()
     forget_recipes()

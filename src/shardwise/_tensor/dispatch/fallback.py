@@ -39,6 +39,7 @@ from shardwise._tensor.dispatch.operands import (
     on_one_mesh,
     promoted,
 )
+from shardwise._tensor.dispatch.resolve import Output
 from shardwise._tensor.dispatch.view_copies import before_change, copies_of, invalidate, track
 from shardwise._tensor.dispatch.without_memory import Autocast, global_on_meta, hidden_from_modes, with_meta_device
 from shardwise._tensor.dtensor import DTensor, plain, tag, to_layout
@@ -181,7 +182,7 @@ def run_replicated(func: Any, args: Args, kwargs: Kwargs, why: str) -> Any:
         invalidate(copies)
         if written:
             return outside_mesh.changed_empty(func, args, kwargs)
-        return outside_mesh.empty_results(func, None, mesh, args, kwargs, copies_view)
+        return outside_mesh.empty_results(func, Output.OF_DATA, mesh, args, kwargs, copies_view)
     full = _gathered(func, leaves, written, why)
 
     def operand(x: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -16,9 +16,9 @@ from shardwise._redistribute.transfers import all_to_all_no_grad
 from shardwise._rules import OpRule
 from shardwise._rules.local_context import specialization
 from shardwise._rules.row import Args, Kwargs, LocalFunction
-from shardwise._tensor.dispatch import align_shards, resolve
+from shardwise._tensor.dispatch import align_shards
 from shardwise._tensor.dispatch.local_context import RankContext
-from shardwise._tensor.dispatch.recipes import RunnableRecipe
+from shardwise._tensor.dispatch.resolve import Layouts, Output, Recipe
 from shardwise._tensor.dispatch.view_copies import copies_of, is_copy, storage_of
 from shardwise._tensor.dtensor import DTensor, _as_subclass, plain, tag
 from shardwise._trace.capture_hooks import tracing_paused
@@ -27,22 +27,22 @@ from shardwise._trace.user_stack import call_site
 PLAIN_VALUES = frozenset((int, float, bool, str, type(None)))
 _warned: set[tuple[Mesh, int]] = set()  # axes along which a parameter is all-gathered
 T = TypeVar("T")
-PreparedCall = tuple[resolve.Recipe, RankContext, list[Any], Kwargs]  # a recipe, its context, local arguments
 
 
-def local_call(rule: OpRule, runnable: RunnableRecipe) -> Callable[..., Any]:
-    """The callable that runs the op on this rank.
+def local_call(rule: OpRule, recipe: Recipe) -> Callable[..., Any]:
+    """What this rank runs for calls of this recipe, but for the errors of other ranks (`consistent_errors`).
 
     It is called with the DTensor arguments under `DisableTorchFunctionSubclass`, so C++ works on each DTensor's own
     storage, which is the local shard. Calls that need plain local tensors convert them.
     """
-    recipe, op, needs_plain = runnable
     if recipe.itself:
         return _first_argument
-    if recipe.redistributed or recipe.rows:
-        return _RedistributeCall(runnable, _makes_views(rule, recipe))
-    local = needs_plain and (not rule.takes_dtensors or recipe.local_impl is not None)
-    call = _LocalCall(recipe, op, _makes_views(rule, recipe), _known_outputs(recipe)) if local else op
+    moved = bool(recipe.redistributed)
+    plain_only = recipe.needs_plain and (moved or not rule.takes_dtensors or recipe.local_impl is not None)
+    if not (plain_only or moved):
+        return _CopyCall(recipe.op) if recipe.copied else recipe.op
+    makes_views = recipe.view or rule.in_place or recipe.local_impl in (None, rule.empty_shards_impl)
+    call = LocalCall(recipe, plain_only, makes_views)
     return _CopyCall(call) if recipe.copied else call
 
 
@@ -50,12 +50,7 @@ def _first_argument(x: T, *args: object, **kwargs: object) -> T:
     return x
 
 
-def _makes_views(rule: OpRule, recipe: resolve.Recipe) -> bool:
-    """Whether torch may return an operand or a view of one, or there is no local implementation to do otherwise."""
-    return recipe.view or rule.in_place or recipe.local_impl in (None, rule.empty_shards_impl)
-
-
-def no_views(out: object, args: Args, layouts: Layout | tuple[Layout | None, ...] | None) -> object:
+def no_views(out: object, args: Args, layouts: Layouts | None) -> object:
     """The results of a local implementation of an op that returns new tensors: they share memory with nothing.
 
     A change of a view in place would change an operand, or what was saved for backward, on this rank. Their dims are in
@@ -87,44 +82,81 @@ class ReadsLayouts:
     __slots__ = ()
 
 
-@dataclass(slots=True, eq=False)
-class _LocalCall(ReadsLayouts):
-    """An op on plain local tensors: Python code, or a local implementation."""
+class LocalCall(ReadsLayouts):
+    """A call that redistributes operands, or runs Python code or a local implementation, on local tensors.
 
-    recipe: resolve.Recipe
-    op: Callable[..., Any]
-    makes_views: bool
-    outputs: tuple[Layout, ...]
-    # By rank: simulated ranks share this call.
-    specialized: dict[int, tuple[LocalFunction | None, bool]] = field(default_factory=dict)
+    Args:
+        plain_only: all operands are needed as plain tensors, not only those that are redistributed.
+        makes_views: torch may return an operand or a view of one, or nothing here does otherwise.
+    """
+
+    __slots__ = ("_makes_views", "_outputs", "_plain_only", "_python", "_specialized", "_targets", "recipe")
+
+    def __init__(self, recipe: Recipe, plain_only: bool, makes_views: bool) -> None:
+        self.recipe, self._plain_only, self._makes_views = recipe, plain_only, makes_views
+        self._targets = dict(recipe.redistributed)
+        outputs = recipe.output if isinstance(recipe.output, tuple) else (recipe.output,)
+        self._outputs = tuple([x for x in outputs if isinstance(x, Layout)]) or recipe.layouts[:1]
+        self._specialized: LocalFunction | None = None
+        self._python = False
+        if recipe.local_impl is not None and not self._targets:
+            with tracing_paused():
+                self._specialized, self._python = specialization(recipe.local_impl, self._context([]))
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        recipe = self.recipe
-        if recipe.local_impl is None:
-            locals_ = [a if type(a) in PLAIN_VALUES else _local(a) for a in args]
-            return self.op(*locals_, **{k: a if type(a) in PLAIN_VALUES else _local(a) for k, a in kwargs.items()})
-        rank = collectives.rank()
-        if rank not in self.specialized:
-            with tracing_paused():
-                self.specialized[rank] = specialization(recipe.local_impl, self._context([]))
-        specialized, python = self.specialized[rank]
-        if specialized is not None and not python:
+        specialized = self._specialized
+        if specialized is not None and not self._python:
             out = specialized(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        operands: list[DTensor] = []
-        locals_ = [_local(a, operands) for a in args]
-        named = {k: _local(a, operands) for k, a in kwargs.items()}
-        if specialized is not None and python:
+        ctx, locals_, named = self.prepare(args, kwargs)
+        if specialized is not None and self._python:
             out = specialized(*locals_, **named)
             if out is not NotImplemented:
                 return out
-        out = recipe.local_impl(self._context(operands), *locals_, **named)
-        return out if self.makes_views else no_views(out, args, recipe.output)
+        recipe = self.recipe
+        local = recipe.local_impl
+        out = recipe.op(*locals_, **named) if local is None else local(ctx, *locals_, **named)
+        layouts = recipe.output
+        if layouts is Output.OF_DATA:
+            layouts = layouts_of_results(recipe, ctx, out)
+        if not self._makes_views:
+            out = no_views(out, args, layouts)
+        return as_dtensors(out, layouts) if recipe.rows else out
+
+    def prepare(self, args: Args, kwargs: Kwargs) -> tuple[RankContext, list[Any], Kwargs]:
+        """The context of the local function, and its arguments: local tensors in the layouts that the recipe wants."""
+        operands: list[DTensor] = []
+        locals_ = [a if type(a) in PLAIN_VALUES else self._local(a, operands) for a in args]
+        named = {k: a if type(a) in PLAIN_VALUES else self._local(a, operands) for k, a in kwargs.items()}
+        if self._targets:
+            _warn_of_gathered(self.recipe, operands)
+        return self._context(operands), locals_, named
+
+    def _local(self, x: Any, operands: list[DTensor]) -> Any:
+        """An argument with local tensors in place of DTensors, which are appended to `operands`."""
+        kind = type(x)
+        if kind is list or kind is tuple:
+            return [self._local(y, operands) for y in x]
+        if kind is not DTensor:
+            return x
+        index = len(operands)
+        operands.append(x)
+        if index in self._targets:
+            cause = self.recipe.cause._replace(kind="operand", operand=x._name or f"operand {index}")
+            return redistribute_local(plain(x), x._layout, self._targets[index], cause)
+        if self._plain_only or self._is_saved(x, index):
+            return x.detach() if x.is_sparse else _as_subclass(x, Tensor)
+        return x
+
+    def _is_saved(self, x: DTensor, index: int) -> bool:
+        """Whether saved-tensor hooks may get the operand itself: see `call_under_hooks`."""
+        written = index == 0 and self.recipe.output is Output.IN_PLACE
+        return saved_tensors_hooks(True) is not None and not x.requires_grad and not written
 
     def _context(self, operands: list[DTensor]) -> RankContext:
         recipe = self.recipe
-        return RankContext(self.op, recipe.layouts, self.outputs, recipe.local_axes, operands, recipe.cause)
+        return RankContext(recipe.op, recipe.layouts, self._outputs, recipe.local_axes, operands, recipe.cause)
 
 
 @dataclass(slots=True, eq=False)
@@ -134,58 +166,11 @@ class _CopyCall(ReadsLayouts):
     call: Callable[..., Any]
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        return copies_of(_first_dtensor(args, kwargs), self.call(*args, **kwargs))
+        first = next(a for a in (*args, *kwargs.values()) if type(a) is DTensor)
+        return copies_of(first, self.call(*args, **kwargs))
 
 
-@dataclass(slots=True, eq=False)
-class _RedistributeCall(ReadsLayouts):
-    """An op some of whose operands are redistributed first, or whose result has a data-dependent shape."""
-
-    runnable: RunnableRecipe
-    makes_views: bool
-
-    def __call__(self, *args: object, **kwargs: object) -> Any:
-        recipe, ctx, locals_, named = prepare_operands(self.runnable, args, kwargs)
-        out = ctx.op(*locals_, **named) if recipe.local_impl is None else recipe.local_impl(ctx, *locals_, **named)
-        layouts = layouts_of_results(recipe, ctx, out) if recipe.rows else recipe.output
-        if recipe.copied:
-            out = copies_of(_first_dtensor(args, kwargs), out)
-        elif not self.makes_views:
-            out = no_views(out, args, layouts)
-        if not recipe.rows:
-            return out
-        assert layouts is not None
-        return as_dtensors(out, layouts)
-
-
-def prepare_operands(runnable: RunnableRecipe, args: Args, kwargs: Kwargs) -> PreparedCall:
-    """The arguments as local tensors, in the layouts that the recipe wants, and the context for its local function."""
-    recipe, op, needs_plain = runnable
-    targets = dict(recipe.redistributed)
-    operands: list[DTensor] = []
-    hooked = saved_tensors_hooks(True) is not None
-
-    def operand(x: object) -> object:
-        if type(x) is not DTensor:
-            return x
-        index = len(operands)
-        operands.append(x)
-        if index in targets:
-            name = x._name or f"operand {index}"
-            cause = recipe.cause._replace(kind="operand", operand=name)
-            return redistribute_local(plain(x), x._layout, targets[index], cause)
-        # Python code would read the global shape of a DTensor, and so would saved-tensor hooks: see `call_under_hooks`.
-        hide = needs_plain or (hooked and not x.requires_grad and (index > 0 or recipe.output is not None))
-        return plain(x) if hide else x
-
-    locals_ = [_each(operand, a) for a in args]
-    named = {k: _each(operand, a) for k, a in kwargs.items()}
-    _warn_of_gathered(recipe, operands)
-    ctx = RankContext(op, recipe.layouts, _known_outputs(recipe), recipe.local_axes, operands, recipe.cause)
-    return recipe, ctx, locals_, named
-
-
-def _warn_of_gathered(recipe: resolve.Recipe, operands: Sequence[DTensor]) -> None:
+def _warn_of_gathered(recipe: Recipe, operands: Sequence[DTensor]) -> None:
     """Warn, once for each mesh axis, if a call all-gathers a parameter along an axis on which its batch is sharded.
 
     Parameters of one dim, such as those of norms, are too small to matter: the next one is named.
@@ -217,11 +202,6 @@ def _warn_of_gathered(recipe: resolve.Recipe, operands: Sequence[DTensor]) -> No
 def _is_batch_sharded(operands: Sequence[DTensor], axis: int) -> bool:
     """Whether an operand that is no parameter is sharded on the axis."""
     return any(isinstance(x._layout.placements[axis], Shard) and not isinstance(x, nn.Parameter) for x in operands)
-
-
-def _each(function: Callable[[object], object], x: object) -> object:
-    """The items of lists and tuples replaced; a closure that calls itself is a cycle, which would keep operands."""
-    return [_each(function, y) for y in x] if isinstance(x, list | tuple) else function(x)
 
 
 def call_under_hooks(call: Callable[..., Any], args: Args, kwargs: Kwargs, in_place: bool) -> Any:
@@ -262,46 +242,28 @@ def _not_saved(out: object) -> object:
     return _as_subclass(out, Tensor) if out._is_view() else out.detach()  # not a view of what no one holds
 
 
-def _first_dtensor(args: Args, kwargs: Kwargs) -> DTensor:
-    return next(a for a in (*args, *kwargs.values()) if type(a) is DTensor)
-
-
-def _local(x: Any, operands: list[DTensor] | None = None) -> object:
-    """An argument with local tensors in place of DTensors, which are appended to `operands`."""
-    kind = type(x)
-    if kind is DTensor:
-        if operands is not None:
-            operands.append(x)
-        return x.detach() if x.is_sparse else _as_subclass(x, Tensor)
-    return [_local(y, operands) for y in x] if kind is list or kind is tuple else x
-
-
-def _known_outputs(recipe: resolve.Recipe) -> tuple[Layout, ...]:
-    outputs = recipe.output if isinstance(recipe.output, tuple) else (recipe.output or recipe.layouts[0],)
-    return tuple(layout for layout in outputs if layout is not None)
-
-
 # ---- results ----------------------------------------------------------------------------------------------------
 
 
-def as_dtensors(out: Any, layouts: Layout | tuple[Layout | None, ...]) -> Any:
+def as_dtensors(out: Any, layouts: Layouts) -> Any:
     """The result, or each tensor of a tuple or list of results, as a DTensor."""
     if isinstance(layouts, Layout):
         return out if type(out) is DTensor else tag(out, layouts)
+    assert isinstance(layouts, tuple)
     for x, layout in zip(out, layouts, strict=True):
         if layout is not None and isinstance(x, Tensor) and type(x) is not DTensor:
             tag(x, layout)
     return out
 
 
-def layouts_of_results(recipe: resolve.Recipe, ctx: RankContext, out: Any) -> Any:
+def layouts_of_results(recipe: Recipe, ctx: RankContext, out: Any) -> Any:
     """The layouts of results with data-dependent shapes: the ranks exchange the sizes of their local tensors."""
     if isinstance(out, Tensor):
         return _layout_of_result(recipe, ctx, out, None)
     return tuple(_layout_of_result(recipe, ctx, x, i) if isinstance(x, Tensor) else None for i, x in enumerate(out))
 
 
-def _layout_of_result(recipe: resolve.Recipe, ctx: RankContext, x: Tensor, index: int | None) -> Layout:
+def _layout_of_result(recipe: Recipe, ctx: RankContext, x: Tensor, index: int | None) -> Layout:
     mesh = recipe.layouts[0].mesh
     placements, shape = [align_shards.output_at(row, index) for row in recipe.rows], tuple(x.shape)
     order = align_shards.leader(recipe.layouts).shard_order

@@ -20,7 +20,15 @@ from torch.utils import _pytree as pytree
 from shardwise import _collectives as collectives
 from shardwise._layout import REPLICATE, Layout, Mesh
 from shardwise._rules.row import Args, Kwargs, Op
-from shardwise._tensor.dispatch.consistent_errors import check_versions, recording_saved, tensors_in, versions_of
+from shardwise._tensor.dispatch.consistent_errors import (
+    check_versions,
+    raise_dtype_error,
+    recording_saved,
+    tensors_in,
+    versions_of,
+)
+from shardwise._tensor.dispatch.local_calls import ReadsLayouts
+from shardwise._tensor.dispatch.resolve import Layouts, Output, Recipe
 from shardwise._tensor.dispatch.view_copies import copies_of, storage_of
 from shardwise._tensor.dispatch.without_memory import Autocast, on_meta, without_modes
 from shardwise._tensor.dtensor import DTensor, name_of, plain, tag
@@ -87,11 +95,26 @@ def _source(x: Tensor) -> Tensor:
     return plain(x).sum() if x.requires_grad else x.new_zeros(())
 
 
-def empty_results(func: Op, layouts: Any, mesh: Mesh, args: Args, kwargs: Kwargs, copies: bool = False) -> Any:
+class OutsideCall(ReadsLayouts):
+    """What a rank outside the mesh of a recipe runs."""
+
+    def __init__(self, func: Op, recipe: Recipe) -> None:
+        self.func, self.recipe = func, recipe
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        func, recipe = self.func, self.recipe
+        if recipe.local_impl is None:
+            raise_dtype_error(func, args, kwargs)
+        if recipe.output is Output.IN_PLACE:
+            return changed_empty(func, args, kwargs)
+        return empty_results(func, recipe.output, recipe.layouts[0].mesh, args, kwargs, recipe.copied)
+
+
+def empty_results(func: Op, layouts: Layouts, mesh: Mesh, args: Args, kwargs: Kwargs, copies: bool = False) -> Any:
     """The results of an op on a rank outside the mesh: DTensors without elements.
 
     Args:
-        layouts: of the results, see `Recipe.output`; None is replicated.
+        layouts: of the results, see `Recipe.output`; of an `Output`, replicated.
         copies: the results are copies where torch gives views.
     """
     with DisableTorchFunctionSubclass():
@@ -117,8 +140,9 @@ def empty_results(func: Op, layouts: Any, mesh: Mesh, args: Args, kwargs: Kwargs
             )
             if viewed is not None and any(x is meta for meta in metas) and not copies:
                 return viewed
-            given = layouts if isinstance(layouts, Layout | None) else layouts[index]
-            layout = given or Layout(mesh, [REPLICATE] * mesh.ndim, x.shape, strides=x.stride())
+            given = layouts[index] if isinstance(layouts, tuple) else layouts
+            everywhere = Layout(mesh, [REPLICATE] * mesh.ndim, x.shape, strides=x.stride())
+            layout = given if isinstance(given, Layout) else everywhere
             shape = layout.local_shape(collectives.rank())
             is_view = x._is_view() or not x.requires_grad  # aten._unsafe_view shares memory, and is no view
             if viewed is not None and is_view and x.dtype == viewed.dtype and not copies:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from shardwise._rules import RULES, Meta, OpRule, Row
 from shardwise._rules.registry import Shapes, no_rows
 from shardwise._rules.row import Args, Kwargs, Op, arguments
 from shardwise._tensor.dispatch import resolve
+from shardwise._tensor.dispatch.resolve import Output, Recipe
 from shardwise._tensor.dispatch.without_memory import without_modes
 from shardwise._tensor.dtensor import DTensor, name_of
 from shardwise._trace.capture_hooks import tracing_paused
@@ -116,15 +117,7 @@ def _dtypes(args: Args, kwargs: Kwargs) -> tuple[torch.dtype, ...]:
 # ---- recipes ----------------------------------------------------------------------------------------------------
 
 
-class RunnableRecipe(NamedTuple):
-    """How to run a call."""
-
-    recipe: resolve.Recipe
-    op: Callable[..., Any]  # what each rank runs, unless the recipe has a local implementation
-    needs_plain: bool  # whether it needs plain local tensors; otherwise C++ works on the storage of the DTensors
-
-
-_recipe_cache: dict[Any, RunnableRecipe] = {}
+_recipe_cache: dict[Any, Recipe] = {}  # by costs and key; all ranks and worlds of this process share them
 # The rows that fit, and which are the cheapest, by costs and size classes of operands: () if one row fits each axis.
 _row_cache: dict[Any, tuple[resolve.Candidates, dict[tuple[object, ...], tuple[Row, ...]]]] = {}
 
@@ -135,7 +128,7 @@ def forget_recipes() -> None:
     _row_cache.clear()
 
 
-def find_recipe(key: tuple[Any, ...], func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> RunnableRecipe:
+def find_recipe(key: tuple[Any, ...], func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> Recipe:
     """The recipe of a call, whose `call_key` is `key`, by value. It depends also on what collectives cost.
 
     Raises:
@@ -145,20 +138,20 @@ def find_recipe(key: tuple[Any, ...], func: Op, rule: OpRule, args: Args, kwargs
     if rule.rows is no_rows:  # calling it would cost more than running what the op is decomposed into
         raise resolve.NoRowError(f"{name_of(func)} is decomposed into other ops")
     cached = used_costs(), key
-    runnable = _recipe_cache.get(cached)
-    if runnable is None:
+    recipe = _recipe_cache.get(cached)
+    if recipe is None:
         with (
             DisableTorchFunctionSubclass(),
             tracing_paused(),
             without_modes(),
         ):  # reading the dtype of a DTensor is not an op
-            runnable = _resolved(func, rule, args, kwargs)
+            recipe = _resolved(func, rule, args, kwargs)
         if NO_KEY not in key:
-            remember(_recipe_cache, cached, runnable)
-    return runnable
+            remember(_recipe_cache, cached, recipe)
+    return recipe
 
 
-def _resolved(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> RunnableRecipe:
+def _resolved(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> Recipe:
     operands: list[resolve.Operand] = []
 
     def slot(x: object) -> Any:
@@ -192,13 +185,13 @@ def _resolved(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> RunnableRec
         if isinstance(output, Layout):
             output = output.with_strides(strides_in_order(output.shape, order))
         recipe = replace(recipe, order=order, output=output)
-    elif recipe.output is not None and _may_have_strides(rule, operands, (*slotted, *named.values())):
+    elif not isinstance(recipe.output, Output) and _may_have_strides(rule, operands, (*slotted, *named.values())):
         try:
             recipe = resolve.with_strides(recipe, results())
         except RuntimeError:  # NoRowError among them
             if rule.view:
                 raise
-    return RunnableRecipe(recipe, op, recipe.local_impl is not None or bool(recipe.rows) or python)
+    return replace(recipe, op=op, needs_plain=recipe.local_impl is not None or bool(recipe.rows) or python)
 
 
 def _may_have_strides(rule: OpRule, operands: Sequence[resolve.Operand], args: Args) -> bool:

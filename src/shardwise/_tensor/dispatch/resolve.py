@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple
@@ -31,21 +32,34 @@ class Operand:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
+class Output(Enum):
+    """Of an op whose results have no layout in the recipe."""
+
+    IN_PLACE = "the first operand, which keeps its layout"
+    OF_DATA = "its shape depends on data: see `Recipe.rows`"
+
+
+Layouts = Layout | tuple[Layout | None, ...] | Output  # of the result, or of each result
+
+
+@dataclass(frozen=True, eq=False)
 class Recipe:
-    """How to run one op on one combination of layouts."""
+    """How to run one op on one combination of layouts, on any rank."""
 
     redistributed: tuple[tuple[int, Layout], ...]  # (index of an operand, the layout it is redistributed to)
     layouts: tuple[Layout, ...]  # of all operands after that
     local_impl: Callable[..., Any] | None
     local_axes: tuple[int, ...]
-    output: Layout | tuple[Layout | None, ...] | None  # of the result(s); None: the op works in place, or see `rows`
+    output: Layouts
     rows: tuple[Row, ...] = ()  # those that give results of data-dependent shape their layouts
     cause: Cause = INTERNAL  # of the op's communication
     view: bool = False  # torch returns views of the first operand, or that itself
     copied: bool = False  # the results are copies where torch returns views
     itself: bool = False  # the result is the first operand
     order: tuple[int, ...] = ()  # of the dims of the first result in memory, if its shape depends on data; () is rising
+    op: Any = None  # what each rank runs, unless there is a local implementation
+    needs_plain: bool = False  # whether that needs plain local tensors; C++ works on the storage of the DTensors
+    saved: dict[object, frozenset[int]] = field(default_factory=dict)  # what torch saves for backward, once it is known
 
 
 class SeveralMeshesError(RuleError):
@@ -149,7 +163,9 @@ def recipe(
     replicated = _replicated(len(layouts), rule.replicated_impl)
     try:
         wanted = operand_layouts(layouts, chosen)
-        output = None if rule.in_place or rule.data_dependent_shape else output_layouts(wanted, chosen, output_shape())
+        output: Layouts = Output.IN_PLACE if rule.in_place else Output.OF_DATA
+        if not (rule.in_place or rule.data_dependent_shape):
+            output = output_layouts(wanted, chosen, output_shape())
     except LayoutError:  # rows that are valid one by one may together want a sum of maxima
         if all(row == replicated for row in chosen):
             raise
@@ -383,12 +399,12 @@ def with_strides(recipe: Recipe, found: OnMeta) -> Recipe:
             return layout
         return layout.with_strides(x.stride())
 
-    output = recipe.output
+    output: Any = recipe.output
     if recipe.view and found.is_itself:
         return replace(recipe, redistributed=(), local_impl=None, copied=False, itself=True)
     if isinstance(output, tuple):
         output = tuple(map(strided, output, found.out if isinstance(found.out, list | tuple) else output))
-    else:
+    elif isinstance(output, Layout):
         output = strided(output, found.out)
     view = recipe.view and found.is_view
     return replace(recipe, output=output, view=view, copied=recipe.copied and view)

@@ -20,9 +20,9 @@ from shardwise._redistribute.run_plan import redistribute_local
 from shardwise._rules.registry import handler, handler_of_family
 from shardwise._rules.row import Args, Kwargs, Op, arguments
 from shardwise._tensor.dispatch.dispatcher import prepared
-from shardwise._tensor.dispatch.local_calls import PreparedCall
+from shardwise._tensor.dispatch.local_context import RankContext
 from shardwise._tensor.dispatch.operands import across, is_outside
-from shardwise._tensor.dispatch.resolve import NoRowError, SeveralMeshesError
+from shardwise._tensor.dispatch.resolve import NoRowError, Recipe, SeveralMeshesError
 from shardwise._tensor.dispatch.view_copies import before_changes, invalidate
 from shardwise._tensor.dtensor import DTensor, check_owners, plain, tag, to_layout
 from shardwise._tensor.torch_objects import is_torch_dtensor
@@ -380,7 +380,9 @@ def _exchanged(members: Sequence[Member]) -> list[Tensor]:
         return [alone() for _, _, alone in members]
 
 
-def _prepared(ids: Tensor, weight: Tensor, start: Tensor | None, kwargs: Kwargs) -> PreparedCall | None:
+def _prepared(
+    ids: Tensor, weight: Tensor, start: Tensor | None, kwargs: Kwargs
+) -> tuple[Recipe, RankContext, list[Any], Kwargs] | None:
     """A lookup's recipe and local arguments; None if it shares nothing: plain tensors, several meshes, no row."""
     if type(weight) is not DTensor and type(ids) is not DTensor:
         return None
