@@ -13,6 +13,7 @@ import torch
 
 from shardwise import _collectives as collectives
 from shardwise import distribute_tensor
+from shardwise._collectives.api import using_costs
 from shardwise._collectives.calibration import Timing, fit, measure
 from shardwise._collectives.cost_tables import (
     COLLECTIVES,
@@ -25,7 +26,6 @@ from shardwise._collectives.cost_tables import (
     costs_of,
     ranks_per_host_of,
     read_costs,
-    using_costs,
     write_costs,
 )
 from shardwise._layout import Layout, Mesh, Partial, Placement, Replicate, Shard
@@ -52,7 +52,7 @@ def steps(mesh: Mesh, src: list[Placement], dst: list[Placement]) -> tuple[str, 
 
 def crossing(mesh: Mesh, *placements: list[Placement]) -> float:
     """Bytes on the link of a host, relative to the tensor, if each change of placements is a plan of its own."""
-    with using_costs(CROSSING):
+    with using_costs("cpu", CROSSING):
         found = [Layout(mesh, p, SHAPE) for p in placements]
         return sum(plan_redistribute(a, b).cost for a, b in pairwise(found)) / MB
 
@@ -82,7 +82,7 @@ def test_sums_are_scattered_inside_a_host_before_they_cross_a_slow_link(mesh: Me
     src: list[Placement] = [Partial()] * 2
     dst: list[Placement] = [Replicate()] * 2
     assert steps(mesh, src, dst) == ("all_reduce of (0, 1, 2, 3)",)
-    with using_costs(SLOW_LINK):
+    with using_costs("cpu", SLOW_LINK):
         found = steps(mesh, src, dst)
         plan = alternatives(Layout(mesh, src, SHAPE), Layout(mesh, dst, SHAPE))[0]
     first, *between, last = [name.split(" of ")[1] for name in found]
@@ -195,7 +195,7 @@ def test_all_ranks_measure_the_same() -> None:
 
 def with_other_costs(path: str) -> str:
     """Rank 1 has a file that the others have not."""
-    collectives.owner().calls.clear()
+    collectives.owner().costs.clear()
     if collectives.rank() == 1:
         os.environ[VARIABLE] = path
     try:
@@ -204,7 +204,7 @@ def with_other_costs(path: str) -> str:
         return str(error.value)
     finally:
         os.environ.pop(VARIABLE, None)
-        collectives.owner().calls.clear()
+        collectives.owner().costs.clear()
 
 
 @pytest.mark.processes

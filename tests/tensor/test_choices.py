@@ -73,7 +73,7 @@ def decided(calls: Iterable[Call]) -> list[Decision]:
 
 def decision(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
     try:
-        recipe = recipe_of(op, args, kwargs).recipe
+        recipe = recipe_of(op, args, kwargs)
     except RuleError as error:
         return type(error), str(error)
     except Exception as error:  # noqa: BLE001 - torch refuses these sizes

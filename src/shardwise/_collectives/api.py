@@ -34,7 +34,6 @@ from shardwise._collectives.cost_tables import (
     costs_of,
     path_of_environment,
     ranks_per_host_of,
-    used_costs,
 )
 from shardwise._collectives.failures.reports import report_failure
 from shardwise._collectives.processes import TORCH_TRANSPORT, check_joined, current_world
@@ -160,24 +159,34 @@ def is_here(rank: Owner) -> bool:
 
 
 def costs(device_type: str) -> Costs:
-    """What collectives cost on meshes of such devices, by `using_costs`, the file of the environment, or the backend.
+    """What collectives cost on meshes of such devices: given, in the file of the environment, or of the backend.
 
     Raises:
         ConfigError: the file cannot be read.
     """
-    given = used_costs()
-    if given is not None:
-        return given
     here = transport()
-    known = here.owner.calls
-    found = known.get(key := ("costs", device_type))
+    known: dict[str, Costs] = here.owner.costs
+    found = known.get(device_type)
     if found is None:
         hosts = ranks_per_host_of(here.world_size) if here is TORCH_TRANSPORT else None
-        found = known[key] = costs_of(device_type, path_of_environment(), hosts)
+        found = known[device_type] = costs_of(device_type, path_of_environment(), hosts)
         if here.world_size > 1 and here.notes.on:
             ranks, what = tuple(range(here.world_size)), "the costs of collectives"
             share(here, here.notes.same(found.numbers(), ranks, what, SAME_COSTS))
     return found
+
+
+@contextmanager
+def using_costs(device_type: str, costs: Costs) -> Iterator[None]:
+    """Inside, this rank plans by these."""
+    here = owner()
+    before, here.costs = here.costs, {device_type: costs}
+    here.forget_calls()
+    try:
+        yield
+    finally:
+        here.costs = before
+        here.forget_calls()
 
 
 def rank() -> int:

@@ -10,9 +10,7 @@ an all-to-all, what all ranks send to other hosts.
 import json
 import os
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -133,23 +131,6 @@ _NCCL, _NCCL_BETWEEN = _nccl(0.6, 87_700), _nccl(2.7, 0.22 * 87_700 * 8)
 
 GLOO = Costs("measured on one host, assumed between hosts", _GLOO, _GLOO_BETWEEN)
 NCCL = Costs("constants of torch", _NCCL, _NCCL_BETWEEN)
-
-_used: ContextVar[Costs | None] = ContextVar("costs", default=None)
-
-
-@contextmanager
-def using_costs(costs: Costs) -> Iterator[None]:
-    """Plan by these in this thread, and on the ranks that are simulated from it."""
-    token = _used.set(costs)
-    try:
-        yield
-    finally:
-        _used.reset(token)
-
-
-def used_costs() -> Costs | None:
-    """The costs of `using_costs`; None outside."""
-    return _used.get()
 
 
 @lru_cache(maxsize=64)

@@ -50,6 +50,7 @@ class Owner:
 
     Attributes:
         world: the same object for all ranks of it that are in this process.
+        costs: of collectives, by type of device, by which this rank plans.
         calls: how this rank runs calls that it has made before, by `call_key`.
         redistributions: how it redistributes, and the layouts that it redistributed to, by what it was given; at
             4,096 ranks one may take 9 MB.
@@ -60,6 +61,7 @@ class Owner:
         self.world = self if world is None else world
         self.rank = rank
         self.world_size = world_size
+        self.costs: dict[str, Any] = {}
         self.calls: dict[object, Any] = {}
         self.redistributions = SizedCache(1 << 26)
         self._states: dict[object, Any] = {}

@@ -16,7 +16,6 @@ from torch._C import DisableTorchFunctionSubclass
 
 from shardwise import _collectives as collectives
 from shardwise._collectives import Finish
-from shardwise._collectives.cost_tables import used_costs
 from shardwise._layout import PLACEMENTS, Layout, Owner, Partial, Placements
 from shardwise._redistribute.exchange import exchange_program
 from shardwise._redistribute.plan import RedistributePlan, plan_redistribute
@@ -56,7 +55,7 @@ def redistribute_local(local: Tensor, src: Layout, dst: Layout, cause: Cause = E
 
 def known_redistribution(src: Layout, dst: Layout) -> "Redistribution | None":
     """How this rank redistributes its local tensors from `src` to another layout, if it has done so before."""
-    found: Redistribution | None = collectives.owner().redistributions.get((src.key, dst.key, used_costs()))
+    found: Redistribution | None = collectives.owner().redistributions.get((src.key, dst.key))
     return found
 
 
@@ -66,12 +65,12 @@ def redistribution(src: Layout, dst: Layout) -> "Redistribution":
     Raises:
         LayoutError: the global shapes differ.
     """
-    found = known_redistribution(src, dst)
+    owner = collectives.owner()
+    found: Redistribution | None = owner.redistributions.get((src.key, dst.key))
     if found is None:
-        owner = collectives.owner()
         found = Redistribution(src, dst, plan_redistribute(src, dst), owner)
         if {src.owner, dst.owner} <= {None, owner}:
-            owner.redistributions.add((src.key, dst.key, used_costs()), found, found.num_bytes)
+            owner.redistributions.add((src.key, dst.key), found, found.num_bytes)
     return found
 
 

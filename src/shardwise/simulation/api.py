@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardwise._collectives import Ranks, using
-from shardwise._collectives.cost_tables import Costs, costs_of, using_costs
+from shardwise._collectives.cost_tables import Costs, costs_of
 from shardwise._layout import Boxes, Layout, Mesh, OnRanks, checked
-from shardwise._redistribute.plan import plan_redistribute
+from shardwise._redistribute.plan import planned
 from shardwise._trace.comm_trace import listening_with
 from shardwise.errors import ArgumentError, MeshError
 from shardwise.parallel.shard_module import LayoutPlan, shard_module
@@ -89,8 +89,7 @@ def _simulated(build: Callable[[Mesh], Step], mesh: Mesh, costs: Costs) -> Simul
     left = list(mesh.sorted_ranks)
     while left:
         one, layouts, redistributions = _run(build, mesh, left[0], costs, assumed)
-        with using_costs(costs):
-            equal = _equal_ranks(layouts, redistributions, mesh, left)
+        equal = _equal_ranks(layouts, redistributions, mesh, left, costs)
         classes.append(replace(one, ranks=equal))
         known = set(equal)
         left = [rank for rank in left if rank not in known]
@@ -114,10 +113,11 @@ def _run(
     recorded, memory = Recorded(), Memory(allocate=False)
     roles = Roles(memory)
     here = OneRank(rank, mesh.size(), recorded)
+    here.owner.costs[mesh.device_type] = costs
     state = torch.get_rng_state()
     try:
         with (
-            using_costs(costs), using(here), torch.autograd.set_multithreading_enabled(False), roles.watching(),
+            using(here), torch.autograd.set_multithreading_enabled(False), roles.watching(),
             memory, listening_with(recorded),
         ):  # fmt: skip
             step = build(mesh)
@@ -144,7 +144,11 @@ def _run(
 
 
 def _equal_ranks(
-    layouts: Sequence[Layout], redistributions: Sequence[tuple[Layout, Layout]], mesh: Mesh, ranks: Sequence[int]
+    layouts: Sequence[Layout],
+    redistributions: Sequence[tuple[Layout, Layout]],
+    mesh: Mesh,
+    ranks: Sequence[int],
+    costs: Costs,
 ) -> Ranks:
     """The ranks that hold tensors of the same shapes as the first one, and send as much in each redistribution."""
 
@@ -160,7 +164,7 @@ def _equal_ranks(
     layouts = [x for x in layouts if not x.is_even]
     first = held(ranks[0])
     ranks = [rank for rank in ranks if held(rank) == first]
-    plans = [plan_redistribute(src, dst) for src, dst in redistributions if not _is_even(src, dst)]
+    plans = [planned(src, dst, costs) for src, dst in redistributions if not _is_even(src, dst)]
     sent_first = sent(ranks[0])
     return tuple(rank for rank in ranks if sent(rank) == sent_first)
 

@@ -222,7 +222,12 @@ class _ChecksVersions(ReadsLayouts):
         in_place, hooks = self.recipe.output is Output.IN_PLACE, top_hooks(True)
         saved: frozenset[int] = frozenset()
         if torch.is_grad_enabled():
-            operands = [x for x in tensors_in([*args, *kwargs.values()]) if type(x) is DTensor]
+            operands: list[DTensor] = []
+            for a in (*args, *kwargs.values()):
+                if type(a) is DTensor:
+                    operands.append(a)
+                elif isinstance(a, list | tuple):
+                    operands += [x for x in tensors_in(a) if type(x) is DTensor]
             needs = tuple([x.requires_grad for x in operands])
             saved = self._watched(needs, args, kwargs) if True in needs else saved
         if hooks is not None:  # torch checks no versions of what hooks keep

@@ -8,7 +8,7 @@ dictionary look-up, the op itself, and giving the result its layout.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,7 @@ from shardwise._tensor.dispatch.local_calls import (
     local_call,
 )
 from shardwise._tensor.dispatch.local_context import RankContext
-from shardwise._tensor.dispatch.recipes import NO_KEY, by_value, call_key, find_recipe, forget_recipes
+from shardwise._tensor.dispatch.recipes import NO_KEY, by_value, call_key, find_recipe, forget_recipes, layouts_in
 from shardwise._tensor.dispatch.resolve import Layouts, Output, Recipe
 from shardwise._tensor.dispatch.view_copies import before_op, invalidate
 from shardwise._tensor.dtensor import DTensor, check_owners, name_of
@@ -123,7 +123,7 @@ def _compiled(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any
         runs: Callable[..., Any] = outside_mesh.OutsideCall(func, recipe)
     else:
         runs = with_consistent_errors(rule, func, recipe, local_call(rule, recipe))
-    call = runs, _owned(recipe.output, owner), _layouts(args, kwargs)
+    call = runs, _owned(recipe.output, owner), [*layouts_in((*args, *kwargs.values()))]
     if NO_KEY not in key:
         remember(owner.calls, key, call)
     return call
@@ -159,21 +159,9 @@ def _checked_key(key: tuple[Any, ...], func: Op, args: Args, kwargs: Kwargs) -> 
     """The key by value, after a check that this rank made the operands."""
     found = by_value(key, collectives.owner())
     if found is None:
-        check_owners(name_of(func), _layouts(args, kwargs))
+        check_owners(name_of(func), [*layouts_in((*args, *kwargs.values()))])
     assert found is not None
     return found
-
-
-def _layouts(args: Args, kwargs: Kwargs) -> list[Layout]:
-    return list(_layouts_in((*args, *kwargs.values())))
-
-
-def _layouts_in(values: Iterable[object]) -> Iterator[Layout]:  # pytree takes a third of a call of a known shape
-    for x in values:
-        if type(x) is DTensor:
-            yield x._layout
-        elif isinstance(x, list | tuple):
-            yield from _layouts_in(x)
 
 
 def _owned(layouts: Layouts, owner: Owner) -> Layouts:

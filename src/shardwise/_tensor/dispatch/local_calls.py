@@ -1,8 +1,9 @@
 """What a recipe runs on the local tensors of its operands, and the layouts of its results."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +12,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors
 
 from shardwise import _collectives as collectives
 from shardwise._layout import REPLICATE, Layout, Mesh, Shard, contiguous_strides, strides_in_order
-from shardwise._redistribute.run_plan import redistribute_local
+from shardwise._redistribute.run_plan import redistribution
 from shardwise._redistribute.transfers import all_to_all_no_grad
 from shardwise._rules import OpRule
 from shardwise._rules.local_context import specialization
@@ -20,8 +21,9 @@ from shardwise._tensor.dispatch import align_shards
 from shardwise._tensor.dispatch.local_context import RankContext
 from shardwise._tensor.dispatch.resolve import Layouts, Output, Recipe
 from shardwise._tensor.dispatch.view_copies import copies_of, is_copy, storage_of
-from shardwise._tensor.dtensor import DTensor, _as_subclass, plain, tag
+from shardwise._tensor.dtensor import DTensor, _as_subclass, tag
 from shardwise._trace.capture_hooks import tracing_paused
+from shardwise._trace.comm_trace import Cause
 from shardwise._trace.user_stack import call_site
 
 PLAIN_VALUES = frozenset((int, float, bool, str, type(None)))
@@ -90,11 +92,12 @@ class LocalCall(ReadsLayouts):
         makes_views: torch may return an operand or a view of one, or nothing here does otherwise.
     """
 
-    __slots__ = ("_makes_views", "_outputs", "_plain_only", "_python", "_specialized", "_targets", "recipe")
+    __slots__ = ("_causes", "_makes_views", "_outputs", "_plain_only", "_python", "_specialized", "_targets", "recipe")
 
     def __init__(self, recipe: Recipe, plain_only: bool, makes_views: bool) -> None:
         self.recipe, self._plain_only, self._makes_views = recipe, plain_only, makes_views
         self._targets = dict(recipe.redistributed)
+        self._causes: dict[tuple[int, str], Cause] = {}  # by index and name of an operand that is redistributed
         outputs = recipe.output if isinstance(recipe.output, tuple) else (recipe.output,)
         self._outputs = tuple([x for x in outputs if isinstance(x, Layout)]) or recipe.layouts[:1]
         self._specialized: LocalFunction | None = None
@@ -109,50 +112,67 @@ class LocalCall(ReadsLayouts):
             out = specialized(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        ctx, locals_, named = self.prepare(args, kwargs)
+        operands, locals_, named = self._on_locals(args, kwargs)
         if specialized is not None and self._python:
             out = specialized(*locals_, **named)
             if out is not NotImplemented:
                 return out
         recipe = self.recipe
-        local = recipe.local_impl
-        out = recipe.op(*locals_, **named) if local is None else local(ctx, *locals_, **named)
-        layouts = recipe.output
-        if layouts is Output.OF_DATA:
-            layouts = layouts_of_results(recipe, ctx, out)
+        if recipe.local_impl is None and not recipe.rows:
+            out, layouts = recipe.op(*locals_, **named), recipe.output
+        else:
+            ctx = self._context(operands)
+            local = recipe.op if recipe.local_impl is None else partial(recipe.local_impl, ctx)
+            out = local(*locals_, **named)
+            layouts = layouts_of_results(recipe, ctx, out) if recipe.rows else recipe.output
         if not self._makes_views:
             out = no_views(out, args, layouts)
         return as_dtensors(out, layouts) if recipe.rows else out
 
     def prepare(self, args: Args, kwargs: Kwargs) -> tuple[RankContext, list[Any], Kwargs]:
         """The context of the local function, and its arguments: local tensors in the layouts that the recipe wants."""
-        operands: list[DTensor] = []
-        locals_ = [a if type(a) in PLAIN_VALUES else self._local(a, operands) for a in args]
-        named = {k: a if type(a) in PLAIN_VALUES else self._local(a, operands) for k, a in kwargs.items()}
-        if self._targets:
-            _warn_of_gathered(self.recipe, operands)
+        operands, locals_, named = self._on_locals(args, kwargs)
         return self._context(operands), locals_, named
 
-    def _local(self, x: Any, operands: list[DTensor]) -> Any:
-        """An argument with local tensors in place of DTensors, which are appended to `operands`."""
-        kind = type(x)
-        if kind is list or kind is tuple:
-            return [self._local(y, operands) for y in x]
-        if kind is not DTensor:
-            return x
-        index = len(operands)
-        operands.append(x)
-        if index in self._targets:
-            cause = self.recipe.cause._replace(kind="operand", operand=x._name or f"operand {index}")
-            return redistribute_local(plain(x), x._layout, self._targets[index], cause)
-        if self._plain_only or self._is_saved(x, index):
-            return x.detach() if x.is_sparse else _as_subclass(x, Tensor)
-        return x
+    def _on_locals(self, args: Args, kwargs: Kwargs) -> tuple[list[DTensor], list[Any], Kwargs]:
+        """The operands, and the arguments with local tensors in their place."""
+        operands: list[DTensor] = []
+        locals_ = self._locals(args, operands)
+        named = dict(zip(kwargs, self._locals(kwargs.values(), operands), strict=True)) if kwargs else {}
+        for index in self._targets:
+            if getattr(operands[index], "_is_param", False):  # as in the check of `isinstance(x, nn.Parameter)`
+                _warn_of_gathered(self.recipe, operands)
+        return operands, locals_, named
 
-    def _is_saved(self, x: DTensor, index: int) -> bool:
-        """Whether saved-tensor hooks may get the operand itself: see `call_under_hooks`."""
-        written = index == 0 and self.recipe.output is Output.IN_PLACE
-        return saved_tensors_hooks(True) is not None and not x.requires_grad and not written
+    def _locals(self, values: Iterable[Any], operands: list[DTensor]) -> list[Any]:
+        """Values with local tensors in place of DTensors, which are appended to `operands`."""
+        found = []
+        for x in values:
+            kind = type(x)
+            if kind is DTensor:
+                index = len(operands)
+                operands.append(x)
+                if index in self._targets:
+                    x = self._moved(x, index)
+                # Saved-tensor hooks may get an operand: see `call_under_hooks`.
+                elif self._plain_only or (saved_tensors_hooks(True) is not None and self._may_be_saved(x, index)):
+                    x = x.detach() if x.is_sparse else _as_subclass(x, Tensor)
+            elif kind is list or kind is tuple:
+                x = self._locals(x, operands)
+            found.append(x)
+        return found
+
+    def _may_be_saved(self, x: DTensor, index: int) -> bool:
+        return not x.requires_grad and (index > 0 or self.recipe.output is not Output.IN_PLACE)
+
+    def _moved(self, x: DTensor, index: int) -> Tensor:
+        """The local tensor of operand `index` in the layout that the recipe wants."""
+        name = x._name or f"operand {index}"
+        cause = self._causes.get((index, name))
+        if cause is None:
+            cause = self._causes[index, name] = self.recipe.cause._replace(kind="operand", operand=name)
+        local = x.detach() if x.is_sparse else _as_subclass(x, Tensor)
+        return redistribution(x._layout, self._targets[index]).run(local, cause)
 
     def _context(self, operands: list[DTensor]) -> RankContext:
         recipe = self.recipe

@@ -1,6 +1,6 @@
 """The recipe of a call, from a cache or computed from the layouts of its operands."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from types import FunctionType
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
-from shardwise._collectives.cost_tables import used_costs
+from shardwise import _collectives as collectives
 from shardwise._layout import REPLICATE, Layout, LayoutKey, Owner, remember, strides_in_order
 from shardwise._rules import RULES, Meta, OpRule, Row
 from shardwise._rules.registry import Shapes, no_rows
@@ -109,6 +109,15 @@ def by_value(key: tuple[Any, ...], owner: Owner) -> tuple[Any, ...] | None:
     return tuple(found)
 
 
+def layouts_in(values: Iterable[object]) -> Iterator[Layout]:
+    """The layouts of the DTensors among arguments, and in lists and tuples of them."""
+    for x in values:  # pytree would take a third of a call of a known shape
+        if type(x) is DTensor:
+            yield x._layout
+        elif isinstance(x, list | tuple):
+            yield from layouts_in(x)
+
+
 def _dtypes(args: Args, kwargs: Kwargs) -> tuple[torch.dtype, ...]:
     with DisableTorchFunctionSubclass():
         return tuple([a.dtype for a in (*args, *kwargs.values()) if type(a) is DTensor])
@@ -137,7 +146,8 @@ def find_recipe(key: tuple[Any, ...], func: Op, rule: OpRule, args: Args, kwargs
     """
     if rule.rows is no_rows:  # calling it would cost more than running what the op is decomposed into
         raise resolve.NoRowError(f"{name_of(func)} is decomposed into other ops")
-    cached = used_costs(), key
+    first = next(layouts_in((*args, *kwargs.values())))
+    cached = collectives.costs(first.mesh.device_type), key
     recipe = _recipe_cache.get(cached)
     if recipe is None:
         with (
@@ -238,7 +248,8 @@ def _choice(
             remember(_row_cache, key, known)
     fitting, chosen = known
     settled = max(map(len, fitting), default=1) == 1
-    sizes = () if settled else (used_costs(), *[resolve.size_class(x.shape) for x in layouts])
+    costs = collectives.costs(layouts[0].mesh.device_type)
+    sizes = () if settled else (costs, *[resolve.size_class(x.shape) for x in layouts])
     if sizes not in chosen:
         chosen[sizes] = resolve.cheapest(rule, fitting, operands, slotted, named)
     return chosen[sizes]
