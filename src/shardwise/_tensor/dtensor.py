@@ -216,12 +216,13 @@ class DTensor(torch.Tensor):
         """
         layout, wanted = self._layout, self._layout.placements if placements is None else placements
         mesh = layout.mesh if device_mesh is None else collectives.as_mesh(device_mesh)
-        if shard_order is None and mesh == layout.mesh:
+        same_mesh = device_mesh is None or mesh == layout.mesh
+        if shard_order is None and same_mesh:
             target = with_placements(layout, wanted)
         else:
             target = Layout(mesh, wanted, layout.shape, shard_order)
         x: DTensor = self if forward_dtype is None else self.to(forward_dtype)  # type: ignore[assignment]
-        x = x if mesh == layout.mesh else self._across(x, mesh, EXPLICIT)
+        x = x if same_mesh else self._across(x, mesh, EXPLICIT)
         if backward_dtype is None and not async_op:
             return to_layout(x, target)
         return self._redistributed(x, target, self.dtype if backward_dtype is None else backward_dtype, async_op)

@@ -120,7 +120,7 @@ def _compiled(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any
         return partial(run, func, rule, *operands.on_one_mesh(func, args, kwargs, kept))
     mesh = recipe.layouts[0].mesh
     if not rule.random and operands.is_outside(mesh):
-        runs: Callable[..., Any] = outside_mesh.OutsideCall(func, recipe)
+        runs: Op = outside_mesh.OutsideCall(func, recipe)
     else:
         runs = with_consistent_errors(rule, func, recipe, local_call(rule, recipe))
     call = runs, _owned(recipe.output, owner), [*layouts_in((*args, *kwargs.values()))]

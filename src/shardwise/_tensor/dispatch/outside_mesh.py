@@ -101,7 +101,7 @@ class OutsideCall(ReadsLayouts):
     def __init__(self, func: Op, recipe: Recipe) -> None:
         self.func, self.recipe = func, recipe
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         func, recipe = self.func, self.recipe
         if recipe.local_impl is None:
             raise_dtype_error(func, args, kwargs)
