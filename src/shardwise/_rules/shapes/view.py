@@ -250,6 +250,26 @@ def _cached_views(
     return probe_views(op, Meta(shape, dtype, REPLICATE), args, dict(kwargs))
 
 
+def _specialize_slices(call: ViewCall, ctx: LocalContext) -> LocalFunction | None:
+    """If this rank has elements and no rank sends any: the slices of its local tensor."""
+    views, several = _cached_views(*call)
+    if not ctx.layouts[0].boxes(ctx.rank) or any(_sends_index(view, ctx) for view in views):
+        return None
+    items = [view.local_index(ctx.layouts[0].box(ctx.rank)) for view in views]
+    if several:
+        return lambda x, *_, **__: tuple([x[item] for item in items])
+    (item,) = items
+    return lambda x, *_, **__: x[item]
+
+
+def _sends_index(view: ViewMap, ctx: LocalContext) -> bool:
+    """Whether a single index of a dim is in the shards of some ranks only."""
+    layout = ctx.layouts[0]
+    boxes = [layout.box(rank) for rank in ctx.ranks() if layout.boxes(rank)]
+    return any(box.sizes[d] != layout.shape[d] for box in boxes for d in view.fixed)
+
+
+@specialized(_specialize_slices)
 def _local_slices(
     call: ViewCall, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object
 ) -> Tensor | tuple[Tensor, ...]:
@@ -270,7 +290,7 @@ def _local_slice(view: ViewMap, number: int, ctx: LocalContext, x: Tensor) -> Te
         return box
 
     own = held[ctx.rank]
-    if any(held[rank].sizes[d] != layout.shape[d] for d in view.fixed for rank in holders):
+    if _sends_index(view, ctx):
         x, own = ctx.fetch(x, 0, wanted), wanted(ctx.rank)
     if ctx.rank not in holders:
         return x.reshape(-1)[:0].view(ctx.outputs[number].local_shape(ctx.rank))
