@@ -5,6 +5,7 @@ A gradient of a Shard is a Shard, of a Replicate a Partial, of a Partial a Repli
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -170,14 +171,13 @@ def start_redistribute(
     start = last.start
     if index == 0 and last.start_owned is not None and local.is_contiguous():
         start = last.start_owned
-    cause = comm_trace.with_call_site(cause) if comm_trace.listening() else cause
+    report: AbstractContextManager[None] = nullcontext()
+    if comm_trace.listening():
+        cause = comm_trace.with_call_site(cause)
+        report = comm_trace.emitting(event_of(found.plan, local.element_size(), cause))
     before = comm_trace.set_purpose(found.purpose(cause))
     try:
-        with (
-            torch.no_grad(),
-            DisableTorchFunctionSubclass(),
-            comm_trace.emitting(event_of(found.plan, local.element_size(), cause)),
-        ):
+        with torch.no_grad(), DisableTorchFunctionSubclass(), report:
             wait = start(_run(found.steps[:index], local, cause))
     finally:
         comm_trace.set_purpose(before)
