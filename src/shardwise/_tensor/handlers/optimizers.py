@@ -7,6 +7,8 @@ Where not (the first step, which makes the state; a gradient in another layout; 
 
 from collections.abc import Callable, Iterator
 from inspect import unwrap
+from itertools import chain, repeat
+from types import NoneType
 from typing import Any
 
 from torch import Tensor, optim
@@ -41,11 +43,11 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 def _layouts_agree(optimizer: Optimizer) -> bool:
     """Whether a step reads and writes elements at the same index of this rank's local tensors."""
     with DisableTorchFunctionSubclass():
-        return all(_group_agrees(optimizer, group) for group in optimizer.param_groups)
+        return all(map(_group_agrees, repeat(optimizer), optimizer.param_groups))
 
 
 def _group_agrees(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    if group["differentiable"] or any(type(value) is DTensor for value in group.values()):
+    if group["differentiable"] or DTensor in map(type, group.values()):
         return False
     stateless = group.get("momentum") == 0 and type(optimizer) is optim.SGD
     for p in group["params"]:
@@ -108,7 +110,7 @@ def step_on_locals(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Any:
     """A pre-hook of `Optimizer.step`; what it returns replaces the arguments of that step."""
     _check_options(optimizer)
     _note_options(optimizer)
-    if any(x is not None for x in (*args[1:], *kwargs.values())):  # a closure, which is the user's code
+    if {*map(type, (*args[1:], *kwargs.values()))} - {NoneType}:  # a closure, which is the user's code
         return _checked_after_closure(optimizer, args, kwargs) if holds_replaced(_parameters(optimizer)) else None
     refuse_replaced(optimizer, _parameters(optimizer))
     if type(optimizer) not in ELEMENTWISE:
@@ -155,8 +157,8 @@ def _note_options(optimizer: Optimizer) -> None:
 
 
 def _has_dtensors(optimizer: Optimizer) -> bool:
-    return any(type(p) is DTensor for p in _parameters(optimizer))
+    return DTensor in map(type, _parameters(optimizer))
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Any]:
-    return (p for group in optimizer.param_groups for p in group["params"])
+    return chain.from_iterable([group["params"] for group in optimizer.param_groups])
