@@ -77,7 +77,6 @@ def wrapped() -> None:
         assert_close([p.detach() for p in local.parameters()], before, rtol=0, atol=0)
     with pytest.raises(RuleError, match="would use the local tensor of a DTensor"):
         FullyShardedDataParallel(shard_module(layers(), {"**": S0}), device_id=torch.device("cpu"))
-    sent_by_groups()
     plain, module = layers(), layers()
     ours = DistributedDataParallel(shard_module(module, {"**": R}))
     for model in (plain, ours):
@@ -88,26 +87,6 @@ def wrapped() -> None:
             optimizer.step()
     for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
         assert_close(as_dtensor(mine).full_tensor(), theirs.detach())
-
-
-def sent_by_groups() -> None:
-    """Methods of a process group refuse DTensors wherever these are, and send plain tensors."""
-    group: Any = dist.group.WORLD
-    x, plain = distribute_tensor(torch.arange(4.0), placements=[S0]), torch.ones(2)
-    calls: list[Callable[[], object]] = [
-        lambda: group.allreduce([x]),
-        lambda: group.allreduce(x),
-        lambda: group.broadcast(x, 0),
-        lambda: group.broadcast(tensor=x, root=0),
-        lambda: group.allgather([[plain, x]], [plain]),
-        lambda: group.send([x], 1 - dist.get_rank(), 0),
-    ]
-    for call in calls:
-        with pytest.raises(RuleError, match=r"\(\) would use the local tensor of a DTensor"):
-            call()
-    assert x.full_tensor().tolist() == [0.0, 1.0, 2.0, 3.0]
-    group.allreduce([plain]).wait()
-    assert plain.tolist() == [2.0, 2.0]
 
 
 @pytest.mark.processes

@@ -253,21 +253,6 @@ PATCHES = (
         checking(lambda optimizer: (optimizer._all_params, optimizer.process_group)),
         "torch.distributed.optim.zero_redundancy_optimizer",
     ),
-    *(
-        Patch(
-            f"torch.distributed.distributed_c10d.ProcessGroup.{method}",
-            "Refuses a DTensor with an error, as the functions of `torch.distributed` do.",
-            "A method of C++, without `__torch_function__`.",
-            "it silently sends or overwrites the local shard",
-            refusing(),
-        )
-        for method in (
-            "broadcast allreduce allreduce_coalesced reduce allgather allgather_coalesced _allgather_base "
-            "all_gather_single all_gather_single_coalesced allgather_into_tensor_coalesced gather scatter "
-            "reduce_scatter reduce_scatter_single reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced "
-            "_reduce_scatter_base alltoall alltoall_base all_to_all_single send recv recv_anysource"
-        ).split()
-    ),
     *_made_of_local_shards(asking, "Makes a DTensor of a DTensor.", "tensor as_tensor asarray Tensor.new_tensor"),
     *_made_of_local_shards(
         taking_numbers(0),
