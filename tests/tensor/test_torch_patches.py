@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,24 @@ def test_a_torch_without_an_attribute_to_replace_is_refused_in_one_sentence_and_
         f"without it {gone.without}. Fix: install torch 2.13 or 2.14."
     )
     assert vars(torch.autograd.Function)["apply"] is apply
+
+
+def test_an_import_of_the_users_goes_on_where_its_module_has_no_attribute_to_replace(
+    uninstalled: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "imported_later.py").write_text("there = 1\n")
+    uninstalled.syspath_prepend(tmp_path)
+    gone = replace(torch_patches.PATCHES[0], target="imported_later.gone", module="imported_later")
+    uninstalled.setattr(torch_patches, "PATCHES", (*torch_patches.PATCHES, gone))
+    distribute_tensor(torch.ones(2), Mesh((1,)), [Shard(0)])
+    with pytest.warns(UserWarning, match="has no imported_later.gone, which shardwise has to replace"):
+        assert import_module("imported_later").there == 1
+
+
+def test_a_torch_that_lost_what_no_error_would_show_is_refused(uninstalled: pytest.MonkeyPatch) -> None:
+    uninstalled.setattr(torch_patches, "is_below_autograd", lambda: False)
+    with pytest.raises(RuleError, match="has lost excluded dispatch keys.*Fix: install torch 2.13 or 2.14"):
+        distribute_tensor(torch.ones(2), Mesh((1,)), [Shard(0)])
 
 
 def test_the_next_dtensor_installs_again_and_inherited_attributes_are_inherited_again(

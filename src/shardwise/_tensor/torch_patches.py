@@ -16,11 +16,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._device import _device_constructors
 
 from shardwise._tensor.autograd.functions import apply_with_dtensors, refusing_transform, saving_layouts, with_layouts
-from shardwise._tensor.dtensor import DTensor, before_first_dtensor
+from shardwise._tensor.dtensor import DTensor, before_first_dtensor, is_below_autograd
 from shardwise._tensor.handlers.bypasses import (
     asking,
     data_of_alike,
@@ -389,7 +390,7 @@ def install() -> None:
     """Apply all patches. Runs by itself before the first DTensor; a second call does nothing.
 
     Raises:
-        RuleError: this torch lacks an attribute to replace; nothing was changed.
+        RuleError: this torch lacks an attribute to replace, or does something else; nothing was changed.
     """
     if _undo:
         return
@@ -397,6 +398,7 @@ def install() -> None:
         warnings.warn(
             f"shardwise is tested with torch {' and '.join(TESTED)}, not with torch {torch.__version__}.", stacklevel=2
         )
+    _check_silent_names()
     _device_constructors()  # cached: torch's set of functions that take a default device keeps the originals
     now = [patch for patch in PATCHES if patch.module is None or patch.module in sys.modules]
     originals = [(patch, *patch.original()) for patch in now]
@@ -416,7 +418,43 @@ def _apply(patch: Patch, owner: Any, name: str, value: object) -> None:
 
 
 def _apply_later(patch: Patch) -> None:
-    _apply(patch, *patch.original())
+    """Apply a patch in an import of the user's code, which goes on without it."""
+    try:
+        found = patch.original()
+    except RuleError as error:
+        warnings.warn(str(error), stacklevel=2)
+    else:
+        _apply(patch, *found)
+
+
+class _Asked(Tensor):
+    """For `_check_silent_names`."""
+
+
+def _check_silent_names() -> None:
+    """Try what no error would show if torch stopped doing it.
+
+    Raises:
+        RuleError: it did.
+    """
+    x = torch.empty(1)
+    x.untyped_storage()._shardwise = True  # type: ignore[attr-defined]
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
+    with torch._C._ExcludeDispatchKeyGuard(keys):
+        sees_keys = is_below_autograd()
+    asked = x.as_subclass(_Asked)
+    asked.__torch_function__ = lambda *_: None  # type: ignore[method-assign]
+    works = {
+        "attributes of a storage, which say what is a copy of a view": hasattr(x[:].untyped_storage(), "_shardwise"),
+        "__torch_function__ of one tensor, which refuses old views": torch.abs(asked) is None,
+        "excluded dispatch keys, which say that backward asks for a shape": sees_keys and not is_below_autograd(),
+    }
+    lost = [what for what, is_there in works.items() if not is_there]
+    if lost:
+        raise RuleError(
+            f"torch {torch.__version__} has lost {'; '.join(lost)}. Without that, results would be wrong without an "
+            f"error. Fix: install torch {' or '.join(TESTED)}."
+        )
 
 
 def _delete(owner: object, name: str) -> Callable[[], None]:
