@@ -212,7 +212,7 @@ def test_an_import_of_the_users_goes_on_where_its_module_has_no_attribute_to_rep
 
 
 def test_a_torch_that_lost_what_no_error_would_show_is_refused(uninstalled: pytest.MonkeyPatch) -> None:
-    uninstalled.setattr(torch_patches, "is_below_autograd", lambda: False)
+    uninstalled.setattr(torch._C, "_dispatch_tls_is_dispatch_key_excluded", lambda *_: False)
     with pytest.raises(RuleError, match=r"has lost excluded dispatch keys.*Fix: install torch 2\.13 or 2\.14"):
         distribute_tensor(torch.ones(2), Mesh((1,)), [Shard(0)])
 

@@ -16,7 +16,7 @@ from shardwise._rules.local_context import LocalContext, local_with
 from shardwise._rules.local_tensors import as_accumulator, emptied, filled, never_empty
 from shardwise._rules.pointwise import order_of_first
 from shardwise._rules.registry import OpRule, register
-from shardwise._rules.row import LocalFunction, Meta, Op, Row, arguments
+from shardwise._rules.row import Align, LocalFunction, Meta, Op, Row, arguments
 
 
 def attention(
@@ -46,9 +46,8 @@ def attention(
         length = key.shape[at] if output == REPLICATE else (*query.shape[:-1], -1)[dim]
         dims = [(x, (at + 1 if output == REPLICATE else dim) - query.ndim + x.ndim) for x in masks]
         of_masks = [Shard(d) if d >= 0 and x.shape[d] == length else REPLICATE for x, d in dims]
-        return Row(
-            (*placements, *of_masks), output, why, local, True if layout_from is None else (layout_from, 3), layout_from
-        )
+        align = Align.ALL if layout_from is None else (layout_from, 3)
+        return Row((*placements, *of_masks), output, why, local, align, layout_from)
 
     rows = []
     for d in range(at):

@@ -20,7 +20,7 @@ from shardwise._lookups.requests import exchange_axes
 from shardwise._rules.local_context import LocalContext, specialized
 from shardwise._rules.pointwise import SUMS, shape_of_first, without_sizes
 from shardwise._rules.registry import op_rule
-from shardwise._rules.row import LocalFunction, Meta, Row, arguments
+from shardwise._rules.row import Align, LocalFunction, Meta, Row, arguments
 from shardwise.errors import IdTypeError, LayoutError
 
 aten = torch.ops.aten
@@ -161,7 +161,7 @@ def _lookup_rows(
         layout_from = 1 if ids == REPLICATE else 2 if offsets else 0
         weights = () if factors is None else (REPLICATE,) if factors.placement == REPLICATE else (ids,)
         inputs = (ids, table, *((ids,) if offsets else ()), *weights)
-        return Row(inputs, output, why, local, (), layout_from=layout_from)
+        return Row(inputs, output, why, local, Align.FREE, layout_from)
 
     rows = [
         row(REPLICATE, REPLICATE, REPLICATE, "every rank has all ids and the full table"),
@@ -205,7 +205,8 @@ def embedding_renorm_(weight: Meta, indices: Meta, max_norm: float, norm_type: f
     own = without_sizes(weight.placement)
     if isinstance(own, Partial) or norm_type <= 0:
         raise NotImplementedError("a table that is Partial is renormalised as a full tensor")
-    return [Row((own, REPLICATE), own, "each rank scales what it holds of a row", options.embedding_renorm, False)]
+    why = "each rank scales what it holds of a row"
+    return [Row((own, REPLICATE), own, why, options.embedding_renorm, Align.ORDER)]
 
 
 def _gradient_shape(grad: Meta, indices: Meta, num_weights: int, *args: object, **kwargs: object) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise._layout import REPLICATE, Boxes, OnRanks, Partial, Placement, Shard, contiguous_strides, dims_by_stride
 from shardwise._rules.local_context import LocalContext
 from shardwise._rules.registry import RULES, OpRule, RowsFunction, Shapes, amend, register
-from shardwise._rules.row import Args, Kwargs, Meta, Op, Row
+from shardwise._rules.row import Align, Args, Kwargs, Meta, Op, Row
 
 SUMS = (Partial("sum"), Partial("avg"))
 PARTIALS = (*SUMS, Partial("max"), Partial("min"), Partial("product"))
@@ -178,7 +178,7 @@ def conversion(x: Meta, *args: object, **kwargs: object) -> list[Row]:
     if like:
         unused = tuple(without_sizes(y.placement) for y in like)
         rows.append(Row((REPLICATE,), REPLICATE, "copy of the local tensor"))
-        return [Row((*row.inputs, *unused), row.output, row.why, aligned=False) for row in rows]
+        return [Row((*row.inputs, *unused), row.output, row.why, align=Align.ORDER) for row in rows]
     return rows
 
 

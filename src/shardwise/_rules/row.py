@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
 from inspect import signature
 from typing import Any, NamedTuple
@@ -33,6 +34,15 @@ class Meta(NamedTuple):
         return len(self.shape)
 
 
+class Align(Enum):
+    """Which sharded operands of a row get the shard sizes of one of them."""
+
+    ALL = "all of them"
+    ORDER = "none of them, but all get one shard order"
+    # If the rows chosen on the other axes are FREE too, or shard no operand; the result has the order of `layout_from`.
+    FREE = "none of them, and each keeps its shard order"
+
+
 @dataclass(frozen=True)
 class Row:
     """One way to run an op on one mesh axis without communication, or with that of its local implementation.
@@ -45,9 +55,7 @@ class Row:
         why: the reason in one line; also the name of the row in tests, errors and reports.
         local_impl: what each rank runs, as `local_impl(ctx, *args, **kwargs)` with local tensors; None is the op
             itself. It must build the same autograd graph on every rank, also on one with an empty shard.
-        aligned: True: all sharded operands get the same shard sizes. A tuple: those operands do. False: none must, but
-            all get one shard order. (): none must, and each keeps its shard order, if the rows chosen on the other
-            axes have () too or shard no operand; the result then has that of operand `layout_from`.
+        align: which sharded operands get the shard sizes of one of them: see `Align`; a tuple of numbers names some.
         layout_from: the operand whose shard sizes a sharded result has; None is the first sharded one.
         map_index: from a shard offset of that operand to the shard offset of the result, if they differ; rises from 0
             to the size of the result's dim. A tuple for several results.
@@ -60,7 +68,7 @@ class Row:
     output: Placement | tuple[Placement, ...]
     why: str
     local_impl: LocalFunction | None = None
-    aligned: bool | tuple[int, ...] = True
+    align: Align | tuple[int, ...] = Align.ALL
     layout_from: int | None = None
     map_index: IndexMap | tuple[IndexMap, ...] | None = None
     alignment: int = 1

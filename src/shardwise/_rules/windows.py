@@ -20,7 +20,7 @@ from shardwise._layout import PARTIAL, REPLICATE, Box, Layout, Partial, Shard, c
 from shardwise._rules.local_context import LocalContext, local_with
 from shardwise._rules.local_tensors import filled
 from shardwise._rules.registry import OpRule, RowsFunction, register
-from shardwise._rules.row import Ints, LocalFunction, Meta, Row
+from shardwise._rules.row import Align, Ints, LocalFunction, Meta, Row
 
 aten = torch.ops.aten
 
@@ -348,9 +348,9 @@ def _group_rows(conv: Convolution, at: int, local: LocalFunction) -> Iterator[Ro
     """Any operand may be sharded between groups; the shards of the others are fetched."""
     why = "sharded channel groups"
     from_input, from_weight = (local_with(Convolution.map_index, conv, n) for n in (conv.channels[0], conv.rows))
-    yield Row((Shard(at), Shard(0), Shard(0)), Shard(at), why, local, False, 1, from_weight)
-    yield Row((REPLICATE, Shard(0), Shard(0)), Shard(at), why, local, False, 1, from_weight)
-    yield Row((Shard(at), REPLICATE, REPLICATE), Shard(at), why, local, False, 0, from_input)
+    yield Row((Shard(at), Shard(0), Shard(0)), Shard(at), why, local, Align.ORDER, 1, from_weight)
+    yield Row((REPLICATE, Shard(0), Shard(0)), Shard(at), why, local, Align.ORDER, 1, from_weight)
+    yield Row((Shard(at), REPLICATE, REPLICATE), Shard(at), why, local, Align.ORDER, 0, from_input)
 
 
 @lru_cache(maxsize=4096)

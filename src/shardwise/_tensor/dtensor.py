@@ -36,7 +36,7 @@ _detach: Any = torch._C.TensorBase.detach
 _AUTOGRAD, _PYTHON = torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.Python
 
 
-def is_below_autograd() -> bool:
+def _is_below_autograd() -> bool:
     """Whether a `TorchDispatchMode` sees an op of backward, which autograd runs on local tensors."""
     # `torch.tensor([x])` reads values with both keys excluded.
     return _is_excluded(_AUTOGRAD) and not (_is_excluded(_PYTHON) or torch.is_inference_mode_enabled())
@@ -128,7 +128,7 @@ class DTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Op, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
-        if type(func) is OpOverload and is_below_autograd():
+        if type(func) is OpOverload and _is_below_autograd():
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return cls._dispatch(func, args, kwargs or {})
@@ -247,7 +247,7 @@ class DTensor(torch.Tensor):
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         """The global shape."""
-        if not torch._C._is_torch_function_enabled() or is_below_autograd():
+        if not torch._C._is_torch_function_enabled() or _is_below_autograd():
             with DisableTorchFunctionSubclass():  # inside torch, such as where autograd saves tensors
                 return _local_shape.__get__(self)  # type: ignore[no-any-return]
         return torch.Size(self._layout.shape)
@@ -260,7 +260,7 @@ class DTensor(torch.Tensor):
         """The global size; of a sparse tensor in `torch.optim`, the local one (`shardwise._tensor.handlers.sparse`)."""
         with DisableTorchFunctionSubclass():
             sparse = self.is_sparse
-        is_local = is_below_autograd() or (sparse and is_called_by("torch.optim"))
+        is_local = _is_below_autograd() or (sparse and is_called_by("torch.optim"))
         shape = torch.Size(self._layout.local_shape(collectives.rank()) if is_local else self._layout.shape)
         return shape if dim is None else shape[dim]
 
@@ -271,14 +271,14 @@ class DTensor(torch.Tensor):
     ndim = property(dim)
 
     def numel(self) -> int:
-        return (self.shape if is_below_autograd() else torch.Size(self._layout.shape)).numel()
+        return (self.shape if _is_below_autograd() else torch.Size(self._layout.shape)).numel()
 
     nelement = numel
 
     def stride(self, dim: int | None = None) -> Any:
         """The strides of the global tensor, in elements; those of local tensors are in the same order."""
         strides = self._layout.stride()
-        if not torch._C._is_torch_function_enabled() or is_below_autograd():
+        if not torch._C._is_torch_function_enabled() or _is_below_autograd():
             with DisableTorchFunctionSubclass():
                 strides = _local_stride(self)
         return strides if dim is None else strides[dim]

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._device import _device_constructors
 
 from shardwise._tensor.autograd.functions import apply_with_dtensors, refusing_transform, saving_layouts, with_layouts
-from shardwise._tensor.dtensor import DTensor, before_first_dtensor, is_below_autograd
+from shardwise._tensor.dtensor import DTensor, before_first_dtensor
 from shardwise._tensor.handlers.bypasses import (
     asking,
     data_of_alike,
@@ -439,15 +439,17 @@ def _check_silent_names() -> None:
     """
     x = torch.empty(1)
     x.untyped_storage()._shardwise = True  # type: ignore[attr-defined]
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
-    with torch._C._ExcludeDispatchKeyGuard(keys):
-        sees_keys = is_below_autograd()
+    key = torch._C.DispatchKey.AutogradFunctionality
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+        excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
     asked = x.as_subclass(_Asked)
     asked.__torch_function__ = lambda *_: None  # type: ignore[method-assign]
+    with torch._C._EnableTorchFunction():
+        answer = torch.abs(asked)
     works = {
         "attributes of a storage, which say what is a copy of a view": hasattr(x[:].untyped_storage(), "_shardwise"),
-        "__torch_function__ of one tensor, which refuses old views": torch.abs(asked) is None,
-        "excluded dispatch keys, which say that backward asks for a shape": sees_keys and not is_below_autograd(),
+        "__torch_function__ of one tensor, which refuses old views": answer is None,
+        "excluded dispatch keys, which say that backward asks for a shape": excluded,
     }
     lost = [what for what, is_there in works.items() if not is_there]
     if lost:

@@ -110,8 +110,8 @@ def _rows(chosen: Meta, w1: Meta, w2: Meta, tokens: Meta, weights: Meta) -> list
     shard, full = Shard(0), REPLICATE
 
     def row(ids: Placement, first: Placement, second: Placement, out: Placement, why: str) -> Row:
-        aligned = (0, 3, 4) if ids == shard else (1, 2)
-        return Row((ids, first, second, ids, ids), out, why, _on_locals, aligned, layout_from=3)
+        align = (0, 3, 4) if ids == shard else (1, 2)
+        return Row((ids, first, second, ids, ids), out, why, _on_locals, align, layout_from=3)
 
     return [
         row(full, full, full, full, "every rank has all tokens and all experts"),

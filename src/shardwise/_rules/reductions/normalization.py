@@ -19,7 +19,7 @@ from shardwise._rules.local_context import LocalContext, local_with
 from shardwise._rules.local_tensors import as_accumulator
 from shardwise._rules.pointwise import shape_of_first
 from shardwise._rules.registry import OpRule, register
-from shardwise._rules.row import Args, Meta, Op, Row
+from shardwise._rules.row import Align, Args, Meta, Op, Row
 from shardwise.errors import RuleError
 
 aten = torch.ops.aten
@@ -194,9 +194,10 @@ def channelwise(op: Op, *args: object, **kwargs: object) -> list[Row]:
         )
     local = local_with(_by_moments if from_input else _by_statistics, op)
     why = "ranks all-gather moments of their shards" if from_input else "each rank normalizes its own shard"
-    rows = [Row(_placed(named, d), Shard(d), why, local, aligned=not from_input) for d in range(x.ndim)]
+    align = Align.ORDER if from_input else Align.ALL
+    rows = [Row(_placed(named, d), Shard(d), why, local, align) for d in range(x.ndim)]
     if any(s.placement != REPLICATE for s in statistics):
-        rows.append(Row(_placed(named, None), REPLICATE, "statistics keep their layout", local, aligned=False))
+        rows.append(Row(_placed(named, None), REPLICATE, "statistics keep their layout", local, Align.ORDER))
     return rows
 
 

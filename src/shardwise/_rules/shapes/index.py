@@ -37,7 +37,7 @@ from shardwise._layout import (
 from shardwise._rules.local_context import LocalContext, local_with
 from shardwise._rules.pointwise import PARTIALS, SUMS, shape_of_first, shard_at
 from shardwise._rules.registry import OpRule, register
-from shardwise._rules.row import Kwargs, LocalFunction, Meta, Row
+from shardwise._rules.row import Align, Kwargs, LocalFunction, Meta, Row
 from shardwise._rules.row_exchange import Route, exchange_headers
 from shardwise._rules.shapes.view import functions_named
 from shardwise.errors import PlaceError
@@ -168,12 +168,12 @@ def _exchanges(
     """Rows for x divided along indexed dims, or on one rank: slices, or indices and slices, are exchanged."""
     tensors = len(call.ids) + isinstance(call.values, Meta)
     why, output = (READ, REPLICATE) if reads else (WRITTEN, placement)
-    yield Row((placement, *(REPLICATE,) * tensors), output, why, local, aligned=())
+    yield Row((placement, *(REPLICATE,) * tensors), output, why, local, align=Align.FREE)
     for s in by_index_dim.values():
         sharded_ids = next(i for i, q in enumerate(s.ids, 1) if q != REPLICATE)
         output, layout_from = (Shard(s.read), sharded_ids) if reads else (placement, 0)
-        aligned = tuple(range(1, 1 + tensors))
-        yield Row((placement, *s.ids, *s.values), output, ROUTED, local, aligned=aligned, layout_from=layout_from)
+        ids_and_values = tuple(range(1, 1 + tensors))
+        yield Row((placement, *s.ids, *s.values), output, ROUTED, local, ids_and_values, layout_from)
 
 
 # By kept dim of x; by dim of the index; which of the latter allow a replicated x.

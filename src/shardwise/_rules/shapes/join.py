@@ -19,7 +19,7 @@ from shardwise._rules.local_context import LocalContext, local_with
 from shardwise._rules.local_tensors import autocast_to_float, flat_cat
 from shardwise._rules.pointwise import PARTIALS, shape_of_first
 from shardwise._rules.registry import OpRule, register
-from shardwise._rules.row import NO_OPERAND, Args, Ints, Meta, Row
+from shardwise._rules.row import NO_OPERAND, Align, Args, Ints, Meta, Row
 from shardwise._rules.shapes.view import OWNER, DimSlice, empty_result, functions_named, unsharded_rows
 
 aten = torch.ops.aten
@@ -151,7 +151,7 @@ def cat(tensors: Sequence[Meta], dim: int = 0, axis: int | None = None) -> list[
             Shard(dim),
             "each rank fetches its shard of the result",
             local,
-            aligned=False,
+            align=Align.ORDER,
             layout_from=NO_OPERAND,
         )
     )

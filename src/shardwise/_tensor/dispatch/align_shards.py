@@ -6,7 +6,7 @@ from math import prod
 from typing import Any
 
 from shardwise._layout import Layout, Mesh, Placement, Shard, ShardSizes
-from shardwise._rules.row import NO_OPERAND, IndexMap, Row
+from shardwise._rules.row import NO_OPERAND, Align, IndexMap, Row
 
 
 def operand_layouts(layouts: Sequence[Layout], chosen: Sequence[Row]) -> list[Layout]:
@@ -37,7 +37,7 @@ def operand_layouts(layouts: Sequence[Layout], chosen: Sequence[Row]) -> list[La
 
 def _is_free(chosen: Sequence[Row]) -> bool:
     """Whether no operand must have the shard sizes of another one."""
-    return all(row.aligned == () or not any(isinstance(p, Shard) for p in row.inputs) for row in chosen)
+    return all(row.align is Align.FREE or not any(isinstance(p, Shard) for p in row.inputs) for row in chosen)
 
 
 def leader(layouts: Sequence[Layout]) -> Layout:
@@ -51,7 +51,7 @@ def kind(placement: Placement) -> Placement:
 
 
 def _is_aligned(row: Row, operand: int) -> bool:
-    return row.aligned if isinstance(row.aligned, bool) else operand in row.aligned
+    return operand in row.align if isinstance(row.align, tuple) else row.align is Align.ALL
 
 
 def _aligned_sizes(
