@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._device import _device_constructors
 
 from shardwise._tensor.autograd.functions import apply_with_dtensors, refusing_transform, saving_layouts, with_layouts
+from shardwise._tensor.dispatch.without_memory import without_modes
 from shardwise._tensor.dtensor import DTensor, before_first_dtensor
 from shardwise._tensor.handlers.bypasses import (
     asking,
@@ -437,17 +438,18 @@ def _check_silent_names() -> None:
     Raises:
         RuleError: it did.
     """
-    x = torch.empty(1)
-    x.untyped_storage()._shardwise = True  # type: ignore[attr-defined]
     key = torch._C.DispatchKey.AutogradFunctionality
     with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
         excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
-    asked = x.as_subclass(_Asked)
-    asked.__torch_function__ = lambda *_: None  # type: ignore[method-assign]
-    with torch._C._EnableTorchFunction():
+    with without_modes(), torch._C._EnableTorchFunction():
+        x = torch.empty(1)
+        x.untyped_storage()._shardwise = True  # type: ignore[attr-defined]
+        has_attribute = hasattr(x[:].untyped_storage(), "_shardwise")
+        asked = x.as_subclass(_Asked)
+        asked.__torch_function__ = lambda *_: None  # type: ignore[method-assign]
         answer = torch.abs(asked)
     works = {
-        "attributes of a storage, which say what is a copy of a view": hasattr(x[:].untyped_storage(), "_shardwise"),
+        "attributes of a storage, which say what is a copy of a view": has_attribute,
         "__torch_function__ of one tensor, which refuses old views": answer is None,
         "excluded dispatch keys, which say that backward asks for a shape": excluded,
     }
