@@ -97,8 +97,9 @@ class Swapped(torch.autograd.Function):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @world(3)
 def test_inputs_that_a_function_returns_keep_their_layouts_where_gradients_are_disabled(mode: Any) -> None:
+    swapped: Any = Swapped
     with mode():
-        found = Swapped.apply(leaf(S0), leaf(R))
+        found = swapped.apply(leaf(S0), leaf(R))
     for x, placement in zip(found, (R, S0), strict=True):
         assert as_dtensor(x).placements == (placement,)
         assert_close(full_value(x), FULL)

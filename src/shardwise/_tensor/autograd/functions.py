@@ -80,7 +80,7 @@ def _on_dtensors(cls: type[Function], has_gradients: bool) -> type[Function]:
         ctx._shardwise_in, ctx._shardwise_out = _layouts(inputs), _layouts(output)
         ctx._shardwise_saved = _layouts(getattr(ctx, "to_save", ()) or ())
 
-    def result(x: Any) -> Any:
+    def result(x: object) -> object:
         x = _reduced(x)
         if has_gradients or type(x) is not DTensor or not x.requires_grad:
             return x
