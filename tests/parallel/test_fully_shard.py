@@ -251,6 +251,14 @@ def test_a_step_with_gradients_that_were_not_reduced_is_refused() -> None:
     model(batch).sum().backward()
     with pytest.raises(RuntimeError, match="gradients of 0 were not reduced"):
         optimizer.step()
+    twin = copied(model)
+    with pytest.raises(RuntimeError, match="were not reduced"):
+        torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    twin.set_requires_gradient_sync(True)
+    twin(batch).sum().backward()
+    want = two_layers()
+    (2 * want(torch.ones(2, 4)).sum()).backward()
+    assert_same_gradients(twin, want)
     model.set_requires_gradient_sync(True)
     model[2](model[1](batch)).sum().backward()  # not the first unit
     with pytest.raises(RuntimeError, match="gradients of 0 were not reduced"):

@@ -237,6 +237,14 @@ def test_a_gradient_penalty_beside_another_forward() -> None:
 
 
 @world(2)
+def test_a_transformed_forward_of_a_plain_batch_is_refused() -> None:
+    model = as_units(two_layers(), Mesh((2,)))
+    for transformed in (torch.func.grad(lambda x: model(x).sum()), torch.no_grad()(torch.vmap(model))):
+        with pytest.raises(RuleError, match=r"the forward of 0, a unit of fully_shard: torch\.func would transform"):
+            transformed(torch.ones(2, 4))
+
+
+@world(2)
 def test_a_sparse_gradient_is_refused() -> None:
     mesh = Mesh((2,))
     model = nn.Embedding(6, 4, sparse=True)

@@ -196,6 +196,7 @@ IS_REFUSED: dict[str, Callable[[Any], Any]] = {
     "functionalize": lambda d: torch.func.functionalize(doubled)(d.detach()),
     "hook of a node": lambda d: a_node(d).register_hook(lambda inputs, outputs: None),
     "prehook of a node": lambda d: a_node(d).register_prehook(lambda outputs: None),
+    "edge of the graph": lambda d: torch.autograd.graph.get_gradient_edge(d * 1),
     "masked tensor": lambda d: masked_tensor(d.detach(), FULL > 2).sum(),
     "mask": lambda d: masked_tensor(FULL, d.detach() > 2) * 2,
     "scripted": lambda d: torch.jit.script(doubled)(d.detach()),

@@ -101,7 +101,7 @@ def test_autograd_grad_and_backward_take_lists_with_plain_tensors_among_them() -
     assert_close(grads[2], expected[2])
     torch.autograd.backward([out.sum(), other], [None, torch.ones_like(X)], retain_graph=True)
     torch.autograd.backward(out.sum(), None, True)
-    out.sum().backward()
+    torch.autograd.backward(out.sum(), retain_graph=True, inputs={"w": w})
     assert_close(grad_of(w), 3 * expected[1])
     unused = leaf(V, R)
     assert unused.grad is None
@@ -110,6 +110,8 @@ def test_autograd_grad_and_backward_take_lists_with_plain_tensors_among_them() -
         torch.autograd.grad(x.sum(), [unused])
     with pytest.raises(RuntimeError, match="scalar outputs"):
         (x * 2).backward()
+    with pytest.raises(RuntimeError, match=r"real scalar outputs, got torch\.complex128"):
+        (x * 2j).sum().backward()
     with pytest.raises(RuleError, match="is_grads_batched"):
         torch.autograd.grad(x.sum(), [x], is_grads_batched=True)
 

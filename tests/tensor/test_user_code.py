@@ -88,6 +88,23 @@ def test_a_custom_function_sees_whole_tensors_forward_and_backward(x_at: Any, w_
     assert_close(plain.grad, FULL.sum().expand(7, 2))
 
 
+class Swapped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return y, x
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@world(3)
+def test_inputs_that_a_function_returns_keep_their_layouts_where_gradients_are_disabled(mode: Any) -> None:
+    swapped: Any = Swapped
+    with mode():
+        found = swapped.apply(leaf(S0), leaf(R))
+    for x, placement in zip(found, (R, S0), strict=True):
+        assert as_dtensor(x).placements == (placement,)
+        assert_close(full_value(x), FULL)
+
+
 class OfClosure(torch.autograd.Function):
     """f(x), whatever tensors f holds; backward uses what forward saved."""
 

@@ -269,7 +269,7 @@ PATCHES = (
         "Refuses a DTensor with an error.",
         "sparse_coo_tensor sparse_csr_tensor sparse_csc_tensor sparse_bsr_tensor sparse_bsc_tensor "
         "sparse_compressed_tensor to_dlpack utils.dlpack.to_dlpack _C._to_dlpack _C._to_dlpack_versioned Tensor.new "
-        "Tensor.set_ Tensor.as_subclass",
+        "Tensor.set_ Tensor.as_subclass autograd.graph.get_gradient_edge",
     ),
     *_made_of_local_shards(new_without_dtensors, "Refuses a DTensor with an error.", "Tensor.__new__"),
     *_made_of_local_shards(

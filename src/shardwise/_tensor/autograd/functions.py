@@ -72,7 +72,7 @@ def _labelled(x: Any, layout: Layout | None) -> Any:
 
 
 @lru_cache(maxsize=1024)
-def _on_dtensors(cls: type[Function]) -> type[Function]:
+def _on_dtensors(cls: type[Function], has_gradients: bool) -> type[Function]:
     """The Function `cls` with a backward that takes and returns DTensors."""
     setup = torch.autograd.function._is_setup_context_defined(cls.setup_context)
 
@@ -80,11 +80,19 @@ def _on_dtensors(cls: type[Function]) -> type[Function]:
         ctx._shardwise_in, ctx._shardwise_out = _layouts(inputs), _layouts(output)
         ctx._shardwise_saved = _layouts(getattr(ctx, "to_save", ()) or ())
 
-    def forward(ctx: Any, *args: Any) -> Any:
+    def result(x: object) -> object:
+        x = _reduced(x)
+        if has_gradients or type(x) is not DTensor or not x.requires_grad:
+            return x
+        return x.detach()  # C++ would detach an input that is returned, so that it is no DTensor any more
+
+    @wraps(cls.forward)
+    def forward(*args: Any) -> Any:
         with torch._C._EnableTorchFunction():
-            output = cls.forward(ctx, *args)
-            output = type(output)(map(_reduced, output)) if isinstance(output, tuple | list) else _reduced(output)
-        remember(ctx, args, output)
+            output = cls.forward(*args)
+            output = type(output)(map(result, output)) if isinstance(output, tuple | list) else result(output)
+        if not setup:
+            remember(args[0], args[1:], output)
         return output
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -103,8 +111,12 @@ def _on_dtensors(cls: type[Function]) -> type[Function]:
             flat = returned if isinstance(returned, tuple) else (returned,)
             return tuple(_local_gradient(g, layout) for g, layout in zip(flat, ctx._shardwise_in, strict=True))
 
-    body: dict[str, Any] = {"backward": staticmethod(backward), "__doc__": cls.__doc__}
-    body |= {"setup_context": staticmethod(setup_context)} if setup else {"forward": staticmethod(forward)}
+    body: dict[str, Any] = {
+        "forward": staticmethod(forward),
+        "backward": staticmethod(backward),
+        "__doc__": cls.__doc__,
+    }
+    body |= {"setup_context": staticmethod(setup_context)} if setup else {}
     return type(cls.__name__, (cls,), body)
 
 
@@ -141,11 +153,7 @@ def _apply(original: Any, cls: type[Function], args: Args, kwargs: Kwargs) -> An
     if issubclass(cls, of_modules.BackwardHookFunction):
         return track(BackwardHookFunction.apply(*args))  # type: ignore[no-untyped-call]
     with _hooks_on_locals():
-        out = original.__get__(None, _on_dtensors(cls))(*args, **kwargs)
-    if isinstance(out, Tensor) and type(out) is not DTensor:  # an input that was returned: torch made a view of it
-        layout = next((x._layout for x in args if type(x) is DTensor and x.shape == out.shape), None)
-        return out if layout is None else track(tag(out, layout))
-    return out
+        return original.__get__(None, _on_dtensors(cls, torch.is_grad_enabled()))(*args, **kwargs)
 
 
 # ---- full backward hooks of modules -----------------------------------------------------------------------------

@@ -6,7 +6,7 @@ backward in buckets (`buckets.py`). Data parallelism, accumulation without commu
 
 from collections.abc import Iterable
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +33,6 @@ from shardwise._trace.autograd_function import TensorFunction
 from shardwise._trace.comm_trace import Cause
 from shardwise.errors import LayoutError, RuleError
 
-T = TypeVar("T")
 Tensors = Tensor | Iterable[Tensor]
 Gradients = Tensor | Iterable[Tensor | None] | None
 
@@ -146,6 +145,11 @@ def _initial_cotangent(output: DTensor, gradient: Tensor | None) -> Tensor:
                 f"grad can be implicitly created only for scalar outputs, got shape {tuple(output.shape)}. "
                 f"Fix: mean() or sum() it first, or pass its gradient."
             )
+        if not output.is_floating_point():
+            raise RuntimeError(
+                f"grad can be implicitly created only for real scalar outputs, got {output.dtype}. "
+                f"Fix: take its real part or abs() first, or pass its gradient."
+            )
         if all(p in (REPLICATE, PARTIAL) for p in layout.placements):
             shares = prod(n for n, p in zip(layout.mesh.shape, layout.placements, strict=True) if p == REPLICATE)
             with DisableTorchFunctionSubclass():
@@ -175,8 +179,10 @@ def _reduced_output(output: Tensor) -> Tensor:
     return output
 
 
-def _as_list(x: T | Iterable[T]) -> list[T]:
-    return [x] if x is None or isinstance(x, Tensor) else list(x)  # type: ignore[list-item, arg-type]
+def _as_list(x: Any) -> list[Any]:
+    if x is None or isinstance(x, Tensor):
+        return [x]
+    return list(x.values() if isinstance(x, dict) else x)
 
 
 def _local_outputs(tensors: Tensors, grad_tensors: Gradients) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -198,7 +204,7 @@ def backward(
     grad_tensors: Gradients = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
-    inputs: Tensors | None = None,
+    inputs: Tensors | dict[str, Tensor] | None = None,
 ) -> None:
     """`torch.autograd.backward` with DTensors among the outputs or inputs."""
     outputs, cotangents = _local_outputs(tensors, grad_tensors)

@@ -290,6 +290,7 @@ handler(
     torch._C._to_dlpack,
     torch._C._to_dlpack_versioned,
     Tensor.as_subclass,
+    torch.autograd.graph.get_gradient_edge,
 )(refuse)
 
 

@@ -22,13 +22,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise import _collectives as collectives
 from shardwise._redistribute.batched import Batched
 from shardwise._tensor.dtensor import DTensor, plain
+from shardwise._tensor.transforms import FUNC, refuse_transform
 from shardwise._trace import comm_trace
 from shardwise._trace.autograd_function import TensorFunction
 from shardwise._trace.capture_hooks import not_capturable, tracing_paused
 from shardwise._trace.comm_trace import Cause, CommEvent, Purpose
 from shardwise.errors import RuleError
 
-_UNREDUCED = "_unit_of_unreduced"  # of a parameter with gradients that were not reduced
+UNREDUCED = "_unit_of_unreduced"  # of a parameter with gradients that were not reduced
 NO_BACKWARD = -1  # torch's number of the backward that runs, if none does
 Fill = Callable[[Sequence[Tensor | None]], list[Tensor]]
 
@@ -204,6 +205,8 @@ class Gathered:
 
     def outputs(self) -> tuple[Tensor, ...]:
         """The all-gathered parameters, whose gradients are reduced to those of the stored ones."""
+        if torch._C._are_functorch_transforms_active():
+            refuse_transform(f"the forward of {self.unit.name}, a unit of fully_shard: {FUNC}")
         with DisableTorchFunctionSubclass():
             if not torch.is_grad_enabled() or not any(p.requires_grad for p in self.parameters):
                 return tuple(x.detach() for x in self.full)
@@ -246,7 +249,7 @@ class Gathered:
         for i, (parameter, gradient) in enumerate(zip(self.parameters, found, strict=True)):
             if gradient is not None:
                 kept[id(parameter)] = gradient.to(dtypes[i])
-                vars(parameter)[_UNREDUCED] = self.unit
+                vars(parameter)[UNREDUCED] = self.unit
         return [None] * len(found)
 
     def reduce_now(self, message: Message, gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -294,7 +297,7 @@ def check_steps() -> None:
 
 def _check_reduced(optimizer: Optimizer, args: object, kwargs: object) -> None:
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        unit: OfUnit | None = vars(parameter).get(_UNREDUCED)
+        unit: OfUnit | None = vars(parameter).get(UNREDUCED)
         if unit is not None and id(parameter) in unit.unreduced:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step: gradients of {unit.name} were not reduced over the ranks. Fix: "

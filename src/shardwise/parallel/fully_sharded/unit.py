@@ -24,7 +24,7 @@ from shardwise._tensor.module_sharding import assign
 from shardwise._trace.capture_hooks import is_capturing, tracing_paused
 from shardwise._trace.user_stack import call_sites
 from shardwise.errors import PlanError
-from shardwise.parallel.fully_sharded.gathered import NO_BACKWARD, Gathered, Message
+from shardwise.parallel.fully_sharded.gathered import NO_BACKWARD, UNREDUCED, Gathered, Message
 from shardwise.parallel.fully_sharded.parameters import (
     MixedPrecisionPolicy,
     Stored,
@@ -183,6 +183,9 @@ class Unit:
         copy = memo[id(self)] = Unit(module, self.options, f"{self.number}, copy {self._copies[where]} made at {where}")
         copy.reshard_after_forward = self.reshard_after_forward
         copy.requires_gradient_sync = self.requires_gradient_sync
+        for key, x in self.unreduced.items():
+            copy.unreduced[id(memo[key])] = x.clone()
+            vars(memo[key])[UNREDUCED] = copy
         return copy
 
     # ---- forward ----------------------------------------------------------------------------------------------
