@@ -90,6 +90,15 @@ def test_gradients_are_added_in_the_grad_dtype_of_a_table() -> None:
 
 
 @world(2)
+def test_a_table_that_is_frozen_stays_frozen() -> None:
+    plain = collection()
+    plain.embedding_bags["t0"].weight.requires_grad_(False)
+    module = shard_embeddings(plain, {"t0": Shard(0), "t1": Shard(0)}, Mesh((2,)))
+    loss_of(module(batch_of(collectives.rank(), 0))).backward()
+    assert [p.grad is None for p in module.parameters()] == [True, False, False]
+
+
+@world(2)
 def test_assigned_states_are_copied() -> None:
     module, other = sharded("mixed", 2, SGD(lr=1.0)), collection()
     for parameter in other.parameters():

@@ -196,7 +196,8 @@ class _Sharded(nn.Module, RunsInReplays):
                 fill(stacks[block.stack].weight[block.first : block.first + len(block.rows)], block, rows)
             weight = self._as_dtensor(number, [stack.weight for stack in stacks])
             tables.append(ViewOfStack(config.name, as_parameter(weight, parameters[number])))
-            tables[-1].weight.requires_grad_(not distinct)
+            if distinct:
+                tables[-1].weight.requires_grad_(False)
         self.add_module(kind, Tables({table.name: table for table in tables}))
         self._tables = tuple(tables)
         self._engine.parameters = () if distinct else tuple(table.weight for table in tables)
