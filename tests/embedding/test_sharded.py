@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
 from shardwise import _collectives as collectives
@@ -72,6 +72,30 @@ def test_tables_of_several_dtypes() -> None:
     loss_of(out).backward()
     for name, parameter in plain.named_parameters():
         assert module.get_parameter(name).dtype == parameter.dtype
+
+
+@world(2)
+def test_gradients_are_added_in_the_grad_dtype_of_a_table() -> None:
+    plain = EmbeddingBagCollection([EmbeddingBagConfig(4, 2, "t", data_type=torch.bfloat16, feature_names=["f"])])
+    plain.embedding_bags["t"].weight.grad_dtype = torch.float32
+    module = shard_embeddings(plain, {"t": Shard(0)}, Mesh((2,)))
+    batch = KeyedJaggedTensor(keys=["f"], values=torch.tensor([3]), lengths=torch.tensor([1]))
+    for one in (plain, module):
+        for number in (256.0, 1.0, -255.0):  # whose sum bfloat16 would round
+            (one(batch).values() * number).sum().backward()
+    want, found = (one.get_parameter("embedding_bags.t.weight").grad for one in (plain, module))
+    assert isinstance(want, Tensor)
+    assert isinstance(found, DTensor)
+    assert torch.equal(found.full_tensor(), 2 * want)  # of both ranks
+
+
+@world(2)
+def test_a_table_that_is_frozen_stays_frozen() -> None:
+    plain = collection()
+    plain.embedding_bags["t0"].weight.requires_grad_(False)
+    module = shard_embeddings(plain, {"t0": Shard(0), "t1": Shard(0)}, Mesh((2,)))
+    loss_of(module(batch_of(collectives.rank(), 0))).backward()
+    assert [p.grad is None for p in module.parameters()] == [True, False, False]
 
 
 @world(2)

@@ -26,6 +26,7 @@ from shardwise.embedding import (
 )
 from shardwise.errors import CaptureError, IdError, IdTypeError, RemoteRankError
 from shardwise.testing import world
+from tests.timeouts import PATIENCE_SECONDS
 
 ROWS = {"users": 7, "items": 10, "words": 5}
 FEATURES = {"user": "users", "item": "items", "last": "items", "word": "words"}
@@ -159,7 +160,7 @@ NUMBERS: dict[str, tuple[Callable[..., Any], int]] = {  # with how many graphs t
 }
 
 
-@world(2)
+@world(2, timeout=PATIENCE_SECONDS)  # alone it compiles kernels, or loads them
 def test_what_depends_on_the_number_of_ids_has_a_graph_for_each() -> None:
     tables = collection_of(PLAN)
     for name, (function, graphs) in NUMBERS.items():

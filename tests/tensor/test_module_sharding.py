@@ -138,7 +138,7 @@ def test_buffers_have_the_values_of_the_first_rank(way: str) -> None:
     want = dict(Normed(1).named_buffers(remove_duplicate=False))
     for name, b in module.named_buffers():
         assert full(b).tolist() == want[name].tolist(), name
-    assert module.shared.mean is module.free.running_mean or way == "distribute_module"
+    assert module.shared.mean is module.free.running_mean
 
 
 @world(2)

@@ -31,7 +31,7 @@ class _Collection(nn.Module, RunsInReplays):
         super().__init__()
         self._kind, self._weighted = kind, weighted
         self._set_configs(configs)
-        tables = {config.name: TableWeight(_new_table(config, device)) for config in configs}
+        tables = {config.name: TableWeight(nn.Parameter(_new_table(config, device))) for config in configs}
         self.add_module(kind, Tables(tables))
 
     def _set_configs(self, configs: Sequence[EmbeddingConfig]) -> None:

@@ -14,6 +14,7 @@ from shardwise._collectives import DeviceMesh
 from shardwise._layout import Layout, Mesh, Placements, as_placements, checked
 from shardwise._tensor import DTensor
 from shardwise._tensor.dispatch.hooks import expect_equal_options
+from shardwise._tensor.dtensor import as_parameter
 from shardwise._tensor.module_sharding import named_parameters, refuse_hooks
 from shardwise._trace.capture_hooks import RunsInReplays, tracing_paused
 from shardwise.embedding.batch import NO_BATCH, Batch, IdRules, Verdict, features_of
@@ -170,7 +171,8 @@ class _Sharded(nn.Module, RunsInReplays):
         weighted: bool,
     ) -> None:
         super().__init__()
-        sources = [collection.get_parameter(f"{kind}.{config.name}.weight").detach() for config in configs]
+        parameters = [collection.get_parameter(f"{kind}.{config.name}.weight") for config in configs]
+        sources = [parameter.detach() for parameter in parameters]
         distinct = [] if optimizers is None else list(dict.fromkeys(optimizers))
         of_table = [0] * len(configs) if optimizers is None else [distinct.index(one) for one in optimizers]
         plan = self._plan = make_plan(
@@ -193,7 +195,9 @@ class _Sharded(nn.Module, RunsInReplays):
             for block in plan.blocks_of(collectives.rank(), number):
                 fill(stacks[block.stack].weight[block.first : block.first + len(block.rows)], block, rows)
             weight = self._as_dtensor(number, [stack.weight for stack in stacks])
-            tables.append(ViewOfStack(config.name, weight, requires_grad=not distinct))
+            tables.append(ViewOfStack(config.name, as_parameter(weight, parameters[number])))
+            if distinct:
+                tables[-1].weight.requires_grad_(False)
         self.add_module(kind, Tables({table.name: table for table in tables}))
         self._tables = tuple(tables)
         self._engine.parameters = () if distinct else tuple(table.weight for table in tables)
@@ -483,7 +487,7 @@ class _Sharded(nn.Module, RunsInReplays):
             if not parameter.requires_grad:
                 continue
             with torch._C._EnableTorchFunction():  # a replay is run where DTensors are plain tensors
-                grad = self._as_dtensor(table, dense)
+                grad = self._as_dtensor(table, dense).to(parameter.grad_dtype or parameter.dtype)
                 parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
 

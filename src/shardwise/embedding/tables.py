@@ -30,9 +30,9 @@ class TableWeight(nn.Module):
 
     copies_state = False
 
-    def __init__(self, weight: Tensor, requires_grad: bool = True) -> None:
+    def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad)
+        self.weight = weight
 
     def _load_from_state_dict(
         self,
@@ -65,8 +65,8 @@ class ViewOfStack(TableWeight):
 
     copies_state = True
 
-    def __init__(self, name: str, weight: DTensor, requires_grad: bool) -> None:
-        super().__init__(weight, requires_grad)
+    def __init__(self, name: str, weight: nn.Parameter) -> None:
+        super().__init__(weight)
         self.name = name
         self._note_place()
 

@@ -45,7 +45,7 @@ def input_reshard(
     mesh = collectives.as_mesh(tp_device_mesh)
     if mesh.ndim != 1 or mesh.coordinate(collectives.rank()) is None:
         raise MeshError(
-            f"input_reshard takes a mesh of one axis that has this rank, got {mesh} on rank {collectives.rank()}. "
+            f"input_reshard takes a mesh of one axis that has this rank, got {mesh}. "
             "Fix: one axis of it, such as mesh['tp']."
         )
     if input_reshard_dim is None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise import _collectives as collectives
 from shardwise._collectives import DeviceMesh
@@ -167,11 +168,12 @@ def distribute_module(
         raise PlanError("distribute_module was called on this module before. Fix: call it once, on the root.")
     module_sharding.refuse_torch_hooks(module)
     mesh = module_sharding.module_mesh(module, None) if device_mesh is None else device_mesh
+    made = WeakTensorKeyDictionary()
     for path, child in module.named_modules():
         before = list(child.named_parameters(path, recurse=False))
         if partition_fn is not None:
             partition_fn(path, child, mesh)
-        _replicate_plain_tensors(child, collectives.as_mesh(mesh))
+        _replicate_plain_tensors(child, collectives.as_mesh(mesh), made)
         for name, parameter in before:
             if child._parameters.get(name.rpartition(".")[2]) is not parameter:
                 note_replaced(parameter, name)
@@ -183,16 +185,19 @@ def distribute_module(
     return module
 
 
-def _replicate_plain_tensors(module: nn.Module, mesh: Mesh) -> None:
+def _replicate_plain_tensors(module: nn.Module, mesh: Mesh, made: Any) -> None:
+    """Replace what is plain by DTensors, each tensor by one: those that are `made` are found again in other modules."""
     registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
     own = dict(module.named_parameters(recurse=False))
     module_sharding.refuse_hooks(own, [name for name, p in own.items() if not isinstance(p, DTensor)])
     for registry in registries:
         for name, x in registry.items():
-            if is_torch_dtensor(x):
-                registry[name] = converted(x)
-            elif x is not None and not isinstance(x, DTensor):
-                registry[name] = distribute_tensor(x, mesh, [REPLICATE] * mesh.ndim)
+            if x is None or isinstance(x, DTensor):
+                continue
+            if x not in made:
+                is_torch = is_torch_dtensor(x)
+                made[x] = converted(x) if is_torch else distribute_tensor(x, mesh, [REPLICATE] * mesh.ndim)
+            registry[name] = made[x]
 
 
 # ---- plain parameters -----------------------------------------------------------------------------------------------

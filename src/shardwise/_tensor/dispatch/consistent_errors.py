@@ -119,7 +119,7 @@ class Version(NamedTuple):
     Attributes:
         counter: see `_counter_of`.
         version: when it was saved.
-        shape: of the local tensor.
+        shape: of the global tensor.
     """
 
     counter: Tensor
@@ -131,7 +131,7 @@ class Version(NamedTuple):
         if self.counter._version != self.version:
             raise RuntimeError(
                 f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a DTensor with local shape {self.shape} that {name_of(name)} saved is at version "
+                f"a DTensor of shape {self.shape} that {name_of(name)} saved is at version "
                 f"{self.counter._version}; expected version {self.version} instead. Fix: change a clone() of it."
             )
 
@@ -193,7 +193,8 @@ def versions_of(saved: frozenset[int], operands: Sequence[Tensor]) -> list[Versi
 
 
 def _version(x: Tensor) -> Version:
-    return Version(_counter_of(x), x._version, tuple(x.shape))
+    shape = x._layout.shape if type(x) is DTensor else tuple(x.shape)
+    return Version(_counter_of(x), x._version, shape)
 
 
 def _counter_of(x: Tensor) -> Tensor:
