@@ -540,7 +540,7 @@ def _memory(x: Tensor) -> tuple[Any, ...] | None:
 
 def _identity(x: object) -> int:
     """Of a generator that of its C++ object: an op gets another object of Python for it."""
-    return x._cdata if isinstance(x, torch.Generator) else id(x)
+    return x._cdata if isinstance(x, torch.Generator) else id(x)  # type: ignore[attr-defined]  # not in torch's stubs
 
 
 def _storage(x: Tensor) -> int:
