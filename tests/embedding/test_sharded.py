@@ -24,7 +24,7 @@ from shardwise.embedding import (
 )
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.embedding.plan import Plan
-from shardwise.errors import ArgumentError, IdTypeError, MismatchError, PlanError, RemoteRankError
+from shardwise.errors import ArgumentError, IdTypeError, MeshError, MismatchError, PlanError, RemoteRankError
 from shardwise.testing import world
 from tests.embedding.tables import FEATURES, batch_of, collection, loss_of, sharded
 from tests.embedding.test_matrix import equals_one_process
@@ -72,6 +72,20 @@ def test_tables_of_several_dtypes() -> None:
     loss_of(out).backward()
     for name, parameter in plain.named_parameters():
         assert module.get_parameter(name).dtype == parameter.dtype
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_collection_of_another_world_is_refused(ranks: int) -> None:
+    """Its rows are those of the rank that made it, whichever rank looks up."""
+    batch = KeyedJaggedTensor(keys=["f"], values=torch.tensor([0, 9]), lengths=torch.tensor([2]))
+
+    def made() -> nn.Module:
+        plain = EmbeddingBagCollection([EmbeddingBagConfig(10, 4, "t", feature_names=["f"])])
+        return shard_embeddings(plain, {"t": Shard(0)}, Mesh((2,)), SGD(lr=1.0))
+
+    first, _ = world(2).run(made)
+    with pytest.raises(MeshError, match="has the local tensor of rank 0 of another world"):
+        world(ranks).run(lambda: first(batch))
 
 
 @world(2)

@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import FunctionType, MappingProxyType, SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -51,8 +51,14 @@ class Attributes(dict[str, float]):
 
 
 class Slotless:
+    kind = 1.0
+
     def __init__(self) -> None:
         self.first, self.other = 1.0, 1.0
+
+
+class OtherSlotless(Slotless):
+    kind = 2.0
 
 
 @dataclass(slots=True)
@@ -299,6 +305,11 @@ def test_what_a_cached_function_reaches_is_guarded() -> None:
 CONTEXT = ContextVar("CONTEXT", default=1.0)
 
 
+def scaled(holder: Any, scale: float = 2.0) -> Any:
+    holder.scale = scale
+    return holder
+
+
 def of_name(holder: Any, name: str) -> float:
     return float(getattr(holder, name))
 
@@ -331,6 +342,19 @@ READS: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any]
         lambda s: s.param_groups[0]["lr"],
         lambda s: s.param_groups[0].update(lr=3.0),
     ),
+    "a scaler of gradients": (
+        lambda: torch.amp.GradScaler("cpu", init_scale=2.0),
+        lambda s: cast(float, s.scale(torch.ones(()))),
+        lambda s: s.update(4.0),
+    ),
+    "an attribute of a tensor": (lambda: scaled(torch.ones(1)), lambda s: s.scale, lambda s: scaled(s, 3.0)),
+    "an attribute of a function": (lambda: scaled(twice), lambda s: s.scale, lambda s: scaled(s, 3.0)),
+    "the code of a function": (
+        lambda: FunctionType((lambda: 2.0).__code__, {}),
+        lambda s: s(),
+        lambda s: setattr(s, "__code__", (lambda: 3.0).__code__),
+    ),
+    "the class of an object": (Slotless, lambda s: s.kind, lambda s: setattr(s, "__class__", OtherSlotless)),
     "a context variable": (lambda: CONTEXT, lambda s: s.get(), lambda s: s.set(3.0)),
     "a weak reference": (lambda: weakref.ref(HALF), lambda s: s().factor, lambda s: setattr(HALF, "factor", 3.0)),
 }
@@ -607,6 +631,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "history of an argument": (lambda x: x.mul_(WEIGHT), "requires grad into a tensor from outside"),
     "backward": (lambda x: (x * torch.ones(3, requires_grad=True)).sum().backward(), r"backward\(\) runs inside"),
     "a tensor from outside": (lambda x: x * OUTSIDE, "computed outside of it and requires grad"),
+    "a gradient": (lambda x: x * (2 if WEIGHT.grad is None else 3), "reading .grad"),
     "a seed": (_seeds, "_seeds calls manual_seed"),
 }
 
@@ -616,6 +641,15 @@ def test_what_would_be_another_value_at_a_replay_is_refused(name: str) -> None:
     function, said = REFUSED[name]
     with pytest.raises(CaptureError, match=said):
         sw.capture(function)(torch.ones(3))
+
+
+def test_a_generator_from_outside_is_drawn_from_at_each_replay() -> None:
+    step = sw.capture(lambda x: x * torch.rand(3, generator=TORCH))
+    for seed in (1, 2, 1):
+        TORCH.manual_seed(seed)
+        expected = torch.rand(6, generator=TORCH)
+        TORCH.manual_seed(seed)
+        assert torch.equal(torch.cat([step(torch.ones(3)) for _ in range(2)]), expected)
 
 
 def test_the_onednn_recurrent_layer_is_refused_and_the_other_kernel_works() -> None:

@@ -36,6 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass, _functorch
+from torch.amp import GradScaler
 from torch.nn.modules import module as all_modules
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -280,6 +281,7 @@ class ReachableState:
         match x:
             case Tensor():
                 self.tensors.append(x)
+                self._guard_names("a tensor", vars(x), self._names.intersection(vars(x)))
             case nn.Module():
                 self._visit_module(x)
             case FunctionType():
@@ -369,7 +371,9 @@ class ReachableState:
             return
         if function.__closure__:
             self._guard(f"the closure of {name}", (), partial(_contents, function.__closure__))
-        self._guard(f"the defaults of {name}", (), partial(attrgetter("__defaults__", "__kwdefaults__"), function))
+        parts = attrgetter("__defaults__", "__kwdefaults__", "__code__")
+        self._guard(f"the defaults or the code of {name}", (), partial(parts, function))
+        self._guard_names(name, vars(function), self._names.intersection(vars(function)), grows=False)
         used = _names_in(function.__code__)
         if seeding := SEEDING & used:
             raise refusal(f"{name} calls {min(seeding)}", SEED)
@@ -408,12 +412,12 @@ class ReachableState:
             self._visit(x.function)
         if isinstance(x, _lru_cache_wrapper):
             self._visit(x.__wrapped__)
-        if _package(kind) in OPAQUE and not isinstance(x, Optimizer | LRScheduler):
+        if _package(kind) in OPAQUE and not isinstance(x, Optimizer | LRScheduler | GradScaler):
             return
         own, name = getattr(x, "__dict__", {}), kind.__name__
         if not isinstance(own, dict):  # some classes have what they like there
             return
-        self._visit_class(kind, object)
+        self._guard(f"the class of a {name}", (), lambda: [type(x)])
         names = {*own} if _package(kind) == "collections" else self._read_of(own)  # UserDict and such
         self._guard_names(name, own, names, grows=False)
         slots = [n for c in kind.__mro__ for n in getattr(c, "__slots__", ()) if n in self._names and hasattr(x, n)]

@@ -154,7 +154,7 @@ class Tracer:
     def __init__(self, reachable: Sequence[object] = ()) -> None:
         self.graph = fx.Graph()
         # Tensors are never taken for an alias of an argument, even in the same memory; generators are not new ones.
-        self._reachable = {id(x) for x in reachable}
+        self._reachable = {_identity(x) for x in (*reachable, torch.default_generator)}
         self.inputs: dict[fx.Node, Tensor] = {}
         self.reads: list[ValueRead] = []
         self.in_backward = False
@@ -257,11 +257,12 @@ class Tracer:
         """Run an aten op, and add it to the graph."""
         if self.paused:
             return func(*args, **kwargs)
+        if kwargs.get("generator") is not None:  # which the code of a graph cannot name
+            return self.call_opaque(func, args, kwargs)
         tensors = _tensors(args, kwargs)
         nodes = [self.node_of(x) for x in tensors]
         reads = _reads_values(func, args) and not all(map(self._is_constant, tensors))
         self._check(func, args, kwargs)
-        self._check_generators(args, kwargs)
         if func in ALIASES:
             out = func(*args, **kwargs)
             self._nodes[out] = nodes[0]
@@ -356,7 +357,7 @@ class Tracer:
 
     def _check_generators(self, args: Args, kwargs: Kwargs) -> None:
         for x in pytree.tree_leaves((args, kwargs)):
-            if isinstance(x, torch.Generator) and id(x) not in self._reachable and x is not torch.default_generator:
+            if isinstance(x, torch.Generator) and _identity(x) not in self._reachable:
                 raise refusal("the function makes the generator of an op", "make it outside of the captured function")
 
     def check_size_read(self, name: str, x: object) -> None:
@@ -537,6 +538,11 @@ def _memory(x: Tensor) -> tuple[Any, ...] | None:
         return (*view, x.is_conj(), x.is_neg())
 
 
+def _identity(x: object) -> int:
+    """Of a generator that of its C++ object: an op gets another object of Python for it."""
+    return x._cdata if isinstance(x, torch.Generator) else id(x)  # type: ignore[attr-defined]  # not in torch's stubs
+
+
 def _storage(x: Tensor) -> int:
     with DisableTorchFunction():
         return x.untyped_storage()._cdata if x.layout == torch.strided else id(x)
@@ -576,7 +582,10 @@ class _ValueReadMode(TorchFunctionMode):
         if args:
             if name in VALUE_READS:
                 self.tracer.check_value_read(name, args[0])
-            self.tracer.check_size_read(_attribute(func) if name == "__get__" else name, args[0])
+            attribute = _attribute(func) if name == "__get__" else name
+            if attribute == "grad" and not self.tracer.in_backward:  # hooks run at each replay
+                self.tracer.not_capturable("reading .grad, which is another tensor after each backward")
+            self.tracer.check_size_read(attribute, args[0])
         if DTensor in types and torch._C._is_torch_function_enabled():  # its rules may read values as well
             with self:
                 return DTensor.__torch_function__(func, types, args, kwargs)

@@ -14,7 +14,7 @@ from shardwise._collectives import DeviceMesh
 from shardwise._layout import Layout, Mesh, Placements, as_placements, checked
 from shardwise._tensor import DTensor
 from shardwise._tensor.dispatch.hooks import expect_equal_options
-from shardwise._tensor.dtensor import as_parameter
+from shardwise._tensor.dtensor import as_parameter, check_owners
 from shardwise._tensor.module_sharding import named_parameters, refuse_hooks
 from shardwise._trace.capture_hooks import RunsInReplays, tracing_paused
 from shardwise.embedding.batch import NO_BATCH, Batch, IdRules, Verdict, features_of
@@ -390,6 +390,8 @@ class _Sharded(nn.Module, RunsInReplays):
 
     def prepare(self, features: JaggedFeatures, ahead: int = 0) -> PendingBatch:
         """Prepare message 1, `ahead` batches before the lookup."""
+        weights = [table.weight for table in self._tables]
+        check_owners("a lookup", [weight._layout for weight in weights if isinstance(weight, DTensor)])
         given, error = self._batch(features)
         batch, verdict = self._rules.apply(given)
         versions = versions_of(features) if ahead and error is None else ()
