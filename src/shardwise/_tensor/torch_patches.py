@@ -428,7 +428,7 @@ def _apply_later(patch: Patch) -> None:
         _apply(patch, *found)
 
 
-class _Asked(Tensor):
+class _Subclass(Tensor):
     """For `_check_silent_names`."""
 
 
@@ -443,11 +443,11 @@ def _check_silent_names() -> None:
         excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
     with without_modes(), torch._C._EnableTorchFunction():
         x = torch.empty(1)
-        x.untyped_storage()._shardwise = True  # type: ignore[attr-defined]
+        vars(x.untyped_storage())["_shardwise"] = True
         has_attribute = hasattr(x[:].untyped_storage(), "_shardwise")
-        asked = x.as_subclass(_Asked)
-        asked.__torch_function__ = lambda *_: None  # type: ignore[method-assign]
-        answer = torch.abs(asked)
+        own = x.as_subclass(_Subclass)
+        vars(own)["__torch_function__"] = lambda *_: None
+        answer = torch.abs(own)
     works = {
         "attributes of a storage, which say what is a copy of a view": has_attribute,
         "__torch_function__ of one tensor, which refuses old views": answer is None,
