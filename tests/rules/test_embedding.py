@@ -225,3 +225,10 @@ def test_a_table_that_backward_still_needs_is_not_renormalized_behind_its_back()
     F.embedding(ids, param, max_norm=0.1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         squares.backward()
+
+
+@world(3)
+def test_a_rank_without_ids_refuses_a_table_with_other_dims_as_the_others_do() -> None:
+    ids = distribute_tensor(torch.tensor([1, 0]), Mesh((3,)), [Shard(0)])
+    with pytest.raises(RuntimeError, match="'weight' must be 2-D"):
+        F.embedding(ids, torch.ones(2, 2, 3))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise import DTensor, Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor
+from shardwise import Boxes, DTensor, Mesh, Partial, Replicate, Shard, count_comms, distribute_tensor
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from tests.rules.operands import Draw, calls, sent
@@ -121,3 +121,12 @@ def test_values_for_the_same_place_all_have_its_gradient() -> None:
     x[:, [2, 0, 1, 1]] = v
     x.sum().backward()
     assert as_dtensor(v.grad).full_tensor().tolist() == [[1.0] * 4] * 3
+
+
+@world(2)
+def test_indices_of_a_later_dim_of_a_tensor_in_several_boxes_are_in_bounds() -> None:
+    """The local tensor of several boxes has one dim, and the rank without boxes checks the indices."""
+    full, ids = torch.arange(42.0).view(2, 7, 3), torch.tensor([6, 1, 2])
+    boxes = Boxes([[[[0, 0, 0], [1, 7, 3]], [[1, 0, 0], [1, 7, 3]]], []])
+    x = distribute_tensor(full, Mesh((2,)), [boxes])
+    assert torch.equal(as_dtensor(x.index_select(1, ids)).full_tensor(), full.index_select(1, ids))

@@ -90,6 +90,8 @@ def embedding(*args: object, **kwargs: object) -> list[Row]:
     named = arguments(F.embedding, args, kwargs)
     ids, weight = named["input"], named["weight"]
     _check_ids(ids, (), "embedding")
+    if weight.ndim != 2:
+        raise RuntimeError("'weight' must be 2-D")  # torch's text, which a rank without ids would not raise
     special = named["padding_idx"] is not None or named["max_norm"] is not None or named["scale_grad_by_freq"]
     local = _with_options if special else _plain
     return _keeping_the_table(_lookup_rows(weight, range(ids.ndim), ids.ndim, local), named)

@@ -32,7 +32,8 @@ from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from shardwise import _collectives as collectives
-from shardwise._rules import OpRule
+from shardwise._layout import REPLICATE
+from shardwise._rules import Meta, OpRule
 from shardwise._rules.local_context import has_specialized_version
 from shardwise._rules.row import Args, Kwargs, Op
 from shardwise._rules.shapes import index
@@ -89,7 +90,8 @@ class _ConsistentErrors(ReadsLayouts):
 def _raise_bad_indices(form: IndexForm, args: Args, kwargs: Kwargs) -> None:
     """Raise torch's error for an index out of bounds, if all indices are replicated."""
     x, *rest = args
-    call, shape = form.call(x, rest, kwargs), x._layout.shape
+    shape = x._layout.shape
+    call: Any = form.call(Meta(shape, x.dtype, REPLICATE), rest, kwargs)  # a local tensor of several boxes has one dim
     dims = call.index_dims if form.kind != "flat" else (len(shape),)
     if prod(shape) and all(type(i) is DTensor and i._layout.is_replicated for i in call.ids):
         for ids, dim in zip(call.ids, dims, strict=True):
