@@ -127,6 +127,6 @@ def test_values_for_the_same_place_all_have_its_gradient() -> None:
 def test_indices_of_a_later_dim_of_a_tensor_in_several_boxes_are_in_bounds() -> None:
     """The local tensor of several boxes has one dim, and the rank without boxes checks the indices."""
     full, ids = torch.arange(42.0).view(2, 7, 3), torch.tensor([6, 1, 2])
-    boxes = Boxes([[[[0, 0, 0], [1, 7, 3]], [[1, 0, 0], [1, 7, 3]]], []])
+    boxes = Boxes([[([0, 0, 0], [1, 7, 3]), ([1, 0, 0], [1, 7, 3])], []])
     x = distribute_tensor(full, Mesh((2,)), [boxes])
     assert torch.equal(as_dtensor(x.index_select(1, ids)).full_tensor(), full.index_select(1, ids))
