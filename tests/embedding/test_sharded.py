@@ -110,6 +110,8 @@ def test_a_table_that_is_frozen_stays_frozen() -> None:
     module = shard_embeddings(plain, {"t0": Shard(0), "t1": Shard(0)}, Mesh((2,)))
     loss_of(module(batch_of(collectives.rank(), 0))).backward()
     assert [p.grad is None for p in module.parameters()] == [True, False, False]
+    with pytest.raises(PlanError, match=r"t0\.weight does not require grad, but the optimizer would train it.* Fix: "):
+        shard_embeddings(plain, {"t0": Shard(0), "t1": Shard(0)}, Mesh((2,)), SGD(lr=1.0))
 
 
 @world(2)

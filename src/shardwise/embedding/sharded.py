@@ -639,7 +639,8 @@ def shard_embeddings(
 
     Raises:
         ConfigError: another dtype.
-        PlanError: a plan or optimizers that do not fit the collection, or parameters with hooks, which would not run.
+        PlanError: a plan or optimizers that do not fit the collection, such as one for a table that does not require
+            grad; or parameters with hooks, which would not run.
         MismatchError: ranks pass other tables, placements, optimizers or dtypes.
     """
     dtypes = MessageDtypes(forward_dtype, backward_dtype)
@@ -660,6 +661,11 @@ def shard_embeddings(
     optimizers = [optimizer[n] if isinstance(optimizer, Mapping) else optimizer for n in names] if optimizer else None
     parameters = named_parameters(collection)
     refuse_hooks(parameters, parameters)
+    if optimizers and (frozen := [name for name, p in parameters.items() if not p.requires_grad]):
+        raise PlanError(
+            f"{frozen[0]} does not require grad, but the optimizer would train it in backward. Fix: shard without "
+            f"an optimizer, and pass the parameters that require grad to one of torch.optim."
+        )
     where = collectives.as_mesh(mesh)
     layouts = [
         Layout(where, as_placements(where, plan.get(c.name)), (c.num_embeddings, c.embedding_dim)) for c in configs
