@@ -1,6 +1,5 @@
 """What the tests of kernels and optimizers share: random lookups, and all kernels that are installed."""
 
-import importlib.util
 from dataclasses import dataclass
 
 import torch
@@ -12,10 +11,6 @@ from shardwise.embedding.kernels.compiled import CompiledKernels
 
 DTYPES = [torch.int32, torch.int64]
 KERNELS: list[Kernels] = [Kernels(), CompiledKernels()]
-if importlib.util.find_spec("fbgemm_gpu") is not None:  # it belongs to one version of torch
-    from shardwise.embedding.kernels.fbgemm import FbgemmKernels
-
-    KERNELS.append(FbgemmKernels())
 
 
 def stack_of(weight: Tensor, states: dict[str, Tensor] | None = None, kernels: Kernels = KERNELS[0]) -> Stack:

@@ -129,7 +129,7 @@ def _compiled(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any
     return call
 
 
-def _run_with_plain(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> Any:
+def _run_with_plain(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> object:
     """Run a call with plain tensors beside DTensors."""
     if (rule.in_place or func in operands.WITHOUT_VALUES) and type(args[0]) is not DTensor:
         return (operands.into_plain if rule.in_place else operands.run_without_values)(func, args, kwargs)

@@ -1,7 +1,7 @@
 """Local kernels of collections, behind one interface, `Kernels`.
 
-`Kernels` is plain torch and runs on every device. Subclasses replace parts of it on CPUs where an extra is installed:
-`numba` compiles loops, `fbgemm` has table-batched operators. Results are the same up to rounding, which tests check.
+`Kernels` is plain torch and runs on every device. With the extra `numba`, `CompiledKernels` replaces parts of it by
+compiled loops on CPUs. Results are the same up to rounding, which tests check.
 """
 
 import importlib.util
@@ -24,8 +24,4 @@ def fastest_kernels(device: torch.device) -> Kernels:
         from shardwise.embedding.kernels.compiled import CompiledKernels
 
         return CompiledKernels()
-    if importlib.util.find_spec("fbgemm_gpu") is not None:
-        from shardwise.embedding.kernels.fbgemm import FbgemmKernels
-
-        return FbgemmKernels()
     return Kernels()
