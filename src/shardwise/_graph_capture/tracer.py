@@ -383,14 +383,14 @@ class Tracer:
 
     # ---- opaque calls ----------------------------------------------------------------------------------------
 
-    def call_opaque(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    def call_opaque(self, name: str, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         if self.paused:
             return function(*args, **kwargs)
         self._check_generators(args, kwargs)
         call, operands = _bind_constants(function, args, kwargs)
-        self._guard_sizes(operands, function.__name__)
+        self._guard_sizes(operands, name)
         operands = [(x.node, int(x)) if isinstance(x, GraphInt) else x for x in operands]
-        node, out = self.opaque_node(function.__name__, call, operands)
+        node, out = self.opaque_node(name, call, operands)
         if not isinstance(out, int) or isinstance(out, bool):
             self._add_results(node, out, False)
             return out
