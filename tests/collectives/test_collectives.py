@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import reduce
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shardwise import _collectives as collectives
 from shardwise._collectives import count_comms, rank
-from shardwise._collectives.started import SLICE_SECONDS, OpenWorks, RecvCheck
+from shardwise._collectives.started import SLICE_SECONDS, Mark, OpenWorks, mark_ends
 from shardwise.errors import GroupError, MismatchError
 from shardwise.testing import world
 
@@ -32,12 +32,12 @@ def gather_and_broadcast(counts: tuple[int, ...], ranks: tuple[int, ...], dtype:
     every = [numbers(r, count, dtype) for r, count in zip(ranks, counts, strict=True)]
     own = every[ranks.index(rank())]
     before = own.clone()
-    gathered = collectives.start_all_gather(own, counts, ranks)()
+    gathered = collectives.all_gather(own, counts, ranks)
     assert gathered.dtype == dtype
     assert torch.equal(gathered, torch.cat(every))
     for root, sent in zip(ranks, every, strict=True):
         given = own if rank() == root else own.new_empty(0)
-        received = collectives.start_broadcast(given, len(sent), root, ranks)()
+        received = collectives.broadcast(given, len(sent), root, ranks)
         assert torch.equal(received, sent)
         received.zero_()
     gathered.zero_()
@@ -55,7 +55,7 @@ def reduce_and_scatter(counts: tuple[int, ...], ranks: tuple[int, ...], dtype: t
     own = every[position]
     before = own.clone()
     total = reduce(torch.logical_or if dtype == torch.bool else torch.add, every)
-    result = collectives.start_reduce_scatter(own, counts, ranks)()
+    result = collectives.reduce_scatter(own, counts, ranks)
     assert result.dtype == dtype
     assert torch.equal(result, total.split(list(counts))[position])
     assert result.untyped_storage().nbytes() == result.nbytes  # it keeps no padding
@@ -84,6 +84,7 @@ def test_real_ranks_get_what_the_others_have_in_any_group_and_wait_for_late_ones
     world(3, real=True).run(every_case)
     assert world(3, real=True).run(from_a_late_root) == [[2.0] * 3, [], [2.0] * 3]
     world(3, real=True).run(in_groups_of_torch)
+    world(3, real=True).run(beside_replaced_methods)
 
 
 def from_a_late_root() -> list[float]:
@@ -93,6 +94,21 @@ def from_a_late_root() -> list[float]:
     if rank() == 2:
         time.sleep(2 * SLICE_SECONDS)
     return collectives.broadcast(torch.full((3,), float(rank())), 3, 2, (0, 2)).tolist()  # rank 0 only receives
+
+
+def beside_replaced_methods() -> None:
+    """Methods of process groups are replaced for the calls of the program, not for ours."""
+
+    def replacement(*_: object) -> None:
+        raise AssertionError
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_to_all_single", "allreduce", "all_gather_single", "reduce_scatter_single", "broadcast"):
+            patch.setattr(dist.ProcessGroup, name, replacement)
+        gather_and_broadcast((3, 3, 1), (0, 1, 2), torch.float32)
+        reduce_and_scatter((3, 3, 1), (0, 1, 2), torch.float32)
+        assert collectives.all_reduce(torch.ones(2), "sum", (0, 1, 2)).tolist() == [3.0, 3.0]
+        collectives.barrier((0, 1, 2))
 
 
 def in_groups_of_torch() -> None:
@@ -132,6 +148,7 @@ def scatter_views() -> None:
         assert torch.equal(mine, (4 * torch.arange(6.0) + 1).split(counts)[rank()])
     z = torch.complex(torch.arange(6.0), torch.ones(6))
     assert torch.equal(collectives.reduce_scatter(z.conj(), (3, 3), (0, 1)), 2 * z.conj().split(3)[rank()])
+    assert torch.equal(collectives.all_reduce(z.conj(), "product", (0, 1)), z.conj() * z.conj())
 
 
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.processes)])
@@ -205,10 +222,14 @@ SHORT_INTEGERS = {torch.uint8: 4, torch.int8: 4, torch.int16: 2}  # elements in 
 def arrived(dtype: torch.dtype, counts: list[int], came: list[int], value: int = 1) -> tuple[torch.Tensor, int | None]:
     """A buffer for pieces of `counts` elements, of which `came` came; and who is said to have sent too few."""
     out = torch.empty(sum(counts), dtype=dtype)
-    check = RecvCheck(out, counts, own=1)
+    marks = mark_ends(out, counts, own=1)
     for shard, length in zip(out.split(counts), came, strict=True):
         shard[:length] = value
-    return out, check.short_position()
+    return out, short_position(marks)
+
+
+def short_position(marks: Sequence[Mark]) -> int | None:
+    return next((position for position, word, mark in marks if word.value == mark), None)
 
 
 @pytest.mark.parametrize("dtype", SENT_DTYPES, ids=str)
@@ -239,9 +260,9 @@ def test_the_own_shard_empty_buffers_and_special_values_are_not_taken_for_a_mark
     assert arrived(torch.float32, [0, 0, 0], [0, 0, 0])[1] is None
     for special in (float("nan"), float("inf"), -0.0):
         out = torch.empty(2, dtype=torch.float16)
-        check = RecvCheck(out, [1, 0, 1], own=1)
+        marks = mark_ends(out, [1, 0, 1], own=1)
         out.fill_(special)
-        assert check.short_position() is None
+        assert short_position(marks) is None
 
 
 class EndedElsewhere(dist.Work):
@@ -252,15 +273,14 @@ class EndedElsewhere(dist.Work):
         self.works, self.key = works, key
 
     def is_completed(self) -> bool:
-        thread = threading.Thread(target=self.works.remove, args=(self.key,))
+        thread = threading.Thread(target=self.works.pop, args=(self.key,))
         thread.start()
         thread.join()
         return False
 
 
 def test_a_collective_begins_while_another_thread_ends_its_wait() -> None:
-    works = OpenWorks()
-    first = works.add([dist.Work()])
-    second = works.add([EndedElsewhere(works, first)])
-    third = works.add([])
-    assert len({first, second, third}) == 3
+    works = OpenWorks({1: [dist.Work()]})
+    works[2] = [EndedElsewhere(works, 1)]
+    works.remove_completed()
+    assert list(works) == [2]

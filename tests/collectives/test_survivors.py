@@ -20,7 +20,7 @@ import torch
 
 from shardwise import Shard, distribute_tensor
 from shardwise import _collectives as collectives
-from shardwise._collectives import all_reduce, barrier, rank, start_all_reduce, start_all_to_all, started
+from shardwise._collectives import Collective, all_reduce, barrier, rank, start, started
 from shardwise._collectives.failures import reports
 from shardwise.errors import RemoteRankError, ThreadError
 from tests.collectives.real_ranks import Found, each, outcomes, stderr_of
@@ -93,11 +93,11 @@ def stop_until_the_others_fail(folder: str) -> None:
 
 def fail_between_start_and_finish() -> None:
     """All finish what they began; then the others begin something else, which rank 1 does not."""
-    first = start_all_to_all(torch.ones(3), [1, 1, 1], [1, 1, 1], WORLD)
+    first = start(Collective("all_to_all", torch.ones(3), WORLD, (), [1, 1, 1], [1, 1, 1]))
     assert first().tolist() == [1.0, 1.0, 1.0]
     if rank() == 1:
         raise Broken("before the second")
-    second = start_all_reduce(torch.ones(2), "sum", WORLD)
+    second = start(Collective("all_reduce", torch.ones(2), WORLD, (2,)))
     time.sleep(0.2)
     second()
 
@@ -209,7 +209,7 @@ def wait_inside_a_collective() -> None:
 
     barrier(WORLD)
     threading.Thread(target=also).start()
-    start_all_to_all(torch.ones(3), [1, 1, 1], [1, 1, 1], WORLD, memory)()
+    start(Collective("all_to_all", torch.ones(3), WORLD, (), [1, 1, 1], [1, 1, 1], allocate=memory))()
     barrier(WORLD)
 
 

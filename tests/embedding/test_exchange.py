@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise import _collectives as collectives
-from shardwise._collectives import Finish, count_comms
+from shardwise._collectives import Wait, count_comms
 from shardwise._layout import Layout, Mesh, Placement, Shard
 from shardwise._trace.comm_trace import CommEvent, Listener, listening_with
 from shardwise.embedding.batch import IdRules, features_of, make_batch
@@ -99,9 +99,9 @@ def exchange_random(size: int, in_flight: int) -> None:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(0, 3000, (6, size, size), generator=generator).tolist()
     capacities, ranks, me = Capacities(size), tuple(range(size)), collectives.rank()
-    started: list[tuple[int, IdMessages, Finish]] = []
+    started: list[tuple[int, IdMessages, Wait]] = []
 
-    def finish(step: int, ids: IdMessages, wait: Finish) -> None:
+    def finish(step: int, ids: IdMessages, wait: Wait) -> None:
         arrived = ids.read(wait())
         assert arrived.headers == [[source, me] for source in ranks]
         assert arrived.lengths == [of_source[me] for of_source in lengths[step]]

@@ -29,17 +29,13 @@ from shardwise._collectives.api import (
     rank,
     rank_of_thread,
     reduce_scatter,
-    start_all_gather,
-    start_all_reduce,
-    start_all_to_all,
-    start_broadcast,
-    start_reduce_scatter,
+    start,
     transport,
     using,
     watches_numbers,
     world_size,
 )
-from shardwise._collectives.collective_call import Ranks, describing
+from shardwise._collectives.collective_call import Allocate, Collective, Ranks, Wait, describing
 from shardwise._collectives.consistency import (
     agree,
     disagreement,
@@ -57,22 +53,18 @@ from shardwise._collectives.meshes import (
     process_group,
 )
 from shardwise._collectives.torch_bridge import chunks, storage_metadata, torch_dtensor, write_items
-from shardwise._collectives.transport import Allocate, Finish, Transport, draw_from_torch, reduce_stack
+from shardwise._collectives.transport import Transport, draw_from_torch, reduce_stack
 from shardwise._collectives.value_notes import when_watching
 from shardwise._trace.comm_trace import CommCounts, count_comms
 
 __all__ = [
-    "Allocate", "CommCounts", "DeviceMesh", "Finish", "Ranks", "Transport", "agree", "all_gather",
+    "Allocate", "Collective", "CommCounts", "DeviceMesh", "Ranks", "Transport", "Wait", "agree", "all_gather",
     "all_reduce", "all_to_all", "as_mesh", "barrier", "begin_again", "broadcast", "check_ranks", "check_values",
     "chunks", "costs", "count_comms", "current_mesh", "describing", "device_mesh", "disagreement",
     "draw_from_torch", "exchange_messages", "expect_equal", "expect_equal_numbers", "expect_equal_options",
-    "fingerprint",
-    "gather_if_different", "gather_json",
-    "group_ranks", "has_failed", "init_device_mesh", "init_from_environment", "init_processes", "is_here",
-    "is_simulated",
-    "message_device", "outside_ranks", "owner", "process_group", "rank", "rank_of_thread",
-    "reduce_scatter", "reduce_stack", "report_failure", "shutdown", "start_all_gather", "start_all_reduce",
-    "start_all_to_all", "start_broadcast", "start_reduce_scatter", "storage_metadata",
-    "torch_dtensor", "transport", "using",
-    "watches_numbers", "when_watching", "world_size", "write_items",
+    "fingerprint", "gather_if_different", "gather_json", "group_ranks", "has_failed", "init_device_mesh",
+    "init_from_environment", "init_processes", "is_here", "is_simulated", "message_device", "outside_ranks",
+    "owner", "process_group", "rank", "rank_of_thread", "reduce_scatter", "reduce_stack", "report_failure",
+    "shutdown", "start", "storage_metadata", "torch_dtensor", "transport", "using", "watches_numbers",
+    "when_watching", "world_size", "write_items",
 ]  # fmt: skip

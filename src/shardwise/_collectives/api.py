@@ -7,24 +7,21 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, replace
-from functools import cache
+from functools import cache, partial
 from multiprocessing.process import BaseProcess, current_process
 from threading import get_ident
 
 import torch
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from shardwise._collectives.collective_call import (
-    ALL_GATHER,
-    ALL_TO_ALL,
-    REDUCE_SCATTER,
     SAME_CALLS,
-    CollectiveCall,
+    Collective,
     Ranks,
+    Wait,
     call_from,
-    call_of,
     describing,
-    exchange_call,
     mismatch,
     mismatch_text,
 )
@@ -36,11 +33,9 @@ from shardwise._collectives.cost_tables import (
     ranks_per_host_of,
 )
 from shardwise._collectives.failures.reports import report_failure
-from shardwise._collectives.processes import TORCH_TRANSPORT, check_joined, current_world
+from shardwise._collectives.processes import TORCH_TRANSPORT, check_joined
 from shardwise._collectives.transport import (
     CANNOT_COMMUNICATE,
-    Allocate,
-    Finish,
     RankAndSize,
     SingleRankTransport,
     Transport,
@@ -52,9 +47,9 @@ from shardwise._collectives.transport import (
     share_rank,
 )
 from shardwise._collectives.value_notes import stable_digest
-from shardwise._layout import Owner, checked, ring_elements
+from shardwise._layout import Owner, checked
 from shardwise._trace import comm_trace
-from shardwise._trace.capture_hooks import allow_in_graph, current, is_capturing
+from shardwise._trace.capture_hooks import current, is_capturing
 from shardwise._trace.user_stack import call_sites, format_call_sites, frames_of
 from shardwise.errors import MeshError, MismatchError, ThreadError
 
@@ -79,7 +74,12 @@ def transport() -> Transport:
     simulated = _thread.transport
     if simulated is not None:
         return simulated
-    return TORCH_TRANSPORT if current_world() is not None else _single_rank(current_process())
+    world = distributed_c10d._world.default_pg  # `dist.group.WORLD` takes longer
+    if world is None:
+        return _single_rank(current_process())
+    if TORCH_TRANSPORT.world() is not world:
+        TORCH_TRANSPORT.attach()
+    return TORCH_TRANSPORT
 
 
 @cache  # a process that multiprocessing starts is another one while it imports its modules
@@ -199,42 +199,70 @@ def world_size() -> int:
     return transport().world_size
 
 
-def _is_traced(ranks: Ranks) -> bool:
-    """Whether a graph is to have one call of a collective of these ranks, which returns its result."""
-    return current.tracer is not None and not current.tracer.paused and len(ranks) > 1
+def start(collective: Collective) -> Wait:
+    """Start a collective; the returned function waits for it and returns its result.
+
+    Raises:
+        MeshError: this world has not its ranks: a tensor is used after its world ended, or outside it.
+        ThreadError: another thread communicates for this rank.
+    """
+    ranks, tracer = collective.ranks, current.tracer
+    if len(ranks) == 1:
+        return partial(_same, collective.tensor) if collective.in_place else collective.tensor.clone
+    if tracer is not None and not tracer.paused:
+        in_graph = collective._replace(allocate=None, in_place=False)
+        return partial(_same, tracer.call_opaque(collective.kind, _run, (in_graph,), {}))
+    here = transport()
+    if ranks[-1] >= here.world_size:
+        raise _of_another_world(ranks, here.world_size)
+    if here.threads.ident != get_ident():
+        _take_over(here)
+    if here.fingerprints is not None and collective.kind != "comparison":
+        _compare_calls(here, collective)
+    number = here.calls[ranks] = here.calls.get(ranks, 0) + 1
+    log = here.logs.get(ranks) or log_of(here, ranks)
+    here.compare_calls(log, log.add(number, collective))
+    if here.notes.numbers:
+        here.notes.watch_after(number, ranks)
+    if comm_trace.current.rank.listeners:
+        comm_trace.record_collective(collective.kind, collective.sent_bytes(here.rank))
+    return here.start(collective)
 
 
-@allow_in_graph
+def _run(collective: Collective) -> Tensor:
+    return start(collective)()
+
+
+def _same(result: Tensor) -> Tensor:
+    return result
+
+
 def all_to_all(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
     """Exchange slices of a 1-D tensor; that for this rank itself is copied and not counted."""
-    return start_all_to_all(send, send_counts, recv_counts, ranks)()
+    return start(Collective("all_to_all", send, ranks, (), send_counts, recv_counts))()
 
 
-def start_all_to_all(
-    send: Tensor,
-    send_counts: Sequence[int],
-    recv_counts: Sequence[int],
-    ranks: Ranks,
-    allocate: Allocate | None = None,
-) -> Finish:
-    """Start `all_to_all`; the returned function waits for it and returns the received elements.
+def all_reduce(local: Tensor, reduce_op: str, ranks: Ranks) -> Tensor:
+    """Reduce over `ranks` into a new tensor. Counted as a ring: each rank sends 2 (n - 1) / n of it."""
+    return start(Collective("all_reduce", local, ranks, local.shape, reduce_op=reduce_op))()
 
-    Args:
-        allocate: makes a 1-D tensor of the dtype of `send` for the result, which the caller may use again later.
+
+def all_gather(local: Tensor, counts: Sequence[int], ranks: Ranks) -> Tensor:
+    """The 1-D tensors of all ranks, one after the other, of `counts` elements, in rank order."""
+    return start(Collective("all_gather", local, ranks, counts))()
+
+
+def reduce_scatter(local: Tensor, counts: Sequence[int], ranks: Ranks) -> Tensor:
+    """This rank's elements of the sum of the 1-D tensors of all ranks, which have `counts` for each rank, in order."""
+    return start(Collective("reduce_scatter", local, ranks, counts))()
+
+
+def broadcast(local: Tensor, count: int, root: int, ranks: Ranks) -> Tensor:
+    """The 1-D tensor of rank `root`, of `count` elements; other ranks pass any tensor of its dtype.
+
+    Counted as a chain: each rank but the last sends all of it to the next.
     """
-    if _is_traced(ranks):
-        received = all_to_all(send, send_counts, recv_counts, ranks)
-        return lambda: received
-    if len(ranks) == 1:
-        return send.clone
-    here = _transport_of(ranks)
-    if here.fingerprints is not None:
-        _compare_calls(here, exchange_call(send, send_counts, recv_counts), ranks)
-    _log_call(here, ranks, ALL_TO_ALL, send.dtype, (), send_counts, recv_counts)
-    if comm_trace.listening():
-        own = send_counts[ranks.index(here.rank)]
-        comm_trace.record_collective(ALL_TO_ALL, (sum(send_counts) - own) * send.element_size())
-    return here.start_all_to_all(send, send_counts, recv_counts, ranks, allocate)
+    return start(Collective("broadcast", local, ranks, (count,), root=root))()
 
 
 def exchange_messages(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
@@ -245,119 +273,6 @@ def exchange_messages(send: Tensor, send_counts: Sequence[int], recv_counts: Seq
 def message_device(ranks: Ranks) -> torch.device:
     """Where the library makes what it sends of its own, such as lengths: on CPUs if their tensors can be sent."""
     return transport().message_device(ranks)
-
-
-@allow_in_graph
-def all_reduce(local: Tensor, reduce_op: str, ranks: Ranks) -> Tensor:
-    """Reduce over `ranks` into a new tensor. Counted as a ring: each rank sends 2 (n - 1) / n of it."""
-    return start_all_reduce(local, reduce_op, ranks)()
-
-
-def start_all_reduce(local: Tensor, reduce_op: str, ranks: Ranks, in_place: bool = False) -> Finish:
-    """Start `all_reduce`; the returned function waits for it and returns the result.
-
-    Args:
-        in_place: nobody else uses `local`, which is contiguous: the result may have its memory.
-    """
-    if _is_traced(ranks):
-        reduced = all_reduce(local, reduce_op, ranks)
-        return lambda: reduced
-    if len(ranks) == 1:
-        return (lambda: local) if in_place else local.clone
-    here = _announced(f"all_reduce {reduce_op}", local, local.shape, ranks)
-    if comm_trace.listening():
-        sent = ring_elements(local.numel(), len(ranks), ranks.index(here.rank)) * local.element_size()
-        comm_trace.record_collective("all_reduce", sent)
-    return here.start_all_reduce(local, reduce_op, ranks, in_place)
-
-
-@allow_in_graph
-def all_gather(local: Tensor, counts: Sequence[int], ranks: Ranks) -> Tensor:
-    """The 1-D tensors of all ranks, one after the other, of `counts` elements, in rank order."""
-    return start_all_gather(local, counts, ranks)()
-
-
-def start_all_gather(local: Tensor, counts: Sequence[int], ranks: Ranks, allocate: Allocate | None = None) -> Finish:
-    """Start `all_gather`; the returned function waits for it and returns the result.
-
-    Args:
-        allocate: as in `start_all_to_all`.
-    """
-    if _is_traced(ranks):
-        gathered = all_gather(local, counts, ranks)
-        return lambda: gathered
-    if len(ranks) == 1:
-        return local.clone
-    here = _announced(ALL_GATHER, local, counts, ranks)
-    if comm_trace.listening():
-        comm_trace.record_collective(ALL_GATHER, (len(ranks) - 1) * max(counts) * local.element_size())
-    return here.start_all_gather(local, counts, ranks, allocate)
-
-
-@allow_in_graph
-def reduce_scatter(local: Tensor, counts: Sequence[int], ranks: Ranks) -> Tensor:
-    """This rank's elements of the sum of the 1-D tensors of all ranks, which have `counts` for each rank, in order."""
-    return start_reduce_scatter(local, counts, ranks)()
-
-
-def start_reduce_scatter(local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
-    """Start `reduce_scatter`; the returned function waits for it and returns the result."""
-    if _is_traced(ranks):
-        reduced = reduce_scatter(local, counts, ranks)
-        return lambda: reduced
-    if len(ranks) == 1:
-        return local.clone
-    here = _announced(REDUCE_SCATTER, local, counts, ranks)
-    if comm_trace.listening():
-        comm_trace.record_collective(REDUCE_SCATTER, (len(ranks) - 1) * max(counts) * local.element_size())
-    return here.start_reduce_scatter(local, counts, ranks)
-
-
-@allow_in_graph
-def broadcast(local: Tensor, count: int, root: int, ranks: Ranks) -> Tensor:
-    """The 1-D tensor of rank `root`, of `count` elements; other ranks pass any tensor of its dtype.
-
-    Counted as a chain: each rank but the last sends all of it to the next.
-    """
-    return start_broadcast(local, count, root, ranks)()
-
-
-def start_broadcast(local: Tensor, count: int, root: int, ranks: Ranks) -> Finish:
-    """Start `broadcast`; the returned function waits for it and returns the result."""
-    if _is_traced(ranks):
-        received = broadcast(local, count, root, ranks)
-        return lambda: received
-    if len(ranks) == 1:
-        return local.clone
-    here = _announced(f"broadcast from {root}", local, (count,), ranks)
-    if comm_trace.listening():
-        last = ranks[ranks.index(root) - 1]
-        comm_trace.record_collective("broadcast", 0 if here.rank == last else count * local.element_size())
-    return here.start_broadcast(local, count, root, ranks)
-
-
-def _announced(kind: str, local: Tensor, shape: Sequence[int], ranks: Ranks) -> Transport:
-    """The transport, after a collective other than an all-to-all was compared with other ranks and recorded."""
-    here = _transport_of(ranks)
-    if here.fingerprints is not None:
-        _compare_calls(here, call_of(kind, local, shape), ranks)
-    _log_call(here, ranks, kind, local.dtype, tuple(shape))
-    return here
-
-
-def _log_call(
-    here: Transport,
-    ranks: Ranks,
-    kind: str,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    send_counts: Sequence[int] = (),
-    recv_counts: Sequence[int] = (),
-) -> None:
-    """Record the call that this rank is about to make, and compare it with what is known of the others."""
-    log = log_of(here, ranks)
-    here.compare_calls(log, log.add(here.calls[ranks], kind, dtype, shape, send_counts, recv_counts))
-    here.notes.watch_after(log.latest, ranks)
 
 
 def expect_equal(x: Tensor, ranks: Ranks, what: str, explicit: bool = False, fix: str = "") -> None:
@@ -400,7 +315,6 @@ def _take_over(here: Transport) -> None:
     share_rank(_rank_and_size)  # again, because multiprocessing configures a process after it imported its modules
     if here is not TORCH_TRANSPORT:
         return here.threads.take_over(here)
-    TORCH_TRANSPORT.attach()  # a new world has a new guard
     known = here.threads.failed
     try:
         here.threads.take_over(here)
@@ -420,21 +334,9 @@ def _forbid_after_fork() -> None:
 os.register_at_fork(after_in_child=_forbid_after_fork)
 
 
-def _transport_of(ranks: Ranks) -> Transport:
-    """The transport of this thread, which has these ranks and communicates for its own; one more call is counted.
-
-    Raises:
-        MeshError: it has not: a tensor is used after its world ended, or outside it.
-        ThreadError: another thread communicates for this rank.
-    """
-    here = transport()
-    if ranks[-1] < here.world_size:
-        if here.threads.ident != get_ident():
-            _take_over(here)
-        here.calls[ranks] = here.calls.get(ranks, 0) + 1
-        return here
-    world = f"a world of {here.world_size} ranks" if here.world_size > 1 else "no world of several ranks"
-    raise MeshError(
+def _of_another_world(ranks: Ranks, world_size: int) -> MeshError:
+    world = f"a world of {world_size} ranks" if world_size > 1 else "no world of several ranks"
+    return MeshError(
         f"A collective of ranks {ranks} was called in {world}. The tensor or mesh is of another world: one that has "
         "ended, with its function or by destroy_process_group, or that this thread is not part of. "
         "Fix: call it inside that world; use full_tensor() there for values that are needed later."
@@ -511,40 +413,38 @@ def _switch_fingerprints(here: Transport, on: bool) -> None:
         here.fingerprints = None
 
 
-def _compare_calls(here: Transport, call: CollectiveCall, ranks: Ranks) -> None:
-    """Raise the same MismatchError on all `ranks` unless their calls are one collective.
+def _compare_calls(here: Transport, collective: Collective) -> None:
+    """Raise the same MismatchError on all ranks of a collective unless their calls are one collective.
 
     The comparison is a collective of its own, recorded as such: ranks that do not compare are found before they get it.
     """
-    before = comm_trace.set_purpose(None)
-    try:
-        _log_call(here, ranks, "comparison by check_ranks() or fingerprint()", torch.int64, ())
-    finally:
-        comm_trace.set_purpose(before)
-    move = comm_trace.current_event()
+    ranks, call, move = collective.ranks, collective.described(), comm_trace.current_event()
     if move is not None and not call.purpose:
         call = replace(call, purpose=str(move))
     call.check(ranks)
-    number, count = here.calls[ranks], len(ranks)
+    number, count = here.calls.get(ranks, 0) + 1, len(ranks)
     line = next((str(site.frame) for site in call_sites(1)), "")
     common = json.dumps([call.must_match, call.purpose, number, line])
     digest = stable_digest(common)
     zeros = (0,) * count
     row = torch.tensor([digest, *(call.send_counts or zeros), *(call.recv_counts or zeros)], device="cpu")
-    counts = [len(row)] * count
-    with describing(lambda: f"comparing the ranks before {call}"):
-        every = exchange_of(here)(row.repeat(count), counts, counts, ranks).view(count, -1)
-        sent, expected = every[:, 1 : 1 + count], every[:, 1 + count :]
-        if bool((every[:, 0] == digest).all()) and torch.equal(sent, expected.t()):
-            here.calls[ranks] += 1
-            return
-        facts = {
-            "call": asdict(call),
-            "number": number,
-            "line": line,
-            "where": format_call_sites(list(frames_of(sys._getframe())), 1),
-        }
-        all_facts = [json.loads(text) for text in gather_with(exchange_of(here), json.dumps(facts).encode(), ranks)]
+    counts, before = [len(row)] * count, comm_trace.set_purpose(None)
+    try:
+        with comm_trace.muted(), describing(lambda: f"comparing the ranks before {call}"):
+            message = row.repeat(count).to(here.message_device(ranks))
+            every = _run(Collective("comparison", message, ranks, (), counts, counts)).cpu().view(count, -1)
+            sent, expected = every[:, 1 : 1 + count], every[:, 1 + count :]
+            if bool((every[:, 0] == digest).all()) and torch.equal(sent, expected.t()):
+                return
+            facts = {
+                "call": asdict(call),
+                "number": number,
+                "line": line,
+                "where": format_call_sites(list(frames_of(sys._getframe())), 1),
+            }
+            all_facts = [json.loads(text) for text in gather_with(exchange_of(here), json.dumps(facts).encode(), ranks)]
+    finally:
+        comm_trace.set_purpose(before)
     calls = {rank: call_from(facts["call"]) for rank, facts in zip(ranks, all_facts, strict=True)}
     numbers = [facts["number"] for facts in all_facts]
     why = mismatch(ranks, calls, purposes=True)

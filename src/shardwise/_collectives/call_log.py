@@ -1,6 +1,6 @@
 """What each rank has called, in records that the ranks of a group compare with each other.
 
-    record = log.add("all_reduce sum", torch.float32, (4,), (), ())   # before rank 0 sends anything
+    record = log.add(1, Collective("all_reduce", x, (0, 1), x.shape))   # before rank 0 sends anything
     log.difference(1, record)   # with the record of rank 1 for the same number; None if they agree
 
 A record has a digest of kind, dtype and shape, one of the purpose (op, operand, layouts), and one of the
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardwise._collectives.collective_call import CollectiveCall, Ranks
+from shardwise._collectives.collective_call import Collective, CollectiveCall, Ranks
 from shardwise._collectives.value_notes import (
     AFTER,
     DIGEST,
@@ -94,27 +94,21 @@ class CallLog:
         self._compared_notes: dict[int, int] = {}  # how many, by peer
         self._orders = {peer: _Orders() for peer in ranks if peer != rank}
 
-    def add(
-        self,
-        number: int,
-        kind: str,
-        dtype: torch.dtype,
-        shape: tuple[int, ...],
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-    ) -> "array[int]":
+    def add(self, number: int, collective: Collective) -> "array[int]":
         """Record the next call; the record is for the other ranks.
 
         All but number and counts of a record is cached, as this runs before every collective.
         """
-        purpose, sites = comm_trace.current_purpose(), call_sites()
-        key = (kind, dtype, shape, *map(id, sites))
+        kind, tensor, _, shape, send_counts, recv_counts, reduce_op, root, *_ = collective
+        purpose, sites = comm_trace.current.rank.purpose, call_sites()
+        key: tuple[object, ...] = (kind, reduce_op, root, tensor.dtype, tuple(shape), *map(id, sites))
         if purpose is not None:
             cause, src, dst = purpose
             key = (*key, id(src), id(dst), cause.kind, cause.op, cause.operand, cause.backward)
         cached = self._templates.get(key)
         if cached is None:
-            cached = self._add_template(key, Call(kind, dtype, shape, (), (), purpose, sites))
+            call = Call(collective.name, tensor.dtype, tuple(shape), (), (), purpose, sites)
+            cached = self._add_template(key, call)
         template, call = cached
         record = template[:]
         record[NUMBER] = self.latest = number

@@ -1,16 +1,20 @@
-"""What one rank calls in a collective, and whether the calls of several ranks match."""
+"""Collectives as values, what one rank calls in them, and whether the calls of several ranks match."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from torch import Tensor
 
-Ranks = tuple[int, ...]
+from shardwise._layout import ring_elements
 
-ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER = "all_to_all", "all_gather", "reduce_scatter"
+Ranks = tuple[int, ...]
+Allocate = Callable[[int], Tensor]  # a 1-D tensor of so many elements
+Wait = Callable[[], Tensor]  # waits for a collective that was started, and returns its result
+
+Kind = Literal["all_to_all", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "comparison"]
 SAME_CALLS = "make all ranks of a group call the same collectives in the same order"
 
 _purpose: ContextVar[Callable[[], str] | None] = ContextVar("purpose", default=None)
@@ -35,28 +39,87 @@ def _described() -> str:
     return "" if describe is None else describe()
 
 
-@dataclass(frozen=True)
-class CollectiveCall:
-    """One rank's call of a collective.
+class Collective(NamedTuple):
+    """A collective of one rank. The result is a new tensor.
+
+        all_to_all      the slices of the 1-D tensors that are for this rank, in rank order
+        all_reduce      the reduction of the tensors
+        all_gather      the 1-D tensors, one after the other, in rank order
+        reduce_scatter  the elements of this rank, of the sum of the 1-D tensors
+        broadcast       the 1-D tensor of the root; other ranks pass any tensor of its dtype
+        comparison      an all-to-all by which ranks compare their calls
 
     Attributes:
-        shape: of the local tensor; for all-gathers and reduce-scatters the elements of each rank, for broadcasts those
-            of the root.
-        kind: `ALL_TO_ALL`, `ALL_GATHER`, `REDUCE_SCATTER`, or such as "all_reduce sum" and "broadcast from 2".
+        tensor: of this rank. It must not change until the collective is finished.
+        ranks: global ranks in rising order. All of them make the same call.
+        shape: of an all-reduce that of the tensor; of an all-gather or reduce-scatter the elements of each rank; of a
+            broadcast those of the root.
         send_counts, recv_counts: of an all-to-all, elements to and from each rank.
+        reduce_op: of an all-reduce: "sum", "max", "min" or "product".
+        root: of a broadcast.
+        allocate: may be called for the memory of the result of an all-to-all or all-gather, which the caller may use
+            again later.
+        in_place: nobody else uses the tensor of an all-reduce, which is contiguous: the result may have its memory.
+    """
+
+    kind: Kind
+    tensor: Tensor
+    ranks: Ranks
+    shape: Sequence[int] = ()
+    send_counts: Sequence[int] = ()
+    recv_counts: Sequence[int] = ()
+    reduce_op: str = "sum"
+    root: int = 0
+    allocate: Allocate | None = None
+    in_place: bool = False
+
+    @property
+    def name(self) -> str:
+        """The kind as errors have it, with the reduction or the root."""
+        names = {"all_reduce": f"all_reduce {self.reduce_op}", "broadcast": f"broadcast from {self.root}"}
+        return {**names, "comparison": "comparison by check_ranks() or fingerprint()"}.get(self.kind, self.kind)
+
+    def described(self) -> "CollectiveCall":
+        """This rank's call, without its tensor."""
+        shape = tuple(self.shape or self.tensor.shape)
+        counts = tuple(self.send_counts), tuple(self.recv_counts)
+        return CollectiveCall(str(self.tensor.dtype).removeprefix("torch."), shape, self.name, *counts, _described())
+
+    def sent_bytes(self, rank: int) -> int:
+        """What `rank` sends to others. An all-reduce is counted as a ring, a broadcast as a chain."""
+        count, own = len(self.ranks), self.ranks.index(rank)
+        match self.kind:
+            case "all_reduce":
+                elements = ring_elements(self.tensor.numel(), count, own)
+            case "all_gather" | "reduce_scatter":
+                elements = (count - 1) * max(self.shape)
+            case "broadcast":
+                elements = 0 if rank == self.ranks[self.ranks.index(self.root) - 1] else self.shape[0]
+            case _:
+                elements = sum(self.send_counts) - self.send_counts[own]
+        return elements * self.tensor.element_size()
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """What one rank calls in a collective, without its tensor; the attributes are those of a `Collective`.
+
+    Attributes:
+        shape: of an all-to-all that of the tensor.
+        kind: the name of a `Collective`, such as "all_to_all", "all_reduce sum" and "broadcast from 2".
         purpose: such as the op and the layouts of its operands.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    kind: str = ALL_TO_ALL
+    kind: str = "all_to_all"
     send_counts: tuple[int, ...] = ()
     recv_counts: tuple[int, ...] = ()
     purpose: str = ""
 
     def __str__(self) -> str:
         text = f"{self.kind} of {self.dtype}"
-        if self.kind == ALL_TO_ALL:
+        if self.kind == "all_to_all":
             text += f", send counts {self.send_counts}, receive counts {self.recv_counts}"
         else:
             text += f" {self.shape}"
@@ -65,11 +128,11 @@ class CollectiveCall:
     @property
     def must_match(self) -> tuple[object, ...]:
         """What has to be equal on all ranks, apart from the purpose."""
-        return self.kind, self.dtype, () if self.kind == ALL_TO_ALL else self.shape
+        return self.kind, self.dtype, () if self.kind == "all_to_all" else self.shape
 
     def check(self, ranks: Ranks) -> None:
         """Assert what one rank alone can check."""
-        if self.kind != ALL_TO_ALL:
+        if self.kind != "all_to_all":
             return
         assert len(self.send_counts) == len(self.recv_counts) == len(ranks), f"{self} among ranks {ranks}"
         assert self.shape == (sum(self.send_counts),), f"{self}: the tensor is {self.shape}"
@@ -86,21 +149,6 @@ def call_from(facts: Mapping[str, Any]) -> CollectiveCall:
     """A call from JSON, which has lists for tuples."""
     values: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in facts.items()}
     return CollectiveCall(**values)
-
-
-def exchange_call(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> CollectiveCall:
-    """This rank's call of an all-to-all."""
-    counts = tuple(send_counts), tuple(recv_counts)
-    return CollectiveCall(_dtype(send), tuple(send.shape), ALL_TO_ALL, *counts, _described())
-
-
-def call_of(kind: str, local: Tensor, shape: Sequence[int]) -> CollectiveCall:
-    """This rank's call of a collective other than an all-to-all."""
-    return CollectiveCall(_dtype(local), tuple(shape), kind, purpose=_described())
-
-
-def _dtype(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -130,7 +178,7 @@ def mismatch(ranks: Ranks, calls: Mapping[int, CollectiveCall], purposes: bool =
     """
     if len({call.must_match for call in calls.values()}) > 1:
         return "all ranks must make the same call"
-    if calls[ranks[0]].kind == ALL_TO_ALL:
+    if calls[ranks[0]].kind == "all_to_all":
         for i, source in enumerate(ranks):
             for j, target in enumerate(ranks):
                 sent, expected = calls[source].send_counts[j], calls[target].recv_counts[i]

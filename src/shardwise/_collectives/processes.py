@@ -10,6 +10,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from time import monotonic, sleep
+from typing import TypeVar
 from weakref import ref
 
 import torch
@@ -20,20 +21,26 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    BroadcastOptions,
+    PrefixStore,
+    ReduceScatterOptions,
+    Store,
+    TCPStore,
+)
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise._collectives.call_log import CallLog, Difference
 from shardwise._collectives.collective_call import (
-    ALL_GATHER,
-    REDUCE_SCATTER,
+    Collective,
     DescribedCall,
     PendingCollective,
     Ranks,
-    call_of,
+    Wait,
     describing,
-    exchange_call,
 )
 from shardwise._collectives.failures.hooks import ExitHooks, report_end
 from shardwise._collectives.failures.monitor import FailureMonitor, has_agent_store, launcher_of_this_process
@@ -48,18 +55,27 @@ from shardwise._collectives.failures.reports import (
 from shardwise._collectives.failures.store import DifferentCalls, FailureReport
 from shardwise._collectives.remote_records import RemoteRecords, StoredNotes, are_due
 from shardwise._collectives.shared_records import SharedRecords, add_peers
-from shardwise._collectives.started import OpenWorks, RecvCheck, StartedCollective, start_pairwise, unequal
+from shardwise._collectives.started import OpenWorks, StartedCollective, start_pairwise, unequal
 from shardwise._collectives.threads import ThreadGuard
-from shardwise._collectives.transport import Allocate, Finish, draw_from_torch, exchange_of, reduce_stack
+from shardwise._collectives.transport import draw_from_torch, exchange_of, reduce_stack
 from shardwise._collectives.value_notes import Note, ValueNotes, different_values_text, fix_of
 from shardwise._layout import Mesh, Owner
 from shardwise._trace.user_stack import call_site, format_call_sites
 from shardwise.errors import MeshError, ShardwiseError
 
+T = TypeVar("T")
+
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
 
-_ASYNC_EXCHANGE = dist.AllToAllOptions()
-_ASYNC_EXCHANGE.asyncOp = True
+# The methods of torch, taken before the first DTensor, from which on they look for DTensors.
+_ALL_TO_ALL = dist.ProcessGroup.all_to_all_single
+_METHODS: dict[str, str] = {
+    "all_reduce": "allreduce",
+    "all_gather": "all_gather_single",
+    "reduce_scatter": "reduce_scatter_single",
+    "broadcast": "broadcast",
+}
+_OF_TORCH = {name: getattr(dist.ProcessGroup, name) for name in _METHODS.values()}
 
 # Dtypes that every backend sends, and one of them by bytes.
 _SUPPORTED = (torch.float32, torch.float64, torch.int32, torch.int64, torch.float16, torch.uint8, torch.int8)
@@ -68,11 +84,6 @@ _OF_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 KEPT_KEY = "shardwise/is_kept"  # of the store that torchrun keeps when it restarts ranks
 ABSURD_BYTES = 1 << 44
 JOIN_SECONDS = 60.0  # that ranks of a group may have between their first calls
-
-
-def current_world() -> dist.ProcessGroup | None:
-    """The default process group, if there is one. `dist.group.WORLD` takes longer, and this is read for every call."""
-    return distributed_c10d._world.default_pg
 
 
 def check_joined() -> None:
@@ -90,8 +101,12 @@ def _no_world() -> None:
     """What a reference to a world that has ended returns."""
 
 
-class TorchTransport:  # a Transport by structure: `rank` and `world_size` are properties
-    """The default process group of this process, and the groups of the device meshes that it has seen."""
+class TorchTransport:
+    """The default process group of this process, and the groups of the device meshes that it has seen.
+
+    Attributes:
+        world: returns that process group, once this process is attached to it. Others may keep it; this does not.
+    """
 
     def __init__(self) -> None:
         self.calls: dict[Ranks, int] = {}
@@ -108,53 +123,33 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         self._stored: StoredNotes | None = None
         self.open_works = OpenWorks()
         self._hooks: ExitHooks | None = None
-        self._world: Callable[[], dist.ProcessGroup | None] = _no_world
-        self._rank = -1
-        self._owner = Owner(-1, 0)
+        self.world: Callable[[], dist.ProcessGroup | None] = _no_world
+        self.rank, self.world_size, self.owner = -1, 0, Owner(-1, 0)
         self._everyone: Ranks = ()
-        self._timeouts: dict[Ranks, float | None] = {}
-
-    @property
-    def rank(self) -> int:
-        return self._rank if self.is_attached else dist.get_rank()
-
-    @property
-    def owner(self) -> Owner:
-        self.attach()
-        return self._owner
-
-    @property
-    def world_size(self) -> int:
-        self.attach()  # every mesh is checked against the size, so a rank that fails soon after can already report it
-        return len(self._everyone)
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether this process has used its world here."""
-        return self._world() is current_world() is not None
+        self.timeouts: dict[Ranks, float | None] = {}
 
     def attach(self) -> None:
         """Register this rank in the world, which others may have made, and monitor failures; cheap if that is done."""
-        world = current_world()
-        if self._world() is world:
+        world = dist.group.WORLD
+        if self.world() is world:
             return
         assert world is not None
         self.detach()
-        self._world = ref(world)
-        self._rank = dist.get_rank()
-        self._everyone = tuple(range(dist.get_world_size()))
-        self._owner = Owner(self._rank, len(self._everyone))
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._everyone = tuple(range(self.world_size))
+        self.owner = Owner(self.rank, self.world_size)
+        self.world = ref(world)  # last: other threads may look
         self._hooks = ExitHooks(self._release_at_exit)
-        if len(self._everyone) > 1:
+        if self.world_size > 1:
             self.notes.watch_after(0)
         store, launcher = store_of_world(), launcher_of_this_process()
-        if store is not None and len(self._everyone) > 1:
-            self._records = SharedRecords(self._rank, len(self._everyone))
+        if store is not None and self.world_size > 1:
+            self._records = SharedRecords(self.rank, self.world_size)
             with suppress(Exception):  # without a store that works, errors only have less detail
-                if store.process(self._rank) is None:  # else it may have notes of an earlier world
+                if store.process(self.rank) is None:  # else it may have notes of an earlier world
                     self._stored = StoredNotes()
                 store.register(self._records.path)
-        if store is not None and (len(self._everyone) > 1 or launcher is not None):
+        if store is not None and (self.world_size > 1 or launcher is not None):
             self.monitor.start(store_of_world, launcher)
         warn_of_failing_restarts()
 
@@ -176,13 +171,13 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         if self._hooks is not None:
             self._hooks.uninstall()
         self._hooks = None
-        self._world = _no_world
-        self._owner.forget()  # tensors of this world are refused from now on
+        self.world = _no_world
+        self.owner.forget()  # tensors of this world are refused from now on
         self.threads = ThreadGuard()
         if self._records is not None:
             self._records.close()
         self._records = self._stored = None
-        for kept in (self.calls, self.logs, self.groups, self.device_meshes, self.mesh_values, self._timeouts):
+        for kept in (self.calls, self.logs, self.groups, self.device_meshes, self.mesh_values, self.timeouts):
             kept.clear()
         if self.fingerprints is not None:
             self.fingerprints.close()
@@ -191,20 +186,21 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         self.notes = ValueNotes(self.notes.on, self.notes.numbers)
 
     def compare_calls(self, log: CallLog, record: "array[int]") -> None:
-        if self._records is None:
+        records = self._records
+        if records is None:
             return
-        self._records.write(log, record)
-        if log not in self._records.complete:
-            self._find_peers(log, self._records)
-        if not self._records.agree(log):
-            self._raise_difference(log, self._records)
-        if self._records.elsewhere and are_due(log) and not self._records.elsewhere.isdisjoint(log.ranks):
+        agree = records.write(log, record)
+        if log not in records.complete:
+            self._find_peers(log, records)
+        if not agree:
+            self._raise_difference(log, records)
+        if records.elsewhere and are_due(log) and not records.elsewhere.isdisjoint(log.ranks):
             self._raise_difference(log, RemoteRecords(log, self._exchange_records))
         for other in self.logs.values():
             if other is not log and other.has_open_notes:
-                values = self._records.different_values(other)
+                values = records.different_values(other)
                 if values is None and self._stored is not None and not self.monitor.failed:
-                    values = self._stored.different_values(other, self._records.elsewhere)
+                    values = self._stored.different_values(other, records.elsewhere)
                 if values is not None:
                     raise self._explained(values, log)
 
@@ -229,7 +225,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
     def _explained(self, values: tuple[Note, dict[int, Sequence[int]]], log: CallLog) -> ShardwiseError:
         """What to raise for values that differ, before the latest call of a log."""
         pending = PendingCollective(log.latest_call().described(), log.latest, log.ranks)
-        text = different_values_text(values[0], {self._rank: values[0].words, **values[1]})
+        text = different_values_text(values[0], {self.rank: values[0].words, **values[1]})
         return explain_values(FailureReport(None, text, fix=fix_of(values[0]), mismatch=True), pending)
 
     def share_note(self, log: CallLog, note: Note) -> None:
@@ -245,7 +241,7 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         """
         if (store := store_of_world()) is None:
             return
-        began, timeout = monotonic(), self._timeout(log.ranks)
+        began, timeout = monotonic(), self.timeout(log.ranks)
         # After one call all ranks of a group have joined the world, or soon will.
         until = began + (0 if log.latest <= 1 else timeout or JOIN_SECONDS)
         while add_peers(store, log.ranks, records) and not self.monitor.failed:
@@ -268,149 +264,76 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         where = format_call_sites([site.frame for site in call.sites], 1) if call.sites else ""
         return {"call": asdict(call.described()), "where": where}
 
-    def start_all_to_all(
-        self,
-        send: Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        ranks: Ranks,
-        allocate: Allocate | None = None,
-    ) -> Finish:
-        return self._start_all_to_all(send, send_counts, recv_counts, ranks, allocate=allocate)
-
-    def _start_to_each(
-        self, send: Tensor, recv_counts: Sequence[int], ranks: Ranks, allocate: Allocate | None = None
-    ) -> Finish:
-        """An all-to-all in which each rank is sent all of `send`; copied for each only if torch needs that."""
-        counts = [send.numel()] * len(ranks)
-        if self.group(ranks) is None:
-            return self._start_all_to_all(send, counts, recv_counts, ranks, to_each=True, allocate=allocate)
-        return self._start_all_to_all(send.repeat(len(ranks)), counts, recv_counts, ranks, allocate=allocate)
-
-    def _start_all_to_all(
-        self,
-        send: Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        ranks: Ranks,
-        to_each: bool = False,
-        allocate: Allocate | None = None,
-    ) -> Finish:
-        here, group, number = self._rank, self.group(ranks), self.calls.get(ranks, 0)
-        own = ranks.index(here)
-
-        def pending() -> PendingCollective:
-            return PendingCollective(exchange_call(send, send_counts, recv_counts), number, ranks)
-
-        if send_counts[own] != recv_counts[own]:
-            raise unequal(here, here, send_counts[own], recv_counts[own], pending())
-        out = (allocate or send.new_empty)(sum(recv_counts))
-        wire_out, wire_send = _as_supported(out), _as_supported(send.contiguous())
-
-        def start() -> Sequence[dist.Work]:
-            if group is None:
-                parts = [wire_send] * len(ranks) if to_each else wire_send.split(list(send_counts))
-                return start_pairwise(wire_out, parts, recv_counts, ranks, here, number)
-            return [group.all_to_all_single(wire_out, wire_send, list(recv_counts), list(send_counts), _ASYNC_EXCHANGE)]
-
-        check = RecvCheck(out, recv_counts, own)
-        return self._started(start, pending, ranks, out, check, recv_counts, pairwise=group is None)
-
-    def start_all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks, in_place: bool = False) -> Finish:
-        group = self.group(ranks)
-        if group is not None and local.dtype not in _NOT_REDUCED_BY_GLOO:
-            out = local if in_place else local.clone(memory_format=torch.contiguous_format)
-            number = self.calls.get(ranks, 0)
-            return self._started(
-                lambda: [dist.all_reduce(out, _OPS[reduce_op], group=group, async_op=True)],
-                partial(self._pending, f"all_reduce {reduce_op}", local, local.shape, number, ranks),
-                ranks,
-                out,
-            )
-        count = len(ranks)
-        flat = local.reshape(-1)
-        receive = self._start_to_each(flat, [flat.numel()] * count, ranks)
-        return lambda: reduce_stack(receive().view(count, *local.shape), reduce_op)
-
-    def start_all_gather(
-        self, local: Tensor, counts: Sequence[int], ranks: Ranks, allocate: Allocate | None = None
-    ) -> Finish:
-        group, own, number = self.group(ranks), ranks.index(self._rank), self.calls.get(ranks, 0)
+    def start(self, collective: Collective) -> Wait:
+        kind, x, ranks, shape, sent, received, reduce_op, root, allocate, _ = collective
+        count, own, number = len(ranks), ranks.index(self.rank), self.calls.get(ranks, 0)
+        group = self.world() if ranks == self._everyone else self.group(ranks)
+        match kind:
+            case "all_to_all" | "comparison":
+                if sent[own] != received[own]:
+                    pending = PendingCollective(collective.described(), number, ranks)
+                    raise unequal(self.rank, self.rank, sent[own], received[own], pending)
+            case _ if group is not None and _is_of_torch(collective):
+                return self._start_native(collective, group)
+            case "all_reduce":
+                x, received = x.reshape(-1), [x.numel()] * count
+            case "all_gather":
+                received = shape
+            case "reduce_scatter":
+                sent, received, shape = shape, [shape[own]] * count, (shape[own],)
+            case "broadcast":
+                received = [shape[0] * (rank == root) for rank in ranks]
+                x = x if root == self.rank else x.new_empty(0)
+        out, x = (allocate or x.new_empty)(sum(received)), x.contiguous()
+        wire_out, wire = (out, x) if x.dtype in _SUPPORTED else (_as_supported(out), _as_supported(x.resolve_conj()))
+        begin: Callable[[], dist.Work | Sequence[dist.Work]]
         if group is None:
-            return self._start_to_each(local, counts, ranks, allocate)
-        width = max(counts)
-        padded = local.contiguous() if local.numel() == width else F.pad(local, (0, width - local.numel()))
-        empty = allocate or local.new_empty
-        out = empty(width * len(ranks))
-        wait = self._started(
-            lambda: [dist.all_gather_single(_as_supported(out), _as_supported(padded), group, async_op=True)],
-            partial(self._pending, ALL_GATHER, local, counts, number, ranks),
-            ranks,
-            out,
-            RecvCheck(out, [width] * len(ranks), own),
-            [width] * len(ranks),
-        )
-        if min(counts) == width:
-            return wait
+            parts = wire.split(list(sent)) if sent else [wire] * count  # without counts every rank is sent all
+            begin = partial(start_pairwise, wire_out, parts, received, ranks, self.rank, number)
+        else:
+            if not sent:
+                wire, sent = torch.cat([wire] * count), [len(wire)] * count
+            method = _ALL_TO_ALL if type(group) is dist.ProcessGroup else type(group).all_to_all_single
+            begin = partial(method, group, wire_out, wire, list(received), list(sent), _EXCHANGE)
+        wait = StartedCollective(self, collective, begin, out, received, group is None)
+        return (lambda: reduce_stack(wait().view(count, *shape), reduce_op)) if kind in _REDUCTIONS else wait
 
-        def finish() -> Tensor:
-            parts = [part[:n] for part, n in zip(wait().split(width), counts, strict=True)]
-            return torch.cat(parts, out=empty(sum(counts)))
+    def _start_native(self, collective: Collective, group: dist.ProcessGroup) -> Wait:
+        """Start a collective other than an all-to-all by the method of torch for it."""
+        kind, x, ranks, shape, _, _, reduce_op, root, allocate, in_place = collective
+        x, own, width, empty = x.resolve_conj(), ranks.index(self.rank), max(shape, default=0), allocate or x.new_empty
+        counts: Sequence[int] = ()
+        args: tuple[object, ...]
+        match kind:
+            case "all_reduce":
+                out = x if in_place else x.clone(memory_format=torch.contiguous_format)
+                args = [_as_real(out)], _options(AllreduceOptions(), reduceOp=_OPS[reduce_op])
+            case "all_gather":
+                counts = [width] * len(ranks)
+                out, x = empty(sum(counts)), x.contiguous() if len(x) == width else F.pad(x, (0, width - len(x)))
+                args = _as_supported(out), _as_supported(x), _options(AllgatherOptions())
+            case "reduce_scatter":
+                out, x = x.new_empty(width), x.contiguous()
+                if min(shape) != width:
+                    x = torch.cat([F.pad(part, (0, width - len(part))) for part in x.split(list(shape))])
+                args = _as_real(out), _as_real(x), _options(ReduceScatterOptions(), reduceOp=_OPS["sum"])
+            case _:
+                counts = [width * (rank == root) for rank in ranks]
+                out = x.clone() if root == self.rank else x.new_empty(width)
+                args = [_as_supported(out)], _options(BroadcastOptions(), rootRank=ranks.index(root), rootTensor=0)
+        name = _METHODS[kind]
+        method = _OF_TORCH[name] if type(group) is dist.ProcessGroup else getattr(type(group), name)
+        wait = StartedCollective(self, collective, partial(method, group, *args), out, counts)
+        if kind == "all_gather" and min(shape) != width:
 
-        return finish
+            def finish() -> Tensor:
+                parts = [part[:n] for part, n in zip(wait().split(width), shape, strict=True)]
+                return torch.cat(parts, out=empty(sum(shape)))
 
-    def start_reduce_scatter(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
-        group, own, number = self.group(ranks), ranks.index(self._rank), self.calls.get(ranks, 0)
-        local = local.resolve_conj()
-        if group is None or local.dtype in _NOT_REDUCED_BY_GLOO:
-            receive = self.start_all_to_all(local, counts, [counts[own]] * len(ranks), ranks)
-            return lambda: reduce_stack(receive().view(len(ranks), counts[own]), "sum")
-        width = max(counts)
-        padded = local.contiguous()
-        if min(counts) != width:
-            parts = padded.split(list(counts))
-            padded = torch.cat([F.pad(part, (0, width - part.numel())) for part in parts])
-        out = local.new_empty(width)
-        wait = self._started(
-            lambda: [dist.reduce_scatter_single(_as_real(out), _as_real(padded), group=group, async_op=True)],
-            partial(self._pending, REDUCE_SCATTER, local, counts, number, ranks),
-            ranks,
-            out,
-        )
-        if counts[own] == width:
-            return wait
-        return lambda: torch.narrow_copy(wait(), 0, 0, counts[own])
-
-    def start_broadcast(self, local: Tensor, count: int, root: int, ranks: Ranks) -> Finish:
-        group, number, is_root = self.group(ranks), self.calls.get(ranks, 0), self._rank == root
-        sent = [count * (rank == root) for rank in ranks]
-        if group is None:
-            return self._start_to_each(local if is_root else local.new_empty(0), sent, ranks)
-        out = local.clone() if is_root else local.new_empty(count)
-        return self._started(
-            lambda: [dist.broadcast(_as_supported(out), root, group, async_op=True)],
-            partial(self._pending, f"broadcast from {root}", local, (count,), number, ranks),
-            ranks,
-            out,
-            RecvCheck(out, sent, ranks.index(self._rank)),
-            sent,
-        )
-
-    def _pending(self, kind: str, local: Tensor, shape: Sequence[int], number: int, ranks: Ranks) -> PendingCollective:
-        return PendingCollective(call_of(kind, local, shape), number, ranks)
-
-    def _started(
-        self,
-        start: Callable[[], Sequence[dist.Work]],
-        pending: Callable[[], PendingCollective],
-        ranks: Ranks,
-        out: Tensor,
-        check: RecvCheck | None = None,
-        counts: Sequence[int] = (),
-        pairwise: bool = False,
-    ) -> StartedCollective:
-        timeout = self._timeout(ranks) if out.is_cpu else None
-        return StartedCollective(self, start, pending, timeout, ranks, out, check, counts, pairwise)
+            return finish
+        if kind == "reduce_scatter" and shape[own] != width:
+            return lambda: torch.narrow_copy(wait(), 0, 0, shape[own])
+        return wait
 
     def draw_seed(self) -> int:
         return draw_from_torch()
@@ -424,26 +347,23 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
     def group(self, ranks: Ranks) -> dist.ProcessGroup | None:
         """A process group of these ranks in this order, if one is known that was not destroyed."""
         if ranks == self._everyone:
-            return self._world()
+            return self.world()
         found = self.groups.get(ranks)
         return found if found in distributed_c10d._world.pg_map else None
 
     def message_device(self, ranks: Ranks) -> torch.device:
-        self.attach()
         group = self.group(ranks) or dist.group.WORLD
         assert group is not None
         types = [device.type for device in group._device_types]
         return torch.device("cpu" if not types or "cpu" in types else types[0])
 
-    def _timeout(self, ranks: Ranks) -> float | None:
+    def timeout(self, ranks: Ranks) -> float | None:
         """How many seconds a collective of CPU tensors waits; None where that is unknown.
 
         NCCL would wait in this thread for every collective that has a timeout; its own watchdog has one.
         """
-        if ranks not in self._timeouts:
-            found = timeout_of(self.group(ranks), "cpu")
-            self._timeouts[ranks] = None if found is None else found.total_seconds()
-        return self._timeouts[ranks]
+        found = timeout_of(self.group(ranks), "cpu")
+        return None if found is None else found.total_seconds()
 
 
 def _absurd_length(log: CallLog) -> Difference | None:
@@ -471,7 +391,26 @@ def _as_real(x: Tensor) -> Tensor:
     return torch.view_as_real(x) if x.is_complex() else x
 
 
+_REDUCTIONS = ("all_reduce", "reduce_scatter")
 _NOT_REDUCED_BY_GLOO = {torch.bool, torch.int16, torch.uint16, torch.uint32, torch.uint64}
+
+
+def _is_of_torch(collective: Collective) -> bool:
+    """Whether all backends make this collective, other than an all-to-all, of numbers of its dtype."""
+    x, is_sum = collective.tensor, collective.reduce_op == "sum"
+    return collective.kind not in _REDUCTIONS or (
+        x.dtype not in _NOT_REDUCED_BY_GLOO and (is_sum or not x.is_complex())
+    )
+
+
+def _options(options: T, **values: object) -> T:
+    """Options of torch for a collective that is waited for later."""
+    for name, value in {"asyncOp": True, **values}.items():
+        setattr(options, name, value)
+    return options
+
+
+_EXCHANGE = _options(dist.AllToAllOptions())
 
 
 def timeout_of(group: dist.ProcessGroup | None, device_type: str) -> timedelta | None:
@@ -540,5 +479,5 @@ TORCH_TRANSPORT = TorchTransport()
 
 @atexit.register
 def _report_without_hooks() -> None:
-    if dist.is_initialized() and not TORCH_TRANSPORT.is_attached:
+    if dist.is_initialized() and TORCH_TRANSPORT.world() is not dist.group.WORLD:
         report_end()

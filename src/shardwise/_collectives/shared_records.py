@@ -93,18 +93,42 @@ class SharedRecords:
     def knows(self, rank: int) -> bool:
         return rank in self._peers
 
-    def write(self, log: CallLog, record: "array[int]") -> None:
-        """Let the other ranks see the latest call of this one."""
-        words = self._words
+    def write(self, log: CallLog, record: "array[int]") -> bool:
+        """Let the other ranks see the latest call of this one.
+
+        Returns:
+            Whether all that is new of the other ranks agrees at first sight; cheap, as it usually does.
+        """
+        words, width = self._words, self._width
         start = self._regions.get(log)
         if start is None:
             start = self._add_region(log)
-        if not words or start < 0:
-            return
-        slot = start + RECORDS + record[NUMBER] % KEPT * self._width
-        words[slot] = 0
-        words[slot + 1 : slot + len(record)] = record[1:]
-        words[slot] = words[start + LATEST] = log.latest
+        if words and start >= 0:
+            slot = start + RECORDS + record[NUMBER] % KEPT * width
+            words[slot] = 0
+            words[slot + 1 : slot + len(record)] = record[1:]
+            words[slot] = words[start + LATEST] = log.latest
+        views = self._views.get(log)
+        if views is None:
+            return False
+        records, here, count = log.records, log.latest, len(log.ranks)
+        sent_to, received_from = SEND_COUNTS + log.position, SEND_COUNTS + count + log.position
+        for view in views:
+            words, start = view.words, view.start
+            if start < 0 or words[start + NUM_NOTES] != view.num_notes:
+                return False
+            latest = words[start + LATEST]
+            for number in range(view.number + 1, min(here, latest) + 1):
+                slot, mine = start + RECORDS + number % KEPT * width, records[number % KEPT]
+                if not (words[slot] == number == mine[NUMBER] and words[slot + ALL] == mine[ALL]):
+                    return False
+                if mine[NUM_COUNTS] and words[slot + NUM_COUNTS]:
+                    there = SEND_COUNTS + view.position
+                    if mine[there] != words[slot + received_from] or mine[there + count] != words[slot + sent_to]:
+                        return False
+                view.number = number
+        counts = record[SEND_COUNTS:] if record[NUM_COUNTS] else ()
+        return not counts or 0 <= min(counts) <= max(counts) < MANY_ELEMENTS
 
     def write_note(self, log: CallLog, note: Note) -> None:
         """Let the other ranks see the latest note of this one."""
@@ -122,30 +146,6 @@ class SharedRecords:
         if self._words and start >= 0:
             self._words[start] = _key(log.ranks)
         return start
-
-    def agree(self, log: CallLog) -> bool:
-        """Whether all that is new of the other ranks agrees at first sight; cheap, as it usually does."""
-        views = self._views.get(log)
-        if views is None:
-            return False
-        records, width, here, count = log.records, self._width, log.latest, len(log.ranks)
-        sent_to, received_from = SEND_COUNTS + log.position, SEND_COUNTS + count + log.position
-        for view in views:
-            words, start = view.words, view.start
-            if start < 0 or words[start + NUM_NOTES] != view.num_notes:
-                return False
-            latest = words[start + LATEST]
-            for number in range(view.number + 1, min(here, latest) + 1):
-                slot, mine = start + RECORDS + number % KEPT * width, records[number % KEPT]
-                if not (words[slot] == number == mine[NUMBER] and words[slot + ALL] == mine[ALL]):
-                    return False
-                if mine[NUM_COUNTS] and words[slot + NUM_COUNTS]:
-                    there = SEND_COUNTS + view.position
-                    if mine[there] != words[slot + received_from] or mine[there + count] != words[slot + sent_to]:
-                        return False
-                view.number = number
-        mine = records[here % KEPT]
-        return not mine[NUM_COUNTS] or 0 <= min(mine[SEND_COUNTS:]) <= max(mine[SEND_COUNTS:]) < MANY_ELEMENTS
 
     def first_difference(self, log: CallLog) -> Difference | None:
         """How the calls of the other ranks, those that were not compared yet, differ from those of this rank."""

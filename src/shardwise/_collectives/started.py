@@ -4,7 +4,6 @@ All-to-alls of ranks that share no process group are made of sends and receives:
 """
 
 import ctypes
-import itertools
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -20,13 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from shardwise._collectives.collective_call import PendingCollective, Ranks
+from shardwise._collectives.collective_call import Collective, PendingCollective, Ranks
 from shardwise._collectives.failures.monitor import FailureMonitor
 from shardwise._collectives.failures.reports import WaitAbortedError, explain, is_invalid_call, is_of_transport
 from shardwise.errors import MismatchError
 
 SLICE_SECONDS = 0.5  # of waiting, between checks whether another rank has failed
 SHORT_SLICE_SECONDS = 0.1  # the same, when one has
+LEAST_SECONDS = 0.002  # of a wait, as torch takes zero for no limit
 Word = c_uint8 | c_uint16 | c_uint32 | c_uint64
 
 # As a 32- or 16-bit float each word is a NaN that arithmetic does not produce; as an integer it is beyond any index.
@@ -36,28 +36,18 @@ _WORDS: dict[int, type[Word]] = {8: c_uint64, 4: c_uint32, 2: c_uint16, 1: c_uin
 _MARKS = {8: _WORD * 2, 4: _WORD, 2: _WORD[2:], 1: b"\xa5"}
 
 
-class OpenWorks:
-    """The works that this process has started and not waited for to their end.
+class OpenWorks(dict[int, Sequence[dist.Work]]):
+    """The works that this process has started and not waited for to their end, by id.
 
     A thread of gloo that ends a collective releases its tensors, for which it needs the interpreter's lock. CPython
     before 3.14 ends a thread that asks for the lock while the interpreter ends, and C++ then aborts the process.
     """
 
-    def __init__(self) -> None:
-        self._works: dict[int, Sequence[dist.Work]] = {}
-        self._keys = itertools.count()
-
-    def add(self, works: Sequence[dist.Work]) -> int:
-        """Keep `works`; the key to remove them by."""
-        for key, kept in list(self._works.items()):  # a list: other threads may wait meanwhile
-            if all(work.is_completed() for work in kept):  # and nobody waited
-                self.remove(key)
-        key = next(self._keys)
-        self._works[key] = works
-        return key
-
-    def remove(self, key: int) -> None:
-        self._works.pop(key, None)
+    def remove_completed(self) -> None:
+        """Remove those that have ended, for which nobody waited."""
+        for key, works in list(self.items()):  # a list: other threads may wait meanwhile
+            if all(work.is_completed() for work in works):
+                self.pop(key, None)
 
     def release_world(self) -> None:
         """At the end of the process: end gloo's threads, or let them go on without Python until the process is gone.
@@ -66,7 +56,7 @@ class OpenWorks:
         """
         if any(dist.get_backend(group) != "gloo" for group in distributed_c10d._world.pg_map):
             return
-        still_open = [work for works in self._works.values() for work in works if not work.is_completed()]
+        still_open = [work for works in self.values() for work in works if not work.is_completed()]
         if not still_open:
             dist.destroy_process_group()
             return
@@ -74,38 +64,29 @@ class OpenWorks:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
-class RecvCheck:
-    """Marks the end of every rank's slice of a receive buffer, to detect messages that are too short.
+Mark = tuple[int, Word, int]  # the position of a rank, the word at the end of its slice, and the value of the mark
+
+
+def mark_ends(out: Tensor, counts: Sequence[int], own: int) -> list[Mark]:
+    """Mark the end of every rank's slice of a receive buffer in CPU memory, to detect messages that are too short.
 
     Gloo accepts a message that is shorter than the receive buffer, without an error. A mark that is still there after
-    the exchange shows that fewer elements were received than expected. Only in CPU memory, where that costs a
-    microsecond. Of integers shorter than four bytes the last four bytes are marked, since every value of a single one
-    is likely: there, fewer missing bytes go undetected.
+    the exchange shows that fewer elements were received than expected. That costs a microsecond. Of integers shorter
+    than four bytes the last four bytes are marked, since every value of a single one is likely: there, fewer missing
+    bytes go undetected.
 
     Args:
-        out: 1-D, to be filled with `counts` elements from each rank.
+        out: 1-D, to be filled with `counts` elements from each rank. It has to outlive the marks.
         counts: one per rank of the group.
         own: the position of this rank, which sends nothing to itself.
     """
-
-    __slots__ = ("mark", "out", "words")
-
-    def __init__(self, out: Tensor, counts: Sequence[int], own: int) -> None:
-        self.out = out  # whose memory the words are in
-        self.words: Sequence[tuple[int, Word]] = ()
-        if out.is_cpu:
-            word, self.mark, offsets = _marks(tuple(counts), own, out.dtype)
-            start = out.data_ptr()
-            self.words = [(position, word.from_address(start + offset)) for position, offset in offsets]
-            for _, here in self.words:
-                here.value = self.mark
-
-    def short_position(self) -> int | None:
-        """The position of a rank that sent too few elements; None if all were received."""
-        for position, word in self.words:
-            if word.value == self.mark:
-                return position
-        return None
+    word, mark, offsets = _marks(tuple(counts), own, out.dtype)
+    start, found = out.data_ptr(), []
+    for position, offset in offsets:
+        here = word.from_address(start + offset)
+        here.value = mark
+        found.append((position, here, mark))
+    return found
 
 
 def _width(dtype: torch.dtype) -> int:
@@ -129,100 +110,106 @@ def _marks(counts: tuple[int, ...], own: int, dtype: torch.dtype) -> tuple[type[
 class Waiting(Protocol):
     """What is needed of a transport."""
 
+    rank: int
+    calls: dict[Ranks, int]
     monitor: FailureMonitor
     open_works: OpenWorks
+    timeouts: dict[Ranks, float | None]
 
-    @property
-    def rank(self) -> int: ...
+    def timeout(self, ranks: Ranks) -> float | None: ...
 
 
 class StartedCollective:
     """A collective that has begun; a call waits for its end. Errors of both name the rank that caused them.
 
     Args:
-        ranks: those of the group.
+        begin: starts its works.
         out: the result.
-        timeout_seconds: how long to wait; None where the backend ends the wait, or it is not in this thread.
-        check: whether the ranks sent the `counts` elements that this one expects; None: the backend knows.
-        pairwise: whether it was started by `start_pairwise`.
+        counts: elements that each rank sends to this one; empty where the backend sees that one sends fewer.
+        pairwise: whether it begins by `start_pairwise`.
     """
 
     def __init__(
         self,
         here: Waiting,
-        start: Callable[[], Sequence[dist.Work]],
-        pending: Callable[[], PendingCollective],
-        timeout_seconds: float | None,
-        ranks: Ranks,
+        collective: Collective,
+        begin: Callable[[], dist.Work | Sequence[dist.Work]],
         out: Tensor,
-        check: RecvCheck | None = None,
         counts: Sequence[int] = (),
         pairwise: bool = False,
     ) -> None:
-        self.here, self.pending, self.timeout, self.ranks = here, pending, timeout_seconds, ranks
-        self.out, self.check, self.counts, self.pairwise = out, check, counts, pairwise
+        self.here, self.collective, self.out, self.counts, self.pairwise = here, collective, out, counts, pairwise
+        self.number, self.timeout = here.calls.get(collective.ranks, 0), None
+        self.marks: Sequence[Mark] = ()
+        if out.is_cpu:  # otherwise the wait is not in this thread, and the backend ends it
+            if collective.ranks not in here.timeouts:
+                here.timeouts[collective.ranks] = here.timeout(collective.ranks)
+            self.timeout = here.timeouts[collective.ranks]
+            if counts:
+                self.marks = mark_ends(out, counts, collective.ranks.index(here.rank))
         began, monitor = monotonic(), here.monitor
-        monitor.pending = pending
+        monitor.pending = self.pending
         try:
-            self.works = start()
+            works = begin()
         except RuntimeError as error:
             if is_of_transport(error):
                 self._raise_explained(error, began)
             raise
         finally:
             monitor.pending = None
-        self.key = here.open_works.add(self.works)
+        self.works = [works] if isinstance(works, dist.Work) else works
+        if here.open_works:
+            here.open_works.remove_completed()
+        here.open_works[id(self.works)] = self.works
+
+    def pending(self) -> PendingCollective:
+        return PendingCollective(self.collective.described(), self.number, self.collective.ranks)
 
     def __call__(self) -> Tensor:
-        began, monitor = monotonic(), self.here.monitor
-        monitor.pending = self.pending
-        try:
-            self._wait(began, monitor)
-        except RuntimeError as error:
-            if self.works or is_of_transport(error):
-                self._raise_explained(error, began)
-            raise
-        finally:
-            monitor.pending = None
-        self.here.open_works.remove(self.key)
-        short = None if self.check is None else self.check.short_position()
-        if short is not None:
-            raise unequal(self.ranks[short], self.here.rank, "fewer", self.counts[short], self.pending())
-        return self.out
-
-    def _raise_explained(self, error: RuntimeError, began: float) -> None:
-        if not is_invalid_call(error):
-            raise explain(error, self.pending(), monotonic() - began, self.here.monitor) from None
-
-    def _wait(self, began: float, monitor: FailureMonitor) -> None:
         """Wait in slices, to notice failures that break no connection, and to end in time.
 
         Gloo alone waits for one peer after the other, each for the full timeout. A send or receive cannot be waited for
         in slices: it fails at the end of the first, and closes the connection.
         """
-        works = self.works
-        if self.timeout is None:
-            for work in works:
-                work.wait()
-            return
-        deadline = began + self.timeout
-        if self.pairwise:
-            wait_pairwise(works, deadline)
-            return
-        (work,) = works
-        while True:
-            seconds = SHORT_SLICE_SECONDS if monitor.failed else SLICE_SECONDS
-            try:
-                work.wait(wait_limit(min(seconds, deadline - monotonic())))
-                return
-            except RuntimeError as error:
-                if work.is_completed():
-                    work.wait()  # raises why it failed, or it was done just after the slice
-                    return
-                if monotonic() >= deadline:
-                    raise
-                if monitor.root is not None:
-                    raise WaitAbortedError from error
+        works, began, monitor = self.works, monotonic(), self.here.monitor
+        monitor.pending = self.pending
+        try:
+            if self.timeout is None:
+                for work in works:
+                    work.wait()
+            elif self.pairwise:
+                wait_pairwise(works, began + self.timeout)
+            else:
+                (work,), deadline, waits = works, began + self.timeout, True
+                while waits:
+                    seconds = SHORT_SLICE_SECONDS if monitor.failed else SLICE_SECONDS
+                    try:
+                        work.wait(timedelta(seconds=max(min(seconds, deadline - monotonic()), LEAST_SECONDS)))
+                        waits = False
+                    except RuntimeError as error:
+                        waits = not work.is_completed()
+                        if not waits:
+                            work.wait()  # raises why it failed, or it was done just after the slice
+                        elif monotonic() >= deadline:
+                            raise
+                        elif monitor.root is not None:
+                            raise WaitAbortedError from error
+        except RuntimeError as error:
+            if works or is_of_transport(error):
+                self._raise_explained(error, began)
+            raise
+        finally:
+            monitor.pending = None
+        self.here.open_works.pop(id(works), None)
+        for position, word, mark in self.marks:
+            if word.value == mark:
+                source = self.collective.ranks[position]
+                raise unequal(source, self.here.rank, "fewer", self.counts[position], self.pending())
+        return self.out
+
+    def _raise_explained(self, error: RuntimeError, began: float) -> None:
+        if not is_invalid_call(error):
+            raise explain(error, self.pending(), monotonic() - began, self.here.monitor) from None
 
 
 def unequal(source: int, target: int, sent: int | str, expected: int, pending: PendingCollective) -> MismatchError:
@@ -268,16 +255,11 @@ def wait_pairwise(works: Sequence[dist.Work], deadline: float) -> None:
     failure = None
     for work in works:
         try:
-            work.wait(wait_limit(deadline - monotonic() if failure is None else 0.0))
+            work.wait(timedelta(seconds=LEAST_SECONDS if failure else max(deadline - monotonic(), LEAST_SECONDS)))
         except RuntimeError as error:
             failure = failure or error
     if failure is not None:
         raise failure
-
-
-def wait_limit(seconds: float) -> timedelta:
-    """The limit as torch takes it, where zero would be none."""
-    return timedelta(seconds=max(seconds, 0.002))
 
 
 def _tag(ranks: Ranks, number: int) -> int:

@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from shardwise._collectives.call_log import CallLog
-from shardwise._collectives.collective_call import Ranks
+from shardwise._collectives.collective_call import Collective, Ranks, Wait
 from shardwise._collectives.threads import ThreadGuard
 from shardwise._collectives.value_notes import Note, ValueNotes
 from shardwise._layout import Owner
 
-Finish = Callable[[], Tensor]  # waits for a collective that was started, and returns its result
-Allocate = Callable[[int], Tensor]  # a 1-D tensor of so many elements
 Exchange = Callable[[Tensor, Sequence[int], Sequence[int], Ranks], Tensor]  # an all-to-all of tensors on the CPU
 RankAndSize = tuple[int, int]
 
@@ -34,7 +32,7 @@ _KEY = "shardwise: rank and world size of the parent"
 
 
 class Transport(Protocol):
-    """How ranks communicate. `ranks` are global ranks in rising order; all of them make the same call.
+    """How ranks communicate.
 
     Attributes:
         calls: collectives made so far, by group; the caller of the transport counts them.
@@ -76,50 +74,8 @@ class Transport(Protocol):
         """Let the other ranks of a group compare a note with theirs in their next collective."""
         ...
 
-    def start_all_to_all(
-        self,
-        send: Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        ranks: Ranks,
-        allocate: Allocate | None = None,
-    ) -> Finish:
-        """Send `send_counts[i]` elements of the 1-D `send` to `ranks[i]`; get those received, in rank order.
-
-        `send` must not change until the collective is finished.
-
-        Args:
-            allocate: may be called for the memory of the result, which is a new tensor otherwise.
-        """
-        ...
-
-    def start_all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks, in_place: bool = False) -> Finish:
-        """The reduction (sum, max, min, product) of `local` over `ranks`: a new tensor.
-
-        Args:
-            in_place: nobody else uses `local`, which is contiguous: the result may have its memory.
-        """
-        ...
-
-    def start_all_gather(
-        self, local: Tensor, counts: Sequence[int], ranks: Ranks, allocate: Allocate | None = None
-    ) -> Finish:
-        """The 1-D tensors of all ranks, one after the other; they have `counts` elements.
-
-        Args:
-            allocate: as in `start_all_to_all`.
-        """
-        ...
-
-    def start_reduce_scatter(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
-        """A new tensor: this rank's `counts[i]` elements of the sum of the 1-D `local`, which has those of all ranks.
-
-        `local` must not change until the collective is finished.
-        """
-        ...
-
-    def start_broadcast(self, local: Tensor, count: int, root: int, ranks: Ranks) -> Finish:
-        """A new tensor: the 1-D tensor of `root`, which has `count` elements."""
+    def start(self, collective: Collective) -> Wait:
+        """Start a collective of several ranks, of which this is one."""
         ...
 
     def draw_seed(self) -> int:
@@ -147,8 +103,7 @@ class SingleRankTransport:
     def _refuse(self, *_args: object, **_options: object) -> NoReturn:
         raise AssertionError("one rank has nobody to communicate with")
 
-    compare_calls = share_note = start_all_to_all = start_all_reduce = start_all_gather = _refuse
-    start_reduce_scatter = start_broadcast = _refuse
+    compare_calls = share_note = start = _refuse
 
     def draw_seed(self) -> int:
         return draw_from_torch()
@@ -201,7 +156,7 @@ def exchange_of(here: Transport) -> Exchange:
 
     def exchange(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
         sent = send.to(here.message_device(ranks))
-        return here.start_all_to_all(sent, send_counts, recv_counts, ranks)().cpu()
+        return here.start(Collective("all_to_all", sent, ranks, (), send_counts, recv_counts))().cpu()
 
     return exchange
 

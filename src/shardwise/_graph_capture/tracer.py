@@ -258,7 +258,7 @@ class Tracer:
         if self.paused:
             return func(*args, **kwargs)
         if kwargs.get("generator") is not None:  # which the code of a graph cannot name
-            return self.call_opaque(func, args, kwargs)
+            return self.call_opaque(_named(func), func, args, kwargs)
         tensors = _tensors(args, kwargs)
         nodes = [self.node_of(x) for x in tensors]
         reads = _reads_values(func, args) and not all(map(self._is_constant, tensors))
@@ -384,14 +384,14 @@ class Tracer:
 
     # ---- opaque calls ----------------------------------------------------------------------------------------
 
-    def call_opaque(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    def call_opaque(self, name: str, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         if self.paused:
             return function(*args, **kwargs)
         self._check_generators(args, kwargs)
         call, operands = _bind_constants(function, args, kwargs)
-        self._guard_sizes(operands, function.__name__)
+        self._guard_sizes(operands, name)
         operands = [(x.node, int(x)) if isinstance(x, GraphInt) else x for x in operands]
-        node, out = self.opaque_node(function.__name__, call, operands)
+        node, out = self.opaque_node(name, call, operands)
         if not isinstance(out, int) or isinstance(out, bool):
             self._add_results(node, out, False)
             return out

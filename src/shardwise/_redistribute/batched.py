@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise import _collectives as collectives
+from shardwise._collectives import Collective
 from shardwise._layout import Layout, Shard
 from shardwise._layout.placement import Chunks
 from shardwise._redistribute.buffers import Buffers, Lent
@@ -89,7 +90,8 @@ class Batched:
             A function that waits for it, and returns the full tensors, in the given ones where there are any.
         """
         lent = buffers_of_rank().lend(dtype, local[0].device)
-        wait = collectives.start_all_gather(_message(local, dtype, lent), self.counts, self.ranks, lent.empty)
+        message = _message(local, dtype, lent)
+        wait = collectives.start(Collective("all_gather", message, self.ranks, self.counts, allocate=lent.empty))
 
         def finish(outs: Sequence[Tensor | None]) -> list[Tensor]:
             received = wait().split(self.counts)
@@ -117,7 +119,7 @@ class Batched:
         lent = buffers_of_rank().lend(dtype, full[0].device)
         if self.collective == "reduce_scatter":
             message = _message([part for parts in by_rank for part in parts], dtype, lent)
-            summed = collectives.start_reduce_scatter(message, self.counts, self.ranks)()
+            summed = collectives.reduce_scatter(message, self.counts, self.ranks)
         else:
             summed = self._exchange(by_rank, dtype, lent)
         lent.give_back()
@@ -134,8 +136,8 @@ class Batched:
         send_counts = [0 if i == here else n for i, n in enumerate(self.counts)]
         recv_counts = [0 if i == here else count for i in range(len(self.ranks))]
         message = _message(others, dtype, lent)
-        wait = collectives.start_all_to_all(message, send_counts, recv_counts, self.ranks, lent.empty)
-        received = list(wait().split(recv_counts))
+        sent = Collective("all_to_all", message, self.ranks, (), send_counts, recv_counts, allocate=lent.empty)
+        received = list(collectives.start(sent)().split(recv_counts))
         received[here] = own
         return total(received)
 

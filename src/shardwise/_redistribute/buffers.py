@@ -1,7 +1,7 @@
 """Memory of large messages on the CPU, kept for the next ones.
 
     lent = Buffers().lend(like)
-    received = start_all_gather(shard, counts, ranks, lent.empty)()
+    received = start(Collective("all_gather", shard, ranks, counts, allocate=lent.empty))()
     ...                # copied to where it belongs
     lent.give_back()   # the next message may have its memory
 

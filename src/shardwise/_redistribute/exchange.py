@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise import _collectives as collectives
-from shardwise._collectives import Finish
+from shardwise._collectives import Collective, Wait
 from shardwise._layout import Box, Layout, Partial, Placement, Replicate, Shard, split_by_boxes
 from shardwise._layout.placement import Chunks, Division, given_sizes
 from shardwise._redistribute.neighbors import sizes_along
@@ -38,7 +38,7 @@ class ExchangeProgram(Protocol):
     @property
     def num_bytes(self) -> int: ...
 
-    def start(self, local: Tensor, /) -> Finish:
+    def start(self, local: Tensor, /) -> Wait:
         """From the local tensor to that after the step, started: the result waits for it.
 
         Not recorded by autograd. The local tensor must not change until it is finished.
@@ -139,15 +139,16 @@ class _OfShards:
     def num_bytes(self) -> int:
         return RANK_BYTES * len(self.ranks)
 
-    def start(self, local: Tensor) -> Finish:
+    def start(self, local: Tensor) -> Wait:
         match self.collective:
             case "all_gather":
-                wait = collectives.start_all_gather(local.reshape(-1), self.received, self.ranks)
+                wait = collectives.start(Collective("all_gather", local.reshape(-1), self.ranks, self.received))
             case "reduce_scatter":
-                scatter = collectives.start_reduce_scatter(self._message(local), self.sent, self.ranks)
+                scatter = collectives.start(Collective("reduce_scatter", self._message(local), self.ranks, self.sent))
                 return lambda: as_result(scatter(), self.shape)
             case _:
-                wait = collectives.start_all_to_all(self._message(local), self.sent, self.received, self.ranks)
+                message = self._message(local)
+                wait = collectives.start(Collective("all_to_all", message, self.ranks, (), self.sent, self.received))
         return lambda: self._joined(wait())
 
     def _message(self, local: Tensor) -> Tensor:
@@ -181,8 +182,9 @@ class _Broadcast:
     def num_bytes(self) -> int:
         return 0  # the ranks are those of the mesh
 
-    def start(self, local: Tensor) -> Finish:
-        wait = collectives.start_broadcast(local.reshape(-1), prod(self.shape), self.root, self.ranks)
+    def start(self, local: Tensor) -> Wait:
+        count = (prod(self.shape),)
+        wait = collectives.start(Collective("broadcast", local.reshape(-1), self.ranks, count, root=self.root))
         return lambda: as_result(wait(), self.shape)
 
 
@@ -252,15 +254,16 @@ class _Program:
     def num_bytes(self) -> int:
         return REGION_BYTES * (len(self.schedule.sends) + len(self.schedule.recvs))
 
-    def start(self, local: Tensor) -> Finish:
+    def start(self, local: Tensor) -> Wait:
         step, schedule = self.step, self.schedule
         if not schedule.ranks:
             found = _run_locally(local, step, self)
             return lambda: found
         if isinstance(step, AllGather):
-            wait = collectives.start_all_gather(local.reshape(-1), schedule.recv_counts, schedule.ranks)
+            sent = Collective("all_gather", local.reshape(-1), schedule.ranks, schedule.recv_counts)
         else:
-            wait = collectives.start_all_to_all(*_message(local, step, self))
+            sent = _message(local, step, self)
+        wait = collectives.start(sent)
         return lambda: _assemble(wait(), step, self)
 
 
@@ -304,11 +307,11 @@ def _in_order(parts: Sequence[Box], boxes: Sequence[Box]) -> bool:
     return at == box.offsets[0] + box.sizes[0]
 
 
-def _message(local: Tensor, step: Exchange, program: _Program) -> tuple[Tensor, list[int], list[int], tuple[int, ...]]:
+def _message(local: Tensor, step: Exchange, program: _Program) -> Collective:
     plan = program.schedule
     parts = pack(split_by_boxes(local, step.src.boxes(collectives.rank())), plan)
     send = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else local.new_empty(0)
-    return send, plan.send_counts, plan.recv_counts, plan.ranks
+    return Collective("all_to_all", send, plan.ranks, (), plan.send_counts, plan.recv_counts)
 
 
 def _assemble(received: Tensor, step: Exchange, program: _Program) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
 from shardwise import _collectives as collectives
-from shardwise._collectives import Finish
+from shardwise._collectives import Collective, Wait
 from shardwise._layout import PLACEMENTS, Layout, Owner, Partial, Placements
 from shardwise._redistribute.exchange import exchange_program
 from shardwise._redistribute.plan import RedistributePlan, plan_redistribute
@@ -149,7 +149,7 @@ class Redistribution:
 
 def start_redistribute(
     local: Tensor, src: Layout, dst: Layout, cause: Cause = EXPLICIT, *, owned: bool = False
-) -> Finish:
+) -> Wait:
     """`redistribute_local` without a gradient, started: call the result to wait for it.
 
     The last step that communicates runs meanwhile; the steps before it end before this returns.
@@ -209,9 +209,9 @@ class _Collective:
     """
 
     step: CommStep
-    start: Callable[[Tensor], Finish]
+    start: Callable[[Tensor], Wait]
     num_bytes: int = 0
-    start_owned: Callable[[Tensor], Finish] | None = None
+    start_owned: Callable[[Tensor], Wait] | None = None
 
     def run(self, local: Tensor, cause: Cause) -> Tensor:
         if local.requires_grad and torch.is_grad_enabled():  # seldom in backward: no node then
@@ -249,7 +249,10 @@ def _prepared(step: CommStep, rank: int) -> _Collective:
     group = step.group(rank)
     if not group:
         return _Collective(step, lambda local: local.clone)
-    start = partial(collectives.start_all_reduce, reduce_op="sum", ranks=group)
+
+    def start(local: Tensor, in_place: bool = False) -> Wait:
+        return collectives.start(Collective("all_reduce", local, group, local.shape, in_place=in_place))
+
     return _Collective(step, start, start_owned=partial(start, in_place=True))
 
 

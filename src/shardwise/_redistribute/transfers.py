@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwise import _collectives as collectives
+from shardwise._collectives import Collective, Wait
 from shardwise._layout import Box
 from shardwise._rules.local_tensors import flat_cat
 from shardwise._trace import comm_trace
@@ -148,17 +149,18 @@ def all_to_all_no_grad(
 
 def start_all_to_all(
     send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: tuple[int, ...], cause: Cause
-) -> collectives.Finish:
+) -> Wait:
     """`all_to_all` without a gradient, started: call the result to wait for it."""
+    collective = Collective("all_to_all", send, ranks, (), send_counts, recv_counts)
     if len(ranks) == 1:
-        return collectives.start_all_to_all(send, send_counts, recv_counts, ranks)
+        return collectives.start(collective)
     before = comm_trace.set_purpose(Purpose(cause))
     try:
         if not comm_trace.listening():
-            return collectives.start_all_to_all(send, send_counts, recv_counts, ranks)
-        sent = (sum(send_counts) - send_counts[ranks.index(collectives.rank())]) * send.element_size()
+            return collectives.start(collective)
+        sent = collective.sent_bytes(collectives.rank())
         with comm_trace.emitting(CommEvent(comm_trace.with_call_site(cause), None, None, ranks, sent, None)):
-            return collectives.start_all_to_all(send, send_counts, recv_counts, ranks)
+            return collectives.start(collective)
     finally:
         comm_trace.set_purpose(before)
 
@@ -170,7 +172,7 @@ class Exchange:
     ranks: Ranks
     cause: Cause
 
-    def start(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> collectives.Finish:
+    def start(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Wait:
         return start_all_to_all(send, send_counts, recv_counts, self.ranks, self.cause)
 
     def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:

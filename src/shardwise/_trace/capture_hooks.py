@@ -22,8 +22,8 @@ class Tracer(Protocol):
 
     paused: bool
 
-    def call_opaque(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-        """Run `function` untraced, and add the call to the graph."""
+    def call_opaque(self, name: str, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        """Run `function` untraced, and add the call to the graph under this name."""
         ...
 
     def call_opaque_with_backward(
@@ -61,7 +61,7 @@ def allow_in_graph(function: Callable[P, T]) -> Callable[P, T]:
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         if current.tracer is None:
             return function(*args, **kwargs)
-        return current.tracer.call_opaque(function, args, kwargs)
+        return current.tracer.call_opaque(function.__name__, function, args, kwargs)
 
     return run
 

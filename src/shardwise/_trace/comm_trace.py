@@ -128,22 +128,22 @@ class _Local(threading.local):
     rank = _RankState()  # one for all threads but those that are simulated ranks
 
 
-_local = _Local()
+current = _Local()  # read in every collective, where a call would cost more
 
 
 def rank_of_thread() -> _RankState:
     """The rank that this thread is or belongs to."""
-    return _local.rank
+    return current.rank
 
 
 @contextmanager
 def as_rank(rank: _RankState) -> Iterator[None]:
     """Let this thread belong to a rank."""
-    before, _local.rank = _local.rank, rank
+    before, current.rank = current.rank, rank
     try:
         yield
     finally:
-        _local.rank = before
+        current.rank = before
 
 
 def separate_rank() -> AbstractContextManager[None]:
@@ -153,13 +153,13 @@ def separate_rank() -> AbstractContextManager[None]:
 
 def listening() -> bool:
     """Whether anybody listens to this rank."""
-    return bool(_local.rank.listeners)
+    return bool(current.rank.listeners)
 
 
 @contextmanager
 def listening_with(listener: Listener) -> Iterator[None]:
     """Let `listener` listen to this rank, forward and backward."""
-    rank = _local.rank
+    rank = current.rank
     rank.listeners = (*rank.listeners, listener)
     try:
         yield
@@ -170,7 +170,7 @@ def listening_with(listener: Listener) -> Iterator[None]:
 @contextmanager
 def muted() -> Iterator[None]:
     """Nobody listens to this rank inside: for what a debugging tool itself sends."""
-    rank = _local.rank
+    rank = current.rank
     before, rank.listeners = rank.listeners, ()
     try:
         yield
@@ -180,12 +180,12 @@ def muted() -> Iterator[None]:
 
 def wants_totals() -> bool:
     """Whether a listener wants to know what all ranks send together."""
-    return any(listener.wants_totals for listener in _local.rank.listeners)
+    return any(listener.wants_totals for listener in current.rank.listeners)
 
 
 def with_call_site(cause: Cause) -> Cause:
     """`cause` with the line of the user's code, if a listener wants it."""
-    if cause.call_site is not None or not any(listener.wants_call_sites for listener in _local.rank.listeners):
+    if cause.call_site is not None or not any(listener.wants_call_sites for listener in current.rank.listeners):
         return cause
     return cause._replace(call_site=call_site())
 
@@ -197,7 +197,7 @@ def emitting(event: CommEvent) -> Iterator[None]:
     Raises:
         Exception: what the check of a listener raises; then nobody has recorded the event.
     """
-    rank = _local.rank
+    rank = current.rank
     for listener in rank.listeners:
         listener.check(event)
     for listener in rank.listeners:
@@ -211,24 +211,19 @@ def emitting(event: CommEvent) -> Iterator[None]:
 
 def set_purpose(purpose: Purpose | None) -> Purpose | None:
     """Set what the next collectives of this rank are for; return what was set before, for the caller to restore."""
-    rank = _local.rank
+    rank = current.rank
     before, rank.purpose = rank.purpose, purpose
     return before
 
 
-def current_purpose() -> Purpose | None:
-    """What the collectives that this rank calls are for, if that is known."""
-    return _local.rank.purpose
-
-
 def current_event() -> CommEvent | None:
     """The event that this rank is in; known only while somebody listens."""
-    return _local.rank.event
+    return current.rank.event
 
 
 def record_collective(kind: str, sent_bytes: int) -> None:
     """Report one collective and what this rank sends in it."""
-    rank = _local.rank
+    rank = current.rank
     for listener in rank.listeners:
         listener.collective(kind, sent_bytes, rank.event)
 

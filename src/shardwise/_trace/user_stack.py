@@ -15,7 +15,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from shardwise._trace.capture_hooks import is_capturing
+from shardwise._trace.capture_hooks import current
 from shardwise.errors import ShardwiseError
 
 P = ParamSpec("P")
@@ -91,7 +91,7 @@ def call_sites(limit: int = 2, inside: CodeType | None = None) -> tuple[CallSite
     """
     found: list[CallSite] = []
     frame: FrameType | None = sys._getframe(1)
-    if is_capturing():
+    if current.tracer is not None:
         frame = _outside_of_trace(frame)
     for _ in range(MAX_DEPTH):
         if frame is None:

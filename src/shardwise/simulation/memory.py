@@ -137,7 +137,7 @@ class Memory(TorchDispatchMode):
             block = self.blocks.pop(key)
             self.log.append((number, -block.size))
 
-        redistributed = comm_trace.current_purpose() is not None or comm_trace.current_event() is not None
+        redistributed = comm_trace.current.rank.purpose is not None or comm_trace.current_event() is not None
         block = self.blocks[key] = Block(number, size, has_values, redistributed, ref(storage, freed))
         if redistributed:
             self.redistributed.add(number)

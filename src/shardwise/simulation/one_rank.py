@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise._collectives import Allocate, Finish, Ranks, draw_from_torch
+from shardwise._collectives import Allocate, Collective, Ranks, Wait, draw_from_torch
 from shardwise._collectives.call_log import CallLog
 from shardwise._collectives.threads import ThreadGuard
 from shardwise._collectives.value_notes import Note, ValueNotes
@@ -53,71 +53,58 @@ class OneRank:
     def share_note(self, log: CallLog, note: Note) -> None:
         """Other ranks have the same values."""
 
-    def start_all_to_all(
-        self,
-        send: Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        ranks: Ranks,
-        allocate: Allocate | None = None,
-    ) -> Finish:
-        here = ranks.index(self.rank)
-        self.recorded.received(ranks, (sum(recv_counts) - recv_counts[here]) * send.element_size())
-        start = sum(send_counts[:here])
-        received = _from_all(send[start : start + send_counts[here]], recv_counts, allocate)
-        return _finished(received, send.contiguous())
-
-    def start_all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks, in_place: bool = False) -> Finish:
-        self.recorded.received(ranks, local.numel() * local.element_size())
+    def start(self, collective: Collective) -> Wait:
+        kind, x, ranks, shape, sent, received, reduce_op, root, allocate, in_place = collective
+        count, here, empty = len(ranks), ranks.index(self.rank), allocate or x.new_empty
         with torch.no_grad():
-            match reduce_op:
-                case "sum" if local.dtype != torch.bool:
-                    return _finished(local.mul_(len(ranks)) if in_place else local * len(ranks), local)
-                case "product":
-                    return _finished(local ** len(ranks), local)
-            return _finished(local.clone(), local)
+            match kind:
+                case "all_reduce":
+                    self._receive(collective, x.numel())
+                    if reduce_op == "sum" and x.dtype != torch.bool:
+                        return _finished(x.mul_(count) if in_place else x * count, x)
+                    return _finished(x**count if reduce_op == "product" else x.clone(), x)
+                case "all_gather":
+                    self._receive(collective, sum(shape) - shape[here])
+                    return _start_all_gather(x, shape, empty)
+                case "reduce_scatter":
+                    self._receive(collective, (count - 1) * shape[here])
+                    return _finished(x.split(list(shape))[here] * count, x)
+                case "broadcast":
+                    self._receive(collective, 0 if root == self.rank else shape[0])
+                    return _finished(_from_all(x, shape, empty), x)
+        self._receive(collective, sum(received) - received[here])
+        return _finished(_from_all(x.split(list(sent))[here], received, empty), x.contiguous())
 
-    def start_all_gather(
-        self, local: Tensor, counts: Sequence[int], ranks: Ranks, allocate: Allocate | None = None
-    ) -> Finish:
-        others = sum(counts) - counts[ranks.index(self.rank)]
-        self.recorded.received(ranks, others * local.element_size())
-        width = max(counts)
-        padded = local.contiguous() if len(local) == width else F.pad(local, (0, width - len(local)))
-        received = _from_all(padded, [width] * len(ranks), allocate)
-        if min(counts) == width:
-            return _finished(received, padded)
-
-        def finish() -> Tensor:
-            parts = [part[:count] for part, count in zip(received.split(width), counts, strict=True)]
-            return torch.cat(parts, out=(allocate or local.new_empty)(sum(counts)))
-
-        return finish
-
-    def start_reduce_scatter(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
-        here = ranks.index(self.rank)
-        self.recorded.received(ranks, (len(ranks) - 1) * counts[here] * local.element_size())
-        start = sum(counts[:here])
-        with torch.no_grad():
-            return _finished(local[start : start + counts[here]] * len(ranks), local)
-
-    def start_broadcast(self, local: Tensor, count: int, root: int, ranks: Ranks) -> Finish:
-        self.recorded.received(ranks, 0 if root == self.rank else count * local.element_size())
-        return _finished(_from_all(local, [count]), local)
+    def _receive(self, collective: Collective, elements: int) -> None:
+        self.recorded.received(collective.ranks, elements * collective.tensor.element_size())
 
     def draw_seed(self) -> int:
         return draw_from_torch()
 
 
-def _finished(received: Tensor, sent: Tensor) -> Finish:
+def _start_all_gather(x: Tensor, counts: Sequence[int], empty: Allocate) -> Wait:
+    width = max(counts)
+    padded = x.contiguous() if len(x) == width else F.pad(x, (0, width - len(x)))
+    received = _from_all(padded, [width] * len(counts), empty)
+    if min(counts) == width:
+        return _finished(received, padded)
+
+    def finish() -> Tensor:
+        parts = [part[:count] for part, count in zip(received.split(width), counts, strict=True)]
+        return torch.cat(parts, out=empty(sum(counts)))
+
+    return finish
+
+
+def _finished(received: Tensor, sent: Tensor) -> Wait:
     """Returns `received`, and keeps both tensors meanwhile."""
     return lambda: (received, sent)[0]
 
 
-def _from_all(own: Tensor, counts: Sequence[int], allocate: Allocate | None = None) -> Tensor:
+def _from_all(own: Tensor, counts: Sequence[int], allocate: Allocate) -> Tensor:
     """A new tensor of `counts` elements of each rank: those of `own`, as far as it has them."""
     with torch.no_grad():
-        received = (allocate or own.new_empty)(sum(counts)).zero_()
+        received = allocate(sum(counts)).zero_()
         if received.is_floating_point():  # without values
             return received
         if len(set(counts)) == 1 and len(own) >= counts[0]:

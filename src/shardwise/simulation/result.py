@@ -59,7 +59,7 @@ class Recorded(Listener):
     def collective(self, kind: str, sent_bytes: int, event: CommEvent | None) -> None:
         """Called just before the transport, which calls `received`."""
         cause = event.cause if event is not None else None
-        purpose = comm_trace.current_purpose()
+        purpose = comm_trace.current.rank.purpose
         if cause is None and purpose is not None:
             cause = purpose.cause
         for known in (event, purpose):

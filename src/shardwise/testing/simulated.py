@@ -20,16 +20,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardwise._collectives import Allocate, Finish, Ranks, draw_from_torch, reduce_stack, using
+from shardwise._collectives import Collective, Ranks, Wait, draw_from_torch, reduce_stack, using
 from shardwise._collectives.call_log import CallLog
 from shardwise._collectives.collective_call import (
-    ALL_GATHER,
-    REDUCE_SCATTER,
     SAME_CALLS,
     CollectiveCall,
     PendingCollective,
-    call_of,
-    exchange_call,
     mismatch,
     mismatch_text,
 )
@@ -101,33 +97,9 @@ class _Rank:
     def share_note(self, log: CallLog, note: Note) -> None:
         """All ranks see it."""
 
-    def start_all_to_all(
-        self,
-        send: Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        ranks: Ranks,
-        allocate: Allocate | None = None,
-    ) -> Finish:
-        return self.finished(exchange_call(send, send_counts, recv_counts), send, ranks)
-
-    def start_all_reduce(self, local: Tensor, reduce_op: str, ranks: Ranks, in_place: bool = False) -> Finish:
-        return self.finished(call_of(f"all_reduce {reduce_op}", local, local.shape), local, ranks)
-
-    def start_all_gather(
-        self, local: Tensor, counts: Sequence[int], ranks: Ranks, allocate: Allocate | None = None
-    ) -> Finish:
-        return self.finished(call_of(ALL_GATHER, local, counts), local, ranks)
-
-    def start_reduce_scatter(self, local: Tensor, counts: Sequence[int], ranks: Ranks) -> Finish:
-        return self.finished(call_of(REDUCE_SCATTER, local, counts), local, ranks)
-
-    def start_broadcast(self, local: Tensor, count: int, root: int, ranks: Ranks) -> Finish:
-        return self.finished(call_of(f"broadcast from {root}", local, (count,)), local, ranks)
-
-    def finished(self, call: CollectiveCall, tensor: Tensor, ranks: Ranks) -> Finish:
+    def start(self, collective: Collective) -> Wait:
         """A collective that completes when it is started."""
-        received = self.simulation.exchange(self, call, tensor, ranks)
+        received = self.simulation.exchange(self, collective)
         return lambda: received
 
     def draw_seed(self) -> int:
@@ -171,7 +143,7 @@ class _Simulation:
         self.size = size
         self.body = body
         self.open_exchanges: dict[
-            tuple[Ranks, int], dict[int, tuple[CollectiveCall, Tensor]]
+            tuple[Ranks, int], dict[int, tuple[CollectiveCall, Collective]]
         ] = {}  # by group and number in it
         self.over = threading.Event()
         self.stopped = False
@@ -269,8 +241,9 @@ class _Simulation:
             raise _Stopped
         set_process_state(rank.process_state)
 
-    def exchange(self, rank: _Rank, call: CollectiveCall, tensor: Tensor, ranks: Ranks) -> Tensor:
-        """Take part in the next collective of `ranks`; return when all of them have joined it."""
+    def exchange(self, rank: _Rank, collective: Collective) -> Tensor:
+        """Take part in a collective; return when all of its ranks have joined it."""
+        call, ranks = collective.described(), collective.ranks
         if self.stopped:
             raise _Stopped
         if rank.ended:
@@ -292,7 +265,7 @@ class _Simulation:
             if self.ranks[peer].error is not None:
                 raise rank.consequence(self.ranks[peer], pending)
         calls = self.open_exchanges.setdefault((ranks, number), {})
-        calls[rank.rank] = (call, tensor)
+        calls[rank.rank] = (call, collective)
         rank.pending = pending
         if len(calls) == len(ranks):
             self.complete(ranks, number)
@@ -317,7 +290,7 @@ class _Simulation:
             text = mismatch_text(ranks, self.ranks[ranks[0]].calls[ranks], why, lines)
             error = f"{text}\n  Fix: {SAME_CALLS}."
         else:
-            outcomes = results(ranks, [joined[rank] for rank in ranks])
+            outcomes = results([joined[rank][1] for rank in ranks])
             for rank, result in zip(ranks, outcomes, strict=True):
                 self.give(self.ranks[rank], result)
             return
@@ -377,26 +350,29 @@ class _Simulation:
             self.give(rank, DeadlockError(text))
 
 
-def results(ranks: Ranks, calls: Sequence[tuple[CollectiveCall, Tensor]]) -> list[Tensor]:
+def results(calls: Sequence[Collective]) -> list[Tensor]:
     """What each rank of the group gets, in group order; no two share memory with each other or a sender."""
     with torch.no_grad(), _disable_current_modes():  # the user's, of the rank that happens to be the last
-        kind, _, argument = calls[0][0].kind.partition(" ")
-        if kind == "all_reduce":
-            total = reduce_stack(torch.stack([tensor for _, tensor in calls]), argument)
-            return [total, *(total.clone() for _ in calls[1:])]
-        if kind == ALL_GATHER:
-            for (call, tensor), count in zip(calls, calls[0][0].shape, strict=True):
-                assert tensor.shape == (count,), f"{call}: a rank has {tuple(tensor.shape)}"
-            return [torch.cat([tensor for _, tensor in calls]) for _ in calls]
-        if kind == REDUCE_SCATTER:
-            counts = calls[0][0].shape
-            for call, tensor in calls:
-                assert tensor.shape == (sum(counts),), f"{call}: a rank has {tuple(tensor.shape)}"
-            total = reduce_stack(torch.stack([tensor for _, tensor in calls]), "sum")
-            return [part.clone() for part in total.split(list(counts))]
-        if kind == "broadcast":
-            sent_by_root = calls[ranks.index(int(argument.removeprefix("from ")))][1]
-            assert sent_by_root.shape == calls[0][0].shape, f"{calls[0][0]}: the root has {tuple(sent_by_root.shape)}"
-            return [sent_by_root.clone() for _ in calls]
-        sent = [tensor.split(list(call.send_counts)) for call, tensor in calls]
+        first, tensors = calls[0], [call.tensor for call in calls]
+        match first.kind:
+            case "all_reduce":
+                total = reduce_stack(torch.stack(tensors), first.reduce_op)
+                return [total, *(total.clone() for _ in calls[1:])]
+            case "all_gather":
+                _check(calls, first.shape)
+                return [torch.cat(tensors) for _ in calls]
+            case "reduce_scatter":
+                _check(calls, [sum(first.shape)] * len(calls))
+                total = reduce_stack(torch.stack(tensors), "sum")
+                return [part.clone() for part in total.split(list(first.shape))]
+            case "broadcast":
+                root = first.ranks.index(first.root)
+                _check([calls[root]], first.shape)
+                return [tensors[root].clone() for _ in calls]
+        sent = [call.tensor.split(list(call.send_counts)) for call in calls]
         return [torch.cat(incoming) for incoming in zip(*sent, strict=True)]
+
+
+def _check(calls: Sequence[Collective], counts: Sequence[int]) -> None:
+    for call, count in zip(calls, counts, strict=True):
+        assert call.tensor.shape == (count,), f"{call.described()}: a rank has {tuple(call.tensor.shape)}"

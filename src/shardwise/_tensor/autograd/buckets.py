@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
 from shardwise import _collectives as collectives
-from shardwise._collectives import Finish
+from shardwise._collectives import Wait
 from shardwise._layout import PARTIAL, Layout, Mesh, Partial, checked
 from shardwise._redistribute.plan import plan_redistribute
 from shardwise._redistribute.run_plan import redistribute_local, start_redistribute
@@ -156,7 +156,7 @@ class SentBucket:
     leaves: tuple[DTensor, ...]
     gradients: tuple[Tensor, ...]
     versions: tuple[int, ...]
-    finish: Finish
+    finish: Wait
 
     def unchanged(self) -> list[bool]:
         """For each leaf, whether its gradient is still the one that was sent: not accumulated, cleared or replaced."""
@@ -401,11 +401,11 @@ def _send_bucket(leaves: Sequence[DTensor]) -> SentBucket:
     return SentBucket(tuple(leaves), tuple(raws), tuple(versions), finish)
 
 
-def _done(total: Tensor) -> Finish:
+def _done(total: Tensor) -> Wait:
     return lambda: total
 
 
-def _start_all_reduce(flat: Tensor, leaves: Sequence[DTensor], owned: bool) -> Finish:
+def _start_all_reduce(flat: Tensor, leaves: Sequence[DTensor], owned: bool) -> Wait:
     mesh, axes = leaves[0]._layout.mesh, axes_to_reduce(leaves[0]._layout)
     submesh = mesh.submesh(axes, collectives.rank())
     src = Layout(submesh, [Partial()] * submesh.ndim, flat.shape)

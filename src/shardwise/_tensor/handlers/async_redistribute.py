@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
 from shardwise import _collectives as collectives
-from shardwise._collectives import Finish
+from shardwise._collectives import Wait
 from shardwise._layout import PARTIAL, REPLICATE, Layout, Partial
 from shardwise._redistribute.run_plan import redistribute_local, start_redistribute
 from shardwise._tensor.dtensor import DTensor, check_owners, plain, tag, to_layout
@@ -21,7 +21,7 @@ _data: Any = torch._C.TensorBase.data
 class _Pending:
     """A redistribution that is running; called with the `DTensor` that it makes, it waits and returns the layout."""
 
-    def __init__(self, target: Layout, finish: Finish) -> None:
+    def __init__(self, target: Layout, finish: Wait) -> None:
         self._target, self._finish = target, finish
         self._waiting = Lock()  # several threads may use the tensor
 
@@ -42,7 +42,7 @@ class _Redistribute(TensorFunction):
 
     @staticmethod
     def forward(
-        ctx: Any, local: Tensor, src: Layout, dst: Layout, dtype: torch.dtype, later: list[Finish] | None
+        ctx: Any, local: Tensor, src: Layout, dst: Layout, dtype: torch.dtype, later: list[Wait] | None
     ) -> Tensor:
         ctx.src, ctx.dst, ctx.dtype = src, dst, dtype
         if later is not None:
@@ -68,7 +68,7 @@ def async_redistribute(x: DTensor, target: Layout, backward_dtype: torch.dtype, 
     if x.requires_grad and torch.is_grad_enabled() and (x._layout != _without_others(x._layout) or target != between):
         reduced = to_layout(x, _without_others(x._layout))
         return to_layout(async_redistribute(reduced, between, backward_dtype, async_op), target)
-    later: list[Finish] | None = [] if async_op else None
+    later: list[Wait] | None = [] if async_op else None
     with DisableTorchFunctionSubclass():
         out: Any = _Redistribute.apply(plain(x), x._layout, target, backward_dtype, later)
         if later is None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise import _collectives as collectives
-from shardwise._collectives import Finish
+from shardwise._collectives import Collective, Wait
 from shardwise._redistribute.buffers import Buffers, Lent
 from shardwise._trace import comm_trace
 from shardwise._trace.autograd_function import TensorFunction
@@ -41,7 +41,7 @@ class PendingRequest:
     results: ResultIndex
     ids: IdMessages
     verdict_size: int
-    wait: Finish | None = None
+    wait: Wait | None = None
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Engine:
         ids = id_messages(self.capacities, self.plan.ranks, request.messages(count), headers)
         return PendingRequest(request.results, ids, len(verdict))
 
-    def start(self, pending: PendingRequest) -> Finish:
+    def start(self, pending: PendingRequest) -> Wait:
         """Start message 1, unless it was started."""
         if pending.wait is None:
             with self._sending("ids", pending.ids.sent_bytes):
@@ -263,7 +263,8 @@ class Engine:
         return self._buffers.lend(dtype, self.trigger.device)
 
     def _exchange(self, message: Tensor, sent: Sequence[int], received: Sequence[int], lent: Lent) -> Tensor:
-        return collectives.start_all_to_all(message, sent, received, self.plan.ranks, lent.empty)()
+        ranks, empty = self.plan.ranks, lent.empty
+        return collectives.start(Collective("all_to_all", message, ranks, (), sent, received, allocate=empty))()
 
     def _runs(self, exchange: Exchange, answered_only: bool = False) -> list[list[int]]:
         """How many runs each rank requested of each stack."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwise import _collectives as collectives
-from shardwise._collectives import Finish
+from shardwise._collectives import Collective, Wait
 
 FIRST_CAPACITY = 1024  # elements
 Headers = list[list[int]]
@@ -65,10 +65,10 @@ class IdMessages:
         """What `start` sends to each rank."""
         return [(self.header_size + n) * self.rest.element_size() for n in self.sent]
 
-    def start(self) -> Finish:
+    def start(self) -> Wait:
         """Send the beginnings; the returned function waits for those of all ranks."""
         sent, received = ([self.header_size + n for n in capacities] for capacities in (self.sent, self.received))
-        return collectives.start_all_to_all(self.beginnings, sent, received, self.ranks)
+        return collectives.start(Collective("all_to_all", self.beginnings, self.ranks, (), sent, received))
 
     def read(self, beginnings: Tensor) -> "ReceivedIds":
         """Read what was received."""
