@@ -7,6 +7,7 @@ slice for each dim, so the steps along axes have none.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from operator import lt
 from typing import Protocol
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from shardwise import _collectives as collectives
 from shardwise._collectives import Collective, Wait
+from shardwise._collectives.collective_call import Kind
 from shardwise._layout import Box, Layout, Partial, Placement, Replicate, Shard, split_by_boxes
 from shardwise._layout.placement import Chunks, Division, given_sizes
 from shardwise._redistribute.neighbors import sizes_along
@@ -126,7 +128,7 @@ class Shards:
 class _OfShards:
     """What one rank does in an all-gather, a reduce-scatter or an all-to-all."""
 
-    collective: str
+    collective: Kind
     ranks: tuple[int, ...]
     split: Shards | None  # what each rank is sent; None: everything
     sent: tuple[int, ...]  # elements to each rank
@@ -140,27 +142,24 @@ class _OfShards:
         return RANK_BYTES * len(self.ranks)
 
     def start(self, local: Tensor) -> Wait:
-        match self.collective:
-            case "all_gather":
-                wait = collectives.start(Collective("all_gather", local.reshape(-1), self.ranks, self.received))
-            case "reduce_scatter":
-                scatter = collectives.start(Collective("reduce_scatter", self._message(local), self.ranks, self.sent))
-                return lambda: as_result(scatter(), self.shape)
-            case _:
-                message = self._message(local)
-                wait = collectives.start(Collective("all_to_all", message, self.ranks, (), self.sent, self.received))
-        return lambda: self._joined(wait())
+        split = self.split
+        if split is None:
+            gathered = self.collective == "all_gather"
+            message = local.reshape(-1) if gathered else local.reshape(-1).repeat(len(self.ranks))
+        elif split.order is None and (not local.numel() or prod(local.shape[: split.dim]) == 1):
+            message = local.reshape(-1)
+        else:
+            message = torch.cat(split.split(local))
+        if self.collective == "all_to_all":
+            collective = Collective("all_to_all", message, self.ranks, (), self.sent, self.received)
+        else:
+            counts = self.received if self.collective == "all_gather" else self.sent
+            collective = Collective(self.collective, message, self.ranks, counts)
+        return partial(self._finish, collectives.start(collective))
 
-    def _message(self, local: Tensor) -> Tensor:
-        if self.split is None:
-            return local.reshape(-1).repeat(len(self.ranks))
-        if self.split.order is None and (not local.numel() or prod(local.shape[: self.split.dim]) == 1):
-            return local.reshape(-1)
-        return torch.cat(self.split.split(local))
-
-    def _joined(self, received: Tensor) -> Tensor:
-        shape, joined = self.shape, self.joined
-        if not prod(shape):
+    def _finish(self, wait: Wait) -> Tensor:
+        received, shape, joined = wait(), self.shape, self.joined
+        if self.collective == "reduce_scatter" or not prod(shape):
             return as_result(received, shape)
         if joined is None:
             parts = [part.view(shape) for part in received.split(self.received)]

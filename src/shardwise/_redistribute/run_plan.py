@@ -79,7 +79,7 @@ def with_placements(layout: Layout, placements: Placements) -> Layout:
     """A row-major layout with other placements: `layout.replace(placements)`, cheaper if it was made before."""
     if not isinstance(placements, list | tuple) or not PLACEMENTS.issuperset(map(type, placements)):
         return layout.replace(placements)
-    known, key = collectives.owner().redistributions, (layout.key, *placements)
+    known, key = (layout.owner or collectives.owner()).redistributions, (layout.key, *placements)
     found: Layout | None = known.get(key)
     if found is None:
         found = layout.replace(placements)
@@ -114,8 +114,9 @@ class Redistribution:
             self.check(local.dtype)
         if not self.steps:  # the sum over one rank is the average
             return local.clone()
-        here = comm_trace.rank_of_thread()
-        before, here.purpose = here.purpose, self._explicit if cause is EXPLICIT else self.purpose(cause)
+        here = comm_trace.current.rank
+        purpose = self._explicit if cause is EXPLICIT else Purpose(cause, self.src, self.dst)
+        before, here.purpose = here.purpose, purpose
         try:
             if here.listeners:
                 cause = comm_trace.with_call_site(cause)
@@ -126,10 +127,6 @@ class Redistribution:
             return local
         finally:
             here.purpose = before
-
-    def purpose(self, cause: Cause) -> Purpose:
-        """What its collectives are for."""
-        return Purpose(cause, self.src, self.dst)
 
     def check(self, dtype: torch.dtype) -> None:
         """Refuse reductions that the dtype does not have, before anything is sent, on every rank alike."""
@@ -175,7 +172,7 @@ def start_redistribute(
     if comm_trace.listening():
         cause = comm_trace.with_call_site(cause)
         report = comm_trace.emitting(event_of(found.plan, local.element_size(), cause))
-    before = comm_trace.set_purpose(found.purpose(cause))
+    before = comm_trace.set_purpose(Purpose(cause, src, dst))
     try:
         with torch.no_grad(), DisableTorchFunctionSubclass(), report:
             wait = start(_run(found.steps[:index], local, cause))

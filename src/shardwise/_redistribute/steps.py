@@ -6,7 +6,9 @@ Each says which ranks take part in its collective, what a rank sends, and what a
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
+from typing import ClassVar
 
+from shardwise._collectives.collective_call import Kind
 from shardwise._collectives.cost_tables import Costs
 from shardwise._layout import Boxes, Layout, Mesh, OnRanks, Shard, ring_elements
 from shardwise._redistribute.neighbors import Transfer, receives, sends, sizes_along
@@ -20,7 +22,7 @@ class Exchange:
     src: Layout
     dst: Layout
 
-    collective = "all_to_all"
+    collective: ClassVar[Kind] = "all_to_all"
 
     def sends(self, rank: int) -> list[Transfer]:
         """What other ranks receive from `rank`, and what it keeps."""

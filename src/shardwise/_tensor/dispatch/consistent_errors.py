@@ -231,8 +231,10 @@ class _ChecksVersions(ReadsLayouts):
                     operands.append(a)
                 elif isinstance(a, list | tuple):
                     operands += [x for x in tensors_in(a) if type(x) is DTensor]
-            needs = tuple([x.requires_grad for x in operands])
-            saved = self._watched(needs, args, kwargs) if True in needs else saved
+            for x in operands:
+                if x.requires_grad:
+                    saved = self._watched(tuple([y.requires_grad for y in operands]), args, kwargs)
+                    break
         if hooks is not None:  # torch checks no versions of what hooks keep
             return call_under_hooks(self.call, args, kwargs, in_place)
         if not saved:

@@ -92,7 +92,17 @@ class LocalCall(ReadsLayouts):
         makes_views: torch may return an operand or a view of one, or nothing here does otherwise.
     """
 
-    __slots__ = ("_causes", "_makes_views", "_outputs", "_plain_only", "_python", "_specialized", "_targets", "recipe")
+    __slots__ = (
+        "_causes",
+        "_makes_views",
+        "_outputs",
+        "_plain_only",
+        "_python",
+        "_redistributions",
+        "_specialized",
+        "_targets",
+        "recipe",
+    )
 
     def __init__(self, recipe: Recipe, plain_only: bool, makes_views: bool) -> None:
         self.recipe, self._plain_only, self._makes_views = recipe, plain_only, makes_views
@@ -100,6 +110,7 @@ class LocalCall(ReadsLayouts):
         self._causes: dict[tuple[int, str], Cause] = {}  # by index and name of an operand that is redistributed
         outputs = recipe.output if isinstance(recipe.output, tuple) else (recipe.output,)
         self._outputs = tuple([x for x in outputs if isinstance(x, Layout)]) or recipe.layouts[:1]
+        self._redistributions = collectives.owner().redistributions
         self._specialized: LocalFunction | None = None
         self._python = False
         if recipe.local_impl is not None and not self._targets:
@@ -172,7 +183,9 @@ class LocalCall(ReadsLayouts):
         if cause is None:
             cause = self._causes[index, name] = self.recipe.cause._replace(kind="operand", operand=name)
         local = x.detach() if x.is_sparse else _as_subclass(x, Tensor)
-        return redistribution(x._layout, self._targets[index]).run(local, cause)
+        src, dst = x._layout, self._targets[index]
+        found = self._redistributions.get((src.key, dst.key)) or redistribution(src, dst)
+        return found.run(local, cause)
 
     def _context(self, operands: list[DTensor]) -> RankContext:
         recipe = self.recipe
