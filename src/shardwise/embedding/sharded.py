@@ -610,6 +610,15 @@ class ShardedEmbeddingCollection(_Sharded):
         return flat
 
 
+def _refuse_frozen(parameters: Mapping[str, nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        if not parameter.requires_grad:
+            raise PlanError(
+                f"{name} does not require grad, but the optimizer would train it in backward. Fix: shard without an "
+                f"optimizer, and pass the parameters that require grad to one of torch.optim."
+            )
+
+
 @checked
 def shard_embeddings(
     collection: EmbeddingBagCollection | EmbeddingCollection,
@@ -661,11 +670,8 @@ def shard_embeddings(
     optimizers = [optimizer[n] if isinstance(optimizer, Mapping) else optimizer for n in names] if optimizer else None
     parameters = named_parameters(collection)
     refuse_hooks(parameters, parameters)
-    if optimizers and (frozen := [name for name, p in parameters.items() if not p.requires_grad]):
-        raise PlanError(
-            f"{frozen[0]} does not require grad, but the optimizer would train it in backward. Fix: shard without "
-            f"an optimizer, and pass the parameters that require grad to one of torch.optim."
-        )
+    if optimizers:
+        _refuse_frozen(parameters)
     where = collectives.as_mesh(mesh)
     layouts = [
         Layout(where, as_placements(where, plan.get(c.name)), (c.num_embeddings, c.embedding_dim)) for c in configs
