@@ -47,11 +47,15 @@ from shardwise._trace.capture_hooks import tracing_paused
 
 def with_consistent_errors(rule: OpRule, func: Op, recipe: Recipe, call: Callable[..., Any]) -> Callable[..., Any]:
     """`call`, which raises on this rank the errors that `func`, or its backward, raises on any rank."""
+    rank = collectives.rank()
     own = recipe.local_impl is not None and not has_specialized_version(recipe.local_impl)
     others = own or recipe.redistributed or any(map(has_empty_shards, recipe.layouts))
     if rule.index_form is not None or (rule.value_errors and has_empty_shards(recipe.layouts[0])):
-        call = _ConsistentErrors(func, rule.index_form, recipe, call)
-    return _ChecksVersions(func, recipe, call) if others and not rule.view else call
+        # If operands move, the indices that a rank holds may be some of them.
+        first = not recipe.layouts[0].local_numel(rank) or bool(recipe.redistributed)
+        call = _ConsistentErrors(func, rule.index_form, call, recipe.output is Output.IN_PLACE, first)
+    runs_op = recipe.local_impl is None and all(layout.local_numel(rank) for layout in recipe.layouts)
+    return _ChecksVersions(func, recipe, call, runs_op) if others and not rule.view else call
 
 
 # ---- values -----------------------------------------------------------------------------------------------------
@@ -59,19 +63,23 @@ def with_consistent_errors(rule: OpRule, func: Op, recipe: Recipe, call: Callabl
 
 @dataclass(slots=True, eq=False)
 class _ConsistentErrors(ReadsLayouts):
-    """A call on ranks some of which may read no elements."""
+    """A call on ranks some of which may read no elements.
+
+    Attributes:
+        checks_first: whether this rank may not raise by itself, and would wait for the others.
+    """
 
     func: Op
     form: IndexForm | None
-    recipe: Recipe
     call: Callable[..., Any]
+    in_place: bool
+    checks_first: bool
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        empty = not self.recipe.layouts[0].local_numel(collectives.rank())
-        if empty or self.recipe.redistributed:  # then the indices may be sharded
+        if self.checks_first:
             self._raise_if_others_do(args, kwargs)
         try:
-            return call_under_hooks(self.call, args, kwargs, self.recipe.output is Output.IN_PLACE)
+            return call_under_hooks(self.call, args, kwargs, self.in_place)
         except (IndexError, RuntimeError):
             self._raise_if_others_do(args, kwargs)
             raise
@@ -215,11 +223,16 @@ def tensors_in(values: object) -> list[Tensor]:
 
 @dataclass(slots=True, eq=False)
 class _ChecksVersions(ReadsLayouts):
-    """A call on ranks some of which may save other tensors than torch does."""
+    """A call on ranks some of which may save other tensors than torch does.
+
+    Attributes:
+        runs_op: this rank runs the op itself on elements, so it saves all but the operands that are redistributed.
+    """
 
     func: Op
     recipe: Recipe
     call: Callable[..., Any]
+    runs_op: bool
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         in_place, hooks = self.recipe.output is Output.IN_PLACE, top_hooks(True)
@@ -249,10 +262,7 @@ class _ChecksVersions(ReadsLayouts):
     def _watched(self, needs: tuple[bool, ...], args: Args, kwargs: Kwargs) -> frozenset[int]:
         """What torch saves and this rank may not save."""
         saved = self._saved(needs, args, kwargs)
-        recipe, rank = self.recipe, collectives.rank()
-        if recipe.local_impl is None and all(layout.local_numel(rank) for layout in recipe.layouts):
-            return saved & {i for i, _ in recipe.redistributed}
-        return saved
+        return saved & {i for i, _ in self.recipe.redistributed} if self.runs_op else saved
 
     def _saved(self, needs: tuple[bool, ...], args: Args, kwargs: Kwargs) -> frozenset[int]:
         autocast = Autocast.of(self.recipe.layouts[0].mesh.device_type)
