@@ -84,7 +84,6 @@ def test_real_ranks_get_what_the_others_have_in_any_group_and_wait_for_late_ones
     world(3, real=True).run(every_case)
     assert world(3, real=True).run(from_a_late_root) == [[2.0] * 3, [], [2.0] * 3]
     world(3, real=True).run(in_groups_of_torch)
-    world(3, real=True).run(beside_replaced_methods)
 
 
 def from_a_late_root() -> list[float]:
@@ -94,21 +93,6 @@ def from_a_late_root() -> list[float]:
     if rank() == 2:
         time.sleep(2 * SLICE_SECONDS)
     return collectives.broadcast(torch.full((3,), float(rank())), 3, 2, (0, 2)).tolist()  # rank 0 only receives
-
-
-def beside_replaced_methods() -> None:
-    """Methods of process groups are replaced for the calls of the program, not for ours."""
-
-    def replacement(*_: object) -> None:
-        raise AssertionError
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_to_all_single", "allreduce", "all_gather_single", "reduce_scatter_single", "broadcast"):
-            patch.setattr(dist.ProcessGroup, name, replacement)
-        gather_and_broadcast((3, 3, 1), (0, 1, 2), torch.float32)
-        reduce_and_scatter((3, 3, 1), (0, 1, 2), torch.float32)
-        assert collectives.all_reduce(torch.ones(2), "sum", (0, 1, 2)).tolist() == [3.0, 3.0]
-        collectives.barrier((0, 1, 2))
 
 
 def in_groups_of_torch() -> None:

@@ -67,15 +67,12 @@ T = TypeVar("T")
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
 
-# The methods of torch, taken before the first DTensor, from which on they look for DTensors.
-_ALL_TO_ALL = dist.ProcessGroup.all_to_all_single
-_METHODS: dict[str, str] = {
+_METHODS: dict[str, str] = {  # of a process group
     "all_reduce": "allreduce",
     "all_gather": "all_gather_single",
     "reduce_scatter": "reduce_scatter_single",
     "broadcast": "broadcast",
 }
-_OF_TORCH = {name: getattr(dist.ProcessGroup, name) for name in _METHODS.values()}
 
 # Dtypes that every backend sends, and one of them by bytes.
 _SUPPORTED = (torch.float32, torch.float64, torch.int32, torch.int64, torch.float16, torch.uint8, torch.int8)
@@ -293,8 +290,7 @@ class TorchTransport:
         else:
             if not sent:
                 wire, sent = torch.cat([wire] * count), [len(wire)] * count
-            method = _ALL_TO_ALL if type(group) is dist.ProcessGroup else type(group).all_to_all_single
-            begin = partial(method, group, wire_out, wire, list(received), list(sent), _EXCHANGE)
+            begin = partial(group.all_to_all_single, wire_out, wire, list(received), list(sent), _EXCHANGE)
         wait = StartedCollective(self, collective, begin, out, received, group is None)
         return (lambda: reduce_stack(wait().view(count, *shape), reduce_op)) if kind in _REDUCTIONS else wait
 
@@ -321,9 +317,8 @@ class TorchTransport:
                 counts = [width * (rank == root) for rank in ranks]
                 out = x.clone() if root == self.rank else x.new_empty(width)
                 args = [_as_supported(out)], _options(BroadcastOptions(), rootRank=ranks.index(root), rootTensor=0)
-        name = _METHODS[kind]
-        method = _OF_TORCH[name] if type(group) is dist.ProcessGroup else getattr(type(group), name)
-        wait = StartedCollective(self, collective, partial(method, group, *args), out, counts)
+        begin = partial(getattr(group, _METHODS[kind]), *args)
+        wait = StartedCollective(self, collective, begin, out, counts)
         if kind == "all_gather" and min(shape) != width:
 
             def finish() -> Tensor:
