@@ -386,7 +386,10 @@ def test_transformers_are_sharded(args: ModelArgs, fully_shard: bool) -> None:
     assert one.memory["parameters"] < full_bytes / (3 if fully_shard else 1.2)
 
 
-def test_tables_of_a_recommender_are_sharded_over_all_ranks() -> None:
+def test_tables_of_a_recommender_are_sharded_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one thread a collection would take compiled kernels, which read values."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+
     def build(tables: int) -> Callable[[Mesh], Step]:
         return lambda mesh: recommender(Options(batch_size=2), mesh, tables=tables, rows=64, dim=8)
 
