@@ -45,7 +45,7 @@ from shardwise._collectives.failures.reports import (
     join_threads,
     store_of_world,
 )
-from shardwise._collectives.failures.store import DifferentCalls, FailureReport
+from shardwise._collectives.failures.store import DifferentCalls, FailureReport, remote_error
 from shardwise._collectives.remote_records import RemoteRecords, StoredNotes, are_due
 from shardwise._collectives.shared_records import SharedRecords, add_peers
 from shardwise._collectives.started import OpenWorks, RecvCheck, StartedCollective, start_pairwise, unequal
@@ -191,6 +191,8 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
         self.notes = ValueNotes(self.notes.on, self.notes.numbers)
 
     def compare_calls(self, log: CallLog, record: "array[int]") -> None:
+        if self.monitor.root is not None:  # ranks have made different numbers of collectives, which would be mixed up
+            raise remote_error(self.monitor.root, self._rank, _pending(log))
         if self._records is None:
             return
         self._records.write(log, record)
@@ -221,16 +223,15 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
             return
         if values is not None:
             raise self._explained(values, log)
-        pending = PendingCollective(log.latest_call().described(), log.latest, log.ranks)
         assert difference is not None
         different = DifferentCalls(log.ranks, difference.number, difference.why)
-        raise explain_difference(different, pending, self._describe_call)
+        raise explain_difference(different, _pending(log), self.monitor)
 
     def _explained(self, values: tuple[Note, dict[int, Sequence[int]]], log: CallLog) -> ShardwiseError:
         """What to raise for values that differ, before the latest call of a log."""
-        pending = PendingCollective(log.latest_call().described(), log.latest, log.ranks)
         text = different_values_text(values[0], {self._rank: values[0].words, **values[1]})
-        return explain_values(FailureReport(None, text, fix=fix_of(values[0]), mismatch=True), pending)
+        report = FailureReport(None, text, fix=fix_of(values[0]), mismatch=True)
+        return explain_values(report, _pending(log), self.monitor)
 
     def share_note(self, log: CallLog, note: Note) -> None:
         if self._records is not None:
@@ -255,9 +256,8 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
             if monotonic() >= until:
                 if log.latest <= 1 or timeout is None:
                     return
-                pending = PendingCollective(log.latest_call().described(), log.latest, log.ranks)
                 error = TimeoutError("Some ranks have not joined, or the store does not answer.")
-                raise explain(error, pending, monotonic() - began, self.monitor)
+                raise explain(error, _pending(log), monotonic() - began, self.monitor)
             sleep(POLL_SECONDS)
 
     def _describe_call(self, ranks: Ranks, number: int) -> DescribedCall | None:
@@ -444,6 +444,11 @@ class TorchTransport:  # a Transport by structure: `rank` and `world_size` are p
             found = timeout_of(self.group(ranks), "cpu")
             self._timeouts[ranks] = None if found is None else found.total_seconds()
         return self._timeouts[ranks]
+
+
+def _pending(log: CallLog) -> PendingCollective:
+    """The call that this rank is about to make."""
+    return PendingCollective(log.latest_call().described(), log.latest, log.ranks)
 
 
 def _absurd_length(log: CallLog) -> Difference | None:
