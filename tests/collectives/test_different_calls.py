@@ -135,6 +135,17 @@ def test_real_ranks_raise_what_simulated_ones_do() -> None:
     REAL.run(same_order)
 
 
+def go_on() -> list[str]:
+    """A different call, of which some ranks have sent their part and others nothing, and then equal calls."""
+    return [caught(other_kind), *(caught(lambda: barrier(ALL)) for _ in range(3))]
+
+
+@pytest.mark.processes
+def test_after_different_calls_ranks_raise_again_and_send_nothing() -> None:
+    (text,) = {text for texts in REAL.run(go_on) for text in texts}
+    assert f": {SAME}.\n" in text
+
+
 def as_on_other_hosts() -> None:
     records = TORCH_TRANSPORT._records
     assert records is not None

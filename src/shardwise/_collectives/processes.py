@@ -52,7 +52,7 @@ from shardwise._collectives.failures.reports import (
     join_threads,
     store_of_world,
 )
-from shardwise._collectives.failures.store import DifferentCalls, FailureReport
+from shardwise._collectives.failures.store import DifferentCalls, FailureReport, remote_error
 from shardwise._collectives.remote_records import RemoteRecords, StoredNotes, are_due
 from shardwise._collectives.shared_records import SharedRecords, add_peers
 from shardwise._collectives.started import OpenWorks, StartedCollective, start_pairwise, unequal
@@ -183,6 +183,8 @@ class TorchTransport:
         self.notes = ValueNotes(self.notes.on, self.notes.numbers)
 
     def compare_calls(self, log: CallLog, record: "array[int]") -> None:
+        if self.monitor.root is not None:  # ranks have made different numbers of collectives, which would be mixed up
+            raise remote_error(self.monitor.root, self.rank, _pending(log))
         records = self._records
         if records is None:
             return
@@ -214,16 +216,15 @@ class TorchTransport:
             return
         if values is not None:
             raise self._explained(values, log)
-        pending = PendingCollective(log.latest_call().described(), log.latest, log.ranks)
         assert difference is not None
         different = DifferentCalls(log.ranks, difference.number, difference.why)
-        raise explain_difference(different, pending, self._describe_call)
+        raise explain_difference(different, _pending(log), self.monitor)
 
     def _explained(self, values: tuple[Note, dict[int, Sequence[int]]], log: CallLog) -> ShardwiseError:
         """What to raise for values that differ, before the latest call of a log."""
-        pending = PendingCollective(log.latest_call().described(), log.latest, log.ranks)
         text = different_values_text(values[0], {self.rank: values[0].words, **values[1]})
-        return explain_values(FailureReport(None, text, fix=fix_of(values[0]), mismatch=True), pending)
+        report = FailureReport(None, text, fix=fix_of(values[0]), mismatch=True)
+        return explain_values(report, _pending(log), self.monitor)
 
     def share_note(self, log: CallLog, note: Note) -> None:
         if self._records is not None:
@@ -248,9 +249,8 @@ class TorchTransport:
             if monotonic() >= until:
                 if log.latest <= 1 or timeout is None:
                     return
-                pending = PendingCollective(log.latest_call().described(), log.latest, log.ranks)
                 error = TimeoutError("Some ranks have not joined, or the store does not answer.")
-                raise explain(error, pending, monotonic() - began, self.monitor)
+                raise explain(error, _pending(log), monotonic() - began, self.monitor)
             sleep(POLL_SECONDS)
 
     def _describe_call(self, ranks: Ranks, number: int) -> DescribedCall | None:
@@ -359,6 +359,11 @@ class TorchTransport:
         """
         found = timeout_of(self.group(ranks), "cpu")
         return None if found is None else found.total_seconds()
+
+
+def _pending(log: CallLog) -> PendingCollective:
+    """The call that this rank is about to make."""
+    return PendingCollective(log.latest_call().described(), log.latest, log.ranks)
 
 
 def _absurd_length(log: CallLog) -> Difference | None:

@@ -16,7 +16,7 @@ Where the survivors learn of it:
   `monitor.failed` and keeps the report as `monitor.root`.
 * A rank that waits in a collective does so in slices (`started.py`). If there is a
   `monitor.root`, it raises `WaitAbortedError`, which `reports.explain` turns into the error of that report.
-* A rank that computes learns of it in its next collective.
+* A rank that computes, or has caught the error, raises in its next collective, and sends nothing.
 
 `store.py` has the keys in the world's store and what they hold. The first failure is the root: `publish_root` keeps
 only one, and every rank raises the error made from it.

@@ -35,7 +35,7 @@ class FailureMonitor:
 
     Attributes:
         failed: whether a rank of the world has failed, or waits in vain.
-        root: the report of the first failure.
+        root: the report of the first failure; this rank sends nothing from then on.
         keeper: the process that has the server of the store, where there is one and it is known.
         pending: the collective this rank waits in, while it does.
         describe: what this rank called in a collective, by group and number.
@@ -106,7 +106,7 @@ class FailureMonitor:
                 self.failed = True
             if not self.failed:
                 return True
-            self.root = store.root()
+            self.root = store.root() or self.root
             if self.root is None:
                 return True
             store.acknowledge()

@@ -181,8 +181,8 @@ def explain(
     transport_error = "" if isinstance(error, WaitAbortedError) else _first_sentence(error)
     pending = replace(pending, where=format_call_sites(list(frames_of(sys._getframe(1))), limit=1))
     report = monitor.root or bounded(lambda: _investigate(pending, waited_seconds))
-    report = monitor.root or report or _report_on_silent_store(pending, monitor.keeper)
-    return remote_error(report, dist.get_rank(), pending, transport_error)
+    monitor.root = monitor.root or report or _report_on_silent_store(pending, monitor.keeper)
+    return remote_error(monitor.root, dist.get_rank(), pending, transport_error)
 
 
 def _report_on_silent_store(pending: PendingCollective, keeper: ProcessIdentity | None) -> FailureReport:
@@ -272,24 +272,25 @@ def _report_on_different_calls(store: FailureStore, pending: PendingCollective) 
 
 
 def explain_difference(
-    different: DifferentCalls, pending: PendingCollective, describe: Callable[[Ranks, int], DescribedCall | None]
+    different: DifferentCalls, pending: PendingCollective, monitor: FailureMonitor
 ) -> ShardwiseError:
     """What this rank raises, as all others do, if it has seen that ranks disagree on a collective.
 
     Args:
         pending: the collective that this rank is about to make.
-        describe: what this rank called in a collective, by group and number.
     """
-    report = bounded(lambda: _report_on_difference(different, describe))
+    report = bounded(lambda: _report_on_difference(different, monitor.describe))
     if report is None:
-        own = {dist.get_rank(): describe(different.ranks, different.number)}
+        own = {dist.get_rank(): monitor.describe(different.ranks, different.number)}
         report = _report_on_known_calls(different, own)
+    monitor.root = report
     return remote_error(report, dist.get_rank(), pending)
 
 
-def explain_values(report: FailureReport, pending: PendingCollective) -> ShardwiseError:
+def explain_values(report: FailureReport, pending: PendingCollective, monitor: FailureMonitor) -> ShardwiseError:
     """What this rank raises, as all others do, if it has seen that ranks have different values; see `value_notes`."""
-    return remote_error(with_store(lambda store: store.publish_root(report)) or report, dist.get_rank(), pending)
+    monitor.root = with_store(lambda store: store.publish_root(report)) or report
+    return remote_error(monitor.root, dist.get_rank(), pending)
 
 
 def _report_on_difference(
