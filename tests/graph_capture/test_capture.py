@@ -237,7 +237,7 @@ def _trained() -> bool:
     return len(step.graphs()) == 1
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 5])
+@pytest.mark.parametrize("ranks", [1, 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_batches_and_tables_shorter_than_the_ranks_and_none_at_all_are_replayed(ranks: int) -> None:
     plan = {"0.weight": sw.Shard(0), "1.*": sw.Shard(0), "3.weight": sw.Shard(1)}
 
