@@ -2,15 +2,12 @@
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
+from functools import cache
 
-import shardwise
 from shardwise.checkpoint.remedies import DAMAGED, FOREIGN, UNREACHABLE, damaged, without_remedy
+from tools.sizes import read
+from tools.structure import SOURCE, nodes
 
-ROOT = Path(shardwise.__file__).parent
-TREES = {
-    str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(ROOT.rglob("*.py"))
-}
 FIXES = {
     "DAMAGED",
     "FOREIGN",
@@ -75,10 +72,16 @@ CAUGHT = {
 }
 
 
-def _raised() -> set[str]:
+@cache
+def sources() -> dict[str, list[ast.AST]]:
+    return {file: nodes(text) for file, text in read(SOURCE).items()}
+
+
+@cache
+def raised_here() -> set[str]:
     """The classes of all errors of this library, those that are defined beside what raises them too."""
     found = {"ShardwiseError"}
-    classes = [node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = [node for tree in sources().values() for node in tree if isinstance(node, ast.ClassDef)]
     while True:
         more = {node.name for node in classes if any(isinstance(b, ast.Name) and b.id in found for b in node.bases)}
         if more <= found:
@@ -96,9 +99,9 @@ def _has_fix(node: ast.AST, names: set[str]) -> bool:
     )
 
 
-def _texts(body: ast.AST) -> Iterator[str]:
-    """What in `body` is named and has a fix in its text: constants, variables, and functions that return one."""
-    for node in ast.walk(body):
+def _texts(tree: list[ast.AST]) -> Iterator[str]:
+    """What in `tree` is named and has a fix in its text: constants, variables, and functions that return one."""
+    for node in tree:
         if isinstance(node, ast.Assign | ast.AugAssign) and _has_fix(node.value, set()):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             yield from (target.id for target in targets if isinstance(target, ast.Name))
@@ -108,12 +111,12 @@ def _texts(body: ast.AST) -> Iterator[str]:
                 yield node.name
 
 
-def without_fix(tree: ast.Module, raised: set[str]) -> list[tuple[str, int]]:
+def without_fix(tree: list[ast.AST], raised: set[str]) -> list[tuple[str, int]]:
     """The function and line of each error that is made without a text that has a fix."""
     found = []
     names = FIXES | set(_texts(tree))
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    for node in ast.walk(tree):
+    functions = [node for node in tree if isinstance(node, ast.FunctionDef)]
+    for node in tree:
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.func.id not in raised:
             continue
         if not any(_has_fix(part, names) for part in [*node.args, *node.keywords]):
@@ -122,12 +125,9 @@ def without_fix(tree: ast.Module, raised: set[str]) -> list[tuple[str, int]]:
     return found
 
 
-RAISED = _raised()
-
-
 def check(raised: set[str], allowed: dict[str, set[str]], left_out: tuple[str, ...] = ()) -> None:
     """The errors of these classes without a fix are made in the functions that are allowed to, and all of these do."""
-    found = {name: without_fix(tree, raised) for name, tree in TREES.items() if not name.startswith(left_out)}
+    found = {name: without_fix(tree, raised) for name, tree in sources().items() if not name.startswith(left_out)}
     missing = [
         f"{name}:{line} in {function}"
         for name, places in found.items()
@@ -139,7 +139,7 @@ def check(raised: set[str], allowed: dict[str, set[str]], left_out: tuple[str, .
 
 
 def test_every_error_that_is_made_says_what_to_do() -> None:
-    check(RAISED, PASSED_ON)
+    check(raised_here(), PASSED_ON)
 
 
 def test_every_error_of_python_that_is_made_says_what_to_do() -> None:
@@ -165,7 +165,7 @@ def said(text):
 def asked(why):
     raise PlanError('Fix: x') if why else ValueError(why)
 """
-    assert without_fix(ast.parse(source), {*RAISED, "OtherError"}) == [("f", 3), ("g", 9)]
+    assert without_fix(nodes(source), {*raised_here(), "OtherError"}) == [("f", 3), ("g", 9)]
 
 
 def test_what_to_do_about_files_is_said_once() -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tools.structure import LAYERS, layers, package_list
+from tools.structure import LAYERS, layers, nodes, package_list
 
 MAY_IMPORT_ANYTHING = {"__init__", "__main__", "testing"}
 TALKS_TO_RANKS = "_collectives"  # the one unit that sees torch.distributed
@@ -29,9 +29,9 @@ class Import(NamedTuple):
     name: str
 
 
-def imports(tree: ast.Module) -> Iterator[Import]:
-    """Everything `tree` imports, by full dotted name; relative imports keep their leading dots."""
-    for node in ast.walk(tree):
+def imports(tree: list[ast.AST]) -> Iterator[Import]:
+    """Everything these nodes import, by full dotted name; relative imports keep their leading dots."""
+    for node in tree:
         match node:
             case ast.Import(names=names):
                 yield from (Import(node.lineno, alias.name) for alias in names)
@@ -45,16 +45,16 @@ def imports(tree: ast.Module) -> Iterator[Import]:
                 yield Import(node.lineno, name)
 
 
-def attributes_of_torch(tree: ast.Module) -> Iterator[Import]:
+def attributes_of_torch(tree: list[ast.AST]) -> Iterator[Import]:
     """Uses such as `torch.distributed.barrier`, two names deep, under any alias of torch."""
     aliases = {"torch"} | {
         alias.asname
-        for node in ast.walk(tree)
+        for node in tree
         if isinstance(node, ast.Import)
         for alias in node.names
         if alias.name == "torch" and alias.asname
     }
-    for node in ast.walk(tree):
+    for node in tree:
         match node:
             case ast.Attribute(value=ast.Name(id=head)) if head in aliases:
                 yield Import(node.lineno, f"torch.{node.attr}")
@@ -95,7 +95,7 @@ def complaints(root: Path) -> list[str]:
         if unit not in LEVEL and unit not in MAY_IMPORT_ANYTHING:
             found.append(f"{path}: unit {unit!r} has no layer; add it to LAYERS in tests/test_layering.py")
             continue
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+        tree = nodes(file.read_text(encoding="utf-8"))
         uses = sorted({*imports(tree), *attributes_of_torch(tree)})
         found += [f"{path}:{use.line} {why}" for use in uses if (why := complaint(unit, use.name))]
     return found

@@ -1,4 +1,4 @@
-"""Outliers among the sizes of files and functions; `python tools/sizes.py` lists them."""
+"""Outliers among the sizes of files and functions; `python -m tools.sizes` lists them."""
 
 from pathlib import Path
 
@@ -8,7 +8,6 @@ from tools.sizes import (
     FUNCTION,
     LARGE,
     SMALL,
-    SOURCE,
     code_lines,
     functions,
     large_files,
@@ -16,6 +15,7 @@ from tools.sizes import (
     read,
     small_files,
 )
+from tools.structure import SOURCE
 
 TEXTS = read(SOURCE)
 # Small files that stay, and why.

@@ -1,4 +1,4 @@
-"""How long files and functions are, and which are outliers: `python tools/sizes.py`. tests/test_sizes.py holds them."""
+"""How long files and functions are, and which are outliers: `python -m tools.sizes`. tests/test_sizes.py holds them."""
 
 import ast
 import io
@@ -6,7 +6,8 @@ import tokenize
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-SOURCE = Path(__file__).parents[1] / "src" / "shardwise"
+from tools.structure import SOURCE, nodes
+
 SMALL, LARGE, FUNCTION = 40, 700, 60  # lines: a shorter file is a drawer, a longer one several ideas
 ENTRY_POINTS = {"__init__.py", "__main__.py"}
 NO_CODE = {tokenize.NL, tokenize.COMMENT, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
@@ -19,18 +20,18 @@ def code_lines(text: str) -> int:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in NO_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
-    return len(lines - set(_docstring_lines(ast.parse(text))))
+    return len(lines - set(_docstring_lines(nodes(text))))
 
 
-def _docstring_lines(tree: ast.Module) -> Iterator[int]:
-    for node in ast.walk(tree):
+def _docstring_lines(tree: list[ast.AST]) -> Iterator[int]:
+    for node in tree:
         if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(node) is not None:
             yield from range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)
 
 
 def functions(text: str) -> Iterator[tuple[str, int]]:
     """Every function with its length, from its decorators to its end."""
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(text):
         if isinstance(node, Function):
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             yield node.name, (node.end_lineno or first) - first + 1

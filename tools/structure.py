@@ -9,7 +9,8 @@ import ast
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,15 +51,21 @@ class Assignment(NamedTuple):
     target: str
 
 
+@cache
+def nodes(text: str) -> list[ast.AST]:
+    """All nodes of a source, its module first. Several tests read each file, so it is parsed once."""
+    return [*ast.walk(ast.parse(text))]
+
+
 def modules(root: Path) -> dict[str, Path]:
     """Every module below `root` by its name without the package's own: `rules.row`; a package has its folder's name."""
     names = {file: ".".join(file.relative_to(root).with_suffix("").parts) for file in sorted(root.rglob("*.py"))}
     return {name.removesuffix("__init__").rstrip("."): file for file, name in names.items()}
 
 
-def imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Local name and full dotted name of everything that `tree` imports, inside functions too."""
-    for node in ast.walk(tree):
+def imported(tree: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
+    """Local name and full dotted name of everything that these nodes import, inside functions too."""
+    for node in tree:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.asname or alias.name.split(".")[0], alias.name
@@ -72,7 +79,7 @@ def import_graph(root: Path) -> dict[str, set[str]]:
     known = modules(root)
     graph: dict[str, set[str]] = {name: set() for name in known}
     for name, file in known.items():
-        for _, full in imported(ast.parse(file.read_text(encoding="utf-8"))):
+        for _, full in imported(nodes(file.read_text(encoding="utf-8"))):
             target = full.removeprefix(PACKAGE).lstrip(".") if full.split(".")[0] == PACKAGE else ""
             while target and target not in known:
                 target = target.rpartition(".")[0]
@@ -114,13 +121,13 @@ def assignments_into_others(root: Path, package: str = PACKAGE) -> list[Assignme
     """Where a module assigns to an attribute or item of something that it imported from `package`."""
     found = []
     for name, file in modules(root).items():
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+        tree = nodes(file.read_text(encoding="utf-8"))
         foreign = {
             local: full
             for local, full in imported(tree)
             if full.split(".")[0] == package and not full.startswith(f"{PACKAGE}.{name}.")
         }
-        for node in ast.walk(tree):
+        for node in tree:
             for target in _targets(node):
                 if isinstance(target, ast.Attribute | ast.Subscript) and _root(target) in foreign:
                     found += [Assignment(str(file.relative_to(root)), target.lineno, ast.unparse(target))]

@@ -464,8 +464,10 @@ def test_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.Monke
     assert steps(tmp_path) == [2, 3, 4, 5, 6, 7]
 
 
-@pytest.mark.parametrize("keep", [1, 2])
-@pytest.mark.parametrize("scheme", ["", "file://"])
+@pytest.mark.parametrize(
+    ("scheme", "keep"),
+    [("", 2), ("file://", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("", 1), ("file://", 2)))],
+)
 def test_a_reader_finds_a_checkpoint_whenever_another_job_saves(
     scheme: str, keep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,7 +80,7 @@ def test_ranks_with_different_timeouts_raise_one_error() -> None:
 
 
 def test_a_start_that_was_never_complete_is_no_world() -> None:
-    store, timeout = new_store(), under_load(1.0)
+    store, timeout = new_store(), 0.2
     with pytest.raises(RemoteRankError, match=r"Ranks 1, 2 of 3 did not join the world within"):
         agree_on_name(store, 0, 3, timeout)
     with pytest.raises(RemoteRankError, match=r"Rank 0 of 3 did not join the world within"):
@@ -205,7 +205,7 @@ def test_no_rank_goes_on_before_all_are_connected(start: list[str], no_agent_sto
 def test_a_rank_that_does_not_connect_is_named() -> None:
     store = new_store()
     with pytest.raises(RemoteRankError, match=r"Rank 1 of 2 did not join the world within .*: it has not connected"):
-        wait_until_all_are_connected(store, 0, 2, under_load(1.0))
+        wait_until_all_are_connected(store, 0, 2, 0.2)
 
 
 SHORT = under_load(3.0)  # of a restart that fails

@@ -136,7 +136,7 @@ def resumes(first: Run, then: Run, optimizer: RowOptimizer) -> None:
         equal(after, straight, False, optimizer.of_rows)
 
 
-@pytest.mark.parametrize("examples", [15, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [8, pytest.param(40, marks=pytest.mark.slow)])
 def test_a_run_resumes_under_any_plan(examples: int) -> None:
     every = given(runs(), runs(), st.sampled_from([*BY_ELEMENT, *BY_ROW]))
     settings(laws, max_examples=examples)(every(resumes))()

@@ -62,7 +62,8 @@ def batches(mesh: sw.Mesh, placements: list[sw.Placement], count: int = 3) -> li
 
 
 @pytest.mark.parametrize(
-    ("ranks", "dropout", "checkpointed"), [(1, 0.1, False), (2, 0.0, True), (3, 0.1, False), (4, 0.0, True)]
+    ("ranks", "dropout", "checkpointed"),
+    [(1, 0.1, True), (2, 0.0, True), (3, 0.1, False), pytest.param(4, 0.0, True, marks=pytest.mark.slow)],
 )
 def test_a_tensor_parallel_transformer_replays_bit_for_bit(ranks: int, dropout: float, checkpointed: bool) -> None:
     args = ModelArgs(n_layers=1, vocab_size=13, dropout_p=dropout, checkpoint_activations=checkpointed)
@@ -86,8 +87,8 @@ def test_each_layout_of_uneven_batches_on_a_grid_has_its_own_graph() -> None:
         name: [sw.Replicate(), sharded] for name, sharded in PLAN.items()
     }, mesh=mesh)  # fmt: skip
     step = sw.capture(lambda x, y: F.cross_entropy(model(x).flatten(0, 1), y.flatten()))
-    for rows in (sw.Shard(0), sw.Shard(0, [1, 4]), sw.Shard(0)):
-        agrees(step, batches(mesh, [rows, sw.Replicate()], 2), list(model.parameters()))
+    for rows in 2 * [sw.Shard(0), sw.Shard(0, [1, 4])]:
+        agrees(step, batches(mesh, [rows, sw.Replicate()], 1), list(model.parameters()))
     assert len(step.graphs()) == 2
 
 
@@ -236,7 +237,7 @@ def _trained() -> bool:
     return len(step.graphs()) == 1
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 5])
+@pytest.mark.parametrize("ranks", [1, 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_batches_and_tables_shorter_than_the_ranks_and_none_at_all_are_replayed(ranks: int) -> None:
     plan = {"0.weight": sw.Shard(0), "1.*": sw.Shard(0), "3.weight": sw.Shard(1)}
 

@@ -145,18 +145,18 @@ def test_weights_of_ids_get_their_gradients(needs_grad: bool) -> None:
 # ---- what depends on the number of ids ------------------------------------------------------------------------------
 
 SUM: Callable[..., Any] = lambda c, k: c(k).values().sum()  # noqa: E731
-NUMBERS: dict[str, tuple[Callable[..., Any], int]] = {  # with how many graphs three numbers of ids have
+NUMBERS: dict[str, tuple[Callable[..., Any], int]] = {  # with how many graphs two numbers of ids have
     "lengths": (lambda c, k: SUM(c, k) + k.lengths().float().std() + k.offsets().sum(), 1),
     "dtype": (lambda c, k: SUM(c, k).to(k.values().dtype), 1),
-    "op": (lambda c, k: SUM(c, k) + (k.values() + 1).sum(), 3),
-    "op before": (lambda c, k: (k.values() * 2).sum() + SUM(c, k), 3),
-    "shape": (lambda c, k: SUM(c, k) + k.values().shape[0], 3),
-    "len": (lambda c, k: SUM(c, k) + len(k.values().detach()), 3),
-    "zeros": (lambda c, k: SUM(c, k) + torch.zeros_like(k.values()).numel(), 3),
-    "bytes": (lambda c, k: SUM(c, k) + k.values().untyped_storage().nbytes(), 3),
-    "ids of keys": (lambda c, k: SUM(c, k) + k.length_per_key()[1], 3),
-    "a feature": (lambda c, k: SUM(c, k) + k["item"].values().sum(), 3),
-    "another input": (lambda c, k: SUM(c, k.permute([3, 0, 2, 1])), 3),
+    "op": (lambda c, k: SUM(c, k) + (k.values() + 1).sum(), 2),
+    "op before": (lambda c, k: (k.values() * 2).sum() + SUM(c, k), 2),
+    "shape": (lambda c, k: SUM(c, k) + k.values().shape[0], 2),
+    "len": (lambda c, k: SUM(c, k) + len(k.values().detach()), 2),
+    "zeros": (lambda c, k: SUM(c, k) + torch.zeros_like(k.values()).numel(), 2),
+    "bytes": (lambda c, k: SUM(c, k) + k.values().untyped_storage().nbytes(), 2),
+    "ids of keys": (lambda c, k: SUM(c, k) + k.length_per_key()[1], 2),
+    "a feature": (lambda c, k: SUM(c, k) + k["item"].values().sum(), 2),
+    "another input": (lambda c, k: SUM(c, k.permute([3, 0, 2, 1])), 2),
 }
 
 
@@ -166,7 +166,7 @@ def test_what_depends_on_the_number_of_ids_has_a_graph_for_each() -> None:
     for name, (function, graphs) in NUMBERS.items():
         step = sw.capture(partial(function, tables))
         with torch.no_grad():
-            for number in (0, 1, 2, 1, 0):
+            for number in (0, 2, 0):
                 assert torch.equal(step(batch_of(number)), function(tables, batch_of(number))), name
         assert len(step.graphs()) == graphs, name
 

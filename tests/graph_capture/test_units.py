@@ -1,6 +1,7 @@
 """A replay of units of `fully_shard` gives what they give, and all-gathers what optimizer steps wrote."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,7 +19,6 @@ from tests.parallel.units import (
     batches,
     batches_of_all,
     copied,
-    each_switch,
     mean_loss,
     model_args,
     sharded,
@@ -26,17 +26,23 @@ from tests.parallel.units import (
     transformer,
 )
 
+OPTIONS: dict[int, dict[str, Any]] = {2: {"prefetch": 2}, 3: {}, 4: {"reshard_after_forward": 2}}  # by ranks
+FEW = [(2, False, False), (2, True, True), (3, True, False), (4, False, True)]
 
-@each_switch(experts=0)
-@pytest.mark.parametrize(("ranks", "options"), [(2, {"prefetch": 2}), (3, {}), (4, {"reshard_after_forward": 2})])
-def test_captured_units_train_as_one_process(
-    tying: bool, recompute: bool, experts: int, ranks: int, options: dict[str, Any]
-) -> None:
-    args = model_args(tying, recompute, experts)
+
+@pytest.mark.parametrize(
+    ("ranks", "tying", "recompute"),
+    [
+        pytest.param(*case, marks=() if case in FEW else pytest.mark.slow)
+        for case in product(OPTIONS, (True, False), (True, False))
+    ],
+)
+def test_captured_units_train_as_one_process(ranks: int, tying: bool, recompute: bool) -> None:
+    args = model_args(tying, recompute, 0)
 
     def run() -> None:
         mesh = Mesh((ranks,))
-        found = sharded(transformer(args), mesh, **options)
+        found = sharded(transformer(args), mesh, **OPTIONS[ranks])
         step = capture(lambda tokens: mean_loss(found, tokens))
         trained = train(found, batches_of_all(5, mesh), lambda _, tokens: step(tokens))
         assert len(step.graphs()) == 1
