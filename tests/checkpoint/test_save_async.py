@@ -108,10 +108,10 @@ def test_the_next_save_waits_and_uses_the_memory_of_the_copy_again(tmp_path: Pat
             state = state_of_step(step, layout)
             save_async(tmp_path, state, step=step, keep=2)
             overwrite(state)
-            memory = saving_async._memory[collectives.owner()]
+            memory = collectives.owner().state(saving_async._Memory)
             kept.append({name: x.data_ptr() for name, x in memory.items()})
         save_async(tmp_path, {"other": torch.ones(3)}, step=4)
-        assert [*saving_async._memory[collectives.owner()]] == ["other/0"]
+        assert [*collectives.owner().state(saving_async._Memory)] == ["other/0"]
         state = {"other": torch.zeros(3)}
         load(tmp_path, state)  # waits for step 4
         assert state["other"].tolist() == [1, 1, 1]

@@ -20,12 +20,11 @@ from os import PathLike
 from pathlib import Path
 from time import monotonic
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from shardwise import _collectives as collectives
-from shardwise._layout import Owner, checked
+from shardwise._layout import checked
 from shardwise.checkpoint.collective_errors import on_all_ranks, text_of
 from shardwise.checkpoint.files import read_bytes
 from shardwise.checkpoint.retention import Keep
@@ -35,7 +34,9 @@ from shardwise.errors import CheckpointError, NotFiniteError, UnreachableError
 POLL_SECONDS = 0.05  # between two looks for reports
 EXIT_SECONDS = 60.0  # for the reports of other ranks after the program of this one has ended
 
-_memory: WeakKeyDictionary[Owner, dict[str, Tensor]] = WeakKeyDictionary()
+
+class _Memory(dict[str, Tensor]):
+    """The copy of the state that a rank saved last, for the next one."""
 
 
 @checked
@@ -71,7 +72,7 @@ def save_async(
     saving.prepare()
     try:
         draft = saving.begin()
-        memory = _memory.setdefault(collectives.owner(), {})
+        memory = collectives.owner().state(_Memory)
         try:
             on_all_ranks(saving.what, lambda: saving.contents.take_copy(memory))
         except BaseException:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import cast
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
 from shardwise import _collectives as collectives
-from shardwise._layout import Mesh, Owner
+from shardwise._layout import Mesh
 from shardwise._layout import shown as as_text
 from shardwise._redistribute.batched import batched, buffers_of_rank
 from shardwise._rules.row import Args, Kwargs
@@ -36,12 +36,15 @@ from shardwise.parallel.fully_sharded.parameters import (
 
 UNIT = "_fully_sharded_unit"  # of a module
 CALLERS = 4  # of deepcopy: a copy is known by where it was made
-_made: WeakKeyDictionary[Owner, Counter[Mesh]] = WeakKeyDictionary()
+
+
+class _Made(Counter[Mesh]):
+    """How many units a rank has made on each mesh."""
 
 
 def next_number(mesh: Mesh) -> str:
     """The number of the next unit on this mesh. All ranks of it make the same units, but copies, in the same order."""
-    counts = _made.setdefault(collectives.owner(), Counter())
+    counts = collectives.owner().state(_Made)
     counts[mesh] += 1
     return str(counts[mesh])
 
