@@ -54,12 +54,6 @@ def redistribute_local(local: Tensor, src: Layout, dst: Layout, cause: Cause = E
         return redistribution(src, dst).run(local, cause)
 
 
-def known_redistribution(src: Layout, dst: Layout) -> "Redistribution | None":
-    """How this rank redistributes its local tensors from `src` to another layout, if it has done so before."""
-    found: Redistribution | None = collectives.owner().redistributions.get((src.key, dst.key))
-    return found
-
-
 def redistribution(src: Layout, dst: Layout) -> "Redistribution":
     """How this rank redistributes local tensors from `src` to another layout.
 

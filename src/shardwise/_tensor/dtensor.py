@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from shardwise import _collectives as collectives
 from shardwise._collectives import DeviceMesh
 from shardwise._layout import Box, Layout, Mesh, Placement, Placements, checked, placements_text
-from shardwise._redistribute.run_plan import known_redistribution, redistribution, with_placements
+from shardwise._redistribute.run_plan import redistribution, with_placements
 from shardwise._rules.row import Args, Handler, Kwargs, Op
 from shardwise._tensor.transforms import check_no_transform
 from shardwise._trace.comm_trace import EXPLICIT, ITEM, Cause
@@ -556,7 +556,8 @@ def to_layout(x: DTensor, layout: Layout, cause: Cause = EXPLICIT) -> DTensor:
     """`x` in another layout; itself if it already is."""
     src, out = x._layout, x
     if src is not layout:
-        if (found := known_redistribution(src, layout)) is None and src != layout and src.row_major != layout.row_major:
+        found = collectives.owner().redistributions.get((src.key, layout.key))
+        if found is None and src != layout and src.row_major != layout.row_major:
             check_owners(cause.op or "redistribute", (src,))
             found = redistribution(src, layout)
         if found is not None:
