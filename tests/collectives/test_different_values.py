@@ -412,6 +412,17 @@ def test_real_ranks_compare_values_of_groups_without_collectives() -> None:
         real.run(evaluate, 40, (3, 2), 0)
 
 
+def numbers_are_compared() -> bool:
+    before = collectives.transport().notes.numbers
+    collectives.check_values(numbers=True)
+    return before
+
+
+@pytest.mark.processes
+def test_a_run_begins_with_the_defaults_whatever_the_last_one_of_its_processes_chose() -> None:
+    assert [world(2, real=True).run(numbers_are_compared) for _ in range(2)] == [[False] * 2] * 2
+
+
 @EACH_GRID
 def test_equal_numbers_of_a_group_without_collectives_raise_nothing(ranks: World) -> None:
     assert ranks.run(numbers_at_another_pace, 20) == [[24.0 * i for i in range(20)]] * 4

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardwise._collectives import begin_again, has_failed, init_processes, report_failure, shutdown
+from shardwise._collectives import begin_again, check_values, has_failed, init_processes, report_failure, shutdown
 from shardwise._trace.user_stack import StackFrame
 from shardwise.errors import summary
 from shardwise.testing.assertions import note_values
@@ -118,6 +118,7 @@ def _run(task: Task) -> object:
     fn: Callable[..., Any] = task.function.resolve()
     args, kwargs = pickle.loads(task.arguments)  # noqa: S301 - from our own parent
     torch.set_rng_state(task.generator_state)
+    check_values()  # whatever the last run has chosen
     return fn(*args, **kwargs)
 
 
