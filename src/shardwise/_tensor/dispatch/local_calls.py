@@ -45,6 +45,7 @@ def local_call(rule: OpRule, recipe: Recipe) -> Callable[..., Any]:
         return _CopyCall(recipe.op) if recipe.copied else recipe.op
     makes_views = recipe.view or rule.in_place or recipe.local_impl in (None, rule.empty_shards_impl)
     call = LocalCall(recipe, plain_only, makes_views)
+    call.specialize()
     return _CopyCall(call) if recipe.copied else call
 
 
@@ -113,9 +114,12 @@ class LocalCall(ReadsLayouts):
         self._redistributions = collectives.owner().redistributions
         self._specialized: LocalFunction | None = None
         self._python = False
-        if recipe.local_impl is not None and not self._targets:
+
+    def specialize(self) -> None:
+        """Compute what the local implementation can compute once for this rank."""
+        if not self._targets:
             with tracing_paused():
-                self._specialized, self._python = specialization(recipe.local_impl, self._context([]))
+                self._specialized, self._python = specialization(self.recipe.local_impl, self._context([]))
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         specialized = self._specialized

@@ -129,6 +129,7 @@ def empty_results(func: Op, layouts: Layouts, mesh: Mesh, args: Args, kwargs: Kw
         versions = versions_of(saved, operands)
         leaves, form = pytree.tree_flatten(results)
         sources: list[Tensor] = []
+        replicated = [REPLICATE] * mesh.ndim
         device = _device(func, args, kwargs) or operands[0].device
         grouped = len({x.grad_fn for x in tensors_in(results)}) == 1 and not isinstance(results, Tensor)
 
@@ -141,8 +142,7 @@ def empty_results(func: Op, layouts: Layouts, mesh: Mesh, args: Args, kwargs: Kw
             if viewed is not None and any(x is meta for meta in metas) and not copies:
                 return viewed
             given = layouts[index] if isinstance(layouts, tuple) else layouts
-            everywhere = Layout(mesh, [REPLICATE] * mesh.ndim, x.shape, strides=x.stride())
-            layout = given if isinstance(given, Layout) else everywhere
+            layout = given if isinstance(given, Layout) else Layout(mesh, replicated, x.shape, strides=x.stride())
             shape = layout.local_shape(collectives.rank())
             is_view = x._is_view() or not x.requires_grad  # aten._unsafe_view shares memory, and is no view
             if viewed is not None and is_view and x.dtype == viewed.dtype and not copies:
