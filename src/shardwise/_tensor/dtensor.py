@@ -521,6 +521,17 @@ def as_parameter(value: Tensor, before: torch.nn.Parameter) -> torch.nn.Paramete
     return made
 
 
+def dtensors_in(values: Iterable[object]) -> list[DTensor]:
+    """The DTensors among arguments, and in lists and tuples of them."""
+    found: list[DTensor] = []
+    for x in values:  # pytree would take a third of a call of a known shape
+        if type(x) is DTensor:
+            found.append(x)
+        elif isinstance(x, list | tuple):
+            found += dtensors_in(x)
+    return found
+
+
 def check_owners(what: str, layouts: Iterable[Layout]) -> None:
     """Check that DTensors of these layouts have the local tensors of this rank.
 

@@ -20,79 +20,37 @@ kernel on the operands, and tries the op on tensors of size 1.
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from shardwise import _collectives as collectives
 from shardwise._layout import REPLICATE
-from shardwise._rules import Meta, OpRule
-from shardwise._rules.local_context import has_specialized_version
+from shardwise._rules import Meta
 from shardwise._rules.row import Args, Kwargs, Op
 from shardwise._rules.shapes import index
 from shardwise._rules.shapes.index import IndexForm
-from shardwise._tensor.dispatch.local_calls import ReadsLayouts, call_under_hooks
-from shardwise._tensor.dispatch.resolve import Output, Recipe, has_empty_shards
 from shardwise._tensor.dispatch.without_memory import Autocast, on_meta, without_modes
 from shardwise._tensor.dtensor import DTensor, name_of
 from shardwise._trace.capture_hooks import tracing_paused
 
-
-def with_consistent_errors(rule: OpRule, func: Op, recipe: Recipe, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, which raises on this rank the errors that `func`, or its backward, raises on any rank."""
-    rank = collectives.rank()
-    own = recipe.local_impl is not None and not has_specialized_version(recipe.local_impl)
-    others = own or recipe.redistributed or any(map(has_empty_shards, recipe.layouts))
-    if rule.index_form is not None or (rule.value_errors and has_empty_shards(recipe.layouts[0])):
-        # If operands move, the indices that a rank holds may be some of them.
-        first = not recipe.layouts[0].local_numel(rank) or bool(recipe.redistributed)
-        call = _ConsistentErrors(func, rule.index_form, call, recipe.output is Output.IN_PLACE, first)
-    runs_op = recipe.local_impl is None and all(layout.local_numel(rank) for layout in recipe.layouts)
-    return _ChecksVersions(func, recipe, call, runs_op) if others and not rule.view else call
-
-
 # ---- values -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True, eq=False)
-class _ConsistentErrors(ReadsLayouts):
-    """A call on ranks some of which may read no elements.
+def raise_if_others_do(func: Op, form: IndexForm | None, args: Args, kwargs: Kwargs) -> None:
+    """Raise the error that ranks with elements raise.
 
-    Attributes:
-        checks_first: whether this rank may not raise by itself, and would wait for the others.
+    Check the indices if the op has any and all ranks hold them, else run the op on one element. Return if neither
+    raises.
     """
-
-    func: Op
-    form: IndexForm | None
-    call: Callable[..., Any]
-    in_place: bool
-    checks_first: bool
-
-    def __call__(self, *args: object, **kwargs: object) -> Any:
-        if self.checks_first:
-            self._raise_if_others_do(args, kwargs)
-        try:
-            return call_under_hooks(self.call, args, kwargs, self.in_place)
-        except (IndexError, RuntimeError):
-            self._raise_if_others_do(args, kwargs)
-            raise
-
-    def _raise_if_others_do(self, args: Args, kwargs: Kwargs) -> None:
-        """Raise the error that ranks with elements raise.
-
-        Check the indices if all ranks hold them, else run the op on one element. Return if neither raises.
-        """
-        if self.form is not None:
-            _raise_bad_indices(self.form, args, kwargs)
-        else:
-            self.func(*map(_stand_in, args), **{k: _stand_in(a) for k, a in kwargs.items()})
+    if form is not None:
+        _raise_bad_indices(form, args, kwargs)
+    else:
+        func(*map(_stand_in, args), **{k: _stand_in(a) for k, a in kwargs.items()})
 
 
 def _raise_bad_indices(form: IndexForm, args: Args, kwargs: Kwargs) -> None:
@@ -219,58 +177,6 @@ def tensors_in(values: object) -> list[Tensor]:
     if isinstance(values, Tensor):
         return [values]
     return [y for x in values for y in tensors_in(x)] if isinstance(values, list | tuple) else []
-
-
-@dataclass(slots=True, eq=False)
-class _ChecksVersions(ReadsLayouts):
-    """A call on ranks some of which may save other tensors than torch does.
-
-    Attributes:
-        runs_op: this rank runs the op itself on elements, so it saves all but the operands that are redistributed.
-    """
-
-    func: Op
-    recipe: Recipe
-    call: Callable[..., Any]
-    runs_op: bool
-
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        in_place, hooks = self.recipe.output is Output.IN_PLACE, top_hooks(True)
-        saved: frozenset[int] = frozenset()
-        if torch.is_grad_enabled():
-            operands: list[DTensor] = []
-            for a in (*args, *kwargs.values()):
-                if type(a) is DTensor:
-                    operands.append(a)
-                elif isinstance(a, list | tuple):
-                    operands += [x for x in tensors_in(a) if type(x) is DTensor]
-            for x in operands:
-                if x.requires_grad:
-                    saved = self._watched(tuple([y.requires_grad for y in operands]), args, kwargs)
-                    break
-        if hooks is not None:  # torch checks no versions of what hooks keep
-            return call_under_hooks(self.call, args, kwargs, in_place)
-        if not saved:
-            return self.call(*args, **kwargs)
-        versions = versions_of(saved, operands) if in_place else []
-        out = self.call(*args, **kwargs)
-        if not in_place:  # which may change running statistics without torch's notice
-            versions = versions_of(saved, operands)
-        check_versions(self.func, args[0] if in_place else out, saved, versions)
-        return out
-
-    def _watched(self, needs: tuple[bool, ...], args: Args, kwargs: Kwargs) -> frozenset[int]:
-        """What torch saves and this rank may not save."""
-        saved = self._saved(needs, args, kwargs)
-        return saved & {i for i, _ in self.recipe.redistributed} if self.runs_op else saved
-
-    def _saved(self, needs: tuple[bool, ...], args: Args, kwargs: Kwargs) -> frozenset[int]:
-        autocast = Autocast.of(self.recipe.layouts[0].mesh.device_type)
-        key = needs, autocast
-        found = self.recipe.saved.get(key)
-        if found is None:
-            found = self.recipe.saved[key] = saved_by(self.func, args, kwargs, autocast)
-        return found
 
 
 def check_versions(name: Op, out: object, saved: frozenset[int], versions: Sequence[Version]) -> None:

@@ -23,20 +23,20 @@ from shardwise._layout import Layout, Owner, forget_calls, remember
 from shardwise._rules import RULES, OpRule
 from shardwise._rules.registry import FAMILIES
 from shardwise._rules.row import Args, Kwargs, Op
-from shardwise._tensor.dispatch import operands, outside_mesh, resolve
-from shardwise._tensor.dispatch.consistent_errors import with_consistent_errors
+from shardwise._tensor.dispatch import operands, resolve
 from shardwise._tensor.dispatch.fallback import run_decomposed, run_without_row
 from shardwise._tensor.dispatch.local_calls import (
     LocalCall,
     as_dtensors,
     call_under_hooks,
     local_call,
+    warn_of_gathered,
 )
 from shardwise._tensor.dispatch.local_context import RankContext
-from shardwise._tensor.dispatch.recipes import NO_KEY, by_value, call_key, find_recipe, forget_recipes, layouts_in
+from shardwise._tensor.dispatch.recipes import NO_KEY, by_value, call_key, find_recipe, forget_recipes
 from shardwise._tensor.dispatch.resolve import Layouts, Output, Recipe
 from shardwise._tensor.dispatch.view_copies import before_op, invalidate
-from shardwise._tensor.dtensor import DTensor, check_owners, name_of
+from shardwise._tensor.dtensor import DTensor, check_owners, dtensors_in, name_of
 from shardwise.errors import RuleError
 
 FIRST_OPERANDS = ("condition", "sorted_sequence", "tensors", "tensor", "input", "self")
@@ -75,7 +75,7 @@ def run(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> Any:
     if layout is IN_PLACE:
         copies, args = before_op(func, args)
     with DisableTorchFunctionSubclass():
-        if saved_tensors_hooks(True) is None:
+        if saved_tensors_hooks(True) is None or type(op) is LocalCall:
             out = op(*args, **kwargs)
         else:
             out = call_under_hooks(op, args, kwargs, layout is IN_PLACE)
@@ -118,12 +118,10 @@ def _compiled(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any
     except resolve.SeveralMeshesError:
         kept = 0 if rule.in_place else rule.kept_operand
         return partial(run, func, rule, *operands.on_one_mesh(func, args, kwargs, kept))
-    mesh = recipe.layouts[0].mesh
-    if not rule.random and operands.is_outside(mesh):
-        runs: Op = outside_mesh.OutsideCall(func, recipe)
-    else:
-        runs = with_consistent_errors(rule, func, recipe, local_call(rule, recipe))
-    call = runs, _owned(recipe.output, owner), [*layouts_in((*args, *kwargs.values()))]
+    tensors = dtensors_in((*args, *kwargs.values()))
+    if recipe.redistributed:
+        warn_of_gathered(recipe, tensors)
+    call = local_call(rule, func, recipe), _owned(recipe.output, owner), [x._layout for x in tensors]
     if NO_KEY not in key:
         remember(owner.calls, key, call)
     return call
@@ -159,7 +157,7 @@ def _checked_key(key: tuple[Any, ...], func: Op, args: Args, kwargs: Kwargs) -> 
     """The key by value, after a check that this rank made the operands."""
     found = by_value(key, collectives.owner())
     if found is None:
-        check_owners(name_of(func), [*layouts_in((*args, *kwargs.values()))])
+        check_owners(name_of(func), [x._layout for x in dtensors_in((*args, *kwargs.values()))])
     assert found is not None
     return found
 
@@ -237,7 +235,7 @@ def prepared(func: Op, args: Args, kwargs: Kwargs) -> tuple[Recipe, RankContext,
     """Redistribute the operands of a call: its recipe, context and local arguments, for the caller to run."""
     args, kwargs = operands.all_promoted(func, args, kwargs)
     recipe = recipe_of(func, args, kwargs)
-    return recipe, *LocalCall(recipe, recipe.needs_plain, makes_views=False).prepare(args, kwargs)
+    return recipe, *LocalCall(RULES[func], func, recipe).prepare(args, kwargs)
 
 
 def forget() -> None:

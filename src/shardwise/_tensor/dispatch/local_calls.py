@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,13 +14,23 @@ from shardwise._layout import REPLICATE, Layout, Mesh, Shard, contiguous_strides
 from shardwise._redistribute.run_plan import redistribution
 from shardwise._redistribute.transfers import all_to_all_no_grad
 from shardwise._rules import OpRule
-from shardwise._rules.local_context import specialization
-from shardwise._rules.row import Args, Kwargs, LocalFunction
+from shardwise._rules.local_context import has_specialized_version, specialization
+from shardwise._rules.row import Args, Kwargs, LocalFunction, Op
 from shardwise._tensor.dispatch import align_shards
+from shardwise._tensor.dispatch.consistent_errors import (
+    Version,
+    check_versions,
+    raise_if_others_do,
+    saved_by,
+    versions_of,
+)
 from shardwise._tensor.dispatch.local_context import RankContext
-from shardwise._tensor.dispatch.resolve import Layouts, Output, Recipe
+from shardwise._tensor.dispatch.operands import is_outside
+from shardwise._tensor.dispatch.outside_mesh import run_outside
+from shardwise._tensor.dispatch.resolve import Layouts, Output, Recipe, has_empty_shards
 from shardwise._tensor.dispatch.view_copies import copies_of, is_copy, storage_of
-from shardwise._tensor.dtensor import DTensor, _as_subclass, tag
+from shardwise._tensor.dispatch.without_memory import Autocast
+from shardwise._tensor.dtensor import DTensor, _as_subclass, dtensors_in, tag
 from shardwise._trace.capture_hooks import tracing_paused
 from shardwise._trace.comm_trace import Cause
 from shardwise._trace.user_stack import call_site
@@ -31,22 +40,19 @@ _warned: set[tuple[Mesh, int]] = set()  # axes along which a parameter is all-ga
 T = TypeVar("T")
 
 
-def local_call(rule: OpRule, recipe: Recipe) -> Callable[..., Any]:
-    """What this rank runs for calls of this recipe, but for the errors of other ranks (`consistent_errors`).
+def local_call(rule: OpRule, func: Op, recipe: Recipe) -> Callable[..., Any]:
+    """What this rank runs for calls of this recipe: torch's op itself, or a `LocalCall`.
 
     It is called with the DTensor arguments under `DisableTorchFunctionSubclass`, so C++ works on each DTensor's own
-    storage, which is the local shard. Calls that need plain local tensors convert them.
+    storage, which is the local shard.
     """
     if recipe.itself:
         return _first_argument
-    moved = bool(recipe.redistributed)
-    plain_only = recipe.needs_plain and (moved or not rule.takes_dtensors or recipe.local_impl is not None)
-    if not (plain_only or moved):
-        return _CopyCall(recipe.op) if recipe.copied else recipe.op
-    makes_views = recipe.view or rule.in_place or recipe.local_impl in (None, rule.empty_shards_impl)
-    call = LocalCall(recipe, plain_only, makes_views)
+    call = LocalCall(rule, func, recipe)
+    if call.is_op and not (call.is_outside or recipe.copied or call.watches_versions or call.checks_values):
+        return recipe.op  # type: ignore[no-any-return]
     call.specialize()
-    return _CopyCall(call) if recipe.copied else call
+    return call
 
 
 def _first_argument(x: T, *args: object, **kwargs: object) -> T:
@@ -79,60 +85,106 @@ def no_views(out: object, args: Args, layouts: Layouts | None) -> object:
     return torch.ops.aten._unsafe_view(out, out.size())
 
 
-class ReadsLayouts:
-    """A call that reads the layouts of its operands, so it must get them as DTensors."""
+class LocalCall:
+    """A call that is more than torch's op on the storage of the DTensors.
 
-    __slots__ = ()
+    It redistributes operands, runs the op, Python code or a local implementation on local tensors, and raises the
+    errors that only other ranks would raise (`consistent_errors.py`).
 
-
-class LocalCall(ReadsLayouts):
-    """A call that redistributes operands, or runs Python code or a local implementation, on local tensors.
-
-    Args:
-        plain_only: all operands are needed as plain tensors, not only those that are redistributed.
-        makes_views: torch may return an operand or a view of one, or nothing here does otherwise.
+    Attributes:
+        is_outside: this rank is outside the mesh, and runs nothing.
+        is_op: it runs torch's op on the DTensors as they are.
+        watches_versions: this rank may save other tensors for backward than torch does.
+        checks_values: a rank with an empty shard would not raise the errors of the others.
     """
 
-    __slots__ = (
-        "_causes",
-        "_makes_views",
-        "_outputs",
-        "_plain_only",
-        "_python",
-        "_redistributions",
-        "_specialized",
-        "_targets",
-        "recipe",
-    )
-
-    def __init__(self, recipe: Recipe, plain_only: bool, makes_views: bool) -> None:
-        self.recipe, self._plain_only, self._makes_views = recipe, plain_only, makes_views
-        self._targets = dict(recipe.redistributed)
+    def __init__(self, rule: OpRule, func: Op, recipe: Recipe) -> None:
+        rank, local_impl, targets = collectives.rank(), recipe.local_impl, dict(recipe.redistributed)
+        self.func, self.recipe, self._targets = func, recipe, targets
         self._causes: dict[tuple[int, str], Cause] = {}  # by index and name of an operand that is redistributed
+        self._redistributions = collectives.owner().redistributions
+        self._plain_only = recipe.needs_plain and (bool(targets) or not rule.takes_dtensors or local_impl is not None)
+        self._makes_views = recipe.view or rule.in_place or local_impl in (None, rule.empty_shards_impl)
+        self._in_place = recipe.output is Output.IN_PLACE
         outputs = recipe.output if isinstance(recipe.output, tuple) else (recipe.output,)
         self._outputs = tuple([x for x in outputs if isinstance(x, Layout)]) or recipe.layouts[:1]
-        self._redistributions = collectives.owner().redistributions
         self._specialized: LocalFunction | None = None
         self._python = False
+        self.is_op = not (self._plain_only or targets)
+        self.is_outside = not rule.random and is_outside(recipe.layouts[0].mesh)
+
+        are_some_empty = [has_empty_shards(layout) for layout in recipe.layouts]
+        self._index_form = rule.index_form
+        self.checks_values = rule.index_form is not None or (rule.value_errors and are_some_empty[0])
+        # If operands move, the indices that a rank holds may be some of them.
+        self._checks_first = self.checks_values and (bool(targets) or not recipe.layouts[0].local_numel(rank))
+        saves_others = local_impl is not None and not has_specialized_version(local_impl)
+        self.watches_versions = not rule.view and (saves_others or bool(targets) or any(are_some_empty))
+        # If this rank runs the op itself on elements, it saves all but the operands that are redistributed.
+        runs_op = local_impl is None and all(layout.local_numel(rank) for layout in recipe.layouts)
+        self._watched = frozenset(targets) if runs_op else None
 
     def specialize(self) -> None:
         """Compute what the local implementation can compute once for this rank."""
-        if not self._targets:
+        if not (self._targets or self.is_outside):
             with tracing_paused():
                 self._specialized, self._python = specialization(self.recipe.local_impl, self._context([]))
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        specialized = self._specialized
+        if self.is_outside:
+            return run_outside(self.func, self.recipe, args, kwargs)
+        hooked, in_place = saved_tensors_hooks(True) is not None, self._in_place
+        saved: frozenset[int] = frozenset()
+        versions: list[Version] = []
+        if self.watches_versions and torch.is_grad_enabled():
+            operands = dtensors_in((*args, *kwargs.values()))
+            saved = self._saved(operands, args, kwargs)
+            if in_place:
+                versions = versions_of(saved, operands)
+        if self._checks_first:
+            raise_if_others_do(self.func, self._index_form, args, kwargs)
+        try:
+            out = self._run(args, kwargs, hooked)
+        except (IndexError, RuntimeError):
+            if self.checks_values:
+                raise_if_others_do(self.func, self._index_form, args, kwargs)
+            raise
+        if self.recipe.copied:
+            out = copies_of(dtensors_in((*args, *kwargs.values()))[0], out)
+        if hooked:  # torch checks no versions of what hooks keep
+            return _not_saved(out)
+        if saved:
+            if not in_place:  # which may change running statistics without torch's notice
+                versions = versions_of(saved, operands)
+            check_versions(self.func, args[0] if in_place else out, saved, versions)
+        return out
+
+    def _saved(self, operands: Sequence[DTensor], args: Args, kwargs: Kwargs) -> frozenset[int]:
+        """What torch saves and this rank may not save."""
+        needs = tuple([x.requires_grad for x in operands])
+        if True not in needs:
+            return frozenset()
+        autocast = Autocast.of(self.recipe.layouts[0].mesh.device_type)
+        found = self.recipe.saved.get((needs, autocast))
+        if found is None:
+            found = self.recipe.saved[needs, autocast] = saved_by(self.func, args, kwargs, autocast)
+        return found if self._watched is None else found & self._watched
+
+    def _run(self, args: Args, kwargs: Kwargs, hooked: bool) -> Any:
+        recipe, specialized = self.recipe, self._specialized
+        if self.is_op:
+            return call_under_hooks(recipe.op, args, kwargs, self._in_place) if hooked else recipe.op(*args, **kwargs)
         if specialized is not None and not self._python:
             out = specialized(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        operands, locals_, named = self._on_locals(args, kwargs)
+        operands: list[DTensor] = []
+        locals_ = self._locals(args, operands, hooked)
+        named = dict(zip(kwargs, self._locals(kwargs.values(), operands, hooked), strict=True)) if kwargs else {}
         if specialized is not None and self._python:
             out = specialized(*locals_, **named)
             if out is not NotImplemented:
                 return out
-        recipe = self.recipe
         if recipe.local_impl is None and not recipe.rows:
             out, layouts = recipe.op(*locals_, **named), recipe.output
         else:
@@ -146,68 +198,43 @@ class LocalCall(ReadsLayouts):
 
     def prepare(self, args: Args, kwargs: Kwargs) -> tuple[RankContext, list[Any], Kwargs]:
         """The context of the local function, and its arguments: local tensors in the layouts that the recipe wants."""
-        operands, locals_, named = self._on_locals(args, kwargs)
+        operands: list[DTensor] = []
+        locals_ = self._locals(args, operands, False)
+        named = dict(zip(kwargs, self._locals(kwargs.values(), operands, False), strict=True))
         return self._context(operands), locals_, named
 
-    def _on_locals(self, args: Args, kwargs: Kwargs) -> tuple[list[DTensor], list[Any], Kwargs]:
-        """The operands, and the arguments with local tensors in their place."""
-        operands: list[DTensor] = []
-        locals_ = self._locals(args, operands)
-        named = dict(zip(kwargs, self._locals(kwargs.values(), operands), strict=True)) if kwargs else {}
-        for index in self._targets:
-            if getattr(operands[index], "_is_param", False):  # as in the check of `isinstance(x, nn.Parameter)`
-                _warn_of_gathered(self.recipe, operands)
-        return operands, locals_, named
-
-    def _locals(self, values: Iterable[Any], operands: list[DTensor]) -> list[Any]:
+    def _locals(self, values: Iterable[Any], operands: list[DTensor], hooked: bool) -> list[Any]:
         """Values with local tensors in place of DTensors, which are appended to `operands`."""
         found = []
         for x in values:
             kind = type(x)
             if kind is DTensor:
-                index = len(operands)
+                index, target = len(operands), self._targets.get(len(operands))
                 operands.append(x)
-                if index in self._targets:
-                    x = self._moved(x, index)
                 # Saved-tensor hooks may get an operand: see `call_under_hooks`.
-                elif self._plain_only or (saved_tensors_hooks(True) is not None and self._may_be_saved(x, index)):
+                hidden = hooked and not x.requires_grad and (index > 0 or not self._in_place)
+                if target is not None or self._plain_only or hidden:
+                    src = x._layout
+                    name = x._name or f"operand {index}"
                     x = x.detach() if x.is_sparse else _as_subclass(x, Tensor)
+                    if target is not None:
+                        cause = self._causes.get((index, name))
+                        if cause is None:
+                            cause = self.recipe.cause._replace(kind="operand", operand=name)
+                            self._causes[index, name] = cause
+                        move = self._redistributions.get((src.key, target.key)) or redistribution(src, target)
+                        x = move.run(x, cause)
             elif kind is list or kind is tuple:
-                x = self._locals(x, operands)
+                x = self._locals(x, operands, hooked)
             found.append(x)
         return found
-
-    def _may_be_saved(self, x: DTensor, index: int) -> bool:
-        return not x.requires_grad and (index > 0 or self.recipe.output is not Output.IN_PLACE)
-
-    def _moved(self, x: DTensor, index: int) -> Tensor:
-        """The local tensor of operand `index` in the layout that the recipe wants."""
-        name = x._name or f"operand {index}"
-        cause = self._causes.get((index, name))
-        if cause is None:
-            cause = self._causes[index, name] = self.recipe.cause._replace(kind="operand", operand=name)
-        local = x.detach() if x.is_sparse else _as_subclass(x, Tensor)
-        src, dst = x._layout, self._targets[index]
-        found = self._redistributions.get((src.key, dst.key)) or redistribution(src, dst)
-        return found.run(local, cause)
 
     def _context(self, operands: list[DTensor]) -> RankContext:
         recipe = self.recipe
         return RankContext(recipe.op, recipe.layouts, self._outputs, recipe.local_axes, operands, recipe.cause)
 
 
-@dataclass(slots=True, eq=False)
-class _CopyCall(ReadsLayouts):
-    """An op that returns copies where torch returns views."""
-
-    call: Callable[..., Any]
-
-    def __call__(self, *args: object, **kwargs: object) -> Any:
-        first = next(a for a in (*args, *kwargs.values()) if type(a) is DTensor)
-        return copies_of(first, self.call(*args, **kwargs))
-
-
-def _warn_of_gathered(recipe: Recipe, operands: Sequence[DTensor]) -> None:
+def warn_of_gathered(recipe: Recipe, operands: Sequence[DTensor]) -> None:
     """Warn, once for each mesh axis, if a call all-gathers a parameter along an axis on which its batch is sharded.
 
     Parameters of one dim, such as those of norms, are too small to matter: the next one is named.
@@ -242,16 +269,12 @@ def _is_batch_sharded(operands: Sequence[DTensor], axis: int) -> bool:
 
 
 def call_under_hooks(call: Callable[..., Any], args: Args, kwargs: Kwargs, in_place: bool) -> Any:
-    """Run an op so that saved-tensor hooks get local tensors that stay local tensors, if there are such hooks.
+    """Run torch's op so that saved-tensor hooks, which there are, get local tensors that stay local tensors.
 
     Torch passes to a hook the Python object that an op saves. An operand that does not require grad is therefore passed
     to the op as a plain tensor. A result that does not, such as the indices of `topk`, is returned as another object
     than the saved one, because the caller makes it a DTensor. Checkpointing compares the shapes of saved tensors.
     """
-    if saved_tensors_hooks(True) is None:
-        return call(*args, **kwargs)
-    if isinstance(call, ReadsLayouts):
-        return _not_saved(call(*args, **kwargs))
     written = args[0] if in_place else None
     hidden: list[tuple[Tensor, DTensor]] = []
     shown = [_shown(a, written, hidden) for a in args]

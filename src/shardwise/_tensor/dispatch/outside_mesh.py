@@ -27,11 +27,10 @@ from shardwise._tensor.dispatch.consistent_errors import (
     tensors_in,
     versions_of,
 )
-from shardwise._tensor.dispatch.local_calls import ReadsLayouts
 from shardwise._tensor.dispatch.resolve import Layouts, Output, Recipe
 from shardwise._tensor.dispatch.view_copies import copies_of, storage_of
 from shardwise._tensor.dispatch.without_memory import Autocast, on_meta, without_modes
-from shardwise._tensor.dtensor import DTensor, name_of, plain, tag
+from shardwise._tensor.dtensor import DTensor, dtensors_in, name_of, plain, tag
 from shardwise._trace.autograd_function import TensorFunction
 from shardwise.errors import RuleError
 
@@ -95,19 +94,13 @@ def _source(x: Tensor) -> Tensor:
     return plain(x).sum() if x.requires_grad else x.new_zeros(())
 
 
-class OutsideCall(ReadsLayouts):
+def run_outside(func: Op, recipe: Recipe, args: Args, kwargs: Kwargs) -> object:
     """What a rank outside the mesh of a recipe runs."""
-
-    def __init__(self, func: Op, recipe: Recipe) -> None:
-        self.func, self.recipe = func, recipe
-
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        func, recipe = self.func, self.recipe
-        if recipe.local_impl is None:
-            raise_dtype_error(func, args, kwargs)
-        if recipe.output is Output.IN_PLACE:
-            return changed_empty(func, args, kwargs)
-        return empty_results(func, recipe.output, recipe.layouts[0].mesh, args, kwargs, recipe.copied)
+    if recipe.local_impl is None:
+        raise_dtype_error(func, args, kwargs)
+    if recipe.output is Output.IN_PLACE:
+        return changed_empty(func, args, kwargs)
+    return empty_results(func, recipe.output, recipe.layouts[0].mesh, args, kwargs, recipe.copied)
 
 
 def empty_results(func: Op, layouts: Layouts, mesh: Mesh, args: Args, kwargs: Kwargs, copies: bool = False) -> Any:
@@ -118,7 +111,7 @@ def empty_results(func: Op, layouts: Layouts, mesh: Mesh, args: Args, kwargs: Kw
         copies: the results are copies where torch gives views.
     """
     with DisableTorchFunctionSubclass():
-        operands = _dtensors(args, kwargs)
+        operands = dtensors_in((*args, *kwargs.values()))
         found = _run_on_meta(func, args, kwargs, operands[0]._layout.mesh.device_type)
         if found is None:
             raise RuleError(
@@ -158,10 +151,6 @@ def empty_results(func: Op, layouts: Layouts, mesh: Mesh, args: Args, kwargs: Kw
         return copies_of(operands[0], out) if copies else out
 
 
-def _dtensors(args: Args, kwargs: Kwargs) -> list[DTensor]:
-    return [x for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor]
-
-
 def _device(func: Op, args: Args, kwargs: Kwargs) -> torch.device | str | int | None:
     """The device that a call names; the meta device does not say where its results are."""
     given = args[1] if func is Tensor.to and len(args) > 1 else kwargs.get("device")
@@ -188,7 +177,7 @@ def changed_empty(func: Op, args: Args, kwargs: Kwargs) -> Any:
     with DisableTorchFunctionSubclass():
         if func in (Tensor.detach_, torch.detach_):
             return func(x)
-        operands = _dtensors(args, kwargs)
+        operands = dtensors_in((*args, *kwargs.values()))
         found = _run_on_meta(func, args, kwargs, x._layout.mesh.device_type, in_place=True)
         saved = frozenset() if found is None else found.saved
         connected = any(y.requires_grad for y in operands) if found is None else found.results.requires_grad

@@ -1,6 +1,6 @@
 """The recipe of a call, from a cache or computed from the layouts of its operands."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from types import FunctionType
@@ -19,7 +19,7 @@ from shardwise._rules.row import Args, Kwargs, Op, arguments
 from shardwise._tensor.dispatch import resolve
 from shardwise._tensor.dispatch.resolve import Output, Recipe
 from shardwise._tensor.dispatch.without_memory import without_modes
-from shardwise._tensor.dtensor import DTensor, name_of
+from shardwise._tensor.dtensor import DTensor, dtensors_in, name_of
 from shardwise._trace.capture_hooks import tracing_paused
 
 # ---- keys -------------------------------------------------------------------------------------------------------
@@ -109,15 +109,6 @@ def by_value(key: tuple[Any, ...], owner: Owner) -> tuple[Any, ...] | None:
     return tuple(found)
 
 
-def layouts_in(values: Iterable[object]) -> Iterator[Layout]:
-    """The layouts of the DTensors among arguments, and in lists and tuples of them."""
-    for x in values:  # pytree would take a third of a call of a known shape
-        if type(x) is DTensor:
-            yield x._layout
-        elif isinstance(x, list | tuple):
-            yield from layouts_in(x)
-
-
 def _dtypes(args: Args, kwargs: Kwargs) -> tuple[torch.dtype, ...]:
     with DisableTorchFunctionSubclass():
         return tuple([a.dtype for a in (*args, *kwargs.values()) if type(a) is DTensor])
@@ -146,8 +137,8 @@ def find_recipe(key: tuple[Any, ...], func: Op, rule: OpRule, args: Args, kwargs
     """
     if rule.rows is no_rows:  # calling it would cost more than running what the op is decomposed into
         raise resolve.NoRowError(f"{name_of(func)} is decomposed into other ops")
-    first = next(layouts_in((*args, *kwargs.values())))
-    cached = collectives.costs(first.mesh.device_type), key
+    first = dtensors_in((*args, *kwargs.values()))[0]
+    cached = collectives.costs(first._layout.mesh.device_type), key
     recipe = _recipe_cache.get(cached)
     if recipe is None:
         with (
