@@ -18,13 +18,13 @@ kernel on the operands, and tries the op on tensors of size 1.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.utils import _pytree as pytree
@@ -82,11 +82,10 @@ STALE = 1 << 30  # among them: the op itself changed something after it had save
 
 
 class Version(NamedTuple):
-    """Of a tensor that an op saves.
+    """The version of a tensor when an op saved it.
 
     Attributes:
-        counter: see `_counter_of`.
-        version: when it was saved.
+        counter: a tensor that has the version of the saved one at all times, but not its memory.
         shape: of the global tensor.
     """
 
@@ -94,39 +93,39 @@ class Version(NamedTuple):
     version: int
     shape: tuple[int, ...]
 
-    def check(self, name: Op) -> None:
-        """Raise if the tensor was changed since."""
-        if self.counter._version != self.version:
-            raise RuntimeError(
-                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a DTensor of shape {self.shape} that {name_of(name)} saved is at version "
-                f"{self.counter._version}; expected version {self.version} instead. Fix: change a clone() of it."
-            )
 
+class OnMeta(NamedTuple):
+    """A call without memory.
 
-@contextmanager
-def recording_saved(metas: Sequence[Tensor]) -> Iterator[Callable[[object], frozenset[int]]]:
-    """Record what ops inside save for backward.
-
-    Yields a function from the results of the op to the indices among `metas` of what it saved, and ~i for result i.
+    Attributes:
+        operands: the global tensors for its DTensors.
+        saved: the indices of what torch saves for backward, ~i for result i.
     """
+
+    operands: list[Tensor]
+    results: Any
+    saved: frozenset[int]
+
+
+def run_on_meta(func: Op, args: Args, kwargs: Kwargs, autocast: Autocast, in_place: bool = False) -> OnMeta:
+    """Run a call without memory. A call in place returns its first operand."""
     saved: list[tuple[Tensor, int]] = []
-    before = [x._version for x in metas]
 
     def pack(x: Tensor) -> Tensor:
         saved.append((x, x._version))
         return x
 
-    def found(out: object) -> frozenset[int]:
-        results = tensors_in(out)
+    with without_modes(), autocast.without_memory() as device:
+        args, kwargs, metas = on_meta(args, kwargs, device)
+        before = [x._version for x in metas]
+        with saved_tensors_hooks(pack, lambda x: x):
+            out = func(*args, **kwargs)
+        out = metas[0] if in_place else out
         known = [(i, x, version) for i, (x, version) in enumerate(zip(metas, before, strict=True))]
-        known += [(~i, x, x._version) for i, x in enumerate(results)]
+        known += [(~i, x, x._version) for i, x in enumerate(tensors_in(out))]
         stale = [STALE for x, version in saved if x._version != version]
         named = [i for i, x, now in known if any(now == then and _share_version(x, y) for y, then in saved)]
-        return frozenset(named + stale)
-
-    with saved_tensors_hooks(pack, lambda x: x):
-        yield found
+        return OnMeta(metas, out, frozenset(named + stale))
 
 
 def _share_version(x: Tensor, y: Tensor) -> bool:
@@ -144,32 +143,24 @@ def saved_by(func: Op, args: Args, kwargs: Kwargs, autocast: Autocast) -> frozen
     Raises:
         RuntimeError: torch has no derivative with respect to an operand that requires grad.
     """
-    with without_modes(), autocast.without_memory() as device, torch.enable_grad():
-        args, kwargs, metas = on_meta(args, kwargs, device)
-        try:
-            with recording_saved(metas) as found:
-                return found(func(*args, **kwargs))
-        except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
-            if _NO_DERIVATIVE.search(str(error)):  # local implementations may have one
-                raise
-            return frozenset()  # its own error, or no meta version
+    try:
+        with torch.enable_grad():
+            return run_on_meta(func, args, kwargs, autocast).saved
+    except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
+        if _NO_DERIVATIVE.search(str(error)):  # local implementations may have one
+            raise
+        return frozenset()  # its own error, or no meta version
 
 
 def versions_of(saved: frozenset[int], operands: Sequence[Tensor]) -> list[Version]:
     """The versions of the operands that an op saves; called before the op if it works in place."""
-    return [_version(x) for i, x in enumerate(operands) if i in saved and not (x.is_sparse or x.is_inference())]
-
-
-def _version(x: Tensor) -> Version:
-    shape = x._layout.shape if type(x) is DTensor else tuple(x.shape)
-    return Version(_counter_of(x), x._version, shape)
-
-
-def _counter_of(x: Tensor) -> Tensor:
-    """A tensor that has the version of `x` at all times, but not its memory."""
-    counter = x.detach()
-    counter.data = x.new_empty(0)
-    return counter
+    found: list[Version] = []
+    for i, x in enumerate(operands):
+        if i in saved and not (x.is_sparse or x.is_inference()):
+            counter = x.detach()
+            counter.data = x.new_empty(0)
+            found.append(Version(counter, x._version, x._layout.shape if type(x) is DTensor else tuple(x.shape)))
+    return found
 
 
 def tensors_in(values: object) -> list[Tensor]:
@@ -182,8 +173,10 @@ def tensors_in(values: object) -> list[Tensor]:
 def check_versions(name: Op, out: object, saved: frozenset[int], versions: Sequence[Version]) -> None:
     """Let the backward of an op, whose results are `out`, raise if something it saved was changed after that.
 
-    `versions` are those of the operands that it saved.
+    `versions` are those of the operands that it saved. Torch checks no versions of what saved-tensor hooks keep.
     """
+    if not torch.is_grad_enabled() or top_hooks(True) is not None:
+        return
     results = tensors_in(out)
     versions = [*versions, *versions_of(frozenset(~i for i in saved if i < 0), results)]
     stale = STALE in saved
@@ -192,8 +185,13 @@ def check_versions(name: Op, out: object, saved: frozenset[int], versions: Seque
     nodes = {x.grad_fn for x in results if x.grad_fn is not None}
 
     def check(grads: object) -> None:
-        for version in versions:
-            version.check(name)
+        for counter, version, shape in versions:
+            if counter._version != version:
+                raise RuntimeError(
+                    f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"a DTensor of shape {shape} that {name_of(name)} saved is at version "
+                    f"{counter._version}; expected version {version} instead. Fix: change a clone() of it."
+                )
         if stale:
             raise RuntimeError(
                 f"one of the variables needed for gradient computation has been modified by an inplace operation: "

@@ -12,7 +12,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
-from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors_hooks
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils import _pytree as pytree
@@ -220,8 +219,7 @@ def _saved_of_gathered(func: Op, args: Args, kwargs: Kwargs) -> tuple[frozenset[
     """Which operands an op saves that are gathered for it, by their number, and the versions they have."""
     operands = [x for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor]
     gathered = {i for i, x in enumerate(operands) if not x._layout.is_replicated}
-    hooked = saved_tensors_hooks(True) is not None  # torch checks no versions of what hooks keep
-    if hooked or not gathered or not torch.is_grad_enabled() or not any(x.requires_grad for x in operands):
+    if not gathered or not torch.is_grad_enabled() or not any(x.requires_grad for x in operands):
         return frozenset(), []
     with DisableTorchFunctionSubclass():
         saved = saved_by(func, args, kwargs, Autocast.of(operands[0]._layout.mesh.device_type)) & gathered

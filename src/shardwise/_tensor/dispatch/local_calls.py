@@ -138,9 +138,11 @@ class LocalCall:
         versions: list[Version] = []
         if self.watches_versions and torch.is_grad_enabled():
             operands = dtensors_in((*args, *kwargs.values()))
-            saved = self._saved(operands, args, kwargs)
-            if in_place:
-                versions = versions_of(saved, operands)
+            for x in operands:
+                if x.requires_grad:
+                    saved = self._saved(operands, args, kwargs)
+                    versions = versions_of(saved, operands) if in_place else []
+                    break
         if self._checks_first:
             raise_if_others_do(self.func, self._index_form, args, kwargs)
         try:
@@ -162,8 +164,6 @@ class LocalCall:
     def _saved(self, operands: Sequence[DTensor], args: Args, kwargs: Kwargs) -> frozenset[int]:
         """What torch saves and this rank may not save."""
         needs = tuple([x.requires_grad for x in operands])
-        if True not in needs:
-            return frozenset()
         autocast = Autocast.of(self.recipe.layouts[0].mesh.device_type)
         found = self.recipe.saved.get((needs, autocast))
         if found is None:

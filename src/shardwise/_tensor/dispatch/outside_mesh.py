@@ -8,59 +8,42 @@ require grad, and what it saves. Views are views of the empty tensor, and change
 what it raises on the other ranks. A backward with `create_graph=True` is an error here.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
-from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
 from torch.utils import _pytree as pytree
 
 from shardwise import _collectives as collectives
 from shardwise._layout import REPLICATE, Layout, Mesh
 from shardwise._rules.row import Args, Kwargs, Op
 from shardwise._tensor.dispatch.consistent_errors import (
+    OnMeta,
     check_versions,
     raise_dtype_error,
-    recording_saved,
+    run_on_meta,
     tensors_in,
     versions_of,
 )
 from shardwise._tensor.dispatch.resolve import Layouts, Output, Recipe
 from shardwise._tensor.dispatch.view_copies import copies_of, storage_of
-from shardwise._tensor.dispatch.without_memory import Autocast, on_meta, without_modes
+from shardwise._tensor.dispatch.without_memory import Autocast
 from shardwise._tensor.dtensor import DTensor, dtensors_in, name_of, plain, tag
 from shardwise._trace.autograd_function import TensorFunction
 from shardwise.errors import RuleError
 
 
-class _OnMeta(NamedTuple):
-    """A call without memory: global tensors for its DTensors, the results, and what is saved for backward.
-
-    See `recording_saved` for the last.
-    """
-
-    operands: list[Tensor]
-    results: Any
-    saved: frozenset[int]
-
-
-def _run_on_meta(func: Op, args: Args, kwargs: Kwargs, device_type: str, in_place: bool = False) -> _OnMeta | None:
-    """Run a call without memory; None if the results depend on data. A call in place returns its first operand."""
+def _run_on_meta(func: Op, args: Args, kwargs: Kwargs, device_type: str, in_place: bool = False) -> OnMeta | None:
+    """Run a call without memory; None if the results depend on data."""
     if func is Tensor.to and len(args) > 1 and isinstance(args[1], str | int | torch.device):
         args = (args[0], "meta", *args[2:])
-    with without_modes(), Autocast.of(device_type).without_memory() as device:
-        args, kwargs, metas = on_meta(args, kwargs, device)
-        try:
-            with recording_saved(metas) as saved_by:
-                out = func(*args, **kwargs)
-        except RuntimeError as error:  # among them NotImplementedError
-            if isinstance(error, NotImplementedError) or "on meta tensors" in str(error):
-                return None
-            raise
-        out = metas[0] if in_place else out
-        return _OnMeta(metas, out, saved_by(out) if torch.is_grad_enabled() else frozenset())
+    try:
+        return run_on_meta(func, args, kwargs, Autocast.of(device_type), in_place)
+    except RuntimeError as error:  # among them NotImplementedError
+        if isinstance(error, NotImplementedError) or "on meta tensors" in str(error):
+            return None
+        raise
 
 
 class _EmptyResult(TensorFunction):
@@ -147,7 +130,7 @@ def empty_results(func: Op, layouts: Layouts, mesh: Mesh, args: Args, kwargs: Kw
             return tag(local, layout)
 
         out = pytree.tree_unflatten([empty(i, x) for i, x in enumerate(leaves)], form)
-        _check(func, out, saved, versions)
+        check_versions(func, out, saved, versions)
         return copies_of(operands[0], out) if copies else out
 
 
@@ -186,7 +169,7 @@ def changed_empty(func: Op, args: Args, kwargs: Kwargs) -> Any:
         if torch.is_grad_enabled() and connected:
             changed = _EmptyResult.apply(changed, func, x._layout.mesh, bool(saved), *map(_source, operands))
         Tensor.copy_(x, changed)
-        _check(func, x, saved, versions)
+        check_versions(func, x, saved, versions)
     return x if _returns_something(func) else None
 
 
@@ -194,8 +177,3 @@ def _returns_something(func: Op) -> bool:
     """Whether an op that works in place returns what it changed; custom ops may return nothing."""
     schema = getattr(func, "_schema", None)
     return schema is None or bool(schema.returns)
-
-
-def _check(func: Op, out: Any, saved: frozenset[int], versions: Sequence[Any]) -> None:
-    if torch.is_grad_enabled() and top_hooks(True) is None:  # torch checks no versions of what hooks keep
-        check_versions(func, out, saved, versions)
