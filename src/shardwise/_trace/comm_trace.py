@@ -50,7 +50,7 @@ class Cause(NamedTuple):
 
     def for_backward(self) -> "Cause":
         """The cause of the dual redistribution, in backward."""
-        return self if self.backward else self._replace(backward=True, group_total=None)
+        return self if self.backward else Cause(*self[:4], backward=True, call_site=self.call_site)
 
     def __str__(self) -> str:
         where = " in backward" if self.backward else ""

@@ -63,12 +63,16 @@ def _unpacked(saved: Sequence[object], layouts: Layouts) -> list[object]:
         ]
 
 
-def _labelled(x: Any, layout: Layout | None) -> Any:
-    """The DTensor with layout `layout` whose local tensor is `x`; `x` itself if the layout is None."""
-    if layout is None or type(x) is DTensor or x is None:
-        return x
-    with DisableTorchFunctionSubclass():
-        return tag(x.view_as(x) if torch.is_grad_enabled() else x.detach(), layout)
+def _as_gradients(grads: Sequence[Any], of: Layouts) -> tuple[Any, ...]:
+    """Local gradients of tensors of these layouts, as DTensors."""
+
+    def labelled(x: Any, layout: Layout | None) -> Any:
+        if layout is None or type(x) is DTensor or x is None:
+            return x
+        with DisableTorchFunctionSubclass():
+            return tag(x.view_as(x) if torch.is_grad_enabled() else x.detach(), local_gradient(layout))
+
+    return tuple(labelled(g, layout) for g, layout in zip(grads, of, strict=True))
 
 
 @lru_cache(maxsize=1024)
@@ -102,14 +106,9 @@ def _on_dtensors(cls: type[Function], has_gradients: bool) -> type[Function]:
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         if not any((*ctx._shardwise_in, *ctx._shardwise_out, *ctx._shardwise_saved)):
             return cls.backward(ctx, *grads)
-        labelled = [
-            _labelled(g, None if layout is None else local_gradient(layout))
-            for g, layout in zip(grads, ctx._shardwise_out, strict=True)
-        ]
         with torch._C._EnableTorchFunction():
-            returned = cls.backward(_Context(ctx), *labelled)
-            flat = returned if isinstance(returned, tuple) else (returned,)
-            return tuple(_local_gradient(g, layout) for g, layout in zip(flat, ctx._shardwise_in, strict=True))
+            returned = cls.backward(_Context(ctx), *_as_gradients(grads, ctx._shardwise_out))
+            return _local_gradients(returned if isinstance(returned, tuple) else (returned,), ctx._shardwise_in)
 
     body: dict[str, Any] = {
         "forward": staticmethod(forward),
@@ -128,15 +127,19 @@ def _reduced(x: object) -> object:
     return to_layout(x, x._layout.reduced()) if pending else x
 
 
-def _local_gradient(grad: Any, of: Layout | None) -> Any:
-    """The local gradient of an input, from what a user's backward returned for it."""
-    if not isinstance(grad, Tensor):
-        return grad
-    if of is None:
-        return grad.full_tensor() if isinstance(grad, DTensor) else grad
-    if isinstance(grad, DTensor):
-        return as_cotangent(plain(grad), grad._layout, of)
-    return as_cotangent(grad, of.replicated(), of)
+def _local_gradients(grads: Sequence[Any], of: Layouts) -> tuple[Any, ...]:
+    """The local gradients of tensors of these layouts, from what a user's backward or hook returned for them."""
+
+    def local(grad: Any, layout: Layout | None) -> Any:
+        if not isinstance(grad, Tensor):
+            return grad
+        if layout is None:
+            return grad.full_tensor() if isinstance(grad, DTensor) else grad
+        if isinstance(grad, DTensor):
+            return as_cotangent(plain(grad), grad._layout, layout)
+        return as_cotangent(grad, layout.replicated(), layout)
+
+    return tuple(local(g, layout) for g, layout in zip(grads, of, strict=True))
 
 
 def _hooks_on_locals() -> AbstractContextManager[object]:
@@ -170,8 +173,8 @@ class BackwardHookFunction(Function):
         layouts = _layouts(tensors)
         ctx.mark_non_differentiable(*[x for x in tensors if not x.requires_grad])
         register, register_pre = ctx.register_hook, ctx.register_prehook
-        ctx.register_hook = lambda hook: register(_hook_on_locals(hook, layouts, both=True))
-        ctx.register_prehook = lambda hook: register_pre(_hook_on_locals(hook, layouts, both=False))
+        ctx.register_hook = lambda hook: register(_hook_on_locals(hook, layouts))
+        ctx.register_prehook = lambda hook: register_pre(_hook_on_locals(hook, layouts))
         with DisableTorchFunctionSubclass():
             return tuple(
                 x.view_as(x) if layout is None else tag(x.view_as(x), layout)
@@ -183,22 +186,13 @@ class BackwardHookFunction(Function):
         return grads
 
 
-def _hook_on_locals(hook: Callable[..., Any], layouts: Layouts, both: bool) -> Callable[..., Any]:
+def _hook_on_locals(hook: Callable[..., Any], layouts: Layouts) -> Callable[..., Any]:
     """`hook` as a hook on local gradients: of inputs and outputs, or of outputs alone."""
 
     def run(*grads: Sequence[Any]) -> Any:
-        labelled = [
-            tuple(
-                _labelled(g, None if layout is None else local_gradient(layout))
-                for g, layout in zip(row, layouts, strict=True)
-            )
-            for row in grads
-        ]
         with torch._C._EnableTorchFunction():
-            returned = hook(*labelled)
-            if returned is None:
-                return None
-            return tuple(_local_gradient(g, layout) for g, layout in zip(returned, layouts, strict=True))
+            returned = hook(*[_as_gradients(row, layouts) for row in grads])
+            return None if returned is None else _local_gradients(returned, layouts)
 
     return run
 

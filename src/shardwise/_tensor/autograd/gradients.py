@@ -14,7 +14,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.autograd.graph import get_gradient_edge
 
 from shardwise import _collectives as collectives
-from shardwise._layout import PARTIAL, REPLICATE, Layout, Partial
+from shardwise._layout import REPLICATE, Layout, Partial, Replicate
 from shardwise._redistribute.run_plan import redistribute_local
 from shardwise._rules.registry import handler
 from shardwise._rules.row import Args, Kwargs
@@ -136,35 +136,39 @@ def as_cotangent(gradient: Tensor, layout: Layout, of: Layout, cause: Cause = _C
     return redistribute_local(gradient, layout.replace(placements), wanted, cause)
 
 
-def _initial_cotangent(output: DTensor, gradient: Tensor | None) -> Tensor:
-    """The cotangent that backward starts with at `output`; None is 1."""
+def _initial_cotangent(output: DTensor, local: Tensor, gradient: Tensor | None) -> Tensor:
+    """The cotangent that backward starts with at `output`, whose local tensor is `local`; None is 1."""
     layout = output._layout
-    if gradient is None:
-        if output.numel() != 1:
-            raise RuntimeError(
-                f"grad can be implicitly created only for scalar outputs, got shape {tuple(output.shape)}. "
-                f"Fix: mean() or sum() it first, or pass its gradient."
-            )
-        if not output.is_floating_point():
-            raise RuntimeError(
-                f"grad can be implicitly created only for real scalar outputs, got {output.dtype}. "
-                f"Fix: take its real part or abs() first, or pass its gradient."
-            )
-        if all(p in (REPLICATE, PARTIAL) for p in layout.placements):
-            shares = prod(n for n, p in zip(layout.mesh.shape, layout.placements, strict=True) if p == REPLICATE)
-            with DisableTorchFunctionSubclass():
-                return torch.full(
-                    layout.local_shape(collectives.rank()), 1 / shares, dtype=output.dtype, device=output.device
-                )
-    full = layout.replicated()
-    if gradient is None:
-        ones = torch.ones(full.local_shape(collectives.rank()), dtype=output.dtype, device=output.device)
-        return as_cotangent(ones, full, layout, _START)
+    if gradient is not None:
+        return _given_cotangent(layout, gradient)
+    if prod(layout.shape) != 1:
+        raise RuntimeError(
+            f"grad can be implicitly created only for scalar outputs, got shape {layout.shape}. "
+            f"Fix: mean() or sum() it first, or pass its gradient."
+        )
+    if not local.is_floating_point():
+        raise RuntimeError(
+            f"grad can be implicitly created only for real scalar outputs, got {local.dtype}. "
+            f"Fix: take its real part or abs() first, or pass its gradient."
+        )
+    shares = 1
+    for size, placement in zip(layout.mesh.shape, layout.placements, strict=True):
+        if isinstance(placement, Replicate):
+            shares *= size
+        elif not isinstance(placement, Partial):
+            full = layout.replicated()
+            return as_cotangent(local.new_ones(full.local_shape(collectives.rank())), full, layout, _START)
+    return local.new_full(local.shape, 1 / shares)
+
+
+def _given_cotangent(layout: Layout, gradient: Tensor) -> Tensor:
+    """The gradient of an output that backward was called with as its cotangent."""
     if is_torch_dtensor(gradient):
         gradient = DTensor.from_torch_dtensor(gradient)
     if type(gradient) is DTensor:
         return as_cotangent(plain(gradient), gradient._layout, layout, _START)
     note_full(gradient, layout, "backward: the plain gradient")
+    full = layout.replicated()
     if layout.mesh.coordinate(collectives.rank()) is None and tuple(gradient.shape) == layout.shape:
         gradient = gradient.new_empty(full.local_shape(collectives.rank()))
     return as_cotangent(gradient, full, layout, _START)
@@ -172,10 +176,10 @@ def _initial_cotangent(output: DTensor, gradient: Tensor | None) -> Tensor:
 
 def _reduced_output(output: Tensor) -> Tensor:
     """`output`; if its partial values are maxima or the like, which have no cotangent, it is reduced first."""
-    if type(output) is not DTensor:
-        return output
-    if any(isinstance(p, Partial) and p.reduce_op != "sum" for p in output._layout.placements):
-        return to_layout(output, output._layout.reduced(), _OUTPUT)
+    if type(output) is DTensor:
+        for p in output._layout.placements:
+            if isinstance(p, Partial) and p.reduce_op != "sum":
+                return to_layout(output, output._layout.reduced(), _OUTPUT)
     return output
 
 
@@ -190,13 +194,14 @@ def _local_outputs(tensors: Tensors, grad_tensors: Gradients) -> tuple[list[Tens
     given, gradients = _as_list(tensors), _as_list(grad_tensors)
     with torch.enable_grad():  # as torch, backward works where gradients are disabled, such as in another backward
         outputs = [_reduced_output(x) for x in given]
+        locals_ = [plain(x) if type(x) is DTensor else x for x in outputs]
     if len(gradients) != len(outputs):
         gradients = gradients * len(outputs)
     cotangents = [
-        _initial_cotangent(x, g) if type(x) is DTensor else g for x, g in zip(outputs, gradients, strict=True)
+        _initial_cotangent(x, local, g) if type(x) is DTensor else g
+        for x, local, g in zip(outputs, locals_, gradients, strict=True)
     ]
-    with torch.enable_grad():  # torch compares the shapes of outputs and cotangents: it must see the local ones
-        return [plain(x) if type(x) is DTensor else x for x in outputs], cotangents
+    return locals_, cotangents
 
 
 def backward(
