@@ -11,15 +11,11 @@ from shardwise._rules.row import NO_OPERAND, Align, IndexMap, Row
 
 def operand_layouts(layouts: Sequence[Layout], chosen: Sequence[Row]) -> list[Layout]:
     """The operands' layouts under the chosen rows; aligned operands get the shard sizes of one of them."""
-    if (
-        all(layout.kind[1] == layout.placements for layout in layouts)
-        and all(x.placements[axis] == row.inputs[i] for axis, row in enumerate(chosen) for i, x in enumerate(layouts))
-        and all(row.alignment == 1 for row in chosen)
-        and (len({layout.shard_order for layout in layouts}) == 1 or _is_free(chosen))
-    ):
+    free, common = _is_free(chosen), common_order(layouts)
+    kinds = list(zip(*[row.inputs for row in chosen], strict=True))
+    uneven = kinds != [x.placements for x in layouts] or kinds != [x.kind[1] for x in layouts]
+    if not uneven and {row.alignment for row in chosen} == {1} and (free or len({x.shard_order for x in layouts}) == 1):
         return list(layouts)
-    free, common = _is_free(chosen), leader(layouts).shard_order
-    kinds = [tuple(row.inputs[i] for row in chosen) for i in range(len(layouts))]
     aligned = [None if free else _aligned_sizes(layouts, kinds, row, axis, common) for axis, row in enumerate(chosen)]
     found = []
     for i, layout in enumerate(layouts):
@@ -37,12 +33,12 @@ def operand_layouts(layouts: Sequence[Layout], chosen: Sequence[Row]) -> list[La
 
 def _is_free(chosen: Sequence[Row]) -> bool:
     """Whether no operand must have the shard sizes of another one."""
-    return all(row.align is Align.FREE or not any(isinstance(p, Shard) for p in row.inputs) for row in chosen)
+    return all(row.align is Align.FREE or Shard not in map(type, row.inputs) for row in chosen)
 
 
-def leader(layouts: Sequence[Layout]) -> Layout:
-    """The operand whose shard order the others get: the one sharded on most axes."""
-    return max(layouts, key=lambda layout: sum(isinstance(p, Shard) for p in layout.placements))
+def common_order(layouts: Sequence[Layout]) -> tuple[int, ...]:
+    """The shard order that all operands get: that of the one sharded on most axes."""
+    return max(layouts, key=lambda layout: [*map(type, layout.placements)].count(Shard)).shard_order
 
 
 def kind(placement: Placement) -> Placement:
@@ -130,7 +126,7 @@ def _output_layout(
         if isinstance(output, Shard) and output.sizes is None:
             output = Shard(output.dim, _output_sizes(layouts, row, axis, index))
         placements.append(output)
-    order = leader(layouts).shard_order
+    order = common_order(layouts)
     if _is_free(chosen):
         keys = [_sort_key(layouts, row, axis, p) for axis, (p, row) in enumerate(zip(placements, chosen, strict=True))]
         order = tuple(sorted(range(len(keys)), key=keys.__getitem__))
@@ -140,7 +136,7 @@ def _output_layout(
 def _is_like_first(layouts: Sequence[Layout], chosen: Sequence[Row], shape: tuple[int, ...], index: int | None) -> bool:
     """Whether a result is sharded as the first operand: of most calls, so the layout is not made again."""
     first = layouts[0]
-    if shape != first.shape or leader(layouts).shard_order != first.shard_order:
+    if shape != first.shape or common_order(layouts) != first.shard_order:
         return False
     if len(first.shard_order) > 1 and _is_free(chosen):  # then the order of its axes is another one
         return False

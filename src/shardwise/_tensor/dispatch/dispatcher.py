@@ -101,7 +101,7 @@ def _compiled(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any
         _known.calls = owner.calls
         if key in owner.calls:
             return _known.calls[key]
-    value = _checked_key(key, func, args, kwargs)
+    value = _checked_key(key, owner, func, args, kwargs)
     if "out" in kwargs:
         if kwargs["out"] is not None:
             return partial(_run_with_out, func, args, kwargs)
@@ -121,7 +121,7 @@ def _compiled(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any
     tensors = dtensors_in((*args, *kwargs.values()))
     if recipe.redistributed:
         warn_of_gathered(recipe, tensors)
-    call = local_call(rule, func, recipe), _owned(recipe.output, owner), [x._layout for x in tensors]
+    call = local_call(rule, func, recipe, owner), _owned(recipe.output, owner), [x._layout for x in tensors]
     if NO_KEY not in key:
         remember(owner.calls, key, call)
     return call
@@ -153,9 +153,9 @@ def _run_otherwise(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, error: Ex
     return run(func, rule, (*args[:1], *rest), kwargs)
 
 
-def _checked_key(key: tuple[Any, ...], func: Op, args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
+def _checked_key(key: tuple[Any, ...], owner: Owner, func: Op, args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
     """The key by value, after a check that this rank made the operands."""
-    found = by_value(key, collectives.owner())
+    found = by_value(key, owner)
     if found is None:
         check_owners(name_of(func), [x._layout for x in dtensors_in((*args, *kwargs.values()))])
     assert found is not None
@@ -228,14 +228,14 @@ def recipe_of(func: Op, args: Args, kwargs: Kwargs) -> Recipe:
     """The recipe of a call without plain tensors."""
     rule = RULES[func]
     key = call_key(func, rule, args, kwargs)
-    return find_recipe(_checked_key(key, func, args, kwargs), func, rule, args, kwargs)
+    return find_recipe(_checked_key(key, collectives.owner(), func, args, kwargs), func, rule, args, kwargs)
 
 
 def prepared(func: Op, args: Args, kwargs: Kwargs) -> tuple[Recipe, RankContext, list[Any], Kwargs]:
     """Redistribute the operands of a call: its recipe, context and local arguments, for the caller to run."""
     args, kwargs = operands.all_promoted(func, args, kwargs)
     recipe = recipe_of(func, args, kwargs)
-    return recipe, *LocalCall(RULES[func], func, recipe).prepare(args, kwargs)
+    return recipe, *LocalCall(RULES[func], func, recipe, collectives.owner()).prepare(args, kwargs)
 
 
 def forget() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors_hooks
 
 from shardwise import _collectives as collectives
-from shardwise._layout import REPLICATE, Layout, Mesh, Shard, contiguous_strides, strides_in_order
+from shardwise._layout import REPLICATE, Layout, Mesh, Owner, Shard, contiguous_strides, strides_in_order
 from shardwise._redistribute.run_plan import redistribution
 from shardwise._redistribute.transfers import all_to_all_no_grad
 from shardwise._rules import OpRule
@@ -25,7 +25,6 @@ from shardwise._tensor.dispatch.consistent_errors import (
     versions_of,
 )
 from shardwise._tensor.dispatch.local_context import RankContext
-from shardwise._tensor.dispatch.operands import is_outside
 from shardwise._tensor.dispatch.outside_mesh import run_outside
 from shardwise._tensor.dispatch.resolve import Layouts, Output, Recipe, has_empty_shards
 from shardwise._tensor.dispatch.view_copies import copies_of, is_copy, storage_of
@@ -35,20 +34,19 @@ from shardwise._trace.capture_hooks import tracing_paused
 from shardwise._trace.comm_trace import Cause
 from shardwise._trace.user_stack import call_site
 
-PLAIN_VALUES = frozenset((int, float, bool, str, type(None)))
 _warned: set[tuple[Mesh, int]] = set()  # axes along which a parameter is all-gathered
 T = TypeVar("T")
 
 
-def local_call(rule: OpRule, func: Op, recipe: Recipe) -> Callable[..., Any]:
-    """What this rank runs for calls of this recipe: torch's op itself, or a `LocalCall`.
+def local_call(rule: OpRule, func: Op, recipe: Recipe, owner: Owner) -> Callable[..., Any]:
+    """What the rank `owner` runs for calls of this recipe: torch's op itself, or a `LocalCall`.
 
     It is called with the DTensor arguments under `DisableTorchFunctionSubclass`, so C++ works on each DTensor's own
     storage, which is the local shard.
     """
     if recipe.itself:
         return _first_argument
-    call = LocalCall(rule, func, recipe)
+    call = LocalCall(rule, func, recipe, owner)
     if call.is_op and not (call.is_outside or recipe.copied or call.watches_versions or call.checks_values):
         return recipe.op  # type: ignore[no-any-return]
     call.specialize()
@@ -98,11 +96,11 @@ class LocalCall:
         checks_values: a rank with an empty shard would not raise the errors of the others.
     """
 
-    def __init__(self, rule: OpRule, func: Op, recipe: Recipe) -> None:
-        rank, local_impl, targets = collectives.rank(), recipe.local_impl, dict(recipe.redistributed)
+    def __init__(self, rule: OpRule, func: Op, recipe: Recipe, owner: Owner) -> None:
+        rank, local_impl, targets = owner.rank, recipe.local_impl, dict(recipe.redistributed)
         self.func, self.recipe, self._targets = func, recipe, targets
         self._causes: dict[tuple[int, str], Cause] = {}  # by index and name of an operand that is redistributed
-        self._redistributions = collectives.owner().redistributions
+        self._redistributions = owner.redistributions
         self._plain_only = recipe.needs_plain and (bool(targets) or not rule.takes_dtensors or local_impl is not None)
         self._makes_views = recipe.view or rule.in_place or local_impl in (None, rule.empty_shards_impl)
         self._in_place = recipe.output is Output.IN_PLACE
@@ -111,18 +109,22 @@ class LocalCall:
         self._specialized: LocalFunction | None = None
         self._python = False
         self.is_op = not (self._plain_only or targets)
-        self.is_outside = not rule.random and is_outside(recipe.layouts[0].mesh)
+        mesh = recipe.layouts[0].mesh
+        self.is_outside = not rule.random and mesh.size() < owner.world_size and mesh.coordinate(rank) is None
 
-        are_some_empty = [has_empty_shards(layout) for layout in recipe.layouts]
         self._index_form = rule.index_form
-        self.checks_values = rule.index_form is not None or (rule.value_errors and are_some_empty[0])
+        self.checks_values = rule.index_form is not None or (rule.value_errors and has_empty_shards(recipe.layouts[0]))
         # If operands move, the indices that a rank holds may be some of them.
         self._checks_first = self.checks_values and (bool(targets) or not recipe.layouts[0].local_numel(rank))
         saves_others = local_impl is not None and not has_specialized_version(local_impl)
-        self.watches_versions = not rule.view and (saves_others or bool(targets) or any(are_some_empty))
+        self.watches_versions = not rule.view and (
+            saves_others or bool(targets) or True in map(has_empty_shards, recipe.layouts)
+        )
         # If this rank runs the op itself on elements, it saves all but the operands that are redistributed.
-        runs_op = local_impl is None and all(layout.local_numel(rank) for layout in recipe.layouts)
-        self._watched = frozenset(targets) if runs_op else None
+        watches_all = self.watches_versions and (
+            local_impl is not None or not all(layout.local_numel(rank) for layout in recipe.layouts)
+        )
+        self._watched = None if watches_all else frozenset(targets)
 
     def specialize(self) -> None:
         """Compute what the local implementation can compute once for this rank."""
@@ -326,7 +328,7 @@ def layouts_of_results(recipe: Recipe, ctx: RankContext, out: Any) -> Any:
 def _layout_of_result(recipe: Recipe, ctx: RankContext, x: Tensor, index: int | None) -> Layout:
     mesh = recipe.layouts[0].mesh
     placements, shape = [align_shards.output_at(row, index) for row in recipe.rows], tuple(x.shape)
-    order = align_shards.leader(recipe.layouts).shard_order
+    order = align_shards.common_order(recipe.layouts)
     found = list(placements)
     for dim in sorted({p.dim for p in placements if isinstance(p, Shard)}):
         axes = tuple(axis for axis, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim)

@@ -1,8 +1,6 @@
 """The recipe of a call, from a cache or computed from the layouts of its operands."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -138,71 +136,65 @@ def find_recipe(key: tuple[Any, ...], func: Op, rule: OpRule, args: Args, kwargs
     if rule.rows is no_rows:  # calling it would cost more than running what the op is decomposed into
         raise resolve.NoRowError(f"{name_of(func)} is decomposed into other ops")
     first = dtensors_in((*args, *kwargs.values()))[0]
-    cached = collectives.costs(first._layout.mesh.device_type), key
-    recipe = _recipe_cache.get(cached)
+    costs = collectives.costs(first._layout.mesh.device_type)
+    recipe = _recipe_cache.get((costs, key))
     if recipe is None:
-        with (
-            DisableTorchFunctionSubclass(),
-            tracing_paused(),
-            without_modes(),
-        ):  # reading the dtype of a DTensor is not an op
-            recipe = _resolved(func, rule, args, kwargs)
+        # Reading the dtype of a DTensor is not an op.
+        with DisableTorchFunctionSubclass(), tracing_paused(), without_modes():
+            recipe = _resolved(costs, func, rule, args, kwargs)
         if NO_KEY not in key:
-            remember(_recipe_cache, cached, recipe)
+            remember(_recipe_cache, (costs, key), recipe)
     return recipe
 
 
-def _resolved(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> Recipe:
+def _resolved(costs: object, func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> Recipe:
     operands: list[resolve.Operand] = []
 
     def slot(x: object) -> Any:
         if type(x) is DTensor:
             operands.append(resolve.Operand(x._layout.unowned, x.dtype))
             return resolve.Slot(len(operands) - 1)
-        return type(x)(slot(y) for y in x) if isinstance(x, list | tuple) and type(x) is not torch.Size else x
+        return type(x)(map(slot, x)) if isinstance(x, list | tuple) and type(x) is not torch.Size else x
 
-    slotted = tuple(slot(a) for a in args)
-    named = {k: slot(a) for k, a in kwargs.items()}
+    slotted = tuple(map(slot, args))
+    named = {k: slot(a) for k, a in kwargs.items()} if kwargs else kwargs
     op, name = rule.native or func, name_of(func)
     python = rule.native is None and _is_python(func)
-    if getattr(func, "__module__", "") == F.__name__ and arguments(func, args, kwargs).get("inplace"):
-        rule = _in_place_rule(rule, name)
-    results = cache(lambda: resolve.results_on_meta(func, slotted, named, operands))
-    chosen = _choice(func, name, rule, operands, slotted, named)
+    rule = _in_place_rule(func, name, rule, args, kwargs)
+    chosen = _choice(costs, func, name, rule, operands, slotted, named)
+    metas = [Meta(o.layout.shape, o.dtype, REPLICATE, o.layout.strides) for o in operands]
+    known: list[resolve.MetaResults] = []
 
-    def described(describe: Callable[..., Any]) -> Any:
-        metas = [Meta(o.layout.shape, o.dtype, REPLICATE, o.layout.strides) for o in operands]
-        return resolve.called(describe, metas, slotted, named)
+    def results() -> resolve.MetaResults:
+        if not known:
+            known.append(resolve.results_on_meta(func, slotted, named, operands))
+        return known[0]
 
     def shape() -> Shapes:
-        return resolve.shapes_of(func, results().out) if rule.shape is None else described(rule.shape)
+        if rule.shape is None:
+            return resolve.shapes_of(func, results().out)
+        return resolve.called(rule.shape, metas, slotted, named)  # type: ignore[no-any-return]
 
-    recipe = resolve.recipe(name, rule, [o.layout for o in operands], chosen, shape)
+    recipe = resolve.recipe(name, op, python, rule, [o.layout for o in operands], chosen, shape)
     if rule.shape is not None and len(operands) > 1:
         resolve.check_sizes(results)
     if rule.memory_order is not None:
-        order = tuple(described(rule.memory_order))
+        order = tuple(resolve.called(rule.memory_order, metas, slotted, named))
         output = recipe.output
         if isinstance(output, Layout):
             output = output.with_strides(strides_in_order(output.shape, order))
-        recipe = replace(recipe, order=order, output=output)
-    elif not isinstance(recipe.output, Output) and _may_have_strides(rule, operands, (*slotted, *named.values())):
+        return replace(recipe, order=order, output=output)
+    if isinstance(recipe.output, Output):
+        return recipe
+    # A result may be other than row-major, or an alias of an operand.
+    strided = {o.layout.strides for o in operands} != {None}
+    if rule.view or rule.shape is None or strided or torch.memory_format in map(type, (*slotted, *named.values())):
         try:
-            recipe = resolve.with_strides(recipe, results())
+            return resolve.with_strides(recipe, results())
         except RuntimeError:  # NoRowError among them
             if rule.view:
                 raise
-    return replace(recipe, op=op, needs_plain=recipe.local_impl is not None or bool(recipe.rows) or python)
-
-
-def _may_have_strides(rule: OpRule, operands: Sequence[resolve.Operand], args: Args) -> bool:
-    """Whether a result may be other than row-major, or an alias of an operand."""
-    return (
-        rule.view
-        or rule.shape is None
-        or any(o.layout.strides is not None for o in operands)
-        or any(isinstance(a, torch.memory_format) for a in args)
-    )
+    return recipe
 
 
 def _is_python(func: Op) -> bool:
@@ -212,7 +204,10 @@ def _is_python(func: Op) -> bool:
     return isinstance(func, FunctionType)
 
 
-def _in_place_rule(rule: OpRule, name: str) -> OpRule:
+def _in_place_rule(func: Op, name: str, rule: OpRule, args: Args, kwargs: Kwargs) -> OpRule:
+    """The rule of a call; that of the method in place for `inplace=True`."""
+    if getattr(func, "__module__", "") != F.__name__ or not arguments(func, args, kwargs).get("inplace"):
+        return rule
     method = getattr(Tensor, f"{name}_", None)
     in_place = RULES.get(method) if method is not None else None
     if in_place is None or rule.native is None:
@@ -221,7 +216,7 @@ def _in_place_rule(rule: OpRule, name: str) -> OpRule:
 
 
 def _choice(
-    func: Op, name: str, rule: OpRule, operands: list[resolve.Operand], slotted: Args, named: Kwargs
+    costs: object, func: Op, name: str, rule: OpRule, operands: list[resolve.Operand], slotted: Args, named: Kwargs
 ) -> tuple[Row, ...]:
     """Rows for these operands, whatever ran before: ranks with other histories choose the same.
 
@@ -239,7 +234,6 @@ def _choice(
             remember(_row_cache, key, known)
     fitting, chosen = known
     settled = max(map(len, fitting), default=1) == 1
-    costs = collectives.costs(layouts[0].mesh.device_type)
     sizes = () if settled else (costs, *[resolve.size_class(x.shape) for x in layouts])
     if sizes not in chosen:
         chosen[sizes] = resolve.cheapest(rule, fitting, operands, slotted, named)

@@ -17,15 +17,14 @@ from shardwise._redistribute.plan import plan_redistribute
 from shardwise._redistribute.volume import growth
 from shardwise._rules import Meta, OpRule, Row
 from shardwise._rules.registry import Shapes
-from shardwise._rules.row import Args, Kwargs
+from shardwise._rules.row import Args, Kwargs, Op
 from shardwise._tensor.dispatch.align_shards import kind, operand_layouts, output_layouts
 from shardwise._tensor.dispatch.without_memory import Autocast, global_on_meta, with_meta_device
 from shardwise._trace.comm_trace import INTERNAL, Cause
 from shardwise.errors import LayoutError, RuleError
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):
     """A tensor argument as rules see it."""
 
     layout: Layout
@@ -58,8 +57,13 @@ class Recipe:
     itself: bool = False  # the result is the first operand
     order: tuple[int, ...] = ()  # of the dims of the first result in memory, if its shape depends on data; () is rising
     op: Any = None  # what each rank runs, unless there is a local implementation
-    needs_plain: bool = False  # whether that needs plain local tensors; C++ works on the storage of the DTensors
+    python: bool = False  # that is Python code, which would read global shapes
     saved: dict[object, frozenset[int]] = field(default_factory=dict)  # what torch saves for backward, once it is known
+
+    @property
+    def needs_plain(self) -> bool:
+        """Whether plain local tensors are needed; C++ works on the storage of the DTensors."""
+        return self.python or self.local_impl is not None or bool(self.rows)
 
 
 class SeveralMeshesError(RuleError):
@@ -149,7 +153,13 @@ def _local_of(chosen: Sequence[Row], rule: OpRule) -> Callable[..., Any] | None:
 
 
 def recipe(
-    name: str, rule: OpRule, layouts: Sequence[Layout], chosen: Sequence[Row], output_shape: Callable[[], Shapes]
+    name: str,
+    op: Op,
+    python: bool,
+    rule: OpRule,
+    layouts: Sequence[Layout],
+    chosen: Sequence[Row],
+    output_shape: Callable[[], Shapes],
 ) -> Recipe:
     """The recipe of the chosen rows.
 
@@ -169,7 +179,7 @@ def recipe(
     except LayoutError:  # rows that are valid one by one may together want a sum of maxima
         if all(row == replicated for row in chosen):
             raise
-        return recipe(name, rule, layouts, [replicated] * len(chosen), output_shape)
+        return recipe(name, op, python, rule, layouts, [replicated] * len(chosen), output_shape)
     redistributed = tuple((i, b) for i, (a, b) in enumerate(zip(layouts, wanted, strict=True)) if a is not b and a != b)
     if redistributed and layouts[0].mesh.size() == 1:  # all layouts of one rank are one, unless it holds several boxes
         redistributed = tuple((i, b) for i, b in redistributed if not _same_on_one_rank(layouts[i], b))
@@ -185,7 +195,9 @@ def recipe(
     cause = Cause("internal", name, "", _why(chosen))
     copied = rule.view and (bool(redistributed) or any(row.copies for row in chosen))
     rows = tuple(chosen) if rule.data_dependent_shape else ()
-    return Recipe(redistributed, tuple(wanted), local, axes, output, rows, cause, rule.view, copied)
+    return Recipe(
+        redistributed, tuple(wanted), local, axes, output, rows, cause, rule.view, copied, op=op, python=python
+    )
 
 
 def has_empty_shards(x: Layout) -> bool:
@@ -205,25 +217,26 @@ def _same_on_one_rank(a: Layout, b: Layout) -> bool:
     return len(a.boxes(rank)) == len(b.boxes(rank)) == 1
 
 
-@dataclass(frozen=True)
-class Slot:
-    """In the arguments of a call: the place of tensor operand number `index`."""
+class Slot(NamedTuple):
+    """In the arguments of a call: the place of tensor operand `number`."""
 
-    index: int
+    number: int
 
 
 def with_metas(tree: object, metas: Sequence[Any]) -> Any:
     """The arguments with slots replaced, also in lists and tuples one level deep."""
-    if isinstance(tree, Slot):
-        return metas[tree.index]
-    if isinstance(tree, list | tuple):
-        return type(tree)(metas[x.index] if isinstance(x, Slot) else x for x in tree)
+    kind = type(tree)
+    if kind is Slot:
+        return metas[tree.number]  # type: ignore[attr-defined]
+    if kind is list or kind is tuple:
+        return kind([metas[x.number] if type(x) is Slot else x for x in tree])  # type: ignore[attr-defined]
     return tree
 
 
 def called(function: Callable[..., Any], metas: Sequence[Any], args: Args, kwargs: Kwargs) -> Any:
     """What `function` returns for a call with slots, which are replaced."""
-    return function(*(with_metas(a, metas) for a in args), **{k: with_metas(v, metas) for k, v in kwargs.items()})
+    args = tuple([with_metas(a, metas) for a in args])
+    return function(*args, **{k: with_metas(v, metas) for k, v in kwargs.items()}) if kwargs else function(*args)
 
 
 # ---- choosing a row ---------------------------------------------------------------------------------------------
@@ -325,15 +338,21 @@ def _latency(mesh: Mesh, axis: int) -> float:
 # ---- results ----------------------------------------------------------------------------------------------------
 
 
-class OnMeta(NamedTuple):
+class MetaResults(NamedTuple):
     """The results of an op on torch's meta device: they have the shapes and strides of those of one process."""
 
+    operands: list[Tensor]
     out: object
-    is_view: bool  # whether one of them shares memory with an operand
-    is_itself: bool  # whether it is the first operand
+
+    @property
+    def are_views(self) -> bool:
+        """Whether one of them shares memory with an operand."""
+        found = self.out if isinstance(self.out, list | tuple) else [self.out]
+        memory = {x.untyped_storage()._cdata for x in self.operands}
+        return any(isinstance(x, Tensor) and x.untyped_storage()._cdata in memory for x in found)
 
 
-def results_on_meta(op: Callable[..., Any], args: Args, kwargs: Kwargs, operands: Sequence[Operand]) -> OnMeta:
+def results_on_meta(op: Callable[..., Any], args: Args, kwargs: Kwargs, operands: Sequence[Operand]) -> MetaResults:
     """Run `op` on the meta device.
 
     Raises:
@@ -341,26 +360,23 @@ def results_on_meta(op: Callable[..., Any], args: Args, kwargs: Kwargs, operands
     """
     kwargs = with_meta_device(kwargs)
 
-    def run(cast: torch.dtype | None) -> tuple[list[Tensor], Any]:
-        dtypes = [cast if cast and o.dtype.is_floating_point else o.dtype for o in operands]
-        metas = [global_on_meta(o.layout, dtype) for o, dtype in zip(operands, dtypes, strict=True)]
-        return metas, called(op, metas, args, kwargs)
+    def run(cast: torch.dtype | None) -> MetaResults:
+        metas = [
+            global_on_meta(layout, cast if cast and dtype.is_floating_point else dtype) for layout, dtype in operands
+        ]
+        return MetaResults(metas, called(op, metas, args, kwargs))
 
     try:
-        metas, out = run(None)
+        return run(None)
     except NotImplementedError as error:
         raise NoRowError(f"The shape of the result of {op} is data-dependent.") from error
     except RuntimeError:  # of dtypes that differ, which autocast makes equal, but not on the meta device
         if (cast := Autocast.of(operands[0].layout.mesh.device_type).dtype) is None:
             raise
-        metas, out = run(cast)
-    memory = {x.untyped_storage()._cdata for x in metas}
-    found = out if isinstance(out, list | tuple) else [out]
-    is_view = any(isinstance(x, Tensor) and x.untyped_storage()._cdata in memory for x in found)
-    return OnMeta(out, is_view, bool(metas) and out is metas[0])
+        return run(cast)
 
 
-def check_sizes(results: Callable[[], OnMeta]) -> None:
+def check_sizes(results: Callable[[], MetaResults]) -> None:
     """Raise what torch raises for the global sizes of the operands; local sizes may fit one another where these do not.
 
     Args:
@@ -391,7 +407,7 @@ def shapes_of(op: Callable[..., Any], out: object) -> Shapes:
     )
 
 
-def with_strides(recipe: Recipe, found: OnMeta) -> Recipe:
+def with_strides(recipe: Recipe, found: MetaResults) -> Recipe:
     """The recipe of a call whose results have these strides, and are views only if torch's are."""
 
     def strided(layout: Layout | None, x: object) -> Layout | None:
@@ -400,11 +416,11 @@ def with_strides(recipe: Recipe, found: OnMeta) -> Recipe:
         return layout.with_strides(x.stride())
 
     output: Any = recipe.output
-    if recipe.view and found.is_itself:
+    if recipe.view and found.out is found.operands[0]:
         return replace(recipe, redistributed=(), local_impl=None, copied=False, itself=True)
     if isinstance(output, tuple):
         output = tuple(map(strided, output, found.out if isinstance(found.out, list | tuple) else output))
     elif isinstance(output, Layout):
         output = strided(output, found.out)
-    view = recipe.view and found.is_view
+    view = recipe.view and found.are_views
     return replace(recipe, output=output, view=view, copied=recipe.copied and view)

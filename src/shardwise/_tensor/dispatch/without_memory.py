@@ -23,7 +23,9 @@ from shardwise._tensor.dtensor import DTensor
 
 def global_on_meta(layout: Layout, dtype: torch.dtype) -> Tensor:
     """The global tensor on torch's meta device, which has no memory."""
-    return torch.empty_strided(layout.shape, layout.stride(), dtype=dtype, device="meta")
+    if layout.strides is None:
+        return torch.empty(layout.shape, dtype=dtype, device="meta")
+    return torch.empty_strided(layout.shape, layout.strides, dtype=dtype, device="meta")
 
 
 def with_meta_device(kwargs: Kwargs) -> Kwargs:
