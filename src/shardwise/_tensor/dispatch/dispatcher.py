@@ -101,7 +101,8 @@ def _compiled(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any
         _known.calls = owner.calls
         if key in owner.calls:
             return _known.calls[key]
-    value = _checked_key(key, owner, func, args, kwargs)
+    tensors = dtensors_in((*args, *kwargs.values()))
+    check_owners(name_of(func), [x._layout for x in tensors])
     if "out" in kwargs:
         if kwargs["out"] is not None:
             return partial(_run_with_out, func, args, kwargs)
@@ -112,13 +113,12 @@ def _compiled(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any
     if NO_KEY in key and operands.has_plain_tensors((*args, *kwargs.values())):
         return partial(_run_with_plain, func, rule, args, kwargs)
     try:
-        recipe = find_recipe(value, func, rule, args, kwargs)
+        recipe = find_recipe(by_value(key), func, rule, args, kwargs)
     except (resolve.NoRowError, TypeError, ValueError) as error:
         return partial(_run_otherwise, func, rule, args, kwargs, error)
     except resolve.SeveralMeshesError:
         kept = 0 if rule.in_place else rule.kept_operand
         return partial(run, func, rule, *operands.on_one_mesh(func, args, kwargs, kept))
-    tensors = dtensors_in((*args, *kwargs.values()))
     if recipe.redistributed:
         warn_of_gathered(recipe, tensors)
     call = local_call(rule, func, recipe, owner), _owned(recipe.output, owner), [x._layout for x in tensors]
@@ -151,15 +151,6 @@ def _run_otherwise(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, error: Ex
     if not numbers:
         raise error
     return run(func, rule, (*args[:1], *rest), kwargs)
-
-
-def _checked_key(key: tuple[Any, ...], owner: Owner, func: Op, args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
-    """The key by value, after a check that this rank made the operands."""
-    found = by_value(key, owner)
-    if found is None:
-        check_owners(name_of(func), [x._layout for x in dtensors_in((*args, *kwargs.values()))])
-    assert found is not None
-    return found
 
 
 def _owned(layouts: Layouts, owner: Owner) -> Layouts:
@@ -227,8 +218,7 @@ def reason(func: Op, args: Args, kwargs: Kwargs) -> str:
 def recipe_of(func: Op, args: Args, kwargs: Kwargs) -> Recipe:
     """The recipe of a call without plain tensors."""
     rule = RULES[func]
-    key = call_key(func, rule, args, kwargs)
-    return find_recipe(_checked_key(key, collectives.owner(), func, args, kwargs), func, rule, args, kwargs)
+    return find_recipe(by_value(call_key(func, rule, args, kwargs)), func, rule, args, kwargs)
 
 
 def prepared(func: Op, args: Args, kwargs: Kwargs) -> tuple[Recipe, RankContext, list[Any], Kwargs]:

@@ -31,7 +31,6 @@ from shardwise._tensor.dispatch.consistent_errors import (
     versions_of,
 )
 from shardwise._tensor.dispatch.operands import (
-    are_several,
     checked_sizes,
     into_plain,
     is_outside,
@@ -40,8 +39,8 @@ from shardwise._tensor.dispatch.operands import (
 )
 from shardwise._tensor.dispatch.resolve import Output
 from shardwise._tensor.dispatch.view_copies import before_change, copies_of, invalidate, track
-from shardwise._tensor.dispatch.without_memory import Autocast, global_on_meta, hidden_from_modes, with_meta_device
-from shardwise._tensor.dtensor import DTensor, plain, tag, to_layout
+from shardwise._tensor.dispatch.without_memory import Autocast, hidden_from_modes, on_meta
+from shardwise._tensor.dtensor import DTensor, dtensors_in, plain, tag, to_layout
 from shardwise._trace.comm_trace import Cause
 from shardwise.errors import RuleError
 
@@ -104,11 +103,9 @@ def _run_aten(func: Any, args: Args, kwargs: Kwargs) -> object:
 
 def _run_prim(func: Op, in_aten: Op, args: Args, kwargs: Kwargs) -> object:
     """Run a prim, which is aten ops after checks of its arguments; the meta device makes these checks too."""
-
-    def on_meta(x: object) -> object:
-        return global_on_meta(x._layout, x.dtype) if type(x) is DTensor else x
-
-    func(*pytree.tree_map(on_meta, args), **with_meta_device(pytree.tree_map(on_meta, kwargs)))
+    with torch.no_grad():
+        metas, named, _ = on_meta(args, kwargs, "meta")
+        func(*metas, **named)
     return in_aten(*args, **kwargs)
 
 
@@ -217,7 +214,7 @@ def run_replicated(func: Any, args: Args, kwargs: Kwargs, why: str) -> Any:
 
 def _saved_of_gathered(func: Op, args: Args, kwargs: Kwargs) -> tuple[frozenset[int], list[Version]]:
     """Which operands an op saves that are gathered for it, by their number, and the versions they have."""
-    operands = [x for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor]
+    operands = dtensors_in((*args, *kwargs.values()))
     gathered = {i for i, x in enumerate(operands) if not x._layout.is_replicated}
     if not gathered or not torch.is_grad_enabled() or not any(x.requires_grad for x in operands):
         return frozenset(), []
@@ -236,7 +233,7 @@ def _written_operands(func: Any, args: Args, kwargs: Kwargs) -> list[Any]:
 
 
 def _on_one_mesh(func: Any, args: Args, kwargs: Kwargs, written: Sequence[DTensor]) -> tuple[Args, Kwargs]:
-    if not are_several(args, kwargs):
+    if len({x._layout.mesh for x in dtensors_in((*args, *kwargs.values()))}) == 1:
         return args, kwargs
     args, kwargs = on_one_mesh(func, args, kwargs, 0 if written else None)
     kept = {id(x) for x in pytree.tree_leaves((args, kwargs))}

@@ -240,18 +240,15 @@ def warn_of_gathered(recipe: Recipe, operands: Sequence[DTensor]) -> None:
     """Warn, once for each mesh axis, if a call all-gathers a parameter along an axis on which its batch is sharded.
 
     Parameters of one dim, such as those of norms, are too small to matter: the next one is named.
-
-    Args:
-        operands: before they are redistributed.
     """
+    batches = [x._layout.placements for x in operands if not isinstance(x, nn.Parameter)]
     for index, target in recipe.redistributed:
-        x = operands[index]
+        x, mesh = operands[index], target.mesh
         if not isinstance(x, nn.Parameter) or len(target.shape) == 1:
             continue
-        mesh = target.mesh
         for axis, (have, wanted) in enumerate(zip(x._layout.placements, target.placements, strict=True)):
             gathered = isinstance(have, Shard) and wanted == REPLICATE and mesh.shape[axis] > 1
-            if not gathered or (mesh, axis) in _warned or not _is_batch_sharded(operands, axis):
+            if not (gathered and any(isinstance(p[axis], Shard) for p in batches)) or (mesh, axis) in _warned:
                 continue
             _warned.add((mesh, axis))
             label, site = repr(mesh.names[axis]) if mesh.names else str(axis), call_site()
@@ -263,11 +260,6 @@ def warn_of_gathered(recipe: Recipe, operands: Sequence[DTensor]) -> None:
                 f"parallelism). explain() lists all that a step sends."
             )
             warnings.warn_explicit(text, UserWarning, *((site.file, site.line) if site else (__file__, 1)))
-
-
-def _is_batch_sharded(operands: Sequence[DTensor], axis: int) -> bool:
-    """Whether an operand that is no parameter is sharded on the axis."""
-    return any(isinstance(x._layout.placements[axis], Shard) and not isinstance(x, nn.Parameter) for x in operands)
 
 
 def call_under_hooks(call: Callable[..., Any], args: Args, kwargs: Kwargs, in_place: bool) -> Any:

@@ -24,7 +24,7 @@ from shardwise._redistribute.plan import plan_redistribute
 from shardwise._rules.row import Args, Kwargs, Op
 from shardwise._tensor.arguments import not_dense
 from shardwise._tensor.conversion import to_local, wrap
-from shardwise._tensor.dispatch.without_memory import global_on_meta, with_meta_device, without_modes
+from shardwise._tensor.dispatch.without_memory import on_meta, without_modes
 from shardwise._tensor.dtensor import DTensor, name_of, plain, tag, to_layout
 from shardwise._tensor.torch_dtensors import from_torch_dtensor
 from shardwise._tensor.torch_objects import arrived, is_torch_dtensor
@@ -176,16 +176,12 @@ def checked_sizes(func: Op, args: Args, kwargs: Kwargs) -> Iterator[None]:
 
 def _fits(func: Op, args: Args, kwargs: Kwargs) -> bool:
     """Whether `func` takes operands of these global sizes."""
-
-    def on_meta(x: object) -> object:
-        if type(x) is DTensor:
-            return global_on_meta(x._layout, x.dtype)
-        return torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x
-
     with DisableTorchFunctionSubclass(), tracing_paused(), without_modes(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        args, kwargs, _ = on_meta(args, kwargs, "meta")
         try:
-            func(*pytree.tree_map(on_meta, args), **with_meta_device(pytree.tree_map(on_meta, kwargs)))
+            with torch.no_grad():
+                func(*args, **kwargs)
         except Exception:  # noqa: BLE001 - whatever torch raises for operands that it refuses
             return False
     return True
@@ -201,12 +197,6 @@ def _listed(shapes: list[tuple[int, ...]]) -> str:
 def is_outside(mesh: Mesh) -> bool:
     """Whether this rank is not one of the mesh's."""
     return mesh.size() < collectives.world_size() and mesh.coordinate(collectives.rank()) is None
-
-
-def are_several(args: Args, kwargs: Kwargs) -> bool:
-    """Whether the DTensors among the arguments are on different meshes."""
-    meshes = [x._layout.mesh for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor]
-    return any(mesh != meshes[0] for mesh in meshes)
 
 
 def on_one_mesh(

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
 from shardwise import _collectives as collectives
-from shardwise._layout import REPLICATE, Layout, LayoutKey, Owner, remember, strides_in_order
+from shardwise._layout import REPLICATE, Layout, LayoutKey, remember, strides_in_order
 from shardwise._rules import RULES, Meta, OpRule, Row
 from shardwise._rules.registry import Shapes, no_rows
 from shardwise._rules.row import Args, Kwargs, Op, arguments
@@ -85,26 +85,11 @@ def _part(a: Any, floats_alike: bool) -> object:
     return kind, a
 
 
-def by_value(key: tuple[Any, ...], owner: Owner) -> tuple[Any, ...] | None:
-    """A key with layouts by value, for what all ranks and worlds of this process share.
-
-    None if there is a layout of another owner: a DTensor that another rank made, or this one in another world.
-    """
-    found: list[object] = []
-    for part in key:
-        kind = type(part)
-        if kind is LayoutKey:
-            if part.owner is not owner and part.owner is not None:
-                return None
-            found.append(part.value())
-        elif kind is tuple:
-            inner = by_value(part, owner)
-            if inner is None:
-                return None
-            found.append(inner)
-        else:
-            found.append(part)
-    return tuple(found)
+def by_value(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A key with layouts by value, for what all ranks and worlds of this process share."""
+    return tuple(
+        [part.value() if type(part) is LayoutKey else by_value(part) if type(part) is tuple else part for part in key]
+    )
 
 
 def _dtypes(args: Args, kwargs: Kwargs) -> tuple[torch.dtype, ...]:
