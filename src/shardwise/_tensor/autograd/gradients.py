@@ -158,7 +158,7 @@ def _initial_cotangent(output: DTensor, local: Tensor, gradient: Tensor | None) 
         elif not isinstance(placement, Partial):
             full = layout.replicated()
             return as_cotangent(local.new_ones(full.local_shape(collectives.rank())), full, layout, _START)
-    return local.new_full(local.shape, 1 / shares)
+    return local.new_empty(local.shape).fill_(1 / shares)
 
 
 def _given_cotangent(layout: Layout, gradient: Tensor) -> Tensor:
@@ -174,12 +174,11 @@ def _given_cotangent(layout: Layout, gradient: Tensor) -> Tensor:
     return as_cotangent(gradient, full, layout, _START)
 
 
-def _reduced_output(output: Tensor) -> Tensor:
+def _reduced_output(output: DTensor) -> DTensor:
     """`output`; if its partial values are maxima or the like, which have no cotangent, it is reduced first."""
-    if type(output) is DTensor:
-        for p in output._layout.placements:
-            if isinstance(p, Partial) and p.reduce_op != "sum":
-                return to_layout(output, output._layout.reduced(), _OUTPUT)
+    for p in output._layout.placements:
+        if isinstance(p, Partial) and p.reduce_op != "sum":
+            return to_layout(output, output._layout.reduced(), _OUTPUT)
     return output
 
 
@@ -192,15 +191,18 @@ def _as_list(x: Any) -> list[Any]:
 def _local_outputs(tensors: Tensors, grad_tensors: Gradients) -> tuple[list[Tensor], list[Tensor | None]]:
     """The local tensors of outputs, and the cotangents that backward starts with at them."""
     given, gradients = _as_list(tensors), _as_list(grad_tensors)
-    with torch.enable_grad():  # as torch, backward works where gradients are disabled, such as in another backward
-        outputs = [_reduced_output(x) for x in given]
-        locals_ = [plain(x) if type(x) is DTensor else x for x in outputs]
-    if len(gradients) != len(outputs):
-        gradients = gradients * len(outputs)
-    cotangents = [
-        _initial_cotangent(x, local, g) if type(x) is DTensor else g
-        for x, local, g in zip(outputs, locals_, gradients, strict=True)
-    ]
+    if len(gradients) != len(given):
+        gradients = gradients * len(given)
+    locals_, cotangents = [], []
+    for x, g in zip(given, gradients, strict=True):
+        local, cotangent = x, g
+        if type(x) is DTensor:
+            with torch.enable_grad():  # as torch, backward works where gradients are disabled, such as in another one
+                x = _reduced_output(x)
+                local = plain(x)
+            cotangent = _initial_cotangent(x, local, g)
+        locals_.append(local)
+        cotangents.append(cotangent)
     return locals_, cotangents
 
 

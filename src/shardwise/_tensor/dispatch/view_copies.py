@@ -156,20 +156,11 @@ def before_op(func: Op, args: tuple[Any, ...]) -> tuple[Iterable[Copy], tuple[An
     with DisableTorchFunctionSubclass():
         usual = first._layout.strides is None and not first.is_sparse and not vars(storage_of(first))
     copies = () if usual else before_change(name_of(func), first)
-    for a in args:
-        if a is not first and type(a) is DTensor and _is_alias(first, a):
-            return copies, _apart(args)
+    shared = [id(a) for a in args if a is not first and type(a) is DTensor and _is_alias(first, a)]
+    # A copy would hide from backward that the operand is changed.
+    if shared and not (torch.is_grad_enabled() and any(a.requires_grad for a in args if type(a) is DTensor)):
+        args = tuple(a.clone() if id(a) in shared else a for a in args)
     return copies, args
-
-
-def _apart(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    first = args[0]
-    with DisableTorchFunctionSubclass():
-        others = [a for a in args if type(a) is DTensor and a is not first]
-        if torch.is_grad_enabled() and any(a.requires_grad for a in (first, *others)):
-            return args  # a copy would hide from backward that the operand is changed
-        shared = {id(a) for a in others if _is_alias(first, a)}
-    return tuple(a.clone() if id(a) in shared else a for a in args)
 
 
 def copies_of_memory(x: DTensor) -> Iterable[Copy]:
