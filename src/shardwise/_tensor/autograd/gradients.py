@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from shardwise import _collectives as collectives
 from shardwise._layout import REPLICATE, Layout, Partial, Replicate
 from shardwise._redistribute.run_plan import redistribute_local
-from shardwise._rules.registry import handler
+from shardwise._rules.registry import handler, replacement
 from shardwise._rules.row import Args, Kwargs
 from shardwise._tensor.autograd.buckets import (
     axes_to_reduce,
@@ -206,6 +206,7 @@ def _local_outputs(tensors: Tensors, grad_tensors: Gradients) -> tuple[list[Tens
     return locals_, cotangents
 
 
+@replacement(torch.autograd.backward)
 def backward(
     tensors: Tensors,
     grad_tensors: Gradients = None,
@@ -226,11 +227,6 @@ def _edges(inputs: Iterable[Tensor]) -> list[Any]:
     """
     with DisableTorchFunctionSubclass():
         return [get_gradient_edge(x) if type(x) is DTensor else x for x in inputs]
-
-
-@handler(torch.autograd.backward)
-def _backward_of_torch(func: object, args: Args, kwargs: Kwargs) -> None:
-    backward(*args, **kwargs)
 
 
 @handler(torch.autograd.grad)

@@ -6,7 +6,7 @@ While there are neither, calls go to `dispatcher.dispatch` directly.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from numbers import Number
@@ -21,7 +21,7 @@ from shardwise._collectives.value_notes import stable_digest
 from shardwise._layout import Mesh
 from shardwise._rules.row import Args, Handler, Kwargs, Op
 from shardwise._tensor.dispatch import dispatcher
-from shardwise._tensor.dtensor import DTensor, name_of, set_dispatcher
+from shardwise._tensor.dtensor import dtensors_in, name_of, set_dispatcher
 from shardwise._trace.capture_hooks import is_capturing
 
 # ---- hooks ------------------------------------------------------------------------------------------------------
@@ -80,14 +80,10 @@ def dispatches_each_op(tensors: Callable[[], Iterable[Any]]) -> bool:
 
 
 def _call_hooks(func: Op, args: Args, kwargs: Kwargs) -> object:
-    proceed: Proceed = lambda: dispatcher.dispatch(func, args, kwargs)  # noqa: E731
+    proceed: Proceed = partial(dispatcher.dispatch, func, args, kwargs)
     for hook in _hooks.get(collectives.transport(), ()):
-        proceed = _bound(hook, proceed, func, args, kwargs)
+        proceed = partial(hook, proceed, func, args, kwargs)
     return proceed()
-
-
-def _bound(hook: Hook, proceed: Proceed, func: Op, args: Args, kwargs: Kwargs) -> Proceed:
-    return lambda: hook(proceed, func, args, kwargs)
 
 
 # ---- numbers ----------------------------------------------------------------------------------------------------
@@ -110,9 +106,9 @@ def record_numbers(proceed: Handler, func: Op, args: Args, kwargs: Kwargs) -> An
     _recording.inside = True
     try:
         numbers = dict(numbers_of({f"argument {i}": x for i, x in enumerate(args)} | kwargs))
-        mesh = _mesh_of((*args, *kwargs.values())) if numbers else None
-        if mesh is not None:
-            expect_equal_numbers(numbers, mesh, name_of(func))
+        tensors = dtensors_in((*args, *kwargs.values())) if numbers else []
+        if tensors:
+            expect_equal_numbers(numbers, tensors[0]._layout.mesh, name_of(func))
         return proceed(func, args, kwargs)
     finally:
         _recording.inside = False
@@ -144,12 +140,3 @@ def numbers_of(arguments: Mapping[str, object]) -> Iterator[tuple[str, complex]]
             yield from numbers_of({f"{name}[{i}]": x for i, x in enumerate(value)})
         elif type(value) is Tensor and value.numel() == 1 and value.device.type == "cpu" and not is_capturing():
             yield name, value.item()
-
-
-def _mesh_of(values: Sequence[object]) -> Mesh | None:
-    for x in values:
-        if type(x) is DTensor:
-            return x._layout.mesh
-        if isinstance(x, list | tuple) and (found := _mesh_of(x)) is not None:
-            return found
-    return None

@@ -48,7 +48,7 @@ def local_call(rule: OpRule, func: Op, recipe: Recipe, owner: Owner) -> Callable
         return _first_argument
     call = LocalCall(rule, func, recipe, owner)
     if call.is_op and not (call.is_outside or recipe.copied or call.watches_versions or call.checks_values):
-        return recipe.op  # type: ignore[no-any-return]
+        return recipe.op
     call.specialize()
     return call
 

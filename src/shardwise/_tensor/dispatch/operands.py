@@ -25,7 +25,7 @@ from shardwise._rules.row import Args, Kwargs, Op
 from shardwise._tensor.arguments import not_dense
 from shardwise._tensor.conversion import to_local, wrap
 from shardwise._tensor.dispatch.without_memory import on_meta, without_modes
-from shardwise._tensor.dtensor import DTensor, name_of, plain, tag, to_layout
+from shardwise._tensor.dtensor import DTensor, dtensors_in, name_of, plain, tag, to_layout
 from shardwise._tensor.torch_dtensors import from_torch_dtensor
 from shardwise._tensor.torch_objects import arrived, is_torch_dtensor
 from shardwise._tensor.transforms import check_untransformed
@@ -56,8 +56,7 @@ def is_strict() -> bool:
 
 def all_promoted(func: Op, args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with plain tensors as replicated DTensors, which get the full gradient."""
-    everything = [*args, *kwargs.values()]
-    first = next(x for a in everything for x in (a if isinstance(a, list | tuple) else (a,)) if type(x) is DTensor)
+    first = dtensors_in((*args, *kwargs.values()))[0]
     mesh = first._layout.mesh
 
     def promote(x: object) -> Any:
@@ -212,7 +211,7 @@ def on_one_mesh(
     Raises:
         RuleError: in strict mode.
     """
-    operands = [x for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor]
+    operands = dtensors_in((*args, *kwargs.values()))
     own_slice = cache(_own_slice)
     lead = max(operands, key=lambda x: x.numel() * x.element_size()) if kept_operand is None else operands[kept_operand]
     others = next(x._layout.mesh for x in operands if x._layout.mesh != lead._layout.mesh)

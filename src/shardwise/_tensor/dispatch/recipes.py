@@ -158,7 +158,8 @@ def _resolved(costs: object, func: Op, rule: OpRule, args: Args, kwargs: Kwargs)
     def shape() -> Shapes:
         if rule.shape is None:
             return resolve.shapes_of(func, results().out)
-        return resolve.called(rule.shape, metas, slotted, named)  # type: ignore[no-any-return]
+        found: Shapes = resolve.called(rule.shape, metas, slotted, named)
+        return found
 
     recipe = resolve.recipe(name, op, python, rule, [o.layout for o in operands], chosen, shape)
     if rule.shape is not None and len(operands) > 1:

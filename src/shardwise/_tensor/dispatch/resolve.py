@@ -45,6 +45,8 @@ Layouts = Layout | tuple[Layout | None, ...] | Output  # of the result, or of ea
 class Recipe:
     """How to run one op on one combination of layouts, on any rank."""
 
+    op: Op  # what each rank runs, unless there is a local implementation
+    python: bool  # that is Python code, which would read global shapes
     redistributed: tuple[tuple[int, Layout], ...]  # (index of an operand, the layout it is redistributed to)
     layouts: tuple[Layout, ...]  # of all operands after that
     local_impl: Callable[..., Any] | None
@@ -56,8 +58,6 @@ class Recipe:
     copied: bool = False  # the results are copies where torch returns views
     itself: bool = False  # the result is the first operand
     order: tuple[int, ...] = ()  # of the dims of the first result in memory, if its shape depends on data; () is rising
-    op: Any = None  # what each rank runs, unless there is a local implementation
-    python: bool = False  # that is Python code, which would read global shapes
     saved: dict[object, frozenset[int]] = field(default_factory=dict)  # what torch saves for backward, once it is known
 
     @property
@@ -195,9 +195,7 @@ def recipe(
     cause = Cause("internal", name, "", _why(chosen))
     copied = rule.view and (bool(redistributed) or any(row.copies for row in chosen))
     rows = tuple(chosen) if rule.data_dependent_shape else ()
-    return Recipe(
-        redistributed, tuple(wanted), local, axes, output, rows, cause, rule.view, copied, op=op, python=python
-    )
+    return Recipe(op, python, redistributed, tuple(wanted), local, axes, output, rows, cause, rule.view, copied)
 
 
 def has_empty_shards(x: Layout) -> bool:
@@ -225,11 +223,10 @@ class Slot(NamedTuple):
 
 def with_metas(tree: object, metas: Sequence[Any]) -> Any:
     """The arguments with slots replaced, also in lists and tuples one level deep."""
-    kind = type(tree)
-    if kind is Slot:
-        return metas[tree.number]  # type: ignore[attr-defined]
-    if kind is list or kind is tuple:
-        return kind([metas[x.number] if type(x) is Slot else x for x in tree])  # type: ignore[attr-defined]
+    if isinstance(tree, Slot):
+        return metas[tree.number]
+    if isinstance(tree, list | tuple):
+        return type(tree)([metas[x.number] if isinstance(x, Slot) else x for x in tree])
     return tree
 
 
