@@ -28,7 +28,6 @@ from shardwise._tensor.dispatch.fallback import run_decomposed, run_without_row
 from shardwise._tensor.dispatch.local_calls import (
     LocalCall,
     as_dtensors,
-    call_under_hooks,
     local_call,
     warn_of_gathered,
 )
@@ -40,8 +39,9 @@ from shardwise._tensor.dtensor import DTensor, check_owners, dtensors_in, name_o
 from shardwise.errors import RuleError
 
 FIRST_OPERANDS = ("condition", "sorted_sequence", "tensors", "tensor", "input", "self")
-# What this rank runs for a call; the layouts of the results; those of the operands, which are kept for the key.
-Call = tuple[Callable[..., Any], Layouts, Sequence[Layout]]
+# What this rank runs for a call, and under saved-tensor hooks; the layouts of the results; those of the operands, which
+# are kept for the key.
+Call = tuple[Callable[..., Any], Callable[..., Any], Layouts, Sequence[Layout]]
 IN_PLACE = Output.IN_PLACE
 _family_cache: dict[Any, OpRule] = {}  # the entries of functions that `RULES` does not have
 
@@ -70,15 +70,12 @@ def run(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> Any:
     call = _known.calls.get(key) or _compiled(func, rule, args, kwargs, key)
     if isinstance(call, partial):
         return call()
-    op, layout, _ = call
+    op, op_under_hooks, layout, _ = call
     copies = None
     if layout is IN_PLACE:
         copies, args = before_op(func, args)
     with DisableTorchFunctionSubclass():
-        if saved_tensors_hooks(True) is None or type(op) is LocalCall:
-            out = op(*args, **kwargs)
-        else:
-            out = call_under_hooks(op, args, kwargs, layout is IN_PLACE)
+        out = (op if saved_tensors_hooks(True) is None else op_under_hooks)(*args, **kwargs)
         if type(layout) is Layout:
             if type(out) is not DTensor:
                 out.__class__ = DTensor
@@ -121,7 +118,7 @@ def _compiled(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any
         return partial(run, func, rule, *operands.on_one_mesh(func, args, kwargs, kept))
     if recipe.redistributed:
         warn_of_gathered(recipe, tensors)
-    call = local_call(rule, func, recipe, owner), _owned(recipe.output, owner), [x._layout for x in tensors]
+    call = *local_call(rule, func, recipe, owner), _owned(recipe.output, owner), [x._layout for x in tensors]
     if NO_KEY not in key:
         remember(owner.calls, key, call)
     return call

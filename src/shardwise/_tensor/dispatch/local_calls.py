@@ -38,19 +38,19 @@ _warned: set[tuple[Mesh, int]] = set()  # axes along which a parameter is all-ga
 T = TypeVar("T")
 
 
-def local_call(rule: OpRule, func: Op, recipe: Recipe, owner: Owner) -> Callable[..., Any]:
-    """What the rank `owner` runs for calls of this recipe: torch's op itself, or a `LocalCall`.
+def local_call(rule: OpRule, func: Op, recipe: Recipe, owner: Owner) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What the rank `owner` runs for calls of this recipe: torch's op itself or a `LocalCall`; and under hooks.
 
     It is called with the DTensor arguments under `DisableTorchFunctionSubclass`, so C++ works on each DTensor's own
     storage, which is the local shard.
     """
     if recipe.itself:
-        return _first_argument
+        return _first_argument, _first_argument
     call = LocalCall(rule, func, recipe, owner)
     if call.is_op and not (call.is_outside or recipe.copied or call.watches_versions or call.checks_values):
-        return recipe.op
+        return recipe.op, call
     call.specialize()
-    return call
+    return call, call
 
 
 def _first_argument(x: T, *args: object, **kwargs: object) -> T:
@@ -88,6 +88,11 @@ class LocalCall:
 
     It redistributes operands, runs the op, Python code or a local implementation on local tensors, and raises the
     errors that only other ranks would raise (`consistent_errors.py`).
+
+    Saved-tensor hooks get local tensors that stay local tensors. Torch passes to a hook the Python object that an op
+    saves. An operand that does not require grad is therefore passed to the op as a plain tensor. A result that does
+    not, such as the indices of `topk`, is returned as another object than the saved one, because the caller makes it a
+    DTensor. Checkpointing compares the shapes of saved tensors.
 
     Attributes:
         is_outside: this rank is outside the mesh, and runs nothing.
@@ -174,8 +179,8 @@ class LocalCall:
 
     def _run(self, args: Args, kwargs: Kwargs, hooked: bool) -> Any:
         recipe, specialized = self.recipe, self._specialized
-        if self.is_op:
-            return call_under_hooks(recipe.op, args, kwargs, self._in_place) if hooked else recipe.op(*args, **kwargs)
+        if self.is_op and not hooked:
+            return recipe.op(*args, **kwargs)
         if specialized is not None and not self._python:
             out = specialized(*args, **kwargs)
             if out is not NotImplemented:
@@ -194,6 +199,8 @@ class LocalCall:
             local = recipe.op if recipe.local_impl is None else partial(recipe.local_impl, ctx)
             out = local(*locals_, **named)
             layouts = layouts_of_results(recipe, ctx, out) if recipe.rows else recipe.output
+        if self.is_op and locals_ and out is locals_[0]:  # such as what `contiguous` returns
+            return args[0]
         if not self._makes_views:
             out = no_views(out, args, layouts)
         return as_dtensors(out, layouts) if recipe.rows else out
@@ -213,7 +220,6 @@ class LocalCall:
             if kind is DTensor:
                 index, target = len(operands), self._targets.get(len(operands))
                 operands.append(x)
-                # Saved-tensor hooks may get an operand: see `call_under_hooks`.
                 hidden = hooked and not x.requires_grad and (index > 0 or not self._in_place)
                 if target is not None or self._plain_only or hidden:
                     src = x._layout
@@ -227,7 +233,7 @@ class LocalCall:
                         move = self._redistributions.get((src.key, target.key)) or redistribution(src, target)
                         x = move.run(x, cause)
             elif kind is list or kind is tuple:
-                x = self._locals(x, operands, hooked)
+                x = kind(self._locals(x, operands, hooked))
             found.append(x)
         return found
 
@@ -260,31 +266,6 @@ def warn_of_gathered(recipe: Recipe, operands: Sequence[DTensor]) -> None:
                 f"parallelism). explain() lists all that a step sends."
             )
             warnings.warn_explicit(text, UserWarning, *((site.file, site.line) if site else (__file__, 1)))
-
-
-def call_under_hooks(call: Callable[..., Any], args: Args, kwargs: Kwargs, in_place: bool) -> Any:
-    """Run torch's op so that saved-tensor hooks, which there are, get local tensors that stay local tensors.
-
-    Torch passes to a hook the Python object that an op saves. An operand that does not require grad is therefore passed
-    to the op as a plain tensor. A result that does not, such as the indices of `topk`, is returned as another object
-    than the saved one, because the caller makes it a DTensor. Checkpointing compares the shapes of saved tensors.
-    """
-    written = args[0] if in_place else None
-    hidden: list[tuple[Tensor, DTensor]] = []
-    shown = [_shown(a, written, hidden) for a in args]
-    out = call(*shown, **{k: _shown(a, written, hidden) for k, a in kwargs.items()})
-    same = next((x for plain_x, x in hidden if plain_x is out), None)  # such as what `contiguous` returns
-    return _not_saved(out) if same is None else same
-
-
-def _shown(a: object, written: object, hidden: list[tuple[Tensor, DTensor]]) -> Any:
-    """An argument with local tensors in place of DTensors that an op may save; both are appended to `hidden`."""
-    if type(a) is list or type(a) is tuple:
-        return type(a)(_shown(x, written, hidden) for x in a)
-    if type(a) is not DTensor or a is written or a.requires_grad or a.is_sparse:
-        return a
-    hidden.append((_as_subclass(a, Tensor), a))
-    return hidden[-1][0]
 
 
 def _not_saved(out: object) -> object:
