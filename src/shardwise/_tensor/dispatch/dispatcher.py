@@ -99,7 +99,9 @@ def _compiled(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any
         if key in owner.calls:
             return _known.calls[key]
     tensors = dtensors_in((*args, *kwargs.values()))
-    check_owners(name_of(func), [x._layout for x in tensors])
+    layouts = [x._layout for x in tensors]
+    if {owner} != {layout.owner for layout in layouts}:
+        check_owners(name_of(func), layouts)
     if "out" in kwargs:
         if kwargs["out"] is not None:
             return partial(_run_with_out, func, args, kwargs)
@@ -118,7 +120,7 @@ def _compiled(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any
         return partial(run, func, rule, *operands.on_one_mesh(func, args, kwargs, kept))
     if recipe.redistributed:
         warn_of_gathered(recipe, tensors)
-    call = *local_call(rule, func, recipe, owner), _owned(recipe.output, owner), [x._layout for x in tensors]
+    call = *local_call(rule, func, recipe, owner), _owned(recipe.output, owner), layouts
     if NO_KEY not in key:
         remember(owner.calls, key, call)
     return call
