@@ -177,8 +177,8 @@ def _fits(func: Op, args: Args, kwargs: Kwargs) -> bool:
     """Whether `func` takes operands of these global sizes."""
     with DisableTorchFunctionSubclass(), tracing_paused(), without_modes(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        args, kwargs, _ = on_meta(args, kwargs, "meta")
         try:
+            args, kwargs, _ = on_meta(args, kwargs, "meta")
             with torch.no_grad():
                 func(*args, **kwargs)
         except Exception:  # noqa: BLE001 - whatever torch raises for operands that it refuses
