@@ -12,12 +12,12 @@ from torch.utils import _pytree as pytree
 
 from shardwise import _collectives as collectives
 from shardwise._layout import REPLICATE, Layout, Mesh, checked
-from shardwise._rules.registry import ops_with_rules
+from shardwise._rules.registry import RULES, ops_with_rules
 from shardwise._rules.row import Args, Kwargs
 from shardwise._tensor import DTensor, plain, to_layout
-from shardwise._tensor.dispatch import dispatcher
-from shardwise._tensor.dispatch.dispatcher import is_op
+from shardwise._tensor.dispatch.dispatcher import is_op, recipe_of
 from shardwise._tensor.dispatch.hooks import Proceed, hook_calls
+from shardwise._tensor.dispatch.operands import all_promoted
 from shardwise._tensor.dtensor import name_of
 from shardwise._trace.comm_trace import muted
 from shardwise._trace.user_stack import call_site
@@ -104,7 +104,7 @@ class Shadow:
         return ShadowError(
             f"{name_of(func)} differs from plain torch on full tensors.\n"
             f"  Where: {call_site() or 'unknown'}\n"
-            f"  Rows: {dispatcher.reason(func, args, kwargs)}\n"
+            f"  Rows: {_reason(func, args, kwargs)}\n"
             f"  Operands: {', '.join(laid_out)}\n"
             f"  Results: {', '.join(results) or type(out).__name__}\n"
             f"  Largest difference: {worst.size:.6g}, in {worst.what}{where}{held}\n"
@@ -112,6 +112,20 @@ class Shadow:
             f"  Fix: correct the rule if it is yours, else report this text; until then redistribute the operands.",
             name_of(func), worst.rank, worst.index, worst.size,
         )  # fmt: skip
+
+
+def _reason(func: Func, args: Args, kwargs: Kwargs) -> str:
+    """The reasons of the rows that `func` runs by on these operands, or why it has none."""
+    rule = RULES.get(func)
+    if rule is None or not rule.has_rule:
+        if rule is None or rule.handler is None:
+            return "it has no rule: torch decomposes it into ops that have"
+        return f"{name_of(func)} has no rows: its handler runs other ops"
+    try:
+        args, kwargs = all_promoted(func, args, {k: v for k, v in kwargs.items() if k != "out"})
+        return recipe_of(func, args, kwargs).cause.why
+    except RuleError as error:
+        return str(error)
 
 
 class _Copies:

@@ -200,20 +200,6 @@ def is_op(func: Op) -> bool:
     return rule.has_rule or rule.is_op
 
 
-def reason(func: Op, args: Args, kwargs: Kwargs) -> str:
-    """The reasons of the rows that `func` runs by on these operands, or why it has none."""
-    rule = RULES.get(func)
-    if rule is None or not rule.has_rule:
-        if rule is None or rule.handler is None:
-            return "it has no rule: torch decomposes it into ops that have"
-        return f"{name_of(func)} has no rows: its handler runs other ops"
-    try:
-        args, kwargs = operands.all_promoted(func, args, {k: v for k, v in kwargs.items() if k != "out"})
-        return recipe_of(func, args, kwargs).cause.why
-    except RuleError as error:
-        return str(error)
-
-
 def recipe_of(func: Op, args: Args, kwargs: Kwargs) -> Recipe:
     """The recipe of a call without plain tensors."""
     rule = RULES[func]
