@@ -12,6 +12,7 @@ from torch._C import DisableTorchFunctionSubclass
 from shardwise import _collectives as collectives
 from shardwise._layout import REPLICATE, Layout, LayoutKey, remember, strides_in_order
 from shardwise._rules import RULES, Meta, OpRule, Row
+from shardwise._rules.pointwise import broadcast
 from shardwise._rules.registry import Shapes, no_rows
 from shardwise._rules.row import Args, Kwargs, Op, arguments
 from shardwise._tensor.dispatch import resolve
@@ -161,8 +162,10 @@ def _resolved(costs: object, func: Op, rule: OpRule, args: Args, kwargs: Kwargs)
         found: Shapes = resolve.called(rule.shape, metas, slotted, named)
         return found
 
+    shapes = [o.layout.shape for o in operands]
     recipe = resolve.recipe(name, op, python, rule, [o.layout for o in operands], chosen, shape)
-    if rule.shape is not None and len(operands) > 1:
+    # Elementwise ops take operands of one shape, and torch's own check is most of a call on a new shape.
+    if len(operands) > 1 and rule.shape is not None and (rule.shape is not broadcast or len({*shapes}) > 1):
         resolve.check_sizes(results)
     if rule.memory_order is not None:
         order = tuple(resolve.called(rule.memory_order, metas, slotted, named))
