@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,6 @@ from shardwise._trace.comm_trace import Cause
 from shardwise._trace.user_stack import call_site
 
 _warned: set[tuple[Mesh, int]] = set()  # axes along which a parameter is all-gathered
-T = TypeVar("T")
 
 
 def local_call(rule: OpRule, func: Op, recipe: Recipe, owner: Owner) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -44,17 +43,11 @@ def local_call(rule: OpRule, func: Op, recipe: Recipe, owner: Owner) -> tuple[Ca
     It is called with the DTensor arguments under `DisableTorchFunctionSubclass`, so C++ works on each DTensor's own
     storage, which is the local shard.
     """
-    if recipe.itself:
-        return _first_argument, _first_argument
     call = LocalCall(rule, func, recipe, owner)
     if call.is_op and not (call.is_outside or recipe.copied or call.watches_versions or call.checks_values):
         return recipe.op, call
     call.specialize()
     return call, call
-
-
-def _first_argument(x: T, *args: object, **kwargs: object) -> T:
-    return x
 
 
 def no_views(out: object, args: Args, layouts: Layouts | None) -> object:

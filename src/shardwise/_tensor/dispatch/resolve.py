@@ -56,7 +56,6 @@ class Recipe:
     cause: Cause = INTERNAL  # of the op's communication
     view: bool = False  # torch returns views of the first operand, or that itself
     copied: bool = False  # the results are copies where torch returns views
-    itself: bool = False  # the result is the first operand
     order: tuple[int, ...] = ()  # of the dims of the first result in memory, if its shape depends on data; () is rising
     saved: dict[object, frozenset[int]] = field(default_factory=dict)  # what torch saves for backward, once it is known
 
@@ -404,6 +403,10 @@ def shapes_of(op: Callable[..., Any], out: object) -> Shapes:
     )
 
 
+def _first_argument(x: object, *args: object, **kwargs: object) -> object:
+    return x
+
+
 def with_strides(recipe: Recipe, found: MetaResults) -> Recipe:
     """The recipe of a call whose results have these strides, and are views only if torch's are."""
 
@@ -414,7 +417,7 @@ def with_strides(recipe: Recipe, found: MetaResults) -> Recipe:
 
     output: Any = recipe.output
     if recipe.view and found.out is found.operands[0]:
-        return replace(recipe, redistributed=(), local_impl=None, copied=False, itself=True)
+        return replace(recipe, op=_first_argument, python=False, redistributed=(), local_impl=None, copied=False)
     if isinstance(output, tuple):
         output = tuple(map(strided, output, found.out if isinstance(found.out, list | tuple) else output))
     elif isinstance(output, Layout):
