@@ -5,7 +5,7 @@ import pytest
 from shardwise import launch
 from tools.walk import RANKS, walks
 
-MOST_FRAMES = {"matmul": 4, "gathering matmul": 30, "redistribute": 32, "x[2:5]": 14}
+MOST_FRAMES = {"matmul": 4, "gathering matmul": 30, "redistribute": 32, "x[2:5]": 14, "AdamW step": 104}
 
 
 @pytest.mark.processes
