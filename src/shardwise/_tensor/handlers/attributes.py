@@ -29,7 +29,7 @@ SAME = frozenset(
     requires_grad requires_grad_ is_floating_point is_complex is_signed element_size retain_grad retains_grad
     device dtype is_leaf layout is_sparse is_sparse_csr is_quantized is_mkldnn is_meta is_cpu is_cuda is_mps
     is_xpu is_xla is_ipu is_hpu is_vulkan is_maia is_mtia grad_dtype
-    is_nested is_inference is_conj is_neg get_device output_nr _version itemsize names _is_view is_shared
+    is_nested is_inference is_conj is_neg get_device grad_fn _version itemsize names _is_view is_shared
     is_pinned is_coalesced sparse_dim dense_dim register_hook register_post_accumulate_grad_hook _backward_hooks
     _post_accumulate_grad_hooks __hash__ _is_zerotensor
     """.split()
@@ -115,20 +115,6 @@ def _requires_grad(func: Op, args: Args, kwargs: Kwargs) -> object:
         if LIVING and x.requires_grad and not needed_grad:  # views require grad from now on, copies cannot
             invalidate(copies_of_memory(x))
     return out
-
-
-def of_dtensor(*gradients: object) -> None:
-    """A hook that does nothing: it says that a node of the graph is the `grad_fn` of a DTensor."""
-
-
-@handler(cast(Any, Tensor.grad_fn).__get__)
-def _grad_fn(func: Op, args: Args, kwargs: Kwargs) -> object:
-    """The node of the local tensor. Its own hooks are refused; see `refusing_hooks_of_nodes`."""
-    node = cast(torch.autograd.graph.Node | None, same(func, args, kwargs))
-    if node is not None and "register_hook" not in getattr(node, "__dict__", ()):  # as `BackwardHookFunction` has
-        node.register_hook(of_dtensor)
-        node.register_prehook(of_dtensor)
-    return node
 
 
 @handler(Tensor.register_post_accumulate_grad_hook)
