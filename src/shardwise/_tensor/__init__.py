@@ -19,7 +19,6 @@ from shardwise._tensor.handlers import (
     indexing,
     lists,
     optimizers,
-    random_functions,
     sparse,
 )
 
@@ -37,7 +36,6 @@ __all__ = [
     "lists",
     "optimizers",
     "plain",
-    "random_functions",
     "sparse",
     "state_dicts",
     "strict",
