@@ -24,6 +24,7 @@ from shardwise._trace.comm_trace import Cause
 from shardwise._trace.user_stack import is_called_by
 from shardwise.errors import RuleError
 
+_set_data: Callable[[Tensor, Tensor], None] = vars(torch._C.TensorBase)["data"].__set__
 # Attributes and methods whose result for the local tensor is right for the global one.
 SAME = frozenset(
     """
@@ -175,13 +176,10 @@ def attribute_of(func: Any, args: Args, kwargs: Kwargs) -> object:
     """Read or set an attribute that may differ between the local and the global tensor; most are refused."""
     x, attribute = args[0], func.__self__.__name__
     if attribute == "data":
-        value = None if func.__name__ == "__get__" else _in_layout_of(x, args[1], ".data =")
+        if func.__name__ == "__set__":
+            return replace_value(x, _in_layout_of(x, args[1], ".data ="))
         with DisableTorchFunctionSubclass():
-            if value is None:
-                return remembering(x, tag(func(*args), x._layout))
-            func(x, plain(value))
-            x._layout = value._layout
-            return track(x)  # the value may be a copy where torch gives a view
+            return remembering(x, tag(func(*args), x._layout))
     refuse_compilation()
     if attribute == "_base" and same(func, args, kwargs) is None:
         return None
@@ -208,17 +206,17 @@ def _in_layout_of(x: DTensor, value: Any, what: str) -> DTensor:
     return to_layout(value, x._layout, Cause("operand", what, "the new value", "a DTensor keeps its layout"))
 
 
-def replace_value(x: DTensor, value: DTensor) -> None:
-    """Let `x`, a leaf without a gradient, have the memory and the layout of `value`, whose shape may be another one.
+def replace_value(x: DTensor, value: DTensor) -> DTensor:
+    """Let `x`, a leaf or a view, have the memory and the layout of `value`, whose shape may be another one.
 
     Whoever holds `x`, such as an optimizer, then has the new value.
     """
     with DisableTorchFunctionSubclass():
-        vars(torch._C.TensorBase)["data"].__set__(x, plain(value).detach())
-        if x._layout != value._layout:
-            x._layout = value._layout
-            x._spec = x._tiling = x._bucket_plan = None  # of the old shape
-        track(x)
+        _set_data(x, plain(value).detach())
+        if x._layout.shape != value._layout.shape:
+            x._spec = x._tiling = x._bucket_plan = None
+        x._layout = value._layout
+        return track(x)  # the value may be a copy where torch gives a view
 
 
 def set_(x: DTensor, *args: Any, **kwargs: Any) -> DTensor:
@@ -245,15 +243,9 @@ def _view_as(input: Tensor, other: Tensor) -> Tensor:
         return tag(input.view_as(input), input._layout)
 
 
-@replacement(Tensor.expand_as, torch.ops.aten.expand_as.default)
-def _expand_as(input: Tensor, other: Tensor) -> Tensor:
-    """A plain tensor of the shape of a DTensor stays plain, so that changes of the view are changes of the tensor."""
-    return input.expand(other.shape)
-
-
-@replacement(Tensor.reshape_as, torch.ops.aten.reshape_as.default)
-def _reshape_as(input: Tensor, other: Tensor) -> Tensor:
-    return input.reshape(other.shape)
+# A plain tensor of the shape of a DTensor stays plain, so that changes of the view are changes of the tensor.
+replacement(Tensor.expand_as, torch.ops.aten.expand_as.default)(lambda input, other: input.expand(other.shape))
+replacement(Tensor.reshape_as, torch.ops.aten.reshape_as.default)(lambda input, other: input.reshape(other.shape))
 
 
 # ---- t_, unsqueeze_ and the like: a tensor becomes a view of itself, and its layout that of the view ------------
@@ -277,7 +269,7 @@ def _becomes(view: Op) -> Handler:
                     f"neither its views nor its gradients would follow. Fix: use the op that returns a new tensor."
                 )
             else:
-                torch.Tensor.data.__set__(x, new)  # type: ignore[attr-defined]
+                _set_data(x, new)
                 track(x)  # a copy: `detach()` or `.data` may have made other tensors of the memory that it had
             x._layout = out._layout
             x._spec = x._tiling = None  # of the old shape
