@@ -50,15 +50,13 @@ def _block_diag(*tensors: Tensor) -> Tensor:
     return torch.cat(rows)
 
 
-@replacement(torch.resolve_conj, Tensor.resolve_conj, torch.ops.aten.resolve_conj.default)
-def _resolve_conj(input: Tensor) -> Tensor:
-    """As torch: local tensors say whether their conjugate is still to be computed, which the meta device does not."""
-    return input.clone() if input.is_conj() else input
-
-
-@replacement(torch.resolve_neg, Tensor.resolve_neg, torch.ops.aten.resolve_neg.default)
-def _resolve_neg(input: Tensor) -> Tensor:
-    return input.clone() if input.is_neg() else input
+# As torch: local tensors say whether their conjugate is still to be computed, which the meta device does not.
+replacement(torch.resolve_conj, Tensor.resolve_conj, torch.ops.aten.resolve_conj.default)(
+    lambda input: input.clone() if input.is_conj() else input
+)
+replacement(torch.resolve_neg, Tensor.resolve_neg, torch.ops.aten.resolve_neg.default)(
+    lambda input: input.clone() if input.is_neg() else input
+)
 
 
 @handler(torch.tensor_split, Tensor.tensor_split, no_row=True)
@@ -99,13 +97,17 @@ def _linear_cross_entropy(func: Op, args: Args, kwargs: Kwargs) -> object:
 # ---- random functions and initializations that torch implements in Python ---------------------------------------
 
 
-def _dropout(function: Any) -> Op:
+def _body(function: Any) -> Op:
     """Torch's own Python code of `function`, which calls ops with DTensors, in place of asking subclasses."""
-    globals_ = {**function.__globals__, "has_torch_function_unary": lambda x: False}
-    code = FunctionType(function.__code__, globals_)
+    return FunctionType(function.__code__, {**function.__globals__, "has_torch_function_unary": lambda x: False})
 
-    def drop(input: Tensor, p: float = 0.5, training: bool = function.__defaults__[1], inplace: bool = False) -> Tensor:
-        out: Tensor = code(input, p, training, inplace)
+
+def _dropout(function: Op) -> Op:
+    """A dropout function, which returns the input itself where it drops nothing; torch passes all arguments."""
+    body = _body(function)
+
+    def drop(input: Tensor, p: float, training: bool, inplace: bool) -> Tensor:
+        out: Tensor = body(input, p, training, inplace)
         return out if training and p else input
 
     return drop
@@ -121,29 +123,8 @@ def _in_place(op: Op) -> Op:
     return drop
 
 
-def _rrelu(
-    input: Tensor,
-    lower: float = 1.0 / 8,
-    upper: float = 1.0 / 3,
-    training: bool = False,
-    inplace: bool = False,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    if not training and lower <= upper:  # otherwise torch.rrelu raises
-        return F.leaky_relu(input, (lower + upper) / 2, inplace)
-    # it saves what it reads, which must not change
-    out = torch.rrelu(input.clone() if inplace else input, lower, upper, True, generator)
-    return input.copy_(out) if inplace else out
-
-
-def _rrelu_in_place(
-    input: Tensor,
-    lower: float = 1.0 / 8,
-    upper: float = 1.0 / 3,
-    training: bool = False,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    return _rrelu(input, lower, upper, training, True, generator)
+def _rrelu_in_place(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return input.copy_(torch.rrelu(input.clone(), *args, **kwargs))  # it saves what it reads, which must not change
 
 
 def _bernoulli_in_place(input: Tensor, p: float | Tensor = 0.5, *, generator: torch.Generator | None = None) -> Tensor:
@@ -180,7 +161,7 @@ REPLACEMENTS: dict[Op, Op] = {
     torch.feature_dropout_: _in_place(torch.feature_dropout),
     torch.feature_alpha_dropout_: _in_place(torch.feature_alpha_dropout),
     Tensor.bernoulli_: _bernoulli_in_place,
-    F.rrelu: _rrelu,
+    F.rrelu: _body(F.rrelu),
     torch.rrelu_: _rrelu_in_place,
     nn.init.uniform_: nn.init._no_grad_uniform_,
     nn.init.normal_: nn.init._no_grad_normal_,

@@ -120,17 +120,6 @@ def _state_agrees(state: dict[str, Any], layout: Layout | None) -> bool:
 # shares its attributes, but for the parameter groups, and takes its place as `self` of its step.
 _VIEWS: dict[type[Optimizer], type[Optimizer]] = {
     cls: type(cls.__name__, (cls,), {"param_groups": property(_groups)})
-    for cls in (
-        optim.SGD,
-        optim.Adam,
-        optim.AdamW,
-        optim.Adagrad,
-        optim.RMSprop,
-        optim.Adadelta,
-        optim.Adamax,
-        optim.NAdam,
-        optim.RAdam,
-        optim.Rprop,
-        optim.ASGD,
-    )
+    for name in "SGD Adam AdamW Adagrad RMSprop Adadelta Adamax NAdam RAdam Rprop ASGD".split()
+    for cls in [getattr(optim, name)]
 }
