@@ -10,8 +10,8 @@ dispatcher if a DTensor is among the arguments, so the handlers below answer, an
 
 from collections.abc import Iterable
 from functools import cache, wraps
+from inspect import unwrap
 from types import GetSetDescriptorType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +46,16 @@ def asking(original: Op) -> Op:
         return original(*args, **kwargs)
 
     return _in_place_of(original, function)
+
+
+def asking_scripts(method: Op) -> Op:
+    """The same for a method of TorchScript. Torch may put a replacement back that was undone: it is not replaced."""
+    return asking(_of_script(method))
+
+
+def _of_script(method: Op) -> Op:
+    found: Op = unwrap(getattr(method, "__func__", method))
+    return found
 
 
 @cache
@@ -185,8 +195,8 @@ def _set(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
 
 handler(torch.sparse_coo_tensor, torch._C._to_dlpack)(refuse)
 handler(Tensor.__new__)(lambda func, args, kwargs: refuse(args[0], args, kwargs))  # as `torch.Tensor(x)`
-_scripts: list[Any] = [torch.jit.ScriptFunction.__call__, torch.ScriptMethod.__call__, torch.ScriptObject.setattr]
-handler(*[method.__func__ for method in _scripts])(lambda func, args, kwargs: refuse_local("TorchScript"))
+_scripts: list[Op] = [torch.jit.ScriptFunction.__call__, torch.ScriptMethod.__call__, torch.ScriptObject.setattr]
+handler(*map(_of_script, _scripts))(lambda func, args, kwargs: refuse_local("TorchScript"))
 handler(torch.cuda.jiterator._JittedFunction.__call__)(
     lambda func, args, kwargs: refuse_local("A kernel of torch.cuda.jiterator")
 )

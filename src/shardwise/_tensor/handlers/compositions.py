@@ -123,10 +123,6 @@ def _in_place(op: Op) -> Op:
     return drop
 
 
-def _rrelu_in_place(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return input.copy_(torch.rrelu(input.clone(), *args, **kwargs))  # it saves what it reads, which must not change
-
-
 def _bernoulli_in_place(input: Tensor, p: float | Tensor = 0.5, *, generator: torch.Generator | None = None) -> Tensor:
     """A tensor `p` keeps its layout: numbers are drawn in that, and then redistributed to the layout of `input`."""
     if isinstance(p, Tensor):
@@ -162,7 +158,8 @@ REPLACEMENTS: dict[Op, Op] = {
     torch.feature_alpha_dropout_: _in_place(torch.feature_alpha_dropout),
     Tensor.bernoulli_: _bernoulli_in_place,
     F.rrelu: _body(F.rrelu),
-    torch.rrelu_: _rrelu_in_place,
+    # it saves what it reads, which must not change
+    torch.rrelu_: lambda input, *args, **kwargs: input.copy_(torch.rrelu(input.clone(), *args, **kwargs)),
     nn.init.uniform_: nn.init._no_grad_uniform_,
     nn.init.normal_: nn.init._no_grad_normal_,
     nn.init.constant_: nn.init._no_grad_fill_,
