@@ -24,7 +24,13 @@ from torch.utils._device import _device_constructors
 from shardwise._tensor.autograd.functions import apply_with_dtensors, saving_layouts, with_layouts
 from shardwise._tensor.dispatch.without_memory import without_modes
 from shardwise._tensor.dtensor import DTensor, before_first_dtensor
-from shardwise._tensor.handlers.bypasses import asking, asking_scripts, data_of_alike, full_gradients, taking_numbers
+from shardwise._tensor.handlers.bypasses import (
+    asking,
+    data_of_alike,
+    full_gradients,
+    refusing_in_scripts,
+    taking_numbers,
+)
 from shardwise._tensor.handlers.indexing import zero_padding_row
 from shardwise._tensor.handlers.lists import total_norm_in_one_exchange
 from shardwise._tensor.handlers.optimizers import step_on_locals
@@ -243,7 +249,7 @@ PATCHES = (
         "Refuses a DTensor in TorchScript.",
         _NOT_ASKED,
         _LOCAL_SHARD,
-        asking_scripts,
+        refusing_in_scripts,
     ),
     Patch(
         "Tensor.data",

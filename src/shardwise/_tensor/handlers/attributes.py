@@ -213,7 +213,7 @@ def replace_value(x: DTensor, value: DTensor) -> DTensor:
     """
     with DisableTorchFunctionSubclass():
         _set_data(x, plain(value).detach())
-        if x._layout.shape != value._layout.shape:
+        if x._layout.row_major != value._layout.row_major:
             x._spec = x._tiling = x._bucket_plan = None
         x._layout = value._layout
         return track(x)  # the value may be a copy where torch gives a view

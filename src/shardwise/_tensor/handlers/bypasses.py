@@ -10,7 +10,6 @@ dispatcher if a DTensor is among the arguments, so the handlers below answer, an
 
 from collections.abc import Iterable
 from functools import cache, wraps
-from inspect import unwrap
 from types import GetSetDescriptorType
 
 import torch
@@ -48,14 +47,17 @@ def asking(original: Op) -> Op:
     return _in_place_of(original, function)
 
 
-def asking_scripts(method: Op) -> Op:
-    """The same for a method of TorchScript. Torch may put a replacement back that was undone: it is not replaced."""
-    return asking(_of_script(method))
+def refusing_in_scripts(method: Op) -> Op:
+    """`method` of TorchScript, refusing DTensors; no rule is found by it, because parts of torch exchange it."""
+    original = getattr(method, "__func__", method)
 
+    @wraps(original)
+    def function(*args: object, **kwargs: object) -> object:
+        if DTensor in map(type, (*args, *kwargs.values())) and _dispatches():
+            refuse_local("TorchScript")
+        return original(*args, **kwargs)
 
-def _of_script(method: Op) -> Op:
-    found: Op = unwrap(getattr(method, "__func__", method))
-    return found
+    return function
 
 
 @cache
@@ -195,8 +197,6 @@ def _set(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
 
 handler(torch.sparse_coo_tensor, torch._C._to_dlpack)(refuse)
 handler(Tensor.__new__)(lambda func, args, kwargs: refuse(args[0], args, kwargs))  # as `torch.Tensor(x)`
-_scripts: list[Op] = [torch.jit.ScriptFunction.__call__, torch.ScriptMethod.__call__, torch.ScriptObject.setattr]
-handler(*map(_of_script, _scripts))(lambda func, args, kwargs: refuse_local("TorchScript"))
 handler(torch.cuda.jiterator._JittedFunction.__call__)(
     lambda func, args, kwargs: refuse_local("A kernel of torch.cuda.jiterator")
 )
