@@ -1,6 +1,5 @@
 """The page docs/reference/torch-patches.md, made from the list in the code: `python -m tools.torch_patches_page`."""
 
-from itertools import groupby
 from pathlib import Path
 
 from shardwise._tensor.torch_patches import HOOKS, PATCHES, TESTED
@@ -26,9 +25,10 @@ refused.
 def page() -> str:
     """The text of the page."""
     lines = [HEADER]
-    for (what, why, without), alike in groupby(PATCHES, key=lambda patch: (patch.what, patch.why, patch.without)):
-        lines += ["### " + ", ".join(f"`{patch.listed or patch.target}`" for patch in alike), "", what, ""]
-        lines += [f"* Why no official hook: {why}", f"* Without it: {without}.", ""]
+    for patch in PATCHES:
+        names = [patch.listed] if patch.listed else patch.targets
+        lines += ["### " + ", ".join(f"`{name}`" for name in names), "", patch.what, ""]
+        lines += [f"* Why no official hook: {patch.why}", f"* Without it: {patch.without}.", ""]
     lines += ["## Official hooks in use", "", "| hook | what it does | installed before |", "|---|---|---|"]
     lines += [f"| `{hook.target}` | {hook.what} | {hook.since} |" for hook in HOOKS]
     return "\n".join(lines) + "\n"

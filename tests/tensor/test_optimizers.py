@@ -485,7 +485,6 @@ def test_what_still_trains_is_not_refused() -> None:
 def test_nothing_is_remembered_of_parameters_that_nothing_holds() -> None:
     shard_module(layers(), {"0.weight": S0})
     gc.collect()
-    assert not any(found.parameter() is None for found in module_sharding._replaced.values())
     before = len(module_sharding._replaced)
     module = layers()
     held = module[0].weight

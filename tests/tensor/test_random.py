@@ -16,7 +16,7 @@ from shardwise import _collectives as collectives
 from shardwise._layout import Layout
 from shardwise._rules import counter_rng
 from shardwise._tensor.dispatch import seeds
-from shardwise.errors import LayoutError, MismatchError, RuleError
+from shardwise.errors import LayoutError, MismatchError
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from tests.tensor.test_conversion import same_error
@@ -258,7 +258,7 @@ def test_constants_have_the_shapes_and_dtypes_of_torch_and_nothing_random_is_par
     refused: list[tuple[type[Exception], str, Callable[[], object]]] = [
         (LayoutError, "Partial", lambda: sw.full((3,), 1.0, placements=[Partial()])),
         (LayoutError, "Only dense", lambda: empty(3, layout=torch.sparse_coo)),
-        (RuleError, "Partial", lambda: randn(4, placements=[Partial()])),
+        (LayoutError, "Partial", lambda: randn(4, placements=[Partial()])),
         (TypeError, "not implemented for 'Long'", lambda: rand(4, dtype=torch.int64)),
         (TypeError, "Random numbers need one of", lambda: counter_rng.normal(torch.arange(3), 0, torch.int64)),
     ]

@@ -102,7 +102,7 @@ def test_only_the_listed_attributes_of_torch_change_and_only_with_the_first_dten
     loaded = "import json\nprint(json.dumps([m for m in sys.modules if m[:6] == 'torch.']))"
     modules = run_python(IMPORTS + DISTRIBUTED + loaded)
     names = tmp_path / "modules.json"
-    later = [p.module for p in torch_patches.PATCHES if p.module is not None]
+    later = [p.module for p in torch_patches.PATCHES if p.module]
     names.write_text(json.dumps([*modules, *later]), encoding="utf-8")
     code = f"""
 import importlib, json, pathlib
@@ -123,14 +123,14 @@ print(json.dumps([difference(before, imported), difference(before, used), differ
     imported, used, undone = run_python(code, str(names))
     hooks = ["torch.optim.optimizer._global_optimizer_pre_hooks"]
     assert imported == [], imported
-    assert used == sorted([*(p.target for p in torch_patches.PATCHES), *hooks])
+    assert used == sorted([*(target for p in torch_patches.PATCHES for target in p.targets), *hooks])
     assert undone == []
 
 
 @pytest.mark.processes
 def test_modules_that_are_imported_after_the_first_dtensor_are_patched_then() -> None:
-    modules = sorted({p.module for p in torch_patches.PATCHES if p.module is not None})
-    targets = [p.target.rpartition(".")[0::2] for p in torch_patches.PATCHES if p.module is not None]
+    modules = sorted({p.module for p in torch_patches.PATCHES if p.module})
+    targets = [target.rpartition(".")[0::2] for p in torch_patches.PATCHES if p.module for target in p.targets]
     code = f"""
 import importlib, inspect, json, pkgutil, shardwise
 finders = list(sys.meta_path)
@@ -187,7 +187,7 @@ def uninstalled(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_a_torch_without_an_attribute_to_replace_is_refused_in_one_sentence_and_left_alone(
     uninstalled: pytest.MonkeyPatch,
 ) -> None:
-    gone = replace(torch_patches.PATCHES[0], target="torch.autograd.Function.gone")
+    gone = replace(torch_patches.PATCHES[0], names="autograd.Function.gone")
     uninstalled.setattr(torch_patches, "PATCHES", (*torch_patches.PATCHES, gone))
     apply = vars(torch.autograd.Function)["apply"]
     with pytest.raises(RuleError, match=re.escape(torch.__version__)) as error:
@@ -203,12 +203,12 @@ def test_an_import_of_the_users_goes_on_where_its_module_has_no_attribute_to_rep
     uninstalled: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "imported_later.py").write_text("there = 1\n")
-    uninstalled.syspath_prepend(tmp_path)
-    gone = replace(torch_patches.PATCHES[0], target="imported_later.gone", module="imported_later")
+    uninstalled.setattr(torch, "__path__", [*torch.__path__, str(tmp_path)])
+    gone = replace(torch_patches.PATCHES[0], names="imported_later.gone", module="torch.imported_later")
     uninstalled.setattr(torch_patches, "PATCHES", (*torch_patches.PATCHES, gone))
     distribute_tensor(torch.ones(2), Mesh((1,)), [Shard(0)])
-    with pytest.warns(UserWarning, match="has no imported_later.gone, which shardwise has to replace"):
-        assert import_module("imported_later").there == 1
+    with pytest.warns(UserWarning, match="has no torch.imported_later.gone, which shardwise has to replace"):
+        assert import_module("torch.imported_later").there == 1
 
 
 def test_a_torch_that_lost_what_no_error_would_show_is_refused(uninstalled: pytest.MonkeyPatch) -> None:
@@ -220,7 +220,7 @@ def test_a_torch_that_lost_what_no_error_would_show_is_refused(uninstalled: pyte
 def test_the_next_dtensor_installs_again_and_inherited_attributes_are_inherited_again(
     uninstalled: pytest.MonkeyPatch,
 ) -> None:
-    inherited = replace(torch_patches.PATCHES[0], target="torch.nn.Linear.train", replacement=lambda original: original)
+    inherited = replace(torch_patches.PATCHES[0], names="nn.Linear.train", replacement=lambda original: original)
     uninstalled.setattr(torch_patches, "PATCHES", (*torch_patches.PATCHES, inherited))
     for _ in range(2):
         distribute_tensor(torch.ones(2), Mesh((1,)), [Shard(0)])

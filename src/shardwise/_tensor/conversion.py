@@ -1,6 +1,10 @@
-"""Between local tensors and distributed ones: `from_local`, `to_local`, `distribute_tensor`."""
+"""Between local tensors and distributed ones, and asynchronous redistributions.
+
+The first use of the result of such a redistribution, which reads `_layout`, waits for it.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
+from threading import Lock
 from typing import Any, NotRequired, TypedDict
 
 import torch
@@ -8,13 +12,16 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
 from shardwise import _collectives as collectives
-from shardwise._collectives import DeviceMesh
+from shardwise._collectives import DeviceMesh, Wait
 from shardwise._layout import (
+    PARTIAL,
+    REPLICATE,
     Box,
     Boxes,
     Layout,
     Mesh,
     OnRanks,
+    Partial,
     Placement,
     Placements,
     Replicate,
@@ -28,14 +35,16 @@ from shardwise._layout import (
     placements_text,
     strides_in_order,
 )
-from shardwise._redistribute.run_plan import redistribute_local
+from shardwise._redistribute.run_plan import redistribute_local, start_redistribute
 from shardwise._tensor.arguments import check_dense
 from shardwise._tensor.autograd.gradients import FromPlain, ToPlain
 from shardwise._tensor.dispatch.align_shards import sizes_by_axis
 from shardwise._tensor.dispatch.view_copies import track
-from shardwise._tensor.dtensor import DTensor, Tiling, as_parameter, check_owners, default_mesh, plain, tag
+from shardwise._tensor.dtensor import DTensor, Tiling, as_parameter, check_owners, default_mesh, plain, tag, to_layout
 from shardwise._tensor.torch_objects import TorchDTensor, arrived, is_torch_dtensor
 from shardwise._tensor.transforms import check_no_transform, check_untransformed, refuse_compilation
+from shardwise._trace.autograd_function import TensorFunction
+from shardwise._trace.comm_trace import EXPLICIT
 from shardwise.errors import LayoutError, MismatchError
 
 
@@ -434,3 +443,73 @@ def receive_local_shard(source: int, tensor: Tensor, layout: Layout) -> Tensor:
         tensor = tensor.new_empty(full.local_shape(rank), device=layout.mesh.device_type)
     local = redistribute_local(tensor, full, layout)
     return local.clone() if local is tensor else local
+
+
+# ---- redistributions that are asynchronous, or whose gradient has a dtype of its own ------------------------------
+
+_data: Any = torch._C.TensorBase.data
+
+
+class _Pending:
+    """A redistribution that is running; called with the `DTensor` that it makes, it waits and returns the layout."""
+
+    def __init__(self, target: Layout, finish: Wait) -> None:
+        self._target, self._finish = target, finish
+        self._waiting = Lock()  # several threads may use the tensor
+
+    def __call__(self, x: DTensor) -> Layout:
+        own = vars(x)
+        with self._waiting:
+            if "_layout" not in own:  # else another thread waited
+                layout, local = collectives.owner().layout(self._target), self._finish()
+                with DisableTorchFunctionSubclass():
+                    _data.__set__(x, local)
+                own["_layout"] = layout  # first: other threads do not take the lock any more once it is there
+                del own["_settle"]
+        return own["_layout"]  # type: ignore[no-any-return]
+
+
+class _Redistribute(TensorFunction):
+    """A redistribution whose gradient is sent in a dtype of its own, and which may be asynchronous."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, src: Layout, dst: Layout, dtype: torch.dtype, later: list[Wait] | None
+    ) -> Tensor:
+        ctx.src, ctx.dst, ctx.dtype = src, dst, dtype
+        if later is not None:
+            later.append(start_redistribute(local, src, dst))
+            return local.new_empty(dst.local_shape(collectives.rank()))
+        out = redistribute_local(local, src, dst)
+        return out.view_as(out) if out is local else out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        back = redistribute_local(grads[0].to(ctx.dtype), ctx.dst.dual(), ctx.src.dual(), EXPLICIT.for_backward())
+        return back.to(grads[0].dtype), None, None, None, None
+
+
+def async_redistribute(x: DTensor, target: Layout, backward_dtype: torch.dtype, async_op: bool) -> DTensor:
+    """`x` in another layout; its gradient is converted to `backward_dtype` before it is redistributed back.
+
+    The gradient of an average, maximum, minimum or product is more than the dual redistribution: these are reduced
+    before, or made after.
+    """
+    check_owners("redistribute", (x._layout,))
+    between = _without_others(target)
+    if x.requires_grad and torch.is_grad_enabled() and (x._layout != _without_others(x._layout) or target != between):
+        reduced = to_layout(x, _without_others(x._layout))
+        return to_layout(async_redistribute(reduced, between, backward_dtype, async_op), target)
+    later: list[Wait] | None = [] if async_op else None
+    with DisableTorchFunctionSubclass():
+        out: Any = _Redistribute.apply(plain(x), x._layout, target, backward_dtype, later)
+        if later is None:
+            return tag(out, target)
+        out.__class__ = DTensor
+        out._settle = _Pending(target, *later)
+        return out  # type: ignore[no-any-return]
+
+
+def _without_others(layout: Layout) -> Layout:
+    """`layout` with Replicate for Partial averages, maxima, minima and products."""
+    return layout.replace([REPLICATE if isinstance(p, Partial) and p != PARTIAL else p for p in layout.placements])

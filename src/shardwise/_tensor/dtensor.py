@@ -257,7 +257,7 @@ class DTensor(torch.Tensor):
         return self.numel() * self.element_size()
 
     def size(self, dim: int | None = None) -> Any:
-        """The global size; of a sparse tensor in `torch.optim`, the local one (`shardwise._tensor.handlers.sparse`)."""
+        """The global size; of a sparse tensor in `torch.optim`, the local one (`handlers/attributes.py`)."""
         with DisableTorchFunctionSubclass():
             sparse = self.is_sparse
         is_local = _is_below_autograd() or (sparse and is_called_by("torch.optim"))

@@ -20,12 +20,11 @@ from shardwise._layout import (
     placements_text,
     shown,
 )
-from shardwise._rules.row import Kwargs
 from shardwise._tensor.conversion import local_shard_of
 from shardwise._tensor.dispatch.hooks import expect_equal_numbers, numbers_of
 from shardwise._tensor.dtensor import DTensor, default_mesh, tag
 from shardwise._tensor.transforms import refuse_compilation
-from shardwise.errors import LayoutError, RuleError
+from shardwise.errors import LayoutError
 
 
 def _made(
@@ -88,14 +87,14 @@ def full(
     return made.requires_grad_(requires_grad)
 
 
-def zeros(*size: object, **kwargs: object) -> DTensor:
+def zeros(*size: object, **kwargs: Any) -> DTensor:
     """A DTensor of zeros; keyword arguments as for `empty`."""
-    return full(shape_of(size), 0.0, **{"dtype": torch.get_default_dtype(), **_given(kwargs)})
+    return full(shape_of(size), 0.0, **kwargs)
 
 
-def ones(*size: object, **kwargs: object) -> DTensor:
+def ones(*size: object, **kwargs: Any) -> DTensor:
     """A DTensor of ones; keyword arguments as for `empty`."""
-    return full(shape_of(size), 1.0, **{"dtype": torch.get_default_dtype(), **_given(kwargs)})
+    return full(shape_of(size), 1.0, **kwargs)
 
 
 @checked
@@ -154,13 +153,13 @@ def _spaced(
 @checked
 def rand(*size: Any, requires_grad: bool = False, **kwargs: Any) -> DTensor:
     """Uniform in [0, 1); the same seed gives the same tensor for every mesh and layout. Arguments as `empty`."""
-    return _unsummed(empty(*size, **kwargs)).uniform_().requires_grad_(requires_grad)  # type: ignore[return-value]
+    return _not_partial("rand", empty(*size, **kwargs)).uniform_().requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
 @checked
 def randn(*size: Any, requires_grad: bool = False, **kwargs: Any) -> DTensor:
     """Standard normal; the same seed gives the same tensor for every mesh and layout. Arguments as `empty`."""
-    return _unsummed(empty(*size, **kwargs)).normal_().requires_grad_(requires_grad)  # type: ignore[return-value]
+    return _not_partial("randn", empty(*size, **kwargs)).normal_().requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
 def _not_partial(factory: str, made: DTensor) -> DTensor:
@@ -172,17 +171,7 @@ def _not_partial(factory: str, made: DTensor) -> DTensor:
     return made
 
 
-def _unsummed(x: DTensor) -> DTensor:
-    if x._layout.partial_axes:
-        raise RuleError(f"A random tensor cannot be Partial: {x._layout}. Fix: use Replicate() or Shard().")
-    return x
-
-
 def shape_of(size: tuple[Any, ...]) -> tuple[int, ...]:
     """The shape that a caller gave as one sequence or as integers."""
     given = size[0] if len(size) == 1 and not is_integer(size[0]) else size
     return as_integers(given, "The size of a tensor", LayoutError, "such as zeros(4, 3) or zeros((4, 3))")
-
-
-def _given(kwargs: Kwargs) -> dict[str, Any]:
-    return {k: v for k, v in kwargs.items() if not (k == "dtype" and v is None)}

@@ -4,17 +4,16 @@ The shared core of `shardwise.shard_module`, `parallelize_module` and `sharded_t
 and globs, checks that all ranks pass the same plan, and keeps tied parameters tied.
 """
 
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
-from torch.utils.weak import TensorWeakRef
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from shardwise import _collectives as collectives
 from shardwise._collectives import DeviceMesh
@@ -379,21 +378,15 @@ LISTED_REPLACED = 5  # names in the error of an optimizer
 _GRAD = vars(torch._C.TensorBase)["grad"]  # of a DTensor, reading `.grad` reduces it
 
 
-class _Replaced(NamedTuple):
-    parameter: "weakref.ref[nn.Parameter]"
-    name: str
-    grad: Callable[[], Tensor | None]  # the gradient that it had, as long as it exists
-
-
-_replaced: dict[int, _Replaced] = {}  # by id; those that something still holds
+# Of replaced parameters that something still holds, the name and the gradient that it had, as long as it exists.
+_replaced: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def note_replaced(parameter: object, name: str) -> None:
     """Remember that another parameter took the place of this one in a module, as long as anything still holds it."""
     if isinstance(parameter, nn.Parameter):
-        key, grad = id(parameter), _gradient(parameter)
-        ref = weakref.ref(parameter, lambda _: _replaced.pop(key, None))
-        _replaced[key] = _Replaced(ref, name, (lambda: None) if grad is None else TensorWeakRef(grad))
+        grad = _gradient(parameter)
+        _replaced[parameter] = name, None if grad is None else TensorWeakRef(grad)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor | None:
@@ -405,15 +398,10 @@ def _gradient(parameter: nn.Parameter) -> Tensor | None:
 
 def holds_replaced(parameters: Iterable[nn.Parameter]) -> bool:
     """Whether a parameter among these was replaced in a module."""
-    return bool(_replaced) and any(map(_found, parameters))
+    return bool(_replaced) and any(p in _replaced for p in parameters)
 
 
-def _found(parameter: nn.Parameter) -> _Replaced | None:
-    found = _replaced.get(id(parameter))
-    return found if found is not None and found.parameter() is parameter else None
-
-
-def refuse_replaced(optimizer: object, parameters: Iterable[nn.Parameter]) -> None:
+def refuse_replaced(optimizer: object, parameters: Sequence[nn.Parameter]) -> None:
     """Refuse a step of an optimizer that holds replaced parameters without a new gradient: it would change nothing.
 
     One with a new gradient is still trained, by another module. A frozen one would not change anyway.
@@ -421,17 +409,15 @@ def refuse_replaced(optimizer: object, parameters: Iterable[nn.Parameter]) -> No
     Raises:
         OptimizerError: the names of all of them; ranks shard alike, so it is the same on every rank.
     """
-    if not _replaced:
-        return
-    names, count = [], 0
-    for count, p in enumerate(parameters, 1):  # noqa: B007 - their number
-        found = _found(p)
-        if found is not None and p.requires_grad and ((grad := _gradient(p)) is None or grad is found.grad()):
-            names.append(found.name)
+    names = []
+    for p in parameters if _replaced else ():
+        name, before = _replaced.get(p, ("", None))
+        if name and p.requires_grad and ((grad := _gradient(p)) is None or (before is not None and grad is before())):
+            names.append(name)
     if names:
         listed = ", ".join(names[:LISTED_REPLACED]) + (", …" if len(names) > LISTED_REPLACED else "")
         raise OptimizerError(
-            f"{type(optimizer).__name__}.step() would not change {len(names)} of its {count} parameters in their "
-            f"module: {listed}. They were replaced there after the optimizer was made. Fix: make the optimizer after "
-            f"the module is sharded."
+            f"{type(optimizer).__name__}.step() would not change {len(names)} of its {len(parameters)} parameters in "
+            f"their module: {listed}. They were replaced there after the optimizer was made. Fix: make the optimizer "
+            f"after the module is sharded."
         )

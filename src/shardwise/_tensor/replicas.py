@@ -94,23 +94,6 @@ def _differs(layout: Layout, ranks: tuple[int, ...]) -> bool:
     return len({layout.boxes(rank) for rank in members}) > 1 or bool(layout.partial_axes and len(members) > 1)
 
 
-def refusing_simulated(original: Callable[[nn.Module, Tensor], Tensor]) -> Callable[[nn.Module, Tensor], Tensor]:
-    """`SyncBatchNorm.forward`, which finds no ranks where these are simulated."""
-
-    @wraps(original)
-    def forward(module: nn.Module, input: Tensor) -> Tensor:
-        simulated = collectives.is_simulated() and collectives.world_size() > 1
-        if simulated and module.training and type(input) is not DTensor:
-            raise RuleError(
-                "SyncBatchNorm of a plain tensor would have the statistics of one rank: it needs torch.distributed, "
-                "and ranks are simulated here. Fix: pass the batch of all ranks, such as DTensor.from_local(x, mesh, "
-                "[Shard(0)]), or run real processes."
-            )
-        return original(module, input)
-
-    return forward
-
-
 def checking(
     taken: Callable[..., tuple[Iterable[Tensor], object]],
     check: Callable[[Iterable[Tensor], object], None] = check_replicas,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import _collectives as collectives
-from shardwise._layout import Box, Layout, split_by_boxes
+from shardwise._layout import Box, split_by_boxes
 from shardwise._rules.row import Op
 from shardwise._tensor.autograd import gradients
 from shardwise._tensor.dtensor import DTensor, plain, register_method, tag, to_layout
@@ -56,20 +56,33 @@ def keeping_layouts(original: Load[P]) -> Load[P]:
 
 def _for_module(name: str, value: Tensor, like: Tensor, assign: bool) -> Tensor:
     what = f"load_state_dict: {name}"
-    if is_torch_dtensor(like):
-        return to_torch(value, like, what) if type(value) is DTensor else value
     if type(like) is not DTensor:
-        return full_here(value, what) if type(value) is DTensor and not assign else value
-    if type(value) is DTensor:
-        return value
-    if not is_torch_dtensor(value) and not assign:  # `copy_` takes a full tensor
+        return value if assign and not is_torch_dtensor(like) else _converted_to(like, value, what)
+    if not (assign or type(value) is DTensor or is_torch_dtensor(value)):  # `copy_` takes a full tensor
         gradients.note_full(value, like._layout, what, explicit=True)
         return value
-    loaded = _sharded(what, value, like._layout)
-    if not assign:
+    loaded = _converted_to(like, value, what)
+    if type(loaded) is not DTensor or loaded is value or not assign:
         return loaded
     loaded._name, loaded._spec = like._name, like._spec
     return nn.Parameter(loaded, like.requires_grad) if isinstance(like, nn.Parameter) else loaded
+
+
+def _converted_to(like: Tensor | None, value: Tensor, what: str) -> Tensor:
+    """`value`, in full or distributed, as a DTensor, a DTensor of torch or a plain tensor, whichever `like` is."""
+    if type(like) is DTensor:
+        if type(value) is DTensor:
+            return value
+        if is_torch_dtensor(value):
+            full = from_torch(value, like._layout, what)
+        else:
+            full = gradients.tag_full(value, like._layout, what, explicit=True)
+        return to_layout(full, like._layout, Cause("explicit", "load_state_dict", what))
+    if is_torch_dtensor(like):
+        return to_torch(value, like, what) if type(value) is DTensor else value
+    if type(value) is DTensor:
+        return full_here(value, what)
+    return value.full_tensor() if is_torch_dtensor(value) else value
 
 
 def sharding_states(original: "staticmethod[..., Tensor]") -> "staticmethod[..., Tensor]":
@@ -84,36 +97,10 @@ def sharding_states(original: "staticmethod[..., Tensor]") -> "staticmethod[...,
         param: Tensor, value: Tensor, param_id: int, param_groups: list[dict[str, object]], key: Hashable = None
     ) -> Tensor:
         state = convert(param, value, param_id, param_groups, key)
-        if not _is_distributed(param) and not _is_distributed(state):
-            return state
-        what = f"load_state_dict of an optimizer: state {key} of parameter {param_id}"
-        return _for_parameter(what, state, param if key != "step" and state.shape == param.shape else None)
+        like = param if key != "step" and state.shape == param.shape else None
+        return _converted_to(like, state, f"load_state_dict of an optimizer: state {key} of parameter {param_id}")
 
     return staticmethod(process)
-
-
-def _for_parameter(what: str, state: Tensor, like: Tensor | None) -> Tensor:
-    if type(like) is DTensor:
-        return state if type(state) is DTensor else _sharded(what, state, like._layout)
-    if is_torch_dtensor(like):
-        return to_torch(state, like, what) if type(state) is DTensor else state
-    if type(state) is DTensor:
-        return full_here(state, what)
-    return state.full_tensor() if is_torch_dtensor(state) else state
-
-
-def _is_distributed(x: Tensor) -> bool:
-    return type(x) is DTensor or is_torch_dtensor(x)
-
-
-def _sharded(what: str, value: Tensor, layout: Layout) -> DTensor:
-    """A full tensor or DTensor of torch in `layout`."""
-    full = (
-        from_torch(value, layout, what)
-        if is_torch_dtensor(value)
-        else gradients.tag_full(value, layout, what, explicit=True)
-    )
-    return to_layout(full, layout, Cause("explicit", "load_state_dict", what))
 
 
 # ---- gathered, offloaded and staged -----------------------------------------------------------------------------

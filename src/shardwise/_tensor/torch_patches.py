@@ -1,6 +1,7 @@
-"""Everything that shardwise changes in torch. The list is also a page, docs/reference/torch-patches.md.
+"""Everything that shardwise changes in torch: one table of what torch does not ask a subclass about, and the answers.
 
-`install` runs before the first DTensor of the process is made, not on import; `uninstall` undoes it.
+`install` runs before the first DTensor of the process is made, not on import; `uninstall` undoes it. The page
+docs/reference/torch-patches.md is made from the table.
 """
 
 import inspect
@@ -20,25 +21,21 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._device import _device_constructors
 
-from shardwise._tensor.autograd.functions import apply_with_dtensors, refusing_transform, saving_layouts, with_layouts
+from shardwise._tensor.autograd.functions import apply_with_dtensors, saving_layouts, with_layouts
 from shardwise._tensor.dispatch.without_memory import without_modes
 from shardwise._tensor.dtensor import DTensor, before_first_dtensor
 from shardwise._tensor.handlers.bypasses import (
     asking,
     data_of_alike,
     full_gradients,
-    new_without_dtensors,
-    refusing,
-    refusing_hooks_of_nodes,
-    refusing_traces,
+    refusing_in_scripts,
     taking_numbers,
 )
 from shardwise._tensor.handlers.indexing import zero_padding_row
 from shardwise._tensor.handlers.lists import total_norm_in_one_exchange
 from shardwise._tensor.handlers.optimizers import step_on_locals
-from shardwise._tensor.replicas import check_fully_shard, checking, refusing_simulated
+from shardwise._tensor.replicas import check_fully_shard, checking
 from shardwise._tensor.state_dicts import keeping_layouts, sharding_states, staging_locals, with_dtensors
-from shardwise._tensor.transforms import FORWARD_MODE
 from shardwise.errors import RuleError
 
 TESTED = ("2.13", "2.14")
@@ -46,37 +43,49 @@ TESTED = ("2.13", "2.14")
 
 @dataclass(frozen=True)
 class Patch:
-    """One attribute of torch that is replaced.
+    """Attributes of torch that are replaced, on all tested versions.
 
     Attributes:
-        target: its full name.
+        names: their names in torch, separated by spaces.
         what: what the replacement does.
         why: why no official hook does.
         without: what breaks without it.
         replacement: from the original, as it lies in its module or class, to what takes its place.
+        module: that holds the targets, if only some programs import it: they are replaced when it is imported.
         listed: how the page of patches names it, if the target depends on the version of torch.
-        module: that holds the target, if only some programs import it: it is replaced when they do.
     """
 
-    target: str
+    names: str
     what: str
     why: str
     without: str
     replacement: Callable[[Any], Any]
-    module: str | None = None
+    module: str = ""
     listed: str = ""
 
-    def original(self) -> tuple[Any, str, Any]:
-        """The module or class, the attribute's name and its present value."""
-        owner_name, _, name = self.target.rpartition(".")
-        try:
-            owner = pkgutil.resolve_name(owner_name)
-            return owner, name, inspect.getattr_static(owner, name)
-        except (ImportError, AttributeError):
-            raise RuleError(
-                f"torch {torch.__version__} has no {self.target}, which shardwise has to replace, because without it "
-                f"{self.without}. Fix: install torch {' or '.join(TESTED)}."
-            ) from None
+    @property
+    def targets(self) -> list[str]:
+        """The full names."""
+        return [f"torch.{name}" for name in self.names.split()]
+
+    def originals(self) -> list[tuple[Any, str, Any]]:
+        """Of each target the module or class, the attribute's name and its present value.
+
+        Raises:
+            RuleError: this torch has no such attribute.
+        """
+        found = []
+        for target in self.targets:
+            owner_name, _, name = target.rpartition(".")
+            try:
+                owner = pkgutil.resolve_name(owner_name)
+                found.append((owner, name, inspect.getattr_static(owner, name)))
+            except (ImportError, AttributeError):
+                raise RuleError(
+                    f"torch {torch.__version__} has no {target}, which shardwise has to replace, because without it "
+                    f"{self.without}. Fix: install torch {' or '.join(TESTED)}."
+                ) from None
+        return found
 
 
 @dataclass(frozen=True)
@@ -88,90 +97,64 @@ class Hook:
     since: str
 
 
-_SUBCLASS = "torch offers `__torch_function__` for ops only"
-
-
-def _with_dtensor(types: list[type]) -> list[type]:
-    return [*types, DTensor]
-
-
-def _made_of_local_shards(replacement: Callable[[Any], Any], what: str, names: str) -> tuple[Patch, ...]:
-    """Patches of functions, by their names in torch, that make a plain tensor of a DTensor's local shard."""
-    why = "torch asks no subclass here, neither by `__torch_function__` nor by any method."
-    without = "it silently uses the local shard"
-    return tuple(Patch(f"torch.{name}", what, why, without, replacement) for name in names.split())
-
-
-def _transforms(what: str, *targets: str) -> tuple[Patch, ...]:
-    """Patches of functions that begin or end a transform of `torch.func`."""
-    why = f"{_SUBCLASS}; `torch.func` wraps the local tensor in another one, which is no subclass any more."
-    text, without = f"Refuses a DTensor in {what}.", "the transform silently takes, or returns, the local shard"
-    return tuple(Patch(f"torch._functorch.{name}", text, why, without, refusing_transform(what)) for name in targets)
-
-
-# Since torch 2.14 `Function` has an `apply` of its own; before, it calls that of its base, which may be bound already.
-_OWN_APPLY = not isinstance(vars(torch.autograd.Function)["apply"], classmethod)
+_OPS_ONLY = "torch offers `__torch_function__` for ops only"
+_NOT_ASKED = "torch asks no subclass here, neither by `__torch_function__` nor by any method."
 _BINDING = "A function of C++ that takes a list of tensors, without `__torch_function__`."
+_LOCAL_SHARD = "it silently uses the local shard"
+# Since torch 2.14 `Function` has an `apply` of its own; before, it calls that of its base, which may be bound already.
+_BASE_APPLY, _OWN_APPLY = "autograd.function._SingleLevelFunction.apply", "autograd.function.Function.apply"
 
 PATCHES = (
     Patch(
-        "torch.autograd.function.Function.apply"
-        if _OWN_APPLY
-        else "torch.autograd.function._SingleLevelFunction.apply",
+        _BASE_APPLY if isinstance(vars(torch.autograd.Function)["apply"], classmethod) else _OWN_APPLY,
         "Runs a custom Function on DTensors: forward and backward see DTensors, and gradients may be returned in any "
         "placements. In torch 2.14 it is `Function.apply` that is replaced. Also puts a Function of shardwise in the "
         "place of the one that carries full backward hooks of modules. Calls without a DTensor, and without a tensor "
         "that needs a gradient, go to the original.",
-        f"{_SUBCLASS}: `apply` passes a subclass to `forward` as it is, and local gradients to `backward`.",
+        f"{_OPS_ONLY}: `apply` passes a subclass to `forward` as it is, and local gradients to `backward`.",
         "custom autograd Functions and module backward hooks get local tensors for gradients",
         apply_with_dtensors,
-        listed="torch.autograd.function._SingleLevelFunction.apply",  # in torch 2.13
+        listed=f"torch.{_BASE_APPLY}",
     ),
     Patch(
-        "torch.utils.checkpoint._CheckpointFrame.save_inputs",
+        "utils.checkpoint._CheckpointFrame.save_inputs",
         "Also remembers the layouts of the inputs of a checkpoint.",
         "torch unpacks a saved subclass as a plain tensor if saved-tensor hooks are active, as in another checkpoint.",
         "a nested checkpoint recomputes local tensors as if they were global",
         saving_layouts,
     ),
     Patch(
-        "torch.utils.checkpoint._CheckpointFrame.get_inputs",
+        "utils.checkpoint._CheckpointFrame.get_inputs",
         "Returns the inputs with their layouts.",
         "The same as for `save_inputs`.",
         "a nested checkpoint recomputes local tensors as if they were global",
         with_layouts,
     ),
-    *_transforms("torch.func.vmap", "vmap._add_batch_dim", "vmap._remove_batch_dim"),
-    *_transforms(
-        "torch.func.grad, vjp, jvp or a jacobian",
-        "eager_transforms._wrap_tensor_for_grad",
-        "eager_transforms._unwrap_for_grad",
-    ),
-    *_transforms(FORWARD_MODE, "predispatch._make_dual", "predispatch._unpack_dual"),
-    *_transforms("torch.func.functionalize", "eager_transforms._maybe_wrap_functional_tensor"),
     Patch(
-        "torch.optim.optimizer._foreach_supported_types",
-        "The list with `DTensor` added: optimizers use their foreach implementation by default.",
-        "torch has no function that adds a type; its own DTensor appends to the same list.",
-        "an optimizer step dispatches every op of every parameter on its own",
-        _with_dtensor,
+        "_functorch.vmap._add_batch_dim _functorch.vmap._remove_batch_dim "
+        "_functorch.eager_transforms._wrap_tensor_for_grad _functorch.eager_transforms._unwrap_for_grad "
+        "_functorch.eager_transforms._maybe_wrap_functional_tensor",
+        "Refuses a DTensor in transforms of `torch.func`.",
+        f"{_OPS_ONLY}; `torch.func` wraps the local tensor in another one, which is no subclass any more.",
+        "the transform silently takes, or returns, the local shard",
+        asking,
     ),
     Patch(
-        "torch.utils._foreach_utils._foreach_supported_types",
-        "The list with `DTensor` added: `clip_grad_norm_` uses `torch._foreach_norm`.",
-        "The same as for optimizers.",
-        "clipping gradients takes one exchange a parameter",
-        _with_dtensor,
+        "optim.optimizer._foreach_supported_types utils._foreach_utils._foreach_supported_types",
+        "The lists with `DTensor` added: optimizers and `clip_grad_norm_` use ops on lists by default.",
+        "torch has no function that adds a type; its own DTensor appends to the same lists.",
+        "an optimizer step dispatches every op of every parameter on its own, and clipping takes an exchange for each",
+        lambda types: [*types, DTensor],
     ),
     Patch(
-        "torch.nn.utils.clip_grad._get_total_norm",
+        "nn.utils.clip_grad._get_total_norm",
         "Computes the norm over all DTensors of one mesh in one exchange, without a DTensor for each norm.",
-        f"{_SUBCLASS}.",
+        f"{_OPS_ONLY}.",
         "clipping stacks one 0-d DTensor a parameter, which takes twice the time",
         total_norm_in_one_exchange,
     ),
     Patch(
-        "torch.nn.modules.module.Module._load_from_state_dict",
+        "nn.modules.module.Module._load_from_state_dict",
         "A DTensor of torch in the place of a DTensor, or the reverse, is converted. With `assign=True` a plain tensor "
         "in the place of a DTensor is sharded as that is.",
         "torch assigns or copies it without any call that knows both; hooks of modules are registered one by one.",
@@ -179,135 +162,108 @@ PATCHES = (
         keeping_layouts,
     ),
     Patch(
-        "torch.optim.optimizer.Optimizer._process_value_according_to_param_policy",
+        "optim.optimizer.Optimizer._process_value_according_to_param_policy",
         "A state with the shape of its parameter gets the sharding of that.",
         "Hooks of optimizers see states before they are assigned to parameters, or after, without the parameters.",
         "`optimizer.load_state_dict(full)` keeps full states on all ranks, and DTensors of torch beside ours",
         sharding_states,
     ),
     Patch(
-        "torch.distributed._state_dict_utils._iterate_state_dict",
-        "Gathers, copies and offloads DTensors; if and when it is imported.",
+        "distributed._state_dict_utils._iterate_state_dict",
+        "Gathers, copies and offloads DTensors.",
         "It knows torch's DTensor only.",
         "`get_model_state_dict(full_state_dict=True)` returns DTensors",
         with_dtensors,
         "torch.distributed._state_dict_utils",
     ),
     Patch(
-        "torch.distributed.checkpoint._state_dict_stager.StateDictStager._offload_tensor",
-        "Copies the local tensor of a DTensor; if and when it is imported.",
+        "distributed.checkpoint._state_dict_stager.StateDictStager._offload_tensor",
+        "Copies the local tensor of a DTensor.",
         "It copies storages by address, and new tensors into these.",
         "`torch.distributed.checkpoint.async_save` refuses a DTensor",
         staging_locals,
         "torch.distributed.checkpoint._state_dict_stager",
     ),
-    *(
-        Patch(
-            f"torch.nn.modules.sparse.{name}._fill_padding_idx_with_zero",
-            "Sets the padding row by its index.",
-            "It fills a view of the row, which is a copy where rows are sharded.",
-            "`reset_parameters()` of a table with a padding row is refused where its rows are sharded",
-            lambda original: zero_padding_row,
-        )
-        for name in ("Embedding", "EmbeddingBag")
+    Patch(
+        "nn.modules.sparse.Embedding._fill_padding_idx_with_zero "
+        "nn.modules.sparse.EmbeddingBag._fill_padding_idx_with_zero",
+        "Sets the padding row by its index.",
+        "It fills a view of the row, which is a copy where rows are sharded.",
+        "`reset_parameters()` of a table with a padding row is refused where its rows are sharded",
+        lambda original: zero_padding_row,
     ),
     Patch(
-        "torch.nn.modules.batchnorm.SyncBatchNorm.forward",
-        "Refuses a plain input in training on simulated ranks.",
-        "It asks `torch.distributed` for its ranks, which knows real processes only.",
-        "each simulated rank silently normalises by the statistics of its own part of the batch",
-        refusing_simulated,
-    ),
-    Patch(
-        "torch.distributed._verify_params_across_processes",
+        "distributed._verify_params_across_processes distributed._broadcast_coalesced",
         "Refuses DTensors of which the ranks of the group hold different shards.",
         _BINDING,
         "`DistributedDataParallel` of a sharded module overwrites the shards of all ranks by those of rank 0",
         checking(lambda group, tensors, *_: (tensors, group)),
     ),
     Patch(
-        "torch.distributed._broadcast_coalesced",
-        "The same, for wrappers that broadcast parameters or buffers without a comparison.",
-        _BINDING,
-        "`_sync_module_states` and `broadcast_buffers` overwrite the shards of all ranks by those of one",
-        checking(lambda group, tensors, *_: (tensors, group)),
-    ),
-    Patch(
-        "torch.distributed.Reducer",
+        "distributed.Reducer",
         "The same, for `DistributedDataParallel(init_sync=False)`, before its reducer is made.",
         _BINDING,
         "gradients of different shards are averaged",
         checking(lambda tensors, buckets, sizes, group, *_, **__: (tensors, group)),
     ),
     Patch(
-        "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.__init__",
-        "The same, for `fully_shard`, which warns of DTensors; if and when torch's FSDP is imported.",
-        f"{_SUBCLASS}; it chunks parameters and gathers plain buffers.",
+        "distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.__init__",
+        "The same, for `fully_shard`, which warns of DTensors.",
+        f"{_OPS_ONLY}; it chunks parameters and gathers plain buffers.",
         "`fully_shard` over ranks that hold different shards gathers chunks of different shards, or aborts",
         checking(lambda group, params, modules, mesh_info, *_, **__: (params, mesh_info.mesh), check_fully_shard),
         "torch.distributed.fsdp._fully_shard._fsdp_param_group",
     ),
     Patch(
-        "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer._init_local_optimizer",
-        "The same, for `ZeroRedundancyOptimizer`; if and when it is imported.",
+        "distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer._init_local_optimizer",
+        "The same, for `ZeroRedundancyOptimizer`.",
         "It broadcasts plain tensors, such as those of `local_parameters`.",
         "it overwrites local parameters by those of a rank that holds other shards",
         checking(lambda optimizer: (optimizer._all_params, optimizer.process_group)),
         "torch.distributed.optim.zero_redundancy_optimizer",
     ),
-    *_made_of_local_shards(asking, "Makes a DTensor of a DTensor.", "tensor as_tensor asarray Tensor.new_tensor"),
-    *_made_of_local_shards(
-        taking_numbers(0),
-        "Takes the number that a 0-d DTensor holds.",
-        "full scalar_tensor arange range eye randperm randint tril_indices triu_indices",
-    ),
-    *_made_of_local_shards(
-        taking_numbers(1), "Takes the number that a 0-d DTensor holds.", "full_like Tensor.new_full"
-    ),
-    *_made_of_local_shards(
+    Patch(
+        "tensor as_tensor asarray Tensor.new_tensor",
+        "Makes a DTensor of a DTensor.",
+        _NOT_ASKED,
+        _LOCAL_SHARD,
         asking,
-        "Refuses a DTensor with an error.",
-        "sparse_coo_tensor sparse_csr_tensor sparse_csc_tensor sparse_bsr_tensor sparse_bsc_tensor "
-        "sparse_compressed_tensor to_dlpack utils.dlpack.to_dlpack _C._to_dlpack _C._to_dlpack_versioned Tensor.new "
-        "Tensor.set_ Tensor.as_subclass autograd.graph.get_gradient_edge",
     ),
-    *_made_of_local_shards(new_without_dtensors, "Refuses a DTensor with an error.", "Tensor.__new__"),
-    *_made_of_local_shards(
-        refusing("A kernel of torch.cuda.jiterator"),
-        "Refuses DTensors with an error, in functions that `torch.cuda.jiterator` makes.",
+    Patch(
+        "full scalar_tensor arange range eye randperm randint tril_indices triu_indices full_like Tensor.new_full",
+        "Takes the number that a 0-d DTensor holds.",
+        _NOT_ASKED,
+        _LOCAL_SHARD,
+        taking_numbers,
+    ),
+    Patch(
+        "sparse_coo_tensor to_dlpack utils.dlpack.to_dlpack Tensor.set_ Tensor.__new__ "
         "cuda.jiterator._JittedFunction.__call__",
+        "Refuses a DTensor.",
+        _NOT_ASKED,
+        _LOCAL_SHARD,
+        asking,
     ),
-    *_made_of_local_shards(
-        refusing(), "Refuses DTensors with an error.", "nested.nested_tensor nested.as_nested_tensor"
-    ),
-    *_made_of_local_shards(
-        refusing("A masked tensor"), "Refuses DTensors with an error.", "masked.maskedtensor.core.MaskedTensor.__new__"
-    ),
-    *_made_of_local_shards(data_of_alike, "Refuses a DTensor as the data of a plain tensor.", "Tensor.data"),
-    *_made_of_local_shards(
-        refusing("TorchScript"),
-        "Refuses DTensors with an error.",
+    Patch(
         "jit.ScriptFunction.__call__ ScriptMethod.__call__ ScriptObject.setattr",
-    ),
-    *_made_of_local_shards(
-        full_gradients, "Takes a DTensor as the gradient of a plain tensor, by gathering it.", "autograd._make_grads"
-    ),
-    *_made_of_local_shards(
-        refusing_traces("torch.jit.trace"), "Refuses to trace functions of DTensors.", "jit.trace jit.trace_module"
+        "Refuses a DTensor in TorchScript.",
+        _NOT_ASKED,
+        _LOCAL_SHARD,
+        refusing_in_scripts,
     ),
     Patch(
-        "torch.fx.experimental.proxy_tensor._MakefxTracer.trace",
-        "Refuses to trace functions of DTensors in `make_fx`.",
-        "Its mode sees the ops of the local tensors.",
-        "`make_fx` returns a graph of local ops",
-        refusing_traces("make_fx"),
+        "Tensor.data",
+        "Refuses a DTensor as the data of a plain tensor.",
+        _NOT_ASKED,
+        _LOCAL_SHARD,
+        data_of_alike,
     ),
     Patch(
-        "torch.autograd.function._HookMixin._register_hook",
-        "Refuses hooks of a node of the graph that was read as `grad_fn` of a DTensor, except those of torch.",
-        "The class of a node cannot be changed, and a node does not know that its tensor is a DTensor.",
-        "hooks of nodes silently get, and return, local gradients",
-        refusing_hooks_of_nodes,
+        "autograd._make_grads",
+        "Takes a DTensor as the gradient of a plain tensor, by gathering it.",
+        _NOT_ASKED,
+        _LOCAL_SHARD,
+        full_gradients,
     ),
 )
 
@@ -319,8 +275,7 @@ HOOKS = (
     ),
     Hook(
         "sys.meta_path",
-        "Replaces the attributes of FSDP and ZeroRedundancyOptimizer after these are imported, which shardwise does "
-        "not do.",
+        "Replaces the attributes of modules that are imported later, which shardwise does not do.",
         "the first DTensor",
     ),
     Hook(
@@ -335,52 +290,6 @@ HOOKS = (
         "the first world of several processes",
     ),
 )
-
-# ---- modules that are imported later ----------------------------------------------------------------------------
-
-
-class _Finder(MetaPathFinder):
-    """Finds the modules that actions wait for as the other finders do."""
-
-    def __init__(self) -> None:
-        self.actions: dict[str, list[Callable[[], None]]] = {}
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name not in self.actions:
-            return None
-        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next((found for found in others if found is not None), None)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_act(module: ModuleType) -> None:
-                execute(module)
-                for action in self.actions.pop(name, ()):
-                    action()
-
-            vars(spec.loader)["exec_module"] = execute_and_act
-        return spec
-
-
-_finder = _Finder()
-
-
-def after_import(module: str, action: Callable[[], None]) -> None:
-    """Run `action` after the next import of `module`; at once if it is imported already."""
-    if module in sys.modules:
-        action()
-        return
-    _finder.actions.setdefault(module, []).append(action)
-    if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
-
-
-def forget_imports() -> None:
-    """Forget all actions that did not run."""
-    _finder.actions.clear()
-    if _finder in sys.meta_path:
-        sys.meta_path.remove(_finder)
-
 
 # ---- installing -------------------------------------------------------------------------------------------------
 
@@ -401,31 +310,49 @@ def install() -> None:
         )
     _check_silent_names()
     _device_constructors()  # cached: torch's set of functions that take a default device keeps the originals
-    now = [patch for patch in PATCHES if patch.module is None or patch.module in sys.modules]
-    originals = [(patch, *patch.original()) for patch in now]
-    for found in originals:
-        _apply(*found)
+    later = {patch.module: patch for patch in PATCHES if patch.module and patch.module not in sys.modules}
+    for patch, originals in [(patch, patch.originals()) for patch in PATCHES if patch.module not in later]:
+        _apply(patch, originals)
+    finder = _Finder(later)
+    sys.meta_path.insert(0, finder)
+    _undo.append(lambda: sys.meta_path.remove(finder))
     _undo.append(register_optimizer_step_pre_hook(step_on_locals).remove)
-    _undo.append(forget_imports)
-    for patch in PATCHES:
-        if patch.module is not None and patch not in now:
-            after_import(patch.module, partial(_apply_later, patch))
 
 
-def _apply(patch: Patch, owner: Any, name: str, value: object) -> None:
-    inherited = name not in vars(owner)
-    setattr(owner, name, patch.replacement(value))
-    _undo.append(_delete(owner, name) if inherited else _restore(owner, name, value))
+def _apply(patch: Patch, originals: list[tuple[Any, str, Any]]) -> None:
+    for owner, name, value in originals:
+        is_own = name in vars(owner)
+        replaced = patch.replacement(value)
+        setattr(owner, name, staticmethod(replaced) if name == "__new__" else replaced)
+        _undo.append(partial(setattr, owner, name, value) if is_own else partial(delattr, owner, name))
 
 
-def _apply_later(patch: Patch) -> None:
-    """Apply a patch in an import of the user's code, which goes on without it."""
-    try:
-        found = patch.original()
-    except RuleError as error:
-        warnings.warn(str(error), stacklevel=2)
-    else:
-        _apply(patch, *found)
+class _Finder(MetaPathFinder):
+    """Finds modules that have patches as the other finders do, and applies these after their import."""
+
+    def __init__(self, patches: dict[str, Patch]) -> None:
+        self.patches = patches
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name not in self.patches:
+            return None
+        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((found for found in others if found is not None), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_apply(module: ModuleType) -> None:
+                execute(module)
+                if self not in sys.meta_path or name not in self.patches:
+                    return
+                patch = self.patches.pop(name)
+                try:
+                    _apply(patch, patch.originals())
+                except RuleError as error:  # the import is one of the user's code, which goes on
+                    warnings.warn(str(error), stacklevel=2)
+
+            vars(spec.loader)["exec_module"] = execute_and_apply
+        return spec
 
 
 class _Subclass(Tensor):
@@ -459,14 +386,6 @@ def _check_silent_names() -> None:
             f"torch {torch.__version__} has lost {'; '.join(lost)}. Without that, results would be wrong without an "
             f"error. Fix: install torch {' or '.join(TESTED)}."
         )
-
-
-def _delete(owner: object, name: str) -> Callable[[], None]:
-    return lambda: delattr(owner, name)
-
-
-def _restore(owner: object, name: str, value: object) -> Callable[[], None]:
-    return lambda: setattr(owner, name, value)
 
 
 def uninstall() -> None:

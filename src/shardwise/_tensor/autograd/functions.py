@@ -1,4 +1,4 @@
-"""Custom autograd Functions, backward hooks of modules and `torch.func`, for which torch has no `__torch_function__`.
+"""Custom autograd Functions and backward hooks of modules, for which torch has no `__torch_function__`.
 
 A custom `autograd.Function` sees DTensors in forward and backward; its gradients may be returned in any placements.
 `shardwise._tensor.torch_patches` installs the replacements of torch's functions that are made here.
@@ -23,7 +23,6 @@ from shardwise._tensor.autograd.buckets import local_gradient
 from shardwise._tensor.autograd.gradients import as_cotangent
 from shardwise._tensor.dispatch.view_copies import track
 from shardwise._tensor.dtensor import DTensor, plain, tag, to_layout
-from shardwise._tensor.transforms import refuse_transform
 from shardwise._trace.autograd_function import TensorFunction
 
 Layouts = tuple[Layout | None, ...]
@@ -245,18 +244,3 @@ def with_layouts(original: Callable[[_Frame], Sequence[object]]) -> Callable[[_F
         return _unpacked(original(frame), frame._shardwise_inputs)
 
     return get_inputs
-
-
-def refusing_transform(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """From a function that begins or ends a transform of a tensor to one that refuses DTensors."""
-
-    def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(original)
-        def refuse(*args: Any, **kwargs: Any) -> Any:
-            if any(type(x) is DTensor for x in args):
-                refuse_transform(what)
-            return original(*args, **kwargs)
-
-        return refuse
-
-    return replacement

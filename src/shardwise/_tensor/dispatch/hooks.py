@@ -50,17 +50,19 @@ def hook_calls(hook: Hook) -> Iterator[None]:
 
 def are_installed() -> bool:
     """Whether any rank of this process has a hook installed."""
-    return any(_hooks.values())
+    return _state.hooked
 
 
 def _choose_dispatcher(watching: bool | None = None) -> None:
     if watching is not None:
         _state.watching = watching
-    proceed = _call_hooks if are_installed() else dispatcher.dispatch
+    _state.hooked = any(_hooks.values())
+    proceed = _call_hooks if _state.hooked else dispatcher.dispatch
     set_dispatcher(partial(record_numbers, proceed) if _state.watching else proceed)
 
 
 class _State:
+    hooked = False  # whether a rank of this process has a hook installed
     watching = False  # whether a rank of this process watches
 
 
@@ -74,9 +76,9 @@ def dispatch_each_op_if(condition: Callable[[Iterable[Any]], bool]) -> None:
     _conditions.append(condition)
 
 
-def dispatches_each_op(tensors: Callable[[], Iterable[Any]]) -> bool:
+def dispatches_each_op(tensors: Iterable[Any]) -> bool:
     """Whether hooks, or functions that are overridden for some of `tensors`, need to see every op."""
-    return are_installed() or any(condition(tensors()) for condition in _conditions)
+    return _state.hooked or any(condition(tensors) for condition in _conditions)
 
 
 def _call_hooks(func: Op, args: Args, kwargs: Kwargs) -> object:

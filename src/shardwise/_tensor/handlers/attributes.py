@@ -21,15 +21,17 @@ from shardwise._tensor.dtensor import DTensor, check_owners, name_of, plain, rem
 from shardwise._tensor.torch_objects import is_torch_dtensor
 from shardwise._tensor.transforms import check_untransformed, refuse_compilation
 from shardwise._trace.comm_trace import Cause
+from shardwise._trace.user_stack import is_called_by
 from shardwise.errors import RuleError
 
+_set_data: Callable[[Tensor, Tensor], None] = vars(torch._C.TensorBase)["data"].__set__
 # Attributes and methods whose result for the local tensor is right for the global one.
 SAME = frozenset(
     """
     requires_grad requires_grad_ is_floating_point is_complex is_signed element_size retain_grad retains_grad
     device dtype is_leaf layout is_sparse is_sparse_csr is_quantized is_mkldnn is_meta is_cpu is_cuda is_mps
     is_xpu is_xla is_ipu is_hpu is_vulkan is_maia is_mtia grad_dtype
-    is_nested is_inference is_conj is_neg get_device output_nr _version itemsize names _is_view is_shared
+    is_nested is_inference is_conj is_neg get_device grad_fn _version itemsize names _is_view is_shared
     is_pinned is_coalesced sparse_dim dense_dim register_hook register_post_accumulate_grad_hook _backward_hooks
     _post_accumulate_grad_hooks __hash__ _is_zerotensor
     """.split()
@@ -117,20 +119,6 @@ def _requires_grad(func: Op, args: Args, kwargs: Kwargs) -> object:
     return out
 
 
-def of_dtensor(*gradients: object) -> None:
-    """A hook that does nothing: it says that a node of the graph is the `grad_fn` of a DTensor."""
-
-
-@handler(cast(Any, Tensor.grad_fn).__get__)
-def _grad_fn(func: Op, args: Args, kwargs: Kwargs) -> object:
-    """The node of the local tensor. Its own hooks are refused; see `refusing_hooks_of_nodes`."""
-    node = cast(torch.autograd.graph.Node | None, same(func, args, kwargs))
-    if node is not None and "register_hook" not in getattr(node, "__dict__", ()):  # as `BackwardHookFunction` has
-        node.register_hook(of_dtensor)
-        node.register_prehook(of_dtensor)
-    return node
-
-
 @handler(Tensor.register_post_accumulate_grad_hook)
 def _register_post_accumulate_grad_hook(func: Op, args: Args, kwargs: Kwargs) -> object:
     return same(func, (args[0], _as_user_code(*args[1:], **kwargs)), {})
@@ -188,13 +176,10 @@ def attribute_of(func: Any, args: Args, kwargs: Kwargs) -> object:
     """Read or set an attribute that may differ between the local and the global tensor; most are refused."""
     x, attribute = args[0], func.__self__.__name__
     if attribute == "data":
-        value = None if func.__name__ == "__get__" else _in_layout_of(x, args[1], ".data =")
+        if func.__name__ == "__set__":
+            return replace_value(x, _in_layout_of(x, args[1], ".data ="))
         with DisableTorchFunctionSubclass():
-            if value is None:
-                return remembering(x, tag(func(*args), x._layout))
-            func(x, plain(value))
-            x._layout = value._layout
-            return track(x)  # the value may be a copy where torch gives a view
+            return remembering(x, tag(func(*args), x._layout))
     refuse_compilation()
     if attribute == "_base" and same(func, args, kwargs) is None:
         return None
@@ -221,17 +206,17 @@ def _in_layout_of(x: DTensor, value: Any, what: str) -> DTensor:
     return to_layout(value, x._layout, Cause("operand", what, "the new value", "a DTensor keeps its layout"))
 
 
-def replace_value(x: DTensor, value: DTensor) -> None:
-    """Let `x`, a leaf without a gradient, have the memory and the layout of `value`, whose shape may be another one.
+def replace_value(x: DTensor, value: DTensor) -> DTensor:
+    """Let `x`, a leaf or a view, have the memory and the layout of `value`, whose shape may be another one.
 
     Whoever holds `x`, such as an optimizer, then has the new value.
     """
     with DisableTorchFunctionSubclass():
-        vars(torch._C.TensorBase)["data"].__set__(x, plain(value).detach())
-        if x._layout != value._layout:
-            x._layout = value._layout
-            x._spec = x._tiling = x._bucket_plan = None  # of the old shape
-        track(x)
+        _set_data(x, plain(value).detach())
+        if x._layout.row_major != value._layout.row_major:
+            x._spec = x._tiling = x._bucket_plan = None
+        x._layout = value._layout
+        return track(x)  # the value may be a copy where torch gives a view
 
 
 def set_(x: DTensor, *args: Any, **kwargs: Any) -> DTensor:
@@ -258,15 +243,9 @@ def _view_as(input: Tensor, other: Tensor) -> Tensor:
         return tag(input.view_as(input), input._layout)
 
 
-@replacement(Tensor.expand_as, torch.ops.aten.expand_as.default)
-def _expand_as(input: Tensor, other: Tensor) -> Tensor:
-    """A plain tensor of the shape of a DTensor stays plain, so that changes of the view are changes of the tensor."""
-    return input.expand(other.shape)
-
-
-@replacement(Tensor.reshape_as, torch.ops.aten.reshape_as.default)
-def _reshape_as(input: Tensor, other: Tensor) -> Tensor:
-    return input.reshape(other.shape)
+# A plain tensor of the shape of a DTensor stays plain, so that changes of the view are changes of the tensor.
+replacement(Tensor.expand_as, torch.ops.aten.expand_as.default)(lambda input, other: input.expand(other.shape))
+replacement(Tensor.reshape_as, torch.ops.aten.reshape_as.default)(lambda input, other: input.reshape(other.shape))
 
 
 # ---- t_, unsqueeze_ and the like: a tensor becomes a view of itself, and its layout that of the view ------------
@@ -290,7 +269,7 @@ def _becomes(view: Op) -> Handler:
                     f"neither its views nor its gradients would follow. Fix: use the op that returns a new tensor."
                 )
             else:
-                torch.Tensor.data.__set__(x, new)  # type: ignore[attr-defined]
+                _set_data(x, new)
                 track(x)  # a copy: `detach()` or `.data` may have made other tensors of the memory that it had
             x._layout = out._layout
             x._spec = x._tiling = None  # of the old shape
@@ -301,6 +280,70 @@ def _becomes(view: Op) -> Handler:
 
 for _name in ("t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze"):
     handler(getattr(Tensor, f"{_name}_"))(_becomes(getattr(Tensor, _name)))
+
+
+# ---- row-sparse gradients ---------------------------------------------------------------------------------------
+
+# An optimizer reads `_indices()`, `_values()` and `size()` of a sparse gradient, computes with the values, makes sparse
+# tensors of them with `torch.sparse_coo_tensor` (which no subclass can intercept) and adds those to dense state. For a
+# sparse DTensor all three therefore return there what belongs to the local shard, and a plain sparse tensor of the
+# local shape beside a DTensor counts as its local shard (`operands.all_promoted`). Other code gets the global size, and
+# an error for the others: it would take a norm of the local values for that of the gradient.
+
+
+@handler(Tensor._indices, Tensor._values, Tensor.indices, Tensor.values, Tensor._nnz)
+def _of_local_shard(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
+    """`_indices()` and `_values()` of the local shard, as plain tensors, where `torch.optim` asks for them."""
+    name = func.__name__
+    if name in ("_indices", "_values") and is_called_by("torch.optim"):
+        with DisableTorchFunctionSubclass():
+            return func(args[0]).detach()  # type: ignore[no-any-return]
+    raise RuleError(
+        f"{name}() of a sparse DTensor would show only local rows. Fix: to_dense(), or to_local().{name}()."
+    )
+
+
+@handler(Tensor.to_dense)
+def to_dense(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
+    """A dense DTensor of the same layout."""
+    x = args[0]
+    with DisableTorchFunctionSubclass():
+        return tag(func(plain(x), *args[1:], **kwargs), x._layout)
+
+
+@handler(Tensor.coalesce)
+def coalesce(func: Op, args: Args, kwargs: Kwargs) -> DTensor:
+    """Duplicate rows are on one rank, which adds them up: ranks hold different rows."""
+    x = args[0]
+    if x._layout.partial_axes:
+        raise RuleError(f"coalesce: {x._layout} has rows on several ranks that add up. Fix: redistribute it first.")
+    with DisableTorchFunctionSubclass():
+        local = plain(x)
+        rows = local._indices()
+        if rows.shape[0] == 1 and bool((rows.diff() > 0).all()):  # as lookups make them; a check is cheaper
+            local._coalesced_(True)
+        return tag(func(local), x._layout)
+
+
+@handler(Tensor.sparse_mask)
+def sparse_mask(func: Op, args: Args, kwargs: Kwargs) -> DTensor:
+    """The rows of a dense DTensor that a sparse one has."""
+    dense, mask = args[:2]
+    if type(dense) is not DTensor or type(mask) is not DTensor or dense._layout != mask._layout:
+        raise RuleError("sparse_mask needs two DTensors of one layout. Fix: redistribute the dense one.")
+    with DisableTorchFunctionSubclass():
+        return tag(func(plain(dense), plain(mask)), dense._layout)
+
+
+@handler(Tensor.new)
+def new(func: Any, args: Args, kwargs: Kwargs) -> DTensor:
+    """`grad.new(indices, values, size)`, by which sparse optimizers make a sparse tensor."""
+    like, *rest = args
+    with DisableTorchFunctionSubclass():
+        sparse_parts = like.is_sparse and len(rest) == 3
+    if not sparse_parts:
+        raise RuleError("DTensor.new() makes only sparse parts. Fix: use torch.empty_like or shardwise.empty.")
+    return tag(torch.sparse_coo_tensor(*rest, check_invariants=False), like._layout)
 
 
 # ---- refused ----------------------------------------------------------------------------------------------------

@@ -2,28 +2,28 @@
 
     torch.tensor(loss)          a DTensor: loss.detach().clone()
     torch.full((2,), loss)      a plain tensor of loss.item()
-    torch.FloatTensor(x)        refused
+    torch.Tensor(x)             refused
 
 `shardwise._tensor.torch_patches` installs the replacements of torch's functions that are made here. They call the
 dispatcher if a DTensor is among the arguments, so the handlers below answer, and tools see the call.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache, wraps
 from types import GetSetDescriptorType
-from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch._functorch import eager_transforms, predispatch
 from torch.jit import _builtins as names_in_scripts
 
 from shardwise._rules.registry import handler, replacement
 from shardwise._rules.row import Args, Kwargs, Op
 from shardwise._tensor.dispatch.fallback import run_decomposed
-from shardwise._tensor.dispatch.hooks import hook_calls
 from shardwise._tensor.dispatch.operands import is_strict
-from shardwise._tensor.dtensor import DTensor, call, name_of
-from shardwise._tensor.handlers.attributes import of_dtensor, refuse, refuse_local, set_
+from shardwise._tensor.dtensor import DTensor, call
+from shardwise._tensor.handlers.attributes import refuse, refuse_local, set_
+from shardwise._tensor.transforms import FORWARD_MODE, FUNC, refuse_transform
 from shardwise.errors import RuleError
 
 _dispatches = torch._C._is_torch_function_enabled
@@ -39,23 +39,31 @@ def asking(original: Op) -> Op:
 
     @wraps(original)
     def function(*args: object, **kwargs: object) -> object:
-        for x in args:
+        for x in (*args, *kwargs.values()) if kwargs else args:
             if type(x) is DTensor and _dispatches():
                 return call(original, *args, **kwargs)
-        if kwargs:
-            for x in kwargs.values():
-                if type(x) is DTensor and _dispatches():
-                    return call(original, *args, **kwargs)
         return original(*args, **kwargs)
 
     return _in_place_of(original, function)
 
 
-def taking_numbers(first: int) -> Callable[[Op], Op]:
-    """From a function to one that takes 0-d DTensors from its argument `first` on as the numbers they hold.
+def refusing_in_scripts(method: Op) -> Op:
+    """`method` of TorchScript, refusing DTensors; no rule is found by it, because parts of torch exchange it."""
+    original = getattr(method, "__func__", method)
 
-    C++ would read the number from the local tensor.
-    """
+    @wraps(original)
+    def function(*args: object, **kwargs: object) -> object:
+        if DTensor in map(type, (*args, *kwargs.values())) and _dispatches():
+            refuse_local("TorchScript")
+        return original(*args, **kwargs)
+
+    return function
+
+
+@cache
+def taking_numbers(original: Op) -> Op:
+    """`original` with 0-d DTensors as the numbers that they hold; C++ would read them from the local tensors."""
+    first = original.__name__ in ("full_like", "new_full")  # arguments that are no numbers
 
     def number(x: object) -> object:
         if type(x) is not DTensor or x._layout.shape:
@@ -64,97 +72,16 @@ def taking_numbers(first: int) -> Callable[[Op], Op]:
             raise TypeError("A number is expected, got a DTensor that requires grad. Fix: pass x.item().")
         return x.item()
 
-    @cache
-    def replaced(original: Op) -> Op:
-        @wraps(original)
-        def function(*args: object, **kwargs: object) -> object:
-            for x in (*args[first:], *kwargs.values()):
-                if type(x) is DTensor and _dispatches():
-                    args = (*args[:first], *map(number, args[first:]))
-                    kwargs = {name: number(x) if name != "input" else x for name, x in kwargs.items()}
-                    break
-            if first and args and type(args[0]) is DTensor and _dispatches():
+    @wraps(original)
+    def function(*args: object, **kwargs: object) -> object:
+        if _dispatches() and DTensor in map(type, (*args, *kwargs.values())):
+            args = (*args[:first], *map(number, args[first:]))
+            kwargs = {name: number(x) if name != "input" else x for name, x in kwargs.items()}
+            if first and args and type(args[0]) is DTensor:
                 return call(original, *args, **kwargs)
-            return original(*args, **kwargs)
+        return original(*args, **kwargs)
 
-        return _in_place_of(original, function)
-
-    return replaced
-
-
-def refusing(what: str = "") -> Callable[[Op], Op]:
-    """From a function of C++ to one that refuses DTensors among its arguments, also in lists, tuples and dicts.
-
-    `what` names it in the error, in place of its own name.
-    """
-
-    def replaced(original: Op) -> Op:
-        function = getattr(original, "__func__", original)
-
-        def check(values: Iterable[object]) -> None:
-            for x in values:
-                kind = type(x)
-                if kind is DTensor:
-                    refuse_local(what or f"{name_of(function)}()")
-                if kind is int or kind is Tensor:
-                    continue
-                if isinstance(x, list | tuple | torch._C.ScriptList):
-                    check(x)
-                elif isinstance(x, dict | torch._C.ScriptDict):
-                    check(value for _, value in x.items())
-
-        @wraps(function)
-        def checked(*args: object, **kwargs: object) -> object:
-            check(args)
-            if kwargs:
-                check(kwargs.values())
-            return function(*args, **kwargs)
-
-        return checked
-
-    return replaced
-
-
-def refusing_traces(what: str) -> Callable[[Op], Op]:
-    """From a function that traces to one that refuses any call with a DTensor inside: local ops would be recorded."""
-
-    def refuse_call(proceed: object, func: Op, args: Args, kwargs: Kwargs) -> NoReturn:
-        raise RuleError(
-            f"{what}() would record what {name_of(func)}() does to the local tensor of a DTensor. "
-            f"Fix: shardwise.capture(module), which captures the step with its communication."
-        )
-
-    def replaced(original: Op) -> Op:
-        @wraps(original)
-        def function(*args: object, **kwargs: object) -> object:
-            with hook_calls(refuse_call):
-                return original(*args, **kwargs)
-
-        return function
-
-    return replaced
-
-
-def refusing_hooks_of_nodes(original: Op) -> object:
-    """`_register_hook`, to which every hook of a node of the graph comes, refusing nodes that have `of_dtensor`."""
-    add = getattr(original, "__func__", original)
-
-    @wraps(add)
-    def register(hooks: dict[int, object] | None, hook: object) -> object:
-        if hooks and of_dtensor in hooks.values():
-            if hook is of_dtensor:
-                return hooks, None
-            if str(getattr(hook, "__module__", "")).partition(".")[0] not in (
-                "torch",
-                "shardwise",
-            ):  # which pass gradients on
-                raise RuleError(
-                    "A hook of the grad_fn of a DTensor would get local gradients. "
-                    "Fix: register_hook() of the DTensor, or full backward hooks of the module."
-                )
-        return add(hooks, hook)
-
-    return staticmethod(register)
+    return _in_place_of(original, function)
 
 
 def full_gradients(original: Op) -> Op:
@@ -195,18 +122,6 @@ def data_of_alike(original: GetSetDescriptorType) -> TensorData:
         original.__set__(x, value)
 
     return TensorData(original.__get__, write, original.__delete__, original.__doc__)
-
-
-def new_without_dtensors(original: Op) -> object:
-    """`Tensor.__new__`, which `torch.Tensor(x)` and the constructors of subclasses call, refusing a DTensor."""
-
-    @wraps(original)
-    def new(cls: type, *args: object, **kwargs: object) -> object:
-        if args and type(args[0]) is DTensor:
-            refuse(cls, args, kwargs)
-        return original(cls, *args, **kwargs)
-
-    return staticmethod(new)
 
 
 def _in_place_of(original: Op, function: Op) -> Op:
@@ -280,18 +195,19 @@ def _set(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
     return set_(*args, **kwargs) if type(args[0]) is DTensor else refuse(func, args, kwargs)
 
 
+handler(torch.sparse_coo_tensor, torch._C._to_dlpack)(refuse)
+handler(Tensor.__new__)(lambda func, args, kwargs: refuse(args[0], args, kwargs))  # as `torch.Tensor(x)`
+handler(torch.cuda.jiterator._JittedFunction.__call__)(
+    lambda func, args, kwargs: refuse_local("A kernel of torch.cuda.jiterator")
+)
 handler(
-    torch.sparse_coo_tensor,
-    torch.sparse_csr_tensor,
-    torch.sparse_csc_tensor,
-    torch.sparse_bsr_tensor,
-    torch.sparse_bsc_tensor,
-    torch.sparse_compressed_tensor,
-    torch._C._to_dlpack,
-    torch._C._to_dlpack_versioned,
-    Tensor.as_subclass,
-    torch.autograd.graph.get_gradient_edge,
-)(refuse)
+    predispatch._add_batch_dim,
+    predispatch._remove_batch_dim,
+    predispatch._unwrap_for_grad,
+    eager_transforms._wrap_tensor_for_grad,
+    eager_transforms._maybe_wrap_functional_tensor,
+)(lambda func, args, kwargs: refuse_transform(FUNC))
+handler(torch._VF._make_dual, torch._VF._unpack_dual)(lambda func, args, kwargs: refuse_transform(FORWARD_MODE))
 
 
 @handler(

@@ -1,16 +1,19 @@
 """Functions in terms of other ops: torch's code would communicate more, miss something, or read local shapes."""
 
 from collections.abc import Sequence
-from typing import Any
+from types import FunctionType
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise._rules.registry import amend, handler, replacement
 from shardwise._rules.row import Args, Kwargs, Op
 from shardwise._tensor.dispatch.fallback import run_decomposed
+from shardwise._tensor.dispatch.operands import promoted
 from shardwise._tensor.dispatch.view_copies import mark_copy
+from shardwise._tensor.dtensor import DTensor, call
 
 # ---- decompositions ---------------------------------------------------------------------------------------------
 
@@ -47,15 +50,13 @@ def _block_diag(*tensors: Tensor) -> Tensor:
     return torch.cat(rows)
 
 
-@replacement(torch.resolve_conj, Tensor.resolve_conj, torch.ops.aten.resolve_conj.default)
-def _resolve_conj(input: Tensor) -> Tensor:
-    """As torch: local tensors say whether their conjugate is still to be computed, which the meta device does not."""
-    return input.clone() if input.is_conj() else input
-
-
-@replacement(torch.resolve_neg, Tensor.resolve_neg, torch.ops.aten.resolve_neg.default)
-def _resolve_neg(input: Tensor) -> Tensor:
-    return input.clone() if input.is_neg() else input
+# As torch: local tensors say whether their conjugate is still to be computed, which the meta device does not.
+replacement(torch.resolve_conj, Tensor.resolve_conj, torch.ops.aten.resolve_conj.default)(
+    lambda input: input.clone() if input.is_conj() else input
+)
+replacement(torch.resolve_neg, Tensor.resolve_neg, torch.ops.aten.resolve_neg.default)(
+    lambda input: input.clone() if input.is_neg() else input
+)
 
 
 @handler(torch.tensor_split, Tensor.tensor_split, no_row=True)
@@ -91,6 +92,81 @@ def _linear_cross_entropy(func: Op, args: Args, kwargs: Kwargs) -> object:
         named["ignore_index"] = -100
     logits = F.linear(x, linear_weight, bias)
     return F.cross_entropy(logits.unflatten(-1, (classes, *rest)) if rest else logits, target, **named)
+
+
+# ---- random functions and initializations that torch implements in Python ---------------------------------------
+
+
+def _body(function: Any) -> Op:
+    """Torch's own Python code of `function`, which calls ops with DTensors, in place of asking subclasses."""
+    return FunctionType(function.__code__, {**function.__globals__, "has_torch_function_unary": lambda x: False})
+
+
+def _dropout(function: Op) -> Op:
+    """A dropout function, which returns the input itself where it drops nothing; torch passes all arguments."""
+    body = _body(function)
+
+    def drop(input: Tensor, p: float, training: bool, inplace: bool) -> Tensor:
+        out: Tensor = body(input, p, training, inplace)
+        return out if training and p else input
+
+    return drop
+
+
+def _in_place(op: Op) -> Op:
+    """The in-place variant of a dropout op."""
+
+    def drop(input: Tensor, p: float, train: bool) -> Tensor:
+        out = op(input, p, train)
+        return input.copy_(out) if train and p else input
+
+    return drop
+
+
+def _bernoulli_in_place(input: Tensor, p: float | Tensor = 0.5, *, generator: torch.Generator | None = None) -> Tensor:
+    """A tensor `p` keeps its layout: numbers are drawn in that, and then redistributed to the layout of `input`."""
+    if isinstance(p, Tensor):
+        if not isinstance(p, DTensor):
+            assert isinstance(input, DTensor)
+            p = promoted(p, input._layout.mesh, "bernoulli_")
+        return input.copy_(torch.bernoulli(p.expand(input.shape), generator=generator))
+    out: Tensor = call(torch.ops.aten.bernoulli_.float, input, p, generator=generator)
+    return out
+
+
+def _kaiming_uniform(
+    tensor: Tensor,
+    a: float = 0,
+    mode: Literal["fan_in", "fan_out"] = "fan_in",
+    nonlinearity: Literal["linear", "relu", "leaky_relu"] = "leaky_relu",
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Kaiming initialization (arXiv 1502.01852) with the fan of the global tensor."""
+    if 0 in tensor.shape:
+        return tensor
+    fan = nn.init._calculate_correct_fan(tensor, mode)
+    bound = 3.0**0.5 * nn.init.calculate_gain(nonlinearity, a) / fan**0.5
+    return nn.init._no_grad_uniform_(tensor, -bound, bound, generator)
+
+
+REPLACEMENTS: dict[Op, Op] = {
+    **{f: _dropout(f) for f in (F.dropout, F.alpha_dropout, F.feature_alpha_dropout)},
+    **{f: _dropout(f) for f in (F.dropout1d, F.dropout2d, F.dropout3d)},
+    torch.dropout_: _in_place(torch.dropout),
+    torch.alpha_dropout_: _in_place(torch.alpha_dropout),
+    torch.feature_dropout_: _in_place(torch.feature_dropout),
+    torch.feature_alpha_dropout_: _in_place(torch.feature_alpha_dropout),
+    Tensor.bernoulli_: _bernoulli_in_place,
+    F.rrelu: _body(F.rrelu),
+    # it saves what it reads, which must not change
+    torch.rrelu_: lambda input, *args, **kwargs: input.copy_(torch.rrelu(input.clone(), *args, **kwargs)),
+    nn.init.uniform_: nn.init._no_grad_uniform_,
+    nn.init.normal_: nn.init._no_grad_normal_,
+    nn.init.constant_: nn.init._no_grad_fill_,
+    nn.init.kaiming_uniform_: _kaiming_uniform,
+}
+for _op, _function in REPLACEMENTS.items():
+    replacement(_op)(_function)
 
 
 # ---- substitutes for functions whose Python code reads shapes ---------------------------------------------------

@@ -21,16 +21,13 @@ from shardwise._rules.registry import handler, handler_of_family
 from shardwise._rules.row import Args, Kwargs, Op, arguments
 from shardwise._tensor.dispatch.dispatcher import prepared
 from shardwise._tensor.dispatch.local_context import RankContext
-from shardwise._tensor.dispatch.operands import across, is_outside
+from shardwise._tensor.dispatch.operands import is_outside
 from shardwise._tensor.dispatch.resolve import NoRowError, Recipe, SeveralMeshesError
 from shardwise._tensor.dispatch.view_copies import before_changes, invalidate
 from shardwise._tensor.dtensor import DTensor, check_owners, plain, tag, to_layout
-from shardwise._tensor.torch_objects import is_torch_dtensor
-from shardwise._tensor.transforms import check_untransformed
 from shardwise._trace.comm_trace import Cause
 from shardwise.errors import MismatchError, RuleError
 
-WRITES_ONLY = "_foreach_zero_"  # whatever the operands are
 ONE_BY_ONE: dict[str, Callable[..., Tensor]] = {
     "_foreach_norm": lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype),
     "_foreach_powsum": lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype) ** ord,
@@ -45,28 +42,18 @@ _PARTIAL = Cause("operand", "_foreach_norm", "a Partial tensor", "a norm needs r
     lambda func: getattr(func, "__name__", "").startswith(("_foreach_", "_fused_", "_amp_foreach_")), is_op=True
 )
 def run(func: Op, args: Args, kwargs: Kwargs) -> object:
-    """Run a list op. Tensors at one position of the lists are redistributed to the layout in the first list."""
+    """Run a list op on the local tensors if all lists have the same layouts; else each position by the ordinary op."""
     name = func.__name__.partition(".")[0]  # without that of an overload
     if name in ONE_BY_ONE:
         return _reductions(name, *args, **kwargs)
-    lead = next(a for a in args if _is_tensor_list(a))
-    in_place = name.endswith("_")
-    layouts: Sequence[Layout | None] | None = _same_layouts((*args, *kwargs.values()))
-    if name == "_foreach_mm" or (
-        layouts is None
-        and (
-            _broadcasts(name, lead, (*args, *kwargs.values()))
-            or _changes_partial(name, lead)
-            or any(map(is_torch_dtensor, lead))
-        )
-    ):
-        return _one_by_one(name, lead, args, kwargs)
+    args = tuple([_number(name, a) if type(a) is DTensor else a for a in args])
+    kwargs = {k: _number(name, a) if type(a) is DTensor else a for k, a in kwargs.items()}
+    lists = [a for a in (*args, *kwargs.values()) if _is_tensor_list(a)]
+    lead, in_place, layouts = lists[0], name.endswith("_"), _same_layouts(lists)
+    if layouts is None or name == "_foreach_mm":
+        return _one_by_one(name, lists, args, kwargs)
     copies = before_changes(name, lead) if in_place else []
-    if layouts is None:
-        layouts = [_layout_at(name, args, kwargs, i, lead[i]) for i in range(len(lead))]
-        args = tuple(_laid_out(name, a, layouts, in_place and a is lead) for a in args)
-        kwargs = {k: _laid_out(name, a, layouts, False) for k, a in kwargs.items()}
-    check_owners(name, [x._layout for a in args if _is_tensor_list(a) for x in a if type(x) is DTensor])
+    check_owners(name, filter(None, layouts))
     with DisableTorchFunctionSubclass():
         out = func(*args, **kwargs)
         if name == "_amp_foreach_non_finite_check_and_unscale_":
@@ -78,24 +65,16 @@ def run(func: Op, args: Args, kwargs: Kwargs) -> object:
     return type(out)([tag(x, layout) if layout is not None else x for x, layout in zip(out, layouts, strict=True)])
 
 
-def _same_layouts(args: Sequence[Any]) -> list[Layout] | None:
-    """The layouts of the first list, if all lists have these and none is Partial; None if not."""
-    found: list[Layout] | None = None
-    for a in args:
-        if _is_tensor_list(a):
-            if type(a[0]) is not DTensor and all(type(x) is Tensor and x.ndim == 0 for x in a):
-                continue  # step counters and other numbers
-            try:
-                layouts = [x._layout for x in a]
-            except AttributeError:  # a plain tensor
-                return None
-            if found is None:
-                found = layouts
-            elif layouts != found:
-                return None
-        elif type(a) is DTensor and not (a._layout.shape == () and a._layout.is_replicated):
+def _same_layouts(lists: Sequence[Sequence[Tensor]]) -> list[Layout | None] | None:
+    """The layouts in the first list, None for plain tensors, if all lists have these and none is Partial."""
+    found: list[Layout | None] | None = None
+    for tensors in lists:
+        layouts = [x._layout if type(x) is DTensor else None for x in tensors]
+        if found is None:
+            found = layouts
+        elif layouts != found and any(layouts + [x.ndim for x in tensors]):  # else step counters and other numbers
             return None
-    return None if found is None or any(layout.partial_axes for layout in found) else found
+    return None if found is None or any(layout is not None and layout.partial_axes for layout in found) else found
 
 
 def _found_anywhere(found_inf: Tensor, grads: Sequence[Any]) -> None:
@@ -111,25 +90,22 @@ def _is_tensor_list(a: object) -> bool:
     return isinstance(a, list | tuple) and bool(a) and isinstance(a[0], Tensor)
 
 
-def _broadcasts(name: str, lead: Sequence[Tensor], args: Sequence[Any]) -> bool:
-    """Whether tensors of several shapes, numbers apart, are at one position of the lists of an elementwise op."""
-    lists = [a for a in args if _is_tensor_list(a) and len(a) == len(lead)] if name.startswith("_foreach_") else []
-    return any(_shape(x) not in ((), _shape(first)) for a in lists for first, x in zip(lead, a, strict=True))
+def _one_by_one(name: str, lists: Sequence[Sequence[Tensor]], args: Args, kwargs: Kwargs) -> object:
+    """Each position of the lists by the ordinary op, as torch does where shapes differ.
 
-
-def _changes_partial(name: str, lead: Sequence[Tensor]) -> bool:
-    """Whether an op in place has to read Partial tensors; the ordinary ops reduce them, or have rows for them."""
-    reads = name.startswith("_foreach_") and name.endswith("_") and name != WRITES_ONLY
-    return reads and any(type(x) is DTensor and x._layout.partial_axes for x in lead)
-
-
-def _shape(x: Tensor) -> tuple[int, ...]:
-    return x._layout.shape if type(x) is DTensor else tuple(x.shape)
-
-
-def _one_by_one(name: str, lead: Sequence[Tensor], args: Args, kwargs: Kwargs) -> object:
-    """Each position of the lists by the ordinary op, as torch does where shapes differ."""
-    one = getattr(Tensor, ORDINARY.get(name, name.removeprefix("_foreach_")))
+    Raises:
+        RuleError: a fused op, which has no ordinary one; or a plain tensor would be changed.
+    """
+    lead, in_place = lists[0], name.endswith("_")
+    if not name.startswith("_foreach_"):
+        raise RuleError(
+            f"{name}: tensors at one position of the lists need one layout, without Partial. "
+            f"Fix: redistribute them, or make the optimizer with fused=False."
+        )
+    for i, x in enumerate(lead if in_place else ()):
+        if type(x) is not DTensor and any(type(a[i]) is DTensor for a in lists[1:]):
+            raise RuleError(f"{name} would change plain tensor {i} in place with a DTensor. Fix: make both alike.")
+    one = getattr(Tensor if in_place else torch, ORDINARY.get(name, name.removeprefix("_foreach_")))
     operands = [*args, *(a for k, a in kwargs.items() if k not in KEYWORDS)]
     named = {KEYWORDS[k]: a for k, a in kwargs.items() if k in KEYWORDS}
     if len(operands) == 4:  # addcmul and addcdiv take their factor by position too
@@ -143,78 +119,19 @@ def _one_by_one(name: str, lead: Sequence[Tensor], args: Args, kwargs: Kwargs) -
     out = tuple(
         [one(*[at(i, a) for a in operands], **{k: at(i, a) for k, a in named.items()}) for i in range(len(lead))]
     )
-    return lead if name.endswith("_") else out
+    return lead if in_place else out
 
 
-def _layout_at(name: str, args: Sequence[Any], kwargs: Kwargs, index: int, first: Tensor) -> Layout | None:
-    """The layout that position `index` of all lists takes: that of the first list, without anything Partial."""
-    if type(first) is DTensor:
-        layout = first._layout
-        if layout.partial_axes:
-            if name == WRITES_ONLY:
-                return layout
-            if name.endswith("_"):
-                raise RuleError(
-                    f"{name}: item {index} is {layout}, and an op in place cannot change partial sums. "
-                    f"Fix: redistribute it."
-                )
-            return layout.reduced()
-        return layout
-    for a in (*args, *kwargs.values()):
-        if _is_tensor_list(a) and index < len(a) and type(a[index]) is DTensor:
-            if name.endswith("_"):
-                raise RuleError(
-                    f"{name} would change plain tensor {index} in place with a DTensor. Fix: make both alike."
-                )
-            found: Layout = a[index]._layout
-            return found
-    return None
-
-
-def _laid_out(name: str, a: Any, layouts: Sequence[Layout | None], lead: bool) -> object:
-    if not _is_tensor_list(a):
-        if type(a) is DTensor:
-            return _scalar(name, a)
-        return a
-    if len(a) != len(layouts):
-        return a
-    return [x if lead else _item(name, x, layout) for x, layout in zip(a, layouts, strict=True)]
-
-
-def _item(name: str, x: Tensor, layout: Layout | None) -> Tensor:
-    if layout is None:
-        return x
-    if is_torch_dtensor(x):
-        x = DTensor.from_torch_dtensor(x.detach())
-    if type(x) is not DTensor:
-        if x.ndim == 0:  # a step counter or another number
-            return x
-        check_untransformed(x, name)
-        x = tag(x.detach(), Layout(layout.mesh, [REPLICATE] * layout.mesh.ndim, x.shape))
-    if x._layout.shape == () != layout.shape:
-        return _scalar(name, x)
-    if x._layout.shape != layout.shape:
-        raise RuleError(
-            f"{name}: operands of shapes {layout.shape} and {x._layout.shape} at one position of the lists. "
-            f"Fix: lists in the same order, with tensors of equal shapes at each position."
-        )
-    if x._layout == layout:
-        return x
-    why = "tensors at one position of the lists take the layout in the first list"
-    cause = Cause("operand", name, x._name or "an item of a list", why)
-    return to_layout(across(x, layout.mesh, cause), layout, cause)
-
-
-def _scalar(name: str, x: DTensor) -> Tensor:
+def _number(name: str, x: DTensor) -> Tensor:
+    """A DTensor beside the lists as a plain number."""
     if x._layout.shape:
         raise RuleError(
             f"{name}: a tensor operand beside the lists must have no dims, got shape {x._layout.shape}. "
             f"Fix: x.squeeze() of one element, or a list with a tensor for each position."
         )
-    target = x._layout.replicated()
     why = "a number beside lists has to be replicated"
-    replicated = to_layout(x, target, Cause("operand", name, x._name or "a number beside the lists", why))
-    return plain(replicated)
+    cause = Cause("operand", name, x._name or "a number beside the lists", why)
+    return plain(to_layout(x, x._layout.replicated(), cause))
 
 
 # ---- reductions -------------------------------------------------------------------------------------------------
