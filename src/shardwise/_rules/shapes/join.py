@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise._layout import REPLICATE, Box, Layout, OnRanks, Placement, Shard
+from shardwise._redistribute.transfers import flat_cat
 from shardwise._rules.local_context import LocalContext, local_with
-from shardwise._rules.local_tensors import autocast_to_float, flat_cat
+from shardwise._rules.local_tensors import autocast_to_float
 from shardwise._rules.pointwise import PARTIALS, shape_of_first
 from shardwise._rules.registry import OpRule, register
 from shardwise._rules.row import NO_OPERAND, Align, Args, Ints, Meta, Row
