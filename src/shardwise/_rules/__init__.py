@@ -13,4 +13,3 @@ __all__ = [
 ]  # fmt: skip
 
 pointwise.register_tagged()  # the ops that no other file has a rule for
-view.register_view_copies()

@@ -36,10 +36,9 @@ from shardwise._layout import (
 )
 from shardwise._rules.local_context import LocalContext, local_with
 from shardwise._rules.pointwise import PARTIALS, SUMS, shape_of_first, shard_at
-from shardwise._rules.registry import OpRule, register
+from shardwise._rules.registry import OpRule, functions_named, overloads, register
 from shardwise._rules.row import Align, Kwargs, LocalFunction, Meta, Row
 from shardwise._rules.row_exchange import Route, exchange_headers
-from shardwise._rules.shapes.view import functions_named
 from shardwise.errors import PlaceError
 
 aten = torch.ops.aten
@@ -496,26 +495,14 @@ def _read_shape(form: IndexForm, x: Meta, *args: object, **kwargs: object) -> tu
     return call.read_shape([x.shape[d] for d in call.kept])
 
 
-def _of_tensors(op: torch._ops.OpOverload) -> bool:
-    """Not an overload for lists, named dims or `out=`."""
-    others = {"out", "names", "Dimname", "twin"} & {*op._overloadname.split("_")}
-    return not others and str(op._schema.arguments[0].type) == "Tensor"
-
-
-def _overloads(name: str) -> list[Any]:
-    packet = getattr(aten, name)
-    overloads = [op for op in (getattr(packet, o) for o in packet.overloads()) if _of_tensors(op)]
-    return [*(op for op in functions_named(name) if name != "index"), *overloads]  # Tensor.index takes named dims
-
-
 for _name, _mode, _names, _kind, _wraps in OPS:
     for _in_place in (False,) if _mode == "read" else (False, True):
         _form = IndexForm(tuple(_names.split()), _kind, _in_place, _wraps)
         _shape: Callable[..., Any] = partial(_read_shape, _form) if _mode == "read" else shape_of_first
-        register(
-            OpRule(partial(rows, _form, _mode), _in_place, _shape, index_form=_form),
-            *_overloads(_name + "_" * _in_place),
-        )
+        _spelling = _name + "_" * _in_place
+        _ops = functions_named(_spelling) if _name != "index" else []  # Tensor.index takes named dims
+        _rule = OpRule(partial(rows, _form, _mode), _in_place, _shape, index_form=_form)
+        register(_rule, *_ops, *overloads(_spelling))
 register(OpRule(boolean_rows, data_dependent_shape=True, memory_order=_boolean_order), boolean_index)
 for _name, _in_place in (("masked_scatter", False), ("masked_scatter_", True)):
     _aten = getattr(torch.ops.aten, _name).default

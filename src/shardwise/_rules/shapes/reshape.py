@@ -13,9 +13,9 @@ from torch import Tensor
 from shardwise._layout import REPLICATE, Box, Boxes, Shard
 from shardwise._rules.local_context import LocalContext, local_with, specialized
 from shardwise._rules.pointwise import copies
-from shardwise._rules.registry import OpRule, register
+from shardwise._rules.registry import OpRule, functions_named, register
 from shardwise._rules.row import NO_OPERAND, LocalFunction, Meta, Op, Row
-from shardwise._rules.shapes.view import functions_named, unsharded_rows
+from shardwise._rules.shapes.runs import unsharded_rows
 
 aten = torch.ops.aten
 FLATTENS = (Tensor.flatten, torch.flatten)

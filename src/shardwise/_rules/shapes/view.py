@@ -1,105 +1,57 @@
-"""Views that permute, add, drop or slice dims, diagonals and triangles of matrices, and copies of views.
+"""Views that permute, add, drop or slice dims, diagonals and triangles of matrices.
 
 Where the dims of an operand go in a view is found by running the op on a meta tensor whose strides identify its dims:
 
     probe_views(Tensor.transpose, x, (0, 1), {})   of x (4, 6): strides (8, 1) -> (1, 8)
-    ViewMap(dims=(DimSlice(1, 0, 1, 6), DimSlice(0, 0, 1, 4)), fixed={})
+    ViewMap(dims=((1, Run(0, 6)), (0, Run(0, 4))), fixed={})
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from shardwise._layout import REPLICATE, Box, OnRanks, Placement, Shard
+from shardwise._layout import REPLICATE, Box, Placement, Shard
 from shardwise._rules.local_context import LocalContext, local_with, specialized
-from shardwise._rules.pointwise import PARTIALS, SUMS, homogeneous, shape_of_first
-from shardwise._rules.registry import RULES, OpRule, register, rule_of
+from shardwise._rules.pointwise import SUMS, homogeneous, shape_of_first
+from shardwise._rules.registry import OpRule, functions_named, register
 from shardwise._rules.row import Args, Kwargs, LocalFunction, Meta, Op, Row
+from shardwise._rules.shapes.runs import FULL_DIM, Run, empty_result, run_on_owner, unsharded_rows
 
 aten = torch.ops.aten
 ViewCall = tuple[Op, tuple[int, ...], torch.dtype, Args, tuple[tuple[str, Any], ...]]
-FULL_DIM = "a dim that the view keeps in full stays sharded"
-VIEW_OF_PARTIAL = "a view of a Partial tensor is Partial"
-OWNER = "the rank that holds the tensor runs the op"
 LARGEST_STEP = 255  # in an empty dim
-SUFFIX = "_copy"
-
-
-# ---- what ops on shapes share --------------------------------------------------------------------------------
-
-
-def unsharded_rows(
-    x: Meta, local: LocalFunction | None, partials: Sequence[Placement] = PARTIALS, why: str = VIEW_OF_PARTIAL
-) -> list[Row]:
-    """Rows for a Partial operand, and for one on a single rank, which then runs `local`."""
-    rows = [Row((p,), p, why) for p in partials]
-    return rows + [Row((x.placement,), x.placement, OWNER, local)] * isinstance(x.placement, OnRanks)
-
-
-def run_on_owner(ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Any:
-    return ctx.call(x, *args, **kwargs) if ctx.layouts[0].boxes(ctx.rank) else empty_result(ctx, x)
-
-
-def empty_result(ctx: LocalContext, x: Tensor) -> Tensor:
-    """The result on a rank without elements: empty, and connected to `x` in the autograd graph."""
-    return x.reshape(-1)[:0].view(ctx.output.local_shape(ctx.rank))
-
-
-def functions_named(*names: str) -> list[Op]:
-    """The functions of torch and methods of Tensor with these names."""
-    return [getattr(home, name) for name in names for home in (torch, Tensor) if hasattr(home, name)]
 
 
 # ---- which elements a view has -------------------------------------------------------------------------------
-
-
-class DimSlice(NamedTuple):
-    """A dim of a view: `length` elements start, start + step, … of dim `dim` of the operand."""
-
-    dim: int
-    start: int
-    step: int
-    length: int
-
-    def offset_of(self, index: int) -> int:
-        """How many elements of the slice come before `index` of the operand's dim."""
-        return min(max(0, -((self.start - index) // self.step)), self.length)
-
-    def local(self, own: Box) -> slice:
-        """The slice in the local tensor of a rank that holds `own`."""
-        first, end = own.offsets[self.dim], own.offsets[self.dim] + own.sizes[self.dim]
-        low, high = self.offset_of(first), self.offset_of(end)
-        start = self.start + low * self.step - first
-        return slice(start, start + (high - low) * self.step, self.step) if low < high else slice(0, 0, self.step)
 
 
 @dataclass(frozen=True)
 class ViewMap:
     """Which elements of the operand a view has."""
 
-    dims: tuple[DimSlice | int, ...]  # one per dim of the view; a number is the length of a new dim
+    dims: tuple[tuple[int, Run] | int, ...]  # dims of the operand and their runs; a number is the length of a new dim
     fixed: dict[int, int]  # dims of the operand that the view lacks, and the index taken of them
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(a if isinstance(a, int) else a.length for a in self.dims)
+        return tuple(a if isinstance(a, int) else a[1].length for a in self.dims)
 
-    def dim_of(self, dim: int) -> int | None:
-        """The dim of the view that runs along `dim` of the operand."""
-        return next((i for i, a in enumerate(self.dims) if isinstance(a, DimSlice) and a.dim == dim), None)
+    def run(self, dim: int) -> tuple[int, Run] | None:
+        """The dim of the view that runs along `dim` of the operand, and its run."""
+        return next(((i, a[1]) for i, a in enumerate(self.dims) if isinstance(a, tuple) and a[0] == dim), None)
 
     def local_index(self, own: Box) -> tuple[Any, ...]:
         """The index by which a rank that holds `own` gets its local shard of the view."""
         index: list[Any] = [at - own.offsets[d] for d, at in sorted(self.fixed.items())]
+        last = -1  # of the dims so far
         for place, along in enumerate(self.dims):
-            before = [a.dim for a in self.dims[: place + 1] if isinstance(a, DimSlice)]
-            at = place + sum(d < max(before) for d in self.fixed) if before else place
-            index.insert(at, None if isinstance(along, int) else along.local(own))
+            last = last if isinstance(along, int) else max(last, along[0])
+            item = None if isinstance(along, int) else along[1].local(own.offsets[along[0]], own.sizes[along[0]])
+            index.insert(place + sum(d < last for d in self.fixed), item)
         return tuple(index)
 
 
@@ -135,24 +87,24 @@ def _view_map(view: Tensor, shape: tuple[int, ...]) -> ViewMap:
     for stride in strides:
         start, rest = divmod(rest, stride)
         starts.append(start)
-    dims: list[DimSlice | int] = list(view.shape)
+    dims: list[tuple[int, Run] | int] = list(view.shape)
     for place, (length, stride) in enumerate(zip(view.shape, view.stride(), strict=True)):
         dim = next((d for d, s in enumerate(strides) if s <= stride), -1)
         if dim >= 0 and stride % strides[dim] == 0:
             step = stride // strides[dim]
             if length == 0 or starts[dim] + (length - 1) * step < shape[dim]:
-                dims[place] = DimSlice(dim, starts[dim], step, length)
+                dims[place] = dim, Run(starts[dim], length, step)
         elif stride and length != 1:
             raise NotImplementedError("a dim of the view runs along several dims")
     for dim in range(len(shape)):  # a new dim of length 1 has any stride
-        claims = [i for i, a in enumerate(dims) if isinstance(a, DimSlice) and a.dim == dim]
+        claims = [i for i, a in enumerate(dims) if isinstance(a, tuple) and a[0] == dim]
         longest = max(claims, key=lambda i: (view.shape[i] != 1, view.shape[i]), default=None)
         for i in claims:
             if i != longest:
                 if view.shape[i] != 1:
                     raise NotImplementedError("several dims of the view run along one")
                 dims[i] = 1
-    kept = {a.dim for a in dims if isinstance(a, DimSlice)}
+    kept = {a[0] for a in dims if isinstance(a, tuple)}
     return ViewMap(tuple(dims), {d: starts[d] for d in range(len(shape)) if d not in kept})
 
 
@@ -165,13 +117,13 @@ def permuted(op: Op, local: LocalFunction | None, x: Meta, *args: object, **kwar
     (view,), _ = probe_views(op, x._replace(shape=shape), args, kwargs)
     rows = []
     for d in range(x.ndim):
-        at = None if local is _local_expand and x.shape[d] == 1 else view.dim_of(d)  # ambiguous among dims of length 1
-        if at is not None and view.dims[at] == DimSlice(d, 0, 1, shape[d]):
-            rows.append(Row((Shard(d),), Shard(at), FULL_DIM, local))
+        found = None if local is EXPAND and x.shape[d] == 1 else view.run(d)  # ambiguous among dims of length 1
+        if found is not None and found[1] == Run(0, shape[d]):
+            rows.append(Row((Shard(d),), Shard(found[0]), FULL_DIM, local))
     return rows + unsharded_rows(x, local or run_on_owner)
 
 
-def _with_local_shape(method: str, ctx: LocalContext) -> LocalFunction | None:
+def _specialize_shape(method: str, ctx: LocalContext) -> LocalFunction | None:
     """`x.method(shape)` with the local shape of the result; None on a rank without elements."""
     if not ctx.layouts[0].boxes(ctx.rank):
         return None
@@ -179,16 +131,12 @@ def _with_local_shape(method: str, ctx: LocalContext) -> LocalFunction | None:
     return lambda x, *_, **__: call(x, shape)
 
 
-@specialized(partial(_with_local_shape, "reshape"))
-def _local_squeeze(ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Tensor:
-    return x.reshape(ctx.output.local_shape(ctx.rank))  # a shard of length 1 of a longer dim is not squeezed
+@specialized(_specialize_shape)
+def _with_local_shape(method: str, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Any:
+    return (_specialize_shape(method, ctx) or partial(empty_result, ctx))(x)
 
 
-@specialized(partial(_with_local_shape, "expand"))
-def _local_expand(ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Tensor:
-    if not ctx.layouts[0].boxes(ctx.rank):
-        return empty_result(ctx, x)
-    return x.expand(ctx.output.local_shape(ctx.rank))
+SQUEEZE, EXPAND = (local_with(_with_local_shape, method) for method in ("reshape", "expand"))
 
 
 # ---- slices ----------------------------------------------------------------------------------------------------
@@ -210,10 +158,10 @@ def sliced(op: Op, x: Meta, *args: object, **kwargs: object) -> list[Row]:
     local, (views, several) = local_with(_local_slices, call), _cached_views(*call)
     rows = []
     for d in range(x.ndim):
-        found = [at for view in views if (at := view.dim_of(d)) is not None]
+        found = [run for view in views if (run := view.run(d)) is not None]
         if len(found) == len(views):
-            shards = tuple(map(Shard, found))
-            maps = tuple(local_with(DimSlice.offset_of, v.dims[at]) for v, at in zip(views, found, strict=True))
+            shards = tuple(Shard(at) for at, _ in found)
+            maps = tuple(local_with(Run.offset_of, run) for _, run in found)
             full = _is_full(call, d, found)
             why = FULL_DIM if full else "slices of a sharded dim stay on their ranks"
             output: Placement | tuple[Placement, ...] = shards if several else shards[0]
@@ -224,17 +172,15 @@ def sliced(op: Op, x: Meta, *args: object, **kwargs: object) -> list[Row]:
     return rows + unsharded_rows(x, local)
 
 
-def _is_full(call: ViewCall, dim: int, found: Sequence[int]) -> bool:
+def _is_full(call: ViewCall, dim: int, found: Sequence[tuple[int, Run]]) -> bool:
     """Whether the op would also keep a longer `dim` in full: it names no index that happens to span this one."""
     op, shape, dtype, args, kwargs = call
-    longer = (*shape[:dim], shape[dim] + 2, *shape[dim + 1 :])
+    longer = shape[dim] + 2
     try:
-        views, _ = _cached_views(op, longer, dtype, args, kwargs)
+        views, _ = _cached_views(op, (*shape[:dim], longer, *shape[dim + 1 :]), dtype, args, kwargs)
     except (RuntimeError, ValueError, IndexError):  # NotImplementedError among them
         return False
-    return [view.dim_of(dim) for view in views] == list(found) and all(
-        view.dims[at] == DimSlice(dim, 0, 1, longer[dim]) for view, at in zip(views, found, strict=True)
-    )
+    return [view.run(dim) for view in views] == [(at, Run(0, longer)) for at, _ in found]
 
 
 def _hashable(a: Any) -> Any:
@@ -309,7 +255,7 @@ def diagonal(x: Meta, offset: int = 0, dim1: int = 0, dim2: int = 1) -> list[Row
     rows = [Row((Shard(d),), Shard(i), FULL_DIM, local) for i, d in enumerate(others)]
     why = "each rank has a shard of the diagonal"
     for d, start in ((a, max(-offset, 0)), (b, max(offset, 0))):
-        map_index = local_with(DimSlice.offset_of, DimSlice(d, start, 1, length))
+        map_index = local_with(Run.offset_of, Run(start, length))
         rows.append(Row((Shard(d),), Shard(len(others)), why, local, map_index=map_index))
     return rows + unsharded_rows(x, local)
 
@@ -321,26 +267,6 @@ def _local_diagonal(
         return empty_result(ctx, x)
     box = ctx.layouts[0].box(ctx.rank)
     return x.diagonal(offset + box.offsets[a] - box.offsets[b], a, b)
-
-
-def diagonal_scatter(x: Meta, src: Meta, offset: int = 0, dim1: int = 0, dim2: int = 1) -> list[Row]:
-    """x, but on a diagonal src; each rank writes what crosses its shard."""
-    a, b = dim1 % x.ndim, dim2 % x.ndim
-    others = [d for d in range(x.ndim) if d not in (a, b)]
-    rows = [Row((Shard(d), Shard(i)), Shard(d), "each rank has full matrices") for i, d in enumerate(others)]
-    local = local_with(_local_diagonal_scatter, offset, a, b)
-    rows += [Row((Shard(d), REPLICATE), Shard(d), "each rank has a shard of the diagonal", local) for d in (a, b)]
-    return rows + [Row((p, p), p, "a diagonal of partial sums in partial sums") for p in SUMS]
-
-
-def _local_diagonal_scatter(
-    offset: int, a: int, b: int, ctx: LocalContext, x: Tensor, src: Tensor, /, *args: object, **kwargs: object
-) -> Tensor:
-    box = ctx.layouts[0].box(ctx.rank)
-    own = offset + box.offsets[a] - box.offsets[b]
-    start = box.offsets[a] + max(-own, 0) - max(-offset, 0)
-    length = x.diagonal(own, a, b).shape[-1]
-    return x.diagonal_scatter(src.narrow(-1, start if length else 0, length), own, a, b)
 
 
 def diagonal_matrix(x: Meta, offset: int = 0, dim1: int = -2, dim2: int = -1) -> list[Row]:
@@ -375,32 +301,6 @@ def _local_fill(ctx: LocalContext, x: Tensor, fill_value: float, wrap: bool = Fa
     return x
 
 
-# ---- copies of views -----------------------------------------------------------------------------------------
-
-
-def register_view_copies() -> None:
-    """Give these ops a decomposition if the view has an entry; views of sparse tensors have none."""
-    for name in [name.removesuffix(SUFFIX) for name in dir(torch) if name.endswith(SUFFIX) and name[0] != "_"]:
-        views: list[Op] = [*_overloads(name), *functions_named(name)]
-        tagged = [op for op in _overloads(name + SUFFIX) if torch.Tag.view_copy in op.tags]
-        if (
-            tagged and any(rule_of(view) for view in views) and name != "detach"
-        ):  # for torch, detach_copy has a gradient
-            for op in (*tagged, getattr(torch, name + SUFFIX)):
-                RULES.setdefault(op, OpRule(decomposition=partial(_copied, getattr(torch.ops.aten, name))))
-
-
-def _overloads(name: str) -> list[torch._ops.OpOverload]:
-    packet = getattr(torch.ops.aten, name, None)
-    found = [getattr(packet, form) for form in packet.overloads()] if packet is not None else []
-    return [op for op in found if not any(a.is_out for a in op._schema.arguments)]
-
-
-def _copied(view: Op, *args: object, **kwargs: object) -> object:
-    out = pytree.tree_map_only(Tensor, lambda x: x.clone(memory_format=torch.contiguous_format), view(*args, **kwargs))
-    return tuple(out) if isinstance(out, list) else out
-
-
 # ---- which op is what --------------------------------------------------------------------------------------------
 
 
@@ -423,21 +323,13 @@ SLICED: list[Op] = [
     aten.select.int, aten.slice.Tensor, aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default,
 ]  # fmt: skip
 
-for _ops, _local in ((PERMUTED, None), (SQUEEZED, _local_squeeze), (EXPANDED, _local_expand)):
+for _ops, _local in ((PERMUTED, None), (SQUEEZED, SQUEEZE), (EXPANDED, EXPAND)):
     for _op in _ops:
         register(OpRule(partial(permuted, _op, _local), shape_independent=True, view=True), _op)
 for _op in SLICED:
     register(OpRule(partial(sliced, _op), view=True), _op)
-register(
-    OpRule(partial(sliced, basic_index), view=True, takes_dtensors=True),
-    basic_index,
-)
+register(OpRule(partial(sliced, basic_index), view=True, takes_dtensors=True), basic_index)
 register(OpRule(diagonal, view=True), *functions_named("diagonal"), aten.diagonal.default)
-register(
-    OpRule(diagonal_scatter, shape=shape_of_first),
-    *functions_named("diagonal_scatter"),
-    aten.diagonal_scatter.default,
-)
 register(OpRule(diagonal_matrix), *functions_named("diag_embed"), aten.diag_embed.default)
 register(OpRule(triangle, shape=shape_of_first), *functions_named("tril", "triu"), aten.tril.default, aten.triu.default)
 _in_place = Tensor.tril_, Tensor.triu_, aten.tril_.default, aten.triu_.default

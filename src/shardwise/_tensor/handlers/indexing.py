@@ -18,7 +18,8 @@ from shardwise._rules.local_context import local_with
 from shardwise._rules.registry import handler, replacement
 from shardwise._rules.row import Args, IndexMap, Kwargs, Op
 from shardwise._rules.shapes.index import boolean_index
-from shardwise._rules.shapes.view import DimSlice, ViewMap, basic_index, probe_views
+from shardwise._rules.shapes.runs import Run
+from shardwise._rules.shapes.view import ViewMap, basic_index, probe_views
 from shardwise._tensor.conversion import wrap
 from shardwise._tensor.dispatch import align_shards, outside_mesh
 from shardwise._tensor.dispatch.fallback import run_decomposed, run_replicated
@@ -386,11 +387,11 @@ def _row(layout: Layout, view: ViewMap, axis: int) -> Row:
     map_index: IndexMap | None = None
     output: Placement = placement
     if isinstance(placement, Shard):
-        at = view.dim_of(placement.dim)
-        if at is None:
+        found = view.run(placement.dim)
+        if found is None:
             output = OnRanks(_owner(layout, placement.dim, view.fixed[placement.dim])[axis])
         else:
-            output, map_index = Shard(at), local_with(DimSlice.offset_of, view.dims[at])
+            output, map_index = Shard(found[0]), local_with(Run.offset_of, found[1])
     return Row((align_shards.kind(placement),), output, "", map_index=map_index)
 
 
