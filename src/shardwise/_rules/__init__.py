@@ -1,6 +1,6 @@
 """The one table of op rules. Importing this package fills it, except for those of lookups and of attention."""
 
-from shardwise._rules import image, linalg, loss, matmul, pointwise, random_ops, recurrent, windows
+from shardwise._rules import linalg, loss, matmul, pointwise, random_ops, recurrent, windows
 from shardwise._rules.local_context import LocalContext
 from shardwise._rules.reductions import count, normalization, order, reduce
 from shardwise._rules.registry import RULES, OpRule, op_rule
@@ -8,7 +8,7 @@ from shardwise._rules.row import Meta, Row
 from shardwise._rules.shapes import index, join, reshape, view
 
 __all__ = [
-    "RULES", "LocalContext", "Meta", "OpRule", "Row", "count", "image", "index", "join", "linalg", "loss", "matmul",
+    "RULES", "LocalContext", "Meta", "OpRule", "Row", "count", "index", "join", "linalg", "loss", "matmul",
     "normalization", "op_rule", "order", "pointwise", "random_ops", "recurrent", "reduce", "reshape", "view", "windows",
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Convolutions and pooling: ops that slide windows along some dims.
+"""Ops on images: convolution, pooling, resizing, patches. Most slide windows along some dims.
 
 A rank fetches what the windows of its own outputs cover (a halo), runs the op with its own arguments, and drops the
 outputs of other ranks. That equals the op on the full tensor if the local input starts where a window may start.
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from shardwise._layout import PARTIAL, REPLICATE, Box, Layout, Partial, Shard, contiguous_strides
 from shardwise._rules.local_context import LocalContext, local_with
-from shardwise._rules.local_tensors import filled
+from shardwise._rules.local_tensors import filled, never_empty
 from shardwise._rules.registry import OpRule, RowsFunction, register
-from shardwise._rules.row import Align, Ints, LocalFunction, Meta, Row
+from shardwise._rules.row import Align, Ints, LocalFunction, Meta, Op, Row
 
 aten = torch.ops.aten
 
@@ -409,6 +409,107 @@ def conv_transpose(
     return convolution_rows(input, weight, bias, stride, padding, dilation, True, output_padding, groups)
 
 
+# ---- resizing, sampling, patches ----------------------------------------------------------------------------
+
+Scale = float | Sequence[float] | None
+HALO = {"nearest": 0, "nearest-exact": 0, "linear": 1, "bilinear": 1, "trilinear": 1, "bicubic": 2}
+
+
+def interpolate(
+    input: Meta, size: Ints | None = None, scale_factor: Scale = None, mode: str = "nearest",
+    align_corners: bool | None = None, recompute_scale_factor: bool | None = None, antialias: bool = False,
+) -> list[Row]:  # fmt: skip
+    """Resized images. A spatial dim may be sharded if its size is multiplied or divided by an integer."""
+    lengths = input.shape[2:]
+    scales: tuple[Any, ...] = each(scale_factor if size is None else None, len(lengths))
+    sizes = [int(n * f) for n, f in zip(lengths, scales, strict=True)] if size is None else each(size, len(lengths))
+    windows = []
+    for n, out, factor in zip(lengths, sizes, scales, strict=True):
+        regular = mode in HALO and not align_corners and not antialias
+        exact = regular and (factor is None or recompute_scale_factor or n * factor == out)
+        halo = HALO.get(mode, 0)
+        if exact and n and out % n == 0:
+            f = out // n
+            windows.append(Window(n, out, 1, f, -halo * f, halo * f))
+        elif exact and out and n % out == 0 and (factor is None or (n // out).bit_count() == 1):
+            f = n // out  # n * (1 / f) is exact for powers of two only
+            windows.append(Window(n, out, f, 1, -min(halo, 1) * f, f - 1 + min(halo, 1) * f))
+        else:
+            windows.append(Window(n, out, 0))
+    local = local_with(with_halo, tuple(windows)) if size is None else local_with(resized, tuple(windows), "size")
+    return pool_rows(input, windows, local)
+
+
+def pixel_shuffle(input: Meta, upscale_factor: int) -> list[Row]:
+    """r² channels become a channel of r times the height and width."""
+    r, channels = upscale_factor, input.ndim - 3
+    scaled = {channels: (1, r * r), channels + 1: (r, 1), channels + 2: (r, 1)}
+    return _rearranged(input, scaled, (r * r, 1, 1))
+
+
+def pixel_unshuffle(input: Meta, downscale_factor: int) -> list[Row]:
+    """The inverse of `pixel_shuffle`."""
+    r, channels = downscale_factor, input.ndim - 3
+    scaled = {channels: (r * r, 1), channels + 1: (1, r), channels + 2: (1, r)}
+    return _rearranged(input, scaled, (1, r, r))
+
+
+def unfold(input: Meta, kernel_size: Ints, *_: object, **__: object) -> list[Row]:
+    """out[n, (c, k), (i, j)] = the patch of input[n, c] at (i, j)."""
+    return _rearranged(input, {input.ndim - 3: (prod(each(kernel_size, 2)), 1)}, (1, 1, 1))
+
+
+def fold(input: Meta, output_size: Ints, kernel_size: Ints, *_: object, **__: object) -> list[Row]:
+    """The sum of overlapping patches."""
+    size = prod(each(kernel_size, 2))
+    rows = _rearranged(input, {input.ndim - 2: (1, size)}, (size, 1))
+    return [*rows, Row((PARTIAL,), PARTIAL, "linear")]
+
+
+def _rearranged(x: Meta, scaled: dict[int, tuple[int, int]], least: tuple[int, ...]) -> list[Row]:
+    """Rows for batch dims, and for dims whose size is multiplied and divided.
+
+    Args:
+        least: the smallest sizes of the last dims that the op takes.
+    """
+    local = local_with(never_empty, ((*(1,) * (x.ndim - len(least)), *least),))
+    rows = [Row((Shard(d),), Shard(d), "batch- or channel-sharded", local) for d in range(min(scaled))]
+    why = "sharded between blocks of pixels"
+    for d, (factor, divisor) in scaled.items():
+        map_index = local_with(_scaled, factor, divisor)
+        rows.append(Row((Shard(d),), Shard(d), why, local, map_index=map_index, alignment=divisor))
+    return rows
+
+
+def _scaled(factor: int, divisor: int, offset: int) -> int:
+    return offset * factor // divisor
+
+
+def grid_sample(input: Meta, grid: Meta, *_: object, **__: object) -> list[Row]:
+    """out[n, c, at] = input[n, c] at the point grid[n, at]."""
+    rows = [Row((Shard(0), Shard(0)), Shard(0), "batch-sharded")]
+    rows.append(Row((Shard(1), REPLICATE), Shard(1), "channel-sharded"))
+    why = "sharded grid points"
+    return rows + [Row((REPLICATE, Shard(d)), Shard(d + 1), why) for d in range(1, grid.ndim - 1)]
+
+
+def fractional_pool(dims: int, input: Meta, *_: object, _random_samples: Meta | None = None, **__: object) -> list[Row]:
+    """Maxima of windows with random offsets, one sample of offsets per channel."""
+    if _random_samples is None:
+        raise NotImplementedError("random samples are drawn first")
+    lead = input.ndim - dims
+    local = local_with(never_empty, (dims + 1, 2))
+    dims_of_samples = [(d, d + 2 - lead) for d in range(lead)]
+    return [Row((Shard(d), Shard(own)), Shard(d), "batch- or channel-sharded", local) for d, own in dims_of_samples]
+
+
+def _with_samples(op: Op, dims: int, input: Tensor, *args: object, **kwargs: object) -> Any:
+    """The op with samples from the counter-based RNG, which do not depend on the layout."""
+    like = input.detach().flatten(-dims)[..., :1].expand(*input.shape[:-dims], dims)
+    samples = torch.rand_like(like if input.ndim == dims + 2 else like.unsqueeze(0))
+    return op(input, *args, **{**kwargs, "_random_samples": samples})
+
+
 # ---- registration ----------------------------------------------------------------------------------------------
 
 POOLS: tuple[tuple[RowsFunction, str], ...] = (
@@ -426,3 +527,12 @@ for _dims, (_rule, _names) in product((1, 2, 3), POOLS):
 register(OpRule(conv_forward), *FORWARD)
 register(OpRule(conv_transpose), *TRANSPOSED)
 register(OpRule(convolution_rows), torch.convolution, aten.convolution.default)
+register(OpRule(interpolate), F.interpolate)
+for _rule in (unfold, fold, grid_sample, pixel_shuffle, pixel_unshuffle):
+    register(OpRule(_rule), getattr(F, _rule.__name__))
+_samplers = torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d
+register(OpRule(grid_sample), *_samplers, aten.grid_sampler_2d.default, aten.grid_sampler_3d.default)
+for _dims in (2, 3):
+    for _name in (f"fractional_max_pool{_dims}d", f"fractional_max_pool{_dims}d_with_indices"):
+        _op = getattr(F, _name)
+        register(OpRule(partial(fractional_pool, _dims), decomposition=partial(_with_samples, _op, _dims)), _op)
