@@ -73,9 +73,7 @@ class LocalContext:
 
     def boxes(self, operand: int) -> list[Box]:
         """The box of `operand` on each of `ranks()`; an empty one for none."""
-        layout = self.layouts[operand]
-        nothing = Box((0,) * len(layout.shape), (0,) * len(layout.shape))
-        return [(layout.boxes(rank) or (nothing,))[0] for rank in self.ranks()]
+        return [self.layouts[operand].box(rank) for rank in self.ranks()]
 
     def fetch(self, x: Tensor, operand: int, wanted: Callable[[int], Box]) -> Tensor:
         """Box `wanted(rank)` of the global `operand`, of which `x` is the local shard.

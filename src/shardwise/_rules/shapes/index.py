@@ -15,7 +15,7 @@ rank 1 and indices 1, 1 to rank 0 first, and then only these three rows are sent
     the indices sharded too          indices are sent to the owners, and values with them or back
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -482,16 +482,10 @@ OPS = (  # name, what it does, arguments, kind, whether negative indices count f
 )
 
 
-def _read_shape(form: IndexForm, x: Meta, *args: object, **kwargs: object) -> tuple[int, ...]:
-    call = form.call(x, args, kwargs)
-    return call.read_shape([x.shape[d] for d in call.kept])
-
-
 for _name, _mode, _names, _kind, _wraps in OPS:
     for _in_place in (False,) if _mode == "read" else (False, True):
         _form = IndexForm(tuple(_names.split()), _kind, _in_place, _wraps)
-        _shape: Callable[..., Any] = partial(_read_shape, _form) if _mode == "read" else shape_of_first
-        _spelling = _name + "_" * _in_place
+        _spelling, _shape = _name + "_" * _in_place, None if _mode == "read" else shape_of_first
         _ops = functions_named(_spelling) if _name != "index" else []  # Tensor.index takes named dims
         _rule = OpRule(partial(rows, _form, _mode), _in_place, _shape, index_form=_form)
         register(_rule, *_ops, *overloads(_spelling))

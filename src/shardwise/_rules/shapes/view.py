@@ -1,4 +1,4 @@
-"""Views that permute, add, drop or slice dims, diagonals and triangles of matrices.
+"""Views that permute, add, drop, slice, merge or split dims, diagonals and triangles of matrices.
 
 Where the dims of an operand go in a view is found by running the op on a meta tensor whose strides identify its dims:
 
@@ -6,20 +6,22 @@ Where the dims of an operand go in a view is found by running the op on a meta t
     ViewMap(dims=((1, Run(0, 6)), (0, Run(0, 4))), fixed={})
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import lru_cache, partial
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise._layout import REPLICATE, Box, Placement, Shard
+from shardwise._layout import REPLICATE, Box, Boxes, Placement, Shard
 from shardwise._rules.local_context import LocalContext, local_with, specialized
-from shardwise._rules.pointwise import SUMS, homogeneous, shape_of_first
+from shardwise._rules.pointwise import SUMS, copies, homogeneous, shape_of_first
 from shardwise._rules.registry import OpRule, functions_named, register
-from shardwise._rules.row import Args, Kwargs, LocalFunction, Meta, Op, Row
-from shardwise._rules.shapes.runs import FULL_DIM, Run, empty_result, run_on_owner, unsharded_rows
+from shardwise._rules.row import NO_OPERAND, Args, Kwargs, LocalFunction, Meta, Op, Row
+from shardwise._rules.shapes.join import FULL_DIM, Run, empty_result, run_on_owner, unsharded_rows
 
 aten = torch.ops.aten
 ViewCall = tuple[Op, tuple[int, ...], torch.dtype, Args, tuple[tuple[str, Any], ...]]
@@ -219,28 +221,227 @@ def _sends_index(view: ViewMap, ctx: LocalContext) -> bool:
 def _local_slices(
     call: ViewCall, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object
 ) -> Tensor | tuple[Tensor, ...]:
-    views, several = _cached_views(*call)
-    outs = [_local_slice(view, i, ctx, x) for i, view in enumerate(views)]
-    return tuple(outs) if several else outs[0]
-
-
-def _local_slice(view: ViewMap, number: int, ctx: LocalContext, x: Tensor) -> Tensor:
-    layout = ctx.layouts[0]
-    held = {rank: layout.box(rank) for rank in ctx.ranks()}
-    holders = [rank for rank in held if layout.boxes(rank)]
+    (views, several), layout = _cached_views(*call), ctx.layouts[0]
 
     def wanted(rank: int) -> Box:
-        box = held[rank]
-        for d, at in view.fixed.items() if rank in holders else ():
+        box = layout.box(rank)
+        for d, at in views[0].fixed.items() if layout.boxes(rank) else ():
             box = box.along(d, at, 1)
         return box
 
-    own = held[ctx.rank]
-    if _sends_index(view, ctx):
+    own = layout.box(ctx.rank)
+    if not several and _sends_index(views[0], ctx):
         x, own = ctx.fetch(x, 0, wanted), wanted(ctx.rank)
-    if ctx.rank not in holders:
-        return x.reshape(-1)[:0].view(ctx.outputs[number].local_shape(ctx.rank))
-    return x[view.local_index(own)]
+    if layout.boxes(ctx.rank):
+        outs = [x[view.local_index(own)] for view in views]
+    else:
+        outs = [x.reshape(-1)[:0].view(output.local_shape(ctx.rank)) for output in ctx.outputs]
+    return tuple(outs) if several else outs[0]
+
+
+# ---- reshape: the same elements in row-major order under other dims ---------------------------------------------
+
+FLATTENS = (Tensor.flatten, torch.flatten)
+Group = tuple[range, range]  # dims before and after that hold the same elements
+
+
+def reshaped(op: Op, x: Meta, *args: object, **kwargs: object) -> list[Row]:
+    """Rows of a reshape.
+
+    Where dims merge or split, shards of the first dim stay on their ranks: shards of dim 0 of (6, 4) are shards of the
+    merged dim of 24, four times as long. If a later dim is sharded, elements are sent directly to the ranks that hold
+    them in the result.
+    """
+    after = tuple(op(torch.empty(x.shape, dtype=x.dtype, device="meta"), *args, **kwargs).shape)
+    if op in FLATTENS and after == x.shape:
+        return copies(x)  # torch returns x itself
+    if after == x.shape and isinstance(x.placement, Boxes):
+        return [Row((x.placement,), x.placement, "the shape is unchanged", _unchanged)]
+    groups = tuple(_groups(x.shape, after))
+    is_view = _is_view(x, after)
+    local = local_with(_local_reshape, groups, is_view)
+    rows = []
+    for old, new in groups:
+        kept = _kept(x.shape, after, old, new)
+        rows += [Row((Shard(d),), Shard(at), "a dim of length 1 stays sharded", local) for d, at in kept]
+        longer = [d for d in old if x.shape[d] != 1]
+        into = next((d for d in new if after[d] != 1), None)
+        if not longer or into is None or not prod(x.shape):
+            continue
+        scale = Fraction(after[into], x.shape[longer[0]])
+        why = "shards stay contiguous"
+        map_index = local_with(scaled, scale)
+        rows.append(Row((Shard(longer[0]),), Shard(into), why, local, map_index=map_index, alignment=scale.denominator))
+        why = "elements are sent to the ranks that hold them under the new dims"
+        rows += [Row((Shard(d),), Shard(into), why, local, layout_from=NO_OPERAND, copies=True) for d in longer[1:]]
+    rows += [*unsharded_rows(x, local), Row((REPLICATE,), REPLICATE, "every rank has everything")]
+    # Torch copies the global tensor if that is no view, and would not copy every local one.
+    return rows if is_view else [replace(row, local_impl=local) for row in rows]
+
+
+def _kept(before: tuple[int, ...], after: tuple[int, ...], old: range, new: range) -> list[tuple[int, int]]:
+    """The dims of length 1 before that are still there after, with as many elements outside of them, as pairs."""
+    found = []
+    for d in (d for d in old if before[d] == 1):
+        outer = prod(before[old.start : d])
+        at = [e for e in new if after[e] == 1 and prod(after[new.start : e]) == outer]
+        found += [(d, min(at, key=lambda e: abs(e - d)))] if at else []
+    return found
+
+
+def _is_view(x: Meta, after: tuple[int, ...]) -> bool:
+    """Whether a reshape of the global tensor is a view."""
+    if x.strides is None:
+        return True
+    try:
+        torch.empty_strided(x.shape, x.strides, device="meta").view(after)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _unchanged(ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Tensor:
+    return x.view_as(x)
+
+
+def scaled(scale: Fraction, index: int) -> int:
+    """The index in a dim that is `scale` times as long."""
+    return int(index * scale)
+
+
+def _groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[Group]:
+    """The smallest ranges of dims, before and after, with equal numbers of elements: (2, 3, 4), (6, 4): 0-1|0, 2|1."""
+    groups = []
+    i = j = 0
+    while i < len(before) or j < len(after):
+        first, into, a, b = i, j, 1, 1
+        while (i, j) == (first, into) or ((a != b or i == first or j == into) and (i < len(before) or j < len(after))):
+            if i < len(before) and (a <= b or j == len(after)):
+                a, i = a * before[i], i + 1
+            else:
+                b, j = b * after[j], j + 1
+        groups.append((range(first, i), range(into, j)))
+    return groups
+
+
+def _specialize_view(groups: tuple[Group, ...], is_view: bool, ctx: LocalContext) -> LocalFunction | None:
+    """If no element is sent: the local tensor under its new dims."""
+    held = _held(ctx)
+    if any(_to_regroup(ctx, held, old) for old, _ in groups):
+        return None
+    return partial(_viewed, ctx.output.local_shape(ctx.rank), is_view, ctx.mark_copy)
+
+
+@specialized(_specialize_view)
+def _local_reshape(
+    groups: tuple[Group, ...], is_view: bool, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object
+) -> Any:
+    viewed = _specialize_view(groups, is_view, ctx)
+    if viewed is not None:
+        return viewed(x)
+    held = _held(ctx)
+    for old, new in reversed(groups):
+        if _to_regroup(ctx, held, old):
+            x, held = _regrouped(ctx, x, held, old, new)
+    return x.reshape(ctx.output.local_shape(ctx.rank))
+
+
+def _held(ctx: LocalContext) -> dict[int, Box]:
+    """The box of each rank that exchanges elements with this one: partial sums stay on their position of an axis."""
+    layout = ctx.layouts[0]
+    return {rank: layout.box(rank) for rank in ctx.ranks([a for a in ctx.axes if a not in layout.partial_axes])}
+
+
+def _to_regroup(ctx: LocalContext, held: dict[int, Box], old: range) -> bool:
+    """Whether some rank's shard of the dims `old`, taken as one dim, is not contiguous."""
+    layout = ctx.layouts[0]
+    first = next((d for d in old if layout.shape[d] != 1), old.start)  # its shards are those of the result
+    later = [d for d in old if d != first and layout.shape[d] != 1]  # a rank has all of a dim of length 1, or nothing
+    return any(box.sizes[d] != layout.shape[d] for rank, box in held.items() if layout.boxes(rank) for d in later)
+
+
+def _viewed(
+    shape: tuple[int, ...],
+    is_view: bool,
+    mark_copy: Callable[[Tensor], Tensor],
+    x: Tensor,
+    *_: object,
+    **__: object,
+) -> Tensor:
+    """`x` under other dims: a view, or a copy where torch copies the global tensor."""
+    if not is_view:
+        return x.clone(memory_format=torch.contiguous_format).view(shape)
+    try:
+        return x.view(shape)
+    except RuntimeError:  # the strides of the local tensor are not in the order of those of the global one
+        return mark_copy(x.reshape(shape))
+
+
+def _regrouped(
+    ctx: LocalContext, x: Tensor, held: dict[int, Box], old: range, new: range
+) -> tuple[Tensor, dict[int, Box]]:
+    """Fetch the elements of the dims `old` that the rank's shard of the result has under `new`, as one dim."""
+    shape, after = ctx.layouts[0].shape, ctx.output.shape
+    goals, wanted = {}, {}
+    for rank, box in held.items():
+        result = ctx.output.box(rank)
+        lengths = [(result.offsets[d], result.sizes[d], prod(after[d + 1 : new.stop])) for d in new]
+        low = sum(offset * inner for offset, _, inner in lengths)
+        span = prod(n for _, n, _ in lengths)
+        goals[rank] = _with_dims(box, old, Box((low,), (span,)))
+        found = _flat_boxes(low, low + span, tuple(shape[d] for d in old)) or [Box((0,) * len(old), (0,) * len(old))]
+        wanted[rank] = [(0, _with_dims(box, old, dims)) for dims in found]
+    blocks = ctx.fetch_boxes([x], [list(held.values())], wanted.__getitem__, tuple(held))
+    flat = [block.flatten(old.start, old.stop - 1) for block in blocks]
+    return flat[0] if len(flat) == 1 else torch.cat(flat, old.start), goals
+
+
+def _with_dims(box: Box, dims: range, other: Box) -> Box:
+    """`box` with its `dims` replaced by the dims of `other`."""
+    return Box(*(a[: dims.start] + b + a[dims.stop :] for a, b in zip(box, other, strict=True)))
+
+
+def _flat_boxes(low: int, high: int, shape: tuple[int, ...]) -> list[Box]:
+    """Boxes that hold the elements low to high of a tensor of `shape`, in row-major order."""
+    if low >= high:
+        return []
+    if len(shape) == 1:
+        return [Box((low,), (high - low,))]
+    inner = prod(shape[1:])
+    first, last = -(-low // inner), high // inner  # full rows
+    if first > last:
+        return _in_row(last, low - last * inner, high - last * inner, shape)
+    rows = [Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]))] if first < last else []
+    head = _in_row(first - 1, low - (first - 1) * inner, inner, shape) if low < first * inner else []
+    return [*head, *rows, *_in_row(last, 0, high - last * inner, shape)]
+
+
+def _in_row(row: int, low: int, high: int, shape: tuple[int, ...]) -> list[Box]:
+    return [Box((row, *box.offsets), (1, *box.sizes)) for box in _flat_boxes(low, high, shape[1:])]
+
+
+def other_dtype(x: Meta, dtype: torch.dtype) -> list[Row]:
+    """x.view(dtype): the same bits as another dtype, which changes the last dim if the item size differs."""
+    ratio = Fraction(x.dtype.itemsize, dtype.itemsize)
+    why = "each rank views its own bits"
+    rows = [Row((Shard(d),), Shard(d), why, _local_view) for d in range(x.ndim - (ratio != 1))]
+    if ratio != 1 and x.ndim:
+        map_index = local_with(scaled, ratio)
+        last = Shard(x.ndim - 1)
+        rows.append(Row((last,), last, why, _local_view, map_index=map_index, alignment=ratio.denominator))
+    return rows + unsharded_rows(x, None, ())
+
+
+def _local_view(ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Any:
+    shape = ctx.output.local_shape(ctx.rank)  # the strides of an empty tensor may not allow another item size
+    return ctx.call(x if x.numel() else x.new_empty(0), *args, **kwargs).view(shape)
+
+
+def viewed(x: Meta, *args: object, **kwargs: object) -> list[Row]:
+    """Tensor.view, with sizes."""
+    if isinstance(kwargs.get("dtype", args[0] if args else None), torch.dtype):
+        raise NotImplementedError("the rows of a view as another dtype depend on that of the tensor")
+    return reshaped(Tensor.view, x, *args, **kwargs)
 
 
 # ---- diagonals and triangles -------------------------------------------------------------------------------------
@@ -283,8 +484,8 @@ def triangle(x: Meta, diagonal: int = 0) -> list[Row]:
 
 
 def _local_triangle(ctx: LocalContext, x: Tensor, diagonal: int = 0) -> Tensor:
-    boxes = ctx.layouts[0].boxes(ctx.rank)
-    out: Tensor = ctx.call(x, diagonal + (boxes[0].offsets[-2] - boxes[0].offsets[-1] if boxes else 0))
+    offsets = ctx.layouts[0].box(ctx.rank).offsets
+    out: Tensor = ctx.call(x, diagonal + offsets[-2] - offsets[-1])
     return out
 
 
@@ -337,3 +538,12 @@ register(OpRule(triangle, in_place=True, shape=shape_of_first), *_in_place)
 register(OpRule(filled_diagonal, in_place=True, shape=shape_of_first), Tensor.fill_diagonal_)
 _parts = torch.real, torch.imag, _getter("real"), _getter("imag")
 register(OpRule(homogeneous, shape=shape_of_first, shape_independent=True, typed=True, view=True), *_parts)
+_reshapes = functions_named("reshape", "flatten", "ravel", "unflatten")
+_reshapes += [aten.view.default, aten._unsafe_view.default]
+for _op in _reshapes:
+    register(OpRule(partial(reshaped, _op), view=True), _op)
+register(OpRule(viewed, view=True, decomposition=aten.view.dtype), Tensor.view)
+register(OpRule(other_dtype, typed=True, view=True), aten.view.dtype)
+# Torch's own asks for `requires_grad` in Python, which the wrapper of a decomposed function does not have.
+register(OpRule(decomposition=lambda x, *sizes: x.reshape(*sizes)), Tensor.resize)
+register(OpRule(decomposition=lambda x, other: x.reshape(other.shape)), Tensor.resize_as)

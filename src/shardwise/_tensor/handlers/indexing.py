@@ -18,7 +18,7 @@ from shardwise._rules.local_context import local_with
 from shardwise._rules.registry import handler
 from shardwise._rules.row import Args, IndexMap, Kwargs, Op
 from shardwise._rules.shapes.index import boolean_index
-from shardwise._rules.shapes.runs import Run
+from shardwise._rules.shapes.join import Run
 from shardwise._rules.shapes.view import ViewMap, basic_index, probe_views
 from shardwise._tensor.conversion import wrap
 from shardwise._tensor.dispatch import align_shards, outside_mesh
@@ -46,12 +46,10 @@ class Index(NamedTuple):
     def has_items(self) -> bool:
         return any(item != FULL_SLICE for item in self.items)
 
-    def ndim(self, x: DTensor) -> int:
-        """The number of dims of the result."""
-        left = x.dim() - sum(item is not None for item in self.items)
-        basic = sum(not isinstance(item, int) for item in self.items)
+    def ndim(self, view: Tensor) -> int:
+        """The number of dims of the result, for the view x[items]."""
         indexed = [1 if t.dtype == torch.bool else t.ndim for t in self.tensors.values()]
-        return left + basic - sum(map(_consumed, self.tensors.values())) + max(indexed, default=0)
+        return view.ndim - sum(map(_consumed, self.tensors.values())) + max(indexed, default=0)
 
 
 def _on_one_mesh(func: Any, args: Args) -> Args:
@@ -111,7 +109,7 @@ def _write(x: DTensor, brackets: Any, value: Any) -> None:
         x.copy_(copy)
         return
     view = _local_view(x, index.items) if index.is_basic or index.has_items else x
-    value = _without_ones(value, index.ndim(x))
+    value = _without_ones(value, index.ndim(view))
     if index.is_basic:
         _assign(view, value)
         return
