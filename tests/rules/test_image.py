@@ -34,9 +34,6 @@ SAMPLES = [
     *calls(torch.grid_sampler, (X, GRID, 2, 2, False)),
     *calls(F.unfold, (X, (3, 2), {"padding": (1, 0), "stride": (1, 2), "dilation": (1, 2)}), (X[0], 2, {"stride": 2})),
     *calls(F.fold, (normal(2, 12, 9), (4, 6), 2, {"stride": (1, 2)})),
-    *calls(F.fractional_max_pool2d, (X, 2, (2, 3), {"_random_samples": draw.fraction(2, 3, 2)}), constant=(1,)),
-    *calls(F.fractional_max_pool2d, (X[0], 2, {"output_ratio": (0.5, 0.5), "return_indices": True,
-           "_random_samples": draw.fraction(1, 3, 2)}), constant=(1,)),
 ]  # fmt: skip
 
 

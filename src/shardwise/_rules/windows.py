@@ -21,7 +21,7 @@ from shardwise._layout import PARTIAL, REPLICATE, Box, Layout, Partial, Shard, c
 from shardwise._rules.local_context import LocalContext, local_with
 from shardwise._rules.local_tensors import filled, never_empty
 from shardwise._rules.registry import OpRule, RowsFunction, register
-from shardwise._rules.row import Align, Ints, LocalFunction, Meta, Op, Row
+from shardwise._rules.row import Align, Ints, LocalFunction, Meta, Row
 from shardwise._rules.shapes.view import scaled
 
 aten = torch.ops.aten
@@ -474,23 +474,6 @@ def grid_sample(input: Meta, grid: Meta, *_: object, **__: object) -> list[Row]:
     return rows + [Row((REPLICATE, Shard(d)), Shard(d + 1), why) for d in range(1, grid.ndim - 1)]
 
 
-def fractional_pool(dims: int, input: Meta, *_: object, _random_samples: Meta | None = None, **__: object) -> list[Row]:
-    """Maxima of windows with random offsets, one sample of offsets per channel."""
-    if _random_samples is None:
-        raise NotImplementedError("random samples are drawn first")
-    lead = input.ndim - dims
-    local = local_with(never_empty, (dims + 1, 2))
-    dims_of_samples = [(d, d + 2 - lead) for d in range(lead)]
-    return [Row((Shard(d), Shard(own)), Shard(d), "batch- or channel-sharded", local) for d, own in dims_of_samples]
-
-
-def _with_samples(op: Op, dims: int, input: Tensor, *args: object, **kwargs: object) -> Any:
-    """The op with samples from the counter-based RNG, which do not depend on the layout."""
-    like = input.detach().flatten(-dims)[..., :1].expand(*input.shape[:-dims], dims)
-    samples = torch.rand_like(like if input.ndim == dims + 2 else like.unsqueeze(0))
-    return op(input, *args, **{**kwargs, "_random_samples": samples})
-
-
 # ---- registration ----------------------------------------------------------------------------------------------
 
 POOLS: tuple[tuple[RowsFunction, str], ...] = (
@@ -513,7 +496,3 @@ for _rule in (unfold, fold, grid_sample, pixel_shuffle, pixel_unshuffle):
     register(OpRule(_rule), getattr(F, _rule.__name__))
 _samplers = torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d
 register(OpRule(grid_sample), *_samplers, aten.grid_sampler_2d.default, aten.grid_sampler_3d.default)
-for _dims in (2, 3):
-    for _name in (f"fractional_max_pool{_dims}d", f"fractional_max_pool{_dims}d_with_indices"):
-        _op = getattr(F, _name)
-        register(OpRule(partial(fractional_pool, _dims), decomposition=partial(_with_samples, _op, _dims)), _op)

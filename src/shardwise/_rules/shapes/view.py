@@ -477,6 +477,11 @@ def diagonal_matrix(x: Meta, offset: int = 0, dim1: int = -2, dim2: int = -1) ->
     return rows + unsharded_rows(x, run_on_owner, SUMS, "a matrix of partial sums is Partial")
 
 
+def _diag(x: Tensor, diagonal: int = 0) -> Tensor:
+    """The diagonal of a matrix, or a matrix with this diagonal."""
+    return torch.diag_embed(x, diagonal) if x.ndim == 1 else x.diagonal(diagonal).clone()
+
+
 def triangle(x: Meta, diagonal: int = 0) -> list[Row]:
     """tril, triu: each rank counts rows and columns from its shard offsets."""
     rows = [Row((Shard(d),), Shard(d), "each rank has a shard of the triangle", _local_triangle) for d in range(x.ndim)]
@@ -531,6 +536,7 @@ for _op in SLICED:
     register(OpRule(partial(sliced, _op), view=True), _op)
 register(OpRule(partial(sliced, basic_index), view=True, takes_dtensors=True), basic_index)
 register(OpRule(diagonal, view=True), *functions_named("diagonal"), aten.diagonal.default)
+register(OpRule(decomposition=_diag), torch.diag, Tensor.diag)
 register(OpRule(diagonal_matrix), *functions_named("diag_embed"), aten.diag_embed.default)
 register(OpRule(triangle, shape=shape_of_first), *functions_named("tril", "triu"), aten.tril.default, aten.triu.default)
 _in_place = Tensor.tril_, Tensor.triu_, aten.tril_.default, aten.triu_.default
