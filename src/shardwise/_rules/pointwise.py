@@ -95,25 +95,24 @@ def additive(*args: object, **kwargs: object) -> list[Row]:
 def bilinear(*args: object, **kwargs: object) -> list[Row]:
     """out[i] = a[i] b[i]: linear in a for a fixed b, and the other way round."""
     operands = tensors_of(args, kwargs)
-    rows = list(shard_rows(operands))
     finite = all(map(isfinite, numbers_of(args, kwargs)))
-    for index, p in product(range(len(operands)), SUMS):
-        if operands[index].placement != p or not finite:
-            continue  # a Replicate operand is not made Partial with zeros: 0 * inf is nan
-        inputs = tuple(p if i == index else REPLICATE for i in range(len(operands)))
-        rows.append(Row(inputs, p, "Partial × Replicate stays Partial"))
-    return rows
+    why = "Partial × Replicate stays Partial"
+    return [*shard_rows(operands), *_linear_rows(operands, range(len(operands)) if finite else (), why)]
 
 
 def numerator(*args: object, **kwargs: object) -> list[Row]:
     """out[i] = a[i] / b[i]: linear in a unless the quotient is rounded."""
     operands = tensors_of(args, kwargs)
-    rows = list(shard_rows(operands))
     exact = kwargs.get("rounding_mode") is None and all(numbers_of(args, kwargs))  # 0 / 0 is nan
-    if exact and isinstance(args[0], Meta):
-        rest = (REPLICATE,) * (len(operands) - 1)
-        rows += [Row((p, *rest), p, "Partial / Replicate stays Partial") for p in SUMS if args[0].placement == p]
-    return rows
+    linear = (0,) if exact and isinstance(args[0], Meta) else ()
+    return [*shard_rows(operands), *_linear_rows(operands, linear, "Partial / Replicate stays Partial")]
+
+
+def _linear_rows(operands: list[Meta], linear: Sequence[int], why: str) -> Iterator[Row]:
+    """Rows for one Partial operand; a Replicate one is not made Partial with zeros: 0 * inf is nan."""
+    for index, p in product(linear, SUMS):
+        if operands[index].placement == p:
+            yield Row(tuple(p if i == index else REPLICATE for i in range(len(operands))), p, why)
 
 
 def same_shape(x: Meta, *args: object, **kwargs: object) -> list[Row]:
