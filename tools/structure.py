@@ -24,9 +24,10 @@ LAYERS = """
     checkpoint | experimental | _graph_capture | _launch | data
     embedding | sharded_tensor
     _tensor
-    _redistribute
     _lookups | _attention
-    _rules | _collectives
+    _rules
+    _redistribute
+    _collectives
     _trace
     _layout
     errors

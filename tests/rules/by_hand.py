@@ -55,12 +55,6 @@ SAMPLES = [
         )
     ),
     # Shapes.
-    Sample(aten.view_copy.dtype, (X, torch.int64), gradients=False),
-    Sample(aten.select_copy.int, (X, 1, 2)),
-    Sample(aten.slice_copy.Tensor, (X, 0, 1, 5, 2)),
-    Sample(aten.split_copy.Tensor, (X, 2, 1)),
-    Sample(aten.view_as_real_copy.default, (torch.complex(X, 2 * X),)),
-    Sample(aten.view_as_complex_copy.default, (normal(5, 3, 2),)),
     Sample(Tensor.resize, (normal(4, 3), 2, 6)),
     # Conversions.
     Sample(Tensor.to, (X, COUNTS)),

@@ -117,7 +117,7 @@ def test_uneven_cuts_are_kept() -> None:
 @world(2)
 def test_what_does_not_fit_is_refused_as_torch_does() -> None:
     x = distribute_tensor(torch.zeros(4, 2), Mesh((2,)), [S0])
-    with pytest.raises(RuntimeError, match="sizes must match"):
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
         torch.cat([x, x[:, :1]])
     with pytest.raises(IndexError):
         torch.cat([x, x], 2)

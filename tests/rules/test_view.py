@@ -66,8 +66,6 @@ SAMPLES = [
     *calls(torch.diag_embed, (normal(2, 3), 1), (normal(2, 3), -1, 0, 2)),
     *calls(torch.diagonal, normal(4, 4), (A, -1), (normal(3, 2, 6), 2, -1, 0), (normal(3, 4), 9)),
     *calls(torch.linalg.diagonal, B),
-    *calls(torch.diagonal_scatter, (A, ROW), (A, normal(2), -3), (normal(3, 7), ROW, 2), (normal(3, 4), normal(0), 4)),
-    *calls(torch.diagonal_scatter, (normal(3, 2, 6), normal(2, 1), 2, -1, 0)),
     *calls(torch.tril, normal(5, 4), (normal(5, 4), -2)),
     *calls(torch.triu, (B, 1)), *calls(T.triu_, (normal(5, 4), 1)),
     *calls(T.fill_diagonal_, (normal(5, 4), 2.5), (normal(7, 2), 2.5, True)),
@@ -208,43 +206,6 @@ def test_a_cut_dim_of_length_one_is_not_taken_for_a_new_one() -> None:
 
 
 CUBE = normal(5, 4, 3)
-COPIES: dict[str, tuple[Any, ...]] = {
-    "alias": (), "diagonal": (1, 1, 2), "expand": ((2, 5, 4, 3),), "narrow": (2, 1, 2), "permute": ((2, 0, 1),),
-    "select": (1, 2), "slice": (1, 0, 3, 2), "split": (3, 1), "split_with_sizes": ((1, 3), 1), "squeeze": (1,),
-    "transpose": (0, 2), "unbind": (1,), "unfold": (1, 2, 1), "unsqueeze": (-1,), "view": ((5, 12),),
-}  # fmt: skip
-
-
-def listed(result: Any) -> list[Any]:
-    return list(result) if isinstance(result, list | tuple) else [result]
-
-
-@pytest.mark.parametrize("name", COPIES)
-@pytest.mark.parametrize("home", [torch, torch.ops.aten], ids=["torch", "aten"])
-def test_the_copy_of_a_view_stays_sharded_and_is_row_major(name: str, home: Any) -> None:
-    copy, view = getattr(home, name + "_copy"), getattr(torch.ops.aten, name)
-    x = CUBE.clone().requires_grad_()
-    want = [one.clone() for one in listed(view(x, *COPIES[name]))]
-    sum(one.square().sum() for one in want).backward()
-
-    @world(3)
-    def body() -> None:
-        mine = distribute_tensor(CUBE, Mesh((3,)), [Shard(0, (3, 0, 2))]).requires_grad_()
-        with count_comms() as comms:
-            got = copy(mine, *COPIES[name])
-        assert (comms.total_calls, comms.fallbacks) == (0, [])
-        outs = listed(got)
-        assert home is not torch or type(copy(CUBE, *COPIES[name])) in {type(got), Tensor}
-        for out, expected in zip(outs, want, strict=True):
-            assert out.full_tensor().equal(expected)
-            assert out.stride() == torch.empty(expected.shape).stride()
-        sum(out.square().sum() for out in outs).backward()
-        with torch.no_grad():
-            outs[0].zero_()
-        assert as_dtensor(mine).full_tensor().equal(CUBE)
-        torch.testing.assert_close(as_dtensor(mine.grad).full_tensor(), x.grad)
-
-    body()
 
 
 @world(3)

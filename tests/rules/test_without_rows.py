@@ -36,6 +36,15 @@ REPLICATED = [
     Sample(torch.segment_reduce, (normal(2, 7), "min"), {"lengths": LENGTHS.repeat(2, 1), "axis": 1}),
     Sample(F.max_unpool2d, (POOLED, INDICES, 2)),
     Sample(F.channel_shuffle, (normal(2, 4, 2, 3), 2)),
+    Sample(
+        F.fractional_max_pool2d,
+        (B[None], 2, (2, 2)),
+        {"_random_samples": torch.rand(1, 2, 2, dtype=B.dtype)},
+        constant=(1,),
+    ),
+    Sample(F.affine_grid, (normal(4, 2, 3), [4, 1, 3, 2]), {"align_corners": False}),
+    Sample(torch.diagonal_scatter, (A, normal(2), -3)),
+    Sample(torch.unbind_copy, (A, 1)),
 ]
 DECOMPOSED = [Sample(torch.kron, (A, normal(2, 4))), Sample(torch.kron, (normal(1, 3), normal(4, 3, 2)))]
 

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise._rules.local_context import Exchange
-from shardwise._rules.local_tensors import as_accumulator, flat_cat
+from shardwise._redistribute.transfers import Exchange, flat_cat
+from shardwise._rules.local_tensors import as_accumulator
 from shardwise._trace.autograd_function import TensorFunction
 
 Spans = tuple[tuple[int, int], ...]  # positions in the sequence, in local order: (first, how many) of each run

@@ -38,8 +38,8 @@ from shardwise._lookups.requests import (
     requests_of,
     table_boxes,
 )
+from shardwise._redistribute.transfers import flat_cat
 from shardwise._rules.local_context import LocalContext
-from shardwise._rules.local_tensors import flat_cat
 from shardwise._rules.row import Args, Kwargs, arguments
 from shardwise._rules.row_exchange import Route, exchange_messages
 from shardwise._trace.capture_hooks import allow_in_graph_with_backward, is_capturing

@@ -13,7 +13,7 @@ No option gathers the table. For `max_norm` of a column-wise table, ranks also e
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -163,18 +163,9 @@ def _renormalise(ctx: LocalContext, table: Tensor, ids: Tensor, max_norm: float,
 # ---- ops that take the table, or a gradient, before the ids -------------------------------------------------
 
 
-class _IdsFirst:
+def _ids_first(ctx: LocalContext) -> LocalContext:
     """The context of an op whose first operand is the table, for functions that expect the ids first."""
-
-    def __init__(self, ctx: LocalContext) -> None:
-        self.ctx = ctx
-        self.layouts = ctx.layouts[::-1]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.ctx, name)
-
-    def name_of(self, operand: int) -> str:
-        return self.ctx.name_of(1 - operand)
+    return replace(ctx, layouts=ctx.layouts[::-1], operands=ctx.operands[::-1])
 
 
 def embedding_of_table(
@@ -187,12 +178,12 @@ def embedding_of_table(
 ) -> Tensor:
     """The local implementation of `torch.embedding`."""
     padding = None if padding_idx < 0 else padding_idx
-    return embedding(_IdsFirst(ctx), indices, weight, padding, None, 2.0, scale_grad_by_freq, sparse)
+    return embedding(_ids_first(ctx), indices, weight, padding, None, 2.0, scale_grad_by_freq, sparse)
 
 
 def embedding_renorm(ctx: LocalContext, weight: Tensor, indices: Tensor, max_norm: float, norm_type: float) -> Tensor:
     """The local implementation of `torch.embedding_renorm_`."""
-    with _renormalised(_IdsFirst(ctx), weight, indices, max_norm, norm_type):
+    with _renormalised(_ids_first(ctx), weight, indices, max_norm, norm_type):
         return weight
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from shardwise import _collectives as collectives
 from shardwise._collectives import Collective, Wait
 from shardwise._layout import Box
-from shardwise._rules.local_tensors import flat_cat
 from shardwise._trace import comm_trace
 from shardwise._trace.autograd_function import TensorFunction
 from shardwise._trace.comm_trace import INTERNAL, Cause, CommEvent, Purpose
@@ -167,18 +166,21 @@ def start_all_to_all(
 
 @dataclass(frozen=True)
 class Exchange:
-    """The all-to-alls of one op among `ranks`; an implementation of `rules.local_context.Exchange`."""
+    """All-to-alls of 1-D tensors among `ranks`, for an op with a backward of its own; counts are of elements."""
 
     ranks: Ranks
     cause: Cause
 
     def start(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Wait:
+        """Start one without a gradient; the result waits for it. `send` must not change until then."""
         return start_all_to_all(send, send_counts, recv_counts, self.ranks, self.cause)
 
     def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
+        """One with a gradient."""
         return all_to_all(send, send_counts, recv_counts, self.ranks, self.cause)
 
     def for_backward(self) -> "Exchange":
+        """The same, reported as part of the backward."""
         return Exchange(self.ranks, self.cause.for_backward())
 
 
@@ -218,6 +220,15 @@ def fetch(
     for region, x in zip(plan.recvs, unpack(received, plan), strict=True):
         by_goal[region.index].append((region, x))
     return [_assembled(parts, goal, received) for parts, (_, goal) in zip(by_goal, goals, strict=True)]
+
+
+def flat_cat(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate 1-D tensors, some of them empty.
+
+    The gradient that `torch.cat` gives an empty 1-D tensor is a constant. In double backward the graph of this rank
+    would lack collectives that the graphs of other ranks have. An empty tensor of two dims gets a slice.
+    """
+    return torch.cat([x.unsqueeze(1) for x in parts]).squeeze(1)
 
 
 def _own_box(x: Tensor, own: Box, goal: Box) -> Tensor:

@@ -54,19 +54,6 @@ def batched(last_dims: Sequence[int], *args: object, **kwargs: object) -> list[R
     return slice_rows(list(zip(operands, [*last_dims, *further], strict=True)))
 
 
-def rank_of_matrix(*args: object, **kwargs: object) -> list[Row]:
-    """out[batch] = the number of singular values of a[batch] that are not zero."""
-    operands = tensors_of(args, kwargs)
-    return slice_rows([(x, 2 if i == 0 else 0) for i, x in enumerate(operands)], (), _without_graph)
-
-
-def _without_graph(ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
-    """The op, which torch decomposes into others that would save tensors on ranks with elements only."""
-    with torch.no_grad():
-        out: Tensor = ctx.call(*args, **kwargs)
-    return out
-
-
 def solve(A: Meta, B: Meta, **_: object) -> list[Row]:
     """A[batch] out[batch] = B[batch], vectors or matrices."""
     vector = B.ndim == 1 or B.shape == A.shape[:-1]
@@ -93,20 +80,14 @@ def fourier(
     return [*rows, *(Row((p,), p, "a transform of partial sums is Partial") for p in SUMS if p == input.placement)]
 
 
-def short_time(input: Meta, *args: object, **kwargs: object) -> list[Row]:
-    """A transform of each signal."""
+def short_time(dims: int, input: Meta, *args: object, **kwargs: object) -> list[Row]:
+    """A short-time transform of each signal (1 dim), or the signal of each transform (2 dims), which is linear."""
     others = tensors_of(args, kwargs)
-    local = local_with(never_empty, (2, *(0 for _ in others)))
-    return slice_rows([(input, 1), *((x, x.ndim) for x in others)], (), local)
-
-
-def inverse_short_time(input: Meta, *args: object, **kwargs: object) -> list[Row]:
-    """The signal of each short-time transform."""
-    others = tensors_of(args, kwargs)
-    local = local_with(never_empty, (input.ndim, *(0 for _ in others)))
-    rows = slice_rows([(input, 2), *((x, x.ndim) for x in others)], (), local)
+    local = local_with(never_empty, (2 if dims == 1 else input.ndim, *(0 for _ in others)))
+    rows = slice_rows([(input, dims), *((x, x.ndim) for x in others)], (), local)
     rest = (REPLICATE,) * len(others)
-    return [*rows, *(Row((p, *rest), p, "linear in the transform") for p in SUMS if p == input.placement)]
+    linear = [p for p in SUMS if dims == 2 and p == input.placement]
+    return [*rows, *(Row((p, *rest), p, "linear in the transform") for p in linear)]
 
 
 def _signal_shape(
@@ -139,14 +120,13 @@ for _homes, _table, _removed in (((torch.linalg,), LINALG, {}), ((torch, Tensor)
         register(OpRule(partial(batched, _last_dims)), *_ops)
 _decompositions = [getattr(aten, f"_linalg_{name}").default for name in ("det", "slogdet", "svd", "eigh")]
 register(OpRule(partial(batched, (2,))), *_decompositions)
-register(OpRule(rank_of_matrix), torch.linalg.matrix_rank)
 register(OpRule(solve), torch.linalg.solve, torch.linalg.solve_ex)
 register(OpRule(cross), torch.linalg.cross, aten.linalg_cross.default)
 register(OpRule(lambda input, other, dim=None: cross(input, other, dim)), torch.cross, Tensor.cross)
 for _suffix, _dims in (("", -1), ("2", (-2, -1)), ("n", None)):
     _transforms = [getattr(torch.fft, name + _suffix) for name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")]
     register(OpRule(partial(fourier, _dims)), *_transforms)
-register(OpRule(short_time), torch.stft, Tensor.stft)
-register(OpRule(inverse_short_time, shape=_signal_shape), torch.istft, Tensor.istft)
+register(OpRule(partial(short_time, 1)), torch.stft, Tensor.stft)
+register(OpRule(partial(short_time, 2), shape=_signal_shape), torch.istft, Tensor.istft)
 register(OpRule(partial(pairs, 0), empty_shards_impl=_view_as_real), torch.view_as_real, aten.view_as_real.default)
 register(OpRule(partial(pairs, 1)), torch.view_as_complex, aten.view_as_complex.default)

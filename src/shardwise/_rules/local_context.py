@@ -3,74 +3,77 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise._layout import Box, Layout
+from shardwise import _collectives as collectives
+from shardwise._layout import Box, Layout, Mesh
+from shardwise._redistribute import transfers
 from shardwise._rules.row import LocalFunction, Op
+from shardwise._trace.comm_trace import Cause, listening, with_call_site
 
 
-class Exchange(Protocol):
-    """All-to-alls of 1-D tensors among `ranks`; counts are of elements, by their order."""
+@dataclass(slots=True, eq=False)
+class LocalContext:
+    """What a local implementation knows of the call, and its collectives, differentiable except for `exchange`.
 
-    @property
-    def ranks(self) -> tuple[int, ...]: ...
+    Args:
+        op: the op itself.
+        layouts: of the tensor operands, redistributed as the row wants.
+        outputs: the layouts of all results.
+        axes: the mesh axes for which this local implementation was chosen.
+        operands: the tensors of the call.
+        cause: of what is sent.
+    """
 
-    def start(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Callable[[], Tensor]:
-        """Start one without a gradient; the result waits for it. `send` must not change until then."""
-        ...
-
-    def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
-        """One with a gradient."""
-        ...
-
-    def for_backward(self) -> "Exchange":
-        """The same, reported as part of the backward."""
-        ...
-
-
-class LocalContext(Protocol):
-    """What a local implementation knows of the call, and its collectives, differentiable except for `exchange`."""
-
-    layouts: tuple[Layout, ...]  # of the tensor operands, redistributed as the row wants
-    outputs: tuple[Layout, ...]  # of all results
-    axes: tuple[int, ...]  # the mesh axes for which this local implementation was chosen
+    op: Op
+    layouts: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    axes: tuple[int, ...]
+    operands: Sequence[Any]
+    cause: Cause
 
     @property
     def output(self) -> Layout:
         """The layout of the (first) result; of the first operand if the op has a data-dependent shape."""
-        ...
+        return self.outputs[0]
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        return collectives.rank()
 
     def call(self, *args: object, **kwargs: object) -> Any:
         """Run the op itself."""
-        ...
+        return self.op(*args, **kwargs)
 
     def ranks(self, axes: Sequence[int] | None = None) -> tuple[int, ...]:
         """The ranks, in rising order, whose coordinates equal this rank's except along `axes` (None: `self.axes`)."""
-        ...
+        return _neighbors(self.layouts[0].mesh, self.rank, self.axes if axes is None else tuple(axes))
 
     def all_to_all(
         self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: tuple[int, ...] | None = None
     ) -> Tensor:
         """All-to-all of a 1-D tensor among `ranks` (None: `ranks()`)."""
-        ...
+        ranks = self.ranks() if ranks is None else ranks
+        return transfers.all_to_all(send, send_counts, recv_counts, ranks, self.cause)
 
     def all_gather(self, x: Tensor, ranks: tuple[int, ...] | None = None) -> Tensor:
         """The `x` of each of `ranks` (None: `ranks()`), all of one shape, stacked along a new first dim."""
-        ...
+        ranks = self.ranks() if ranks is None else ranks
+        if len(ranks) == 1:
+            return x.unsqueeze(0)
+        counts = [x.numel()] * len(ranks)
+        return self.all_to_all(x.reshape(-1).repeat(len(ranks)), counts, counts, ranks).view(len(ranks), *x.shape)
 
-    def exchange(self, ranks: tuple[int, ...]) -> Exchange:
+    def exchange(self, ranks: tuple[int, ...]) -> transfers.Exchange:
         """All-to-alls among `ranks`, for a local implementation with a backward of its own."""
-        ...
+        return transfers.Exchange(ranks, with_call_site(self.cause) if listening() else self.cause)
 
     def boxes(self, operand: int) -> list[Box]:
         """The box of `operand` on each of `ranks()`; an empty one for none."""
-        ...
+        return [self.layouts[operand].box(rank) for rank in self.ranks()]
 
     def fetch(self, x: Tensor, operand: int, wanted: Callable[[int], Box]) -> Tensor:
         """Box `wanted(rank)` of the global `operand`, of which `x` is the local shard.
@@ -78,7 +81,8 @@ class LocalContext(Protocol):
         Each element is sent once, by one of `ranks()` that has it; if no rank wants anything of another one, nothing is
         sent. A box must lie in the union of the shards of `ranks()`.
         """
-        ...
+        (found,) = self.fetch_boxes([x], [self.boxes(operand)], lambda rank: [(0, wanted(rank))])
+        return found
 
     def fetch_boxes(
         self,
@@ -94,23 +98,30 @@ class LocalContext(Protocol):
             wanted: from a rank to (index of a tensor, box of it).
             ranks: those that take part (None: `ranks()`).
         """
-        ...
-
-    def draw_seed(self, generator: torch.Generator | None = None) -> int:
-        """A seed for the random numbers of this op, the same on all ranks of the mesh. Draw one per op."""
-        ...
-
-    def mark_copy(self, x: Tensor) -> Tensor:
-        """`x`, marked as a copy where users expect a view: in-place ops on it are refused."""
-        ...
-
-    def reshard_like(self, operand: int, like: int, lengths: dict[int, int]) -> "LocalContext":
-        """This context with dim 0 of `operand` sharded by the axes of operand `like`, with these sizes by rank."""
-        ...
+        ranks = self.ranks() if ranks is None else ranks
+        goals = tuple([tuple(wanted(rank)) for rank in ranks])
+        return transfers.fetch(xs, ranks, self.rank, tuple(map(tuple, held)), goals, self.cause)
 
     def name_of(self, operand: int) -> str:
         """What errors call an operand: its parameter name if it has one."""
-        ...
+        return self.operands[operand]._name or f"operand {operand}"
+
+    def draw_seed(self, generator: torch.Generator | None = None) -> int:
+        """A seed for the random numbers of this op, the same on all ranks of the mesh. Draw one per op."""
+        raise NotImplementedError
+
+    def mark_copy(self, x: Tensor) -> Tensor:
+        """`x`, marked as a copy where users expect a view: in-place ops on it are refused."""
+        raise NotImplementedError
+
+    def reshard_like(self, operand: int, like: int, lengths: dict[int, int]) -> "LocalContext":
+        """This context with dim 0 of `operand` sharded by the axes of operand `like`, with these sizes by rank."""
+        raise NotImplementedError
+
+
+@lru_cache(maxsize=1024)
+def _neighbors(mesh: Mesh, rank: int, axes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(mesh.submesh(tuple(sorted(axes)), rank).ranks)) if axes else (rank,)
 
 
 @lru_cache(maxsize=4096)

@@ -51,15 +51,6 @@ def emptied(out: Tensor, shape: Sequence[int]) -> Tensor:
     return out
 
 
-def flat_cat(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate 1-D tensors, some of them empty.
-
-    The gradient that `torch.cat` gives an empty 1-D tensor is a constant. In double backward the graph of this rank
-    would lack collectives that the graphs of other ranks have. An empty tensor of two dims gets a slice.
-    """
-    return torch.cat([x.unsqueeze(1) for x in parts]).squeeze(1)
-
-
 # ---- dtypes -------------------------------------------------------------------------------------------------------
 
 

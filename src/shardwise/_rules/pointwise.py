@@ -19,12 +19,11 @@ PARTIALS = (*SUMS, Partial("max"), Partial("min"), Partial("product"))
 
 # Elementwise ops that torch does not tag as such; those that it tags are found by `tagged_names`.
 NONLINEAR = """
-_prelu_kernel absolute fill floor_divide greater greater_equal hardswish isclose isreal less less_equal logsigmoid
-not_equal polar softsign tanhshrink
+_prelu_kernel absolute addcdiv addcmul fill floor_divide greater greater_equal hardswish isclose isreal less less_equal
+logsigmoid masked_fill not_equal polar softsign tanhshrink
 """.split()  # fmt: skip
 # Of one operand; f(a + b) = f(a) + f(b).
-HOMOGENEOUS = ("neg", "negative")
-CONJUGATES = "positive conj conj_physical _conj_physical".split()  # homogeneous; real numbers themselves
+HOMOGENEOUS = "neg negative positive conj conj_physical _conj_physical".split()
 ADDITIVE = ("add", "sub", "subtract", "rsub", "complex")  # f(a + b, c + d) = f(a, c) + f(b, d)
 BILINEAR = ("mul", "multiply")  # linear in each operand alone
 NUMERATOR = ("div", "divide", "true_divide")  # linear in the first operand
@@ -78,23 +77,10 @@ def selected(condition: Meta, *args: object, **kwargs: object) -> list[Row]:
     return nonlinear(condition, *args, **kwargs)
 
 
-def masked(*args: object, **kwargs: object) -> list[Row]:
-    """out[i] = value if mask[i] else a[i]; a 0-D tensor of the value is replicated."""
-    operands = tensors_of(args, kwargs)
-    return [replace(row, inputs=(*row.inputs, *(REPLICATE,) * len(operands[2:]))) for row in shard_rows(operands[:2])]
-
-
 def homogeneous(*args: object, **kwargs: object) -> list[Row]:
     """out[i] = f(a[i]) with f(a + b) = f(a) + f(b)."""
     rows = list(shard_rows(tensors_of(args, kwargs)))
     return rows + [Row((p,), p, "linear in the Partial values") for p in SUMS]
-
-
-def conjugate(x: Meta, *args: object, **kwargs: object) -> list[Row]:
-    """out = x with conjugated elements, x itself if they are real."""
-    rows = homogeneous(x, *args, **kwargs)
-    others = () if x.dtype.is_complex else PARTIALS[len(SUMS) :]
-    return rows + [Row((p,), p, "real numbers are their own conjugates") for p in others]
 
 
 def additive(*args: object, **kwargs: object) -> list[Row]:
@@ -109,25 +95,24 @@ def additive(*args: object, **kwargs: object) -> list[Row]:
 def bilinear(*args: object, **kwargs: object) -> list[Row]:
     """out[i] = a[i] b[i]: linear in a for a fixed b, and the other way round."""
     operands = tensors_of(args, kwargs)
-    rows = list(shard_rows(operands))
     finite = all(map(isfinite, numbers_of(args, kwargs)))
-    for index, p in product(range(len(operands)), SUMS):
-        if operands[index].placement != p or not finite:
-            continue  # a Replicate operand is not made Partial with zeros: 0 * inf is nan
-        inputs = tuple(p if i == index else REPLICATE for i in range(len(operands)))
-        rows.append(Row(inputs, p, "Partial × Replicate stays Partial"))
-    return rows
+    why = "Partial × Replicate stays Partial"
+    return [*shard_rows(operands), *_linear_rows(operands, range(len(operands)) if finite else (), why)]
 
 
 def numerator(*args: object, **kwargs: object) -> list[Row]:
     """out[i] = a[i] / b[i]: linear in a unless the quotient is rounded."""
     operands = tensors_of(args, kwargs)
-    rows = list(shard_rows(operands))
     exact = kwargs.get("rounding_mode") is None and all(numbers_of(args, kwargs))  # 0 / 0 is nan
-    if exact and isinstance(args[0], Meta):
-        rest = (REPLICATE,) * (len(operands) - 1)
-        rows += [Row((p, *rest), p, "Partial / Replicate stays Partial") for p in SUMS if args[0].placement == p]
-    return rows
+    linear = (0,) if exact and isinstance(args[0], Meta) else ()
+    return [*shard_rows(operands), *_linear_rows(operands, linear, "Partial / Replicate stays Partial")]
+
+
+def _linear_rows(operands: list[Meta], linear: Sequence[int], why: str) -> Iterator[Row]:
+    """Rows for one Partial operand; a Replicate one is not made Partial with zeros: 0 * inf is nan."""
+    for index, p in product(linear, SUMS):
+        if operands[index].placement == p:
+            yield Row(tuple(p if i == index else REPLICATE for i in range(len(operands))), p, why)
 
 
 def same_shape(x: Meta, *args: object, **kwargs: object) -> list[Row]:
@@ -324,14 +309,8 @@ def _register(names: Sequence[str], rows: RowsFunction, shape: Callable[..., Sha
 
 register(OpRule(nonlinear, shape=broadcast, value_errors=True), Tensor.__rdiv__)  # the operand is the denominator
 _register(NONLINEAR, nonlinear)
-_register(["addcmul", "addcdiv"], nonlinear)
 _register(["where"], selected)
-_register(["masked_fill"], masked)
 _register(HOMOGENEOUS, homogeneous)
-_register(CONJUGATES, conjugate)
-amend(
-    *dict.fromkeys(op for name in CONJUGATES for op, _ in callables_of(name) if RULES[op].rows is conjugate), typed=True
-)
 _register(ADDITIVE, additive)
 _register(BILINEAR, bilinear)
 _register(NUMERATOR, numerator)

@@ -16,6 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
+
 from shardwise._rules.row import Handler, LocalFunction, Op, Row
 from shardwise.errors import RuleError
 
@@ -96,6 +99,23 @@ class OpRule:
     def has_rule(self) -> bool:
         """Whether there are rows or a decomposition, not only a handler."""
         return self.rows is not no_rows or self.decomposition is not None
+
+
+def functions_named(*names: str) -> list[Op]:
+    """The functions of torch and methods of Tensor with these names."""
+    return [getattr(home, name) for name in names for home in (torch, Tensor) if hasattr(home, name)]
+
+
+def overloads(name: str) -> list[Op]:
+    """The overloads of an aten op whose first argument is a tensor, but those for named dims and with `out=`."""
+    packet = getattr(torch.ops.aten, name, None)
+    found = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+    others = {"out", "names", "Dimname", "twin"}
+    return [
+        op
+        for op in found
+        if not others & {*op._overloadname.split("_")} and str(op._schema.arguments[0].type) == "Tensor"
+    ]
 
 
 RULES: dict[Op, OpRule] = {}

@@ -1,4 +1,4 @@
-"""Convolutions and pooling: ops that slide windows along some dims.
+"""Ops on images: convolution, pooling, resizing, patches. Most slide windows along some dims.
 
 A rank fetches what the windows of its own outputs cover (a halo), runs the op with its own arguments, and drops the
 outputs of other ranks. That equals the op on the full tensor if the local input starts where a window may start.
@@ -7,6 +7,7 @@ Padding at the edges of the full tensor is left to the op. Sharded batch and cha
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import lru_cache, partial
 from itertools import product
 from math import prod
@@ -18,9 +19,10 @@ from torch import Tensor
 
 from shardwise._layout import PARTIAL, REPLICATE, Box, Layout, Partial, Shard, contiguous_strides
 from shardwise._rules.local_context import LocalContext, local_with
-from shardwise._rules.local_tensors import filled
+from shardwise._rules.local_tensors import filled, never_empty
 from shardwise._rules.registry import OpRule, RowsFunction, register
 from shardwise._rules.row import Align, Ints, LocalFunction, Meta, Row
+from shardwise._rules.shapes.view import scaled
 
 aten = torch.ops.aten
 
@@ -140,7 +142,7 @@ def max_pool(
 ) -> list[Row]:  # fmt: skip
     """out[at] = the maximum of the window at `at`, and its index in the flattened spatial dims."""
     windows = _pooling_windows(dims, input, kernel_size, stride, padding, dilation, ceil_mode)
-    return pool_rows(input, windows, local_with(with_halo, windows))
+    return pool_rows(input, windows, local_with(with_halo, windows, ""))
 
 
 def avg_pool(
@@ -149,7 +151,7 @@ def avg_pool(
 ) -> list[Row]:  # fmt: skip
     """out[at] = the mean of the window at `at`."""
     windows = _pooling_windows(dims, input, kernel_size, stride, padding, 1, ceil_mode)
-    rows = pool_rows(input, windows, local_with(with_halo, windows))
+    rows = pool_rows(input, windows, local_with(with_halo, windows, ""))
     return [*rows, *_linear_row(input)] if input.dtype.is_floating_point else rows
 
 
@@ -173,7 +175,7 @@ def adaptive_pool(dims: int, input: Meta, output_size: OutputSize, return_indice
     sizes = each(output_size, dims)
     lengths = input.shape[-dims:]
     windows = tuple(_equal_bins(n, n if out is None else out) for n, out in zip(lengths, sizes, strict=True))
-    return pool_rows(input, windows, local_with(resized, windows, "output_size"))
+    return pool_rows(input, windows, local_with(with_halo, windows, "output_size"))
 
 
 def adaptive_avg_pool(dims: int, input: Meta, output_size: OutputSize) -> list[Row]:
@@ -197,58 +199,36 @@ def _equal_bins(length: int, out: int) -> Window:
 
 
 def with_halo(
-    windows: Windows, ctx: LocalContext, input: Tensor, *args: object, **kwargs: object
+    windows: Windows, size: str, ctx: LocalContext, input: Tensor, /, *args: object, **kwargs: object
 ) -> Tensor | tuple[Tensor, ...]:
-    """The op on the box that this rank's outputs need."""
-    return _run_with_halo(windows, ctx, input, lambda x: ctx.call(x, *args, **kwargs))
+    """The op on the box that this rank's outputs need, without the outputs of other ranks.
 
-
-def resized(
-    windows: Windows, name: str, ctx: LocalContext, input: Tensor, *args: object, **kwargs: object
-) -> Tensor | tuple[Tensor, ...]:
-    """The same for an op whose first argument, or argument `name`, is the size of the result."""
-
-    def run(x: Tensor) -> Any:
-        lengths = zip(windows, x.shape[-len(windows) :], strict=True)
-        own = [n * window.scale // window.step if window.step else window.out for window, n in lengths]
-        rest = {k: a for k, a in kwargs.items() if k != name}
-        return ctx.call(x, own, *args[name not in kwargs :], **rest)
-
-    return _run_with_halo(windows, ctx, input, run)
-
-
-def _partial_mean(lengths: tuple[int, ...], ctx: LocalContext, input: Tensor, output_size: OutputSize) -> Any:
-    own = input.shape[-len(lengths) :]
-    pooled = ctx.call(filled(input, (1,) * (len(lengths) + 1)), output_size) * (prod(own) / prod(lengths))
-    channels = input.shape[-len(lengths) - 1]
-    return pooled if channels else pooled.narrow(-len(lengths) - 1, 0, 0)
-
-
-def _run_with_halo(
-    windows: Windows, ctx: LocalContext, x: Tensor, run: Callable[[Tensor], Any]
-) -> Tensor | tuple[Tensor, ...]:
-    """`run` on the box that this rank's outputs need, without the outputs of other ranks."""
+    Args:
+        size: the name of the op's first argument if that is the size of the result, else "".
+    """
     source, output = ctx.layouts[0], ctx.output
     fetched, own = input_box(windows, source, output, ctx.rank), output.boxes(ctx.rank)[0]
-    x = ctx.fetch(x, 0, lambda rank: input_box(windows, source, output, rank))
+    x = ctx.fetch(input, 0, lambda rank: input_box(windows, source, output, rank))
     x = filled(x, [1, *(window.min_length for window in windows)])
-    out = run(x)
+    lengths = x.shape[x.ndim - len(windows) :]
+    if size:
+        pairs = zip(windows, lengths, strict=True)
+        own_size = [n * window.scale // window.step if window.step else window.out for window, n in pairs]
+        args = (own_size, *args[size not in kwargs :])
+    out = ctx.call(x, *args, **{k: a for k, a in kwargs.items() if k != size})
     if isinstance(out, Tensor):
         return cropped(out, windows, fetched, own)
     values, indices = (cropped(result, windows, fetched, own) for result in out)
-    lead, spatial = len(own.sizes) - len(windows), tuple(window.length for window in windows)
-    return values, _global_index(indices, x.shape[lead:], fetched.offsets[lead:], spatial)
+    strides = contiguous_strides([window.length for window in windows])
+    at = zip(torch.unravel_index(indices, lengths), fetched.offsets[-len(windows) :], strides, strict=True)
+    return values, torch.stack([(i + offset) * stride for i, offset, stride in at]).sum(0)
 
 
-def _global_index(index: Tensor, sizes: Sequence[int], offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Flat indices in a box as flat indices in the global shape."""
-    if tuple(sizes) == tuple(shape):
-        return index
-    found = torch.zeros_like(index)
-    for length, offset, stride in reversed(tuple(zip(sizes, offsets, contiguous_strides(shape), strict=True))):
-        found = found + (index % length + offset) * stride
-        index = index // length
-    return found
+def _partial_mean(lengths: tuple[int, ...], ctx: LocalContext, input: Tensor, output_size: OutputSize) -> Tensor:
+    own = input.shape[-len(lengths) :]
+    means = never_empty((len(lengths) + 1,), ctx, input, output_size)
+    assert isinstance(means, Tensor)
+    return means * (prod(own) / prod(lengths))
 
 
 # ---- convolutions: spatial dims exchange halos, channels are sharded like rows and columns of a matrix ---------
@@ -409,6 +389,91 @@ def conv_transpose(
     return convolution_rows(input, weight, bias, stride, padding, dilation, True, output_padding, groups)
 
 
+# ---- resizing, sampling, patches ----------------------------------------------------------------------------
+
+Scale = float | Sequence[float] | None
+HALO = {"nearest": 0, "nearest-exact": 0, "linear": 1, "bilinear": 1, "trilinear": 1, "bicubic": 2}
+
+
+def interpolate(
+    input: Meta, size: Ints | None = None, scale_factor: Scale = None, mode: str = "nearest",
+    align_corners: bool | None = None, recompute_scale_factor: bool | None = None, antialias: bool = False,
+) -> list[Row]:  # fmt: skip
+    """Resized images. A spatial dim may be sharded if its size is multiplied or divided by an integer."""
+    lengths = input.shape[2:]
+    scales: tuple[Any, ...] = each(scale_factor if size is None else None, len(lengths))
+    windows = []
+    for n, out, factor in zip(lengths, _resized(input, size, scale_factor)[2:], scales, strict=True):
+        regular = mode in HALO and not align_corners and not antialias
+        exact = regular and (factor is None or recompute_scale_factor or n * factor == out)
+        halo = HALO.get(mode, 0)
+        if exact and n and out % n == 0:
+            f = out // n
+            windows.append(Window(n, out, 1, f, -halo * f, halo * f))
+        elif exact and out and n % out == 0 and (factor is None or (n // out).bit_count() == 1):
+            f = n // out  # n * (1 / f) is exact for powers of two only
+            windows.append(Window(n, out, f, 1, -min(halo, 1) * f, f - 1 + min(halo, 1) * f))
+        else:
+            windows.append(Window(n, out, 0))
+    return pool_rows(input, windows, local_with(with_halo, tuple(windows), "" if size is None else "size"))
+
+
+def _resized(input: Meta, size: Ints | None = None, scale: Any = None, *_: object, **named: Any) -> tuple[int, ...]:
+    lengths, scale = input.shape[2:], named.get("scale_factor", scale)
+    if size is not None:
+        return (*input.shape[:2], *each(size, len(lengths)))
+    return (*input.shape[:2], *(int(n * f) for n, f in zip(lengths, each(scale, len(lengths)), strict=True)))
+
+
+def pixel_shuffle(input: Meta, upscale_factor: int) -> list[Row]:
+    """r² channels become a channel of r times the height and width."""
+    r, channels = upscale_factor, input.ndim - 3
+    scales = Fraction(1, r * r), Fraction(r), Fraction(r)
+    return _rearranged(input, dict(enumerate(scales, channels)), (r * r, 1, 1))
+
+
+def pixel_unshuffle(input: Meta, downscale_factor: int) -> list[Row]:
+    """The inverse of `pixel_shuffle`."""
+    r, channels = downscale_factor, input.ndim - 3
+    scales = Fraction(r * r), Fraction(1, r), Fraction(1, r)
+    return _rearranged(input, dict(enumerate(scales, channels)), (1, r, r))
+
+
+def unfold(input: Meta, kernel_size: Ints, *_: object, **__: object) -> list[Row]:
+    """out[n, (c, k), (i, j)] = the patch of input[n, c] at (i, j)."""
+    return _rearranged(input, {input.ndim - 3: Fraction(prod(each(kernel_size, 2)))}, (1, 1, 1))
+
+
+def fold(input: Meta, output_size: Ints, kernel_size: Ints, *_: object, **__: object) -> list[Row]:
+    """The sum of overlapping patches."""
+    size = prod(each(kernel_size, 2))
+    rows = _rearranged(input, {input.ndim - 2: Fraction(1, size)}, (size, 1))
+    return [*rows, Row((PARTIAL,), PARTIAL, "linear")]
+
+
+def _rearranged(x: Meta, scales: dict[int, Fraction], least: tuple[int, ...]) -> list[Row]:
+    """Rows for batch dims, and for dims whose size is multiplied and divided.
+
+    Args:
+        least: the smallest sizes of the last dims that the op takes.
+    """
+    local = local_with(never_empty, ((*(1,) * (x.ndim - len(least)), *least),))
+    rows = [Row((Shard(d),), Shard(d), "batch- or channel-sharded", local) for d in range(min(scales))]
+    why = "sharded between blocks of pixels"
+    return rows + [
+        Row((Shard(d),), Shard(d), why, local, map_index=local_with(scaled, scale), alignment=scale.denominator)
+        for d, scale in scales.items()
+    ]
+
+
+def grid_sample(input: Meta, grid: Meta, *_: object, **__: object) -> list[Row]:
+    """out[n, c, at] = input[n, c] at the point grid[n, at]."""
+    rows = [Row((Shard(0), Shard(0)), Shard(0), "batch-sharded")]
+    rows.append(Row((Shard(1), REPLICATE), Shard(1), "channel-sharded"))
+    why = "sharded grid points"
+    return rows + [Row((REPLICATE, Shard(d)), Shard(d + 1), why) for d in range(1, grid.ndim - 1)]
+
+
 # ---- registration ----------------------------------------------------------------------------------------------
 
 POOLS: tuple[tuple[RowsFunction, str], ...] = (
@@ -426,3 +491,8 @@ for _dims, (_rule, _names) in product((1, 2, 3), POOLS):
 register(OpRule(conv_forward), *FORWARD)
 register(OpRule(conv_transpose), *TRANSPOSED)
 register(OpRule(convolution_rows), torch.convolution, aten.convolution.default)
+register(OpRule(interpolate, shape=_resized), F.interpolate)
+for _rule in (unfold, fold, grid_sample, pixel_shuffle, pixel_unshuffle):
+    register(OpRule(_rule), getattr(F, _rule.__name__))
+_samplers = torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d
+register(OpRule(grid_sample), *_samplers, aten.grid_sampler_2d.default, aten.grid_sampler_3d.default)

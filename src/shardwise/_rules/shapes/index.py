@@ -15,9 +15,10 @@ rank 1 and indices 1, 1 to rank 0 first, and then only these three rows are sent
     the indices sharded too          indices are sent to the owners, and values with them or back
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from math import prod
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -36,10 +37,9 @@ from shardwise._layout import (
 )
 from shardwise._rules.local_context import LocalContext, local_with
 from shardwise._rules.pointwise import PARTIALS, SUMS, shape_of_first, shard_at
-from shardwise._rules.registry import OpRule, register
-from shardwise._rules.row import Align, Kwargs, LocalFunction, Meta, Row
+from shardwise._rules.registry import OpRule, functions_named, overloads, register
+from shardwise._rules.row import Align, Kwargs, Meta, Row
 from shardwise._rules.row_exchange import Route, exchange_headers
-from shardwise._rules.shapes.view import functions_named
 from shardwise.errors import PlaceError
 
 aten = torch.ops.aten
@@ -118,12 +118,15 @@ class Call(NamedTuple, Generic[X]):
 # ---- rows ----------------------------------------------------------------------------------------------------
 
 
-class Sharding(NamedTuple):
-    """Placements of index tensors and values beside a read result that is sharded along dim `read`."""
+class Beside(NamedTuple):
+    """Placements of the index tensors and values beside a sharded dim."""
 
-    ids: tuple[Placement, ...]
-    values: tuple[Placement, ...]
-    read: int
+    placements: tuple[Placement, ...]
+    read: int  # the sharded dim of the result of a read
+
+
+# By kept dim of x; by dim of the index; those of the latter that allow a replicated x.
+Shardings = tuple[dict[int, Beside], list[Beside], list[Beside]]
 
 
 def rows(form: IndexForm, mode: str, x: Meta, *args: object, **kwargs: object) -> list[Row]:
@@ -131,24 +134,29 @@ def rows(form: IndexForm, mode: str, x: Meta, *args: object, **kwargs: object) -
     call = form.call(x, args, kwargs)
     _check_indices(call)
     mode = "add" if call.rest.get("accumulate") else "other" if call.rest.get("reduce") else mode
-    reads, has_values = mode == "read", isinstance(call.values, Meta)
-    kept, by_index_dim, replicated = _along(call) if form.kind == "along" else _each_or_flat(call)
+    reads, values = mode == "read", [call.values] if isinstance(call.values, Meta) else []
+    along, ids = form.kind == "along", (REPLICATE,) * len(call.ids)
+    kept, by_index_dim, replicated = (_along if along else _each_or_flat)(call, values)
     local = local_with(_read if reads else _write, form)
     found = [
-        Row((Shard(d), *s.ids, *s.values), Shard(s.read if reads else d), KEPT, local if form.kind == "along" else None)
+        Row((Shard(d), *s.placements), Shard(s.read if reads else d), KEPT, local if along else None)
         for d, s in kept.items()
     ]
     owned: list[Placement] = [Shard(d) for d in range(x.ndim) if d not in kept]
     for p in [*owned, x.placement] if isinstance(x.placement, OnRanks) else owned:
-        found += _exchanges(call, p, by_index_dim, local, reads)
-    for s in (by_index_dim[b] for b in replicated if b in by_index_dim):
+        why, output = (READ, REPLICATE) if reads else (WRITTEN, p)
+        found.append(Row((p, *ids, *(REPLICATE for _ in values)), output, why, local, align=Align.FREE))
+        for s in by_index_dim:
+            layout_from = 1 + next(i for i, q in enumerate(s.placements) if q != REPLICATE) if reads else 0
+            aligned = tuple(range(1, 1 + len(s.placements)))
+            found.append(Row((p, *s.placements), Shard(s.read) if reads else p, ROUTED, local, aligned, layout_from))
+    for s in replicated:
         if reads:
-            found.append(Row((REPLICATE, *s.ids), Shard(s.read), "each rank reads at its own indices"))
+            found.append(Row((REPLICATE, *s.placements), Shard(s.read), "each rank reads at its own indices"))
         elif mode == "add":
-            found.append(Row((PARTIAL, *s.ids, *s.values), PARTIAL, "each rank adds its own values"))
-    linear = {"read": PARTIALS, "assign": SUMS, "add": SUMS}.get(mode, ()) if reads or has_values else ()
-    ids = (REPLICATE,) * len(call.ids)
-    return found + [Row((q, *ids, *(q,) * has_values), q, PARTIAL_INDEXED) for q in linear]
+            found.append(Row((PARTIAL, *s.placements), PARTIAL, "each rank adds its own values"))
+    linear = {"read": PARTIALS, "assign": SUMS, "add": SUMS}.get(mode, ()) if reads or values else ()
+    return found + [Row((q, *ids, *(q for _ in values)), q, PARTIAL_INDEXED) for q in linear]
 
 
 def _check_indices(call: Call[Meta]) -> None:
@@ -162,46 +170,24 @@ def _check_indices(call: Call[Meta]) -> None:
         raise NotImplementedError("the index has another number of dims than torch documents")
 
 
-def _exchanges(
-    call: Call[Meta], placement: Placement, by_index_dim: Mapping[int, Sharding], local: LocalFunction, reads: bool
-) -> Iterator[Row]:
-    """Rows for x divided along indexed dims, or on one rank: slices, or indices and slices, are exchanged."""
-    tensors = len(call.ids) + isinstance(call.values, Meta)
-    why, output = (READ, REPLICATE) if reads else (WRITTEN, placement)
-    yield Row((placement, *(REPLICATE,) * tensors), output, why, local, align=Align.FREE)
-    for s in by_index_dim.values():
-        sharded_ids = next(i for i, q in enumerate(s.ids, 1) if q != REPLICATE)
-        output, layout_from = (Shard(s.read), sharded_ids) if reads else (placement, 0)
-        ids_and_values = tuple(range(1, 1 + tensors))
-        yield Row((placement, *s.ids, *s.values), output, ROUTED, local, ids_and_values, layout_from)
-
-
-# By kept dim of x; by dim of the index; which of the latter allow a replicated x.
-Shardings = tuple[dict[int, Sharding], dict[int, Sharding], list[int]]
-
-
-def _each_or_flat(call: Call[Meta]) -> Shardings:
+def _each_or_flat(call: Call[Meta], values: list[Meta]) -> Shardings:
     shape, index_shape = call.read_shape([call.x.shape[d] for d in call.kept]), call.index_shape
-    if isinstance(call.values, Meta) and not _fit(call, shape):
+    if values and not _fit(values[0], call, shape):
         raise NotImplementedError("torch reports that the values have another shape than the slices")
+    index_dims = range(call.start, call.start + len(index_shape))
 
-    def of_values(dim: int) -> tuple[Placement, ...]:
-        return (shard_at(call.values, dim, shape),) if isinstance(call.values, Meta) else ()
+    def beside(at: int) -> Beside:
+        b = at - call.start
+        ids = [shard_at(i, b, index_shape) if at in index_dims else REPLICATE for i in call.ids]
+        return Beside((*ids, *(shard_at(y, at, shape) for y in values)), at)
 
-    kept = {}
-    for i, d in enumerate(call.kept):
-        at = i + len(index_shape) * (i >= call.start)
-        kept[d] = Sharding((REPLICATE,) * len(call.ids), of_values(at), at)
-    by_index_dim = {}
-    for b in range(len(index_shape)):
-        ids = tuple(shard_at(i, b, index_shape) for i in call.ids)
-        by_index_dim[b] = Sharding(ids, of_values(call.start + b), call.start + b)
-    return kept, by_index_dim, list(by_index_dim)
+    by_index_dim = [beside(at) for at in index_dims]
+    others = [beside(at) for at in range(len(shape)) if at not in index_dims]
+    return dict(zip(call.kept, others, strict=True)), by_index_dim, by_index_dim
 
 
-def _fit(call: Call[Meta], shape: tuple[int, ...]) -> bool:
+def _fit(values: Meta, call: Call[Meta], shape: tuple[int, ...]) -> bool:
     """Whether there is a value for each element of the slices, which have `shape`."""
-    values: Meta = call.values
     if call.form.kind == "flat":
         return prod(values.shape) == prod(shape)
     if "dim" in call.form.names:
@@ -210,17 +196,17 @@ def _fit(call: Call[Meta], shape: tuple[int, ...]) -> bool:
     return len(after) == values.ndim and all(n in (1, m) for n, m in zip(values.shape, after, strict=True))
 
 
-def _along(call: Call[Meta]) -> Shardings:
-    (index,), values = call.ids, [call.values] if isinstance(call.values, Meta) else []
+def _along(call: Call[Meta], values: list[Meta]) -> Shardings:
+    (index,) = call.ids
     if any(n > size for y in values for n, size in zip(index.shape, y.shape, strict=True)):
         raise NotImplementedError("torch reports that there are more indices than values")
-    by_dim = {d: Sharding((Shard(d),), (Shard(d),) * len(values), d) for d in range(index.ndim)}
+    by_dim = [Beside((Shard(d),) * (1 + len(values)), d) for d in range(index.ndim)]
+    (dim,) = call.index_dims
     kept = {
-        d: s
-        for d, s in by_dim.items()
-        if d != call.index_dims[0] and all(y.shape[d] == call.x.shape[d] for y in (index, *values))
+        d: s for d, s in enumerate(by_dim) if d != dim and all(y.shape[d] == call.x.shape[d] for y in (index, *values))
     }
-    return kept, by_dim if all(y.shape == index.shape for y in values) else {}, [call.index_dims[0]]
+    same = all(y.shape == index.shape for y in values)
+    return kept, by_dim if same else [], [by_dim[dim]] if same else []
 
 
 # ---- reads and writes ------------------------------------------------------------------------------------------
@@ -308,18 +294,23 @@ def _shared_axes(ctx: LocalContext, call: Call[Tensor]) -> tuple[int, ...]:
 
 
 def _targets(ctx: LocalContext, call: Call[Tensor], ranks: tuple[int, ...]) -> Targets:
+    """The owners of slices: the boxes that have any are a grid, so each indexed dim is looked up alone."""
     positions, bad_index = _positions(ctx, call)
-    owner = torch.full_like(positions[0], -1)
-    local = torch.zeros_like(owner)
-    for number, rank in enumerate(ranks):
-        box = ctx.layouts[0].box(rank)
-        sizes = [box.sizes[d] for d in call.indexed]
-        shifted = [i - box.offsets[d] for i, d in zip(positions, call.indexed, strict=True)]
-        held = torch.stack([(i >= 0) & (i < n) for i, n in zip(shifted, sizes, strict=True)]).all(0)
-        owner = owner.masked_fill(held, number)
-        for i, stride in zip(shifted, contiguous_strides(sizes), strict=True):
-            local = local + (i * stride).masked_fill(~held, 0)
-    return Targets(owner, local, bad_index)
+    new_tensor = partial(torch.tensor, device=positions[0].device)
+    boxes = [ctx.layouts[0].box(rank) for rank in ranks]
+    offsets, sizes = (
+        [tuple(of_box[d] for d in call.indexed) for of_box in of_boxes] for of_boxes in zip(*boxes, strict=True)
+    )
+    corners = {corner: number for number, corner in enumerate(offsets) if all(sizes[number])}
+    starts = [sorted({corner[i] for corner in corners}) or [0] for i in range(len(positions))]
+    grid = new_tensor([corners.get(corner, -1) for corner in product(*starts)]).view([*map(len, starts)])
+    pairs = zip(positions, starts, strict=True)
+    found = [torch.bucketize(i.contiguous(), new_tensor(of_dim), right=True) - 1 for i, of_dim in pairs]
+    owner = grid[tuple(i.clamp(min=0) for i in found)]
+    shifted = torch.stack(positions, 1) - new_tensor(offsets)[owner]
+    held = ((shifted >= 0) & (shifted < new_tensor(sizes)[owner])).all(1)
+    local = (shifted * new_tensor([*map(contiguous_strides, sizes)])[owner]).sum(1)
+    return Targets(owner.masked_fill(~held, -1), local, bad_index)
 
 
 def _positions(ctx: LocalContext, call: Call[Tensor]) -> tuple[list[Tensor], BadIndex]:
@@ -491,31 +482,13 @@ OPS = (  # name, what it does, arguments, kind, whether negative indices count f
 )
 
 
-def _read_shape(form: IndexForm, x: Meta, *args: object, **kwargs: object) -> tuple[int, ...]:
-    call = form.call(x, args, kwargs)
-    return call.read_shape([x.shape[d] for d in call.kept])
-
-
-def _of_tensors(op: torch._ops.OpOverload) -> bool:
-    """Not an overload for lists, named dims or `out=`."""
-    others = {"out", "names", "Dimname", "twin"} & {*op._overloadname.split("_")}
-    return not others and str(op._schema.arguments[0].type) == "Tensor"
-
-
-def _overloads(name: str) -> list[Any]:
-    packet = getattr(aten, name)
-    overloads = [op for op in (getattr(packet, o) for o in packet.overloads()) if _of_tensors(op)]
-    return [*(op for op in functions_named(name) if name != "index"), *overloads]  # Tensor.index takes named dims
-
-
 for _name, _mode, _names, _kind, _wraps in OPS:
     for _in_place in (False,) if _mode == "read" else (False, True):
         _form = IndexForm(tuple(_names.split()), _kind, _in_place, _wraps)
-        _shape: Callable[..., Any] = partial(_read_shape, _form) if _mode == "read" else shape_of_first
-        register(
-            OpRule(partial(rows, _form, _mode), _in_place, _shape, index_form=_form),
-            *_overloads(_name + "_" * _in_place),
-        )
+        _spelling, _shape = _name + "_" * _in_place, None if _mode == "read" else shape_of_first
+        _ops = functions_named(_spelling) if _name != "index" else []  # Tensor.index takes named dims
+        _rule = OpRule(partial(rows, _form, _mode), _in_place, _shape, index_form=_form)
+        register(_rule, *_ops, *overloads(_spelling))
 register(OpRule(boolean_rows, data_dependent_shape=True, memory_order=_boolean_order), boolean_index)
 for _name, _in_place in (("masked_scatter", False), ("masked_scatter_", True)):
     _aten = getattr(torch.ops.aten, _name).default

@@ -1,6 +1,7 @@
 """cat, stack, repeat, roll, flip, pad, unfold: along a dim, the result consists of runs of indices of the operands.
 
-    roll(x, 2) along a dim of 5:   Run(0, start=3, length=2), Run(0, start=0, length=3)
+    x[1:7:2] along a dim of 9    Run(start=1, length=3, step=2)
+    roll(x, 2) along a dim of 5  Run(start=3, length=2), Run(start=0, length=3)
 
 If the dim is sharded, every rank fetches the runs of its shard of the result in one all-to-all.
 """
@@ -8,56 +9,69 @@ If the dim is sharded, every rank fetches the runs of its shard of the result in
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
 from operator import mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise._layout import REPLICATE, Box, Layout, OnRanks, Placement, Shard
+from shardwise._redistribute.transfers import flat_cat
 from shardwise._rules.local_context import LocalContext, local_with
-from shardwise._rules.local_tensors import autocast_to_float, flat_cat
+from shardwise._rules.local_tensors import autocast_to_float
 from shardwise._rules.pointwise import PARTIALS, shape_of_first
-from shardwise._rules.registry import OpRule, register
-from shardwise._rules.row import NO_OPERAND, Align, Args, Ints, Meta, Row
-from shardwise._rules.shapes.view import OWNER, DimSlice, empty_result, functions_named, unsharded_rows
+from shardwise._rules.registry import OpRule, functions_named, register
+from shardwise._rules.row import NO_OPERAND, Align, Args, Ints, LocalFunction, Meta, Row
 
 aten = torch.ops.aten
+FULL_DIM = "a dim that the view keeps in full stays sharded"
+VIEW_OF_PARTIAL = "a view of a Partial tensor is Partial"
+OWNER = "the rank that holds the tensor runs the op"
 FILLED = -1
 
 
 class Run(NamedTuple):
-    """`length` indices of a dim of operand number `operand`: start, start + step, … with a step of 1, -1 or 0."""
+    """`length` indices start, start + step, … of a dim of operand number `operand`, or as many constants (FILLED)."""
 
-    operand: int
     start: int
     length: int
     step: int = 1
+    operand: int = 0
 
-    def slice(self, low: int, high: int) -> "Run":
+    def between(self, low: int, high: int) -> "Run":
         """Elements `low` to `high` of the run."""
         low, high = max(low, 0), min(high, self.length)
-        return Run(self.operand, self.start + self.step * low, max(high - low, 0), self.step)
+        return Run(self.start + self.step * low, max(high - low, 0), self.step, self.operand)
+
+    def offset_of(self, index: int) -> int:
+        """How many elements of a rising run come before `index` of the dim."""
+        return min(max(0, -((self.start - index) // self.step)), self.length)
+
+    def local(self, offset: int, size: int) -> slice:
+        """The slice with the elements of a rising run in a shard of the dim."""
+        own = self.between(self.offset_of(offset), self.offset_of(offset + size))
+        start = own.start - offset if own.length else 0
+        return slice(start, start + own.length * self.step, self.step)
+
+    def box(self, dim: int, held: Box) -> Box:
+        """The box of the indices of the run along `dim`, and those of `held` along other dims."""
+        length = self.length if self.step else min(self.length, 1)
+        return held.along(dim, self.start - length + 1 if self.step < 0 else self.start, length)
 
 
 Runs = tuple[Run, ...]
+Parts = list[tuple[Run, Box]]  # the runs of a rank's shard of the result, and their boxes in the operands
 
 
-def _between(runs: Runs, low: int, high: int) -> list[Run]:
-    """The runs of elements `low` to `high` of the result."""
-    found, at = [], 0
+def _parts(runs: Runs, dim: int, result: Box, held: Sequence[Box]) -> Parts:
+    """The runs of a rank's shard of the result, for the boxes of the operands that it holds."""
+    found, low = [], result.offsets[dim]
     for run in runs:
-        within = run.slice(low - at, high - at)
+        within = run.between(low, low + result.sizes[dim])
         if within.length:
-            found.append(within)
-        at += run.length
+            found.append((within, within.box(dim, held[max(run.operand, 0)])))
+        low -= run.length
     return found
-
-
-def _box_of_run(run: Run, dim: int, held: Box) -> Box:
-    """The box of the operand with the indices of the run along `dim`, and those of `held` along other dims."""
-    length = run.length if run.step else 1
-    return held.along(dim, run.start - length + 1 if run.step < 0 else run.start, length)
 
 
 def assembled(
@@ -69,37 +83,39 @@ def assembled(
         layouts: of `xs`, which may have fewer dims than the result; new dims are the first ones.
     """
     lead = len(ctx.output.shape) - len(layouts[0].shape)
+    result = [ctx.output.box(rank) for rank in ctx.ranks()]
+    held = [[_with_lead(layout.box(rank), lead) for rank in ctx.ranks()] for layout in layouts]
     xs = [x[(None,) * lead] for x in xs]
-    held = [{rank: _with_lead(layout.box(rank), lead) for rank in ctx.ranks()} for layout in layouts]
     for dim, runs in dims:
-        result = {rank: ctx.output.box(rank) for rank in held[0]}
-        runs_of = {r: _between(runs, box.offsets[dim], box.offsets[dim] + box.sizes[dim]) for r, box in result.items()}
-        boxes = {
-            r: [(run.operand, _box_of_run(run, dim, held[run.operand][r])) for run in runs if run.operand != FILLED]
-            for r, runs in runs_of.items()
-        }
-        empty = {r: [(0, box.along(dim, 0, 0))] for r, box in held[0].items()}
-        wanted = {r: list(dict.fromkeys(boxes[r])) or empty[r] for r in boxes}
-        found = ctx.fetch_boxes(xs, [list(by_rank.values()) for by_rank in held], wanted.__getitem__)
-        by_box, mine = dict(zip(wanted[ctx.rank], found, strict=True)), iter(boxes[ctx.rank])
-        blocks = [
-            _along(found[0] if run.operand == FILLED else by_box[next(mine)], dim, run, value)
-            for run in runs_of[ctx.rank]
-        ]
-        # Every operand is in the autograd graph of every rank, also where the rank's shard has none of its elements.
-        unused = [x for i, x in enumerate(xs) if all(run.operand != i for run in runs_of[ctx.rank])]
-        if ctx.output.boxes(ctx.rank):
-            parts = [*(blocks or found), *(x.narrow(dim, 0, 0) for x in unused)]
-            xs = [flat_cat(parts) if parts[0].ndim == 1 else torch.cat(parts, dim)]
-        else:
-            shape = ctx.output.local_shape(ctx.rank)
-            xs = [flat_cat([x.reshape(-1)[:0] for x in (*found, *xs)]).view(shape)]
-        held = [{r: box.along(dim, result[r].offsets[dim], result[r].sizes[dim]) for r, box in held[0].items()}]
+        parts = [_parts(runs, dim, box, own) for box, own in zip(result, zip(*held, strict=True), strict=True)]
+        xs = [_fetched(dim, value, ctx, xs, held, parts)]
+        held = [[own.along(dim, b.offsets[dim], b.sizes[dim]) for b, own in zip(result, held[0], strict=True)]]
     return xs[0]
 
 
 def _with_lead(box: Box, lead: int) -> Box:
     return Box((0,) * lead + box.offsets, (1,) * lead + box.sizes) if lead else box
+
+
+def _fetched(
+    dim: int, value: float, ctx: LocalContext, xs: Sequence[Tensor], held: Sequence[Sequence[Box]], parts: list[Parts]
+) -> Tensor:
+    """The parts of this rank, one after the other along `dim`.
+
+    Every operand is in the autograd graph of every rank, also where the rank's shard has none of its elements.
+    """
+    wanted = {}
+    for rank, own, of_rank in zip(ctx.ranks(), held[0], parts, strict=True):
+        boxes = [(run.operand, box) for run, box in of_rank if run.operand != FILLED]
+        wanted[rank] = list(dict.fromkeys(boxes)) or [(0, own.along(dim, 0, 0))]
+    found = ctx.fetch_boxes(xs, held, wanted.__getitem__)
+    if not ctx.output.boxes(ctx.rank):
+        return empty_result(ctx, *found, *xs)
+    mine, by_box = parts[ctx.ranks().index(ctx.rank)], dict(zip(wanted[ctx.rank], found, strict=True))
+    blocks = [_along(by_box.get((run.operand, box), found[0]), dim, run, value) for run, box in mine] or found
+    unused = set(range(len(xs))) - {run.operand for run, _ in mine}
+    blocks += [xs[i].narrow(dim, 0, 0) for i in sorted(unused)]
+    return flat_cat(blocks) if blocks[0].ndim == 1 else torch.cat(blocks, dim)
 
 
 def _along(x: Tensor, dim: int, run: Run, value: float) -> Tensor:
@@ -109,21 +125,31 @@ def _along(x: Tensor, dim: int, run: Run, value: float) -> Tensor:
     return x.flip(dim) if run.step < 0 else x if run.step else x.expand(shape)
 
 
+# ---- tensors of which some ranks hold nothing --------------------------------------------------------------------
+
+
+def unsharded_rows(
+    x: Meta, local: LocalFunction | None, partials: Sequence[Placement] = PARTIALS, why: str = VIEW_OF_PARTIAL
+) -> list[Row]:
+    """Rows for a Partial operand, and for one on a single rank, which then runs `local`."""
+    rows = [Row((p,), p, why) for p in partials]
+    return rows + [Row((x.placement,), x.placement, OWNER, local)] * isinstance(x.placement, OnRanks)
+
+
+def run_on_owner(ctx: LocalContext, x: Tensor | Sequence[Tensor], /, *args: object, **kwargs: object) -> Any:
+    """The op on the ranks that hold elements of the result."""
+    if ctx.output.boxes(ctx.rank):
+        return ctx.call(x, *args, **kwargs)
+    return empty_result(ctx, *([x] if isinstance(x, Tensor) else x))
+
+
+def empty_result(ctx: LocalContext, *xs: Tensor) -> Tensor:
+    """The result on a rank without elements: empty, and connected to `xs` in the autograd graph."""
+    parts = [x.reshape(-1)[:0] for x in xs]
+    return (flat_cat(parts) if parts[1:] else parts[0]).view(ctx.output.local_shape(ctx.rank))
+
+
 # ---- joining -----------------------------------------------------------------------------------------------------
-
-
-def _legacy(xs: Sequence[Meta]) -> list[bool]:
-    """Which operands of a cat have shape (0,), which torch accepts beside tensors of any number of dims."""
-    return [x.shape == (0,) and any(y.shape != (0,) for y in xs) for x in xs]
-
-
-def _cat_shape(tensors: Sequence[Meta], dim: int = 0, axis: int | None = None) -> tuple[int, ...]:
-    xs = [x for x, skipped in zip(tensors, _legacy(tensors), strict=True) if not skipped]
-    dim = _dim(xs[0].ndim, dim if axis is None else axis)
-    others = {x.shape[:dim] + x.shape[dim + 1 :] for x in xs}
-    if len(others) > 1:
-        raise RuntimeError(f"cat: sizes must match except in dim {dim}, got shapes {[x.shape for x in xs]}.")
-    return (*xs[0].shape[:dim], sum(x.shape[dim] for x in xs), *xs[0].shape[dim + 1 :])
 
 
 def _dim(ndim: int, dim: int) -> int:
@@ -134,30 +160,36 @@ def _dim(ndim: int, dim: int) -> int:
 
 def cat(tensors: Sequence[Meta], dim: int = 0, axis: int | None = None) -> list[Row]:
     """The operands along `dim`; a sharded `dim` is sharded evenly in the result, and each element is sent once."""
-    skipped = _legacy(tensors)
-    first = next(x for x, skip in zip(tensors, skipped, strict=True) if not skip)
-    dim = _dim(first.ndim, dim if axis is None else axis)
-
-    def inputs(placement: Placement) -> tuple[Placement, ...]:
-        return tuple(REPLICATE if skip else placement for skip in skipped)
-
-    rows = [Row(inputs(Shard(d)), Shard(d), "other dims stay sharded") for d in range(first.ndim) if d != dim]
+    # Torch accepts operands of shape (0,) beside tensors of any number of dims.
+    skipped = [x.shape == (0,) and any(y.shape != (0,) for y in tensors) for x in tensors]
     used = [i for i, skip in enumerate(skipped) if not skip]
-    runs = tuple(Run(i, 0, tensors[j].shape[dim]) for i, j in enumerate(used))
+    ndim = tensors[used[0]].ndim
+    dim = _dim(ndim, dim if axis is None else axis)
+    runs = tuple(Run(0, tensors[j].shape[dim], 1, i) for i, j in enumerate(used))
     local = local_with(_local_cat, dim, runs, tuple(used))
-    rows.append(
-        Row(
-            inputs(Shard(dim)),
-            Shard(dim),
-            "each rank fetches its shard of the result",
-            local,
-            align=Align.ORDER,
-            layout_from=NO_OPERAND,
-        )
-    )
-    rows += [Row(inputs(p), p, "Partial operands are joined rank by rank") for p in PARTIALS]
+    rows = _joining(tensors, skipped, [(d, d) for d in range(ndim) if d != dim], "other dims stay sharded")
+    inputs, why = _beside(skipped, Shard(dim)), "each rank fetches its shard of the result"
+    return [*rows, Row(inputs, Shard(dim), why, local, align=Align.ORDER, layout_from=NO_OPERAND)]
+
+
+def stack(tensors: Sequence[Meta], dim: int = 0) -> list[Row]:
+    """The operands along a new dim."""
+    ndim = tensors[0].ndim
+    at = _dim(ndim + 1, dim)
+    dims = [(d, d + (d >= at)) for d in range(ndim)]
+    return _joining(tensors, [False] * len(tensors), dims, "the new dim is not sharded")
+
+
+def _joining(tensors: Sequence[Meta], skipped: list[bool], dims: list[tuple[int, int]], why: str) -> list[Row]:
+    """Rows for operands that are all sharded along one of the dims (before, after), Partial, or on one rank."""
+    rows = [Row(_beside(skipped, Shard(d)), Shard(at), why) for d, at in dims]
+    rows += [Row(_beside(skipped, p), p, "Partial operands are joined rank by rank") for p in PARTIALS]
     owners = [x.placement for x in tensors if isinstance(x.placement, OnRanks)]
-    return rows + [Row(inputs(p), p, OWNER, _on_owner) for p in owners[:1]]
+    return rows + [Row(_beside(skipped, p), p, OWNER, run_on_owner) for p in owners[:1]]
+
+
+def _beside(skipped: list[bool], placement: Placement) -> tuple[Placement, ...]:
+    return tuple(REPLICATE if skip else placement for skip in skipped)
 
 
 def _local_cat(
@@ -177,31 +209,6 @@ def _local_cat(
     return assembled(((dim, runs),), 0, ctx, own, [ctx.layouts[i] for i in used])
 
 
-def _stack_shape(tensors: Sequence[Meta], dim: int = 0) -> tuple[int, ...]:
-    if len({x.shape for x in tensors}) > 1:
-        raise RuntimeError(f"stack expects each tensor to be equal size, got shapes {[x.shape for x in tensors]}.")
-    at = _dim(tensors[0].ndim + 1, dim)
-    return (*tensors[0].shape[:at], len(tensors), *tensors[0].shape[at:])
-
-
-def stack(tensors: Sequence[Meta], dim: int = 0) -> list[Row]:
-    """The operands along a new dim."""
-    ndim, count = tensors[0].ndim, len(tensors)
-    at = _dim(ndim + 1, dim)
-    rows = [Row((Shard(d),) * count, Shard(d + (d >= at)), "the new dim is not sharded") for d in range(ndim)]
-    rows += [Row((p,) * count, p, "Partial operands are joined rank by rank") for p in PARTIALS]
-    owners = [x.placement for x in tensors if isinstance(x.placement, OnRanks)]
-    return rows + [Row((p,) * count, p, OWNER, _on_owner) for p in owners[:1]]
-
-
-def _on_owner(ctx: LocalContext, tensors: Sequence[Tensor], /, *args: object, **kwargs: object) -> Tensor:
-    return (
-        ctx.call(tensors, *args, **kwargs)
-        if ctx.output.boxes(ctx.rank)
-        else empty_result(ctx, flat_cat([x.reshape(-1) for x in tensors]))
-    )
-
-
 # ---- one operand -------------------------------------------------------------------------------------------------
 
 IndexMap = Callable[[int], int] | None
@@ -216,8 +223,7 @@ def _rows(
     in_float: bool = False,
 ) -> list[Row]:
     """Rows of an op whose result consists of runs along `dims`; negative dims are new ones before the first."""
-    run = _local_runs_in_float if in_float else _local_runs
-    local = local_with(run, tuple((d + lead, runs) for d, (runs, _) in dims.items()), value)
+    local = local_with(_local_runs, tuple((d + lead, runs) for d, (runs, _) in dims.items()), value, in_float)
     others = [d for d in range(x.ndim) if d not in dims]
     rows = [Row((Shard(d),), Shard(d + lead), "other dims stay sharded", local if empty_too else None) for d in others]
     why = "each rank fetches the indices of its shard"
@@ -229,15 +235,16 @@ def _rows(
 
 
 def _local_runs(
-    dims: tuple[tuple[int, Runs], ...], value: float, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object
+    dims: tuple[tuple[int, Runs], ...],
+    value: float,
+    in_float: bool,
+    ctx: LocalContext,
+    x: Tensor,
+    /,
+    *args: object,
+    **kwargs: object,
 ) -> Tensor:
-    return assembled(dims, value, ctx, [x], ctx.layouts)
-
-
-def _local_runs_in_float(
-    dims: tuple[tuple[int, Runs], ...], value: float, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object
-) -> Tensor:
-    return assembled(dims, value, ctx, [autocast_to_float(x, "cpu")], ctx.layouts)
+    return assembled(dims, value, ctx, [autocast_to_float(x, "cpu") if in_float else x], ctx.layouts)
 
 
 def _numbers(args: Args) -> tuple[int, ...]:
@@ -258,7 +265,7 @@ def roll(x: Meta, shifts: Ints, dims: Ints = ()) -> list[Row]:
 
 def _rolled(n: int, shift: int) -> Runs:
     shift %= max(n, 1)
-    return Run(0, n - shift, shift), Run(0, 0, n - shift)
+    return Run(n - shift, shift), Run(0, n - shift)
 
 
 def flip(x: Meta, *dims: object, **kwargs: object) -> list[Row]:
@@ -268,7 +275,7 @@ def flip(x: Meta, *dims: object, **kwargs: object) -> list[Row]:
         if wanted.count(d) > 1:
             raise RuntimeError(f"dim {d} appears multiple times in the list of dims")
     found = {d: x.shape[d] for d in wanted if x.ndim}  # torch accepts a dim for a 0-d tensor
-    return _rows(x, {d: ((Run(0, n - 1, n, -1),), None) for d, n in found.items()})
+    return _rows(x, {d: ((Run(n - 1, n, -1),), None) for d, n in found.items()})
 
 
 def repeat(x: Meta, *sizes: object, **kwargs: object) -> list[Row]:
@@ -276,10 +283,10 @@ def repeat(x: Meta, *sizes: object, **kwargs: object) -> list[Row]:
     counts = _numbers(sizes or (kwargs.get("repeats", kwargs.get("dims")),))
     counts = (1,) * (x.ndim - len(counts)) + counts  # tile allows fewer numbers than dims
     lead = len(counts) - x.ndim
-    runs = [(Run(0, 0, k, 0),) if n == 1 else (Run(0, 0, n),) * k for n, k in zip(x.shape, counts[lead:], strict=False)]
-    new = [((Run(0, 0, k, 0),), None) for k in counts[:lead]]
-    dims = {d: (runs[d], local_with(mul, counts[lead + d])) for d in range(x.ndim)}
-    return _rows(x, {**{i - lead: pair for i, pair in enumerate(new)}, **dims}, lead)
+    dims: dict[int, tuple[Runs, IndexMap]] = {i - lead: ((Run(0, k, 0),), None) for i, k in enumerate(counts[:lead])}
+    for d, (n, k) in enumerate(zip(x.shape, counts[lead:], strict=True)):
+        dims[d] = (Run(0, k, 0),) if n == 1 else (Run(0, n),) * k, local_with(mul, k)
+    return _rows(x, dims, lead)
 
 
 def pad(x: Meta, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> list[Row]:
@@ -298,15 +305,15 @@ def pad(x: Meta, pad: Sequence[int], mode: str = "constant", value: float | None
 
 
 def _padding(mode: str, n: int, left: int, right: int) -> Runs:
-    kept = Run(0, max(-left, 0), n + min(left, 0) + min(right, 0))
+    kept = Run(max(-left, 0), n + min(left, 0) + min(right, 0))
     match mode:
         case "reflect":
-            return Run(0, left, left, -1), kept, Run(0, n - 2, right, -1)
+            return Run(left, left, -1), kept, Run(n - 2, right, -1)
         case "replicate":
-            return Run(0, 0, left, 0), kept, Run(0, n - 1, right, 0)
+            return Run(0, left, 0), kept, Run(n - 1, right, 0)
         case "circular":
-            return Run(0, n - left, left), kept, Run(0, 0, right)
-    return Run(FILLED, 0, max(left, 0)), kept, Run(FILLED, 0, max(right, 0))
+            return Run(n - left, left), kept, Run(0, right)
+    return Run(0, max(left, 0), 1, FILLED), kept, Run(0, max(right, 0), 1, FILLED)
 
 
 def _padded(left: int, n: int, length: int, map_index: int) -> int:
@@ -325,7 +332,7 @@ def unfold(x: Meta, dimension: int, size: int, step: int) -> list[Row]:
         return []
     count = (x.shape[dim] - size) // step + 1
     local = local_with(_windows, dim, size, step)
-    map_index = local_with(DimSlice.offset_of, DimSlice(dim, 0, step, count))
+    map_index = local_with(Run.offset_of, Run(0, count, step))
     rows = [Row((Shard(d),), Shard(d), "other dims stay sharded") for d in range(x.ndim) if d != dim]
     rows.append(
         Row(
@@ -368,8 +375,8 @@ def _pad_sequence(
 
 
 register(OpRule(decomposition=_pad_sequence), torch._C._nn.pad_sequence)
-register(OpRule(cat, shape=_cat_shape), *functions_named("cat", "concat", "concatenate"), aten.cat.default)
-register(OpRule(stack, shape=_stack_shape, shape_independent=True), torch.stack, aten.stack.default)
+register(OpRule(cat), *functions_named("cat", "concat", "concatenate"), aten.cat.default)
+register(OpRule(stack, shape_independent=True), torch.stack, aten.stack.default)
 register(OpRule(roll, shape=shape_of_first), *functions_named("roll"), aten.roll.default)
 register(OpRule(flip, shape=shape_of_first), *functions_named("flip"), aten.flip.default)
 register(OpRule(repeat), Tensor.repeat, torch.tile, Tensor.tile, aten.repeat.default)

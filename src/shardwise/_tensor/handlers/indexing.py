@@ -12,16 +12,16 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.utils import _pytree as pytree
 
 from shardwise import _collectives as collectives
-from shardwise._layout import REPLICATE, Box, Boxes, Layout, OnRanks, Placement, Shard, split_by_boxes
+from shardwise._layout import REPLICATE, Boxes, Layout, OnRanks, Placement, Shard
 from shardwise._rules import Meta, Row
 from shardwise._rules.local_context import local_with
-from shardwise._rules.registry import handler, replacement
+from shardwise._rules.registry import handler
 from shardwise._rules.row import Args, IndexMap, Kwargs, Op
 from shardwise._rules.shapes.index import boolean_index
-from shardwise._rules.shapes.view import DimSlice, ViewMap, basic_index, probe_views
+from shardwise._rules.shapes.join import Run
+from shardwise._rules.shapes.view import ViewMap, basic_index, probe_views
 from shardwise._tensor.conversion import wrap
 from shardwise._tensor.dispatch import align_shards, outside_mesh
-from shardwise._tensor.dispatch.fallback import run_decomposed, run_replicated
 from shardwise._tensor.dispatch.operands import into_plain, is_outside, on_one_mesh, promoted
 from shardwise._tensor.dispatch.view_copies import before_change, invalidate, storage_of
 from shardwise._tensor.dtensor import DTensor, call, check_owners, plain, tag, to_layout
@@ -46,12 +46,10 @@ class Index(NamedTuple):
     def has_items(self) -> bool:
         return any(item != FULL_SLICE for item in self.items)
 
-    def ndim(self, x: DTensor) -> int:
-        """The number of dims of the result."""
-        left = x.dim() - sum(item is not None for item in self.items)
-        basic = sum(not isinstance(item, int) for item in self.items)
+    def ndim(self, view: Tensor) -> int:
+        """The number of dims of the result, for the view x[items]."""
         indexed = [1 if t.dtype == torch.bool else t.ndim for t in self.tensors.values()]
-        return left + basic - sum(map(_consumed, self.tensors.values())) + max(indexed, default=0)
+        return view.ndim - sum(map(_consumed, self.tensors.values())) + max(indexed, default=0)
 
 
 def _on_one_mesh(func: Any, args: Args) -> Args:
@@ -90,8 +88,6 @@ def _set_item(func: Op, args: Args, kwargs: Kwargs) -> None:
         return
     check_owners("x[…] = value", (args[0]._layout,))
     x, brackets, value = _on_one_mesh(func, (args[0], _unpacked(args[1]), args[2]))
-    if isinstance(value, int | float) and write_number(x, brackets, value):
-        return
     copies = before_change("x[…] = value", x)
     if not is_outside(x._layout.mesh):
         _write(x, brackets, value)
@@ -113,7 +109,7 @@ def _write(x: DTensor, brackets: Any, value: Any) -> None:
         x.copy_(copy)
         return
     view = _local_view(x, index.items) if index.is_basic or index.has_items else x
-    value = _without_ones(value, index.ndim(x))
+    value = _without_ones(value, index.ndim(view))
     if index.is_basic:
         _assign(view, value)
         return
@@ -306,58 +302,6 @@ def _as_list(index: Index) -> list[Any]:
     return [found.get(d) for d in range(max(found) + 1)]
 
 
-# ---- x[i, j] = number: every rank writes to the elements of its local shard -------------------------------------
-
-
-def write_number(x: DTensor, index: object, value: float) -> bool:
-    """x[index] = value where the index names single elements; False, and nothing done, where it does not."""
-    indices = _single_elements(x, index)
-    if indices is None:
-        return False
-    copies = before_change("x[i] = number", x)
-    with DisableTorchFunctionSubclass():
-        rank = collectives.rank()
-        neutral = x._layout.identity_element(rank)
-        _write_elements(plain(x), x._layout.boxes(rank), indices, value if neutral is None else neutral)
-    invalidate(copies)
-    return True
-
-
-def _single_elements(x: DTensor, index: object) -> list[Tensor] | None:
-    """A plain tensor for each dim, with the index of every element in it; None for slices and masks.
-
-    Raises:
-        IndexError: an index out of bounds.
-    """
-    shape = x._layout.shape
-    parts = index if isinstance(index, tuple) else (index,)
-    if not shape or len(parts) != len(shape) or not all(map(_is_index, parts)):
-        return None
-    found = []
-    for dim, (part, size) in enumerate(zip(parts, shape, strict=True)):
-        at = torch.as_tensor(part, dtype=torch.int64, device=x.device)
-        bad = at[(at < -size) | (at >= size)]
-        if bad.numel():
-            raise IndexError(f"index {bad[0].item()} is out of bounds for dimension {dim} with size {size}")
-        found.append(at % size)
-    return list(torch.broadcast_tensors(*found))
-
-
-def _is_index(part: object) -> bool:
-    if isinstance(part, Tensor):
-        return type(part) is not DTensor and part.dtype in (torch.int64, torch.int32)
-    return isinstance(part, int) and not isinstance(part, bool)
-
-
-def _write_elements(local: Tensor, boxes: Sequence[Box], indices: Sequence[Tensor], value: float) -> None:
-    if not boxes:  # saves indices for backward, as other ranks do
-        local[tuple(at.reshape(-1)[:0] for at in indices)] = value
-    for box, view in zip(boxes, split_by_boxes(local, boxes), strict=True):
-        own = [at - offset for at, offset in zip(indices, box.offsets, strict=True)]
-        here = torch.stack([(at >= 0) & (at < size) for at, size in zip(own, box.sizes, strict=True)]).all(0)
-        view[tuple(at[here] for at in own)] = value
-
-
 # ---- a view to write to -----------------------------------------------------------------------------------------
 
 
@@ -386,11 +330,11 @@ def _row(layout: Layout, view: ViewMap, axis: int) -> Row:
     map_index: IndexMap | None = None
     output: Placement = placement
     if isinstance(placement, Shard):
-        at = view.dim_of(placement.dim)
-        if at is None:
+        found = view.run(placement.dim)
+        if found is None:
             output = OnRanks(_owner(layout, placement.dim, view.fixed[placement.dim])[axis])
         else:
-            output, map_index = Shard(at), local_with(DimSlice.offset_of, view.dims[at])
+            output, map_index = Shard(found[0]), local_with(Run.offset_of, found[1])
     return Row((align_shards.kind(placement),), output, "", map_index=map_index)
 
 
@@ -404,68 +348,8 @@ def _owner(layout: Layout, dim: int, index: int) -> tuple[int, ...]:
     return coordinate
 
 
-# ---- functions in terms of these --------------------------------------------------------------------------------
-
-
-@replacement(torch.select_scatter, Tensor.select_scatter, aten.select_scatter.default)
-def _select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
-    return _with(input, (*(slice(None),) * (dim % input.ndim), index), src)
-
-
-@replacement(torch.slice_scatter, Tensor.slice_scatter, aten.slice_scatter.default)
-def _slice_scatter(
-    input: Tensor, src: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> Tensor:
-    return _with(input, (*(slice(None),) * (dim % input.ndim), slice(start, end, step)), src)
-
-
-def _with(x: Tensor, brackets: tuple[slice | int, ...], src: Any) -> Tensor:
-    """A copy of x with x[brackets] = src."""
-    out = x.clone() if type(x) is DTensor else promoted(x, src._layout.mesh, "scatter").clone()
-    wanted = torch.empty(x.shape, device="meta")[brackets].shape
-    if tuple(src.shape) != tuple(wanted):
-        raise RuntimeError(f"expected src to have a size equal to the slice of self. src size = {tuple(src.shape)}, "
-                           f"slice size = {tuple(wanted)}")  # fmt: skip
-    out[brackets] = src
-    return out
-
-
-@replacement(Tensor.__contains__)
-def _contains(x: Tensor, element: Tensor | float) -> bool:
-    return bool((x == element).any())
-
-
-@replacement(Tensor.__reversed__)
-def _reversed(x: Tensor) -> Tensor:
-    return x.flip(0) if x.ndim else x
-
-
 def zero_padding_row(table: Any) -> None:
     """Zero the padding row of a table, as its `reset_parameters()` does; not by way of a view, which may be a copy."""
     if table.padding_idx is not None:
         with torch.no_grad():
             table.weight[table.padding_idx] = 0
-
-
-@handler(aten._index_put_impl_.default)
-@handler(
-    torch.index_put, Tensor.index_put, torch.index_put_, Tensor.index_put_, aten.index.Tensor, aten.index_put.default,
-    aten.index_put_.default, no_row=True,
-)  # fmt: skip
-def _index_masks(func: Op, args: Args, kwargs: Kwargs) -> object:
-    """index and index_put with masks, which become the indices of their elements."""
-    named = dict(zip(("self", "indices", "values", "accumulate"), args, strict=False)) | kwargs
-    x, indices = named.pop("self"), named.pop("indices")
-    if not any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices):
-        return _without_rule(func, args, kwargs)
-    flat: list[Any] = []
-    for i in indices:
-        mask = isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8)
-        flat += i.bool().nonzero().unbind(1) if mask else [i]
-    return func(x, flat, **named)
-
-
-def _without_rule(func: Op, args: Args, kwargs: Kwargs) -> object:
-    if isinstance(func, torch._ops.OpOverload):
-        return run_replicated(func, args, kwargs, "no row fits its operands")
-    return run_decomposed(func, args, kwargs)
