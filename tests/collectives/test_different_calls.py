@@ -146,8 +146,20 @@ def test_after_different_calls_ranks_raise_again_and_send_nothing() -> None:
     assert f": {SAME}.\n" in text
 
 
+def refused_before_it_is_counted() -> None:
+    if odd():
+        with pytest.raises(MismatchError, match="Rank 1 sends 1 elements to rank 1, which expects 2"):
+            all_to_all(torch.ones(3), [1, 1, 1], [1, 2, 1], ALL)
+    barrier(ALL)
+
+
+@WORLDS
+def test_a_call_that_one_rank_alone_sees_to_be_wrong_is_not_counted(ranks: World) -> None:
+    ranks.run(refused_before_it_is_counted)
+
+
 def as_on_other_hosts() -> None:
-    records = TORCH_TRANSPORT._records
+    records = TORCH_TRANSPORT._memory
     assert records is not None
     for peer in {*ALL} - {rank()}:
         records.add_peer(peer, None)
@@ -333,12 +345,12 @@ def test_every_rank_raises_who_differs_and_how_before_anything_is_sent(
 
 def one_left_out() -> tuple[int, str]:
     """Rank 1 has made fewer collectives with this group than the others, by its own count."""
-    calls = collectives.transport().calls
-    here = calls[ALL] = calls.get(ALL, 0) + 10
+    log = collectives.transport().ledger.log(ALL)
+    here = log.latest = log.latest + 10
     if rank() == 1:
-        calls[ALL] -= 7
+        log.latest -= 7
     text = refusal(lambda: all_reduce(torch.ones(2), "sum", ALL))
-    calls[ALL] = here
+    log.latest = here
     return here, text
 
 

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from shardwise._collectives.collective_call import Ranks
+from shardwise._collectives.checks.ledger import Ledger
 from shardwise._trace.user_stack import expression_of, format_call_sites, frames_of
 from shardwise.errors import ThreadError
 
@@ -45,7 +45,7 @@ _COMMUNICATING = tuple(str(Path(__file__).with_name(name)) for name in ("api.py"
 class Communicating(Protocol):
     """What is needed of a transport."""
 
-    calls: dict[Ranks, int]
+    ledger: Ledger
 
     @property
     def rank(self) -> int: ...
@@ -71,7 +71,7 @@ class ThreadGuard:
             ThreadError: the thread that made the last one neither waits nor has ended; or this rank raised that before.
         """
         self.check()
-        made, until, looks = sum(here.calls.values()), monotonic() + GRACE_SECONDS, 0
+        made, until, looks = here.ledger.num_calls, monotonic() + GRACE_SECONDS, 0
         while True:
             with self._lock:
                 self.check()
@@ -80,7 +80,7 @@ class ThreadGuard:
                 if frame is None or ((_waits(frame) or looks == LOOKS) and not _communicates(frame)):
                     self.ident = threading.get_ident()
                     return
-            if sum(here.calls.values()) != made or _communicates(frame) or monotonic() > until:
+            if here.ledger.num_calls != made or _communicates(frame) or monotonic() > until:
                 self.fail(
                     f"Two threads of rank {here.rank} communicate in no order:"
                     f"\n  {_name(threading.get_ident())}{format_call_sites(list(frames_of(sys._getframe())))}"

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from shardwise import _collectives as collectives
-from shardwise._collectives.value_notes import stable_digest
 from shardwise._layout import Mesh
 from shardwise._rules.row import Args, Handler, Kwargs, Op
 from shardwise._tensor.dispatch import dispatcher
@@ -65,7 +64,7 @@ class _State:
 
 
 _state = _State()
-collectives.when_watching(_choose_dispatcher)
+collectives.when_noting_numbers(_choose_dispatcher)
 _conditions: list[Callable[[Iterable[Any]], bool]] = []
 
 
@@ -127,7 +126,9 @@ def expect_equal_options(kind: type, options: Mapping[str, object], group: int, 
     """Record the numbers among the options of a step of an optimizer of class `kind`, and the class."""
 
     def numbers() -> dict[str, complex]:
-        digest = stable_digest(kind.__name__) % 1_000_000 / 1e6  # large values would hide small differences of others
+        digest = (
+            collectives.stable_digest(kind.__name__) % 1_000_000 / 1e6
+        )  # large values would hide small differences of others
         return {"a digest of its class": digest, **dict(numbers_of(options))}
 
     collectives.expect_equal_options(numbers, group, ranks, f"{kind.__name__}.step() of parameter group {group}")

@@ -1,6 +1,6 @@
 """What each rank has called, in records that the ranks of a group compare with each other.
 
-    record = log.add(1, Collective("all_reduce", x, (0, 1), x.shape))   # before rank 0 sends anything
+    record = log.add(Collective("all_reduce", x, (0, 1), x.shape))   # before rank 0 sends anything
     log.difference(1, record)   # with the record of rank 1 for the same number; None if they agree
 
 A record has a digest of kind, dtype and shape, one of the purpose (op, operand, layouts), and one of the
@@ -13,23 +13,14 @@ x.full_tensor()`), so call sites alone are no difference. They are if ranks reac
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-from shardwise._collectives.collective_call import Collective, CollectiveCall, Ranks
-from shardwise._collectives.value_notes import (
-    AFTER,
-    DIGEST,
-    KEPT_NOTES,
-    MASK,
-    Note,
-    are_different,
-    rolling,
-    stable_digest,
-)
+from shardwise._collectives.checks.values import MASK, rolling, stable_digest
+from shardwise._collectives.collective_call import Collective, CollectiveCall, PendingCollective, Ranks, unequal
 from shardwise._layout import Layout
 from shardwise._trace import comm_trace
 from shardwise._trace.comm_trace import Purpose
@@ -77,7 +68,7 @@ class CallLog:
     Attributes:
         records: of the last calls, that of call `n` at `n % KEPT`.
         latest: the number of the last call.
-        notes: of values that the other ranks should have too, the last ones of `num_notes`.
+        digest: of all calls so far; ranks that differ in it need not disagree.
     """
 
     def __init__(self, ranks: Ranks, rank: int) -> None:
@@ -87,19 +78,22 @@ class CallLog:
         self._templates: dict[tuple[object, ...], tuple[array[int], Call]] = {}
         self.records = [array("q", (0,) * SEND_COUNTS)] * KEPT
         self.latest = 0
-        self._digest = 0
-        self.notes: deque[Note] = deque(maxlen=KEPT_NOTES)
-        self._notes_by_key: dict[tuple[int, ...], Note] = {}
-        self.num_notes = 0
-        self._compared_notes: dict[int, int] = {}  # how many, by peer
+        self.digest = 0
         self._orders = {peer: _Orders() for peer in ranks if peer != rank}
 
-    def add(self, number: int, collective: Collective) -> "array[int]":
-        """Record the next call; the record is for the other ranks.
+    def add(self, collective: Collective) -> "array[int]":
+        """Count and record the next call; the record is for the other ranks.
 
         All but number and counts of a record is cached, as this runs before every collective.
+
+        Raises:
+            MismatchError: this rank expects another number of elements from itself than it sends; nothing is counted.
         """
         kind, tensor, _, shape, send_counts, recv_counts, reduce_op, root, *_ = collective
+        own = self.position
+        if 0 <= own < len(send_counts) == len(recv_counts) and send_counts[own] != recv_counts[own]:
+            rank, pending = self.ranks[own], PendingCollective(collective.described(), self.latest + 1, self.ranks)
+            raise unequal(rank, rank, send_counts[own], recv_counts[own], pending)
         purpose, sites = comm_trace.current.rank.purpose, call_sites()
         key: tuple[object, ...] = (kind, reduce_op, root, tensor.dtype, tuple(shape), *map(id, sites))
         if purpose is not None:
@@ -111,13 +105,13 @@ class CallLog:
             cached = self._add_template(key, call)
         template, call = cached
         record = template[:]
-        record[NUMBER] = self.latest = number
+        record[NUMBER] = self.latest = number = self.latest + 1
         if send_counts and (purpose is None or src is None):  # else the layouts determine them
             record[NUM_COUNTS] = 2 * len(send_counts)
             record.extend(send_counts)
             record.extend(recv_counts)
         self._calls.append((number, call, send_counts, recv_counts))
-        self._digest = (self._digest * 31 + record[ALL]) & MASK
+        self.digest = (self.digest * 31 + record[ALL]) & MASK
         self.records[number % KEPT] = record
         return record
 
@@ -156,55 +150,6 @@ class CallLog:
             return Difference(number, peer, OTHER_ORDER)
         return None
 
-    def add_note(self, note: Note) -> Note:
-        """The note, as kept for this group."""
-        words = array("q", note.words)
-        words[AFTER] = self.latest
-        note = note._replace(words=words)
-        if len(self.notes) == KEPT_NOTES:
-            self._notes_by_key.pop(_key_of(self.notes[0].words), None)
-        self.notes.append(note)
-        self._notes_by_key[_key_of(words)] = note
-        self.num_notes += 1
-        return note
-
-    @property
-    def has_open_notes(self) -> bool:
-        """Whether there are notes since the last collective."""
-        return bool(self.notes) and self.notes[-1].words[AFTER] == self.latest
-
-    def compared_notes(self, peer: int) -> int:
-        """How many notes of a peer were compared."""
-        return self._compared_notes.get(peer, 0)
-
-    def digest(self) -> int:
-        """A digest of all calls so far and of the values noted; ranks that differ in it need not disagree."""
-        return rolling(self._digest, (note.words[DIGEST] for note in self.notes))
-
-    def words_of_note(self, number: int) -> "array[int]":
-        """What is compared of one of the last notes, by its number from 0."""
-        return self.notes[number - self.num_notes].words
-
-    def different_note(
-        self, peer: int, count: int, words_of: Callable[[int], Sequence[int]]
-    ) -> tuple[Note, Sequence[int]] | None:
-        """The first note whose value differs, of those that were not compared yet, and what the peer noted.
-
-        Args:
-            count: notes of the peer.
-            words_of: one of the last, by its number from 0.
-        """
-        is_ahead = False
-        for number in range(max(self._compared_notes.get(peer, 0), count - KEPT_NOTES), count):
-            theirs = words_of(number)
-            mine = self._notes_by_key.get(_key_of(theirs))
-            is_ahead |= mine is None and theirs[AFTER] >= self.latest  # this rank may make that note later
-            if not is_ahead:
-                self._compared_notes[peer] = number + 1
-            if mine is not None and are_different(mine.words, theirs):
-                return mine, theirs
-        return None
-
     def record(self, number: int) -> "array[int]":
         """The record of one of the last calls, or of a later one."""
         return self.records[number % KEPT]
@@ -222,10 +167,9 @@ class CallLog:
         assert found is not None
         return found
 
-
-def _key_of(words: Sequence[int]) -> tuple[int, ...]:
-    """What two notes have in common that are compared: call site, call number and last collective."""
-    return tuple(words[: AFTER + 1])
+    def pending(self) -> PendingCollective:
+        """The call that this rank is about to make."""
+        return PendingCollective(self.latest_call().described(), self.latest, self.ranks)
 
 
 class _Orders:
