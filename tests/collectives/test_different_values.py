@@ -17,7 +17,7 @@ from shardwise import DTensor, Mesh, Replicate, Shard, distribute_tensor, full
 from shardwise import _collectives as collectives
 from shardwise._collectives import rank
 from shardwise._collectives.checks.calls import CallLog
-from shardwise._collectives.checks.ledger import SAMPLE_EVERY, Ledger
+from shardwise._collectives.checks.ledger import SAMPLE_EVERY
 from shardwise._collectives.checks.shared_memory import LATEST
 from shardwise._collectives.checks.values import MAX_ELEMENTS
 from shardwise._collectives.failures.reports import store_of_world
@@ -261,26 +261,24 @@ def index_between_two_looks() -> None:
     assert memory is not None
     last = log.latest + 1
 
-    def with_a_pause(look: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def looked(at: CallLog | Ledger) -> Any:
-            found = look(at)
+    def with_a_pause(look: Callable[..., Any]) -> Callable[..., Any]:
+        def looked(*args: object) -> Any:
+            found = look(*args)
             looks.append(found)
             if len(looks) == 1:
                 store.publish_running("looked once")
-                until(lambda: all(view.words[view.start + LATEST] == last for view in memory._views[log.ranks]))
+                until(lambda: all(view.peer.words[view.start + LATEST] == last for view in memory._views[log.ranks]))
             return found
 
         return looked
 
     def report_second(log: CallLog, record: "array[int]") -> None:
-        memory.write(log, record)
+        memory.compare(log, record)
         until(store.are_states_requested)
 
     with pytest.MonkeyPatch.context() as patch:
         if rank() == 2:
-            write = memory.write
-            patch.setattr(memory, "write", lambda *args: write(*args) and False)
-            for name in ("read_notes", "first_difference"):
+            for name in ("read_notes", "compare"):
                 patch.setattr(memory, name, with_a_pause(getattr(memory, name)))
         else:
             patch.setattr(here, "compare_calls", report_second)

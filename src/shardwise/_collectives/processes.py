@@ -33,7 +33,7 @@ from torch._C._distributed_c10d import (
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise._collectives.checks.calls import CallLog, Difference
+from shardwise._collectives.checks.calls import NUM_COUNTS, SEND_COUNTS, CallLog, Difference
 from shardwise._collectives.checks.fingerprints import switch_fingerprints
 from shardwise._collectives.checks.ledger import Ledger
 from shardwise._collectives.checks.other_hosts import StoredNotes, are_due, exchange_ledgers
@@ -80,6 +80,7 @@ _SUPPORTED = (torch.float32, torch.float64, torch.int32, torch.int64, torch.floa
 _OF_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 KEPT_KEY = "shardwise/is_kept"  # of the store that torchrun keeps when it restarts ranks
+MANY_ELEMENTS = 1 << 36  # of one message; more may be absurd
 ABSURD_BYTES = 1 << 44
 JOIN_SECONDS = 60.0  # that ranks of a group may have between their first calls
 
@@ -188,19 +189,18 @@ class TorchTransport:
         memory, ledger = self._memory, self.ledger
         if memory is None:
             return
-        agree = memory.write(log, record)
         if log.ranks not in memory.complete:
             self._find_peers(log, memory)
-        if not agree:
-            difference = memory.first_difference(log) or _absurd_length(log)
-            memory.read_notes(ledger)  # second: notes before a call that was seen are there, and may be why it differs
+        difference = memory.compare(log, record)
+        if record[NUM_COUNTS] and not 0 <= min(record[SEND_COUNTS:]) <= max(record[SEND_COUNTS:]) < MANY_ELEMENTS:
+            difference = difference or _absurd_length(log)
+        if difference is not None or memory.has_new_notes or ledger.num_notes != self._num_notes:
+            # After calls: the notes before a call that was seen are there, and may be why it differs.
+            memory.read_notes(ledger)
+            self._num_notes = ledger.num_notes
             self._raise_difference(log, difference)
         if memory.elsewhere and are_due(log) and not memory.elsewhere.isdisjoint(log.ranks):
             self._raise_difference(log, exchange_ledgers(ledger, log, self._exchange_records))
-        if ledger.num_notes != self._num_notes:
-            self._num_notes = ledger.num_notes
-            memory.read_notes(ledger)
-            self._raise_difference(log, None)
         if memory.elsewhere and self._stored is not None and not self.monitor.failed:
             self._stored.exchange(ledger, log, memory.elsewhere)
             self._raise_difference(log, None)

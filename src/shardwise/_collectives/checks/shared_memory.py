@@ -28,7 +28,6 @@ NUM_NOTES, NOTES = 0, 1  # positions in the file
 REGIONS = NOTES + KEPT_NOTES * WORDS
 LATEST, RECORDS = 1, 2  # positions in a region, after its key
 READABLE_NOTES = KEPT_NOTES // 2  # of another rank, which may write over the oldest meanwhile
-MANY_ELEMENTS = 1 << 36  # of one message; more may be absurd
 SETTLE_SECONDS = 0.001  # after which all words of a record are visible on any processor
 
 
@@ -50,7 +49,6 @@ class _View:
 
     rank: int
     peer: _Peer
-    words: "memoryview[int]"
     position: int  # in the group
     start: int = -1
     number: int = 0  # of the last call
@@ -63,12 +61,14 @@ class SharedMemory:
         path: of the memory of this rank, for the other ranks; empty on a system without files in memory.
         elsewhere: ranks of other hosts.
         complete: groups all of whose ranks are known.
+        has_new_notes: whether another rank of a group has made notes that this one has not read.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.path = ""
         self.elsewhere: set[int] = set()
         self.complete: set[Ranks] = set()
+        self.has_new_notes = False
         self._width = SEND_COUNTS + 2 * world_size
         self._region = RECORDS + KEPT * self._width
         self._regions: dict[Ranks, int] = {}  # where those of this rank begin
@@ -121,42 +121,34 @@ class SharedMemory:
             self.complete.add(ranks)
         return True
 
-    def write(self, log: CallLog, record: "array[int]") -> bool:
-        """Let the other ranks see the latest call of this one.
-
-        Returns:
-            Whether all that is new of the other ranks agrees at first sight; cheap, as it usually does.
-        """
-        words, width = self._words, self._width
-        start = self._regions.get(log.ranks)
+    def compare(self, log: CallLog, record: "array[int]") -> Difference | None:
+        """Let the other ranks see the latest call of this one, and compare their calls that were not compared yet."""
+        words, width, ranks, count = self._words, self._width, log.ranks, len(log.ranks)
+        start = self._regions.get(ranks)
         if start is None:
-            start = self._add_region(log.ranks)
+            start = self._add_region(ranks)
         if words and start >= 0:
             slot = start + RECORDS + record[NUMBER] % KEPT * width
             words[slot] = 0
             words[slot + 1 : slot + len(record)] = record[1:]
             words[slot] = words[start + LATEST] = log.latest
-        views = self._views.get(log.ranks)
-        if views is None:
-            return False
-        records, here, count = log.records, log.latest, len(log.ranks)
         sent_to, received_from = SEND_COUNTS + log.position, SEND_COUNTS + count + log.position
-        for view in views:
-            words, start = view.words, view.start
-            if start < 0 or words[NUM_NOTES] != view.peer.num_notes:
-                return False
+        for view in self._views.get(ranks) or self._view(ranks):
+            words, start, there = view.peer.words, view.start, SEND_COUNTS + view.position
+            if start < 0 and (start := self._find_region(view, ranks)) < 0:
+                continue
+            self.has_new_notes |= words[NUM_NOTES] != view.peer.num_notes
             latest = words[start + LATEST]
-            for number in range(view.number + 1, min(here, latest) + 1):
-                slot, mine = start + RECORDS + number % KEPT * width, records[number % KEPT]
-                if not (words[slot] == number == mine[NUMBER] and words[slot + ALL] == mine[ALL]):
-                    return False
-                if mine[NUM_COUNTS] and words[slot + NUM_COUNTS]:
-                    there = SEND_COUNTS + view.position
-                    if mine[there] != words[slot + received_from] or mine[there + count] != words[slot + sent_to]:
-                        return False
+            for number in range(max(view.number + 1, latest - KEPT + 2), min(log.latest, latest) + 1):
+                slot, mine = start + RECORDS + number % KEPT * width, log.records[number % KEPT]
+                is_equal = words[slot] == number == mine[NUMBER] and words[slot + ALL] == mine[ALL]
+                if is_equal and mine[NUM_COUNTS] and words[slot + NUM_COUNTS]:
+                    is_equal = mine[there] == words[slot + received_from]
+                    is_equal = is_equal and mine[there + count] == words[slot + sent_to]
                 view.number = number
-        counts = record[SEND_COUNTS:] if record[NUM_COUNTS] else ()
-        return not counts or 0 <= min(counts) <= max(counts) < MANY_ELEMENTS
+                if not is_equal and (found := _difference(log, view.rank, words[slot : slot + width], number)):
+                    return found
+        return None
 
     def write_note(self, number: int, note: Note) -> None:
         """Let the other ranks see the latest note of this one."""
@@ -180,44 +172,32 @@ class SharedMemory:
                 at = _place_of_note(number)
                 ledger.read(rank, array("q", peer.words[at : at + WORDS]))
             peer.num_notes = count
+        self.has_new_notes = False
 
-    def first_difference(self, log: CallLog) -> Difference | None:
-        """How the calls of the other ranks, those that were not compared yet, differ from those of this rank."""
-        views = self._views.get(log.ranks)
-        if views is None:
-            known = [(rank, self._peers[rank], i) for i, rank in enumerate(log.ranks) if rank in self._peers]
-            views = [_View(rank, peer, peer.words, i) for rank, peer, i in known if peer.words]
-            if log.ranks in self.complete:
-                self._views[log.ranks] = views
-        for view in views:
-            if view.start < 0:
-                view.start = self._find_region(view.words, log.ranks)
-            if view.start >= 0 and (found := self._difference(log, view)) is not None:
-                return found
-        return None
+    def _view(self, ranks: Ranks) -> list[_View]:
+        """The other ranks of a group whose memory this process can read."""
+        known = [(rank, self._peers[rank], i) for i, rank in enumerate(ranks) if rank in self._peers]
+        views = [_View(rank, peer, i) for rank, peer, i in known if peer.words]
+        if ranks in self.complete:
+            self._views[ranks] = views
+        return views
 
-    def _find_region(self, words: "memoryview[int]", ranks: Ranks) -> int:
-        key = _key(ranks)
+    def _find_region(self, view: _View, ranks: Ranks) -> int:
+        words, key = view.peer.words, _key(ranks)
         for start in range(REGIONS, len(words), self._region):
             if words[start] == key:
-                return start
-            if not words[start]:
+                view.start = start
+            if words[start] in (key, 0):
                 break
-        return -1
+        return view.start
 
-    def _difference(self, log: CallLog, view: _View) -> Difference | None:
-        words, latest = view.words, view.words[view.start + LATEST]
-        first, last = max(view.number + 1, latest - KEPT + 2), min(latest, log.latest)
-        view.number = max(view.number, last)
-        for number in range(first, last + 1):
-            slot = view.start + RECORDS + number % KEPT * self._width
-            theirs: Sequence[int] = words[slot : slot + self._width]
-            if theirs[NUMBER] == number and log.difference(view.rank, theirs) is not None:
-                time.sleep(SETTLE_SECONDS)
-                found = log.difference(view.rank, theirs)
-                if found is not None and theirs[NUMBER] == number:
-                    return found
+
+def _difference(log: CallLog, peer: int, theirs: Sequence[int], number: int) -> Difference | None:
+    if theirs[NUMBER] != number or log.difference(peer, theirs) is None:
         return None
+    time.sleep(SETTLE_SECONDS)
+    found = log.difference(peer, theirs)
+    return found if theirs[NUMBER] == number else None
 
 
 def _place_of_note(number: int) -> int:
