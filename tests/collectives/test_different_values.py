@@ -266,7 +266,7 @@ def index_between_two_looks() -> None:
             found = look(*args)
             looks.append(found)
             if len(looks) == 1:
-                store.publish_running("looked once")
+                store.publish("running", "looked once")
                 until(lambda: all(view.peer.words[view.start + LATEST] == last for view in memory._views[log.ranks]))
             return found
 
@@ -282,7 +282,7 @@ def index_between_two_looks() -> None:
                 patch.setattr(memory, name, with_a_pause(getattr(memory, name)))
         else:
             patch.setattr(here, "compare_calls", report_second)
-            until(lambda: store.text("running", 2))
+            until(lambda: store.read("running", 2))
         use(x[rank()])
 
 

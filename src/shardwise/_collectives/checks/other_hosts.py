@@ -76,11 +76,11 @@ class StoredNotes:
 
 
 def _exchange_in_store(ledger: Ledger, ranks: Ranks, peer: int) -> None:
-    group, mine = stable_digest(ranks), _notes_of(ledger, {ranks})
+    kind, mine = f"notes/{stable_digest(ranks)}", _notes_of(ledger, {ranks})
 
     def exchange(store: FailureStore) -> _Words:
-        store.publish_notes(group, mine)  # first: of two ranks that do this, one reads the other's
-        return store.notes(group, peer) or []
+        store.publish(kind, mine)  # first: of two ranks that do this, one reads the other's
+        return store.read(kind, peer) or []
 
     for words in with_store(exchange) or ():
         ledger.read(peer, words)
