@@ -36,7 +36,7 @@ from shardwise._collectives.api import (
     world_size,
 )
 from shardwise._collectives.checks.ledger import is_sampled, when_noting_numbers
-from shardwise._collectives.checks.values import stable_digest
+from shardwise._collectives.checks.values import rolling, stable_digest
 from shardwise._collectives.collective_call import Allocate, Collective, Ranks, Wait, describing
 from shardwise._collectives.consistency import (
     agree,
@@ -66,6 +66,6 @@ __all__ = [
     "fingerprint", "gather_if_different", "gather_json", "group_ranks", "has_failed", "init_device_mesh",
     "init_from_environment", "init_processes", "is_here", "is_sampled", "is_simulated", "message_device",
     "outside_ranks", "owner", "process_group", "rank", "rank_of_thread", "reduce_scatter", "reduce_stack",
-    "report_failure", "shutdown", "stable_digest", "start", "storage_metadata", "torch_dtensor", "transport", "using",
-    "watches_numbers", "when_noting_numbers", "world_size", "write_items",
+    "report_failure", "rolling", "shutdown", "stable_digest", "start", "storage_metadata", "torch_dtensor", "transport",
+    "using", "watches_numbers", "when_noting_numbers", "world_size", "write_items",
 ]  # fmt: skip

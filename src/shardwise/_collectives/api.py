@@ -3,7 +3,7 @@
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from multiprocessing.process import BaseProcess, current_process
 from threading import get_ident
@@ -91,42 +91,29 @@ def is_simulated() -> bool:
 
 
 @contextmanager
-def using(transport: Transport) -> Iterator[None]:
-    """Let this thread be one rank of another transport."""
+def _as_rank_of(transport: Transport | None, trace: AbstractContextManager[None]) -> Iterator[None]:
     before, _thread.transport = _thread.transport, transport
     try:
-        with comm_trace.separate_rank():
+        with trace:
             yield
     finally:
         _thread.transport = before
 
 
-@contextmanager
-def outside_ranks() -> Iterator[None]:
+def using(transport: Transport) -> AbstractContextManager[None]:
+    """Let this thread be one rank of another transport."""
+    return _as_rank_of(transport, comm_trace.separate_rank())
+
+
+def outside_ranks() -> AbstractContextManager[None]:
     """Let this thread be no simulated rank."""
-    before, _thread.transport = _thread.transport, None
-    try:
-        yield
-    finally:
-        _thread.transport = before
+    return _as_rank_of(None, nullcontext())
 
 
 def rank_of_thread() -> Callable[[], AbstractContextManager[None]] | None:
     """The simulated rank of this thread, which another thread enters to belong to it; None outside simulated ranks."""
     here, trace = _thread.transport, comm_trace.rank_of_thread()
-    if here is None:
-        return None
-
-    @contextmanager
-    def enter() -> Iterator[None]:
-        before, _thread.transport = _thread.transport, here
-        try:
-            with comm_trace.as_rank(trace):
-                yield
-        finally:
-            _thread.transport = before
-
-    return enter
+    return None if here is None else lambda: _as_rank_of(here, comm_trace.as_rank(trace))
 
 
 def owner() -> Owner:
@@ -304,10 +291,10 @@ def _take_over(here: Transport) -> None:
     """Let this thread communicate for its rank; if it must not, all ranks raise."""
     share_rank(_rank_and_size)  # again, because multiprocessing configures a process after it imported its modules
     if here is not TORCH_TRANSPORT:
-        return here.threads.take_over(here)
+        return here.threads.take_over()
     known = here.threads.failed
     try:
-        here.threads.take_over(here)
+        here.threads.take_over()
     except ThreadError as error:
         if not known:
             report_failure(error.with_traceback(None))  # its text has the call sites

@@ -6,7 +6,6 @@ import warnings
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from time import monotonic, sleep
@@ -33,7 +32,7 @@ from torch._C._distributed_c10d import (
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise._collectives.checks.calls import NUM_COUNTS, SEND_COUNTS, CallLog, Difference
+from shardwise._collectives.checks.calls import NUM_COUNTS, SEND_COUNTS, CallLog
 from shardwise._collectives.checks.fingerprints import switch_fingerprints
 from shardwise._collectives.checks.ledger import Ledger
 from shardwise._collectives.checks.other_hosts import StoredNotes, are_due, exchange_ledgers
@@ -59,9 +58,9 @@ from shardwise._collectives.failures.reports import (
 from shardwise._collectives.failures.store import DifferentCalls, FailureReport, remote_error
 from shardwise._collectives.started import OpenWorks, StartedCollective, start_pairwise
 from shardwise._collectives.threads import ThreadGuard
-from shardwise._collectives.transport import draw_from_torch, exchange_of, reduce_stack
+from shardwise._collectives.transport import exchange_of, reduce_stack
 from shardwise._layout import Mesh, Owner
-from shardwise._trace.user_stack import call_site, format_call_sites
+from shardwise._trace.user_stack import call_site
 from shardwise.errors import MeshError
 
 T = TypeVar("T")
@@ -81,7 +80,6 @@ _OF_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 KEPT_KEY = "shardwise/is_kept"  # of the store that torchrun keeps when it restarts ranks
 MANY_ELEMENTS = 1 << 36  # of one message; more may be absurd
-ABSURD_BYTES = 1 << 44
 JOIN_SECONDS = 60.0  # that ranks of a group may have between their first calls
 
 
@@ -109,7 +107,7 @@ class TorchTransport:
 
     def __init__(self) -> None:
         self.ledger = Ledger(-1)
-        self.threads = ThreadGuard()
+        self.threads = ThreadGuard(self.ledger)
         self.groups: dict[Ranks, dist.ProcessGroup] = {}
         self.device_meshes: dict[Mesh, DeviceMesh] = {}
         self.mesh_values: dict[int, Mesh] = {}
@@ -137,9 +135,8 @@ class TorchTransport:
         self.owner = Owner(self.rank, self.world_size)
         self.world = ref(world)  # last: other threads may look
         self._hooks = ExitHooks(self._release_at_exit)
-        numbers = self.ledger.numbers
-        self.ledger = Ledger(self.rank, self.ledger.values)
-        self.ledger.switch_numbers(numbers)
+        self.ledger.rank = self.rank
+        self.ledger.switch_numbers(self.ledger.numbers)
         store, launcher = store_of_world(), launcher_of_this_process()
         if store is not None and self.world_size > 1:
             self._memory = SharedMemory(self.rank, self.world_size)
@@ -171,7 +168,6 @@ class TorchTransport:
         self._hooks = None
         self.world = _no_world
         self.owner.forget()  # tensors of this world are refused from now on
-        self.threads = ThreadGuard()
         if self._memory is not None:
             self._memory.close()
         self._memory = self._stored = None
@@ -182,6 +178,7 @@ class TorchTransport:
         numbers = self.ledger.numbers
         self.ledger.switch_numbers(False)
         self.ledger = Ledger(-1, self.ledger.values, numbers)
+        self.threads = ThreadGuard(self.ledger)
 
     def compare_calls(self, log: CallLog, record: "array[int]") -> None:
         if self.monitor.root is not None:  # ranks have made different numbers of collectives, which would be mixed up
@@ -193,7 +190,7 @@ class TorchTransport:
             self._find_peers(log, memory)
         difference = memory.compare(log, record)
         if record[NUM_COUNTS] and not 0 <= min(record[SEND_COUNTS:]) <= max(record[SEND_COUNTS:]) < MANY_ELEMENTS:
-            difference = difference or _absurd_length(log)
+            difference = difference or log.absurd_length()
         if difference is not None or memory.has_new_notes or ledger.num_notes != self._num_notes:
             # After calls: the notes before a call that was seen are there, and may be why it differs.
             memory.read_notes(ledger)
@@ -206,18 +203,17 @@ class TorchTransport:
             self._raise_difference(log, None)
 
     def _exchange_records(self, send: Tensor, sent: Sequence[int], expected: Sequence[int], ranks: Ranks) -> Tensor:
-        call = self.ledger.log(ranks).latest_call().described()
+        call = self.ledger.log(ranks).pending().call
         with describing(lambda: f"comparing the ranks before {call}"):
             return exchange_of(self)(send, sent, expected, ranks)
 
-    def _raise_difference(self, log: CallLog, difference: Difference | None) -> None:
+    def _raise_difference(self, log: CallLog, difference: DifferentCalls | None) -> None:
         values = self.ledger.different
         if values is not None:
             report = FailureReport(None, different_values_text(values), fix=values.note.fix, mismatch=True)
             raise explain_values(report, log.pending(), self.monitor)
         if difference is not None:
-            different = DifferentCalls(log.ranks, difference.number, difference.why)
-            raise explain_difference(different, log.pending(), self.monitor)
+            raise explain_difference(difference, log.pending(), self.monitor)
 
     def share_note(self, note: Note) -> None:
         if self._memory is not None:
@@ -246,12 +242,7 @@ class TorchTransport:
             sleep(POLL_SECONDS)
 
     def _describe_call(self, ranks: Ranks, number: int) -> DescribedCall | None:
-        log = self.ledger.logs.get(ranks)
-        call = None if log is None else log.call(number)
-        if call is None:
-            return None
-        where = format_call_sites([site.frame for site in call.sites], 1) if call.sites else ""
-        return {"call": asdict(call.described()), "where": where}
+        return self.ledger.log(ranks).described(number) if ranks in self.ledger.logs else None
 
     def start(self, collective: Collective) -> Wait:
         kind, x, ranks, shape, sent, received, reduce_op, root, allocate, _ = collective
@@ -321,9 +312,6 @@ class TorchTransport:
             return lambda: torch.narrow_copy(wait(), 0, 0, shape[own])
         return wait
 
-    def draw_seed(self) -> int:
-        return draw_from_torch()
-
     def register_group(self, group: dist.ProcessGroup) -> None:
         """Use a process group of torch for the collectives of its ranks, unless one is known."""
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -350,17 +338,6 @@ class TorchTransport:
         """
         found = timeout_of(self.group(ranks), "cpu")
         return None if found is None else found.total_seconds()
-
-
-def _absurd_length(log: CallLog) -> Difference | None:
-    """What this rank is about to receive, if no host has memory for it, such as a length that is other data."""
-    call = log.latest_call()
-    for peer, count in zip(log.ranks, call.recv_counts, strict=False):
-        if not 0 <= count * call.dtype.itemsize < ABSURD_BYTES:
-            return Difference(
-                log.latest, peer, f"no rank can receive {count} elements of {call.dtype} from rank {peer}"
-            )
-    return None
 
 
 def _as_supported(x: Tensor) -> Tensor:

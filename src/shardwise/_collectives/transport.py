@@ -74,10 +74,6 @@ class Transport(Protocol):
         """Start a collective of several ranks, of which this is one."""
         ...
 
-    def draw_seed(self) -> int:
-        """A number from torch's CPU generator, drawn once a call and equal on all ranks with the same seed."""
-        ...
-
 
 class SingleRankTransport:
     """One rank, for scripts without a launcher; of several, for the process that a rank started."""
@@ -85,7 +81,7 @@ class SingleRankTransport:
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self.ledger = Ledger(rank, values=world_size == 1)
-        self.threads = ThreadGuard()
+        self.threads = ThreadGuard(self.ledger)
         self.owner = Owner(rank, world_size)
         if world_size > 1:
             self.threads.ident, self.threads.failed = -1, CANNOT_COMMUNICATE
@@ -97,9 +93,6 @@ class SingleRankTransport:
         raise AssertionError("one rank has nobody to communicate with")
 
     compare_calls = share_note = start = _refuse
-
-    def draw_seed(self) -> int:
-        return draw_from_torch()
 
 
 class _OfStartingThread:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise._collectives import Allocate, Collective, Ranks, Wait, draw_from_torch
+from shardwise._collectives import Allocate, Collective, Ranks, Wait
 from shardwise._collectives.checks.calls import CallLog
 from shardwise._collectives.checks.ledger import Ledger
 from shardwise._collectives.checks.values import Note
@@ -31,7 +31,7 @@ class OneRank:
         self.rank_reads: dict[StackFrame, None] = {}  # where the program calls `rank()`
         self.owner = Owner(rank, world_size)
         self.ledger = Ledger(rank, values=False)
-        self.threads = ThreadGuard()
+        self.threads = ThreadGuard(self.ledger)
         self.recorded = recorded
 
     @property
@@ -74,9 +74,6 @@ class OneRank:
 
     def _receive(self, collective: Collective, elements: int) -> None:
         self.recorded.received(collective.ranks, elements * collective.tensor.element_size())
-
-    def draw_seed(self) -> int:
-        return draw_from_torch()
 
 
 def _start_all_gather(x: Tensor, counts: Sequence[int], empty: Allocate) -> Wait:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardwise._collectives import Collective, Ranks, Wait, draw_from_torch, reduce_stack, using
+from shardwise._collectives import Collective, Ranks, Wait, reduce_stack, using
 from shardwise._collectives.checks.calls import CallLog
 from shardwise._collectives.checks.ledger import Ledger
 from shardwise._collectives.checks.values import KEY, DifferentValues, Note, different_values_text
@@ -68,8 +68,8 @@ class _Rank:
         self.simulation = simulation
         self.turn = threading.Lock()
         self.turn.acquire()
-        self.threads = ThreadGuard()
         self.ledger = Ledger(rank)
+        self.threads = ThreadGuard(self.ledger)
         self.exchanges: dict[Ranks, int] = {}  # collectives so far, including those of fingerprints
         self.pending: PendingCollective | None = None
         self.root: FailureReport | None = None  # the failure of another rank that this one raises
@@ -99,9 +99,6 @@ class _Rank:
         received = self.simulation.exchange(self, collective)
         return lambda: received
 
-    def draw_seed(self) -> int:
-        return draw_from_torch()
-
     def state(self) -> str:
         """What this rank is doing, for a report; its thread must be waiting, or running Python code."""
         if self.error is not None:
@@ -120,8 +117,8 @@ class _Rank:
     def described(self, call: CollectiveCall, ranks: Ranks) -> str:
         """A call that this rank waits in, with its purpose and its call site."""
         log = self.ledger.logs[ranks]
-        known = log.call(log.latest)
-        call = replace(call, purpose=known.described().purpose) if known is not None and not call.purpose else call
+        if not call.purpose and (known := log.call(log.latest)) is not None:
+            call = replace(call, purpose=known.purpose)
         return f"{call}{format_call_sites(self.stack(), limit=1)}"
 
     def consequence(self, failed: "_Rank", pending: PendingCollective) -> BaseException:

@@ -14,52 +14,34 @@ x.full_tensor()`), so call sites alone are no difference. They are if ranks reac
 from array import array
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-import torch
-
 from shardwise._collectives.checks.values import MASK, rolling, stable_digest
-from shardwise._collectives.collective_call import Collective, CollectiveCall, PendingCollective, Ranks, unequal
+from shardwise._collectives.collective_call import (
+    Collective,
+    CollectiveCall,
+    DescribedCall,
+    PendingCollective,
+    Ranks,
+    unequal,
+)
+from shardwise._collectives.failures.store import DifferentCalls
 from shardwise._layout import Layout
 from shardwise._trace import comm_trace
 from shardwise._trace.comm_trace import Purpose
-from shardwise._trace.user_stack import CallSite, call_sites
+from shardwise._trace.user_stack import CallSite, call_sites, format_call_sites
 
 KEPT = 64  # calls of a group, by each rank
 MAX_TEMPLATES = 4096
+ABSURD_BYTES = 1 << 44  # of one message
 # Positions in a record. `ALL` is a digest of the next three. The receive counts follow the others.
 NUMBER, ALL, CALL, PURPOSE, SITE, NUM_COUNTS, SEND_COUNTS = range(7)
 
 OTHER_CALL = "all ranks must make the same call"
 OTHER_PURPOSE = "all ranks must make it for the same purpose"
 OTHER_ORDER = "they reach the same lines in another order"
-
-
-class Call(NamedTuple):
-    """One call of a rank, kept so that it can be described if ranks disagree."""
-
-    kind: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    send_counts: Sequence[int]
-    recv_counts: Sequence[int]
-    purpose: Purpose | None
-    sites: tuple[CallSite, ...]
-
-    def described(self) -> CollectiveCall:
-        dtype = str(self.dtype).removeprefix("torch.")
-        purpose = "" if self.purpose is None else str(self.purpose)
-        counts = tuple(self.send_counts), tuple(self.recv_counts)
-        return CollectiveCall(dtype, self.shape, self.kind, *counts, purpose)
-
-
-class Difference(NamedTuple):
-    """The first collective at which two ranks disagree."""
-
-    number: int
-    peer: int
-    why: str
 
 
 class CallLog:
@@ -74,8 +56,8 @@ class CallLog:
     def __init__(self, ranks: Ranks, rank: int) -> None:
         self.ranks = ranks
         self.position = ranks.index(rank) if rank in ranks else -1  # which the transport refuses
-        self._calls: deque[tuple[int, Call, Sequence[int], Sequence[int]]] = deque(maxlen=KEPT)
-        self._templates: dict[tuple[object, ...], tuple[array[int], Call]] = {}
+        self._calls: deque[tuple[int, _Template, Sequence[int], Sequence[int]]] = deque(maxlen=KEPT)
+        self._templates: dict[tuple[object, ...], _Template] = {}
         self.records = [array("q", (0,) * SEND_COUNTS)] * KEPT
         self.latest = 0
         self.digest = 0
@@ -99,77 +81,104 @@ class CallLog:
         if purpose is not None:
             cause, src, dst = purpose
             key = (*key, id(src), id(dst), cause.kind, cause.op, cause.operand, cause.backward)
-        cached = self._templates.get(key)
-        if cached is None:
-            call = Call(collective.name, tensor.dtype, tuple(shape), (), (), purpose, sites)
-            cached = self._add_template(key, call)
-        template, call = cached
-        record = template[:]
+        template = self._templates.get(key)
+        if template is None:
+            template = self._add_template(key, collective, purpose, sites)
+        record = template.record[:]
         record[NUMBER] = self.latest = number = self.latest + 1
         if send_counts and (purpose is None or src is None):  # else the layouts determine them
             record[NUM_COUNTS] = 2 * len(send_counts)
             record.extend(send_counts)
             record.extend(recv_counts)
-        self._calls.append((number, call, send_counts, recv_counts))
+        self._calls.append((number, template, send_counts, recv_counts))
         self.digest = (self.digest * 31 + record[ALL]) & MASK
         self.records[number % KEPT] = record
         return record
 
-    def _add_template(self, key: tuple[object, ...], call: Call) -> "tuple[array[int], Call]":
-        """Cache the record of such a call. The call keeps the objects whose ids are in the key."""
+    def _add_template(
+        self, key: tuple[object, ...], collective: Collective, purpose: Purpose | None, sites: tuple[CallSite, ...]
+    ) -> "_Template":
+        shape, dtype = tuple(collective.shape), str(collective.tensor.dtype).removeprefix("torch.")
+        call = CollectiveCall(dtype, shape, collective.name, purpose="" if purpose is None else str(purpose))
         words = (
-            _call_digest(call.kind, call.dtype, call.shape),
-            _purpose_digest(call.purpose),
-            rolling(0, [site.digest for site in call.sites]),
+            stable_digest((call.kind, dtype, shape)),
+            _purpose_digest(purpose),
+            rolling(0, [site.digest for site in sites]),
         )
         if len(self._templates) >= MAX_TEMPLATES:
             self._templates.clear()
-        found = self._templates[key] = array("q", (0, rolling(0, words), *words, 0)), call
+        record = array("q", (0, rolling(0, words), *words, 0))
+        found = self._templates[key] = _Template(record, call, collective.tensor.dtype.itemsize, purpose, sites)
         return found
 
-    def difference(self, peer: int, theirs: Sequence[int]) -> Difference | None:
+    def difference(self, peer: int, theirs: Sequence[int]) -> DifferentCalls | None:
         """How the call of a peer differs from that of this rank with the same number."""
         number = theirs[NUMBER]
         mine = self.record(number)
         if mine[NUMBER] != number:  # not made yet, or no longer kept
             return None
-        if mine[CALL] != theirs[CALL]:
-            return Difference(number, peer, OTHER_CALL)
-        if mine[PURPOSE] != theirs[PURPOSE] and mine[PURPOSE] and theirs[PURPOSE]:
-            return Difference(number, peer, OTHER_PURPOSE)
-        count = len(self.ranks)
-        if mine[NUM_COUNTS] and theirs[NUM_COUNTS]:
-            here, there = self.position, self.ranks.index(peer)
-            sent, expected = mine[SEND_COUNTS + there], theirs[SEND_COUNTS + count + here]
-            if sent != expected:
-                return Difference(number, peer, _unequal_counts(self.ranks[here], peer, sent, expected))
-            sent, expected = theirs[SEND_COUNTS + here], mine[SEND_COUNTS + count + there]
-            if sent != expected:
-                return Difference(number, peer, _unequal_counts(peer, self.ranks[here], sent, expected))
-        if mine[SITE] != theirs[SITE] and self._orders[peer].are_different(number, mine[SITE], theirs[SITE]):
-            return Difference(number, peer, OTHER_ORDER)
-        return None
+        why = OTHER_CALL if mine[CALL] != theirs[CALL] else ""
+        if not why and mine[PURPOSE] != theirs[PURPOSE] and mine[PURPOSE] and theirs[PURPOSE]:
+            why = OTHER_PURPOSE
+        if not why and mine[NUM_COUNTS] and theirs[NUM_COUNTS]:
+            own, count, here, there = self.ranks[self.position], len(self.ranks), self.position, self.ranks.index(peer)
+            for source, target, sent, expected in (
+                (own, peer, mine[SEND_COUNTS + there], theirs[SEND_COUNTS + count + here]),
+                (peer, own, theirs[SEND_COUNTS + here], mine[SEND_COUNTS + count + there]),
+            ):
+                if not why and sent != expected:
+                    why = f"rank {source} sends {sent} elements to rank {target}, which expects {expected}"
+        if (
+            not why
+            and mine[SITE] != theirs[SITE]
+            and self._orders[peer].are_different(number, mine[SITE], theirs[SITE])
+        ):
+            why = OTHER_ORDER
+        return DifferentCalls(self.ranks, number, why) if why else None
 
     def record(self, number: int) -> "array[int]":
         """The record of one of the last calls, or of a later one."""
         return self.records[number % KEPT]
 
-    def call(self, number: int) -> Call | None:
+    def call(self, number: int) -> CollectiveCall | None:
         """One of the last calls."""
-        found = next((kept for kept in self._calls if kept[0] == number), None)
-        if found is None:
-            return None
-        _, call, send_counts, recv_counts = found
-        return call._replace(send_counts=send_counts, recv_counts=recv_counts)
+        for kept, template, sent, received in self._calls:
+            if kept == number:
+                return replace(template.call, send_counts=tuple(sent), recv_counts=tuple(received))
+        return None
 
-    def latest_call(self) -> Call:
-        found = self.call(self.latest)
-        assert found is not None
-        return found
+    def described(self, number: int) -> DescribedCall | None:
+        """One of the last calls, and where it was called."""
+        call, sites = self.call(number), [template.sites for kept, template, *_ in self._calls if kept == number]
+        if call is None:
+            return None
+        frames = [site.frame for site in sites[0]]
+        return {"call": asdict(call), "where": format_call_sites(frames, 1) if frames else ""}
 
     def pending(self) -> PendingCollective:
         """The call that this rank is about to make."""
-        return PendingCollective(self.latest_call().described(), self.latest, self.ranks)
+        call = self.call(self.latest)
+        assert call is not None
+        return PendingCollective(call, self.latest, self.ranks)
+
+    def absurd_length(self) -> DifferentCalls | None:
+        """What this rank is about to receive, if no host has memory for it, such as a length that is other data."""
+        _, template, _, received = self._calls[-1]
+        for peer, count in zip(self.ranks, received, strict=False):
+            if not 0 <= count * template.itemsize < ABSURD_BYTES:
+                why = f"no rank can receive {count} elements of torch.{template.call.dtype} from rank {peer}"
+                return DifferentCalls(self.ranks, self.latest, why)
+        return None
+
+
+class _Template(NamedTuple):
+    """What equal calls of a rank have in common; it keeps the objects whose ids are in its key."""
+
+    record: "array[int]"
+    call: CollectiveCall
+    itemsize: int
+    purpose: Purpose | None
+    sites: tuple[CallSite, ...]
 
 
 class _Orders:
@@ -190,15 +199,6 @@ class _Orders:
             return True
         self.mine[mine] = self.theirs[theirs] = number
         return False
-
-
-def _unequal_counts(source: int, target: int, sent: int, expected: int) -> str:
-    return f"rank {source} sends {sent} elements to rank {target}, which expects {expected}"
-
-
-@lru_cache(maxsize=1 << 14)
-def _call_digest(kind: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    return stable_digest((kind, str(dtype), shape))
 
 
 def _purpose_digest(purpose: Purpose | None) -> int:

@@ -12,12 +12,12 @@ for a rank that may never come.
 from collections.abc import Collection
 from time import monotonic
 
-from shardwise._collectives.checks.calls import NUMBER, CallLog, Difference
+from shardwise._collectives.checks.calls import NUMBER, CallLog
 from shardwise._collectives.checks.ledger import Ledger, is_sampled
 from shardwise._collectives.checks.values import DIGEST, rolling, stable_digest
 from shardwise._collectives.collective_call import Ranks
 from shardwise._collectives.failures.reports import with_store
-from shardwise._collectives.failures.store import FailureStore
+from shardwise._collectives.failures.store import DifferentCalls, FailureStore
 from shardwise._collectives.transport import Exchange, gather_unless_equal
 
 STORED_AT_ONCE = 64  # notes of a rank
@@ -34,7 +34,7 @@ def are_due(log: CallLog) -> bool:
     return log.latest > 1 and is_sampled(log.latest)
 
 
-def exchange_ledgers(ledger: Ledger, log: CallLog, exchange: Exchange) -> Difference | None:
+def exchange_ledgers(ledger: Ledger, log: CallLog, exchange: Exchange) -> DifferentCalls | None:
     """Compare notes and calls with all ranks of a group: how their calls differ from those of this rank."""
     notes = _notes_of(ledger, {note.ranks for note in ledger.notes.values() if set(note.ranks) >= set(log.ranks)})
     digest = rolling(log.digest, (words[DIGEST] for words in notes))
@@ -46,7 +46,7 @@ def exchange_ledgers(ledger: Ledger, log: CallLog, exchange: Exchange) -> Differ
             for words in noted:
                 ledger.read(rank, words)
             differences += [next(filter(None, (log.difference(rank, record) for record in records)), None)]
-    return min(filter(None, differences), default=None)
+    return min(filter(None, differences), default=None, key=lambda different: different.number)
 
 
 class StoredNotes:

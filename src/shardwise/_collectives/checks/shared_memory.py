@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from shardwise._collectives.checks.calls import ALL, KEPT, NUM_COUNTS, NUMBER, SEND_COUNTS, CallLog, Difference
+from shardwise._collectives.checks.calls import ALL, KEPT, NUM_COUNTS, NUMBER, SEND_COUNTS, CallLog
 from shardwise._collectives.checks.ledger import KEPT_NOTES, Ledger
 from shardwise._collectives.checks.values import MASK, WORDS, Note, stable_digest
 from shardwise._collectives.collective_call import Ranks
 from shardwise._collectives.failures.reports import bounded
-from shardwise._collectives.failures.store import FailureStore, ProcessIdentity
+from shardwise._collectives.failures.store import DifferentCalls, FailureStore, ProcessIdentity
 from shardwise._collectives.spawn import MemoryFile
 
 GROUPS = 256  # of a rank; calls of groups beyond these are not compared
@@ -121,7 +121,7 @@ class SharedMemory:
             self.complete.add(ranks)
         return True
 
-    def compare(self, log: CallLog, record: "array[int]") -> Difference | None:
+    def compare(self, log: CallLog, record: "array[int]") -> DifferentCalls | None:
         """Let the other ranks see the latest call of this one, and compare their calls that were not compared yet."""
         words, width, ranks, count = self._words, self._width, log.ranks, len(log.ranks)
         start = self._regions.get(ranks)
@@ -192,7 +192,7 @@ class SharedMemory:
         return view.start
 
 
-def _difference(log: CallLog, peer: int, theirs: Sequence[int], number: int) -> Difference | None:
+def _difference(log: CallLog, peer: int, theirs: Sequence[int], number: int) -> DifferentCalls | None:
     if theirs[NUMBER] != number or log.difference(peer, theirs) is None:
         return None
     time.sleep(SETTLE_SECONDS)
