@@ -263,7 +263,7 @@ def expect_equal(x: Tensor, ranks: Ranks, what: str, explicit: bool = False, fix
             here.share_note(here.ledger.add(x, ranks, what, number, fix))
 
 
-def watches_numbers() -> bool:
+def notes_numbers() -> bool:
     """Whether this rank notes the numbers among the arguments of ops."""
     return transport().ledger.numbers
 

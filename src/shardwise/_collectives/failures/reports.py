@@ -288,7 +288,7 @@ def explain_difference(
 
 
 def explain_values(report: FailureReport, pending: PendingCollective, monitor: FailureMonitor) -> ShardwiseError:
-    """What this rank raises, as all others do, if it has seen that ranks have different values; see `value_notes`."""
+    """What this rank raises, as all others do, if it has seen that ranks have different values."""
     monitor.root = with_store(lambda store: store.publish_root(report)) or report
     return remote_error(monitor.root, dist.get_rank(), pending)
 

@@ -1,6 +1,6 @@
 """What sees every call of a torch function with a DTensor: hooks of tools, and records of the numbers that are passed.
 
-    x[rank()]    # rank 0 selects row 0, rank 1 row 1: an error at the next collective if a rank watches
+    x[rank()]    # rank 0 selects row 0, rank 1 row 1: an error at the next collective if ranks note numbers
 
 While there are neither, calls go to `dispatcher.dispatch` directly.
 """
@@ -52,15 +52,15 @@ def are_installed() -> bool:
     return any(_hooks.values())
 
 
-def _choose_dispatcher(watching: bool | None = None) -> None:
-    if watching is not None:
-        _state.watching = watching
+def _choose_dispatcher(noting: bool | None = None) -> None:
+    if noting is not None:
+        _state.noting = noting
     proceed = _call_hooks if are_installed() else dispatcher.dispatch
-    set_dispatcher(partial(record_numbers, proceed) if _state.watching else proceed)
+    set_dispatcher(partial(record_numbers, proceed) if _state.noting else proceed)
 
 
 class _State:
-    watching = False  # whether a rank of this process watches
+    noting = False  # whether a rank of this process notes numbers
 
 
 _state = _State()
