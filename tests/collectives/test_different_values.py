@@ -267,7 +267,7 @@ def index_between_two_looks() -> None:
             looks.append(found)
             if len(looks) == 1:
                 store.publish("running", "looked once")
-                until(lambda: all(view.peer.words[view.start + LATEST] == last for view in memory._views[log.ranks]))
+                until(lambda: all(view.peer.words[view.start + LATEST] == last for view in memory._views[log]))
             return found
 
         return looked

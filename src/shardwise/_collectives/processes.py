@@ -186,7 +186,7 @@ class TorchTransport:
         memory, ledger = self._memory, self.ledger
         if memory is None:
             return
-        if log.ranks not in memory.complete:
+        if log not in memory.complete:
             self._find_peers(log, memory)
         difference = memory.compare(log, record)
         if record[NUM_COUNTS] and not 0 <= min(record[SEND_COUNTS:]) <= max(record[SEND_COUNTS:]) < MANY_ELEMENTS:
@@ -218,8 +218,9 @@ class TorchTransport:
     def share_note(self, note: Note) -> None:
         if self._memory is not None:
             self._memory.write_note(self.ledger.num_notes, note)
-            if note.after <= 1 and note.ranks not in self._memory.complete:  # they may never call a collective
-                self._find_peers(self.ledger.log(note.ranks), self._memory)
+            log = self.ledger.log(note.ranks)
+            if note.after <= 1 and log not in self._memory.complete:  # they may never call a collective
+                self._find_peers(log, self._memory)
 
     def _find_peers(self, log: CallLog, memory: SharedMemory) -> None:
         """Let `memory` have those of all ranks of a group on this host, and remember whether there are others.
@@ -231,8 +232,8 @@ class TorchTransport:
         began, timeout = monotonic(), self.timeout(log.ranks)
         # After one call all ranks of a group have joined the world, or soon will.
         until = began + (0 if log.latest <= 1 else timeout or JOIN_SECONDS)
-        while memory.add_peers(store, log.ranks) and not self.monitor.failed:
-            if log.ranks in memory.complete:
+        while memory.add_peers(store, log) and not self.monitor.failed:
+            if log in memory.complete:
                 return
             if monotonic() >= until:
                 if log.latest <= 1 or timeout is None:

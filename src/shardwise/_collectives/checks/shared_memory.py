@@ -60,20 +60,20 @@ class SharedMemory:
     Attributes:
         path: of the memory of this rank, for the other ranks; empty on a system without files in memory.
         elsewhere: ranks of other hosts.
-        complete: groups all of whose ranks are known.
+        complete: the logs of groups all of whose ranks are known.
         has_new_notes: whether another rank of a group has made notes that this one has not read.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.path = ""
         self.elsewhere: set[int] = set()
-        self.complete: set[Ranks] = set()
+        self.complete: set[CallLog] = set()
         self.has_new_notes = False
         self._width = SEND_COUNTS + 2 * world_size
         self._region = RECORDS + KEPT * self._width
-        self._regions: dict[Ranks, int] = {}  # where those of this rank begin
+        self._regions: dict[CallLog, int] = {}  # where those of this rank begin
         self._peers = {rank: _Peer(memoryview(array("q")))}
-        self._views: dict[Ranks, list[_View]] = {}
+        self._views: dict[CallLog, list[_View]] = {}
         self._file: MemoryFile | None = None
         self._words = memoryview(array("q"))
         if hasattr(os, "memfd_create"):
@@ -100,8 +100,8 @@ class SharedMemory:
             with suppress(OSError, ValueError), Path(path).open("rb") as file:
                 peer.words = memoryview(mmap.mmap(file.fileno(), self._bytes(), prot=mmap.PROT_READ)).cast("q")
 
-    def add_peers(self, store: FailureStore, ranks: Ranks) -> bool:
-        """Read the memory of those of `ranks` that have joined; False if the store does not work."""
+    def add_peers(self, store: FailureStore, log: CallLog) -> bool:
+        """Read the memory of those ranks of a group that have joined; False if the store does not work."""
 
         def look_up(rank: int) -> tuple[ProcessIdentity | None] | tuple[()]:
             try:
@@ -109,7 +109,7 @@ class SharedMemory:
             except Exception:  # noqa: BLE001 - whatever an unreachable store raises
                 return ()
 
-        for rank in ranks:
+        for rank in log.ranks:
             if rank in self._peers:
                 continue
             found = bounded(partial(look_up, rank))
@@ -117,25 +117,25 @@ class SharedMemory:
                 return found is None  # it may answer later
             if (process := found[0]) is not None:
                 self.add_peer(rank, None if process.state() == "elsewhere" else process.records)
-        if self._peers.keys() >= set(ranks):
-            self.complete.add(ranks)
+        if self._peers.keys() >= set(log.ranks):
+            self.complete.add(log)
         return True
 
     def compare(self, log: CallLog, record: "array[int]") -> DifferentCalls | None:
         """Let the other ranks see the latest call of this one, and compare their calls that were not compared yet."""
-        words, width, ranks, count = self._words, self._width, log.ranks, len(log.ranks)
-        start = self._regions.get(ranks)
+        words, width, count = self._words, self._width, len(log.ranks)
+        start = self._regions.get(log)
         if start is None:
-            start = self._add_region(ranks)
+            start = self._add_region(log)
         if words and start >= 0:
             slot = start + RECORDS + record[NUMBER] % KEPT * width
             words[slot] = 0
             words[slot + 1 : slot + len(record)] = record[1:]
             words[slot] = words[start + LATEST] = log.latest
         sent_to, received_from = SEND_COUNTS + log.position, SEND_COUNTS + count + log.position
-        for view in self._views.get(ranks) or self._view(ranks):
+        for view in self._views.get(log) or self._view(log):
             words, start, there = view.peer.words, view.start, SEND_COUNTS + view.position
-            if start < 0 and (start := self._find_region(view, ranks)) < 0:
+            if start < 0 and (start := self._find_region(view, log.ranks)) < 0:
                 continue
             self.has_new_notes |= words[NUM_NOTES] != view.peer.num_notes
             latest = words[start + LATEST]
@@ -157,11 +157,11 @@ class SharedMemory:
             self._words[at : at + WORDS] = note.words
             self._words[NUM_NOTES] = number
 
-    def _add_region(self, ranks: Ranks) -> int:
+    def _add_region(self, log: CallLog) -> int:
         index = len(self._regions)
-        start = self._regions[ranks] = REGIONS + index * self._region if index < GROUPS else -1
+        start = self._regions[log] = REGIONS + index * self._region if index < GROUPS else -1
         if self._words and start >= 0:
-            self._words[start] = _key(ranks)
+            self._words[start] = _key(log.ranks)
         return start
 
     def read_notes(self, ledger: Ledger) -> None:
@@ -174,12 +174,12 @@ class SharedMemory:
             peer.num_notes = count
         self.has_new_notes = False
 
-    def _view(self, ranks: Ranks) -> list[_View]:
+    def _view(self, log: CallLog) -> list[_View]:
         """The other ranks of a group whose memory this process can read."""
-        known = [(rank, self._peers[rank], i) for i, rank in enumerate(ranks) if rank in self._peers]
+        known = [(rank, self._peers[rank], i) for i, rank in enumerate(log.ranks) if rank in self._peers]
         views = [_View(rank, peer, i) for rank, peer, i in known if peer.words]
-        if ranks in self.complete:
-            self._views[ranks] = views
+        if log in self.complete:
+            self._views[log] = views
         return views
 
     def _find_region(self, view: _View, ranks: Ranks) -> int:
