@@ -3,7 +3,6 @@
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from shardwise._collectives.collective_call import (
     SAME_CALLS,
     Collective,
     CollectiveCall,
+    DescribedCall,
     Ranks,
     call_from,
     describing,
@@ -25,6 +25,13 @@ from shardwise._collectives.transport import Exchange, Transport, exchange_of, g
 from shardwise._trace import comm_trace
 from shardwise._trace.user_stack import call_sites, format_call_sites, frames_of
 from shardwise.errors import MismatchError
+
+
+class _Facts(DescribedCall):
+    """What a rank is about to call, the number of the call in its group, and its line."""
+
+    number: int
+    line: str
 
 
 def switch_fingerprints(ledger: Ledger, on: bool) -> None:
@@ -51,7 +58,7 @@ def compare_in_full(here: Transport, log: CallLog, collective: Collective, compa
     call.check(ranks)
     line = next((str(site.frame) for site in call_sites(1)), "")
     where = format_call_sites(list(frames_of(sys._getframe())), 1)
-    facts: dict[str, Any] = {"call": asdict(call), "number": log.latest + 1, "line": line, "where": where}
+    facts: _Facts = {"call": asdict(call), "number": log.latest + 1, "line": line, "where": where}
     before = comm_trace.set_purpose(None)
     try:
         with comm_trace.muted(), describing(lambda: f"comparing the ranks before {call}"):
