@@ -170,8 +170,8 @@ def peers() -> list[int]:
 
     barrier(WORLD)
     barrier(WORLD)
-    assert TORCH_TRANSPORT._records is not None
-    return sorted(TORCH_TRANSPORT._records.elsewhere)
+    assert TORCH_TRANSPORT._memory is not None
+    return sorted(TORCH_TRANSPORT._memory.elsewhere)
 
 
 JOBS = {

@@ -270,15 +270,15 @@ def last_saved(sample: Sample, layouts: Layouts) -> int | None:
 
     The call must raise no error.
     """
-    leaves, calls = _leaves_on(sample, layouts), collectives.transport().calls
+    leaves, calls = _leaves_on(sample, layouts), collectives.transport().ledger
     found: list[int] = []
 
     def pack(x: Tensor) -> Tensor:
-        found.append(sum(calls.values()))
+        found.append(calls.num_calls)
         return x
 
     inputs = [leaves[0].clone(), *leaves[1:]] if sample.in_place else leaves
-    before = sum(calls.values())
+    before = calls.num_calls
     with saved_tensors_hooks(pack, lambda x: x):
         sample.call(inputs)
     return found[-1] - before if found else None

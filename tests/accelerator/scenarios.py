@@ -204,7 +204,7 @@ def fingerprints_are_compared() -> None:
 
 
 def records_of_other_hosts_are_compared() -> None:
-    records = TORCH_TRANSPORT._records
+    records = TORCH_TRANSPORT._memory
     assert records is not None
     records.elsewhere.update(set(EVERYONE) - {rank()})
     try:

@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from shardwise import DTensor, Mesh, Replicate, Shard, distribute_tensor, full
 from shardwise import _collectives as collectives
 from shardwise._collectives import rank
-from shardwise._collectives.call_log import CallLog
+from shardwise._collectives.checks.calls import CallLog
+from shardwise._collectives.checks.ledger import SAMPLE_EVERY
+from shardwise._collectives.checks.shared_memory import LATEST
+from shardwise._collectives.checks.values import MAX_ELEMENTS
 from shardwise._collectives.failures.reports import store_of_world
 from shardwise._collectives.processes import TORCH_TRANSPORT
-from shardwise._collectives.shared_records import LATEST
-from shardwise._collectives.value_notes import CHECK_EVERY, MAX_ELEMENTS
 from shardwise.errors import MismatchError, RemoteRankError
 from shardwise.testing import world
 from shardwise.testing.worlds import World
@@ -160,7 +161,7 @@ def late() -> None:
     """The 64th call of a line differs, of 100."""
     x = sharded()
     for i in range(1, 101):
-        use(x * torch.full((6,), 2.0 if odd() and i >= CHECK_EVERY - 10 else 1.0))
+        use(x * torch.full((6,), 2.0 if odd() and i >= SAMPLE_EVERY - 10 else 1.0))
 
 
 def test_a_difference_that_appears_later_is_found_at_the_next_comparison() -> None:
@@ -255,35 +256,31 @@ def until(condition: Callable[[], object]) -> None:
 def index_between_two_looks() -> None:
     """Rank 2 compares calls and values one after the other. Between the two, the others note their index and call."""
     x, store, here = sharded(), store_of_world(), TORCH_TRANSPORT
-    records, log, looks = here._records, here.logs[0, 1, 2], list[Any]()
+    memory, log = here._memory, here.ledger.logs[0, 1, 2]
     assert store is not None
-    assert records is not None
-    last = log.latest + 1
+    assert memory is not None
 
-    def with_a_pause(look: Callable[[CallLog], Any]) -> Callable[[CallLog], Any]:
-        def looked(log: CallLog) -> Any:
-            found = look(log)
-            looks.append(found)
-            if len(looks) == 1:
-                store.publish_running("looked once")
-                until(lambda: all(view.words[view.start + LATEST] == last for view in records._visible(log)))
+    def with_a_pause(look: Callable[..., Any]) -> Callable[..., Any]:
+        def looked(*args: object) -> Any:
+            found = look(*args)
+            if not store.read("running", 2):
+                store.publish("running", "looked once")
+                until(lambda: all(view.peer.words[view.start + LATEST] == log.latest for view in memory._views[log]))
             return found
 
         return looked
 
     def report_second(log: CallLog, record: "array[int]") -> None:
-        records.write(log, record)
+        memory.compare(log, record)
         until(store.are_states_requested)
 
     with pytest.MonkeyPatch.context() as patch:
         if rank() == 2:
-            write = records.write
-            patch.setattr(records, "write", lambda *args: write(*args) and False)
-            for name in ("different_values", "first_difference"):
-                patch.setattr(records, name, with_a_pause(getattr(records, name)))
+            for name in ("read_notes", "compare"):
+                patch.setattr(memory, name, with_a_pause(getattr(memory, name)))
         else:
             patch.setattr(here, "compare_calls", report_second)
-            until(lambda: store.text("running", 2))
+            until(lambda: store.read("running", 2))
         use(x[rank()])
 
 
@@ -413,7 +410,7 @@ def test_real_ranks_compare_values_of_groups_without_collectives() -> None:
 
 
 def numbers_are_compared() -> bool:
-    before = collectives.transport().notes.numbers
+    before = collectives.transport().ledger.numbers
     collectives.check_values(numbers=True)
     return before
 

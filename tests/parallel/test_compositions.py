@@ -266,6 +266,7 @@ def outcome(row: Callable[[Any], str], mesh: Any) -> str:
 def outcomes() -> list[list[str]]:
     """What becomes of every row in every column, with gradients that travel early; the same on all ranks."""
     torch.set_num_threads(1)
+    collectives.check_values(numbers=True)  # which these programs pass
     gradient_buckets(100, overlap=True)
     meshes = [init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :]) for shape in COLUMNS.values()]
     found = [[outcome(row, mesh) for mesh in meshes] for row in ROWS.values()]

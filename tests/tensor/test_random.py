@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise import Boxes, DTensor, Mesh, Partial, Placement, Shard, empty, ones, rand, randn
 from shardwise import _collectives as collectives
+from shardwise._collectives.checks.ledger import SAMPLE_EVERY
 from shardwise._layout import Layout
 from shardwise._rules import counter_rng
-from shardwise._tensor.dispatch import seeds
 from shardwise.errors import LayoutError, MismatchError
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
@@ -133,7 +133,7 @@ def test_drawing_costs_no_communication_once_ranks_are_known_to_agree() -> None:
     def body() -> list[int]:
         torch.manual_seed(1)
         x, talked = ones(4, placements=[S0]), []
-        for draw in range(1, 4 * seeds.CHECK_EVERY + 1):
+        for draw in range(1, 4 * SAMPLE_EVERY + 1):
             with collectives.count_comms() as comms:
                 F.dropout(x)
             talked += [draw] * comms.total_calls
@@ -146,7 +146,7 @@ def test_drawing_costs_no_communication_once_ranks_are_known_to_agree() -> None:
 def test_a_rank_that_draws_differently_is_noticed_in_time(at: int) -> None:
     def body() -> tuple[int, str, bool]:
         torch.manual_seed(1)
-        for draw in range(at + seeds.CHECK_EVERY):
+        for draw in range(at + SAMPLE_EVERY):
             if draw == at and collectives.rank() == 1:
                 torch.rand(1)
             try:
@@ -160,7 +160,7 @@ def test_a_rank_that_draws_differently_is_noticed_in_time(at: int) -> None:
         return *found, all(torch.equal(rand(4).full_tensor(), value) for value in values)
 
     ((draw, text, well),) = set(world(3).run(body))
-    assert at <= draw < at + seeds.CHECK_EVERY
+    assert at <= draw < at + SAMPLE_EVERY
     assert text.startswith("Ranks disagree on the random seed:\n  rank 0, 2: ")
     assert "torch.random.fork_rng()" in text
     assert well
@@ -268,7 +268,7 @@ def test_constants_have_the_shapes_and_dtypes_of_torch_and_nothing_random_is_par
 
 
 def drawn_often() -> None:
-    for _ in range(seeds.CHECK_EVERY):
+    for _ in range(SAMPLE_EVERY):
         rand(3)
 
 

@@ -158,7 +158,7 @@ def numbers(seed: int | None) -> list[float]:
     first = torch.rand(()).item()
     if world_size() > 1:
         collectives.barrier(tuple(range(world_size())))
-    return [first, torch.rand(()).item(), collectives.transport().draw_seed()]
+    return [first, torch.rand(()).item(), collectives.draw_from_torch()]
 
 
 def test_each_rank_has_torchs_generator_to_itself() -> None:

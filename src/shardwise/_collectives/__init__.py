@@ -24,6 +24,7 @@ from shardwise._collectives.api import (
     is_here,
     is_simulated,
     message_device,
+    notes_numbers,
     outside_ranks,
     owner,
     rank,
@@ -32,9 +33,10 @@ from shardwise._collectives.api import (
     start,
     transport,
     using,
-    watches_numbers,
     world_size,
 )
+from shardwise._collectives.checks.ledger import is_sampled, when_noting_numbers
+from shardwise._collectives.checks.values import rolling, stable_digest
 from shardwise._collectives.collective_call import Allocate, Collective, Ranks, Wait, describing
 from shardwise._collectives.consistency import (
     agree,
@@ -54,7 +56,6 @@ from shardwise._collectives.meshes import (
 )
 from shardwise._collectives.torch_bridge import chunks, storage_metadata, torch_dtensor, write_items
 from shardwise._collectives.transport import Transport, draw_from_torch, reduce_stack
-from shardwise._collectives.value_notes import when_watching
 from shardwise._trace.comm_trace import CommCounts, count_comms
 
 __all__ = [
@@ -63,8 +64,8 @@ __all__ = [
     "chunks", "costs", "count_comms", "current_mesh", "describing", "device_mesh", "disagreement",
     "draw_from_torch", "exchange_messages", "expect_equal", "expect_equal_numbers", "expect_equal_options",
     "fingerprint", "gather_if_different", "gather_json", "group_ranks", "has_failed", "init_device_mesh",
-    "init_from_environment", "init_processes", "is_here", "is_simulated", "message_device", "outside_ranks",
-    "owner", "process_group", "rank", "rank_of_thread", "reduce_scatter", "reduce_stack", "report_failure",
-    "shutdown", "start", "storage_metadata", "torch_dtensor", "transport", "using", "watches_numbers",
-    "when_watching", "world_size", "write_items",
+    "init_from_environment", "init_processes", "is_here", "is_sampled", "is_simulated", "message_device",
+    "notes_numbers", "outside_ranks", "owner", "process_group", "rank", "rank_of_thread", "reduce_scatter",
+    "reduce_stack", "report_failure", "rolling", "shutdown", "stable_digest", "start", "storage_metadata",
+    "torch_dtensor", "transport", "using", "when_noting_numbers", "world_size", "write_items",
 ]  # fmt: skip

@@ -1,12 +1,9 @@
 """The functions that the rest of the library calls: the transport of this thread, and the collectives."""
 
-import json
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from multiprocessing.process import BaseProcess, current_process
 from threading import get_ident
@@ -15,16 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from shardwise._collectives.collective_call import (
-    SAME_CALLS,
-    Collective,
-    Ranks,
-    Wait,
-    call_from,
-    describing,
-    mismatch,
-    mismatch_text,
-)
+from shardwise._collectives.checks.fingerprints import compare_in_full, switch_fingerprints
+from shardwise._collectives.checks.values import FIX_NUMBERS, FIX_OPTIONS, FIX_VALUES, has_values
+from shardwise._collectives.collective_call import Collective, Ranks, Wait
 from shardwise._collectives.cost_tables import (
     SAME_COSTS,
     Costs,
@@ -39,19 +29,13 @@ from shardwise._collectives.transport import (
     RankAndSize,
     SingleRankTransport,
     Transport,
-    exchange_of,
-    gather_with,
     inherited_rank,
-    log_of,
-    share,
     share_rank,
 )
-from shardwise._collectives.value_notes import stable_digest
 from shardwise._layout import Owner, checked
 from shardwise._trace import comm_trace
 from shardwise._trace.capture_hooks import current, is_capturing
-from shardwise._trace.user_stack import call_sites, format_call_sites, frames_of
-from shardwise.errors import MeshError, MismatchError, ThreadError
+from shardwise.errors import MeshError, ThreadError
 
 
 class _ThreadState(threading.local):
@@ -107,42 +91,29 @@ def is_simulated() -> bool:
 
 
 @contextmanager
-def using(transport: Transport) -> Iterator[None]:
-    """Let this thread be one rank of another transport."""
+def _as_rank_of(transport: Transport | None, trace: AbstractContextManager[None]) -> Iterator[None]:
     before, _thread.transport = _thread.transport, transport
     try:
-        with comm_trace.separate_rank():
+        with trace:
             yield
     finally:
         _thread.transport = before
 
 
-@contextmanager
-def outside_ranks() -> Iterator[None]:
+def using(transport: Transport) -> AbstractContextManager[None]:
+    """Let this thread be one rank of another transport."""
+    return _as_rank_of(transport, comm_trace.separate_rank())
+
+
+def outside_ranks() -> AbstractContextManager[None]:
     """Let this thread be no simulated rank."""
-    before, _thread.transport = _thread.transport, None
-    try:
-        yield
-    finally:
-        _thread.transport = before
+    return _as_rank_of(None, nullcontext())
 
 
 def rank_of_thread() -> Callable[[], AbstractContextManager[None]] | None:
     """The simulated rank of this thread, which another thread enters to belong to it; None outside simulated ranks."""
     here, trace = _thread.transport, comm_trace.rank_of_thread()
-    if here is None:
-        return None
-
-    @contextmanager
-    def enter() -> Iterator[None]:
-        before, _thread.transport = _thread.transport, here
-        try:
-            with comm_trace.as_rank(trace):
-                yield
-        finally:
-            _thread.transport = before
-
-    return enter
+    return None if here is None else lambda: _as_rank_of(here, comm_trace.as_rank(trace))
 
 
 def owner() -> Owner:
@@ -170,9 +141,9 @@ def costs(device_type: str) -> Costs:
     if found is None:
         hosts = ranks_per_host_of(here.world_size) if here is TORCH_TRANSPORT else None
         found = known[device_type] = costs_of(device_type, path_of_environment(), hosts)
-        if here.world_size > 1 and here.notes.on:
+        if here.world_size > 1 and here.ledger.values:
             ranks, what = tuple(range(here.world_size)), "the costs of collectives"
-            share(here, here.notes.same(found.numbers(), ranks, what, SAME_COSTS))
+            here.share_note(here.ledger.add(found.numbers(), ranks, what, 1, SAME_COSTS, in_code=False))
     return found
 
 
@@ -217,16 +188,19 @@ def start(collective: Collective) -> Wait:
         raise _of_another_world(ranks, here.world_size)
     if here.threads.ident != get_ident():
         _take_over(here)
-    if here.fingerprints is not None and collective.kind != "comparison":
-        _compare_calls(here, collective)
-    number = here.calls[ranks] = here.calls.get(ranks, 0) + 1
-    log = here.logs.get(ranks) or log_of(here, ranks)
-    here.compare_calls(log, log.add(number, collective))
-    if here.notes.numbers:
-        here.notes.watch_after(number, ranks)
+    ledger = here.ledger
+    log = ledger.logs.get(ranks) or ledger.log(ranks)
+    if ledger.fingerprints is not None and collective.kind != "comparison":
+        compare_in_full(here, log, collective, _compare)
+    here.compare_calls(log, log.add(collective))
     if comm_trace.current.rank.listeners:
         comm_trace.record_collective(collective.kind, collective.sent_bytes(here.rank))
     return here.start(collective)
+
+
+def _compare(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
+    message = send.to(message_device(ranks))
+    return _run(Collective("comparison", message, ranks, (), send_counts, recv_counts)).cpu()
 
 
 def _run(collective: Collective) -> Tensor:
@@ -275,49 +249,52 @@ def message_device(ranks: Ranks) -> torch.device:
     return transport().message_device(ranks)
 
 
-def expect_equal(x: Tensor, ranks: Ranks, what: str, explicit: bool = False, fix: str = "") -> None:
+def expect_equal(x: Tensor, ranks: Ranks, what: str, explicit: bool = False, fix: str = FIX_VALUES) -> None:
     """Note the values of `x`, which all `ranks` should have; a later collective raises a MismatchError if not.
 
-    Sends nothing. Only some of the calls of a call site are noted, and of a large tensor only a sample; see
-    `value_notes`. Tensors of one element, and what the user's code does not combine in backward, are noted only if
-    they are `explicit`: what a hook returned, or a state that is loaded.
+    Sends nothing. Only some of the calls of a call site are noted (`checks/ledger.py`), and of a large tensor only a
+    sample. Tensors of one element, and what the user's code does not combine in backward, are noted only if they are
+    `explicit`: what a hook returned, or a state that is loaded.
     """
     here = transport()
-    if len(ranks) == 1 or not here.notes.on or here.rank not in ranks:
-        return
-    share(here, here.notes.note(x, ranks, what, explicit, fix))
+    if here.ledger.values and _concerns(here, ranks):
+        number = here.ledger.count(what, ranks)
+        if number and has_values(x, explicit):
+            here.share_note(here.ledger.add(x, ranks, what, number, fix))
 
 
-def watches_numbers() -> bool:
-    """Whether numbers that are passed now are compared with those of other ranks; see `value_notes`."""
-    return transport().notes.watching
+def notes_numbers() -> bool:
+    """Whether this rank notes the numbers among the arguments of ops."""
+    return transport().ledger.numbers
 
 
 def expect_equal_numbers(numbers: Mapping[str, complex], ranks: Ranks, what: str) -> None:
-    """Note numbers, by name, which all `ranks` should pass; a later collective raises a MismatchError if not.
-
-    Only while this rank watches; see `value_notes`.
-    """
+    """Note numbers, by name, which all `ranks` should pass, if this rank notes numbers; see `expect_equal`."""
     here = transport()
-    if len(ranks) > 1 and here.notes.watching and here.rank in ranks and not is_capturing():
-        share(here, here.notes.note_numbers(numbers, ranks, what))
+    if here.ledger.numbers and _concerns(here, ranks) and (number := here.ledger.count_recent(what, ranks)):
+        here.share_note(here.ledger.add(numbers, ranks, what, number, FIX_NUMBERS))
 
 
 def expect_equal_options(options: Callable[[], Mapping[str, complex]], group: int, ranks: Ranks, what: str) -> None:
     """Note the options of a step of parameter group `group`, which all `ranks` should have; see `expect_equal`."""
-    here = transport()
-    if len(ranks) > 1 and here.notes.on and here.rank in ranks and not is_capturing():
-        share(here, here.notes.note_options(options, group, ranks, what))
+    here, name = transport(), f"group {group}"
+    if here.ledger.values and _concerns(here, ranks) and (number := here.ledger.count(name, ranks)):
+        here.share_note(here.ledger.add(options(), ranks, what, number, FIX_OPTIONS, name))
+
+
+def _concerns(here: Transport, ranks: Ranks) -> bool:
+    """Whether a note of values of these ranks concerns this one, which may be no part of a captured graph."""
+    return len(ranks) > 1 and here.rank in ranks and not is_capturing()
 
 
 def _take_over(here: Transport) -> None:
     """Let this thread communicate for its rank; if it must not, all ranks raise."""
     share_rank(_rank_and_size)  # again, because multiprocessing configures a process after it imported its modules
     if here is not TORCH_TRANSPORT:
-        return here.threads.take_over(here)
+        return here.threads.take_over()
     known = here.threads.failed
     try:
-        here.threads.take_over(here)
+        here.threads.take_over()
     except ThreadError as error:
         if not known:
             report_failure(error.with_traceback(None))  # its text has the call sites
@@ -361,7 +338,7 @@ def check_ranks(on: bool = True) -> None:
     Raises:
         MismatchError: in the next collective of some ranks, on all ranks, if not all of them have called it.
     """
-    _switch_fingerprints(transport(), on)
+    switch_fingerprints(transport().ledger, on)
 
 
 def check_values(on: bool = True, *, numbers: bool = False) -> None:
@@ -374,9 +351,9 @@ def check_values(on: bool = True, *, numbers: bool = False) -> None:
         numbers: also compare the numbers among the arguments of ops, for debugging. A program may be right although
             they differ, such as where one rank takes another way to the same collective.
     """
-    notes = transport().notes
-    notes.on, notes.numbers = on, numbers
-    notes.watch_after(0)
+    ledger = transport().ledger
+    ledger.values = on
+    ledger.switch_numbers(on and numbers)
 
 
 @contextmanager
@@ -394,64 +371,10 @@ def fingerprint() -> Iterator[None]:
         MismatchError: inside, on every rank of the group, before anything else is sent; the text has the call and
             the call site of every rank.
     """
-    here = transport()
-    before = here.fingerprints is not None
-    _switch_fingerprints(here, True)
+    ledger = transport().ledger
+    before = ledger.fingerprints is not None
+    switch_fingerprints(ledger, True)
     try:
         yield
     finally:
-        _switch_fingerprints(here, before)
-
-
-def _switch_fingerprints(here: Transport, on: bool) -> None:
-    """Compare the calls of the rank of this transport before its collectives, or stop that."""
-    if on and here.fingerprints is None:
-        here.fingerprints = ExitStack()
-        here.fingerprints.enter_context(comm_trace.listening_with(comm_trace.Listener()))  # so that events have a cause
-    elif not on and here.fingerprints is not None:
-        here.fingerprints.close()
-        here.fingerprints = None
-
-
-def _compare_calls(here: Transport, collective: Collective) -> None:
-    """Raise the same MismatchError on all ranks of a collective unless their calls are one collective.
-
-    The comparison is a collective of its own, recorded as such: ranks that do not compare are found before they get it.
-    """
-    ranks, call, move = collective.ranks, collective.described(), comm_trace.current_event()
-    if move is not None and not call.purpose:
-        call = replace(call, purpose=str(move))
-    call.check(ranks)
-    number, count = here.calls.get(ranks, 0) + 1, len(ranks)
-    line = next((str(site.frame) for site in call_sites(1)), "")
-    common = json.dumps([call.must_match, call.purpose, number, line])
-    digest = stable_digest(common)
-    zeros = (0,) * count
-    row = torch.tensor([digest, *(call.send_counts or zeros), *(call.recv_counts or zeros)], device="cpu")
-    counts, before = [len(row)] * count, comm_trace.set_purpose(None)
-    try:
-        with comm_trace.muted(), describing(lambda: f"comparing the ranks before {call}"):
-            message = row.repeat(count).to(here.message_device(ranks))
-            every = _run(Collective("comparison", message, ranks, (), counts, counts)).cpu().view(count, -1)
-            sent, expected = every[:, 1 : 1 + count], every[:, 1 + count :]
-            if bool((every[:, 0] == digest).all()) and torch.equal(sent, expected.t()):
-                return
-            facts = {
-                "call": asdict(call),
-                "number": number,
-                "line": line,
-                "where": format_call_sites(list(frames_of(sys._getframe())), 1),
-            }
-            all_facts = [json.loads(text) for text in gather_with(exchange_of(here), json.dumps(facts).encode(), ranks)]
-    finally:
-        comm_trace.set_purpose(before)
-    calls = {rank: call_from(facts["call"]) for rank, facts in zip(ranks, all_facts, strict=True)}
-    numbers = [facts["number"] for facts in all_facts]
-    why = mismatch(ranks, calls, purposes=True)
-    if len(set(numbers)) > 1:
-        why = f"it is collective {', '.join(f'#{number}' for number in numbers)} to them"
-    if why is None and len({facts["line"] for facts in all_facts}) > 1:
-        why = "all ranks must make it in the same line"
-    lines = {rank: f"{calls[rank]}{facts['where']}" for rank, facts in zip(ranks, all_facts, strict=True)}
-    assert why is not None
-    raise MismatchError(f"{mismatch_text(ranks, numbers[0], why, lines)}\n  Fix: {SAME_CALLS}.")
+        switch_fingerprints(ledger, before)

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 from torch import Tensor
 
 from shardwise._layout import ring_elements
+from shardwise.errors import MismatchError
 
 Ranks = tuple[int, ...]
 Allocate = Callable[[int], Tensor]  # a 1-D tensor of so many elements
@@ -193,3 +194,12 @@ def mismatch_text(ranks: Ranks, number: int, why: str, states: Mapping[int, str]
     """The text of a MismatchError about one collective; `states` has a line or more for each rank."""
     table = "".join(f"\n  rank {rank}: {states[rank]}" for rank in ranks)
     return f"Ranks {ranks} disagree on their collective #{number}: {why}.{table}"
+
+
+def unequal(source: int, target: int, sent: int | str, expected: int, pending: PendingCollective) -> MismatchError:
+    """The error about a rank that sends another number of elements than one expects."""
+    return MismatchError(
+        f"Rank {source} sends {sent} elements to rank {target}, which expects {expected}.\n"
+        f"  Rank {target} was in {pending}\n"
+        "  Fix: correct one of the two; shardwise.collectives.check_ranks() compares the calls of all ranks."
+    )

@@ -4,12 +4,10 @@ import json
 from collections.abc import Sequence
 from typing import TypeVar
 
-import torch
-
 from shardwise._collectives.api import exchange_messages
+from shardwise._collectives.checks.values import stable_digest
 from shardwise._collectives.collective_call import Ranks
-from shardwise._collectives.transport import gather_with
-from shardwise._collectives.value_notes import stable_digest
+from shardwise._collectives.transport import gather_json_with, gather_unless_equal
 from shardwise._trace.capture_hooks import not_capturable
 from shardwise.errors import MismatchError
 
@@ -19,7 +17,7 @@ T = TypeVar("T")
 def gather_json(value: T, ranks: Ranks) -> list[T]:
     """Every rank's JSON value, in rank order; nothing is pickled. Two collectives: lengths, then contents."""
     not_capturable("an exchange of facts among ranks, such as what shapes from_local was given")
-    return [json.loads(data) for data in gather_with(exchange_messages, json.dumps(value).encode(), ranks)]
+    return gather_json_with(exchange_messages, value, ranks)
 
 
 def gather_if_different(what: str, value: T, ranks: Ranks) -> list[T] | None:
@@ -30,14 +28,10 @@ def gather_if_different(what: str, value: T, ranks: Ranks) -> list[T] | None:
     Args:
         what: the values are about, for the errors of graph capture.
     """
-    count = len(ranks)
-    if count == 1:
+    if len(ranks) == 1:
         return None
     not_capturable(f"a comparison of {what} among ranks")
-    digest = stable_digest(_text(value))
-    ones = [1] * count
-    digests = exchange_messages(torch.tensor([digest] * count, device="cpu"), ones, ones, ranks).tolist()
-    return None if len(set(digests)) == 1 else gather_json(value, ranks)
+    return gather_unless_equal(value, ranks, exchange_messages, stable_digest(_text(value)))
 
 
 def agree(what: str, value: object, ranks: Ranks, fix: str) -> None:

@@ -125,7 +125,7 @@ def _explained(store: FailureStore, world_size: int, timeout_seconds: float, cau
     report = _report(missing, world_size, timeout_seconds, cause)
     if missing:
         report = bounded(lambda: store.publish_root(report)) or report
-    return _error(report)
+    return _did_not_join(report)
 
 
 def _report(missing: Sequence[int], world_size: int, timeout_seconds: float, cause: str) -> FailureReport:
@@ -134,12 +134,8 @@ def _report(missing: Sequence[int], world_size: int, timeout_seconds: float, cau
     return FailureReport(missing[0] if missing else None, text, fix=DID_NOT_JOIN)
 
 
-def _error(report: FailureReport) -> RemoteRankError:
+def _did_not_join(report: FailureReport) -> RemoteRankError:
     return RemoteRankError(f"{report}\n  Fix: {report.fix}", report.rank)
-
-
-def _did_not_join(missing: Sequence[int], world_size: int, timeout_seconds: float, cause: str) -> RemoteRankError:
-    return _error(_report(missing, world_size, timeout_seconds, cause))
 
 
 def _locked(path: str, timeout_seconds: float) -> RemoteRankError:
@@ -194,7 +190,7 @@ def _name_and_timeouts(store: Store, rank: int, world_size: int, timeout_seconds
         answers = [f"{mine}/{other}" for other in range(1, world_size)]
         if not _has(store, answers, timeout_seconds):
             missing = [other for other, key in enumerate(answers, 1) if not store.check([key])]
-            raise _did_not_join(missing, world_size, timeout_seconds, NO_ANSWER)
+            raise _did_not_join(_report(missing, world_size, timeout_seconds, NO_ANSWER))
         others = [json.loads(store.get(key)) for key in answers]
         timeouts = [timeout_seconds, *(other["timeout"] for other in others)]
         for other in others:
@@ -210,7 +206,7 @@ def _name_and_timeouts(store: Store, rank: int, world_size: int, timeout_seconds
             return name, json.loads(store.get(f"{name}/{mine}"))
         time.sleep(pause)
         pause = min(2 * pause, RECHECK_SECONDS)
-    raise _did_not_join([0], world_size, timeout_seconds, NO_ANSWER)
+    raise _did_not_join(_report([0], world_size, timeout_seconds, NO_ANSWER))
 
 
 def _has(store: Store, keys: Sequence[str], timeout_seconds: float) -> bool:
@@ -236,7 +232,7 @@ def wait_until_all_are_connected(store: Store, rank: int, world_size: int, timeo
             store.set(f"{key}/all", "")
         if waits and not _has(store, [f"{key}/all"], timeout_seconds):
             missing = [other for other in range(world_size) if not store.check([f"{key}/{other}"])]
-            raise _did_not_join(missing or range(world_size), world_size, timeout_seconds, NOT_CONNECTED)
+            raise _did_not_join(_report(missing or range(world_size), world_size, timeout_seconds, NOT_CONNECTED))
 
     meet("connected", True)
     meet("found_all", rank == 0)  # which may have the server that the others still ask

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -70,7 +70,7 @@ describe(Mesh, Kind("a Mesh", lambda value: isinstance(value, Mesh), _MESH, Mesh
 describe(DeviceMesh, Kind("torch's DeviceMesh", lambda value: isinstance(value, DeviceMesh), _MESH, MeshError))
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _fits(mesh: Mesh, world: int) -> bool:
     """Whether the world has the ranks of `mesh`.
 

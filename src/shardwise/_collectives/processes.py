@@ -5,8 +5,7 @@ import os
 import warnings
 from array import array
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from time import monotonic, sleep
@@ -33,11 +32,15 @@ from torch._C._distributed_c10d import (
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise._collectives.call_log import CallLog, Difference
+from shardwise._collectives.checks.calls import NUM_COUNTS, SEND_COUNTS, CallLog
+from shardwise._collectives.checks.fingerprints import switch_fingerprints
+from shardwise._collectives.checks.ledger import Ledger
+from shardwise._collectives.checks.other_hosts import StoredNotes, are_due, exchange_ledgers
+from shardwise._collectives.checks.shared_memory import SharedMemory
+from shardwise._collectives.checks.values import Note, different_values_text
 from shardwise._collectives.collective_call import (
     Collective,
     DescribedCall,
-    PendingCollective,
     Ranks,
     Wait,
     describing,
@@ -53,15 +56,12 @@ from shardwise._collectives.failures.reports import (
     store_of_world,
 )
 from shardwise._collectives.failures.store import DifferentCalls, FailureReport, remote_error
-from shardwise._collectives.remote_records import RemoteRecords, StoredNotes, are_due
-from shardwise._collectives.shared_records import SharedRecords, add_peers
-from shardwise._collectives.started import OpenWorks, StartedCollective, start_pairwise, unequal
+from shardwise._collectives.started import OpenWorks, StartedCollective, start_pairwise
 from shardwise._collectives.threads import ThreadGuard
-from shardwise._collectives.transport import draw_from_torch, exchange_of, reduce_stack
-from shardwise._collectives.value_notes import Note, ValueNotes, different_values_text, fix_of
+from shardwise._collectives.transport import exchange_of, reduce_stack
 from shardwise._layout import Mesh, Owner
-from shardwise._trace.user_stack import call_site, format_call_sites
-from shardwise.errors import MeshError, ShardwiseError
+from shardwise._trace.user_stack import call_site
+from shardwise.errors import MeshError
 
 T = TypeVar("T")
 
@@ -79,7 +79,7 @@ _SUPPORTED = (torch.float32, torch.float64, torch.int32, torch.int64, torch.floa
 _OF_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 KEPT_KEY = "shardwise/is_kept"  # of the store that torchrun keeps when it restarts ranks
-ABSURD_BYTES = 1 << 44
+MANY_ELEMENTS = 1 << 36  # of one message; more may be absurd
 JOIN_SECONDS = 60.0  # that ranks of a group may have between their first calls
 
 
@@ -106,18 +106,16 @@ class TorchTransport:
     """
 
     def __init__(self) -> None:
-        self.calls: dict[Ranks, int] = {}
-        self.logs: dict[Ranks, CallLog] = {}
-        self.notes = ValueNotes()
-        self.threads = ThreadGuard()
-        self.fingerprints: ExitStack | None = None
+        self.ledger = Ledger(-1)
+        self.threads = ThreadGuard(self.ledger)
         self.groups: dict[Ranks, dist.ProcessGroup] = {}
         self.device_meshes: dict[Mesh, DeviceMesh] = {}
         self.mesh_values: dict[int, Mesh] = {}
         self.monitor = FailureMonitor()
         self.monitor.describe = self._describe_call
-        self._records: SharedRecords | None = None
+        self._memory: SharedMemory | None = None
         self._stored: StoredNotes | None = None
+        self._num_notes = 0  # of this rank, when it last compared those of all groups
         self.open_works = OpenWorks()
         self._hooks: ExitHooks | None = None
         self.world: Callable[[], dist.ProcessGroup | None] = _no_world
@@ -137,15 +135,15 @@ class TorchTransport:
         self.owner = Owner(self.rank, self.world_size)
         self.world = ref(world)  # last: other threads may look
         self._hooks = ExitHooks(self._release_at_exit)
-        if self.world_size > 1:
-            self.notes.watch_after(0)
+        self.ledger.rank = self.rank
+        self.ledger.switch_numbers(self.ledger.numbers)
         store, launcher = store_of_world(), launcher_of_this_process()
         if store is not None and self.world_size > 1:
-            self._records = SharedRecords(self.rank, self.world_size)
+            self._memory = SharedMemory(self.rank, self.world_size)
             with suppress(Exception):  # without a store that works, errors only have less detail
                 if store.process(self.rank) is None:  # else it may have notes of an earlier world
                     self._stored = StoredNotes()
-                store.register(self._records.path)
+                store.register(self._memory.path)
         if store is not None and (self.world_size > 1 or launcher is not None):
             self.monitor.start(store_of_world, launcher)
         warn_of_failing_restarts()
@@ -170,70 +168,62 @@ class TorchTransport:
         self._hooks = None
         self.world = _no_world
         self.owner.forget()  # tensors of this world are refused from now on
-        self.threads = ThreadGuard()
-        if self._records is not None:
-            self._records.close()
-        self._records = self._stored = None
-        for kept in (self.calls, self.logs, self.groups, self.device_meshes, self.mesh_values, self.timeouts):
+        if self._memory is not None:
+            self._memory.close()
+        self._memory = self._stored = None
+        self._num_notes = 0
+        for kept in (self.groups, self.device_meshes, self.mesh_values, self.timeouts):
             kept.clear()
-        if self.fingerprints is not None:
-            self.fingerprints.close()
-            self.fingerprints = None
-        self.notes.stop()
-        self.notes = ValueNotes(self.notes.on, self.notes.numbers)
+        switch_fingerprints(self.ledger, False)
+        numbers = self.ledger.numbers
+        self.ledger.switch_numbers(False)
+        self.ledger = Ledger(-1, self.ledger.values, numbers)
+        self.threads = ThreadGuard(self.ledger)
 
     def compare_calls(self, log: CallLog, record: "array[int]") -> None:
         if self.monitor.root is not None:  # ranks have made different numbers of collectives, which would be mixed up
-            raise remote_error(self.monitor.root, self.rank, _pending(log))
-        records = self._records
-        if records is None:
+            raise remote_error(self.monitor.root, self.rank, log.pending())
+        memory, ledger = self._memory, self.ledger
+        if memory is None:
             return
-        agree = records.write(log, record)
-        if log not in records.complete:
-            self._find_peers(log, records)
-        if not agree:
-            self._raise_difference(log, records)
-        if records.elsewhere and are_due(log) and not records.elsewhere.isdisjoint(log.ranks):
-            self._raise_difference(log, RemoteRecords(log, self._exchange_records))
-        for other in self.logs.values():
-            if other is not log and other.has_open_notes:
-                values = records.different_values(other)
-                if values is None and self._stored is not None and not self.monitor.failed:
-                    values = self._stored.different_values(other, records.elsewhere)
-                if values is not None:
-                    raise self._explained(values, log)
+        if log not in memory.complete:
+            self._find_peers(log, memory)
+        difference = memory.compare(log, record)
+        if record[NUM_COUNTS] and not 0 <= min(record[SEND_COUNTS:]) <= max(record[SEND_COUNTS:]) < MANY_ELEMENTS:
+            difference = difference or log.absurd_length()
+        if difference is not None or memory.has_new_notes or ledger.num_notes != self._num_notes:
+            # After calls: the notes before a call that was seen are there, and may be why it differs.
+            memory.read_notes(ledger)
+            self._num_notes = ledger.num_notes
+            self._raise_difference(log, difference)
+        if memory.elsewhere and are_due(log) and not memory.elsewhere.isdisjoint(log.ranks):
+            self._raise_difference(log, exchange_ledgers(ledger, log, self._exchange_records))
+        if memory.elsewhere and self._stored is not None and not self.monitor.failed:
+            self._stored.exchange(ledger, log, memory.elsewhere)
+            self._raise_difference(log, None)
 
     def _exchange_records(self, send: Tensor, sent: Sequence[int], expected: Sequence[int], ranks: Ranks) -> Tensor:
-        call = self.logs[ranks].latest_call().described()
+        call = self.ledger.log(ranks).pending().call
         with describing(lambda: f"comparing the ranks before {call}"):
             return exchange_of(self)(send, sent, expected, ranks)
 
-    def _raise_difference(self, log: CallLog, records: SharedRecords | RemoteRecords) -> None:
-        difference = records.first_difference(log) or _absurd_length(log)
-        # Looked for second, as the notes before a call that was seen are there; they may be why calls are different.
-        values = records.different_values(log)
-        if difference is None and values is None:
-            return
+    def _raise_difference(self, log: CallLog, difference: DifferentCalls | None) -> None:
+        values = self.ledger.different
         if values is not None:
-            raise self._explained(values, log)
-        assert difference is not None
-        different = DifferentCalls(log.ranks, difference.number, difference.why)
-        raise explain_difference(different, _pending(log), self.monitor)
+            report = FailureReport(None, different_values_text(values), fix=values.note.fix, mismatch=True)
+            raise explain_values(report, log.pending(), self.monitor)
+        if difference is not None:
+            raise explain_difference(difference, log.pending(), self.monitor)
 
-    def _explained(self, values: tuple[Note, dict[int, Sequence[int]]], log: CallLog) -> ShardwiseError:
-        """What to raise for values that differ, before the latest call of a log."""
-        text = different_values_text(values[0], {self.rank: values[0].words, **values[1]})
-        report = FailureReport(None, text, fix=fix_of(values[0]), mismatch=True)
-        return explain_values(report, _pending(log), self.monitor)
+    def share_note(self, note: Note) -> None:
+        if self._memory is not None:
+            self._memory.write_note(self.ledger.num_notes, note)
+            log = self.ledger.log(note.ranks)
+            if note.after <= 1 and log not in self._memory.complete:  # they may never call a collective
+                self._find_peers(log, self._memory)
 
-    def share_note(self, log: CallLog, note: Note) -> None:
-        if self._records is not None:
-            self._records.write_note(log, note)
-            if log.latest <= 1 and log not in self._records.complete:  # it may never call a collective
-                self._find_peers(log, self._records)
-
-    def _find_peers(self, log: CallLog, records: SharedRecords) -> None:
-        """Let `records` know those of all ranks of a group on this host, and remember whether there are others.
+    def _find_peers(self, log: CallLog, memory: SharedMemory) -> None:
+        """Let `memory` have those of all ranks of a group on this host, and remember whether there are others.
 
         A rank waits for that before its second call, or it might not compare its calls where others do.
         """
@@ -242,34 +232,26 @@ class TorchTransport:
         began, timeout = monotonic(), self.timeout(log.ranks)
         # After one call all ranks of a group have joined the world, or soon will.
         until = began + (0 if log.latest <= 1 else timeout or JOIN_SECONDS)
-        while add_peers(store, log.ranks, records) and not self.monitor.failed:
-            if all(map(records.knows, log.ranks)):
-                records.complete.add(log)
+        while memory.add_peers(store, log) and not self.monitor.failed:
+            if log in memory.complete:
                 return
             if monotonic() >= until:
                 if log.latest <= 1 or timeout is None:
                     return
                 error = TimeoutError("Some ranks have not joined, or the store does not answer.")
-                raise explain(error, _pending(log), monotonic() - began, self.monitor)
+                raise explain(error, log.pending(), monotonic() - began, self.monitor)
             sleep(POLL_SECONDS)
 
     def _describe_call(self, ranks: Ranks, number: int) -> DescribedCall | None:
-        log = self.logs.get(ranks)
-        call = None if log is None else log.call(number)
-        if call is None:
-            return None
-        where = format_call_sites([site.frame for site in call.sites], 1) if call.sites else ""
-        return {"call": asdict(call.described()), "where": where}
+        return self.ledger.log(ranks).described(number) if ranks in self.ledger.logs else None
 
     def start(self, collective: Collective) -> Wait:
         kind, x, ranks, shape, sent, received, reduce_op, root, allocate, _ = collective
-        count, own, number = len(ranks), ranks.index(self.rank), self.calls.get(ranks, 0)
+        count, own = len(ranks), ranks.index(self.rank)
         group = self.world() if ranks == self._everyone else self.group(ranks)
         match kind:
             case "all_to_all" | "comparison":
-                if sent[own] != received[own]:
-                    pending = PendingCollective(collective.described(), number, ranks)
-                    raise unequal(self.rank, self.rank, sent[own], received[own], pending)
+                pass
             case _ if group is not None and _is_of_torch(collective):
                 return self._start_native(collective, group)
             case "all_reduce":
@@ -286,6 +268,7 @@ class TorchTransport:
         begin: Callable[[], dist.Work | Sequence[dist.Work]]
         if group is None:
             parts = wire.split(list(sent)) if sent else [wire] * count  # without counts every rank is sent all
+            number = self.ledger.logs[ranks].latest
             begin = partial(start_pairwise, wire_out, parts, received, ranks, self.rank, number)
         else:
             if not sent:
@@ -330,9 +313,6 @@ class TorchTransport:
             return lambda: torch.narrow_copy(wait(), 0, 0, shape[own])
         return wait
 
-    def draw_seed(self) -> int:
-        return draw_from_torch()
-
     def register_group(self, group: dist.ProcessGroup) -> None:
         """Use a process group of torch for the collectives of its ranks, unless one is known."""
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -359,22 +339,6 @@ class TorchTransport:
         """
         found = timeout_of(self.group(ranks), "cpu")
         return None if found is None else found.total_seconds()
-
-
-def _pending(log: CallLog) -> PendingCollective:
-    """The call that this rank is about to make."""
-    return PendingCollective(log.latest_call().described(), log.latest, log.ranks)
-
-
-def _absurd_length(log: CallLog) -> Difference | None:
-    """What this rank is about to receive, if no host has memory for it, such as a length that is other data."""
-    call = log.latest_call()
-    for peer, count in zip(log.ranks, call.recv_counts, strict=False):
-        if not 0 <= count * call.dtype.itemsize < ABSURD_BYTES:
-            return Difference(
-                log.latest, peer, f"no rank can receive {count} elements of {call.dtype} from rank {peer}"
-            )
-    return None
 
 
 def _as_supported(x: Tensor) -> Tensor:

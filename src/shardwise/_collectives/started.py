@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from shardwise._collectives.collective_call import Collective, PendingCollective, Ranks
+from shardwise._collectives.checks.ledger import Ledger
+from shardwise._collectives.collective_call import Collective, PendingCollective, Ranks, unequal
 from shardwise._collectives.failures.monitor import FailureMonitor
 from shardwise._collectives.failures.reports import WaitAbortedError, explain, is_invalid_call, is_of_transport
-from shardwise.errors import MismatchError
 
 SLICE_SECONDS = 0.5  # of waiting, between checks whether another rank has failed
 SHORT_SLICE_SECONDS = 0.1  # the same, when one has
@@ -111,7 +111,7 @@ class Waiting(Protocol):
     """What is needed of a transport."""
 
     rank: int
-    calls: dict[Ranks, int]
+    ledger: Ledger
     monitor: FailureMonitor
     open_works: OpenWorks
     timeouts: dict[Ranks, float | None]
@@ -139,7 +139,7 @@ class StartedCollective:
         pairwise: bool = False,
     ) -> None:
         self.here, self.collective, self.out, self.counts, self.pairwise = here, collective, out, counts, pairwise
-        self.number, self.timeout = here.calls.get(collective.ranks, 0), None
+        self.number, self.timeout = here.ledger.logs[collective.ranks].latest, None
         self.marks: Sequence[Mark] = ()
         if out.is_cpu:  # otherwise the wait is not in this thread, and the backend ends it
             if collective.ranks not in here.timeouts:
@@ -210,15 +210,6 @@ class StartedCollective:
     def _raise_explained(self, error: RuntimeError, began: float) -> None:
         if not is_invalid_call(error):
             raise explain(error, self.pending(), monotonic() - began, self.here.monitor) from None
-
-
-def unequal(source: int, target: int, sent: int | str, expected: int, pending: PendingCollective) -> MismatchError:
-    """The error about a rank that sends another number of elements than one expects."""
-    return MismatchError(
-        f"Rank {source} sends {sent} elements to rank {target}, which expects {expected}.\n"
-        f"  Rank {target} was in {pending}\n"
-        "  Fix: correct one of the two; shardwise.collectives.check_ranks() compares the calls of all ranks."
-    )
 
 
 # ---- sends and receives -----------------------------------------------------------------------------------

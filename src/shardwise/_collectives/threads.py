@@ -15,11 +15,10 @@ import threading
 from pathlib import Path
 from time import monotonic, sleep
 from types import FrameType
-from typing import Protocol
 
 import torch
 
-from shardwise._collectives.collective_call import Ranks
+from shardwise._collectives.checks.ledger import Ledger
 from shardwise._trace.user_stack import expression_of, format_call_sites, frames_of
 from shardwise.errors import ThreadError
 
@@ -42,15 +41,6 @@ _LOCK_CALL = re.compile(r"\.acquire\([^()]*\)$")
 _COMMUNICATING = tuple(str(Path(__file__).with_name(name)) for name in ("api.py", "processes.py", "started.py"))
 
 
-class Communicating(Protocol):
-    """What is needed of a transport."""
-
-    calls: dict[Ranks, int]
-
-    @property
-    def rank(self) -> int: ...
-
-
 class ThreadGuard:
     """Which thread of a rank made its last collective.
 
@@ -59,19 +49,20 @@ class ThreadGuard:
         failed: why this rank cannot communicate any more, or "".
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ledger: Ledger) -> None:
         self.ident = 0
+        self._ledger = ledger
         self.failed = ""
         self._lock = threading.Lock()  # of several threads that take over, one does
 
-    def take_over(self, here: Communicating) -> None:
+    def take_over(self) -> None:
         """Let this thread make the collectives of its rank from here on.
 
         Raises:
             ThreadError: the thread that made the last one neither waits nor has ended; or this rank raised that before.
         """
         self.check()
-        made, until, looks = sum(here.calls.values()), monotonic() + GRACE_SECONDS, 0
+        made, until, looks = self._ledger.num_calls, monotonic() + GRACE_SECONDS, 0
         while True:
             with self._lock:
                 self.check()
@@ -80,9 +71,9 @@ class ThreadGuard:
                 if frame is None or ((_waits(frame) or looks == LOOKS) and not _communicates(frame)):
                     self.ident = threading.get_ident()
                     return
-            if sum(here.calls.values()) != made or _communicates(frame) or monotonic() > until:
+            if self._ledger.num_calls != made or _communicates(frame) or monotonic() > until:
                 self.fail(
-                    f"Two threads of rank {here.rank} communicate in no order:"
+                    f"Two threads of rank {self._ledger.rank} communicate in no order:"
                     f"\n  {_name(threading.get_ident())}{format_call_sites(list(frames_of(sys._getframe())))}"
                     f"\n  {_name(self.ident)}{format_call_sites(list(frames_of(frame)))}"
                     f"\n  Ranks would pair their collectives differently. Fix: communicate in one thread, such as "

@@ -5,22 +5,24 @@ A process that a rank starts with `multiprocessing`, such as a worker of a DataL
 to each process. Without them it would take itself for the only rank and, for example, read the examples of all ranks.
 """
 
+import json
 from array import array
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from itertools import accumulate
 from multiprocessing.process import current_process
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from shardwise._collectives.call_log import CallLog
+from shardwise._collectives.checks.calls import CallLog
+from shardwise._collectives.checks.ledger import Ledger
+from shardwise._collectives.checks.values import Note
 from shardwise._collectives.collective_call import Collective, Ranks, Wait
 from shardwise._collectives.threads import ThreadGuard
-from shardwise._collectives.value_notes import Note, ValueNotes
 from shardwise._layout import Owner
 
+T = TypeVar("T")
 Exchange = Callable[[Tensor, Sequence[int], Sequence[int], Ranks], Tensor]  # an all-to-all of tensors on the CPU
 RankAndSize = tuple[int, int]
 
@@ -35,11 +37,8 @@ class Transport(Protocol):
     """How ranks communicate.
 
     Attributes:
-        calls: collectives made so far, by group; the caller of the transport counts them.
-        logs: what was called in the last of them, by group.
-        notes: of values that other ranks should have too.
-        threads: which thread of the rank made the last one.
-        fingerprints: to close when the calls are compared in full no longer; None while they are not.
+        ledger: what the rank called and noted; the caller of the transport adds to it.
+        threads: which thread of the rank made the last collective.
         owner: the identity of this rank in this world, for the layouts of its tensors.
 
     Raises:
@@ -47,11 +46,8 @@ class Transport(Protocol):
         MismatchError: the ranks make different calls, as far as the transport can see that.
     """
 
-    calls: dict[Ranks, int]
-    logs: dict[Ranks, CallLog]
-    notes: ValueNotes
+    ledger: Ledger
     threads: ThreadGuard
-    fingerprints: ExitStack | None
 
     @property
     def owner(self) -> Owner: ...
@@ -70,16 +66,12 @@ class Transport(Protocol):
         """Raise a MismatchError if ranks are known to disagree with the call that this rank is about to make."""
         ...
 
-    def share_note(self, log: CallLog, note: Note) -> None:
-        """Let the other ranks of a group compare a note with theirs in their next collective."""
+    def share_note(self, note: Note) -> None:
+        """Let the other ranks compare the latest note with theirs in their next collective."""
         ...
 
     def start(self, collective: Collective) -> Wait:
         """Start a collective of several ranks, of which this is one."""
-        ...
-
-    def draw_seed(self) -> int:
-        """A number from torch's CPU generator, drawn once a call and equal on all ranks with the same seed."""
         ...
 
 
@@ -88,11 +80,8 @@ class SingleRankTransport:
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        self.calls: dict[Ranks, int] = {}
-        self.logs: dict[Ranks, CallLog] = {}
-        self.notes = ValueNotes(on=world_size == 1)
-        self.threads = ThreadGuard()
-        self.fingerprints: ExitStack | None = None
+        self.ledger = Ledger(rank, values=world_size == 1)
+        self.threads = ThreadGuard(self.ledger)
         self.owner = Owner(rank, world_size)
         if world_size > 1:
             self.threads.ident, self.threads.failed = -1, CANNOT_COMMUNICATE
@@ -104,9 +93,6 @@ class SingleRankTransport:
         raise AssertionError("one rank has nobody to communicate with")
 
     compare_calls = share_note = start = _refuse
-
-    def draw_seed(self) -> int:
-        return draw_from_torch()
 
 
 class _OfStartingThread:
@@ -161,7 +147,7 @@ def exchange_of(here: Transport) -> Exchange:
     return exchange
 
 
-def gather_with(exchange: Exchange, data: bytes, ranks: Ranks) -> list[bytes]:
+def _gather(exchange: Exchange, data: bytes, ranks: Ranks) -> list[bytes]:
     """Every rank's `data`, in rank order. Two collectives: lengths, then contents."""
     count = len(ranks)
     lengths = exchange(torch.tensor([len(data)] * count, device="cpu"), [1] * count, [1] * count, ranks).tolist()
@@ -172,6 +158,21 @@ def gather_with(exchange: Exchange, data: bytes, ranks: Ranks) -> list[bytes]:
     )
     received = exchange(buffer, [len(data)] * count, lengths, ranks).numpy().tobytes()
     return [received[stop - length : stop] for length, stop in zip(lengths, accumulate(lengths), strict=True)]
+
+
+def gather_json_with(exchange: Exchange, value: T, ranks: Ranks) -> list[T]:
+    """Every rank's JSON value, in rank order; nothing is pickled."""
+    return [json.loads(data) for data in _gather(exchange, json.dumps(value).encode(), ranks)]
+
+
+def gather_unless_equal(value: T, ranks: Ranks, exchange: Exchange, digest: int) -> list[T] | None:
+    """Every rank's JSON value, in rank order; None if all ranks have the same digest.
+
+    Costs one small collective of digests; the values are sent only if those differ.
+    """
+    ones = [1] * len(ranks)
+    digests = exchange(torch.tensor([digest] * len(ranks), device="cpu"), ones, ones, ranks)
+    return None if bool((digests == digest).all()) else gather_json_with(exchange, value, ranks)
 
 
 def reduce_stack(stack: Tensor, reduce_op: str) -> Tensor:
@@ -186,24 +187,3 @@ def reduce_stack(stack: Tensor, reduce_op: str) -> Tensor:
         case "product":
             return stack.prod(0, dtype=stack.dtype)
     raise AssertionError(f"unknown reduction {reduce_op}")
-
-
-def log_of(here: Transport, ranks: Ranks) -> CallLog:
-    """The log of a group, which is made if there is none."""
-    log = here.logs.get(ranks)
-    if log is None:
-        log = here.logs[ranks] = CallLog(ranks, here.rank)
-        for note in here.notes.early(ranks):
-            here.share_note(log, log.add_note(note))
-    return log
-
-
-def share(here: Transport, note: Note | None) -> None:
-    """Let the other ranks compare a note with theirs."""
-    if note is None:
-        return
-    log_of(here, note.ranks)  # which may never call a collective
-    here.notes.keep(note)
-    for group, log in here.logs.items():
-        if set(group) <= set(note.ranks):
-            here.share_note(log, log.add_note(note))

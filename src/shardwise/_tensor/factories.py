@@ -48,7 +48,7 @@ def _made(
 
 
 def _note(mesh: Mesh, **given: complex | tuple[int, ...]) -> None:
-    if collectives.watches_numbers():
+    if collectives.notes_numbers():
         expect_equal_numbers(dict(numbers_of(given)), mesh, "a factory")
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import _collectives as collectives
-from shardwise._collectives.value_notes import stable_digest
+from shardwise._collectives import stable_digest
 from shardwise._tensor import DTensor
 from shardwise._tensor.handlers.attributes import replace_value
 from shardwise.embedding.configs import EmbeddingConfig

@@ -3,16 +3,16 @@
 import sys
 from array import array
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise._collectives import Allocate, Collective, Ranks, Wait, draw_from_torch
-from shardwise._collectives.call_log import CallLog
+from shardwise._collectives import Allocate, Collective, Ranks, Wait
+from shardwise._collectives.checks.calls import CallLog
+from shardwise._collectives.checks.ledger import Ledger
+from shardwise._collectives.checks.values import Note
 from shardwise._collectives.threads import ThreadGuard
-from shardwise._collectives.value_notes import Note, ValueNotes
 from shardwise._layout import Owner
 from shardwise._trace.user_stack import StackFrame, is_user_file
 from shardwise.simulation.result import Recorded
@@ -30,11 +30,8 @@ class OneRank:
         self._rank, self.world_size = rank, world_size
         self.rank_reads: dict[StackFrame, None] = {}  # where the program calls `rank()`
         self.owner = Owner(rank, world_size)
-        self.calls: dict[Ranks, int] = {}
-        self.logs: dict[Ranks, CallLog] = {}
-        self.notes = ValueNotes(on=False)
-        self.threads = ThreadGuard()
-        self.fingerprints: ExitStack | None = None
+        self.ledger = Ledger(rank, values=False)
+        self.threads = ThreadGuard(self.ledger)
         self.recorded = recorded
 
     @property
@@ -50,7 +47,7 @@ class OneRank:
     def compare_calls(self, log: CallLog, record: "array[int]") -> None:
         """Other ranks make the same calls."""
 
-    def share_note(self, log: CallLog, note: Note) -> None:
+    def share_note(self, note: Note) -> None:
         """Other ranks have the same values."""
 
     def start(self, collective: Collective) -> Wait:
@@ -77,9 +74,6 @@ class OneRank:
 
     def _receive(self, collective: Collective, elements: int) -> None:
         self.recorded.received(collective.ranks, elements * collective.tensor.element_size())
-
-    def draw_seed(self) -> int:
-        return draw_from_torch()
 
 
 def _start_all_gather(x: Tensor, counts: Sequence[int], empty: Allocate) -> Wait:

@@ -11,7 +11,6 @@ import threading
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from time import monotonic
 from typing import Any, TypeVar
@@ -20,8 +19,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardwise._collectives import Collective, Ranks, Wait, draw_from_torch, reduce_stack, using
-from shardwise._collectives.call_log import CallLog
+from shardwise._collectives import Collective, Ranks, Wait, reduce_stack, using
+from shardwise._collectives.checks.calls import CallLog
+from shardwise._collectives.checks.ledger import Ledger
+from shardwise._collectives.checks.values import KEY, DifferentValues, Note, different_values_text
 from shardwise._collectives.collective_call import (
     SAME_CALLS,
     CollectiveCall,
@@ -31,7 +32,6 @@ from shardwise._collectives.collective_call import (
 )
 from shardwise._collectives.failures.store import FailureReport, remote_error, report_of
 from shardwise._collectives.threads import ThreadGuard
-from shardwise._collectives.value_notes import Note, ValueNotes, different_values_text, fix_of
 from shardwise._layout import Owner
 from shardwise._trace.user_stack import StackFrame, format_call_sites, format_running, frames_of
 from shardwise.errors import MismatchError, RemoteRankError, ShardwiseError, ThreadError, summary
@@ -68,12 +68,9 @@ class _Rank:
         self.simulation = simulation
         self.turn = threading.Lock()
         self.turn.acquire()
-        self.threads = ThreadGuard()
-        self.fingerprints: ExitStack | None = None
-        self.calls: dict[Ranks, int] = {}  # collectives so far, by group
-        self.logs: dict[Ranks, CallLog] = {}  # what was called in the last of them
-        self.notes = ValueNotes()
-        self.exchanges: dict[Ranks, int] = {}  # the same, including those of fingerprints
+        self.ledger = Ledger(rank)
+        self.threads = ThreadGuard(self.ledger)
+        self.exchanges: dict[Ranks, int] = {}  # collectives so far, including those of fingerprints
         self.pending: PendingCollective | None = None
         self.root: FailureReport | None = None  # the failure of another rank that this one raises
         self.received: Tensor | BaseException | None = None
@@ -94,16 +91,13 @@ class _Rank:
     def compare_calls(self, log: CallLog, record: "array[int]") -> None:
         """Nothing yet: calls are compared when all ranks have joined."""
 
-    def share_note(self, log: CallLog, note: Note) -> None:
-        """All ranks see it."""
+    def share_note(self, note: Note) -> None:
+        self.simulation.compare_note(self.ledger, note)
 
     def start(self, collective: Collective) -> Wait:
         """A collective that completes when it is started."""
         received = self.simulation.exchange(self, collective)
         return lambda: received
-
-    def draw_seed(self) -> int:
-        return draw_from_torch()
 
     def state(self) -> str:
         """What this rank is doing, for a report; its thread must be waiting, or running Python code."""
@@ -122,9 +116,9 @@ class _Rank:
 
     def described(self, call: CollectiveCall, ranks: Ranks) -> str:
         """A call that this rank waits in, with its purpose and its call site."""
-        log = self.logs.get(ranks)
-        known = log.call(self.calls[ranks]) if log is not None else None
-        call = replace(call, purpose=known.described().purpose) if known is not None and not call.purpose else call
+        log = self.ledger.logs[ranks]
+        if not call.purpose and (known := log.call(log.latest)) is not None:
+            call = replace(call, purpose=known.purpose)
         return f"{call}{format_call_sites(self.stack(), limit=1)}"
 
     def consequence(self, failed: "_Rank", pending: PendingCollective) -> BaseException:
@@ -147,6 +141,8 @@ class _Simulation:
         ] = {}  # by group and number in it
         self.over = threading.Event()
         self.stopped = False
+        self.first_ledgers: dict[int, Ledger] = {}  # in which a note of a key was made first
+        self.different: DifferentValues | None = None  # of those ranks
         self.identity = object()  # what the owners of its layouts remember of it
         self.ranks = [_Rank(self, rank) for rank in range(size)]
         self.ready = deque(self.ranks)
@@ -217,7 +213,7 @@ class _Simulation:
             note_values(error)
             rank.error = error
         rank.ended = True
-        rank.notes.stop()
+        rank.ledger.switch_numbers(False)
         rank.owner.forget()  # whose layouts refer to the owner
         if rank.error is not None:
             self.release_peers(rank)
@@ -260,7 +256,7 @@ class _Simulation:
         assert rank.rank in ranks, f"rank {rank.rank} calls a collective of ranks {ranks}"
         call.check(ranks)
         number = rank.exchanges[ranks] = rank.exchanges.get(ranks, 0) + 1
-        pending = PendingCollective(call, rank.calls[ranks], ranks)
+        pending = PendingCollective(call, rank.ledger.latest(ranks), ranks)
         for peer in ranks:
             if self.ranks[peer].error is not None:
                 raise rank.consequence(self.ranks[peer], pending)
@@ -283,11 +279,12 @@ class _Simulation:
         """Give every rank of an exchange its result, or the same error."""
         joined = self.open_exchanges.pop((ranks, number))
         calls = {rank: call for rank, (call, _) in joined.items()}
-        if values := self.different_values(ranks):  # which may be why the calls are different
-            error = values
+        values, self.different = self.different, None
+        if values is not None:  # which may be why the calls are different
+            error = f"{different_values_text(values)}\n  Fix: {values.note.fix}"
         elif why := mismatch(ranks, calls) or self.difference(ranks):
             lines = {rank: self.ranks[rank].described(calls[rank], ranks) for rank in ranks}
-            text = mismatch_text(ranks, self.ranks[ranks[0]].calls[ranks], why, lines)
+            text = mismatch_text(ranks, self.ranks[ranks[0]].ledger.latest(ranks), why, lines)
             error = f"{text}\n  Fix: {SAME_CALLS}."
         else:
             outcomes = results([joined[rank][1] for rank in ranks])
@@ -299,35 +296,17 @@ class _Simulation:
 
     def difference(self, ranks: Ranks) -> str | None:
         """Why the ranks disagree on the collective that all of them have joined, judged by their logs."""
-        logs = self.logs(ranks)
-        first = logs.pop(ranks[0], None)
-        for rank, log in logs.items():
-            if first and log.latest == first.latest and (found := first.difference(rank, log.record(log.latest))):
+        first, *others = [self.ranks[rank].ledger.log(ranks) for rank in ranks]
+        for rank, log in zip(ranks[1:], others, strict=True):
+            if log.latest == first.latest and (found := first.difference(rank, log.record(log.latest))):
                 return found.why
         return None
 
-    def different_values(self, ranks: Ranks) -> str | None:
-        """What is wrong with values that should be the same on these ranks, or on those of a group without calls."""
-        logs = [entry for member in ranks for entry in self.ranks[member].logs.items()]
-        groups = dict.fromkeys([ranks, *(group for group, log in logs if log.has_open_notes)])
-        return next(filter(None, map(self.different_values_of, groups)), None)
-
-    def different_values_of(self, ranks: Ranks) -> str | None:
-        logs = self.logs(ranks)
-        first = logs.pop(ranks[0], None)
-        words: dict[int, Sequence[int]] = {}
-        note: Note | None = None
-        for rank, log in logs.items():
-            if first and log.num_notes:
-                found = first.different_note(rank, log.num_notes, log.words_of_note)
-                if found and (note is None or found[0] is note):
-                    note, words[rank] = found
-        if note is None:
-            return None
-        return f"{different_values_text(note, {ranks[0]: note.words, **words})}\n  Fix: {fix_of(note)}"
-
-    def logs(self, ranks: Ranks) -> dict[int, CallLog]:
-        return {rank: log for rank in ranks if (log := self.ranks[rank].logs.get(ranks)) is not None}
+    def compare_note(self, ledger: Ledger, note: Note) -> None:
+        """Compare a note with that of the first rank that had one of this key."""
+        first = self.first_ledgers.setdefault(note.words[KEY], ledger)
+        first.read(ledger.rank, note.words)
+        self.different = self.different or first.different
 
     def give(self, rank: _Rank, result: Tensor | BaseException) -> None:
         rank.received = result

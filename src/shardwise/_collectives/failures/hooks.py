@@ -65,7 +65,7 @@ class ExitHooks:
         if error is not None and not isinstance(error, SystemExit) and os.getpid() == self._pid:
             thread = args.thread.name if args.thread else ""
             text = f"its thread {thread!r} failed: {summary(error)}, at {user_call_site(args.exc_traceback)}"
-            with_store(lambda store: store.publish_thread_error(text))
+            with_store(lambda store: store.publish("thread_error", text))
         self._before_in_threads(args)
 
     def _finish(self) -> None:

@@ -109,18 +109,18 @@ class FailureMonitor:
             self.root = store.root() or self.root
             if self.root is None:
                 return True
-            store.acknowledge()
+            store.publish("acknowledged", True)
         return False
 
     def _publish(self, store: FailureStore, main: int) -> None:
         different = store.difference()
         if different is not None:
-            store.publish_call(self.describe(different.ranks, different.number))
+            store.publish("call", self.describe(different.ranks, different.number))
         pending, stack = self.pending, list(frames_of(sys._current_frames().get(main)))
         if pending is not None:
             store.publish_pending(replace(pending(), where=format_call_sites(stack, limit=1)))
         else:
-            store.publish_running(format_running(stack))
+            store.publish("running", format_running(stack))
 
 
 def has_agent_store() -> bool:

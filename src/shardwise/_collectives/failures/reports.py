@@ -138,7 +138,7 @@ def has_failed() -> bool:
 
 def report_exit(how: str) -> None:
     """Publish that this rank exits, or leaves the world, without an error."""
-    with_store(lambda store: store.publish_exit(how))
+    with_store(lambda store: store.publish("exit", how))
 
 
 def _is_consequence(error: BaseException | None) -> bool:
@@ -224,7 +224,7 @@ def _report_from_store(store: FailureStore, pending: PendingCollective, waited_s
         lambda: store.root() or _report_on_exits(store, pending.ranks) or _report_on_different_calls(store, pending)
     )
     report = report or store.publish_root(_report_on_missing_ranks(store, pending, waited_seconds))
-    store.acknowledge()
+    store.publish("acknowledged", True)
     return report
 
 
@@ -246,7 +246,7 @@ def _report_on_exits(store: FailureStore, ranks: Ranks) -> FailureReport | None:
     for rank in ranks:
         if rank == store.rank:
             continue
-        if (how := store.text("exit", rank)) is not None:
+        if (how := store.read("exit", rank)) is not None:
             text = f"Rank {rank} {how} while others wait for it."
             return store.publish_root(FailureReport(rank, text, fix=SAME_ORDER))
         process = store.process(rank)
@@ -288,7 +288,7 @@ def explain_difference(
 
 
 def explain_values(report: FailureReport, pending: PendingCollective, monitor: FailureMonitor) -> ShardwiseError:
-    """What this rank raises, as all others do, if it has seen that ranks have different values; see `value_notes`."""
+    """What this rank raises, as all others do, if it has seen that ranks have different values."""
     monitor.root = with_store(lambda store: store.publish_root(report)) or report
     return remote_error(monitor.root, dist.get_rank(), pending)
 
@@ -299,13 +299,13 @@ def _report_on_difference(
     store = store_of_world()
     assert store is not None
     different = store.publish_difference(different)
-    store.publish_call(describe(different.ranks, different.number))
+    store.publish("call", describe(different.ranks, different.number))
     store.request_states()
     report = poll(lambda: store.root() or (True if store.have_all("call", different.ranks) else None))
     if not isinstance(report, FailureReport):
-        calls = {rank: store.call(rank) for rank in different.ranks}
+        calls = {rank: store.read("call", rank) for rank in different.ranks}
         report = store.publish_root(_report_on_known_calls(different, calls))
-    store.acknowledge()
+    store.publish("acknowledged", True)
     return report
 
 
@@ -368,11 +368,11 @@ def _go_on(store: FailureStore, missing: Sequence[int]) -> str:
 def _is_silent_elsewhere(store: FailureStore, rank: int) -> bool:
     """Whether a rank of another host did not say what it does, so that all of that host may be gone."""
     process = store.process(rank)
-    return process is not None and process.state() == "elsewhere" and store.text("running", rank) is None
+    return process is not None and process.state() == "elsewhere" and store.read("running", rank) is None
 
 
 def _state_of_missing(store: FailureStore, rank: int) -> str:
-    running, process, thread_error = store.text("running", rank), store.process(rank), store.text("thread_error", rank)
+    running, process, thread_error = store.read("running", rank), store.process(rank), store.read("thread_error", rank)
     unknown = "did not respond" if process else "ended, or has not used shardwise yet; its own output may say why"
     known = [running or unknown]
     if running is None and process is not None:

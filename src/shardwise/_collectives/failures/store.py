@@ -1,7 +1,7 @@
 """The failure store: what ranks that fail, exit or wait publish through the store of their world.
 
 All processes of a world share the store, and it outlives most of them. A rank writes to it when it joins, exits or
-fails, and notes of values for ranks of other hosts (`remote_records`). A collective that succeeds writes nothing.
+fails, and notes of values for ranks of other hosts. A collective that succeeds writes nothing.
 """
 
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
 
-from shardwise._collectives.collective_call import DescribedCall, PendingCollective, Ranks, call_from
+from shardwise._collectives.collective_call import PendingCollective, Ranks, call_from
 from shardwise._trace.user_stack import user_call_site
 from shardwise.errors import MismatchError, RemoteRankError, ShardwiseError, summary
 
@@ -88,7 +88,7 @@ class ProcessIdentity:
     """One process; its start time distinguishes it from an earlier one with the same number.
 
     Attributes:
-        records: path of the memory in which processes of the same host find its call records.
+        records: path of the memory in which processes of the same host find its ledger.
     """
 
     host: str
@@ -160,48 +160,62 @@ class FailureStore:
         self.store = store
         self.rank = rank
 
-    # ---- written by this rank ----
+    def publish(self, kind: str, value: object) -> None:
+        """Publish what this rank has to say of one kind, in JSON.
+
+        exit          how it exits, or leaves the world, without an error
+        running       the code that it runs instead of a collective
+        thread_error  of a thread, which does not end it
+        call          what it called in the collective at which ranks disagree; None if it has not yet
+        acknowledged  that it has read all it needs
+        notes/GROUP   of values, for a group
+        """
+        self.store.set(_key(kind, self.rank), json.dumps(value))
+
+    def read(self, kind: str, rank: int | None = None) -> Any:
+        """What a rank has published of a kind, or any rank; None if it has not."""
+        key = _key(kind, rank)
+        return json.loads(self.store.get(key)) if self.store.check([key]) else None
+
+    def have_all(self, kind: str, ranks: Sequence[int]) -> bool:
+        """Whether each of `ranks` has published something of this kind; one round trip."""
+        return self.store.check([_key(kind, rank) for rank in ranks])
 
     def register(self, records: str = "") -> None:
-        """Publish which process this rank is, and where its call records are."""
-        self._write("process", asdict(replace(this_process(), records=records)))
+        """Publish which process this rank is, and where its ledger is."""
+        self.publish("process", asdict(replace(this_process(), records=records)))
 
-    def publish_exit(self, how: str) -> None:
-        """Publish that this rank exits, or leaves the world, without an error."""
-        self._write("exit", how)
+    def process(self, rank: int) -> ProcessIdentity | None:
+        """The process of a rank; None if it has not registered."""
+        found = self.read("process", rank)
+        return None if found is None else ProcessIdentity(**found)
 
     def publish_pending(self, pending: PendingCollective) -> None:
         """Publish the collective that this rank waits or waited in."""
-        self._write("pending", asdict(pending))
+        self.publish("pending", asdict(pending))
 
-    def publish_running(self, where: str) -> None:
-        """Publish the code that this rank runs instead of a collective."""
-        self._write("running", where)
-
-    def publish_thread_error(self, text: str) -> None:
-        """Publish an error of a thread, which does not end this rank."""
-        self._write("thread_error", text)
-
-    def acknowledge(self) -> None:
-        """Publish that this rank has read all it needs."""
-        self._write("acknowledged", True)
+    def pending(self, rank: int) -> PendingCollective | None:
+        """The collective that a rank waits in; None if it has published none."""
+        found = self.read("pending", rank)
+        if found is None:
+            return None
+        return PendingCollective(call_from(found["call"]), found["number"], tuple(found["ranks"]), found["where"])
 
     def request_states(self) -> None:
         """Ask all ranks to publish their state; their monitors do."""
         self.store.set(_key("states_requested"), "true")
+
+    def are_states_requested(self) -> bool:
+        return self.store.check([_key("states_requested")])
 
     def publish_difference(self, difference: DifferentCalls) -> DifferentCalls:
         """Publish that ranks disagree, unless another rank has; return what is published."""
         found = self.store.compare_set(_key("difference"), "", json.dumps(asdict(difference)))
         return different_calls(json.loads(found))
 
-    def publish_call(self, call: DescribedCall | None) -> None:
-        """Publish what this rank called in the collective at which ranks disagree; None if it has not yet."""
-        self._write("call", call)
-
-    def publish_notes(self, group: int, notes: object) -> None:
-        """Publish the values that this rank has noted for a group, in JSON."""
-        self._write(f"notes/{group}", notes)
+    def difference(self) -> DifferentCalls | None:
+        found = self.read("difference")
+        return None if found is None else different_calls(found)
 
     def publish_root(self, report: FailureReport) -> FailureReport:
         """Publish the root of all failures unless there is one already; return the one that is published."""
@@ -209,53 +223,10 @@ class FailureStore:
         self.request_states()
         return FailureReport(**json.loads(found))
 
-    # ---- read ----
-
     def root(self) -> FailureReport | None:
         """The first failure of this world, of which others may be consequences."""
-        found = self._read(_key("root"))
+        found = self.read("root")
         return None if found is None else FailureReport(**found)
-
-    def are_states_requested(self) -> bool:
-        return self.store.check([_key("states_requested")])
-
-    def difference(self) -> DifferentCalls | None:
-        found = self._read(_key("difference"))
-        return None if found is None else different_calls(found)
-
-    def call(self, rank: int) -> DescribedCall | None:
-        """What a rank published by `publish_call`."""
-        found: DescribedCall | None = self._read(_key("call", rank))
-        return found
-
-    def process(self, rank: int) -> ProcessIdentity | None:
-        found = self._read(_key("process", rank))
-        return None if found is None else ProcessIdentity(**found)
-
-    def notes(self, group: int, rank: int) -> Any:
-        """What a rank published by `publish_notes`; None if it has not."""
-        return self._read(_key(f"notes/{group}", rank))
-
-    def text(self, kind: str, rank: int) -> str | None:
-        """What a rank published as its "exit", "running" or "thread_error"."""
-        found: str | None = self._read(_key(kind, rank))
-        return found
-
-    def pending(self, rank: int) -> PendingCollective | None:
-        found = self._read(_key("pending", rank))
-        if found is None:
-            return None
-        return PendingCollective(call_from(found["call"]), found["number"], tuple(found["ranks"]), found["where"])
-
-    def have_all(self, kind: str, ranks: Sequence[int]) -> bool:
-        """Whether each of `ranks` has published its "pending" or "acknowledged"; one round trip."""
-        return self.store.check([_key(kind, rank) for rank in ranks])
-
-    def _write(self, kind: str, value: object) -> None:
-        self.store.set(_key(kind, self.rank), json.dumps(value))
-
-    def _read(self, key: str) -> Any:
-        return json.loads(self.store.get(key)) if self.store.check([key]) else None
 
 
 def _key(kind: str, rank: int | None = None) -> str:

@@ -1,6 +1,6 @@
 """What sees every call of a torch function with a DTensor: hooks of tools, and records of the numbers that are passed.
 
-    x[rank()]    # rank 0 selects row 0, rank 1 row 1: an error at the next collective if a rank watches
+    x[rank()]    # rank 0 selects row 0, rank 1 row 1: an error at the next collective if ranks note numbers
 
 While there are neither, calls go to `dispatcher.dispatch` directly.
 """
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from shardwise import _collectives as collectives
-from shardwise._collectives.value_notes import stable_digest
 from shardwise._layout import Mesh
 from shardwise._rules.row import Args, Handler, Kwargs, Op
 from shardwise._tensor.dispatch import dispatcher
@@ -53,21 +52,21 @@ def are_installed() -> bool:
     return _state.hooked
 
 
-def _choose_dispatcher(watching: bool | None = None) -> None:
-    if watching is not None:
-        _state.watching = watching
+def _choose_dispatcher(noting: bool | None = None) -> None:
+    if noting is not None:
+        _state.noting = noting
     _state.hooked = any(_hooks.values())
     proceed = _call_hooks if _state.hooked else dispatcher.dispatch
-    set_dispatcher(partial(record_numbers, proceed) if _state.watching else proceed)
+    set_dispatcher(partial(record_numbers, proceed) if _state.noting else proceed)
 
 
 class _State:
     hooked = False  # whether a rank of this process has a hook installed
-    watching = False  # whether a rank of this process watches
+    noting = False  # whether a rank of this process notes numbers
 
 
 _state = _State()
-collectives.when_watching(_choose_dispatcher)
+collectives.when_noting_numbers(_choose_dispatcher)
 _conditions: list[Callable[[Iterable[Any]], bool]] = []
 
 
@@ -125,7 +124,9 @@ def expect_equal_options(kind: type, options: Mapping[str, object], group: int, 
     """Record the numbers among the options of a step of an optimizer of class `kind`, and the class."""
 
     def numbers() -> dict[str, complex]:
-        digest = stable_digest(kind.__name__) % 1_000_000 / 1e6  # large values would hide small differences of others
+        digest = (
+            collectives.stable_digest(kind.__name__) % 1_000_000 / 1e6
+        )  # large values would hide small differences of others
         return {"a digest of its class": digest, **dict(numbers_of(options))}
 
     collectives.expect_equal_options(numbers, group, ranks, f"{kind.__name__}.step() of parameter group {group}")

@@ -19,13 +19,16 @@ from shardwise._layout import Mesh
 from shardwise._trace.capture_hooks import allow_in_graph, not_capturable
 from shardwise.errors import MismatchError
 
-CHECK_EVERY = 64  # draws: ranks that draw different numbers find out after at most as many
-
 Ranks = tuple[int, ...]
+FIX = (
+    "call torch.manual_seed with the same number on every rank, and let every rank draw alike from torch's "
+    "default generator afterwards: give numbers of one rank's own a torch.Generator of their own, or draw "
+    "them inside torch.random.fork_rng()."
+)
 
 
 @dataclass
-class _Ledger:
+class _Drawn:
     """What this rank has drawn with the others of a group."""
 
     draws: int = 0
@@ -33,8 +36,8 @@ class _Ledger:
     generators: "WeakSet[torch.Generator]" = field(default_factory=WeakSet)
 
 
-class _Ledgers(dict[Ranks, _Ledger]):
-    """Those of a rank, by group."""
+class _DrawnByGroup(dict[Ranks, _Drawn]):
+    """What a rank has drawn, by group."""
 
 
 @allow_in_graph
@@ -43,39 +46,28 @@ def draw_seed(mesh: Mesh, generator: torch.Generator | None = None) -> int:
 
     The ranks compare digests of what they have drawn at draws 1, 2, 4, … 64, at every 64th from then on, and when they
     first draw from a `generator`. All count the same draws, so they agree on when to compare without communication.
+    A draw communicates nothing else, so this is not left to their ledgers, which are read before a collective.
 
     Raises:
         MismatchError: the ranks' generators differ, or differed at a draw since the last comparison.
     """
-    seed = collectives.draw_from_torch(generator) if generator is not None else collectives.transport().draw_seed()
-    ranks = _members(mesh)
+    seed, ranks = collectives.draw_from_torch(generator), _members(mesh)
     if len(ranks) == 1 or collectives.rank() not in ranks:
         return seed
-    ledger = collectives.owner().state(_Ledgers).setdefault(ranks, _Ledger())
-    ledger.draws += 1
-    ledger.digest = (ledger.digest * 0x5851F42D4C957F2D + seed) & ((1 << 62) - 1)
-    due = ledger.draws % CHECK_EVERY == 0 or (ledger.draws < CHECK_EVERY and ledger.draws.bit_count() == 1)
-    if generator is not None and generator not in ledger.generators:
-        ledger.generators.add(generator)
-        due = True
-    if due:
-        _compare(ledger, ranks)
+    groups = collectives.owner().state(_DrawnByGroup)
+    drawn = groups.setdefault(ranks, _Drawn())
+    drawn.draws += 1
+    drawn.digest = collectives.rolling(drawn.digest, [seed])
+    is_new = generator is not None and generator not in drawn.generators
+    if generator is not None:
+        drawn.generators.add(generator)
+    if is_new or collectives.is_sampled(drawn.draws):
+        try:
+            collectives.agree("the random seed", drawn.digest, ranks, FIX)
+        except MismatchError:
+            groups.pop(ranks)  # the next draw is compared at once
+            raise
     return seed
-
-
-def _compare(ledger: _Ledger, ranks: Ranks) -> None:
-    try:
-        collectives.agree(
-            "the random seed",
-            ledger.digest,
-            ranks,
-            "call torch.manual_seed with the same number on every rank, and let every rank draw alike from torch's "
-            "default generator afterwards: give numbers of one rank's own a torch.Generator of their own, or draw "
-            "them inside torch.random.fork_rng().",
-        )
-    except MismatchError:
-        collectives.owner().state(_Ledgers).pop(ranks)  # the next draw is compared at once
-        raise
 
 
 @lru_cache(maxsize=1024)

@@ -1,0 +1,12 @@
+"""What ranks compare with each other: the calls that they make, and values that all of them should have.
+
+    ledger.log(ranks).add(Collective("all_reduce", x, ranks, x.shape))   # a call, before rank 0 sends anything
+    ledger.add(note_of(x, "mul: a plain tensor", …))                     # a value; nothing is sent
+
+Each rank has one `Ledger` in its world (`ledger.py`), of calls by group (`calls.py`) and of notes of values
+(`values.py`). Before each collective it reads the ledgers of other ranks: those of its host in memory
+(`shared_memory.py`), those of other hosts by an exchange now and then, or in the store (`other_hosts.py`).
+
+What has to be known at once is compared by a collective instead (`agree` in `consistency.py`): arguments, seeds, the
+parameters of a bucket, and all of a call inside `fingerprint` (`fingerprints.py`).
+"""

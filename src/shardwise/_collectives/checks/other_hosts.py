@@ -1,0 +1,90 @@
+"""Ledgers of ranks on other hosts, which cannot be read in memory.
+
+Before calls 2, 4, 8, … 64 of a group and before every 64th its ranks exchange a digest of all their calls so far, and
+the last calls and notes only if the digests differ, so they find at most 63 calls later that they disagree.
+
+A group that calls no collectives, such as all ranks of a `dp` x `tp` mesh with a plan for `tp` alone, stores its notes
+in the store of the world: each of the first 64, and later once a second. Each rank then reads those of one rank of
+another host: of the first of the group, or where that is on its own host, of the last that is not. Nobody waits there
+for a rank that may never come.
+"""
+
+from collections.abc import Collection
+from time import monotonic
+
+from shardwise._collectives.checks.calls import NUMBER, CallLog
+from shardwise._collectives.checks.ledger import Ledger, is_sampled
+from shardwise._collectives.checks.values import DIGEST, rolling, stable_digest
+from shardwise._collectives.collective_call import Ranks
+from shardwise._collectives.failures.reports import with_store
+from shardwise._collectives.failures.store import DifferentCalls, FailureStore
+from shardwise._collectives.transport import Exchange, gather_unless_equal
+
+STORED_AT_ONCE = 64  # notes of a rank
+EVERY_SECONDS = 1.0  # later ones
+
+_Words = list[list[int]]
+
+
+def are_due(log: CallLog) -> bool:
+    """Whether the ranks of a group compare their calls before the latest one; all count the same calls.
+
+    Not before the first, when a rank need not know yet which others are on its host.
+    """
+    return log.latest > 1 and is_sampled(log.latest)
+
+
+def exchange_ledgers(ledger: Ledger, log: CallLog, exchange: Exchange) -> DifferentCalls | None:
+    """Compare notes and calls with all ranks of a group: how their calls differ from those of this rank."""
+    notes = _notes_of(ledger, {note.ranks for note in ledger.notes.values() if set(note.ranks) >= set(log.ranks)})
+    digest = rolling(log.digest, (words[DIGEST] for words in notes))
+    sent = sorted(record.tolist() for record in log.records if record[NUMBER]), notes
+    differences = []
+    every = gather_unless_equal(sent, log.ranks, exchange, digest) or [([], [])] * len(log.ranks)
+    for rank, (records, noted) in zip(log.ranks, every, strict=True):
+        if rank != ledger.rank:
+            for words in noted:
+                ledger.read(rank, words)
+            differences += [next(filter(None, (log.difference(rank, record) for record in records)), None)]
+    return min(filter(None, differences), default=None, key=lambda different: different.number)
+
+
+class StoredNotes:
+    """What this rank has stored of its notes."""
+
+    def __init__(self) -> None:
+        self._num_notes = self._times = 0
+        self._last = monotonic()
+
+    def exchange(self, ledger: Ledger, log: CallLog, elsewhere: Collection[int]) -> None:
+        """Store the notes of groups that called no collective since, if that is due, and read those of others.
+
+        Args:
+            log: of the group that is about to call one.
+            elsewhere: ranks of other hosts.
+        """
+        now = monotonic()
+        is_due = self._times < STORED_AT_ONCE or now >= self._last + EVERY_SECONDS
+        if ledger.num_notes == self._num_notes or not is_due:
+            return
+        self._num_notes = ledger.num_notes
+        for ranks in {note.ranks for note in ledger.notes.values() if note.after == ledger.latest(note.ranks)}:
+            others = [rank for rank in ranks if rank in elsewhere]
+            if others and ranks != log.ranks:
+                self._times, self._last = self._times + 1, now
+                _exchange_in_store(ledger, ranks, others[0] if others[0] == ranks[0] else others[-1])
+
+
+def _exchange_in_store(ledger: Ledger, ranks: Ranks, peer: int) -> None:
+    kind, mine = f"notes/{stable_digest(ranks)}", _notes_of(ledger, {ranks})
+
+    def exchange(store: FailureStore) -> _Words:
+        store.publish(kind, mine)  # first: of two ranks that do this, one reads the other's
+        return store.read(kind, peer) or []
+
+    for words in with_store(exchange) or ():
+        ledger.read(peer, words)
+
+
+def _notes_of(ledger: Ledger, groups: set[Ranks]) -> _Words:
+    return [note.words.tolist() for note in ledger.notes.values() if note.ranks in groups]
