@@ -18,6 +18,7 @@ from shardwise._layout.arguments import (
     shown,
 )
 from shardwise._layout.boxes import Box, check_cover, split_by_boxes
+from shardwise._layout.dim_shards import DimShards, ShardSizes, chunk, rows_of
 from shardwise._layout.layout import Layout, contiguous_strides, dims_by_stride, sharded_last, strides_in_order
 from shardwise._layout.mesh import Mesh, entered_mesh, mesh_of, ring_elements
 from shardwise._layout.owner import LayoutKey, Owner, forget_calls, remember
@@ -40,20 +41,16 @@ from shardwise._layout.placement import (
     Placement,
     Replicate,
     Shard,
-    chunk,
     dual,
     placement_of,
 )
 from shardwise._layout.placements import (
     PLACEMENTS,
-    DimShards,
     Placements,
-    ShardSizes,
     as_placement,
     as_placements,
     axis_names,
     placements_text,
-    rows_of,
 )
 
 __all__ = [

@@ -5,6 +5,7 @@ all-to-all, broadcast. Other steps are all-to-alls of regions. A list of regions
 slice for each dim, so the steps along axes have none.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,11 +20,9 @@ from shardwise import _collectives as collectives
 from shardwise._collectives import Collective, Wait
 from shardwise._collectives.collective_call import Kind
 from shardwise._layout import Box, Layout, Partial, Placement, Replicate, Shard, split_by_boxes
-from shardwise._layout.placement import Chunks, Division, given_sizes
-from shardwise._redistribute.neighbors import sizes_along
+from shardwise._layout.dim_shards import sizes_between
 from shardwise._redistribute.steps import AllGather, Broadcast, Exchange, ReduceScatter, group_axes
 from shardwise._redistribute.transfers import Region, Schedule, pack, schedule, unpack
-from shardwise._redistribute.volume import sizes_of_ranks
 
 RANK_BYTES = 40  # of memory, of a rank of a group: sizes and positions of shards, counts
 REGION_BYTES = 450  # of memory, of a region that is sent or received
@@ -89,12 +88,16 @@ class Shards:
     """The shards of the ranks of a group: they divide one dim."""
 
     dim: int
-    division: Division  # from the first to the last along the dim; not a size for each rank
+    starts: "array[int]"  # of the shards from the first to the last along the dim; see `DimShards`
     order: tuple[int, ...] | None  # for each rank, which of them it has; None: these rise
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return sizes_between(self.starts)
 
     def numels(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The elements of each rank's shard of a tensor of this shape."""
-        width, sizes = prod(n for d, n in enumerate(shape) if d != self.dim), self.division.sizes
+        width, sizes = prod(n for d, n in enumerate(shape) if d != self.dim), self.sizes
         numel = {size: width * size for size in set(sizes)}  # few objects for many ranks
         in_order = sizes if self.order is None else map(sizes.__getitem__, self.order)
         return tuple(map(numel.__getitem__, in_order))
@@ -104,9 +107,9 @@ class Shards:
         parts: Sequence[Tensor]
         if prod(x.shape[: self.dim]) == 1:  # the shards are one after the other
             width = prod(x.shape[self.dim + 1 :])
-            parts = x.reshape(-1).split([width * n for n in self.division.sizes])
+            parts = x.reshape(-1).split([width * n for n in self.sizes])
         else:
-            parts = [part.reshape(-1) for part in x.split(self.division.sizes, self.dim)]
+            parts = [part.reshape(-1) for part in x.split(self.sizes, self.dim)]
         return list(parts) if self.order is None else [parts[position] for position in self.order]
 
     def join(self, parts: Sequence[Tensor], shape: Sequence[int], out: Tensor | None = None) -> Tensor:
@@ -120,7 +123,7 @@ class Shards:
                 return as_result(torch.cat(list(parts)), shape)
             torch.cat(list(parts), out=out.view(-1))
             return out
-        views = [part.view(*before, n, *after) for part, n in zip(parts, self.division.sizes, strict=True)]
+        views = [part.view(*before, n, *after) for part, n in zip(parts, self.sizes, strict=True)]
         return torch.cat(views, self.dim) if out is None else torch.cat(views, self.dim, out=out)
 
 
@@ -224,13 +227,14 @@ def _dim_of(layout: Layout, axes: Sequence[int], other: type[Placement]) -> int 
 
 def shards_of(layout: Layout, axes: Sequence[int], dim: int, rank: int) -> Shards:
     """The shards of `dim` along these axes through `rank`; of several axes, all ranks of the mesh."""
+    mesh, shards, here = layout.mesh, layout.dims[dim], layout.mesh.coordinate(rank)
+    assert here is not None
     if len(axes) == 1:
-        ranks, sizes = layout.mesh.axis_ranks(rank, axes[0]), sizes_along(layout, axes[0], rank)
+        ranks, starts = mesh.axis_ranks(rank, axes[0]), shards.along(axes[0], here)
     else:
-        ranks, sizes = sizes_of_ranks(layout, dim)
-    even = Chunks(sum(sizes), len(sizes))
+        ranks, starts = tuple([mesh.ranks[at] for at in mesh.places(shards.axes)]), shards.starts
     order = None if all(map(lt, ranks, ranks[1:])) else tuple(sorted(range(len(ranks)), key=ranks.__getitem__))
-    return Shards(dim, even if even.sizes == sizes else given_sizes(sizes), order)
+    return Shards(dim, starts, order)
 
 
 # ---- all-to-alls of regions ----------------------------------------------------------------------------------

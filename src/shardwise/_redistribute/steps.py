@@ -11,7 +11,8 @@ from typing import ClassVar
 from shardwise._collectives.collective_call import Kind
 from shardwise._collectives.cost_tables import Costs
 from shardwise._layout import Boxes, Layout, Mesh, OnRanks, Shard, ring_elements
-from shardwise._redistribute.neighbors import Transfer, receives, sends, sizes_along
+from shardwise._layout.dim_shards import sizes_between
+from shardwise._redistribute.neighbors import Transfer, receives, sends
 from shardwise._redistribute.volume import Volume, held, largest, moving_axes, volume
 
 
@@ -170,7 +171,10 @@ def _largest_of_group(layout: Layout, axes: tuple[int, ...], rank: int) -> int:
     placement = layout.placements[axis]
     assert isinstance(placement, Shard)
     others = prod(n for dim, n in enumerate(box.sizes) if dim != placement.dim)
-    return others * max(sizes_along(layout, axis, rank)) if layout.boxes(rank) else 0
+    here = layout.mesh.coordinate(rank)
+    return (
+        others * max(sizes_between(layout.dims[placement.dim].along(axis, here))) if here and layout.boxes(rank) else 0
+    )
 
 
 SUMMED = 1.02  # the time of an all-to-all whose full tensors are added, by that of one without

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from math import prod
 from typing import Any
 
-from shardwise._layout import Layout, Mesh, Placement, Shard, ShardSizes
+from shardwise._layout import DimShards, Layout, Mesh, Placement, Shard, ShardSizes
+from shardwise._layout.dim_shards import starts_of
 from shardwise._rules.row import NO_OPERAND, Align, IndexMap, Row
 
 
@@ -186,17 +186,10 @@ def sizes_by_axis(
     mesh: Mesh, axes: Sequence[int], order: tuple[int, ...], sizes_of_ranks: dict[int, int]
 ) -> dict[int, ShardSizes]:
     """The shard sizes, by axis, of a dim sharded by `axes`, from the size on each rank along these."""
-    axes = [axis for axis in order if axis in axes]
-    here = {tuple(at[axis] for axis in axes): n for rank, n in sizes_of_ranks.items() if (at := mesh.coordinate(rank))}
-    sizes = [n for _, n in sorted(here.items())]
-    found: dict[int, ShardSizes] = {}
-    for depth, axis in enumerate(axes):
-        width = mesh.shape[axis]
-        inner = prod(mesh.shape[a] for a in axes[depth + 1 :])
-        sums = [sum(sizes[i : i + inner]) for i in range(0, len(sizes), inner)]
-        rows = tuple(tuple(sums[i : i + width]) for i in range(0, len(sums), width))
-        found[axis] = rows if len(rows) > 1 else rows[0]
-    return found
+    found = tuple([axis for axis in order if axis in axes])
+    here = {tuple(at[axis] for axis in found): n for rank, n in sizes_of_ranks.items() if (at := mesh.coordinate(rank))}
+    shards = DimShards(mesh, found, starts_of([n for _, n in sorted(here.items())]))
+    return {axis: shards.rows(axis) for axis in found}
 
 
 def _mapped(sizes: ShardSizes | None, offset: Callable[[int, int], int] | IndexMap) -> ShardSizes | None:

@@ -395,11 +395,9 @@ def _row(layout: Layout, view: ViewMap, axis: int) -> Row:
 
 
 def _owner(layout: Layout, dim: int, index: int) -> tuple[int, ...]:
-    """The coordinate of a rank whose shard has `index` of `dim`."""
-    mesh = layout.mesh
-    boxes = {rank: layout.boxes(rank) for rank in mesh.ranks}
-    rank = next(r for r, held in boxes.items() if held and 0 <= index - held[0].offsets[dim] < held[0].sizes[dim])
-    coordinate = mesh.coordinate(rank)
+    """A coordinate whose shard of `dim` has `index`."""
+    ((_, _, at),) = layout.dims[dim].between(index, index + 1)
+    coordinate = layout.mesh.coordinate(layout.mesh.ranks[at])
     assert coordinate is not None
     return coordinate
 
