@@ -18,7 +18,7 @@ from shardwise._collectives import Collective
 from shardwise._layout import Layout, Shard
 from shardwise._layout.dim_shards import chunk, starts_of
 from shardwise._redistribute.buffers import Buffers, Lent
-from shardwise._redistribute.exchange import Shards, as_result, shards_of, total
+from shardwise._redistribute.program import Shards, as_result, shards_of, total
 
 MESSAGE_BYTES = 16 << 20  # of an exchange; a message, what is received and the sum are held at once
 

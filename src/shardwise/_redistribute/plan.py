@@ -1,21 +1,19 @@
 """Redistribution plans: the steps from one layout to another, with the exact bytes every rank sends.
 
-    Shard(0) -> Shard(1)                an `Exchange`
-    Shard(0) -> Replicate()             an `AllGather`; an `Exchange` if the tensor is small
-    OnRanks(0) -> Replicate()           a `Broadcast`
-    Partial() -> Replicate()            an `AllReduce`; an `Exchange` if the tensor is small
+    Shard(0) -> Shard(1)                an all-to-all
+    Shard(0) -> Replicate()             an all-gather; an all-to-all if the tensor is small
+    OnRanks(0) -> Replicate()           a broadcast
+    Partial() -> Replicate()            an all-reduce; an all-to-all if the tensor is small
     Partial("avg") -> Replicate()       a `Scale`, then the same
-    Partial("max") -> Replicate()       a `Restack`, an `Exchange`, a `ReduceStack`
+    Partial("max") -> Replicate()       a `Restack`, an all-to-all, a `ReduceStack`
     [Shard(0), Partial()] -> [Replicate(), Shard(0)]    two of them, one for each axis, if the tensor is large
 
-Plans are computed from layouts and from what collectives cost: no tensors. These steps communicate:
+Plans are computed from layouts and from what collectives cost: no tensors. A `CommStep` is one of these:
 
-* `Exchange`: every element that a rank needs and does not hold is sent to it once, by one rank; the partial sums of a
-  Partial source are added on arrival. All-gather, scatter, reduce-scatter, slicing, padding a shard to a Partial,
+* an all-to-all: every element that a rank needs and does not hold is sent to it once, by one rank; partial sums are
+  added on arrival. All-gather, scatter, reduce-scatter, slicing, padding a shard to a Partial,
   redistribution between meshes and between explicit boxes can all be this one step.
-* `AllGather`, `Broadcast`: exchanges in which a rank sends all it has to its group, where these collectives cost less.
-* `ReduceScatter`: Partial to Shard where this collective costs less.
-* `AllReduce`: Partial to Replicate where a ring all-reduce costs less.
+* an all-gather, a reduce-scatter, a broadcast, an all-reduce, where this collective costs less.
 
 For max, min and product the local tensors are stacked along a new leading dim. The stack is an ordinary Shard(0), which
 is redistributed like any other and then reduced locally, so its gradients are torch's.

@@ -54,13 +54,9 @@ def largest(layout: Layout) -> int:
     return prod(max(dim.lengths) for dim in layout.dims)
 
 
-FEW = 32  # ranks: for so many a loop takes less time than arrays
-
-
 def growth(src: Layout, dst: Layout) -> int:
     """The elements by which the local tensor of some rank of the mesh grows most; below 0 if all shrink."""
-    boxes = any(isinstance(p, Boxes) for p in (*src.placements, *dst.placements))
-    if boxes or src.mesh.size() <= FEW:
+    if any(isinstance(p, Boxes) for p in (*src.placements, *dst.placements)):
         return max(dst.local_numel(rank) - src.local_numel(rank) for rank in src.mesh.ranks)
     return int(np.max(_sizes(dst) - np.asarray(_sizes(src))))
 
@@ -79,53 +75,39 @@ def moving_axes(src: Layout, dst: Layout) -> tuple[int, ...] | None:
         if isinstance(placement, OnRanks | Boxes) and axis not in kept and placement != dst.placements[axis]:
             moving.add(axis)
     for dim in range(len(src.shape)):
-        before, after = _axes_of_dim(src, dim), _axes_of_dim(dst, dim)
-        same = 0
-        while same < min(len(before), len(after)) and _divide_alike(src, dst, before[same], after[same]):
-            same += 1
+        before, after = ([a for a in x.dims[dim].axes if x.mesh.shape[a] > 1] for x in (src, dst))
+        alike = [a == b and src.placements[a] == dst.placements[b] for a, b in zip(before, after, strict=False)]
+        same = [*alike, False].index(False)
         moving |= {axis for axis in before[same:] if axis not in kept}
     return tuple(sorted(axis for axis in moving if src.mesh.shape[axis] > 1))
-
-
-def _axes_of_dim(layout: Layout, dim: int) -> list[int]:
-    return [axis for axis in layout.shard_order if layout.placements[axis].is_shard(dim)]
-
-
-def _divide_alike(src: Layout, dst: Layout, a: int, b: int) -> bool:
-    return a == b and src.placements[a] == dst.placements[b]
 
 
 # ---- layouts without boxes -----------------------------------------------------------------------------------
 
 
 def _received(src: Layout, dst: Layout) -> NDArray[np.int64]:
-    """The elements that each rank of `dst` receives from others, in the shape of its mesh."""
+    """The elements that each rank of `dst` receives from others, in the order of its mesh."""
     kept, first_only = partial_axes_of_target(src, dst)
     summed = prod(src.mesh.shape[axis] for axis in src.partial_axes if axis not in kept)
-    takes = _where(dst, dict.fromkeys(first_only, 0))
-    if src.mesh == dst.mesh:
-        return np.broadcast_to(takes * (summed * _available(src, dst, kept) - _overlap(src, dst)), dst.mesh.shape)
-    needed = np.broadcast_to(takes * summed * _sizes(dst), dst.mesh.shape).reshape(-1).copy()
-    _, at, own_at = np.intersect1d(dst.mesh.ranks, src.mesh.ranks, assume_unique=True, return_indices=True)
-    if len(at):
-        own = _flat(takes * _holders(dst), dst)[at] * _flat(_holders(src), src)[own_at]
-        for (first, last), (own_first, own_last) in zip(_intervals(dst), _intervals(src), strict=True):
-            here = (_flat(x, dst)[at] for x in (first, last))
-            there = (_flat(x, src)[own_at] for x in (own_first, own_last))
-            own = own * _common(*here, *there)
-        needed[at] -= own
-    return needed.reshape(dst.mesh.shape)
+    takes = _flat(_where(dst, dict.fromkeys(first_only, 0)), dst)
+    found = takes * summed * _flat(_available(src, dst, kept), dst)
+    at = own_at = np.arange(len(found))  # in each mesh, the ranks of both
+    if src.mesh != dst.mesh:
+        _, at, own_at = np.intersect1d(dst.mesh.ranks, src.mesh.ranks, assume_unique=True, return_indices=True)
+    own = takes[at] * _flat(_holders(dst), dst)[at] * _flat(_holders(src), src)[own_at]
+    for here, there in zip(_intervals(dst), _intervals(src), strict=True):
+        own = own * _common(*(_flat(x, dst)[at] for x in here), *(_flat(x, src)[own_at] for x in there))
+    found[at] -= own
+    return found
 
 
 def _flat(x: Counts, layout: Layout) -> NDArray[np.int64]:
     return np.broadcast_to(x, layout.mesh.shape).reshape(-1)
 
 
-def _common(a: Counts, b: Counts, c: Counts, d: Counts) -> Counts:
+def _common(a: Counts, b: Counts, c: Counts, d: Counts) -> NDArray[np.int64]:
     """The elements from a to before b that are also from c to before d."""
-    if isinstance(a, int) and isinstance(b, int) and isinstance(c, int) and isinstance(d, int):
-        return max(0, min(b, d) - max(a, c))
-    found: Counts = np.maximum(np.minimum(b, d) - np.maximum(a, c), 0)
+    found: NDArray[np.int64] = np.maximum(np.minimum(b, d) - np.maximum(a, c), 0)
     return found
 
 
@@ -133,14 +115,6 @@ def _sizes(layout: Layout) -> Counts:
     found = _holders(layout)
     for first, last in _intervals(layout):
         found = found * (last - first)
-    return found
-
-
-def _overlap(src: Layout, dst: Layout) -> Counts:
-    """The elements that each rank of a mesh has in both layouts."""
-    found = _holders(src) * _holders(dst)
-    for (a, b), (c, d) in zip(_intervals(src), _intervals(dst), strict=True):
-        found = found * _common(a, b, c, d)
     return found
 
 
@@ -157,8 +131,7 @@ def _available(src: Layout, dst: Layout, kept: Sequence[int]) -> Counts:
             continue
         others = others or _intervals(src, [axis if axis in kept else ndim + axis for axis in range(ndim)])
         a, b = (np.reshape(np.broadcast_to(x, src.mesh.shape), (*src.mesh.shape, *(1,) * ndim)) for x in (first, last))
-        common = np.asarray(_common(a, b, *others[dim]))
-        found = found * common.sum(axis=tuple(range(ndim, 2 * ndim)))
+        found = found * _common(a, b, *others[dim]).sum(axis=tuple(range(ndim, 2 * ndim)))
     return found
 
 

@@ -28,7 +28,7 @@ from shardwise._collectives import Wait
 from shardwise._layout import PARTIAL, Layout, Mesh, Partial, checked
 from shardwise._redistribute.plan import plan_redistribute
 from shardwise._redistribute.run_plan import redistribute_local, start_redistribute
-from shardwise._redistribute.transfers import all_to_all_no_grad
+from shardwise._redistribute.transfers import Exchange
 from shardwise._tensor.dtensor import DTensor, plain, tag
 from shardwise._trace import comm_trace
 from shardwise._trace.comm_trace import Cause
@@ -466,12 +466,13 @@ def _sum_sparse(raw: Tensor, layout: Layout) -> Tensor:
     count = own.indices().shape[1]
     ones = [1] * len(ranks)
     sent = torch.tensor([count] * len(ranks), device=collectives.message_device(ranks))
-    counts = all_to_all_no_grad(sent, ones, ones, ranks, READ).tolist()
+    exchange = Exchange(ranks, READ)
+    counts = exchange.start(sent, ones, ones)().tolist()
 
     def gathered(x: Tensor) -> list[Tensor]:
         width = prod(x.shape[1:])
         flat = x.reshape(-1).repeat(len(ranks))
-        every = all_to_all_no_grad(flat, [x.numel()] * len(ranks), [n * width for n in counts], ranks, READ)
+        every = exchange.start(flat, [x.numel()] * len(ranks), [n * width for n in counts])()
         rows = every.split([n * width for n in counts])
         return [values.view(n, *x.shape[1:]) for n, values in zip(counts, rows, strict=True)]
 

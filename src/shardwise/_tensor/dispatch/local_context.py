@@ -10,12 +10,11 @@ from torch import Tensor
 
 from shardwise import _collectives as collectives
 from shardwise._layout import Box, Layout, Mesh, Shard
-from shardwise._redistribute import transfers
-from shardwise._redistribute.transfers import fetch
+from shardwise._redistribute.transfers import Exchange, fetch
 from shardwise._tensor.dispatch import seeds
 from shardwise._tensor.dispatch.align_shards import sizes_by_axis
 from shardwise._tensor.dispatch.view_copies import mark_copy
-from shardwise._trace.comm_trace import Cause, listening, with_call_site
+from shardwise._trace.comm_trace import Cause
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +46,7 @@ class RankContext:
         self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: tuple[int, ...] | None = None
     ) -> Tensor:
         ranks = self.ranks() if ranks is None else ranks
-        return transfers.all_to_all(send, send_counts, recv_counts, ranks, self.cause)
+        return Exchange(ranks, self.cause).all_to_all(send, send_counts, recv_counts)
 
     def all_gather(self, x: Tensor, ranks: tuple[int, ...] | None = None) -> Tensor:
         ranks = self.ranks() if ranks is None else ranks
@@ -56,9 +55,8 @@ class RankContext:
         counts = [x.numel()] * len(ranks)
         return self.all_to_all(x.reshape(-1).repeat(len(ranks)), counts, counts, ranks).view(len(ranks), *x.shape)
 
-    def exchange(self, ranks: tuple[int, ...]) -> transfers.Exchange:
-        cause = with_call_site(self.cause) if listening() else self.cause
-        return transfers.Exchange(ranks, cause)
+    def exchange(self, ranks: tuple[int, ...]) -> Exchange:
+        return Exchange(ranks, self.cause).here()
 
     def boxes(self, operand: int) -> list[Box]:
         layout = self.layouts[operand]
