@@ -43,6 +43,7 @@ from shardwise._layout.placement import (
     Shard,
     dual,
     placement_of,
+    without_sizes,
 )
 from shardwise._layout.placements import (
     PLACEMENTS,
@@ -61,5 +62,5 @@ __all__ = [
     "contiguous_strides", "describe", "dims_by_stride", "dual", "entered_mesh", "forget_calls", "is_integer",
     "is_listing", "mesh_of", "parse_integers", "parse_itemsize", "parse_mesh", "parse_placement",
     "parse_placements", "placement_of", "placements_text", "read_toml", "remember", "ring_elements", "rows_of",
-    "sharded_last", "shown", "split_by_boxes", "strides_in_order",
+    "sharded_last", "shown", "split_by_boxes", "strides_in_order", "without_sizes",
 ]  # fmt: skip

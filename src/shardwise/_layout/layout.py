@@ -15,7 +15,7 @@ from shardwise._layout.boxes import Box
 from shardwise._layout.dim_shards import DimShards, ShardSizes, dim_shards
 from shardwise._layout.mesh import Mesh, mesh_of
 from shardwise._layout.owner import LayoutKey, Owner
-from shardwise._layout.placement import REPLICATE, Boxes, OnRanks, Partial, Placement, Shard, dual
+from shardwise._layout.placement import REPLICATE, Boxes, OnRanks, Partial, Placement, Shard, dual, without_sizes
 from shardwise._layout.placements import (
     Placements,
     as_placements,
@@ -115,7 +115,7 @@ class Layout:
         put(self, "shape", shape)
         put(self, "shard_order", order)
         put(self, "strides", strides)
-        put(self, "kind", (mesh, tuple(map(_without_sizes, canonical)), len(shape), order))
+        put(self, "kind", (mesh, tuple(map(without_sizes, canonical)), len(shape), order))
         put(self, "_hash", hash(key))
         put(self, "partial_axes", tuple([axis for axis, p in enumerate(canonical) if isinstance(p, Partial)]))
         put(self, "_boxes", {})
@@ -341,10 +341,6 @@ def _mesh(value: object) -> Mesh:
 
 
 _known: WeakValueDictionary[object, Layout] = WeakValueDictionary()
-
-
-def _without_sizes(placement: Placement) -> Placement:
-    return Shard(placement.dim) if isinstance(placement, Shard) and placement.sizes is not None else placement
 
 
 def sharded_last(layout: Layout, axis: int, placement: Shard) -> Layout:

@@ -224,6 +224,11 @@ def placement_of(value: Any) -> Placement | None:
     return None
 
 
+def without_sizes(placement: Placement) -> Placement:
+    """Shard along the same dim, with any sizes."""
+    return Shard(placement.dim) if isinstance(placement, Shard) else placement
+
+
 def dual(placement: Placement) -> Placement:
     """The placement of the gradient: Shard of Shard, Partial of Replicate, Replicate of Partial."""
     if isinstance(placement, Replicate):

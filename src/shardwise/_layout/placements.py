@@ -88,20 +88,18 @@ def _misuse(value: object) -> str:
     return "pass a placement"
 
 
+def _items(value: object) -> list[object]:
+    """The placements in what may be one, a sequence or a mapping of them."""
+    return list(value.values() if isinstance(value, Mapping) else value if is_listing(value) else [value])
+
+
 def _are_placements(value: object) -> bool:
-    if isinstance(value, Mapping):
-        return all(placement_of(p) is not None for p in value.values())
-    if is_listing(value):
-        return all(placement_of(p) is not None for p in value)
-    return placement_of(value) is not None
+    return all(placement_of(item) is not None for item in _items(value))
 
 
 def _misuse_of_several(value: object) -> str:
     """The fix for a value that is no placement, or the first one among several."""
-    items: list[object] = list(
-        value.values() if isinstance(value, Mapping) else value if is_listing(value) else [value]
-    )
-    text = next((_misuse(item) for item in items if placement_of(item) is None), "")
+    text = next((_misuse(item) for item in _items(value) if placement_of(item) is None), "")
     return "" if text == "pass a placement" else text
 
 

@@ -88,10 +88,9 @@ def planned(src: Layout, dst: Layout, costs: Costs) -> RedistributePlan:
         )
     if src == dst or same_local_shards(src, dst):
         return RedistributePlan(src, dst, (), costs)
-    same_mesh = src.mesh == dst.mesh
     if len(_reductions(src) | _reductions(dst)) > 1:
         return _via(src, src.reduced(), dst, costs)
-    if not same_mesh and _nonlinear(dst):
+    if src.mesh != dst.mesh and _nonlinear(dst):
         # A max/min/product target on another mesh: a direct exchange gives the value to position 0 and the identity to
         # the others. Backward treats their gradients as replicated and could read that of an identity. Replicating on
         # the target mesh first makes position 0 use its own gradient.
@@ -99,8 +98,7 @@ def planned(src: Layout, dst: Layout, costs: Costs) -> RedistributePlan:
     if _nonlinear(src) and any(isinstance(p, Boxes) for p in dst.placements):
         # A rank's boxes are in one flat local tensor, which has no stack dim: go through full tensors.
         return _via(src, src.replicated(), dst, costs)
-    before, src_sum = _scaled(src, dst if same_mesh else None, -1)
-    after, dst_sum = _scaled(dst, src if same_mesh else None, +1)
+    before, src_sum, dst_sum, after = _sums(src, dst)
     plan = RedistributePlan(src, dst, (*before, *_plan_stacked(src_sum, dst_sum, costs), *after), costs)
     scattered = _scattered(src, dst) if plan.cost > 2 * costs.inside["all_to_all"].latency else None
     in_two = plan if scattered is None else _via(src, scattered, dst, costs)
@@ -125,9 +123,7 @@ def alternatives(src: Layout, dst: Layout) -> list[RedistributePlan]:
     chosen = plan_redistribute(src, dst)
     if len(_reductions(src) | _reductions(dst)) > 1 or _nonlinear(src) or _nonlinear(dst):
         return [chosen]
-    same_mesh = src.mesh == dst.mesh
-    before, src_sum = _scaled(src, dst if same_mesh else None, -1)
-    after, dst_sum = _scaled(dst, src if same_mesh else None, +1)
+    before, src_sum, dst_sum, after = _sums(src, dst)
     others = [
         RedistributePlan(src, dst, (*before, *steps, *after), chosen.costs)
         for steps in sequences(src_sum, dst_sum, chosen.costs)
@@ -153,6 +149,14 @@ def _via(src: Layout, between: Layout, dst: Layout, costs: Costs) -> Redistribut
 def _reductions(layout: Layout) -> set[str]:
     ops = {p.reduce_op for p in layout.placements if isinstance(p, Partial)}
     return {"sum" if op == "avg" else op for op in ops}
+
+
+def _sums(src: Layout, dst: Layout) -> tuple[tuple[Step, ...], Layout, Layout, tuple[Step, ...]]:
+    """The scaling from `src`, both layouts with sums for averages, and the scaling to `dst`."""
+    same_mesh = src.mesh == dst.mesh
+    before, src_sum = _scaled(src, dst if same_mesh else None, -1)
+    after, dst_sum = _scaled(dst, src if same_mesh else None, +1)
+    return before, src_sum, dst_sum, after
 
 
 def _scaled(layout: Layout, other: Layout | None, power: int) -> tuple[tuple[Step, ...], Layout]:

@@ -204,9 +204,8 @@ def _along_axes(step: CommStep, rank: int) -> Program | None:
     if joined == _NO_DIM:
         received, mesh = (prod(shape),) * count, step.src.mesh
         members = mesh.axis_ranks(rank, axes[0]) if len(axes) == 1 else mesh.ranks
-        order = (
-            None if members == ranks else tuple(map(dict(zip(ranks, range(count), strict=True)).__getitem__, members))
-        )
+        index = dict(zip(ranks, range(count), strict=True))
+        order = None if members == ranks else tuple([index[member] for member in members])
         unpack = partial(_sum, shape, received, order) if prod(shape) else unpack
     else:
         of = shards_of(step.src, axes, joined, rank)

@@ -407,12 +407,19 @@ def _done(total: Tensor) -> Wait:
 
 def _start_all_reduce(flat: Tensor, leaves: Sequence[DTensor], owned: bool) -> Wait:
     mesh, axes = leaves[0]._layout.mesh, axes_to_reduce(leaves[0]._layout)
-    submesh = mesh.submesh(axes, collectives.rank())
-    src = Layout(submesh, [Partial()] * submesh.ndim, flat.shape)
+    src, dst = _reduction(mesh, axes, collectives.rank(), flat.numel())
     cause = _cause_of(mesh, axes, leaves, flat) if comm_trace.listening() else READ
     if torch.is_grad_enabled() and flat.requires_grad:
-        return _done(redistribute_local(flat, src, src.replicated(), cause))
-    return start_redistribute(flat.detach(), src, src.replicated(), cause, owned=owned)
+        return _done(redistribute_local(flat, src, dst, cause))
+    return start_redistribute(flat.detach(), src, dst, cause, owned=owned)
+
+
+@lru_cache(maxsize=4096)
+def _reduction(mesh: Mesh, axes: tuple[int, ...], rank: int, numel: int) -> tuple[Layout, Layout]:
+    """The layouts of so many elements before and after they are reduced along these axes through `rank`."""
+    submesh = mesh.submesh(axes, rank)
+    src = Layout(submesh, [PARTIAL] * submesh.ndim, (numel,))
+    return src, src.replicated()
 
 
 def _finish_bucket(bucket: SentBucket) -> None:
@@ -441,11 +448,9 @@ def _cause_of(mesh: Mesh, axes: tuple[int, ...], leaves: Sequence[DTensor], flat
 def _total_elements(mesh: Mesh, axes: tuple[int, ...], leaves: Sequence[DTensor]) -> int:
     """What all ranks of the mesh send together to reduce a bucket."""
     elements = 0
-    firsts = [rank for rank in mesh.ranks if not any((mesh.coordinate(rank) or ())[axis] for axis in axes)]
-    for submesh in [mesh.submesh(axes, rank) for rank in firsts]:
-        numel = sum(leaf._layout.local_numel(submesh.ranks[0]) for leaf in leaves)
-        src = Layout(submesh, [Partial()] * submesh.ndim, (numel,))
-        elements += plan_redistribute(src, src.replicated()).total_elements
+    for rank in [rank for rank in mesh.ranks if not any((mesh.coordinate(rank) or ())[axis] for axis in axes)]:
+        numel = sum(leaf._layout.local_numel(rank) for leaf in leaves)
+        elements += plan_redistribute(*_reduction(mesh, axes, rank, numel)).total_elements
     return elements
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-from shardwise._layout import DimShards, Layout, Mesh, Placement, Shard, ShardSizes
+from shardwise._layout import DimShards, Layout, Mesh, Placement, Shard, ShardSizes, without_sizes
 from shardwise._layout.dim_shards import starts_of
 from shardwise._rules.row import NO_OPERAND, Align, IndexMap, Row
 
@@ -43,11 +43,6 @@ def _is_free(chosen: Sequence[Row]) -> bool:
 def leader(layouts: Sequence[Layout]) -> Layout:
     """The operand whose shard order the others get: the one sharded on most axes."""
     return max(layouts, key=lambda layout: sum(isinstance(p, Shard) for p in layout.placements))
-
-
-def kind(placement: Placement) -> Placement:
-    """The placement without shard sizes."""
-    return Shard(placement.dim) if isinstance(placement, Shard) else placement
 
 
 def _is_aligned(row: Row, operand: int) -> bool:
@@ -90,7 +85,7 @@ def _own_sizes(
 def _keeps_sizes(layout: Layout, kinds: Sequence[Placement], axis: int, order: tuple[int, ...]) -> bool:
     """Whether the axes that shard the dim of `axis`, up to `axis` in shard order, stay the same."""
     placement = layout.placements[axis]
-    if not isinstance(placement, Shard) or kind(placement) != kinds[axis]:
+    if not isinstance(placement, Shard) or without_sizes(placement) != kinds[axis]:
         return False
     return _axes_before(layout.placements, layout.shard_order, axis) == _axes_before(kinds, order, axis)
 

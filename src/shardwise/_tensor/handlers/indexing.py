@@ -12,7 +12,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.utils import _pytree as pytree
 
 from shardwise import _collectives as collectives
-from shardwise._layout import REPLICATE, Box, Boxes, Layout, OnRanks, Placement, Shard, split_by_boxes
+from shardwise._layout import REPLICATE, Box, Boxes, Layout, OnRanks, Placement, Shard, split_by_boxes, without_sizes
 from shardwise._rules import Meta, Row
 from shardwise._rules.local_context import local_with
 from shardwise._rules.registry import handler, replacement
@@ -391,7 +391,7 @@ def _row(layout: Layout, view: ViewMap, axis: int) -> Row:
             output = OnRanks(_owner(layout, placement.dim, view.fixed[placement.dim])[axis])
         else:
             output, map_index = Shard(at), local_with(DimSlice.offset_of, view.dims[at])
-    return Row((align_shards.kind(placement),), output, "", map_index=map_index)
+    return Row((without_sizes(placement),), output, "", map_index=map_index)
 
 
 def _owner(layout: Layout, dim: int, index: int) -> tuple[int, ...]:
