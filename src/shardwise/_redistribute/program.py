@@ -327,14 +327,15 @@ def _of_regions(step: CommStep, rank: int) -> Program:
             return found[0].clone(memory_format=torch.contiguous_format)
         return parts.joined(found, local)
 
-    def start(local: Tensor, owned: bool = False) -> Wait:
+    def call(local: Tensor) -> Collective:
         if gathers:
-            call = Collective("all_gather", local.reshape(-1), regions.ranks, regions.recv_counts)
-        else:
-            found = [view.reshape(-1) for view in regions.views(split_by_boxes(local, src_boxes))]
-            message = found[0] if len(found) == 1 else torch.cat(found) if found else local.new_empty(0)
-            call = Collective("all_to_all", message, regions.ranks, (), regions.send_counts, regions.recv_counts)
-        wait = collectives.start(call)
+            return Collective("all_gather", local.reshape(-1), regions.ranks, regions.recv_counts)
+        found = [view.reshape(-1) for view in regions.views(split_by_boxes(local, src_boxes))]
+        message = found[0] if len(found) == 1 else torch.cat(found) if found else local.new_empty(0)
+        return Collective("all_to_all", message, regions.ranks, (), regions.send_counts, regions.recv_counts)
+
+    def start(local: Tensor, owned: bool = False) -> Wait:
+        wait = collectives.start(call(local))  # here nothing else keeps the parts of the message
         return lambda: unpack(wait())
 
     def unpack(received: Tensor) -> Tensor:
