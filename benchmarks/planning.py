@@ -27,9 +27,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise import Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard, picture
-from shardwise._redistribute.exchange import native_program, program_of
 from shardwise._redistribute.plan import plan_redistribute
-from shardwise._redistribute.steps import Exchange
+from shardwise._redistribute.program import program_of
 
 RANKS = (8, 64, 512, 4096)
 Pair = tuple[Layout, Layout]
@@ -94,8 +93,8 @@ def plan(pair: Pair) -> list[object]:
     found = plan_redistribute(*pair)
     _ = found.cost
     rank = found.ranks[len(found.ranks) // 3]
-    steps = [step for step in found.comm_steps if isinstance(step, Exchange)]
-    return [found, *(native_program(step, rank) or program_of(step, rank) for step in steps)]
+    steps = [step for step in found.comm_steps if step.collective != "all_reduce"]
+    return [found, *(program_of(step, rank) for step in steps)]
 
 
 class Planned(NamedTuple):

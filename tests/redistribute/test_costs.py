@@ -30,7 +30,7 @@ from shardwise._collectives.cost_tables import (
 )
 from shardwise._layout import Layout, Mesh, Partial, Placement, Replicate, Shard
 from shardwise._redistribute.plan import alternatives, plan_redistribute
-from shardwise._redistribute.steps import AllGather, AllReduce
+from shardwise._redistribute.steps import CommStep
 from shardwise.errors import ConfigError, MismatchError
 from shardwise.testing import world
 
@@ -60,12 +60,12 @@ def crossing(mesh: Mesh, *placements: list[Placement]) -> float:
 def test_what_crosses_a_link_is_what_was_counted_on_two_hosts() -> None:
     """`benchmarks/two_hosts.py`, of 2 x 2 ranks: 1.51, 2.00, 1.00, 0.76 and 0.25 with headers."""
     p, s, r, c = Partial(), Shard(0), Replicate(), Shard(1)
-    all_axes = AllReduce(Layout(HOSTS, [p, p], SHAPE), Layout(HOSTS, [r, r], SHAPE), None)
+    all_axes = CommStep(Layout(HOSTS, [p, p], SHAPE), Layout(HOSTS, [r, r], SHAPE), "all_reduce")
     assert CROSSING.of("all_reduce", (0, 1, 2, 3), (0, 1, 2, 3), 4 * all_axes.received.busiest) == 1.5 * MB
-    along_host = AllReduce(Layout(HOSTS, [p, r], SHAPE), Layout(HOSTS, [r, r], SHAPE), 0)
+    along_host = CommStep(Layout(HOSTS, [p, r], SHAPE), Layout(HOSTS, [r, r], SHAPE), "all_reduce")
     assert CROSSING.of("all_reduce", (0, 2), (0, 1, 2, 3), 4 * along_host.received.busiest) == 2 * MB
     assert crossing(HOSTS, [p, p], [p, s], [r, s], [r, r]) == 1
-    gather = AllGather(Layout(HOSTS, [s, s], SHAPE), Layout(HOSTS, [r, r], SHAPE))
+    gather = CommStep(Layout(HOSTS, [s, s], SHAPE), Layout(HOSTS, [r, r], SHAPE), "all_gather")
     assert CROSSING.of("all_gather", (0, 1, 2, 3), (0, 1, 2, 3), 4 * gather.received.busiest) == 0.75 * MB
     assert crossing(HOSTS, [s, s], [r, r]) < 0.75  # half of the tensor crosses, then ranks of a host exchange it
     assert crossing(HOSTS, [s, c], [c, s]) == pytest.approx(1 / 3)  # as if all ranks exchanged as much

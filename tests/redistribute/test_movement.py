@@ -16,7 +16,7 @@ from shardwise._collectives import count_comms
 from shardwise._layout import REDUCE_OPS, Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
 from shardwise._redistribute.plan import plan_redistribute
 from shardwise._redistribute.run_plan import redistribute_local
-from shardwise._redistribute.transfers import all_to_all
+from shardwise._redistribute.transfers import Exchange
 from shardwise.errors import LayoutError, RuleError
 from shardwise.testing import world
 from shardwise.testing.local_shards import PartialValues, local_tensor, partial_index, partial_indices
@@ -306,7 +306,7 @@ def test_an_exchange_sends_pieces_by_rank_and_gradients_back() -> None:
         rank = collectives.rank()
         incoming = [row[rank] for row in counts]
         send = (torch.arange(float(sum(counts[rank]))) + 10 * rank).requires_grad_()
-        received = all_to_all(send, counts[rank], incoming, (0, 1, 2))
+        received = Exchange((0, 1, 2)).all_to_all(send, counts[rank], incoming)
         (grad,) = torch.autograd.grad((received**2 * (rank + 1)).sum(), send, create_graph=True)
         (again,) = torch.autograd.grad(grad.sum(), send)
         assert again.tolist() == [2.0 * (to + 1) for to in range(3) for _ in range(counts[rank][to])]

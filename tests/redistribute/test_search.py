@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from shardwise import _collectives as collectives
+from shardwise._collectives import owner
 from shardwise._collectives.cost_tables import GLOO
 from shardwise._layout import Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
-from shardwise._redistribute.exchange import exchange_program
 from shardwise._redistribute.plan import RedistributePlan, plan_redistribute
-from shardwise._redistribute.run_plan import redistribute_local, run_steps
+from shardwise._redistribute.program import program_of
+from shardwise._redistribute.run_plan import Redistribution, redistribute_local
 from shardwise._redistribute.search import native_step, sequences
-from shardwise._redistribute.steps import AllGather, AllReduce, Broadcast, CommStep, Exchange, ReduceScatter
+from shardwise._redistribute.steps import CommStep
 from shardwise._redistribute.volume import largest
 from shardwise._trace.comm_trace import EXPLICIT
 from shardwise.testing import world
@@ -47,7 +48,7 @@ def pairs(mesh: Mesh, shape: tuple[int, ...], count: int) -> list[tuple[Layout, 
 def value_and_gradient(steps: tuple[CommStep, ...], local: Tensor, src: Layout, dst: Layout) -> list[Tensor]:
     """Replicated, as partial values may be any that have the same sum."""
     leaf = local.clone().requires_grad_()
-    out = run_steps(steps, leaf, EXPLICIT)
+    out = Redistribution(src, dst, RedistributePlan(src, dst, steps, GLOO), owner()).run(leaf, EXPLICIT)
     assert out.shape == dst.local_shape(collectives.rank())
     (out * out.detach().remainder(3)).sum().backward()
     grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
@@ -62,7 +63,7 @@ def sequences_agree(mesh: Mesh, shape: tuple[int, ...], count: int) -> int:
     for src, dst in pairs(mesh, shape, count):
         parts = {key: small_integers(shape, generator).double() for key in partial_indices(src)}
         local = local_tensor(parts[partial_index(src, here)], src, here)
-        expected = value_and_gradient((Exchange(src, dst),), local, src, dst)
+        expected = value_and_gradient((CommStep(src, dst),), local, src, dst)
         linear = not any(isinstance(p, Partial) for p in dst.placements)  # a gradient is a function of the values
         for steps in sequences(src, dst, GLOO):
             found = value_and_gradient(steps, local, src, dst)
@@ -116,11 +117,11 @@ def plan(mesh: Mesh, src: list[Placement], dst: list[Placement], *shape: int) ->
 
 def test_which_sequences_are_found() -> None:
     found = plan(Mesh((2, 4)), [OnRanks(0), OnRanks(3)], [Replicate()] * 2, 1024, 1024)
-    assert [type(step) for step in found.steps] == [Exchange, Broadcast]
+    assert found.collectives == ("all_to_all", "broadcast")
     assert found.total_elements == (1 + 2 * 3) * 1024 * 1024
     assert plan(Mesh((2, 4)), [OnRanks(0), OnRanks(3)], [Replicate()] * 2, 4, 4).collectives == ("all_to_all",)
     found = plan(Mesh((1, 4)), [Shard(0), Partial()], [Replicate()] * 2, 1024, 1024)
-    assert [type(step) for step in found.steps] == [AllReduce]
+    assert found.collectives == ("all_reduce",)
     assert found.comm_steps[0].group(2) == (0, 1, 2, 3)
     mesh, shape = Mesh((2, 4)), (1024, 1024)
     searched = sequences(Layout(mesh, [Partial()] * 2, shape), Layout(mesh, [Replicate()] * 2, shape), GLOO)
@@ -172,13 +173,13 @@ def sources(mesh: Mesh, shape: tuple[int, ...]) -> Iterator[Layout]:
         yield Layout(mesh, [Shard(0, sizes)], shape)
 
 
-def native_steps(mesh: Mesh, shape: tuple[int, ...], every: int) -> list[Exchange]:
+def native_steps(mesh: Mesh, shape: tuple[int, ...], every: int) -> list[CommStep]:
     found = []
     ends = product(sources(mesh, shape), product([False, True], repeat=mesh.ndim), [Replicate(), Shard(0)])
     for src, changed, after in islice(ends, 0, None, every):
         placements = [after if c else p for c, p in zip(changed, src.placements, strict=True)]
         dst = Layout(mesh, placements, shape, src.shard_order)
-        step = native_step(Exchange(src, dst)) if src != dst else None
+        step = native_step(CommStep(src, dst)) if src != dst else None
         if step is not None:
             found.append(step)
     return found
@@ -199,8 +200,8 @@ def natives_agree(mesh: Mesh, shape: tuple[int, ...], every: int = 1) -> int:
         for dtype in (torch.float64, torch.bool):
             local = local_of(step.src, dtype)
             before = local.clone()
-            expected = exchange_program(Exchange(step.src, step.dst), here).start(local)()
-            got = exchange_program(step, here).start(local)()
+            expected = program_of(CommStep(step.src, step.dst), here).start(local)()
+            got = program_of(step, here).start(local)()
             assert got.shape == expected.shape, step
             assert torch.equal(got, expected), step
             got.zero_()  # it is nobody else's memory
@@ -234,15 +235,17 @@ def test_native_collectives_between_processes_give_what_the_exchange_gives() -> 
 
 def test_which_collective_it_is_and_what_ranks_do_not_need_is_not_gathered() -> None:
     mesh = Mesh((2, 2))
-    cases: list[tuple[list[Placement], type[Exchange]]] = [
-        ([Shard(0), Replicate()], AllGather),
-        ([Shard(0), Shard(1)], AllGather),
-        ([OnRanks(1), Replicate()], Broadcast),
+    cases: list[tuple[list[Placement], str]] = [
+        ([Shard(0), Replicate()], "all_gather"),
+        ([Shard(0), Shard(1)], "all_gather"),
+        ([OnRanks(1), Replicate()], "broadcast"),
     ]
-    assert type(native_step(Exchange(*(Layout(mesh, [p] * 2, (8, 8)) for p in (Partial(), Shard(1)))))) is ReduceScatter
+    cases.append(([Partial(), Partial()], "reduce_scatter"))
     for src, kind in cases:
-        step = native_step(Exchange(Layout(mesh, src, (8, 8)), Layout(mesh, [Replicate()] * 2, (8, 8))))
-        assert type(step) is kind
+        after = Shard(1) if kind == "reduce_scatter" else Replicate()
+        step = native_step(CommStep(Layout(mesh, src, (8, 8)), Layout(mesh, [after] * 2, (8, 8))))
+        assert step is not None
+        assert step.collective == kind
     mesh = Mesh((2, 2))
     pairs: list[tuple[list[Placement], list[Placement]]] = [
         ([Shard(0), Replicate()], [Replicate(), Shard(0)]),
@@ -254,4 +257,4 @@ def test_which_collective_it_is_and_what_ranks_do_not_need_is_not_gathered() -> 
         ([Replicate(), Replicate()], [Shard(0), Replicate()]),
     ]
     for src, dst in pairs:
-        assert native_step(Exchange(Layout(mesh, src, (8, 8)), Layout(mesh, dst, (8, 8)))) is None
+        assert native_step(CommStep(Layout(mesh, src, (8, 8)), Layout(mesh, dst, (8, 8)))) is None

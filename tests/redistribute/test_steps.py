@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardwise._layout import Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard, ring_elements
 from shardwise._redistribute.plan import RedistributePlan, plan_redistribute, planned, same_local_shards
-from shardwise._redistribute.steps import AllGather, AllReduce, Broadcast, Exchange
+from shardwise._redistribute.steps import CommStep
 from shardwise.testing.local_shards import (
     local_tensor,
     mesh_position,
@@ -37,7 +37,7 @@ def receivers_by_place(layout: Layout) -> dict[tuple[int, ...], list[int]]:
     return places
 
 
-def assert_exchange_is_lawful(step: Exchange) -> None:
+def assert_exchange_is_lawful(step: CommStep) -> None:
     """Whoever sends it has it; whoever gets it keeps it, lacked it and gets it once; nothing is missing."""
     src, dst, full = step.src, step.dst, numbered(step.src.shape)
     arrived: dict[tuple[int, tuple[int, ...]], set[int]] = {}
@@ -46,7 +46,7 @@ def assert_exchange_is_lawful(step: Exchange) -> None:
     transfers = [t for rank in ranks for t in step.sends(rank)]
     received = [t for rank in ranks for t in step.receives(rank)]
     assert sorted(transfers) == sorted(received), "ranks expect what they are not sent"
-    exact = Exchange(src, dst)
+    exact = CommStep(src, dst)
     assert exact.received.total == sum(t.box.numel for t in transfers if t.sender != t.receiver)
     for t in transfers:
         elements = set(slice_box(full, t.box).flatten().tolist())
@@ -70,24 +70,24 @@ def assert_exchange_is_lawful(step: Exchange) -> None:
         assert set().union(*parts) == holds(dst, ranks[0]), f"{ranks} miss some of {partial_sum}"
 
 
-def assert_native_is_lawful(step: Exchange, sent: dict[int, int]) -> None:
+def assert_native_is_lawful(step: CommStep, sent: dict[int, int]) -> None:
     """An all-gather sends as much as the exchange, or pads it; a broadcast sends as much, by other ranks."""
     by_rank = {rank: step.sent_elements(rank) for rank in sent}
-    if isinstance(step, AllGather):
+    if step.collective == "all_gather":
         for rank, elements in sent.items():
             group = step.group(rank)
             assert by_rank[rank] >= elements
             assert by_rank[rank] == max(sent[member] for member in group) if group else elements == 0
         assert sum(by_rank.values()) <= step.received.total
         assert step.received.busiest == max(by_rank.values())
-    elif isinstance(step, Broadcast):
+    elif step.collective == "broadcast":
         assert sum(by_rank.values()) == sum(sent.values()) == step.received.total
         assert max(by_rank.values()) == step.received.busiest
     else:
         assert by_rank == sent
 
 
-def assert_groups_agree(step: Exchange | AllReduce, ranks: Sequence[int]) -> None:
+def assert_groups_agree(step: CommStep, ranks: Sequence[int]) -> None:
     """All members of a group know the same group: else they would wait for each other for ever."""
     for rank in ranks:
         group = step.group(rank)
@@ -99,7 +99,7 @@ def assert_groups_agree(step: Exchange | AllReduce, ranks: Sequence[int]) -> Non
 def assert_plan_is_lawful(src: Layout, dst: Layout) -> RedistributePlan:
     plan = plan_redistribute(src, dst)
     for step in plan.comm_steps:
-        if isinstance(step, Exchange):
+        if step.collective != "all_reduce":
             assert_exchange_is_lawful(step)
         assert_groups_agree(step, range(max(plan.ranks) + 2))
     return plan

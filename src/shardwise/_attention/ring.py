@@ -216,11 +216,9 @@ def _started(
     """
     if not anything:
         return dict
-    send, recv = [0] * len(exchange.ranks), [0] * len(exchange.ranks)
-    for rank, x in sends.items():
-        send[rank] = x.numel()
-    for rank, (_, numel) in expected.items():
-        recv[rank] = numel
+    every = range(len(exchange.ranks))
+    send = [sends[rank].numel() if rank in sends else 0 for rank in every]
+    recv = [expected[rank][1] if rank in expected else 0 for rank in every]
     finish = exchange.start(next(iter(sends.values()), like[:0]), send, recv)
 
     def arrived() -> dict[int, Tensor]:

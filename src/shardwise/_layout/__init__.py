@@ -18,6 +18,7 @@ from shardwise._layout.arguments import (
     shown,
 )
 from shardwise._layout.boxes import Box, check_cover, split_by_boxes
+from shardwise._layout.dim_shards import DimShards, ShardSizes, chunk, rows_of
 from shardwise._layout.layout import Layout, contiguous_strides, dims_by_stride, sharded_last, strides_in_order
 from shardwise._layout.mesh import Mesh, entered_mesh, mesh_of, ring_elements
 from shardwise._layout.owner import LayoutKey, Owner, forget_calls, remember
@@ -40,20 +41,17 @@ from shardwise._layout.placement import (
     Placement,
     Replicate,
     Shard,
-    chunk,
     dual,
     placement_of,
+    without_sizes,
 )
 from shardwise._layout.placements import (
     PLACEMENTS,
-    DimShards,
     Placements,
-    ShardSizes,
     as_placement,
     as_placements,
     axis_names,
     placements_text,
-    rows_of,
 )
 
 __all__ = [
@@ -64,5 +62,5 @@ __all__ = [
     "contiguous_strides", "describe", "dims_by_stride", "dual", "entered_mesh", "forget_calls", "is_integer",
     "is_listing", "mesh_of", "parse_integers", "parse_itemsize", "parse_mesh", "parse_placement",
     "parse_placements", "placement_of", "placements_text", "read_toml", "remember", "ring_elements", "rows_of",
-    "sharded_last", "shown", "split_by_boxes", "strides_in_order",
+    "sharded_last", "shown", "split_by_boxes", "strides_in_order", "without_sizes",
 ]  # fmt: skip

@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce, wraps
+from itertools import chain, repeat
 from numbers import Number, Real
 from operator import index, or_
 from typing import (
@@ -316,18 +317,11 @@ def checked(fn: Callable[P, R]) -> Callable[P, R]:
             found |= {p.name: None for p in parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD}
             rest = next((p.name for p in parameters.values() if p.kind is inspect.Parameter.VAR_POSITIONAL), "")
             kinds = found
-        for name, value in zip(names, args, strict=False):
-            kind = kinds[name]
-            if kind is not None and type(value) not in kind.exact and not kind.fits(value):
-                _refuse(fn, name, kind, value)
-        for name, value in kwargs.items():
+        others = zip(repeat(rest), args[len(names) :], strict=False)
+        for name, value in chain(zip(names, args, strict=False), kwargs.items(), others):
             kind = kinds.get(name)
             if kind is not None and type(value) not in kind.exact and not kind.fits(value):
                 _refuse(fn, name, kind, value)
-        if rest and (kind := kinds[rest]) is not None:
-            for value in args[len(names) :]:
-                if type(value) not in kind.exact and not kind.fits(value):
-                    _refuse(fn, rest, kind, value)
         return fn(*args, **kwargs)
 
     return call

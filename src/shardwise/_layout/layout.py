@@ -5,25 +5,23 @@ Layout(Mesh((2,)), [Shard(0)], (5, 4)): rank 0 holds [0:3, 0:4], rank 1 [3:5, 0:
 
 from collections.abc import Callable, Sequence
 from itertools import product as cartesian
+from itertools import repeat
 from math import prod
 from typing import Protocol, Self
 from weakref import WeakValueDictionary
 
 from shardwise._layout.arguments import as_integers, shown
 from shardwise._layout.boxes import Box
+from shardwise._layout.dim_shards import DimShards, ShardSizes, dim_shards
 from shardwise._layout.mesh import Mesh, mesh_of
 from shardwise._layout.owner import LayoutKey, Owner
-from shardwise._layout.placement import REPLICATE, Boxes, Chunks, OnRanks, Partial, Placement, Shard, chunk, dual
+from shardwise._layout.placement import REPLICATE, Boxes, OnRanks, Partial, Placement, Shard, dual, without_sizes
 from shardwise._layout.placements import (
-    DimShards,
     Placements,
-    ShardSizes,
     as_placements,
     canonical_order,
     canonical_placements,
     placements_text,
-    rows_of,
-    shard_sizes,
 )
 from shardwise.errors import LayoutError
 
@@ -51,8 +49,8 @@ class Layout:
     __slots__ = (
         "__weakref__",
         "_boxes",
+        "_dims",
         "_dual",
-        "_has_empty",
         "_hash",
         "_value",
         "key",
@@ -77,9 +75,9 @@ class Layout:
     key: LayoutKey  # of this object in caches
     _value: "Layout | None"  # the equal layout without an owner, if this one has one
     _hash: int
+    _dims: tuple[DimShards, ...] | None  # None: not computed yet
     _boxes: dict[int, tuple[Box, ...]]  # by rank, as far as they were computed
     _dual: "Layout | None"
-    _has_empty: bool | None  # None: not computed yet
 
     def __new__(
         cls,
@@ -117,12 +115,12 @@ class Layout:
         put(self, "shape", shape)
         put(self, "shard_order", order)
         put(self, "strides", strides)
-        put(self, "kind", (mesh, tuple(map(_without_sizes, canonical)), len(shape), order))
+        put(self, "kind", (mesh, tuple(map(without_sizes, canonical)), len(shape), order))
         put(self, "_hash", hash(key))
         put(self, "partial_axes", tuple([axis for axis, p in enumerate(canonical) if isinstance(p, Partial)]))
         put(self, "_boxes", {})
         put(self, "_dual", None)
-        put(self, "_has_empty", None)
+        put(self, "_dims", None)
         put(self, "_value", None)
         put(self, "owner", None)
         put(self, "key", LayoutKey(self))
@@ -168,32 +166,34 @@ class Layout:
         """The boxes of `rank`, in the order of its local elements; an empty shard is an empty box."""
         found = self._boxes.get(rank)
         if found is None:
-            found = self._boxes[rank] = self._boxes_of(rank)
+            found = self._boxes[rank] = self.find_boxes(rank)
         return found
 
     def box(self, rank: int) -> Box:
         """The first box of `rank`, an empty one if it has none."""
         return (self.boxes(rank) or (Box((0,) * len(self.shape), (0,) * len(self.shape)),))[0]
 
-    def _boxes_of(self, rank: int) -> tuple[Box, ...]:
+    @property
+    def dims(self) -> tuple[DimShards, ...]:
+        """The shards of each dim. Explicit boxes, and ranks without elements by OnRanks, are no part of it."""
+        if self._dims is None:
+            shards = [(axis, p) for axis in self.shard_order if isinstance(p := self.placements[axis], Shard)]
+            by = [tuple([(axis, p.sizes) for axis, p in shards if p.dim == dim]) for dim in range(len(self.shape))]
+            object.__setattr__(self, "_dims", tuple(map(dim_shards, self.shape, repeat(self.mesh), by)))
+        return self._dims or ()
+
+    def find_boxes(self, rank: int) -> tuple[Box, ...]:
+        """`boxes`, not kept: for those who ask for many ranks."""
         here = self.mesh.coordinate(rank)
         if here is None:
             return ()
-        offsets, sizes = [0] * len(self.shape), list(self.shape)
-        outer: dict[int, int] = {}  # dim -> number of the shard that the axes so far give this rank
-        for axis in self.shard_order:
-            placement, position = self.placements[axis], here[axis]
+        for placement, position in zip(self.placements, here, strict=True):
             if isinstance(placement, OnRanks) and placement.position != position:
                 return ()
             if isinstance(placement, Boxes):
                 return placement.boxes[position]
-            if isinstance(placement, Shard):
-                dim = placement.dim
-                division = placement.division(sizes[dim], self.mesh.shape[axis], outer.get(dim, 0))
-                offset, sizes[dim] = division.shard(position)
-                offsets[dim] += offset
-                outer[dim] = outer.get(dim, 0) * self.mesh.shape[axis] + position
-        return (Box(tuple(offsets), tuple(sizes)),)
+        shards = [dim.shard(here) for dim in self.dims]
+        return (Box(tuple([start for start, _ in shards]), tuple([size for _, size in shards])),)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of the local tensor of `rank`.
@@ -215,55 +215,23 @@ class Layout:
     @property
     def has_empty_shards(self) -> bool:
         """Whether some rank of the mesh has no elements."""
-        if self._has_empty is None:
-            object.__setattr__(self, "_has_empty", self._finds_empty())
-        return bool(self._has_empty)
-
-    def _finds_empty(self) -> bool:
-        """`has_empty_shards`, without asking each rank."""
         for placement, count in zip(self.placements, self.mesh.shape, strict=True):
             if isinstance(placement, OnRanks) and count > 1:
                 return True
             if isinstance(placement, Boxes):
                 return any(not sum(box.numel for box in row) for row in placement.boxes)
-        return any(0 in found for found in self._lengths())
-
-    def _lengths(self) -> list[set[int]]:
-        """The different sizes of the shards of each dim; no axis has OnRanks or Boxes."""
-        lengths = [{size} for size in self.shape]
-        for axis, placement in [(axis, self.placements[axis]) for axis in self.shard_order]:
-            if isinstance(placement, Shard):
-                lengths[placement.dim] = _lengths(placement, lengths[placement.dim], self.mesh.shape[axis])
-        return lengths
+        return any(0 in dim.lengths for dim in self.dims)
 
     @property
     def is_even(self) -> bool:
         """Whether the local tensors of all ranks of the mesh are known to have one shape, without asking each rank."""
         listed = any(isinstance(p, OnRanks | Boxes) for p in self.placements)
-        return not listed and set(map(len, self._lengths())) <= {1}
+        return not listed and all(len(dim.lengths) == 1 for dim in self.dims)
 
     def shard_sizes(self, axis: int) -> ShardSizes | None:
         """The shard sizes along `axis` (one tuple per shard of the axes before it); None if it shards no dim."""
         placement = self.placements[axis]
-        if not isinstance(placement, Shard):
-            return None
-        before = self.shard_order[: self.shard_order.index(axis)]
-        by = [(p, self.mesh.shape[other]) for other, p in self._divided_by(placement.dim, before)]
-        outer = shard_sizes(self.shape[placement.dim], by)
-        if placement.sizes is not None:
-            rows = rows_of(placement.sizes, len(outer))
-        else:
-            rows = tuple([chunk(size, self.mesh.shape[axis]) for size in outer])
-        return rows[0] if len(rows) == 1 else rows
-
-    def dim_shards(self, dim: int) -> DimShards:
-        """The shards of `dim` by all axes. Explicit boxes are none."""
-        return DimShards(self.shape[dim], self.mesh, self._divided_by(dim, self.shard_order))
-
-    def _divided_by(self, dim: int, axes: Sequence[int]) -> list[tuple[int, Shard]]:
-        """Those of `axes` that shard `dim`, with their placements."""
-        found = ((axis, self.placements[axis]) for axis in axes)
-        return [(axis, p) for axis, p in found if isinstance(p, Shard) and p.dim == dim]
+        return self.dims[placement.dim].rows(axis) if isinstance(placement, Shard) else None
 
     # ---- derived layouts --------------------------------------------------------------------------------
 
@@ -373,19 +341,6 @@ def _mesh(value: object) -> Mesh:
 
 
 _known: WeakValueDictionary[object, Layout] = WeakValueDictionary()
-
-
-def _without_sizes(placement: Placement) -> Placement:
-    return Shard(placement.dim) if isinstance(placement, Shard) and placement.sizes is not None else placement
-
-
-def _lengths(placement: Shard, sizes: set[int], positions: int) -> set[int]:
-    """The different sizes of the shards of shards of these sizes."""
-    if placement.sizes is not None:
-        return {n for row in placement.sizes for n in (row if isinstance(row, tuple) else (row,))}
-    divisions = [Chunks(size, positions) for size in sizes]
-    ends = {position for d in divisions for position in (0, d.last, positions - 1)}
-    return {d.shard(position)[1] for d in divisions for position in ends}
 
 
 def sharded_last(layout: Layout, axis: int, placement: Shard) -> Layout:

@@ -1,15 +1,12 @@
-"""How a tensor is laid out along one mesh axis, and how a dim is divided. Frozen values, independent of a mesh."""
+"""How a tensor is laid out along one mesh axis. Frozen values, independent of a mesh."""
 
-from array import array
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 from shardwise._layout.arguments import as_integer, as_integers, is_integer, is_listing, shown
 from shardwise._layout.boxes import Box, BoxIndex, check_cover
+from shardwise._layout.dim_shards import chunk
 from shardwise.errors import LayoutError
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
@@ -20,83 +17,6 @@ _OTHER_NAMES = {
     "amax": "max",
     "amin": "min",
 }  # of torch's functions
-
-
-# ---- how a dim, or a shard of it, is divided among the positions of a mesh axis ------------------------------
-
-
-class Division(Protocol):
-    """The shards of `size` elements, one per position."""
-
-    def shard(self, position: int) -> tuple[int, int]:
-        """Offset and size of a shard."""
-        ...
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Those of all shards."""
-        ...
-
-    def touching(self, first: int, last: int) -> range:
-        """The positions whose shards may have some of the elements from `first` to before `last`."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Chunks:
-    """Division as by `torch.chunk`: ceil(size / count) elements each, the last shards smaller or empty."""
-
-    size: int
-    count: int
-
-    @property
-    def last(self) -> int:
-        """The last position with elements, the only one whose shard may be smaller; 0 if there are none."""
-        return (self.size - 1) // -(-self.size // self.count) if self.size else 0
-
-    def shard(self, position: int) -> tuple[int, int]:
-        step = -(-self.size // self.count)
-        start = min(self.size, position * step)
-        return start, min(self.size, start + step) - start
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        step = -(-self.size // self.count)
-        full = self.size // step if step else 0
-        rest = (self.size - full * step,) if full < self.count else ()
-        return (step,) * full + rest + (0,) * (self.count - full - 1)
-
-    def touching(self, first: int, last: int) -> range:
-        first, last = max(first, 0), min(last, self.size)
-        if first >= last:
-            return range(0)
-        step = -(-self.size // self.count)
-        return range(first // step, (last - 1) // step + 1)
-
-
-class GivenSizes:
-    """Shards of given sizes."""
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self.sizes = tuple(sizes)
-        self._starts = array("q", [0, *accumulate(sizes)])
-        self._count = len(sizes)
-
-    def shard(self, position: int) -> tuple[int, int]:
-        start = self._starts[position]
-        return start, self._starts[position + 1] - start
-
-    def touching(self, first: int, last: int) -> range:
-        return range(max(0, bisect_right(self._starts, first) - 1), bisect_left(self._starts, last, hi=self._count))
-
-
-@lru_cache(maxsize=1024)
-def given_sizes(sizes: tuple[int, ...]) -> Division:
-    """`GivenSizes`, made once: for many ranks that takes as long as a plan."""
-    return GivenSizes(sizes)
-
-
-# ---- placements ----------------------------------------------------------------------------------------------
 
 
 class Placement:
@@ -153,15 +73,8 @@ class Shard(Placement):
     @staticmethod
     def local_shard_size_and_offset(curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:
         """Size and offset of shard `rank` of a dim of `curr_local_size` elements, by default as `torch.chunk`."""
-        offset, size = Chunks(curr_local_size, num_chunks).shard(rank)
-        return size, offset
-
-    def division(self, size: int, positions: int, number: int = 0) -> Division:
-        """How shard `number` of the dim by the axes before, of `size` elements, is divided among `positions`."""
-        if self.sizes is None:
-            return Chunks(size, positions)
-        row = self.sizes[number] if self.sizes and isinstance(self.sizes[0], tuple) else self.sizes
-        return given_sizes(row)
+        sizes = chunk(curr_local_size, num_chunks)
+        return sizes[rank], sum(sizes[:rank])
 
     def __str__(self) -> str:
         return f"Shard({self.dim})" if self.sizes is None else f"Shard({self.dim}, sizes={self.sizes})"
@@ -291,11 +204,6 @@ def _box(value: object) -> Box:
     )
 
 
-def chunk(size: int, positions: int) -> tuple[int, ...]:
-    """The shard sizes of a dim by default: those of `torch.chunk`."""
-    return Chunks(size, positions).sizes
-
-
 REPLICATE = Replicate()
 PARTIAL = Partial()
 
@@ -314,6 +222,11 @@ def placement_of(value: Any) -> Placement | None:
         case "Partial" if value.reduce_op in REDUCE_OPS:
             return Partial(value.reduce_op)
     return None
+
+
+def without_sizes(placement: Placement) -> Placement:
+    """Shard along the same dim, with any sizes."""
+    return Shard(placement.dim) if isinstance(placement, Shard) else placement
 
 
 def dual(placement: Placement) -> Placement:

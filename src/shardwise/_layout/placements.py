@@ -1,14 +1,13 @@
-"""The placements of all axes of a mesh: how users give them, checks, one form for equal ones, and the shards they make.
+"""The placements of all axes of a mesh: how users give them, checks, and one form for equal ones.
 
 [Replicate(), Shard(0)], or by axis name {"dp": Replicate(), "tp": Shard(0)}
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
-from itertools import accumulate, chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from shardwise._layout.arguments import Kind, as_integers, describe, is_listing, shown
+from shardwise._layout.dim_shards import Division, ShardSizes, chunk, rows_of, shard_sizes
 from shardwise._layout.mesh import Mesh
 from shardwise._layout.placement import (
     REPLICATE,
@@ -18,13 +17,11 @@ from shardwise._layout.placement import (
     Placement,
     Replicate,
     Shard,
-    chunk,
     placement_of,
 )
 from shardwise.errors import LayoutError
 
 T = TypeVar("T")
-ShardSizes = tuple[int, ...] | tuple[tuple[int, ...], ...]
 Placements = Placement | Sequence[Placement] | Mapping[str, Placement]
 """One placement per mesh axis, in a sequence or by axis name; axes that a mapping omits are replicated. A placement
 alone is for a mesh of one axis."""
@@ -91,20 +88,18 @@ def _misuse(value: object) -> str:
     return "pass a placement"
 
 
+def _items(value: object) -> list[object]:
+    """The placements in what may be one, a sequence or a mapping of them."""
+    return list(value.values() if isinstance(value, Mapping) else value if is_listing(value) else [value])
+
+
 def _are_placements(value: object) -> bool:
-    if isinstance(value, Mapping):
-        return all(placement_of(p) is not None for p in value.values())
-    if is_listing(value):
-        return all(placement_of(p) is not None for p in value)
-    return placement_of(value) is not None
+    return all(placement_of(item) is not None for item in _items(value))
 
 
 def _misuse_of_several(value: object) -> str:
     """The fix for a value that is no placement, or the first one among several."""
-    items: list[object] = list(
-        value.values() if isinstance(value, Mapping) else value if is_listing(value) else [value]
-    )
-    text = next((_misuse(item) for item in items if placement_of(item) is None), "")
+    text = next((_misuse(item) for item in _items(value) if placement_of(item) is None), "")
     return "" if text == "pass a placement" else text
 
 
@@ -189,12 +184,12 @@ def canonical_placements(
             f"Fix: redistribute one of these axes to Replicate() or Shard(dim) first."
         )
     result = list(placements)
-    divided_by: dict[int, list[tuple[Shard, int]]] = {}  # dim -> the axes so far that shard it
+    divided_by: dict[int, list[tuple[int, ShardSizes | None]]] = {}  # dim -> the axes so far that shard it
     for axis in order:
         placement = result[axis]
         if isinstance(placement, Shard):
             result[axis] = found = _canonical_shard(placement, shape, mesh.shape[axis], axis, divided_by)
-            divided_by.setdefault(found.dim, []).append((found, mesh.shape[axis]))
+            divided_by.setdefault(found.dim, []).append((mesh.shape[axis], found.sizes))
         elif isinstance(placement, OnRanks):
             if not 0 <= placement.position < mesh.shape[axis]:
                 raise LayoutError(
@@ -211,7 +206,7 @@ def _canonical_shard(
     shape: tuple[int, ...],
     positions: int,
     axis: int,
-    divided_by: Mapping[int, Sequence[tuple[Shard, int]]],
+    divided_by: Mapping[int, Division],
 ) -> Shard:
     dim, sizes = placement.dim, placement.sizes
     if not -len(shape) <= dim < len(shape):
@@ -261,82 +256,3 @@ def _check_boxes(
             f"got {len(placement.boxes)}. Fix: one list for each, [] where nothing is held."
         )
     placement.check_cover(shape)
-
-
-# ---- the shards of a dim, found by dividing instead of asking each rank --------------------------------------
-
-
-class DimShard(NamedTuple):
-    """One shard of a dim, in elements.
-
-    Attributes:
-        at: where in `Mesh.ranks` its ranks are, by their positions on the axes that divide the dim.
-    """
-
-    start: int
-    size: int
-    at: int
-
-
-class DimShards:
-    """The shards of a dim of `length` elements.
-
-    Args:
-        divided_by: the axes of `mesh` that divide it, the outermost first, with their placements.
-
-    Attributes:
-        sizes: of all shards, those of each outer shard side by side.
-    """
-
-    def __init__(self, length: int, mesh: Mesh, divided_by: Sequence[tuple[int, Shard]]) -> None:
-        self._length = length
-        self._mesh = mesh
-        self._by = divided_by
-        self.sizes = shard_sizes(length, [(placement, mesh.shape[axis]) for axis, placement in divided_by])
-
-    def having(self, index: int) -> DimShard:
-        """The shard that has element `index`."""
-        start, size, number, at = 0, self._length, 0, 0
-        for axis, placement in self._by:
-            count = self._mesh.shape[axis]
-            division = placement.division(size, count, number)
-            (position,) = division.touching(index - start, index - start + 1)
-            offset, size = division.shard(position)
-            start, number, at = start + offset, number * count + position, at + position * self._mesh.strides[axis]
-        return DimShard(start, size, at)
-
-    @cached_property
-    def places(self) -> Sequence[int]:
-        """`DimShard.at` of all shards."""
-        return self._mesh.places([axis for axis, _ in self._by])
-
-    def places_between(self, first: int, last: int) -> list[int]:
-        """`DimShard.at` of the shards that have the elements from `first` to before `last`."""
-        ends = accumulate(self.sizes)
-        return [at for at, size, end in zip(self.places, self.sizes, ends, strict=True) if size and first < end <= last]
-
-
-def shard_sizes(length: int, divided_by: Sequence[tuple[Shard, int]]) -> tuple[int, ...]:
-    """The sizes of the shards of a dim, those of each outer shard side by side.
-
-    Args:
-        divided_by: the placement and the positions of each axis, the outermost first.
-    """
-    sizes: tuple[int, ...] = (length,)
-    for placement, count in divided_by:
-        if placement.sizes is None:
-            divided = {size: chunk(size, count) for size in set(sizes)}
-            if len(divided) == 1:
-                sizes = divided[sizes[0]] * len(sizes)
-                continue
-            rows: Sequence[tuple[int, ...]] = [divided[size] for size in sizes]
-        else:
-            rows = rows_of(placement.sizes, len(sizes))
-        sizes = rows[0] if len(rows) == 1 else tuple(chain.from_iterable(rows))
-    return sizes
-
-
-def rows_of(sizes: ShardSizes, count: int) -> tuple[tuple[int, ...], ...]:
-    """One row of sizes for each outer shard: those given, or the same for all `count`."""
-    nested = bool(sizes) and isinstance(sizes[0], tuple)  # then all are: Shard refuses a mixture
-    return sizes if nested else (sizes,) * count  # type: ignore[return-value]

@@ -14,11 +14,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from shardwise._layout import PARTIAL, REPLICATE, Boxes, Kind, OnRanks, Partial, Placement, Shard, checked
+from shardwise._layout import (
+    PARTIAL,
+    REPLICATE,
+    Boxes,
+    Kind,
+    OnRanks,
+    Partial,
+    Placement,
+    Shard,
+    checked,
+    without_sizes,
+)
 from shardwise._lookups import bad_ids, lookup, options
 from shardwise._lookups.requests import exchange_axes
 from shardwise._rules.local_context import LocalContext, specialized
-from shardwise._rules.pointwise import SUMS, shape_of_first, without_sizes
+from shardwise._rules.pointwise import SUMS, shape_of_first
 from shardwise._rules.registry import op_rule
 from shardwise._rules.row import Align, LocalFunction, Meta, Row, arguments
 from shardwise.errors import IdTypeError, LayoutError

@@ -27,7 +27,7 @@ class Holders:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.dims: list[DimShards] = []
+        self.dims: Sequence[DimShards] = ()
         self.boxes: list[tuple[int, tuple[Box, ...]]] = []
         mesh, replicated, on_ranks = layout.mesh, [], 0
         for axis, placement in enumerate(layout.placements):
@@ -39,7 +39,7 @@ class Holders:
             elif placement.is_replicate():
                 replicated.append(axis)
         if not self.boxes:
-            self.dims = [layout.dim_shards(dim) for dim in range(len(layout.shape))]
+            self.dims = layout.dims
         replicas = mesh.places(replicated)
         self.replicas = [at + on_ranks for at in replicas] if on_ranks else replicas
         self.partials = mesh.places(layout.partial_axes)

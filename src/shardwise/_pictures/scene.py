@@ -194,7 +194,9 @@ def _of_shards(holders: Holders, limits: Sequence[Limit]) -> Scene:
 
 def _places(dims: Sequence[DimShards], segments: Sequence[_Shown]) -> list[Places]:
     pairs = zip(dims, segments, strict=True)
-    return [dim.places_between(s.start, s.start + s.size) if s.shards > 1 else (s.at,) for dim, s in pairs]
+    return [
+        [shard.at for shard in dim.between(s.start, s.start + s.size)] if s.shards > 1 else (s.at,) for dim, s in pairs
+    ]
 
 
 def _segments(shown: Sequence[_Shown]) -> Segments:
@@ -208,12 +210,11 @@ def _shown(dim: DimShards, size: int, limit: Limit) -> list[_Shown]:
     first, last = (count, 0) if count <= limit.most else (limit.shown // 2, (limit.shown - 1) // 2)
     head, tail, low, high = [], [], 0, size
     for _ in range(first):
-        start, length, at = dim.having(low)
-        head.append(_Shown(start, length, 1, at))
-        low = start + length
+        ((start, low, at),) = dim.between(low, low + 1)
+        head.append(_Shown(start, low - start, 1, at))
     for _ in range(last):
-        start, length, at = dim.having(high - 1)
-        tail.append(_Shown(start, length, 1, at))
+        ((start, stop, at),) = dim.between(high - 1, high)
+        tail.append(_Shown(start, stop - start, 1, at))
         high = start
     between = [_Shown(low, high - low, count - first - last, 0)] if low < high else []
     return [*head, *between, *reversed(tail)]

@@ -16,9 +16,9 @@ from torch import Tensor
 from shardwise import _collectives as collectives
 from shardwise._collectives import Collective
 from shardwise._layout import Layout, Shard
-from shardwise._layout.placement import Chunks
+from shardwise._layout.dim_shards import chunk, starts_of
 from shardwise._redistribute.buffers import Buffers, Lent
-from shardwise._redistribute.exchange import Shards, as_result, shards_of, total
+from shardwise._redistribute.program import Shards, as_result, shards_of, total
 
 MESSAGE_BYTES = 16 << 20  # of an exchange; a message, what is received and the sum are held at once
 
@@ -67,12 +67,12 @@ class Batched:
         """The same full tensors, divided evenly among the `count` ranks of this rank: ranks are taken as they rise."""
         at = self.ranks.index(rank)
         first = at - at % count
-        chunks = [Chunks(prod(shape), count) for shape in self.shapes]
+        chunks = [chunk(prod(shape), count) for shape in self.shapes]
         return Batched(
             self.ranks[first : first + count],
-            tuple([Shards(0, each, None) for each in chunks]),
-            tuple([(each.size,) for each in chunks]),
-            tuple([(each.shard(at - first)[1],) for each in chunks]),
+            tuple([Shards(0, starts_of(sizes), None) for sizes in chunks]),
+            tuple([(sum(sizes),) for sizes in chunks]),
+            tuple([(sizes[at - first],) for sizes in chunks]),
             self.collective,
         )
 
@@ -166,7 +166,7 @@ def batched(layouts: Sequence[Layout], axis: int, rank: int) -> Batched:
         found = shards_of(layout, (axis,), placement.dim, rank)
         dim = placement.dim
         shards.append(found)
-        shapes.append((*local[:dim], sum(found.division.sizes), *local[dim + 1 :]))
+        shapes.append((*local[:dim], sum(found.sizes), *local[dim + 1 :]))
         own.append(local)
     ranks = tuple(sorted(mesh.axis_ranks(rank, axis)))
     num_bytes = 4 * (len(ranks) - 1) * sum(map(prod, own))

@@ -13,6 +13,7 @@ from math import prod
 from typing import NamedTuple
 
 from shardwise._layout import Box, Boxes, Layout, Mesh, OnRanks, Replicate, Shard
+from shardwise._layout.dim_shards import DimShard
 
 Positions = Mapping[int, int]  # mesh axis -> position on it
 
@@ -114,90 +115,34 @@ def _places(mesh: Mesh, axes: Sequence[int]) -> Iterator[tuple[int, tuple[int, .
         yield _offset(mesh, dict(zip(axes, at, strict=True))), at
 
 
-# ---- the shards in a box ---------------------------------------------------------------------------------------
-
-
-class _Span(NamedTuple):
-    """Shard number `number` of a dim, by the axes so far."""
-
-    start: int
-    size: int
-    number: int
-
-
-class _Found(NamedTuple):
-    """Shards that have elements in the box.
-
-    Attributes:
-        at: where in `mesh.ranks` they are, by the positions so far.
-        part: what they have in common with the box.
-        spans: of the dims that an axis has divided.
-    """
-
-    at: int
-    part: Box
-    spans: dict[int, _Span]
-
-
 def shards_in(layout: Layout, box: Box, fixed: Positions) -> list[tuple[int, Box]]:
     """The shards that have elements in `box`: where they are in `mesh.ranks`, and the common box.
 
     Args:
         fixed: positions to look at. On other axes that do not shard, shards are at 0.
     """
-    found = [_Found(_offset(layout.mesh, fixed), box, {})] if box.numel else []
-    for axis in layout.shard_order:
-        placement, wanted, stride = layout.placements[axis], fixed.get(axis), layout.mesh.strides[axis]
+    if not box.numel:
+        return []
+    at = _offset(layout.mesh, fixed)
+    for axis, placement in enumerate(layout.placements):
+        wanted, stride = fixed.get(axis), layout.mesh.strides[axis]
+        if isinstance(placement, Boxes):
+            touching = placement.touching(box, wanted)
+            places = [(at + (position * stride if wanted is None else 0), held) for position, held in touching]
+            return [(place, part) for place, held in places if (part := held.intersect(box)) is not None]
         if isinstance(placement, OnRanks):
-            if wanted is None:
-                found = [f._replace(at=f.at + placement.position * stride) for f in found]
-            elif wanted != placement.position:
+            if wanted not in (None, placement.position):
                 return []
-        elif isinstance(placement, Boxes):
-            found = [
-                _Found(f.at if wanted is not None else f.at + position * stride, part, {})
-                for f in found
-                for position, held in placement.touching(f.part, wanted)
-                if (part := held.intersect(f.part)) is not None
-            ]
-        elif isinstance(placement, Shard):
-            found = [g for f in found for g in _divided(layout, axis, f, wanted)]
-    return [(f.at, f.part) for f in found]
+            at += placement.position * stride if wanted is None else 0
+    dims = zip(layout.dims, *box, strict=True)
+    found = product(*(_common(dim.between(first, first + size, fixed), first, size) for dim, first, size in dims))
+    return [
+        (at + sum(place for place, _, _ in parts), Box(tuple([n for _, n, _ in parts]), tuple([n for *_, n in parts])))
+        for parts in found
+    ]
 
 
-def _divided(layout: Layout, axis: int, found: _Found, wanted: int | None) -> Iterator[_Found]:
-    """The shards along `axis`, at the position `wanted` or at all."""
-    placement, count, stride = layout.placements[axis], layout.mesh.shape[axis], layout.mesh.strides[axis]
-    assert isinstance(placement, Shard)
-    dim = placement.dim
-    (_, box, spans), again = found, _is_divided_again(layout, axis, dim)
-    start, size, number = spans.get(dim, _Span(0, layout.shape[dim], 0))
-    low, high = box.offsets[dim], box.offsets[dim] + box.sizes[dim]
-    division = placement.division(size, count, number)
-    for position in division.touching(low - start, high - start) if wanted is None else (wanted,):
-        offset, length = division.shard(position)
-        first, last = max(low, start + offset), min(high, start + offset + length)
-        if first < last:
-            at = found.at if wanted is not None else found.at + position * stride
-            inner = {**spans, dim: _Span(start + offset, length, number * count + position)} if again else spans
-            yield _Found(at, box.along(dim, first, last - first), inner)
-
-
-def sizes_along(layout: Layout, axis: int, rank: int) -> tuple[int, ...]:
-    """The sizes of the dim that `axis` shards, at each of its positions through `rank`."""
-    placement, here = layout.placements[axis], layout.mesh.coordinate(rank)
-    assert isinstance(placement, Shard)
-    assert here is not None
-    size, number = layout.shape[placement.dim], 0
-    for other in layout.shard_order:
-        outer, count = layout.placements[other], layout.mesh.shape[other]
-        if other == axis:
-            break
-        if isinstance(outer, Shard) and outer.dim == placement.dim:
-            size, number = outer.division(size, count, number).shard(here[other])[1], number * count + here[other]
-    return placement.division(size, layout.mesh.shape[axis], number).sizes
-
-
-def _is_divided_again(layout: Layout, axis: int, dim: int) -> bool:
-    later = layout.shard_order[layout.shard_order.index(axis) + 1 :]
-    return any(layout.placements[other].is_shard(dim) for other in later)
+def _common(shards: Sequence[DimShard], first: int, size: int) -> list[tuple[int, int, int]]:
+    """What shards of a dim have of a range: their place, and the offset and size of that."""
+    spans = [(shard.at, max(first, shard.start), min(first + size, shard.stop)) for shard in shards]
+    return [(at, start, stop - start) for at, start, stop in spans]

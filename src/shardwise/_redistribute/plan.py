@@ -1,21 +1,19 @@
 """Redistribution plans: the steps from one layout to another, with the exact bytes every rank sends.
 
-    Shard(0) -> Shard(1)                an `Exchange`
-    Shard(0) -> Replicate()             an `AllGather`; an `Exchange` if the tensor is small
-    OnRanks(0) -> Replicate()           a `Broadcast`
-    Partial() -> Replicate()            an `AllReduce`; an `Exchange` if the tensor is small
+    Shard(0) -> Shard(1)                an all-to-all
+    Shard(0) -> Replicate()             an all-gather; an all-to-all if the tensor is small
+    OnRanks(0) -> Replicate()           a broadcast
+    Partial() -> Replicate()            an all-reduce; an all-to-all if the tensor is small
     Partial("avg") -> Replicate()       a `Scale`, then the same
-    Partial("max") -> Replicate()       a `Restack`, an `Exchange`, a `ReduceStack`
+    Partial("max") -> Replicate()       a `Restack`, an all-to-all, a `ReduceStack`
     [Shard(0), Partial()] -> [Replicate(), Shard(0)]    two of them, one for each axis, if the tensor is large
 
-Plans are computed from layouts and from what collectives cost: no tensors. These steps communicate:
+Plans are computed from layouts and from what collectives cost: no tensors. A `CommStep` is one of these:
 
-* `Exchange`: every element that a rank needs and does not hold is sent to it once, by one rank; the partial sums of a
-  Partial source are added on arrival. All-gather, scatter, reduce-scatter, slicing, padding a shard to a Partial,
+* an all-to-all: every element that a rank needs and does not hold is sent to it once, by one rank; partial sums are
+  added on arrival. All-gather, scatter, reduce-scatter, slicing, padding a shard to a Partial,
   redistribution between meshes and between explicit boxes can all be this one step.
-* `AllGather`, `Broadcast`: exchanges in which a rank sends all it has to its group, where these collectives cost less.
-* `ReduceScatter`: Partial to Shard where this collective costs less.
-* `AllReduce`: Partial to Replicate where a ring all-reduce costs less.
+* an all-gather, a reduce-scatter, a broadcast, an all-reduce, where this collective costs less.
 
 For max, min and product the local tensors are stacked along a new leading dim. The stack is an ordinary Shard(0), which
 is redistributed like any other and then reduced locally, so its gradients are torch's.
@@ -90,10 +88,9 @@ def planned(src: Layout, dst: Layout, costs: Costs) -> RedistributePlan:
         )
     if src == dst or same_local_shards(src, dst):
         return RedistributePlan(src, dst, (), costs)
-    same_mesh = src.mesh == dst.mesh
     if len(_reductions(src) | _reductions(dst)) > 1:
         return _via(src, src.reduced(), dst, costs)
-    if not same_mesh and _nonlinear(dst):
+    if src.mesh != dst.mesh and _nonlinear(dst):
         # A max/min/product target on another mesh: a direct exchange gives the value to position 0 and the identity to
         # the others. Backward treats their gradients as replicated and could read that of an identity. Replicating on
         # the target mesh first makes position 0 use its own gradient.
@@ -101,8 +98,7 @@ def planned(src: Layout, dst: Layout, costs: Costs) -> RedistributePlan:
     if _nonlinear(src) and any(isinstance(p, Boxes) for p in dst.placements):
         # A rank's boxes are in one flat local tensor, which has no stack dim: go through full tensors.
         return _via(src, src.replicated(), dst, costs)
-    before, src_sum = _scaled(src, dst if same_mesh else None, -1)
-    after, dst_sum = _scaled(dst, src if same_mesh else None, +1)
+    before, src_sum, dst_sum, after = _sums(src, dst)
     plan = RedistributePlan(src, dst, (*before, *_plan_stacked(src_sum, dst_sum, costs), *after), costs)
     scattered = _scattered(src, dst) if plan.cost > 2 * costs.inside["all_to_all"].latency else None
     in_two = plan if scattered is None else _via(src, scattered, dst, costs)
@@ -127,9 +123,7 @@ def alternatives(src: Layout, dst: Layout) -> list[RedistributePlan]:
     chosen = plan_redistribute(src, dst)
     if len(_reductions(src) | _reductions(dst)) > 1 or _nonlinear(src) or _nonlinear(dst):
         return [chosen]
-    same_mesh = src.mesh == dst.mesh
-    before, src_sum = _scaled(src, dst if same_mesh else None, -1)
-    after, dst_sum = _scaled(dst, src if same_mesh else None, +1)
+    before, src_sum, dst_sum, after = _sums(src, dst)
     others = [
         RedistributePlan(src, dst, (*before, *steps, *after), chosen.costs)
         for steps in sequences(src_sum, dst_sum, chosen.costs)
@@ -155,6 +149,14 @@ def _via(src: Layout, between: Layout, dst: Layout, costs: Costs) -> Redistribut
 def _reductions(layout: Layout) -> set[str]:
     ops = {p.reduce_op for p in layout.placements if isinstance(p, Partial)}
     return {"sum" if op == "avg" else op for op in ops}
+
+
+def _sums(src: Layout, dst: Layout) -> tuple[tuple[Step, ...], Layout, Layout, tuple[Step, ...]]:
+    """The scaling from `src`, both layouts with sums for averages, and the scaling to `dst`."""
+    same_mesh = src.mesh == dst.mesh
+    before, src_sum = _scaled(src, dst if same_mesh else None, -1)
+    after, dst_sum = _scaled(dst, src if same_mesh else None, +1)
+    return before, src_sum, dst_sum, after
 
 
 def _scaled(layout: Layout, other: Layout | None, power: int) -> tuple[tuple[Step, ...], Layout]:

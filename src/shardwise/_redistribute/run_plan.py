@@ -4,23 +4,20 @@ A gradient of a Shard is a Shard, of a Replicate a Partial, of a Partial a Repli
 `src -> dst` is the redistribution `dual(dst) -> dual(src)`, which is itself differentiable.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import partial
-from math import prod
-from typing import Any, assert_never
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
 from shardwise import _collectives as collectives
-from shardwise._collectives import Collective, Wait
+from shardwise._collectives import Wait
 from shardwise._layout import PLACEMENTS, Layout, Owner, Partial, Placements
-from shardwise._redistribute.exchange import exchange_program
 from shardwise._redistribute.plan import RedistributePlan, plan_redistribute
-from shardwise._redistribute.steps import CommStep, Exchange, ReduceStack, Restack, Scale, Step
+from shardwise._redistribute.program import Program, program_of
+from shardwise._redistribute.steps import CommStep, Scale
 from shardwise._trace import comm_trace
 from shardwise._trace.autograd_function import TensorFunction
 from shardwise._trace.comm_trace import EXPLICIT, Cause, CommEvent, Purpose
@@ -96,9 +93,9 @@ class Redistribution:
 
     def __init__(self, src: Layout, dst: Layout, plan: RedistributePlan, owner: Owner) -> None:
         self.src, self.dst, self.plan, self.target = src, dst, plan, owner.layout(dst)
-        self.steps = prepared(plan.steps, owner.rank)
-        programs = sum(step.num_bytes for step in self.steps if isinstance(step, _Collective))
-        self.num_bytes = PLAN_BYTES + _bytes_of(src) + _bytes_of(dst) + programs
+        self.programs = [program_of(step, owner.rank) for step in plan.steps]
+        num_bytes = sum([program.num_bytes for program in self.programs])
+        self.num_bytes = PLAN_BYTES + _bytes_of(src) + _bytes_of(dst) + num_bytes
         self._explicit = Purpose(EXPLICIT, src, dst)
         self._reduce_ops = {p.reduce_op for p in (*src.placements, *dst.placements) if isinstance(p, Partial)}
 
@@ -106,7 +103,7 @@ class Redistribution:
         """`redistribute_local`; called with `__torch_function__` disabled."""
         if not local.dtype.is_floating_point:
             self.check(local.dtype)
-        if not self.steps:  # the sum over one rank is the average
+        if not self.programs:  # the sum over one rank is the average
             return local.clone()
         here = comm_trace.current.rank
         purpose = self._explicit if cause is EXPLICIT else Purpose(cause, self.src, self.dst)
@@ -115,10 +112,8 @@ class Redistribution:
             if here.listeners:
                 cause = comm_trace.with_call_site(cause)
                 with comm_trace.emitting(event_of(self.plan, local.element_size(), cause)):
-                    return _run(self.steps, local, cause)
-            for step in self.steps:
-                local = step.run(local, cause)
-            return local
+                    return _run(self.programs, local, cause)
+            return _run(self.programs, local, cause)
         finally:
             here.purpose = before
 
@@ -154,14 +149,9 @@ def start_redistribute(
         return lambda: local
     found = redistribution(src, dst)
     found.check(local.dtype)
-    indices = [i for i, step in enumerate(found.steps) if isinstance(step, _Collective)]
-    if not indices:
-        return lambda: _run(found.steps, local, cause)
-    index, last = indices[-1], found.steps[indices[-1]]
-    assert isinstance(last, _Collective)
-    start = last.start
-    if index == 0 and last.start_owned is not None and local.is_contiguous():
-        start = last.start_owned
+    last = max((i for i, step in enumerate(found.plan.steps) if isinstance(step, CommStep)), default=None)
+    if last is None:
+        return lambda: _run(found.programs, local, cause)
     report: AbstractContextManager[None] = nullcontext()
     if comm_trace.listening():
         cause = comm_trace.with_call_site(cause)
@@ -169,13 +159,14 @@ def start_redistribute(
     before = comm_trace.set_purpose(Purpose(cause, src, dst))
     try:
         with torch.no_grad(), DisableTorchFunctionSubclass(), report:
-            wait = start(_run(found.steps[:index], local, cause))
+            before_last = _run(found.programs[:last], local, cause)
+            wait = found.programs[last].start(before_last, last == 0 and local.is_contiguous())
     finally:
         comm_trace.set_purpose(before)
 
     def finish() -> Tensor:
         with torch.no_grad(), DisableTorchFunctionSubclass():
-            return _run(found.steps[index + 1 :], wait(), cause)
+            return _run(found.programs[last + 1 :], wait(), cause)
 
     return finish
 
@@ -189,93 +180,22 @@ def event_of(plan: RedistributePlan, itemsize: int, cause: Cause) -> CommEvent:
     return CommEvent(cause, plan.src, plan.dst, plan.ranks, sent, total)
 
 
-@dataclass(frozen=True)
-class _Collective:
-    """What one rank does in a step that communicates.
-
-    Attributes:
-        start: not recorded by autograd; the result waits for it. The tensor must not change until then.
-        num_bytes: of memory that it takes, about.
-        start_owned: `start` in the memory of a tensor that nobody else uses.
-    """
-
-    step: CommStep
-    start: Callable[[Tensor], Wait]
-    num_bytes: int = 0
-    start_owned: Callable[[Tensor], Wait] | None = None
-
-    def run(self, local: Tensor, cause: Cause) -> Tensor:
-        if local.requires_grad and torch.is_grad_enabled():  # seldom in backward: no node then
-            return _Communicate.apply(local, self, cause)
-        return self.start(local)()
-
-
-@dataclass(frozen=True)
-class _Local:
-    """What one rank does in a step that sends nothing."""
-
-    step: Scale | Restack | ReduceStack
-    rank: int
-
-    def run(self, local: Tensor, cause: Cause) -> Tensor:
-        match self.step:
-            case Scale(factor):
-                return local * factor
-            case Restack(dst):
-                return local.reshape(dst.local_shape(self.rank))
-            case ReduceStack(dim, reduce_op, dst):
-                return _reduce_stack(local, dim, reduce_op, dst.local_shape(self.rank))
-        assert_never(self.step)
-
-
-def prepared(steps: Sequence[Step], rank: int) -> list[_Collective | _Local]:
-    """What `rank` does in these steps."""
-    return [_prepared(step, rank) if isinstance(step, CommStep) else _Local(step, rank) for step in steps]
-
-
-def _prepared(step: CommStep, rank: int) -> _Collective:
-    if isinstance(step, Exchange):
-        program = exchange_program(step, rank)
-        return _Collective(step, program.start, program.num_bytes)
-    group = step.group(rank)
-    if not group:
-        return _Collective(step, lambda local: local.clone)
-
-    def start(local: Tensor, in_place: bool = False) -> Wait:
-        return collectives.start(Collective("all_reduce", local, group, local.shape, in_place=in_place))
-
-    return _Collective(step, start, start_owned=partial(start, in_place=True))
-
-
-def run_steps(steps: Sequence[Step], local: Tensor, cause: Cause) -> Tensor:
-    """The local tensor of this rank after these steps."""
-    return _run(prepared(steps, collectives.rank()), local, cause)
-
-
-def _run(steps: Sequence[_Collective | _Local], local: Tensor, cause: Cause) -> Tensor:
-    for step in steps:
-        local = step.run(local, cause)
+def _run(programs: Sequence[Program], local: Tensor, cause: Cause) -> Tensor:
+    for program in programs:
+        if isinstance(program.step, CommStep) and local.requires_grad and torch.is_grad_enabled():
+            local = _Communicate.apply(local, program, cause)  # seldom in backward: no node then
+        else:
+            local = program.start(local)()
     return local
-
-
-def _reduce_stack(local: Tensor, dim: int, reduce_op: str, shape: tuple[int, ...]) -> Tensor:
-    if prod(shape) == 0:  # reduced too: it stays in the graph, and as much of it is saved for backward as elsewhere
-        local = local.reshape(*shape[:dim], 1, *shape[dim:])
-    match reduce_op:
-        case "max":
-            return local.amax(dim)
-        case "min":
-            return local.amin(dim)
-    return local.prod(dim, dtype=local.dtype)
 
 
 class _Communicate(TensorFunction):
     """A step that communicates; its backward is the dual redistribution."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, collective: _Collective, cause: Cause) -> Tensor:
-        ctx.step, ctx.cause = collective.step, cause
-        return collective.start(local)()
+    def forward(ctx: Any, local: Tensor, program: Program, cause: Cause) -> Tensor:
+        ctx.step, ctx.cause = program.step, cause
+        return program.start(local)()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

@@ -17,16 +17,7 @@ from math import inf, prod
 
 from shardwise._collectives.cost_tables import Costs
 from shardwise._layout import Boxes, Layout, OnRanks, Placement, Shard
-from shardwise._redistribute.steps import (
-    AllGather,
-    AllReduce,
-    Broadcast,
-    CommStep,
-    Exchange,
-    ReduceScatter,
-    cost_of,
-    group_axes,
-)
+from shardwise._redistribute.steps import CommStep, cost_of, group_axes
 from shardwise._redistribute.volume import largest
 from shardwise.errors import LayoutError
 
@@ -39,7 +30,7 @@ def cheapest_sequence(src: Layout, dst: Layout, costs: Costs) -> tuple[CommStep,
     """The steps from `src` to `dst` with the lowest cost."""
     if src == dst:
         return ()
-    exchange = Exchange(src, dst)
+    exchange = CommStep(src, dst)
     direct = _cheapest(exchange, costs)
     if src.mesh != dst.mesh:
         steps = _reduced_first(src, dst, costs)
@@ -55,7 +46,7 @@ def sequences(src: Layout, dst: Layout, costs: Costs) -> list[tuple[CommStep, ..
     """All that `cheapest_sequence` may choose from, the cheapest first."""
     if src == dst:
         return []
-    found: list[tuple[CommStep, ...]] = [(step,) for step in _forms(Exchange(src, dst))]
+    found: list[tuple[CommStep, ...]] = [(step,) for step in _forms(CommStep(src, dst))]
     axes = _axes(src, dst) if src.mesh == dst.mesh else []
     if 1 < len(axes) <= MOST_AXES:
         found += [steps for paths in _all_paths(src, dst, axes, costs) for steps in paths.sequences() if len(steps) > 1]
@@ -72,47 +63,47 @@ def cost(steps: tuple[CommStep, ...], costs: Costs) -> float:
 def _reduced_first(src: Layout, dst: Layout, costs: Costs) -> tuple[CommStep, ...]:
     """All-reduces, then an exchange with another mesh; () where there is nothing to reduce."""
     reduced = src.reduced()
-    return () if reduced == src else (*cheapest_sequence(src, reduced, costs), Exchange(reduced, dst))
+    return () if reduced == src else (*cheapest_sequence(src, reduced, costs), CommStep(reduced, dst))
 
 
 # ---- one step ------------------------------------------------------------------------------------------------
 
 
-def _cheapest(exchange: Exchange, costs: Costs) -> CommStep:
+def _cheapest(exchange: CommStep, costs: Costs) -> CommStep:
     return min(_forms(exchange), key=lambda step: cost_of(step, costs))
 
 
-def _forms(exchange: Exchange) -> list[CommStep]:
+def _forms(exchange: CommStep) -> list[CommStep]:
     """The collectives that make this step."""
     others = native_step(exchange), _all_reduce(exchange.src, exchange.dst)
     return [exchange, *(step for step in others if step is not None)]
 
 
-def native_step(step: Exchange) -> Exchange | None:
+def native_step(step: CommStep) -> CommStep | None:
     """The step as an all-gather, a reduce-scatter or a broadcast, if it is one."""
     axes = () if step.is_local else group_axes(step.src, step.dst)
     if not axes:
         return None
     before, after = ([layout.placements[axis] for axis in axes] for layout in (step.src, step.dst))
     if all(p.is_partial() for p in before) and isinstance(after[0], Shard):
-        return ReduceScatter(step.src, step.dst) if all(p.is_shard(after[0].dim) for p in after) else None
+        alike = all(p.is_shard(after[0].dim) for p in after)
+        return CommStep(step.src, step.dst, "reduce_scatter") if alike else None
     if not all(p.is_replicate() for p in after):
         return None
     if all(p.is_shard() for p in before):
-        return AllGather(step.src, step.dst)
-    return Broadcast(step.src, step.dst) if len(axes) == 1 and isinstance(before[0], OnRanks) else None
+        return CommStep(step.src, step.dst, "all_gather")
+    alone = len(axes) == 1 and isinstance(before[0], OnRanks)
+    return CommStep(step.src, step.dst, "broadcast") if alone else None
 
 
-def _all_reduce(src: Layout, dst: Layout) -> AllReduce | None:
+def _all_reduce(src: Layout, dst: Layout) -> CommStep | None:
     """The step as an all-reduce along one axis, or along all of them."""
     if src.mesh != dst.mesh or src.shard_order != dst.shard_order:
         return None
     axes = _axes(src, dst)
-    if not all(src.placements[axis].is_partial() and dst.placements[axis].is_replicate() for axis in axes):
-        return None
-    if len(axes) == 1:
-        return AllReduce(src, dst, axes[0])
-    return AllReduce(src, dst, None) if prod(src.mesh.shape[axis] for axis in axes) == src.mesh.size() else None
+    sums = all(src.placements[axis].is_partial() and dst.placements[axis].is_replicate() for axis in axes)
+    one_group = len(axes) == 1 or prod(src.mesh.shape[axis] for axis in axes) == src.mesh.size()
+    return CommStep(src, dst, "all_reduce") if axes and sums and one_group else None
 
 
 def _axes(src: Layout, dst: Layout) -> list[int]:
@@ -127,7 +118,7 @@ def _axes(src: Layout, dst: Layout) -> list[int]:
 # ---- one axis after the other --------------------------------------------------------------------------------
 
 
-def _least(exchange: Exchange, costs: Costs) -> float:
+def _least(exchange: CommStep, costs: Costs) -> float:
     """What two steps or more cost at least: every rank receives what it lacks, in whatever order axes move."""
     on_ranks = any(isinstance(p, OnRanks) for p in exchange.src.placements)
     kinds = [cost for name, cost in costs.inside.items() if name != "broadcast" or on_ranks]
@@ -205,7 +196,7 @@ class _Paths:
         for target in dict.fromkeys(ends):
             layout = self._layout(target)
             if here is not None and layout is not None:
-                yield target, _cheapest(Exchange(here, layout), self.costs)
+                yield target, _cheapest(CommStep(here, layout), self.costs)
 
     def _layout(self, state: State) -> Layout | None:
         """The layout in a state; None if there is no such layout, or it is too large."""

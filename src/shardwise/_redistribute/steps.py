@@ -6,26 +6,32 @@ Each says which ranks take part in its collective, what a rank sends, and what a
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
-from typing import ClassVar
 
 from shardwise._collectives.collective_call import Kind
 from shardwise._collectives.cost_tables import Costs
 from shardwise._layout import Boxes, Layout, Mesh, OnRanks, Shard, ring_elements
-from shardwise._redistribute.neighbors import Transfer, receives, sends, sizes_along
+from shardwise._layout.dim_shards import sizes_between
+from shardwise._redistribute.neighbors import Transfer, receives, sends
 from shardwise._redistribute.volume import Volume, held, largest, moving_axes, volume
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """Fill `dst` from `src`, in one all-to-all; where `src` is Partial and `dst` is not, add the tensors received."""
+class CommStep:
+    """Fill `dst` from `src` in one collective; where `src` is Partial and `dst` is not, tensors are added.
+
+    all_to_all      a rank receives what it needs and lacks
+    all_gather      every rank of a group sends its shard, padded to the largest, to the others
+    reduce_scatter  every rank of a group gets the sum of one shard
+    broadcast       along one mesh axis one rank of a group sends all it has to the others
+    all_reduce      every rank of a group gets the sum
+    """
 
     src: Layout
     dst: Layout
-
-    collective: ClassVar[Kind] = "all_to_all"
+    collective: Kind = "all_to_all"
 
     def sends(self, rank: int) -> list[Transfer]:
-        """What other ranks receive from `rank`, and what it keeps."""
+        """What other ranks receive from `rank` in an all-to-all, and what it keeps."""
         return sends(self.src, self.dst, rank)
 
     def receives(self, rank: int) -> list[Transfer]:
@@ -33,154 +39,90 @@ class Exchange:
         return receives(self.src, self.dst, rank)
 
     def sent_elements(self, rank: int) -> int:
-        """Elements that `rank` sends to other ranks."""
-        return sum(t.box.numel for t in self.sends(rank) if t.receiver != rank)
+        """Elements that `rank` sends to other ranks: in rings, and in the chain of a broadcast, to the next one."""
+        if self.collective == "all_to_all":
+            return sum(t.box.numel for t in self.sends(rank) if t.receiver != rank)
+        group = self.group(rank)
+        if not group:
+            return 0
+        match self.collective:
+            case "broadcast":
+                return 0 if rank == group[group.index(self.root(rank)) - 1] else self.dst.local_numel(rank)
+            case "all_reduce":
+                return ring_elements(self.src.local_numel(rank), len(group), group.index(rank))
+        return (len(group) - 1) * _largest_of_group(self._shards, self.axes or (), rank)
 
     @cached_property
     def received(self) -> Volume:
         """What all ranks receive."""
-        return volume(self.src, self.dst)
+        if self.collective == "all_to_all":
+            return volume(self.src, self.dst)
+        count = prod(self.src.mesh.shape[axis] for axis in self.axes or ())
+        match self.collective:
+            case "broadcast":
+                return Volume((count - 1) * held(self.dst) // count, largest(self.dst))
+            case "all_reduce":  # busiest are those past the two last chunks
+                total = held(self.src) * 2 * (count - 1) // count
+                return Volume(total, ring_elements(largest(self.src), count, max(0, count - 3)))
+        busiest = (count - 1) * largest(self._shards)
+        return Volume(busiest * self.src.mesh.size(), busiest)
+
+    @property
+    def _shards(self) -> Layout:
+        """The layout of the shards that go round a ring."""
+        return self.src if self.collective == "all_gather" else self.dst
 
     @cached_property
-    def _axes(self) -> tuple[int, ...] | None:
-        return moving_axes(self.src, self.dst) if self.received.total else ()
+    def axes(self) -> tuple[int, ...] | None:
+        """The mesh axes along which something is sent; () if nothing is, None if it is sent between two meshes."""
+        if self.collective == "all_to_all" and not self.received.total:
+            return ()
+        return moving_axes(self.src, self.dst)
 
     def group(self, rank: int) -> tuple[int, ...]:
         """The ranks that run this step's collective together with `rank`; empty if `rank` takes no part."""
-        return _group(self.src.mesh, self.dst.mesh, self._axes, rank)
+        src, dst = self.src.mesh, self.dst.mesh
+        if self.axes == ():
+            return ()
+        if self.axes is not None and len(self.axes) == 1 and src.ndim > 1:
+            return tuple(sorted(src.axis_ranks(rank, self.axes[0]))) if src.coordinate(rank) is not None else ()
+        takes_part = src.coordinate(rank) is not None or dst.coordinate(rank) is not None
+        return ranks_of(src, dst) if takes_part else ()
 
     @property
     def is_local(self) -> bool:
         """Whether every rank has what it needs."""
-        return self._axes == ()
-
-
-@dataclass(frozen=True)
-class _OfGroup(Exchange):
-    """An exchange in which ranks send all they have to all ranks of their group."""
-
-    @cached_property
-    def _axes(self) -> tuple[int, ...]:
-        return moving_axes(self.src, self.dst) or ()
-
-
-@dataclass(frozen=True)
-class _InRing(_OfGroup):
-    """A shard of each rank goes round the ring of its group, padded to the largest one."""
-
-    @property
-    def _shards(self) -> Layout:
-        """The layout of these shards."""
-        raise NotImplementedError
-
-    def sent_elements(self, rank: int) -> int:
-        """All shards of the group but one."""
-        group = self.group(rank)
-        return (len(group) - 1) * _largest_of_group(self._shards, self._axes, rank) if group else 0
-
-    @cached_property
-    def received(self) -> Volume:
-        shards = self._shards
-        busiest = (prod(shards.mesh.shape[axis] for axis in self._axes) - 1) * largest(shards)
-        return Volume(busiest * shards.mesh.size(), busiest)
-
-
-@dataclass(frozen=True)
-class AllGather(_InRing):
-    """Every rank of a group sends its shard to the others."""
-
-    collective = "all_gather"
-
-    @property
-    def _shards(self) -> Layout:
-        return self.src
-
-
-@dataclass(frozen=True)
-class ReduceScatter(_InRing):
-    """Every rank of a group gets the sum of one shard."""
-
-    collective = "reduce_scatter"
-
-    @property
-    def _shards(self) -> Layout:
-        return self.dst
-
-
-@dataclass(frozen=True)
-class Broadcast(_OfGroup):
-    """Along one mesh axis one rank of a group sends all it has to the others."""
-
-    collective = "broadcast"
-
-    def sent_elements(self, rank: int) -> int:
-        """What a chain sends, from each rank to the next."""
-        group = self.group(rank)
-        last = group and group[group.index(self.root(rank)) - 1]
-        return self.dst.local_numel(rank) if group and rank != last else 0
-
-    @cached_property
-    def received(self) -> Volume:
-        positions = self.src.mesh.shape[self._axes[0]]
-        return Volume((positions - 1) * held(self.dst) // positions, largest(self.dst))
+        return self.axes == ()
 
     def root(self, rank: int) -> int:
-        """The rank of the group of `rank` that sends."""
-        (axis,) = self._axes
+        """The rank of the group of `rank` that sends in a broadcast."""
+        (axis,) = self.axes or ()
         placement = self.src.placements[axis]
         assert isinstance(placement, OnRanks)
         return self.src.mesh.axis_ranks(rank, axis)[placement.position]
-
-
-@dataclass(frozen=True)
-class AllReduce:
-    """Partial(sum) to Replicate on `axis`, or on all axes of the mesh at once (`axis` None)."""
-
-    src: Layout
-    dst: Layout
-    axis: int | None
-
-    collective = "all_reduce"
-    is_local = False
-
-    def sent_elements(self, rank: int) -> int:
-        """What a ring all-reduce sends: all chunks but one, in each of two rounds."""
-        group = self.group(rank)
-        if not group:
-            return 0
-        return ring_elements(self.src.local_numel(rank), len(group), group.index(rank))
-
-    @cached_property
-    def received(self) -> Volume:
-        """What all ranks receive."""
-        size = self.src.mesh.size(self.axis)
-        total = held(self.src) * 2 * (size - 1) // size
-        return Volume(total, ring_elements(largest(self.src), size, max(0, size - 3)))  # past the two last chunks
-
-    def group(self, rank: int) -> tuple[int, ...]:
-        axes = tuple(range(self.src.mesh.ndim)) if self.axis is None else (self.axis,)
-        return _group(self.src.mesh, self.src.mesh, axes, rank)
 
 
 def _largest_of_group(layout: Layout, axes: tuple[int, ...], rank: int) -> int:
     """The elements of the largest shard along these axes through `rank`."""
     if len(axes) > 1:
         return largest(layout)
-    (axis,), box = axes, layout.box(rank)
+    (axis,), here = axes, layout.mesh.coordinate(rank)
     placement = layout.placements[axis]
     assert isinstance(placement, Shard)
-    others = prod(n for dim, n in enumerate(box.sizes) if dim != placement.dim)
-    return others * max(sizes_along(layout, axis, rank)) if layout.boxes(rank) else 0
+    if here is None or not layout.boxes(rank):
+        return 0
+    others = prod(n for dim, n in enumerate(layout.box(rank).sizes) if dim != placement.dim)
+    return others * max(sizes_between(layout.dims[placement.dim].along(axis, here)))
 
 
 SUMMED = 1.02  # the time of an all-to-all whose full tensors are added, by that of one without
 
 
-def cost_of(step: "CommStep", costs: Costs) -> float:
+def cost_of(step: CommStep, costs: Costs) -> float:
     """The cost of a step, in bytes that an all-to-all inside a host sends meanwhile."""
     if step.is_local:
         return 0.0
-    adds = type(step) is Exchange and step.dst.is_replicated and bool(step.src.partial_axes)
+    adds = step.collective == "all_to_all" and step.dst.is_replicated and bool(step.src.partial_axes)
     num_bytes = 4 * step.received.busiest * (SUMMED if adds else 1)
     ranks = ranks_of(step.src.mesh, step.dst.mesh)
     return costs.of(step.collective, step.group(ranks[0]), ranks, num_bytes)
@@ -212,7 +154,6 @@ class ReduceStack:
     dst: Layout
 
 
-CommStep = Exchange | AllReduce
 Step = CommStep | Scale | Restack | ReduceStack
 
 
@@ -227,15 +168,6 @@ def group_axes(src: Layout, dst: Layout) -> tuple[int, ...]:
     others = [axis for axis in range(src.mesh.ndim) if axis not in axes]
     pairs = [(src.placements[axis], dst.placements[axis]) for axis in others]
     return axes if all(p == q and not isinstance(p, OnRanks | Boxes) for p, q in pairs) else ()
-
-
-def _group(src: Mesh, dst: Mesh, axes: tuple[int, ...] | None, rank: int) -> tuple[int, ...]:
-    if axes == ():
-        return ()
-    if axes is not None and len(axes) == 1 and src.ndim > 1:
-        return tuple(sorted(src.axis_ranks(rank, axes[0]))) if src.coordinate(rank) is not None else ()
-    ranks = ranks_of(src, dst)
-    return ranks if src.coordinate(rank) is not None or dst.coordinate(rank) is not None else ()
 
 
 @lru_cache(maxsize=64)

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from math import prod
 from typing import Any
 
 import torch
@@ -38,15 +38,33 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """What one rank sends and receives, both in the order of `ranks`."""
+class Regions:
+    """What one rank sends and receives in an all-to-all, both in the order of `ranks`."""
 
     ranks: Ranks
     sends: tuple[Region, ...]
     recvs: tuple[Region, ...]
     sent: tuple[tuple[int, int], ...]  # to which of the ranks, and how many elements; of thousands of ranks only few
     received: tuple[tuple[int, int], ...]
-    lengths: tuple[int, ...]  # of the regions received
+
+    @classmethod
+    def of(cls, ranks: Ranks, sends: Sequence[tuple[int, Region]], recvs: Sequence[tuple[int, Region]]) -> "Regions":
+        """Those to and from peers.
+
+        Args:
+            ranks: those that take part, rising; none if nothing is sent.
+            sends: (receiver, region), in the order of `ranks`.
+            recvs: (sender, region), in the order of `ranks`.
+        """
+
+        def counts(parts: Sequence[tuple[int, Region]]) -> tuple[tuple[int, int], ...]:
+            found: dict[int, int] = {}
+            for peer, region in parts if ranks else ():
+                index = bisect_left(ranks, peer)
+                found[index] = found.get(index, 0) + prod(region.sizes)
+            return tuple(found.items())
+
+        return cls(ranks, tuple(p for _, p in sends), tuple(p for _, p in recvs), counts(sends), counts(recvs))
 
     @property
     def send_counts(self) -> list[int]:
@@ -58,6 +76,18 @@ class Schedule:
         """The elements received from each rank."""
         return _counts(self.received, len(self.ranks))
 
+    def views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The regions to send."""
+        return [tensors[region.index][region.slices] for region in self.sends]
+
+    def split(self, received: Tensor) -> list[Tensor]:
+        """The regions received, each in its own shape."""
+        found, end = [], 0
+        for region in self.recvs:  # slices, because autograd refuses in-place ops on the views that `split` returns
+            start, end = end, end + prod(region.sizes)
+            found.append(received[start:end].view(region.sizes))
+        return found
+
 
 def _counts(found: Sequence[tuple[int, int]], ranks: int) -> list[int]:
     counts = [0] * ranks
@@ -66,102 +96,7 @@ def _counts(found: Sequence[tuple[int, int]], ranks: int) -> list[int]:
     return counts
 
 
-def schedule(ranks: Ranks, sends: Sequence[tuple[int, Region]], recvs: Sequence[tuple[int, Region]]) -> Schedule:
-    """The schedule of one rank.
-
-    Args:
-        ranks: those that take part, rising.
-        sends: (receiver, region), in the order of `ranks`.
-        recvs: (sender, region), in the order of `ranks`.
-    """
-
-    def counts(parts: Sequence[tuple[int, Region]]) -> tuple[tuple[int, int], ...]:
-        found: dict[int, int] = {}
-        for peer, region in parts if ranks else ():
-            index = bisect_left(ranks, peer)
-            found[index] = found.get(index, 0) + _numel(region)
-        return tuple(found.items())
-
-    received = tuple(region for _, region in recvs)
-    return Schedule(
-        ranks, tuple(p for _, p in sends), received, counts(sends), counts(recvs), tuple(map(_numel, received))
-    )
-
-
-def _numel(region: Region) -> int:
-    return Box((), region.sizes).numel
-
-
-def pack(tensors: Sequence[Tensor], plan: Schedule) -> list[Tensor]:
-    """The regions to send, each in one dim."""
-    return [tensors[region.index][region.slices].reshape(-1) for region in plan.sends]
-
-
-def unpack(received: Tensor, plan: Schedule) -> list[Tensor]:
-    """The regions received, each in its own shape."""
-    ends = accumulate(plan.lengths)  # slices, because autograd refuses in-place ops on the views that `split` returns
-    parts = zip(ends, plan.lengths, plan.recvs, strict=True)
-    return [received[end - length : end].view(region.sizes) for end, length, region in parts]
-
-
 # ---- all-to-all with gradients ------------------------------------------------------------------------------
-
-
-class _AllToAll(TensorFunction):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        send: Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        ranks: tuple[int, ...],
-        cause: Cause,
-    ) -> Tensor:
-        if comm_trace.listening():
-            cause = comm_trace.with_call_site(cause)
-        ctx.args = (recv_counts, send_counts, ranks, cause.for_backward())
-        return all_to_all_no_grad(send, send_counts, recv_counts, ranks, cause)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        sent: Tensor = _AllToAll.apply(grads[0].contiguous(), *ctx.args)
-        return sent, None, None, None, None
-
-
-def all_to_all(
-    send: Tensor,
-    send_counts: Sequence[int],
-    recv_counts: Sequence[int],
-    ranks: tuple[int, ...],
-    cause: Cause = INTERNAL,
-) -> Tensor:
-    """All-to-all of a 1-D tensor with split sizes; backward sends the gradients back."""
-    return _AllToAll.apply(send, send_counts, recv_counts, ranks, cause)
-
-
-def all_to_all_no_grad(
-    send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: tuple[int, ...], cause: Cause
-) -> Tensor:
-    """`all_to_all` without a gradient."""
-    return start_all_to_all(send, send_counts, recv_counts, ranks, cause)()
-
-
-def start_all_to_all(
-    send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: tuple[int, ...], cause: Cause
-) -> Wait:
-    """`all_to_all` without a gradient, started: call the result to wait for it."""
-    collective = Collective("all_to_all", send, ranks, (), send_counts, recv_counts)
-    if len(ranks) == 1:
-        return collectives.start(collective)
-    before = comm_trace.set_purpose(Purpose(cause))
-    try:
-        if not comm_trace.listening():
-            return collectives.start(collective)
-        sent = collective.sent_bytes(collectives.rank())
-        with comm_trace.emitting(CommEvent(comm_trace.with_call_site(cause), None, None, ranks, sent, None)):
-            return collectives.start(collective)
-    finally:
-        comm_trace.set_purpose(before)
 
 
 @dataclass(frozen=True)
@@ -169,19 +104,49 @@ class Exchange:
     """All-to-alls of 1-D tensors among `ranks`, for an op with a backward of its own; counts are of elements."""
 
     ranks: Ranks
-    cause: Cause
+    cause: Cause = INTERNAL
 
     def start(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Wait:
-        """Start one without a gradient; the result waits for it. `send` must not change until then."""
-        return start_all_to_all(send, send_counts, recv_counts, self.ranks, self.cause)
+        """Start one of a 1-D tensor, without a gradient; call the result to wait for it."""
+        collective = Collective("all_to_all", send, self.ranks, (), send_counts, recv_counts)
+        if len(self.ranks) == 1:
+            return collectives.start(collective)
+        before = comm_trace.set_purpose(Purpose(self.cause))
+        try:
+            if not comm_trace.listening():
+                return collectives.start(collective)
+            sent, cause = collective.sent_bytes(collectives.rank()), comm_trace.with_call_site(self.cause)
+            with comm_trace.emitting(CommEvent(cause, None, None, self.ranks, sent, None)):
+                return collectives.start(collective)
+        finally:
+            comm_trace.set_purpose(before)
 
     def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
-        """One with a gradient."""
-        return all_to_all(send, send_counts, recv_counts, self.ranks, self.cause)
+        """One with a gradient: backward sends the gradients back."""
+        return _AllToAll.apply(send, send_counts, recv_counts, self)
 
     def for_backward(self) -> "Exchange":
         """The same, reported as part of the backward."""
         return Exchange(self.ranks, self.cause.for_backward())
+
+    def here(self) -> "Exchange":
+        """With the call site in its cause, if a listener wants it: its backward has it from the forward."""
+        return Exchange(self.ranks, comm_trace.with_call_site(self.cause)) if comm_trace.listening() else self
+
+
+class _AllToAll(TensorFunction):
+    @staticmethod
+    def forward(
+        ctx: Any, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], exchange: Exchange
+    ) -> Tensor:
+        exchange = exchange.here()
+        ctx.args = recv_counts, send_counts, exchange.for_backward()
+        return exchange.start(send, send_counts, recv_counts)()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        sent: Tensor = _AllToAll.apply(grads[0].contiguous(), *ctx.args)
+        return sent, None, None, None
 
 
 # ---- boxes that other ranks hold: halos, windows, rows at other indices --------------------------------------
@@ -209,15 +174,15 @@ def fetch(
     """
     me = ranks.index(rank)
     own, goals = [boxes[me] for boxes in held], wanted[me]
-    plan = _fetch_schedule(ranks, rank, held, wanted)
+    plan = _regions_of(ranks, rank, held, wanted)
     if plan is None:
         return [_own_box(xs[i], own[i], goal) for i, goal in goals]
     # A rank that sends nothing of a tensor still depends on it, so that its backward has the same collectives.
     unsent = set(range(len(xs))) - {region.index for region in plan.sends}
-    send = flat_cat([*pack(xs, plan), *(xs[i].reshape(-1)[:0] for i in sorted(unsent))])
-    received = all_to_all(send, plan.send_counts, plan.recv_counts, ranks, cause)
+    send = flat_cat([*(view.reshape(-1) for view in plan.views(xs)), *(xs[i].reshape(-1)[:0] for i in sorted(unsent))])
+    received = Exchange(ranks, cause).all_to_all(send, plan.send_counts, plan.recv_counts)
     by_goal: list[list[tuple[Region, Tensor]]] = [[] for _ in goals]
-    for region, x in zip(plan.recvs, unpack(received, plan), strict=True):
+    for region, x in zip(plan.recvs, plan.split(received), strict=True):
         by_goal[region.index].append((region, x))
     return [_assembled(parts, goal, received) for parts, (_, goal) in zip(by_goal, goals, strict=True)]
 
@@ -254,7 +219,7 @@ def _assembled(parts: list[tuple[Region, Tensor]], goal: Box, received: Tensor) 
 
 
 @lru_cache(maxsize=4096)
-def _fetch_schedule(ranks: Ranks, rank: int, held: tuple[Boxes, ...], wanted: tuple[Wanted, ...]) -> Schedule | None:
+def _regions_of(ranks: Ranks, rank: int, held: tuple[Boxes, ...], wanted: tuple[Wanted, ...]) -> Regions | None:
     """What `rank` sends and receives; None if no rank wants what another one holds."""
     sends: list[tuple[int, Region]] = []
     recvs: list[tuple[int, Region]] = []
@@ -277,4 +242,4 @@ def _fetch_schedule(ranks: Ranks, rank: int, held: tuple[Boxes, ...], wanted: tu
                 if receiver == me:
                     recvs.append((ranks[sender], Region(number, common.relative_to(goal), common.sizes)))
     recvs.sort(key=lambda item: ranks.index(item[0]))
-    return schedule(ranks, sends, recvs) if anything_sent else None
+    return Regions.of(ranks, sends, recvs) if anything_sent else None

@@ -12,7 +12,7 @@ from shardwise import _collectives as collectives
 from shardwise._layout import Box, Layout, Mesh
 from shardwise._redistribute import transfers
 from shardwise._rules.row import LocalFunction, Op
-from shardwise._trace.comm_trace import Cause, listening, with_call_site
+from shardwise._trace.comm_trace import Cause
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +57,7 @@ class LocalContext:
     ) -> Tensor:
         """All-to-all of a 1-D tensor among `ranks` (None: `ranks()`)."""
         ranks = self.ranks() if ranks is None else ranks
-        return transfers.all_to_all(send, send_counts, recv_counts, ranks, self.cause)
+        return transfers.Exchange(ranks, self.cause).all_to_all(send, send_counts, recv_counts)
 
     def all_gather(self, x: Tensor, ranks: tuple[int, ...] | None = None) -> Tensor:
         """The `x` of each of `ranks` (None: `ranks()`), all of one shape, stacked along a new first dim."""
@@ -69,7 +69,7 @@ class LocalContext:
 
     def exchange(self, ranks: tuple[int, ...]) -> transfers.Exchange:
         """All-to-alls among `ranks`, for a local implementation with a backward of its own."""
-        return transfers.Exchange(ranks, with_call_site(self.cause) if listening() else self.cause)
+        return transfers.Exchange(ranks, self.cause).here()
 
     def boxes(self, operand: int) -> list[Box]:
         """The box of `operand` on each of `ranks()`; an empty one for none."""

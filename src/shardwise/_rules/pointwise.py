@@ -9,7 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise._layout import REPLICATE, Boxes, OnRanks, Partial, Placement, Shard, contiguous_strides, dims_by_stride
+from shardwise._layout import (
+    REPLICATE,
+    Boxes,
+    OnRanks,
+    Partial,
+    Placement,
+    Shard,
+    contiguous_strides,
+    dims_by_stride,
+    without_sizes,
+)
 from shardwise._rules.local_context import LocalContext
 from shardwise._rules.registry import RULES, OpRule, RowsFunction, Shapes, amend, register
 from shardwise._rules.row import Align, Args, Kwargs, Meta, Op, Row
@@ -182,11 +192,6 @@ def _to_another(
     memory_format: torch.memory_format = torch.preserve_format,
 ) -> Tensor:
     return x.to(tensor.device, tensor.dtype, non_blocking, copy, memory_format=memory_format)
-
-
-def without_sizes(placement: Placement) -> Placement:
-    """Shard along the same dim, with any sizes."""
-    return Shard(placement.dim) if isinstance(placement, Shard) else placement
 
 
 def numbers_of(args: Args, kwargs: Kwargs) -> list[complex]:

@@ -28,7 +28,7 @@ from shardwise._collectives import Wait
 from shardwise._layout import PARTIAL, Layout, Mesh, Partial, checked
 from shardwise._redistribute.plan import plan_redistribute
 from shardwise._redistribute.run_plan import redistribute_local, start_redistribute
-from shardwise._redistribute.transfers import all_to_all_no_grad
+from shardwise._redistribute.transfers import Exchange
 from shardwise._tensor.dtensor import DTensor, plain, tag
 from shardwise._trace import comm_trace
 from shardwise._trace.comm_trace import Cause
@@ -407,12 +407,19 @@ def _done(total: Tensor) -> Wait:
 
 def _start_all_reduce(flat: Tensor, leaves: Sequence[DTensor], owned: bool) -> Wait:
     mesh, axes = leaves[0]._layout.mesh, axes_to_reduce(leaves[0]._layout)
-    submesh = mesh.submesh(axes, collectives.rank())
-    src = Layout(submesh, [Partial()] * submesh.ndim, flat.shape)
+    src, dst = _reduction(mesh, axes, collectives.rank(), flat.numel())
     cause = _cause_of(mesh, axes, leaves, flat) if comm_trace.listening() else READ
     if torch.is_grad_enabled() and flat.requires_grad:
-        return _done(redistribute_local(flat, src, src.replicated(), cause))
-    return start_redistribute(flat.detach(), src, src.replicated(), cause, owned=owned)
+        return _done(redistribute_local(flat, src, dst, cause))
+    return start_redistribute(flat.detach(), src, dst, cause, owned=owned)
+
+
+@lru_cache(maxsize=4096)
+def _reduction(mesh: Mesh, axes: tuple[int, ...], rank: int, numel: int) -> tuple[Layout, Layout]:
+    """The layouts of so many elements before and after they are reduced along these axes through `rank`."""
+    submesh = mesh.submesh(axes, rank)
+    src = Layout(submesh, [PARTIAL] * submesh.ndim, (numel,))
+    return src, src.replicated()
 
 
 def _finish_bucket(bucket: SentBucket) -> None:
@@ -441,11 +448,9 @@ def _cause_of(mesh: Mesh, axes: tuple[int, ...], leaves: Sequence[DTensor], flat
 def _total_elements(mesh: Mesh, axes: tuple[int, ...], leaves: Sequence[DTensor]) -> int:
     """What all ranks of the mesh send together to reduce a bucket."""
     elements = 0
-    firsts = [rank for rank in mesh.ranks if not any((mesh.coordinate(rank) or ())[axis] for axis in axes)]
-    for submesh in [mesh.submesh(axes, rank) for rank in firsts]:
-        numel = sum(leaf._layout.local_numel(submesh.ranks[0]) for leaf in leaves)
-        src = Layout(submesh, [Partial()] * submesh.ndim, (numel,))
-        elements += plan_redistribute(src, src.replicated()).total_elements
+    for rank in [rank for rank in mesh.ranks if not any((mesh.coordinate(rank) or ())[axis] for axis in axes)]:
+        numel = sum(leaf._layout.local_numel(rank) for leaf in leaves)
+        elements += plan_redistribute(*_reduction(mesh, axes, rank, numel)).total_elements
     return elements
 
 
@@ -466,12 +471,13 @@ def _sum_sparse(raw: Tensor, layout: Layout) -> Tensor:
     count = own.indices().shape[1]
     ones = [1] * len(ranks)
     sent = torch.tensor([count] * len(ranks), device=collectives.message_device(ranks))
-    counts = all_to_all_no_grad(sent, ones, ones, ranks, READ).tolist()
+    exchange = Exchange(ranks, READ)
+    counts = exchange.start(sent, ones, ones)().tolist()
 
     def gathered(x: Tensor) -> list[Tensor]:
         width = prod(x.shape[1:])
         flat = x.reshape(-1).repeat(len(ranks))
-        every = all_to_all_no_grad(flat, [x.numel()] * len(ranks), [n * width for n in counts], ranks, READ)
+        every = exchange.start(flat, [x.numel()] * len(ranks), [n * width for n in counts])()
         rows = every.split([n * width for n in counts])
         return [values.view(n, *x.shape[1:]) for n, values in zip(counts, rows, strict=True)]
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from math import prod
 from typing import Any
 
-from shardwise._layout import Layout, Mesh, Placement, Shard, ShardSizes
+from shardwise._layout import DimShards, Layout, Mesh, Placement, Shard, ShardSizes, without_sizes
+from shardwise._layout.dim_shards import starts_of
 from shardwise._rules.row import NO_OPERAND, Align, IndexMap, Row
 
 
@@ -39,11 +39,6 @@ def _is_free(chosen: Sequence[Row]) -> bool:
 def common_order(layouts: Sequence[Layout]) -> tuple[int, ...]:
     """The shard order that all operands get: that of the one sharded on most axes."""
     return max(layouts, key=lambda layout: [*map(type, layout.placements)].count(Shard)).shard_order
-
-
-def kind(placement: Placement) -> Placement:
-    """The placement without shard sizes."""
-    return Shard(placement.dim) if isinstance(placement, Shard) else placement
 
 
 def _is_aligned(row: Row, operand: int) -> bool:
@@ -86,7 +81,7 @@ def _own_sizes(
 def _keeps_sizes(layout: Layout, kinds: Sequence[Placement], axis: int, order: tuple[int, ...]) -> bool:
     """Whether the axes that shard the dim of `axis`, up to `axis` in shard order, stay the same."""
     placement = layout.placements[axis]
-    if not isinstance(placement, Shard) or kind(placement) != kinds[axis]:
+    if not isinstance(placement, Shard) or without_sizes(placement) != kinds[axis]:
         return False
     return _axes_before(layout.placements, layout.shard_order, axis) == _axes_before(kinds, order, axis)
 
@@ -182,17 +177,10 @@ def sizes_by_axis(
     mesh: Mesh, axes: Sequence[int], order: tuple[int, ...], sizes_of_ranks: dict[int, int]
 ) -> dict[int, ShardSizes]:
     """The shard sizes, by axis, of a dim sharded by `axes`, from the size on each rank along these."""
-    axes = [axis for axis in order if axis in axes]
-    here = {tuple(at[axis] for axis in axes): n for rank, n in sizes_of_ranks.items() if (at := mesh.coordinate(rank))}
-    sizes = [n for _, n in sorted(here.items())]
-    found: dict[int, ShardSizes] = {}
-    for depth, axis in enumerate(axes):
-        width = mesh.shape[axis]
-        inner = prod(mesh.shape[a] for a in axes[depth + 1 :])
-        sums = [sum(sizes[i : i + inner]) for i in range(0, len(sizes), inner)]
-        rows = tuple(tuple(sums[i : i + width]) for i in range(0, len(sums), width))
-        found[axis] = rows if len(rows) > 1 else rows[0]
-    return found
+    found = tuple([axis for axis in order if axis in axes])
+    here = {tuple(at[axis] for axis in found): n for rank, n in sizes_of_ranks.items() if (at := mesh.coordinate(rank))}
+    shards = DimShards(mesh, found, starts_of([n for _, n in sorted(here.items())]))
+    return {axis: shards.rows(axis) for axis in found}
 
 
 def _mapped(sizes: ShardSizes | None, offset: Callable[[int, int], int] | IndexMap) -> ShardSizes | None:

@@ -12,7 +12,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors
 from shardwise import _collectives as collectives
 from shardwise._layout import REPLICATE, Layout, Mesh, Owner, Shard, contiguous_strides, strides_in_order
 from shardwise._redistribute.run_plan import redistribution
-from shardwise._redistribute.transfers import all_to_all_no_grad
+from shardwise._redistribute.transfers import Exchange
 from shardwise._rules import OpRule
 from shardwise._rules.local_context import has_specialized_version, specialization
 from shardwise._rules.row import Args, Kwargs, LocalFunction, Op
@@ -301,7 +301,7 @@ def _layout_of_result(recipe: Recipe, ctx: RankContext, x: Tensor, index: int | 
         ranks = ctx.ranks(axes)
         ones = [1] * len(ranks)
         sent = torch.tensor([x.shape[dim]] * len(ranks), device=collectives.message_device(ranks))
-        sizes = all_to_all_no_grad(sent, ones, ones, ranks, ctx.cause).tolist()
+        sizes = Exchange(ranks, ctx.cause).start(sent, ones, ones)().tolist()
         shape = (*shape[:dim], sum(sizes), *shape[dim + 1 :])
         of_axes = align_shards.sizes_by_axis(mesh, axes, order, dict(zip(ranks, sizes, strict=True)))
         for axis, axis_sizes in of_axes.items():

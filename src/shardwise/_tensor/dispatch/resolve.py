@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from shardwise import _collectives as collectives
-from shardwise._layout import REPLICATE, Boxes, Layout, Mesh, OnRanks, Partial, Placement, Shard
+from shardwise._layout import REPLICATE, Boxes, Layout, Mesh, OnRanks, Partial, Placement, Shard, without_sizes
 from shardwise._redistribute.plan import plan_redistribute
 from shardwise._redistribute.volume import growth
 from shardwise._rules import Meta, OpRule, Row
 from shardwise._rules.registry import Shapes
 from shardwise._rules.row import Args, Kwargs, Op
-from shardwise._tensor.dispatch.align_shards import kind, operand_layouts, output_layouts
+from shardwise._tensor.dispatch.align_shards import operand_layouts, output_layouts
 from shardwise._tensor.dispatch.without_memory import Autocast, global_on_meta, with_meta_device
 from shardwise._trace.comm_trace import INTERNAL, Cause
 from shardwise.errors import LayoutError, RuleError
@@ -143,7 +143,9 @@ def size_class(shape: Sequence[int]) -> tuple[int, ...]:
 def _of_size_class(layout: Layout) -> Layout:
     if any(isinstance(p, Boxes) for p in layout.placements):  # boxes, which are part of the kind, fit one shape
         return layout
-    return Layout(layout.mesh, [kind(p) for p in layout.placements], size_class(layout.shape), layout.shard_order)
+    return Layout(
+        layout.mesh, [without_sizes(p) for p in layout.placements], size_class(layout.shape), layout.shard_order
+    )
 
 
 def _local_of(chosen: Sequence[Row], rule: OpRule) -> Callable[..., Any] | None:
@@ -261,7 +263,7 @@ def _candidates(
         raise
     except NotImplementedError as error:
         raise NoRowError(f"{name}: {error}.") from error
-    kinds = tuple(kind(p) for p in current)
+    kinds = tuple(without_sizes(p) for p in current)
     every = (*rows, _replicated(len(current), rule.replicated_impl))
     rows = [row for row in every if _possible(row, kinds, rule.in_place)]
     found = [row for row in rows if row.inputs == kinds][:1] or [r for r in rows if _keeps_some_sharding(r, kinds)]
@@ -310,7 +312,7 @@ def _cost(row: Row, layouts: Sequence[Layout], axis: int, result: Callable[[Plac
     communicates = False
     for layout, placement in zip(layouts, row.inputs, strict=True):
         have, own = layout.placements[axis], 0.0
-        if kind(have) != placement:
+        if without_sizes(have) != placement:
             try:
                 target = layout.with_axis(axis, placement)
             except LayoutError:  # such as a sum on this axis of maxima on another

@@ -12,7 +12,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.utils import _pytree as pytree
 
 from shardwise import _collectives as collectives
-from shardwise._layout import REPLICATE, Boxes, Layout, OnRanks, Placement, Shard
+from shardwise._layout import REPLICATE, Boxes, Layout, OnRanks, Placement, Shard, without_sizes
 from shardwise._rules import Meta, Row
 from shardwise._rules.local_context import local_with
 from shardwise._rules.registry import handler
@@ -335,15 +335,13 @@ def _row(layout: Layout, view: ViewMap, axis: int) -> Row:
             output = OnRanks(_owner(layout, placement.dim, view.fixed[placement.dim])[axis])
         else:
             output, map_index = Shard(found[0]), local_with(Run.offset_of, found[1])
-    return Row((align_shards.kind(placement),), output, "", map_index=map_index)
+    return Row((without_sizes(placement),), output, "", map_index=map_index)
 
 
 def _owner(layout: Layout, dim: int, index: int) -> tuple[int, ...]:
-    """The coordinate of a rank whose shard has `index` of `dim`."""
-    mesh = layout.mesh
-    boxes = {rank: layout.boxes(rank) for rank in mesh.ranks}
-    rank = next(r for r, held in boxes.items() if held and 0 <= index - held[0].offsets[dim] < held[0].sizes[dim])
-    coordinate = mesh.coordinate(rank)
+    """A coordinate whose shard of `dim` has `index`."""
+    ((_, _, at),) = layout.dims[dim].between(index, index + 1)
+    coordinate = layout.mesh.coordinate(layout.mesh.ranks[at])
     assert coordinate is not None
     return coordinate
 
