@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shardwise._rules.local_context import Exchange
 from shardwise._rules.local_tensors import as_accumulator, flat_cat
+from shardwise._rules.reductions.combiners import ExpSums, finite
 from shardwise._trace.autograd_function import TensorFunction
 
 Spans = tuple[tuple[int, int], ...]  # positions in the sequence, in local order: (first, how many) of each run
@@ -104,22 +105,18 @@ class _RingAttention(TensorFunction):
     @staticmethod
     def forward(ctx: _Context, query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Tensor:
         queries, shape = as_accumulator(query), _batch_shape(query, key, value)
-        sums = queries.new_zeros(*shape, query.shape[-2], value.shape[-1] + 1)  # of weights x values, of weights
-        top = queries.new_full((*shape, query.shape[-2], 1), -inf)
+        top, sums = ExpSums.of_nothing(queries, (*shape, query.shape[-2], value.shape[-1]))
         for step, keys, values in _blocks(ring, ring.exchange, query, key, value):
             values_and_ones = F.pad(values, (0, 1), value=1.0)
             for rows, columns, scores in _scores(ring, step, queries, keys, prod(shape)):
-                before = top[..., rows, :]
-                now = torch.maximum(before, scores.amax(-1, keepdim=True)).clamp(min=torch.finfo(top.dtype).min)
-                added = (scores - now).exp_() @ values_and_ones[..., columns, :]
-                sums[..., rows, :] = sums[..., rows, :] * (before - now).exp() + added
-                top[..., rows, :] = now
-        total = sums[..., -1:]
-        none = total == 0  # a query without keys gets zeros
-        out = (sums[..., :-1] / total.masked_fill(none, 1)).to(query.dtype)
+                before = ExpSums(top[..., rows, :], sums[..., rows, :])
+                after = before.plus(scores, values_and_ones[..., columns, :])
+                top[..., rows, :], sums[..., rows, :] = after
+        out = ExpSums(top, sums).mean().to(query.dtype)
+        logs = ExpSums(top, sums[..., -1:]).log()
         # What is saved first has another shape than what torch's kernels save first, so a checkpoint that recomputes
         # with one of these, outside of `context_parallel`, raises.
-        ctx.save_for_backward((top + total.log()).masked_fill(none, 0), query, key, value, out)
+        ctx.save_for_backward(finite(logs), query, key, value, out)
         ctx.ring = ring
         return out
 

@@ -1,12 +1,8 @@
-"""Softmax and normalizations. If the normalized dim is sharded, ranks exchange moments, not elements.
-
-Moments are (count, mean, sum of squared deviations from the mean). Those of a union of shards follow from those of the
-shards (Chan, Golub and LeVeque, 1983), for uneven and empty shards too, and without cancellation.
-"""
+"""Softmax and normalizations. If the normalized dim is sharded, ranks exchange statistics, not elements."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import inf, prod
+from math import prod
 from typing import Any
 
 import torch
@@ -18,6 +14,7 @@ from shardwise._layout import REPLICATE, Box, Boxes, Partial, Placement, Shard, 
 from shardwise._rules.local_context import LocalContext, local_with
 from shardwise._rules.local_tensors import as_accumulator
 from shardwise._rules.pointwise import shape_of_first
+from shardwise._rules.reductions.combiners import ExpSums, Moments, finite, moments_of_shards
 from shardwise._rules.registry import OpRule, register
 from shardwise._rules.row import Align, Args, Meta, Op, Row
 from shardwise.errors import RuleError
@@ -52,47 +49,11 @@ def _batch_rows(others: int, dims: list[int]) -> list[Row]:
 def _softmax_of_shards(kind: str, dim: int, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Tensor:
     dtype = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)), x.dtype)
     scores = as_accumulator(x.to(dtype))
-    values = scores.detach()
-    top = values.amax(dim, keepdim=True) if values.shape[dim] else values.sum(dim, keepdim=True) - inf
-    own = (scores - top.masked_fill(top == -inf, 0)).exp().sum(dim, keepdim=True)
-    tops, sums = ctx.all_gather(torch.stack([top, own])).unbind(1)
-    top = tops.detach().amax(0)
-    empty = (top == -inf) & (kind == "safe")
-    top = top.masked_fill(empty, 0)
-    total = (sums * (tops.detach() - top).exp()).sum(0).masked_fill(empty, 1)
-    out = scores - top - total.log() if kind == "log" else (scores - top).exp() / total
-    return out.to(dtype)
-
-
-# ---- moments ------------------------------------------------------------------------------------------------
-
-
-def _combined(
-    ctx: LocalContext, ranks: tuple[int, ...], count: Tensor, mean: Tensor, squares: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Moments over the shards of all `ranks`, in one all-gather of those of each shard."""
-    sent = torch.stack([count.expand_as(mean), mean, squares]).double()
-    counts, means, every = ctx.all_gather(sent, ranks).unbind(1)
-    count = counts.sum(0)
-    mean = (means * (counts / count.clamp(min=1))).sum(0)
-    return count, mean, (every + counts * (means - mean).square()).sum(0)
-
-
-def _local_moments(x: Tensor, dims: tuple[int, ...]) -> tuple[int, Tensor, Tensor]:
-    """Moments in float64: a mean that is rounded to the digits of large elements would change all deviations."""
-    count = prod(x.shape[d] for d in dims)
-    if x.numel() == 0:
-        zeros = x.sum(dims, keepdim=True).double()  # so that all ranks have the same autograd graph
-        return count, zeros, zeros
-    variance, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
-    rounding = (x.detach() - mean.detach()).mean(dims, keepdim=True)
-    return count, mean.double() + rounding, variance.double() * count
-
-
-def _without_mean(x: Tensor, mean: Tensor) -> Tensor:
-    """`x - mean` with all digits of a mean in float64, in the dtype of x."""
-    rounded = mean.detach().to(x.dtype)
-    return (x - rounded) - (mean - rounded).to(x.dtype)
+    own = ctx.all_gather(torch.stack(ExpSums.of(scores, (dim,))))
+    top, total = ExpSums(*own.unbind(1)).combined()
+    total = total.masked_fill(total == 0, 1) if kind == "safe" else total
+    shifted = scores - finite(top)
+    return (shifted - total.log() if kind == "log" else shifted.exp() / total).to(dtype)
 
 
 # ---- layer_norm and rms_norm --------------------------------------------------------------------------------
@@ -128,10 +89,10 @@ def _layer_norm_of_shards(
     eps: float = 1e-5,
     *_: object,
 ) -> Tensor:
-    full = as_accumulator(x)
-    count, mean, squares = _local_moments(full, _last(normalized_shape))
-    total, mean, squares = _combined(ctx, ctx.ranks(), mean.new_tensor(count), mean, squares)
-    return _scaled(_without_mean(full, mean), (squares / total).to(full.dtype), weight, bias, eps).to(x.dtype)
+    full, dims = as_accumulator(x), _last(normalized_shape)
+    total = moments_of_shards(ctx, full, dims, dims)
+    variance = (total.squares / total.counts).to(full.dtype)
+    return _scaled(_without_mean(full, total.mean), variance, weight, bias, eps).to(x.dtype)
 
 
 def _rms_norm_of_shards(
@@ -145,6 +106,12 @@ def _rms_norm_of_shards(
 
 def _last(normalized_shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(range(-len(normalized_shape), 0))
+
+
+def _without_mean(x: Tensor, mean: Tensor) -> Tensor:
+    """`x - mean` with all digits of a mean in float64, in the dtype of x."""
+    rounded = mean.detach().to(x.dtype)
+    return (x - rounded) - (mean - rounded).to(x.dtype)
 
 
 def _scaled(x: Tensor, variance: Tensor, weight: Maybe, bias: Maybe, eps: float) -> Tensor:
@@ -267,7 +234,8 @@ def _by_moments(op: Op, ctx: LocalContext, *args: object, **kwargs: object) -> T
         if tracked and op in INSTANCE:  # running statistics average over the examples of all ranks
             before, after = box.offsets[0], shape[0] - box.offsets[0] - examples
             count, mean, squares = (F.pad(m, (0, 0, before, after)) for m in (count, mean, squares))
-        count, mean, squares = _combined(ctx, ranks, count, mean, squares)
+        gathered = ctx.all_gather(torch.stack([count, mean, squares]), ranks)
+        count, mean, squares = Moments(*gathered.unbind(1)).combined()
     variance = squares / count.clamp(min=1)
     if tracked:
         members = prod(shape[2:]) * (shape[0] if op in BATCH else 1)
@@ -282,14 +250,11 @@ def _axes_not_sharding(ctx: LocalContext, dim: int) -> list[int]:
     return [axis for axis in ctx.axes if not ctx.layouts[0].placements[axis].is_shard(dim)]
 
 
-def _group_moments(x: Tensor, dims: tuple[int, ...], group: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+def _group_moments(x: Tensor, dims: tuple[int, ...], group: Tensor, groups: int) -> Moments:
     """Moments, (examples or 1, groups) each, of the local channels; zeros for other groups."""
-    size, mean, squares = _local_moments(x, dims)
-    mean, squares = mean.squeeze(2), squares.squeeze(2)
-    zeros = mean.new_zeros(mean.shape[0], groups)
-    count = zeros.index_add(1, group, torch.full_like(mean, size))
-    center = zeros.index_add(1, group, mean * size) / count.clamp(min=1)
-    return count, center, zeros.index_add(1, group, squares + size * (mean - center[:, group]).square())
+    own = Moments(*(moment.squeeze(2) for moment in Moments.of(x, dims)))
+    zeros = own.mean.new_zeros(own.mean.shape[0], groups)
+    return own.combined(lambda moment: zeros.index_add(1, group, moment), lambda total: total[:, group])
 
 
 def _shared(ctx: LocalContext, ranks: tuple[int, ...], operand: dict[str, int], size: int) -> bool:
