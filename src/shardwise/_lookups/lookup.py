@@ -20,6 +20,7 @@ owners, and the backward of an owner's lookup is a gradient of the size of its s
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce, wraps
 from itertools import chain, groupby
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -47,10 +48,14 @@ from shardwise._trace.capture_hooks import allow_in_graph_with_backward, is_capt
 # ---- entry points: local implementations of the rules ------------------------------------------------------------
 
 
-def embedding(ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
-    """The local implementation of `F.embedding`: takes its arguments, with local tensors."""
-    named = arguments(F.embedding, args, kwargs)
-    return _lookup(ctx, named["input"], named["weight"], None, named["sparse"])
+def embedding(ctx: LocalContext, ids: Tensor, weight: Tensor, sparse: bool) -> Tensor:
+    """The row of every id; Partial along axes on which the rows of the table are sharded and the ids are replicated."""
+    return _lookup(ctx, ids, weight, None, sparse, exchange_axes(ctx))
+
+
+def full_rows(ctx: LocalContext, ids: Tensor, weight: Tensor, sparse: bool) -> Tensor:
+    """The row of every id on every rank that has the id; never Partial."""
+    return _lookup(ctx, ids, weight, None, sparse, exchange_axes(ctx, replicated_ids=True))
 
 
 def with_aligned_bags(local: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -75,16 +80,8 @@ def with_aligned_bags(local: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def embedding_bag(ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
     """The local implementation of `F.embedding_bag`."""
     named = arguments(F.embedding_bag, args, kwargs)
-    return _lookup(ctx, named["input"], named["weight"], bags_of(ctx, named), named["sparse"])
-
-
-def full_rows(ctx: LocalContext, ids: Tensor, weight: Tensor, sparse: bool) -> Tensor:
-    """The row of every id on every rank that has the id; never Partial."""
-    axes = exchange_axes(ctx, replicated_ids=True)
-    if not axes:
-        return _lookup(ctx, ids, weight, None, sparse)
-    (out,) = exchange_lookups([Lookup(ctx, ids, weight, None, sparse, axes)])
-    return out
+    bags = bags_of(ctx, named)
+    return _lookup(ctx, named["input"], named["weight"], bags, named["sparse"], exchange_axes(ctx))
 
 
 def bags_of(ctx: LocalContext, named: Kwargs) -> Bags:
@@ -96,10 +93,12 @@ def bags_of(ctx: LocalContext, named: Kwargs) -> Bags:
     return Bags(named["mode"], offsets, named["include_last_offset"])
 
 
-def _lookup(ctx: LocalContext, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
+def _lookup(
+    ctx: LocalContext, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool, axes: tuple[int, ...]
+) -> Tensor:
     bad_ids.check_devices(ctx, ids, weight)
-    if exchange_axes(ctx):
-        return _remote_lookup(ctx, ids, weight, bags, sparse)
+    if axes:
+        return _remote_lookup(ctx, ids, weight, bags, sparse, axes)
     if bags is None and not sparse:
         bad_ids.refuse_bad_ids(ctx, ids, None)
         return _sum(local_rows(ctx, ids, box, view) for box, view in table_boxes(ctx, weight, sparse))
@@ -107,8 +106,10 @@ def _lookup(ctx: LocalContext, ids: Tensor, weight: Tensor, bags: Bags | None, s
 
 
 @allow_in_graph_with_backward
-def _remote_lookup(ctx: LocalContext, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
-    (out,) = exchange_lookups([Lookup(ctx, ids, weight, bags, sparse, exchange_axes(ctx))])
+def _remote_lookup(
+    ctx: LocalContext, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool, axes: tuple[int, ...]
+) -> Tensor:
+    (out,) = exchange_lookups([Lookup(ctx, ids, weight, bags, sparse, axes)])
     return out
 
 
@@ -217,20 +218,34 @@ def exchange_ids(requests: Sequence[Request]) -> list[list[Received]]:
     return [by_sender[i :: len(requests)] for i in range(len(requests))]
 
 
+class _OwnBags(NamedTuple):
+    """The offsets that one rank holds."""
+
+    first: int  # -1 if it holds none
+    last: int
+    fall: bool
+
+
 def _aligned_bags(ctx: LocalContext, args: Args, kwargs: Kwargs) -> tuple[LocalContext, Kwargs]:
     """A call of `F.embedding_bag` after the ids were sent to the ranks that hold the offsets of their bags."""
     named = arguments(F.embedding_bag, args, kwargs)
-    offsets, ranks = named["offsets"], ctx.ranks(bad_ids.id_axes(ctx))
+    offsets, ranks, stop = named["offsets"], ctx.ranks(bad_ids.id_axes(ctx)), ctx.layouts[0].shape[0]
     own = (*offsets[[0, -1]].tolist(), int((offsets.diff() < 0).any())) if offsets.numel() else (-1, -1, 0)
-    gathered = ctx.all_gather(torch.tensor(own, device=offsets.device), ranks).tolist()
-    end = ctx.layouts[0].shape[0]
-    in_order = sorted((ctx.layouts[2].boxes(rank)[0].offsets, gathered[i], rank) for i, rank in enumerate(ranks))
-    ends, lengths = [position for _, (*both, _), _ in in_order for position in both if position >= 0], {}
-    if ends[:1] != [0] or ends != sorted(ends) or ends[-1] > end or any(falls for *_, falls in gathered):
-        per_rank = len(ends) > 2 and not any(ends[::2])
+    gathered = [
+        _OwnBags(*of_rank) for of_rank in ctx.all_gather(torch.tensor(own, device=offsets.device), ranks).tolist()
+    ]
+    in_order = sorted(
+        (ctx.layouts[2].boxes(rank)[0].offsets, bags, rank) for bags, rank in zip(gathered, ranks, strict=True)
+    )
+    held = [bags for _, bags, _ in in_order if bags.first >= 0]
+    ends = [end for bags in held for end in (bags.first, bags.last)]
+    if ends[:1] != [0] or ends != sorted(ends) or ends[-1] > stop or any(bags.fall for bags in held):
+        per_rank = len(held) > 1 and not any(bags.first for bags in held)
         bad_ids.raise_bad_ids(ctx, [(bad_ids.BAGS_OF_EACH_RANK if per_rank else bad_ids.BAD_BAGS, 0)], ranks[:1])
-    for _, (first, *_), rank in reversed(in_order):
-        lengths[rank], end = (0, end) if first < 0 else (end - first, first)
+    lengths = {}
+    for _, bags, rank in reversed(in_order):
+        first = stop if bags.first < 0 else bags.first
+        lengths[rank], stop = stop - first, first
     resharded = ctx.reshard_like(0, 2, lengths)
     named["input"] = ctx.fetch(named["input"], 0, lambda rank: resharded.layouts[0].boxes(rank)[0])
     return resharded, named
