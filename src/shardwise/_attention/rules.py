@@ -3,8 +3,8 @@
 If queries and keys are sharded along the sequence, keys and values pass around a ring (`ring.py`).
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
 from string import ascii_lowercase
 from types import FunctionType
 
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise._attention.ring import Ring, ring_attention
+from shardwise._attention.ring import Ring, autocast_operands, math_attention, ring_attention, scaled_scores
 from shardwise._layout import PARTIAL, REPLICATE, Box, Placement, Shard
 from shardwise._rules.local_context import LocalContext, local_with
 from shardwise._rules.local_tensors import as_accumulator, emptied, filled, never_empty
@@ -81,17 +81,16 @@ def _attend(
     if enable_gqa and any(layout.shape[at - 1] != ctx.layouts[0].shape[at - 1] for layout in ctx.layouts[1:3]):
         key, value = _heads_of_queries(ctx, key, value, at - 1)
     if ring:
-        return _around_the_ring(ctx, key_axes, query, key, value, is_causal, scale)
+        return _around_the_ring(ctx, key_axes, (query, key, value), is_causal, scale)
     if is_causal:
         first, start = own.offsets[at], keys.offsets[at]
-        stop = min(
-            max(first + own.sizes[at], start), start + keys.sizes[at]
-        )  # keys behind are masked for all queries of this rank
+        # Keys behind are masked for all queries of this rank.
+        stop = min(max(first + own.sizes[at], start), start + keys.sizes[at])
         key, value = key.narrow(at, 0, stop - start), value.narrow(at, 0, stop - start)
         rows = torch.arange(first, first + own.sizes[at], device=query.device).unsqueeze(1)
         attn_mask = rows >= torch.arange(start, stop, device=query.device)
     if key_axes:
-        return _combined(ctx, key_axes, query, key, value, attn_mask, scale)
+        return _combined(ctx, key_axes, (query, key, value), attn_mask, scale)
     if query.numel() and key.numel() and value.numel():
         return F.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale)
     # On empty operands torch drops the mask from the graph, whose gradient needs all ranks, and saves no result.
@@ -119,22 +118,17 @@ def _shares_heads(ctx: LocalContext, at: int) -> bool:
 
 
 def _around_the_ring(
-    ctx: LocalContext,
-    axes: tuple[int, ...],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    causal: bool,
-    scale: float | None,
+    ctx: LocalContext, axes: tuple[int, ...], operands: tuple[Tensor, Tensor, Tensor], causal: bool, scale: float | None
 ) -> Tensor:
-    ranks, at = ctx.ranks(axes), query.ndim - 2
+    query, ranks = operands[0], ctx.ranks(axes)
+    at = query.ndim - 2
     queries, keys = (
         tuple(((box.offsets[at], box.sizes[at]),) for box in (layout.boxes(rank)[0] for rank in ranks))
         for layout in ctx.layouts[:2]
     )
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     ring = Ring(ctx.exchange(ranks), ranks.index(ctx.rank), queries, keys, causal, scale)
-    return ring_attention(query, key, value, ring)
+    return ring_attention(*operands, ring)
 
 
 def _heads_of_queries(ctx: LocalContext, key: Tensor, value: Tensor, at: int) -> list[Tensor]:
@@ -159,47 +153,16 @@ def _heads_of_queries(ctx: LocalContext, key: Tensor, value: Tensor, at: int) ->
 
 
 def _combined(
-    ctx: LocalContext,
-    axes: tuple[int, ...],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float | None,
+    ctx: LocalContext, axes: tuple[int, ...], operands: Sequence[Tensor], mask: Tensor | None, scale: float | None
 ) -> Tensor:
     """All-gathers each rank's weighted values, the sum of its weights, and the largest score both are relative to."""
-    kind = query.device.type
-    autocast = torch.is_autocast_enabled(kind) and query.dtype != torch.float64
-    dtype = torch.get_autocast_dtype(kind) if autocast else query.dtype
-    with torch.autocast(kind, enabled=False):
-        query, key, value = (as_accumulator(x.to(dtype)) for x in (query, key, value))
-        scores, values = _scores(query, key, mask, scale), F.pad(value, (0, 1), value=1.0)
-        own = ExpSums.of_nothing(query, ctx.output.local_shape(ctx.rank)).plus(scores, values)
+    operands = autocast_operands(*operands)
+    with torch.autocast(operands[0].device.type, enabled=False):
+        query, key, value = map(as_accumulator, operands)
+        none = ExpSums.of_nothing(query, ctx.output.local_shape(ctx.rank))
+        own = none.plus(scaled_scores(query, key, mask, scale), F.pad(value, (0, 1), value=1.0))
         gathered = ctx.all_gather(torch.cat([own.sums, own.top], -1), ctx.ranks(axes))
-        return ExpSums(gathered[..., -1:], gathered[..., :-1]).combined().mean().to(dtype)
-
-
-def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if mask is None:
-        return scores
-    return scores.masked_fill(~mask, -inf) if mask.dtype == torch.bool else scores + mask
-
-
-def math_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
-    """Attention as matrix products, a softmax and dropout."""
-    if enable_gqa:
-        heads = query.shape[-3]
-        key, value = (x.repeat_interleave(heads // x.shape[-3], -3) for x in (key, value))
-    scores = _scores(query, key, attn_mask, scale)
-    if is_causal:
-        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -inf)
-    masked = (scores == -inf).all(-1, keepdim=True)  # a query without keys gets zeros
-    weights = torch.softmax(scores.masked_fill(masked, 0.0), -1).masked_fill(masked, 0.0)
-    return F.dropout(weights, dropout_p) @ value
+        return ExpSums(gathered[..., -1:], gathered[..., :-1]).combined().mean().to(operands[0].dtype)
 
 
 def _shape(query: Meta, key: Meta, value: Meta, *_: object, **__: object) -> tuple[int, ...]:
