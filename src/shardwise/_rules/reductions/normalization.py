@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from shardwise._layout import REPLICATE, Box, Boxes, Partial, Placement, Shard, dims_by_stride
+from shardwise._layout import REPLICATE, Box, Boxes, Layout, Partial, Placement, Shard, dims_by_stride
 from shardwise._rules.local_context import LocalContext, local_with
 from shardwise._rules.local_tensors import as_accumulator
 from shardwise._rules.pointwise import shape_of_first
@@ -214,40 +214,31 @@ def _by_statistics(op: Op, ctx: LocalContext, *args: object, **kwargs: object) -
 def _by_moments(op: Op, ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
     named = _named(op, args, kwargs)
     operand = {name: i for i, name in enumerate(k for k, a in named.items() if isinstance(a, Tensor))}
-    x, shape = named["input"], ctx.layouts[0].shape
+    x, shape, box = named["input"], ctx.layouts[0].shape, ctx.layouts[0].boxes(ctx.rank)[0]
     if op in INSTANCE and ctx.layouts[0].strides is not None:  # torch saves a copy, which may then differ from `x`
         x = x.clone(memory_format=torch.contiguous_format)
-    box = ctx.layouts[0].boxes(ctx.rank)[0]
     groups = named.get("num_groups", shape[1])
     size = max(shape[1] // max(groups, 1), 1)
     group = (torch.arange(box.sizes[1], device=x.device) + box.offsets[1]) // size
     weight, bias = (_local_channels(ctx, named, operand, name) for name in ("weight", "bias"))
-    tracked = "running_mean" in operand
-    ranks = ctx.ranks(None if tracked or op in BATCH else _axes_not_sharding(ctx, 0))
-    shared = _shared(ctx, ranks, operand, size)
-    if x.numel() and not (tracked or shared or op in BATCH):
+    statistics = [ctx.layouts[operand[name]] for name in STATISTICS if name in operand]
+    ranks = _sharing_ranks(ctx, statistics, size, op in BATCH)
+    if x.numel() and len(ranks) == 1 and not statistics and op not in BATCH:
         return torch.group_norm(x, box.sizes[1] // size, weight, bias, named["eps"])
     full = as_accumulator(x).reshape(*x.shape[:2], prod(x.shape[2:]))
-    count, mean, squares = _group_moments(full, (0, 2) if op in BATCH else (2,), group, groups)
-    before, examples = 0, mean.shape[0]
-    if shared:
-        if tracked and op in INSTANCE:  # running statistics average over the examples of all ranks
-            before, after = box.offsets[0], shape[0] - box.offsets[0] - examples
-            count, mean, squares = (F.pad(m, (0, 0, before, after)) for m in (count, mean, squares))
-        gathered = ctx.all_gather(torch.stack([count, mean, squares]), ranks)
-        count, mean, squares = Moments(*gathered.unbind(1)).combined()
-    variance = squares / count.clamp(min=1)
-    if tracked:
+    own, examples = _group_moments(full, (0, 2) if op in BATCH else (2,), group, groups), slice(None)
+    if statistics and op in INSTANCE:  # running statistics average over the examples of all ranks
+        before, stop = box.offsets[0], box.offsets[0] + box.sizes[0]
+        own, examples = Moments(*(F.pad(m, (0, 0, before, shape[0] - stop)) for m in own)), slice(before, stop)
+    total = Moments(*ctx.all_gather(torch.stack(own), ranks).unbind(1)).combined()
+    variance = total.squares / total.counts.clamp(min=1)
+    if statistics:
         members = prod(shape[2:]) * (shape[0] if op in BATCH else 1)
-        _update(op, ctx, named, operand, mean, variance * (members / max(members - 1, 1)))
-    mean, variance = (m[before : before + examples, group].unsqueeze(2) for m in (mean, variance))
+        _update(op, ctx, named, operand, total.mean, variance * (members / max(members - 1, 1)))
+    mean, variance = (m[examples, group].unsqueeze(2) for m in (total.mean, variance))
     weight, bias = (w if w is None else w.unsqueeze(1) for w in (weight, bias))
     centered = _without_mean(full, mean)
     return _scaled(centered, variance.to(full.dtype), weight, bias, named["eps"]).view(x.shape).to(x.dtype)
-
-
-def _axes_not_sharding(ctx: LocalContext, dim: int) -> list[int]:
-    return [axis for axis in ctx.axes if not ctx.layouts[0].placements[axis].is_shard(dim)]
 
 
 def _group_moments(x: Tensor, dims: tuple[int, ...], group: Tensor, groups: int) -> Moments:
@@ -257,16 +248,22 @@ def _group_moments(x: Tensor, dims: tuple[int, ...], group: Tensor, groups: int)
     return own.combined(lambda moment: zeros.index_add(1, group, moment), lambda total: total[:, group])
 
 
-def _shared(ctx: LocalContext, ranks: tuple[int, ...], operand: dict[str, int], size: int) -> bool:
-    """Whether one of `ranks` needs moments of channels, or of shards of groups, of another one."""
-    boxes = [ctx.layouts[0].boxes(rank)[0] for rank in ranks]
-    if len({(box.offsets[:1] + box.offsets[2:], box.sizes[:1] + box.sizes[2:]) for box in boxes}) > 1:
-        return True
-    if any(box.offsets[1] % size or box.sizes[1] % size for box in boxes):
-        return True
-    statistics = [ctx.layouts[operand[name]] for name in STATISTICS if name in operand]
-    channels = [(rank, (box.offsets[1:2], box.sizes[1:2])) for rank, box in zip(ranks, boxes, strict=True)]
-    return any((own.offsets, own.sizes) != at for x in statistics for rank, at in channels for own in x.boxes(rank))
+def _sharing_ranks(ctx: LocalContext, statistics: list[Layout], size: int, over_batch: bool) -> tuple[int, ...]:
+    """The ranks that combine moments; this one only, if none needs channels, or shards of groups, of another one.
+
+    Args:
+        statistics: running statistics, which need the channels that they have; each group has `size` channels.
+    """
+    x = ctx.layouts[0]
+    own_examples = [axis for axis in ctx.axes if not x.placements[axis].is_shard(0)]
+    ranks = ctx.ranks(None if statistics or over_batch else own_examples)
+    boxes = [x.boxes(rank)[0] for rank in ranks]
+    alone = len({(box.offsets[:1] + box.offsets[2:], box.sizes[:1] + box.sizes[2:]) for box in boxes}) == 1
+    alone &= not any(box.offsets[1] % size or box.sizes[1] % size for box in boxes)
+    for rank, box in zip(ranks, boxes, strict=True):
+        channels = Box(box.offsets[1:2], box.sizes[1:2])
+        alone &= all(own == channels for layout in statistics for own in layout.boxes(rank))
+    return (ctx.rank,) if alone else ranks
 
 
 @torch.no_grad()
