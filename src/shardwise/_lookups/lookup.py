@@ -101,7 +101,7 @@ def _lookup(
         return _remote_lookup(ctx, ids, weight, bags, sparse, axes)
     if bags is None and not sparse:
         bad_ids.refuse_bad_ids(ctx, ids, None)
-        return _sum(local_rows(ctx, ids, box, view) for box, view in table_boxes(ctx, weight, sparse))
+        return _sum(local_lookup(ctx, ids, box, view, None, False) for box, view in table_boxes(ctx, weight, sparse))
     return _local_lookup(ctx, ids, weight, bags, sparse)
 
 
@@ -142,6 +142,9 @@ def local_lookup(ctx: LocalContext, ids: Tensor, box: Box, weight: Tensor, bags:
         return _padded(plain_lookup(ids, weight, bags, sparse), pad)
     flat = ids.reshape(-1)
     mine = (flat >= box.offsets[0]) & (flat < box.offsets[0] + box.sizes[0])
+    if bags is None and not sparse and is_capturing():  # shapes must not depend on ids, so all ids look up a row
+        rows = F.embedding(torch.where(mine, flat - box.offsets[0], 0), weight).masked_fill(~mine.unsqueeze(1), 0)
+        return _padded(rows, pad).view(*ids.shape, width)
     own = flat[mine] - box.offsets[0]
     if bags is None:
         rows = _padded(plain_lookup(own, weight, None, sparse), pad)
@@ -151,17 +154,6 @@ def local_lookup(ctx: LocalContext, ids: Tensor, box: Box, weight: Tensor, bags:
     kept = torch.bincount(bag_of, minlength=lengths.numel())
     sums = _padded(F.embedding_bag(own, weight, kept.cumsum(0) - kept, mode="sum", sparse=sparse), pad)
     return sums / lengths.clamp(min=1).unsqueeze(1) if bags.mode == "mean" else sums
-
-
-def local_rows(ctx: LocalContext, ids: Tensor, box: Box, weight: Tensor) -> Tensor:
-    """`local_lookup` without bags. While a graph is captured, shapes must not depend on ids: all ids look up a row."""
-    if not is_capturing() or not box.numel or box.sizes[0] == ctx.layouts[1].shape[0]:
-        return local_lookup(ctx, ids, box, weight, None, False)
-    (wanted,) = ctx.output.boxes(ctx.rank)
-    mine = (ids >= box.offsets[0]) & (ids < box.offsets[0] + box.sizes[0])
-    rows = F.embedding(torch.where(mine, ids - box.offsets[0], 0), weight).masked_fill(~mine.unsqueeze(-1), 0)
-    left = box.offsets[1] - wanted.offsets[-1]
-    return _padded(rows, (left, wanted.sizes[-1] - left - box.sizes[1]))
 
 
 def _padded(x: Tensor, columns: tuple[int, int]) -> Tensor:

@@ -23,6 +23,7 @@ from shardwise._lookups import bad_ids, lookup
 from shardwise._lookups.ids import pool
 from shardwise._lookups.requests import table_boxes
 from shardwise._rules.local_context import LocalContext
+from shardwise._rules.local_tensors import as_accumulator
 from shardwise._rules.row import arguments
 from shardwise.errors import IdError
 
@@ -155,5 +156,5 @@ def _renormalise(ctx: LocalContext, table: Tensor, ids: Tensor, max_norm: float,
     norm = torch.linalg.vector_norm(every, norm_type, 0).double()
     scale = torch.where(norm > max_norm, max_norm / (norm + 1e-7), 1.0).unsqueeze(1)  # torch adds 1e-7 too
     for view, here, rows in own:
-        wide = torch.promote_types(view.dtype, torch.float32)
-        view.index_copy_(0, rows, (view[rows].to(wide) * scale[here].to(wide)).to(view.dtype))
+        found = as_accumulator(view[rows])
+        view.index_copy_(0, rows, (found * scale[here].to(found.dtype)).to(view.dtype))

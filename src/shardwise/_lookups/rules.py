@@ -17,7 +17,7 @@ from shardwise._layout import PARTIAL, REPLICATE, Boxes, Kind, OnRanks, Placemen
 from shardwise._lookups import bad_ids, lookup, options
 from shardwise._lookups.requests import exchange_axes
 from shardwise._rules.local_context import LocalContext, specialized
-from shardwise._rules.pointwise import SUMS, without_sizes
+from shardwise._rules.pointwise import without_sizes
 from shardwise._rules.registry import OpRule, op_rule, register
 from shardwise._rules.row import Align, LocalFunction, Meta, Row, arguments
 from shardwise.errors import IdTypeError, LayoutError
@@ -46,14 +46,12 @@ def _torch_lookup(ctx: LocalContext) -> LocalFunction | None:
     """Torch's own lookup, if this rank holds all rows and the ids of all ranks, on CPUs.
 
     It refuses ids outside the table; the local implementation then raises the same error on every rank."""
-    ids, table = ctx.layouts
-    boxes = table.boxes(ctx.rank)
+    (ids, table), num_rows = ctx.layouts, ctx.layouts[1].shape[0]
     if any(isinstance(placement, Boxes) for placement in table.placements):
         return None
-    if bad_ids.id_axes(ctx) or exchange_axes(ctx) or ids.mesh.device_type != "cpu" or not boxes:
+    if bad_ids.id_axes(ctx) or exchange_axes(ctx) or ids.mesh.device_type != "cpu":
         return None
-    num_rows = table.shape[0]
-    if not boxes[0].numel or boxes[0].sizes[0] != num_rows:
+    if not any(box.numel and box.sizes[0] == num_rows for box in table.boxes(ctx.rank)):
         return None
 
     def look_up(
@@ -180,9 +178,6 @@ def _lookup_rows(
     return rows
 
 
-# ---- ops that take the table, or a gradient, before the ids -------------------------------------------------
-
-
 def _embedding_of_table(
     weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
 ) -> Tensor:
@@ -192,22 +187,6 @@ def _embedding_of_table(
 
 
 register(OpRule(decomposition=_embedding_of_table), torch.embedding, aten.embedding.default)
-
-
-def _gradient_shape(grad: Meta, indices: Meta, num_weights: int, *args: object, **kwargs: object) -> tuple[int, ...]:
-    return (num_weights, grad.shape[-1])
-
-
-@op_rule(aten.embedding_dense_backward.default, aten.embedding_backward.default, shape=_gradient_shape)
-def embedding_backward(
-    grad: Meta, indices: Meta, num_weights: int, padding_idx: int, scale_grad_by_freq: bool, sparse: bool = False
-) -> list[Row]:
-    """out[i, c] = the sum of grad[..., c] where indices[...] = i."""
-    if sparse or scale_grad_by_freq:
-        raise NotImplementedError("sparse gradients, and counts of the ids of all ranks, run replicated")
-    rows = [Row((Shard(d), Shard(d)), PARTIAL, "each rank adds up its own ids") for d in range(indices.ndim)]
-    rows.append(Row((Shard(grad.ndim - 1), REPLICATE), Shard(1), "each rank has some columns"))
-    return rows + [Row((p, REPLICATE), p, "linear in the gradient") for p in SUMS]
 
 
 # ---- several tables at once: latency is paid once, not once a table ---------------------------------------------

@@ -12,9 +12,10 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from shardwise._layout import REPLICATE, Box, Boxes, Layout, Partial, Placement, Shard, dims_by_stride
 from shardwise._rules.local_context import LocalContext, local_with
-from shardwise._rules.local_tensors import as_accumulator
+from shardwise._rules.local_tensors import as_accumulator, never_empty
 from shardwise._rules.pointwise import shape_of_first
 from shardwise._rules.reductions.combiners import ExpSums, Moments, finite, moments_of_shards
+from shardwise._rules.reductions.over_dims import non_negative
 from shardwise._rules.registry import OpRule, register
 from shardwise._rules.row import Align, Args, Meta, Op, Row
 from shardwise.errors import RuleError
@@ -32,9 +33,7 @@ def softmax(kind: str, x: Meta, dim: int | None = None, *args: object, **kwargs:
         raise NotImplementedError("torch chooses the dim")
     if True in [a for a in args if isinstance(a, bool)]:
         raise NotImplementedError("half_to_float is only for CUDA")
-    if not -max(x.ndim, 1) <= dim < max(x.ndim, 1):
-        raise IndexError(f"softmax: dim {dim} is not one of a tensor with {x.ndim} dims.")
-    dim %= max(x.ndim, 1)
+    dim = non_negative(x, dim)
     local = local_with(_softmax_of_shards, kind, dim)
     why = "ranks all-gather maxima and sums of their shards"
     rows = _batch_rows(0, [d for d in range(x.ndim) if d != dim])
@@ -159,9 +158,12 @@ def channelwise(op: Op, *args: object, **kwargs: object) -> list[Row]:
             f"Running statistics must be {x.shape[1]} numbers, neither Partial nor in Boxes, because they change in "
             f"place; got {', '.join(f'{s.shape} as {s.placement}' for s in statistics)}. Fix: redistribute them."
         )
-    local = local_with(_by_moments if from_input else _by_statistics, op)
-    why = "ranks all-gather moments of their shards" if from_input else "each rank normalizes its own shard"
-    align = Align.ORDER if from_input else Align.ALL
+    if from_input:
+        why, align, local = "ranks all-gather moments of their shards", Align.ORDER, local_with(_by_moments, op)
+    else:
+        others = sum(isinstance(a, Meta) for a in named.values()) - 1
+        why, align = "each rank normalizes its own shard", Align.ALL
+        local = local_with(never_empty, (x.ndim, *(1,) * others))
     rows = [Row(_placed(named, d), Shard(d), why, local, align) for d in range(x.ndim)]
     if any(s.placement != REPLICATE for s in statistics):
         rows.append(Row(_placed(named, None), REPLICATE, "statistics keep their layout", local, Align.ORDER))
@@ -199,16 +201,6 @@ def _placed(named: Named, dim: int | None) -> tuple[Placement, ...]:
         return Shard(0) if dim == 1 else REPLICATE
 
     return tuple(placement_of(name, x) for name, x in named.items() if isinstance(x, Meta))
-
-
-def _by_statistics(op: Op, ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
-    named = _named(op, args, kwargs)
-    x: Tensor = named["input"]
-    if x.numel():
-        out: Tensor = ctx.call(*args, **kwargs)
-        return out
-    connected = sum((named[name].sum() for name in ("weight", "bias") if named.get(name) is not None), x * 1)
-    return connected * x.new_ones(())  # saves a tensor for backward, as torch's op does
 
 
 def _by_moments(op: Op, ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
