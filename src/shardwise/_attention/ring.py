@@ -1,7 +1,8 @@
 """Ring attention: queries stay where they are, blocks of keys and values pass from rank to rank.
 
 A rank adds up softmax(q kᵀ) v over the blocks by the online softmax, and computes the weights again in backward. So it
-never holds keys, values or weights of the full sequence.
+never holds keys, values or weights of the full sequence. Only a gradient of the gradient is that of `math_attention`,
+attention as plain ops on all keys.
 
 Source: Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers for Near-Infinite Context (2023).
 """
@@ -314,7 +315,7 @@ def _differentiable_gradients(
     return [next(found) if is_needed else None for is_needed, _ in zip(needed, operands, strict=False)]
 
 
-# ---- attention without a ring -------------------------------------------------------------------------------
+# ---- attention as plain ops ---------------------------------------------------------------------------------
 
 
 def math_attention(

@@ -164,9 +164,8 @@ def _classified(loss: Loss, batch_size: int, ctx: LocalContext, /, *args: object
         weights = counts if counts is None or weight is None else weight[target.where(counts & ~invalid, 0)] * counts
     total = losses if reduction == "none" else as_accumulator(losses).sum()
     if weights is not None and counts is not None:
-        weights = _total_weight(
-            ctx, batch_axes if reduction == "mean" else [], weights, _first_invalid(target, invalid)
-        )
+        axes = batch_axes if reduction == "mean" else []
+        weights = _total_weight(ctx, axes, weights, _first_invalid(target, invalid))
     if reduction == "mean":
         total = total / (batch_size if weights is None else weights.to(total.dtype))
     return total.to(scores.dtype)
@@ -175,7 +174,7 @@ def _classified(loss: Loss, batch_size: int, ctx: LocalContext, /, *args: object
 def _total_weight(ctx: LocalContext, axes: list[int], weights: Tensor, invalid: Tensor) -> Tensor:
     """The weight of the targets of all ranks; the same error on all of them if one has an invalid target."""
     own = torch.cat([weights.detach().sum().double().view(1), invalid])
-    gathered = ctx.all_gather(own, ctx.ranks(axes)) if axes else own.unsqueeze(0)
+    gathered = ctx.all_gather(own, ctx.ranks(axes))
     _refuse_invalid(ctx, gathered)
     return gathered[:, 0].sum()
 
