@@ -41,7 +41,7 @@ from shardwise._lookups.requests import (
 )
 from shardwise._rules.local_context import LocalContext
 from shardwise._rules.local_tensors import flat_cat
-from shardwise._rules.row import Args, Kwargs, arguments
+from shardwise._rules.row import Kwargs, arguments
 from shardwise._rules.row_exchange import Route, exchange_messages
 from shardwise._trace.capture_hooks import allow_in_graph_with_backward, is_capturing
 
@@ -58,8 +58,8 @@ def full_rows(ctx: LocalContext, ids: Tensor, weight: Tensor, sparse: bool) -> T
     return _lookup(ctx, ids, weight, None, sparse, exchange_axes(ctx, replicated_ids=True))
 
 
-def with_aligned_bags(local: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wraps a local implementation of `F.embedding_bag`.
+def with_aligned_bags(local: Callable[[LocalContext, Kwargs], Tensor]) -> Callable[..., Tensor]:
+    """Make a local implementation of `F.embedding_bag` of a function that takes its arguments by name.
 
     If a rank's offsets do not describe its own ids (the two are sharded at different bags), the ids are first sent to
     the ranks that hold the offsets of their bags.
@@ -67,19 +67,19 @@ def with_aligned_bags(local: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @wraps(local)
     def run(ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
+        named = arguments(F.embedding_bag, args, kwargs)
         try:
-            return local(ctx, *args, **kwargs)
+            return local(ctx, named)
         except bad_ids.StraddlingError:
-            ctx, named = _aligned_bags(ctx, args, kwargs)
-        return local(ctx, **named)
+            ctx = _align_bags(ctx, named)
+        return local(ctx, named)
 
     return run
 
 
 @with_aligned_bags
-def embedding_bag(ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
-    """The local implementation of `F.embedding_bag`."""
-    named = arguments(F.embedding_bag, args, kwargs)
+def embedding_bag(ctx: LocalContext, named: Kwargs) -> Tensor:
+    """The local implementation of `F.embedding_bag` without options."""
     bags = bags_of(ctx, named)
     return _lookup(ctx, named["input"], named["weight"], bags, named["sparse"], exchange_axes(ctx))
 
@@ -218,9 +218,8 @@ class _OwnBags(NamedTuple):
     fall: bool
 
 
-def _aligned_bags(ctx: LocalContext, args: Args, kwargs: Kwargs) -> tuple[LocalContext, Kwargs]:
-    """A call of `F.embedding_bag` after the ids were sent to the ranks that hold the offsets of their bags."""
-    named = arguments(F.embedding_bag, args, kwargs)
+def _align_bags(ctx: LocalContext, named: Kwargs) -> LocalContext:
+    """Send the ids of `named` to the ranks that hold the offsets of their bags."""
     offsets, ranks, stop = named["offsets"], ctx.ranks(bad_ids.id_axes(ctx)), ctx.layouts[0].shape[0]
     own = (*offsets[[0, -1]].tolist(), int((offsets.diff() < 0).any())) if offsets.numel() else (-1, -1, 0)
     gathered = [
@@ -240,7 +239,7 @@ def _aligned_bags(ctx: LocalContext, args: Args, kwargs: Kwargs) -> tuple[LocalC
         lengths[rank], stop = stop - first, first
     resharded = ctx.reshard_like(0, 2, lengths)
     named["input"] = ctx.fetch(named["input"], 0, lambda rank: resharded.layouts[0].boxes(rank)[0])
-    return resharded, named
+    return resharded
 
 
 # ---- serve --------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from shardwise._lookups.ids import pool
 from shardwise._lookups.requests import table_boxes
 from shardwise._rules.local_context import LocalContext
 from shardwise._rules.local_tensors import as_accumulator
-from shardwise._rules.row import arguments
+from shardwise._rules.row import Kwargs, arguments
 from shardwise.errors import IdError
 
 
@@ -44,9 +44,8 @@ def embedding(ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
 
 
 @lookup.with_aligned_bags
-def embedding_bag(ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
+def embedding_bag(ctx: LocalContext, named: Kwargs) -> Tensor:
     """The local implementation of `F.embedding_bag` with any option: looks up the row of every id, then pools."""
-    named = arguments(F.embedding_bag, args, kwargs)
     ids, weight, offsets, mode = (named[name] for name in ("input", "weight", "offsets", "mode"))
     weights, padding_idx = (named[name] for name in ("per_sample_weights", "padding_idx"))
     bags = lookup.bags_of(ctx, named)
