@@ -85,16 +85,16 @@ class Moments(NamedTuple):
     squares: Tensor
 
     @classmethod
-    def of(cls, x: Tensor, dims: tuple[int, ...]) -> "Moments":
-        """Moments along dims, which are kept. A mean rounded to the digits of large x would change all deviations."""
+    def of(cls, x: Tensor, dims: tuple[int, ...], pivot: Tensor | None = None) -> "Moments":
+        """Moments of x along dims, which are kept; of x + pivot if x are deviations from one, small ones."""
         count = prod(x.shape[d] for d in dims)
         if x.numel() == 0:
             zeros = x.sum(dims, keepdim=True).double()  # so that all ranks have the same autograd graph
             return cls(torch.full_like(zeros, count), zeros, zeros)
         variance, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
-        rounding = (x.detach() - mean.detach()).mean(dims, keepdim=True)
-        mean = mean.double() + rounding
-        return cls(torch.full_like(mean, count), mean, variance.double() * count)
+        if pivot is None:  # a mean that is rounded to the digits of large x would change all deviations
+            pivot = (x.detach() - mean.detach()).mean(dims, keepdim=True)
+        return cls(torch.full_like(mean, count, dtype=torch.float64), mean.double() + pivot, variance.double() * count)
 
     def combined(
         self,
@@ -111,13 +111,13 @@ class Moments(NamedTuple):
 
 
 def moments_of_shards(
-    ctx: LocalContext, x: Tensor, dims: Dims, along: tuple[int, ...], pivot: Tensor | float = 0
+    ctx: LocalContext, x: Tensor, dims: Dims, along: tuple[int, ...], pivot: Tensor | None = None
 ) -> Moments:
-    """Moments of `x + pivot` over the shards of all ranks, which exchange two numbers for each line.
+    """Moments over the shards of all ranks, which exchange two numbers for each line.
 
     Args:
-        x: made of the local operand; its dims `along` are `dims` of that.
+        x, along, pivot: as `Moments.of` takes them; the dims `along` of x are `dims` of the operand.
     """
-    _, mean, squares = Moments.of(x, along)
+    _, mean, squares = Moments.of(x, along, pivot)
     counts = mean.new_tensor(shard_counts(ctx, dims)).view(-1, *[1] * x.ndim)
-    return Moments(counts, *ctx.all_gather(torch.stack([mean + pivot, squares])).unbind(1)).combined()
+    return Moments(counts, *ctx.all_gather(torch.stack([mean, squares])).unbind(1)).combined()
