@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from shardwise._rules.local_context import LocalContext
-from shardwise._rules.reductions.over_dims import Dims, shard_counts
 
 # ---- sums of exponentials: softmax, logsumexp, cross-entropy, attention --------------------------------------
 
@@ -48,6 +47,10 @@ class ExpSums(NamedTuple):
         shares = (tops - top.masked_fill(top == -inf, 0)).exp()  # nan of an infinite x, as in torch's softmax
         return ExpSums(top, (self.sums * shares).sum(0))
 
+    def gathered(self, ctx: LocalContext) -> "ExpSums":
+        """The sums over the shards of all ranks."""
+        return ExpSums(*ctx.all_gather(torch.stack(self)).unbind(1)).combined()
+
     def log(self) -> Tensor:
         """The logarithm of sum exp(x)."""
         none = self.sums == 0
@@ -62,7 +65,7 @@ class ExpSums(NamedTuple):
 def largest(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     """The largest element along dims, which are kept, without gradient; -inf if there is none."""
     values = x.detach().real
-    return values.amax(dims, keepdim=True) if all(x.shape[d] for d in dims) else values.sum(dims, keepdim=True) - inf
+    return values.amax(dims, keepdim=True) if x.numel() else values.sum(dims, keepdim=True) - inf
 
 
 def finite(top: Tensor) -> Tensor:
@@ -109,15 +112,6 @@ class Moments(NamedTuple):
         mean = add(self.mean * (self.counts / spread(count.clamp(min=1))))
         return Moments(count, mean, add(self.squares + self.counts * (self.mean - spread(mean)).square()))
 
-
-def moments_of_shards(
-    ctx: LocalContext, x: Tensor, dims: Dims, along: tuple[int, ...], pivot: Tensor | None = None
-) -> Moments:
-    """Moments over the shards of all ranks, which exchange two numbers for each line.
-
-    Args:
-        x, along, pivot: as `Moments.of` takes them; the dims `along` of x are `dims` of the operand.
-    """
-    _, mean, squares = Moments.of(x, along, pivot)
-    counts = mean.new_tensor(shard_counts(ctx, dims)).view(-1, *[1] * x.ndim)
-    return Moments(counts, *ctx.all_gather(torch.stack([mean, squares])).unbind(1)).combined()
+    def gathered(self, ctx: LocalContext, ranks: tuple[int, ...] | None = None) -> "Moments":
+        """The moments over the shards of `ranks`, by default all."""
+        return Moments(*ctx.all_gather(torch.stack(self), ranks).unbind(1)).combined()

@@ -14,7 +14,7 @@ from shardwise._layout import REPLICATE, Box, Boxes, Layout, Partial, Placement,
 from shardwise._rules.local_context import LocalContext, local_with
 from shardwise._rules.local_tensors import as_accumulator, never_empty
 from shardwise._rules.pointwise import shape_of_first
-from shardwise._rules.reductions.combiners import ExpSums, Moments, finite, moments_of_shards
+from shardwise._rules.reductions.combiners import ExpSums, Moments, finite
 from shardwise._rules.reductions.over_dims import non_negative
 from shardwise._rules.registry import OpRule, register
 from shardwise._rules.row import Align, Args, Meta, Op, Row
@@ -48,8 +48,7 @@ def _batch_rows(others: int, dims: list[int]) -> list[Row]:
 def _softmax_of_shards(kind: str, dim: int, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Tensor:
     dtype = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)), x.dtype)
     scores = as_accumulator(x.to(dtype))
-    own = ctx.all_gather(torch.stack(ExpSums.of(scores, (dim,))))
-    top, total = ExpSums(*own.unbind(1)).combined()
+    top, total = ExpSums.of(scores, (dim,)).gathered(ctx)
     total = total.masked_fill(total == 0, 1) if kind == "safe" else total
     shifted = scores - finite(top)
     return (shifted - total.log() if kind == "log" else shifted.exp() / total).to(dtype)
@@ -88,8 +87,8 @@ def _layer_norm_of_shards(
     eps: float = 1e-5,
     *_: object,
 ) -> Tensor:
-    full, dims = as_accumulator(x), _last(normalized_shape)
-    total = moments_of_shards(ctx, full, dims, dims)
+    full = as_accumulator(x)
+    total = Moments.of(full, _last(normalized_shape)).gathered(ctx)
     variance = (total.squares / total.counts).to(full.dtype)
     return _scaled(_without_mean(full, total.mean), variance, weight, bias, eps).to(x.dtype)
 
@@ -222,7 +221,7 @@ def _by_moments(op: Op, ctx: LocalContext, *args: object, **kwargs: object) -> T
     if statistics and op in INSTANCE:  # running statistics average over the examples of all ranks
         before, stop = box.offsets[0], box.offsets[0] + box.sizes[0]
         own, examples = Moments(*(F.pad(m, (0, 0, before, shape[0] - stop)) for m in own)), slice(before, stop)
-    total = Moments(*ctx.all_gather(torch.stack(own), ranks).unbind(1)).combined()
+    total = own if len(ranks) == 1 else own.gathered(ctx, ranks)
     variance = total.squares / total.counts.clamp(min=1)
     if statistics:
         members = prod(shape[2:]) * (shape[0] if op in BATCH else 1)

@@ -17,7 +17,7 @@ from shardwise._layout import PARTIAL, REPLICATE, Boxes, OnRanks, Partial, Place
 from shardwise._rules.local_context import LocalContext
 from shardwise._rules.local_tensors import as_accumulator, as_float64, autocast_to_float
 from shardwise._rules.pointwise import SUMS, broadcast, callables_of, shape_of_first, shard_rows
-from shardwise._rules.reductions.combiners import ExpSums, moments_of_shards
+from shardwise._rules.reductions.combiners import ExpSums, Moments
 from shardwise._rules.reductions.over_dims import (
     OWN_SHARD,
     Dims,
@@ -118,8 +118,10 @@ def _variance(
     shard = as_accumulator(torch.view_as_real(shard) if x.is_complex() else shard)
     pivot = shard.detach().mean(along, keepdim=True)  # deviations from it are small, so their mean has more digits
     deviations = (shard - pivot).double() if root else shard - pivot  # a root may be finite where its square is not
-    total = moments_of_shards(ctx, deviations, dims, along, pivot)
-    count = sum(shard_counts(ctx, dims))
+    _, *own = Moments.of(deviations, along, pivot)
+    sizes = shard_counts(ctx, dims)
+    counts = own[0].new_tensor(sizes).view(-1, *[1] * own[0].ndim)
+    total, count = Moments(counts, *ctx.all_gather(torch.stack(own)).unbind(1)).combined(), sum(sizes)
     result = total.squares / total.squares.new_tensor(max(count - correction, 0))
     mean = total.mean if count else total.mean / 0
     if not keepdim:
