@@ -9,16 +9,15 @@ import pickle
 import select
 import signal
 import sys
-from _thread import start_new_thread
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from math import inf
 from multiprocessing.connection import Connection
 from multiprocessing.process import current_process
-from time import monotonic, sleep
+from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, TypeVarTuple
 
 from shardwise._layout import NumRanks, Timeout, checked
@@ -96,19 +95,7 @@ def _run_in_place(fn: Callable[[*Args], T], args: tuple[*Args], timeout_seconds:
     return fn(*args)
 
 
-# ---- messages between launcher and ranks ------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _World:
-    size: int
-    store: str
-    timeout_seconds: float
-
-
-@dataclass(frozen=True)
-class _Returned:
-    result: bytes
+# ---- messages between launcher and ranks: a rank sends its pickled result, or how it failed ----------------
 
 
 class _Cause(IntEnum):
@@ -167,14 +154,13 @@ def _unpickled(job: bytes) -> tuple[Callable[..., object], tuple[object, ...]]:
 
 def _answers(
     job: bytes, nproc: int, timeout_seconds: float, grace_seconds: float
-) -> "dict[int, _Returned | _Failed | Death]":
+) -> "dict[int, bytes | _Failed | Death]":
     """Run the job on new ranks; how each of them ended."""
     from shardwise._collectives.spawn import Death, MemoryFile, RankProcesses  # imports torch, unlike this module
 
-    store = MemoryFile()
-    answers: dict[int, _Returned | _Failed | Death] = {}
-    try:
-        ranks = RankProcesses(nproc, _rank_main, _World(nproc, store.path, timeout_seconds))
+    answers: dict[int, bytes | _Failed | Death] = {}
+    with closing(MemoryFile()) as store:
+        ranks = RankProcesses(nproc, _rank_main, nproc, store.path, timeout_seconds)
         try:
             ranks.send(job)
             ranks.collect(answers, lambda answer: isinstance(answer, _Failed), SETTLE_SECONDS, inf)
@@ -182,22 +168,20 @@ def _answers(
                 fix = f"let it go on (kill -CONT {pid}), or end it"
                 text = f"is stopped, and others waited for it (process {pid})\n  Fix: {fix}."
                 answers.setdefault(rank, _Failed(rank, text, 0, _Cause.DIED, 0.0))
-            if all(isinstance(answer, _Returned) for answer in answers.values()):
+            if all(isinstance(answer, bytes) for answer in answers.values()):
                 ranks.join(timeout_seconds)  # a thread may keep a rank from exiting
                 answers |= {rank: Death(code, monotonic()) for rank, code in enumerate(ranks.exitcodes()) if code}
         finally:
             ranks.end(grace_seconds)
-    finally:
-        store.close()
     return answers
 
 
-def _result(answers: "Mapping[int, _Returned | _Failed | Death]") -> Any:
+def _result(answers: "Mapping[int, bytes | _Failed | Death]") -> Any:
     """What rank 0 returned; raises if any rank failed."""
-    failures = [_failed(rank, answer) for rank, answer in answers.items() if not isinstance(answer, _Returned)]
+    failures = [_failed(rank, answer) for rank, answer in answers.items() if not isinstance(answer, bytes)]
     if not failures:
-        assert isinstance(answers[0], _Returned)
-        return pickle.loads(answers[0].result)  # noqa: S301 - from a rank we started
+        assert isinstance(answers[0], bytes)
+        return pickle.loads(answers[0])  # noqa: S301 - from a rank we started
     first, *others = sorted(failures, key=lambda failure: (failure.cause, failure.at))
     error = RankFailedError(
         f"rank {first.rank} {first.text}", first.rank, first.exitcode, first.error_type, first.traceback
@@ -223,14 +207,14 @@ class _Stop(SystemExit):
     """SIGTERM, as an exception, so that `finally` blocks run."""
 
 
-def _rank_main(connection: Connection, rank: int, world: _World) -> None:
+def _rank_main(connection: Connection, rank: int, size: int, store: str, timeout_seconds: float) -> None:
     """Run one job on one rank, and send what it returned or raised."""
     from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
     _prctl_pr_set_pdeathsig(signal.SIGKILL)  # also where native code never lets the thread run that sees the parent end
-    message: _Returned | _Failed
+    message: bytes | _Failed
     try:
-        message = _Returned(_run(connection.recv_bytes(), rank, world))
+        message = _run(connection.recv_bytes(), rank, size, store, timeout_seconds)
     except _Stop:
         os.kill(os.getpid(), signal.SIGTERM)
         raise
@@ -253,55 +237,35 @@ def _reader_left() -> bool:
 @contextmanager
 def _stoppable() -> Iterator[None]:
     """Let SIGTERM raise inside; outside, in imports and exit handlers, it ends the process at once."""
+    report = sys.unraisablehook
 
-    stops, report = _Stops(), sys.unraisablehook
+    def stop(*_: object) -> NoReturn:
+        raise _Stop(128 + signal.SIGTERM)
 
-    def report_others(dropped: "sys.UnraisableHookArgs") -> None:
-        if isinstance(dropped.exc_value, _Stop):  # raised in a finalizer, whose exceptions Python drops
-            stops.raise_again()
-        else:
+    def raise_again(dropped: "sys.UnraisableHookArgs") -> None:
+        if not isinstance(dropped.exc_value, _Stop):
             report(dropped)
+            return
+        signal.signal(signal.SIGALRM, stop)  # it was raised in a finalizer, whose exceptions Python drops
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
 
-    sys.unraisablehook = report_others
-    signal.signal(signal.SIGTERM, stops)
+    sys.unraisablehook = raise_again
+    signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         sys.unraisablehook = report
 
 
-class _Stops:
-    """A handler of SIGTERM that raises `_Stop`."""
-
-    def __init__(self) -> None:
-        self.is_dropped = self.sends = False
-
-    def __call__(self, *_: object) -> NoReturn:
-        self.is_dropped = False
-        raise _Stop(128 + signal.SIGTERM)
-
-    def raise_again(self) -> None:
-        """Raise soon after this call, and again until it is not dropped."""
-        if not self.sends:
-            self.sends = True
-            start_new_thread(self._send, ())
-        self.is_dropped = True
-
-    def _send(self) -> None:
-        while True:
-            sleep(0.02)
-            if self.is_dropped:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _run(job: bytes, rank: int, world: _World) -> bytes:
+def _run(job: bytes, rank: int, size: int, store: str, timeout_seconds: float) -> bytes:
     """Join the world, run the job, leave; the pickled result on rank 0."""
-    _set_environment(rank, world.size)
+    _set_environment(rank, size)
     from shardwise import _collectives as collectives
 
     fn, args = _unpickled(job)
-    collectives.init_processes(rank, world.size, world.store, world.timeout_seconds)
+    collectives.init_processes(rank, size, store, timeout_seconds)
     try:
         with _stoppable():
             result = fn(*args)

@@ -1,7 +1,8 @@
 """Ring attention: queries stay where they are, blocks of keys and values pass from rank to rank.
 
 A rank adds up softmax(q kᵀ) v over the blocks by the online softmax, and computes the weights again in backward. So it
-never holds keys, values or weights of the full sequence.
+never holds keys, values or weights of the full sequence. Only a gradient of the gradient is that of `math_attention`,
+attention as plain ops on all keys.
 
 Source: Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers for Near-Infinite Context (2023).
 """
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from shardwise._redistribute.transfers import Exchange, flat_cat
 from shardwise._rules.local_tensors import as_accumulator
+from shardwise._rules.reductions.combiners import ExpSums, finite
 from shardwise._trace.autograd_function import TensorFunction
 
 Spans = tuple[tuple[int, int], ...]  # positions in the sequence, in local order: (first, how many) of each run
@@ -85,11 +87,17 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Ten
     Sends: in forward the block of each rank, as often as `hops` says. In backward the block again, and its gradient in
     float32 (float64 of that) as often and then back to its rank. A gradient of the gradient gathers all keys.
     """
-    kind = query.device.type
-    if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:
-        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
-    with torch.autocast(kind, enabled=False):
-        return _RingAttention.apply(query, key, value, ring)
+    operands = autocast_operands(query, key, value)
+    with torch.autocast(query.device.type, enabled=False):
+        return _RingAttention.apply(*operands, ring)
+
+
+def autocast_operands(*operands: Tensor) -> Sequence[Tensor]:
+    """Operands in the dtype in which attention takes them, that of autocast where it is enabled."""
+    kind = operands[0].device.type
+    if not torch.is_autocast_enabled(kind) or operands[0].dtype == torch.float64:
+        return operands
+    return [x.to(torch.get_autocast_dtype(kind)) for x in operands]
 
 
 class _Context(Protocol):
@@ -104,22 +112,18 @@ class _RingAttention(TensorFunction):
     @staticmethod
     def forward(ctx: _Context, query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Tensor:
         queries, shape = as_accumulator(query), _batch_shape(query, key, value)
-        sums = queries.new_zeros(*shape, query.shape[-2], value.shape[-1] + 1)  # of weights x values, of weights
-        top = queries.new_full((*shape, query.shape[-2], 1), -inf)
+        top, sums = ExpSums.of_nothing(queries, (*shape, query.shape[-2], value.shape[-1]))
         for step, keys, values in _blocks(ring, ring.exchange, query, key, value):
             values_and_ones = F.pad(values, (0, 1), value=1.0)
             for rows, columns, scores in _scores(ring, step, queries, keys, prod(shape)):
-                before = top[..., rows, :]
-                now = torch.maximum(before, scores.amax(-1, keepdim=True)).clamp(min=torch.finfo(top.dtype).min)
-                added = (scores - now).exp_() @ values_and_ones[..., columns, :]
-                sums[..., rows, :] = sums[..., rows, :] * (before - now).exp() + added
-                top[..., rows, :] = now
-        total = sums[..., -1:]
-        none = total == 0  # a query without keys gets zeros
-        out = (sums[..., :-1] / total.masked_fill(none, 1)).to(query.dtype)
+                before = ExpSums(top[..., rows, :], sums[..., rows, :])
+                after = before.plus(scores, values_and_ones[..., columns, :])
+                top[..., rows, :], sums[..., rows, :] = after
+        out = ExpSums(top, sums).mean().to(query.dtype)
+        logs = ExpSums(top, sums[..., -1:]).log()
         # What is saved first has another shape than what torch's kernels save first, so a checkpoint that recomputes
         # with one of these, outside of `context_parallel`, raises.
-        ctx.save_for_backward((top + total.log()).masked_fill(none, 0), query, key, value, out)
+        ctx.save_for_backward(finite(logs), query, key, value, out)
         ctx.ring = ring
         return out
 
@@ -296,16 +300,41 @@ def _differentiable_gradients(
     shapes = [(*x.shape[:-2], n, x.shape[-1]) for n in lengths for x in (key, value)]
     parts = [x.view(s) for x, s in zip(gathered.split([prod(s) for s in shapes]), shapes, strict=True)]
     keys, values = (as_accumulator(_with_heads_of(query, torch.cat(parts[i::2], -2))) for i in (0, 1))
-    scores = as_accumulator(query) * ring.scale @ keys.mT
+    mask = None
     if ring.causal:
         rows, columns = (
             torch.cat([torch.arange(first, first + n, device=query.device) for first, n in spans])
             for spans in (ring.queries[ring.at], [span for block in ring.keys for span in block])
         )
-        scores = scores.masked_fill(columns > rows.unsqueeze(1), -inf)
-    none = (scores == -inf).all(-1, keepdim=True)
-    weights = torch.softmax(scores.masked_fill(none, 0), -1).masked_fill(none, 0)
-    out = (weights @ values).to(query.dtype)
+        mask = columns <= rows.unsqueeze(1)
+    out = math_attention(as_accumulator(query), keys, values, mask, scale=ring.scale).to(query.dtype)
     wanted = [x for x, is_needed in zip(operands, needed, strict=False) if is_needed]
     found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
     return [next(found) if is_needed else None for is_needed, _ in zip(needed, operands, strict=False)]
+
+
+# ---- attention as plain ops ---------------------------------------------------------------------------------
+
+
+def math_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Attention as matrix products, a softmax and dropout."""
+    if enable_gqa:
+        heads = query.shape[-3]
+        key, value = (x.repeat_interleave(heads // x.shape[-3], -3) for x in (key, value))
+    scores = scaled_scores(query, key, attn_mask, scale)
+    if is_causal:
+        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -inf)
+    masked = (scores == -inf).all(-1, keepdim=True)  # a query without keys gets zeros
+    weights = torch.softmax(scores.masked_fill(masked, 0.0), -1).masked_fill(masked, 0.0)
+    return F.dropout(weights, dropout_p) @ value
+
+
+def scaled_scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """The logarithms of the weights, up to a constant for each query."""
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if mask is None:
+        return scores
+    return scores.masked_fill(~mask, -inf) if mask.dtype == torch.bool else scores + mask

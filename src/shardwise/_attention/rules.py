@@ -3,20 +3,23 @@
 If queries and keys are sharded along the sequence, keys and values pass around a ring (`ring.py`).
 """
 
-from math import inf
+from collections.abc import Sequence
+from dataclasses import replace
+from string import ascii_lowercase
 from types import FunctionType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise._attention.ring import Ring, ring_attention
+from shardwise._attention.ring import Ring, autocast_operands, math_attention, ring_attention, scaled_scores
 from shardwise._layout import PARTIAL, REPLICATE, Box, Placement, Shard
 from shardwise._rules.local_context import LocalContext, local_with
 from shardwise._rules.local_tensors import as_accumulator, emptied, filled, never_empty
 from shardwise._rules.pointwise import order_of_first
+from shardwise._rules.reductions.combiners import ExpSums
 from shardwise._rules.registry import OpRule, register
-from shardwise._rules.row import Align, LocalFunction, Meta, Op, Row, arguments
+from shardwise._rules.row import LocalFunction, Meta, Op, Row, arguments
 
 
 def attention(
@@ -24,8 +27,9 @@ def attention(
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> list[Row]:  # fmt: skip
     """out[…, i, :] = sum_j softmax_j(scale query[…, i, :] key[…, j, :] + mask[…, i, j]) value[…, j, :]."""
-    operands, masks = (query, key, value), () if attn_mask is None else (attn_mask,)
-    at, own = query.ndim - 2, None if attn_mask is None or attn_mask.dtype == torch.bool else _attend
+    masks = () if attn_mask is None else (attn_mask,)
+    operands, at = (query, key, value, *masks), query.ndim - 2
+    own = None if attn_mask is None or attn_mask.dtype == torch.bool else _attend
     if dropout_p > 0 or (is_causal and masks):
         raise NotImplementedError("no kernel takes dropout with a counter-based RNG, or a mask together with is_causal")
     if {key.ndim, value.ndim} != {query.ndim} or any(not 2 <= x.ndim <= query.ndim for x in masks):
@@ -34,41 +38,34 @@ def attention(
     for x in masks:
         if any(n not in (1, m) for n, m in zip(x.shape[-2:], scores, strict=True)):
             raise RuntimeError(f"attn_mask of shape {x.shape} does not fit scores of {scores} queries and keys.")
+    batch = ascii_lowercase[:at]  # a letter for each dim: queries Q, keys K, their features E, features of values V
+    letters = [batch + "QE", batch + "KE", batch + "KV", *((batch + "QK")[-x.ndim :] for x in masks)]
 
-    def row(
-        dim: int,
-        placements: tuple[Placement, ...],
-        output: Placement,
-        why: str,
-        local: LocalFunction | None = None,
-        layout_from: int | None = None,
-    ) -> Row:
-        length = key.shape[at] if output == REPLICATE else (*query.shape[:-1], -1)[dim]
-        dims = [(x, (at + 1 if output == REPLICATE else dim) - query.ndim + x.ndim) for x in masks]
-        of_masks = [Shard(d) if d >= 0 and x.shape[d] == length else REPLICATE for x, d in dims]
-        align = Align.ALL if layout_from is None else (layout_from, 3)
-        return Row((*placements, *of_masks), output, why, local, align, layout_from)
+    def row(letter: str, output: Placement, why: str, local: LocalFunction | None = None) -> Row:
+        """All operands that have the dim are sharded, except where it is broadcast."""
+        dims = [own.find(letter) for own in letters]
+        sizes = [x.shape[d] if d >= 0 else -1 for x, d in zip(operands, dims, strict=True)]
+        length = max(sizes[:3])
+        inputs = tuple(Shard(d) if n == length else REPLICATE for d, n in zip(dims, sizes, strict=True))
+        return Row(inputs, output, why, local)
 
     rows = []
-    for d in range(at):
-        sharded, length = Shard(d), max(x.shape[d] for x in operands)
+    for d, letter in enumerate(batch):
         if enable_gqa and d == at - 1 and key.shape[d] != query.shape[d]:
-            why = "head-sharded queries of grouped-query attention"
-            rows += [row(d, (sharded, p, p), sharded, why, _attend, 0) for p in (sharded, REPLICATE)]
-        elif query.shape[d] == length:
-            placements = tuple(sharded if x.shape[d] == length else REPLICATE for x in operands)
-            rows.append(row(d, placements, sharded, "batch- or head-sharded", own))
-    local = _attend if is_causal else own
-    rows.append(row(at, (Shard(at), REPLICATE, REPLICATE), Shard(at), "query-sharded", local))
-    why = "key-sharded: ranks combine their softmaxes"
-    rows.append(row(at, (REPLICATE, Shard(at), Shard(at)), REPLICATE, why, _attend))
+            of_queries = row(letter, Shard(d), "head-sharded queries of grouped-query attention", _attend)
+            for p in (Shard(d), REPLICATE):
+                inputs = (Shard(d), p, p, *of_queries.inputs[3:])
+                rows.append(replace(of_queries, inputs=inputs, align=(0, 3), layout_from=0))
+        elif query.shape[d] == max(x.shape[d] for x in operands[:3]):
+            rows.append(row(letter, Shard(d), "batch- or head-sharded", own))
+    rows.append(row("Q", Shard(at), "query-sharded", _attend if is_causal else own))
+    rows.append(row("K", REPLICATE, "key-sharded: ranks combine their softmaxes", _attend))
     if attn_mask is None:  # a rank has a row of it for each query, beside which all keys are few bytes
         why = "sequence-sharded: keys and values pass from rank to rank (ring attention)"
         rows.append(Row((Shard(at),) * 3, Shard(at), why, _attend, (1, 2), 0))
-    columns = Shard(at + 1)
-    rows.append(row(at + 1, (REPLICATE, REPLICATE, columns), columns, "sharded value features", own))
-    rows.append(row(at + 1, (REPLICATE, REPLICATE, PARTIAL), PARTIAL, "linear in the values"))
-    return rows
+    rows.append(row("V", Shard(at + 1), "sharded value features", own))
+    linear = (REPLICATE, REPLICATE, PARTIAL, *(REPLICATE for _ in masks))
+    return [*rows, Row(linear, PARTIAL, "linear in the values")]
 
 
 def _attend(
@@ -84,17 +81,16 @@ def _attend(
     if enable_gqa and any(layout.shape[at - 1] != ctx.layouts[0].shape[at - 1] for layout in ctx.layouts[1:3]):
         key, value = _heads_of_queries(ctx, key, value, at - 1)
     if ring:
-        return _around_the_ring(ctx, key_axes, query, key, value, is_causal, scale)
+        return _around_the_ring(ctx, key_axes, (query, key, value), is_causal, scale)
     if is_causal:
         first, start = own.offsets[at], keys.offsets[at]
-        stop = min(
-            max(first + own.sizes[at], start), start + keys.sizes[at]
-        )  # keys behind are masked for all queries of this rank
+        # Keys behind are masked for all queries of this rank.
+        stop = min(max(first + own.sizes[at], start), start + keys.sizes[at])
         key, value = key.narrow(at, 0, stop - start), value.narrow(at, 0, stop - start)
         rows = torch.arange(first, first + own.sizes[at], device=query.device).unsqueeze(1)
         attn_mask = rows >= torch.arange(start, stop, device=query.device)
     if key_axes:
-        return _combined(ctx, key_axes, query, key, value, attn_mask, scale)
+        return _combined(ctx, key_axes, (query, key, value), attn_mask, scale)
     if query.numel() and key.numel() and value.numel():
         return F.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale)
     # On empty operands torch drops the mask from the graph, whose gradient needs all ranks, and saves no result.
@@ -122,22 +118,17 @@ def _shares_heads(ctx: LocalContext, at: int) -> bool:
 
 
 def _around_the_ring(
-    ctx: LocalContext,
-    axes: tuple[int, ...],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    causal: bool,
-    scale: float | None,
+    ctx: LocalContext, axes: tuple[int, ...], operands: tuple[Tensor, Tensor, Tensor], causal: bool, scale: float | None
 ) -> Tensor:
-    ranks, at = ctx.ranks(axes), query.ndim - 2
+    query, ranks = operands[0], ctx.ranks(axes)
+    at = query.ndim - 2
     queries, keys = (
         tuple(((box.offsets[at], box.sizes[at]),) for box in (layout.boxes(rank)[0] for rank in ranks))
         for layout in ctx.layouts[:2]
     )
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     ring = Ring(ctx.exchange(ranks), ranks.index(ctx.rank), queries, keys, causal, scale)
-    return ring_attention(query, key, value, ring)
+    return ring_attention(*operands, ring)
 
 
 def _heads_of_queries(ctx: LocalContext, key: Tensor, value: Tensor, at: int) -> list[Tensor]:
@@ -162,58 +153,16 @@ def _heads_of_queries(ctx: LocalContext, key: Tensor, value: Tensor, at: int) ->
 
 
 def _combined(
-    ctx: LocalContext,
-    axes: tuple[int, ...],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float | None,
+    ctx: LocalContext, axes: tuple[int, ...], operands: Sequence[Tensor], mask: Tensor | None, scale: float | None
 ) -> Tensor:
     """All-gathers each rank's weighted values, the sum of its weights, and the largest score both are relative to."""
-    kind = query.device.type
-    autocast = torch.is_autocast_enabled(kind) and query.dtype != torch.float64
-    dtype = torch.get_autocast_dtype(kind) if autocast else query.dtype
-    with torch.autocast(kind, enabled=False):
-        query, key, value = (as_accumulator(x.to(dtype)) for x in (query, key, value))
-        scores = _scores(query, key, mask, scale)
-        if not key.shape[-2]:
-            scores, value = F.pad(scores, (0, 1), value=-inf), F.pad(value, (0, 0, 0, 1))
-        least = torch.finfo(scores.dtype).min
-        top = scores.detach().amax(-1, keepdim=True)
-        weights = (scores - top.clamp(min=least)).exp()
-        out = weights @ value
-        sums_and_tops = (x.expand(*out.shape[:-1], 1) for x in (weights.sum(-1, keepdim=True), top))
-        local = torch.cat([out, *sums_and_tops], -1)
-        values, sums, tops = ctx.all_gather(local, ctx.ranks(axes)).split([out.shape[-1], 1, 1], -1)
-        shares = (tops - tops.amax(0).clamp(min=least)).exp().detach()
-        total = (sums * shares).sum(0)
-        out = (values * shares).sum(0) / total.masked_fill(total == 0, 1.0)  # a query without keys gets zeros
-        attended: Tensor = out.to(dtype)
-        return attended
-
-
-def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if mask is None:
-        return scores
-    return scores.masked_fill(~mask, -inf) if mask.dtype == torch.bool else scores + mask
-
-
-def math_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
-    """Attention as matrix products, a softmax and dropout."""
-    if enable_gqa:
-        heads = query.shape[-3]
-        key, value = (x.repeat_interleave(heads // x.shape[-3], -3) for x in (key, value))
-    scores = _scores(query, key, attn_mask, scale)
-    if is_causal:
-        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -inf)
-    masked = (scores == -inf).all(-1, keepdim=True)  # a query without keys gets zeros
-    weights = torch.softmax(scores.masked_fill(masked, 0.0), -1).masked_fill(masked, 0.0)
-    return F.dropout(weights, dropout_p) @ value
+    operands = autocast_operands(*operands)
+    with torch.autocast(operands[0].device.type, enabled=False):
+        query, key, value = map(as_accumulator, operands)
+        none = ExpSums.of_nothing(query, ctx.output.local_shape(ctx.rank))
+        own = none.plus(scaled_scores(query, key, mask, scale), F.pad(value, (0, 1), value=1.0))
+        gathered = ctx.all_gather(torch.cat([own.sums, own.top], -1), ctx.ranks(axes))
+        return ExpSums(gathered[..., -1:], gathered[..., :-1]).combined().mean().to(operands[0].dtype)
 
 
 def _shape(query: Meta, key: Meta, value: Meta, *_: object, **__: object) -> tuple[int, ...]:

@@ -157,43 +157,34 @@ def expand(rows: Tensor, distinct: DistinctIds, ids: Tensor, bags: Bags | None) 
     if rows.shape[0] == 0:
         shape = ids.shape if bags is None else bags.lengths(ids).shape
         return rows.new_zeros(*shape, rows.shape[1]) + rows.sum(dtype=rows.dtype)
-    return _Expand.apply(rows, distinct, ids, bags)
-
-
-class _Expand(TensorFunction):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, distinct: DistinctIds, ids: Tensor, bags: Bags | None) -> Tensor:
-        ctx.args = distinct, ids, bags
-        return plain_lookup(distinct.inverse.view(ids.shape), rows, bags)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _summed(grads[0], *ctx.args), None, None, None
+    return _Lookup.apply(rows, distinct, ids, bags, False)
 
 
 def coalesced_lookup(table: Tensor, ids: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
     """`F.embedding` of `ids` (with bags: `F.embedding_bag`); a sparse gradient is coalesced: it has each row once."""
-    return _Lookup.apply(table, ids, bags, sparse)
+    return _Lookup.apply(table, None, ids, bags, sparse)
 
 
 class _Lookup(TensorFunction):
-    @staticmethod
-    def forward(ctx: Any, table: Tensor, ids: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
-        ctx.args = ids, bags, sparse, table.shape
-        return plain_lookup(ids, table, bags)
+    """A lookup of `ids` in all rows, or in those of `distinct` only."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        ids, bags, sparse, shape = ctx.args
-        distinct = distinct_ids(ids.reshape(-1))
-        rows = _summed(grads[0], distinct, ids, bags)
-        if sparse:
-            grad = torch.sparse_coo_tensor(
-                distinct.values[None], rows, shape, check_invariants=False, is_coalesced=True
-            )
-        else:
-            grad = rows.new_zeros(shape).index_copy_(0, distinct.values, rows)
-        return grad, None, None, None
+    def forward(
+        ctx: Any, rows: Tensor, distinct: DistinctIds | None, ids: Tensor, bags: Bags | None, sparse: bool
+    ) -> Tensor:
+        ctx.args = distinct, ids, bags, sparse, rows.shape
+        return plain_lookup(ids if distinct is None else distinct.inverse.view(ids.shape), rows, bags)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        distinct, ids, bags, sparse, shape = ctx.args
+        found = distinct or distinct_ids(ids.reshape(-1))
+        grad = _summed(grads[0], found, ids, bags)
+        if distinct is None and sparse:
+            grad = torch.sparse_coo_tensor(found.values[None], grad, shape, check_invariants=False, is_coalesced=True)
+        elif distinct is None:
+            grad = grad.new_zeros(shape).index_copy_(0, found.values, grad)
+        return grad, None, None, None, None
 
 
 def plain_lookup(ids: Tensor, rows: Tensor, bags: Bags | None, sparse: bool = False) -> Tensor:

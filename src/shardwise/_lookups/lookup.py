@@ -20,6 +20,7 @@ owners, and the backward of an owner's lookup is a gradient of the size of its s
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce, wraps
 from itertools import chain, groupby
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,21 +41,25 @@ from shardwise._lookups.requests import (
 )
 from shardwise._redistribute.transfers import flat_cat
 from shardwise._rules.local_context import LocalContext
-from shardwise._rules.row import Args, Kwargs, arguments
+from shardwise._rules.row import Kwargs, arguments
 from shardwise._rules.row_exchange import Route, exchange_messages
 from shardwise._trace.capture_hooks import allow_in_graph_with_backward, is_capturing
 
 # ---- entry points: local implementations of the rules ------------------------------------------------------------
 
 
-def embedding(ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
-    """The local implementation of `F.embedding`: takes its arguments, with local tensors."""
-    named = arguments(F.embedding, args, kwargs)
-    return _lookup(ctx, named["input"], named["weight"], None, named["sparse"])
+def embedding(ctx: LocalContext, ids: Tensor, weight: Tensor, sparse: bool) -> Tensor:
+    """The row of every id; Partial along axes on which the rows of the table are sharded and the ids are replicated."""
+    return _lookup(ctx, ids, weight, None, sparse, exchange_axes(ctx))
 
 
-def with_aligned_bags(local: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wraps a local implementation of `F.embedding_bag`.
+def full_rows(ctx: LocalContext, ids: Tensor, weight: Tensor, sparse: bool) -> Tensor:
+    """The row of every id on every rank that has the id; never Partial."""
+    return _lookup(ctx, ids, weight, None, sparse, exchange_axes(ctx, replicated_ids=True))
+
+
+def with_aligned_bags(local: Callable[[LocalContext, Kwargs], Tensor]) -> Callable[..., Tensor]:
+    """Make a local implementation of `F.embedding_bag` of a function that takes its arguments by name.
 
     If a rank's offsets do not describe its own ids (the two are sharded at different bags), the ids are first sent to
     the ranks that hold the offsets of their bags.
@@ -62,29 +67,21 @@ def with_aligned_bags(local: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @wraps(local)
     def run(ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
+        named = arguments(F.embedding_bag, args, kwargs)
         try:
-            return local(ctx, *args, **kwargs)
+            return local(ctx, named)
         except bad_ids.StraddlingError:
-            ctx, named = _aligned_bags(ctx, args, kwargs)
-        return local(ctx, **named)
+            ctx = _align_bags(ctx, named)
+        return local(ctx, named)
 
     return run
 
 
 @with_aligned_bags
-def embedding_bag(ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
-    """The local implementation of `F.embedding_bag`."""
-    named = arguments(F.embedding_bag, args, kwargs)
-    return _lookup(ctx, named["input"], named["weight"], bags_of(ctx, named), named["sparse"])
-
-
-def full_rows(ctx: LocalContext, ids: Tensor, weight: Tensor, sparse: bool) -> Tensor:
-    """The row of every id on every rank that has the id; never Partial."""
-    axes = exchange_axes(ctx, replicated_ids=True)
-    if not axes:
-        return _lookup(ctx, ids, weight, None, sparse)
-    (out,) = exchange_lookups([Lookup(ctx, ids, weight, None, sparse, axes)])
-    return out
+def embedding_bag(ctx: LocalContext, named: Kwargs) -> Tensor:
+    """The local implementation of `F.embedding_bag` without options."""
+    bags = bags_of(ctx, named)
+    return _lookup(ctx, named["input"], named["weight"], bags, named["sparse"], exchange_axes(ctx))
 
 
 def bags_of(ctx: LocalContext, named: Kwargs) -> Bags:
@@ -96,19 +93,23 @@ def bags_of(ctx: LocalContext, named: Kwargs) -> Bags:
     return Bags(named["mode"], offsets, named["include_last_offset"])
 
 
-def _lookup(ctx: LocalContext, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
+def _lookup(
+    ctx: LocalContext, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool, axes: tuple[int, ...]
+) -> Tensor:
     bad_ids.check_devices(ctx, ids, weight)
-    if exchange_axes(ctx):
-        return _remote_lookup(ctx, ids, weight, bags, sparse)
+    if axes:
+        return _remote_lookup(ctx, ids, weight, bags, sparse, axes)
     if bags is None and not sparse:
         bad_ids.refuse_bad_ids(ctx, ids, None)
-        return _sum(local_rows(ctx, ids, box, view) for box, view in table_boxes(ctx, weight, sparse))
+        return _sum(local_lookup(ctx, ids, box, view, None, False) for box, view in table_boxes(ctx, weight, sparse))
     return _local_lookup(ctx, ids, weight, bags, sparse)
 
 
 @allow_in_graph_with_backward
-def _remote_lookup(ctx: LocalContext, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
-    (out,) = exchange_lookups([Lookup(ctx, ids, weight, bags, sparse, exchange_axes(ctx))])
+def _remote_lookup(
+    ctx: LocalContext, ids: Tensor, weight: Tensor, bags: Bags | None, sparse: bool, axes: tuple[int, ...]
+) -> Tensor:
+    (out,) = exchange_lookups([Lookup(ctx, ids, weight, bags, sparse, axes)])
     return out
 
 
@@ -141,6 +142,9 @@ def local_lookup(ctx: LocalContext, ids: Tensor, box: Box, weight: Tensor, bags:
         return _padded(plain_lookup(ids, weight, bags, sparse), pad)
     flat = ids.reshape(-1)
     mine = (flat >= box.offsets[0]) & (flat < box.offsets[0] + box.sizes[0])
+    if bags is None and not sparse and is_capturing():  # shapes must not depend on ids, so all ids look up a row
+        rows = F.embedding(torch.where(mine, flat - box.offsets[0], 0), weight).masked_fill(~mine.unsqueeze(1), 0)
+        return _padded(rows, pad).view(*ids.shape, width)
     own = flat[mine] - box.offsets[0]
     if bags is None:
         rows = _padded(plain_lookup(own, weight, None, sparse), pad)
@@ -150,17 +154,6 @@ def local_lookup(ctx: LocalContext, ids: Tensor, box: Box, weight: Tensor, bags:
     kept = torch.bincount(bag_of, minlength=lengths.numel())
     sums = _padded(F.embedding_bag(own, weight, kept.cumsum(0) - kept, mode="sum", sparse=sparse), pad)
     return sums / lengths.clamp(min=1).unsqueeze(1) if bags.mode == "mean" else sums
-
-
-def local_rows(ctx: LocalContext, ids: Tensor, box: Box, weight: Tensor) -> Tensor:
-    """`local_lookup` without bags. While a graph is captured, shapes must not depend on ids: all ids look up a row."""
-    if not is_capturing() or not box.numel or box.sizes[0] == ctx.layouts[1].shape[0]:
-        return local_lookup(ctx, ids, box, weight, None, False)
-    (wanted,) = ctx.output.boxes(ctx.rank)
-    mine = (ids >= box.offsets[0]) & (ids < box.offsets[0] + box.sizes[0])
-    rows = F.embedding(torch.where(mine, ids - box.offsets[0], 0), weight).masked_fill(~mine.unsqueeze(-1), 0)
-    left = box.offsets[1] - wanted.offsets[-1]
-    return _padded(rows, (left, wanted.sizes[-1] - left - box.sizes[1]))
 
 
 def _padded(x: Tensor, columns: tuple[int, int]) -> Tensor:
@@ -217,23 +210,36 @@ def exchange_ids(requests: Sequence[Request]) -> list[list[Received]]:
     return [by_sender[i :: len(requests)] for i in range(len(requests))]
 
 
-def _aligned_bags(ctx: LocalContext, args: Args, kwargs: Kwargs) -> tuple[LocalContext, Kwargs]:
-    """A call of `F.embedding_bag` after the ids were sent to the ranks that hold the offsets of their bags."""
-    named = arguments(F.embedding_bag, args, kwargs)
-    offsets, ranks = named["offsets"], ctx.ranks(bad_ids.id_axes(ctx))
+class _OwnBags(NamedTuple):
+    """The offsets that one rank holds."""
+
+    first: int  # -1 if it holds none
+    last: int
+    fall: bool
+
+
+def _align_bags(ctx: LocalContext, named: Kwargs) -> LocalContext:
+    """Send the ids of `named` to the ranks that hold the offsets of their bags."""
+    offsets, ranks, stop = named["offsets"], ctx.ranks(bad_ids.id_axes(ctx)), ctx.layouts[0].shape[0]
     own = (*offsets[[0, -1]].tolist(), int((offsets.diff() < 0).any())) if offsets.numel() else (-1, -1, 0)
-    gathered = ctx.all_gather(torch.tensor(own, device=offsets.device), ranks).tolist()
-    end = ctx.layouts[0].shape[0]
-    in_order = sorted((ctx.layouts[2].boxes(rank)[0].offsets, gathered[i], rank) for i, rank in enumerate(ranks))
-    ends, lengths = [position for _, (*both, _), _ in in_order for position in both if position >= 0], {}
-    if ends[:1] != [0] or ends != sorted(ends) or ends[-1] > end or any(falls for *_, falls in gathered):
-        per_rank = len(ends) > 2 and not any(ends[::2])
+    gathered = [
+        _OwnBags(*of_rank) for of_rank in ctx.all_gather(torch.tensor(own, device=offsets.device), ranks).tolist()
+    ]
+    in_order = sorted(
+        (ctx.layouts[2].boxes(rank)[0].offsets, bags, rank) for bags, rank in zip(gathered, ranks, strict=True)
+    )
+    held = [bags for _, bags, _ in in_order if bags.first >= 0]
+    ends = [end for bags in held for end in (bags.first, bags.last)]
+    if ends[:1] != [0] or ends != sorted(ends) or ends[-1] > stop or any(bags.fall for bags in held):
+        per_rank = len(held) > 1 and not any(bags.first for bags in held)
         bad_ids.raise_bad_ids(ctx, [(bad_ids.BAGS_OF_EACH_RANK if per_rank else bad_ids.BAD_BAGS, 0)], ranks[:1])
-    for _, (first, *_), rank in reversed(in_order):
-        lengths[rank], end = (0, end) if first < 0 else (end - first, first)
+    lengths = {}
+    for _, bags, rank in reversed(in_order):
+        first = stop if bags.first < 0 else bags.first
+        lengths[rank], stop = stop - first, first
     resharded = ctx.reshard_like(0, 2, lengths)
     named["input"] = ctx.fetch(named["input"], 0, lambda rank: resharded.layouts[0].boxes(rank)[0])
-    return resharded, named
+    return resharded
 
 
 # ---- serve --------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ No option gathers the table. For `max_norm` of a column-wise table, ranks also e
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -24,16 +23,17 @@ from shardwise._lookups import bad_ids, lookup
 from shardwise._lookups.ids import pool
 from shardwise._lookups.requests import table_boxes
 from shardwise._rules.local_context import LocalContext
-from shardwise._rules.row import arguments
+from shardwise._rules.local_tensors import as_accumulator
+from shardwise._rules.row import Kwargs, arguments
 from shardwise.errors import IdError
 
 
 def embedding(ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
-    """The local implementation of `F.embedding` with any option."""
+    """The local implementation of `F.embedding`."""
     named = arguments(F.embedding, args, kwargs)
     ids, padding_idx = named["input"], named["padding_idx"]
     with _renormalised(ctx, named["weight"], ids, named["max_norm"], named["norm_type"]):
-        rows = lookup.embedding(ctx, ids, named["weight"], sparse=named["sparse"])
+        rows = lookup.embedding(ctx, ids, named["weight"], named["sparse"])
     factor = by_frequency(ctx, ids) if named["scale_grad_by_freq"] else None
     if factor is not None and named["sparse"]:
         rows = _ungraded(rows)
@@ -44,16 +44,15 @@ def embedding(ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
 
 
 @lookup.with_aligned_bags
-def embedding_bag(ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
+def embedding_bag(ctx: LocalContext, named: Kwargs) -> Tensor:
     """The local implementation of `F.embedding_bag` with any option: looks up the row of every id, then pools."""
-    named = arguments(F.embedding_bag, args, kwargs)
     ids, weight, offsets, mode = (named[name] for name in ("input", "weight", "offsets", "mode"))
     weights, padding_idx = (named[name] for name in ("per_sample_weights", "padding_idx"))
     bags = lookup.bags_of(ctx, named)
     bad_ids.refuse_bad_ids(ctx, ids, bags)
     look_up = lookup.full_rows if mode == "max" else lookup.embedding  # sums and means may pool Partial rows
     with _renormalised(ctx, weight, ids, named["max_norm"], named["norm_type"]):
-        rows = look_up(ctx, ids, weight, sparse=named["sparse"]).flatten(0, -2)
+        rows = look_up(ctx, ids, weight, named["sparse"]).flatten(0, -2)
     if named["scale_grad_by_freq"]:
         rows = _ungraded(rows) if named["sparse"] else _graded(rows, by_frequency(ctx, ids.reshape(-1)))
     positions = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
@@ -104,9 +103,9 @@ def _ungraded(rows: Tensor) -> Tensor:
 # ---- the ids of all ranks ---------------------------------------------------------------------------------
 
 
-def every_id(ctx: LocalContext, ids: Tensor, operand: int = 0) -> Tensor:
+def every_id(ctx: LocalContext, ids: Tensor) -> Tensor:
     """The ids of all ranks; those of replicas once."""
-    layout = ctx.layouts[operand]
+    layout = ctx.layouts[0]
     ranks = ctx.ranks([axis for axis, placement in enumerate(layout.placements) if isinstance(placement, Shard)])
     if len(ranks) == 1:
         return ids.reshape(-1)
@@ -114,9 +113,9 @@ def every_id(ctx: LocalContext, ids: Tensor, operand: int = 0) -> Tensor:
     return ctx.all_to_all(own, [ids.numel()] * len(ranks), [layout.local_numel(rank) for rank in ranks], ranks)
 
 
-def by_frequency(ctx: LocalContext, ids: Tensor, operand: int = 0) -> Tensor:
+def by_frequency(ctx: LocalContext, ids: Tensor) -> Tensor:
     """One over how often all ranks together look up each id."""
-    values, counts = torch.unique(every_id(ctx, ids, operand), return_counts=True)
+    values, counts = torch.unique(every_id(ctx, ids), return_counts=True)
     frequencies: Tensor = counts[torch.searchsorted(values, ids)]
     return frequencies.double().reciprocal()
 
@@ -156,47 +155,5 @@ def _renormalise(ctx: LocalContext, table: Tensor, ids: Tensor, max_norm: float,
     norm = torch.linalg.vector_norm(every, norm_type, 0).double()
     scale = torch.where(norm > max_norm, max_norm / (norm + 1e-7), 1.0).unsqueeze(1)  # torch adds 1e-7 too
     for view, here, rows in own:
-        wide = torch.promote_types(view.dtype, torch.float32)
-        view.index_copy_(0, rows, (view[rows].to(wide) * scale[here].to(wide)).to(view.dtype))
-
-
-# ---- ops that take the table, or a gradient, before the ids -------------------------------------------------
-
-
-def _ids_first(ctx: LocalContext) -> LocalContext:
-    """The context of an op whose first operand is the table, for functions that expect the ids first."""
-    return replace(ctx, layouts=ctx.layouts[::-1], operands=ctx.operands[::-1])
-
-
-def embedding_of_table(
-    ctx: LocalContext,
-    weight: Tensor,
-    indices: Tensor,
-    padding_idx: int = -1,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Tensor:
-    """The local implementation of `torch.embedding`."""
-    padding = None if padding_idx < 0 else padding_idx
-    return embedding(_ids_first(ctx), indices, weight, padding, None, 2.0, scale_grad_by_freq, sparse)
-
-
-def embedding_renorm(ctx: LocalContext, weight: Tensor, indices: Tensor, max_norm: float, norm_type: float) -> Tensor:
-    """The local implementation of `torch.embedding_renorm_`."""
-    with _renormalised(_ids_first(ctx), weight, indices, max_norm, norm_type):
-        return weight
-
-
-def dense_backward(
-    ctx: LocalContext,
-    grad: Tensor,
-    indices: Tensor,
-    num_weights: int,
-    padding_idx: int,
-    scale_grad_by_freq: bool,
-    *rest: object,
-) -> Tensor:
-    """The local implementation of `aten.embedding_dense_backward` with frequencies of all ranks."""
-    scaled = grad * by_frequency(ctx, indices, 1).unsqueeze(-1).to(grad.dtype)
-    out: Tensor = ctx.call(scaled, indices, num_weights, padding_idx, False, *rest)
-    return out
+        found = as_accumulator(view[rows])
+        view.index_copy_(0, rows, (found * scale[here].to(found.dtype)).to(view.dtype))

@@ -6,7 +6,6 @@ back (`shardwise._lookups.lookup`). The table is never gathered.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -20,7 +19,6 @@ from shardwise._layout import (
     Boxes,
     Kind,
     OnRanks,
-    Partial,
     Placement,
     Shard,
     checked,
@@ -29,8 +27,7 @@ from shardwise._layout import (
 from shardwise._lookups import bad_ids, lookup, options
 from shardwise._lookups.requests import exchange_axes
 from shardwise._rules.local_context import LocalContext, specialized
-from shardwise._rules.pointwise import SUMS, shape_of_first
-from shardwise._rules.registry import op_rule
+from shardwise._rules.registry import OpRule, op_rule, register
 from shardwise._rules.row import Align, LocalFunction, Meta, Row, arguments
 from shardwise.errors import IdTypeError, LayoutError
 
@@ -58,14 +55,12 @@ def _torch_lookup(ctx: LocalContext) -> LocalFunction | None:
     """Torch's own lookup, if this rank holds all rows and the ids of all ranks, on CPUs.
 
     It refuses ids outside the table; the local implementation then raises the same error on every rank."""
-    ids, table = ctx.layouts
-    boxes = table.boxes(ctx.rank)
+    (ids, table), num_rows = ctx.layouts, ctx.layouts[1].shape[0]
     if any(isinstance(placement, Boxes) for placement in table.placements):
         return None
-    if bad_ids.id_axes(ctx) or exchange_axes(ctx) or ids.mesh.device_type != "cpu" or not boxes:
+    if bad_ids.id_axes(ctx) or exchange_axes(ctx) or ids.mesh.device_type != "cpu":
         return None
-    num_rows = table.shape[0]
-    if not boxes[0].numel or boxes[0].sizes[0] != num_rows:
+    if not any(box.numel and box.sizes[0] == num_rows for box in table.boxes(ctx.rank)):
         return None
 
     def look_up(
@@ -92,10 +87,10 @@ def _torch_lookup(ctx: LocalContext) -> LocalFunction | None:
     return look_up
 
 
-_plain, _with_options = map(specialized(_torch_lookup), (lookup.embedding, options.embedding))
+_look_up = specialized(_torch_lookup)(options.embedding)
 
 
-@op_rule(F.embedding, shape=_embedding_shape, shape_independent=True, replicated_impl=_with_options, kept_operand=1)
+@op_rule(F.embedding, shape=_embedding_shape, shape_independent=True, replicated_impl=_look_up, kept_operand=1)
 def embedding(*args: object, **kwargs: object) -> list[Row]:
     """out[..., c] = weight[input[...], c]."""
     named = arguments(F.embedding, args, kwargs)
@@ -103,9 +98,7 @@ def embedding(*args: object, **kwargs: object) -> list[Row]:
     _check_ids(ids, (), "embedding")
     if weight.ndim != 2:
         raise RuntimeError("'weight' must be 2-D")  # torch's text, which a rank without ids would not raise
-    special = named["padding_idx"] is not None or named["max_norm"] is not None or named["scale_grad_by_freq"]
-    local = _with_options if special else _plain
-    return _keeping_the_table(_lookup_rows(weight, range(ids.ndim), ids.ndim, local), named)
+    return _keeping_the_table(_lookup_rows(weight, range(ids.ndim), ids.ndim, _look_up), named)
 
 
 def _keeping_the_table(rows: list[Row], named: dict[str, Any]) -> list[Row]:
@@ -194,49 +187,15 @@ def _lookup_rows(
     return rows
 
 
-# ---- ops that take the table, or a gradient, before the ids -------------------------------------------------
+def _embedding_of_table(
+    weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+) -> Tensor:
+    """out[..., c] = weight[indices[..., c]], with -1 for no padding."""
+    padding = None if padding_idx < 0 else padding_idx
+    return F.embedding(indices, weight, padding, None, 2.0, scale_grad_by_freq, sparse)
 
 
-def _table_first_shape(weight: Meta, indices: Meta, *args: object, **kwargs: object) -> tuple[int, ...]:
-    return _embedding_shape(indices, weight)
-
-
-@op_rule(torch.embedding, aten.embedding.default, shape=_table_first_shape, shape_independent=True, kept_operand=0)
-def embedding_of_table(weight: Meta, indices: Meta, *args: object, **kwargs: object) -> list[Row]:
-    """out[..., c] = weight[indices[...], c], with -1 for no padding."""
-    _check_ids(indices, (), "embedding")
-    rows = _lookup_rows(weight, range(indices.ndim), indices.ndim, options.embedding_of_table)
-    return [replace(row, inputs=row.inputs[::-1], layout_from=1 - (row.layout_from or 0)) for row in rows]
-
-
-@op_rule(
-    torch.embedding_renorm_, aten.embedding_renorm_.default, in_place=True, shape=shape_of_first, shape_independent=True
-)
-def embedding_renorm_(weight: Meta, indices: Meta, max_norm: float, norm_type: float) -> list[Row]:
-    """weight[i] *= min(1, max_norm / |weight[i]|) for every i of indices."""
-    _check_ids(indices, (), "embedding_renorm_")
-    own = without_sizes(weight.placement)
-    if isinstance(own, Partial) or norm_type <= 0:
-        raise NotImplementedError("a table that is Partial is renormalised as a full tensor")
-    why = "each rank scales what it holds of a row"
-    return [Row((own, REPLICATE), own, why, options.embedding_renorm, Align.ORDER)]
-
-
-def _gradient_shape(grad: Meta, indices: Meta, num_weights: int, *args: object, **kwargs: object) -> tuple[int, ...]:
-    return (num_weights, grad.shape[-1])
-
-
-@op_rule(aten.embedding_dense_backward.default, aten.embedding_backward.default, shape=_gradient_shape)
-def embedding_backward(
-    grad: Meta, indices: Meta, num_weights: int, padding_idx: int, scale_grad_by_freq: bool, sparse: bool = False
-) -> list[Row]:
-    """out[i, c] = the sum of grad[..., c] where indices[...] = i."""
-    if sparse:
-        raise NotImplementedError("sparse gradients run replicated")
-    local = options.dense_backward if scale_grad_by_freq else None
-    rows = [Row((Shard(d), Shard(d)), PARTIAL, "each rank adds up its own ids", local) for d in range(indices.ndim)]
-    rows.append(Row((Shard(grad.ndim - 1), REPLICATE), Shard(1), "each rank has some columns", local))
-    return rows + [Row((p, REPLICATE), p, "linear in the gradient", local) for p in SUMS]
+register(OpRule(decomposition=_embedding_of_table), torch.embedding, aten.embedding.default)
 
 
 # ---- several tables at once: latency is paid once, not once a table ---------------------------------------------

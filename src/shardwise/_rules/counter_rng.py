@@ -98,7 +98,7 @@ def _signed(value: int) -> int:
 
 
 def _open_uniform(index: Tensor, seed: int) -> Tensor:
-    """Uniform doubles strictly uniform_between 0 and 1, so that no logarithm of one is infinite or zero."""
+    """Uniform doubles strictly between 0 and 1, so that no logarithm of one is infinite or zero."""
     return _shift_right(bits(index, seed), 12).double().add_(0.5).mul_(2.0**-52)
 
 

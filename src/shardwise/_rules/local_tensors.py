@@ -72,7 +72,7 @@ def as_accumulator(x: Tensor) -> Tensor:
         RuntimeError: it has integers, which torch refuses too.
     """
     if not x.is_floating_point():
-        raise RuntimeError(f"Softmax and normalizations are not implemented for {x.dtype}.")
+        raise RuntimeError(f"This op is not implemented for {x.dtype}, only for floating point numbers.")
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 

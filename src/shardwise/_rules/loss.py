@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from math import inf, prod
+from math import prod
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from shardwise._layout import PARTIAL, REPLICATE, Placement, Shard
 from shardwise._rules.local_context import LocalContext, local_with, specialized
 from shardwise._rules.local_tensors import as_accumulator, autocast_to_float, emptied, filled
 from shardwise._rules.pointwise import broadcast, shard_rows
+from shardwise._rules.reductions.combiners import ExpSums, finite, largest
 from shardwise._rules.registry import OpRule, register
 from shardwise._rules.row import Args, LocalFunction, Meta, Row, arguments
 from shardwise._trace.capture_hooks import allow_in_graph
@@ -163,9 +164,8 @@ def _classified(loss: Loss, batch_size: int, ctx: LocalContext, /, *args: object
         weights = counts if counts is None or weight is None else weight[target.where(counts & ~invalid, 0)] * counts
     total = losses if reduction == "none" else as_accumulator(losses).sum()
     if weights is not None and counts is not None:
-        weights = _total_weight(
-            ctx, batch_axes if reduction == "mean" else [], weights, _first_invalid(target, invalid)
-        )
+        axes = batch_axes if reduction == "mean" else []
+        weights = _total_weight(ctx, axes, weights, _first_invalid(target, invalid))
     if reduction == "mean":
         total = total / (batch_size if weights is None else weights.to(total.dtype))
     return total.to(scores.dtype)
@@ -174,7 +174,7 @@ def _classified(loss: Loss, batch_size: int, ctx: LocalContext, /, *args: object
 def _total_weight(ctx: LocalContext, axes: list[int], weights: Tensor, invalid: Tensor) -> Tensor:
     """The weight of the targets of all ranks; the same error on all of them if one has an invalid target."""
     own = torch.cat([weights.detach().sum().double().view(1), invalid])
-    gathered = ctx.all_gather(own, ctx.ranks(axes)) if axes else own.unsqueeze(0)
+    gathered = ctx.all_gather(own, ctx.ranks(axes))
     _refuse_invalid(ctx, gathered)
     return gathered[:, 0].sum()
 
@@ -208,8 +208,8 @@ def _class_sharded(
     scores, target, weight = as_accumulator(named["input"]), named["target"], named["weight"]
     smoothing, normalized = named.get("label_smoothing", 0.0), "label_smoothing" in named
     share = smoothing / max(total, 1)  # of each class
-    top = _largest(scores, classes) if normalized else None
-    scores = scores if top is None else scores - top.nan_to_num(neginf=0.0, posinf=inf).unsqueeze(classes)
+    top = largest(scores, (classes,)) if normalized else None
+    scores = scores if top is None else scores - finite(top)
     by_class = scores.new_ones(length) if weight is None else weight.to(scores.dtype)
     column = by_class.view([-1 if d == classes else 1 for d in range(scores.ndim)])
     if counts is None:
@@ -226,7 +226,7 @@ def _class_sharded(
             sent["share"] = own * (1 - smoothing) + by_class.sum() * share
             sent |= {} if weight is None else {"weight": own}
     if top is not None:
-        sent |= {"lse": _log_sum_exp(scores, classes), "top": top}
+        sent |= {"sum": scores.exp().sum(classes), "top": top.squeeze(classes)}
     gathered = dict(zip(sent, ctx.all_gather(torch.stack(list(sent.values())), ctx.ranks(axes)).unbind(1), strict=True))
     losses = _combined(gathered)
     if counts is None:
@@ -239,25 +239,9 @@ def _combined(gathered: dict[str, Tensor]) -> Tensor:
     """The losses from what the ranks that share the classes of each example found."""
     if "top" not in gathered:
         return -gathered["score"].sum(0)
-    tops = gathered["top"].detach()
-    largest = tops.amax(0).nan_to_num(neginf=0.0, posinf=0.0)
-    above = torch.where(tops.isinf(), 0, tops - largest)
-    lse = torch.logsumexp(gathered["lse"] + above, 0)
-    return gathered["share"].sum(0) * lse - (gathered["score"] + gathered["share"] * above).sum(0)
-
-
-def _largest(scores: Tensor, classes: int) -> Tensor:
-    """The largest score of each example on this rank; -inf if it has none."""
-    values = scores.detach()
-    return values.amax(classes) if values.shape[classes] else values.sum(classes) - inf
-
-
-def _log_sum_exp(x: Tensor, dim: int) -> Tensor:
-    """With a gradient of zero where all of x is -inf: other ranks may have finite scores."""
-    if x.shape[dim] == 0:
-        return x.sum(dim) - inf
-    masked = (x.detach() == -inf).all(dim, keepdim=True)
-    return torch.logsumexp(x.masked_fill(masked, 0), dim).masked_fill(masked.squeeze(dim), -inf)
+    total, tops = ExpSums(gathered["top"], gathered["sum"]).combined(), gathered["top"].detach()
+    above = torch.where(tops.isinf(), 0, tops - total.top)
+    return gathered["share"].sum(0) * total.sums.log() - (gathered["score"] + gathered["share"] * above).sum(0)
 
 
 def ctc(loss: Loss, *args: object, **kwargs: object) -> list[Row]:

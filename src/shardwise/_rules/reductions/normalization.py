@@ -1,12 +1,8 @@
-"""Softmax and normalizations. If the normalized dim is sharded, ranks exchange moments, not elements.
-
-Moments are (count, mean, sum of squared deviations from the mean). Those of a union of shards follow from those of the
-shards (Chan, Golub and LeVeque, 1983), for uneven and empty shards too, and without cancellation.
-"""
+"""Softmax and normalizations. If the normalized dim is sharded, ranks exchange statistics, not elements."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import inf, prod
+from math import prod
 from typing import Any
 
 import torch
@@ -14,10 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from shardwise._layout import REPLICATE, Box, Boxes, Partial, Placement, Shard, dims_by_stride
+from shardwise._layout import REPLICATE, Box, Boxes, Layout, Partial, Placement, Shard, dims_by_stride
 from shardwise._rules.local_context import LocalContext, local_with
-from shardwise._rules.local_tensors import as_accumulator
+from shardwise._rules.local_tensors import as_accumulator, never_empty
 from shardwise._rules.pointwise import shape_of_first
+from shardwise._rules.reductions.combiners import ExpSums, Moments, finite
+from shardwise._rules.reductions.over_dims import non_negative
 from shardwise._rules.registry import OpRule, register
 from shardwise._rules.row import Align, Args, Meta, Op, Row
 from shardwise.errors import RuleError
@@ -35,9 +33,7 @@ def softmax(kind: str, x: Meta, dim: int | None = None, *args: object, **kwargs:
         raise NotImplementedError("torch chooses the dim")
     if True in [a for a in args if isinstance(a, bool)]:
         raise NotImplementedError("half_to_float is only for CUDA")
-    if not -max(x.ndim, 1) <= dim < max(x.ndim, 1):
-        raise IndexError(f"softmax: dim {dim} is not one of a tensor with {x.ndim} dims.")
-    dim %= max(x.ndim, 1)
+    dim = non_negative(x, dim)
     local = local_with(_softmax_of_shards, kind, dim)
     why = "ranks all-gather maxima and sums of their shards"
     rows = _batch_rows(0, [d for d in range(x.ndim) if d != dim])
@@ -52,47 +48,10 @@ def _batch_rows(others: int, dims: list[int]) -> list[Row]:
 def _softmax_of_shards(kind: str, dim: int, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Tensor:
     dtype = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)), x.dtype)
     scores = as_accumulator(x.to(dtype))
-    values = scores.detach()
-    top = values.amax(dim, keepdim=True) if values.shape[dim] else values.sum(dim, keepdim=True) - inf
-    own = (scores - top.masked_fill(top == -inf, 0)).exp().sum(dim, keepdim=True)
-    tops, sums = ctx.all_gather(torch.stack([top, own])).unbind(1)
-    top = tops.detach().amax(0)
-    empty = (top == -inf) & (kind == "safe")
-    top = top.masked_fill(empty, 0)
-    total = (sums * (tops.detach() - top).exp()).sum(0).masked_fill(empty, 1)
-    out = scores - top - total.log() if kind == "log" else (scores - top).exp() / total
-    return out.to(dtype)
-
-
-# ---- moments ------------------------------------------------------------------------------------------------
-
-
-def _combined(
-    ctx: LocalContext, ranks: tuple[int, ...], count: Tensor, mean: Tensor, squares: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Moments over the shards of all `ranks`, in one all-gather of those of each shard."""
-    sent = torch.stack([count.expand_as(mean), mean, squares]).double()
-    counts, means, every = ctx.all_gather(sent, ranks).unbind(1)
-    count = counts.sum(0)
-    mean = (means * (counts / count.clamp(min=1))).sum(0)
-    return count, mean, (every + counts * (means - mean).square()).sum(0)
-
-
-def _local_moments(x: Tensor, dims: tuple[int, ...]) -> tuple[int, Tensor, Tensor]:
-    """Moments in float64: a mean that is rounded to the digits of large elements would change all deviations."""
-    count = prod(x.shape[d] for d in dims)
-    if x.numel() == 0:
-        zeros = x.sum(dims, keepdim=True).double()  # so that all ranks have the same autograd graph
-        return count, zeros, zeros
-    variance, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
-    rounding = (x.detach() - mean.detach()).mean(dims, keepdim=True)
-    return count, mean.double() + rounding, variance.double() * count
-
-
-def _without_mean(x: Tensor, mean: Tensor) -> Tensor:
-    """`x - mean` with all digits of a mean in float64, in the dtype of x."""
-    rounded = mean.detach().to(x.dtype)
-    return (x - rounded) - (mean - rounded).to(x.dtype)
+    top, total = ExpSums.of(scores, (dim,)).gathered(ctx)
+    total = total.masked_fill(total == 0, 1) if kind == "safe" else total
+    shifted = scores - finite(top)
+    return (shifted - total.log() if kind == "log" else shifted.exp() / total).to(dtype)
 
 
 # ---- layer_norm and rms_norm --------------------------------------------------------------------------------
@@ -129,9 +88,9 @@ def _layer_norm_of_shards(
     *_: object,
 ) -> Tensor:
     full = as_accumulator(x)
-    count, mean, squares = _local_moments(full, _last(normalized_shape))
-    total, mean, squares = _combined(ctx, ctx.ranks(), mean.new_tensor(count), mean, squares)
-    return _scaled(_without_mean(full, mean), (squares / total).to(full.dtype), weight, bias, eps).to(x.dtype)
+    total = Moments.of(full, _last(normalized_shape)).gathered(ctx)
+    variance = (total.squares / total.counts).to(full.dtype)
+    return _scaled(_without_mean(full, total.mean), variance, weight, bias, eps).to(x.dtype)
 
 
 def _rms_norm_of_shards(
@@ -145,6 +104,12 @@ def _rms_norm_of_shards(
 
 def _last(normalized_shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(range(-len(normalized_shape), 0))
+
+
+def _without_mean(x: Tensor, mean: Tensor) -> Tensor:
+    """`x - mean` with all digits of a mean in float64, in the dtype of x."""
+    rounded = mean.detach().to(x.dtype)
+    return (x - rounded) - (mean - rounded).to(x.dtype)
 
 
 def _scaled(x: Tensor, variance: Tensor, weight: Maybe, bias: Maybe, eps: float) -> Tensor:
@@ -192,9 +157,12 @@ def channelwise(op: Op, *args: object, **kwargs: object) -> list[Row]:
             f"Running statistics must be {x.shape[1]} numbers, neither Partial nor in Boxes, because they change in "
             f"place; got {', '.join(f'{s.shape} as {s.placement}' for s in statistics)}. Fix: redistribute them."
         )
-    local = local_with(_by_moments if from_input else _by_statistics, op)
-    why = "ranks all-gather moments of their shards" if from_input else "each rank normalizes its own shard"
-    align = Align.ORDER if from_input else Align.ALL
+    if from_input:
+        why, align, local = "ranks all-gather moments of their shards", Align.ORDER, local_with(_by_moments, op)
+    else:
+        others = sum(isinstance(a, Meta) for a in named.values()) - 1
+        why, align = "each rank normalizes its own shard", Align.ALL
+        local = local_with(never_empty, (x.ndim, *(1,) * others))
     rows = [Row(_placed(named, d), Shard(d), why, local, align) for d in range(x.ndim)]
     if any(s.placement != REPLICATE for s in statistics):
         rows.append(Row(_placed(named, None), REPLICATE, "statistics keep their layout", local, Align.ORDER))
@@ -234,74 +202,59 @@ def _placed(named: Named, dim: int | None) -> tuple[Placement, ...]:
     return tuple(placement_of(name, x) for name, x in named.items() if isinstance(x, Meta))
 
 
-def _by_statistics(op: Op, ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
-    named = _named(op, args, kwargs)
-    x: Tensor = named["input"]
-    if x.numel():
-        out: Tensor = ctx.call(*args, **kwargs)
-        return out
-    connected = sum((named[name].sum() for name in ("weight", "bias") if named.get(name) is not None), x * 1)
-    return connected * x.new_ones(())  # saves a tensor for backward, as torch's op does
-
-
 def _by_moments(op: Op, ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
     named = _named(op, args, kwargs)
     operand = {name: i for i, name in enumerate(k for k, a in named.items() if isinstance(a, Tensor))}
-    x, shape = named["input"], ctx.layouts[0].shape
+    x, shape, box = named["input"], ctx.layouts[0].shape, ctx.layouts[0].boxes(ctx.rank)[0]
     if op in INSTANCE and ctx.layouts[0].strides is not None:  # torch saves a copy, which may then differ from `x`
         x = x.clone(memory_format=torch.contiguous_format)
-    box = ctx.layouts[0].boxes(ctx.rank)[0]
     groups = named.get("num_groups", shape[1])
     size = max(shape[1] // max(groups, 1), 1)
     group = (torch.arange(box.sizes[1], device=x.device) + box.offsets[1]) // size
     weight, bias = (_local_channels(ctx, named, operand, name) for name in ("weight", "bias"))
-    tracked = "running_mean" in operand
-    ranks = ctx.ranks(None if tracked or op in BATCH else _axes_not_sharding(ctx, 0))
-    shared = _shared(ctx, ranks, operand, size)
-    if x.numel() and not (tracked or shared or op in BATCH):
+    statistics = [ctx.layouts[operand[name]] for name in STATISTICS if name in operand]
+    ranks = _sharing_ranks(ctx, statistics, size, op in BATCH)
+    if x.numel() and len(ranks) == 1 and not statistics and op not in BATCH:
         return torch.group_norm(x, box.sizes[1] // size, weight, bias, named["eps"])
     full = as_accumulator(x).reshape(*x.shape[:2], prod(x.shape[2:]))
-    count, mean, squares = _group_moments(full, (0, 2) if op in BATCH else (2,), group, groups)
-    before, examples = 0, mean.shape[0]
-    if shared:
-        if tracked and op in INSTANCE:  # running statistics average over the examples of all ranks
-            before, after = box.offsets[0], shape[0] - box.offsets[0] - examples
-            count, mean, squares = (F.pad(m, (0, 0, before, after)) for m in (count, mean, squares))
-        count, mean, squares = _combined(ctx, ranks, count, mean, squares)
-    variance = squares / count.clamp(min=1)
-    if tracked:
+    own, examples = _group_moments(full, (0, 2) if op in BATCH else (2,), group, groups), slice(None)
+    if statistics and op in INSTANCE:  # running statistics average over the examples of all ranks
+        before, stop = box.offsets[0], box.offsets[0] + box.sizes[0]
+        own, examples = Moments(*(F.pad(m, (0, 0, before, shape[0] - stop)) for m in own)), slice(before, stop)
+    total = own if len(ranks) == 1 else own.gathered(ctx, ranks)
+    variance = total.squares / total.counts.clamp(min=1)
+    if statistics:
         members = prod(shape[2:]) * (shape[0] if op in BATCH else 1)
-        _update(op, ctx, named, operand, mean, variance * (members / max(members - 1, 1)))
-    mean, variance = (m[before : before + examples, group].unsqueeze(2) for m in (mean, variance))
+        _update(op, ctx, named, operand, total.mean, variance * (members / max(members - 1, 1)))
+    mean, variance = (m[examples, group].unsqueeze(2) for m in (total.mean, variance))
     weight, bias = (w if w is None else w.unsqueeze(1) for w in (weight, bias))
     centered = _without_mean(full, mean)
     return _scaled(centered, variance.to(full.dtype), weight, bias, named["eps"]).view(x.shape).to(x.dtype)
 
 
-def _axes_not_sharding(ctx: LocalContext, dim: int) -> list[int]:
-    return [axis for axis in ctx.axes if not ctx.layouts[0].placements[axis].is_shard(dim)]
-
-
-def _group_moments(x: Tensor, dims: tuple[int, ...], group: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+def _group_moments(x: Tensor, dims: tuple[int, ...], group: Tensor, groups: int) -> Moments:
     """Moments, (examples or 1, groups) each, of the local channels; zeros for other groups."""
-    size, mean, squares = _local_moments(x, dims)
-    mean, squares = mean.squeeze(2), squares.squeeze(2)
-    zeros = mean.new_zeros(mean.shape[0], groups)
-    count = zeros.index_add(1, group, torch.full_like(mean, size))
-    center = zeros.index_add(1, group, mean * size) / count.clamp(min=1)
-    return count, center, zeros.index_add(1, group, squares + size * (mean - center[:, group]).square())
+    own = Moments(*(moment.squeeze(2) for moment in Moments.of(x, dims)))
+    zeros = own.mean.new_zeros(own.mean.shape[0], groups)
+    return own.combined(lambda moment: zeros.index_add(1, group, moment), lambda total: total[:, group])
 
 
-def _shared(ctx: LocalContext, ranks: tuple[int, ...], operand: dict[str, int], size: int) -> bool:
-    """Whether one of `ranks` needs moments of channels, or of shards of groups, of another one."""
-    boxes = [ctx.layouts[0].boxes(rank)[0] for rank in ranks]
-    if len({(box.offsets[:1] + box.offsets[2:], box.sizes[:1] + box.sizes[2:]) for box in boxes}) > 1:
-        return True
-    if any(box.offsets[1] % size or box.sizes[1] % size for box in boxes):
-        return True
-    statistics = [ctx.layouts[operand[name]] for name in STATISTICS if name in operand]
-    channels = [(rank, (box.offsets[1:2], box.sizes[1:2])) for rank, box in zip(ranks, boxes, strict=True)]
-    return any((own.offsets, own.sizes) != at for x in statistics for rank, at in channels for own in x.boxes(rank))
+def _sharing_ranks(ctx: LocalContext, statistics: list[Layout], size: int, over_batch: bool) -> tuple[int, ...]:
+    """The ranks that combine moments; this one only, if none needs channels, or shards of groups, of another one.
+
+    Args:
+        statistics: running statistics, which need the channels that they have; each group has `size` channels.
+    """
+    x = ctx.layouts[0]
+    own_examples = [axis for axis in ctx.axes if not x.placements[axis].is_shard(0)]
+    ranks = ctx.ranks(None if statistics or over_batch else own_examples)
+    boxes = [x.boxes(rank)[0] for rank in ranks]
+    alone = len({(box.offsets[:1] + box.offsets[2:], box.sizes[:1] + box.sizes[2:]) for box in boxes}) == 1
+    alone &= not any(box.offsets[1] % size or box.sizes[1] % size for box in boxes)
+    for rank, box in zip(ranks, boxes, strict=True):
+        channels = Box(box.offsets[1:2], box.sizes[1:2])
+        alone &= all(own == channels for layout in statistics for own in layout.boxes(rank))
+    return (ctx.rank,) if alone else ranks
 
 
 @torch.no_grad()

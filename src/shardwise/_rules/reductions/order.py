@@ -32,7 +32,6 @@ from shardwise._rules.reductions.over_dims import (
     with_indices,
 )
 from shardwise._rules.reductions.reduce import extreme, extremes
-from shardwise._rules.registry import Shapes
 from shardwise._rules.row import Meta, Row
 
 Output = TypeVar("Output")
@@ -90,10 +89,6 @@ def topk(input: Meta, k: int, dim: int = -1, largest: bool = True, sorted: bool 
     """out = the k largest (smallest) along dim: ranks all-gather the k largest of their shards."""
     dim = non_negative(input, dim)
     return rows_over(input, (dim,), True, REPLICATE, on_operand(_topk, k, dim, largest))
-
-
-def _topk_shape(input: Meta, k: int, dim: int = -1, *_: object, **__: object) -> Shapes:
-    return [tuple(k if d == non_negative(input, dim) else n for d, n in enumerate(input.shape))] * 2
 
 
 def _topk(ctx: LocalContext, x: Tensor, k: int, dim: int, largest: bool) -> Tensor | tuple[Tensor, ...]:
@@ -303,7 +298,7 @@ def bucketize(input: Any, boundaries: Meta, **_: object) -> list[Row]:
 for _largest, _name in ((True, "max"), (False, "min")):
     register_reduction(partial(max_or_min, _largest), None, _name)
     register_reduction(partial(extreme_with_index, _largest, False), reduced_shape, f"arg{_name}")
-register_reduction(topk, _topk_shape, "topk")
+register_reduction(topk, None, "topk")
 register_reduction(partial(sort, "sort"), lambda input, *_, **__: [input.shape] * 2, "sort")
 for _name in ("argsort", "msort"):
     register_reduction(partial(sort, _name), shape_of_first, _name)

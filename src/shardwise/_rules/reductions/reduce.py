@@ -15,8 +15,9 @@ from torch import Tensor
 
 from shardwise._layout import PARTIAL, REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
 from shardwise._rules.local_context import LocalContext
-from shardwise._rules.local_tensors import as_float64, autocast_to_float
+from shardwise._rules.local_tensors import as_accumulator, as_float64, autocast_to_float
 from shardwise._rules.pointwise import SUMS, broadcast, callables_of, shape_of_first, shard_rows
+from shardwise._rules.reductions.combiners import ExpSums, Moments
 from shardwise._rules.reductions.over_dims import (
     OWN_SHARD,
     Dims,
@@ -92,8 +93,7 @@ def _local_trace(ctx: LocalContext, x: Tensor) -> Tensor:
 
 
 def variance(root: bool, with_mean: bool, input: Meta, *args: object, **kwargs: object) -> list[Row]:
-    """out = the variance, or its `root`, perhaps with the mean: ranks all-gather mean and variance of their shards.
-    How these combine: Chan, Golub, LeVeque, Updating formulae for computing sample variances (1979)."""
+    """out = the variance, or its `root`, perhaps with the mean: ranks all-gather moments of their shards."""
     dims, keepdim, correction = _variance_arguments(input, args, kwargs)
     return rows_over_all(input, dims, keepdim, REPLICATE, _variance, root, with_mean, correction)
 
@@ -115,18 +115,17 @@ def _variance(
     ctx: LocalContext, x: Tensor, dims: Dims, keepdim: bool, root: bool, with_mean: bool, correction: float
 ) -> Tensor | tuple[Tensor, ...]:
     shard, along = nonempty_shard(ctx, x, dims, 0)
-    shard = shard.float() if x.dtype in (torch.float16, torch.bfloat16) else shard
-    shard = torch.view_as_real(shard) if x.is_complex() else shard
+    shard = as_accumulator(torch.view_as_real(shard) if x.is_complex() else shard)
     pivot = shard.detach().mean(along, keepdim=True)  # deviations from it are small, so their mean has more digits
     deviations = (shard - pivot).double() if root else shard - pivot  # a root may be finite where its square is not
-    squares, rest = torch.var_mean(deviations, along, correction=0, keepdim=keepdim)
-    means = rest.double() + (pivot if keepdim else pivot.squeeze(along))
+    _, *own = Moments.of(deviations, along, pivot)
     sizes = shard_counts(ctx, dims)
-    every = ctx.all_gather(torch.stack([means, squares.double()]))
-    weights = (every.new_tensor(sizes) / sum(sizes)).view(-1, *[1] * means.ndim)
-    mean = (every[:, 0] * weights).sum(0)
-    variance = (weights * (every[:, 1] + (every[:, 0] - mean).square())).sum(0)
-    result = variance * sum(sizes) / mean.new_tensor(max(sum(sizes) - correction, 0))
+    counts = own[0].new_tensor(sizes).view(-1, *[1] * own[0].ndim)
+    total, count = Moments(counts, *ctx.all_gather(torch.stack(own)).unbind(1)).combined(), sum(sizes)
+    result = total.squares / total.squares.new_tensor(max(count - correction, 0))
+    mean = total.mean if count else total.mean / 0
+    if not keepdim:
+        result, mean = result.squeeze(along), mean.squeeze(along)
     if x.is_complex():
         result, mean = result.sum(-1), torch.view_as_complex(mean)
     if root:
@@ -168,14 +167,14 @@ def _norm(
     if ord in (0, 1):
         return every.sum(0)
     norms = partial(torch.linalg.vector_norm, ord=ord, dim=0)  # torch defines its gradient at zero
-    return _combined(norms, every) if ord > 1 else norms(every)
+    return _beside_infinity(norms, every) if ord > 1 else norms(every)
 
 
-def _combined(combine: Callable[[Tensor], Tensor], every: Tensor) -> Tensor:
+def _beside_infinity(combine: Callable[[Tensor], Tensor], every: Tensor) -> Tensor:
     """`combine(every)`; where it is infinite, ranks with an infinite result have its gradient, and others 0 times it.
 
     That of `combine` has inf / inf, so finite elements beside an infinite one would get nan, unlike in torch."""
-    if not every.requires_grad or every.is_complex():
+    if every.is_complex():
         return combine(every)
     infinite = combine(every.detach()) == inf
     chosen = torch.where(every == inf, every, every.masked_fill(every == -inf, 0) * 0)
@@ -203,16 +202,13 @@ def log_sum_exp(input: Meta, dim: int | Sequence[int] | None, keepdim: bool = Fa
 def _log_sum_exp(ctx: LocalContext, x: Tensor, dims: Dims, keepdim: bool) -> Tensor:
     x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
     every = ctx.all_gather(log_of_sum(*nonempty_shard(ctx, x, dims, -inf, True), keepdim))
-    return _combined(partial(log_of_sum, dims=(0,), keepdim=False), every)
+    return _beside_infinity(partial(log_of_sum, dims=(0,), keepdim=False), every)
 
 
 def log_of_sum(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
-    """torch.logsumexp, but with gradient zero, not nan, where all is -inf: other ranks may have larger elements."""
-    top = x.detach().real.amax(dims, keepdim=True)
-    top = torch.where(top.isinf(), 0, top)
-    scaled = (x - top).exp().sum(dims, keepdim=keepdim)
-    none = scaled == 0
-    return torch.where(none, -inf, torch.where(none, 1, scaled).log() + (top if keepdim else top.squeeze(dims)))
+    """torch.logsumexp, also of empty dims."""
+    found = ExpSums.of(x, dims).log()
+    return found if keepdim else found.squeeze(dims)
 
 
 def extreme(
