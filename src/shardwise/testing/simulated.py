@@ -306,7 +306,8 @@ class _Simulation:
         """Compare a note with that of the first rank that had one of this key."""
         first = self.first_ledgers.setdefault(note.words[KEY], ledger)
         first.read(ledger.rank, note.words)
-        self.different = self.different or first.different
+        found, first.different = first.different, None  # a program that catches the error goes on
+        self.different = self.different or found
 
     def give(self, rank: _Rank, result: Tensor | BaseException) -> None:
         rank.received = result
