@@ -35,7 +35,7 @@ X, ROW, COLUMN = fraction(5, 3), fraction(3), fraction(5, 1)
 NAMES = {
     *pointwise.NONLINEAR,
     *(name for name in pointwise.tagged_names() if hasattr(torch, name)),  # others: test_tagged.py
-    *pointwise.HOMOGENEOUS, *pointwise.ADDITIVE, *pointwise.BILINEAR, *pointwise.NUMERATOR,
+    *pointwise.HOMOGENEOUS, *pointwise.CONJUGATES, *pointwise.ADDITIVE, *pointwise.BILINEAR, *pointwise.NUMERATOR,
     *pointwise.COPIES, *pointwise.CONVERSIONS, *pointwise.FILLED,
 }  # fmt: skip
 HOMES = torch, Tensor, F, torch.special

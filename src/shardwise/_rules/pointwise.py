@@ -33,7 +33,8 @@ _prelu_kernel absolute addcdiv addcmul fill floor_divide greater greater_equal h
 logsigmoid masked_fill not_equal polar softsign tanhshrink
 """.split()  # fmt: skip
 # Of one operand; f(a + b) = f(a) + f(b).
-HOMOGENEOUS = "neg negative positive conj conj_physical _conj_physical".split()
+HOMOGENEOUS = ("neg", "negative")
+CONJUGATES = "positive conj conj_physical _conj_physical".split()  # homogeneous; real numbers themselves
 ADDITIVE = ("add", "sub", "subtract", "rsub", "complex")  # f(a + b, c + d) = f(a, c) + f(b, d)
 BILINEAR = ("mul", "multiply")  # linear in each operand alone
 NUMERATOR = ("div", "divide", "true_divide")  # linear in the first operand
@@ -91,6 +92,13 @@ def homogeneous(*args: object, **kwargs: object) -> list[Row]:
     """out[i] = f(a[i]) with f(a + b) = f(a) + f(b)."""
     rows = list(shard_rows(tensors_of(args, kwargs)))
     return rows + [Row((p,), p, "linear in the Partial values") for p in SUMS]
+
+
+def conjugate(x: Meta, *args: object, **kwargs: object) -> list[Row]:
+    """out = x with conjugated elements, x itself if they are real."""
+    rows = homogeneous(x, *args, **kwargs)
+    others = () if x.dtype.is_complex else PARTIALS[len(SUMS) :]
+    return rows + [Row((p,), p, "real numbers are their own conjugates") for p in others]
 
 
 def additive(*args: object, **kwargs: object) -> list[Row]:
@@ -316,6 +324,10 @@ register(OpRule(nonlinear, shape=broadcast, value_errors=True), Tensor.__rdiv__)
 _register(NONLINEAR, nonlinear)
 _register(["where"], selected)
 _register(HOMOGENEOUS, homogeneous)
+_register(CONJUGATES, conjugate)
+amend(
+    *dict.fromkeys(op for name in CONJUGATES for op, _ in callables_of(name) if RULES[op].rows is conjugate), typed=True
+)
 _register(ADDITIVE, additive)
 _register(BILINEAR, bilinear)
 _register(NUMERATOR, numerator)
