@@ -10,7 +10,7 @@ MOST_FRAMES = {
     "gathering matmul": 27,
     "redistribute": 30,
     "x[2:5]": 13,
-    "backward of a gathered leaf": 60,
+    "backward of a gathered leaf": 61,
     "AdamW step": 104,
 }
 
