@@ -1,7 +1,7 @@
-"""The only package that uses `torch.distributed`.
+"""The only package that uses `torch.distributed`: transports, collectives, what ranks compare, and how one fails.
 
 The rest of the library uses a `Transport`: the processes of `torch.distributed`, or ranks simulated in one
-process (`shardwise.testing`). `trace/comm_trace.py` records the collectives, so plans can be checked against it.
+process (`shardwise.testing`). `_trace/comm_trace.py` records the collectives, so plans can be checked against it.
 A rank that fails publishes that in the store of the world (`failures`), so all ranks raise the same error.
 """
 

@@ -23,7 +23,7 @@ implement(
     across=across,
     redistributed=conversion.async_redistribute,
     backward=gradients.backward,
-    read_grad=gradients.read,
-    write_grad=gradients.write,
+    read_grad=gradients.read_grad,
+    write_grad=gradients.write_grad,
     set=attributes.set_,
 )

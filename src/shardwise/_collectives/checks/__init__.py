@@ -1,7 +1,7 @@
 """What ranks compare with each other: the calls that they make, and values that all of them should have.
 
     ledger.log(ranks).add(Collective("all_reduce", x, ranks, x.shape))   # a call, before rank 0 sends anything
-    ledger.add(note_of(x, "mul: a plain tensor", …))                     # a value; nothing is sent
+    ledger.add(x, (0, 1), "mul: a plain tensor", number, fix)           # a value; nothing is sent
 
 Each rank has one `Ledger` in its world (`ledger.py`), of calls by group (`calls.py`) and of notes of values
 (`values.py`). Before each collective it reads the ledgers of other ranks: those of its host in memory

@@ -1,4 +1,7 @@
-"""A thread in each rank that publishes its state when another rank asks for it, whatever the rank is doing."""
+"""A thread in each rank that publishes its state when another rank asks for it, whatever the rank is doing.
+
+It looks at no other rank: `reports.py` does, once a collective fails.
+"""
 
 import os
 import signal

@@ -47,7 +47,7 @@ _CONVERSION = Cause(
 _OUTPUT = Cause("operand", "backward", "its output", "a maximum, minimum or product has no gradient until reduced")
 
 
-def read(x: DTensor) -> DTensor | None:
+def read_grad(x: DTensor) -> DTensor | None:
     """`x.grad`: the gradient in the layout of `x`, with Partial read as Replicate."""
     if x._pending_gradients is not None:
         with DisableTorchFunctionSubclass():
@@ -70,7 +70,7 @@ def read(x: DTensor) -> DTensor | None:
         return raw  # type: ignore[no-any-return]
 
 
-def write(x: DTensor, value: Tensor | None) -> None:
+def write_grad(x: DTensor, value: Tensor | None) -> None:
     """`x.grad = value`: set or clear the gradient; a plain tensor is the full gradient."""
     if x._pending_gradients is not None:
         with DisableTorchFunctionSubclass():

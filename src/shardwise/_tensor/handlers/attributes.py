@@ -1,4 +1,7 @@
-"""Attributes and methods of DTensors that are read from the local tensor, or refused because they would return it."""
+"""Attributes and methods of DTensors that are read from the local tensor, or refused because they would return it.
+
+Shapes and `.grad` are properties in `_tensor/dtensor.py`.
+"""
 
 from collections.abc import Callable
 from math import prod
