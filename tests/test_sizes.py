@@ -22,7 +22,6 @@ TEXTS = read(SOURCE)
 SMALL_FILES = {
     "collectives.py": "the public names of `_collectives` and `_launch`",
     "autograd_function.py": "the base class of autograd functions in all packages: torch leaves `apply` without a type",
-    "local_context.py": "what local implementations use of the dispatcher, which is above the rules",
     "plugin.py": "pytest imports it by its name in pyproject.toml",
     "visualize.py": "torch has this name in a module of its own",
 }

@@ -7,6 +7,12 @@ A rank that fails publishes that in the store of the world (`failures`), so all 
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise._collectives.agreement import (
+    agree,
+    disagreement,
+    gather_if_different,
+    gather_json,
+)
 from shardwise._collectives.api import (
     all_gather,
     all_reduce,
@@ -38,12 +44,6 @@ from shardwise._collectives.api import (
 from shardwise._collectives.checks.ledger import is_sampled, when_noting_numbers
 from shardwise._collectives.checks.values import rolling, stable_digest
 from shardwise._collectives.collective_call import Allocate, Collective, Ranks, Wait, describing
-from shardwise._collectives.consistency import (
-    agree,
-    disagreement,
-    gather_if_different,
-    gather_json,
-)
 from shardwise._collectives.failures.reports import has_failed, report_failure
 from shardwise._collectives.joining import begin_again, init_from_environment, init_processes, shutdown
 from shardwise._collectives.meshes import (

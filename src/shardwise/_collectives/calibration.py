@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise._collectives.agreement import gather_json
 from shardwise._collectives.api import world_size
-from shardwise._collectives.consistency import gather_json
 from shardwise._collectives.cost_tables import COLLECTIVES, Measured, link_bytes, ranks_per_host_of
 from shardwise._collectives.meshes import init_device_mesh
 from shardwise.errors import MeshError

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from shardwise._collectives.consistency import disagreement
+from shardwise._collectives.agreement import disagreement
 from shardwise._collectives.failures.reports import bounded, report_exit
 from shardwise._collectives.failures.store import FailureReport, FailureStore
 from shardwise._collectives.processes import TORCH_TRANSPORT

@@ -27,11 +27,11 @@ from shardwise._tensor.dispatch import operands, resolve
 from shardwise._tensor.dispatch.fallback import run_decomposed, run_without_row
 from shardwise._tensor.dispatch.local_calls import (
     LocalCall,
+    RankContext,
     as_dtensors,
     local_call,
     warn_of_gathered,
 )
-from shardwise._tensor.dispatch.local_context import RankContext
 from shardwise._tensor.dispatch.recipes import NO_KEY, by_value, call_key, find_recipe, forget_recipes
 from shardwise._tensor.dispatch.resolve import Layouts, Output, Recipe
 from shardwise._tensor.dispatch.view_copies import before_op, invalidate

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,9 +15,9 @@ from shardwise._layout import REPLICATE, Layout, Mesh, Owner, Shard, contiguous_
 from shardwise._redistribute.run_plan import redistribution
 from shardwise._redistribute.transfers import Exchange
 from shardwise._rules import OpRule
-from shardwise._rules.local_context import has_specialized_version, specialization
+from shardwise._rules.local_context import LocalContext, has_specialized_version, specialization
 from shardwise._rules.row import Args, Kwargs, LocalFunction, Op
-from shardwise._tensor.dispatch import align_shards
+from shardwise._tensor.dispatch import align_shards, seeds
 from shardwise._tensor.dispatch.consistent_errors import (
     Version,
     check_versions,
@@ -24,10 +25,9 @@ from shardwise._tensor.dispatch.consistent_errors import (
     saved_by,
     versions_of,
 )
-from shardwise._tensor.dispatch.local_context import RankContext
 from shardwise._tensor.dispatch.outside_mesh import run_outside
 from shardwise._tensor.dispatch.resolve import Layouts, Output, Recipe, has_empty_shards
-from shardwise._tensor.dispatch.view_copies import copies_of, is_copy, storage_of
+from shardwise._tensor.dispatch.view_copies import copies_of, is_copy, mark_copy, storage_of
 from shardwise._tensor.dispatch.without_memory import Autocast
 from shardwise._tensor.dtensor import DTensor, _as_subclass, dtensors_in, tag
 from shardwise._trace.capture_hooks import tracing_paused
@@ -74,6 +74,26 @@ def no_views(out: object, args: Args, layouts: Layouts | None) -> object:
     if out.requires_grad or any(isinstance(a, Tensor) and not a.is_sparse and storage_of(a) is storage for a in args):
         return out.clone()
     return torch.ops.aten._unsafe_view(out, out.size())
+
+
+class RankContext(LocalContext):
+    """A `LocalContext` of a call of the dispatcher."""
+
+    __slots__ = ()
+
+    def draw_seed(self, generator: torch.Generator | None = None) -> int:
+        return seeds.draw_seed(self.layouts[0].mesh, generator)
+
+    def mark_copy(self, x: Tensor) -> Tensor:
+        return mark_copy(x)
+
+    def reshard_like(self, operand: int, like: int, lengths: dict[int, int]) -> "RankContext":
+        layouts, model = list(self.layouts), self.layouts[like]
+        axes = [axis for axis, placement in enumerate(model.placements) if placement.is_shard(0)]
+        sizes = align_shards.sizes_by_axis(model.mesh, axes, model.shard_order, lengths)
+        placements = [Shard(0, sizes[axis]) if axis in sizes else p for axis, p in enumerate(model.placements)]
+        layouts[operand] = Layout(model.mesh, placements, layouts[operand].shape, model.shard_order)
+        return replace(self, layouts=tuple(layouts))
 
 
 class LocalCall:

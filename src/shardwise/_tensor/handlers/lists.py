@@ -20,7 +20,7 @@ from shardwise._redistribute.run_plan import redistribute_local
 from shardwise._rules.registry import handler, handler_of_family
 from shardwise._rules.row import Args, Kwargs, Op, arguments
 from shardwise._tensor.dispatch.dispatcher import prepared
-from shardwise._tensor.dispatch.local_context import RankContext
+from shardwise._tensor.dispatch.local_calls import RankContext
 from shardwise._tensor.dispatch.operands import is_outside
 from shardwise._tensor.dispatch.resolve import NoRowError, Recipe, SeveralMeshesError
 from shardwise._tensor.dispatch.view_copies import before_changes, invalidate
