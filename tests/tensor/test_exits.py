@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 from torch.utils import dlpack
 from torch.utils.data import default_collate
@@ -68,6 +69,16 @@ def doubled(x: Tensor) -> Tensor:
     return x * 2
 
 
+def a_node(d: Tensor) -> Any:
+    y = d.detach().requires_grad_().sin()
+    assert y.grad_fn is not None
+    return y.grad_fn if y.grad_fn.name() else None
+
+
+def sum_of_list(xs: list[Tensor]) -> Tensor:
+    return xs[0].sum()
+
+
 class WithWeight(nn.Module):
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -81,6 +92,12 @@ def scripted_before(value: Tensor) -> Tensor:
     module = torch.jit.script(WithWeight(nn.Parameter(zeros())))
     module.weight = value
     return full(module(zeros()))
+
+
+def appended(d: Tensor) -> Tensor:
+    several = torch.jit.script([zeros()])
+    several.append(d)
+    return full(torch.jit.script(sum_of_list)(several))
 
 
 # With strict() the plain tensors beside DTensors among these are refused.
@@ -138,6 +155,7 @@ IS_REFUSED: dict[str, Callable[[Any], Any]] = {
     "Tensor": torch.Tensor,
     "a subclass": Mine,
     "as_subclass": lambda d: d.as_subclass(Mine),
+    "new": lambda d: zeros().new(d),
     "set_": lambda d: zeros().set_(d),
     "data =": lambda d: written(lambda x: setattr(x, "data", d)),
     "data of a parameter =": lambda d: setattr(nn.Parameter(zeros()), "data", d),
@@ -145,6 +163,9 @@ IS_REFUSED: dict[str, Callable[[Any], Any]] = {
     "option of an optimizer": lambda d: stepped(d.detach()),
     "sparse values": lambda d: torch.sparse_coo_tensor(AT[None], d, (7,)),
     "sparse indices": lambda d: torch.sparse_coo_tensor(indices=d.long()[None] - 1, values=FULL, size=(7,)),
+    "sparse blocks": lambda d: torch.sparse_compressed_tensor([0, 7], AT, d, (1, 7), layout=torch.sparse_csr),
+    "sparse rows": lambda d: torch.sparse_csr_tensor([0, 7], AT, d, (1, 7)),
+    "nested": lambda d: torch.nested.nested_tensor([d, d]),
     "numpy": lambda d: d.detach().numpy(),
     "unbound numpy": torch.Tensor.numpy,
     "asarray of numpy": lambda d: np.asarray(d.detach()),
@@ -163,11 +184,21 @@ IS_REFUSED: dict[str, Callable[[Any], Any]] = {
     "pickle": pickle.dumps,
     "save": lambda d: torch.save({"x": [d]}, io.BytesIO()),
     "save of numpy": lambda d: np.save(io.BytesIO(), d.detach()),
+    "trace": lambda d: torch.jit.trace(doubled, d.detach()),
+    "trace of a function that uses one": lambda d: torch.jit.trace(lambda x: x * d.detach(), FULL),
+    "trace of a module": lambda d: torch.jit.trace(WithWeight(nn.Parameter(d.detach())), FULL),
+    "trace of a method": lambda d: torch.jit.trace_module(WithWeight(nn.Parameter(d.detach())), {"forward": FULL}),
     "script of a module with a parameter": lambda d: torch.jit.script(WithWeight(nn.Parameter(d.detach()))),
     "parameter of a scripted module =": lambda d: scripted_before(nn.Parameter(d.detach())),
+    "element of a scripted list": appended,
+    "make_fx": lambda d: make_fx(doubled)(d.detach()),
+    "make_fx of a function that uses one": lambda d: make_fx(lambda x: x * d.detach())(FULL),
     "functionalize": lambda d: torch.func.functionalize(doubled)(d.detach()),
+    "hook of a node": lambda d: a_node(d).register_hook(lambda inputs, outputs: None),
+    "prehook of a node": lambda d: a_node(d).register_prehook(lambda outputs: None),
     "edge of the graph": lambda d: torch.autograd.graph.get_gradient_edge((d * 1).requires_grad_()),
     "scripted": lambda d: torch.jit.script(doubled)(d.detach()),
+    "scripted with a list": lambda d: torch.jit.script(sum_of_list)([d.detach()]),
     "scripted module": lambda d: torch.jit.script(nn.ReLU())(d.detach()),
     "apply_": lambda d: d.detach().apply_(lambda value: value * 2),
     "map_": lambda d: d.detach().map_(zeros(), lambda a, b: a + b),

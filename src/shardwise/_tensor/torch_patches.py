@@ -22,13 +22,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._device import _device_constructors
 
 from shardwise._tensor.autograd.functions import apply_with_dtensors, saving_layouts, with_layouts
+from shardwise._tensor.dispatch.hooks import hook_calls
 from shardwise._tensor.dispatch.without_memory import without_modes
 from shardwise._tensor.dtensor import DTensor, before_first_dtensor
 from shardwise._tensor.handlers.bypasses import (
     asking,
     data_of_alike,
     full_gradients,
-    refusing_in_scripts,
+    refuse_in_trace,
+    refusing,
+    refusing_hooks,
     taking_numbers,
 )
 from shardwise._tensor.handlers.indexing import zero_padding_row
@@ -48,18 +51,18 @@ class Patch:
     Attributes:
         names: their names in torch, separated by spaces.
         what: what the replacement does.
+        replacement: from the original, as it lies in its module or class, to what takes its place.
         why: why no official hook does.
         without: what breaks without it.
-        replacement: from the original, as it lies in its module or class, to what takes its place.
         module: that holds the targets, if only some programs import it: they are replaced when it is imported.
         listed: how the page of patches names it, if the target depends on the version of torch.
     """
 
     names: str
     what: str
-    why: str
-    without: str
     replacement: Callable[[Any], Any]
+    why: str = "torch asks no subclass here, neither by `__torch_function__` nor by any method."
+    without: str = "it silently uses the local shard"
     module: str = ""
     listed: str = ""
 
@@ -98,9 +101,7 @@ class Hook:
 
 
 _OPS_ONLY = "torch offers `__torch_function__` for ops only"
-_NOT_ASKED = "torch asks no subclass here, neither by `__torch_function__` nor by any method."
 _BINDING = "A function of C++ that takes a list of tensors, without `__torch_function__`."
-_LOCAL_SHARD = "it silently uses the local shard"
 # Since torch 2.14 `Function` has an `apply` of its own; before, it calls that of its base, which may be bound already.
 _BASE_APPLY, _OWN_APPLY = "autograd.function._SingleLevelFunction.apply", "autograd.function.Function.apply"
 
@@ -111,159 +112,150 @@ PATCHES = (
         "placements. In torch 2.14 it is `Function.apply` that is replaced. Also puts a Function of shardwise in the "
         "place of the one that carries full backward hooks of modules. Calls without a DTensor, and without a tensor "
         "that needs a gradient, go to the original.",
+        apply_with_dtensors,
         f"{_OPS_ONLY}: `apply` passes a subclass to `forward` as it is, and local gradients to `backward`.",
         "custom autograd Functions and module backward hooks get local tensors for gradients",
-        apply_with_dtensors,
         listed=f"torch.{_BASE_APPLY}",
     ),
     Patch(
         "utils.checkpoint._CheckpointFrame.save_inputs",
         "Also remembers the layouts of the inputs of a checkpoint.",
+        saving_layouts,
         "torch unpacks a saved subclass as a plain tensor if saved-tensor hooks are active, as in another checkpoint.",
         "a nested checkpoint recomputes local tensors as if they were global",
-        saving_layouts,
     ),
     Patch(
         "utils.checkpoint._CheckpointFrame.get_inputs",
         "Returns the inputs with their layouts.",
+        with_layouts,
         "The same as for `save_inputs`.",
         "a nested checkpoint recomputes local tensors as if they were global",
-        with_layouts,
     ),
     Patch(
         "_functorch.vmap._add_batch_dim _functorch.vmap._remove_batch_dim "
         "_functorch.eager_transforms._wrap_tensor_for_grad _functorch.eager_transforms._unwrap_for_grad "
         "_functorch.eager_transforms._maybe_wrap_functional_tensor",
         "Refuses a DTensor in transforms of `torch.func`.",
+        asking,
         f"{_OPS_ONLY}; `torch.func` wraps the local tensor in another one, which is no subclass any more.",
         "the transform silently takes, or returns, the local shard",
-        asking,
     ),
     Patch(
         "optim.optimizer._foreach_supported_types utils._foreach_utils._foreach_supported_types",
         "The lists with `DTensor` added: optimizers and `clip_grad_norm_` use ops on lists by default.",
+        lambda types: [*types, DTensor],
         "torch has no function that adds a type; its own DTensor appends to the same lists.",
         "an optimizer step dispatches every op of every parameter on its own, and clipping takes an exchange for each",
-        lambda types: [*types, DTensor],
     ),
     Patch(
         "nn.utils.clip_grad._get_total_norm",
         "Computes the norm over all DTensors of one mesh in one exchange, without a DTensor for each norm.",
+        total_norm_in_one_exchange,
         f"{_OPS_ONLY}.",
         "clipping stacks one 0-d DTensor a parameter, which takes twice the time",
-        total_norm_in_one_exchange,
     ),
     Patch(
         "nn.modules.module.Module._load_from_state_dict",
         "A DTensor of torch in the place of a DTensor, or the reverse, is converted. With `assign=True` a plain tensor "
         "in the place of a DTensor is sharded as that is.",
+        keeping_layouts,
         "torch assigns or copies it without any call that knows both; hooks of modules are registered one by one.",
         "`load_state_dict(full, assign=True)` of a sharded module silently makes its parameters plain",
-        keeping_layouts,
     ),
     Patch(
         "optim.optimizer.Optimizer._process_value_according_to_param_policy",
         "A state with the shape of its parameter gets the sharding of that.",
+        sharding_states,
         "Hooks of optimizers see states before they are assigned to parameters, or after, without the parameters.",
         "`optimizer.load_state_dict(full)` keeps full states on all ranks, and DTensors of torch beside ours",
-        sharding_states,
     ),
     Patch(
         "distributed._state_dict_utils._iterate_state_dict",
         "Gathers, copies and offloads DTensors.",
+        with_dtensors,
         "It knows torch's DTensor only.",
         "`get_model_state_dict(full_state_dict=True)` returns DTensors",
-        with_dtensors,
         "torch.distributed._state_dict_utils",
     ),
     Patch(
         "distributed.checkpoint._state_dict_stager.StateDictStager._offload_tensor",
         "Copies the local tensor of a DTensor.",
+        staging_locals,
         "It copies storages by address, and new tensors into these.",
         "`torch.distributed.checkpoint.async_save` refuses a DTensor",
-        staging_locals,
         "torch.distributed.checkpoint._state_dict_stager",
     ),
     Patch(
         "nn.modules.sparse.Embedding._fill_padding_idx_with_zero "
         "nn.modules.sparse.EmbeddingBag._fill_padding_idx_with_zero",
         "Sets the padding row by its index.",
+        lambda original: zero_padding_row,
         "It fills a view of the row, which is a copy where rows are sharded.",
         "`reset_parameters()` of a table with a padding row is refused where its rows are sharded",
-        lambda original: zero_padding_row,
     ),
     Patch(
         "distributed._verify_params_across_processes distributed._broadcast_coalesced",
         "Refuses DTensors of which the ranks of the group hold different shards.",
+        checking(lambda group, tensors, *_: (tensors, group)),
         _BINDING,
         "`DistributedDataParallel` of a sharded module overwrites the shards of all ranks by those of rank 0",
-        checking(lambda group, tensors, *_: (tensors, group)),
     ),
     Patch(
         "distributed.Reducer",
         "The same, for `DistributedDataParallel(init_sync=False)`, before its reducer is made.",
+        checking(lambda tensors, buckets, sizes, group, *_, **__: (tensors, group)),
         _BINDING,
         "gradients of different shards are averaged",
-        checking(lambda tensors, buckets, sizes, group, *_, **__: (tensors, group)),
     ),
     Patch(
         "distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.__init__",
         "The same, for `fully_shard`, which warns of DTensors.",
+        checking(lambda group, params, modules, mesh_info, *_, **__: (params, mesh_info.mesh), check_fully_shard),
         f"{_OPS_ONLY}; it chunks parameters and gathers plain buffers.",
         "`fully_shard` over ranks that hold different shards gathers chunks of different shards, or aborts",
-        checking(lambda group, params, modules, mesh_info, *_, **__: (params, mesh_info.mesh), check_fully_shard),
         "torch.distributed.fsdp._fully_shard._fsdp_param_group",
     ),
     Patch(
         "distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer._init_local_optimizer",
         "The same, for `ZeroRedundancyOptimizer`.",
+        checking(lambda optimizer: (optimizer._all_params, optimizer.process_group)),
         "It broadcasts plain tensors, such as those of `local_parameters`.",
         "it overwrites local parameters by those of a rank that holds other shards",
-        checking(lambda optimizer: (optimizer._all_params, optimizer.process_group)),
         "torch.distributed.optim.zero_redundancy_optimizer",
     ),
-    Patch(
-        "tensor as_tensor asarray Tensor.new_tensor",
-        "Makes a DTensor of a DTensor.",
-        _NOT_ASKED,
-        _LOCAL_SHARD,
-        asking,
-    ),
+    Patch("tensor as_tensor asarray Tensor.new_tensor", "Makes a DTensor of a DTensor.", asking),
     Patch(
         "full scalar_tensor arange range eye randperm randint tril_indices triu_indices full_like Tensor.new_full",
         "Takes the number that a 0-d DTensor holds.",
-        _NOT_ASKED,
-        _LOCAL_SHARD,
         taking_numbers,
     ),
     Patch(
-        "sparse_coo_tensor to_dlpack utils.dlpack.to_dlpack Tensor.set_ Tensor.__new__ "
-        "cuda.jiterator._JittedFunction.__call__",
+        "sparse_coo_tensor sparse_csr_tensor sparse_csc_tensor sparse_compressed_tensor to_dlpack "
+        "utils.dlpack.to_dlpack Tensor.set_ Tensor.new Tensor.__new__ cuda.jiterator._JittedFunction.__call__",
         "Refuses a DTensor.",
-        _NOT_ASKED,
-        _LOCAL_SHARD,
         asking,
     ),
     Patch(
         "jit.ScriptFunction.__call__ ScriptMethod.__call__ ScriptObject.setattr",
         "Refuses a DTensor in TorchScript.",
-        _NOT_ASKED,
-        _LOCAL_SHARD,
-        refusing_in_scripts,
+        partial(refusing, "TorchScript"),
+    ),
+    Patch("nested.nested_tensor", "Refuses DTensors in the list.", partial(refusing, "A nested tensor")),
+    Patch(
+        "jit.trace jit.trace_module fx.experimental.proxy_tensor._MakefxTracer.trace",
+        "Refuses calls with DTensors in the function that is traced.",
+        hook_calls(refuse_in_trace),
     ),
     Patch(
-        "Tensor.data",
-        "Refuses a DTensor as the data of a plain tensor.",
-        _NOT_ASKED,
-        _LOCAL_SHARD,
-        data_of_alike,
+        "autograd.function._HookMixin._register_hook",
+        "Refuses hooks of a node of the graph that was read as `grad_fn` of a DTensor, except those of torch.",
+        refusing_hooks,
+        "The class of a node cannot be changed, and a node does not know that its tensor is a DTensor.",
+        "hooks of nodes silently get, and return, local gradients",
     ),
+    Patch("Tensor.data", "Refuses a DTensor as the data of a plain tensor.", data_of_alike),
     Patch(
-        "autograd._make_grads",
-        "Takes a DTensor as the gradient of a plain tensor, by gathering it.",
-        _NOT_ASKED,
-        _LOCAL_SHARD,
-        full_gradients,
+        "autograd._make_grads", "Takes a DTensor as the gradient of a plain tensor, by gathering it.", full_gradients
     ),
 )
 

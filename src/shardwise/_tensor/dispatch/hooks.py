@@ -43,7 +43,7 @@ def hook_calls(hook: Hook) -> Iterator[None]:
     try:
         yield
     finally:
-        mine[:] = [other for other in mine if other is not hook]
+        mine.remove(hook)
         _choose_dispatcher()
 
 

@@ -34,7 +34,7 @@ SAME = frozenset(
     requires_grad requires_grad_ is_floating_point is_complex is_signed element_size retain_grad retains_grad
     device dtype is_leaf layout is_sparse is_sparse_csr is_quantized is_mkldnn is_meta is_cpu is_cuda is_mps
     is_xpu is_xla is_ipu is_hpu is_vulkan is_maia is_mtia grad_dtype
-    is_nested is_inference is_conj is_neg get_device grad_fn _version itemsize names _is_view is_shared
+    is_nested is_inference is_conj is_neg get_device _version itemsize names _is_view is_shared
     is_pinned is_coalesced sparse_dim dense_dim register_hook register_post_accumulate_grad_hook _backward_hooks
     _post_accumulate_grad_hooks __hash__ _is_zerotensor
     """.split()
@@ -345,7 +345,7 @@ def new(func: Any, args: Args, kwargs: Kwargs) -> DTensor:
     with DisableTorchFunctionSubclass():
         sparse_parts = like.is_sparse and len(rest) == 3
     if not sparse_parts:
-        raise RuleError("DTensor.new() makes only sparse parts. Fix: use torch.empty_like or shardwise.empty.")
+        raise RuleError("new() with a DTensor makes only sparse parts. Fix: use torch.empty_like or shardwise.empty.")
     return tag(torch.sparse_coo_tensor(*rest, check_invariants=False), like._layout)
 
 

@@ -11,18 +11,20 @@ dispatcher if a DTensor is among the arguments, so the handlers below answer, an
 from collections.abc import Iterable
 from functools import cache, wraps
 from types import GetSetDescriptorType
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 from torch._functorch import eager_transforms, predispatch
 from torch.jit import _builtins as names_in_scripts
+from torch.utils._pytree import tree_leaves
 
 from shardwise._rules.registry import handler, replacement
 from shardwise._rules.row import Args, Kwargs, Op
 from shardwise._tensor.dispatch.fallback import run_decomposed
 from shardwise._tensor.dispatch.operands import is_strict
-from shardwise._tensor.dtensor import DTensor, call
-from shardwise._tensor.handlers.attributes import refuse, refuse_local, set_
+from shardwise._tensor.dtensor import DTensor, call, name_of
+from shardwise._tensor.handlers.attributes import refuse, refuse_local, same, set_
 from shardwise._tensor.transforms import FORWARD_MODE, FUNC, refuse_transform
 from shardwise.errors import RuleError
 
@@ -47,17 +49,48 @@ def asking(original: Op) -> Op:
     return _in_place_of(original, function)
 
 
-def refusing_in_scripts(method: Op) -> Op:
-    """`method` of TorchScript, refusing DTensors; no rule is found by it, because parts of torch exchange it."""
+def refusing(what: str, method: Op) -> Op:
+    """`method`, refusing DTensors, also in lists; no rule is found by it, because parts of torch exchange it."""
     original = getattr(method, "__func__", method)
 
     @wraps(original)
     def function(*args: object, **kwargs: object) -> object:
-        if DTensor in map(type, (*args, *kwargs.values())) and _dispatches():
-            refuse_local("TorchScript")
+        values = [list(x) if isinstance(x, torch._C.ScriptList) else x for x in (*args, *kwargs.values())]
+        if DTensor in map(type, tree_leaves(values)) and _dispatches():
+            refuse_local(what)
         return original(*args, **kwargs)
 
     return function
+
+
+def refuse_in_trace(proceed: object, func: Op, args: Args, kwargs: Kwargs) -> NoReturn:
+    """Refuse a call with DTensors while a function is traced."""
+    raise RuleError(
+        f"A trace would record what {name_of(func)} does to the local tensor of a DTensor. "
+        f"Fix: shardwise.capture(module), which captures the step with its communication."
+    )
+
+
+def of_dtensor(*gradients: object) -> None:
+    """A hook that does nothing: it says that a node of the graph was read as the `grad_fn` of a DTensor."""
+
+
+def refusing_hooks(register: Op) -> object:
+    """`_register_hook`, to which every hook of a node comes, refusing the user's for nodes that have `of_dtensor`."""
+
+    @wraps(register)
+    def function(hooks: dict[int, object] | None, hook: object) -> object:
+        if hooks and of_dtensor in hooks.values():
+            if hook is of_dtensor:
+                return hooks, None
+            if not str(getattr(hook, "__module__", "")).startswith(("torch.", "shardwise.")):  # which pass gradients on
+                raise RuleError(
+                    "A hook of the grad_fn of a DTensor would get local gradients. "
+                    "Fix: register_hook() of the DTensor, or full backward hooks of the module."
+                )
+        return register(hooks, hook)
+
+    return staticmethod(function)
 
 
 @cache
@@ -190,12 +223,23 @@ def _new_tensor(func: Op, args: Args, kwargs: Kwargs) -> object:
     return tensor(data, **facts)
 
 
+@handler(vars(torch._C.TensorBase)["grad_fn"].__get__)
+def _grad_fn(func: Op, args: Args, kwargs: Kwargs) -> object:
+    """The node of the local tensor, marked unless it is one of `BackwardHookFunction`, whose hooks see DTensors."""
+    node = same(func, args, kwargs)
+    if isinstance(node, torch.autograd.graph.Node) and "register_hook" not in getattr(node, "__dict__", ()):
+        node.register_hook(of_dtensor)
+        node.register_prehook(of_dtensor)
+    return node
+
+
 @handler(Tensor.set_)
 def _set(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
     return set_(*args, **kwargs) if type(args[0]) is DTensor else refuse(func, args, kwargs)
 
 
-handler(torch.sparse_coo_tensor, torch._C._to_dlpack)(refuse)
+_SPARSE = [getattr(torch, f"sparse_{kind}_tensor") for kind in ("coo", "csr", "csc", "compressed")]
+handler(*_SPARSE, torch._C._to_dlpack)(refuse)
 handler(Tensor.__new__)(lambda func, args, kwargs: refuse(args[0], args, kwargs))  # as `torch.Tensor(x)`
 handler(torch.cuda.jiterator._JittedFunction.__call__)(
     lambda func, args, kwargs: refuse_local("A kernel of torch.cuda.jiterator")
