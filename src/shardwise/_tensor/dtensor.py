@@ -22,7 +22,7 @@ from shardwise._collectives import DeviceMesh
 from shardwise._layout import Box, Layout, Mesh, Placement, Placements, checked, placements_text
 from shardwise._redistribute.run_plan import redistribution, with_placements
 from shardwise._rules.row import Args, Handler, Kwargs, Op
-from shardwise._tensor.transforms import check_no_transform
+from shardwise._tensor.torch_bridge.transforms import check_no_transform
 from shardwise._trace.comm_trace import EXPLICIT, ITEM, Cause
 from shardwise._trace.user_stack import is_called_by
 from shardwise.errors import MeshError, RuleError, printable

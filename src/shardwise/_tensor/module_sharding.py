@@ -21,8 +21,8 @@ from shardwise._layout import REPLICATE, Layout, Mesh
 from shardwise._tensor.autograd.buckets import add_to_pending
 from shardwise._tensor.conversion import local_shard_of
 from shardwise._tensor.dtensor import DTensor, as_parameter, default_mesh, plain, tag, to_layout
-from shardwise._tensor.torch_dtensors import converted, torch_layout
-from shardwise._tensor.torch_objects import is_torch_dtensor
+from shardwise._tensor.torch_bridge.torch_dtensors import converted, torch_layout
+from shardwise._tensor.torch_bridge.torch_objects import is_torch_dtensor
 from shardwise.errors import OptimizerError, PlanError
 
 _TORCH_STYLES = ("torch.distributed.tensor._api", "torch.distributed.tensor.parallel.")  # modules of their hooks

@@ -11,7 +11,7 @@ from shardwise._collectives import DeviceMesh
 from shardwise._layout import REPLICATE, Layout, Mesh, Placement, checked, describe, placement_of, shown
 from shardwise._rules.row import Args, Kwargs
 from shardwise._tensor import module_sharding
-from shardwise._tensor.transforms import refuse_compilation
+from shardwise._tensor.torch_bridge.transforms import refuse_compilation
 from shardwise.errors import LayoutError, MeshError, PlanError
 from shardwise.parallel.boundary import SharedInput
 from shardwise.parallel.styles import SHARDS_BATCH, InputFn, ModuleContext, OutputFn, ParallelStyle, misused_style

@@ -4,7 +4,7 @@
     torch.full((2,), loss)      a plain tensor of loss.item()
     torch.Tensor(x)             refused
 
-`shardwise._tensor.torch_patches` installs the replacements of torch's functions that are made here. They call the
+`torch_bridge/torch_patches.py` installs the replacements of torch's functions that are made here. They call the
 dispatcher if a DTensor is among the arguments, so the handlers below answer, and tools see the call.
 """
 
@@ -25,7 +25,7 @@ from shardwise._tensor.dispatch.fallback import run_decomposed
 from shardwise._tensor.dispatch.operands import is_strict
 from shardwise._tensor.dtensor import DTensor, call, name_of
 from shardwise._tensor.handlers.attributes import refuse, refuse_local, same, set_
-from shardwise._tensor.transforms import FORWARD_MODE, FUNC, refuse_transform
+from shardwise._tensor.torch_bridge.transforms import FORWARD_MODE, FUNC, refuse_transform
 from shardwise.errors import RuleError
 
 _dispatches = torch._C._is_torch_function_enabled

@@ -37,8 +37,8 @@ from shardwise._tensor.handlers.bypasses import (
 from shardwise._tensor.handlers.indexing import zero_padding_row
 from shardwise._tensor.handlers.lists import total_norm_in_one_exchange
 from shardwise._tensor.handlers.optimizers import step_on_locals
-from shardwise._tensor.replicas import check_fully_shard, checking
-from shardwise._tensor.state_dicts import keeping_layouts, sharding_states, staging_locals, with_dtensors
+from shardwise._tensor.torch_bridge.replicas import check_fully_shard, checking
+from shardwise._tensor.torch_bridge.state_dicts import keeping_layouts, sharding_states, staging_locals, with_dtensors
 from shardwise.errors import RuleError
 
 TESTED = ("2.13", "2.14")

@@ -1,0 +1,1 @@
+"""Where DTensors meet torch: functions that ask no subclass, transforms, state dicts, replicas, torch's own DTensors."""
