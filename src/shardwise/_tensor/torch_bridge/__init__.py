@@ -1,1 +1,1 @@
-"""Where DTensors meet torch: functions that ask no subclass, transforms, state dicts, replicas, torch's own DTensors."""
+"""Where DTensors meet torch: functions that ask no subclass, transforms, state dicts, replicas, DTensors of torch."""
