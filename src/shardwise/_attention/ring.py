@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardwise._redistribute.transfers import Exchange, flat_cat
 from shardwise._rules.local_tensors import as_accumulator
-from shardwise._rules.reductions.combiners import ExpSums, finite
+from shardwise._rules.reductions.combiners import finite, top_along, weighted_mean
 from shardwise._trace.autograd_function import TensorFunction
 
 Spans = tuple[tuple[int, int], ...]  # positions in the sequence, in local order: (first, how many) of each run
@@ -112,15 +112,19 @@ class _RingAttention(TensorFunction):
     @staticmethod
     def forward(ctx: _Context, query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Tensor:
         queries, shape = as_accumulator(query), _batch_shape(query, key, value)
-        top, sums = ExpSums.of_nothing(queries, (*shape, query.shape[-2], value.shape[-1]))
+        top = queries.new_full((*shape, query.shape[-2], 1), -inf)
+        sums = queries.new_zeros(*shape, query.shape[-2], value.shape[-1] + 1)  # of weights x values, of weights
         for step, keys, values in _blocks(ring, ring.exchange, query, key, value):
             values_and_ones = F.pad(values, (0, 1), value=1.0)
             for rows, columns, scores in _scores(ring, step, queries, keys, prod(shape)):
-                before = ExpSums(top[..., rows, :], sums[..., rows, :])
-                after = before.plus(scores, values_and_ones[..., columns, :])
-                top[..., rows, :], sums[..., rows, :] = after
-        out = ExpSums(top, sums).mean().to(query.dtype)
-        logs = ExpSums(top, sums[..., -1:]).log()
+                before = top[..., rows, :]
+                now = torch.maximum(before, top_along(scores, (-1,)))
+                shift = finite(now)
+                added = (scores - shift).exp_() @ values_and_ones[..., columns, :]
+                sums[..., rows, :] = sums[..., rows, :] * (before - shift).exp() + added
+                top[..., rows, :] = now
+        out = weighted_mean(sums).to(query.dtype)
+        logs = top + sums[..., -1:].log()
         # What is saved first has another shape than what torch's kernels save first, so a checkpoint that recomputes
         # with one of these, outside of `context_parallel`, raises.
         ctx.save_for_backward(finite(logs), query, key, value, out)

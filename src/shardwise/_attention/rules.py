@@ -17,7 +17,7 @@ from shardwise._layout import PARTIAL, REPLICATE, Box, Placement, Shard
 from shardwise._rules.local_context import LocalContext, local_with
 from shardwise._rules.local_tensors import as_accumulator, emptied, filled, never_empty
 from shardwise._rules.pointwise import order_of_first
-from shardwise._rules.reductions.combiners import ExpSums
+from shardwise._rules.reductions.combiners import combined_sums, finite, top_along, weighted_mean
 from shardwise._rules.registry import OpRule, register
 from shardwise._rules.row import LocalFunction, Meta, Op, Row, arguments
 
@@ -159,10 +159,12 @@ def _combined(
     operands = autocast_operands(*operands)
     with torch.autocast(operands[0].device.type, enabled=False):
         query, key, value = map(as_accumulator, operands)
-        none = ExpSums.of_nothing(query, ctx.output.local_shape(ctx.rank))
-        own = none.plus(scaled_scores(query, key, mask, scale), F.pad(value, (0, 1), value=1.0))
-        gathered = ctx.all_gather(torch.cat([own.sums, own.top], -1), ctx.ranks(axes))
-        return ExpSums(gathered[..., -1:], gathered[..., :-1]).combined().mean().to(operands[0].dtype)
+        scores = scaled_scores(query, key, mask, scale)
+        top = top_along(scores, (-1,))
+        own = (scores - finite(top)).exp_() @ F.pad(value, (0, 1), value=1.0)
+        gathered = ctx.all_gather(torch.cat([own, top.expand(*own.shape[:-1], 1)], -1), ctx.ranks(axes))
+        _, total = combined_sums(gathered[..., -1:], gathered[..., :-1])
+        return weighted_mean(total).to(operands[0].dtype)
 
 
 def _shape(query: Meta, key: Meta, value: Meta, *_: object, **__: object) -> tuple[int, ...]:

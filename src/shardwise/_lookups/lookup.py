@@ -130,7 +130,7 @@ def _sum(results: Iterable[Tensor]) -> Tensor:
 
 def local_lookup(ctx: LocalContext, ids: Tensor, box: Box, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
     """The lookup in one box: ids of other rows add zero, and so do other columns."""
-    (wanted,) = ctx.output.boxes(ctx.rank)
+    (wanted,) = ctx.outputs[0].boxes(ctx.rank)
     num_rows, width = ctx.layouts[1].shape[0], wanted.sizes[-1]
     if not box.numel:  # zeros, yet connected to the table, so that every rank has a gradient
         shape = ids.shape if bags is None else bags.lengths(ids).shape

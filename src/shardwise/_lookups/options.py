@@ -11,8 +11,7 @@ An option is a step before or after the lookup of every id's row. Only that look
 No option gathers the table. For `max_norm` of a column-wise table, ranks also exchange norms of the rows looked up.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -32,8 +31,7 @@ def embedding(ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
     """The local implementation of `F.embedding`."""
     named = arguments(F.embedding, args, kwargs)
     ids, padding_idx = named["input"], named["padding_idx"]
-    with _renormalised(ctx, named["weight"], ids, named["max_norm"], named["norm_type"]):
-        rows = lookup.embedding(ctx, ids, named["weight"], named["sparse"])
+    rows = _rows(ctx, named, lookup.embedding)
     factor = by_frequency(ctx, ids) if named["scale_grad_by_freq"] else None
     if factor is not None and named["sparse"]:
         rows = _ungraded(rows)
@@ -46,13 +44,12 @@ def embedding(ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
 @lookup.with_aligned_bags
 def embedding_bag(ctx: LocalContext, named: Kwargs) -> Tensor:
     """The local implementation of `F.embedding_bag` with any option: looks up the row of every id, then pools."""
-    ids, weight, offsets, mode = (named[name] for name in ("input", "weight", "offsets", "mode"))
+    ids, offsets, mode = (named[name] for name in ("input", "offsets", "mode"))
     weights, padding_idx = (named[name] for name in ("per_sample_weights", "padding_idx"))
     bags = lookup.bags_of(ctx, named)
     bad_ids.refuse_bad_ids(ctx, ids, bags)
     look_up = lookup.full_rows if mode == "max" else lookup.embedding  # sums and means may pool Partial rows
-    with _renormalised(ctx, weight, ids, named["max_norm"], named["norm_type"]):
-        rows = look_up(ctx, ids, weight, named["sparse"]).flatten(0, -2)
+    rows = _rows(ctx, named, look_up).flatten(0, -2)
     if named["scale_grad_by_freq"]:
         rows = _ungraded(rows) if named["sparse"] else _graded(rows, by_frequency(ctx, ids.reshape(-1)))
     positions = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
@@ -120,22 +117,20 @@ def by_frequency(ctx: LocalContext, ids: Tensor) -> Tensor:
     return frequencies.double().reciprocal()
 
 
-@contextmanager
-def _renormalised(
-    ctx: LocalContext, weight: Tensor, ids: Tensor, max_norm: float | None, norm_type: float
-) -> Iterator[None]:
-    """First scale the rows that any rank looks up to a norm of at most `max_norm`, in place on their owners.
+def _rows(ctx: LocalContext, named: Kwargs, look_up: Callable[..., Tensor]) -> Tensor:
+    """The row of every id. First the rows that any rank looks up are scaled to a norm of at most `max_norm`, in place.
 
-    The version of `weight` is incremented only after the lookup: for autograd `weight` is a view, and a view that was
+    The version of the table is incremented only after the lookup: for autograd it is a view, and a view that was
     changed has no sparse gradients.
     """
-    if max_norm is None:
-        yield
-        return
-    bad_ids.refuse_bad_ids(ctx, ids, None)
-    _renormalise(ctx, weight.detach().data, every_id(ctx, ids).unique().long(), max_norm, norm_type)
-    yield
-    torch.autograd.graph.increment_version(weight)
+    ids, weight, max_norm = named["input"], named["weight"], named["max_norm"]
+    if max_norm is not None:
+        bad_ids.refuse_bad_ids(ctx, ids, None)
+        _renormalise(ctx, weight.detach().data, every_id(ctx, ids).unique().long(), max_norm, named["norm_type"])
+    rows = look_up(ctx, ids, weight, named["sparse"])
+    if max_norm is not None:
+        torch.autograd.graph.increment_version(weight)
+    return rows
 
 
 def _renormalise(ctx: LocalContext, table: Tensor, ids: Tensor, max_norm: float, norm_type: float) -> None:

@@ -140,12 +140,13 @@ class _AllToAll(TensorFunction):
         ctx: Any, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], exchange: Exchange
     ) -> Tensor:
         exchange = exchange.here()
-        ctx.args = recv_counts, send_counts, exchange.for_backward()
+        ctx.args = recv_counts, send_counts, exchange
         return exchange.start(send, send_counts, recv_counts)()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        sent: Tensor = _AllToAll.apply(grads[0].contiguous(), *ctx.args)
+        *counts, exchange = ctx.args
+        sent: Tensor = _AllToAll.apply(grads[0].contiguous(), *counts, exchange.for_backward())
         return sent, None, None, None
 
 

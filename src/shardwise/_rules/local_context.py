@@ -50,7 +50,7 @@ class LocalContext:
 
     def ranks(self, axes: Sequence[int] | None = None) -> tuple[int, ...]:
         """The ranks, in rising order, whose coordinates equal this rank's except along `axes` (None: `self.axes`)."""
-        return _neighbors(self.layouts[0].mesh, self.rank, self.axes if axes is None else tuple(axes))
+        return _neighbors(self.layouts[0].mesh, collectives.rank(), self.axes if axes is None else tuple(axes))
 
     def all_to_all(
         self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: tuple[int, ...] | None = None
@@ -65,7 +65,9 @@ class LocalContext:
         if len(ranks) == 1:
             return x.unsqueeze(0)
         counts = [x.numel()] * len(ranks)
-        return self.all_to_all(x.reshape(-1).repeat(len(ranks)), counts, counts, ranks).view(len(ranks), *x.shape)
+        sent = x.reshape(-1).repeat(len(ranks))
+        received = transfers.Exchange(ranks, self.cause).all_to_all(sent, counts, counts)
+        return received.view(len(ranks), *x.shape)
 
     def exchange(self, ranks: tuple[int, ...]) -> transfers.Exchange:
         """All-to-alls among `ranks`, for a local implementation with a backward of its own."""

@@ -13,7 +13,7 @@ from shardwise._layout import PARTIAL, REPLICATE, Placement, Shard
 from shardwise._rules.local_context import LocalContext, local_with, specialized
 from shardwise._rules.local_tensors import as_accumulator, autocast_to_float, emptied, filled
 from shardwise._rules.pointwise import broadcast, shard_rows
-from shardwise._rules.reductions.combiners import ExpSums, finite, largest
+from shardwise._rules.reductions.combiners import combined_sums, finite, top_along
 from shardwise._rules.registry import OpRule, register
 from shardwise._rules.row import Args, LocalFunction, Meta, Row, arguments
 from shardwise._trace.capture_hooks import allow_in_graph
@@ -148,7 +148,7 @@ def classified(loss: Loss, *args: object, **kwargs: object) -> list[Row]:
 def _classified(loss: Loss, batch_size: int, ctx: LocalContext, /, *args: object, **kwargs: object) -> Tensor:
     named = arguments(loss, args, kwargs)
     named["input"] = autocast_to_float(named["input"])
-    scores, target, weight, reduction = (named[name] for name in ("input", "target", "weight", "reduction"))
+    scores, target, weight, reduction = [named[name] for name in ("input", "target", "weight", "reduction")]
     classes = min(1, scores.ndim - 1)
     class_axes = [axis for axis in ctx.axes if ctx.layouts[0].placements[axis].is_shard(classes)]
     batch_axes = [axis for axis in ctx.axes if axis not in class_axes]
@@ -208,7 +208,7 @@ def _class_sharded(
     scores, target, weight = as_accumulator(named["input"]), named["target"], named["weight"]
     smoothing, normalized = named.get("label_smoothing", 0.0), "label_smoothing" in named
     share = smoothing / max(total, 1)  # of each class
-    top = largest(scores, (classes,)) if normalized else None
+    top = top_along(scores, (classes,)) if normalized else None
     scores = scores if top is None else scores - finite(top)
     by_class = scores.new_ones(length) if weight is None else weight.to(scores.dtype)
     column = by_class.view([-1 if d == classes else 1 for d in range(scores.ndim)])
@@ -239,9 +239,9 @@ def _combined(gathered: dict[str, Tensor]) -> Tensor:
     """The losses from what the ranks that share the classes of each example found."""
     if "top" not in gathered:
         return -gathered["score"].sum(0)
-    total, tops = ExpSums(gathered["top"], gathered["sum"]).combined(), gathered["top"].detach()
-    above = torch.where(tops.isinf(), 0, tops - total.top)
-    return gathered["share"].sum(0) * total.sums.log() - (gathered["score"] + gathered["share"] * above).sum(0)
+    (top, total), tops = combined_sums(gathered["top"], gathered["sum"]), gathered["top"].detach()
+    above = torch.where(tops.isinf(), 0, tops - top)
+    return gathered["share"].sum(0) * total.log() - (gathered["score"] + gathered["share"] * above).sum(0)
 
 
 def ctc(loss: Loss, *args: object, **kwargs: object) -> list[Row]:

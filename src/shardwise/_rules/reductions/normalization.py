@@ -1,8 +1,9 @@
 """Softmax and normalizations. If the normalized dim is sharded, ranks exchange statistics, not elements."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from math import prod
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from shardwise._layout import REPLICATE, Box, Boxes, Layout, Partial, Placement,
 from shardwise._rules.local_context import LocalContext, local_with
 from shardwise._rules.local_tensors import as_accumulator, never_empty
 from shardwise._rules.pointwise import shape_of_first
-from shardwise._rules.reductions.combiners import ExpSums, Moments, finite
+from shardwise._rules.reductions.combiners import Moments, combined_moments, combined_sums, finite, moments, top_along
 from shardwise._rules.reductions.over_dims import non_negative
 from shardwise._rules.registry import OpRule, register
 from shardwise._rules.row import Align, Args, Meta, Op, Row
@@ -34,7 +35,8 @@ def softmax(kind: str, x: Meta, dim: int | None = None, *args: object, **kwargs:
     if True in [a for a in args if isinstance(a, bool)]:
         raise NotImplementedError("half_to_float is only for CUDA")
     dim = non_negative(x, dim)
-    local = local_with(_softmax_of_shards, kind, dim)
+    dtype = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)), None)
+    local = local_with(_softmax_of_shards, kind, dim, dtype)
     why = "ranks all-gather maxima and sums of their shards"
     rows = _batch_rows(0, [d for d in range(x.ndim) if d != dim])
     return [*rows, Row((Shard(dim),), Shard(dim), why, local)] if x.ndim else rows
@@ -45,10 +47,14 @@ def _batch_rows(others: int, dims: list[int]) -> list[Row]:
     return [Row((Shard(d), *(REPLICATE,) * others), Shard(d), "each rank normalizes its own shard") for d in dims]
 
 
-def _softmax_of_shards(kind: str, dim: int, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Tensor:
-    dtype = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)), x.dtype)
+def _softmax_of_shards(
+    kind: str, dim: int, dtype: torch.dtype | None, ctx: LocalContext, x: Tensor, /, *_: object, **__: object
+) -> Tensor:
+    dtype = dtype or x.dtype
     scores = as_accumulator(x.to(dtype))
-    top, total = ExpSums.of(scores, (dim,)).gathered(ctx)
+    top = top_along(scores, (dim,))
+    own = torch.stack([top, (scores - finite(top)).exp_().sum(dim, keepdim=True)])
+    top, total = combined_sums(*ctx.all_gather(own).unbind(1))
     total = total.masked_fill(total == 0, 1) if kind == "safe" else total
     shifted = scores - finite(top)
     return (shifted - total.log() if kind == "log" else shifted.exp() / total).to(dtype)
@@ -88,9 +94,9 @@ def _layer_norm_of_shards(
     *_: object,
 ) -> Tensor:
     full = as_accumulator(x)
-    total = Moments.of(full, _last(normalized_shape)).gathered(ctx)
-    variance = (total.squares / total.counts).to(full.dtype)
-    return _scaled(_without_mean(full, total.mean), variance, weight, bias, eps).to(x.dtype)
+    own = torch.stack(moments(full, _last(normalized_shape)))
+    count, mean, squares = combined_moments(ctx.all_gather(own).unbind(1))
+    return _scaled(_without_mean(full, mean), (squares / count).to(full.dtype), weight, bias, eps).to(x.dtype)
 
 
 def _rms_norm_of_shards(
@@ -212,21 +218,23 @@ def _by_moments(op: Op, ctx: LocalContext, *args: object, **kwargs: object) -> T
     size = max(shape[1] // max(groups, 1), 1)
     group = (torch.arange(box.sizes[1], device=x.device) + box.offsets[1]) // size
     weight, bias = (_local_channels(ctx, named, operand, name) for name in ("weight", "bias"))
-    statistics = [ctx.layouts[operand[name]] for name in STATISTICS if name in operand]
-    ranks = _sharing_ranks(ctx, statistics, size, op in BATCH)
+    statistics = tuple([ctx.layouts[operand[name]] for name in STATISTICS if name in operand])
+    own_examples = [axis for axis in ctx.axes if not ctx.layouts[0].placements[axis].is_shard(0)]
+    ranks = ctx.ranks(None if statistics or op in BATCH else own_examples)
+    ranks = _sharing_ranks(ctx.layouts[0], statistics, size, ctx.rank, ranks)
     if x.numel() and len(ranks) == 1 and not statistics and op not in BATCH:
         return torch.group_norm(x, box.sizes[1] // size, weight, bias, named["eps"])
     full = as_accumulator(x).reshape(*x.shape[:2], prod(x.shape[2:]))
-    own, examples = _group_moments(full, (0, 2) if op in BATCH else (2,), group, groups), slice(None)
+    own, examples = torch.stack(_group_moments(full, (0, 2) if op in BATCH else (2,), group, groups)), slice(None)
     if statistics and op in INSTANCE:  # running statistics average over the examples of all ranks
         before, stop = box.offsets[0], box.offsets[0] + box.sizes[0]
-        own, examples = Moments(*(F.pad(m, (0, 0, before, shape[0] - stop)) for m in own)), slice(before, stop)
-    total = own if len(ranks) == 1 else own.gathered(ctx, ranks)
-    variance = total.squares / total.counts.clamp(min=1)
+        own, examples = F.pad(own, (0, 0, before, shape[0] - stop)), slice(before, stop)
+    count, mean, squares = own if len(ranks) == 1 else combined_moments(ctx.all_gather(own, ranks).unbind(1))
+    variance = squares / count.clamp(min=1)
     if statistics:
         members = prod(shape[2:]) * (shape[0] if op in BATCH else 1)
-        _update(op, ctx, named, operand, total.mean, variance * (members / max(members - 1, 1)))
-    mean, variance = (m[examples, group].unsqueeze(2) for m in (total.mean, variance))
+        _update(op, ctx, named, operand, mean, variance * (members / max(members - 1, 1)))
+    mean, variance = torch.stack([mean, variance])[:, examples, group].unsqueeze(3)
     weight, bias = (w if w is None else w.unsqueeze(1) for w in (weight, bias))
     centered = _without_mean(full, mean)
     return _scaled(centered, variance.to(full.dtype), weight, bias, named["eps"]).view(x.shape).to(x.dtype)
@@ -234,27 +242,27 @@ def _by_moments(op: Op, ctx: LocalContext, *args: object, **kwargs: object) -> T
 
 def _group_moments(x: Tensor, dims: tuple[int, ...], group: Tensor, groups: int) -> Moments:
     """Moments, (examples or 1, groups) each, of the local channels; zeros for other groups."""
-    own = Moments(*(moment.squeeze(2) for moment in Moments.of(x, dims)))
-    zeros = own.mean.new_zeros(own.mean.shape[0], groups)
-    return own.combined(lambda moment: zeros.index_add(1, group, moment), lambda total: total[:, group])
+    own = torch.stack(moments(x, dims)).squeeze(3)
+    add = partial(own.new_zeros(own.shape[1], groups).index_add, 1, group)
+    return combined_moments(own.unbind(), add, itemgetter((slice(None), group)))
 
 
-def _sharing_ranks(ctx: LocalContext, statistics: list[Layout], size: int, over_batch: bool) -> tuple[int, ...]:
-    """The ranks that combine moments; this one only, if none needs channels, or shards of groups, of another one.
+@lru_cache(maxsize=1024)
+def _sharing_ranks(
+    x: Layout, statistics: tuple[Layout, ...], size: int, rank: int, ranks: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Those of `ranks` that combine moments; `rank` only, if none needs channels, or shards of groups, of another one.
 
     Args:
         statistics: running statistics, which need the channels that they have; each group has `size` channels.
     """
-    x = ctx.layouts[0]
-    own_examples = [axis for axis in ctx.axes if not x.placements[axis].is_shard(0)]
-    ranks = ctx.ranks(None if statistics or over_batch else own_examples)
     boxes = [x.boxes(rank)[0] for rank in ranks]
     alone = len({(box.offsets[:1] + box.offsets[2:], box.sizes[:1] + box.sizes[2:]) for box in boxes}) == 1
     alone &= not any(box.offsets[1] % size or box.sizes[1] % size for box in boxes)
-    for rank, box in zip(ranks, boxes, strict=True):
+    for each, box in zip(ranks, boxes, strict=True):
         channels = Box(box.offsets[1:2], box.sizes[1:2])
-        alone &= all(own == channels for layout in statistics for own in layout.boxes(rank))
-    return (ctx.rank,) if alone else ranks
+        alone &= all(own == channels for layout in statistics for own in layout.boxes(each))
+    return (rank,) if alone else ranks
 
 
 @torch.no_grad()

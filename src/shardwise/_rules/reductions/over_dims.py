@@ -113,10 +113,9 @@ def nonempty_shard(
     """The local tensor, and the dims to reduce. An empty one becomes one `identity` along each dim, so that all ranks
     build the same graph. Where the global tensor is empty (and not `always`) it stays empty, and torch raises."""
     shape = ctx.layouts[0].shape
-    lengths = shape if dims is None else [shape[d] for d in dims]
     if dims is None:
-        x, dims = x.reshape(-1), (0,)
-    if all(x.shape[d] for d in dims) or not (always or all(lengths)):
+        x, dims, shape = x.reshape(-1), (0,), (prod(shape),)
+    if x.numel() or all(x.shape[d] for d in dims) or not (always or all(shape[d] for d in dims)):
         return x, dims
     fill = x.new_full([1 if d in dims else n for d, n in enumerate(x.shape)], identity)
     return (fill + x.sum(dims, keepdim=True) if x.is_floating_point() or x.is_complex() else fill), dims

@@ -17,7 +17,7 @@ from shardwise._layout import PARTIAL, REPLICATE, Boxes, OnRanks, Partial, Place
 from shardwise._rules.local_context import LocalContext
 from shardwise._rules.local_tensors import as_accumulator, as_float64, autocast_to_float
 from shardwise._rules.pointwise import SUMS, broadcast, callables_of, shape_of_first, shard_rows
-from shardwise._rules.reductions.combiners import ExpSums, Moments
+from shardwise._rules.reductions.combiners import combined_moments, moments, top_along
 from shardwise._rules.reductions.over_dims import (
     OWN_SHARD,
     Dims,
@@ -118,12 +118,13 @@ def _variance(
     shard = as_accumulator(torch.view_as_real(shard) if x.is_complex() else shard)
     pivot = shard.detach().mean(along, keepdim=True)  # deviations from it are small, so their mean has more digits
     deviations = (shard - pivot).double() if root else shard - pivot  # a root may be finite where its square is not
-    _, *own = Moments.of(deviations, along, pivot)
+    _, *own = moments(deviations, along, pivot)
     sizes = shard_counts(ctx, dims)
     counts = own[0].new_tensor(sizes).view(-1, *[1] * own[0].ndim)
-    total, count = Moments(counts, *ctx.all_gather(torch.stack(own)).unbind(1)).combined(), sum(sizes)
-    result = total.squares / total.squares.new_tensor(max(count - correction, 0))
-    mean = total.mean if count else total.mean / 0
+    _, mean, squares = combined_moments([counts, *ctx.all_gather(torch.stack(own)).unbind(1)])
+    count = sum(sizes)
+    result = squares / squares.new_tensor(max(count - correction, 0))
+    mean = mean if count else mean / 0
     if not keepdim:
         result, mean = result.squeeze(along), mean.squeeze(along)
     if x.is_complex():
@@ -174,7 +175,7 @@ def _beside_infinity(combine: Callable[[Tensor], Tensor], every: Tensor) -> Tens
     """`combine(every)`; where it is infinite, ranks with an infinite result have its gradient, and others 0 times it.
 
     That of `combine` has inf / inf, so finite elements beside an infinite one would get nan, unlike in torch."""
-    if every.is_complex():
+    if not every.requires_grad or every.is_complex():
         return combine(every)
     infinite = combine(every.detach()) == inf
     chosen = torch.where(every == inf, every, every.masked_fill(every == -inf, 0) * 0)
@@ -207,7 +208,10 @@ def _log_sum_exp(ctx: LocalContext, x: Tensor, dims: Dims, keepdim: bool) -> Ten
 
 def log_of_sum(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
     """torch.logsumexp, also of empty dims."""
-    found = ExpSums.of(x, dims).log()
+    top = top_along(x, dims)
+    sums = (x - top.masked_fill(top.isinf(), 0)).exp_().sum(dims, keepdim=True)
+    none = sums == 0  # then the gradient is zero, not nan: other ranks may have larger elements
+    found = torch.where(none, -inf, torch.where(none, 1, sums).log() + top)
     return found if keepdim else found.squeeze(dims)
 
 
