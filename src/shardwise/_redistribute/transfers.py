@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -231,15 +232,15 @@ def _regions_of(ranks: Ranks, rank: int, held: tuple[Boxes, ...], wanted: tuple[
             holders[-1].setdefault(box, []).append(index)
     for receiver, goals in enumerate(wanted):
         for number, (i, goal) in enumerate(goals):
-            for box, owners in holders[i].items():
-                common = box.intersect(goal)
+            anything_sent |= goal.numel > 0 and held[i][receiver].intersect(goal) != goal
+            for box in holders[i] if receiver == me else (held[i][me],):
+                common, owners = box.intersect(goal), holders[i][box]
                 if common is None:
                     continue
-                sender = receiver if receiver in owners else owners[receiver % len(owners)]
-                anything_sent = anything_sent or sender != receiver
+                sender = receiver if held[i][receiver] == box else owners[receiver % len(owners)]
                 if sender == me:
                     sends.append((ranks[receiver], Region(i, common.relative_to(box), common.sizes)))
                 if receiver == me:
                     recvs.append((ranks[sender], Region(number, common.relative_to(goal), common.sizes)))
-    recvs.sort(key=lambda item: ranks.index(item[0]))
+    recvs.sort(key=itemgetter(0))
     return Regions.of(ranks, sends, recvs) if anything_sent else None
