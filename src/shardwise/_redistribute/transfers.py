@@ -126,6 +126,26 @@ class Exchange:
         """One with a gradient: backward sends the gradients back."""
         return _AllToAll.apply(send, send_counts, recv_counts, self)
 
+    def rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """The rows received for `rows`, both in the order of ranks, so many to and from each. Differentiable."""
+        shape = rows.shape[1:]
+        width = prod(shape)
+        counts = [n * width for n in sent], [n * width for n in received]
+        return self.all_to_all(rows.reshape(-1), *counts).view(sum(received), *shape)
+
+    def gather(self, rows: Tensor, lengths: Sequence[int]) -> Tensor:
+        """The rows of all ranks, which have so many, in the order of ranks. Differentiable."""
+        count = len(self.ranks)
+        repeated = rows.repeat(count, *[1] * (rows.ndim - 1))
+        return self.rows(repeated, [len(rows)] * count, lengths)
+
+    def headers(self, headers: Sequence[Sequence[int]], device: torch.device) -> list[list[int]]:
+        """Send one header of integers to each rank, on this device; returns those received, in the order of ranks."""
+        sent = torch.tensor(headers, device=device)
+        counts = [sent.shape[1]] * len(self.ranks)
+        received: list[list[int]] = self.start(sent.view(-1), counts, counts)().view(sent.shape).tolist()
+        return received
+
     def for_backward(self) -> "Exchange":
         """The same, reported as part of the backward."""
         return Exchange(self.ranks, self.cause.for_backward())

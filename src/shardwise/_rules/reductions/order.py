@@ -104,10 +104,8 @@ def _topk(ctx: LocalContext, x: Tensor, k: int, dim: int, largest: bool) -> Tens
 
 def gather_rows(ctx: LocalContext, x: Tensor, lengths: Sequence[int], order: Sequence[int]) -> Tensor:
     """All-gather tensors of `lengths` rows, and concatenate them in this order of the ranks."""
-    ranks, width = ctx.ranks(), prod(x.shape[1:])
-    every = ctx.all_to_all(x.reshape(-1).repeat(len(ranks)), [x.numel()] * len(ranks), [n * width for n in lengths])
-    blocks = every.split([n * width for n in lengths])
-    return torch.cat([blocks[i] for i in order]).view(sum(lengths), *x.shape[1:])
+    blocks = ctx.exchange(ctx.ranks()).gather(x, lengths).split(list(lengths))
+    return torch.cat([blocks[i] for i in order])
 
 
 def offset_order(ctx: LocalContext, dim: int) -> list[int]:
