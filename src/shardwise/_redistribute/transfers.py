@@ -102,7 +102,7 @@ def _counts(found: Sequence[tuple[int, int]], ranks: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Exchange:
-    """All-to-alls of 1-D tensors among `ranks`, for an op with a backward of its own; counts are of elements."""
+    """All-to-alls among `ranks`. Counts are of elements of 1-D tensors, or of rows."""
 
     ranks: Ranks
     cause: Cause = INTERNAL
