@@ -298,9 +298,9 @@ def _differentiable_gradients(
 ) -> list[Tensor | None]:
     """Gradients with a graph of their own: of attention to all keys, which this rank gathers."""
     query, key, value = operands
-    lengths, count = [ring.length(rank) for rank in range(len(ring.keys))], len(ring.keys)
+    lengths = [ring.length(rank) for rank in range(len(ring.keys))]
     flat, elements = flat_cat([key.reshape(-1), value.reshape(-1)]), _elements(key, value)
-    gathered = ring.exchange.all_to_all(flat.repeat(count), [flat.numel()] * count, [elements * n for n in lengths])
+    gathered = ring.exchange.gather(flat, [elements * n for n in lengths])
     shapes = [(*x.shape[:-2], n, x.shape[-1]) for n in lengths for x in (key, value)]
     parts = [x.view(s) for x, s in zip(gathered.split([prod(s) for s in shapes]), shapes, strict=True)]
     keys, values = (as_accumulator(_with_heads_of(query, torch.cat(parts[i::2], -2))) for i in (0, 1))

@@ -127,7 +127,7 @@ def _around_the_ring(
         for layout in ctx.layouts[:2]
     )
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    ring = Ring(ctx.exchange(ranks), ranks.index(ctx.rank), queries, keys, causal, scale)
+    ring = Ring(ctx.exchange(ranks).here(), ranks.index(ctx.rank), queries, keys, causal, scale)
     return ring_attention(*operands, ring)
 
 

@@ -198,8 +198,7 @@ def exchange_ids(requests: Sequence[Request]) -> list[list[Received]]:
             bad_ids.raise_bad_ids(request.ctx, [verdict for _, *verdict in headers[i :: len(requests)]], ranks)
 
     received, headers = exchange_messages(
-        ctx,
-        ranks,
+        ctx.exchange(ranks),
         [of_request[owner] for owner in positions for of_request in messages],
         [(r.num_runs(owner), *v) for owner in positions for r, v in zip(requests, verdicts, strict=True)],
         [r.capacity(me, owner, limit) for owner in positions for r in requests],
@@ -313,7 +312,7 @@ def _exchange_answers(requests: Sequence[Request], answers: Sequence[Sequence[Te
     shapes = [[request.answer_shape(owner) for request in requests] for owner in positions]
     flat = flat_cat([answer[o].reshape(-1) for o in positions for answer in answers])
     received = [sum(answer[o].numel() for answer in answers) for o in positions]
-    route = Route(ctx, ranks, [sum(r * c for r, c in row) for row in shapes], received)
+    route = Route(ctx.exchange(ranks), [sum(r * c for r, c in row) for row in shapes], received)
     views = iter(route.answer(flat).split([r * c for row in shapes for r, c in row]))
     blocks = [[next(views).view(shape) for shape in row] for row in shapes]
     return [[row[index] for row in blocks] for index in range(len(requests))]

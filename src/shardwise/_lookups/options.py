@@ -106,8 +106,7 @@ def every_id(ctx: LocalContext, ids: Tensor) -> Tensor:
     ranks = ctx.ranks([axis for axis, placement in enumerate(layout.placements) if isinstance(placement, Shard)])
     if len(ranks) == 1:
         return ids.reshape(-1)
-    own = ids.reshape(-1).repeat(len(ranks))
-    return ctx.all_to_all(own, [ids.numel()] * len(ranks), [layout.local_numel(rank) for rank in ranks], ranks)
+    return ctx.exchange(ranks).gather(ids.reshape(-1), [layout.local_numel(rank) for rank in ranks])
 
 
 def by_frequency(ctx: LocalContext, ids: Tensor) -> Tensor:

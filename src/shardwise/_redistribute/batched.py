@@ -146,14 +146,15 @@ class Batched:
         first = held = 0
         for at, shape in enumerate(self.shapes):
             if at > first and held + prod(shape) > numel:
-                yield first, self._some(first, at)
+                yield first, self.some(range(first, at))
                 first, held = at, 0
             held += prod(shape)
-        yield first, self._some(first, len(self.shapes))
+        yield first, self.some(range(first, len(self.shapes)))
 
-    def _some(self, first: int, end: int) -> "Batched":
-        some = slice(first, end)
-        return replace(self, shards=self.shards[some], shapes=self.shapes[some], own=self.own[some])
+    def some(self, members: Sequence[int]) -> "Batched":
+        """What this rank does with only these of the tensors."""
+        shards, shapes = tuple([self.shards[k] for k in members]), tuple([self.shapes[k] for k in members])
+        return replace(self, shards=shards, shapes=shapes, own=tuple([self.own[k] for k in members]))
 
 
 def batched(layouts: Sequence[Layout], axis: int, rank: int) -> Batched:

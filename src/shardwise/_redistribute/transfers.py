@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ def _counts(found: Sequence[tuple[int, int]], ranks: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Exchange:
-    """All-to-alls of 1-D tensors among `ranks`, for an op with a backward of its own; counts are of elements."""
+    """All-to-alls among `ranks`. Counts are of elements of 1-D tensors, or of rows."""
 
     ranks: Ranks
     cause: Cause = INTERNAL
@@ -124,6 +125,26 @@ class Exchange:
     def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
         """One with a gradient: backward sends the gradients back."""
         return _AllToAll.apply(send, send_counts, recv_counts, self)
+
+    def rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """The rows received for `rows`, both in the order of ranks, so many to and from each. Differentiable."""
+        shape = rows.shape[1:]
+        width = prod(shape)
+        counts = [n * width for n in sent], [n * width for n in received]
+        return self.all_to_all(rows.reshape(-1), *counts).view(sum(received), *shape)
+
+    def gather(self, rows: Tensor, lengths: Sequence[int]) -> Tensor:
+        """The rows of all ranks, which have so many, in the order of ranks. Differentiable."""
+        count = len(self.ranks)
+        repeated = rows.repeat(count, *[1] * (rows.ndim - 1))
+        return self.rows(repeated, [len(rows)] * count, lengths)
+
+    def headers(self, headers: Sequence[Sequence[int]], device: torch.device) -> list[list[int]]:
+        """Send one header of integers to each rank, on this device; returns those received, in the order of ranks."""
+        sent = torch.tensor(headers, device=device)
+        counts = [sent.shape[1]] * len(self.ranks)
+        received: list[list[int]] = self.start(sent.view(-1), counts, counts)().view(sent.shape).tolist()
+        return received
 
     def for_backward(self) -> "Exchange":
         """The same, reported as part of the backward."""
@@ -232,15 +253,15 @@ def _regions_of(ranks: Ranks, rank: int, held: tuple[Boxes, ...], wanted: tuple[
             holders[-1].setdefault(box, []).append(index)
     for receiver, goals in enumerate(wanted):
         for number, (i, goal) in enumerate(goals):
-            for box, owners in holders[i].items():
-                common = box.intersect(goal)
+            anything_sent |= goal.numel > 0 and held[i][receiver].intersect(goal) != goal
+            for box in holders[i] if receiver == me else (held[i][me],):
+                common, owners = box.intersect(goal), holders[i][box]
                 if common is None:
                     continue
-                sender = receiver if receiver in owners else owners[receiver % len(owners)]
-                anything_sent = anything_sent or sender != receiver
+                sender = receiver if held[i][receiver] == box else owners[receiver % len(owners)]
                 if sender == me:
                     sends.append((ranks[receiver], Region(i, common.relative_to(box), common.sizes)))
                 if receiver == me:
                     recvs.append((ranks[sender], Region(number, common.relative_to(goal), common.sizes)))
-    recvs.sort(key=lambda item: ranks.index(item[0]))
+    recvs.sort(key=itemgetter(0))
     return Regions.of(ranks, sends, recvs) if anything_sent else None

@@ -17,7 +17,7 @@ from shardwise._trace.comm_trace import Cause
 
 @dataclass(slots=True, eq=False)
 class LocalContext:
-    """What a local implementation knows of the call, and its collectives, differentiable except for `exchange`.
+    """What a local implementation knows of the call, and its collectives.
 
     Args:
         op: the op itself.
@@ -52,13 +52,6 @@ class LocalContext:
         """The ranks, in rising order, whose coordinates equal this rank's except along `axes` (None: `self.axes`)."""
         return _neighbors(self.layouts[0].mesh, collectives.rank(), self.axes if axes is None else tuple(axes))
 
-    def all_to_all(
-        self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: tuple[int, ...] | None = None
-    ) -> Tensor:
-        """All-to-all of a 1-D tensor among `ranks` (None: `ranks()`)."""
-        ranks = self.ranks() if ranks is None else ranks
-        return transfers.Exchange(ranks, self.cause).all_to_all(send, send_counts, recv_counts)
-
     def all_gather(self, x: Tensor, ranks: tuple[int, ...] | None = None) -> Tensor:
         """The `x` of each of `ranks` (None: `ranks()`), all of one shape, stacked along a new first dim."""
         ranks = self.ranks() if ranks is None else ranks
@@ -69,9 +62,9 @@ class LocalContext:
         received = transfers.Exchange(ranks, self.cause).all_to_all(sent, counts, counts)
         return received.view(len(ranks), *x.shape)
 
-    def exchange(self, ranks: tuple[int, ...]) -> transfers.Exchange:
-        """All-to-alls among `ranks`, for a local implementation with a backward of its own."""
-        return transfers.Exchange(ranks, self.cause).here()
+    def exchange(self, ranks: tuple[int, ...] | None = None) -> transfers.Exchange:
+        """All-to-alls among `ranks` (None: `ranks()`)."""
+        return transfers.Exchange(self.ranks() if ranks is None else ranks, self.cause)
 
     def boxes(self, operand: int) -> list[Box]:
         """The box of `operand` on each of `ranks()`; an empty one for none."""

@@ -9,51 +9,33 @@ An invalid id is the same error on all ranks, before any row is sent.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise._rules.local_context import LocalContext
+from shardwise._redistribute.transfers import Exchange
 
 
 @dataclass(frozen=True)
 class Route:
-    """How many rows this rank sends to each of `ranks`, and receives from each."""
+    """How many rows this rank sends to each rank of the exchange, and receives from each."""
 
-    ctx: LocalContext
-    ranks: tuple[int, ...]
+    exchange: Exchange
     sent: Sequence[int]
     received: Sequence[int]
 
     def send(self, rows: Tensor) -> Tensor:
         """The rows received for `rows`, both in the order of ranks. Differentiable."""
-        return self._exchange(rows, self.sent, self.received)
+        return self.exchange.rows(rows, self.sent, self.received)
 
     def answer(self, rows: Tensor) -> Tensor:
         """The answers to the rows sent, for answers `rows` to those received. Differentiable."""
-        return self._exchange(rows, self.received, self.sent)
-
-    def _exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        shape = rows.shape[1:]
-        width, count = prod(shape), sum(received)
-        sent, received = [n * width for n in sent], [n * width for n in received]
-        return self.ctx.all_to_all(rows.reshape(-1), sent, received, self.ranks).view(count, *shape)
-
-
-def exchange_headers(
-    ctx: LocalContext, ranks: tuple[int, ...], headers: Sequence[Sequence[int]], device: torch.device
-) -> list[list[int]]:
-    """All-to-all of one header of integers for each of `ranks`; returns those received, in rank order."""
-    ones = [1] * len(ranks)
-    received: list[list[int]] = Route(ctx, ranks, ones, ones).send(torch.tensor(headers, device=device)).tolist()
-    return received
+        return self.exchange.rows(rows, self.received, self.sent)
 
 
 def exchange_messages(
-    ctx: LocalContext,
-    ranks: tuple[int, ...],
+    exchange: Exchange,
     messages: Sequence[Tensor],
     headers: Sequence[Sequence[int]],
     capacity_sent: Sequence[int],
@@ -66,7 +48,7 @@ def exchange_messages(
     Only if a message of some rank is longer, a second all-to-all sends the rest of all.
 
     Args:
-        messages: 1-D and of one integer dtype, the same number of them for each of `ranks`.
+        messages: 1-D and of one integer dtype, the same number of them for each rank.
         headers: integers that are sent with each of `messages`.
         capacity_sent, capacity_received: how many elements of each message the first all-to-all sends and receives.
         check: called with the headers received, before the second all-to-all.
@@ -76,7 +58,7 @@ def exchange_messages(
     """
 
     def by_rank(counts: Sequence[int]) -> list[int]:
-        share = len(messages) // len(ranks)
+        share = len(messages) // len(exchange.ranks)
         return [sum(counts[i : i + share]) for i in range(0, len(messages), share)]
 
     longer = any(x.numel() > capacity for x, capacity in zip(messages, capacity_sent, strict=True))
@@ -88,11 +70,8 @@ def exchange_messages(
         for head, x, capacity in zip(heads, messages, capacity_sent, strict=True)
         for part in (head, F.pad(x[:capacity], (0, max(0, capacity - x.numel()))))
     ]
-    received = ctx.all_to_all(
-        torch.cat(first),
-        by_rank([size + n for n in capacity_sent]),
-        by_rank([size + n for n in capacity_received]),
-        ranks,
+    received = exchange.all_to_all(
+        torch.cat(first), by_rank([size + n for n in capacity_sent]), by_rank([size + n for n in capacity_received])
     )
     parts = received.split([n for capacity in capacity_received for n in (size, capacity)])
     heads_received = torch.cat(parts[::2]).view(torch.int64).view(len(messages), -1).tolist()
@@ -101,6 +80,6 @@ def exchange_messages(
     if any(longer for _, longer, *_ in heads_received):
         rest = [x[capacity:] for x, capacity in zip(messages, capacity_sent, strict=True)]
         missing = [count - x.numel() for x, (count, *_) in zip(found, heads_received, strict=True)]
-        received = ctx.all_to_all(torch.cat(rest), by_rank([x.numel() for x in rest]), by_rank(missing), ranks)
+        received = exchange.all_to_all(torch.cat(rest), by_rank([x.numel() for x in rest]), by_rank(missing))
         found = [torch.cat(pair) for pair in zip(found, received.long().split(missing), strict=True)]
     return found, [header for _, _, *header in heads_received]

@@ -14,7 +14,7 @@ from shardwise._lookups.bad_ids import id_axes, raise_bad_ids, refuse_bad_ids, v
 from shardwise._rules import Meta, OpRule, Row
 from shardwise._rules.local_context import LocalContext
 from shardwise._rules.registry import register
-from shardwise._rules.row_exchange import Route, exchange_headers
+from shardwise._rules.row_exchange import Route
 from shardwise.errors import ConfigError, IdError, IdTypeError, LayoutError, PlanError
 from shardwise.parallel.styles import InputFn, ModuleContext, OutputFn, ParallelStyle, PlacementsLike, first_input
 
@@ -170,10 +170,10 @@ def _route(ctx: LocalContext, ranks: tuple[int, ...], chosen: Tensor, sent: Sequ
     """The route of tokens. All ranks with different tokens exchange headers, so that all raise for a bad expert."""
     everyone = ctx.ranks(id_axes(ctx))
     verdict, counts = verdict_on(ctx, chosen, None), dict(zip(ranks, sent, strict=True))
-    headers = exchange_headers(ctx, everyone, [(counts.get(rank, 0), *verdict) for rank in everyone], chosen.device)
+    headers = ctx.exchange(everyone).headers([(counts.get(rank, 0), *verdict) for rank in everyone], chosen.device)
     raise_bad_ids(ctx, [verdict for _, *verdict in headers], everyone)
     received = {rank: count for rank, (count, *_) in zip(everyone, headers, strict=True)}
-    return Route(ctx, ranks, sent, [received[rank] for rank in ranks])
+    return Route(ctx.exchange(ranks), sent, [received[rank] for rank in ranks])
 
 
 def _tokens_shape(chosen: Meta, w1: Meta, w2: Meta, tokens: Meta, weights: Meta) -> tuple[int, ...]:

@@ -104,10 +104,8 @@ def _topk(ctx: LocalContext, x: Tensor, k: int, dim: int, largest: bool) -> Tens
 
 def gather_rows(ctx: LocalContext, x: Tensor, lengths: Sequence[int], order: Sequence[int]) -> Tensor:
     """All-gather tensors of `lengths` rows, and concatenate them in this order of the ranks."""
-    ranks, width = ctx.ranks(), prod(x.shape[1:])
-    every = ctx.all_to_all(x.reshape(-1).repeat(len(ranks)), [x.numel()] * len(ranks), [n * width for n in lengths])
-    blocks = every.split([n * width for n in lengths])
-    return torch.cat([blocks[i] for i in order]).view(sum(lengths), *x.shape[1:])
+    blocks = ctx.exchange().gather(x, lengths).split(list(lengths))
+    return torch.cat([blocks[i] for i in order])
 
 
 def offset_order(ctx: LocalContext, dim: int) -> list[int]:
@@ -159,10 +157,9 @@ def _exchange_sorted(ctx: LocalContext, dim: int, keys: Tensor, rows: Tensor) ->
     offsets = first + (first.new_tensor(starts) - first.sum(0) - earlier).clamp(min=0).minimum(equal)
     splits = offsets.diff(dim=1, append=first.new_tensor(sizes).unsqueeze(1)).tolist()
     segments = rows.split(splits[here])
-    sends = [splits[here][p] * rows.shape[1] for p in positions]
-    receives = [splits[p][here] * rows.shape[1] for p in positions]
-    received = ctx.all_to_all(torch.cat([segments[p] for p in positions]).reshape(-1), sends, receives).split(receives)
-    return torch.cat([received[i] for i in order]).view(-1, rows.shape[1])
+    sends, receives = [splits[here][p] for p in positions], [splits[p][here] for p in positions]
+    received = ctx.exchange().rows(torch.cat([segments[p] for p in positions]), sends, receives).split(receives)
+    return torch.cat([received[i] for i in order])
 
 
 def count_below(

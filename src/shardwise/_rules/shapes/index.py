@@ -39,7 +39,7 @@ from shardwise._rules.local_context import LocalContext, local_with
 from shardwise._rules.pointwise import PARTIALS, SUMS, shape_of_first, shard_at
 from shardwise._rules.registry import OpRule, functions_named, overloads, register
 from shardwise._rules.row import Align, Kwargs, Meta, Row
-from shardwise._rules.row_exchange import Route, exchange_headers
+from shardwise._rules.row_exchange import Route
 from shardwise.errors import PlaceError
 
 aten = torch.ops.aten
@@ -234,14 +234,13 @@ def _read(form: IndexForm, ctx: LocalContext, x: Tensor, /, *args: object, **kwa
     kept, targets = _kept_sizes(ctx, call), _targets(ctx, call, ranks)
     if _index_axes(ctx, call):
         order, route, index = _send_indices(ctx, ranks, targets)
-        slices = _take_slices(x, call, index).reshape(len(index), *kept)
+        slices = route.answer(_take_slices(x, call, index).reshape(len(index), *kept))
     else:  # all ranks have all indices
         raise_bad_index(ctx.layouts[0].shape, targets.bad_index)
         order, counts = targets.owner.argsort(stable=True), targets.owner.bincount(minlength=len(ranks)).tolist()
-        route = Route(ctx, ranks, counts, [counts[me]] * len(ranks))
         slices = _take_slices(x, call, targets.local[targets.owner == me]).reshape(counts[me], *kept)
-        slices = slices.repeat(len(ranks), *(1 for _ in kept))
-    out = route.answer(slices).index_select(0, order.argsort()).view((*call.index_shape, *kept))
+        slices = ctx.exchange(ranks).gather(slices, counts)
+    out = slices.index_select(0, order.argsort()).view((*call.index_shape, *kept))
     ndim = len(call.index_shape)
     return out.movedim(tuple(range(ndim)), tuple(range(call.start, call.start + ndim)))
 
@@ -360,9 +359,10 @@ def _send_indices(ctx: LocalContext, ranks: tuple[int, ...], targets: Targets) -
     order = targets.owner.argsort(stable=True)
     order = order[targets.owner[order] >= 0]
     counts = targets.owner[order].bincount(minlength=len(ranks)).tolist()
-    received = exchange_headers(ctx, ranks, [(n, *targets.bad_index) for n in counts], order.device)
+    exchange = ctx.exchange(ranks)
+    received = exchange.headers([(n, *targets.bad_index) for n in counts], order.device)
     raise_bad_index(ctx.layouts[0].shape, next(((dim, index) for _, dim, index in received if dim), (0, 0)))
-    route = Route(ctx, ranks, counts, [n for n, _, _ in received])
+    route = Route(exchange, counts, [n for n, _, _ in received])
     return order, route, route.send(targets.local[order])
 
 

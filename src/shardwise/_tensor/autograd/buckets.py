@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
 from itertools import count
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -466,21 +465,11 @@ def _add_reduced(leaf: DTensor, total: Tensor) -> None:
 
 def _sum_sparse(raw: Tensor, layout: Layout) -> Tensor:
     """The sum of row-sparse gradients over the ranks: indices and values are exchanged, never the dense table."""
-    own = raw.coalesce()
+    own = raw.detach().coalesce()
     ranks = tuple(sorted(layout.mesh.submesh(axes_to_reduce(layout), collectives.rank()).ranks))
     count = own.indices().shape[1]
-    ones = [1] * len(ranks)
-    sent = torch.tensor([count] * len(ranks), device=collectives.message_device(ranks))
     exchange = Exchange(ranks, READ)
-    counts = exchange.start(sent, ones, ones)().tolist()
-
-    def gathered(x: Tensor) -> list[Tensor]:
-        width = prod(x.shape[1:])
-        flat = x.reshape(-1).repeat(len(ranks))
-        every = exchange.start(flat, [x.numel()] * len(ranks), [n * width for n in counts])()
-        rows = every.split([n * width for n in counts])
-        return [values.view(n, *x.shape[1:]) for n, values in zip(counts, rows, strict=True)]
-
-    indices = torch.cat(gathered(own.indices().t().contiguous())).t()
-    values = torch.cat(gathered(own.values()))
+    counts = [n for (n,) in exchange.headers([[count]] * len(ranks), collectives.message_device(ranks))]
+    indices = exchange.gather(own.indices().t(), counts).t()
+    values = exchange.gather(own.values(), counts)
     return torch.sparse_coo_tensor(indices, values, raw.shape, check_invariants=False).coalesce()

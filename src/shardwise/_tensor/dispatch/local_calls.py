@@ -13,7 +13,6 @@ from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors
 from shardwise import _collectives as collectives
 from shardwise._layout import REPLICATE, Layout, Mesh, Owner, Shard, contiguous_strides, strides_in_order
 from shardwise._redistribute.run_plan import redistribution
-from shardwise._redistribute.transfers import Exchange
 from shardwise._rules import OpRule
 from shardwise._rules.local_context import LocalContext, has_specialized_version, specialization
 from shardwise._rules.row import Args, Kwargs, LocalFunction, Op
@@ -319,9 +318,8 @@ def _layout_of_result(recipe: Recipe, ctx: RankContext, x: Tensor, index: int | 
     for dim in sorted({p.dim for p in placements if isinstance(p, Shard)}):
         axes = tuple(axis for axis, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim)
         ranks = ctx.ranks(axes)
-        ones = [1] * len(ranks)
-        sent = torch.tensor([x.shape[dim]] * len(ranks), device=collectives.message_device(ranks))
-        sizes = Exchange(ranks, ctx.cause).start(sent, ones, ones)().tolist()
+        headers = [[x.shape[dim]]] * len(ranks)
+        sizes = [n for (n,) in ctx.exchange(ranks).headers(headers, collectives.message_device(ranks))]
         shape = (*shape[:dim], sum(sizes), *shape[dim + 1 :])
         of_axes = align_shards.sizes_by_axis(mesh, axes, order, dict(zip(ranks, sizes, strict=True)))
         for axis, axis_sizes in of_axes.items():

@@ -338,17 +338,9 @@ def _allocated(x: Tensor) -> Tensor:
 
 def _some(message: Message, present: Sequence[int]) -> Message:
     """The message without parameters that have no gradient."""
-    moves = message.moves
-    fewer = Batched(
-        moves.ranks,
-        tuple(moves.shards[k] for k in present),
-        tuple(moves.shapes[k] for k in present),
-        tuple(moves.own[k] for k in present),
-        moves.collective,
-    )
     members, names = tuple(message.members[k] for k in present), tuple(message.names[k] for k in present)
     terms = tuple(message.terms[k] for k in present)
-    return replace(message, members=members, names=names, moves=fewer, terms=terms)
+    return replace(message, members=members, names=names, moves=message.moves.some(present), terms=terms)
 
 
 class _Context(Protocol):
