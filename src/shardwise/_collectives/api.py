@@ -58,7 +58,7 @@ def transport() -> Transport:
     simulated = _thread.transport
     if simulated is not None:
         return simulated
-    world = distributed_c10d._world._default_pg  # the properties that return it take longer
+    world = distributed_c10d._world.default_pg  # `dist.group.WORLD` takes longer
     if world is None:
         return _single_rank(current_process())
     if TORCH_TRANSPORT.world() is not world:
