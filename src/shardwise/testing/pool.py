@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardwise._collectives.spawn import Death, MemoryFile, RankProcesses
+from shardwise._collectives.checks.shared_memory import MemoryFile
+from shardwise._launch.processes import Death, RankProcesses
 from shardwise._trace.user_stack import StackFrame, format_running
 from shardwise.errors import RemoteRankError, ShardwiseError, summary
 from shardwise.testing.failures import LATE, DeadlockError, SendError, first_error, point_at

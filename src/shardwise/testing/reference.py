@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shardwise._collectives.spawn import has_main_file
+from shardwise._launch.processes import has_main_file
 from shardwise.errors import summary
 from shardwise.testing.failures import SendError
 

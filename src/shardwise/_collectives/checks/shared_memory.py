@@ -21,7 +21,6 @@ from shardwise._collectives.checks.values import MASK, WORDS, Note, stable_diges
 from shardwise._collectives.collective_call import Ranks
 from shardwise._collectives.failures.reports import bounded
 from shardwise._collectives.failures.store import DifferentCalls, FailureStore, ProcessIdentity
-from shardwise._collectives.spawn import MemoryFile
 
 GROUPS = 256  # of a rank; calls of groups beyond these are not compared
 NUM_NOTES, NOTES = 0, 1  # positions in the file
@@ -29,6 +28,23 @@ REGIONS = NOTES + KEPT_NOTES * WORDS
 LATEST, RECORDS = 1, 2  # positions in a region, after its key
 READABLE_NOTES = KEPT_NOTES // 2  # of another rank, which may write over the oldest meanwhile
 SETTLE_SECONDS = 0.001  # after which all words of a record are visible on any processor
+
+
+class MemoryFile:
+    """An empty file in memory; processes of this user can open `path` until this process closes it or ends.
+
+    Ranks meet in one: there is no port to collide on, and nothing to remove from a file system.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor = os.memfd_create("shardwise")
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def read(self) -> str:
+        return os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0).decode(errors="replace")
+
+    def close(self) -> None:
+        os.close(self._descriptor)
 
 
 @dataclass(slots=True)

@@ -219,20 +219,3 @@ def _sigint_postponed() -> Iterator[None]:
             signal.signal(signal.SIGINT, before)
         if received:
             signal.raise_signal(signal.SIGINT)
-
-
-class MemoryFile:
-    """An empty file in memory; processes of this user can open `path` until this process closes it or ends.
-
-    Ranks meet in one: there is no port to collide on, and nothing to remove from a file system.
-    """
-
-    def __init__(self) -> None:
-        self._descriptor = os.memfd_create("shardwise")
-        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-
-    def read(self) -> str:
-        return os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0).decode(errors="replace")
-
-    def close(self) -> None:
-        os.close(self._descriptor)

@@ -1,6 +1,4 @@
-"""Starting ranks on this machine.
-
-`launch` starts processes, joins them to a gloo world and returns what rank 0 returned. Their store is a memory
+"""`launch` starts processes, joins them to a gloo world and returns what rank 0 returned. Their store is a memory
 file of the launcher, so there is no port to collide on and nothing to clean up.
 """
 
@@ -24,7 +22,7 @@ from shardwise._layout import NumRanks, Timeout, checked
 from shardwise.errors import ArgumentError, LaunchError, RankFailedError, RemoteRankError
 
 if TYPE_CHECKING:
-    from shardwise._collectives.spawn import Death
+    from shardwise._launch.processes import Death
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
@@ -122,7 +120,7 @@ def _pickled(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
     inner = fn
     while isinstance(inner, partial):
         inner = inner.func
-    from shardwise._collectives.spawn import has_main_file  # imports torch, unlike this module
+    from shardwise._launch.processes import has_main_file  # imports torch, unlike this module
 
     if getattr(inner, "__module__", None) == "__main__" and not has_main_file():
         raise LaunchError(f"launch cannot send {inner!r} to ranks: it was defined interactively. {advice}")
@@ -156,7 +154,8 @@ def _answers(
     job: bytes, nproc: int, timeout_seconds: float, grace_seconds: float
 ) -> "dict[int, bytes | _Failed | Death]":
     """Run the job on new ranks; how each of them ended."""
-    from shardwise._collectives.spawn import Death, MemoryFile, RankProcesses  # imports torch, unlike this module
+    from shardwise._collectives.checks.shared_memory import MemoryFile  # which imports torch, unlike this module
+    from shardwise._launch.processes import Death, RankProcesses
 
     answers: dict[int, bytes | _Failed | Death] = {}
     with closing(MemoryFile()) as store:
