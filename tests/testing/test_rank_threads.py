@@ -1,6 +1,7 @@
 """Threads that a simulated rank starts are the rank; one of them communicates at a time."""
 
 import asyncio
+import os
 import queue
 import threading
 import time
@@ -48,11 +49,38 @@ def in_thread_of_thread(fn: Callable[[], Any]) -> Any:
     return in_thread(lambda: in_thread(fn))
 
 
+def behind_lock(fn: Callable[[], Any]) -> Any:
+    lock, found = threading.Lock(), list[Any]()
+
+    def release() -> None:
+        found.append(fn())
+        lock.release()
+
+    wait = lock.acquire
+    wait()
+    threading.Thread(target=release).start()
+    wait()
+    return found[0]
+
+
+def behind_pipe(fn: Callable[[], Any]) -> Any:
+    (reader, writer), found = os.pipe(), list[Any]()
+
+    def write() -> None:
+        found.append(fn())
+        os.close(writer)
+
+    threading.Thread(target=write).start()
+    os.read(reader, 1)
+    os.close(reader)
+    return found[0]
+
+
 def in_event_loop(fn: Callable[[], Any]) -> Any:
     return asyncio.run(asyncio.to_thread(fn))
 
 
-ELSEWHERE = [in_thread, in_pool, in_map, in_own_pool, in_thread_of_thread, in_event_loop]
+ELSEWHERE = [in_thread, in_pool, in_map, in_own_pool, in_thread_of_thread, in_event_loop, behind_lock, behind_pipe]
 
 
 @pytest.mark.parametrize("elsewhere", ELSEWHERE)

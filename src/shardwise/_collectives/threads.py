@@ -1,44 +1,23 @@
 """One thread of a rank communicates at a time; another takes over while that one waits, or after it has ended.
 
-Ranks would pair the collectives of two threads that run side by side differently.
+Ranks would pair the collectives of two threads that run side by side differently. A thread waits if it sleeps and uses
+no processor time meanwhile, whatever it waits for: in Python, in a lock or in C++. One that reads a file does so too,
+and what it calls in another order than on other ranks is found as any other order (`checks/calls.py`).
 """
 
-import concurrent.futures
-import dis
-import multiprocessing
-import queue
-import re
-import selectors
-import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
-from time import monotonic, sleep
 from types import FrameType
 
-import torch
-
 from shardwise._collectives.checks.ledger import Ledger
-from shardwise._trace.user_stack import expression_of, format_call_sites, frames_of
+from shardwise._trace.user_stack import format_call_sites, frames_of
 from shardwise.errors import ThreadError
 
 GRACE_SECONDS = 1.0  # to begin to wait, as in `thread.start(); thread.join()`, on a busy machine
-TICK_SECONDS = 0.001
-LOOKS = 20  # at a thread that has called a lock: it waits if it is there at each tick
-# A thread waits if the innermost frame of its stack is one of these functions in one of these modules.
-_WAITING_FUNCTIONS = frozenset(
-    """
-    wait join _wait_for_tstate_lock select poll _recv _send _try_wait _wait
-    _worker run set_result set_exception
-    _engine_run_backward
-    """.split()  # for a lock, thread or process; for the next task of an executor; for the engine of autograd
-)
-_WAITING_MODULES = tuple(
-    str(module.__file__).removesuffix("__init__.py")
-    for module in (threading, queue, selectors, subprocess, concurrent.futures, multiprocessing, torch.autograd.graph)
-)
-_LOCK_CALL = re.compile(r"\.acquire\([^()]*\)$")
-_COMMUNICATING = tuple(str(Path(__file__).with_name(name)) for name in ("api.py", "processes.py", "started.py"))
+TICK_SECONDS = 0.001  # without processor time
+_COMMUNICATING = f"{Path(__file__).parent}/"
 
 
 class ThreadGuard:
@@ -54,6 +33,7 @@ class ThreadGuard:
         self._ledger = ledger
         self.failed = ""
         self._lock = threading.Lock()  # of several threads that take over, one does
+        self._clock = self._native = 0  # of the processor time of the thread, and its number in the system
 
     def take_over(self) -> None:
         """Let this thread make the collectives of its rank from here on.
@@ -62,16 +42,17 @@ class ThreadGuard:
             ThreadError: the thread that made the last one neither waits nor has ended; or this rank raised that before.
         """
         self.check()
-        made, until, looks = self._ledger.num_calls, monotonic() + GRACE_SECONDS, 0
+        made, until = self._ledger.num_calls, time.monotonic() + GRACE_SECONDS
         while True:
+            ident, waits = self.ident, self._waits()
             with self._lock:
                 self.check()
                 frame = sys._current_frames().get(self.ident)
-                looks = looks + 1 if frame is not None and _calls_lock(frame) else 0
-                if frame is None or ((_waits(frame) or looks == LOOKS) and not _communicates(frame)):
-                    self.ident = threading.get_ident()
+                if frame is None or (waits and ident == self.ident and not _communicates(frame)):
+                    self.ident, self._native = threading.get_ident(), threading.get_native_id()
+                    self._clock = time.pthread_getcpuclockid(self.ident)
                     return
-            if self._ledger.num_calls != made or _communicates(frame) or monotonic() > until:
+            if self._ledger.num_calls != made or _communicates(frame) or time.monotonic() > until:
                 self.fail(
                     f"Two threads of rank {self._ledger.rank} communicate in no order:"
                     f"\n  {_name(threading.get_ident())}{format_call_sites(list(frames_of(sys._getframe())))}"
@@ -79,7 +60,6 @@ class ThreadGuard:
                     f"\n  Ranks would pair their collectives differently. Fix: communicate in one thread, such as "
                     f"by redistributing after the queue; or let it wait for the other one with join() or result()."
                 )
-            sleep(TICK_SECONDS)
 
     def check(self) -> None:
         if self.failed:
@@ -90,23 +70,21 @@ class ThreadGuard:
         self.failed, self.ident = why, -1
         self.check()
 
-
-def _waits(frame: FrameType) -> bool:
-    code, caller = frame.f_code, frame.f_back
-    asks_only = caller is not None and caller.f_code.co_name == "is_alive"
-    return code.co_name in _WAITING_FUNCTIONS and code.co_filename.startswith(_WAITING_MODULES) and not asks_only
-
-
-def _calls_lock(frame: FrameType) -> bool:
-    """Whether a thread is in `lock.acquire()`, or where a `with lock:` begins: C functions, which have no frame."""
-    opcode = frame.f_code.co_code[frame.f_lasti]
-    return dis.opname[opcode] == "BEFORE_WITH" or _LOCK_CALL.search(expression_of(frame)) is not None
+    def _waits(self) -> bool:
+        """Whether the thread that made the last collective sleeps, or has ended. Takes a tick, without the GIL."""
+        try:
+            before = time.clock_gettime_ns(self._clock)
+            time.sleep(TICK_SECONDS)
+            state = Path(f"/proc/self/task/{self._native}/stat").read_text().rpartition(")")[2].split()[0]
+            return state == "S" and time.clock_gettime_ns(self._clock) == before
+        except OSError:
+            return True
 
 
 def _communicates(frame: FrameType | None) -> bool:
     """Whether a thread is in a collective, where it may wait for something else than the other thread."""
     while frame is not None:
-        if frame.f_code.co_filename in _COMMUNICATING:
+        if frame.f_code.co_filename.startswith(_COMMUNICATING):
             return True
         frame = frame.f_back
     return False
