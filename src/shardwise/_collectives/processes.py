@@ -111,8 +111,7 @@ class TorchTransport:
         self.groups: dict[Ranks, dist.ProcessGroup] = {}
         self.device_meshes: dict[Mesh, DeviceMesh] = {}
         self.mesh_values: dict[int, Mesh] = {}
-        self.monitor = FailureMonitor()
-        self.monitor.describe = self._describe_call
+        self.monitor = FailureMonitor(self._describe_call)
         self._memory: SharedMemory | None = None
         self._stored: StoredNotes | None = None
         self._num_notes = 0  # of this rank, when it last compared those of all groups

@@ -8,18 +8,19 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 
 from shardwise._collectives.collective_call import DescribedCall, PendingCollective, Ranks
 from shardwise._collectives.failures.store import (
+    Connection,
     FailureReport,
     FailureStore,
     ProcessIdentity,
     address,
     identity_of,
     is_on_this_host,
-    is_reachable,
 )
 from shardwise._trace.user_stack import format_call_sites, format_running, frames_of
 
@@ -41,15 +42,15 @@ class FailureMonitor:
         root: the report of the first failure; this rank sends nothing from then on.
         keeper: the process that has the server of the store, where there is one and it is known.
         pending: the collective this rank waits in, while it does.
-        describe: what this rank called in a collective, by group and number.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, describe: Callable[[Ranks, int], DescribedCall | None] = lambda _ranks, _number: None) -> None:
+        """`describe` returns what this rank called in a collective, by group and number."""
+        self.describe = describe
         self.failed = False
         self.root: FailureReport | None = None
         self.keeper: ProcessIdentity | None = None
         self.pending: Callable[[], PendingCollective] | None = None
-        self.describe: Callable[[Ranks, int], DescribedCall | None] = lambda _ranks, _number: None
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -61,13 +62,8 @@ class FailureMonitor:
         """
         self.stop()
         self.failed, self.root, self.keeper, self._stopped = False, None, None, threading.Event()
-        main = threading.main_thread().ident or 0
-        self._thread = threading.Thread(
-            target=self._run,
-            args=(store_of_world, self._stopped, main, launcher),
-            name="shardwise monitor",
-            daemon=True,
-        )
+        run = partial(self._run, store_of_world, self._stopped, launcher)
+        self._thread = threading.Thread(target=run, name="shardwise monitor", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -78,48 +74,50 @@ class FailureMonitor:
         self._thread = None
 
     def _run(
-        self,
-        store_of_world: Callable[[], FailureStore | None],
-        stopped: threading.Event,
-        main: int,
-        launcher: int | None,
+        self, store_of_world: Callable[[], FailureStore | None], stopped: threading.Event, launcher: int | None
     ) -> None:
         polls = True
-        while (polls or launcher is not None) and not stopped.wait(TICK_SECONDS):
-            if launcher is not None and os.getppid() != launcher:
-                _end_without(launcher, stopped)
-            polls = polls and self._poll(store_of_world, main, launcher)
+        with closing(Connection()) as connection:
+            while (polls or launcher is not None) and not stopped.wait(TICK_SECONDS):
+                if launcher is not None and os.getppid() != launcher:
+                    _end_without(launcher, stopped)
+                polls = polls and self._poll(store_of_world, connection, launcher)
 
-    def _poll(self, store_of_world: Callable[[], FailureStore | None], main: int, launcher: int | None) -> bool:
+    def _poll(
+        self, store_of_world: Callable[[], FailureStore | None], connection: Connection, launcher: int | None
+    ) -> bool:
         """Look at the store; whether to do so again."""
         with suppress(Exception):  # an unreachable world is not monitored
             store = store_of_world()
-            if store is None:
-                return False
-            if not is_reachable(store.store):
-                return True  # a network may recover
-            server = address(store.store)
-            if self.keeper is None and server is not None:
-                if not has_agent_store():
-                    self.keeper = store.process(0)
-                elif launcher is not None and is_on_this_host(server):  # else the agent of another host has it
-                    self.keeper = identity_of(launcher)
-            if not self.failed and store.are_states_requested():
-                self._publish(store, main)
-                self.failed = True
-            if not self.failed:
-                return True
-            self.root = store.root() or self.root
-            if self.root is None:
-                return True
-            store.publish("acknowledged", True)
+            if store is not None:
+                # A network may recover.
+                return connection.error(store.store) is not None or self._look(store, launcher)
         return False
 
-    def _publish(self, store: FailureStore, main: int) -> None:
+    def _look(self, store: FailureStore, launcher: int | None) -> bool:
+        server = address(store.store)
+        if self.keeper is None and server is not None:
+            if not has_agent_store():
+                self.keeper = store.process(0)
+            elif launcher is not None and is_on_this_host(server):  # else the agent of another host has it
+                self.keeper = identity_of(launcher)
+        if not self.failed and store.are_states_requested():
+            self._publish(store)
+            self.failed = True
+        if not self.failed:
+            return True
+        self.root = store.root() or self.root
+        if self.root is None:
+            return True
+        store.publish("acknowledged", True)
+        return False
+
+    def _publish(self, store: FailureStore) -> None:
         different = store.difference()
         if different is not None:
             store.publish("call", self.describe(different.ranks, different.number))
-        pending, stack = self.pending, list(frames_of(sys._current_frames().get(main)))
+        main = sys._current_frames().get(threading.main_thread().ident or 0)
+        pending, stack = self.pending, list(frames_of(main))
         if pending is not None:
             store.publish_pending(replace(pending(), where=format_call_sites(stack, limit=1)))
         else:

@@ -180,7 +180,7 @@ def explain(
     """
     transport_error = "" if isinstance(error, WaitAbortedError) else _first_sentence(error)
     pending = replace(pending, where=format_call_sites(list(frames_of(sys._getframe(1))), limit=1))
-    report = monitor.root or bounded(lambda: _investigate(pending, waited_seconds))
+    report = monitor.root or bounded(lambda: _investigate(pending, waited_seconds, monitor.keeper))
     monitor.root = monitor.root or report or _report_on_silent_store(pending, monitor.keeper)
     return remote_error(monitor.root, dist.get_rank(), pending, transport_error)
 
@@ -204,7 +204,9 @@ def _first_sentence(error: BaseException) -> str:
     return first.rpartition("] " if first.startswith("[/") else "\n")[2].split(". ")[0].rstrip(".!") + "."
 
 
-def _investigate(pending: PendingCollective, waited_seconds: float) -> FailureReport:
+def _investigate(
+    pending: PendingCollective, waited_seconds: float, keeper: ProcessIdentity | None
+) -> FailureReport | None:
     store = store_of_world()
     assert store is not None
     lost = connection_error(store.store)
@@ -214,15 +216,16 @@ def _investigate(pending: PendingCollective, waited_seconds: float) -> FailureRe
         except Exception:
             if (lost := connection_error(store.store)) is None:  # else it has just ended
                 raise
+    refused = isinstance(lost, ConnectionError)
+    if refused and keeper is not None and not poll(lambda: keeper.state() != "alive" or None):
+        return None  # it has too much to do, or left the world
     return _report_on_lost_store(store, lost)
 
 
 def _report_from_store(store: FailureStore, pending: PendingCollective, waited_seconds: float) -> FailureReport:
     store.publish_pending(pending)
     store.request_states()
-    report = poll(
-        lambda: store.root() or _report_on_exits(store, pending.ranks) or _report_on_different_calls(store, pending)
-    )
+    report = poll(lambda: store.root() or _report_on_exits(store, pending.ranks))
     report = report or store.publish_root(_report_on_missing_ranks(store, pending, waited_seconds))
     store.publish("acknowledged", True)
     return report
@@ -254,21 +257,6 @@ def _report_on_exits(store: FailureStore, ranks: Ranks) -> FailureReport | None:
             text = f"Rank {rank} ended without a report: it was killed, crashed, or called os._exit"
             return store.publish_root(FailureReport(rank, f"{text} (process {process.pid}).", fix=LOOK_THERE))
     return None
-
-
-def _report_on_different_calls(store: FailureStore, pending: PendingCollective) -> FailureReport | None:
-    """The report where all ranks of a group wait in the same collective with calls that do not match."""
-    if not store.have_all("pending", pending.ranks):
-        return None
-    all_pending = {rank: found for rank in pending.ranks if (found := store.pending(rank))}
-    if any((other.ranks, other.number) != (pending.ranks, pending.number) for other in all_pending.values()):
-        return None
-    why = mismatch(pending.ranks, {rank: other.call for rank, other in all_pending.items()})
-    if why is None:
-        return None
-    calls = {rank: str(other.call) for rank, other in all_pending.items()}
-    text = mismatch_text(pending.ranks, pending.number, why, calls)
-    return store.publish_root(FailureReport(None, text, fix=SAME_ORDER, mismatch=True))
 
 
 def explain_difference(
@@ -331,10 +319,13 @@ def _report_on_missing_ranks(store: FailureStore, pending: PendingCollective, wa
     if missing:
         who = f"Rank {missing[0]}" if len(missing) == 1 else f"Ranks {', '.join(map(str, missing))}"
         text = f"{who} did not join {name}, which failed after {waited_seconds:.3g} s:{table}"
-        silent = all(_is_silent_elsewhere(store, rank) for rank in missing)
-        return FailureReport(missing[0], text, fix=LOOK_AT_HOSTS if silent else _go_on(store, missing) or SAME_ORDER)
+        return FailureReport(missing[0], text, fix=_fix_of_missing(store, missing))
     if len({(other.ranks, other.number) for other in all_pending.values()}) > 1:
         text = f"Ranks {', '.join(map(str, sorted(states)))} wait for each other, in different collectives:{table}"
+        return FailureReport(None, text, fix=SAME_ORDER, mismatch=True)
+    calls = {rank: other.call for rank, other in all_pending.items()}
+    if (why := mismatch(pending.ranks, calls)) is not None:
+        text = mismatch_text(pending.ranks, pending.number, why, {rank: str(call) for rank, call in calls.items()})
         return FailureReport(None, text, fix=SAME_ORDER, mismatch=True)
     why = "some joined after the timeout of others, or the network failed"
     text = f"All ranks joined {name}, but it failed after {waited_seconds:.3g} s: {why}."
@@ -357,18 +348,16 @@ def _ranks_waited_for(
     return all_pending, sorted(missing)
 
 
-def _go_on(store: FailureStore, missing: Sequence[int]) -> str:
-    """What to do if all ranks that are missing are stopped processes; else ""."""
+def _fix_of_missing(store: FailureStore, missing: Sequence[int]) -> str:
     processes = [process for rank in missing if (process := store.process(rank)) is not None]
-    if len(processes) < len(missing) or any(process.state() != "stopped" for process in processes):
-        return ""
-    return f"let it go on (kill -CONT {' '.join(str(process.pid) for process in processes)}), or end it."
-
-
-def _is_silent_elsewhere(store: FailureStore, rank: int) -> bool:
-    """Whether a rank of another host did not say what it does, so that all of that host may be gone."""
-    process = store.process(rank)
-    return process is not None and process.state() == "elsewhere" and store.read("running", rank) is None
+    states = {process.state() for process in processes}
+    if len(processes) < len(missing):
+        return SAME_ORDER
+    if states == {"stopped"}:
+        return f"let it go on (kill -CONT {' '.join(str(process.pid) for process in processes)}), or end it."
+    # Ranks of another host that do not say what they do: all of that host may be gone.
+    silent = states == {"elsewhere"} and all(store.read("running", rank) is None for rank in missing)
+    return LOOK_AT_HOSTS if silent else SAME_ORDER
 
 
 def _state_of_missing(store: FailureStore, rank: int) -> str:

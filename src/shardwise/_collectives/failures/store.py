@@ -7,32 +7,23 @@ fails, and notes of values for ranks of other hosts. A collective that succeeds 
 import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from uuid import uuid4
 
-from shardwise._collectives.collective_call import PendingCollective, Ranks, call_from
+from torch._C._distributed_c10d import Store
+
+from shardwise._collectives.collective_call import CollectiveCall, PendingCollective, Ranks
 from shardwise._trace.user_stack import user_call_site
 from shardwise.errors import MismatchError, RemoteRankError, ShardwiseError, summary
 
 MAX_LINES = 6  # of an error's text that are published
 ITS_OUTPUT = "its own output has the traceback; fix that rank first."
 CONNECT_SECONDS = 0.5
-
-
-class Store(Protocol):
-    """The methods of a torch store that are needed here."""
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def get(self, key: str) -> bytes: ...
-
-    def check(self, keys: list[str]) -> bool: ...
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
 
 
 @dataclass(frozen=True)
@@ -56,11 +47,6 @@ class DifferentCalls:
     ranks: Ranks
     number: int
     why: str
-
-
-def different_calls(facts: Mapping[str, Any]) -> DifferentCalls:
-    """The value of JSON, which has lists for tuples."""
-    return DifferentCalls(tuple(facts["ranks"]), facts["number"], facts["why"])
 
 
 def report_of(rank: int, error: BaseException) -> FailureReport:
@@ -175,7 +161,11 @@ class FailureStore:
     def read(self, kind: str, rank: int | None = None) -> Any:
         """What a rank has published of a kind, or any rank; None if it has not."""
         key = _key(kind, rank)
-        return json.loads(self.store.get(key)) if self.store.check([key]) else None
+        return _loads(self.store.get(key)) if self.store.check([key]) else None
+
+    def _publish_first(self, kind: str, value: FailureReport | DifferentCalls) -> Any:
+        """Publish a value unless another rank has; return what is published."""
+        return _loads(self.store.compare_set(_key(kind), "", json.dumps(asdict(value))))
 
     def have_all(self, kind: str, ranks: Sequence[int]) -> bool:
         """Whether each of `ranks` has published something of this kind; one round trip."""
@@ -197,9 +187,7 @@ class FailureStore:
     def pending(self, rank: int) -> PendingCollective | None:
         """The collective that a rank waits in; None if it has published none."""
         found = self.read("pending", rank)
-        if found is None:
-            return None
-        return PendingCollective(call_from(found["call"]), found["number"], tuple(found["ranks"]), found["where"])
+        return None if found is None else PendingCollective(**found | {"call": CollectiveCall(**found["call"])})
 
     def request_states(self) -> None:
         """Ask all ranks to publish their state; their monitors do."""
@@ -210,18 +198,17 @@ class FailureStore:
 
     def publish_difference(self, difference: DifferentCalls) -> DifferentCalls:
         """Publish that ranks disagree, unless another rank has; return what is published."""
-        found = self.store.compare_set(_key("difference"), "", json.dumps(asdict(difference)))
-        return different_calls(json.loads(found))
+        return DifferentCalls(**self._publish_first("difference", difference))
 
     def difference(self) -> DifferentCalls | None:
         found = self.read("difference")
-        return None if found is None else different_calls(found)
+        return None if found is None else DifferentCalls(**found)
 
     def publish_root(self, report: FailureReport) -> FailureReport:
         """Publish the root of all failures unless there is one already; return the one that is published."""
-        found = self.store.compare_set(_key("root"), "", json.dumps(asdict(report)))
+        found = self._publish_first("root", report)
         self.request_states()
-        return FailureReport(**json.loads(found))
+        return FailureReport(**found)
 
     def root(self) -> FailureReport | None:
         """The first failure of this world, of which others may be consequences."""
@@ -233,6 +220,14 @@ def _key(kind: str, rank: int | None = None) -> str:
     return f"shardwise/{kind}" if rank is None else f"shardwise/{kind}/{rank}"
 
 
+def _loads(text: bytes) -> Any:
+    """The value of JSON. The sequences in our classes are tuples."""
+    return json.loads(text, object_hook=lambda x: {k: tuple(v) if type(v) is list else v for k, v in x.items()})
+
+
+# ---- the server of a store ----------------------------------------------------------------------------------
+
+
 def address(store: Store) -> tuple[str, int] | None:
     """Host and port of the server behind `store`; None for a store without one."""
     while (inner := getattr(store, "underlying_store", None)) is not None:
@@ -241,20 +236,43 @@ def address(store: Store) -> tuple[str, int] | None:
     return (host, port) if isinstance(host, str) and isinstance(port, int) else None
 
 
+class Connection:
+    """A connection to the server of a store, which ends with the server; torch's own would print a stack then."""
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+
+    def error(self, store: Store) -> OSError | None:
+        """Why there is no connection to the server of `store`; None if there is, or if the store has no server."""
+        server = address(store)
+        if server is None:
+            return None
+        try:
+            if self._socket is None:
+                self._socket = socket.create_connection(server, CONNECT_SECONDS)
+                self._socket.setblocking(False)
+            if not self._socket.recv(1):
+                raise ConnectionResetError("The server has closed the connection.")
+        except BlockingIOError:  # it says nothing
+            return None
+        except OSError as error:
+            self.close()
+            return error
+        return None
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        self._socket = None
+
+
 def connection_error(store: Store) -> OSError | None:
     """Why the server of `store` accepts no connection; None if it does, or if there is no server."""
-    server = address(store)
-    if server is None:
-        return None
-    try:
-        socket.create_connection(server, CONNECT_SECONDS).close()
-    except OSError as error:
-        return error
-    return None
+    with closing(Connection()) as connection:
+        return connection.error(store)
 
 
 def is_reachable(store: Store) -> bool:
-    """Whether the server of `store` accepts a connection; torch would print a stack where it does not."""
     return connection_error(store) is None
 
 
