@@ -13,8 +13,8 @@ import torch
 
 from shardwise import _collectives as collectives
 from shardwise import distribute_tensor
+from shardwise._cli.calibration import Timing, fit, measure
 from shardwise._collectives.api import using_costs
-from shardwise._collectives.calibration import Timing, fit, measure
 from shardwise._collectives.cost_tables import (
     COLLECTIVES,
     GLOO,

@@ -102,10 +102,10 @@ def exchange(elements: int) -> float:
 def calibrate(output: Path) -> str:
     """Measure what collectives cost in this world. Rank 0 writes the file, and gets a table. Runs on ranks."""
     from shardwise import _collectives as collectives
-    from shardwise._collectives import calibration
+    from shardwise._cli import calibration
     from shardwise._collectives.cost_tables import VARIABLE, read_costs, write_costs
 
-    device_type = calibration.device_type_of_world() if collectives.world_size() > 1 else "cpu"
+    device_type = calibration.device_type_of_world()
     tables = calibration.measure(device_type)
     if collectives.rank() != 0:
         return ""

@@ -168,6 +168,11 @@ def _join(device_type: str, timeout_seconds: float | None) -> None:
     )
 
 
+def has_nccl() -> bool:
+    """Whether the world communicates by NCCL."""
+    return torch.cuda.is_available() and "nccl" in str(dist.get_backend())
+
+
 # ---- process groups ---------------------------------------------------------------------------------------
 
 

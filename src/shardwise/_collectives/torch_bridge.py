@@ -4,9 +4,7 @@ DTensors of `torch.distributed.tensor`, metadata of `torch.distributed.checkpoin
 are also the names by which torch's tools count collectives.
 """
 
-import pickle
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -93,61 +91,6 @@ def write_items(fqn: str, like: Tensor, size: Sequence[int], boxes: Sequence[Box
         )
         for chunk in found.chunks
     ]
-
-
-@dataclass(frozen=True)
-class StoredItem:
-    """One item of a file of a checkpoint: a box of a tensor, or a value if `box` is None."""
-
-    name: str
-    box: Box | None
-    file: str
-    offset: int
-    length: int
-
-
-def flat_values(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[str | int, ...]]]:
-    """Values under the names that `torch.distributed.checkpoint` gives them, and the path of each in `values`.
-
-    Lists of mappings are divided: {"groups": [{"lr": 0.1}]} has "groups.0.lr", at the path ("groups", 0, "lr").
-    """
-    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-
-    flat, paths = flatten_state_dict(dict(values))
-    return dict(flat), dict(paths)
-
-
-def pickled_metadata(
-    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-    items: Sequence[StoredItem],
-    paths: Mapping[str, tuple[str | int, ...]],
-) -> bytes:
-    """The content of the file `.metadata`.
-
-    Args:
-        tensors: dtype and shape by name.
-        items: of all tensors and values.
-        paths: of values, as `flat_values` gives them.
-    """
-    from torch.distributed.checkpoint import metadata as classes
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-    boxes: dict[str, list[Box]] = {name: [] for name in tensors}
-    storage: dict[classes.MetadataIndex, _StorageInfo] = {}
-    described: dict[str, classes.TensorStorageMetadata | classes.BytesStorageMetadata] = {}
-    for item in items:
-        if item.box is None:
-            index = classes.MetadataIndex(item.name)
-            described[item.name] = classes.BytesStorageMetadata()
-        else:
-            index = classes.MetadataIndex(item.name, item.box.offsets, len(boxes[item.name]))
-            boxes[item.name].append(item.box)
-        storage[index] = _StorageInfo(item.file, item.offset, item.length)
-    for name, (dtype, shape) in tensors.items():
-        properties = classes.TensorProperties(dtype=dtype)
-        described[name] = classes.TensorStorageMetadata(properties, torch.Size(shape), chunks(boxes[name]))
-    all_paths = {name: paths.get(name, (name,)) for name in described}
-    return pickle.dumps(classes.Metadata(described, all_paths, storage), protocol=4)
 
 
 # ---- functional collectives -------------------------------------------------------------------------------

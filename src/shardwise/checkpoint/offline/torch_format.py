@@ -6,18 +6,19 @@ Source: torch/distributed/checkpoint/metadata.py and filesystem.py, torch/serial
 """
 
 import io
+import pickle
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 from os import PathLike
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 
-from shardwise._collectives.torch_bridge import StoredItem, flat_values, pickled_metadata
 from shardwise._layout import Box, Layout, checked
 from shardwise.checkpoint.files import StoredFile, read_bytes
 from shardwise.checkpoint.local_files import FolderDraft, LocalFile, foreign_names, new_at
@@ -55,6 +56,17 @@ METADATA, DATA = ".metadata", "__0_0.distcp"
 DESCRIPTION_LIMIT = 1 << 20  # bytes of the pickle that describes one tensor
 
 
+@dataclass(frozen=True)
+class StoredItem:
+    """One item of a file of a checkpoint: a box of a tensor, or a value if `box` is None."""
+
+    name: str
+    box: Box | None
+    file: str
+    offset: int
+    length: int
+
+
 @checked
 def export_torch(
     source: str | PathLike[str],
@@ -88,12 +100,60 @@ def export_torch(
         found.progress.begin(found.num_bytes(exported.values()) + found.num_bytes_verified(exported.values()))
         items: list[StoredItem] = []
         tensors = {name: found.tensors[of] for name, of in exported.items()}
-        flat, paths = flat_values(values if names is None else {})
+        flat, paths = _flat(values if names is None else {})
         with new_at(path, FolderDraft, overwrite) as draft:
             draft.write(DATA, _items(found, exported, flat, items))
             described = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-            draft.write(METADATA, [pickled_metadata(described, items, paths)])
+            draft.write(METADATA, [_torch_metadata(described, items, paths)])
     return path
+
+
+def _flat(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[str | int, ...]]]:
+    """Values under the names that `torch.distributed.checkpoint` gives them, and the path of each in `values`.
+
+    Lists of mappings are divided: {"groups": [{"lr": 0.1}]} has "groups.0.lr", at the path ("groups", 0, "lr").
+    """
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    flat, paths = flatten_state_dict(dict(values))
+    return dict(flat), dict(paths)
+
+
+def _torch_metadata(
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    items: Sequence[StoredItem],
+    paths: Mapping[str, tuple[str | int, ...]],
+) -> bytes:
+    """The content of the file `.metadata`.
+
+    Args:
+        tensors: dtype and shape by name.
+        items: of all tensors and values.
+        paths: of values, as `flat_values` gives them.
+    """
+    from torch.distributed.checkpoint import metadata as classes
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    boxes: dict[str, list[Box]] = {name: [] for name in tensors}
+    storage: dict[classes.MetadataIndex, _StorageInfo] = {}
+    described: dict[str, classes.TensorStorageMetadata | classes.BytesStorageMetadata] = {}
+    for item in items:
+        if item.box is None:
+            index = classes.MetadataIndex(item.name)
+            described[item.name] = classes.BytesStorageMetadata()
+        else:
+            index = classes.MetadataIndex(item.name, item.box.offsets, len(boxes[item.name]))
+            boxes[item.name].append(item.box)
+        storage[index] = _StorageInfo(item.file, item.offset, item.length)
+    for name, (dtype, shape) in tensors.items():
+        properties = classes.TensorProperties(dtype=dtype)
+        described[name] = classes.TensorStorageMetadata(
+            properties,
+            torch.Size(shape),
+            [classes.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes[name]],
+        )
+    all_paths = {name: paths.get(name, (name,)) for name in described}
+    return pickle.dumps(classes.Metadata(described, all_paths, storage), protocol=4)
 
 
 def _items(

@@ -1,20 +1,28 @@
 """Measures what collectives cost here, for `shardwise doctor --calibrate`."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise._collectives.agreement import gather_json
-from shardwise._collectives.api import world_size
+from shardwise._collectives import (
+    Collective,
+    Ranks,
+    as_mesh,
+    barrier,
+    gather_json,
+    init_device_mesh,
+    rank,
+    start,
+    world_size,
+)
 from shardwise._collectives.cost_tables import COLLECTIVES, Measured, link_bytes, ranks_per_host_of
-from shardwise._collectives.meshes import init_device_mesh
+from shardwise._collectives.meshes import has_nccl
+from shardwise._layout import Mesh
 from shardwise.errors import MeshError
 
 KILOBYTES = (4, 64, 1024, 16384)  # of the full tensor
@@ -49,24 +57,31 @@ def measure(device_type: str) -> Tables:
             f"There are no two ranks on one host in a world of {world}. Fix: start at least 2, such as by --nproc 2."
         )
     if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", dist.get_rank())))
-    everyone = dist.group.WORLD
-    assert everyone is not None
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank())))
+    everyone = tuple(range(world))
     if per_host is None:
-        return _fitted([everyone, *_pairs(device_type, (world,))], device_type, None), None
-    hosts: DeviceMesh = init_device_mesh(device_type, (world // per_host, per_host))
-    inside = [hosts.get_group(1), *_pairs(device_type, (world // per_host, per_host))]
-    return _fitted(inside, device_type, None), _fitted([everyone, hosts.get_group(0)], device_type, per_host)
+        return _fitted([everyone, *_pairs(device_type, (world,))], None, device_type), None
+    hosts = _mesh(device_type, (world // per_host, per_host))
+    inside = [_line(hosts, 1), *_pairs(device_type, (world // per_host, per_host))]
+    return _fitted(inside, None, device_type), _fitted([everyone, _line(hosts, 0)], per_host, device_type)
 
 
-def _pairs(device_type: str, shape: tuple[int, ...]) -> Iterator[dist.ProcessGroup]:
+def _mesh(device_type: str, shape: tuple[int, ...]) -> Mesh:
+    return as_mesh(init_device_mesh(device_type, shape))
+
+
+def _line(mesh: Mesh, axis: int) -> Ranks:
+    """The ranks with which this one makes collectives along an axis."""
+    return tuple(mesh.axis_ranks(rank(), axis))
+
+
+def _pairs(device_type: str, shape: tuple[int, ...]) -> Iterator[Ranks]:
     """Groups of two neighbors of a host, if they are not all of it."""
     if shape[-1] > 2 and shape[-1] % 2 == 0:
-        mesh: DeviceMesh = init_device_mesh(device_type, (*shape[:-1], shape[-1] // 2, 2))
-        yield mesh.get_group(len(shape))
+        yield _line(_mesh(device_type, (*shape[:-1], shape[-1] // 2, 2)), len(shape))
 
 
-def _fitted(groups: Sequence[dist.ProcessGroup], device_type: str, per_host: int | None) -> dict[str, Measured]:
+def _fitted(groups: Sequence[Ranks], per_host: int | None, device_type: str) -> dict[str, Measured]:
     timings: dict[str, list[Timing]] = {name: [] for name in COLLECTIVES}
     for group in groups:
         for kilobytes in KILOBYTES:
@@ -75,39 +90,38 @@ def _fitted(groups: Sequence[dist.ProcessGroup], device_type: str, per_host: int
     return {name: fit(found) for name, found in timings.items()}
 
 
-def _timed(group: dist.ProcessGroup, elements: int, device_type: str, per_host: int | None) -> dict[str, Timing]:
+def _timed(group: Ranks, elements: int, device_type: str, per_host: int | None) -> dict[str, Timing]:
     """Each collective, of a full tensor of about so many float32. All groups of this kind run at once."""
-    n, everyone = group.size(), tuple(range(world_size()))
+    n, everyone = len(group), tuple(range(world_size()))
     size = -(-elements // n) * n
-    full, out = torch.ones(size, device=device_type), torch.empty(size, device=device_type)
-    shard, part = (torch.ones(size // n, device=device_type) for _ in range(2))
-    members = sorted(dist.get_process_group_ranks(group))
-    calls: dict[str, tuple[float, Callable[[], object]]] = {
-        "all_to_all": ((n - 1) / n, lambda: dist.all_to_all_single(out, full, group=group)),
-        "all_gather": ((n - 1) / n, lambda: dist.all_gather_single(out, shard, group)),
-        "reduce_scatter": ((n - 1) / n, lambda: dist.reduce_scatter_single(part, full, group=group)),
-        "all_reduce": (2 * (n - 1) / n, lambda: dist.all_reduce(out, group=group)),
-        "broadcast": (1.0, lambda: dist.broadcast(out, members[0], group)),
+    full, reduced = (torch.ones(size, device=device_type) for _ in range(2))
+    shard, counts, ring = full[: size // n], [size // n] * n, (n - 1) / n
+    calls = {
+        "all_to_all": (ring, Collective("all_to_all", full, group, (), counts, counts)),
+        "all_gather": (ring, Collective("all_gather", shard, group, counts)),
+        "reduce_scatter": (ring, Collective("reduce_scatter", full, group, counts)),
+        "all_reduce": (2 * ring, Collective("all_reduce", reduced, group, reduced.shape, in_place=True)),
+        "broadcast": (1.0, Collective("broadcast", full, group, (size,), root=group[0])),
     }
     found = {}
-    for name, (busiest, call) in calls.items():
-        times = [_seconds(call, group, device_type) for _ in range(ROUNDS + 1)][1:]  # the first one connects
+    for name, (busiest, collective) in calls.items():
+        times = [_seconds(collective, device_type) for _ in range(ROUNDS + 1)][1:]  # the first one connects
         slowest = [max(ranks) for ranks in zip(*gather_json(times, everyone), strict=True)]
         num_bytes = 4 * size * busiest
-        on_link = link_bytes(name, members, everyone, num_bytes, per_host)
+        on_link = link_bytes(name, group, everyone, num_bytes, per_host)
         found[name] = Timing(n, on_link or num_bytes, 1e6 * median(slowest))
     return found
 
 
-def _seconds(call: Callable[[], object], group: dist.ProcessGroup, device_type: str) -> float:
-    dist.barrier(group)
+def _seconds(collective: Collective, device_type: str) -> float:
+    barrier(collective.ranks)
     if device_type == "cuda":
         torch.cuda.synchronize()
-    start = perf_counter()
-    call()
+    begun = perf_counter()
+    start(collective)()
     if device_type == "cuda":
         torch.cuda.synchronize()
-    return perf_counter() - start
+    return perf_counter() - begun
 
 
 def fit(timings: Sequence[Timing]) -> Measured:
@@ -135,4 +149,4 @@ def describe_world(tables: Tables) -> str:
 
 def device_type_of_world() -> str:
     """The type of the devices of NCCL if the world has it, else "cpu"."""
-    return "cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend()) else "cpu"
+    return "cuda" if world_size() > 1 and has_nccl() else "cpu"
