@@ -106,21 +106,24 @@ class TorchTransport:
     """
 
     def __init__(self) -> None:
-        self.ledger = Ledger(-1)
-        self.threads = ThreadGuard(self.ledger)
+        self.monitor = FailureMonitor(self._describe_call)
+        self.open_works = OpenWorks()
+        self._reset(Ledger(-1))
+
+    def _reset(self, ledger: Ledger) -> None:
+        """Belong to no world; what a rank keeps of its world is here."""
+        self.ledger, self.threads = ledger, ThreadGuard(ledger)
+        self.rank, self.world_size, self.owner = -1, 0, Owner(-1, 0)
+        self.world: Callable[[], dist.ProcessGroup | None] = _no_world
         self.groups: dict[Ranks, dist.ProcessGroup] = {}
         self.device_meshes: dict[Mesh, DeviceMesh] = {}
         self.mesh_values: dict[int, Mesh] = {}
-        self.monitor = FailureMonitor(self._describe_call)
+        self.timeouts: dict[Ranks, float | None] = {}
+        self._everyone: Ranks = ()
         self._memory: SharedMemory | None = None
         self._stored: StoredNotes | None = None
         self._num_notes = 0  # of this rank, when it last compared those of all groups
-        self.open_works = OpenWorks()
         self._hooks: ExitHooks | None = None
-        self.world: Callable[[], dist.ProcessGroup | None] = _no_world
-        self.rank, self.world_size, self.owner = -1, 0, Owner(-1, 0)
-        self._everyone: Ranks = ()
-        self.timeouts: dict[Ranks, float | None] = {}
 
     def attach(self) -> None:
         """Register this rank in the world, which others may have made, and monitor failures; cheap if that is done."""
@@ -164,20 +167,13 @@ class TorchTransport:
         self.monitor.stop()
         if self._hooks is not None:
             self._hooks.uninstall()
-        self._hooks = None
-        self.world = _no_world
-        self.owner.forget()  # tensors of this world are refused from now on
         if self._memory is not None:
             self._memory.close()
-        self._memory = self._stored = None
-        self._num_notes = 0
-        for kept in (self.groups, self.device_meshes, self.mesh_values, self.timeouts):
-            kept.clear()
+        self.owner.forget()  # tensors of this world are refused from now on
         switch_fingerprints(self.ledger, False)
         numbers = self.ledger.numbers
         self.ledger.switch_numbers(False)
-        self.ledger = Ledger(-1, self.ledger.values, numbers)
-        self.threads = ThreadGuard(self.ledger)
+        self._reset(Ledger(-1, self.ledger.values, numbers))
 
     def compare_calls(self, log: CallLog, record: "array[int]") -> None:
         if self.monitor.root is not None:  # ranks have made different numbers of collectives, which would be mixed up

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shardwise._collectives import Collective, Ranks, Wait, reduce_stack, using
 from shardwise._collectives.checks.calls import CallLog
 from shardwise._collectives.checks.ledger import Ledger
-from shardwise._collectives.checks.values import KEY, DifferentValues, Note, different_values_text
+from shardwise._collectives.checks.values import DifferentValues, Note, different_values_text
 from shardwise._collectives.collective_call import (
     SAME_CALLS,
     CollectiveCall,
@@ -304,8 +304,8 @@ class _Simulation:
 
     def compare_note(self, ledger: Ledger, note: Note) -> None:
         """Compare a note with that of the first rank that had one of this key."""
-        first = self.first_ledgers.setdefault(note.words[KEY], ledger)
-        first.read(ledger.rank, note.words)
+        first = self.first_ledgers.setdefault(note.key, ledger)
+        first.read(ledger.rank, note.key, note.contents)
         found, first.different = first.different, None  # a program that catches the error goes on
         self.different = self.different or found
 

@@ -8,7 +8,7 @@ Of two ranks that note a value, the one that knows both notes compares them: whe
 makes its own one later.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TypeVar
 from weakref import WeakSet
@@ -16,7 +16,7 @@ from weakref import WeakSet
 from shardwise._collectives.checks.calls import CallLog
 from shardwise._collectives.checks.values import (
     FRAMES,
-    KEY,
+    Contents,
     DifferentValues,
     Note,
     Value,
@@ -57,7 +57,7 @@ class Ledger:
         self.notes: dict[int, Note] = {}
         self.num_notes = 0
         self.different: DifferentValues | None = None
-        self._unmatched: dict[int, dict[int, Sequence[int]]] = {}  # words of notes by key, by rank
+        self._unmatched: dict[int, dict[int, Contents]] = {}  # of notes by key, by rank
         self._counts: dict[tuple[object, ...], int] = {}  # of calls, by call site and what it is
         self._recent: dict[Ranks, tuple[int, dict[int, int]]] = {}  # those since a collective of the ranks, by key
 
@@ -107,7 +107,7 @@ class Ledger:
         """
         sites, after = call_sites(FRAMES) if in_code else (), self.latest(ranks)
         key = key_of(name or what, ranks, sites, number, after)
-        note = note_of(value, self.rank, ranks, after, what, fix, key, sites[0] if sites else None)
+        note = note_of(value, ranks, after, what, fix, key, sites[0] if sites else None)
         _keep(self.notes, key, note)
         self.num_notes += 1
         for rank, unmatched in self._unmatched.items():
@@ -115,13 +115,13 @@ class Ledger:
                 self._compare(note, rank, unmatched.pop(key))
         return note
 
-    def read(self, rank: int, words: Sequence[int]) -> None:
+    def read(self, rank: int, key: int, contents: Contents) -> None:
         """Compare a note of another rank with that of this one, or keep it until this one has it."""
-        note = self.notes.get(words[KEY])
+        note = self.notes.get(key)
         if note is None:
-            _keep(self._unmatched.setdefault(rank, {}), words[KEY], words)
+            _keep(self._unmatched.setdefault(rank, {}), key, contents)
         else:
-            self._compare(note, rank, words)
+            self._compare(note, rank, contents)
 
     def switch_numbers(self, on: bool) -> None:
         """Note numbers from now on, or stop that, as when the world ends."""
@@ -130,11 +130,11 @@ class Ledger:
         for listener in _listeners:
             listener(bool(_noting_numbers))
 
-    def _compare(self, note: Note, rank: int, words: Sequence[int]) -> None:
-        if are_different(note.words, words):
-            self.different = self.different or DifferentValues(note, {self.rank: note.words})
+    def _compare(self, note: Note, rank: int, contents: Contents) -> None:
+        if are_different(note.contents, contents):
+            self.different = self.different or DifferentValues(note, {self.rank: note.contents})
             if self.different.note is note:
-                self.different.words[rank] = words
+                self.different.contents[rank] = contents
 
 
 def _keep(kept: dict[int, T], key: int, value: T) -> None:

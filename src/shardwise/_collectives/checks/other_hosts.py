@@ -9,12 +9,12 @@ another host: of the first of the group, or where that is on its own host, of th
 for a rank that may never come.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from time import monotonic
 
 from shardwise._collectives.checks.calls import NUMBER, CallLog
 from shardwise._collectives.checks.ledger import Ledger, is_sampled
-from shardwise._collectives.checks.values import DIGEST, rolling, stable_digest
+from shardwise._collectives.checks.values import Note, note_from, rolling, stable_digest
 from shardwise._collectives.collective_call import Ranks
 from shardwise._collectives.failures.reports import with_store
 from shardwise._collectives.failures.store import DifferentCalls, FailureStore
@@ -22,8 +22,6 @@ from shardwise._collectives.transport import Exchange, gather_unless_equal
 
 STORED_AT_ONCE = 64  # notes of a rank
 EVERY_SECONDS = 1.0  # later ones
-
-_Words = list[list[int]]
 
 
 def are_due(log: CallLog) -> bool:
@@ -36,15 +34,15 @@ def are_due(log: CallLog) -> bool:
 
 def exchange_ledgers(ledger: Ledger, log: CallLog, exchange: Exchange) -> DifferentCalls | None:
     """Compare notes and calls with all ranks of a group: how their calls differ from those of this rank."""
-    notes = _notes_of(ledger, {note.ranks for note in ledger.notes.values() if set(note.ranks) >= set(log.ranks)})
-    digest = rolling(log.digest, (words[DIGEST] for words in notes))
-    sent = sorted(record.tolist() for record in log.records if record[NUMBER]), notes
+    notes = [note for note in ledger.notes.values() if set(note.ranks) >= set(log.ranks)]
+    digest = rolling(log.digest, (note.contents.digest for note in notes))
+    sent = sorted(record.tolist() for record in log.records if record[NUMBER]), _messages(notes)
     differences = []
     every = gather_unless_equal(sent, log.ranks, exchange, digest) or [([], [])] * len(log.ranks)
     for rank, (records, noted) in zip(log.ranks, every, strict=True):
         if rank != ledger.rank:
-            for words in noted:
-                ledger.read(rank, words)
+            for message in noted:
+                ledger.read(rank, *note_from(message))
             differences += [next(filter(None, (log.difference(rank, record) for record in records)), None)]
     return min(filter(None, differences), default=None, key=lambda different: different.number)
 
@@ -76,15 +74,16 @@ class StoredNotes:
 
 
 def _exchange_in_store(ledger: Ledger, ranks: Ranks, peer: int) -> None:
-    kind, mine = f"notes/{stable_digest(ranks)}", _notes_of(ledger, {ranks})
+    kind = f"notes/{stable_digest(ranks)}"
+    mine = _messages(note for note in ledger.notes.values() if note.ranks == ranks)
 
-    def exchange(store: FailureStore) -> _Words:
+    def exchange(store: FailureStore) -> list[list[object]]:
         store.publish(kind, mine)  # first: of two ranks that do this, one reads the other's
         return store.read(kind, peer) or []
 
-    for words in with_store(exchange) or ():
-        ledger.read(peer, words)
+    for message in with_store(exchange) or ():
+        ledger.read(peer, *note_from(message))
 
 
-def _notes_of(ledger: Ledger, groups: set[Ranks]) -> _Words:
-    return [note.words.tolist() for note in ledger.notes.values() if note.ranks in groups]
+def _messages(notes: Iterable[Note]) -> list[list[object]]:
+    return [note.message for note in notes]

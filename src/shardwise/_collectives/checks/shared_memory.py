@@ -5,6 +5,7 @@ group's key, how many calls there were, and a ring of the last ones. Of two rank
 least the later one reads the record of the other.
 """
 
+import json
 import mmap
 import os
 import time
@@ -17,14 +18,14 @@ from pathlib import Path
 
 from shardwise._collectives.checks.calls import ALL, KEPT, NUM_COUNTS, NUMBER, SEND_COUNTS, CallLog
 from shardwise._collectives.checks.ledger import KEPT_NOTES, Ledger
-from shardwise._collectives.checks.values import MASK, WORDS, Note, stable_digest
+from shardwise._collectives.checks.values import MASK, Note, note_from, stable_digest
 from shardwise._collectives.collective_call import Ranks
 from shardwise._collectives.failures.reports import bounded
 from shardwise._collectives.failures.store import DifferentCalls, FailureStore, ProcessIdentity
 
 GROUPS = 256  # of a rank; calls of groups beyond these are not compared
-NUM_NOTES, NOTES = 0, 1  # positions in the file
-REGIONS = NOTES + KEPT_NOTES * WORDS
+NUM_NOTES, NOTES, NOTE = 0, 1, 64  # positions in the file, and the words of a note: its JSON has less than 400 letters
+REGIONS = NOTES + KEPT_NOTES * NOTE
 LATEST, RECORDS = 1, 2  # positions in a region, after its key
 READABLE_NOTES = KEPT_NOTES // 2  # of another rank, which may write over the oldest meanwhile
 SETTLE_SECONDS = 0.001  # after which all words of a record are visible on any processor
@@ -170,7 +171,7 @@ class SharedMemory:
         """Let the other ranks see the latest note of this one."""
         if self._words:
             at = _place_of_note(number - 1)
-            self._words[at : at + WORDS] = note.words
+            self._words[at : at + NOTE] = array("q", json.dumps(note.message).encode().ljust(8 * NOTE))
             self._words[NUM_NOTES] = number
 
     def _add_region(self, log: CallLog) -> int:
@@ -186,7 +187,7 @@ class SharedMemory:
             count = peer.words[NUM_NOTES] if peer.words else 0
             for number in range(max(peer.num_notes, count - READABLE_NOTES), count):
                 at = _place_of_note(number)
-                ledger.read(rank, array("q", peer.words[at : at + WORDS]))
+                ledger.read(rank, *note_from(json.loads(peer.words[at : at + NOTE].tobytes())))
             peer.num_notes = count
         self.has_new_notes = False
 
@@ -217,7 +218,7 @@ def _difference(log: CallLog, peer: int, theirs: Sequence[int], number: int) -> 
 
 
 def _place_of_note(number: int) -> int:
-    return NOTES + number % KEPT_NOTES * WORDS
+    return NOTES + number % KEPT_NOTES * NOTE
 
 
 def _key(ranks: Ranks) -> int:

@@ -6,11 +6,10 @@ make (`if rank == 0: log(…)`) is compared with nothing. Differences of roundin
 """
 
 import hashlib
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from math import inf, isnan, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +23,6 @@ MAX_ELEMENTS = 1 << 15  # that a digest reads; of a larger tensor it reads a sam
 SAMPLES = 6  # elements that a note has
 SIZES = 5  # of dims; the last is the product of all further ones
 FRAMES = 4
-KEY, DIGEST, NDIM, TOLERANCE = 0, 1, 2, 3 + SIZES  # positions in the words of a note; sizes follow on NDIM
-WORDS = TOLERANCE + 3 + SAMPLES  # two sums follow on the tolerance
 
 MASK = (1 << 62) - 1  # of digests
 _MULTIPLIER = 0x5851F42D4C957F2D
@@ -48,19 +45,37 @@ FIX_VALUES = (
 )
 
 
+class Contents(NamedTuple):
+    """What ranks compare of a value.
+
+    Attributes:
+        digest: equal only of equal values.
+        shape: of a tensor.
+        tolerance: the relative difference that is rounding.
+        sums: of the elements, and of their absolute values; of numbers a digest of all but floats, and 0.
+        samples: some elements.
+    """
+
+    digest: int
+    shape: tuple[int, ...]
+    tolerance: float
+    sums: tuple[float, float]
+    samples: tuple[float, ...]
+
+
 class Note(NamedTuple):
     """One value of a rank.
 
     Attributes:
-        rank: which noted it.
+        key: by which ranks find each other's notes of a value.
         ranks: that should have the same.
         after: the number of their last collective.
         what: it is, for the error.
-        words: what is compared, so that ranks can read it in memory.
         names: of numbers.
     """
 
-    rank: int
+    key: int
+    contents: Contents
     ranks: Ranks
     after: int
     what: str
@@ -68,29 +83,35 @@ class Note(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     site: CallSite | None
-    words: "array[int]"
     names: tuple[str, ...] = ()
+
+    @property
+    def message(self) -> list[object]:
+        """What other ranks get of a note, in JSON; see `note_from`."""
+        return [self.key, *self.contents]
 
 
 Value = Tensor | Mapping[str, complex]  # numbers have names
 
 
 class DifferentValues(NamedTuple):
-    """A note, and the words of the ranks that noted something else, and of its own rank."""
+    """A note, and the contents of the ranks that noted something else, and of its own rank."""
 
     note: Note
-    words: dict[int, Sequence[int]]
+    contents: dict[int, Contents]
 
 
-def note_of(
-    value: Value, rank: int, ranks: Ranks, after: int, what: str, fix: str, key: int, site: CallSite | None
-) -> Note:
+def note_of(value: Value, ranks: Ranks, after: int, what: str, fix: str, key: int, site: CallSite | None) -> Note:
     """The note of a tensor, or of numbers by name; see `Note`."""
     if isinstance(value, Tensor):
-        words = array("q", (key, *_contents(value)))
-        return Note(rank, ranks, after, what, fix, tuple(value.shape), value.dtype, site, words)
-    words = array("q", (key, *_contents_of_numbers(value)))
-    return Note(rank, ranks, after, what, fix, (), torch.float64, site, words, tuple(value))
+        return Note(key, _contents(value), ranks, after, what, fix, tuple(value.shape), value.dtype, site)
+    return Note(key, _contents_of_numbers(value), ranks, after, what, fix, (), torch.float64, site, tuple(value))
+
+
+def note_from(message: Sequence[Any]) -> tuple[int, Contents]:
+    """The key and the contents in the message of a note."""
+    key, digest, shape, tolerance, sums, samples = message
+    return key, Contents(digest, tuple(shape), tolerance, tuple(sums), tuple(samples))
 
 
 def key_of(what: str, ranks: Ranks, sites: Sequence[CallSite], *numbers: int) -> int:
@@ -130,8 +151,7 @@ def _is_user_in_backward() -> bool:
     return bool(sites) and all(site.frame.function != "__torch_dispatch__" for site in sites)
 
 
-def _contents(x: Tensor) -> tuple[int, ...]:
-    """Digest, dims and sizes of `x`, tolerance, two sums and samples, floats as the integers of their bits."""
+def _contents(x: Tensor) -> Contents:
     with torch.no_grad(), DisableTorchFunctionSubclass():
         # A copy, because numpy() makes the storage of its tensor one that FSDP cannot resize.
         seen = _sampled(x.detach()).cpu().clone(memory_format=torch.contiguous_format)
@@ -139,22 +159,17 @@ def _contents(x: Tensor) -> tuple[int, ...]:
         found.update(seen.reshape(-1).view(torch.uint8).numpy().tobytes())
         values = torch.view_as_real(seen) if seen.is_complex() else seen
         wide = values.reshape(-1).to(torch.float64)
-        few = wide[:: max(1, wide.numel() // SAMPLES)][:SAMPLES]
-        floats = [_ROUNDING.get(x.dtype, 0.0), wide.sum().item(), wide.abs().sum().item(), *few.tolist()]
-    sizes = [*x.shape[: SIZES - 1], *([prod(x.shape[SIZES - 1 :])] if x.ndim >= SIZES else [])]
-    return int.from_bytes(found.digest()), x.ndim, *sizes, *[0] * (SIZES - len(sizes)), *_bits(floats)
+        samples = wide[:: max(1, wide.numel() // SAMPLES)][:SAMPLES].tolist()
+        sums = wide.sum().item(), wide.abs().sum().item()
+    shape = (*x.shape[: SIZES - 1], *([prod(x.shape[SIZES - 1 :])] if x.ndim >= SIZES else []))
+    return Contents(int.from_bytes(found.digest()), shape, _ROUNDING.get(x.dtype, 0.0), sums, tuple(samples))
 
 
-def _contents_of_numbers(numbers: Mapping[str, complex]) -> tuple[int, ...]:
-    """What `_contents` has of a tensor, of numbers. The first sum is a digest of all but floats; the second is 0."""
-    digest = stable_digest(list(numbers.items()))
+def _contents_of_numbers(numbers: Mapping[str, complex]) -> Contents:
     exact = stable_digest([(name, "" if isinstance(x, float | complex) else x) for name, x in numbers.items()]) >> 4
-    values = [_as_float(x) for x in islice(numbers.values(), SAMPLES)]
-    return digest, *[0] * (1 + SIZES), *_bits([_ROUNDING[torch.float64], float(exact), 0.0, *values])
-
-
-def _bits(floats: Sequence[float]) -> "array[int]":
-    return array("q", array("d", [*floats, *[0.0] * (3 + SAMPLES - len(floats))]).tobytes())
+    samples = tuple(_as_float(x) for x in islice(numbers.values(), SAMPLES))
+    digest = stable_digest(list(numbers.items()))
+    return Contents(digest, (), _ROUNDING[torch.float64], (float(exact), 0.0), samples)
 
 
 def _as_float(x: complex) -> float:
@@ -173,54 +188,48 @@ def _sampled(x: Tensor) -> Tensor:
     return x
 
 
-def are_different(mine: Sequence[int], theirs: Sequence[int]) -> bool:
+def are_different(mine: Contents, theirs: Contents) -> bool:
     """Whether two notes are of different values."""
-    if mine[DIGEST] == theirs[DIGEST]:
+    if mine.digest == theirs.digest:
         return False
-    if _shape_of(mine) != _shape_of(theirs):
+    if mine.shape != theirs.shape or not mine.tolerance or mine.tolerance != theirs.tolerance:
         return True
-    tolerance, *floats = _floats(mine)
-    other_tolerance, *others = _floats(theirs)
-    if not tolerance or tolerance != other_tolerance:
-        return True
-    scale = max(map(abs, floats[2:]), default=0.0)
-    size = max(floats[1], others[1])
-    return not all(
-        a == b or (isnan(a) and isnan(b)) or abs(a - b) <= tolerance * (size if i < 2 else max(abs(a), abs(b), scale))
-        for i, (a, b) in enumerate(zip(floats, others, strict=True))
+    size, scale = max(mine.sums[1], theirs.sums[1]), max(map(abs, mine.samples), default=0.0)
+    return not (
+        all(_are_close(a, b, mine.tolerance * size) for a, b in zip(mine.sums, theirs.sums, strict=True))
+        and all(
+            _are_close(a, b, mine.tolerance * max(abs(a), abs(b), scale))
+            for a, b in zip(mine.samples, theirs.samples, strict=False)
+        )
     )
 
 
-def _floats(words: Sequence[int]) -> list[float]:
-    return array("d", array("q", list(words[TOLERANCE:WORDS])).tobytes()).tolist()
-
-
-def _shape_of(words: Sequence[int]) -> tuple[int, ...]:
-    return tuple(words[NDIM + 1 : NDIM + 1 + min(words[NDIM], SIZES)])
+def _are_close(a: float, b: float, most: float) -> bool:
+    return a == b or (isnan(a) and isnan(b)) or abs(a - b) <= most
 
 
 def different_values_text(different: DifferentValues) -> str:
     """The text of the error about a note that differs between ranks."""
-    note, words = different
+    note, contents = different
     called = f"\n  called at {note.site.frame}" if note.site else ""
     if note.names:
-        return f"{_different_numbers_text(note, words)}{called}"
+        return f"{_different_numbers_text(note, contents)}{called}"
     dtype, lines = str(note.dtype).removeprefix("torch."), ""
-    shapes = {rank: _shape_of(found) for rank, found in sorted(words.items())}
-    for rank, shape in shapes.items():
-        count = prod(shape)
-        parts = [f"{x:g}" for x in _floats(words[rank])[3 : 3 + count]] + ["…"] * (count > SAMPLES)
-        size = f" shape {shape}:" if len({*shapes.values()}) > 1 else ""
+    have_shapes = len({found.shape for found in contents.values()}) > 1
+    for rank, found in sorted(contents.items()):
+        count = prod(found.shape)
+        parts = [f"{x:g}" for x in found.samples[:count]] + ["…"] * (count > SAMPLES)
+        size = f" shape {found.shape}:" if have_shapes else ""
         lines += f"\n  rank {rank}:{size} {', '.join(parts) or 'no elements'}"
     return f"{note.what} of shape {note.shape}, {dtype}, must be the same on all ranks, but is not:{lines}{called}"
 
 
-def _different_numbers_text(note: Note, words: Mapping[int, Sequence[int]]) -> str:
-    values = {rank: _floats(found)[3:] for rank, found in sorted(words.items())}
-    differ = [i for i, several in enumerate(zip(*values.values(), strict=True)) if len(set(several)) > 1]
+def _different_numbers_text(note: Note, contents: Mapping[int, Contents]) -> str:
+    values = {rank: found.samples for rank, found in sorted(contents.items())}
+    differ = [i for i, several in enumerate(zip(*values.values(), strict=False)) if len(set(several)) > 1]
     name = note.names[differ[0]] if differ else f"the numbers {', '.join(note.names[:SAMPLES])}, …"
-    shown = differ[:1] or range(SAMPLES)
-    lines = [f"\n  rank {rank}: {', '.join(_shown(found[i]) for i in shown)}" for rank, found in values.items()]
+    shown = slice(differ[0], differ[0] + 1) if differ else slice(SAMPLES)
+    lines = [f"\n  rank {rank}: {', '.join(map(_shown, found[shown]))}" for rank, found in values.items()]
     return f"{note.what}: {name} must be the same on all ranks, but is not:{''.join(lines)}"
 
 
