@@ -265,7 +265,7 @@ def index_between_two_looks() -> None:
             found = look(*args)
             if not store.read("running", 2):
                 store.publish("running", "looked once")
-                until(lambda: all(view.peer.words[view.start + LATEST] == log.latest for view in memory._views[log]))
+                until(lambda: all(view.words[view.start + LATEST] == log.latest for view in memory._views[log]))
             return found
 
         return looked

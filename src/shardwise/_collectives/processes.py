@@ -145,7 +145,7 @@ class TorchTransport:
             with suppress(Exception):  # without a store that works, errors only have less detail
                 if store.process(self.rank) is None:  # else it may have notes of an earlier world
                     self._stored = StoredNotes()
-                store.register(self._memory.path)
+                store.register(self._memory.file.path)
         if store is not None and (self.world_size > 1 or launcher is not None):
             self.monitor.start(store_of_world, launcher)
         warn_of_failing_restarts()
@@ -168,7 +168,7 @@ class TorchTransport:
         if self._hooks is not None:
             self._hooks.uninstall()
         if self._memory is not None:
-            self._memory.close()
+            self._memory.file.close()
         self.owner.forget()  # tensors of this world are refused from now on
         switch_fingerprints(self.ledger, False)
         numbers = self.ledger.numbers

@@ -29,6 +29,7 @@ REGIONS = NOTES + KEPT_NOTES * NOTE
 LATEST, RECORDS = 1, 2  # positions in a region, after its key
 READABLE_NOTES = KEPT_NOTES // 2  # of another rank, which may write over the oldest meanwhile
 SETTLE_SECONDS = 0.001  # after which all words of a record are visible on any processor
+NOTHING: "memoryview[int]" = memoryview(array("q"))
 
 
 class MemoryFile:
@@ -49,158 +50,137 @@ class MemoryFile:
 
 
 @dataclass(slots=True)
-class _Peer:
-    """The memory of another rank, empty if this process cannot read it, and how many of its notes were read."""
-
-    words: "memoryview[int]"
-    num_notes: int = 0
-
-
-@dataclass(slots=True)
 class _View:
     """The region of a group in the memory of another rank, and what was compared of it.
 
     Attributes:
+        position: of the rank, in the group.
         start: where the region begins; negative if the rank has not made it yet.
+        number: of the last call that was compared.
     """
 
     rank: int
-    peer: _Peer
-    position: int  # in the group
+    words: "memoryview[int]"
+    position: int
     start: int = -1
-    number: int = 0  # of the last call
+    number: int = 0
 
 
 class SharedMemory:
     """The memory of this rank, and those of the other ranks of its host.
 
     Attributes:
-        path: of the memory of this rank, for the other ranks; empty on a system without files in memory.
+        file: the memory of this rank, for the other ranks.
         elsewhere: ranks of other hosts.
         complete: the logs of groups all of whose ranks are known.
         has_new_notes: whether another rank of a group has made notes that this one has not read.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self.path = ""
         self.elsewhere: set[int] = set()
         self.complete: set[CallLog] = set()
         self.has_new_notes = False
         self._width = SEND_COUNTS + 2 * world_size
         self._region = RECORDS + KEPT * self._width
         self._regions: dict[CallLog, int] = {}  # where those of this rank begin
-        self._peers = {rank: _Peer(memoryview(array("q")))}
+        self._peers = {rank: NOTHING}  # the memory of each rank that is known, empty if this process cannot read it
+        self._num_notes: dict[int, int] = {}  # of each rank, that were read
         self._views: dict[CallLog, list[_View]] = {}
-        self._file: MemoryFile | None = None
-        self._words = memoryview(array("q"))
-        if hasattr(os, "memfd_create"):
-            self._file = MemoryFile()
-            self.path = self._file.path
-            with Path(self.path).open("r+b") as file:
-                file.truncate(self._bytes())
-                self._words = memoryview(mmap.mmap(file.fileno(), self._bytes())).cast("q")
-
-    def _bytes(self) -> int:
-        return 8 * (REGIONS + GROUPS * self._region)
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._bytes = 8 * (REGIONS + GROUPS * self._region)
+        self.file = MemoryFile()
+        with Path(self.file.path).open("r+b") as file:
+            file.truncate(self._bytes)
+            self._words = memoryview(mmap.mmap(file.fileno(), self._bytes)).cast("q")
 
     def add_peer(self, rank: int, path: str | None) -> None:
         """Read the memory of another rank from now on, if this process may; without a path it is on another host."""
-        peer = self._peers[rank] = _Peer(memoryview(array("q")))
+        self._peers[rank] = NOTHING
         if path is None:
             self.elsewhere.add(rank)
-        elif path:
+        else:
             with suppress(OSError, ValueError), Path(path).open("rb") as file:
-                peer.words = memoryview(mmap.mmap(file.fileno(), self._bytes(), prot=mmap.PROT_READ)).cast("q")
+                mapped = mmap.mmap(file.fileno(), self._bytes, prot=mmap.PROT_READ)
+                self._peers[rank] = memoryview(mapped).cast("q")
 
     def add_peers(self, store: FailureStore, log: CallLog) -> bool:
         """Read the memory of those ranks of a group that have joined; False if the store does not work."""
 
-        def look_up(rank: int) -> tuple[ProcessIdentity | None] | tuple[()]:
-            try:
-                return (store.process(rank),)
-            except Exception:  # noqa: BLE001 - whatever an unreachable store raises
-                return ()
+        def look_up(rank: int) -> list[ProcessIdentity | None]:
+            with suppress(Exception):
+                return [store.process(rank)]
+            return []
 
-        for rank in log.ranks:
-            if rank in self._peers:
-                continue
+        for rank in set(log.ranks) - self._peers.keys():
             found = bounded(partial(look_up, rank))
             if not found:
                 return found is None  # it may answer later
-            if (process := found[0]) is not None:
-                self.add_peer(rank, None if process.state() == "elsewhere" else process.records)
+            process = found[0]
+            if process is not None and process.state() == "elsewhere":
+                self.add_peer(rank, None)
+            elif process is not None and process.records:  # else it is about to join
+                self.add_peer(rank, process.records)
         if self._peers.keys() >= set(log.ranks):
             self.complete.add(log)
         return True
 
     def compare(self, log: CallLog, record: "array[int]") -> DifferentCalls | None:
         """Let the other ranks see the latest call of this one, and compare their calls that were not compared yet."""
-        words, width, count = self._words, self._width, len(log.ranks)
+        words, width = self._words, self._width
         start = self._regions.get(log)
         if start is None:
             start = self._add_region(log)
-        if words and start >= 0:
+        if start >= 0:
             slot = start + RECORDS + record[NUMBER] % KEPT * width
             words[slot] = 0
             words[slot + 1 : slot + len(record)] = record[1:]
             words[slot] = words[start + LATEST] = log.latest
-        sent_to, received_from = SEND_COUNTS + log.position, SEND_COUNTS + count + log.position
         for view in self._views.get(log) or self._view(log):
-            words, start, there = view.peer.words, view.start, SEND_COUNTS + view.position
+            words, start = view.words, view.start
             if start < 0 and (start := self._find_region(view, log.ranks)) < 0:
                 continue
-            self.has_new_notes |= words[NUM_NOTES] != view.peer.num_notes
+            self.has_new_notes |= words[NUM_NOTES] != self._num_notes.get(view.rank, 0)
             latest = words[start + LATEST]
             for number in range(max(view.number + 1, latest - KEPT + 2), min(log.latest, latest) + 1):
                 slot, mine = start + RECORDS + number % KEPT * width, log.records[number % KEPT]
-                is_equal = words[slot] == number == mine[NUMBER] and words[slot + ALL] == mine[ALL]
-                if is_equal and mine[NUM_COUNTS] and words[slot + NUM_COUNTS]:
-                    is_equal = mine[there] == words[slot + received_from]
-                    is_equal = is_equal and mine[there + count] == words[slot + sent_to]
                 view.number = number
-                if not is_equal and (found := _difference(log, view.rank, words[slot : slot + width], number)):
+                if words[slot] == number == mine[NUMBER] and words[slot + ALL] == mine[ALL] and not mine[NUM_COUNTS]:
+                    continue
+                if found := _difference(log, view.rank, words[slot : slot + width], number):
                     return found
         return None
 
     def write_note(self, number: int, note: Note) -> None:
         """Let the other ranks see the latest note of this one."""
-        if self._words:
-            at = _place_of_note(number - 1)
-            self._words[at : at + NOTE] = array("q", json.dumps(note.message).encode().ljust(8 * NOTE))
-            self._words[NUM_NOTES] = number
+        at = _place_of_note(number - 1)
+        self._words[at : at + NOTE] = array("q", json.dumps(note.message).encode().ljust(8 * NOTE))
+        self._words[NUM_NOTES] = number
 
     def _add_region(self, log: CallLog) -> int:
         index = len(self._regions)
         start = self._regions[log] = REGIONS + index * self._region if index < GROUPS else -1
-        if self._words and start >= 0:
+        if start >= 0:
             self._words[start] = _key(log.ranks)
         return start
 
     def read_notes(self, ledger: Ledger) -> None:
         """Let the ledger compare the notes of all ranks of this host that it has not read."""
-        for rank, peer in self._peers.items():
-            count = peer.words[NUM_NOTES] if peer.words else 0
-            for number in range(max(peer.num_notes, count - READABLE_NOTES), count):
+        for rank, words in self._peers.items():
+            count = words[NUM_NOTES] if words else 0
+            for number in range(max(self._num_notes.get(rank, 0), count - READABLE_NOTES), count):
                 at = _place_of_note(number)
-                ledger.read(rank, *note_from(json.loads(peer.words[at : at + NOTE].tobytes())))
-            peer.num_notes = count
+                ledger.read(rank, *note_from(json.loads(words[at : at + NOTE].tobytes())))
+            self._num_notes[rank] = count
         self.has_new_notes = False
 
     def _view(self, log: CallLog) -> list[_View]:
         """The other ranks of a group whose memory this process can read."""
-        known = [(rank, self._peers[rank], i) for i, rank in enumerate(log.ranks) if rank in self._peers]
-        views = [_View(rank, peer, i) for rank, peer, i in known if peer.words]
+        views = [_View(rank, words, i) for i, rank in enumerate(log.ranks) if (words := self._peers.get(rank, NOTHING))]
         if log in self.complete:
             self._views[log] = views
         return views
 
     def _find_region(self, view: _View, ranks: Ranks) -> int:
-        words, key = view.peer.words, _key(ranks)
+        words, key = view.words, _key(ranks)
         for start in range(REGIONS, len(words), self._region):
             if words[start] == key:
                 view.start = start

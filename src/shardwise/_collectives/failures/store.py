@@ -129,13 +129,7 @@ def _stat(pid: int) -> tuple[str, str] | None:
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        if Path("/proc/self").exists():
-            return None
-        try:  # a system without /proc
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return None
-        return "S", ""
+        return None
     return fields[0], fields[19]
 
 
