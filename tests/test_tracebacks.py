@@ -3,7 +3,7 @@
 import torch
 
 import shardwise as sw
-from shardwise._trace.user_stack import format_traceback
+from shardwise._launch.launcher import format_traceback
 from shardwise.errors import ShardwiseError
 
 

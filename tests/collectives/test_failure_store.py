@@ -92,6 +92,31 @@ def test_a_monitor_goes_on_when_the_store_can_be_reached_again() -> None:
             monitor.stop()
 
 
+def test_a_monitor_keeps_one_connection() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        ours = FailureStore(ServedStore(server), 0)
+        monitor, polls = FailureMonitor(), list[None]()
+
+        def store_of_world() -> FailureStore:
+            polls.append(None)
+            return ours
+
+        monitor.start(store_of_world)
+        try:
+            wait_until(lambda: len(polls) > 3)
+            kept, _ = server.accept()
+            with pytest.raises(BlockingIOError):
+                server.accept()
+            kept.close()  # as a server that ends does
+            polls.clear()
+            wait_until(lambda: len(polls) > 2)
+            again, _ = server.accept()
+            again.close()
+        finally:
+            monitor.stop()
+
+
 def wait_until(seen: Callable[[], bool]) -> None:
     until = time.monotonic() + PATIENCE_SECONDS
     while not seen():
@@ -196,6 +221,30 @@ def test_where_the_rank_that_keeps_the_store_was_killed_it_is_named() -> None:
     )
     assert found[0][0] == -signal.SIGKILL
     assert "RemoteRankError: Rank 0 is gone, and with it the store of this world at 127.0.0.1:" in found[1][1]
+
+
+def test_a_rank_that_lives_and_ended_its_store_is_not_called_gone(tmp_path: Path) -> None:
+    found = run_script(
+        f"""
+        from shardwise._collectives.processes import TORCH_TRANSPORT
+        is_known, has_failed = Path({str(tmp_path / "is known")!r}), Path({str(tmp_path / "has failed")!r})
+        if rank == 0:
+            while not is_known.exists():
+                time.sleep(0.01)
+            dist.destroy_process_group()
+            while not has_failed.exists():
+                time.sleep(0.01)
+            os._exit(0)
+        while TORCH_TRANSPORT.monitor.keeper is None:
+            time.sleep(0.01)
+        is_known.touch()
+        atexit.register(has_failed.touch)
+        collectives.barrier(everyone)
+        """
+    )
+    assert [code for code, _ in found] == [0, 1]
+    said = "RemoteRankError: Rank 0, which keeps the store of this world, does not answer (process "
+    assert said in found[1][1]
 
 
 def test_a_thread_that_keeps_a_failed_process_alive_does_not_keep_the_others_waiting() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from shardwise import _collectives as collectives
 from shardwise import distribute_tensor
-from shardwise._cli.calibration import Timing, fit, measure
+from shardwise._cli.calibration import Timing, fit, measure, write_costs
 from shardwise._collectives.api import using_costs
 from shardwise._collectives.cost_tables import (
     COLLECTIVES,
@@ -26,7 +26,6 @@ from shardwise._collectives.cost_tables import (
     costs_of,
     ranks_per_host_of,
     read_costs,
-    write_costs,
 )
 from shardwise._layout import Layout, Mesh, Partial, Placement, Replicate, Shard
 from shardwise._redistribute.plan import alternatives, plan_redistribute

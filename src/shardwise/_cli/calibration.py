@@ -1,7 +1,9 @@
 """Measures what collectives cost here, for `shardwise doctor --calibrate`."""
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import NamedTuple
@@ -20,7 +22,7 @@ from shardwise._collectives import (
     start,
     world_size,
 )
-from shardwise._collectives.cost_tables import COLLECTIVES, Measured, link_bytes, ranks_per_host_of
+from shardwise._collectives.cost_tables import COLLECTIVES, FORMAT, Measured, link_bytes, ranks_per_host_of
 from shardwise._collectives.meshes import has_nccl
 from shardwise._layout import Mesh
 from shardwise.errors import MeshError
@@ -150,3 +152,15 @@ def describe_world(tables: Tables) -> str:
 def device_type_of_world() -> str:
     """The type of the devices of NCCL if the world has it, else "cpu"."""
     return "cuda" if world_size() > 1 and has_nccl() else "cpu"
+
+
+def write_costs(
+    path: Path, device_type: str, source: str, inside: Mapping[str, Measured], between: Mapping[str, Measured] | None
+) -> None:
+    """Write what was measured."""
+
+    def table(found: Mapping[str, Measured] | None) -> object:
+        return found and {name: {k: round(x, 3) for k, x in m._asdict().items()} for name, m in found.items()}
+
+    content = {"format": FORMAT, "device_type": device_type, "source": source}
+    path.write_text(json.dumps({**content, "inside": table(inside), "between": table(between)}, indent=2) + "\n")

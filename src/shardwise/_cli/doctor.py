@@ -103,14 +103,14 @@ def calibrate(output: Path) -> str:
     """Measure what collectives cost in this world. Rank 0 writes the file, and gets a table. Runs on ranks."""
     from shardwise import _collectives as collectives
     from shardwise._cli import calibration
-    from shardwise._collectives.cost_tables import VARIABLE, read_costs, write_costs
+    from shardwise._collectives.cost_tables import VARIABLE, read_costs
 
     device_type = calibration.device_type_of_world()
     tables = calibration.measure(device_type)
     if collectives.rank() != 0:
         return ""
     source = f"{calibration.describe_world(tables)}, {datetime.now(UTC).date()}"
-    write_costs(output, device_type, source, *tables)
+    calibration.write_costs(output, device_type, source, *tables)
     read_costs(output)
     lines = [f"{source}, {device_type}", f"{'':30} {'latency':>10} {'each rank':>10} {'speed':>11}"]
     for where, table in zip(("inside a host", "between hosts"), tables, strict=True):

@@ -174,18 +174,6 @@ class Measured(NamedTuple):
     megabytes_per_s: float
 
 
-def write_costs(
-    path: Path, device_type: str, source: str, inside: Mapping[str, Measured], between: Mapping[str, Measured] | None
-) -> None:
-    """Write what was measured."""
-
-    def table(found: Mapping[str, Measured] | None) -> object:
-        return found and {name: {k: round(x, 3) for k, x in m._asdict().items()} for name, m in found.items()}
-
-    content = {"format": FORMAT, "device_type": device_type, "source": source}
-    path.write_text(json.dumps({**content, "inside": table(inside), "between": table(between)}, indent=2) + "\n")
-
-
 def read_costs(path: Path) -> tuple[str, Costs]:
     """The type of device, and the costs in a file.
 

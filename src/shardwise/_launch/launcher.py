@@ -16,10 +16,12 @@ from math import inf
 from multiprocessing.connection import Connection
 from multiprocessing.process import current_process
 from time import monotonic
+from traceback import StackSummary, TracebackException
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, TypeVarTuple
 
 from shardwise._layout import NumRanks, Timeout, checked
-from shardwise.errors import ArgumentError, LaunchError, RankFailedError, RemoteRankError
+from shardwise.errors import ArgumentError, LaunchError, RankFailedError, RemoteRankError, ShardwiseError
 
 if TYPE_CHECKING:
     from shardwise._launch.processes import Death
@@ -295,8 +297,6 @@ def _set_environment(rank: int, size: int) -> None:
 
 
 def _raised(rank: int, error: BaseException) -> _Failed:
-    from shardwise._trace.user_stack import format_traceback
-
     if isinstance(error, SystemExit):
         exitcode = error.code if isinstance(error.code, int) else int(error.code is not None)
         text = f"called sys.exit({error.code!r}) instead of returning\n  Fix: return, or raise an error that says why."
@@ -314,3 +314,23 @@ def _raised(rank: int, error: BaseException) -> _Failed:
         type(error).__name__,
         format_traceback(error, frames),
     )
+
+
+def format_traceback(error: BaseException, trace: TracebackType | None) -> str:
+    """The traceback of `error` from `trace` on, of user code alone if the error is one of shardwise's own.
+
+    Its text says what is wrong; the frames below the user's line are the library's.
+    """
+    from shardwise._trace.user_stack import is_user_file  # imports torch, unlike this module
+
+    said = TracebackException(type(error), error, trace)
+    at: BaseException | None = error
+    part: TracebackException | None = said
+    while at is not None and part is not None:
+        if isinstance(at, ShardwiseError):
+            own = [frame for frame in part.stack if is_user_file(frame.filename)]
+            part.stack = StackSummary.from_list(own or list(part.stack))
+        if at.__cause__ is None and at.__suppress_context__:
+            break
+        at, part = (at.__cause__, part.__cause__) if at.__cause__ else (at.__context__, part.__context__)
+    return "".join(said.format())

@@ -9,14 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from traceback import StackSummary, TracebackException
 from types import CodeType, FrameType, TracebackType
 from typing import ParamSpec, TypeVar
 
 import torch
 
 from shardwise._trace.capture_hooks import current
-from shardwise.errors import ShardwiseError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -173,24 +171,6 @@ def user_call_site(trace: TracebackType | None) -> str:
         trace = trace.tb_next
     in_user_code = [frame for frame in frames if frame.is_user_code] or frames
     return str(in_user_code[-1]) if in_user_code else ""
-
-
-def format_traceback(error: BaseException, trace: TracebackType | None) -> str:
-    """The traceback of `error` from `trace` on, of user code alone if the error is one of shardwise's own.
-
-    Its text says what is wrong; the frames below the user's line are the library's.
-    """
-    said = TracebackException(type(error), error, trace)
-    at: BaseException | None = error
-    part: TracebackException | None = said
-    while at is not None and part is not None:
-        if isinstance(at, ShardwiseError):
-            own = [frame for frame in part.stack if is_user_file(frame.filename)]
-            part.stack = StackSummary.from_list(own or list(part.stack))
-        if at.__cause__ is None and at.__suppress_context__:
-            break
-        at, part = (at.__cause__, part.__cause__) if at.__cause__ else (at.__context__, part.__context__)
-    return "".join(said.format())
 
 
 def call_site() -> StackFrame | None:
