@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import (
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise._collectives.checks.calls import NUM_COUNTS, SEND_COUNTS, CallLog
+from shardwise._collectives.checks.calls import MOST_ELEMENTS, NUM_COUNTS, SEND_COUNTS, CallLog
 from shardwise._collectives.checks.fingerprints import switch_fingerprints
 from shardwise._collectives.checks.ledger import Ledger
 from shardwise._collectives.checks.other_hosts import StoredNotes, are_due, exchange_ledgers
@@ -79,7 +79,6 @@ _SUPPORTED = (torch.float32, torch.float64, torch.int32, torch.int64, torch.floa
 _OF_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 KEPT_KEY = "shardwise/is_kept"  # of the store that torchrun keeps when it restarts ranks
-MANY_ELEMENTS = 1 << 36  # of one message; more may be absurd
 JOIN_SECONDS = 60.0  # that ranks of a group may have between their first calls
 
 
@@ -184,7 +183,7 @@ class TorchTransport:
         if log not in memory.complete:
             self._find_peers(log, memory)
         difference = memory.compare(log, record)
-        if record[NUM_COUNTS] and not 0 <= min(record[SEND_COUNTS:]) <= max(record[SEND_COUNTS:]) < MANY_ELEMENTS:
+        if record[NUM_COUNTS] and not 0 <= min(record[SEND_COUNTS:]) <= max(record[SEND_COUNTS:]) < MOST_ELEMENTS:
             difference = difference or log.absurd_length()
         if difference is not None or memory.has_new_notes or ledger.num_notes != self._num_notes:
             # After calls: the notes before a call that was seen are there, and may be why it differs.

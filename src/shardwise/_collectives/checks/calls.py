@@ -12,7 +12,6 @@ x.full_tensor()`), so call sites alone are no difference. They are if ranks reac
 """
 
 from array import array
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache
@@ -35,7 +34,7 @@ from shardwise._trace.user_stack import CallSite, call_sites, format_call_sites
 
 KEPT = 64  # calls of a group, by each rank
 MAX_TEMPLATES = 4096
-ABSURD_BYTES = 1 << 44  # of one message
+MOST_ELEMENTS = 1 << 40  # of one message
 # Positions in a record. `ALL` is a digest of the next three. The receive counts follow the others.
 NUMBER, ALL, CALL, PURPOSE, SITE, NUM_COUNTS, SEND_COUNTS = range(7)
 
@@ -56,7 +55,7 @@ class CallLog:
     def __init__(self, ranks: Ranks, rank: int) -> None:
         self.ranks = ranks
         self.position = ranks.index(rank) if rank in ranks else -1  # which the transport refuses
-        self._calls: deque[tuple[int, _Template, Sequence[int], Sequence[int]]] = deque(maxlen=KEPT)
+        self._calls: list[tuple[_Template, Sequence[int], Sequence[int]] | None] = [None] * KEPT
         self._templates: dict[tuple[object, ...], _Template] = {}
         self.records = [array("q", (0,) * SEND_COUNTS)] * KEPT
         self.latest = 0
@@ -90,9 +89,8 @@ class CallLog:
             record[NUM_COUNTS] = 2 * len(send_counts)
             record.extend(send_counts)
             record.extend(recv_counts)
-        self._calls.append((number, template, send_counts, recv_counts))
         self.digest = (self.digest * 31 + record[ALL]) & MASK
-        self.records[number % KEPT] = record
+        self.records[number % KEPT], self._calls[number % KEPT] = record, (template, send_counts, recv_counts)
         return record
 
     def _add_template(
@@ -108,7 +106,7 @@ class CallLog:
         if len(self._templates) >= MAX_TEMPLATES:
             self._templates.clear()
         record = array("q", (0, rolling(0, words), *words, 0))
-        found = self._templates[key] = _Template(record, call, collective.tensor.dtype.itemsize, purpose, sites)
+        found = self._templates[key] = _Template(record, call, purpose, sites)
         return found
 
     def difference(self, peer: int, theirs: Sequence[int]) -> DifferentCalls | None:
@@ -142,17 +140,18 @@ class CallLog:
 
     def call(self, number: int) -> CollectiveCall | None:
         """One of the last calls."""
-        for kept, template, sent, received in self._calls:
-            if kept == number:
-                return replace(template.call, send_counts=tuple(sent), recv_counts=tuple(received))
-        return None
+        kept = self._calls[number % KEPT]
+        if kept is None or self.record(number)[NUMBER] != number:
+            return None
+        template, sent, received = kept
+        return replace(template.call, send_counts=tuple(sent), recv_counts=tuple(received))
 
     def described(self, number: int) -> DescribedCall | None:
         """One of the last calls, and where it was called."""
-        call, sites = self.call(number), [template.sites for kept, template, *_ in self._calls if kept == number]
-        if call is None:
+        call, kept = self.call(number), self._calls[number % KEPT]
+        if call is None or kept is None:
             return None
-        frames = [site.frame for site in sites[0]]
+        frames = [site.frame for site in kept[0].sites]
         return {"call": asdict(call), "where": format_call_sites(frames, 1) if frames else ""}
 
     def pending(self) -> PendingCollective:
@@ -163,10 +162,10 @@ class CallLog:
 
     def absurd_length(self) -> DifferentCalls | None:
         """What this rank is about to receive, if no host has memory for it, such as a length that is other data."""
-        _, template, _, received = self._calls[-1]
-        for peer, count in zip(self.ranks, received, strict=False):
-            if not 0 <= count * template.itemsize < ABSURD_BYTES:
-                why = f"no rank can receive {count} elements of torch.{template.call.dtype} from rank {peer}"
+        call = self.pending().call
+        for peer, count in zip(self.ranks, call.recv_counts, strict=False):
+            if not 0 <= count < MOST_ELEMENTS:
+                why = f"no rank can receive {count} elements of torch.{call.dtype} from rank {peer}"
                 return DifferentCalls(self.ranks, self.latest, why)
         return None
 
@@ -176,7 +175,6 @@ class _Template(NamedTuple):
 
     record: "array[int]"
     call: CollectiveCall
-    itemsize: int
     purpose: Purpose | None
     sites: tuple[CallSite, ...]
 

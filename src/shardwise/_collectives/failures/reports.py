@@ -55,8 +55,6 @@ LOOK_THERE = (
     "look at the end of its output and, on Linux, for the out-of-memory killer in dmesg. Gloo aborts a process that "
     "receives more than it expects; shardwise.collectives.check_ranks() finds that before it happens."
 )
-
-
 LOOK_AT_HOSTS = (
     "look at the network between the hosts, and at the output of the ranks and launchers on the other hosts."
 )
@@ -70,12 +68,12 @@ def store_of_world() -> FailureStore | None:
 
 def with_store(act: Callable[[FailureStore], T]) -> T | None:
     """What `act` returns; None without other ranks, if it raises, or after two seconds: a store may hang for ever."""
-    return bounded(lambda: _with_reachable_store(act))
 
+    def run() -> T | None:
+        store = store_of_world()
+        return act(store) if store is not None and dist.get_world_size() > 1 and is_reachable(store.store) else None
 
-def _with_reachable_store(act: Callable[[FailureStore], T]) -> T | None:
-    store = store_of_world()
-    return act(store) if store is not None and dist.get_world_size() > 1 and is_reachable(store.store) else None
+    return bounded(run)
 
 
 def bounded(act: Callable[[], T], seconds: float = PATIENCE_SECONDS) -> T | None:
@@ -267,12 +265,10 @@ def explain_difference(
     Args:
         pending: the collective that this rank is about to make.
     """
-    report = bounded(lambda: _report_on_difference(different, monitor.describe))
-    if report is None:
-        own = {dist.get_rank(): monitor.describe(different.ranks, different.number)}
-        report = _report_on_known_calls(different, own)
-    monitor.root = report
-    return remote_error(report, dist.get_rank(), pending)
+    report = with_store(lambda store: _report_on_difference(store, different, monitor.describe))
+    own = {dist.get_rank(): monitor.describe(different.ranks, different.number)}
+    monitor.root = report or _report_on_known_calls(different, own)
+    return remote_error(monitor.root, dist.get_rank(), pending)
 
 
 def explain_values(report: FailureReport, pending: PendingCollective, monitor: FailureMonitor) -> ShardwiseError:
@@ -282,10 +278,8 @@ def explain_values(report: FailureReport, pending: PendingCollective, monitor: F
 
 
 def _report_on_difference(
-    different: DifferentCalls, describe: Callable[[Ranks, int], DescribedCall | None]
+    store: FailureStore, different: DifferentCalls, describe: Callable[[Ranks, int], DescribedCall | None]
 ) -> FailureReport:
-    store = store_of_world()
-    assert store is not None
     different = store.publish_difference(different)
     store.publish("call", describe(different.ranks, different.number))
     store.request_states()
