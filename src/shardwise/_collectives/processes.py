@@ -221,16 +221,13 @@ class TorchTransport:
 
         A rank waits for that before its second call, or it might not compare its calls where others do.
         """
-        if (store := store_of_world()) is None:
-            return
-        began, timeout = monotonic(), self.timeout(log.ranks)
-        # After one call all ranks of a group have joined the world, or soon will.
-        until = began + (0 if log.latest <= 1 else timeout or JOIN_SECONDS)
-        while memory.add_peers(store, log) and not self.monitor.failed:
-            if log in memory.complete:
+        store, timeout, began = store_of_world(), self.timeout(log.ranks), monotonic()
+        while store is not None and memory.add_peers(store, log) and log not in memory.complete:
+            # After one call all ranks of a group have joined the world, or soon will.
+            if log.latest <= 1 or self.monitor.failed:
                 return
-            if monotonic() >= until:
-                if log.latest <= 1 or timeout is None:
+            if monotonic() >= began + (timeout or JOIN_SECONDS):
+                if timeout is None:
                     return
                 error = TimeoutError("Some ranks have not joined, or the store does not answer.")
                 raise explain(error, log.pending(), monotonic() - began, self.monitor)
