@@ -70,30 +70,25 @@ describe(Mesh, Kind("a Mesh", lambda value: isinstance(value, Mesh), _MESH, Mesh
 describe(DeviceMesh, Kind("torch's DeviceMesh", lambda value: isinstance(value, DeviceMesh), _MESH, MeshError))
 
 
-@lru_cache(maxsize=1024)
-def _fits(mesh: Mesh, world: int) -> bool:
-    """Whether the world has the ranks of `mesh`.
+def _checked(mesh: Mesh) -> Mesh:
+    _check(mesh, world_size())
+    return mesh
 
-    Raises:
-        MeshError: torch knows no such type of device.
-    """
+
+@lru_cache(maxsize=1024)
+def _check(mesh: Mesh, world: int) -> None:
+    """Raise MeshError if torch knows no such type of device, or a world of this size has not the ranks of `mesh`."""
     try:
         torch.device(mesh.device_type)
     except RuntimeError:
         raise MeshError(
             f"{mesh} has the device_type {mesh.device_type!r}, which torch does not know. Fix: 'cpu' or 'cuda'."
         ) from None
-    return max(mesh.ranks) < world
-
-
-def _checked(mesh: Mesh) -> Mesh:
-    world = world_size()
-    if not _fits(mesh, world):
+    if max(mesh.ranks) >= world:
         raise MeshError(
             f"{mesh} needs rank {max(mesh.ranks)}, but this world has {world} rank{'s' if world > 1 else ''}. "
             f"Fix: start at least {max(mesh.ranks) + 1} ranks, or make a smaller mesh."
         )
-    return mesh
 
 
 def current_mesh() -> Mesh | None:
