@@ -16,7 +16,10 @@ from tools.structure import LAYERS, layers, nodes, package_list
 MAY_IMPORT_ANYTHING = {"__init__", "__main__", "testing"}
 TALKS_TO_RANKS = "_collectives"  # the one unit that sees torch.distributed
 FENCED = ("torch.distributed", "torch._C._distributed_c10d")
-DATA = "torch.distributed.checkpoint"  # classes of values, by which no rank talks
+READS = {  # what units read there without talking to ranks: classes of values, and names
+    "checkpoint": "torch.distributed.checkpoint",
+    "debug": "torch.distributed._functional_collectives",
+}
 
 PACKAGE = "shardwise"
 SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
@@ -71,7 +74,8 @@ def complaint(unit: str, name: str) -> str | None:
     """Why `unit` may not import `name`, or None if it may."""
     if name.startswith("."):
         return f"relative import {name}: write {PACKAGE}.… in full"
-    if unit != TALKS_TO_RANKS and not is_within(name, DATA) and any(is_within(name, module) for module in FENCED):
+    may_read = unit == TALKS_TO_RANKS or (unit in READS and is_within(name, READS[unit]))
+    if not may_read and any(is_within(name, module) for module in FENCED):
         return f"uses {name}: only {TALKS_TO_RANKS} talks to torch.distributed"
     if unit in MAY_IMPORT_ANYTHING or not is_within(name, PACKAGE):
         return None

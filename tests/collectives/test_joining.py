@@ -17,7 +17,7 @@ import torch.distributed
 from torch.distributed.distributed_c10d import Store
 
 from shardwise._collectives.joining import WORLD, agree_on_name, wait_until_all_are_connected
-from shardwise._collectives.processes import warn_of_failing_restarts
+from shardwise._collectives.torchrun import warn_of_failing_restarts
 from shardwise.errors import MismatchError, RemoteRankError
 from tests.forked import run_forked
 from tests.timeouts import PATIENCE_SECONDS, under_load

@@ -53,6 +53,7 @@ from shardwise._collectives.meshes import (
     group_ranks,
     init_device_mesh,
     process_group,
+    rank_and_size,
 )
 from shardwise._collectives.torch_bridge import chunks, storage_metadata, torch_dtensor, write_items
 from shardwise._collectives.transport import Transport, draw_from_torch, reduce_stack
@@ -65,7 +66,7 @@ __all__ = [
     "draw_from_torch", "exchange_messages", "expect_equal", "expect_equal_numbers", "expect_equal_options",
     "fingerprint", "gather_if_different", "gather_json", "group_ranks", "has_failed", "init_device_mesh",
     "init_from_environment", "init_processes", "is_here", "is_sampled", "is_simulated", "message_device",
-    "notes_numbers", "outside_ranks", "owner", "process_group", "rank", "rank_of_thread", "reduce_scatter",
-    "reduce_stack", "report_failure", "rolling", "shutdown", "stable_digest", "start", "storage_metadata",
-    "torch_dtensor", "transport", "using", "when_noting_numbers", "world_size", "write_items",
+    "notes_numbers", "outside_ranks", "owner", "process_group", "rank", "rank_and_size", "rank_of_thread",
+    "reduce_scatter", "reduce_stack", "report_failure", "rolling", "shutdown", "stable_digest", "start",
+    "storage_metadata", "torch_dtensor", "transport", "using", "when_noting_numbers", "world_size", "write_items",
 ]  # fmt: skip

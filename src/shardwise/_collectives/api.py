@@ -23,7 +23,8 @@ from shardwise._collectives.cost_tables import (
     ranks_per_host_of,
 )
 from shardwise._collectives.failures.reports import report_failure
-from shardwise._collectives.processes import TORCH_TRANSPORT, check_joined
+from shardwise._collectives.processes import TORCH_TRANSPORT
+from shardwise._collectives.torchrun import check_joined
 from shardwise._collectives.transport import (
     CANNOT_COMMUNICATE,
     RankAndSize,

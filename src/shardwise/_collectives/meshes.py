@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
@@ -214,6 +215,12 @@ def group_ranks(process_group: object = None, *, leaving: bool = False) -> Ranks
             f"Fix: call this on the ranks of the group only."
         )
     return ranks
+
+
+def rank_and_size(group_name: str) -> tuple[int, int]:
+    """The rank of this process in the process group that torch knows by this name, and the size of that."""
+    group: dist.ProcessGroup = vars(distributed_c10d)["_resolve_process_group"](group_name)
+    return group.rank(), group.size()
 
 
 def process_group(ranks: Ranks) -> object:

@@ -1,8 +1,6 @@
 """The transport of ranks that are processes: the process groups of `torch.distributed`."""
 
 import atexit
-import os
-import warnings
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,10 +22,7 @@ from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
     BroadcastOptions,
-    PrefixStore,
     ReduceScatterOptions,
-    Store,
-    TCPStore,
 )
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -46,7 +41,7 @@ from shardwise._collectives.collective_call import (
     describing,
 )
 from shardwise._collectives.failures.hooks import ExitHooks, report_end
-from shardwise._collectives.failures.monitor import FailureMonitor, has_agent_store, launcher_of_this_process
+from shardwise._collectives.failures.monitor import FailureMonitor
 from shardwise._collectives.failures.reports import (
     POLL_SECONDS,
     explain,
@@ -58,10 +53,9 @@ from shardwise._collectives.failures.reports import (
 from shardwise._collectives.failures.store import DifferentCalls, FailureReport, remote_error
 from shardwise._collectives.started import OpenWorks, StartedCollective, start_pairwise
 from shardwise._collectives.threads import ThreadGuard
+from shardwise._collectives.torchrun import launcher_of_this_process, warn_of_failing_restarts
 from shardwise._collectives.transport import exchange_of, reduce_stack
 from shardwise._layout import Mesh, Owner
-from shardwise._trace.user_stack import call_site
-from shardwise.errors import MeshError
 
 T = TypeVar("T")
 
@@ -78,19 +72,7 @@ _METHODS: dict[str, str] = {  # of a process group
 _SUPPORTED = (torch.float32, torch.float64, torch.int32, torch.int64, torch.float16, torch.uint8, torch.int8)
 _OF_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
-KEPT_KEY = "shardwise/is_kept"  # of the store that torchrun keeps when it restarts ranks
 JOIN_SECONDS = 60.0  # that ranks of a group may have between their first calls
-
-
-def check_joined() -> None:
-    """Raise MeshError if torchrun started this process, which has no process group, as one of several ranks."""
-    size = os.environ.get("WORLD_SIZE", "1")
-    if dist.is_torchelastic_launched() and size != "1":
-        raise MeshError(
-            f"torchrun started this process as rank {os.environ.get('RANK')} of {size}, but it has no process group: "
-            "each process would work as rank 0 of 1. Fix: first call torch.distributed.init_process_group() or "
-            "shardwise.init_device_mesh(…), or run the program in shardwise.launch(…)."
-        )
 
 
 def _no_world() -> None:
@@ -378,55 +360,6 @@ def timeout_of(group: dist.ProcessGroup | None, device_type: str) -> timedelta |
         return None
     found = getattr(getattr(backend, "options", None), "_timeout", None)
     return found if isinstance(found, timedelta) else None
-
-
-# ---- restarts ---------------------------------------------------------------------------------------------
-
-
-def warn_of_failing_restarts() -> None:
-    """Warn on rank 0 if torchrun would restart the ranks, but they may not join each other again.
-
-    torchrun keeps the keys of its store. A process group that is in it without a prefix of its own has the keys of the
-    ranks that have ended. A new rank that joins before another one reads an address where nobody listens.
-    """
-    most, done = _number("TORCHELASTIC_MAX_RESTARTS"), _number("TORCHELASTIC_RESTART_COUNT")
-    world = dist.group.WORLD
-    if done >= most or not has_agent_store() or world is None or world.rank() != 0 or world.size() == 1:
-        return
-    if not _is_kept(world.get_group_store(), world.group_name):
-        return
-    site = call_site()
-    warnings.warn_explicit(
-        f"torchrun would restart the ranks of this program (restarts left: {most - done}), but they may not find each "
-        "other: the program calls init_process_group, in whose store torchrun keeps the addresses of ranks that have "
-        'ended ("Gloo connectFullMesh failed"). Fix: leave it out, as shardwise.init_device_mesh(…, timeout_seconds=…) '
-        "or launch(…) joins the ranks; or start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment.",
-        UserWarning,
-        *((site.file, site.line) if site else (__file__, 1)),
-    )
-
-
-def _number(variable: str) -> int:
-    """A number in the environment; 0 where there is none, as where another program than torchrun set the variable."""
-    text = os.environ.get(variable, "")
-    return int(text) if text.isdecimal() else 0
-
-
-def _is_kept(store: Store, group: str) -> bool:
-    """Whether `store`, that of a process group, is the one at MASTER_ADDR, with no prefixes but those of torch."""
-    server = store
-    while isinstance(server, PrefixStore):
-        server = server.underlying_store
-    if not isinstance(server, TCPStore):
-        return False
-    if (server.host, str(server.port)) != (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")):
-        return False
-    try:
-        store.set(KEPT_KEY, "")
-        # init_process_group adds the first prefix to the store that it makes, but not to one that it is given.
-        return any(server.check([f"{prefix}{group}//{KEPT_KEY}"]) for prefix in ("default_pg/", ""))
-    except dist.DistError:  # the store does not answer
-        return False
 
 
 TORCH_TRANSPORT = TorchTransport()

@@ -14,7 +14,6 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise._collectives.torch_bridge import functional_collective, torch_op
 from shardwise._layout import Placement
 from shardwise._rules.row import Args, Kwargs
 from shardwise._tensor import DTensor
@@ -24,6 +23,7 @@ from shardwise._tensor.dispatch.hooks import Proceed, hook_calls
 from shardwise._tensor.dtensor import name_of
 from shardwise._tensor.torch_bridge.torch_objects import is_torch_dtensor_class
 from shardwise._trace.comm_trace import CommEvent, Listener, listening_with
+from shardwise.debug.functional_collectives import functional_collective, torch_op
 from shardwise.debug.module_tracker import GLOBAL, ModuleTracker, in_backward
 
 FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "checkpointing"

@@ -14,7 +14,6 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from shardwise._collectives.failures.monitor import has_agent_store
 from shardwise._collectives.failures.reports import (
     bounded,
     poll,
@@ -24,6 +23,7 @@ from shardwise._collectives.failures.reports import (
     with_store,
 )
 from shardwise._collectives.failures.store import FailureStore, address
+from shardwise._collectives.torchrun import has_agent_store
 from shardwise._trace.user_stack import user_call_site
 from shardwise.errors import summary
 

@@ -22,6 +22,7 @@ from shardwise._collectives.failures.store import (
     identity_of,
     is_on_this_host,
 )
+from shardwise._collectives.torchrun import has_agent_store
 from shardwise._trace.user_stack import format_call_sites, format_running, frames_of
 
 TICK_SECONDS = 0.4
@@ -122,17 +123,6 @@ class FailureMonitor:
             store.publish_pending(replace(pending(), where=format_call_sites(stack, limit=1)))
         else:
             store.publish("running", format_running(stack))
-
-
-def has_agent_store() -> bool:
-    """Whether the server of the world's store is in the agent of torchrun."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def launcher_of_this_process() -> int | None:
-    """The agent of torchrun that started this process; None where there is none, or where it has ended."""
-    parent = os.getppid()
-    return parent if "TORCHELASTIC_RUN_ID" in os.environ and parent > 1 else None
 
 
 def _end_without(launcher: int, stopped: threading.Event) -> None:

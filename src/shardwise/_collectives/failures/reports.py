@@ -24,7 +24,7 @@ from shardwise._collectives.collective_call import (
     mismatch,
     mismatch_text,
 )
-from shardwise._collectives.failures.monitor import END_SECONDS, FailureMonitor, has_agent_store
+from shardwise._collectives.failures.monitor import END_SECONDS, FailureMonitor
 from shardwise._collectives.failures.store import (
     DifferentCalls,
     FailureReport,
@@ -36,6 +36,7 @@ from shardwise._collectives.failures.store import (
     remote_error,
     report_of,
 )
+from shardwise._collectives.torchrun import has_agent_store
 from shardwise._trace.user_stack import format_call_sites, frames_of
 from shardwise.errors import RemoteRankError, ShardwiseError
 
