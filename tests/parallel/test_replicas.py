@@ -42,7 +42,7 @@ def sync_states(module: nn.Module) -> None:
 def zero(module: nn.Module) -> object:
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of something in it when it is imported
 
-    return ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
+    return ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.1).step()
 
 
 def fully_sharded(module: nn.Module) -> object:

@@ -8,6 +8,7 @@ tensors. Where not (the first step, which makes the state; a gradient in another
 from collections.abc import Iterator
 from types import NoneType
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, optim
 from torch._C import DisableTorchFunctionSubclass
@@ -19,7 +20,10 @@ from shardwise._tensor.dispatch import hooks
 from shardwise._tensor.dispatch.view_copies import LIVING, before_changes, invalidate
 from shardwise._tensor.dtensor import DTensor
 from shardwise._tensor.module_sharding import holds_replaced, refuse_replaced
+from shardwise._tensor.torch_bridge.replicas import check_replicas
 from shardwise.errors import RuleError
+
+_checked: "WeakSet[Optimizer]" = WeakSet()  # whose ranks hold equal shards, which they broadcast to each other
 
 
 def step_on_locals(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Any:
@@ -36,6 +40,9 @@ def step_on_locals(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Any:
         view: Any = object.__new__(_VIEWS[type(optimizer)])
         view.__dict__ = vars(optimizer)
         args = (view, *args[1:])
+    elif isinstance(of_all := getattr(optimizer, "_all_params", None), list) and optimizer not in _checked:
+        check_replicas(of_all, optimizer.process_group)  # type: ignore[attr-defined]  # of ZeroRedundancyOptimizer
+        _checked.add(optimizer)
     return args, kwargs
 
 
