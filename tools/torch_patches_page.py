@@ -2,17 +2,17 @@
 
 from pathlib import Path
 
-from shardwise._tensor.torch_bridge.torch_patches import HOOKS, PATCHES, TESTED
+from shardwise._torch_bridge.torch_patches import HOOKS, PATCHES, TESTED
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "torch-patches.md"
 
 HEADER = f"""# What shardwise changes in torch
 
-Made by `python -m tools.torch_patches_page` from `shardwise/_tensor/torch_bridge/torch_patches.py`.
+Made by `python -m tools.torch_patches_page` from `shardwise/_torch_bridge/torch_patches.py`.
 
 `import shardwise` changes nothing; containers such as `KeyedTensor` are registered with `torch.utils._pytree`. Before
 the first DTensor of a process is made, the attributes below are replaced;
-`shardwise._tensor.torch_bridge.torch_patches.uninstall()` undoes it. Tensors that are no DTensors behave as before.
+`shardwise._torch_bridge.torch_patches.uninstall()` undoes it. Tensors that are no DTensors behave as before.
 `tests/tensor/test_torch_patches.py` compares all attributes of torch before and after a training step: nothing else
 changes. A name that was bound earlier, as by `from torch import tensor`, is not replaced. All patches apply to torch
 {" and ".join(TESTED)}, the tested versions. Another version warns once; a version without one of the attributes is

@@ -18,7 +18,7 @@ from torch.testing import assert_close
 
 from shardwise import DTensor, Mesh, Replicate, Shard, distribute_tensor, init_device_mesh, rank, shard_module
 from shardwise import _collectives as collectives
-from shardwise._tensor.torch_bridge.replicas import FULL, check_fully_shard, check_replicas
+from shardwise._torch_bridge.replicas import FULL, check_fully_shard, check_replicas
 from shardwise.errors import MismatchError, RuleError
 from shardwise.parallel import local_parameters
 from shardwise.testing import world

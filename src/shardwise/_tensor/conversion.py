@@ -41,8 +41,8 @@ from shardwise._tensor.autograd.gradients import FromPlain, ToPlain
 from shardwise._tensor.dispatch.align_shards import sizes_by_axis
 from shardwise._tensor.dispatch.view_copies import track
 from shardwise._tensor.dtensor import DTensor, Tiling, as_parameter, check_owners, default_mesh, plain, tag, to_layout
-from shardwise._tensor.torch_bridge.torch_objects import TorchDTensor, arrived, is_torch_dtensor
-from shardwise._tensor.torch_bridge.transforms import check_no_transform, check_untransformed, refuse_compilation
+from shardwise._tensor.torch_objects import TorchDTensor, arrived, is_torch_dtensor
+from shardwise._tensor.transforms import check_no_transform, check_untransformed, refuse_compilation
 from shardwise._trace.autograd_function import TensorFunction
 from shardwise._trace.comm_trace import EXPLICIT
 from shardwise.errors import LayoutError, MismatchError

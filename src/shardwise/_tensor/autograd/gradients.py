@@ -27,8 +27,8 @@ from shardwise._tensor.autograd.buckets import (
     reduce_pending,
 )
 from shardwise._tensor.dtensor import DTensor, check_owners, plain, tag, to_layout
-from shardwise._tensor.torch_bridge.torch_objects import is_torch_dtensor
-from shardwise._tensor.torch_bridge.transforms import check_untransformed
+from shardwise._tensor.torch_objects import is_torch_dtensor
+from shardwise._tensor.transforms import check_untransformed
 from shardwise._trace.autograd_function import TensorFunction
 from shardwise._trace.comm_trace import Cause
 from shardwise.errors import LayoutError, RuleError

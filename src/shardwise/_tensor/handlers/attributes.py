@@ -21,8 +21,8 @@ from shardwise._tensor.autograd.buckets import enable_bucketing, local_gradient
 from shardwise._tensor.dispatch.fallback import run_decomposed
 from shardwise._tensor.dispatch.view_copies import LIVING, copies_of_memory, invalidate, track
 from shardwise._tensor.dtensor import DTensor, check_owners, name_of, plain, remembering, tag, to_layout
-from shardwise._tensor.torch_bridge.torch_objects import is_torch_dtensor
-from shardwise._tensor.torch_bridge.transforms import check_untransformed, refuse_compilation
+from shardwise._tensor.torch_objects import is_torch_dtensor
+from shardwise._tensor.transforms import check_untransformed, refuse_compilation
 from shardwise._trace.comm_trace import Cause
 from shardwise._trace.user_stack import is_called_by
 from shardwise.errors import RuleError

@@ -92,12 +92,12 @@ def _set_item(func: Op, args: Args, kwargs: Kwargs) -> None:
         return
     check_owners("x[…] = value", (args[0]._layout,))
     x, brackets, value = _on_one_mesh(func, (args[0], _unpacked(args[1]), args[2]))
-    copies = before_change("x[…] = value", x)
+    view_copies = before_change("x[…] = value", x)
     if not is_outside(x._layout.mesh):
         _write(x, brackets, value)
         return
     outside_mesh.changed_empty(func, (x, brackets, value), {})
-    invalidate(copies)
+    invalidate(view_copies)
 
 
 def _write(x: DTensor, brackets: Any, value: Any) -> None:

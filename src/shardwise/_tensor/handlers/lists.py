@@ -52,14 +52,14 @@ def run(func: Op, args: Args, kwargs: Kwargs) -> object:
     lead, in_place, layouts = lists[0], name.endswith("_"), _same_layouts(lists)
     if layouts is None or name == "_foreach_mm":
         return _one_by_one(name, lists, args, kwargs)
-    copies = before_changes(name, lead) if in_place else []
+    view_copies = before_changes(name, lead) if in_place else []
     check_owners(name, filter(None, layouts))
     with DisableTorchFunctionSubclass():
         out = func(*args, **kwargs)
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             _found_anywhere(args[1], lead)
-    if copies:
-        invalidate(copies)
+    if view_copies:
+        invalidate(view_copies)
     if in_place or out is None:
         return out
     return type(out)([tag(x, layout) if layout is not None else x for x, layout in zip(out, layouts, strict=True)])

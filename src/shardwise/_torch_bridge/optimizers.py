@@ -5,37 +5,47 @@ all optimizers: where parameters, gradients and states of a group share layouts,
 tensors. Where not (the first step, which makes the state; a gradient in another layout), every op is dispatched.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import NoneType
 from typing import Any
 from weakref import WeakSet
 
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 from torch._C import DisableTorchFunctionSubclass
 from torch.optim import Optimizer
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from shardwise._layout import Layout
 from shardwise._rules.row import Args, Kwargs
+from shardwise._tensor.autograd.buckets import raw_grad
 from shardwise._tensor.dispatch import hooks
 from shardwise._tensor.dispatch.view_copies import LIVING, before_changes, invalidate
 from shardwise._tensor.dtensor import DTensor
-from shardwise._tensor.module_sharding import holds_replaced, refuse_replaced
-from shardwise._tensor.torch_bridge.replicas import check_replicas
-from shardwise.errors import RuleError
+from shardwise._torch_bridge.replicas import check_replicas
+from shardwise.errors import OptimizerError, RuleError
 
 _checked: "WeakSet[Optimizer]" = WeakSet()  # whose ranks hold equal shards, which they broadcast to each other
 
 
 def step_on_locals(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Any:
-    """A pre-hook of `Optimizer.step`; what it returns replaces the arguments of that step."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    """A pre-hook of `Optimizer.step`; what it returns replaces the arguments of that step.
+
+    Raises:
+        RuleError: an option is a DTensor beside plain parameters: C++ would take the number in its local tensor.
+    """
+    parameters: list[Any] = []
     for i, group in enumerate(optimizer.param_groups):
-        _check_options(optimizer, i, group)
-    if {*map(type, (*args[1:], *kwargs.values()))} - {NoneType}:  # a closure, which computes the gradients
-        if holds_replaced(parameters):
-            args, kwargs = _checked_after_closure(optimizer, parameters, args, kwargs)
-    else:
-        refuse_replaced(optimizer, parameters)
+        parameters += group["params"]
+        types = list(map(type, group["params"]))
+        if DTensor in map(type, group.values()) and types.count(DTensor) < len(types):
+            name = next(name for name, value in group.items() if type(value) is DTensor)
+            raise RuleError(f"{name} of an optimizer of plain parameters is a DTensor. Fix: {name}={name}.item().")
+        if DTensor in types:  # options, such as the learning rate, may be computed from what ranks do not share
+            options = {name: group[name] for name in optimizer.defaults if name in group}
+            ranks = group["params"][types.index(DTensor)]._layout.mesh.sorted_ranks
+            hooks.expect_equal_options(type(optimizer), options, i, ranks)
+    if _replaced.data and any(p in _replaced for p in parameters):
+        args, kwargs = _refuse_replaced(optimizer, parameters, args, kwargs)
     if type(optimizer) in _VIEWS and DTensor in map(type, parameters):
         view: Any = object.__new__(_VIEWS[type(optimizer)])
         view.__dict__ = vars(optimizer)
@@ -46,34 +56,65 @@ def step_on_locals(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Any:
     return args, kwargs
 
 
-def _check_options(optimizer: Optimizer, index: int, group: dict[str, Any]) -> None:
-    """Note the options of a step, such as the learning rate, which may be computed from what ranks do not share.
+# ---- an optimizer that was made before still holds the parameters that were replaced ----------------------------
+
+LISTED = 5  # names in the error
+
+# Of replaced parameters that something still holds, the name and the gradient that it had, as long as it exists.
+_replaced: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def note_replaced(parameter: object, name: str) -> None:
+    """Remember that another parameter took the place of this one in a module, as long as anything still holds it."""
+    if isinstance(parameter, nn.Parameter):
+        grad = _gradient(parameter)
+        _replaced[parameter] = name, None if grad is None else TensorWeakRef(grad)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor | None:
+    """The gradient, unreduced."""
+    with DisableTorchFunctionSubclass():
+        grad: Tensor | None = raw_grad.__get__(parameter)
+    return grad
+
+
+def _refuse_replaced(
+    optimizer: Optimizer, parameters: Sequence[nn.Parameter], args: Args, kwargs: Kwargs
+) -> tuple[Args, Kwargs]:
+    """Refuse a step that holds replaced parameters without a new gradient: it would change nothing.
+
+    One with a new gradient is still trained, by another module. A frozen one would not change anyway. A closure, which
+    is among the arguments, computes the gradients first.
 
     Raises:
-        RuleError: one is a DTensor beside plain parameters: C++ would take the number in its local tensor.
+        OptimizerError: the names of all of them; ranks shard alike, so it is the same on every rank.
     """
-    sharded = [p for p in group["params"] if type(p) is DTensor]
-    if DTensor in map(type, group.values()) and len(sharded) < len(group["params"]):
-        name = next(name for name, value in group.items() if type(value) is DTensor)
-        raise RuleError(f"{name} of an optimizer of plain parameters is a DTensor. Fix: {name}={name}.item().")
-    if sharded:
-        options = {name: group[name] for name in optimizer.defaults if name in group}
-        hooks.expect_equal_options(type(optimizer), options, index, sharded[0]._layout.mesh.sorted_ranks)
 
+    def check() -> None:
+        names = []
+        for p in parameters:
+            name, before = _replaced.get(p, ("", None))
+            grad = _gradient(p) if name and p.requires_grad else None
+            if name and p.requires_grad and (grad is None or (before is not None and grad is before())):
+                names.append(name)
+        if names:
+            listed = ", ".join(names[:LISTED]) + (", …" if len(names) > LISTED else "")
+            raise OptimizerError(
+                f"{type(optimizer).__name__}.step() would not change {len(names)} of its {len(parameters)} parameters "
+                f"in their module: {listed}. They were replaced there after the optimizer was made. Fix: make the "
+                f"optimizer after the module is sharded."
+            )
 
-def _checked_after_closure(
-    optimizer: Optimizer, parameters: list[Any], args: Args, kwargs: Kwargs
-) -> tuple[Args, Kwargs]:
-    """The arguments of a step; replaced parameters are refused after its closure has computed the gradients."""
-
-    def checked(x: Any) -> object:
+    def checked(closure: Any) -> object:
         def run() -> object:
-            loss: object = x()
-            refuse_replaced(optimizer, parameters)
+            loss: object = closure()
+            check()
             return loss
 
-        return run if callable(x) else x
+        return run if callable(closure) else closure
 
+    if {*map(type, (*args[1:], *kwargs.values()))} <= {NoneType}:
+        check()
     return (args[0], *map(checked, args[1:])), {name: checked(x) for name, x in kwargs.items()}
 
 
@@ -89,10 +130,11 @@ def _groups(view: Optimizer) -> Iterator[dict[str, Any]]:
         if hooks.dispatches_each_op(group["params"]) or not _layouts_agree(view, group):
             yield group
             continue
-        copies = before_changes("an optimizer's step", group["params"]) if LIVING else ()
+        view_copies = before_changes("an optimizer's step", group["params"]) if LIVING else ()
         with DisableTorchFunctionSubclass():
             yield group
-        invalidate(copies)
+        if view_copies:
+            invalidate(view_copies)
 
 
 def _layouts_agree(optimizer: Optimizer, group: dict[str, Any]) -> bool:

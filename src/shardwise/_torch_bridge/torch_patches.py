@@ -21,11 +21,12 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._device import _device_constructors
 
-from shardwise._tensor.autograd.functions import apply_with_dtensors, saving_layouts
+from shardwise._layout.owner import before_first_dtensor
 from shardwise._tensor.dispatch.hooks import hook_calls
 from shardwise._tensor.dispatch.without_memory import without_modes
-from shardwise._tensor.dtensor import DTensor, before_first_dtensor
-from shardwise._tensor.handlers.bypasses import (
+from shardwise._tensor.dtensor import DTensor
+from shardwise._tensor.handlers.lists import total_norm_in_one_exchange
+from shardwise._torch_bridge.bypasses import (
     asking,
     data_of_alike,
     full_gradients,
@@ -34,10 +35,10 @@ from shardwise._tensor.handlers.bypasses import (
     refusing_hooks,
     taking_numbers,
 )
-from shardwise._tensor.handlers.lists import total_norm_in_one_exchange
-from shardwise._tensor.handlers.optimizers import step_on_locals
-from shardwise._tensor.torch_bridge.replicas import check_fully_shard, checking, reduced_by
-from shardwise._tensor.torch_bridge.state_dicts import keeping_layouts, sharding_states, staging_locals, with_dtensors
+from shardwise._torch_bridge.custom_functions import apply_with_dtensors, saving_layouts
+from shardwise._torch_bridge.optimizers import step_on_locals
+from shardwise._torch_bridge.replicas import check_fully_shard, checking, reduced_by
+from shardwise._torch_bridge.state_dicts import keeping_layouts, sharding_states, staging_locals, with_dtensors
 from shardwise.errors import RuleError
 
 TESTED = ("2.13", "2.14")

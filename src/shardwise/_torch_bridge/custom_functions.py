@@ -1,7 +1,7 @@
 """Custom autograd Functions and backward hooks of modules, for which torch has no `__torch_function__`.
 
 A custom `autograd.Function` sees DTensors in forward and backward; its gradients may be returned in any placements.
-`shardwise._tensor.torch_bridge.torch_patches` installs the replacements of torch's functions that are made here.
+`shardwise._torch_bridge.torch_patches` installs the replacements of torch's functions that are made here.
 """
 
 from collections.abc import Callable, Sequence
