@@ -6,7 +6,8 @@ This file is where the class `DTensor` is completed, and where the modules that 
 import shardwise._attention
 import shardwise._lookups
 import shardwise._tensor.handlers.compositions
-import shardwise._tensor.handlers.indexing  # noqa: F401  (all four register ops)
+import shardwise._tensor.handlers.indexing
+import shardwise._tensor.handlers.lists  # noqa: F401  (all five register ops)
 from shardwise._tensor import conversion
 from shardwise._tensor.autograd import gradients
 from shardwise._tensor.conversion import distribute_tensor

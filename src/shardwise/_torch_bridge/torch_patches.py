@@ -25,7 +25,6 @@ from shardwise._layout.owner import before_first_dtensor
 from shardwise._tensor.dispatch.hooks import hook_calls
 from shardwise._tensor.dispatch.without_memory import without_modes
 from shardwise._tensor.dtensor import DTensor
-from shardwise._tensor.handlers.lists import total_norm_in_one_exchange
 from shardwise._torch_bridge.bypasses import (
     asking,
     data_of_alike,
@@ -39,6 +38,7 @@ from shardwise._torch_bridge.custom_functions import apply_with_dtensors, saving
 from shardwise._torch_bridge.optimizers import step_on_locals
 from shardwise._torch_bridge.replicas import check_fully_shard, checking, reduced_by
 from shardwise._torch_bridge.state_dicts import keeping_layouts, sharding_states, staging_locals, with_dtensors
+from shardwise._torch_bridge.total_norm import total_norm_in_one_exchange
 from shardwise.errors import RuleError
 
 TESTED = ("2.13", "2.14")
