@@ -135,7 +135,7 @@ def from_torch(x: TorchDTensor, layout: Layout, what: str) -> DTensor:
     mesh = collectives.as_mesh(x.device_mesh)
     if x.is_meta or sorted(mesh.ranks) != sorted(layout.mesh.ranks):
         return tag_full(x.full_tensor(), layout, what)
-    return wrap(arrived(x.to_local()), torch_layout(mesh, x.placements, x.shape))
+    return from_torch_dtensor(x)
 
 
 def to_torch(x: DTensor, like: TorchDTensor, what: str) -> Tensor:

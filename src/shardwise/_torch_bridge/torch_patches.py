@@ -91,15 +91,6 @@ class Patch:
         return found
 
 
-@dataclass(frozen=True)
-class Hook:
-    """An official hook of torch or Python that is used in the entire process."""
-
-    target: str
-    what: str
-    since: str
-
-
 _OPS_ONLY = "torch offers `__torch_function__` for ops only"
 # Since torch 2.14 `Function` has an `apply` of its own; before, it calls that of its base, which may be bound already.
 _BASE_APPLY, _OWN_APPLY = "autograd.function._SingleLevelFunction.apply", "autograd.function.Function.apply"
@@ -232,31 +223,6 @@ PATCHES = (
     Patch("Tensor.data", "Refuses a DTensor as the data of a plain tensor.", data_of_alike),
     Patch(
         "autograd._make_grads", "Takes a DTensor as the gradient of a plain tensor, by gathering it.", full_gradients
-    ),
-)
-
-HOOKS = (
-    Hook(
-        "torch.optim.optimizer.register_optimizer_step_pre_hook",
-        "Elementwise optimizers take a step on the local tensors where parameters, gradients and states share layouts. "
-        "`ZeroRedundancyOptimizer` is refused where the ranks of its group hold different shards.",
-        "the first DTensor",
-    ),
-    Hook(
-        "sys.meta_path",
-        "Replaces the attributes of modules that are imported later, which shardwise does not do.",
-        "the first DTensor",
-    ),
-    Hook(
-        "sys.excepthook",
-        "Reports the uncaught exception of this rank to the other ranks, then calls the hook that was there.",
-        "the first world of several processes",
-    ),
-    Hook(
-        "threading.excepthook",
-        "Notes the uncaught exception of a thread for the error that other ranks may raise, then calls the hook that "
-        "was there.",
-        "the first world of several processes",
     ),
 )
 

@@ -136,7 +136,7 @@ def expect_equal_options(kind: type, options: Mapping[str, object], group: int, 
 def numbers_of(arguments: Mapping[str, object]) -> Iterator[tuple[str, complex]]:
     """The numbers among arguments, by name: `argument 1`, `argument 1[0].start`."""
     for name, value in arguments.items():
-        if isinstance(value, Number):
+        if isinstance(value, (int, float, complex, Number)):
             yield name, value  # type: ignore[misc]
         elif isinstance(value, slice):
             yield from numbers_of({f"{name}.{part}": getattr(value, part) for part in ("start", "stop", "step")})
