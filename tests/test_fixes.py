@@ -35,7 +35,7 @@ PASSED_ON = {
     "_pictures/plan_file.py": {"read_plan", "_picture"},
     "_tensor/dispatch/resolve.py": {"candidates", "_candidates", "results_on_meta"},  # caught, and run without a row
     "_tensor/dtensor.py": {"_raise_rule_error"},
-    "_tensor/module_sharding.py": {"refuse"},
+    "_torch_bridge/module_sharding.py": {"refuse"},
     "testing/pool.py": {"_revive"},  # what the user's function raised
     "testing/simulated.py": {"run"},
 }
@@ -43,7 +43,14 @@ PASSED_ON = {
 PYTHONS = {"RuntimeError", "ValueError", "TypeError", "KeyError", "IndexError", "AttributeError", "OSError"}
 
 # Ops raise what torch raises, in its words.
-AS_TORCH = ("_attention/", "_lookups/", "_rules/", "_tensor/dispatch/", "_tensor/handlers/")
+AS_TORCH = (
+    "_attention/",
+    "_lookups/",
+    "_rules/",
+    "_tensor/dispatch/",
+    "_tensor/handlers/",
+    "_torch_bridge/bypasses.py",
+)
 
 # Errors of Python that are caught, and said in an error that has a fix; and those that Python asks for.
 CAUGHT = {

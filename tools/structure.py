@@ -23,6 +23,7 @@ LAYERS = """
     parallel
     checkpoint | experimental | _graph_capture | _launch | data
     embedding | sharded_tensor
+    _torch_bridge
     _tensor
     _lookups | _attention
     _rules

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise._launch import launch
 from shardwise._layout.layout import set_renderer
 from shardwise._layout.mesh import set_rank
+from shardwise._layout.owner import before_first_dtensor
 
 if TYPE_CHECKING:
     from shardwise import collectives as collectives
@@ -70,8 +71,15 @@ def _rank() -> int:
     return rank()
 
 
+def _complete() -> None:
+    """Import what gives `DTensor` methods, and what changes torch before the first DTensor."""
+    import_module("shardwise._torch_bridge.torch_patches")
+    import_module("shardwise.sharded_tensor")
+
+
 set_renderer(_draw)
 set_rank(_rank)
+before_first_dtensor(_complete)
 
 
 def __getattr__(name: str) -> Any:
@@ -86,7 +94,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
     value = getattr(import_module(home), name)
     if home.startswith("shardwise._tensor"):
-        import_module("shardwise.sharded_tensor")  # DTensors answer as sharded tensors, too
+        _complete()
     globals()[name] = value
     return value
 

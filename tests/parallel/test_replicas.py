@@ -18,7 +18,7 @@ from torch.testing import assert_close
 
 from shardwise import DTensor, Mesh, Replicate, Shard, distribute_tensor, init_device_mesh, rank, shard_module
 from shardwise import _collectives as collectives
-from shardwise._tensor.torch_bridge.replicas import FULL, check_fully_shard, check_replicas
+from shardwise._torch_bridge.replicas import FULL, check_fully_shard, check_replicas
 from shardwise.errors import MismatchError, RuleError
 from shardwise.parallel import local_parameters
 from shardwise.testing import world
@@ -42,7 +42,7 @@ def sync_states(module: nn.Module) -> None:
 def zero(module: nn.Module) -> object:
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of something in it when it is imported
 
-    return ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
+    return ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.1).step()
 
 
 def fully_sharded(module: nn.Module) -> object:

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise._rules.row import Args, Kwargs, Op
 from shardwise._tensor.dtensor import DTensor, plain
-from shardwise._tensor.torch_bridge.torch_objects import TORCH_DTENSOR, is_torch_dtensor_class
+from shardwise._tensor.torch_objects import TORCH_DTENSOR, is_torch_dtensor_class
 from shardwise._trace import capture_hooks
 from shardwise._trace.capture_hooks import tracing_paused
 from shardwise._trace.user_stack import StackFrame, call_site, format_call_sites, frames_of

@@ -1,6 +1,7 @@
 """Whose tensors have a layout object: every rank of every world has objects of its own, equal to those of others."""
 
 from collections.abc import Callable, Sequence
+from threading import RLock
 from typing import Any, Protocol, Self, TypeVar
 from weakref import WeakSet, WeakValueDictionary, ref
 
@@ -115,6 +116,27 @@ def remember(cache: dict[Any, Any], key: object, value: object) -> None:
     if len(cache) >= CACHE_LIMIT:
         cache.clear()
     cache[key] = value
+
+
+# ---- what is completed before the first tensor has an owner -----------------------------------------------------
+
+before_first: list[Callable[[], None]] = []
+_completing = RLock()  # simulated ranks are threads
+
+
+def before_first_dtensor(action: Callable[[], None]) -> None:
+    """Call `action` once, before the next DTensor is made. `shardwise/__init__.py` completes the class by it."""
+    if action not in before_first:
+        before_first.append(action)
+
+
+def complete() -> None:
+    """Call what is in `before_first`; an action may add others."""
+    with _completing:
+        while before_first:
+            action = before_first[-1]
+            action()
+            before_first.remove(action)
 
 
 _owners: WeakSet[Owner] = WeakSet()

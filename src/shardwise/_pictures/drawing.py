@@ -73,7 +73,7 @@ def picture(x: Any, header: str = "", itemsize: int | None = None) -> Picture:
     if isinstance(x, Layout):
         return Picture(x, header, itemsize)
     if type(x).__name__ == "DTensor" and not hasattr(x, "layout_"):
-        from shardwise._tensor.torch_bridge.torch_dtensors import converted
+        from shardwise._torch_bridge.torch_dtensors import converted
 
         x = converted(x.detach())
     layout = getattr(x, "layout_", None)

@@ -5,7 +5,9 @@ This file is where the class `DTensor` is completed, and where the modules that 
 
 import shardwise._attention
 import shardwise._lookups
-import shardwise._tensor.handlers.compositions  # noqa: F401  (all three register ops, as do those of the patches)
+import shardwise._tensor.handlers.compositions
+import shardwise._tensor.handlers.indexing
+import shardwise._tensor.handlers.lists  # noqa: F401  (all five register ops)
 from shardwise._tensor import conversion
 from shardwise._tensor.autograd import gradients
 from shardwise._tensor.conversion import distribute_tensor
@@ -13,9 +15,8 @@ from shardwise._tensor.dispatch import dispatcher
 from shardwise._tensor.dispatch.operands import across, strict
 from shardwise._tensor.dtensor import DTensor, check_owners, implement, plain, tag, to_layout
 from shardwise._tensor.handlers import attributes
-from shardwise._tensor.torch_bridge import torch_patches
 
-__all__ = ["DTensor", "check_owners", "distribute_tensor", "plain", "strict", "tag", "to_layout", "torch_patches"]
+__all__ = ["DTensor", "check_owners", "distribute_tensor", "plain", "strict", "tag", "to_layout"]
 
 implement(
     dispatch=dispatcher.dispatch,

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from shardwise._layout import Kind, Layout, describe
 from shardwise._tensor.dtensor import DTensor
-from shardwise._tensor.torch_bridge.torch_objects import TORCH_DTENSOR, TorchDTensor, is_torch_dtensor
+from shardwise._tensor.torch_objects import TORCH_DTENSOR, TorchDTensor, is_torch_dtensor
 from shardwise.errors import LayoutError
 
 

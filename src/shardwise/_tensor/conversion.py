@@ -5,7 +5,7 @@ The first use of the result of such a redistribution, which reads `_layout`, wai
 
 from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
-from typing import Any, NotRequired, TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -41,8 +41,8 @@ from shardwise._tensor.autograd.gradients import FromPlain, ToPlain
 from shardwise._tensor.dispatch.align_shards import sizes_by_axis
 from shardwise._tensor.dispatch.view_copies import track
 from shardwise._tensor.dtensor import DTensor, Tiling, as_parameter, check_owners, default_mesh, plain, tag, to_layout
-from shardwise._tensor.torch_bridge.torch_objects import TorchDTensor, arrived, is_torch_dtensor
-from shardwise._tensor.torch_bridge.transforms import check_no_transform, check_untransformed, refuse_compilation
+from shardwise._tensor.torch_objects import TorchDTensor, arrived, is_torch_dtensor
+from shardwise._tensor.transforms import check_no_transform, check_untransformed, refuse_compilation
 from shardwise._trace.autograd_function import TensorFunction
 from shardwise._trace.comm_trace import EXPLICIT
 from shardwise.errors import LayoutError, MismatchError
@@ -92,10 +92,10 @@ class _Passed(TypedDict):
     mesh: str
     placements: list[str]
     global_shape: list[int] | None
-    on_meta: NotRequired[bool]
-    requires_grad: NotRequired[bool]
-    order: NotRequired[list[int]]  # of the dims in memory, if it is not row-major
-    bounds: NotRequired[list[list[int]] | None]  # of a LocalShardsWrapper: of its shards; None if it has none
+    device: str
+    requires_grad: bool
+    order: list[int]  # of the dims in memory; empty if it is row-major
+    bounds: list[list[int]] | None  # of the shards of a LocalShardsWrapper: empty if it has none; None: a plain tensor
 
 
 def from_local(
@@ -130,13 +130,13 @@ def from_local(
         nothing = local.reshape(-1)[:0].view(layout.local_shape(rank))  # connected: backward meets peers
         return wrap(nothing, layout, grad_placements)
     passed = _passed(local, mesh, wanted, shape, tiling)
-    order = passed.get("order")
+    order: list[int] | None = passed["order"]
     if run_check:
         ranks = tuple(sorted(mesh.ranks))
         all_passed = dict(zip(ranks, collectives.gather_json(passed, ranks), strict=True))
         layout, dtype = _layout_from_all_ranks(mesh, wanted, shape, all_passed)
         order = _common_order(all_passed)
-        needs_grad = any(other.get("requires_grad") for other in all_passed.values())
+        needs_grad = any(other["requires_grad"] for other in all_passed.values())
         _check_fit(layout, wanted, all_passed, MismatchError, "pass local tensors of the expected shapes")
         local = local.to("meta" if local.is_meta else mesh.device_type, dtype)  # only what has no element may differ
         if needs_grad and not local.requires_grad:  # a rank without shards takes part in backward, too
@@ -162,23 +162,18 @@ def from_local(
 def _passed(
     local: Tensor, mesh: Mesh, placements: Sequence[Placement], shape: Sequence[int] | None, tiling: Tiling | None
 ) -> _Passed:
-    """What this rank passes; what is usual is left out."""
-    passed: _Passed = {
+    order = None if local.is_contiguous() else _order(local)
+    return {
         "shape": list(local.shape),
         "dtype": str(local.dtype),
         "mesh": str(mesh),
         "placements": [str(p) for p in placements],
         "global_shape": None if shape is None else list(shape),
+        "device": "meta" if local.is_meta else "",
+        "requires_grad": local.requires_grad and torch.is_grad_enabled(),
+        "order": [] if order is None else order,
+        "bounds": None if tiling is None else [list(x) for x in tiling.bounds] if tiling.boxes else [],
     }
-    if local.is_meta:
-        passed["on_meta"] = True
-    if local.requires_grad and torch.is_grad_enabled():
-        passed["requires_grad"] = True
-    if not local.is_contiguous() and (order := _order(local)) is not None:
-        passed["order"] = order
-    if tiling is not None:
-        passed["bounds"] = [list(x) for x in tiling.bounds] if tiling.boxes else None
-    return passed
 
 
 def _order(local: Tensor) -> list[int] | None:
@@ -189,8 +184,8 @@ def _order(local: Tensor) -> list[int] | None:
 
 def _common_order(all_passed: dict[int, _Passed]) -> list[int] | None:
     """The order of the dims in memory; None is row-major, or ranks differ."""
-    orders = {tuple(passed.get("order", ())) for passed in all_passed.values() if min(passed["shape"], default=0) > 1}
-    orders = orders or {tuple(passed.get("order", ())) for passed in all_passed.values()}
+    orders = {tuple(passed["order"]) for passed in all_passed.values() if min(passed["shape"], default=0) > 1}
+    orders = orders or {tuple(passed["order"]) for passed in all_passed.values()}
     return list(orders.pop()) or None if len(orders) == 1 else None
 
 
@@ -231,15 +226,12 @@ def _layout_from_all_ranks(
     mesh: Mesh, placements: Sequence[Placement], shape: Sequence[int] | None, all_passed: dict[int, _Passed]
 ) -> tuple[Layout, torch.dtype]:
     """The layout and the dtype, which a rank without shards cannot know."""
-    empty = [rank for rank, passed in all_passed.items() if passed.get("bounds", ()) is None]
+    empty = [rank for rank, passed in all_passed.items() if passed["bounds"] == []]
     others = {rank: passed for rank, passed in all_passed.items() if rank not in empty}
     _check_equal("dtype", {rank: passed["dtype"] for rank, passed in others.items()})
+    _check_equal("kind of device", {rank: passed["device"] for rank, passed in others.items()})
     _check_equal(
-        "kind of device", {rank: ["", "meta"][passed.get("on_meta", False)] for rank, passed in others.items()}
-    )
-    _check_equal(
-        "requires_grad of the local tensors",
-        {rank: passed.get("requires_grad", False) for rank, passed in others.items()},
+        "requires_grad of the local tensors", {rank: passed["requires_grad"] for rank, passed in others.items()}
     )
     _check_equal("mesh", {rank: passed["mesh"] for rank, passed in all_passed.items()})
     _check_equal("placements", {rank: passed["placements"] for rank, passed in all_passed.items()})
@@ -274,12 +266,12 @@ def _check_fit(
     misplaced, misshapen = [], []
     for rank, passed in all_passed.items():
         boxes, shape, here = layout.boxes(rank), tuple(passed["shape"]), layout.local_shape(rank)
-        if corners := passed.get("bounds"):
+        if corners := passed["bounds"]:
             bounds = Box(*map(tuple, corners))
             if boxes != (bounds,) and (bounds.numel or any(box.numel for box in boxes)):
                 misplaced.append(f"  rank {rank}: expected {' '.join(map(str, boxes)) or 'nothing'}, got {bounds}")
         # A rank that holds nothing may pass any empty tensor.
-        if shape != here and (0 not in shape or layout.local_numel(rank) or (boxes and "bounds" not in passed)):
+        if shape != here and (0 not in shape or layout.local_numel(rank) or (boxes and passed["bounds"] is None)):
             misshapen.append(f"  rank {rank}: expected {here}, got {shape}")
     if misplaced:
         raise error(

@@ -8,7 +8,7 @@ Every torch function called with a DTensor arrives at `__torch_function__`; see 
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from operator import index
-from threading import RLock, current_thread
+from threading import current_thread
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
@@ -20,9 +20,10 @@ from torch._ops import OpOverload
 from shardwise import _collectives as collectives
 from shardwise._collectives import DeviceMesh
 from shardwise._layout import Box, Layout, Mesh, Placement, Placements, checked, placements_text
+from shardwise._layout.owner import before_first, complete
 from shardwise._redistribute.run_plan import redistribution, with_placements
 from shardwise._rules.row import Args, Handler, Kwargs, Op
-from shardwise._tensor.torch_bridge.transforms import check_no_transform
+from shardwise._tensor.transforms import check_no_transform
 from shardwise._trace.comm_trace import EXPLICIT, ITEM, Cause
 from shardwise._trace.user_stack import is_called_by
 from shardwise.errors import MeshError, RuleError, printable
@@ -43,19 +44,6 @@ def _is_below_autograd() -> bool:
 
 
 # ---- attributes that raise or wait ------------------------------------------------------------------------------
-
-
-class Registered:
-    """A method of `DTensor` that a higher module gives with `register_method`."""
-
-    def __init__(self, module: str) -> None:
-        self.module = module
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, x: object, owner: type | None = None) -> Any:
-        raise AttributeError(f"DTensor.{self.name} is registered by {self.module}. Fix: import {self.module}.")
 
 
 class NotOffered:
@@ -117,14 +105,14 @@ class DTensor(torch.Tensor):
     _across: Callable[["DTensor", Mesh, Cause], "DTensor"]
     _redistributed: Callable[["DTensor", Layout, torch.dtype, bool], "DTensor"]
 
-    # Registered by `shardwise.sharded_tensor`, as is `gather`.
-    local_shards = Registered("shardwise.sharded_tensor")
-    local_tensor = Registered("shardwise.sharded_tensor")
-    metadata = Registered("shardwise.sharded_tensor")
-    sharding_spec = Registered("shardwise.sharded_tensor")
-    reshard = Registered("shardwise.sharded_tensor")
-    from_torch_dtensor = Registered("shardwise._tensor")
-    to_torch_dtensor = Registered("shardwise._tensor")
+    # Registered by `shardwise.sharded_tensor` and `shardwise._torch_bridge`, which `shardwise/__init__.py` imports.
+    local_shards: Any
+    local_tensor: Any
+    metadata: Any
+    sharding_spec: Any
+    reshard: Any
+    from_torch_dtensor: Callable[[Any], "DTensor"]
+    to_torch_dtensor: Callable[..., Tensor]
 
     @classmethod
     def __torch_function__(cls, func: Op, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
@@ -451,7 +439,7 @@ def register_method(name: str, function: Callable[..., Any]) -> None:
     Raises:
         RuleError: the class has one of this name already.
     """
-    if not isinstance(vars(DTensor).get(name, Registered("")), Registered):
+    if name in vars(DTensor):
         raise RuleError(f"DTensor.{name} is registered already. Fix: another name.")
     setattr(DTensor, name, function)
 
@@ -485,27 +473,10 @@ def local_only(what: str) -> str:
     )
 
 
-_before_first: list[Callable[[], None]] = []
-_preparing = RLock()  # simulated ranks are threads
-
-
-def before_first_dtensor(action: Callable[[], None]) -> None:
-    """Call `action` once, before the next DTensor is made by `tag`."""
-    if action not in _before_first:
-        _before_first.append(action)
-
-
-def _prepare() -> None:
-    with _preparing:
-        while _before_first:
-            _before_first[-1]()
-            _before_first.pop()
-
-
 def tag(local: Tensor, layout: Layout) -> DTensor:
     """Turn a fresh local result into a DTensor, in place: no alias, no autograd node."""
-    if _before_first:
-        _prepare()
+    if before_first:
+        complete()
     local.__class__ = DTensor
     local._layout = layout if layout.owner is not None else collectives.owner().layout(layout)  # type: ignore[attr-defined]
     return local  # type: ignore[return-value]

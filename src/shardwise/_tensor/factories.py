@@ -23,7 +23,7 @@ from shardwise._layout import (
 from shardwise._tensor.conversion import local_shard_of
 from shardwise._tensor.dispatch.hooks import expect_equal_numbers, numbers_of
 from shardwise._tensor.dtensor import DTensor, default_mesh, tag
-from shardwise._tensor.torch_bridge.transforms import refuse_compilation
+from shardwise._tensor.transforms import refuse_compilation
 from shardwise.errors import LayoutError
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._layout import Box
-from shardwise._tensor import module_sharding
+from shardwise._torch_bridge import module_sharding
 from shardwise.checkpoint.files import StoredFile
 from shardwise.checkpoint.offline.sources import Extent, Source, SourceTensor
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._layout import Box, checked
-from shardwise._tensor import module_sharding
+from shardwise._torch_bridge import module_sharding
 from shardwise.checkpoint.collective_errors import digest, listed, on_all_ranks, require_same
 from shardwise.checkpoint.converted_names import Converted, converted
 from shardwise.checkpoint.files import StoredFile, copy_box

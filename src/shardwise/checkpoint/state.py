@@ -16,8 +16,8 @@ from torch import Tensor
 from shardwise import _collectives as collectives
 from shardwise._layout import REPLICATE, Box, Layout, Mesh, split_by_boxes
 from shardwise._tensor import DTensor, check_owners, plain
-from shardwise._tensor.torch_bridge.torch_dtensors import converted
-from shardwise._tensor.torch_bridge.torch_objects import is_torch_dtensor
+from shardwise._tensor.torch_objects import is_torch_dtensor
+from shardwise._torch_bridge.torch_dtensors import converted
 from shardwise.checkpoint.collective_errors import all_ranks
 from shardwise.checkpoint.files import DTYPES
 from shardwise.errors import CheckpointError

@@ -21,7 +21,7 @@ from shardwise._tensor.dispatch.dispatcher import is_op
 from shardwise._tensor.dispatch.fallback import Wrapper
 from shardwise._tensor.dispatch.hooks import Proceed, hook_calls
 from shardwise._tensor.dtensor import name_of
-from shardwise._tensor.torch_bridge.torch_objects import is_torch_dtensor_class
+from shardwise._tensor.torch_objects import is_torch_dtensor_class
 from shardwise._trace.comm_trace import CommEvent, Listener, listening_with
 from shardwise.debug.functional_collectives import functional_collective, torch_op
 from shardwise.debug.module_tracker import GLOBAL, ModuleTracker, in_backward

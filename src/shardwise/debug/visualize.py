@@ -6,7 +6,7 @@ from shardwise import _collectives as collectives
 from shardwise._layout import checked
 from shardwise._pictures import picture
 from shardwise._tensor import DTensor
-from shardwise._tensor.torch_bridge.torch_objects import TorchDTensor, is_torch_dtensor
+from shardwise._tensor.torch_objects import TorchDTensor, is_torch_dtensor
 
 
 @checked

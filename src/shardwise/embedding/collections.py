@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shardwise._layout import checked, checked_init
 from shardwise._tensor import DTensor
-from shardwise._tensor.torch_bridge.transforms import refuse_compilation
+from shardwise._tensor.transforms import refuse_compilation
 from shardwise._trace.capture_hooks import RunsInReplays, allow_in_graph_with_backward, not_capturable
 from shardwise.embedding.batch import Batch, Features, IdRules, features_of
 from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType, resized

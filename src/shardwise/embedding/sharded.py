@@ -15,7 +15,7 @@ from shardwise._layout import Layout, Mesh, Placements, as_placements, checked
 from shardwise._tensor import DTensor
 from shardwise._tensor.dispatch.hooks import expect_equal_options
 from shardwise._tensor.dtensor import as_parameter, check_owners
-from shardwise._tensor.module_sharding import named_parameters, refuse_hooks
+from shardwise._torch_bridge.module_sharding import named_parameters, refuse_hooks
 from shardwise._trace.capture_hooks import RunsInReplays, tracing_paused
 from shardwise.embedding.batch import NO_BATCH, Batch, IdRules, Verdict, features_of
 from shardwise.embedding.collections import (

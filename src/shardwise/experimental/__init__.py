@@ -31,7 +31,7 @@ from shardwise._rules.registry import override
 from shardwise._rules.row import Args, Kwargs, Op
 from shardwise._tensor import DTensor, strict
 from shardwise._tensor.dispatch.dispatcher import forget
-from shardwise._tensor.torch_bridge.torch_dtensors import converted
+from shardwise._torch_bridge.torch_dtensors import converted
 from shardwise.errors import LayoutError, RuleError
 from shardwise.experimental.context import context_parallel, context_parallel_unshard
 

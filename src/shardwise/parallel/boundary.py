@@ -19,9 +19,9 @@ from shardwise._tensor import DTensor, plain, tag, to_layout
 from shardwise._tensor.arguments import check_dense
 from shardwise._tensor.autograd.gradients import as_cotangent, record_from_plain, record_to_plain
 from shardwise._tensor.conversion import layout_of_local_shapes
-from shardwise._tensor.torch_bridge.torch_dtensors import from_torch_dtensor
-from shardwise._tensor.torch_bridge.torch_objects import is_torch_dtensor
-from shardwise._tensor.torch_bridge.transforms import check_no_transform, check_untransformed
+from shardwise._tensor.torch_objects import is_torch_dtensor
+from shardwise._tensor.transforms import check_no_transform, check_untransformed
+from shardwise._torch_bridge.torch_dtensors import from_torch_dtensor
 from shardwise._trace.autograd_function import TensorFunction
 from shardwise._trace.capture_hooks import not_capturable
 from shardwise._trace.comm_trace import Cause

@@ -10,8 +10,8 @@ from shardwise import _collectives as collectives
 from shardwise._collectives import DeviceMesh
 from shardwise._layout import REPLICATE, Layout, Mesh, Placement, checked, describe, placement_of, shown
 from shardwise._rules.row import Args, Kwargs
-from shardwise._tensor import module_sharding
-from shardwise._tensor.torch_bridge.transforms import refuse_compilation
+from shardwise._tensor.transforms import refuse_compilation
+from shardwise._torch_bridge import module_sharding
 from shardwise.errors import LayoutError, MeshError, PlanError
 from shardwise.parallel.boundary import SharedInput
 from shardwise.parallel.styles import SHARDS_BATCH, InputFn, ModuleContext, OutputFn, ParallelStyle, misused_style

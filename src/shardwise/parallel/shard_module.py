@@ -20,14 +20,14 @@ from shardwise._layout import (
     placement_of,
     shown,
 )
-from shardwise._tensor import module_sharding
 from shardwise._tensor.conversion import distribute_tensor, wrap
 from shardwise._tensor.dtensor import DTensor, as_parameter, plain
-from shardwise._tensor.module_sharding import note_replaced
-from shardwise._tensor.torch_bridge.replicas import note_local_shard
-from shardwise._tensor.torch_bridge.torch_dtensors import converted
-from shardwise._tensor.torch_bridge.torch_objects import is_torch_dtensor
-from shardwise._tensor.torch_bridge.transforms import check_untransformed
+from shardwise._tensor.torch_objects import is_torch_dtensor
+from shardwise._tensor.transforms import check_untransformed
+from shardwise._torch_bridge import module_sharding
+from shardwise._torch_bridge.optimizers import note_replaced
+from shardwise._torch_bridge.replicas import note_local_shard
+from shardwise._torch_bridge.torch_dtensors import converted
 from shardwise.errors import LayoutError, PlanError
 from shardwise.parallel.styles import ParallelStyle, misused_style
 from shardwise.sharded_tensor.specs import ShardingSpec

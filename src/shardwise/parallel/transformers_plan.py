@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from shardwise._layout import REPLICATE, Placement, Shard, checked
-from shardwise._tensor import module_sharding
+from shardwise._torch_bridge import module_sharding
 from shardwise.errors import PlanError
 from shardwise.parallel.prepare import PrepareModuleOutput
 from shardwise.parallel.styles import (

@@ -70,6 +70,7 @@ def custom_sharding_spec_op(sharding_spec_class: type[ShardingSpec], func: Any) 
             _implemented[func] = _SpecOp(usual)
             registry.register(replace(usual, handler=_implemented[func], is_op=True), func, again=True)
         _implemented[func].by_spec[sharding_spec_class] = implementation
+        hooks.dispatch_each_op_if(_any_implemented_for)
         return implementation
 
     return register
@@ -122,6 +123,3 @@ def _any_implemented_for(tensors: Iterable[Any]) -> bool:
     """Whether some function is implemented for the spec of one of `tensors`."""
     classes = {spec_class for op in _implemented.values() for spec_class in op.by_spec}
     return bool(classes) and any(type(getattr(x, "_spec", None)) in classes for x in tensors)
-
-
-hooks.dispatch_each_op_if(_any_implemented_for)

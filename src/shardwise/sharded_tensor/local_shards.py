@@ -17,7 +17,7 @@ from shardwise._rules.registry import RowsFunction, rule_of
 from shardwise._rules.row import Args, Kwargs, Op
 from shardwise._tensor.conversion import register_wrapper
 from shardwise._tensor.dtensor import DTensor, name_of
-from shardwise._tensor.torch_bridge.state_dicts import shard_at
+from shardwise._torch_bridge.state_dicts import shard_at
 from shardwise.errors import LayoutError, RuleError, without_fix
 
 _as_subclass: Any = torch._C.TensorBase.as_subclass

@@ -13,7 +13,7 @@ from shardwise._tensor import factories
 from shardwise._tensor.arguments import check_dense
 from shardwise._tensor.conversion import to_local
 from shardwise._tensor.dtensor import DTensor, register_method, tag, to_layout
-from shardwise._tensor.torch_bridge.transforms import check_untransformed
+from shardwise._tensor.transforms import check_untransformed
 from shardwise.errors import LayoutError, MismatchError, RuleError
 from shardwise.sharded_tensor.shards import (
     ShardedTensorMetadata,

@@ -10,10 +10,10 @@ from torch.utils import _pytree as pytree
 
 from shardwise import _collectives as collectives
 from shardwise._layout import NAMED, Kind, Shard, checked, checked_init, describe
-from shardwise._tensor import module_sharding
 from shardwise._tensor.dtensor import DTensor, as_parameter
-from shardwise._tensor.module_sharding import note_replaced
-from shardwise._tensor.torch_bridge.torch_dtensors import converted
+from shardwise._torch_bridge import module_sharding
+from shardwise._torch_bridge.optimizers import note_replaced
+from shardwise._torch_bridge.torch_dtensors import converted
 from shardwise.errors import MissingError, PlanError, did_you_mean
 from shardwise.sharded_tensor.sharded_tensor import local_tensor
 from shardwise.sharded_tensor.specs import ShardingSpec, describe_spec, reshard

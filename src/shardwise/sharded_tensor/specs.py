@@ -29,7 +29,7 @@ from shardwise._layout import (
 from shardwise._tensor.arguments import not_dense
 from shardwise._tensor.conversion import receive_local_shard
 from shardwise._tensor.dtensor import DTensor, plain, remembering, tag, to_layout
-from shardwise._tensor.torch_bridge.torch_dtensors import converted
+from shardwise._torch_bridge.torch_dtensors import converted
 from shardwise.errors import LayoutError, RuleError
 from shardwise.sharded_tensor.shards import (
     Ranks,

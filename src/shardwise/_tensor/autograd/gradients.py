@@ -27,8 +27,8 @@ from shardwise._tensor.autograd.buckets import (
     reduce_pending,
 )
 from shardwise._tensor.dtensor import DTensor, check_owners, plain, tag, to_layout
-from shardwise._tensor.torch_bridge.torch_objects import is_torch_dtensor
-from shardwise._tensor.torch_bridge.transforms import check_untransformed
+from shardwise._tensor.torch_objects import is_torch_dtensor
+from shardwise._tensor.transforms import check_untransformed
 from shardwise._trace.autograd_function import TensorFunction
 from shardwise._trace.comm_trace import Cause
 from shardwise.errors import LayoutError, RuleError
@@ -88,15 +88,21 @@ def write_grad(x: DTensor, value: Tensor | None) -> None:
                 f"A gradient must have the shape of its tensor: {x._layout.shape}, got {shape}. "
                 f"Fix: assign a DTensor of that global shape, or the full tensor."
             )
-        if is_torch_dtensor(value):
-            value = DTensor.from_torch_dtensor(value.detach())
-        if type(value) is not DTensor:
-            value = tag_full(value, x._layout, ".grad =: the plain gradient")
-        check_owners(".grad =", (x._layout, value._layout))
+        given = to_layout(as_dtensor(value, x, ".grad =", "the plain gradient"), readable(x._layout), _SET)
         if axes_to_reduce(x._layout):
-            x._reduced_grad = to_layout(value, readable(x._layout), _SET)
+            x._reduced_grad = given
         else:
-            raw_grad.__set__(x, to_layout(value, readable(x._layout), _SET))
+            raw_grad.__set__(x, given)
+
+
+def as_dtensor(value: Tensor, beside: DTensor, what: str, named: str) -> DTensor:
+    """`value`, of any kind, as a DTensor of this world; a plain one, which errors call `named`, is a full tensor."""
+    if is_torch_dtensor(value):
+        value = DTensor.from_torch_dtensor(value.detach())
+    elif type(value) is not DTensor:
+        value = tag_full(value, beside._layout, f"{what}: {named}")
+    check_owners(what, (beside._layout, value._layout))
+    return value
 
 
 def tag_full(value: Tensor, of: Layout, what: str, explicit: bool = False) -> DTensor:
@@ -140,7 +146,7 @@ def _initial_cotangent(output: DTensor, local: Tensor, gradient: Tensor | None) 
     """The cotangent that backward starts with at `output`, whose local tensor is `local`; None is 1."""
     layout = output._layout
     if gradient is not None:
-        return _given_cotangent(layout, gradient)
+        return given_cotangent(layout, gradient, "backward: the plain gradient", _START)
     if prod(layout.shape) != 1:
         raise RuntimeError(
             f"grad can be implicitly created only for scalar outputs, got shape {layout.shape}. "
@@ -161,17 +167,19 @@ def _initial_cotangent(output: DTensor, local: Tensor, gradient: Tensor | None) 
     return local.new_empty(local.shape).fill_(1 / shares)
 
 
-def _given_cotangent(layout: Layout, gradient: Tensor) -> Tensor:
-    """The gradient of an output that backward was called with as its cotangent."""
+def given_cotangent(
+    layout: Layout, gradient: Tensor, what: str, cause: Cause = _CONVERSION, explicit: bool = False
+) -> Tensor:
+    """The cotangent of a tensor with this layout, from a DTensor or a full gradient that user code gave."""
     if is_torch_dtensor(gradient):
         gradient = DTensor.from_torch_dtensor(gradient)
     if type(gradient) is DTensor:
-        return as_cotangent(plain(gradient), gradient._layout, layout, _START)
-    note_full(gradient, layout, "backward: the plain gradient")
+        return as_cotangent(plain(gradient), gradient._layout, layout, cause)
+    note_full(gradient, layout, what, explicit)
     full = layout.replicated()
     if layout.mesh.coordinate(collectives.rank()) is None and tuple(gradient.shape) == layout.shape:
         gradient = gradient.new_empty(full.local_shape(collectives.rank()))
-    return as_cotangent(gradient, full, layout, _START)
+    return as_cotangent(gradient, full, layout, cause)
 
 
 def _reduced_output(output: DTensor) -> DTensor:

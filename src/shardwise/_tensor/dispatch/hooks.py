@@ -72,12 +72,13 @@ _conditions: list[Callable[[Iterable[Any]], bool]] = []
 
 def dispatch_each_op_if(condition: Callable[[Iterable[Any]], bool]) -> None:
     """Let composite steps, such as those of optimizers, dispatch op by op for tensors that meet the condition."""
-    _conditions.append(condition)
+    if condition not in _conditions:
+        _conditions.append(condition)
 
 
 def dispatches_each_op(tensors: Iterable[Any]) -> bool:
     """Whether hooks, or functions that are overridden for some of `tensors`, need to see every op."""
-    return _state.hooked or any(condition(tensors) for condition in _conditions)
+    return _state.hooked or (bool(_conditions) and any(condition(tensors) for condition in _conditions))
 
 
 def _call_hooks(func: Op, args: Args, kwargs: Kwargs) -> object:
@@ -135,7 +136,7 @@ def expect_equal_options(kind: type, options: Mapping[str, object], group: int, 
 def numbers_of(arguments: Mapping[str, object]) -> Iterator[tuple[str, complex]]:
     """The numbers among arguments, by name: `argument 1`, `argument 1[0].start`."""
     for name, value in arguments.items():
-        if isinstance(value, Number):
+        if isinstance(value, (int, float, complex, Number)):
             yield name, value  # type: ignore[misc]
         elif isinstance(value, slice):
             yield from numbers_of({f"{name}.{part}": getattr(value, part) for part in ("start", "stop", "step")})

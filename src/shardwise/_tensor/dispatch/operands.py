@@ -26,9 +26,8 @@ from shardwise._tensor.arguments import not_dense
 from shardwise._tensor.conversion import to_local, wrap
 from shardwise._tensor.dispatch.without_memory import on_meta, without_modes
 from shardwise._tensor.dtensor import DTensor, dtensors_in, name_of, plain, tag, to_layout
-from shardwise._tensor.torch_bridge.torch_dtensors import from_torch_dtensor
-from shardwise._tensor.torch_bridge.torch_objects import arrived, is_torch_dtensor
-from shardwise._tensor.torch_bridge.transforms import check_untransformed
+from shardwise._tensor.torch_objects import arrived, is_torch_dtensor
+from shardwise._tensor.transforms import check_untransformed
 from shardwise._trace.capture_hooks import tracing_paused
 from shardwise._trace.comm_trace import Cause
 from shardwise.errors import RuleError, ShapeError, ShardwiseError
@@ -74,7 +73,7 @@ def all_promoted(func: Op, args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...],
 def promoted(x: Tensor, mesh: Mesh, name: str) -> DTensor:
     """A plain tensor as a replicated DTensor."""
     if is_torch_dtensor(x):
-        return from_torch_dtensor(x)
+        return DTensor.from_torch_dtensor(x)
     x = arrived(x)
     if type(x).__name__ == "CausalBias":  # of torch.nn.attention.bias, whose memory is not the mask
         x = cast(Any, x)._materialize(mesh.device_type)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
-from shardwise import _collectives as collectives
 from shardwise._layout import REPLICATE, Partial
 from shardwise._rules.pointwise import is_contiguous
 from shardwise._rules.registry import handler, handler_of_family, replacement
@@ -20,9 +19,9 @@ from shardwise._tensor.autograd import gradients
 from shardwise._tensor.autograd.buckets import enable_bucketing, local_gradient
 from shardwise._tensor.dispatch.fallback import run_decomposed
 from shardwise._tensor.dispatch.view_copies import LIVING, copies_of_memory, invalidate, track
-from shardwise._tensor.dtensor import DTensor, check_owners, name_of, plain, remembering, tag, to_layout
-from shardwise._tensor.torch_bridge.torch_objects import is_torch_dtensor
-from shardwise._tensor.torch_bridge.transforms import check_untransformed, refuse_compilation
+from shardwise._tensor.dtensor import DTensor, name_of, plain, remembering, tag, to_layout
+from shardwise._tensor.torch_objects import is_torch_dtensor
+from shardwise._tensor.transforms import refuse_compilation
 from shardwise._trace.comm_trace import Cause
 from shardwise._trace.user_stack import is_called_by
 from shardwise.errors import RuleError
@@ -162,12 +161,8 @@ def _hooked(x: DTensor, hook: Callable[[Any], Any]) -> object:
                 f"values were chosen have a gradient, and the others would lose their part. Fix: redistribute the "
                 f"tensor to Replicate() before you register the hook."
             )
-        if type(returned) is DTensor:
-            return gradients.as_cotangent(plain(returned), returned._layout, layout)
         what = f"the plain gradient that a hook of {x._name or 'a tensor'} returned"
-        check_untransformed(returned, what)
-        collectives.expect_equal(returned, tuple(sorted(layout.mesh.ranks)), what, explicit=True)
-        return gradients.as_cotangent(returned, layout.replicated(), layout)
+        return gradients.given_cotangent(layout, returned, what, explicit=True)
 
     with DisableTorchFunctionSubclass():
         _ = x.grad_fn  # torch 2.13 crashes in a view that was changed without gradients if this was not read before
@@ -201,11 +196,7 @@ def _in_layout_of(x: DTensor, value: Any, what: str) -> DTensor:
             f"{what} expects a tensor of the shape of the DTensor, {x._layout.shape}, got {tuple(value.shape)}. "
             f"Fix: make a new DTensor instead."
         )
-    if is_torch_dtensor(value):
-        value = DTensor.from_torch_dtensor(value.detach())
-    elif type(value) is not DTensor:
-        value = gradients.tag_full(value, x._layout, f"{what}: the plain tensor")
-    check_owners(what, (x._layout, value._layout))
+    value = gradients.as_dtensor(value, x, what, "the plain tensor")
     return to_layout(value, x._layout, Cause("operand", what, "the new value", "a DTensor keeps its layout"))
 
 

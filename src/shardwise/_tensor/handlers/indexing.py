@@ -26,6 +26,8 @@ from shardwise._tensor.dispatch.operands import into_plain, is_outside, on_one_m
 from shardwise._tensor.dispatch.view_copies import before_change, invalidate, storage_of
 from shardwise._tensor.dtensor import DTensor, call, check_owners, plain, tag, to_layout
 from shardwise._trace.comm_trace import Cause
+from shardwise._trace.user_stack import is_called_by
+from shardwise.errors import RuleError
 
 aten = torch.ops.aten
 FULL_SLICE = (None, None, None)
@@ -68,6 +70,8 @@ def _get_item(func: Op, args: Args, kwargs: Kwargs) -> object:
         x = promoted(x, lead._layout.mesh, "x[…]")
     items = _plain_items(x, brackets)
     if items is not None:
+        if type(brackets) is int and not torch.is_grad_enabled() and is_called_by("torch.nn.modules.sparse"):
+            return _row_to_fill(x, items)
         return call(basic_index, x, *items)
     x, brackets = _on_one_mesh(func, (x, brackets))
     index = _parsed(x, brackets)
@@ -88,12 +92,12 @@ def _set_item(func: Op, args: Args, kwargs: Kwargs) -> None:
         return
     check_owners("x[…] = value", (args[0]._layout,))
     x, brackets, value = _on_one_mesh(func, (args[0], _unpacked(args[1]), args[2]))
-    copies = before_change("x[…] = value", x)
+    view_copies = before_change("x[…] = value", x)
     if not is_outside(x._layout.mesh):
         _write(x, brackets, value)
         return
     outside_mesh.changed_empty(func, (x, brackets, value), {})
-    invalidate(copies)
+    invalidate(view_copies)
 
 
 def _write(x: DTensor, brackets: Any, value: Any) -> None:
@@ -314,6 +318,20 @@ def _local_view(x: DTensor, items: tuple[Any, ...]) -> DTensor:
         return tag(x[(slice(0, 0),) * len(x._layout.shape)].view(found.local_shape(collectives.rank())), found)
 
 
+def _row_to_fill(x: DTensor, items: tuple[Any, ...]) -> DTensor:
+    """The padding row of a table, which torch's modules fill: a copy would not change the table.
+
+    Raises:
+        RuleError: rows of explicit boxes have no view.
+    """
+    if any(isinstance(p, Boxes) for p in x._layout.placements):
+        raise RuleError(
+            f"reset_parameters(): the padding row of a table as {x._layout} has no view. "
+            f"Fix: fill the table with torch.nn.init, then table.weight[padding_idx] = 0 under torch.no_grad()."
+        )
+    return _local_view(x, items)
+
+
 @lru_cache(maxsize=4096)
 def _local_slice(layout: Layout, items: tuple[Any, ...], rank: int) -> tuple[Layout, Any]:
     """The layout of that view, and the index of it in the local tensor; None for an empty shard."""
@@ -344,10 +362,3 @@ def _owner(layout: Layout, dim: int, index: int) -> tuple[int, ...]:
     coordinate = layout.mesh.coordinate(layout.mesh.ranks[at])
     assert coordinate is not None
     return coordinate
-
-
-def zero_padding_row(table: Any) -> None:
-    """Zero the padding row of a table, as its `reset_parameters()` does; not by way of a view, which may be a copy."""
-    if table.padding_idx is not None:
-        with torch.no_grad():
-            table.weight[table.padding_idx] = 0

@@ -1,7 +1,7 @@
 """Ops on lists of tensors: foreach and fused kernels, element by element on the local tensors; and `embedding_bags`."""
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial, wraps
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -26,7 +26,7 @@ from shardwise._tensor.dispatch.resolve import NoRowError, Recipe, SeveralMeshes
 from shardwise._tensor.dispatch.view_copies import before_changes, invalidate
 from shardwise._tensor.dtensor import DTensor, check_owners, plain, tag, to_layout
 from shardwise._trace.comm_trace import Cause
-from shardwise.errors import MismatchError, RuleError
+from shardwise.errors import RuleError
 
 ONE_BY_ONE: dict[str, Callable[..., Tensor]] = {
     "_foreach_norm": lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype),
@@ -52,14 +52,14 @@ def run(func: Op, args: Args, kwargs: Kwargs) -> object:
     lead, in_place, layouts = lists[0], name.endswith("_"), _same_layouts(lists)
     if layouts is None or name == "_foreach_mm":
         return _one_by_one(name, lists, args, kwargs)
-    copies = before_changes(name, lead) if in_place else []
+    view_copies = before_changes(name, lead) if in_place else []
     check_owners(name, filter(None, layouts))
     with DisableTorchFunctionSubclass():
         out = func(*args, **kwargs)
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             _found_anywhere(args[1], lead)
-    if copies:
-        invalidate(copies)
+    if view_copies:
+        invalidate(view_copies)
     if in_place or out is None:
         return out
     return type(out)([tag(x, layout) if layout is not None else x for x, layout in zip(out, layouts, strict=True)])
@@ -141,18 +141,18 @@ def _reductions(name: str, self: Sequence[Tensor], *args: Any, **kwargs: Any) ->
     """One number a tensor. All norms of a mesh and dtype share an exchange."""
     norms: dict[int, Tensor] = {}
     if name == "_foreach_norm":
-        for mesh, members in _together(self):
-            row = _norms([self[i] for i in members], *args, **kwargs)
-            norms |= zip(members, [tag(x, _of_numbers(mesh)) for x in row.unbind()], strict=True)
+        for mesh, members in exchange_groups(self):
+            row = norms_of([self[i] for i in members], *args, **kwargs)
+            norms |= zip(members, [tag(x, of_numbers(mesh)) for x in row.unbind()], strict=True)
     one = ONE_BY_ONE[name]
     return tuple([norms[i] if i in norms else one(x, *args, **kwargs) for i, x in enumerate(self)])
 
 
-def _of_numbers(mesh: Mesh) -> Layout:
+def of_numbers(mesh: Mesh) -> Layout:
     return Layout(mesh, [REPLICATE] * mesh.ndim, ())
 
 
-def _together(tensors: Sequence[Tensor]) -> list[tuple[Mesh, list[int]]]:
+def exchange_groups(tensors: Sequence[Tensor]) -> list[tuple[Mesh, list[int]]]:
     """Which DTensors may share an exchange: those of one mesh, dtype and device that hold anything."""
     groups: dict[Any, list[int]] = {}
     with DisableTorchFunctionSubclass():
@@ -162,7 +162,7 @@ def _together(tensors: Sequence[Tensor]) -> list[tuple[Mesh, list[int]]]:
     return [(mesh, members) for (mesh, *_), members in groups.items() if not is_outside(mesh)]
 
 
-def _norms(tensors: Sequence[Any], ord: float = 2, dtype: torch.dtype | None = None) -> Tensor:
+def norms_of(tensors: Sequence[Any], ord: float = 2, dtype: torch.dtype | None = None) -> Tensor:
     """Norms of tensors of one mesh and dtype, plain: the norm over ranks of the norms of local tensors.
 
     One row for each rank of the axes that shard any of them. Of replicas, the first one on the axis counts.
@@ -196,65 +196,6 @@ def _norms(tensors: Sequence[Any], ord: float = 2, dtype: torch.dtype | None = N
         rows = Layout(mesh, placements, (prod(mesh.shape[a] for a in axes), len(tensors)))
         row = plain(torch.linalg.vector_norm(tag(row[None], rows), ord or 1, 0))  # numbers of nonzeros add up
     return row.to(result)
-
-
-def total_norm_in_one_exchange(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`torch.nn.utils.get_total_norm` without a DTensor for each tensor's norm."""
-
-    @wraps(original)
-    def total_norm(tensors: Any, norm_type: float = 2.0, *args: object, **kwargs: object) -> Tensor:
-        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        if _on_nested_meshes(tensors):
-            total = _norm_over_meshes(tensors, float(norm_type))
-            return original([total], norm_type or torch.inf, *args, **kwargs)
-        groups = _together(tensors)
-        if len(groups) != 1 or len(groups[0][1]) != len(tensors) or any(args) or any(kwargs.values()):
-            return original(tensors, norm_type, *args, **kwargs)
-        (mesh, _), *_ = groups
-        total = torch.linalg.vector_norm(_norms(tensors, float(norm_type)), float(norm_type))
-        return tag(total, _of_numbers(mesh))
-
-    return total_norm
-
-
-def _on_nested_meshes(tensors: Sequence[Any]) -> bool:
-    """Whether all are DTensors, some on one mesh and others on meshes within it, and every rank is part of them all.
-
-    So it is where `fully_shard` was given `mesh["dp"]` and some parameters are DTensors on `mesh["tp"]`. Ranks see
-    other meshes than their neighbors, so they decide together.
-    """
-    if not all(type(x) is DTensor for x in tensors):
-        return False
-    meshes = {x._layout.mesh for x in tensors}
-    if len(meshes) < 2:
-        return False
-    largest = _largest(meshes)
-    nested = all(set(mesh.ranks) <= set(largest.ranks) and not is_outside(mesh) for mesh in meshes)
-    with DisableTorchFunctionSubclass():
-        refused = torch.tensor(float(not nested), device=tensors[0].device)
-    return not collectives.all_reduce(refused, "max", largest.sorted_ranks).item()
-
-
-def _norm_over_meshes(tensors: Sequence[DTensor], norm_type: float) -> DTensor:
-    """The total norm; each rank counts what is on its meshes. Replicated on the largest.
-
-    Raises:
-        MismatchError: ranks have different norms, so they would clip replicas differently.
-    """
-    largest = _largest({x._layout.mesh for x in tensors})
-    rows = [_norms([tensors[i] for i in members], norm_type) for _, members in _together(tensors)]
-    total = torch.linalg.vector_norm(torch.cat(rows), norm_type) if rows else torch.zeros((), device=tensors[0].device)
-    most, least = collectives.all_reduce(torch.stack([total, -total]), "max", largest.sorted_ranks)
-    if bool(most + least > most * torch.finfo(total.dtype).eps ** 0.5):
-        raise MismatchError(
-            f"The total norm of tensors on several meshes is {-least.item():.6g} on one rank and {most.item():.6g} on "
-            f"another of {largest}. Fix: clip those that only some ranks have on their own."
-        )
-    return tag(most, _of_numbers(largest))
-
-
-def _largest(meshes: Iterable[Mesh]) -> Mesh:
-    return max(meshes, key=lambda mesh: (mesh.size(), mesh.ndim))
 
 
 # ---- embedding_bags: each lookup gets its recipe, then those over the same ranks run together -------------------

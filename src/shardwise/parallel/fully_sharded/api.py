@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from shardwise import _collectives as collectives
 from shardwise._collectives import DeviceMesh
 from shardwise._layout import Kind, Mesh, Shard, as_integer, checked, describe
-from shardwise._tensor import module_sharding
-from shardwise._tensor.torch_bridge.transforms import refuse_compilation
+from shardwise._tensor.transforms import refuse_compilation
+from shardwise._torch_bridge import module_sharding
 from shardwise.errors import LayoutError, MeshError, MissingError, PlanError
 from shardwise.parallel.fully_sharded.gathered import check_steps
 from shardwise.parallel.fully_sharded.parameters import (

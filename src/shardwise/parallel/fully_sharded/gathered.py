@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise import _collectives as collectives
 from shardwise._redistribute.batched import Batched
 from shardwise._tensor.dtensor import DTensor, plain
-from shardwise._tensor.torch_bridge.transforms import FUNC, refuse_transform
+from shardwise._tensor.transforms import FUNC, refuse_transform
 from shardwise._trace import comm_trace
 from shardwise._trace.autograd_function import TensorFunction
 from shardwise._trace.capture_hooks import not_capturable, tracing_paused

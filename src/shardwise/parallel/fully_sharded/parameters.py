@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardwise import _collectives as collectives
 from shardwise._layout import REPLICATE, Layout, Mesh, Shard, checked_init, sharded_last
 from shardwise._tensor.dtensor import DTensor, as_parameter, plain, tag
-from shardwise._tensor.torch_bridge.torch_objects import is_torch_dtensor
+from shardwise._tensor.torch_objects import is_torch_dtensor
 from shardwise.errors import PlanError
 from shardwise.parallel.styles import SHARDS_BATCH
 

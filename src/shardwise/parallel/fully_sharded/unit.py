@@ -20,7 +20,7 @@ from shardwise._layout import shown as as_text
 from shardwise._redistribute.batched import batched, buffers_of_rank
 from shardwise._rules.row import Args, Kwargs
 from shardwise._tensor.dtensor import DTensor
-from shardwise._tensor.module_sharding import assign
+from shardwise._torch_bridge.module_sharding import assign
 from shardwise._trace.capture_hooks import is_capturing, tracing_paused
 from shardwise._trace.user_stack import call_sites
 from shardwise.errors import PlanError

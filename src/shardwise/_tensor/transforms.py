@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._guards import TracingContext
 from torch.autograd import forward_ad
 
-from shardwise._tensor.torch_bridge.torch_objects import TORCH_DTENSOR, is_torch_dtensor
+from shardwise._tensor.torch_objects import TORCH_DTENSOR, is_torch_dtensor
 from shardwise.errors import CaptureError, LayoutError, RuleError
 
 FORWARD_MODE = "forward-mode autograd"

@@ -17,7 +17,7 @@ from shardwise._layout import Layout, Mesh, Partial, Replicate, Shard, as_placem
 from shardwise._tensor.autograd.gradients import tag_full
 from shardwise._tensor.conversion import wrap
 from shardwise._tensor.dtensor import DTensor, as_parameter, plain, register_method, to_layout
-from shardwise._tensor.torch_bridge.torch_objects import TorchDTensor, TorchPlacement, arrived, is_torch_dtensor
+from shardwise._tensor.torch_objects import TorchDTensor, TorchPlacement, arrived, is_torch_dtensor
 from shardwise._trace.comm_trace import Cause
 from shardwise.errors import LayoutError, MeshError, RuleError
 
@@ -135,7 +135,7 @@ def from_torch(x: TorchDTensor, layout: Layout, what: str) -> DTensor:
     mesh = collectives.as_mesh(x.device_mesh)
     if x.is_meta or sorted(mesh.ranks) != sorted(layout.mesh.ranks):
         return tag_full(x.full_tensor(), layout, what)
-    return wrap(arrived(x.to_local()), torch_layout(mesh, x.placements, x.shape))
+    return from_torch_dtensor(x)
 
 
 def to_torch(x: DTensor, like: TorchDTensor, what: str) -> Tensor:

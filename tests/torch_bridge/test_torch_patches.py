@@ -15,7 +15,7 @@ import torch
 from torch import nn, optim
 
 from shardwise import Mesh, Shard, distribute_tensor
-from shardwise._tensor.torch_bridge import torch_patches
+from shardwise._torch_bridge import torch_patches
 from shardwise.errors import RuleError
 from tests.timeouts import PATIENCE_SECONDS
 from tools.torch_patches_page import PAGE, page
@@ -117,7 +117,7 @@ before = snapshot()
 imported = snapshot()
 {DISTRIBUTED}
 used = snapshot()
-shardwise._tensor.torch_bridge.torch_patches.uninstall()
+shardwise._torch_bridge.torch_patches.uninstall()
 print(json.dumps([difference(before, imported), difference(before, used), difference(before, snapshot())]))
 """
     imported, used, undone = run_python(code, str(names))
@@ -139,7 +139,7 @@ assert not {set(modules)} & {{*sys.modules}}
 for module in {modules}:
     assert inspect.getsource(importlib.import_module(module))
 replaced = [getattr(pkgutil.resolve_name(owner), name) for owner, name in {targets}]
-shardwise._tensor.torch_bridge.torch_patches.uninstall()
+shardwise._torch_bridge.torch_patches.uninstall()
 originals = [getattr(pkgutil.resolve_name(owner), name) for owner, name in {targets}]
 print(json.dumps([[f.__code__.co_name for f in replaced], [f.__name__ for f in originals],
     [f.__code__.co_name for f in originals], finders == sys.meta_path]))

@@ -15,9 +15,9 @@ from torch.testing import assert_close
 
 import shardwise as sw
 from shardwise import DTensor, Mesh, OnRanks, Placement, Shard, distribute_module, distribute_tensor, shard_module
-from shardwise._tensor import module_sharding
 from shardwise._tensor.dispatch import dispatcher
 from shardwise._tensor.dispatch.hooks import hook_calls
+from shardwise._torch_bridge import optimizers
 from shardwise.errors import OptimizerError, RuleError
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, local_parameters, parallelize_module
 from shardwise.parallel.fully_sharded import fully_shard
@@ -485,14 +485,14 @@ def test_what_still_trains_is_not_refused() -> None:
 def test_nothing_is_remembered_of_parameters_that_nothing_holds() -> None:
     shard_module(layers(), {"0.weight": S0})
     gc.collect()
-    before = len(module_sharding._replaced)
+    before = len(optimizers._replaced)
     module = layers()
     held = module[0].weight
     shard_module(module, {"0.weight": S0})
     assert isinstance(module[0].weight, DTensor)
-    assert len(module_sharding._replaced) == before + 1
+    assert len(optimizers._replaced) == before + 1
     del held
-    assert len(module_sharding._replaced) == before
+    assert len(optimizers._replaced) == before
 
 
 # ---- row-sparse gradients outside of an optimizer ---------------------------------------------------------------

@@ -4,7 +4,7 @@
     torch.full((2,), loss)      a plain tensor of loss.item()
     torch.Tensor(x)             refused
 
-`torch_bridge/torch_patches.py` installs the replacements of torch's functions that are made here. They call the
+`torch_patches.py` installs the replacements of torch's functions that are made here. They call the
 dispatcher if a DTensor is among the arguments, so the handlers below answer, and tools see the call.
 """
 
@@ -25,7 +25,7 @@ from shardwise._tensor.dispatch.fallback import run_decomposed
 from shardwise._tensor.dispatch.operands import is_strict
 from shardwise._tensor.dtensor import DTensor, call, name_of
 from shardwise._tensor.handlers.attributes import refuse, refuse_local, same, set_
-from shardwise._tensor.torch_bridge.transforms import FORWARD_MODE, FUNC, refuse_transform
+from shardwise._tensor.transforms import FORWARD_MODE, FUNC, refuse_transform
 from shardwise.errors import RuleError
 
 _dispatches = torch._C._is_torch_function_enabled
@@ -120,7 +120,7 @@ def taking_numbers(original: Op) -> Op:
 def full_gradients(original: Op) -> Op:
     """`torch.autograd._make_grads`, with the full tensor of a DTensor that is the gradient of a plain output."""
 
-    def gradient(output: object, given: object) -> object:
+    def full(output: object, given: object) -> object:
         if type(given) is not DTensor or type(output) is DTensor:
             return given
         if is_strict():
@@ -131,7 +131,8 @@ def full_gradients(original: Op) -> Op:
 
     @wraps(original)
     def make_grads(outputs: Iterable[object], grads: Iterable[object], is_grads_batched: bool) -> object:
-        return original(outputs, [*map(gradient, outputs, grads)], is_grads_batched)
+        grads = [*map(full, outputs, grads)] if DTensor in map(type, grads) else grads
+        return original(outputs, grads, is_grads_batched)
 
     return make_grads
 

@@ -78,6 +78,12 @@ def check_replicas(tensors: Iterable[Tensor], process_group: object) -> None:
     collectives.agree("parameters that a wrapper such as DistributedDataParallel takes for copies", held, ranks, _FIX)
 
 
+def reduced_by(wrapper: nn.parallel.DistributedDataParallel) -> tuple[list[Tensor], object]:
+    """The parameters of which `DistributedDataParallel` averages gradients, and its group."""
+    named, ignored = wrapper.module.named_parameters(), wrapper.parameters_to_ignore
+    return [x for name, x in named if x.requires_grad and name not in ignored], wrapper.process_group
+
+
 def check_fully_shard(parameters: Iterable[Tensor], mesh: object) -> None:
     """`check_replicas` for torch's `fully_shard`; warns if it undoes a sharding along other axes."""
     parameters = list(parameters)

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import DisableTorchFunctionSubclass
-from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from shardwise import _collectives as collectives
 from shardwise._collectives import DeviceMesh
@@ -21,9 +19,10 @@ from shardwise._layout import REPLICATE, Layout, Mesh
 from shardwise._tensor.autograd.buckets import add_to_pending
 from shardwise._tensor.conversion import local_shard_of
 from shardwise._tensor.dtensor import DTensor, as_parameter, default_mesh, plain, tag, to_layout
-from shardwise._tensor.torch_bridge.torch_dtensors import converted, torch_layout
-from shardwise._tensor.torch_bridge.torch_objects import is_torch_dtensor
-from shardwise.errors import OptimizerError, PlanError
+from shardwise._tensor.torch_objects import is_torch_dtensor
+from shardwise._torch_bridge.optimizers import note_replaced
+from shardwise._torch_bridge.torch_dtensors import converted, torch_layout
+from shardwise.errors import PlanError
 
 _TORCH_STYLES = ("torch.distributed.tensor._api", "torch.distributed.tensor.parallel.")  # modules of their hooks
 LISTED = 12  # names in the error for an unknown one
@@ -370,54 +369,3 @@ def _filled_with_nan(buffer: Tensor) -> Tensor:
     """In place of a buffer on the meta device: NaN wherever `reset_parameters()` does not fill it."""
     found = torch.zeros_like(buffer, device="cpu")
     return found.fill_(float("nan")) if buffer.is_floating_point() else found
-
-
-# ---- an optimizer that was made before still holds the parameters that were replaced ----------------------------
-
-LISTED_REPLACED = 5  # names in the error of an optimizer
-_GRAD = vars(torch._C.TensorBase)["grad"]  # of a DTensor, reading `.grad` reduces it
-
-
-# Of replaced parameters that something still holds, the name and the gradient that it had, as long as it exists.
-_replaced: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-def note_replaced(parameter: object, name: str) -> None:
-    """Remember that another parameter took the place of this one in a module, as long as anything still holds it."""
-    if isinstance(parameter, nn.Parameter):
-        grad = _gradient(parameter)
-        _replaced[parameter] = name, None if grad is None else TensorWeakRef(grad)
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor | None:
-    """The gradient, unreduced."""
-    with DisableTorchFunctionSubclass():
-        grad: Tensor | None = _GRAD.__get__(parameter)
-    return grad
-
-
-def holds_replaced(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether a parameter among these was replaced in a module."""
-    return bool(_replaced) and any(p in _replaced for p in parameters)
-
-
-def refuse_replaced(optimizer: object, parameters: Sequence[nn.Parameter]) -> None:
-    """Refuse a step of an optimizer that holds replaced parameters without a new gradient: it would change nothing.
-
-    One with a new gradient is still trained, by another module. A frozen one would not change anyway.
-
-    Raises:
-        OptimizerError: the names of all of them; ranks shard alike, so it is the same on every rank.
-    """
-    names = []
-    for p in parameters if _replaced else ():
-        name, before = _replaced.get(p, ("", None))
-        if name and p.requires_grad and ((grad := _gradient(p)) is None or (before is not None and grad is before())):
-            names.append(name)
-    if names:
-        listed = ", ".join(names[:LISTED_REPLACED]) + (", …" if len(names) > LISTED_REPLACED else "")
-        raise OptimizerError(
-            f"{type(optimizer).__name__}.step() would not change {len(names)} of its {len(parameters)} parameters in "
-            f"their module: {listed}. They were replaced there after the optimizer was made. Fix: make the optimizer "
-            f"after the module is sharded."
-        )

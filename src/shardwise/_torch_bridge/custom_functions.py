@@ -1,7 +1,7 @@
 """Custom autograd Functions and backward hooks of modules, for which torch has no `__torch_function__`.
 
 A custom `autograd.Function` sees DTensors in forward and backward; its gradients may be returned in any placements.
-`shardwise._tensor.torch_bridge.torch_patches` installs the replacements of torch's functions that are made here.
+`shardwise._torch_bridge.torch_patches` installs the replacements of torch's functions that are made here.
 """
 
 from collections.abc import Callable, Sequence
@@ -223,24 +223,19 @@ def _may_get_node(cls: type[Function], x: object) -> bool:
 class _Frame(Protocol):
     """A checkpoint, as `torch.utils.checkpoint` keeps it."""
 
-    _shardwise_inputs: Layouts
+    recompute_fn: Callable[..., None]
 
 
 def saving_layouts(original: Callable[..., None]) -> Callable[..., None]:
-    """`save_inputs` of a checkpoint, which also saves layouts: inside other hooks torch unpacks plain tensors."""
+    """`save_inputs` of a checkpoint, which recomputes with the DTensors that were saved.
+
+    Inside other saved-tensor hooks torch unpacks plain tensors.
+    """
 
     def save_inputs(frame: _Frame, *args: object) -> None:
         with _hooks_on_locals():
             original(frame, *args)
-        frame._shardwise_inputs = _layouts(args)
+        recompute, layouts = frame.recompute_fn, _layouts(args)
+        frame.recompute_fn = lambda *inputs: recompute(*_unpacked(inputs, layouts))
 
     return save_inputs
-
-
-def with_layouts(original: Callable[[_Frame], Sequence[object]]) -> Callable[[_Frame], list[object]]:
-    """`get_inputs` of a checkpoint: the DTensors that were saved."""
-
-    def get_inputs(frame: _Frame) -> list[object]:
-        return _unpacked(original(frame), frame._shardwise_inputs)
-
-    return get_inputs

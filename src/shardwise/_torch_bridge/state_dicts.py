@@ -20,8 +20,8 @@ from shardwise._layout import Box, split_by_boxes
 from shardwise._rules.row import Op
 from shardwise._tensor.autograd import gradients
 from shardwise._tensor.dtensor import DTensor, plain, register_method, tag, to_layout
-from shardwise._tensor.torch_bridge.torch_dtensors import from_torch, full_here, to_torch
-from shardwise._tensor.torch_bridge.torch_objects import is_torch_dtensor
+from shardwise._tensor.torch_objects import is_torch_dtensor
+from shardwise._torch_bridge.torch_dtensors import from_torch, full_here, to_torch
 from shardwise._trace.comm_trace import Cause
 from shardwise.errors import LayoutError
 

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._device import _device_constructors
 
-from shardwise._tensor.autograd.functions import apply_with_dtensors, saving_layouts, with_layouts
+from shardwise._layout.owner import before_first_dtensor
 from shardwise._tensor.dispatch.hooks import hook_calls
 from shardwise._tensor.dispatch.without_memory import without_modes
-from shardwise._tensor.dtensor import DTensor, before_first_dtensor
-from shardwise._tensor.handlers.bypasses import (
+from shardwise._tensor.dtensor import DTensor
+from shardwise._torch_bridge.bypasses import (
     asking,
     data_of_alike,
     full_gradients,
@@ -34,11 +34,11 @@ from shardwise._tensor.handlers.bypasses import (
     refusing_hooks,
     taking_numbers,
 )
-from shardwise._tensor.handlers.indexing import zero_padding_row
-from shardwise._tensor.handlers.lists import total_norm_in_one_exchange
-from shardwise._tensor.handlers.optimizers import step_on_locals
-from shardwise._tensor.torch_bridge.replicas import check_fully_shard, checking
-from shardwise._tensor.torch_bridge.state_dicts import keeping_layouts, sharding_states, staging_locals, with_dtensors
+from shardwise._torch_bridge.custom_functions import apply_with_dtensors, saving_layouts
+from shardwise._torch_bridge.optimizers import step_on_locals
+from shardwise._torch_bridge.replicas import check_fully_shard, checking, reduced_by
+from shardwise._torch_bridge.state_dicts import keeping_layouts, sharding_states, staging_locals, with_dtensors
+from shardwise._torch_bridge.total_norm import total_norm_in_one_exchange
 from shardwise.errors import RuleError
 
 TESTED = ("2.13", "2.14")
@@ -91,17 +91,7 @@ class Patch:
         return found
 
 
-@dataclass(frozen=True)
-class Hook:
-    """An official hook of torch or Python that is used in the entire process."""
-
-    target: str
-    what: str
-    since: str
-
-
 _OPS_ONLY = "torch offers `__torch_function__` for ops only"
-_BINDING = "A function of C++ that takes a list of tensors, without `__torch_function__`."
 # Since torch 2.14 `Function` has an `apply` of its own; before, it calls that of its base, which may be bound already.
 _BASE_APPLY, _OWN_APPLY = "autograd.function._SingleLevelFunction.apply", "autograd.function.Function.apply"
 
@@ -119,16 +109,9 @@ PATCHES = (
     ),
     Patch(
         "utils.checkpoint._CheckpointFrame.save_inputs",
-        "Also remembers the layouts of the inputs of a checkpoint.",
+        "Also remembers the layouts of the inputs of a checkpoint, which it recomputes with them.",
         saving_layouts,
         "torch unpacks a saved subclass as a plain tensor if saved-tensor hooks are active, as in another checkpoint.",
-        "a nested checkpoint recomputes local tensors as if they were global",
-    ),
-    Patch(
-        "utils.checkpoint._CheckpointFrame.get_inputs",
-        "Returns the inputs with their layouts.",
-        with_layouts,
-        "The same as for `save_inputs`.",
         "a nested checkpoint recomputes local tensors as if they were global",
     ),
     Patch(
@@ -186,25 +169,17 @@ PATCHES = (
         "torch.distributed.checkpoint._state_dict_stager",
     ),
     Patch(
-        "nn.modules.sparse.Embedding._fill_padding_idx_with_zero "
-        "nn.modules.sparse.EmbeddingBag._fill_padding_idx_with_zero",
-        "Sets the padding row by its index.",
-        lambda original: zero_padding_row,
-        "It fills a view of the row, which is a copy where rows are sharded.",
-        "`reset_parameters()` of a table with a padding row is refused where its rows are sharded",
-    ),
-    Patch(
-        "distributed._verify_params_across_processes distributed._broadcast_coalesced",
+        "distributed._broadcast_coalesced",
         "Refuses DTensors of which the ranks of the group hold different shards.",
         checking(lambda group, tensors, *_: (tensors, group)),
-        _BINDING,
+        "A function of C++ that takes a list of tensors, without `__torch_function__`.",
         "`DistributedDataParallel` of a sharded module overwrites the shards of all ranks by those of rank 0",
     ),
     Patch(
-        "distributed.Reducer",
-        "The same, for `DistributedDataParallel(init_sync=False)`, before its reducer is made.",
-        checking(lambda tensors, buckets, sizes, group, *_, **__: (tensors, group)),
-        _BINDING,
+        "nn.parallel.distributed.DistributedDataParallel._build_params_for_reducer",
+        "The same, before a first broadcast, and for `DistributedDataParallel(init_sync=False)`.",
+        checking(reduced_by),
+        "It passes the parameters to C++ in a list.",
         "gradients of different shards are averaged",
     ),
     Patch(
@@ -215,17 +190,9 @@ PATCHES = (
         "`fully_shard` over ranks that hold different shards gathers chunks of different shards, or aborts",
         "torch.distributed.fsdp._fully_shard._fsdp_param_group",
     ),
-    Patch(
-        "distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer._init_local_optimizer",
-        "The same, for `ZeroRedundancyOptimizer`.",
-        checking(lambda optimizer: (optimizer._all_params, optimizer.process_group)),
-        "It broadcasts plain tensors, such as those of `local_parameters`.",
-        "it overwrites local parameters by those of a rank that holds other shards",
-        "torch.distributed.optim.zero_redundancy_optimizer",
-    ),
     Patch("tensor as_tensor asarray Tensor.new_tensor", "Makes a DTensor of a DTensor.", asking),
     Patch(
-        "full scalar_tensor arange range eye randperm randint tril_indices triu_indices full_like Tensor.new_full",
+        "full scalar_tensor arange range eye randperm randint full_like Tensor.new_full",
         "Takes the number that a 0-d DTensor holds.",
         taking_numbers,
     ),
@@ -256,30 +223,6 @@ PATCHES = (
     Patch("Tensor.data", "Refuses a DTensor as the data of a plain tensor.", data_of_alike),
     Patch(
         "autograd._make_grads", "Takes a DTensor as the gradient of a plain tensor, by gathering it.", full_gradients
-    ),
-)
-
-HOOKS = (
-    Hook(
-        "torch.optim.optimizer.register_optimizer_step_pre_hook",
-        "Elementwise optimizers take a step on the local tensors where parameters, gradients and states share layouts.",
-        "the first DTensor",
-    ),
-    Hook(
-        "sys.meta_path",
-        "Replaces the attributes of modules that are imported later, which shardwise does not do.",
-        "the first DTensor",
-    ),
-    Hook(
-        "sys.excepthook",
-        "Reports the uncaught exception of this rank to the other ranks, then calls the hook that was there.",
-        "the first world of several processes",
-    ),
-    Hook(
-        "threading.excepthook",
-        "Notes the uncaught exception of a thread for the error that other ranks may raise, then calls the hook that "
-        "was there.",
-        "the first world of several processes",
     ),
 )
 

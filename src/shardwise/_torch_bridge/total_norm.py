@@ -1,0 +1,80 @@
+"""The total norm that torch clips gradients by: over all DTensors of a mesh in one exchange, and over nested meshes.
+
+    clip_grad_norm_(model.parameters(), 1.0)
+
+Ranks that have other parameters on meshes of their own would clip what they share by different factors: an error.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+
+from shardwise import _collectives as collectives
+from shardwise._layout import Mesh
+from shardwise._tensor.dispatch.operands import is_outside
+from shardwise._tensor.dtensor import DTensor, tag
+from shardwise._tensor.handlers.lists import exchange_groups, norms_of, of_numbers
+from shardwise.errors import MismatchError
+
+
+def total_norm_in_one_exchange(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`torch.nn.utils.get_total_norm` without a DTensor for each tensor's norm."""
+
+    @wraps(original)
+    def total_norm(tensors: Any, norm_type: float = 2.0, *args: object, **kwargs: object) -> Tensor:
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if _on_nested_meshes(tensors):
+            total = _norm_over_meshes(tensors, float(norm_type))
+            return original([total], norm_type or torch.inf, *args, **kwargs)
+        groups = exchange_groups(tensors)
+        if len(groups) != 1 or len(groups[0][1]) != len(tensors) or any(args) or any(kwargs.values()):
+            return original(tensors, norm_type, *args, **kwargs)
+        (mesh, _), *_ = groups
+        total = torch.linalg.vector_norm(norms_of(tensors, float(norm_type)), float(norm_type))
+        return tag(total, of_numbers(mesh))
+
+    return total_norm
+
+
+def _on_nested_meshes(tensors: Sequence[Any]) -> bool:
+    """Whether all are DTensors, some on one mesh and others on meshes within it, and every rank is part of them all.
+
+    So it is where `fully_shard` was given `mesh["dp"]` and some parameters are DTensors on `mesh["tp"]`. Ranks see
+    other meshes than their neighbors, so they decide together.
+    """
+    if not all(type(x) is DTensor for x in tensors):
+        return False
+    meshes = {x._layout.mesh for x in tensors}
+    if len(meshes) < 2:
+        return False
+    largest = _largest(meshes)
+    nested = all(set(mesh.ranks) <= set(largest.ranks) and not is_outside(mesh) for mesh in meshes)
+    with DisableTorchFunctionSubclass():
+        refused = torch.tensor(float(not nested), device=tensors[0].device)
+    return not collectives.all_reduce(refused, "max", largest.sorted_ranks).item()
+
+
+def _norm_over_meshes(tensors: Sequence[DTensor], norm_type: float) -> DTensor:
+    """The total norm; each rank counts what is on its meshes. Replicated on the largest.
+
+    Raises:
+        MismatchError: ranks have different norms, so they would clip replicas differently.
+    """
+    largest = _largest({x._layout.mesh for x in tensors})
+    rows = [norms_of([tensors[i] for i in members], norm_type) for _, members in exchange_groups(tensors)]
+    total = torch.linalg.vector_norm(torch.cat(rows), norm_type) if rows else torch.zeros((), device=tensors[0].device)
+    most, least = collectives.all_reduce(torch.stack([total, -total]), "max", largest.sorted_ranks)
+    if bool(most + least > most * torch.finfo(total.dtype).eps ** 0.5):
+        raise MismatchError(
+            f"The total norm of tensors on several meshes is {-least.item():.6g} on one rank and {most.item():.6g} on "
+            f"another of {largest}. Fix: clip those that only some ranks have on their own."
+        )
+    return tag(most, of_numbers(largest))
+
+
+def _largest(meshes: Iterable[Mesh]) -> Mesh:
+    return max(meshes, key=lambda mesh: (mesh.size(), mesh.ndim))
