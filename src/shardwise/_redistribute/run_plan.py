@@ -184,8 +184,10 @@ def _run(programs: Sequence[Program], local: Tensor, cause: Cause) -> Tensor:
     for program in programs:
         if isinstance(program.step, CommStep) and local.requires_grad and torch.is_grad_enabled():
             local = _Communicate.apply(local, program, cause)  # seldom in backward: no node then
+        elif program.call is None:
+            local = program.unpack(local)
         else:
-            local = program.start(local)()
+            local = program.unpack(collectives.start(program.call(program.pack(local)))())
     return local
 
 
