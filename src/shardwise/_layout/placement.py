@@ -42,7 +42,7 @@ class Replicate(Placement):
 
     __slots__ = ()
 
-    def __new__(cls) -> "Replicate":
+    def __new__(cls) -> "Replicate":  # noqa: PYI034 (not a new object)
         return REPLICATE
 
     def __reduce__(self) -> tuple[type["Replicate"], tuple[()]]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shardwise._layout import Box
+from shardwise._layout.boxes import BoxIndex
 from shardwise._layout.dim_shards import sizes_between
 
 # A tensor in another shape. Not by `view`: autograd refuses in-place ops on a view that comes out of a Function.
@@ -144,11 +145,14 @@ class Region(NamedTuple):
     slices: tuple[slice, ...]
     sizes: tuple[int, ...]
 
-    @classmethod
-    def of(cls, box: Box, outer: Sequence[Box]) -> "Region":
-        """The region of the first of the `outer` boxes that contains `box`."""
-        index = next(i for i, b in enumerate(outer) if b.intersect(box) == box) if len(outer) > 1 else 0
-        return cls(index, box.relative_to(outer[index]), box.sizes)
+
+def regions_in(outer: Sequence[Box], boxes: Sequence[Box]) -> list[Region]:
+    """Where boxes are in tensors that have the `outer` boxes: each is in one of these."""
+    found, index = {}, BoxIndex([[box] for box in outer])
+    for box in dict.fromkeys(boxes):  # one may be sent to thousands of ranks
+        at, own = next(index.touching(box)) if len(outer) > 1 else (0, outer[0])
+        found[box] = Region(at, box.relative_to(own), box.sizes)
+    return [found[box] for box in boxes]
 
 
 @dataclass(frozen=True)
@@ -177,22 +181,22 @@ class Regions:
         cls,
         shapes: Sequence[tuple[int, ...]],
         ranks: tuple[int, ...],
-        parts: Sequence[tuple[int, Region]],
+        peers: Sequence[int],
+        regions: Sequence[Region],
         order: Sequence[int] = (),
         first: Sequence[bool] = (),
         fill: str | None = None,
     ) -> "Regions":
-        """Regions to or from peers, each with its peer, in the order of `ranks`, which rise; () if nothing is sent.
+        """Regions to or from these peers, which are some of `ranks`, and rise; there are no ranks if nothing is sent.
 
         By default each element is in one region.
         """
         elements: dict[int, int] = {}
-        for peer, region in parts if ranks else ():
+        for peer, region in zip(peers, regions, strict=True) if ranks else ():
             index = bisect_left(ranks, peer)
             elements[index] = elements.get(index, 0) + prod(region.sizes)
-        regions = tuple([region for _, region in parts])
-        order, first = order or range(len(parts)), first or [True] * len(parts)
-        return cls(tuple(shapes), regions, tuple(elements.items()), len(ranks), tuple(order), tuple(first), fill)
+        order, first = order or range(len(regions)), first or [True] * len(regions)
+        return cls(tuple(shapes), tuple(regions), tuple(elements.items()), len(ranks), tuple(order), tuple(first), fill)
 
     @property
     def counts(self) -> list[int]:

@@ -17,7 +17,7 @@ from shardwise import _collectives as collectives
 from shardwise._collectives import Collective, Wait
 from shardwise._layout import Box, Layout, Partial, Placement, Replicate, Shard, split_by_boxes
 from shardwise._redistribute.neighbors import Transfer
-from shardwise._redistribute.packing import Copies, Region, Regions, Shards, as_result
+from shardwise._redistribute.packing import Copies, Regions, Shards, as_result, regions_in
 from shardwise._redistribute.steps import CommStep, ReduceStack, Restack, Scale, Step, group_axes
 
 RANK_BYTES = 40  # of memory, of a rank of a group: sizes and positions of shards, counts
@@ -156,9 +156,8 @@ def _of_regions(step: CommStep, rank: int) -> Program:
     src_boxes, dst_boxes, shape = step.src.boxes(rank), step.dst.boxes(rank), step.dst.local_shape(rank)
     ranks, gathers = step.group(rank), step.collective == "all_gather"
     transfers = [] if gathers else step.sends(rank)
-    sends = Regions.of(
-        [box.sizes for box in src_boxes], ranks, [(t.receiver, Region.of(t.box, src_boxes)) for t in transfers]
-    )
+    sent = regions_in(src_boxes, [t.box for t in transfers])
+    sends = Regions.of([box.sizes for box in src_boxes], ranks, [t.receiver for t in transfers], sent)
     transfers = step.receives(rank)
     recvs, in_order = _received(transfers, ranks, step.dst, rank), _in_order([t.box for t in transfers], dst_boxes)
 
@@ -203,9 +202,13 @@ def _received(transfers: Sequence[Transfer], ranks: tuple[int, ...], dst: Layout
     boxes, fill = dst.boxes(rank), None
     if sum(box.numel for box in first) < dst.local_numel(rank):
         fill = next((p.reduce_op for p in dst.placements if isinstance(p, Partial)), "sum")
-    regions = [(t.sender, Region.of(t.box, boxes)) for t in transfers]
-    is_first = [first[t.box] == i for i, t in enumerate(transfers)]
-    return Regions.of([box.sizes for box in boxes], ranks, regions, order, is_first, fill)
+    regions, is_first = (
+        regions_in(boxes, [t.box for t in transfers]),
+        [first[t.box] == i for i, t in enumerate(transfers)],
+    )
+    return Regions.of(
+        [box.sizes for box in boxes], ranks, [t.sender for t in transfers], regions, order, is_first, fill
+    )
 
 
 def _in_order(parts: Sequence[Box], boxes: Sequence[Box]) -> bool:
