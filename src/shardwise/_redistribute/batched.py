@@ -18,7 +18,7 @@ from shardwise._collectives import Collective
 from shardwise._layout import Layout, Shard
 from shardwise._layout.dim_shards import chunk, starts_of
 from shardwise._redistribute.buffers import Buffers, Lent
-from shardwise._redistribute.packing import Shards, as_result, total
+from shardwise._redistribute.packing import Shards, packed, total, unpacked
 from shardwise._redistribute.program import shards_of
 
 MESSAGE_BYTES = 16 << 20  # of an exchange; a message, what is received and the sum are held at once
@@ -116,8 +116,7 @@ class Batched:
         else:
             summed = self._exchange(by_rank, dtype, lent)
         lent.give_back()
-        parts = summed.split([prod(shape) for shape in self.own])
-        return [as_result(part, shape) for part, shape in zip(parts, self.own, strict=True)]
+        return unpacked(summed, self.own)
 
     def _exchange(self, by_rank: Sequence[Sequence[Tensor]], dtype: torch.dtype, lent: Lent) -> Tensor:
         """A reduce-scatter as an all-to-all and a sum. What this rank keeps is in no message."""
@@ -165,10 +164,7 @@ def batched(layouts: Sequence[Layout], axis: int, rank: int) -> Batched:
 
 def _message(parts: Sequence[Tensor], dtype: torch.dtype, lent: Lent) -> Tensor:
     """The elements of all tensors, in this dtype."""
-    flat = [part if part.ndim == 1 else part.reshape(-1) for part in parts]
-    if len(flat) == 1:
-        return flat[0].to(dtype)
-    return torch.cat(flat, out=lent.empty(sum(part.numel() for part in flat)))
+    return packed(parts, lent.empty).to(dtype)
 
 
 def buffers_of_rank() -> Buffers:

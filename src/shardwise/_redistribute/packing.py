@@ -26,6 +26,19 @@ from shardwise._layout.dim_shards import sizes_between
 as_result: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
 
 
+def packed(tensors: Sequence[Tensor], out: Callable[[int], Tensor] | None = None) -> Tensor:
+    """The elements of tensors, one after the other, in memory that `out` gives for so many."""
+    flat = [x if x.ndim == 1 else x.reshape(-1) for x in tensors]
+    if len(flat) == 1:
+        return flat[0]
+    return torch.cat(flat, out=None if out is None else out(sum(x.numel() for x in flat)))
+
+
+def unpacked(message: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The tensors of these shapes whose elements are in a message, and in its memory. A change of one is none of it."""
+    return [as_result(part, shape) for part, shape in zip(message.split(list(map(prod, shapes))), shapes, strict=True)]
+
+
 def total(parts: Sequence[Tensor]) -> Tensor:
     """The sum of two or more tensors in their order, so that it has the same bits on all replicas."""
     first, second, *others = parts
@@ -212,8 +225,7 @@ class Regions:
 
     def pack(self, tensors: Sequence[Tensor], like: Tensor) -> Tensor:
         """The message to all ranks, of the dtype of `like`."""
-        flat = [part.reshape(-1) for part in self.parts(tensors)]
-        return flat[0] if len(flat) == 1 else torch.cat(flat) if flat else like.new_empty(0)
+        return packed(self.parts(tensors)) if self.regions else like.new_empty(0)
 
     def split(self, message: Tensor) -> list[Tensor]:
         """The regions in a message, each in its shape."""

@@ -16,7 +16,8 @@ from torch import Tensor
 from shardwise import _collectives as collectives
 from shardwise._collectives import Collective, Wait
 from shardwise._layout import Box, Layout, Partial, Placement, Replicate, Shard, split_by_boxes
-from shardwise._redistribute.neighbors import Transfer
+from shardwise._redistribute.neighbors import Transfer, receives
+from shardwise._redistribute.neighbors import sends as sends_of
 from shardwise._redistribute.packing import Copies, Regions, Shards, as_result, regions_in
 from shardwise._redistribute.steps import CommStep, ReduceStack, Restack, Scale, Step, group_axes
 
@@ -71,12 +72,7 @@ def program_of(step: Step, rank: int) -> Program:
 def _reduce_stack(dim: int, reduce_op: str, shape: tuple[int, ...], local: Tensor) -> Tensor:
     if prod(shape) == 0:  # reduced too: it stays in the graph, and as much of it is saved for backward as elsewhere
         local = local.reshape(*shape[:dim], 1, *shape[dim:])
-    match reduce_op:
-        case "max":
-            return local.amax(dim)
-        case "min":
-            return local.amin(dim)
-    return local.prod(dim, dtype=local.dtype)
+    return collectives.reduce_stack(local, reduce_op, dim)
 
 
 # ---- along one mesh axis, or along all of them ---------------------------------------------------------------
@@ -155,10 +151,10 @@ def shards_of(layout: Layout, axes: Sequence[int], dim: int, rank: int, local: S
 def _of_regions(step: CommStep, rank: int) -> Program:
     src_boxes, dst_boxes, shape = step.src.boxes(rank), step.dst.boxes(rank), step.dst.local_shape(rank)
     ranks, gathers = step.group(rank), step.collective == "all_gather"
-    transfers = [] if gathers else step.sends(rank)
+    transfers = [] if gathers else sends_of(step.src, step.dst, rank)
     sent = regions_in(src_boxes, [t.box for t in transfers])
     sends = Regions.of([box.sizes for box in src_boxes], ranks, [t.receiver for t in transfers], sent)
-    transfers = step.receives(rank)
+    transfers = receives(step.src, step.dst, rank)
     recvs, in_order = _received(transfers, ranks, step.dst, rank), _in_order([t.box for t in transfers], dst_boxes)
 
     def pack(local: Tensor) -> Tensor:

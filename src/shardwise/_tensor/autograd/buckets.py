@@ -25,6 +25,7 @@ from torch._C import DisableTorchFunctionSubclass
 from shardwise import _collectives as collectives
 from shardwise._collectives import Wait
 from shardwise._layout import PARTIAL, Layout, Mesh, Partial, checked
+from shardwise._redistribute.packing import packed, unpacked
 from shardwise._redistribute.plan import plan_redistribute
 from shardwise._redistribute.run_plan import redistribute_local, start_redistribute
 from shardwise._redistribute.transfers import Exchange
@@ -395,8 +396,7 @@ def _send_bucket(leaves: Sequence[DTensor]) -> SentBucket:
     elif raws[0].is_sparse:
         finish = _done(_sum_sparse(plain(raws[0]), leaves[0]._layout))
     else:
-        flat = torch.cat([plain(raw).reshape(-1) for raw in raws]) if len(raws) > 1 else plain(raws[0]).reshape(-1)
-        finish = _start_all_reduce(flat, leaves, owned=len(raws) > 1)
+        finish = _start_all_reduce(packed(list(map(plain, raws))), leaves, owned=len(raws) > 1)
     return SentBucket(tuple(leaves), tuple(raws), tuple(versions), finish)
 
 
@@ -422,18 +422,14 @@ def _reduction(mesh: Mesh, axes: tuple[int, ...], rank: int, numel: int) -> tupl
 
 
 def _finish_bucket(bucket: SentBucket) -> None:
-    total, rank = bucket.finish(), collectives.rank()
-    totals: Sequence[Tensor] = (total,)
-    if len(bucket.leaves) > 1:  # not views: a change of one gradient is no change of the others
-        totals = total.unsafe_split_with_sizes([raw.numel() for raw in bucket.gradients])
+    total, rank, layouts = bucket.finish(), collectives.rank(), [leaf._layout for leaf in bucket.leaves]
+    totals = [total]
+    if not total.is_sparse and layouts[0].mesh.coordinate(rank) is not None:
+        totals = unpacked(total, [layout.local_shape(rank) for layout in layouts])
     for leaf, reduced, unchanged in zip(bucket.leaves, totals, bucket.unchanged(), strict=True):
-        if not unchanged:
-            continue
-        raw_grad.__set__(leaf, None)
-        if not reduced.is_sparse and leaf._layout.mesh.coordinate(rank) is not None:
-            shape = leaf._layout.local_shape(rank)
-            reduced = torch.ops.aten._unsafe_view.default(reduced, shape)
-        _add_reduced(leaf, reduced)
+        if unchanged:
+            raw_grad.__set__(leaf, None)
+            _add_reduced(leaf, reduced)
 
 
 def _cause_of(mesh: Mesh, axes: tuple[int, ...], leaves: Sequence[DTensor], flat: Tensor) -> Cause:
