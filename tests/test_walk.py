@@ -7,8 +7,8 @@ from tools.walk import RANKS, walks
 
 MOST_FRAMES = {
     "matmul": 4,
-    "gathering matmul": 28,
-    "redistribute": 30,
+    "gathering matmul": 27,
+    "redistribute": 28,
     "x[2:5]": 13,
     "backward of a gathered leaf": 61,
     "AdamW step": 104,

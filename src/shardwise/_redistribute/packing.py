@@ -9,7 +9,7 @@ A list of regions is as long as there are ranks, with a slice for each dim, so s
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -144,7 +144,7 @@ class Copies:
         return torch.cat([x.reshape(-1)] * self.count)  # `repeat` takes several times as long
 
     def unpack(self, message: Tensor) -> Tensor:
-        parts = [part.view(self.shape) for part in message.split(self.counts)]
+        parts = message.view(self.count, *self.shape).unbind()
         return total(parts if self.order is None else [parts[index] for index in self.order])
 
 
@@ -159,13 +159,13 @@ class Region(NamedTuple):
     sizes: tuple[int, ...]
 
 
-def regions_in(outer: Sequence[Box], boxes: Sequence[Box]) -> list[Region]:
-    """Where boxes are in tensors that have the `outer` boxes: each is in one of these."""
+def regions_in(outer: Sequence[Box], parts: Sequence[tuple[int, Box]]) -> list[tuple[int, Region]]:
+    """Boxes, by peer, as regions of tensors that have the `outer` boxes: each is in one of these."""
     found, index = {}, BoxIndex([[box] for box in outer])
-    for box in dict.fromkeys(boxes):  # one may be sent to thousands of ranks
+    for box in dict.fromkeys([box for _, box in parts]):  # one may be sent to thousands of ranks
         at, own = next(index.touching(box)) if len(outer) > 1 else (0, outer[0])
         found[box] = Region(at, box.relative_to(own), box.sizes)
-    return [found[box] for box in boxes]
+    return [(peer, found[box]) for peer, box in parts]
 
 
 @dataclass(frozen=True)
@@ -194,18 +194,19 @@ class Regions:
         cls,
         shapes: Sequence[tuple[int, ...]],
         ranks: tuple[int, ...],
-        peers: Sequence[int],
-        regions: Sequence[Region],
+        parts: Iterable[tuple[int, Region]],
         order: Sequence[int] = (),
         first: Sequence[bool] = (),
         fill: str | None = None,
     ) -> "Regions":
-        """Regions to or from these peers, which are some of `ranks`, and rise; there are no ranks if nothing is sent.
+        """Regions to or from peers, by peer, which are some of `ranks`; there are no ranks if nothing is sent.
 
         By default each element is in one region.
         """
         elements: dict[int, int] = {}
-        for peer, region in zip(peers, regions, strict=True) if ranks else ():
+        regions = []
+        for peer, region in parts:
+            regions.append(region)
             index = bisect_left(ranks, peer)
             elements[index] = elements.get(index, 0) + prod(region.sizes)
         order, first = order or range(len(regions)), first or [True] * len(regions)

@@ -151,11 +151,10 @@ def shards_of(layout: Layout, axes: Sequence[int], dim: int, rank: int, local: S
 def _of_regions(step: CommStep, rank: int) -> Program:
     src_boxes, dst_boxes, shape = step.src.boxes(rank), step.dst.boxes(rank), step.dst.local_shape(rank)
     ranks, gathers = step.group(rank), step.collective == "all_gather"
-    transfers = [] if gathers else sends_of(step.src, step.dst, rank)
-    sent = regions_in(src_boxes, [t.box for t in transfers])
-    sends = Regions.of([box.sizes for box in src_boxes], ranks, [t.receiver for t in transfers], sent)
-    transfers = receives(step.src, step.dst, rank)
-    recvs, in_order = _received(transfers, ranks, step.dst, rank), _in_order([t.box for t in transfers], dst_boxes)
+    sent = [] if gathers else [(t.receiver, t.box) for t in sends_of(step.src, step.dst, rank)]
+    sends = Regions.of([box.sizes for box in src_boxes], ranks, regions_in(src_boxes, sent))
+    received = receives(step.src, step.dst, rank)
+    recvs, in_order = _received(received, ranks, step.dst, rank), _in_order([t.box for t in received], dst_boxes)
 
     def pack(local: Tensor) -> Tensor:
         return sends.pack(split_by_boxes(local, src_boxes), local)
@@ -198,13 +197,9 @@ def _received(transfers: Sequence[Transfer], ranks: tuple[int, ...], dst: Layout
     boxes, fill = dst.boxes(rank), None
     if sum(box.numel for box in first) < dst.local_numel(rank):
         fill = next((p.reduce_op for p in dst.placements if isinstance(p, Partial)), "sum")
-    regions, is_first = (
-        regions_in(boxes, [t.box for t in transfers]),
-        [first[t.box] == i for i, t in enumerate(transfers)],
-    )
-    return Regions.of(
-        [box.sizes for box in boxes], ranks, [t.sender for t in transfers], regions, order, is_first, fill
-    )
+    parts = regions_in(boxes, [(t.sender, t.box) for t in transfers])
+    is_first = [first[t.box] == i for i, t in enumerate(transfers)]
+    return Regions.of([box.sizes for box in boxes], ranks, parts, order, is_first, fill)
 
 
 def _in_order(parts: Sequence[Box], boxes: Sequence[Box]) -> bool:

@@ -188,9 +188,5 @@ def _regions_of(
     recvs.sort(key=itemgetter(0))
     # The order in which autograd adds the gradients of slices of a tensor: the last one first.
     order, none = range(len(sends))[::-1], [False] * len(sends)
-    added = Regions.of([boxes[me].sizes for boxes in held], ranks, *_columns(sends), order, none, "sum")
-    return added, Regions.of([goal.sizes for _, goal in wanted[me]], ranks, *_columns(recvs))
-
-
-def _columns(pairs: Sequence[tuple[int, Region]]) -> tuple[list[int], list[Region]]:
-    return [peer for peer, _ in pairs], [region for _, region in pairs]
+    added = Regions.of([boxes[me].sizes for boxes in held], ranks, sends, order, none, "sum")
+    return added, Regions.of([goal.sizes for _, goal in wanted[me]], ranks, recvs)
