@@ -227,9 +227,9 @@ def _near(a: _Boxes, b: _Boxes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     if a.first.shape[1] and len(b.at):
         dim = max(range(a.first.shape[1]), key=lambda dim: len(np.unique(b.first[:, dim])))
         longest = (b.last - b.first)[:, dim].max()
-        cuts, starts = np.unique(b.first[:, dim], return_inverse=True)
-        begin = np.searchsorted(cuts, a.first[:, dim] - longest, "right")
-        end = np.searchsorted(cuts, a.last[:, dim])
+        offsets, starts = np.unique(b.first[:, dim], return_inverse=True)
+        begin = np.searchsorted(offsets, a.first[:, dim] - longest, "right")
+        end = np.searchsorted(offsets, a.last[:, dim])
     width = len(b.at) + 1  # more than there are different starts
     order = np.argsort(b.ranks * width + starts)
     keys = (b.ranks * width + starts)[order]
