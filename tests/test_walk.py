@@ -7,10 +7,10 @@ from tools.walk import RANKS, walks
 
 MOST_FRAMES = {
     "matmul": 4,
-    "gathering matmul": 28,
-    "redistribute": 30,
+    "gathering matmul": 26,
+    "redistribute": 27,
     "x[2:5]": 13,
-    "backward of a gathered leaf": 61,
+    "backward of a gathered leaf": 57,
     "AdamW step": 104,
 }
 

@@ -56,8 +56,6 @@ def test_ranks_on_partial_axes_hold_different_contributions() -> None:
     layout = Layout(GRID, [Partial(), Shard(0)], (7,))
     assert layout.partial_axes == (0,)
     assert [layout.partial_coordinate(rank) for rank in range(7)] == [(0,), (0,), (0,), (1,), (1,), (1,), ()]
-    assert layout.partial_coordinates() == [(0,), (1,)]
-    assert Layout(GRID, [Replicate(), Shard(0)], (7,)).partial_coordinates() == [()]
 
 
 def test_a_derived_layout_keeps_the_rest() -> None:

@@ -8,6 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shardwise._layout import Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard, ring_elements
+from shardwise._redistribute.neighbors import receives, sends
 from shardwise._redistribute.plan import RedistributePlan, plan_redistribute, planned, same_local_shards
 from shardwise._redistribute.steps import CommStep
 from shardwise.testing.local_shards import (
@@ -43,8 +44,8 @@ def assert_exchange_is_lawful(step: CommStep) -> None:
     arrived: dict[tuple[int, tuple[int, ...]], set[int]] = {}
     sent = dict.fromkeys([*src.mesh.ranks, *dst.mesh.ranks], 0)
     ranks = list(dict.fromkeys([*src.mesh.ranks, *dst.mesh.ranks]))
-    transfers = [t for rank in ranks for t in step.sends(rank)]
-    received = [t for rank in ranks for t in step.receives(rank)]
+    transfers = [t for rank in ranks for t in sends(step.src, step.dst, rank)]
+    received = [t for rank in ranks for t in receives(step.src, step.dst, rank)]
     assert sorted(transfers) == sorted(received), "ranks expect what they are not sent"
     exact = CommStep(src, dst)
     assert exact.received.total == sum(t.box.numel for t in transfers if t.sender != t.receiver)

@@ -266,8 +266,9 @@ def _scores(ring: Ring, step: int, query: Tensor, keys: Tensor, batch: int) -> I
 
 
 def _batch_shape(query: Tensor, key: Tensor, value: Tensor) -> torch.Size:
-    shapes = (_with_heads_of(query, x[..., :0, :]).shape[:-2] for x in (query, key, value))
-    return torch.Size(torch.broadcast_shapes(*shapes))
+    heads = [_with_heads_of(query, x[..., :0, :0]) for x in (query, key, value)]
+    shape: torch.Size = torch.broadcast_tensors(*heads)[0].shape  # `broadcast_shapes` makes 50 Python calls
+    return shape[:-2]
 
 
 def _elements(key: Tensor, value: Tensor) -> int:

@@ -5,6 +5,7 @@ If queries and keys are sharded along the sequence, keys and values pass around 
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from string import ascii_lowercase
 from types import FunctionType
 
@@ -12,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise._attention.ring import Ring, autocast_operands, math_attention, ring_attention, scaled_scores
-from shardwise._layout import PARTIAL, REPLICATE, Box, Placement, Shard
+from shardwise._attention.ring import Ring, Spans, autocast_operands, math_attention, ring_attention, scaled_scores
+from shardwise._layout import PARTIAL, REPLICATE, Box, Layout, Placement, Shard
 from shardwise._rules.local_context import LocalContext, local_with
 from shardwise._rules.local_tensors import as_accumulator, emptied, filled, never_empty
 from shardwise._rules.pointwise import order_of_first
@@ -76,7 +77,7 @@ def _attend(
     own, keys = (ctx.layouts[i].boxes(ctx.rank)[0] for i in (0, 1))
     key_axes = tuple(a for a in ctx.axes if ctx.layouts[1].placements[a].is_shard(at))
     ring = any(ctx.layouts[0].placements[a].is_shard(at) for a in key_axes)
-    if ring and _shares_heads(ctx, at - 1):
+    if ring and enable_gqa and _shares_heads(ctx.layouts, ctx.ranks(), at - 1):
         enable_gqa = False  # heads are repeated where a block is used, not before it is sent
     if enable_gqa and any(layout.shape[at - 1] != ctx.layouts[0].shape[at - 1] for layout in ctx.layouts[1:3]):
         key, value = _heads_of_queries(ctx, key, value, at - 1)
@@ -102,33 +103,33 @@ def _attend(
     return emptied(F.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale), shape)
 
 
-def _shares_heads(ctx: LocalContext, at: int) -> bool:
+@lru_cache(maxsize=1024)
+def _shares_heads(layouts: tuple[Layout, ...], ranks: tuple[int, ...], at: int) -> bool:
     """Whether on each rank the local key heads are those of its query heads, each for as many of these."""
-    if at < 0:
-        return False
-
-    def shares(operand: int) -> bool:
-        size = max(1, ctx.layouts[0].shape[at] // max(1, ctx.layouts[operand].shape[at]))
-        pairs = zip(ctx.boxes(0), ctx.boxes(operand), strict=True)
-        return all(
-            (q.offsets[at], q.sizes[at]) == (size * x.offsets[at], size * x.sizes[at]) and x.sizes[at] for q, x in pairs
-        )
-
-    return shares(1) and shares(2)
+    queries, *others = layouts[:3]
+    for layout in others if at >= 0 else ():
+        size = max(1, queries.shape[at] // max(1, layout.shape[at]))
+        for q, x in [(queries.box(rank), layout.box(rank)) for rank in ranks]:
+            if not x.sizes[at] or (q.offsets[at], q.sizes[at]) != (size * x.offsets[at], size * x.sizes[at]):
+                return False
+    return at >= 0
 
 
 def _around_the_ring(
     ctx: LocalContext, axes: tuple[int, ...], operands: tuple[Tensor, Tensor, Tensor], causal: bool, scale: float | None
 ) -> Tensor:
     query, ranks = operands[0], ctx.ranks(axes)
-    at = query.ndim - 2
-    queries, keys = (
-        tuple(((box.offsets[at], box.sizes[at]),) for box in (layout.boxes(rank)[0] for rank in ranks))
-        for layout in ctx.layouts[:2]
-    )
+    queries, keys = (_spans(layout, ranks, query.ndim - 2) for layout in ctx.layouts[:2])
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     ring = Ring(ctx.exchange(ranks).here(), ranks.index(ctx.rank), queries, keys, causal, scale)
     return ring_attention(*operands, ring)
+
+
+@lru_cache(maxsize=1024)
+def _spans(layout: Layout, ranks: tuple[int, ...], at: int) -> tuple[Spans, ...]:
+    """Which positions of dim `at` each rank holds."""
+    boxes = [layout.box(rank) for rank in ranks]
+    return tuple([((box.offsets[at], box.sizes[at]),) for box in boxes])
 
 
 def _heads_of_queries(ctx: LocalContext, key: Tensor, value: Tensor, at: int) -> list[Tensor]:

@@ -175,15 +175,15 @@ def gather_unless_equal(value: T, ranks: Ranks, exchange: Exchange, digest: int)
     return None if bool((digests == digest).all()) else gather_json_with(exchange, value, ranks)
 
 
-def reduce_stack(stack: Tensor, reduce_op: str) -> Tensor:
-    """Reduce the first dim of `stack` in its order, so that every rank computes the same bits."""
+def reduce_stack(stack: Tensor, reduce_op: str, dim: int = 0) -> Tensor:
+    """Reduce a dim of `stack` in its order, so that every rank computes the same bits."""
     match reduce_op:
         case "sum":
-            return stack.any(0) if stack.dtype == torch.bool else stack.sum(0, dtype=stack.dtype)
+            return stack.any(dim) if stack.dtype == torch.bool else stack.sum(dim, dtype=stack.dtype)
         case "max":
-            return stack.amax(0)
+            return stack.amax(dim)
         case "min":
-            return stack.amin(0)
+            return stack.amin(dim)
         case "product":
-            return stack.prod(0, dtype=stack.dtype)
+            return stack.prod(dim, dtype=stack.dtype)
     raise AssertionError(f"unknown reduction {reduce_op}")

@@ -4,7 +4,6 @@ Layout(Mesh((2,)), [Shard(0)], (5, 4)): rank 0 holds [0:3, 0:4], rank 1 [3:5, 0:
 """
 
 from collections.abc import Callable, Sequence
-from itertools import product as cartesian
 from itertools import repeat
 from math import prod
 from typing import Protocol, Self
@@ -318,10 +317,6 @@ class Layout:
             if here and placement.reduce_op in ("sum", "product"):
                 return 0 if placement.reduce_op == "sum" else 1
         return None
-
-    def partial_coordinates(self) -> list[tuple[int, ...]]:
-        """All values of `partial_coordinate`, in order; one empty tuple without Partial axes."""
-        return list(cartesian(*(range(self.mesh.shape[axis]) for axis in self.partial_axes)))
 
     def show(self, header: str = "", itemsize: int | None = None) -> None:
         """Print which rank holds which part; `shardwise.picture` gives it as text or SVG."""

@@ -37,9 +37,16 @@ class Placement:
         return isinstance(self, Partial) and (reduce_op is None or self.reduce_op == reduce_op)
 
 
-@dataclass(frozen=True, slots=True)
 class Replicate(Placement):
-    """Every rank along the axis holds the same value."""
+    """Every rank along the axis holds the same value. All of them are one object, so comparing them is cheap."""
+
+    __slots__ = ()
+
+    def __new__(cls) -> "Replicate":  # noqa: PYI034 (not a new object)
+        return REPLICATE
+
+    def __reduce__(self) -> tuple[type["Replicate"], tuple[()]]:
+        return Replicate, ()
 
     def __str__(self) -> str:
         return "Replicate()"
@@ -204,7 +211,7 @@ def _box(value: object) -> Box:
     )
 
 
-REPLICATE = Replicate()
+REPLICATE: Replicate = object.__new__(Replicate)
 PARTIAL = Partial()
 
 

@@ -42,7 +42,7 @@ from shardwise._lookups.requests import (
 from shardwise._redistribute.transfers import flat_cat
 from shardwise._rules.local_context import LocalContext
 from shardwise._rules.row import Kwargs, arguments
-from shardwise._rules.row_exchange import Route, exchange_messages
+from shardwise._rules.row_exchange import Route, exchange_with_headers
 from shardwise._trace.capture_hooks import allow_in_graph_with_backward, is_capturing
 
 # ---- entry points: local implementations of the rules ------------------------------------------------------------
@@ -197,7 +197,7 @@ def exchange_ids(requests: Sequence[Request]) -> list[list[Received]]:
         for i, request in enumerate(requests):
             bad_ids.raise_bad_ids(request.ctx, [verdict for _, *verdict in headers[i :: len(requests)]], ranks)
 
-    received, headers = exchange_messages(
+    received, headers = exchange_with_headers(
         ctx.exchange(ranks),
         [of_request[owner] for owner in positions for of_request in messages],
         [(r.num_runs(owner), *v) for owner in positions for r, v in zip(requests, verdicts, strict=True)],

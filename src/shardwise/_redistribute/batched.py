@@ -5,7 +5,7 @@ reduce-scatter of their gradients.
     weight, bias = moves.start_gather([weight_shard, bias_shard])()
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -18,7 +18,8 @@ from shardwise._collectives import Collective
 from shardwise._layout import Layout, Shard
 from shardwise._layout.dim_shards import chunk, starts_of
 from shardwise._redistribute.buffers import Buffers, Lent
-from shardwise._redistribute.program import Shards, as_result, shards_of, total
+from shardwise._redistribute.packing import Shards, packed, total, unpacked
+from shardwise._redistribute.program import shards_of
 
 MESSAGE_BYTES = 16 << 20  # of an exchange; a message, what is received and the sum are held at once
 
@@ -29,22 +30,20 @@ class Batched:
 
     Args:
         ranks: those along the mesh axis, rising.
-        shards: how each tensor is divided among them.
-        shapes: of the full tensors, as far as this axis divides them.
-        own: of this rank's shards.
+        full: how each tensor is divided among them; its shape, as far as this axis divides it.
+        own: the shapes of this rank's shards.
         collective: by which gradients are reduced: "reduce_scatter", or "all_to_all" and a sum.
     """
 
     ranks: tuple[int, ...]
-    shards: tuple[Shards, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    full: tuple[Shards, ...]
     own: tuple[tuple[int, ...], ...]
     collective: str
 
     @cached_property
     def _numels(self) -> tuple[tuple[int, ...], ...]:
         """Elements of each tensor, in rows by rank."""
-        return tuple(zip(*(s.numels(shape) for s, shape in zip(self.shards, self.shapes, strict=True)), strict=True))
+        return tuple(zip(*[shards.counts for shards in self.full], strict=True))
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -66,20 +65,16 @@ class Batched:
     def among(self, count: int, rank: int) -> "Batched":
         """The same full tensors, divided evenly among the `count` ranks of this rank: ranks are taken as they rise."""
         at = self.ranks.index(rank)
-        first = at - at % count
-        chunks = [chunk(prod(shape), count) for shape in self.shapes]
-        return Batched(
-            self.ranks[first : first + count],
-            tuple([Shards(0, starts_of(sizes), None) for sizes in chunks]),
-            tuple([(sum(sizes),) for sizes in chunks]),
-            tuple([(sizes[at - first],) for sizes in chunks]),
-            self.collective,
-        )
+        first, position = at - at % count, at % count
+        chunks = [chunk(prod(shards.shape), count) for shards in self.full]
+        full = tuple([Shards((sum(sizes),), 0, starts_of(sizes), None) for sizes in chunks])
+        ranks, own = self.ranks[first : first + count], tuple([(sizes[position],) for sizes in chunks])
+        return Batched(ranks, full, own, self.collective)
 
     def own_shards(self, full: Sequence[Tensor], rank: int) -> list[Tensor]:
         """Copies of the shards of `rank`, as 1-D tensors."""
         at = self.ranks.index(rank)
-        return [s.split(x.view(shape))[at].clone() for s, x, shape in zip(self.shards, full, self.shapes, strict=True)]
+        return [shards.split(x.view(shards.shape))[at].clone() for shards, x in zip(self.full, full, strict=True)]
 
     def start_gather(
         self, local: Sequence[Tensor], dtype: torch.dtype
@@ -96,9 +91,8 @@ class Batched:
         def finish(outs: Sequence[Tensor | None]) -> list[Tensor]:
             received = wait().split(self.counts)
             by_rank = [part.split(numels) for part, numels in zip(received, self._numels, strict=True)]
-            by_tensor = zip(*by_rank, strict=True)
-            each = zip(self.shards, by_tensor, self.shapes, outs, strict=True)
-            full = [shards.join(parts, shape, out) for shards, parts, shape, out in each]
+            each = zip(self.full, zip(*by_rank, strict=True), outs, strict=True)
+            full = [shards.join(parts, out) for shards, parts, out in each]
             lent.give_back()
             return full
 
@@ -109,13 +103,12 @@ class Batched:
         if self.collective == "reduce_scatter":
             return self._reduce(full, dtype)
         found: list[Tensor] = []
-        for at, some in self._messages(MESSAGE_BYTES // dtype.itemsize):
-            found += some._reduce(full[at : at + len(some.own)], dtype)
+        for members in self._messages(MESSAGE_BYTES // dtype.itemsize):
+            found += self.some(members)._reduce([full[k] for k in members], dtype)
         return found
 
     def _reduce(self, full: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        by_tensor = [shards.split(x) for shards, x in zip(self.shards, full, strict=True)]
-        by_rank = list(zip(*by_tensor, strict=True))
+        by_rank = list(zip(*[shards.split(x) for shards, x in zip(self.full, full, strict=True)], strict=True))
         lent = buffers_of_rank().lend(dtype, full[0].device)
         if self.collective == "reduce_scatter":
             message = _message([part for parts in by_rank for part in parts], dtype, lent)
@@ -123,8 +116,7 @@ class Batched:
         else:
             summed = self._exchange(by_rank, dtype, lent)
         lent.give_back()
-        parts = summed.split([prod(shape) for shape in self.own])
-        return [as_result(part, shape) for part, shape in zip(parts, self.own, strict=True)]
+        return unpacked(summed, self.own)
 
     def _exchange(self, by_rank: Sequence[Sequence[Tensor]], dtype: torch.dtype, lent: Lent) -> Tensor:
         """A reduce-scatter as an all-to-all and a sum. What this rank keeps is in no message."""
@@ -141,47 +133,38 @@ class Batched:
         received[here] = own
         return total(received)
 
-    def _messages(self, numel: int) -> Iterator[tuple[int, "Batched"]]:
-        """Consecutive tensors of at most `numel` elements together, or one: the number of the first, and what to do."""
-        first = held = 0
-        for at, shape in enumerate(self.shapes):
-            if at > first and held + prod(shape) > numel:
-                yield first, self.some(range(first, at))
-                first, held = at, 0
-            held += prod(shape)
-        yield first, self.some(range(first, len(self.shapes)))
+    def _messages(self, numel: int) -> list[list[int]]:
+        """Consecutive tensors of at most `numel` elements together, or one."""
+        found: list[list[int]] = []
+        held = 0
+        for k, shards in enumerate(self.full):
+            held += prod(shards.shape)
+            if not found or held > numel:
+                found.append([])
+                held = prod(shards.shape)
+            found[-1].append(k)
+        return found
 
     def some(self, members: Sequence[int]) -> "Batched":
         """What this rank does with only these of the tensors."""
-        shards, shapes = tuple([self.shards[k] for k in members]), tuple([self.shapes[k] for k in members])
-        return replace(self, shards=shards, shapes=shapes, own=tuple([self.own[k] for k in members]))
+        return replace(self, full=tuple([self.full[k] for k in members]), own=tuple([self.own[k] for k in members]))
 
 
 def batched(layouts: Sequence[Layout], axis: int, rank: int) -> Batched:
     """What `rank` does with tensors of these layouts, all of one mesh, which shard a dim along `axis` last."""
     mesh = layouts[0].mesh
-    shards, shapes, own = [], [], []
-    for layout in layouts:
-        placement, local = layout.placements[axis], layout.local_shape(rank)
-        assert isinstance(placement, Shard), layout
-        found = shards_of(layout, (axis,), placement.dim, rank)
-        dim = placement.dim
-        shards.append(found)
-        shapes.append((*local[:dim], sum(found.sizes), *local[dim + 1 :]))
-        own.append(local)
-    ranks = tuple(sorted(mesh.axis_ranks(rank, axis)))
+    ranks, own = tuple(sorted(mesh.axis_ranks(rank, axis))), tuple([layout.local_shape(rank) for layout in layouts])
     num_bytes = 4 * (len(ranks) - 1) * sum(map(prod, own))
     costs = collectives.costs(mesh.device_type)
     of = {name: costs.of(name, ranks, mesh.sorted_ranks, num_bytes) for name in ("reduce_scatter", "all_to_all")}
-    return Batched(ranks, tuple(shards), tuple(shapes), tuple(own), min(of, key=of.__getitem__))
+    dims = [p.dim if isinstance(p := layout.placements[axis], Shard) else -1 for layout in layouts]
+    full = [shards_of(layout, (axis,), dim, rank, local) for layout, dim, local in zip(layouts, dims, own, strict=True)]
+    return Batched(ranks, tuple(full), own, min(of, key=of.__getitem__))
 
 
 def _message(parts: Sequence[Tensor], dtype: torch.dtype, lent: Lent) -> Tensor:
     """The elements of all tensors, in this dtype."""
-    flat = [part if part.ndim == 1 else part.reshape(-1) for part in parts]
-    if len(flat) == 1:
-        return flat[0].to(dtype)
-    return torch.cat(flat, out=lent.empty(sum(part.numel() for part in flat)))
+    return packed(parts, lent.empty).to(dtype)
 
 
 def buffers_of_rank() -> Buffers:

@@ -99,21 +99,32 @@ class Redistribution:
         self._explicit = Purpose(EXPLICIT, src, dst)
         self._reduce_ops = {p.reduce_op for p in (*src.placements, *dst.placements) if isinstance(p, Partial)}
 
-    def run(self, local: Tensor, cause: Cause) -> Tensor:
-        """`redistribute_local`; called with `__torch_function__` disabled."""
+    def run(self, local: Tensor, cause: Cause, reported: bool = False) -> Tensor:
+        """`redistribute_local`; called with `__torch_function__` disabled.
+
+        Args:
+            reported: listeners of the communication trace know of it.
+        """
         if not local.dtype.is_floating_point:
             self.check(local.dtype)
         if not self.programs:  # the sum over one rank is the average
             return local.clone()
         here = comm_trace.current.rank
+        if here.listeners and not reported:
+            cause = comm_trace.with_call_site(cause)
+            with comm_trace.emitting(event_of(self.plan, local.element_size(), cause)):
+                return self.run(local, cause, True)
         purpose = self._explicit if cause is EXPLICIT else Purpose(cause, self.src, self.dst)
         before, here.purpose = here.purpose, purpose
         try:
-            if here.listeners:
-                cause = comm_trace.with_call_site(cause)
-                with comm_trace.emitting(event_of(self.plan, local.element_size(), cause)):
-                    return _run(self.programs, local, cause)
-            return _run(self.programs, local, cause)
+            for program in self.programs:
+                if isinstance(program.step, CommStep) and local.requires_grad and torch.is_grad_enabled():
+                    local = _Communicate.apply(local, program, cause)  # seldom in backward: no node then
+                elif program.call is None:
+                    local = program.unpack(local)
+                else:
+                    local = program.unpack(collectives.start(program.call(program.pack(local)))())
+            return local
         finally:
             here.purpose = before
 
@@ -151,7 +162,7 @@ def start_redistribute(
     found.check(local.dtype)
     last = max((i for i, step in enumerate(found.plan.steps) if isinstance(step, CommStep)), default=None)
     if last is None:
-        return lambda: _run(found.programs, local, cause)
+        return lambda: _run(found.programs, local)
     report: AbstractContextManager[None] = nullcontext()
     if comm_trace.listening():
         cause = comm_trace.with_call_site(cause)
@@ -159,16 +170,23 @@ def start_redistribute(
     before = comm_trace.set_purpose(Purpose(cause, src, dst))
     try:
         with torch.no_grad(), DisableTorchFunctionSubclass(), report:
-            before_last = _run(found.programs[:last], local, cause)
+            before_last = _run(found.programs[:last], local)
             wait = found.programs[last].start(before_last, last == 0 and local.is_contiguous())
     finally:
         comm_trace.set_purpose(before)
 
     def finish() -> Tensor:
         with torch.no_grad(), DisableTorchFunctionSubclass():
-            return _run(found.programs[last + 1 :], wait(), cause)
+            return _run(found.programs[last + 1 :], wait())
 
     return finish
+
+
+def _run(programs: Sequence[Program], local: Tensor) -> Tensor:
+    """Run steps one after the other, without a node for those that communicate."""
+    for program in programs:
+        local = program.start(local)()
+    return local
 
 
 def event_of(plan: RedistributePlan, itemsize: int, cause: Cause) -> CommEvent:
@@ -178,15 +196,6 @@ def event_of(plan: RedistributePlan, itemsize: int, cause: Cause) -> CommEvent:
         return CommEvent(cause, None, None, cause.group_total[0], sent, cause.group_total[1])
     total = plan.total_elements * itemsize if comm_trace.wants_totals() else None
     return CommEvent(cause, plan.src, plan.dst, plan.ranks, sent, total)
-
-
-def _run(programs: Sequence[Program], local: Tensor, cause: Cause) -> Tensor:
-    for program in programs:
-        if isinstance(program.step, CommStep) and local.requires_grad and torch.is_grad_enabled():
-            local = _Communicate.apply(local, program, cause)  # seldom in backward: no node then
-        else:
-            local = program.start(local)()
-    return local
 
 
 class _Communicate(TensorFunction):

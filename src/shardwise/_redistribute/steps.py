@@ -11,7 +11,7 @@ from shardwise._collectives.collective_call import Kind
 from shardwise._collectives.cost_tables import Costs
 from shardwise._layout import Boxes, Layout, Mesh, OnRanks, Shard, ring_elements
 from shardwise._layout.dim_shards import sizes_between
-from shardwise._redistribute.neighbors import Transfer, receives, sends
+from shardwise._redistribute.neighbors import sends
 from shardwise._redistribute.volume import Volume, held, largest, moving_axes, volume
 
 
@@ -30,18 +30,10 @@ class CommStep:
     dst: Layout
     collective: Kind = "all_to_all"
 
-    def sends(self, rank: int) -> list[Transfer]:
-        """What other ranks receive from `rank` in an all-to-all, and what it keeps."""
-        return sends(self.src, self.dst, rank)
-
-    def receives(self, rank: int) -> list[Transfer]:
-        """What `rank` receives from others, and what it keeps."""
-        return receives(self.src, self.dst, rank)
-
     def sent_elements(self, rank: int) -> int:
         """Elements that `rank` sends to other ranks: in rings, and in the chain of a broadcast, to the next one."""
         if self.collective == "all_to_all":
-            return sum(t.box.numel for t in self.sends(rank) if t.receiver != rank)
+            return sum(t.box.numel for t in sends(self.src, self.dst, rank) if t.receiver != rank)
         group = self.group(rank)
         if not group:
             return 0

@@ -1,6 +1,5 @@
-"""All-to-alls of boxes: the regions that a rank sends and receives, and boxes that other ranks hold, such as halos."""
+"""All-to-alls with gradients: of elements, of rows, and of boxes that other ranks hold, such as halos."""
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,6 +13,7 @@ from torch import Tensor
 from shardwise import _collectives as collectives
 from shardwise._collectives import Collective, Wait
 from shardwise._layout import Box
+from shardwise._redistribute.packing import Region, Regions
 from shardwise._trace import comm_trace
 from shardwise._trace.autograd_function import TensorFunction
 from shardwise._trace.comm_trace import INTERNAL, Cause, CommEvent, Purpose
@@ -21,83 +21,6 @@ from shardwise._trace.comm_trace import INTERNAL, Cause, CommEvent, Purpose
 Ranks = tuple[int, ...]
 Boxes = tuple[Box, ...]
 Wanted = tuple[tuple[int, Box], ...]  # (index of a tensor, box of it)
-
-
-@dataclass(frozen=True)
-class Region:
-    """A region of one of several tensors."""
-
-    index: int  # of the tensor
-    slices: tuple[slice, ...]
-    sizes: tuple[int, ...]
-
-    @classmethod
-    def of(cls, box: Box, outer: Sequence[Box]) -> "Region":
-        """The region of the first of the `outer` boxes that contains `box`."""
-        index = next(i for i, b in enumerate(outer) if b.intersect(box) == box) if len(outer) > 1 else 0
-        return cls(index, box.relative_to(outer[index]), box.sizes)
-
-
-@dataclass(frozen=True)
-class Regions:
-    """What one rank sends and receives in an all-to-all, both in the order of `ranks`."""
-
-    ranks: Ranks
-    sends: tuple[Region, ...]
-    recvs: tuple[Region, ...]
-    sent: tuple[tuple[int, int], ...]  # to which of the ranks, and how many elements; of thousands of ranks only few
-    received: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def of(cls, ranks: Ranks, sends: Sequence[tuple[int, Region]], recvs: Sequence[tuple[int, Region]]) -> "Regions":
-        """Those to and from peers.
-
-        Args:
-            ranks: those that take part, rising; none if nothing is sent.
-            sends: (receiver, region), in the order of `ranks`.
-            recvs: (sender, region), in the order of `ranks`.
-        """
-
-        def counts(parts: Sequence[tuple[int, Region]]) -> tuple[tuple[int, int], ...]:
-            found: dict[int, int] = {}
-            for peer, region in parts if ranks else ():
-                index = bisect_left(ranks, peer)
-                found[index] = found.get(index, 0) + prod(region.sizes)
-            return tuple(found.items())
-
-        return cls(ranks, tuple(p for _, p in sends), tuple(p for _, p in recvs), counts(sends), counts(recvs))
-
-    @property
-    def send_counts(self) -> list[int]:
-        """The elements sent to each rank."""
-        return _counts(self.sent, len(self.ranks))
-
-    @property
-    def recv_counts(self) -> list[int]:
-        """The elements received from each rank."""
-        return _counts(self.received, len(self.ranks))
-
-    def views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The regions to send."""
-        return [tensors[region.index][region.slices] for region in self.sends]
-
-    def split(self, received: Tensor) -> list[Tensor]:
-        """The regions received, each in its own shape."""
-        found, end = [], 0
-        for region in self.recvs:  # slices, because autograd refuses in-place ops on the views that `split` returns
-            start, end = end, end + prod(region.sizes)
-            found.append(received[start:end].view(region.sizes))
-        return found
-
-
-def _counts(found: Sequence[tuple[int, int]], ranks: int) -> list[int]:
-    counts = [0] * ranks
-    for index, count in found:
-        counts[index] = count
-    return counts
-
-
-# ---- all-to-all with gradients ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -194,19 +117,27 @@ def fetch(
     Returns:
         One tensor for each box wanted; views of `xs` if no rank wants what another one holds.
     """
+    found = _regions_of(ranks, rank, held, wanted)
+    if found is not None:
+        return list(_Fetch.apply(Exchange(ranks, cause), *found, *xs))
     me = ranks.index(rank)
-    own, goals = [boxes[me] for boxes in held], wanted[me]
-    plan = _regions_of(ranks, rank, held, wanted)
-    if plan is None:
-        return [_own_box(xs[i], own[i], goal) for i, goal in goals]
-    # A rank that sends nothing of a tensor still depends on it, so that its backward has the same collectives.
-    unsent = set(range(len(xs))) - {region.index for region in plan.sends}
-    send = flat_cat([*(view.reshape(-1) for view in plan.views(xs)), *(xs[i].reshape(-1)[:0] for i in sorted(unsent))])
-    received = Exchange(ranks, cause).all_to_all(send, plan.send_counts, plan.recv_counts)
-    by_goal: list[list[tuple[Region, Tensor]]] = [[] for _ in goals]
-    for region, x in zip(plan.recvs, plan.split(received), strict=True):
-        by_goal[region.index].append((region, x))
-    return [_assembled(parts, goal, received) for parts, (_, goal) in zip(by_goal, goals, strict=True)]
+    return [_own_box(xs[i], held[i][me], goal) for i, goal in wanted[me]]
+
+
+class _Fetch(TensorFunction):
+    """Sends some regions of tensors, and makes tensors of the regions received; backward does the opposite."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, sends: Regions, recvs: Regions, *xs: Tensor) -> tuple[Tensor, ...]:
+        exchange = exchange.here()
+        ctx.args = exchange, recvs, sends
+        received = exchange.start(sends.pack(xs, xs[0]), sends.counts, recvs.counts)()
+        return tuple(recvs.join(recvs.split(received), received))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        exchange, *regions = ctx.args
+        return None, None, None, *_Fetch.apply(exchange.for_backward(), *regions, *grads)
 
 
 def flat_cat(parts: Sequence[Tensor]) -> Tensor:
@@ -224,25 +155,14 @@ def _own_box(x: Tensor, own: Box, goal: Box) -> Tensor:
     return x[goal.relative_to(own)] if goal.numel else x.reshape(-1)[:0].view(goal.sizes)
 
 
-def _assembled(parts: list[tuple[Region, Tensor]], goal: Box, received: Tensor) -> Tensor:
-    if not parts:
-        return received[:0].view(goal.sizes)
-    if len(parts) == 1:
-        return parts[0][1]
-    starts = [[s.start for s in region.slices] for region, _ in parts]
-    dims = [dim for dim, column in enumerate(zip(*starts, strict=True)) if len(set(column)) > 1]
-    if len(dims) == 1:  # the regions differ in one dim only
-        parts = sorted(parts, key=lambda item: item[0].slices[dims[0]].start)
-        return torch.cat([x for _, x in parts], dims[0])
-    out = received.new_empty(goal.sizes)
-    for region, x in parts:
-        out[region.slices] = x
-    return out
-
-
 @lru_cache(maxsize=4096)
-def _regions_of(ranks: Ranks, rank: int, held: tuple[Boxes, ...], wanted: tuple[Wanted, ...]) -> Regions | None:
-    """What `rank` sends and receives; None if no rank wants what another one holds."""
+def _regions_of(
+    ranks: Ranks, rank: int, held: tuple[Boxes, ...], wanted: tuple[Wanted, ...]
+) -> tuple[Regions, Regions] | None:
+    """What `rank` sends and receives; None if no rank wants what another one holds.
+
+    The regions that it sends say also how their gradients are added.
+    """
     sends: list[tuple[int, Region]] = []
     recvs: list[tuple[int, Region]] = []
     anything_sent, me = False, ranks.index(rank)
@@ -263,5 +183,10 @@ def _regions_of(ranks: Ranks, rank: int, held: tuple[Boxes, ...], wanted: tuple[
                     sends.append((ranks[receiver], Region(i, common.relative_to(box), common.sizes)))
                 if receiver == me:
                     recvs.append((ranks[sender], Region(number, common.relative_to(goal), common.sizes)))
+    if not anything_sent:
+        return None
     recvs.sort(key=itemgetter(0))
-    return Regions.of(ranks, sends, recvs) if anything_sent else None
+    # The order in which autograd adds the gradients of slices of a tensor: the last one first.
+    order, none = range(len(sends))[::-1], [False] * len(sends)
+    added = Regions.of([boxes[me].sizes for boxes in held], ranks, sends, order, none, "sum")
+    return added, Regions.of([goal.sizes for _, goal in wanted[me]], ranks, recvs)

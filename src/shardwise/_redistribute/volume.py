@@ -56,8 +56,6 @@ def largest(layout: Layout) -> int:
 
 def growth(src: Layout, dst: Layout) -> int:
     """The elements by which the local tensor of some rank of the mesh grows most; below 0 if all shrink."""
-    if any(isinstance(p, Boxes) for p in (*src.placements, *dst.placements)):
-        return max(dst.local_numel(rank) - src.local_numel(rank) for rank in src.mesh.ranks)
     return int(np.max(_sizes(dst) - np.asarray(_sizes(src))))
 
 
@@ -112,6 +110,11 @@ def _common(a: Counts, b: Counts, c: Counts, d: Counts) -> NDArray[np.int64]:
 
 
 def _sizes(layout: Layout) -> Counts:
+    """The elements of each rank."""
+    for axis, placement in enumerate(layout.placements):
+        if isinstance(placement, Boxes):
+            rows = [sum([box.numel for box in row]) for row in placement.boxes]
+            return np.reshape(rows, [-1 if other == axis else 1 for other in range(layout.mesh.ndim)])
     found = _holders(layout)
     for first, last in _intervals(layout):
         found = found * (last - first)
@@ -175,19 +178,62 @@ def _intervals(layout: Layout, at: Sequence[int] | None = None) -> list[tuple[Co
 # ---- explicit boxes ------------------------------------------------------------------------------------------
 
 
+class _Boxes(NamedTuple):
+    """Boxes of the ranks of a mesh, one in each row of the arrays."""
+
+    at: NDArray[np.int64]  # where its rank is in `Mesh.ranks`
+    ranks: NDArray[np.int64]
+    first: NDArray[np.int64]  # offsets, a column for each dim
+    last: NDArray[np.int64]  # offsets of what follows
+
+
 def _received_by_boxes(src: Layout, dst: Layout) -> NDArray[np.int64]:
     """`_received`, where ranks may have any boxes."""
     kept, first_only = partial_axes_of_target(src, dst)
-    of_shards = any(src.mesh.shape[axis] > 1 and not isinstance(src.placements[axis], Partial) for axis in kept)
+    if any(src.mesh.shape[axis] > 1 and not isinstance(src.placements[axis], Partial) for axis in kept):
+        by_rank = [[t.box.numel for t in receives(src, dst, rank) if t.sender != rank] for rank in dst.mesh.ranks]
+        return np.array(list(map(sum, by_rank)), np.int64)
     summed = prod(src.mesh.shape[axis] for axis in src.partial_axes if axis not in kept)
+    needed, own, found = _boxes(dst), _boxes(src), np.zeros(dst.mesh.size(), np.int64)
+    np.add.at(found, needed.at, summed * (needed.last - needed.first).prod(1))
+    i, j = _near(needed, own)
+    common = np.minimum(needed.last[i], own.last[j]) - np.maximum(needed.first[i], own.first[j])
+    np.subtract.at(found, needed.at[i], np.maximum(common, 0).prod(1))
+    return found * _flat(_where(dst, dict.fromkeys(first_only, 0)), dst)
 
-    def received(rank: int) -> int:
-        if of_shards:
-            return sum(t.box.numel for t in receives(src, dst, rank) if t.sender != rank)
-        if any((dst.mesh.coordinate(rank) or ())[axis] for axis in first_only):
-            return 0
-        needed, own = dst.find_boxes(rank), src.find_boxes(rank)
-        common = [part.numel for box in needed for held in own if (part := box.intersect(held)) is not None]
-        return summed * sum([box.numel for box in needed]) - sum(common)
 
-    return np.array([received(rank) for rank in dst.mesh.ranks], np.int64)
+def _boxes(layout: Layout) -> _Boxes:
+    """The boxes of all ranks."""
+    every, ndim = np.arange(layout.mesh.size()), len(layout.shape)
+    for axis, placement in enumerate(layout.placements):
+        if isinstance(placement, Boxes):
+            numbers = (n for row in placement.boxes for box in row for n in (*box.offsets, *box.sizes))
+            listed = np.fromiter(numbers, np.int64).reshape(-1, 2, ndim)
+            position = np.repeat(np.arange(len(placement.boxes)), list(map(len, placement.boxes)))
+            here = every // layout.mesh.strides[axis] % layout.mesh.shape[axis]
+            at, number = np.nonzero(here[:, None] == position) if layout.mesh.ndim > 1 else (position, slice(None))
+            first, size = listed[number, 0], listed[number, 1]
+            return _Boxes(at, np.asarray(layout.mesh.ranks)[at], first, first + size)
+    ends = np.empty((2, len(every), ndim), np.int64)
+    for dim, interval in enumerate(_intervals(layout)):
+        ends[:, :, dim] = [_flat(end, layout) for end in interval]
+    at = np.flatnonzero(_flat(_holders(layout), layout))
+    return _Boxes(at, np.asarray(layout.mesh.ranks)[at], ends[0, at], ends[1, at])
+
+
+def _near(a: _Boxes, b: _Boxes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The pairs of boxes of one rank that may have common elements, found by bisection along one dim."""
+    starts, begin, end = np.zeros(len(b.at), np.int64), np.zeros(len(a.at), np.int64), np.ones(len(a.at), np.int64)
+    if a.first.shape[1] and len(b.at):
+        dim = max(range(a.first.shape[1]), key=lambda dim: len(np.unique(b.first[:, dim])))
+        longest = (b.last - b.first)[:, dim].max()
+        offsets, starts = np.unique(b.first[:, dim], return_inverse=True)
+        begin = np.searchsorted(offsets, a.first[:, dim] - longest, "right")
+        end = np.searchsorted(offsets, a.last[:, dim])
+    width = len(b.at) + 1  # more than there are different starts
+    order = np.argsort(b.ranks * width + starts)
+    keys = (b.ranks * width + starts)[order]
+    begin, end = np.searchsorted(keys, a.ranks * width + begin), np.searchsorted(keys, a.ranks * width + end)
+    counts = np.maximum(end - begin, 0)
+    before = np.cumsum(counts) - counts
+    return np.repeat(np.arange(len(a.at)), counts), order[np.arange(counts.sum()) + np.repeat(begin - before, counts)]

@@ -34,7 +34,7 @@ class Route:
         return self.exchange.rows(rows, self.received, self.sent)
 
 
-def exchange_messages(
+def exchange_with_headers(
     exchange: Exchange,
     messages: Sequence[Tensor],
     headers: Sequence[Sequence[int]],
@@ -42,10 +42,10 @@ def exchange_messages(
     capacity_received: Sequence[int],
     check: Callable[[list[list[int]]], None],
 ) -> tuple[list[Tensor], list[list[int]]]:
-    """All-to-all of variable-length integer messages (row ids, then bag offsets or run lengths), with a header each.
+    """Send integers of any length to each rank (ids of rows, then bag offsets or run lengths), each with a header.
 
-    No counts are sent ahead: both sides derive the capacity of each message in the first all-to-all from the layouts.
-    Only if a message of some rank is longer, a second all-to-all sends the rest of all.
+    No lengths are sent ahead: both sides derive from the layouts how much of each message the first all-to-all can
+    hold. Only if a message of some rank is longer, a second all-to-all sends the rest of all of them.
 
     Args:
         messages: 1-D and of one integer dtype, the same number of them for each rank.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from torch._C import DisableTorchFunctionSubclass
 from shardwise import _collectives as collectives
 from shardwise._collectives import Wait
 from shardwise._layout import PARTIAL, Layout, Mesh, Partial, checked
+from shardwise._redistribute.packing import packed, unpacked
 from shardwise._redistribute.plan import plan_redistribute
 from shardwise._redistribute.run_plan import redistribute_local, start_redistribute
 from shardwise._redistribute.transfers import Exchange
@@ -78,31 +79,6 @@ class BucketPlan:
             self.send_time = SendTime.ON_READ
         else:
             self.send_time = SendTime.IN_BACKWARD if unchanged else SendTime.ALWAYS_ON_READ
-
-
-class Gradient(NamedTuple):
-    """What a plan has to know about the gradient of a leaf on this rank."""
-
-    leaf_number: int
-    kind: tuple[Mesh, tuple[int, ...], torch.dtype, torch.device] | None  # equal kinds fit one buffer; None: alone
-    nbytes: int
-
-
-def split_into_buckets(gradients: Iterable[Gradient], max_bytes: int) -> Buckets:
-    """Gradients of one kind share a bucket while there is room. Buckets are ordered by when they are complete.
-
-    Ranks that share two buckets share their sizes, so they also agree on which of the two comes first.
-    """
-    filling: dict[object, tuple[list[int], int]] = {}
-    complete: list[tuple[int, ...]] = []
-    for number, kind, nbytes in gradients:
-        key = number if kind is None else kind
-        members, held = filling.pop(key, ([], 0))
-        if members and held + nbytes > max_bytes:
-            complete.append(tuple(members))
-            members, held = [], 0
-        filling[key] = [*members, number], held + nbytes
-    return (*complete, *(tuple(members) for members, _ in filling.values()))
 
 
 @lru_cache(maxsize=4096)
@@ -359,17 +335,30 @@ def _agree(leaves: Sequence[DTensor], group: _Group, options: BucketOptions) -> 
 
 
 def _buckets_of(leaves: Iterable[DTensor], options: BucketOptions) -> Buckets:
-    return split_into_buckets(map(_described, leaves), options.max_bytes)
+    """Gradients of one kind share a bucket while there is room. Buckets are ordered by when they are complete.
+
+    Ranks that share two buckets share their sizes, so they also agree on which of the two comes first.
+    """
+    filling: dict[object, tuple[list[int], int]] = {}
+    complete: list[tuple[int, ...]] = []
+    rank = collectives.rank()
+    for leaf in leaves:
+        kind, nbytes = _kind_of(leaf, rank), leaf._layout.local_numel(rank) * leaf.element_size()
+        members, held = filling.pop(kind, ([], 0))
+        if members and held + nbytes > options.max_bytes:
+            complete.append(tuple(members))
+            members, held = [], 0
+        filling[kind] = [*members, leaf._leaf_number], held + nbytes
+    return (*complete, *(tuple(members) for members, _ in filling.values()))
 
 
-def _described(leaf: DTensor) -> Gradient:
-    """The gradient of a leaf; a sparse one, and one on a rank outside the mesh, has a bucket of its own."""
-    layout, raw, rank = leaf._layout, raw_grad.__get__(leaf), collectives.rank()
-    nbytes = layout.local_numel(rank) * leaf.element_size()
+def _kind_of(leaf: DTensor, rank: int) -> object:
+    """Equal kinds fit one buffer; a sparse gradient, and one on a rank outside the mesh, has a bucket of its own."""
+    layout, raw = leaf._layout, raw_grad.__get__(leaf)
     if layout.mesh.coordinate(rank) is None or (raw is not None and raw.is_sparse):
-        return Gradient(leaf._leaf_number, None, nbytes)
+        return leaf._leaf_number
     like = leaf if raw is None else raw
-    return Gradient(leaf._leaf_number, (layout.mesh, axes_to_reduce(layout), like.dtype, like.device), nbytes)
+    return layout.mesh, axes_to_reduce(layout), like.dtype, like.device
 
 
 # ---- one bucket -------------------------------------------------------------------------------------------------
@@ -395,8 +384,7 @@ def _send_bucket(leaves: Sequence[DTensor]) -> SentBucket:
     elif raws[0].is_sparse:
         finish = _done(_sum_sparse(plain(raws[0]), leaves[0]._layout))
     else:
-        flat = torch.cat([plain(raw).reshape(-1) for raw in raws]) if len(raws) > 1 else plain(raws[0]).reshape(-1)
-        finish = _start_all_reduce(flat, leaves, owned=len(raws) > 1)
+        finish = _start_all_reduce(packed(list(map(plain, raws))), leaves, owned=len(raws) > 1)
     return SentBucket(tuple(leaves), tuple(raws), tuple(versions), finish)
 
 
@@ -422,18 +410,14 @@ def _reduction(mesh: Mesh, axes: tuple[int, ...], rank: int, numel: int) -> tupl
 
 
 def _finish_bucket(bucket: SentBucket) -> None:
-    total, rank = bucket.finish(), collectives.rank()
-    totals: Sequence[Tensor] = (total,)
-    if len(bucket.leaves) > 1:  # not views: a change of one gradient is no change of the others
-        totals = total.unsafe_split_with_sizes([raw.numel() for raw in bucket.gradients])
+    total, rank, layouts = bucket.finish(), collectives.rank(), [leaf._layout for leaf in bucket.leaves]
+    totals = [total]
+    if not total.is_sparse and layouts[0].mesh.coordinate(rank) is not None:
+        totals = unpacked(total, [layout.local_shape(rank) for layout in layouts])
     for leaf, reduced, unchanged in zip(bucket.leaves, totals, bucket.unchanged(), strict=True):
-        if not unchanged:
-            continue
-        raw_grad.__set__(leaf, None)
-        if not reduced.is_sparse and leaf._layout.mesh.coordinate(rank) is not None:
-            shape = leaf._layout.local_shape(rank)
-            reduced = torch.ops.aten._unsafe_view.default(reduced, shape)
-        _add_reduced(leaf, reduced)
+        if unchanged:
+            raw_grad.__set__(leaf, None)
+            _add_reduced(leaf, reduced)
 
 
 def _cause_of(mesh: Mesh, axes: tuple[int, ...], leaves: Sequence[DTensor], flat: Tensor) -> Cause:

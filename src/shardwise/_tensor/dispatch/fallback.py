@@ -17,7 +17,7 @@ from torch.overrides import enable_reentrant_dispatch
 from torch.utils import _pytree as pytree
 
 from shardwise._layout import REPLICATE, Layout, Partial
-from shardwise._redistribute.program import identity
+from shardwise._redistribute.packing import identity
 from shardwise._redistribute.run_plan import redistribute_local
 from shardwise._rules.pointwise import register_if_tagged
 from shardwise._rules.registry import OpRule, rule_of
