@@ -33,7 +33,8 @@ PASSED_ON = {
     "parallel/boundary.py": {"_desired"},
     "parallel/styles.py": {"axes"},
     "_pictures/plan_file.py": {"read_plan", "_picture"},
-    "_tensor/dispatch/resolve.py": {"candidates", "_candidates", "results_on_meta"},  # caught, and run without a row
+    "_tensor/dispatch/recipes.py": {"_resolved", "_in_place_rule"},  # caught, and run without a row
+    "_tensor/dispatch/resolve.py": {"candidates", "_candidates", "results"},  # the same
     "_tensor/dtensor.py": {"_raise_rule_error"},
     "_torch_bridge/module_sharding.py": {"refuse"},
     "testing/pool.py": {"_revive"},  # what the user's function raised

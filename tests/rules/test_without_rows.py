@@ -8,9 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.testing import assert_close
 
 from shardwise import Mesh, Replicate, Shard, count_comms, distribute_tensor
+from shardwise import _collectives as collectives
 from shardwise._rules.registry import rule_of
+from shardwise._tensor.dispatch.fallback import ReplicatedCall
 from shardwise.testing import world
 from tests.tensor.test_conversion import same_error
 from tools.op_judge import Sample
@@ -63,6 +66,17 @@ def test_what_runs_replicated_is_reported() -> None:
         with count_comms() as comms:
             sample.call(operands)
         assert comms.fallbacks, sample
+
+
+@world(3)
+def test_a_second_call_of_what_runs_replicated_is_found_by_its_key() -> None:
+    x = distribute_tensor(A, Mesh((3,)), [Shard(0)])
+    torch.renorm(x, 2, 0, 1.5)
+    calls = collectives.owner().calls
+    known = [call for call in calls.values() if isinstance(call[0], ReplicatedCall)]
+    count = len(calls)
+    assert_close(torch.renorm(x, 2, 0, 1.5).full_tensor(), torch.renorm(A, 2, 0, 1.5))  # type: ignore[attr-defined]
+    assert (len(known), len(calls)) == (1, count)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from torch.testing import assert_close
 import shardwise as sw
 import shardwise.checkpoint
 from shardwise import DTensor, Mesh, OnRanks, Partial, Placement, Replicate, Shard, distribute_tensor, rank, strict
+from shardwise import _collectives as collectives
 from shardwise.errors import MeshError, MismatchError, RuleError
 from shardwise.experimental import local_map
 from shardwise.testing import world
@@ -144,6 +145,42 @@ def test_tensors_on_slices_of_one_mesh_along_different_axes(op: str, placements:
         ACROSS[op](a, b).sin().sum().backward()
     for got, leaf in zip((x, y), want, strict=True):
         assert_close(as_dtensor(got.grad).full_tensor(), leaf.grad)
+
+
+def test_ranks_compare_once_whether_each_passes_a_slice_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+    gather = collectives.gather_json
+
+    def counting(value: Any, ranks: tuple[int, ...]) -> list[Any]:
+        compared.append(rank())
+        return gather(value, ranks)
+
+    monkeypatch.setattr(collectives, "gather_json", counting)
+
+    @world(4)
+    def body() -> None:
+        mesh = Mesh((2, 2), names=("dp", "tp"))
+        a, b, c = (distribute_tensor(A, m, [S0, R][: m.ndim]) for m in (mesh, mesh["tp"], mesh["dp"]))
+        before = len(compared)
+        for _ in range(3):
+            for out, want in ((a + b, A + A), (a * b, A * A), (b.T @ a, A.T @ A), (c * b, A * A)):
+                assert_close(as_dtensor(out).full_tensor(), want)
+        assert len(compared) - before <= 8  # all ranks for the pair on mesh and mesh["tp"], and for that on its slices
+
+    body()
+
+
+@world(4)
+def test_a_tensor_on_one_slice_where_each_rank_passed_its_own_is_an_error_on_ranks_outside() -> None:
+    mesh = Mesh((2, 2), names=("dp", "tp"))
+    a, b = distribute_tensor(A, mesh, [S0, R]), distribute_tensor(B, mesh["tp"], [S0])
+    assert_close(as_dtensor(a + b).full_tensor(), A + B)
+    on_one = distribute_tensor(B, LINE, [R]).redistribute(Mesh((2,), (0, 1)), [S0])
+    if rank() < 2:
+        a + on_one
+    else:
+        with pytest.raises(MeshError, match="Earlier each rank passed a tensor on a mesh of its own"):
+            a + on_one
 
 
 @world(4)

@@ -168,3 +168,13 @@ def dim_shards(length: int, mesh: Mesh, divided_by: tuple[tuple[int, ShardSizes 
     """
     sizes = shard_sizes(length, [(mesh.shape[axis], given) for axis, given in divided_by])
     return DimShards(mesh, tuple([axis for axis, _ in divided_by]), starts_of(sizes))
+
+
+def sizes_by_axis(
+    mesh: Mesh, axes: Sequence[int], order: tuple[int, ...], sizes_of_ranks: dict[int, int]
+) -> dict[int, ShardSizes]:
+    """The shard sizes, by axis, of a dim sharded by `axes`, from the size on each rank along these."""
+    found = tuple([axis for axis in order if axis in axes])
+    here = {tuple(at[axis] for axis in found): n for rank, n in sizes_of_ranks.items() if (at := mesh.coordinate(rank))}
+    shards = DimShards(mesh, found, starts_of([n for _, n in sorted(here.items())]))
+    return {axis: shards.rows(axis) for axis in found}

@@ -3,7 +3,7 @@
 The bits of an element come from its row-major index by SplitMix64 (Steele, Lea, Flood: "Fast splittable
 pseudorandom number generators", OOPSLA 2014), so every rank generates the boxes of its own shard, in any layout and on
 any number of ranks. Normal numbers use Box-Muller (1958) in float64, the other distributions inverse transform
-sampling. `tensor.dispatch.seeds` draws the seeds.
+sampling. `seeds.py` draws the seeds.
 
 A `Sampler` maps indices, a seed and a dtype to one number per index; distribution parameters come first, for
 `functools.partial`.

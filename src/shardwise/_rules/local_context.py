@@ -1,7 +1,7 @@
 """What a local implementation gets: the layouts of a call, and differentiable collectives."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from shardwise import _collectives as collectives
-from shardwise._layout import Box, Layout, Mesh
+from shardwise._layout import Box, Layout, Mesh, Shard
+from shardwise._layout.dim_shards import sizes_by_axis
 from shardwise._redistribute import transfers
+from shardwise._rules import seeds
 from shardwise._rules.row import LocalFunction, Op
 from shardwise._trace.comm_trace import Cause
 
@@ -26,6 +28,7 @@ class LocalContext:
         axes: the mesh axes for which this local implementation was chosen.
         operands: the tensors of the call.
         cause: of what is sent.
+        mark_copy: marks a tensor as a copy where users expect a view: in-place ops on it are refused.
     """
 
     op: Op
@@ -34,6 +37,7 @@ class LocalContext:
     axes: tuple[int, ...]
     operands: Sequence[Any]
     cause: Cause
+    mark_copy: Callable[[Tensor], Tensor]
 
     @property
     def output(self) -> Layout:
@@ -103,15 +107,16 @@ class LocalContext:
 
     def draw_seed(self, generator: torch.Generator | None = None) -> int:
         """A seed for the random numbers of this op, the same on all ranks of the mesh. Draw one per op."""
-        raise NotImplementedError
-
-    def mark_copy(self, x: Tensor) -> Tensor:
-        """`x`, marked as a copy where users expect a view: in-place ops on it are refused."""
-        raise NotImplementedError
+        return seeds.draw_seed(self.layouts[0].mesh, generator)
 
     def reshard_like(self, operand: int, like: int, lengths: dict[int, int]) -> "LocalContext":
         """This context with dim 0 of `operand` sharded by the axes of operand `like`, with these sizes by rank."""
-        raise NotImplementedError
+        layouts, model = list(self.layouts), self.layouts[like]
+        axes = [axis for axis, placement in enumerate(model.placements) if placement.is_shard(0)]
+        sizes = sizes_by_axis(model.mesh, axes, model.shard_order, lengths)
+        placements = [Shard(0, sizes[axis]) if axis in sizes else p for axis, p in enumerate(model.placements)]
+        layouts[operand] = Layout(model.mesh, placements, layouts[operand].shape, model.shard_order)
+        return replace(self, layouts=tuple(layouts))
 
 
 @lru_cache(maxsize=1024)

@@ -41,22 +41,28 @@ class Product(NamedTuple):
                     found[letter] = n
         return found
 
+    def check(self, sizes: dict[str, int]) -> None:
+        """Raise RuleError unless each dim has the size of its letter, or is broadcast."""
+        for i, (x, letters) in enumerate(zip(self.operands, self.letters, strict=True)):
+            for a, n in zip(letters, x.shape, strict=True):
+                if n != sizes[a] and (n != 1 or (i != self.term and a not in self.broadcast)):
+                    raise RuleError(
+                        f"Dims {letters} of shape {x.shape} do not match the sizes of the product, {sizes}. "
+                        f"Fix: one size for each letter in all operands, or 1 to broadcast."
+                    )
+
     def sharded_letters(self) -> list[str]:
         """The letters, without those of broadcast dims, which are not sharded.
 
         Raises:
             RuleError: sizes of dims do not match.
         """
-        sizes, found = self.sizes(), []
-        for i, (x, letters) in enumerate(zip(self.operands, self.letters, strict=True)):
-            for a, n in zip(letters, x.shape, strict=True):
-                if n not in (1, sizes[a]) or (n != sizes[a] and i != self.term and a not in self.broadcast):
-                    raise RuleError(
-                        f"Dims {letters} of shape {x.shape} do not match the sizes of the product, {sizes}. "
-                        f"Fix: one size for each letter in all operands, or 1 to broadcast."
-                    )
-            found.append("".join(a if n == sizes[a] else BROADCAST for a, n in zip(letters, x.shape, strict=True)))
-        return found
+        sizes = self.sizes()
+        self.check(sizes)
+        pairs = zip(self.letters, self.operands, strict=True)
+        return [
+            "".join([a if n == sizes[a] else BROADCAST for a, n in zip(own, x.shape, strict=True)]) for own, x in pairs
+        ]
 
 
 def product_rows(product: Product) -> list[Row]:
@@ -97,9 +103,11 @@ def register_product(indices: Callable[..., Product], *ops: Op, in_place: bool =
 
     def shape(*args: object, **kwargs: object) -> tuple[int, ...]:
         product = indices(*args, **kwargs)
-        return tuple(map(product.sizes().__getitem__, product.output))
+        sizes = product.sizes()
+        product.check(sizes)
+        return tuple([sizes[letter] for letter in product.output])
 
-    register(OpRule(rows, in_place, shape, shape_independent=True, typed=typed), *ops)
+    register(OpRule(rows, in_place, shape, checks_sizes=True, shape_independent=True, typed=typed), *ops)
 
 
 # ---- the ops ------------------------------------------------------------------------------------------------

@@ -300,7 +300,7 @@ def register_if_tagged(op: torch._ops.OpOverload) -> bool:
     if op._schema.is_mutable or not is_elementwise(op):
         return False
     shape = broadcast if len(op._schema.returns) == 1 else None
-    RULES.setdefault(op, OpRule(nonlinear, shape=shape, shape_independent=True))
+    RULES.setdefault(op, OpRule(nonlinear, shape=shape, checks_sizes=True, shape_independent=True))
     return True
 
 
@@ -315,12 +315,13 @@ def _register(names: Sequence[str], rows: RowsFunction, shape: Callable[..., Sha
     for name in names:
         for function, in_place in callables_of(name):
             if function not in RULES:
-                register(
-                    OpRule(rows, in_place, shape, shape_independent=True, value_errors=name in DIVISIONS), function
-                )
+                rule = OpRule(rows, in_place, shape, checks_sizes=shape is broadcast, shape_independent=True)
+                register(replace(rule, value_errors=name in DIVISIONS), function)
 
 
-register(OpRule(nonlinear, shape=broadcast, value_errors=True), Tensor.__rdiv__)  # the operand is the denominator
+register(
+    OpRule(nonlinear, shape=broadcast, checks_sizes=True, value_errors=True), Tensor.__rdiv__
+)  # the operand is the denominator
 _register(NONLINEAR, nonlinear)
 _register(["where"], selected)
 _register(HOMOGENEOUS, homogeneous)

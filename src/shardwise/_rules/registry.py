@@ -54,6 +54,7 @@ class OpRule:
         in_place: the op writes to its first operand, whose layout therefore must not change.
         shape: the global shape of the result from the arguments of `rows`, a list of shapes for several results;
             None runs the op on torch's meta device.
+        checks_sizes: `shape` raises if sizes do not fit; otherwise the op is tried on the meta device.
         data_dependent_shape: the result's size is known only after the op ran; the ranks exchange the sizes of shards.
         memory_order: of the first result, the dims from the largest stride to the smallest; from the arguments of
             `rows`. None is that on the meta device, or row-major if `data_dependent_shape`.
@@ -77,6 +78,7 @@ class OpRule:
     rows: RowsFunction = no_rows
     in_place: bool = False
     shape: Callable[..., Shapes] | None = None
+    checks_sizes: bool = False
     shape_independent: bool = False
     replicated_impl: LocalFunction | None = None
     empty_shards_impl: LocalFunction | None = None

@@ -20,6 +20,7 @@ __all__ = ["DTensor", "check_owners", "distribute_tensor", "plain", "strict", "t
 
 implement(
     dispatch=dispatcher.dispatch,
+    dispatch_unseen=dispatcher.dispatch,
     from_local=conversion.from_local,
     to_local=conversion.to_local,
     across=across,

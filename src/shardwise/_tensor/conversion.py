@@ -35,10 +35,10 @@ from shardwise._layout import (
     placements_text,
     strides_in_order,
 )
+from shardwise._layout.dim_shards import sizes_by_axis
 from shardwise._redistribute.run_plan import redistribute_local, start_redistribute
 from shardwise._tensor.arguments import check_dense
 from shardwise._tensor.autograd.gradients import FromPlain, ToPlain
-from shardwise._tensor.dispatch.align_shards import sizes_by_axis
 from shardwise._tensor.dispatch.view_copies import track
 from shardwise._tensor.dtensor import DTensor, Tiling, as_parameter, check_owners, default_mesh, plain, tag, to_layout
 from shardwise._tensor.torch_objects import TorchDTensor, arrived, is_torch_dtensor

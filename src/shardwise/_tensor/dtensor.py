@@ -96,6 +96,7 @@ class DTensor(torch.Tensor):
 
     # Set by tensor/__init__.py, to avoid an import cycle.
     _dispatch: Handler
+    _dispatch_unseen: Handler  # by hooks of tools
     _from_local: Callable[..., "DTensor"]
     _to_local: Callable[["DTensor", Placements | None], Tensor]
     _backward: Callable[..., None]

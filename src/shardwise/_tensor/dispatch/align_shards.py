@@ -4,18 +4,14 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-from shardwise._layout import DimShards, Layout, Mesh, Placement, Shard, ShardSizes, without_sizes
-from shardwise._layout.dim_shards import starts_of
+from shardwise._layout import Layout, Placement, Shard, ShardSizes, without_sizes
 from shardwise._rules.row import NO_OPERAND, Align, IndexMap, Row
 
 
 def operand_layouts(layouts: Sequence[Layout], chosen: Sequence[Row]) -> list[Layout]:
     """The operands' layouts under the chosen rows; aligned operands get the shard sizes of one of them."""
-    free, common = _is_free(chosen), common_order(layouts)
+    free, common = is_free(chosen), common_order(layouts)
     kinds = list(zip(*[row.inputs for row in chosen], strict=True))
-    uneven = kinds != [x.placements for x in layouts] or kinds != [x.kind[1] for x in layouts]
-    if not uneven and {row.alignment for row in chosen} == {1} and (free or len({x.shard_order for x in layouts}) == 1):
-        return list(layouts)
     aligned = [None if free else _aligned_sizes(layouts, kinds, row, axis, common) for axis, row in enumerate(chosen)]
     found = []
     for i, layout in enumerate(layouts):
@@ -31,7 +27,7 @@ def operand_layouts(layouts: Sequence[Layout], chosen: Sequence[Row]) -> list[La
     return found
 
 
-def _is_free(chosen: Sequence[Row]) -> bool:
+def is_free(chosen: Sequence[Row]) -> bool:
     """Whether no operand must have the shard sizes of another one."""
     return all(row.align is Align.FREE or Shard not in map(type, row.inputs) for row in chosen)
 
@@ -97,7 +93,7 @@ def output_layouts(
     layouts: Sequence[Layout], chosen: Sequence[Row], shapes: tuple[int, ...] | Sequence[Any]
 ) -> Layout | tuple[Layout | None, ...]:
     """The layout of the result; a tuple of them for several results (None for one that is no tensor)."""
-    if all(isinstance(row.output, Placement) for row in chosen) and not isinstance(shapes, list):
+    if not isinstance(shapes, list) and tuple not in map(type, [row.output for row in chosen]):
         return _output_layout(layouts, chosen, tuple(shapes), None)
     return tuple(None if shape is None else _output_layout(layouts, chosen, shape, i) for i, shape in enumerate(shapes))
 
@@ -113,33 +109,26 @@ def output_at(row: Row, index: int | None) -> Placement:
 def _output_layout(
     layouts: Sequence[Layout], chosen: Sequence[Row], shape: tuple[int, ...], index: int | None
 ) -> Layout:
-    if _is_like_first(layouts, chosen, shape, index):
-        return layouts[0].unowned.row_major
     placements: list[Placement] = []
     for axis, row in enumerate(chosen):
         output = output_at(row, index)
         if isinstance(output, Shard) and output.sizes is None:
-            output = Shard(output.dim, _output_sizes(layouts, row, axis, index))
+            sizes = _output_sizes(layouts, row, axis, index)
+            output = output if sizes is None else Shard(output.dim, sizes)
         placements.append(output)
     order = common_order(layouts)
-    if _is_free(chosen):
+    if is_free(chosen):
         keys = [_sort_key(layouts, row, axis, p) for axis, (p, row) in enumerate(zip(placements, chosen, strict=True))]
         order = tuple(sorted(range(len(keys)), key=keys.__getitem__))
     return Layout(layouts[0].mesh, placements, shape, order)
 
 
-def _is_like_first(layouts: Sequence[Layout], chosen: Sequence[Row], shape: tuple[int, ...], index: int | None) -> bool:
-    """Whether a result is sharded as the first operand: of most calls, so the layout is not made again."""
-    first = layouts[0]
-    if shape != first.shape or common_order(layouts) != first.shard_order:
-        return False
-    if len(first.shard_order) > 1 and _is_free(chosen):  # then the order of its axes is another one
-        return False
+def is_like_first(chosen: Sequence[Row]) -> bool:
+    """Whether a result of the shape of the first operand is sharded as that, but perhaps in another shard order."""
     for row in chosen:
-        output = output_at(row, index)
-        if output != row.inputs[0] or row.map_index is not None:
+        if row.output != row.inputs[0] or row.map_index is not None:
             return False
-        if isinstance(output, Shard) and _source_of(row) != 0:
+        if isinstance(row.output, Shard) and _source_of(row) != 0:
             return False
     return True
 
@@ -171,16 +160,6 @@ def _output_sizes(layouts: Sequence[Layout], row: Row, axis: int, index: int | N
     placement = layout.placements[axis]
     assert isinstance(placement, Shard)
     return placement.sizes
-
-
-def sizes_by_axis(
-    mesh: Mesh, axes: Sequence[int], order: tuple[int, ...], sizes_of_ranks: dict[int, int]
-) -> dict[int, ShardSizes]:
-    """The shard sizes, by axis, of a dim sharded by `axes`, from the size on each rank along these."""
-    found = tuple([axis for axis in order if axis in axes])
-    here = {tuple(at[axis] for axis in found): n for rank, n in sizes_of_ranks.items() if (at := mesh.coordinate(rank))}
-    shards = DimShards(mesh, found, starts_of([n for _, n in sorted(here.items())]))
-    return {axis: shards.rows(axis) for axis in found}
 
 
 def _mapped(sizes: ShardSizes | None, offset: Callable[[int, int], int] | IndexMap) -> ShardSizes | None:

@@ -34,9 +34,8 @@ from shardwise._rules import Meta
 from shardwise._rules.row import Args, Kwargs, Op
 from shardwise._rules.shapes import index
 from shardwise._rules.shapes.index import IndexForm
-from shardwise._tensor.dispatch.without_memory import Autocast, on_meta, without_modes
+from shardwise._tensor.dispatch.without_memory import Autocast, on_meta, unobserved, without_modes
 from shardwise._tensor.dtensor import DTensor, name_of
-from shardwise._trace.capture_hooks import tracing_paused
 
 # ---- values -----------------------------------------------------------------------------------------------------
 
@@ -220,7 +219,7 @@ def raise_dtype_error(func: Op, args: Args, kwargs: Kwargs) -> None:
     if all(dtype in _FLOATS for dtype, _ in dtypes) or (func, dtypes) in _checked:
         return
     args, kwargs = pytree.tree_map(_of_size_1, (args, kwargs))
-    with torch.no_grad(), torch.random.fork_rng([]), tracing_paused(), without_modes():
+    with torch.no_grad(), torch.random.fork_rng([]), unobserved():
         try:
             func(*args, **kwargs)
         except Exception as error:

@@ -16,24 +16,25 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors_hooks
+from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from shardwise import _collectives as collectives
 from shardwise._layout import Layout, Owner, forget_calls, remember
 from shardwise._rules import RULES, OpRule
-from shardwise._rules.registry import FAMILIES
-from shardwise._rules.row import Args, Kwargs, Op
-from shardwise._tensor.dispatch import operands, resolve
-from shardwise._tensor.dispatch.fallback import run_decomposed, run_without_row
+from shardwise._rules.local_context import LocalContext
+from shardwise._rules.registry import FAMILIES, no_rows
+from shardwise._rules.row import Args, Handler, Kwargs, Op
+from shardwise._tensor.dispatch import operands
+from shardwise._tensor.dispatch.fallback import ReplicatedCall, handler_without_row, rule_of_others
 from shardwise._tensor.dispatch.local_calls import (
     LocalCall,
-    RankContext,
     as_dtensors,
     local_call,
     warn_of_gathered,
 )
-from shardwise._tensor.dispatch.recipes import NO_KEY, by_value, call_key, find_recipe, forget_recipes
-from shardwise._tensor.dispatch.resolve import Layouts, Output, Recipe
+from shardwise._tensor.dispatch.recipes import NO_KEY, call_key, find_recipe, forget_recipes
+from shardwise._tensor.dispatch.resolve import Layouts, NoRowError, Output, Recipe
 from shardwise._tensor.dispatch.view_copies import before_op, invalidate
 from shardwise._tensor.dtensor import DTensor, check_owners, dtensors_in, name_of
 from shardwise.errors import RuleError
@@ -42,7 +43,7 @@ FIRST_OPERANDS = ("condition", "sorted_sequence", "tensors", "tensor", "input", 
 # What this rank runs for a call, and under saved-tensor hooks; the layouts of the results; those of the operands, which
 # are kept for the key.
 Call = tuple[Callable[..., Any], Callable[..., Any], Layouts, Sequence[Layout]]
-IN_PLACE = Output.IN_PLACE
+IN_PLACE, OF_HANDLER = Output.IN_PLACE, Output.OF_HANDLER
 _family_cache: dict[Any, OpRule] = {}  # the entries of functions that `RULES` does not have
 
 
@@ -67,10 +68,12 @@ def dispatch(func: Op, args: Args, kwargs: Kwargs) -> Any:
 def run(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> Any:
     """Run `func` by its rule."""
     key = call_key(func, rule, args, kwargs)
-    call = _known.calls.get(key) or _compiled(func, rule, args, kwargs, key)
-    if isinstance(call, partial):
-        return call()
+    call = _known.calls.get(key)
+    if call is None:
+        call, args, kwargs = _find(func, rule, args, kwargs, key)
     op, op_under_hooks, layout, _ = call
+    if layout is OF_HANDLER:
+        return op(func, args, kwargs)
     copies = None
     if layout is IN_PLACE:
         copies, args = before_op(func, args)
@@ -88,56 +91,97 @@ def run(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> Any:
         return args[0] if layout is IN_PLACE else out
 
 
-def _compiled(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any, ...]) -> "Call | partial[Any]":
-    """What this rank runs for calls of this key from now on; or, for this call alone, what to call instead.
+# ---- calls that are not known by their key ----------------------------------------------------------------------
 
-    Instead is the same call in another form, such as with DTensors for plain tensors, or one for which no row fits.
-    """
+
+def _find(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any, ...]) -> tuple[Call, Args, Kwargs]:
+    """What this rank runs for a call, and the arguments in the usual form, by which later calls of it are known."""
     owner = collectives.owner()
-    if _known.calls is not owner.calls:  # the first call of this thread in this world
-        _known.calls = owner.calls
-        if key in owner.calls:
-            return _known.calls[key]
-    tensors = dtensors_in((*args, *kwargs.values()))
-    layouts = [x._layout for x in tensors]
+    _known.calls = owner.calls  # of another world, if this is the first call of this thread in this one
+    layouts = [x._layout for x in dtensors_in((*args, *kwargs.values()))]
     if {owner} != {layout.owner for layout in layouts}:
         check_owners(name_of(func), layouts)
-    if "out" in kwargs:
-        if kwargs["out"] is not None:
-            return partial(_run_with_out, func, args, kwargs)
-        return partial(run, func, rule, args, {name: x for name, x in kwargs.items() if name != "out"})
+    given = args, kwargs
+    if "out" in kwargs or not args:
+        args, kwargs = _positional(args, kwargs)
+    plain = NO_KEY in key and operands.has_plain_tensors((*args, *kwargs.values()))
+    if plain or "out" in kwargs:
+        other = _other_function(func, rule, args, kwargs)
+        if other is not None:
+            return _handled(other), args, kwargs
+        args, kwargs = operands.all_promoted(func, args, kwargs)
+    meshes = [layout.mesh for layout in layouts]
+    if meshes.count(meshes[0]) < len(meshes) and (rule.rows is not no_rows or isinstance(func, OpOverload)):
+        written = _written(func, rule, args, kwargs)
+        args, kwargs = operands.on_one_mesh(func, args, kwargs, rule.kept_operand, written)
+    if args is not given[0] or kwargs is not given[1]:
+        key = call_key(func, rule, args, kwargs)
+    if not plain:
+        return _known_or_compiled(func, rule, args, kwargs, key, owner)
+    with operands.checked_sizes(func, *given):
+        call, args, kwargs = _known_or_compiled(func, rule, args, kwargs, key, owner)
+    if call[2] is OF_HANDLER:
+        call = _handled(partial(operands.run_with_checked_sizes, call[0], *given))
+    return call, args, kwargs
+
+
+def _positional(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Arguments with the first operand, which has many names, by position, and without `out=None`."""
+    kwargs = {name: x for name, x in kwargs.items() if name != "out" or x is not None}
     if not args and (first := next((n for n in FIRST_OPERANDS if n in kwargs), None)) is not None:
-        # Rules expect the first operand, which has many names, by position, and so does a cached call.
-        return partial(run, func, rule, (kwargs[first],), {name: x for name, x in kwargs.items() if name != first})
-    if NO_KEY in key and operands.has_plain_tensors((*args, *kwargs.values())):
-        return partial(_run_with_plain, func, rule, args, kwargs)
+        args = (kwargs.pop(first),)
+    return args, kwargs
+
+
+def _other_function(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> Handler | None:
+    """What answers a call with `out=` or with plain tensors that has no rows as it is."""
+    if "out" in kwargs and not isinstance(func, OpOverload):  # which writes to it
+        return _run_with_out
+    if any(type(x) is not DTensor for x in _written(func, rule, args, kwargs)):
+        return operands.into_plain
+    if func in operands.WITHOUT_VALUES and type(args[0]) is not DTensor:
+        return operands.run_without_values
+    return None
+
+
+def _written(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> Sequence[Tensor]:
+    """The operands to which an op writes."""
+    return args[:1] if rule.in_place else operands.written_by(func, args, kwargs) if rule.rows is no_rows else ()
+
+
+def _known_or_compiled(
+    func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any, ...], owner: Owner
+) -> tuple[Call, Args, Kwargs]:
+    """What this rank runs for calls in the usual form of this key from now on."""
+    known: Call | None = owner.calls.get(key)
+    if known is not None:
+        return known, args, kwargs
+    tensors = dtensors_in((*args, *kwargs.values()))
+    layouts = [x._layout for x in tensors]
+    device_type = layouts[0].mesh.device_type
+    costs = owner.costs.get(device_type) or collectives.costs(device_type)
     try:
-        recipe = find_recipe(by_value(key), func, rule, args, kwargs)
-    except (resolve.NoRowError, TypeError, ValueError) as error:
-        return partial(_run_otherwise, func, rule, args, kwargs, error)
-    except resolve.SeveralMeshesError:
-        kept = 0 if rule.in_place else rule.kept_operand
-        return partial(run, func, rule, *operands.on_one_mesh(func, args, kwargs, kept))
-    if recipe.redistributed:
-        warn_of_gathered(recipe, tensors)
-    call = *local_call(rule, func, recipe, owner), _owned(recipe.output, owner), layouts
+        recipe = find_recipe(costs, key, func, rule, args, kwargs)
+    except NoRowError:
+        call = _handled(handler_without_row(rule), layouts)
+    except (TypeError, ValueError) as error:
+        args, kwargs = _with_numbers(args, kwargs, error)
+        return _known_or_compiled(func, rule, args, kwargs, call_key(func, rule, args, kwargs), owner)
+    else:
+        if recipe.redistributed:
+            warn_of_gathered(recipe, tensors)
+        if recipe.written is None:
+            ops = local_call(rule, func, recipe, owner)
+        else:
+            ops = (ReplicatedCall(func, recipe, owner),) * 2
+        call = *ops, _owned(recipe.output, owner), layouts
     if NO_KEY not in key:
         remember(owner.calls, key, call)
-    return call
+    return call, args, kwargs
 
 
-def _run_with_plain(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> object:
-    """Run a call with plain tensors beside DTensors."""
-    if (rule.in_place or func in operands.WITHOUT_VALUES) and type(args[0]) is not DTensor:
-        return (operands.into_plain if rule.in_place else operands.run_without_values)(func, args, kwargs)
-    with operands.checked_sizes(func, args, kwargs):
-        return run(func, rule, *operands.all_promoted(func, args, kwargs))
-
-
-def _run_otherwise(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, error: Exception) -> object:
-    """Run a call for which the rule has no row, or which has a tensor without dims for a number, such as a size."""
-    if isinstance(error, resolve.NoRowError):
-        return run_without_row(func, rule, args, kwargs, error)
+def _with_numbers(args: Args, kwargs: Kwargs, error: Exception) -> tuple[Args, Kwargs]:
+    """Arguments with numbers for tensors without dims, such as sizes; raise `error` if there are none."""
     numbers: list[object] = []
 
     def number(x: object) -> object:
@@ -149,7 +193,11 @@ def _run_otherwise(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, error: Ex
     rest, kwargs = pytree.tree_map(number, (args[1:], kwargs))
     if not numbers:
         raise error
-    return run(func, rule, (*args[:1], *rest), kwargs)
+    return (*args[:1], *rest), kwargs
+
+
+def _handled(handler: Handler, layouts: Sequence[Layout] = ()) -> Call:
+    return handler, handler, OF_HANDLER, layouts
 
 
 def _owned(layouts: Layouts, owner: Owner) -> Layouts:
@@ -187,11 +235,10 @@ def entry_of(func: Op) -> OpRule:
     """The entry of any function: its own, that of its family, or the one of all others."""
     rule = RULES.get(func) or _family_cache.get(func)
     if rule is None:
-        rule = _family_cache[func] = next((rule for serves, rule in FAMILIES if serves(func)), DECOMPOSED)
+        rule = _family_cache[func] = next((rule for serves, rule in FAMILIES if serves(func)), None) or rule_of_others(
+            func
+        )
     return rule
-
-
-DECOMPOSED = OpRule(handler=run_decomposed, is_op=True)
 
 
 def is_op(func: Op) -> bool:
@@ -203,14 +250,19 @@ def is_op(func: Op) -> bool:
 def recipe_of(func: Op, args: Args, kwargs: Kwargs) -> Recipe:
     """The recipe of a call without plain tensors."""
     rule = RULES[func]
-    return find_recipe(by_value(call_key(func, rule, args, kwargs)), func, rule, args, kwargs)
+    costs = collectives.costs(dtensors_in((*args, *kwargs.values()))[0]._layout.mesh.device_type)
+    return find_recipe(costs, call_key(func, rule, args, kwargs), func, rule, args, kwargs)
 
 
-def prepared(func: Op, args: Args, kwargs: Kwargs) -> tuple[Recipe, RankContext, list[Any], Kwargs]:
-    """Redistribute the operands of a call: its recipe, context and local arguments, for the caller to run."""
-    args, kwargs = operands.all_promoted(func, args, kwargs)
-    recipe = recipe_of(func, args, kwargs)
-    return recipe, *LocalCall(RULES[func], func, recipe, collectives.owner()).prepare(args, kwargs)
+def prepared(func: Op, args: Args, kwargs: Kwargs) -> tuple[Recipe, LocalContext, list[Any], Kwargs] | None:
+    """Redistribute the operands of a call: its recipe, context and local arguments, for the caller to run.
+
+    None if it has no row.
+    """
+    rule = RULES[func]
+    call, args, kwargs = _find(func, rule, args, kwargs, call_key(func, rule, args, kwargs))
+    local = call[1]
+    return (local.recipe, *local.prepare(args, kwargs)) if isinstance(local, LocalCall) else None
 
 
 def forget() -> None:

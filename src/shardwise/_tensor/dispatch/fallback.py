@@ -1,48 +1,37 @@
-"""Ops without a rule: torch decomposes a function into aten ops, and an aten op without a rule runs replicated.
+"""Ops without a row: torch decomposes a function into aten ops, and an aten op without a row runs replicated.
 
 A decomposed function runs once on wrappers that have the global shape. Its aten ops arrive at
 `Wrapper.__torch_dispatch__`, and run by their rules on the local tensors. Autograd records only those, because wrappers
 never require grad.
 """
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch._C import DisableTorchFunctionSubclass
+from torch._ops import OpOverload
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils import _pytree as pytree
 
-from shardwise._layout import REPLICATE, Layout, Partial
+from shardwise._layout import REPLICATE, Layout, Owner, Partial
 from shardwise._redistribute.packing import identity
 from shardwise._redistribute.run_plan import redistribute_local
+from shardwise._rules import RULES, seeds
 from shardwise._rules.pointwise import register_if_tagged
-from shardwise._rules.registry import OpRule, rule_of
-from shardwise._rules.row import Args, Kwargs, Op
-from shardwise._tensor.dispatch import outside_mesh, seeds
-from shardwise._tensor.dispatch.consistent_errors import (
-    Version,
-    check_versions,
-    raise_dtype_error,
-    saved_by,
-    versions_of,
-)
-from shardwise._tensor.dispatch.operands import (
-    checked_sizes,
-    into_plain,
-    is_outside,
-    on_one_mesh,
-    promoted,
-)
-from shardwise._tensor.dispatch.resolve import Output
-from shardwise._tensor.dispatch.view_copies import before_change, copies_of, invalidate, track
-from shardwise._tensor.dispatch.without_memory import Autocast, hidden_from_modes, on_meta
-from shardwise._tensor.dtensor import DTensor, dtensors_in, plain, tag, to_layout
+from shardwise._rules.registry import OpRule, handler, rule_of
+from shardwise._rules.row import Args, Handler, Kwargs, Op
+from shardwise._tensor.dispatch.local_calls import LocalCall
+from shardwise._tensor.dispatch.operands import arguments_by_write, checked_sizes, promoted, written_by
+from shardwise._tensor.dispatch.resolve import Output, Recipe
+from shardwise._tensor.dispatch.view_copies import before_change, invalidate, track
+from shardwise._tensor.dispatch.without_memory import hidden_from_modes, on_meta
+from shardwise._tensor.dtensor import DTensor, dtensors_in, plain, tag
 from shardwise._trace.comm_trace import Cause
 from shardwise.errors import RuleError
+
+# ---- decomposed -------------------------------------------------------------------------------------------------
 
 
 class Wrapper(torch.Tensor):
@@ -68,20 +57,21 @@ class Wrapper(torch.Tensor):
         args, kwargs = pytree.tree_map(lambda x: x.dtensor if isinstance(x, Wrapper) else x, (args, kwargs or {}))
         if func._schema.is_mutable:
             _refuse_to_fill(func, args, kwargs)
+        has_rule = rule_of(func) is not None or register_if_tagged(func)
         with enable_reentrant_dispatch():
-            out = _run_aten(func, args, kwargs)
+            out = (DTensor._dispatch if has_rule else DTensor._dispatch_unseen)(func, args, kwargs)
         if func._schema.is_mutable:
             return out
         return pytree.tree_map(lambda x: Wrapper(x) if type(x) is DTensor else x, out)
 
 
-def _refuse_to_fill(func: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> None:
+def _refuse_to_fill(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
     """Raise where a plain tensor inside a decomposed function would get gradients.
 
     Autograd would record the op twice: here, with the local tensors, and for the caller, which sees wrappers that do
     not require grad.
     """
-    if not torch.is_grad_enabled() or all(type(x) is DTensor for x in _written_operands(func, args, kwargs)):
+    if not torch.is_grad_enabled() or all(type(x) is DTensor for x in written_by(func, args, kwargs)):
         return
     if any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves((args, kwargs))):
         raise RuleError(
@@ -90,34 +80,36 @@ def _refuse_to_fill(func: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> 
         )
 
 
-def _run_aten(func: Any, args: Args, kwargs: Kwargs) -> object:
-    if rule_of(func) is not None or register_if_tagged(func):
-        return DTensor._dispatch(func, args, kwargs)
-    in_aten = getattr(func, "impl_aten", None)
-    if in_aten is not None:
-        return _run_prim(func, in_aten, args, kwargs)
-    if func.name() == "aten::is_same_size":
-        return args[0]._layout.shape == args[1]._layout.shape
-    return run_replicated(func, args, kwargs, "it has no rule")
+def rule_of_others(func: Op) -> OpRule:
+    """The rule of a function without an entry: torch decomposes it, but aten ops, which run replicated."""
+    if not isinstance(func, OpOverload) or not torch._C._dispatch_has_kernel(func.name()):  # or only in TorchScript
+        return DECOMPOSED
+    if func.has_kernel_for_dispatch_key(_COMPOSITE):
+        return DECOMPOSED
+    if register_if_tagged(func):
+        return RULES[func]
+    return PRIM if getattr(func, "impl_aten", None) is not None else REPLICATED
 
 
-def _run_prim(func: Op, in_aten: Op, args: Args, kwargs: Kwargs) -> object:
+def _run_prim(func: Any, args: Args, kwargs: Kwargs) -> object:
     """Run a prim, which is aten ops after checks of its arguments; the meta device makes these checks too."""
     with torch.no_grad():
         metas, named, _ = on_meta(args, kwargs, "meta")
         func(*metas, **named)
-    return in_aten(*args, **kwargs)
+    return func.impl_aten(*args, **kwargs)
 
 
-def run_without_row(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, error: RuleError) -> Any:
-    """Run a call for which the rule has no row: decomposed by its rule or torch, or, an aten op, replicated."""
-    if rule.decomposition is not None:
-        return rule.decomposition(*args, **kwargs)
-    if rule.handler_without_row is not None:
-        return rule.handler_without_row(func, args, kwargs)
-    if isinstance(func, torch._ops.OpOverload):
-        return run_replicated(func, args, kwargs, str(error))
-    return run_decomposed(func, args, kwargs)
+@handler(torch.ops.aten.is_same_size.default)
+def _is_same_size(func: Op, args: Args, kwargs: Kwargs) -> bool:
+    return args[0]._layout.shape == args[1]._layout.shape  # type: ignore[no-any-return]
+
+
+def handler_without_row(rule: OpRule) -> Handler:
+    """What runs a call for which a rule has no row: its decomposition, its handler, or torch's decomposition."""
+    decomposition = rule.decomposition
+    if decomposition is not None:
+        return lambda func, args, kwargs: decomposition(*args, **kwargs)
+    return rule.handler_without_row or run_decomposed
 
 
 def run_decomposed(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -150,111 +142,93 @@ def run_decomposed(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return track(pytree.tree_map(unwrapped, out))
 
 
+DECOMPOSED = OpRule(handler=run_decomposed, is_op=True)
+PRIM = OpRule(handler=_run_prim, is_op=True)
+REPLICATED = OpRule(is_op=True)
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
 # ---- replicated -------------------------------------------------------------------------------------------------
 
 
-def run_replicated(func: Any, args: Args, kwargs: Kwargs, why: str) -> Any:
-    """Gather the operands of an aten op and run it replicated: right for every layout, an implicit redistribution.
+def replicated_recipe(func: OpOverload, args: Args, kwargs: Kwargs, why: str) -> Recipe:
+    """An aten op on gathered operands: right for every layout, an implicit redistribution."""
+    values = arguments_by_write(func, args, kwargs)
+    is_written = [written for written, value in values for _ in dtensors_in((value,))]
+    layouts = [x._layout.unowned for _, value in values for x in dtensors_in((value,))]
+    full = tuple([x if x.is_replicated else x.replicated() for x in layouts])
+    redistributed = tuple([(i, x) for i, x in enumerate(full) if x is not layouts[i]])
+    view = not any(is_written) and any(a.alias_info is not None for a in func._schema.arguments)
+    cause = Cause("no rule", str(func), "", why)
+    return Recipe(
+        func, True, redistributed, full, None, (), Output.OF_DATA, (), cause, view,
+        copied=view and not layouts[0].is_replicated,
+        written=tuple([i for i, written in enumerate(is_written) if written]),
+    )  # fmt: skip
 
-    An operand that the op writes to keeps its layout: the gathered tensor is written, and resharded into it. Random
-    numbers are the same on every rank, whatever the layout.
+
+class ReplicatedCall(LocalCall):
+    """A call of an aten op without a row, on full tensors.
+
+    An operand that the op writes to keeps its layout: the full tensor is written, and resharded into it. Random numbers
+    are the same on every rank, whatever the layout.
     """
-    written = _written_operands(func, args, kwargs)
-    if any(type(x) is not DTensor for x in written):
-        return into_plain(func, args, kwargs)
-    args, kwargs = _on_one_mesh(func, args, kwargs, written)
-    leaves = pytree.tree_leaves((args, kwargs))
-    first = next(x for x in leaves if type(x) is DTensor)
-    mesh = first._layout.mesh
-    generator = next((x for x in leaves if isinstance(x, torch.Generator)), None)
-    seeded = torch.Tag.nondeterministic_seeded in func.tags
-    copies = [copy for x in written for copy in before_change(str(func), x)]
-    view = not written and any(a.alias_info is not None for a in func._schema.arguments)
-    copies_view = view and not first._layout.is_replicated
-    if is_outside(mesh):
-        if seeded:
-            seeds.draw_seed(mesh, generator)
-        raise_dtype_error(func, args, kwargs)
+
+    def __init__(self, func: Any, recipe: Recipe, owner: Owner) -> None:
+        super().__init__(REPLICATED, func, recipe, owner)
+        self._written = recipe.written or ()
+        self._is_random = torch.Tag.nondeterministic_seeded in func.tags
+        self.watches_versions = bool(self._targets)
+        self._watched = frozenset(self._targets)  # torch checks what it saves of the others, and of the results
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        operands = dtensors_in((*args, *kwargs.values()))
+        written = {id(operands[i]): operands[i] for i in self._written}.values()
+        copies = [copy for x in written for copy in before_change(str(self.func), x)]
+        if self.is_outside and self._is_random:
+            seeds.draw_seed(operands[0]._layout.mesh, _generator_in(args, kwargs))
+        out = super().__call__(*args, **kwargs)
         invalidate(copies)
-        if written:
-            return outside_mesh.changed_empty(func, args, kwargs)
-        return outside_mesh.empty_results(func, Output.OF_DATA, mesh, args, kwargs, copies_view)
-    full = _gathered(func, leaves, written, why)
+        return out
 
-    def operand(x: Any) -> Any:
-        return full[id(x)] if type(x) is DTensor else None if isinstance(x, torch.Generator) else x
+    def _run(self, args: Args, kwargs: Kwargs, hooked: bool) -> Any:
+        operands = dtensors_in((*args, *kwargs.values()))
+        mesh = operands[0]._layout.mesh
+        full: dict[int, Tensor] = {}  # by the id of an operand
+        for index, x in enumerate(operands):
+            if id(x) not in full:
+                full[id(x)] = self._move(x, index) if index in self._targets else plain(x)
+        written = {id(operands[i]): operands[i] for i in self._written}
+        for i, x in written.items():
+            if not x._layout.is_replicated:
+                full[i] = full[i].clone()  # autograd may have saved the gathered tensor
+        before = {i: full[i]._version for i in written}
+        extremes = {i: full[i].detach().clone() for i, x in written.items() if _is_extreme(x._layout)}
+        generator = _generator_in(args, kwargs)
 
-    saved, versions = _saved_of_gathered(func, args, kwargs)
-    args, kwargs = pytree.tree_map(operand, (args, kwargs))
-    seed = seeds.same_on_all_ranks(mesh, generator, first.device) if seeded else nullcontext()
-    before = {id(x): full[id(x)]._version for x in written}
-    extremes = {id(x): full[id(x)].detach().clone() for x in written if _is_extreme(x._layout)}
-    with DisableTorchFunctionSubclass(), seed:
-        out = func(*args, **kwargs)
-        for x in {id(x): x for x in written}.values():
-            # Batch norm changes running statistics under the same version.
-            with _unsafe_preserve_version_counter(() if full[id(x)]._version > before[id(x)] else (plain(x),)):
-                _reshard_written(func, x, full[id(x)], extremes.get(id(x)))
-    invalidate(copies)
-    originals = {id(full[id(x)]): x for x in written}
+        def operand(x: Any) -> Any:
+            return full[id(x)] if type(x) is DTensor else None if x is generator else x
 
-    def as_dtensor(x: object) -> Any:
-        if not isinstance(x, Tensor) or type(x) is DTensor:
-            return x
-        original = originals.get(id(x))
-        if original is not None:
-            return original
-        return tag(x, Layout(mesh, [REPLICATE] * mesh.ndim, x.shape, strides=x.stride()))
+        args, kwargs = pytree.tree_map(operand, (args, kwargs))
+        with seeds.same_on_all_ranks(mesh, generator, operands[0].device) if self._is_random else nullcontext():
+            out = self.func(*args, **kwargs)
+            for i, x in written.items():
+                # Batch norm changes running statistics under the same version.
+                with _unsafe_preserve_version_counter(() if full[i]._version > before[i] else (plain(x),)):
+                    _reshard_written(self.func, x, full[i], extremes.get(i))
+        originals = {id(full[i]): x for i, x in written.items()}
 
-    out = pytree.tree_map(as_dtensor, copies_of(first, out) if copies_view else out)
-    with DisableTorchFunctionSubclass():
-        check_versions(func, out, saved, versions)
-    return out
+        def as_dtensor(x: object) -> object:
+            if not isinstance(x, Tensor):
+                return x
+            if id(x) in originals:
+                return originals[id(x)]
+            return tag(x, Layout(mesh, [REPLICATE] * mesh.ndim, x.shape, strides=x.stride()))
 
-
-def _saved_of_gathered(func: Op, args: Args, kwargs: Kwargs) -> tuple[frozenset[int], list[Version]]:
-    """Which operands an op saves that are gathered for it, by their number, and the versions they have."""
-    operands = dtensors_in((*args, *kwargs.values()))
-    gathered = {i for i, x in enumerate(operands) if not x._layout.is_replicated}
-    if not gathered or not torch.is_grad_enabled() or not any(x.requires_grad for x in operands):
-        return frozenset(), []
-    with DisableTorchFunctionSubclass():
-        saved = saved_by(func, args, kwargs, Autocast.of(operands[0]._layout.mesh.device_type)) & gathered
-        return saved, versions_of(saved, operands)
+        return pytree.tree_map(as_dtensor, out)
 
 
-def _written_operands(func: Any, args: Args, kwargs: Kwargs) -> list[Any]:
-    """The operands that the op writes to, by its schema."""
-    if not func._schema.is_mutable:
-        return []
-    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [x for x in pytree.tree_leaves([named.get(name) for name in names]) if isinstance(x, Tensor)]
-
-
-def _on_one_mesh(func: Any, args: Args, kwargs: Kwargs, written: Sequence[DTensor]) -> tuple[Args, Kwargs]:
-    if len({x._layout.mesh for x in dtensors_in((*args, *kwargs.values()))}) == 1:
-        return args, kwargs
-    args, kwargs = on_one_mesh(func, args, kwargs, 0 if written else None)
-    kept = {id(x) for x in pytree.tree_leaves((args, kwargs))}
-    if not all(id(x) in kept for x in written):
-        raise RuleError(f"{func} changes an operand that is on another mesh than its first. Fix: redistribute it.")
-    return args, kwargs
-
-
-def _gathered(func: Op, leaves: Sequence[Any], written: Sequence[DTensor], why: str) -> dict[int, Tensor]:
-    """The full tensor of each DTensor, by its id; one that the op writes to is nobody else's memory."""
-    full: dict[int, Tensor] = {}
-    for x in leaves:
-        if type(x) is not DTensor or id(x) in full:
-            continue
-        target = x._layout.replicated()
-        replicated = to_layout(x, target, Cause("no rule", str(func), x._name or "an operand", why))
-        with DisableTorchFunctionSubclass():
-            full[id(x)] = plain(replicated)
-        if any(x is y for y in written) and not x._layout.is_replicated:
-            full[id(x)] = full[id(x)].clone()  # autograd may have saved the gathered tensor
-    return full
+def _generator_in(args: Args, kwargs: Kwargs) -> torch.Generator | None:
+    return next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)), None)
 
 
 def _reshard_written(func: Op, x: DTensor, full: Tensor, before: Tensor | None) -> None:

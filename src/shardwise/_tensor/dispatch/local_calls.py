@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,11 +11,12 @@ from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors
 
 from shardwise import _collectives as collectives
 from shardwise._layout import REPLICATE, Layout, Mesh, Owner, Shard, contiguous_strides, strides_in_order
+from shardwise._layout.dim_shards import sizes_by_axis
 from shardwise._redistribute.run_plan import redistribution
 from shardwise._rules import OpRule
 from shardwise._rules.local_context import LocalContext, has_specialized_version, specialization
 from shardwise._rules.row import Args, Kwargs, LocalFunction, Op
-from shardwise._tensor.dispatch import align_shards, seeds
+from shardwise._tensor.dispatch import align_shards
 from shardwise._tensor.dispatch.consistent_errors import (
     Version,
     check_versions,
@@ -32,6 +32,7 @@ from shardwise._tensor.dtensor import DTensor, _as_subclass, dtensors_in, tag
 from shardwise._trace.capture_hooks import tracing_paused
 from shardwise._trace.comm_trace import Cause
 from shardwise._trace.user_stack import call_site
+from shardwise.errors import RuleError
 
 _warned: set[tuple[Mesh, int]] = set()  # axes along which a parameter is all-gathered
 
@@ -75,26 +76,6 @@ def no_views(out: object, args: Args, layouts: Layouts | None) -> object:
     return torch.ops.aten._unsafe_view(out, out.size())
 
 
-class RankContext(LocalContext):
-    """A `LocalContext` of a call of the dispatcher."""
-
-    __slots__ = ()
-
-    def draw_seed(self, generator: torch.Generator | None = None) -> int:
-        return seeds.draw_seed(self.layouts[0].mesh, generator)
-
-    def mark_copy(self, x: Tensor) -> Tensor:
-        return mark_copy(x)
-
-    def reshard_like(self, operand: int, like: int, lengths: dict[int, int]) -> "RankContext":
-        layouts, model = list(self.layouts), self.layouts[like]
-        axes = [axis for axis, placement in enumerate(model.placements) if placement.is_shard(0)]
-        sizes = align_shards.sizes_by_axis(model.mesh, axes, model.shard_order, lengths)
-        placements = [Shard(0, sizes[axis]) if axis in sizes else p for axis, p in enumerate(model.placements)]
-        layouts[operand] = Layout(model.mesh, placements, layouts[operand].shape, model.shard_order)
-        return replace(self, layouts=tuple(layouts))
-
-
 class LocalCall:
     """A call that is more than torch's op on the storage of the DTensors.
 
@@ -135,7 +116,7 @@ class LocalCall:
         self._checks_first = self.checks_values and (bool(targets) or not recipe.layouts[0].local_numel(rank))
         saves_others = local_impl is not None and not has_specialized_version(local_impl)
         self.watches_versions = not rule.view and (
-            saves_others or bool(targets) or True in map(has_empty_shards, recipe.layouts)
+            saves_others or bool(targets) or any(map(has_empty_shards, {*recipe.layouts}))
         )
         # If this rank runs the op itself on elements, it saves all but the operands that are redistributed.
         watches_all = self.watches_versions and (
@@ -152,7 +133,7 @@ class LocalCall:
     def __call__(self, *args: object, **kwargs: object) -> Any:
         if self.is_outside:
             return run_outside(self.func, self.recipe, args, kwargs)
-        hooked, in_place = saved_tensors_hooks(True) is not None, self._in_place
+        hooked, writes = saved_tensors_hooks(True) is not None, self._in_place or bool(self.recipe.written)
         saved: frozenset[int] = frozenset()
         versions: list[Version] = []
         if self.watches_versions and torch.is_grad_enabled():
@@ -160,7 +141,7 @@ class LocalCall:
             for x in operands:
                 if x.requires_grad:
                     saved = self._saved(operands, args, kwargs)
-                    versions = versions_of(saved, operands) if in_place else []
+                    versions = versions_of(saved, operands) if writes else []
                     break
         if self._checks_first:
             raise_if_others_do(self.func, self._index_form, args, kwargs)
@@ -175,9 +156,9 @@ class LocalCall:
         if hooked:  # torch checks no versions of what hooks keep
             return _not_saved(out)
         if saved:
-            if not in_place:  # which may change running statistics without torch's notice
+            if not writes:  # it may change running statistics without torch's notice
                 versions = versions_of(saved, operands)
-            check_versions(self.func, args[0] if in_place else out, saved, versions)
+            check_versions(self.func, args[0] if self._in_place else out, saved, versions)
         return out
 
     def _saved(self, operands: Sequence[DTensor], args: Args, kwargs: Kwargs) -> frozenset[int]:
@@ -217,7 +198,7 @@ class LocalCall:
             out = no_views(out, args, layouts)
         return as_dtensors(out, layouts) if recipe.rows else out
 
-    def prepare(self, args: Args, kwargs: Kwargs) -> tuple[RankContext, list[Any], Kwargs]:
+    def prepare(self, args: Args, kwargs: Kwargs) -> tuple[LocalContext, list[Any], Kwargs]:
         """The context of the local function, and its arguments: local tensors in the layouts that the recipe wants."""
         operands: list[DTensor] = []
         locals_ = self._locals(args, operands, False)
@@ -233,25 +214,35 @@ class LocalCall:
                 index, target = len(operands), self._targets.get(len(operands))
                 operands.append(x)
                 hidden = hooked and not x.requires_grad and (index > 0 or not self._in_place)
-                if target is not None or self._plain_only or hidden:
-                    src = x._layout
-                    name = x._name or f"operand {index}"
+                if target is not None:
+                    x = self._move(x, index)
+                elif self._plain_only or hidden:
                     x = x.detach() if x.is_sparse else _as_subclass(x, Tensor)
-                    if target is not None:
-                        cause = self._causes.get((index, name))
-                        if cause is None:
-                            cause = self.recipe.cause._replace(kind="operand", operand=name)
-                            self._causes[index, name] = cause
-                        move = self._redistributions.get((src.key, target.key)) or redistribution(src, target)
-                        x = move.run(x, cause)
             elif kind is list or kind is tuple:
                 x = kind(self._locals(x, operands, hooked))
             found.append(x)
         return found
 
-    def _context(self, operands: list[DTensor]) -> RankContext:
+    def _move(self, x: DTensor, index: int) -> Tensor:
+        """The local tensor of operand number `index`, in the layout that the recipe wants."""
+        src, target = x._layout, self._targets[index]
+        name = x._name or (f"operand {index}" if self.recipe.written is None else "an operand")
+        cause = self._causes.get((index, name))
+        if cause is None:
+            cause = self.recipe.cause._replace(operand=name)
+            if self.recipe.written is None:
+                cause = cause._replace(kind="operand")
+            self._causes[index, name] = cause
+        if x.is_sparse:
+            raise RuleError("A sparse DTensor cannot be redistributed. Fix: to_dense() it first.")
+        move = self._redistributions.get((src.key, target.key)) or redistribution(src, target)
+        return move.run(_as_subclass(x, Tensor), cause)
+
+    def _context(self, operands: list[DTensor]) -> LocalContext:
         recipe = self.recipe
-        return RankContext(recipe.op, recipe.layouts, self._outputs, recipe.local_axes, operands, recipe.cause)
+        return LocalContext(
+            recipe.op, recipe.layouts, self._outputs, recipe.local_axes, operands, recipe.cause, mark_copy
+        )
 
 
 def warn_of_gathered(recipe: Recipe, operands: Sequence[DTensor]) -> None:
@@ -303,14 +294,14 @@ def as_dtensors(out: Any, layouts: Layouts) -> Any:
     return out
 
 
-def layouts_of_results(recipe: Recipe, ctx: RankContext, out: Any) -> Any:
+def layouts_of_results(recipe: Recipe, ctx: LocalContext, out: Any) -> Any:
     """The layouts of results with data-dependent shapes: the ranks exchange the sizes of their local tensors."""
     if isinstance(out, Tensor):
         return _layout_of_result(recipe, ctx, out, None)
     return tuple(_layout_of_result(recipe, ctx, x, i) if isinstance(x, Tensor) else None for i, x in enumerate(out))
 
 
-def _layout_of_result(recipe: Recipe, ctx: RankContext, x: Tensor, index: int | None) -> Layout:
+def _layout_of_result(recipe: Recipe, ctx: LocalContext, x: Tensor, index: int | None) -> Layout:
     mesh = recipe.layouts[0].mesh
     placements, shape = [align_shards.output_at(row, index) for row in recipe.rows], tuple(x.shape)
     order = align_shards.common_order(recipe.layouts)
@@ -321,7 +312,7 @@ def _layout_of_result(recipe: Recipe, ctx: RankContext, x: Tensor, index: int | 
         headers = [[x.shape[dim]]] * len(ranks)
         sizes = [n for (n,) in ctx.exchange(ranks).headers(headers, collectives.message_device(ranks))]
         shape = (*shape[:dim], sum(sizes), *shape[dim + 1 :])
-        of_axes = align_shards.sizes_by_axis(mesh, axes, order, dict(zip(ranks, sizes, strict=True)))
+        of_axes = sizes_by_axis(mesh, axes, order, dict(zip(ranks, sizes, strict=True)))
         for axis, axis_sizes in of_axes.items():
             found[axis] = Shard(dim, axis_sizes)
     layout = Layout(mesh, found, shape, order)

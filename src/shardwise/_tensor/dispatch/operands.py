@@ -21,16 +21,16 @@ from torch.utils import _pytree as pytree
 from shardwise import _collectives as collectives
 from shardwise._layout import REPLICATE, Layout, Mesh, Placement, checked
 from shardwise._redistribute.plan import plan_redistribute
-from shardwise._rules.row import Args, Kwargs, Op
+from shardwise._rules.registry import rule_of
+from shardwise._rules.row import Args, Handler, Kwargs, Op
 from shardwise._tensor.arguments import not_dense
 from shardwise._tensor.conversion import to_local, wrap
-from shardwise._tensor.dispatch.without_memory import on_meta, without_modes
+from shardwise._tensor.dispatch.without_memory import on_meta, unobserved
 from shardwise._tensor.dtensor import DTensor, dtensors_in, name_of, plain, tag, to_layout
 from shardwise._tensor.torch_objects import arrived, is_torch_dtensor
 from shardwise._tensor.transforms import check_untransformed
-from shardwise._trace.capture_hooks import tracing_paused
 from shardwise._trace.comm_trace import Cause
-from shardwise.errors import RuleError, ShapeError, ShardwiseError
+from shardwise.errors import MeshError, RuleError, ShapeError, ShardwiseError
 
 # ---- plain tensors ----------------------------------------------------------------------------------------------
 
@@ -63,6 +63,8 @@ def all_promoted(func: Op, args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...],
             return type(x)(promote(y) for y in x)
         if not isinstance(x, Tensor) or type(x) is DTensor:
             return x
+        if x.is_sparse and isinstance(func, torch._ops.OpOverload) and rule_of(func) is None:
+            return x  # such as the matrix of `torch.sparse.mm`
         if x.is_sparse and tuple(x.shape) == first._layout.local_shape(collectives.rank()):
             return tag(x.detach(), first._layout)  # made by an optimizer from the local rows
         return promoted(x, mesh, name_of(func))
@@ -98,6 +100,22 @@ def has_plain_tensors(args: Sequence[Any]) -> bool:
         has_plain_tensors(a) if isinstance(a, list | tuple) else isinstance(a, Tensor) and type(a) is not DTensor
         for a in args
     )
+
+
+def arguments_by_write(func: Any, args: Args, kwargs: Kwargs) -> list[tuple[bool, object]]:
+    """The arguments of an aten op in order, and whether it writes to them, by its schema."""
+    arguments = func._schema.arguments
+    written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+    named = *zip((a.name for a in arguments), args, strict=False), *kwargs.items()
+    return [(name in written, value) for name, value in named]
+
+
+def written_by(func: Any, args: Args, kwargs: Kwargs) -> list[Tensor]:
+    """The operands that an aten op writes to; none for another function."""
+    if not isinstance(func, torch._ops.OpOverload) or not func._schema.is_mutable:
+        return []
+    values = [value for written, value in arguments_by_write(func, args, kwargs) if written]
+    return [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
 
 
 WITHOUT_VALUES = frozenset(
@@ -145,7 +163,7 @@ def into_plain(func: Op, args: Args, kwargs: Kwargs) -> Any:
     return func(*args, **kwargs)
 
 
-_OF_SIZES = re.compile("size|shape", re.IGNORECASE)  # in torch's errors
+_OF_SIZES = re.compile("size|shape|reduction dim", re.IGNORECASE)  # in torch's errors
 
 
 @contextmanager
@@ -172,9 +190,17 @@ def checked_sizes(func: Op, args: Args, kwargs: Kwargs) -> Iterator[None]:
         ) from error
 
 
+def run_with_checked_sizes(
+    handler: Handler, given: Args, named: Kwargs, func: Op, args: Args, kwargs: Kwargs
+) -> object:
+    """Run a call whose arguments were `given` and `named` by a handler."""
+    with checked_sizes(func, given, named):
+        return handler(func, args, kwargs)
+
+
 def _fits(func: Op, args: Args, kwargs: Kwargs) -> bool:
     """Whether `func` takes operands of these global sizes."""
-    with DisableTorchFunctionSubclass(), tracing_paused(), without_modes(), warnings.catch_warnings():
+    with DisableTorchFunctionSubclass(), unobserved(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             args, kwargs, _ = on_meta(args, kwargs, "meta")
@@ -198,9 +224,11 @@ def is_outside(mesh: Mesh) -> bool:
 
 
 def on_one_mesh(
-    func: Op, args: Args, kwargs: Kwargs, kept_operand: int | None
+    func: Op, args: Args, kwargs: Kwargs, kept_operand: int | None, written: Sequence[Tensor] = ()
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with every DTensor redistributed to the mesh of operand `kept_operand`; None is the largest.
+
+    If the op writes to operands, that mesh is the first one's.
 
     All ranks of all the meshes must call. An operand becomes replicated, keeps its placements, or gets those of that
     operand, whichever costs least. Where each rank has a tensor on its own slice of that mesh, such as mesh["dp"], it
@@ -208,10 +236,11 @@ def on_one_mesh(
     does one on a slice along other axes than that mesh, such as mesh["tp"], after it is gathered on its slice.
 
     Raises:
-        RuleError: in strict mode.
+        RuleError: in strict mode; an operand that the op writes to is on another mesh.
     """
     operands = dtensors_in((*args, *kwargs.values()))
     own_slice = cache(_own_slice)
+    kept_operand = 0 if written else kept_operand
     lead = max(operands, key=lambda x: x.numel() * x.element_size()) if kept_operand is None else operands[kept_operand]
     others = next(x._layout.mesh for x in operands if x._layout.mesh != lead._layout.mesh)
     if is_strict():
@@ -227,6 +256,8 @@ def on_one_mesh(
     def on_mesh(x: object) -> Any:
         if type(x) is not DTensor or x._layout.mesh == lead._layout.mesh:
             return x
+        if any(x is y for y in written):
+            raise RuleError(f"{func} changes an operand that is on another mesh than its first. Fix: redistribute it.")
         if axes := own_slice(x._layout.mesh, lead._layout.mesh):
             return _beside_other_slices(x, lead._layout.mesh, axes, name_of(func))
         why = "operands of one op must be on one mesh"
@@ -245,11 +276,37 @@ def _own_slice(mesh: Mesh, of: Mesh) -> tuple[int, ...] | None:
     """
     if not mesh.size() < of.size() or of.coordinate(mesh.ranks[0]) is None:
         return None
-    slices = {axes: of.submesh(axes, mesh.ranks[0]) for axes in combinations(range(of.ndim), mesh.ndim)}
-    found = next((axes for axes, s in slices.items() if (s.shape, s.ranks) == (mesh.shape, mesh.ranks)), None)
-    if found is None or not all(collectives.gather_json(not is_outside(mesh), of.sorted_ranks)):
-        return None
-    return found
+    for axes in combinations(range(of.ndim), mesh.ndim):
+        own = of.submesh(axes, mesh.ranks[0])
+        if (own.shape, own.ranks) == (mesh.shape, mesh.ranks):
+            return axes if _each_is_inside(mesh, of.sorted_ranks) else None
+    return None
+
+
+class _Slices(set[tuple[object, ...]]):
+    """Where ranks have found that each of them passes a mesh that it is in."""
+
+
+def _each_is_inside(mesh: Mesh, ranks: tuple[int, ...]) -> bool:
+    """Whether each of `ranks`, which all call, passes a mesh of the form of `mesh` that it is in.
+
+    If so, they compare no more: a later call with a mesh of that form on some of them only is an error.
+
+    Raises:
+        MeshError: such a call.
+    """
+    slices = collectives.owner().state(_Slices)
+    form = ranks, mesh.shape, tuple([rank - mesh.ranks[0] for rank in mesh.ranks])
+    if form not in slices:
+        if not all(collectives.gather_json(not is_outside(mesh), ranks)):
+            return False
+        slices.add(form)
+    elif is_outside(mesh):
+        raise MeshError(
+            f"Earlier each rank passed a tensor on a mesh of its own, and now rank {collectives.rank()} is outside "
+            f"{mesh}, where the tensor is. Fix: redistribute a tensor that only some ranks hold to a mesh of all."
+        )
+    return True
 
 
 def across(x: DTensor, mesh: Mesh, cause: Cause) -> DTensor:
@@ -260,7 +317,7 @@ def across(x: DTensor, mesh: Mesh, cause: Cause) -> DTensor:
     own, other = {*x._layout.mesh.ranks}, {*mesh.ranks}
     if own.isdisjoint(other) or own <= other or other <= own or is_outside(mesh):
         return x
-    if not all(collectives.gather_json(not is_outside(x._layout.mesh), mesh.sorted_ranks)):
+    if not _each_is_inside(x._layout.mesh, mesh.sorted_ranks):
         return x
     full = to_local(to_layout(x, x._layout.replicated(), cause), None)
     collectives.expect_equal(full, mesh.sorted_ranks, f"{cause.op or 'redistribute'}: the tensor on another slice")

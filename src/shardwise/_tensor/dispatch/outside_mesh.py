@@ -81,7 +81,7 @@ def run_outside(func: Op, recipe: Recipe, args: Args, kwargs: Kwargs) -> object:
     """What a rank outside the mesh of a recipe runs."""
     if recipe.local_impl is None:
         raise_dtype_error(func, args, kwargs)
-    if recipe.output is Output.IN_PLACE:
+    if recipe.output is Output.IN_PLACE or recipe.written:
         return changed_empty(func, args, kwargs)
     return empty_results(func, recipe.output, recipe.layouts[0].mesh, args, kwargs, recipe.copied)
 

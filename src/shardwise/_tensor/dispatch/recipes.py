@@ -9,17 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
-from shardwise import _collectives as collectives
-from shardwise._layout import REPLICATE, Layout, LayoutKey, remember, strides_in_order
-from shardwise._rules import RULES, Meta, OpRule, Row
-from shardwise._rules.pointwise import broadcast
-from shardwise._rules.registry import Shapes, no_rows
+from shardwise._layout import Layout, LayoutKey, remember, strides_in_order
+from shardwise._rules import RULES, OpRule
+from shardwise._rules.registry import no_rows
 from shardwise._rules.row import Args, Kwargs, Op, arguments
 from shardwise._tensor.dispatch import resolve
-from shardwise._tensor.dispatch.resolve import Output, Recipe
-from shardwise._tensor.dispatch.without_memory import without_modes
-from shardwise._tensor.dtensor import DTensor, dtensors_in, name_of
-from shardwise._trace.capture_hooks import tracing_paused
+from shardwise._tensor.dispatch.fallback import replicated_recipe
+from shardwise._tensor.dispatch.resolve import Choice, NoRowError, Output, Recipe, Slot, SlottedCall
+from shardwise._tensor.dispatch.without_memory import unobserved
+from shardwise._tensor.dtensor import DTensor, name_of
 
 # ---- keys -------------------------------------------------------------------------------------------------------
 
@@ -102,8 +100,8 @@ def _dtypes(args: Args, kwargs: Kwargs) -> tuple[torch.dtype, ...]:
 
 
 _recipe_cache: dict[Any, Recipe] = {}  # by costs and key; all ranks and worlds of this process share them
-# The rows that fit, and which are the cheapest, by costs and size classes of operands: () if one row fits each axis.
-_row_cache: dict[Any, tuple[resolve.Candidates, dict[tuple[object, ...], tuple[Row, ...]]]] = {}
+# The rows that fit, and the choice of the cheapest by costs and size classes of operands: () if one row fits each axis.
+_row_cache: dict[Any, tuple[resolve.Candidates, dict[tuple[object, ...], Choice]]] = {}
 
 
 def forget_recipes() -> None:
@@ -112,63 +110,40 @@ def forget_recipes() -> None:
     _row_cache.clear()
 
 
-def find_recipe(key: tuple[Any, ...], func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> Recipe:
-    """The recipe of a call, whose `call_key` is `key`, by value. It depends also on what collectives cost.
+def find_recipe(costs: object, key: tuple[Any, ...], func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> Recipe:
+    """The recipe of a call, whose `call_key` is `key`, where collectives cost this.
 
     Raises:
-        NoRowError: no row fits.
-        SeveralMeshesError: the operands are on different meshes.
+        NoRowError: no row fits, and it is not an aten op, which then runs replicated.
+        RuleError: the operands are on different meshes.
     """
-    if rule.rows is no_rows:  # calling it would cost more than running what the op is decomposed into
-        raise resolve.NoRowError(f"{name_of(func)} is decomposed into other ops")
-    first = dtensors_in((*args, *kwargs.values()))[0]
-    costs = collectives.costs(first._layout.mesh.device_type)
-    recipe = _recipe_cache.get((costs, key))
+    value = by_value(key)
+    recipe = _recipe_cache.get((costs, value))
     if recipe is None:
-        # Reading the dtype of a DTensor is not an op.
-        with DisableTorchFunctionSubclass(), tracing_paused(), without_modes():
-            recipe = _resolved(costs, func, rule, args, kwargs)
+        with DisableTorchFunctionSubclass(), unobserved():  # reading the dtype of a DTensor is not an op
+            try:
+                recipe = _resolved(costs, value, func, rule, args, kwargs)
+            except NoRowError as error:
+                if not isinstance(func, torch._ops.OpOverload) or rule.decomposition or rule.handler_without_row:
+                    raise
+                recipe = replicated_recipe(func, args, kwargs, str(error))
         if NO_KEY not in key:
-            remember(_recipe_cache, (costs, key), recipe)
+            remember(_recipe_cache, (costs, value), recipe)
     return recipe
 
 
-def _resolved(costs: object, func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> Recipe:
-    operands: list[resolve.Operand] = []
-
-    def slot(x: object) -> Any:
-        if type(x) is DTensor:
-            operands.append(resolve.Operand(x._layout.unowned, x.dtype))
-            return resolve.Slot(len(operands) - 1)
-        return type(x)(map(slot, x)) if isinstance(x, list | tuple) and type(x) is not torch.Size else x
-
-    slotted = tuple(map(slot, args))
-    named = {k: slot(a) for k, a in kwargs.items()} if kwargs else kwargs
-    op, name = rule.native or func, name_of(func)
+def _resolved(costs: object, key: tuple[Any, ...], func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> Recipe:
+    if rule.rows is no_rows:
+        why = f"{name_of(func)} is decomposed into other ops" if rule.decomposition else "it has no rule"
+        raise NoRowError(why)
+    call = _slotted(func, args, kwargs)
+    rule = _in_place_rule(func, call.name, rule, args, kwargs)
     python = rule.native is None and _is_python(func)
-    rule = _in_place_rule(func, name, rule, args, kwargs)
-    chosen = _choice(costs, func, name, rule, operands, slotted, named)
-    metas = [Meta(o.layout.shape, o.dtype, REPLICATE, o.layout.strides) for o in operands]
-    known: list[resolve.MetaResults] = []
-
-    def results() -> resolve.MetaResults:
-        if not known:
-            known.append(resolve.results_on_meta(func, slotted, named, operands))
-        return known[0]
-
-    def shape() -> Shapes:
-        if rule.shape is None:
-            return resolve.shapes_of(func, results().out)
-        found: Shapes = resolve.called(rule.shape, metas, slotted, named)
-        return found
-
-    shapes = [o.layout.shape for o in operands]
-    recipe = resolve.recipe(name, op, python, rule, [o.layout for o in operands], chosen, shape)
-    # Elementwise ops take operands of one shape, and torch's own check is most of a call on a new shape.
-    if len(operands) > 1 and rule.shape is not None and (rule.shape is not broadcast or len({*shapes}) > 1):
-        resolve.check_sizes(results)
+    recipe = resolve.recipe(rule.native or func, python, rule, call, _choice(costs, key, rule, call))
+    if len(call.metas) > 1 and rule.shape is not None and not rule.checks_sizes:
+        call.check_sizes()
     if rule.memory_order is not None:
-        order = tuple(resolve.called(rule.memory_order, metas, slotted, named))
+        order = tuple(call.of(rule.memory_order, call.metas))
         output = recipe.output
         if isinstance(output, Layout):
             output = output.with_strides(strides_in_order(output.shape, order))
@@ -176,14 +151,28 @@ def _resolved(costs: object, func: Op, rule: OpRule, args: Args, kwargs: Kwargs)
     if isinstance(recipe.output, Output):
         return recipe
     # A result may be other than row-major, or an alias of an operand.
-    strided = {o.layout.strides for o in operands} != {None}
-    if rule.view or rule.shape is None or strided or torch.memory_format in map(type, (*slotted, *named.values())):
+    strided = [x.strides for x in call.metas].count(None) < len(call.metas)
+    if rule.view or rule.shape is None or strided or torch.memory_format in map(type, (*args, *kwargs.values())):
         try:
-            return resolve.with_strides(recipe, results())
+            return resolve.with_strides(recipe, call.results())
         except RuntimeError:  # NoRowError among them
             if rule.view:
                 raise
     return recipe
+
+
+def _slotted(func: Op, args: Args, kwargs: Kwargs) -> SlottedCall:
+    operands: list[tuple[Layout, torch.dtype]] = []
+
+    def slot(x: Any) -> Any:
+        kind = type(x)
+        if kind is DTensor:
+            operands.append((x._layout.unowned, x.dtype))
+            return Slot(len(operands) - 1)
+        return kind([slot(y) for y in x]) if kind is list or kind is tuple else x
+
+    slotted = tuple([slot(a) for a in args])
+    return SlottedCall(func, slotted, {k: slot(a) for k, a in kwargs.items()} if kwargs else kwargs, operands)
 
 
 def _is_python(func: Op) -> bool:
@@ -200,30 +189,39 @@ def _in_place_rule(func: Op, name: str, rule: OpRule, args: Args, kwargs: Kwargs
     method = getattr(Tensor, f"{name}_", None)
     in_place = RULES.get(method) if method is not None else None
     if in_place is None or rule.native is None:
-        raise resolve.NoRowError(f"{name}(inplace=True) has no rule of its own")
+        raise NoRowError(f"{name}(inplace=True) has no rule of its own")
     return in_place
 
 
-def _choice(
-    costs: object, func: Op, name: str, rule: OpRule, operands: list[resolve.Operand], slotted: Args, named: Kwargs
-) -> tuple[Row, ...]:
+def _choice(costs: object, key: tuple[Any, ...], rule: OpRule, call: SlottedCall) -> Choice:
     """Rows for these operands, whatever ran before: ranks with other histories choose the same.
 
     The rows of a shape-independent rule that fit are cached without sizes, the cheapest of several by size class.
     """
     if not rule.shape_independent:
-        return resolve.choose(name, rule, operands, slotted, named)
-    layouts = [o.layout for o in operands]
-    kinds = tuple([(x.kind, o.dtype, tuple([n == 1 for n in x.shape])) for o, x in zip(operands, layouts, strict=True)])
-    key = kinds, call_key(func, rule, slotted, named)
-    known = _row_cache.get(key)
+        return Choice(call.name, rule, resolve.cheapest(rule, resolve.candidates(rule, call), call))
+    kinds = _without_sizes(key), *[x.dtype for x in call.metas]
+    known = _row_cache.get(kinds)
     if known is None:
-        known = resolve.candidates(name, rule, operands, slotted, named), {}
-        if NO_KEY not in key[1]:
-            remember(_row_cache, key, known)
+        known = resolve.candidates(rule, call), {}
+        if NO_KEY not in key:
+            remember(_row_cache, kinds, known)
     fitting, chosen = known
-    settled = max(map(len, fitting), default=1) == 1
-    sizes = () if settled else (costs, *[resolve.size_class(x.shape) for x in layouts])
+    sizes = () if resolve.is_settled(fitting) else (costs, *[resolve.size_class(x.shape) for x in call.layouts])
     if sizes not in chosen:
-        chosen[sizes] = resolve.cheapest(rule, fitting, operands, slotted, named)
+        chosen[sizes] = Choice(call.name, rule, resolve.cheapest(rule, fitting, call))
     return chosen[sizes]
+
+
+def _without_sizes(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A key by value with the kinds of layouts, and which sizes are 1, in place of the layouts."""
+    return tuple(
+        [
+            (part.kind, *[n == 1 for n in part.shape])
+            if type(part) is Layout
+            else _without_sizes(part)
+            if type(part) is tuple
+            else part
+            for part in key
+        ]
+    )

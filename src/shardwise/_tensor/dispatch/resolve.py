@@ -18,8 +18,15 @@ from shardwise._redistribute.volume import growth
 from shardwise._rules import Meta, OpRule, Row
 from shardwise._rules.registry import Shapes
 from shardwise._rules.row import Args, Kwargs, Op
-from shardwise._tensor.dispatch.align_shards import operand_layouts, output_layouts
+from shardwise._tensor.dispatch.align_shards import (
+    common_order,
+    is_free,
+    is_like_first,
+    operand_layouts,
+    output_layouts,
+)
 from shardwise._tensor.dispatch.without_memory import Autocast, global_on_meta, with_meta_device
+from shardwise._tensor.dtensor import name_of
 from shardwise._trace.comm_trace import INTERNAL, Cause
 from shardwise.errors import LayoutError, RuleError
 
@@ -31,11 +38,122 @@ class Operand(NamedTuple):
     dtype: torch.dtype
 
 
+class Slot(NamedTuple):
+    """In the arguments of a call: the place of tensor operand `number`."""
+
+    number: int
+
+
+class SlottedCall:
+    """A call with slots for its tensors: what rules and the meta device need to know of it."""
+
+    def __init__(self, func: Any, args: Args, kwargs: Kwargs, operands: Sequence[tuple[Layout, torch.dtype]]) -> None:
+        self.func, self.name = func, name_of(func)
+        self.args, self.kwargs = args, kwargs
+        self.layouts = [layout for layout, _ in operands]
+        self.metas = [Meta(x.shape, dtype, REPLICATE, x.strides) for x, dtype in operands]
+        self._results: MetaResults | None = None
+
+    def of(self, function: Callable[..., Any], tensors: Sequence[Any], kwargs: Kwargs | None = None) -> Any:
+        """What `function` returns for these tensors and the other arguments."""
+        args = [tensors[a.number] if type(a) is Slot else _filled(a, tensors) for a in self.args]
+        named = self.kwargs if kwargs is None else kwargs
+        return function(*args, **{k: _filled(a, tensors) for k, a in named.items()}) if named else function(*args)
+
+    def shape(self, rule: OpRule) -> Shapes:
+        """The global shape of the result; a list of shapes for several results.
+
+        Raises:
+            RuleError: the op returns no tensors.
+        """
+        if rule.shape is None:
+            return _shapes_of(self.func, self.results().out)
+        try:
+            found: Shapes = self.of(rule.shape, self.metas)
+        except RuleError:
+            self.check_sizes()
+            raise
+        return found
+
+    def results(self) -> "MetaResults":
+        """The results on the meta device.
+
+        Raises:
+            NoRowError: the shape is data-dependent.
+        """
+        if self._results is None:
+            try:
+                self._results = self._on_meta(None)
+            except NotImplementedError as error:
+                raise NoRowError(f"The shape of the result of {self.func} is data-dependent.") from error
+            except RuntimeError:  # of dtypes that differ, which autocast makes equal, but not on the meta device
+                cast = Autocast.of(self.layouts[0].mesh.device_type).dtype
+                if cast is None:
+                    raise
+                self._results = self._on_meta(cast)
+        return self._results
+
+    def _on_meta(self, cast: torch.dtype | None) -> "MetaResults":
+        metas = [
+            global_on_meta(layout, cast if cast and x.dtype.is_floating_point else x.dtype)
+            for layout, x in zip(self.layouts, self.metas, strict=True)
+        ]
+        return MetaResults(metas, self.of(self.func, metas, with_meta_device(self.kwargs)))
+
+    def check_sizes(self) -> None:
+        """Raise what torch raises for global sizes that do not fit; local sizes may fit one another nevertheless."""
+        try:
+            self.results()
+        except (NotImplementedError, AssertionError):  # NoRowError; or Python code that replaces a kernel there
+            pass
+        except (RuntimeError, ValueError) as error:
+            if not _OTHER_ERRORS.search(str(error)):
+                raise
+
+
+def _filled(tree: object, tensors: Sequence[Any]) -> Any:
+    """An argument with slots replaced, also in lists and tuples one level deep."""
+    if isinstance(tree, Slot):
+        return tensors[tree.number]
+    if isinstance(tree, list | tuple):
+        return type(tree)([tensors[x.number] if isinstance(x, Slot) else x for x in tree])
+    return tree
+
+
+class MetaResults(NamedTuple):
+    """The results of an op on torch's meta device: they have the shapes and strides of those of one process."""
+
+    operands: list[Tensor]
+    out: object
+
+    @property
+    def are_views(self) -> bool:
+        """Whether one of them shares memory with an operand."""
+        found = self.out if isinstance(self.out, list | tuple) else [self.out]
+        memory = {x.untyped_storage()._cdata for x in self.operands}
+        return any(isinstance(x, Tensor) and x.untyped_storage()._cdata in memory for x in found)
+
+
+def _shapes_of(op: Callable[..., Any], out: object) -> Shapes:
+    if isinstance(out, Tensor):
+        return tuple(out.shape)
+    if isinstance(out, list | tuple):
+        return [tuple(x.shape) if isinstance(x, Tensor) else None for x in out]  # type: ignore[misc]
+    raise RuleError(
+        f"{op} returns {type(out).__name__}, which no rule describes. "
+        f"Fix: a rule for an op that returns tensors; call this one inside shardwise.experimental.local_map."
+    )
+
+
+# ---- recipes ----------------------------------------------------------------------------------------------------
+
+
 class Output(Enum):
     """Of an op whose results have no layout in the recipe."""
 
     IN_PLACE = "the first operand, which keeps its layout"
-    OF_DATA = "its shape depends on data: see `Recipe.rows`"
+    OF_DATA = "known after the op ran: see `Recipe.rows`"
+    OF_HANDLER = "that of a handler, or of the ops that it is decomposed into"
 
 
 Layouts = Layout | tuple[Layout | None, ...] | Output  # of the result, or of each result
@@ -57,16 +175,13 @@ class Recipe:
     view: bool = False  # torch returns views of the first operand, or that itself
     copied: bool = False  # the results are copies where torch returns views
     order: tuple[int, ...] = ()  # of the dims of the first result in memory, if its shape depends on data; () is rising
+    written: tuple[int, ...] | None = None  # operands to which an op that runs replicated writes; None: it has rows
     saved: dict[object, frozenset[int]] = field(default_factory=dict)  # what torch saves for backward, once it is known
 
     @property
     def needs_plain(self) -> bool:
         """Whether plain local tensors are needed; C++ works on the storage of the DTensors."""
         return self.python or self.local_impl is not None or bool(self.rows)
-
-
-class SeveralMeshesError(RuleError):
-    """Operands on different meshes."""
 
 
 class NoRowError(RuleError):
@@ -81,7 +196,47 @@ ALL_REPLICATED = "every rank has everything"
 Candidates = tuple[tuple[Row, ...], ...]  # for each mesh axis the rows that fit: one, or several at different costs
 
 
-def choose(name: str, rule: OpRule, operands: Sequence[Operand], args: Args, kwargs: Kwargs) -> tuple[Row, ...]:
+class Choice:
+    """A row for every mesh axis, and what follows from them for all sizes.
+
+    Attributes:
+        placements: of each operand, without sizes.
+        is_aligned: no operand changes its shard sizes.
+        is_free: each operand keeps its shard order.
+        is_like_first: a result of the shape of the first operand is sharded as that.
+        breaks_views: what torch returns as a view is a copy.
+    """
+
+    def __init__(self, name: str, rule: OpRule, rows: Sequence[Row]) -> None:
+        self.rows = tuple(rows)
+        self.placements = list(zip(*[row.inputs for row in rows], strict=True))
+        self.is_aligned = all(row.alignment == 1 for row in rows)
+        self.is_free, self.is_like_first = is_free(rows), is_like_first(rows)
+        self.local_impl = _local_of(rows, rule)
+        self.axes = tuple(
+            [axis for axis, row in enumerate(rows) if row.local_impl and row.local_impl is self.local_impl]
+        )
+        self.cause = Cause("internal", name, "", _why(rows))
+        self.breaks_views = any(row.copies for row in rows)
+
+    def operand_layouts(self, layouts: Sequence[Layout]) -> Sequence[Layout]:
+        """The layouts that operands get; the same sequence if they stay as they are."""
+        keep = self.is_aligned and self.placements == [x.placements for x in layouts]
+        if keep and (self.is_free or len({x.shard_order for x in layouts}) == 1):
+            return layouts
+        return operand_layouts(layouts, self.rows)
+
+    def output_layouts(self, layouts: Sequence[Layout], shapes: Shapes) -> Layout | tuple[Layout | None, ...]:
+        """The layouts of results of operands of these layouts."""
+        first = layouts[0]
+        if self.is_like_first and shapes == first.shape:
+            order = first.shard_order
+            if len(order) == 1 or not (self.is_free or common_order(layouts) != order):
+                return first.row_major
+        return output_layouts(layouts, self.rows, shapes)
+
+
+def choose(func: Any, rule: OpRule, operands: Sequence[Operand], args: Args, kwargs: Kwargs) -> tuple[Row, ...]:
     """A row for every mesh axis.
 
     Args:
@@ -90,46 +245,53 @@ def choose(name: str, rule: OpRule, operands: Sequence[Operand], args: Args, kwa
     Raises:
         RuleError: operands on different meshes, or no row that fits.
     """
-    return cheapest(rule, candidates(name, rule, operands, args, kwargs), operands, args, kwargs)
+    call = SlottedCall(func, args, kwargs, operands)
+    return cheapest(rule, candidates(rule, call), call)
 
 
-def candidates(name: str, rule: OpRule, operands: Sequence[Operand], args: Args, kwargs: Kwargs) -> Candidates:
-    """The rows that fit; arguments and errors are those of `choose`."""
-    layouts = [operand.layout for operand in operands]
-    mesh = layouts[0].mesh
-    for other in layouts:
+def candidates(rule: OpRule, call: SlottedCall) -> Candidates:
+    """The rows that fit; errors are those of `choose`."""
+    mesh = call.layouts[0].mesh
+    for other in call.layouts:
         if other.mesh != mesh:
-            raise SeveralMeshesError(f"{name}: operands live on different meshes, {mesh} and {other.mesh}.")
-    return tuple(_candidates(name, rule, operands, layouts, args, kwargs, axis) for axis in range(mesh.ndim))
+            raise RuleError(f"{call.name}: operands live on different meshes, {mesh} and {other.mesh}.")
+    return tuple([_candidates(rule, call, axis) for axis in range(mesh.ndim)])
 
 
-def cheapest(
-    rule: OpRule, fitting: Candidates, operands: Sequence[Operand], args: Args, kwargs: Kwargs
-) -> tuple[Row, ...]:
+def cheapest(rule: OpRule, fitting: Candidates, call: SlottedCall) -> tuple[Row, ...]:
     """For every mesh axis the row with the lowest cost; equal for all layouts of one kind and size class."""
-    layouts = [o.layout for o in operands]
-    if any(len(rows) > 1 for rows in fitting):
-        layouts = [_of_size_class(layout) for layout in layouts]
+    chosen = [rows[0] for rows in fitting] if is_settled(fitting) else _by_cost(rule, fitting, call)
+    local, replicated = _local_of(chosen, rule), _replicated(len(call.metas), rule.replicated_impl)
+    return tuple(  # one local implementation per call: an axis that chose another one is replicated instead
+        [row if row.local_impl in (None, local, rule.replicated_impl) else replicated for row in chosen]
+    )
 
-    metas = [Meta(x.shape, o.dtype, REPLICATE) for x, o in zip(layouts, operands, strict=True)]
+
+def is_settled(fitting: Candidates) -> bool:
+    """Whether one row fits each axis."""
+    return max(map(len, fitting), default=1) == 1
+
+
+def _by_cost(rule: OpRule, fitting: Candidates, call: SlottedCall) -> list[Row]:
+    layouts = [_of_size_class(layout) for layout in call.layouts]
+    metas = [Meta(x.shape, o.dtype, REPLICATE) for x, o in zip(layouts, call.metas, strict=True)]
     settled = [rows[0].output if len(rows) == 1 else REPLICATE for rows in fitting]
     elsewhere = [p if isinstance(p, Shard) else REPLICATE for p in settled]
 
     def result(axis: int, placement: Placement) -> Layout | None:
         """The result with this placement on one axis; None: the shape is unknown, or there are several results."""
-        shape = None if rule.shape is None else called(rule.shape, metas, args, kwargs)
+        try:
+            shape = None if rule.shape is None else call.of(rule.shape, metas)
+        except RuleError:  # sizes do not fit, which `SlottedCall.shape` reports
+            return None
         if not isinstance(shape, tuple):
             return None
         return Layout(layouts[0].mesh, [*elsewhere[:axis], placement, *elsewhere[axis + 1 :]], shape)
 
-    chosen = [
+    return [
         rows[0] if len(rows) == 1 else min(rows, key=lambda row: _cost(row, layouts, axis, partial(result, axis)))
         for axis, rows in enumerate(fitting)
     ]
-    local, replicated = _local_of(chosen, rule), _replicated(len(layouts), rule.replicated_impl)
-    return tuple(  # one local implementation per call: an axis that chose another one is replicated instead
-        row if row.local_impl in (None, local, rule.replicated_impl) else replicated for row in chosen
-    )
 
 
 def size_class(shape: Sequence[int]) -> tuple[int, ...]:
@@ -153,50 +315,51 @@ def _local_of(chosen: Sequence[Row], rule: OpRule) -> Callable[..., Any] | None:
     return next(own, next((row.local_impl for row in chosen if row.local_impl is not None), None))
 
 
-def recipe(
-    name: str,
-    op: Op,
-    python: bool,
-    rule: OpRule,
-    layouts: Sequence[Layout],
-    chosen: Sequence[Row],
-    output_shape: Callable[[], Shapes],
-) -> Recipe:
-    """The recipe of the chosen rows.
+def recipe(op: Op, python: bool, rule: OpRule, call: SlottedCall, choice: Choice) -> Recipe:
+    """The recipe of the chosen rows, but for what `with_strides` adds.
+
+    Args:
+        op: what each rank runs.
+        python: see `Recipe`.
 
     Raises:
         RuntimeError: torch's, if a result in place would be larger than the operand. Local tensors have other sizes.
     """
-    if rule.in_place and rule.shape is not None and (shape := output_shape()) != layouts[0].shape:
+    layouts = call.layouts
+    if rule.in_place and rule.shape is not None and (shape := call.shape(rule)) != layouts[0].shape:
         raise RuntimeError(
             f"output with shape {list(layouts[0].shape)} doesn't match the broadcast shape {list(shape)}"
         )
-    replicated = _replicated(len(layouts), rule.replicated_impl)
+    output: Layouts = Output.IN_PLACE if rule.in_place else Output.OF_DATA
     try:
-        wanted = operand_layouts(layouts, chosen)
-        output: Layouts = Output.IN_PLACE if rule.in_place else Output.OF_DATA
+        wanted = choice.operand_layouts(layouts)
         if not (rule.in_place or rule.data_dependent_shape):
-            output = output_layouts(wanted, chosen, output_shape())
+            output = choice.output_layouts(wanted, call.shape(rule))
     except LayoutError:  # rows that are valid one by one may together want a sum of maxima
-        if all(row == replicated for row in chosen):
+        replicated = _replicated(len(layouts), rule.replicated_impl)
+        if all(row == replicated for row in choice.rows):
             raise
-        return recipe(name, op, python, rule, layouts, [replicated] * len(chosen), output_shape)
-    redistributed = tuple((i, b) for i, (a, b) in enumerate(zip(layouts, wanted, strict=True)) if a is not b and a != b)
-    if redistributed and layouts[0].mesh.size() == 1:  # all layouts of one rank are one, unless it holds several boxes
-        redistributed = tuple((i, b) for i, b in redistributed if not _same_on_one_rank(layouts[i], b))
+        return recipe(op, python, rule, call, Choice(call.name, rule, [replicated] * len(choice.rows)))
+    redistributed = () if wanted is layouts else _redistributed(layouts, wanted)
     if rule.in_place and redistributed and redistributed[0][0] == 0:
         raise NoRowError(
-            f"{name} works in place, but would have to redistribute its operand from {layouts[0]} to {wanted[0]}. "
+            f"{call.name} works in place, but would have to redistribute its operand from {layouts[0]} to {wanted[0]}. "
             f"Fix: redistribute the operand first, or use the out-of-place op."
         )
-    local = _local_of(chosen, rule)
+    local, axes = choice.local_impl, choice.axes
     if local is None and rule.empty_shards_impl is not None and any(map(has_empty_shards, wanted)):
         local = rule.empty_shards_impl
-    axes = tuple(axis for axis, row in enumerate(chosen) if row.local_impl is local) if local is not None else ()
-    cause = Cause("internal", name, "", _why(chosen))
-    copied = rule.view and (bool(redistributed) or any(row.copies for row in chosen))
-    rows = tuple(chosen) if rule.data_dependent_shape else ()
-    return Recipe(op, python, redistributed, tuple(wanted), local, axes, output, rows, cause, rule.view, copied)
+    copied = rule.view and (bool(redistributed) or choice.breaks_views)
+    rows = choice.rows if rule.data_dependent_shape else ()
+    return Recipe(op, python, redistributed, tuple(wanted), local, axes, output, rows, choice.cause, rule.view, copied)
+
+
+def _redistributed(layouts: Sequence[Layout], wanted: Sequence[Layout]) -> tuple[tuple[int, Layout], ...]:
+    """Which operands are redistributed, by number, and to which layouts."""
+    found = [(i, b) for i, (a, b) in enumerate(zip(layouts, wanted, strict=True)) if a is not b and a != b]
+    if layouts[0].mesh.size() == 1:  # all layouts of one rank are one, unless it holds several boxes
+        found = [(i, b) for i, b in found if not _same_on_one_rank(layouts[i], b)]
+    return tuple(found)
 
 
 def has_empty_shards(x: Layout) -> bool:
@@ -216,27 +379,6 @@ def _same_on_one_rank(a: Layout, b: Layout) -> bool:
     return len(a.boxes(rank)) == len(b.boxes(rank)) == 1
 
 
-class Slot(NamedTuple):
-    """In the arguments of a call: the place of tensor operand `number`."""
-
-    number: int
-
-
-def with_metas(tree: object, metas: Sequence[Any]) -> Any:
-    """The arguments with slots replaced, also in lists and tuples one level deep."""
-    if isinstance(tree, Slot):
-        return metas[tree.number]
-    if isinstance(tree, list | tuple):
-        return type(tree)([metas[x.number] if isinstance(x, Slot) else x for x in tree])
-    return tree
-
-
-def called(function: Callable[..., Any], metas: Sequence[Any], args: Args, kwargs: Kwargs) -> Any:
-    """What `function` returns for a call with slots, which are replaced."""
-    args = tuple([with_metas(a, metas) for a in args])
-    return function(*args, **{k: with_metas(v, metas) for k, v in kwargs.items()}) if kwargs else function(*args)
-
-
 # ---- choosing a row ---------------------------------------------------------------------------------------------
 
 
@@ -245,37 +387,31 @@ def _replicated(count: int, replicated_impl: Callable[..., Any] | None = None) -
     return Row((REPLICATE,) * count, REPLICATE, ALL_REPLICATED, replicated_impl)
 
 
-def _candidates(
-    name: str,
-    rule: OpRule,
-    operands: Sequence[Operand],
-    layouts: Sequence[Layout],
-    args: Args,
-    kwargs: Kwargs,
-    axis: int,
-) -> tuple[Row, ...]:
+def _candidates(rule: OpRule, call: SlottedCall, axis: int) -> tuple[Row, ...]:
     """The rows that fit along one axis: that of the present placements, if there is one."""
-    current = tuple(layout.placements[axis] for layout in layouts)
-    metas = [Meta(o.layout.shape, o.dtype, p, o.layout.strides) for o, p in zip(operands, current, strict=True)]
+    current = tuple([layout.placements[axis] for layout in call.layouts])
+    metas = [Meta(x.shape, x.dtype, p, x.strides) for x, p in zip(call.metas, current, strict=True)]
     try:
-        rows = called(rule.rows, metas, args, kwargs)
+        rows = call.of(rule.rows, metas)
     except RuleError:  # a rule that refuses, not one without rows
+        call.check_sizes()
         raise
     except NotImplementedError as error:
-        raise NoRowError(f"{name}: {error}.") from error
-    kinds = tuple(without_sizes(p) for p in current)
-    every = (*rows, _replicated(len(current), rule.replicated_impl))
-    rows = [row for row in every if _possible(row, kinds, rule.in_place)]
+        raise NoRowError(f"{call.name}: {error}.") from error
+    kinds = tuple([without_sizes(p) for p in current])
+    every = rows = (*rows, _replicated(len(current), rule.replicated_impl))
+    if rule.in_place:
+        rows = [row for row in every if row.inputs[0] == kinds[0] == row.output]
     found = [row for row in rows if row.inputs == kinds][:1] or [r for r in rows if _keeps_some_sharding(r, kinds)]
     if rule.kept_operand is not None:
         found = [row for row in found if row.inputs[rule.kept_operand] == kinds[rule.kept_operand]] or found
     if not found:
         raise NoRowError(
-            f"{name} has no row for mesh axis {axis} with inputs ({', '.join(map(str, current))})"
+            f"{call.name} has no row for mesh axis {axis} with inputs ({', '.join(map(str, current))})"
             f"{' that keeps its first operand where it is' if rule.in_place else ''}. "
             f"Fix: redistribute the operands, for example to Replicate()."
         )
-    return tuple([_alone(row, every) for row in found] if layouts[0].mesh.shape[axis] == 1 else found)
+    return tuple([_alone(row, every) for row in found] if call.layouts[0].mesh.shape[axis] == 1 else found)
 
 
 def _alone(row: Row, every: Sequence[Row]) -> Row:
@@ -284,10 +420,6 @@ def _alone(row: Row, every: Sequence[Row]) -> Row:
         return row
     replicated = next(r for r in every if all(p == REPLICATE for p in r.inputs))
     return replace(row, local_impl=replicated.local_impl, copies=False)
-
-
-def _possible(row: Row, kinds: tuple[Placement, ...], in_place: bool) -> bool:
-    return not in_place or (row.inputs[0] == kinds[0] and row.output == kinds[0])
 
 
 def _keeps_some_sharding(row: Row, kinds: tuple[Placement, ...]) -> bool:
@@ -334,75 +466,6 @@ def _latency(mesh: Mesh, axis: int) -> float:
 
 
 # ---- results ----------------------------------------------------------------------------------------------------
-
-
-class MetaResults(NamedTuple):
-    """The results of an op on torch's meta device: they have the shapes and strides of those of one process."""
-
-    operands: list[Tensor]
-    out: object
-
-    @property
-    def are_views(self) -> bool:
-        """Whether one of them shares memory with an operand."""
-        found = self.out if isinstance(self.out, list | tuple) else [self.out]
-        memory = {x.untyped_storage()._cdata for x in self.operands}
-        return any(isinstance(x, Tensor) and x.untyped_storage()._cdata in memory for x in found)
-
-
-def results_on_meta(op: Callable[..., Any], args: Args, kwargs: Kwargs, operands: Sequence[Operand]) -> MetaResults:
-    """Run `op` on the meta device.
-
-    Raises:
-        NoRowError: the shape is data-dependent.
-    """
-    kwargs = with_meta_device(kwargs)
-
-    def run(cast: torch.dtype | None) -> MetaResults:
-        metas = [
-            global_on_meta(layout, cast if cast and dtype.is_floating_point else dtype) for layout, dtype in operands
-        ]
-        return MetaResults(metas, called(op, metas, args, kwargs))
-
-    try:
-        return run(None)
-    except NotImplementedError as error:
-        raise NoRowError(f"The shape of the result of {op} is data-dependent.") from error
-    except RuntimeError:  # of dtypes that differ, which autocast makes equal, but not on the meta device
-        if (cast := Autocast.of(operands[0].layout.mesh.device_type).dtype) is None:
-            raise
-        return run(cast)
-
-
-def check_sizes(results: Callable[[], MetaResults]) -> None:
-    """Raise what torch raises for the global sizes of the operands; local sizes may fit one another where these do not.
-
-    Args:
-        results: runs the op on the meta device.
-    """
-    try:
-        results()
-    except (NotImplementedError, AssertionError):  # NoRowError; or Python code that replaces a kernel there
-        pass
-    except (RuntimeError, ValueError) as error:
-        if not _OTHER_ERRORS.search(str(error)):
-            raise
-
-
-def shapes_of(op: Callable[..., Any], out: object) -> Shapes:
-    """The shape of the result; a list of shapes for several results.
-
-    Raises:
-        RuleError: the op returns no tensors.
-    """
-    if isinstance(out, Tensor):
-        return tuple(out.shape)
-    if isinstance(out, list | tuple):
-        return [tuple(x.shape) if isinstance(x, Tensor) else None for x in out]  # type: ignore[misc]
-    raise RuleError(
-        f"{op} returns {type(out).__name__}, which no rule describes. "
-        f"Fix: a rule for an op that returns tensors; call this one inside shardwise.experimental.local_map."
-    )
 
 
 def _first_argument(x: object, *args: object, **kwargs: object) -> object:

@@ -6,7 +6,7 @@ as counters of FLOPs, see the ops that this rank runs, and no others.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from shardwise._layout import Layout
 from shardwise._rules.row import Args, Kwargs
 from shardwise._tensor.dtensor import DTensor
+from shardwise._trace.capture_hooks import is_capturing, tracing_paused
 
 # ---- tensors without memory -------------------------------------------------------------------------------------
 
@@ -89,6 +90,20 @@ class Autocast(NamedTuple):
 # ---- the user's modes -------------------------------------------------------------------------------------------
 
 
+def unobserved() -> AbstractContextManager[None]:
+    """No mode sees the ops inside, nor does a captured graph have them: they only find shapes, or what torch saves."""
+    return _unobserved() if torch._C._len_torch_dispatch_stack() or is_capturing() else _NOTHING_OBSERVES
+
+
+_NOTHING_OBSERVES = nullcontext()
+
+
+@contextmanager
+def _unobserved() -> Iterator[None]:
+    with tracing_paused(), without_modes():
+        yield
+
+
 @contextmanager
 def without_modes() -> Iterator[None]:
     """No mode sees the ops inside: they only find shapes, or what torch would save."""
@@ -110,23 +125,16 @@ def hidden_from_modes(wrapper: type) -> Iterator[None]:
         yield
 
 
-class DispatchMode(TorchDispatchMode):
-    """A mode whose first op does not import the compiler, which takes seconds."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-
-class _PassingOn(DispatchMode):
+class _PassingOn(TorchDispatchMode):
     """Passes ops on to the modes that were entered before, except those on wrappers."""
 
     def __init__(self, wrapper: type) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.wrapper = wrapper
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # otherwise the first op imports the compiler, which takes seconds
 
     def __torch_dispatch__(
         self, func: Callable[..., object], types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None

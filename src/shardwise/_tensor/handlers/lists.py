@@ -17,12 +17,12 @@ from shardwise._lookups.bad_ids import StraddlingError
 from shardwise._lookups.requests import Lookup, exchange_axes
 from shardwise._lookups.rules import embedding_bags
 from shardwise._redistribute.run_plan import redistribute_local
+from shardwise._rules.local_context import LocalContext
 from shardwise._rules.registry import handler, handler_of_family
 from shardwise._rules.row import Args, Kwargs, Op, arguments
 from shardwise._tensor.dispatch.dispatcher import prepared
-from shardwise._tensor.dispatch.local_calls import RankContext
 from shardwise._tensor.dispatch.operands import is_outside
-from shardwise._tensor.dispatch.resolve import NoRowError, Recipe, SeveralMeshesError
+from shardwise._tensor.dispatch.resolve import Recipe
 from shardwise._tensor.dispatch.view_copies import before_changes, invalidate
 from shardwise._tensor.dtensor import DTensor, check_owners, plain, tag, to_layout
 from shardwise._trace.comm_trace import Cause
@@ -240,11 +240,8 @@ def _exchanged(members: Sequence[Member]) -> list[Tensor]:
 
 def _prepared(
     ids: Tensor, weight: Tensor, start: Tensor | None, kwargs: Kwargs
-) -> tuple[Recipe, RankContext, list[Any], Kwargs] | None:
-    """A lookup's recipe and local arguments; None if it shares nothing: plain tensors, several meshes, no row."""
+) -> tuple[Recipe, LocalContext, list[Any], Kwargs] | None:
+    """A lookup's recipe and local arguments; None if it shares nothing: plain tensors, no row."""
     if type(weight) is not DTensor and type(ids) is not DTensor:
         return None
-    try:
-        return prepared(F.embedding_bag, (ids, weight, start), kwargs)
-    except (NoRowError, SeveralMeshesError):
-        return None
+    return prepared(F.embedding_bag, (ids, weight, start), kwargs)
