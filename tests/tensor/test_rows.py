@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise import Mesh, Partial, Replicate, Shard, distribute_tensor
-from shardwise._rules.registry import RULES, OpRule, amend, handler, no_rows, op_rule, register
+from shardwise._rules.registry import RULES, OpRule, handler, no_rows, op_rule, register, update
 from shardwise._tensor.dispatch import dispatcher
 from shardwise._tensor.dispatch.recipes import NO_KEY, call_key
 from shardwise._tensor.dtensor import register_method
@@ -52,9 +52,9 @@ def test_registering_twice_is_refused() -> None:
         with pytest.raises(RuleError, match="is registered already"):
             again()
     with pytest.raises(RuleError, match="is registered with native="):
-        amend(F.softmax, native=torch.softmax)
-    with pytest.raises(RuleError, match="has no entry to amend"):
-        amend(len, native=len)
+        update(F.softmax, native=torch.softmax)
+    with pytest.raises(RuleError, match="has no entry to update"):
+        update(len, native=len)
     handler(halves_of, is_op=True)(lambda func, args, kwargs: (func, args))
     try:
         assert dispatcher.is_op(halves_of)

@@ -21,7 +21,7 @@ from shardwise._layout import (
     without_sizes,
 )
 from shardwise._rules.local_context import LocalContext
-from shardwise._rules.registry import RULES, OpRule, RowsFunction, Shapes, amend, register
+from shardwise._rules.registry import RULES, OpRule, RowsFunction, Shapes, register, update
 from shardwise._rules.row import Align, Args, Kwargs, Meta, Op, Row
 
 SUMS = (Partial("sum"), Partial("avg"))
@@ -39,7 +39,7 @@ ADDITIVE = ("add", "sub", "subtract", "rsub", "complex")  # f(a + b, c + d) = f(
 BILINEAR = ("mul", "multiply")  # linear in each operand alone
 NUMERATOR = ("div", "divide", "true_divide")  # linear in the first operand
 DIVISIONS = (*NUMERATOR, "floor_divide", "fmod", "remainder")  # an integer divided by 0 is an error
-COPIES = "clone detach alias".split()  # the value itself
+IDENTITIES = "clone detach alias".split()  # the value itself
 CONVERSIONS = "to float double half bfloat16 type_as".split()  # the value itself, perhaps in another dtype
 # Dunder methods that return no tensor.
 NO_OPS = (object.__eq__, object.__ne__, Tensor.__float__, Tensor.__complex__, Tensor.__nonzero__)
@@ -140,7 +140,7 @@ def same_shape(x: Meta, *args: object, **kwargs: object) -> list[Row]:
     return [row for row in shard_rows([x]) if not (ordered and isinstance(row.output, Boxes))]
 
 
-def copies(x: Meta, *args: object, **kwargs: object) -> list[Row]:
+def identity_rows(x: Meta, *args: object, **kwargs: object) -> list[Row]:
     """out = x, Partial values included."""
     rows = same_shape(x, *args, **kwargs)
     return rows + [Row((p,), p, "copy of the local tensor") for p in PARTIALS]
@@ -148,7 +148,7 @@ def copies(x: Meta, *args: object, **kwargs: object) -> list[Row]:
 
 def contiguous(x: Meta, *args: object, **kwargs: object) -> list[Row]:
     """out = x, or a copy if the elements of the global tensor are in another order, whatever local tensors are in."""
-    rows = copies(x, *args, **kwargs)
+    rows = identity_rows(x, *args, **kwargs)
     if is_contiguous(x, *memory_formats(args, kwargs)):
         return rows
     rows.append(Row((REPLICATE,), REPLICATE, "every rank has everything"))
@@ -308,7 +308,7 @@ def register_tagged() -> None:
     """Give rows to the ops that torch tags as pointwise and that have no entry yet."""
     for name, results in tagged_names().items():
         _register([name], nonlinear, broadcast if results == 1 else None)
-    amend(F.silu, takes_dtensors=True)
+    update(F.silu, takes_dtensors=True)
 
 
 def _register(names: Sequence[str], rows: RowsFunction, shape: Callable[..., Shapes] | None = broadcast) -> None:
@@ -325,19 +325,19 @@ _register(NONLINEAR, nonlinear)
 _register(["where"], selected)
 _register(HOMOGENEOUS, homogeneous)
 _register(CONJUGATES, conjugate)
-amend(
+update(
     *dict.fromkeys(op for name in CONJUGATES for op, _ in callables_of(name) if RULES[op].rows is conjugate), typed=True
 )
 _register(ADDITIVE, additive)
 _register(BILINEAR, bilinear)
 _register(NUMERATOR, numerator)
-_register(COPIES, copies)
+_register(IDENTITIES, identity_rows)
 _contiguous = dict.fromkeys(op for op, _ in callables_of("contiguous"))
 register(OpRule(contiguous, view=True), *_contiguous)
 register(OpRule(conversion_to, shape=shape_of_first, shape_independent=True, decomposition=_to_another), Tensor.to)
 _register(CONVERSIONS, conversion, shape_of_first)
-amend(Tensor.type_as, torch.ops.aten.type_as.default, torch.ops.aten.to.other, typed=True)
-_register(LIKE, copies)
+update(Tensor.type_as, torch.ops.aten.type_as.default, torch.ops.aten.to.other, typed=True)
+_register(LIKE, identity_rows)
 _register(FILLED, filled_like)
 register(OpRule(conversion, shape=shape_of_first), torch.ops.aten._to_copy.default)
 aten = torch.ops.aten

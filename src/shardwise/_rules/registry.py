@@ -3,17 +3,17 @@
 How to write an entry:
 
     @op_rule(op, …, **fields)       the function below returns its rows
-    register(OpRule(…), op, …)      any entry; with `again=True` in place of the one there is
-    amend(op, …, **fields)          adds fields to an entry
-    override(OpRule(…), op, …)      other rows; what the entry says of the op itself stays
+    register(OpRule(…), op, …)      any entry; with `replace=True` in place of the one there is
+    update(op, …, **fields)         sets fields of an entry
     @handler(op, …)                 the function below answers calls, as (func, args, kwargs)
     @handler(op, …, no_row=True)    the same, but only calls for which no row fits
     @handler_of_family(serves)      the same for all functions without an entry for which `serves(func)` is true
     @replacement(op, …)             the function below is called instead, with the same arguments
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import torch
@@ -124,50 +124,36 @@ RULES: dict[Op, OpRule] = {}
 FAMILIES: list[tuple[Callable[[Op], bool], OpRule]] = []
 
 
-def register(rule: OpRule, *ops: Op, again: bool = False) -> None:
+def register(rule: OpRule, *ops: Op, replace: bool = False) -> None:
     """Give ops an entry.
 
     Args:
-        again: in place of the entry that they may have.
+        replace: in place of the entry that they may have.
 
     Raises:
         RuleError: an op has an entry already.
     """
     for op in dict.fromkeys(ops):  # some functions of torch have several names
-        if op in RULES and not again:
-            raise RuleError(f"{op} is registered already. Fix: amend() its entry.")
+        if op in RULES and not replace:
+            raise RuleError(f"{op} is registered already. Fix: update() its entry.")
         RULES[op] = rule
 
 
-def amend(*ops: Op, **facts: Any) -> None:
-    """Add facts to the entries of ops, such as a `native` function that the module of the rule cannot import.
+def update(*ops: Op, **values: Any) -> None:
+    """Set fields of entries, such as a `native` function that the module of the rule cannot import.
 
     Raises:
-        RuleError: an op has no entry, or its entry has one of these facts already.
+        RuleError: an op has no entry, or its entry has a value for one of these fields already.
     """
     defaults = {f.name: f.default for f in fields(OpRule)}
     for op in ops:
         rule = RULES.get(op)
         if rule is None:
-            raise RuleError(f"{op} has no entry to amend. Fix: register it.")
-        for name in facts:
+            raise RuleError(f"{op} has no entry to update. Fix: register it.")
+        for name in values:
             if getattr(rule, name) is not defaults[name]:
                 raise RuleError(f"{op} is registered with {name}={getattr(rule, name)} already. Fix: give it once.")
-        RULES[op] = replace(rule, **facts)
-
-
-def override(rule: OpRule, *ops: Op) -> None:
-    """Give ops these rows, whether they have an entry or not; what an entry says of the op itself stays."""
-    for op in ops:
-        known = RULES.get(op, OpRule())
-        RULES[op] = replace(
-            rule,
-            handler_without_row=known.handler_without_row or known.handler,
-            native=known.native,
-            index_form=known.index_form,
-            value_errors=known.value_errors,
-            takes_dtensors=known.takes_dtensors,
-        )
+        RULES[op] = dataclasses.replace(rule, **values)
 
 
 def handler(*ops: Op, is_op: bool = False, no_row: bool = False) -> Callable[[Handler], Handler]:
@@ -180,7 +166,7 @@ def handler(*ops: Op, is_op: bool = False, no_row: bool = False) -> Callable[[Ha
 
     def add(function: Handler) -> Handler:
         if no_row:
-            amend(*ops, handler_without_row=function)
+            update(*ops, handler_without_row=function)
         else:
             register(OpRule(handler=function, is_op=is_op), *ops)
         return function
@@ -208,11 +194,11 @@ def replacement(*ops: Op) -> Callable[[F], F]:
     return add
 
 
-def op_rule(*ops: Op, **facts: Any) -> Callable[[RowsFunction], RowsFunction]:
-    """Register the function below as the rows of ops; `facts` are fields of `OpRule`."""
+def op_rule(*ops: Op, **values: Any) -> Callable[[RowsFunction], RowsFunction]:
+    """Register the function below as the rows of ops; `values` are those of fields of `OpRule`."""
 
     def add(rows: RowsFunction) -> RowsFunction:
-        register(OpRule(rows, **facts), *ops)
+        register(OpRule(rows, **values), *ops)
         return rows
 
     return add

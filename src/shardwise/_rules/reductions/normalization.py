@@ -28,7 +28,7 @@ Maybe = Tensor | None
 # ---- softmax ------------------------------------------------------------------------------------------------
 
 
-def softmax(kind: str, x: Meta, dim: int | None = None, *args: object, **kwargs: object) -> list[Row]:
+def softmax(variant: str, x: Meta, dim: int | None = None, *args: object, **kwargs: object) -> list[Row]:
     """out = exp(x) / sum over dim of exp(x); its logarithm; or zeros where that is 0 / 0."""
     if dim is None:
         raise NotImplementedError("torch chooses the dim")
@@ -36,7 +36,7 @@ def softmax(kind: str, x: Meta, dim: int | None = None, *args: object, **kwargs:
         raise NotImplementedError("half_to_float is only for CUDA")
     dim = non_negative(x, dim)
     dtype = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)), None)
-    local = local_with(_softmax_of_shards, kind, dim, dtype)
+    local = local_with(_softmax_of_shards, variant, dim, dtype)
     why = "ranks all-gather maxima and sums of their shards"
     rows = _batch_rows(0, [d for d in range(x.ndim) if d != dim])
     return [*rows, Row((Shard(dim),), Shard(dim), why, local)] if x.ndim else rows
@@ -48,16 +48,16 @@ def _batch_rows(others: int, dims: list[int]) -> list[Row]:
 
 
 def _softmax_of_shards(
-    kind: str, dim: int, dtype: torch.dtype | None, ctx: LocalContext, x: Tensor, /, *_: object, **__: object
+    variant: str, dim: int, dtype: torch.dtype | None, ctx: LocalContext, x: Tensor, /, *_: object, **__: object
 ) -> Tensor:
     dtype = dtype or x.dtype
     scores = as_accumulator(x.to(dtype))
     top = top_along(scores, (dim,))
     own = torch.stack([top, (scores - finite(top)).exp_().sum(dim, keepdim=True)])
     top, total = combined_sums(*ctx.all_gather(own).unbind(1))
-    total = total.masked_fill(total == 0, 1) if kind == "safe" else total
+    total = total.masked_fill(total == 0, 1) if variant == "safe" else total
     shifted = scores - finite(top)
-    return (shifted - total.log() if kind == "log" else shifted.exp() / total).to(dtype)
+    return (shifted - total.log() if variant == "log" else shifted.exp() / total).to(dtype)
 
 
 # ---- layer_norm and rms_norm --------------------------------------------------------------------------------
@@ -295,9 +295,9 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
 
 # ---- which op is what ----------------------------------------------------------------------------------------------
 
-for _kind, _name in (("plain", "softmax"), ("log", "log_softmax")):
+for _variant, _name in (("plain", "softmax"), ("log", "log_softmax")):
     _homes = [getattr(home, _name) for home in (F, torch, Tensor, torch.special)]
-    _rule = OpRule(partial(softmax, _kind), shape=shape_of_first, shape_independent=True)
+    _rule = OpRule(partial(softmax, _variant), shape=shape_of_first, shape_independent=True)
     register(_rule, *_homes, getattr(aten, _name).int, getattr(aten, "_" + _name).default)
 register(OpRule(partial(softmax, "safe"), shape=shape_of_first, shape_independent=True), aten._safe_softmax.default)
 for _name, _local in (("layer_norm", _layer_norm_of_shards), ("rms_norm", _rms_norm_of_shards)):

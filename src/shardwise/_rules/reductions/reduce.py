@@ -216,17 +216,17 @@ def log_of_sum(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
 
 
 def extreme(
-    kinds: tuple[bool, ...], input: Meta, *args: object, zero_elsewhere: bool = False, **kwargs: object
+    wanted: tuple[bool, ...], input: Meta, *args: object, zero_elsewhere: bool = False, **kwargs: object
 ) -> list[Row]:
     """out = the maximum (True), the minimum (False) over some dims, or both. See `extremes`."""
-    rows = rows_over_all(input, *reduced_dims(input, args, kwargs), REPLICATE, extremes, kinds, zero_elsewhere)
-    p = Partial("max" if kinds[0] else "min")  # kept, never made from a Shard: it could not count ties
-    same = len(kinds) == 1 and input.placement == p
+    rows = rows_over_all(input, *reduced_dims(input, args, kwargs), REPLICATE, extremes, wanted, zero_elsewhere)
+    p = Partial("max" if wanted[0] else "min")  # kept, never made from a Shard: it could not count ties
+    same = len(wanted) == 1 and input.placement == p
     return [*rows, Row((p,), p, f"the {p.reduce_op} of {p.reduce_op}s")] if same else rows
 
 
 def extremes(
-    ctx: LocalContext, x: Tensor, dims: Dims, keepdim: bool, kinds: tuple[bool, ...], zero_elsewhere: bool = False
+    ctx: LocalContext, x: Tensor, dims: Dims, keepdim: bool, wanted: tuple[bool, ...], zero_elsewhere: bool = False
 ) -> Tensor | tuple[Tensor, ...]:
     """The maximum (True), the minimum (False) over all ranks. Ties share the gradient, on whatever ranks they are, so
     ranks all-gather values and numbers of ties; a Partial("max") result could not count them.
@@ -245,7 +245,7 @@ def extremes(
         )
     needs_grad = x.requires_grad and torch.is_grad_enabled()
     equal = _same if zero_elsewhere else torch.eq
-    for largest in kinds:
+    for largest in wanted:
         shard, along = nonempty_shard(ctx, x, dims, extreme_identity(largest, x.dtype))
         own = shard.amax(along, keepdim=True) if largest else shard.amin(along, keepdim=True)
         are_own = equal(shard, own) if needs_grad else torch.ones_like(own)
@@ -254,12 +254,12 @@ def extremes(
             own = _Select.apply(shard, own.detach(), are_own.to(wide) / ties, True)
         pair = torch.stack([own.to(wide), ties.to(wide) * min(shard_counts(ctx, dims)[group_rank(ctx)], 1)])
         found.append(pair if keepdim else pair.squeeze([d + 1 for d in along]))
-    for largest, (values, ties) in zip(kinds, ctx.all_gather(torch.stack(found)).movedim(0, 2), strict=True):
+    for largest, (values, ties) in zip(wanted, ctx.all_gather(torch.stack(found)).movedim(0, 2), strict=True):
         best = values.detach().amax(0) if largest else values.detach().amin(0)
         weights = torch.where(equal(values, best), ties.detach(), 0)
         result: Tensor = _Select.apply(values, best, weights / weights.sum(0), zero_elsewhere)
         results.append(result.to(x.dtype))
-    return results[0] if len(kinds) == 1 else torch.return_types.aminmax(results)  # type: ignore[arg-type]
+    return results[0] if len(wanted) == 1 else torch.return_types.aminmax(results)  # type: ignore[arg-type]
 
 
 def _same(a: Tensor, b: Tensor) -> Tensor:

@@ -341,7 +341,7 @@ def unfold(x: Meta, dimension: int, size: int, step: int) -> list[Row]:
             "each rank fetches the rest of its last windows",
             local,
             map_index=map_index,
-            copies=True,
+            breaks_view=True,
         )
     )
     return rows + [Row((p,), p, "windows of a Partial tensor are Partial") for p in PARTIALS]

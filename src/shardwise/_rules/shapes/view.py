@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwise._layout import REPLICATE, Box, Boxes, Placement, Shard
 from shardwise._rules.local_context import LocalContext, local_with, specialized
-from shardwise._rules.pointwise import SUMS, copies, homogeneous, shape_of_first
+from shardwise._rules.pointwise import SUMS, homogeneous, identity_rows, shape_of_first
 from shardwise._rules.registry import OpRule, functions_named, register
 from shardwise._rules.row import NO_OPERAND, Args, Kwargs, LocalFunction, Meta, Op, Row
 from shardwise._rules.shapes.join import FULL_DIM, Run, empty_result, run_on_owner, unsharded_rows
@@ -170,7 +170,7 @@ def sliced(op: Op, x: Meta, *args: object, **kwargs: object) -> list[Row]:
             rows.append(Row((Shard(d),), output, why, None if full else local, map_index=None if full else maps))
         elif not several:
             why = "one index of a sharded dim is sent to every rank"
-            rows.append(Row((Shard(d),), REPLICATE, why, local, copies=True))
+            rows.append(Row((Shard(d),), REPLICATE, why, local, breaks_view=True))
     return rows + unsharded_rows(x, local)
 
 
@@ -254,7 +254,7 @@ def reshaped(op: Op, x: Meta, *args: object, **kwargs: object) -> list[Row]:
     """
     after = tuple(op(torch.empty(x.shape, dtype=x.dtype, device="meta"), *args, **kwargs).shape)
     if op in FLATTENS and after == x.shape:
-        return copies(x)  # torch returns x itself
+        return identity_rows(x)  # torch returns x itself
     if after == x.shape and isinstance(x.placement, Boxes):
         return [Row((x.placement,), x.placement, "the shape is unchanged", _unchanged)]
     groups = tuple(_groups(x.shape, after))
@@ -273,7 +273,9 @@ def reshaped(op: Op, x: Meta, *args: object, **kwargs: object) -> list[Row]:
         map_index = local_with(scaled, scale)
         rows.append(Row((Shard(longer[0]),), Shard(into), why, local, map_index=map_index, alignment=scale.denominator))
         why = "elements are sent to the ranks that hold them under the new dims"
-        rows += [Row((Shard(d),), Shard(into), why, local, layout_from=NO_OPERAND, copies=True) for d in longer[1:]]
+        rows += [
+            Row((Shard(d),), Shard(into), why, local, layout_from=NO_OPERAND, breaks_view=True) for d in longer[1:]
+        ]
     rows += [*unsharded_rows(x, local), Row((REPLICATE,), REPLICATE, "every rank has everything")]
     # Torch copies the global tensor if that is no view, and would not copy every local one.
     return rows if is_view else [replace(row, local_impl=local) for row in rows]

@@ -194,7 +194,7 @@ def recipe(
         local = rule.empty_shards_impl
     axes = tuple(axis for axis, row in enumerate(chosen) if row.local_impl is local) if local is not None else ()
     cause = Cause("internal", name, "", _why(chosen))
-    copied = rule.view and (bool(redistributed) or any(row.copies for row in chosen))
+    copied = rule.view and (bool(redistributed) or any(row.breaks_view for row in chosen))
     rows = tuple(chosen) if rule.data_dependent_shape else ()
     return Recipe(op, python, redistributed, tuple(wanted), local, axes, output, rows, cause, rule.view, copied)
 
@@ -283,7 +283,7 @@ def _alone(row: Row, every: Sequence[Row]) -> Row:
     if row.local_impl is None or any(isinstance(p, Boxes) for p in row.inputs):  # boxes are in an order of their own
         return row
     replicated = next(r for r in every if all(p == REPLICATE for p in r.inputs))
-    return replace(row, local_impl=replicated.local_impl, copies=False)
+    return replace(row, local_impl=replicated.local_impl, breaks_view=False)
 
 
 def _possible(row: Row, kinds: tuple[Placement, ...], in_place: bool) -> bool:
