@@ -363,12 +363,7 @@ def _to_regroup(ctx: LocalContext, held: dict[int, Box], old: range) -> bool:
 
 
 def _viewed(
-    shape: tuple[int, ...],
-    is_view: bool,
-    mark_copy: Callable[[Tensor], Tensor],
-    x: Tensor,
-    *_: object,
-    **__: object,
+    shape: tuple[int, ...], is_view: bool, mark_copy: Callable[[Tensor], Tensor], x: Tensor, *_: object, **__: object
 ) -> Tensor:
     """`x` under other dims: a view, or a copy where torch copies the global tensor."""
     if not is_view:
