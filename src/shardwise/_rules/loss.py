@@ -78,10 +78,9 @@ def _nonempty_share(loss: Loss, reduction: str, count: int, ctx: LocalContext) -
 def _share(loss: Loss, reduction: str, count: int, ctx: LocalContext, /, *args: object, **kwargs: object) -> Tensor:
     """This rank's partial sum of the loss."""
     nonempty = _nonempty_share(loss, reduction, count, ctx)
-    if nonempty is not None:
-        return nonempty(*args, **kwargs)
-    nothing = loss(**{**_named(loss, args, kwargs), "reduction": "none"}).sum()
-    return nothing if reduction == "sum" else nothing / count
+    named = _named(loss, args, kwargs)
+    share: Tensor = nonempty(**named) if nonempty is not None else loss(**{**named, "reduction": "none"}).sum()
+    return share / count if nonempty is None and reduction == "mean" else share
 
 
 # ---- losses of class scores ---------------------------------------------------------------------------------

@@ -422,13 +422,15 @@ def _resized(input: Meta, size: Ints | None = None, scale: Any = None, *_: objec
 def _pixel_shuffle(input: Tensor, upscale_factor: int) -> Tensor:
     """r² channels become a channel of r times the height and width."""
     blocks = input.unflatten(-3, (-1, upscale_factor, upscale_factor))
-    return blocks.movedim((-4, -3), (-3, -1)).flatten(-2).flatten(-3, -2)
+    out: Tensor = blocks.movedim((-4, -3), (-3, -1)).flatten(-2).flatten(-3, -2)
+    return out
 
 
 def _pixel_unshuffle(input: Tensor, downscale_factor: int) -> Tensor:
     """The inverse of `_pixel_shuffle`."""
     pixels = input.unflatten(-1, (-1, downscale_factor)).unflatten(-3, (-1, downscale_factor))
-    return pixels.movedim((-3, -1), (-4, -3)).flatten(-5, -3)
+    out: Tensor = pixels.movedim((-3, -1), (-4, -3)).flatten(-5, -3)
+    return out
 
 
 def unfold(input: Meta, kernel_size: Ints, *_: object, **__: object) -> list[Row]:
