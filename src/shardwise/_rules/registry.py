@@ -17,12 +17,13 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise._rules.row import Handler, LocalFunction, Op, Row
 from shardwise.errors import RuleError
 
-F = TypeVar("F", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
 RowsFunction = Callable[..., list[Row]]
 Shapes = tuple[int, ...] | list[tuple[int, ...]]  # of the result; of all results
 
@@ -101,21 +102,42 @@ class OpRule:
         return self.rows is not no_rows or self.decomposition is not None
 
 
+# Methods that have the name of an op and return no tensor, or name dims.
+NO_OPS = {
+    object.__eq__, object.__ne__, Tensor.__float__, Tensor.__complex__, Tensor.__nonzero__, Tensor.__index__,
+    getattr(Tensor, "index", None),
+}  # fmt: skip
+
+
 def functions_named(*names: str) -> list[Op]:
-    """The functions of torch and methods of Tensor with these names."""
-    return [getattr(home, name) for name in names for home in (torch, Tensor) if hasattr(home, name)]
+    """Every function, method and overload of ops, but those that work in place."""
+    return list(dict.fromkeys(op for name in names for op, in_place in forms_of(name) if not in_place))
 
 
-def overloads(name: str) -> list[Op]:
-    """The overloads of an aten op whose first argument is a tensor, but those for named dims and with `out=`."""
-    packet = getattr(torch.ops.aten, name, None)
-    found = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
-    others = {"out", "names", "Dimname", "twin"}
-    return [
-        op
-        for op in found
-        if not others & {*op._overloadname.split("_")} and str(op._schema.arguments[0].type) == "Tensor"
-    ]
+def forms_of(name: str) -> list[tuple[Op, bool]]:
+    """Every function, method and overload of the op `name`, and whether it is in-place."""
+    found: list[tuple[Op, bool]] = []
+    both = (name, name.startswith("__i")), (name + "_", True)
+    for module in (torch, Tensor, F, torch._C._nn, torch.special):
+        prefix = "special_" if module is torch.special else ""
+        functions = [(getattr(module, spelling.removeprefix(prefix), None), in_place) for spelling, in_place in both]
+        found += [(function, in_place) for function, in_place in functions if callable(function)]
+    dunders = (f"__{name}__", f"__i{name}__", f"__r{name}__")
+    found += [(getattr(Tensor, dunder), dunder.startswith("__i")) for dunder in dunders if hasattr(Tensor, dunder)]
+    found = [(function, in_place) for function, in_place in found if function not in NO_OPS]
+    for spelling, in_place in both:
+        packet = getattr(torch.ops.aten, spelling, None)
+        overloads = packet.overloads() if packet is not None else ()
+        found += [(op, in_place) for op in (getattr(packet, o) for o in overloads) if returns_tensors(op)]
+    return found
+
+
+def returns_tensors(overload: torch._ops.OpOverload) -> bool:
+    """Whether an overload takes and returns tensors; torch lists arithmetic on numbers, out= variants and twins too."""
+    schema = overload._schema
+    sides = (schema.arguments, schema.returns)
+    others = "twin" in overload._overloadname or any(a.is_out for a in schema.arguments)
+    return not others and all(any("Tensor" in str(a.type) for a in side) for side in sides)
 
 
 RULES: dict[Op, OpRule] = {}
@@ -184,10 +206,10 @@ def handler_of_family(serves: Callable[[Op], bool], is_op: bool = False) -> Call
     return add
 
 
-def replacement(*ops: Op) -> Callable[[F], F]:
+def replacement(*ops: Op) -> Callable[[Function], Function]:
     """Register the function below, which has the parameters of ops, to be called in their place."""
 
-    def add(function: F) -> F:
+    def add(function: Function) -> Function:
         handler(*ops)(lambda func, args, kwargs: function(*args, **kwargs))
         return function
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from shardwise._layout import Boxes, OnRanks, Placement, Shard
 from shardwise._rules.local_context import LocalContext, local_with
-from shardwise._rules.pointwise import callables_of
-from shardwise._rules.registry import OpRule, RowsFunction, Shapes, register
+from shardwise._rules.registry import OpRule, RowsFunction, Shapes, functions_named, register
 from shardwise._rules.row import Args, Kwargs, LocalFunction, Meta, Op, Row
 
 Dims = tuple[int, ...] | None  # None: all dims of the local tensor, whatever its shape
@@ -57,7 +56,7 @@ def register_reduction(
 ) -> None:
     """Register a rule for the functions, methods and aten ops called `names`, and for `ops`; NumPy's names of
     arguments are translated."""
-    found = [op for name in names.split() for op, in_place in callables_of(name) if not in_place]
+    found = functions_named(*names.split())
     rule = OpRule(_renamed(rows), shape=shape and _renamed(shape), shape_independent=shape_independent, **values)
     register(rule, *(op for op in (*found, *ops) if not getattr(getattr(op, "_schema", None), "is_mutable", False)))
 

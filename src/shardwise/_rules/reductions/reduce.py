@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwise._layout import PARTIAL, REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
 from shardwise._rules.local_context import LocalContext
 from shardwise._rules.local_tensors import as_accumulator, as_float64, autocast_to_float
-from shardwise._rules.pointwise import SUMS, broadcast, callables_of, shape_of_first, shard_rows
+from shardwise._rules.pointwise import SUMS, broadcast, shape_of_first, shard_rows
 from shardwise._rules.reductions.combiners import combined_moments, moments, top_along
 from shardwise._rules.reductions.over_dims import (
     OWN_SHARD,
@@ -33,7 +33,7 @@ from shardwise._rules.reductions.over_dims import (
     rows_over_all,
     shard_counts,
 )
-from shardwise._rules.registry import OpRule, Shapes, register
+from shardwise._rules.registry import OpRule, Shapes, functions_named, register
 from shardwise._rules.row import Args, Kwargs, Meta, Op, Row
 from shardwise._trace.autograd_function import TensorFunction
 from shardwise.errors import EmptyError
@@ -336,7 +336,7 @@ for _root, _name in ((False, "var"), (True, "std")):
         _rule, _shape = partial(variance, _root, _both), partial(_variance_shape, _both)
         register_reduction(_rule, _shape, _name + "_mean" * _both, shape_independent=False)
 register_reduction(norm, _norm_shape, "norm linalg_vector_norm", torch.linalg.vector_norm, shape_independent=False)
-register(OpRule(decomposition=_dist), *(op for op, _ in callables_of("dist")))
+register(OpRule(decomposition=_dist), *functions_named("dist"))
 register_reduction(cdist, None, "cdist _cdist_forward _euclidean_dist")
 register_reduction(log_sum_exp, reduced_shape, "logsumexp")
 register_reduction(partial(extreme, (True,)), reduced_shape, "amax")

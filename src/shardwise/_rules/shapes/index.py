@@ -37,7 +37,7 @@ from shardwise._layout import (
 )
 from shardwise._rules.local_context import LocalContext, local_with
 from shardwise._rules.pointwise import PARTIALS, SUMS, shape_of_first, shard_at
-from shardwise._rules.registry import OpRule, functions_named, overloads, register
+from shardwise._rules.registry import OpRule, forms_of, register
 from shardwise._rules.row import Align, Kwargs, Meta, Row
 from shardwise._rules.row_exchange import Route
 from shardwise.errors import PlaceError
@@ -483,13 +483,10 @@ OPS = (  # name, what it does, arguments, indexing, whether negative indices cou
 
 
 for _name, _mode, _names, _indexing, _wraps in OPS:
-    for _in_place in (False,) if _mode == "read" else (False, True):
+    for _op, _in_place in forms_of(_name):
         _form = IndexForm(tuple(_names.split()), _indexing, _in_place, _wraps)
-        _spelling, _shape = _name + "_" * _in_place, None if _mode == "read" else shape_of_first
-        _ops = functions_named(_spelling) if _name != "index" else []  # Tensor.index takes named dims
-        _rule = OpRule(partial(rows, _form, _mode), _in_place, _shape, index_form=_form)
-        register(_rule, *_ops, *overloads(_spelling))
+        _shape = None if _mode == "read" else shape_of_first
+        register(OpRule(partial(rows, _form, _mode), _in_place, _shape, index_form=_form), _op)
 register(OpRule(boolean_rows, data_dependent_shape=True, memory_order=_boolean_order), boolean_index)
-for _name, _in_place in (("masked_scatter", False), ("masked_scatter_", True)):
-    _aten = getattr(torch.ops.aten, _name).default
-    register(OpRule(masked_scatter, _in_place, shape_of_first), *functions_named(_name), _aten)
+for _op, _in_place in forms_of("masked_scatter"):
+    register(OpRule(masked_scatter, _in_place, shape_of_first), _op)

@@ -382,11 +382,11 @@ def _pad_sequence(
 
 
 register(OpRule(decomposition=_pad_sequence), torch._C._nn.pad_sequence)
-register(OpRule(cat), *functions_named("cat", "concat", "concatenate"), aten.cat.default)
-register(OpRule(stack, shape_independent=True), torch.stack, aten.stack.default)
-register(OpRule(roll, shape=shape_of_first), *functions_named("roll"), aten.roll.default)
-register(OpRule(flip, shape=shape_of_first), *functions_named("flip"), aten.flip.default)
-register(OpRule(repeat), Tensor.repeat, torch.tile, Tensor.tile, aten.repeat.default)
+register(OpRule(cat), *functions_named("cat", "concat", "concatenate"))
+register(OpRule(stack, shape_independent=True), *functions_named("stack"))
+register(OpRule(roll, shape=shape_of_first), *functions_named("roll"))
+register(OpRule(flip, shape=shape_of_first), *functions_named("flip"))
+register(OpRule(repeat), *functions_named("repeat", "tile"))
 register(OpRule(pad), F.pad, aten.pad.default)
 register(OpRule(partial(padded_as, "constant")), aten.constant_pad_nd.default)
 for _name, _mode in (("reflection", "reflect"), ("replication", "replicate")):

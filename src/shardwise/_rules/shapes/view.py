@@ -19,7 +19,7 @@ from torch import Tensor
 from shardwise._layout import REPLICATE, Box, Boxes, Placement, Shard
 from shardwise._rules.local_context import LocalContext, local_with, specialized
 from shardwise._rules.pointwise import SUMS, homogeneous, identity_rows, shape_of_first
-from shardwise._rules.registry import OpRule, functions_named, register
+from shardwise._rules.registry import OpRule, forms_of, functions_named, register
 from shardwise._rules.row import NO_OPERAND, Args, Kwargs, LocalFunction, Meta, Op, Row
 from shardwise._rules.shapes.join import FULL_DIM, Run, empty_result, run_on_owner, unsharded_rows
 
@@ -516,15 +516,12 @@ PERMUTED: list[Op] = [
     *functions_named("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "adjoint",
                      "unsqueeze"),
     *map(_getter, ("T", "mT", "H", "mH")),
-    aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default,
 ]  # fmt: skip
-SQUEEZED: list[Op] = [*functions_named("squeeze"), aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims]
-EXPANDED: list[Op] = [*functions_named("expand", "broadcast_to"), aten.expand.default]
-SLICED: list[Op] = [
-    *functions_named("select", "narrow", "unbind", "chunk", "split", "split_with_sizes", "tensor_split", "hsplit",
-                     "vsplit", "dsplit", "unsafe_chunk", "unsafe_split"),
-    aten.select.int, aten.slice.Tensor, aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default,
-]  # fmt: skip
+SQUEEZED, EXPANDED = functions_named("squeeze"), functions_named("expand", "broadcast_to")
+SLICED = functions_named(
+    "select", "narrow", "slice", "unbind", "chunk", "split", "split_with_sizes", "tensor_split", "hsplit", "vsplit",
+    "dsplit", "unsafe_chunk", "unsafe_split",
+)  # fmt: skip
 
 for _ops, _local in ((PERMUTED, None), (SQUEEZED, SQUEEZE), (EXPANDED, EXPAND)):
     for _op in _ops:
@@ -532,17 +529,15 @@ for _ops, _local in ((PERMUTED, None), (SQUEEZED, SQUEEZE), (EXPANDED, EXPAND)):
 for _op in SLICED:
     register(OpRule(partial(sliced, _op), view=True), _op)
 register(OpRule(partial(sliced, basic_index), view=True, takes_dtensors=True), basic_index)
-register(OpRule(diagonal, view=True), *functions_named("diagonal"), aten.diagonal.default)
+register(OpRule(diagonal, view=True), *functions_named("diagonal"))
 register(OpRule(decomposition=_diag), torch.diag, Tensor.diag)
-register(OpRule(diagonal_matrix), *functions_named("diag_embed"), aten.diag_embed.default)
-register(OpRule(triangle, shape=shape_of_first), *functions_named("tril", "triu"), aten.tril.default, aten.triu.default)
-_in_place = Tensor.tril_, Tensor.triu_, aten.tril_.default, aten.triu_.default
-register(OpRule(triangle, in_place=True, shape=shape_of_first), *_in_place)
+register(OpRule(diagonal_matrix), *functions_named("diag_embed"))
+for _op, _in_place in (*forms_of("tril"), *forms_of("triu")):
+    register(OpRule(triangle, _in_place, shape_of_first), _op)
 register(OpRule(filled_diagonal, in_place=True, shape=shape_of_first), Tensor.fill_diagonal_)
 _parts = torch.real, torch.imag, _getter("real"), _getter("imag")
 register(OpRule(homogeneous, shape=shape_of_first, shape_independent=True, typed=True, view=True), *_parts)
-_reshapes = functions_named("reshape", "flatten", "ravel", "unflatten")
-_reshapes += [aten.view.default, aten._unsafe_view.default]
+_reshapes: list[Op] = [*functions_named("reshape", "flatten", "ravel", "unflatten", "_unsafe_view"), aten.view.default]
 for _op in _reshapes:
     register(OpRule(partial(reshaped, _op), view=True), _op)
 register(OpRule(viewed, view=True, decomposition=aten.view.dtype), Tensor.view)
