@@ -114,6 +114,16 @@ def linear(input: Meta, weight: Meta, bias: Meta | None = None) -> Product:
     return Product(operands, letters, batch + row[:-1], term=2)
 
 
+def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """out[..., o] = sum_ij input1[..., i] weight[o, i, j] input2[..., j] + bias[o]."""
+    if input2.shape != (*input1.shape[:-1], weight.shape[2]) or input1.shape[-1] != weight.shape[1]:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (input1, input2, weight))  # a dim of 1 is not broadcast
+        raise RuntimeError(f"bilinear(): the sizes of inputs and weight do not match: {shapes}.")
+    with torch.autocast(input1.device.type, enabled=False):  # which casts the operands of products, not of F.bilinear
+        out = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
+    return out if bias is None else out + bias
+
+
 def matmul(input: Meta, other: Meta) -> Product:
     """out[..., m, n] = sum_k input[..., m, k] other[..., k, n], 1-D operands as in torch."""
     batch = ascii_lowercase[: max(input.ndim, other.ndim, 2) - 2]
@@ -195,4 +205,5 @@ for _name, _letters in {
     register_product(added(*_letters), getattr(torch, _name), getattr(Tensor, _name), getattr(aten, _name).default)
     _in_place = getattr(Tensor, f"{_name}_"), getattr(aten, f"{_name}_").default
     register_product(added(*_letters), *_in_place, in_place=True)
+register(OpRule(decomposition=_bilinear), F.bilinear)
 register(OpRule(decomposition=lambda input, other: torch.matmul(other, input)), Tensor.__rmatmul__)
