@@ -17,7 +17,7 @@ from shardwise._layout import PARTIAL, REPLICATE, Boxes, Kind, OnRanks, Placemen
 from shardwise._lookups import bad_ids, lookup, options
 from shardwise._lookups.requests import exchange_axes
 from shardwise._rules.local_context import LocalContext, specialized
-from shardwise._rules.registry import OpRule, op_rule, register
+from shardwise._rules.registry import OpRule, register
 from shardwise._rules.row import Align, LocalFunction, Meta, Row, arguments
 from shardwise.errors import IdTypeError, LayoutError
 
@@ -77,7 +77,6 @@ def _torch_lookup(ctx: LocalContext) -> LocalFunction | None:
 _look_up = specialized(_torch_lookup)(options.embedding_with_options)
 
 
-@op_rule(F.embedding, shape=_embedding_shape, shape_independent=True, replicated_impl=_look_up, kept_operand=1)
 def embedding_rows(*args: object, **kwargs: object) -> list[Row]:
     """out[..., c] = weight[input[...], c]."""
     named = arguments(F.embedding, args, kwargs)
@@ -106,13 +105,6 @@ def _bag_shape(
     return (offsets.shape[0] - bool(kwargs.get("include_last_offset")), weight.shape[1])
 
 
-@op_rule(
-    F.embedding_bag,
-    shape=_bag_shape,
-    shape_independent=True,
-    replicated_impl=options.embedding_bag_with_options,
-    kept_operand=1,
-)
 def embedding_bag_rows(*args: object, **kwargs: object) -> list[Row]:
     """out[b, c] = the sum or mean over the ids i of bag b of weight[i, c].
 
@@ -186,6 +178,11 @@ def _embedding_of_table(
     return F.embedding(indices, weight, padding, None, 2.0, scale_grad_by_freq, sparse)
 
 
+for _op, _rows, _shape, _local in (
+    (F.embedding, embedding_rows, _embedding_shape, _look_up),
+    (F.embedding_bag, embedding_bag_rows, _bag_shape, options.embedding_bag_with_options),
+):
+    register(OpRule(_rows, shape=_shape, shape_independent=True, replicated_impl=_local, kept_operand=1), _op)
 register(OpRule(decomposition=_embedding_of_table), torch.embedding, aten.embedding.default)
 
 

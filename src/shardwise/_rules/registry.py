@@ -2,7 +2,6 @@
 
 How to write an entry:
 
-    @op_rule(op, …, **fields)       the function below returns its rows
     register(OpRule(…), op, …)      any entry; with `replace=True` in place of the one there is
     update(op, …, **fields)         sets fields of an entry
     @handler(op, …)                 the function below answers calls, as (func, args, kwargs)
@@ -212,16 +211,6 @@ def replacement(*ops: Op) -> Callable[[Function], Function]:
     def add(function: Function) -> Function:
         handler(*ops)(lambda func, args, kwargs: function(*args, **kwargs))
         return function
-
-    return add
-
-
-def op_rule(*ops: Op, **values: Any) -> Callable[[RowsFunction], RowsFunction]:
-    """Register the function below as the rows of ops; `values` are those of fields of `OpRule`."""
-
-    def add(rows: RowsFunction) -> RowsFunction:
-        register(OpRule(rows, **values), *ops)
-        return rows
 
     return add
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from shardwise._layout import PARTIAL, REPLICATE, Shard
-from shardwise._rules.local_context import LocalContext
+from shardwise._rules.local_context import LocalContext, local_with
+from shardwise._rules.local_tensors import never_empty
 from shardwise._rules.pointwise import nonlinear, shape_of_first
 from shardwise._rules.reductions.over_dims import (
     extreme_identity,
@@ -203,18 +204,12 @@ def order_statistic(input: Meta, dim: int | None = None, keepdim: bool = False) 
 def quantile(input: Meta, q: Any, dim: int | None = None, keepdim: bool = False, **_: object) -> list[Row]:
     """out[q] = the value below which a fraction q of the elements along dim are, between two of them."""
     q_too, lead = ((REPLICATE,), q.ndim) if isinstance(q, Meta) else ((), 0)
-    rows = order_statistic(input, dim, keepdim)
+    local = local_with(never_empty, (input.ndim, *(0 for _ in q_too)))
     return [
-        Row((*row.inputs, *q_too), Shard(row.output.dim + lead), row.why, _quantile)
-        for row in rows
+        Row((*row.inputs, *q_too), Shard(row.output.dim + lead), row.why, local)
+        for row in order_statistic(input, dim, keepdim)
         if isinstance(row.output, Shard)
     ]
-
-
-def _quantile(ctx: LocalContext, /, input: Tensor, *args: object, **kwargs: object) -> Tensor:
-    some = input if input.numel() else input.new_zeros([max(n, 1) for n in input.shape]) + input.sum()
-    out: Tensor = ctx.call(some, *args, **kwargs)
-    return out[tuple(map(slice, ctx.output.local_shape(ctx.rank)))].clone()
 
 
 def searchsorted(sorted_sequence: Meta, input: Any, *, sorter: Meta | None = None, **_: object) -> list[Row]:
