@@ -36,7 +36,7 @@ NAMES = {
     *pointwise.NONLINEAR,
     *(name for name in pointwise.tagged_names() if hasattr(torch, name)),  # others: test_tagged.py
     *pointwise.HOMOGENEOUS, *pointwise.CONJUGATES, *pointwise.ADDITIVE, *pointwise.BILINEAR, *pointwise.NUMERATOR,
-    *pointwise.COPIES, *pointwise.CONVERSIONS, *pointwise.FILLED,
+    *pointwise.IDENTITIES, *pointwise.CONVERSIONS, *pointwise.FILLED,
 }  # fmt: skip
 HOMES = torch, Tensor, F, torch.special
 # Looked up before the first DTensor: torch's own functions, some of which shardwise replaces.

@@ -131,7 +131,6 @@ OPS: dict[str, tuple[Op, Sequence[Tensor]]] = {  # the first operand is a DTenso
     "binary_cross_entropy_with_logits": (F.binary_cross_entropy_with_logits, (LOGITS, PROBABILITIES)),
     "l1_loss": (F.l1_loss, (LOGITS, PROBABILITIES)),
     "kl_div": (lambda x, y: F.kl_div(x, y, reduction="sum"), (LOGITS, PROBABILITIES)),
-    "multi_margin_loss": (F.multi_margin_loss, (LOGITS, CLASSES)),
     "cosine_embedding_loss": (F.cosine_embedding_loss, (LOGITS, FEATURES, SIGNS)),
     "triplet_margin_loss": (F.triplet_margin_loss, (LOGITS, FEATURES, PROBABILITIES)),
     "bilinear": (F.bilinear, (LOGITS, FEATURES, torch.randn(3, 6, 6))),

@@ -48,12 +48,12 @@ from shardwise._trace.capture_hooks import allow_in_graph_with_backward, is_capt
 # ---- entry points: local implementations of the rules ------------------------------------------------------------
 
 
-def embedding(ctx: LocalContext, ids: Tensor, weight: Tensor, sparse: bool) -> Tensor:
+def look_up(ctx: LocalContext, ids: Tensor, weight: Tensor, sparse: bool) -> Tensor:
     """The row of every id; Partial along axes on which the rows of the table are sharded and the ids are replicated."""
     return _lookup(ctx, ids, weight, None, sparse, exchange_axes(ctx))
 
 
-def full_rows(ctx: LocalContext, ids: Tensor, weight: Tensor, sparse: bool) -> Tensor:
+def look_up_full_rows(ctx: LocalContext, ids: Tensor, weight: Tensor, sparse: bool) -> Tensor:
     """The row of every id on every rank that has the id; never Partial."""
     return _lookup(ctx, ids, weight, None, sparse, exchange_axes(ctx, replicated_ids=True))
 
@@ -78,7 +78,7 @@ def with_aligned_bags(local: Callable[[LocalContext, Kwargs], Tensor]) -> Callab
 
 
 @with_aligned_bags
-def embedding_bag(ctx: LocalContext, named: Kwargs) -> Tensor:
+def look_up_bags(ctx: LocalContext, named: Kwargs) -> Tensor:
     """The local implementation of `F.embedding_bag` without options."""
     bags = bags_of(ctx, named)
     return _lookup(ctx, named["input"], named["weight"], bags, named["sparse"], exchange_axes(ctx))

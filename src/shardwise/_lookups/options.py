@@ -27,11 +27,11 @@ from shardwise._rules.row import Kwargs, arguments
 from shardwise.errors import IdError
 
 
-def embedding(ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
+def embedding_with_options(ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
     """The local implementation of `F.embedding`."""
     named = arguments(F.embedding, args, kwargs)
     ids, padding_idx = named["input"], named["padding_idx"]
-    rows = _rows(ctx, named, lookup.embedding)
+    rows = _rows(ctx, named, lookup.look_up)
     factor = by_frequency(ctx, ids) if named["scale_grad_by_freq"] else None
     if factor is not None and named["sparse"]:
         rows = _ungraded(rows)
@@ -42,13 +42,13 @@ def embedding(ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
 
 
 @lookup.with_aligned_bags
-def embedding_bag(ctx: LocalContext, named: Kwargs) -> Tensor:
+def embedding_bag_with_options(ctx: LocalContext, named: Kwargs) -> Tensor:
     """The local implementation of `F.embedding_bag` with any option: looks up the row of every id, then pools."""
     ids, offsets, mode = (named[name] for name in ("input", "offsets", "mode"))
     weights, padding_idx = (named[name] for name in ("per_sample_weights", "padding_idx"))
     bags = lookup.bags_of(ctx, named)
     bad_ids.refuse_bad_ids(ctx, ids, bags)
-    look_up = lookup.full_rows if mode == "max" else lookup.embedding  # sums and means may pool Partial rows
+    look_up = lookup.look_up_full_rows if mode == "max" else lookup.look_up  # sums and means may pool Partial rows
     rows = _rows(ctx, named, look_up).flatten(0, -2)
     if named["scale_grad_by_freq"]:
         rows = _ungraded(rows) if named["sparse"] else _graded(rows, by_frequency(ctx, ids.reshape(-1)))
@@ -79,7 +79,7 @@ def _padding_row(ctx: LocalContext, padding_idx: int) -> int:
 
 
 def _graded(rows: Tensor, factor: Tensor) -> Tensor:
-    """The same rows, whose gradients are multiplied by `factor`; a factor of 0 makes even an infinite gradient 0."""
+    """`rows`, whose gradients are multiplied by `factor`; a factor of 0 makes even an infinite gradient 0."""
     if rows.requires_grad:
         factor = factor.unsqueeze(-1).to(rows.dtype)
         rows.register_hook(lambda grad: (grad * factor).masked_fill(factor == 0, 0))
@@ -87,7 +87,7 @@ def _graded(rows: Tensor, factor: Tensor) -> Tensor:
 
 
 def _ungraded(rows: Tensor) -> Tensor:
-    """The same rows, whose backward raises what torch's backward raises."""
+    """`rows`, whose backward raises what torch's backward raises."""
 
     def refuse(_: Tensor) -> None:
         raise RuntimeError("embedding_backward: scale_grad_by_freq not supported with sparse gradients")

@@ -13,21 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from shardwise._layout import (
-    PARTIAL,
-    REPLICATE,
-    Boxes,
-    Kind,
-    OnRanks,
-    Placement,
-    Shard,
-    checked,
-    without_sizes,
-)
+from shardwise._layout import PARTIAL, REPLICATE, Boxes, Kind, OnRanks, Placement, Shard, checked, without_sizes
 from shardwise._lookups import bad_ids, lookup, options
 from shardwise._lookups.requests import exchange_axes
 from shardwise._rules.local_context import LocalContext, specialized
-from shardwise._rules.registry import OpRule, op_rule, register
+from shardwise._rules.registry import OpRule, register
 from shardwise._rules.row import Align, LocalFunction, Meta, Row, arguments
 from shardwise.errors import IdTypeError, LayoutError
 
@@ -72,13 +62,10 @@ def _torch_lookup(ctx: LocalContext) -> LocalFunction | None:
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> object:
-        if max_norm is not None or scale_grad_by_freq or not input.numel():
+        has_option = max_norm is not None or scale_grad_by_freq
+        if has_option or not input.numel() or not -num_rows <= (padding_idx or 0) < num_rows:
             return NotImplemented
-        padding = -1
-        if padding_idx is not None:
-            if not -num_rows <= padding_idx < num_rows:
-                return NotImplemented
-            padding = padding_idx % num_rows
+        padding = -1 if padding_idx is None else padding_idx % num_rows
         try:
             return torch.embedding(weight, input, padding, False, sparse)
         except (IndexError, RuntimeError):
@@ -87,11 +74,10 @@ def _torch_lookup(ctx: LocalContext) -> LocalFunction | None:
     return look_up
 
 
-_look_up = specialized(_torch_lookup)(options.embedding)
+_look_up = specialized(_torch_lookup)(options.embedding_with_options)
 
 
-@op_rule(F.embedding, shape=_embedding_shape, shape_independent=True, replicated_impl=_look_up, kept_operand=1)
-def embedding(*args: object, **kwargs: object) -> list[Row]:
+def embedding_rows(*args: object, **kwargs: object) -> list[Row]:
     """out[..., c] = weight[input[...], c]."""
     named = arguments(F.embedding, args, kwargs)
     ids, weight = named["input"], named["weight"]
@@ -119,10 +105,7 @@ def _bag_shape(
     return (offsets.shape[0] - bool(kwargs.get("include_last_offset")), weight.shape[1])
 
 
-@op_rule(
-    F.embedding_bag, shape=_bag_shape, shape_independent=True, replicated_impl=options.embedding_bag, kept_operand=1
-)
-def embedding_bag(*args: object, **kwargs: object) -> list[Row]:
+def embedding_bag_rows(*args: object, **kwargs: object) -> list[Row]:
     """out[b, c] = the sum or mean over the ids i of bag b of weight[i, c].
 
     Bags are the rows of a 2-D input, or runs of a 1-D input that start at `offsets`. Offsets count from the
@@ -147,7 +130,7 @@ def embedding_bag(*args: object, **kwargs: object) -> list[Row]:
     # not sharded where offsets are not, since shards would seldom end between bags.
     replicated = offsets is not None and not (ids.placement.is_shard() and offsets.placement.is_shard())
     dims = range(0 if named["include_last_offset"] or replicated else 1)
-    local = options.embedding_bag if special or mode == "max" else lookup.embedding_bag
+    local = options.embedding_bag_with_options if special or mode == "max" else lookup.look_up_bags
     rows = _lookup_rows(named["weight"], dims, 1, local, offsets is not None, factors, mode == "max")
     return _keeping_the_table(rows, named)
 
@@ -195,6 +178,11 @@ def _embedding_of_table(
     return F.embedding(indices, weight, padding, None, 2.0, scale_grad_by_freq, sparse)
 
 
+for _op, _rows, _shape, _local in (
+    (F.embedding, embedding_rows, _embedding_shape, _look_up),
+    (F.embedding_bag, embedding_bag_rows, _bag_shape, options.embedding_bag_with_options),
+):
+    register(OpRule(_rows, shape=_shape, shape_independent=True, replicated_impl=_local, kept_operand=1), _op)
 register(OpRule(decomposition=_embedding_of_table), torch.embedding, aten.embedding.default)
 
 

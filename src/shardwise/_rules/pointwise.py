@@ -21,8 +21,18 @@ from shardwise._layout import (
     without_sizes,
 )
 from shardwise._rules.local_context import LocalContext
-from shardwise._rules.registry import RULES, OpRule, RowsFunction, Shapes, amend, register
-from shardwise._rules.row import Align, Args, Kwargs, Meta, Op, Row
+from shardwise._rules.registry import (
+    RULES,
+    OpRule,
+    RowsFunction,
+    Shapes,
+    forms_of,
+    functions_named,
+    register,
+    returns_tensors,
+    update,
+)
+from shardwise._rules.row import Align, Args, Kwargs, Meta, Row
 
 SUMS = (Partial("sum"), Partial("avg"))
 PARTIALS = (*SUMS, Partial("max"), Partial("min"), Partial("product"))
@@ -39,10 +49,8 @@ ADDITIVE = ("add", "sub", "subtract", "rsub", "complex")  # f(a + b, c + d) = f(
 BILINEAR = ("mul", "multiply")  # linear in each operand alone
 NUMERATOR = ("div", "divide", "true_divide")  # linear in the first operand
 DIVISIONS = (*NUMERATOR, "floor_divide", "fmod", "remainder")  # an integer divided by 0 is an error
-COPIES = "clone detach alias".split()  # the value itself
+IDENTITIES = "clone detach alias".split()  # the value itself
 CONVERSIONS = "to float double half bfloat16 type_as".split()  # the value itself, perhaps in another dtype
-# Dunder methods that return no tensor.
-NO_OPS = (object.__eq__, object.__ne__, Tensor.__float__, Tensor.__complex__, Tensor.__nonzero__)
 LIKE = ("zeros_like", "empty_like")
 FILLED = ("ones_like", "full_like")
 
@@ -140,7 +148,7 @@ def same_shape(x: Meta, *args: object, **kwargs: object) -> list[Row]:
     return [row for row in shard_rows([x]) if not (ordered and isinstance(row.output, Boxes))]
 
 
-def copies(x: Meta, *args: object, **kwargs: object) -> list[Row]:
+def identity_rows(x: Meta, *args: object, **kwargs: object) -> list[Row]:
     """out = x, Partial values included."""
     rows = same_shape(x, *args, **kwargs)
     return rows + [Row((p,), p, "copy of the local tensor") for p in PARTIALS]
@@ -148,7 +156,7 @@ def copies(x: Meta, *args: object, **kwargs: object) -> list[Row]:
 
 def contiguous(x: Meta, *args: object, **kwargs: object) -> list[Row]:
     """out = x, or a copy if the elements of the global tensor are in another order, whatever local tensors are in."""
-    rows = copies(x, *args, **kwargs)
+    rows = identity_rows(x, *args, **kwargs)
     if is_contiguous(x, *memory_formats(args, kwargs)):
         return rows
     rows.append(Row((REPLICATE,), REPLICATE, "every rank has everything"))
@@ -240,32 +248,6 @@ def glu(x: Meta, dim: int = -1) -> list[Row]:
     return [Row((Shard(d),), Shard(d), "both halves are on the same rank") for d in range(x.ndim) if d != dim % x.ndim]
 
 
-def callables_of(name: str) -> list[tuple[Op, bool]]:
-    """Every function, method and overload of the op `name`, and whether it is in-place."""
-    found: list[tuple[Op, bool]] = []
-    both = (name, name.startswith("__i")), (name + "_", True)
-    for module in (torch, Tensor, F, torch._C._nn, torch.special):
-        prefix = "special_" if module is torch.special else ""
-        functions = [(getattr(module, spelling.removeprefix(prefix), None), in_place) for spelling, in_place in both]
-        found += [(function, in_place) for function, in_place in functions if callable(function)]
-    for dunder in (f"__{name}__", f"__i{name}__", f"__r{name}__"):
-        function = getattr(Tensor, dunder, None)
-        if callable(function) and function not in NO_OPS:
-            found.append((function, dunder.startswith("__i")))
-    for spelling, in_place in both:
-        packet = getattr(torch.ops.aten, spelling, None)
-        overloads = packet.overloads() if packet is not None else ()
-        found += [(op, in_place) for op in (getattr(packet, o) for o in overloads) if _returns_tensors(op)]
-    return found
-
-
-def _returns_tensors(overload: torch._ops.OpOverload) -> bool:
-    """Whether an overload takes and returns tensors; torch also lists arithmetic on numbers, and out= variants."""
-    schema = overload._schema
-    sides = (schema.arguments, schema.returns)
-    return all(any("Tensor" in str(a.type) for a in side) for side in sides) and not any(a.is_out for a in sides[0])
-
-
 def tagged_names() -> dict[str, int]:
     """The aten ops whose every form torch tags as pointwise, and how many results they have.
 
@@ -292,7 +274,7 @@ def is_elementwise(op: torch._ops.OpOverload) -> bool:
     schema = op._schema
     reads = any(a.alias_info is not None and not a.alias_info.is_write for a in schema.arguments)
     random = torch.Tag.nondeterministic_seeded in op.tags
-    return torch.Tag.pointwise in op.tags and not reads and not random and _returns_tensors(op)
+    return torch.Tag.pointwise in op.tags and not reads and not random and returns_tensors(op)
 
 
 def register_if_tagged(op: torch._ops.OpOverload) -> bool:
@@ -308,12 +290,12 @@ def register_tagged() -> None:
     """Give rows to the ops that torch tags as pointwise and that have no entry yet."""
     for name, results in tagged_names().items():
         _register([name], nonlinear, broadcast if results == 1 else None)
-    amend(F.silu, takes_dtensors=True)
+    update(F.silu, takes_dtensors=True)
 
 
 def _register(names: Sequence[str], rows: RowsFunction, shape: Callable[..., Shapes] | None = broadcast) -> None:
     for name in names:
-        for function, in_place in callables_of(name):
+        for function, in_place in forms_of(name):
             if function not in RULES:
                 rule = OpRule(rows, in_place, shape, checks_sizes=shape is broadcast, shape_independent=True)
                 register(replace(rule, value_errors=name in DIVISIONS), function)
@@ -326,23 +308,20 @@ _register(NONLINEAR, nonlinear)
 _register(["where"], selected)
 _register(HOMOGENEOUS, homogeneous)
 _register(CONJUGATES, conjugate)
-amend(
-    *dict.fromkeys(op for name in CONJUGATES for op, _ in callables_of(name) if RULES[op].rows is conjugate), typed=True
-)
+update(*dict.fromkeys(op for name in CONJUGATES for op, _ in forms_of(name) if RULES[op].rows is conjugate), typed=True)
 _register(ADDITIVE, additive)
 _register(BILINEAR, bilinear)
 _register(NUMERATOR, numerator)
-_register(COPIES, copies)
-_contiguous = dict.fromkeys(op for op, _ in callables_of("contiguous"))
-register(OpRule(contiguous, view=True), *_contiguous)
+_register(IDENTITIES, identity_rows)
+register(OpRule(contiguous, view=True), *functions_named("contiguous"))
 register(OpRule(conversion_to, shape=shape_of_first, shape_independent=True, decomposition=_to_another), Tensor.to)
 _register(CONVERSIONS, conversion, shape_of_first)
-amend(Tensor.type_as, torch.ops.aten.type_as.default, torch.ops.aten.to.other, typed=True)
-_register(LIKE, copies)
+update(Tensor.type_as, torch.ops.aten.type_as.default, torch.ops.aten.to.other, typed=True)
+_register(LIKE, identity_rows)
 _register(FILLED, filled_like)
 register(OpRule(conversion, shape=shape_of_first), torch.ops.aten._to_copy.default)
 aten = torch.ops.aten
 register(OpRule(nonlinear, True, broadcast), Tensor.copy_, Tensor.zero_, aten.copy_.default, aten.zero_.default)
 for _op in (aten.new_empty, aten.new_full, aten.new_ones, aten.new_zeros):
     register(OpRule(new_like, shape=lambda x, size, *args, **kwargs: tuple(size)), _op.default)
-register(OpRule(glu), *(op for op, _ in callables_of("glu")))
+register(OpRule(glu), *functions_named("glu"))

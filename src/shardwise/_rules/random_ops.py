@@ -23,7 +23,7 @@ from shardwise._rules import counter_rng
 from shardwise._rules.counter_rng import Sampler
 from shardwise._rules.local_context import LocalContext, local_with
 from shardwise._rules.pointwise import PARTIALS, SUMS, broadcast, filled_like, nonlinear, shape_of_first, shard_rows
-from shardwise._rules.registry import OpRule, RowsFunction, overloads, register
+from shardwise._rules.registry import OpRule, RowsFunction, forms_of, functions_named, register
 from shardwise._rules.row import Kwargs, LocalFunction, Meta, Op, Row
 from shardwise._trace.capture_hooks import allow_in_graph
 
@@ -306,12 +306,13 @@ def register_random(ops: Sequence[Op], rows: RowsFunction, local: LocalFunction,
 
 register_random([aten.bernoulli_.float], _refilled, local_with(_refill, "bernoulli"), in_place=True)
 for _name in ("uniform", "normal", "log_normal", "cauchy", "exponential", "geometric", "random"):
-    _in_place = [getattr(Tensor, _name + "_"), *overloads(_name + "_")]
-    register_random(_in_place, _refilled, local_with(_refill, _name), in_place=True)
-for _name in ("uniform", "log_normal", "cauchy", "exponential", "geometric", "random"):
-    register_random(overloads(_name), filled_like, local_with(_like, _name), shape=shape_of_first)
+    for _op, _in_place in forms_of(_name):
+        if _in_place:
+            register_random([_op], _refilled, local_with(_refill, _name), in_place=True)
+        elif _name != "normal":
+            register_random([_op], filled_like, local_with(_like, _name), shape=shape_of_first)
 for _name in ("rand_like", "randn_like", "randint_like"):
-    _ops = [getattr(torch, _name), *(o for o in overloads(_name) if "Tensor" not in str(o))]
+    _ops = [op for op in functions_named(_name) if "Tensor" not in str(op)]
     register_random(_ops, filled_like, local_with(_like, _name), shape=shape_of_first)
 _bernoullis: list[Op] = [torch.bernoulli, Tensor.bernoulli, aten.bernoulli.default, aten.bernoulli.p]
 register_random(_bernoullis, _bernoulli_rows, _bernoulli, shape=shape_of_first)

@@ -2,27 +2,27 @@
 
 How to write an entry:
 
-    @op_rule(op, …, **fields)       the function below returns its rows
-    register(OpRule(…), op, …)      any entry; with `again=True` in place of the one there is
-    amend(op, …, **fields)          adds fields to an entry
-    override(OpRule(…), op, …)      other rows; what the entry says of the op itself stays
+    register(OpRule(…), op, …)      any entry; with `replace=True` in place of the one there is
+    update(op, …, **fields)         sets fields of an entry
     @handler(op, …)                 the function below answers calls, as (func, args, kwargs)
     @handler(op, …, no_row=True)    the same, but only calls for which no row fits
     @handler_of_family(serves)      the same for all functions without an entry for which `serves(func)` is true
     @replacement(op, …)             the function below is called instead, with the same arguments
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise._rules.row import Handler, LocalFunction, Op, Row
 from shardwise.errors import RuleError
 
-F = TypeVar("F", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
 RowsFunction = Callable[..., list[Row]]
 Shapes = tuple[int, ...] | list[tuple[int, ...]]  # of the result; of all results
 
@@ -103,21 +103,42 @@ class OpRule:
         return self.rows is not no_rows or self.decomposition is not None
 
 
+# Methods that have the name of an op and return no tensor, or name dims.
+NO_OPS = {
+    object.__eq__, object.__ne__, Tensor.__float__, Tensor.__complex__, Tensor.__nonzero__, Tensor.__index__,
+    getattr(Tensor, "index", None),
+}  # fmt: skip
+
+
 def functions_named(*names: str) -> list[Op]:
-    """The functions of torch and methods of Tensor with these names."""
-    return [getattr(home, name) for name in names for home in (torch, Tensor) if hasattr(home, name)]
+    """Every function, method and overload of ops, but those that work in place."""
+    return list(dict.fromkeys(op for name in names for op, in_place in forms_of(name) if not in_place))
 
 
-def overloads(name: str) -> list[Op]:
-    """The overloads of an aten op whose first argument is a tensor, but those for named dims and with `out=`."""
-    packet = getattr(torch.ops.aten, name, None)
-    found = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
-    others = {"out", "names", "Dimname", "twin"}
-    return [
-        op
-        for op in found
-        if not others & {*op._overloadname.split("_")} and str(op._schema.arguments[0].type) == "Tensor"
-    ]
+def forms_of(name: str) -> list[tuple[Op, bool]]:
+    """Every function, method and overload of the op `name`, and whether it is in-place."""
+    found: list[tuple[Op, bool]] = []
+    both = (name, name.startswith("__i")), (name + "_", True)
+    for module in (torch, Tensor, F, torch._C._nn, torch.special):
+        prefix = "special_" if module is torch.special else ""
+        functions = [(getattr(module, spelling.removeprefix(prefix), None), in_place) for spelling, in_place in both]
+        found += [(function, in_place) for function, in_place in functions if callable(function)]
+    dunders = (f"__{name}__", f"__i{name}__", f"__r{name}__")
+    found += [(getattr(Tensor, dunder), dunder.startswith("__i")) for dunder in dunders if hasattr(Tensor, dunder)]
+    found = [(function, in_place) for function, in_place in found if function not in NO_OPS]
+    for spelling, in_place in both:
+        packet = getattr(torch.ops.aten, spelling, None)
+        overloads = packet.overloads() if packet is not None else ()
+        found += [(op, in_place) for op in (getattr(packet, o) for o in overloads) if returns_tensors(op)]
+    return found
+
+
+def returns_tensors(overload: torch._ops.OpOverload) -> bool:
+    """Whether an overload takes and returns tensors; torch lists arithmetic on numbers, out= variants and twins too."""
+    schema = overload._schema
+    sides = (schema.arguments, schema.returns)
+    others = "twin" in overload._overloadname or any(a.is_out for a in schema.arguments)
+    return not others and all(any("Tensor" in str(a.type) for a in side) for side in sides)
 
 
 RULES: dict[Op, OpRule] = {}
@@ -126,50 +147,36 @@ RULES: dict[Op, OpRule] = {}
 FAMILIES: list[tuple[Callable[[Op], bool], OpRule]] = []
 
 
-def register(rule: OpRule, *ops: Op, again: bool = False) -> None:
+def register(rule: OpRule, *ops: Op, replace: bool = False) -> None:
     """Give ops an entry.
 
     Args:
-        again: in place of the entry that they may have.
+        replace: in place of the entry that they may have.
 
     Raises:
         RuleError: an op has an entry already.
     """
     for op in dict.fromkeys(ops):  # some functions of torch have several names
-        if op in RULES and not again:
-            raise RuleError(f"{op} is registered already. Fix: amend() its entry.")
+        if op in RULES and not replace:
+            raise RuleError(f"{op} is registered already. Fix: update() its entry.")
         RULES[op] = rule
 
 
-def amend(*ops: Op, **facts: Any) -> None:
-    """Add facts to the entries of ops, such as a `native` function that the module of the rule cannot import.
+def update(*ops: Op, **values: Any) -> None:
+    """Set fields of entries, such as a `native` function that the module of the rule cannot import.
 
     Raises:
-        RuleError: an op has no entry, or its entry has one of these facts already.
+        RuleError: an op has no entry, or its entry has a value for one of these fields already.
     """
     defaults = {f.name: f.default for f in fields(OpRule)}
     for op in ops:
         rule = RULES.get(op)
         if rule is None:
-            raise RuleError(f"{op} has no entry to amend. Fix: register it.")
-        for name in facts:
+            raise RuleError(f"{op} has no entry to update. Fix: register it.")
+        for name in values:
             if getattr(rule, name) is not defaults[name]:
                 raise RuleError(f"{op} is registered with {name}={getattr(rule, name)} already. Fix: give it once.")
-        RULES[op] = replace(rule, **facts)
-
-
-def override(rule: OpRule, *ops: Op) -> None:
-    """Give ops these rows, whether they have an entry or not; what an entry says of the op itself stays."""
-    for op in ops:
-        known = RULES.get(op, OpRule())
-        RULES[op] = replace(
-            rule,
-            handler_without_row=known.handler_without_row or known.handler,
-            native=known.native,
-            index_form=known.index_form,
-            value_errors=known.value_errors,
-            takes_dtensors=known.takes_dtensors,
-        )
+        RULES[op] = dataclasses.replace(rule, **values)
 
 
 def handler(*ops: Op, is_op: bool = False, no_row: bool = False) -> Callable[[Handler], Handler]:
@@ -182,7 +189,7 @@ def handler(*ops: Op, is_op: bool = False, no_row: bool = False) -> Callable[[Ha
 
     def add(function: Handler) -> Handler:
         if no_row:
-            amend(*ops, handler_without_row=function)
+            update(*ops, handler_without_row=function)
         else:
             register(OpRule(handler=function, is_op=is_op), *ops)
         return function
@@ -200,22 +207,12 @@ def handler_of_family(serves: Callable[[Op], bool], is_op: bool = False) -> Call
     return add
 
 
-def replacement(*ops: Op) -> Callable[[F], F]:
+def replacement(*ops: Op) -> Callable[[Function], Function]:
     """Register the function below, which has the parameters of ops, to be called in their place."""
 
-    def add(function: F) -> F:
+    def add(function: Function) -> Function:
         handler(*ops)(lambda func, args, kwargs: function(*args, **kwargs))
         return function
-
-    return add
-
-
-def op_rule(*ops: Op, **facts: Any) -> Callable[[RowsFunction], RowsFunction]:
-    """Register the function below as the rows of ops; `facts` are fields of `OpRule`."""
-
-    def add(rows: RowsFunction) -> RowsFunction:
-        register(OpRule(rows, **facts), *ops)
-        return rows
 
     return add
 

@@ -60,7 +60,7 @@ class Row:
         map_index: from a shard offset of that operand to the shard offset of the result, if they differ; rises from 0
             to the size of the result's dim. A tuple for several results.
         alignment: shard offsets of the operands must be multiples of it; others are moved to the nearest multiple.
-        copies: the local implementation communicates, so what torch returns as a view is a copy on every rank.
+        breaks_view: the local implementation communicates, so what torch returns as a view is a copy on every rank.
         gathers: how many all-gathers of a few bytes the local implementation makes, for the choice of a row.
     """
 
@@ -72,7 +72,7 @@ class Row:
     layout_from: int | None = None
     map_index: IndexMap | tuple[IndexMap, ...] | None = None
     alignment: int = 1
-    copies: bool = False
+    breaks_view: bool = False
     gathers: int = 0
 
 

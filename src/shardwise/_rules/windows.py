@@ -22,6 +22,7 @@ from shardwise._rules.local_context import LocalContext, local_with
 from shardwise._rules.local_tensors import filled, never_empty
 from shardwise._rules.registry import OpRule, RowsFunction, register
 from shardwise._rules.row import Align, Ints, LocalFunction, Meta, Row
+from shardwise._rules.shapes.join import Run
 from shardwise._rules.shapes.view import scaled
 
 aten = torch.ops.aten
@@ -31,47 +32,37 @@ aten = torch.ops.aten
 
 
 class Window(NamedTuple):
-    """Output `o` of one dim covers the inputs from floor((step o + first) / scale) to floor((step o + last) / scale).
+    """The windows of one dim, which output i of the op has.
 
     Args:
-        length, out: size of the dim in the input and the output.
-        step, scale: integers, one of them 1; a step of 0 means irregular windows, which are not sharded.
+        length: size of the dim in the input.
+        run: a step of 0 means irregular windows, which are not sharded.
         extra: windows that the op finds before the first one of a local input that starts at 0.
     """
 
     length: int
-    out: int
-    step: int = 1
-    scale: int = 1
-    first: int = 0
-    last: int = 0
+    run: Run
     extra: int = 0
-
-    def map_index(self, offset: int) -> int:
-        """The output offset of an input offset: that of the first window whose centre is at or behind it."""
-        if offset in (0, self.length):
-            return self.out if offset else 0
-        return min(max(-((self.first + self.last - 2 * offset * self.scale) // (2 * self.step)), 0), self.out)
 
     def inputs(self, start: int, stop: int) -> tuple[int, int]:
         """The range of inputs to run on for outputs `start` to `stop`."""
-        if start == stop:
-            return 0, 0
-        if (start, stop) == (0, self.out):
+        if (start, stop) == (0, self.run.length):
             return 0, self.length
-        low = (self.step * start + self.first) // self.scale
-        high = (self.step * (stop - 1) + self.last) // self.scale + 1
+        low, high = self.run.between(start, stop).indices()
+        if low == high:
+            return 0, 0
         low = min(max(low, 0), max(self.length - self.min_length, 0))
-        return low - low % self.step, min(max(high, low + self.min_length), self.length)
+        low -= low % self.run.step
+        return low, min(max(high, low + self.min_length), self.length)
 
     def skipped(self, start: int, low: int) -> int:
         """How many outputs of a local input that starts at `low` come before output `start`."""
-        return start - low * self.scale // self.step + self.extra
+        return start - low * self.run.scale // self.run.step + self.extra
 
     @property
     def min_length(self) -> int:
         """The smallest length that the op accepts."""
-        return max((self.last - self.first) // self.scale + 1, 1)
+        return max((self.run.span - 1) // self.run.scale + 1, 1)
 
 
 Windows = tuple[Window, ...]  # of the last dims
@@ -86,15 +77,16 @@ def each(value: T | Sequence[T], count: int) -> tuple[T, ...]:
 
 def sliding(length: int, kernel: int, stride: int, padding: int, dilation: int, out: int, extra: int = 0) -> Window:
     """The windows of a convolution or of pooling: output o covers `kernel` inputs from stride o - padding on."""
-    return Window(length, out, stride, 1, -padding, -padding + (kernel - 1) * dilation, extra)
+    return Window(length, Run(-padding, out, stride, span=(kernel - 1) * dilation + 1), extra)
 
 
 def window_rows(x: Meta, windows: Sequence[Window], others: int, local: LocalFunction) -> list[Row]:
     """A row for each of the last dims of the first operand; the other operands are replicated."""
     rows = []
     for dim, window in enumerate(windows, x.ndim - len(windows)):
-        if window.length and window.step:
-            map_index, why = local_with(Window.map_index, window), f"halo exchange along dim {dim}"
+        if window.length and window.run.step:
+            map_index = local_with(Run.map_index, window.run, window.length)
+            why = f"halo exchange along dim {dim}"
             rows.append(Row((Shard(dim), *(REPLICATE,) * others), Shard(dim), why, local, map_index=map_index))
     return rows
 
@@ -129,7 +121,7 @@ OutputSize = int | None | Sequence[int | None]  # None: as the input
 
 def pool_rows(x: Meta, windows: Sequence[Window], local: Callable[..., Any]) -> list[Row]:
     """Rows of an op that treats all but the last dims as a batch."""
-    if any(window.out < 1 for window in windows):
+    if any(window.run.length < 1 for window in windows):
         return []  # torch raises
     lead = x.ndim - len(windows)
     rows = [Row((Shard(d),), Shard(d), "batch- or channel-sharded", local) for d in range(lead)]
@@ -195,7 +187,7 @@ def _linear_row(x: Meta) -> list[Row]:
 
 def _equal_bins(length: int, out: int) -> Window:
     size = length // out if out and length % out == 0 else 0
-    return Window(length, out, size, 1, 0, max(size - 1, 0))
+    return Window(length, Run(0, out, size, span=max(size, 1)))
 
 
 def with_halo(
@@ -212,8 +204,8 @@ def with_halo(
     x = filled(x, [1, *(window.min_length for window in windows)])
     lengths = x.shape[x.ndim - len(windows) :]
     if size:
-        pairs = zip(windows, lengths, strict=True)
-        own_size = [n * window.scale // window.step if window.step else window.out for window, n in pairs]
+        pairs = [(window.run, n) for window, n in zip(windows, lengths, strict=True)]
+        own_size = [n * run.scale // run.step if run.step else run.length for run, n in pairs]
         args = (own_size, *args[size not in kwargs :])
     out = ctx.call(x, *args, **{k: a for k, a in kwargs.items() if k != size})
     if isinstance(out, Tensor):
@@ -290,7 +282,7 @@ def _convolution(
         span = (k - 1) * d + 1
         if transposed:
             first, last = min(0, a - span + s), max(a, 2 * a - span + s)
-            windows.append(Window(n, (n - 1) * s - 2 * a + span + p, 1, s, first, last))
+            windows.append(Window(n, Run(first, (n - 1) * s - 2 * a + span + p, span=last - first + 1, scale=s)))
         else:
             windows.append(sliding(n, k, s, a, d, (n + a + b - span) // s + 1, b - a))
     channels = weight.shape[0], weight.shape[1] * groups
@@ -305,7 +297,7 @@ def convolution_rows(x: Meta, weight: Meta, bias: Meta | None, *rest: Any) -> li
     except (ValueError, ZeroDivisionError):
         return []  # torch raises
     batched = x.ndim == weight.ndim
-    if not (batched or x.ndim == weight.ndim - 1) or min((w.out for w in conv.windows), default=0) < 1:
+    if not (batched or x.ndim == weight.ndim - 1) or min((w.run.length for w in conv.windows), default=0) < 1:
         return []
     local, at = local_with(_convolve, conv), int(batched)
     rows = window_rows(x, conv.windows, 2, local)
@@ -409,12 +401,14 @@ def interpolate(
         halo = HALO.get(mode, 0)
         if exact and n and out % n == 0:
             f = out // n
-            windows.append(Window(n, out, 1, f, -halo * f, halo * f))
+            run = Run(-halo * f, out, span=2 * halo * f + 1, scale=f)
         elif exact and out and n % out == 0 and (factor is None or (n // out).bit_count() == 1):
             f = n // out  # n * (1 / f) is exact for powers of two only
-            windows.append(Window(n, out, f, 1, -min(halo, 1) * f, f - 1 + min(halo, 1) * f))
+            before = min(halo, 1) * f
+            run = Run(-before, out, f, span=f + 2 * before)
         else:
-            windows.append(Window(n, out, 0))
+            run = Run(0, out, 0)
+        windows.append(Window(n, run))
     return pool_rows(input, windows, local_with(with_halo, tuple(windows), "" if size is None else "size"))
 
 
@@ -425,45 +419,43 @@ def _resized(input: Meta, size: Ints | None = None, scale: Any = None, *_: objec
     return (*input.shape[:2], *(int(n * f) for n, f in zip(lengths, each(scale, len(lengths)), strict=True)))
 
 
-def pixel_shuffle(input: Meta, upscale_factor: int) -> list[Row]:
+def _pixel_shuffle(input: Tensor, upscale_factor: int) -> Tensor:
     """r² channels become a channel of r times the height and width."""
-    r, channels = upscale_factor, input.ndim - 3
-    scales = Fraction(1, r * r), Fraction(r), Fraction(r)
-    return _rearranged(input, dict(enumerate(scales, channels)), (r * r, 1, 1))
+    blocks = input.unflatten(-3, (-1, upscale_factor, upscale_factor))
+    out: Tensor = blocks.movedim((-4, -3), (-3, -1)).flatten(-2).flatten(-3, -2)
+    return out
 
 
-def pixel_unshuffle(input: Meta, downscale_factor: int) -> list[Row]:
-    """The inverse of `pixel_shuffle`."""
-    r, channels = downscale_factor, input.ndim - 3
-    scales = Fraction(r * r), Fraction(1, r), Fraction(1, r)
-    return _rearranged(input, dict(enumerate(scales, channels)), (1, r, r))
+def _pixel_unshuffle(input: Tensor, downscale_factor: int) -> Tensor:
+    """The inverse of `_pixel_shuffle`."""
+    pixels = input.unflatten(-1, (-1, downscale_factor)).unflatten(-3, (-1, downscale_factor))
+    out: Tensor = pixels.movedim((-3, -1), (-4, -3)).flatten(-5, -3)
+    return out
 
 
 def unfold(input: Meta, kernel_size: Ints, *_: object, **__: object) -> list[Row]:
     """out[n, (c, k), (i, j)] = the patch of input[n, c] at (i, j)."""
-    return _rearranged(input, {input.ndim - 3: Fraction(prod(each(kernel_size, 2)))}, (1, 1, 1))
+    return _patch_rows(input, input.ndim - 3, Fraction(prod(each(kernel_size, 2))), (1, 1, 1))
 
 
 def fold(input: Meta, output_size: Ints, kernel_size: Ints, *_: object, **__: object) -> list[Row]:
     """The sum of overlapping patches."""
     size = prod(each(kernel_size, 2))
-    rows = _rearranged(input, {input.ndim - 2: Fraction(1, size)}, (size, 1))
+    rows = _patch_rows(input, input.ndim - 2, Fraction(1, size), (size, 1))
     return [*rows, Row((PARTIAL,), PARTIAL, "linear")]
 
 
-def _rearranged(x: Meta, scales: dict[int, Fraction], least: tuple[int, ...]) -> list[Row]:
-    """Rows for batch dims, and for dims whose size is multiplied and divided.
+def _patch_rows(x: Meta, channels: int, scale: Fraction, least: tuple[int, ...]) -> list[Row]:
+    """Rows for batch and channels, a dim that becomes `scale` times as long.
 
     Args:
         least: the smallest sizes of the last dims that the op takes.
     """
     local = local_with(never_empty, ((*(1,) * (x.ndim - len(least)), *least),))
-    rows = [Row((Shard(d),), Shard(d), "batch- or channel-sharded", local) for d in range(min(scales))]
-    why = "sharded between blocks of pixels"
-    return rows + [
-        Row((Shard(d),), Shard(d), why, local, map_index=local_with(scaled, scale), alignment=scale.denominator)
-        for d, scale in scales.items()
-    ]
+    why, map_index = "batch- or channel-sharded", local_with(scaled, scale)
+    rows = [Row((Shard(d),), Shard(d), why, local) for d in range(channels)]
+    of_channels = Shard(channels)
+    return [*rows, Row((of_channels,), of_channels, why, local, map_index=map_index, alignment=scale.denominator)]
 
 
 def grid_sample(input: Meta, grid: Meta, *_: object, **__: object) -> list[Row]:
@@ -492,7 +484,9 @@ register(OpRule(conv_forward), *FORWARD)
 register(OpRule(conv_transpose), *TRANSPOSED)
 register(OpRule(convolution_rows), torch.convolution, aten.convolution.default)
 register(OpRule(interpolate, shape=_resized), F.interpolate)
-for _rule in (unfold, fold, grid_sample, pixel_shuffle, pixel_unshuffle):
-    register(OpRule(_rule), getattr(F, _rule.__name__))
-_samplers = torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d
+register(OpRule(unfold), F.unfold)
+register(OpRule(fold), F.fold)
+register(OpRule(decomposition=_pixel_shuffle), F.pixel_shuffle)
+register(OpRule(decomposition=_pixel_unshuffle), F.pixel_unshuffle)
+_samplers = F.grid_sample, torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d
 register(OpRule(grid_sample), *_samplers, aten.grid_sampler_2d.default, aten.grid_sampler_3d.default)

@@ -6,6 +6,7 @@ The names and arguments are those of `torch.distributed.tensor.experimental`.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from shardwise._layout import (
     shown,
 )
 from shardwise._rules import Meta, OpRule, Row
-from shardwise._rules.registry import override
+from shardwise._rules.registry import RULES, register
 from shardwise._rules.row import Args, Kwargs, Op
 from shardwise._tensor import DTensor, strict
 from shardwise._tensor.dispatch.dispatcher import forget
@@ -65,16 +66,22 @@ def register_sharding(
     """
     ops = op if isinstance(op, list | tuple) else [op]
 
-    def register(rule: Callable[..., Sequence[Row | Acceptable]]) -> Callable[..., Sequence[Row | Acceptable]]:
+    def replace_rows(rule: Callable[..., Sequence[Row | Acceptable]]) -> Callable[..., Sequence[Row | Acceptable]]:
         def rows(*args: object, **kwargs: object) -> list[Row]:
             return [_as_row(found, args, kwargs) for found in rule(*args, **kwargs)]
 
-        for each in ops:
-            override(OpRule(rows, in_place, shape, data_dependent_shape=data_dependent_shape), *_names_of(each))
+        for name in chain(*map(_names_of, ops)):
+            known = RULES.get(name, OpRule())
+            new = OpRule(
+                rows, in_place, shape, data_dependent_shape=data_dependent_shape, native=known.native,
+                handler_without_row=known.handler_without_row or known.handler, index_form=known.index_form,
+                value_errors=known.value_errors, takes_dtensors=known.takes_dtensors,
+            )  # fmt: skip
+            register(new, name, replace=True)
         forget()
         return rule
 
-    return register
+    return replace_rows
 
 
 def _names_of(op: Op) -> list[Any]:

@@ -68,7 +68,7 @@ def custom_sharding_spec_op(sharding_spec_class: type[ShardingSpec], func: Any) 
         if func not in _implemented:
             usual = entry_of(func)
             _implemented[func] = _SpecOp(usual)
-            registry.register(replace(usual, handler=_implemented[func], is_op=True), func, again=True)
+            registry.register(replace(usual, handler=_implemented[func], is_op=True), func, replace=True)
         _implemented[func].by_spec[sharding_spec_class] = implementation
         hooks.dispatch_each_op_if(_any_implemented_for)
         return implementation
@@ -106,7 +106,7 @@ def implemented() -> frozenset[Any]:
 def forget_implementations() -> None:
     """Remove all implementations."""
     for func, op in _implemented.items():
-        registry.register(op.usual, func, again=True)
+        registry.register(op.usual, func, replace=True)
     _implemented.clear()
 
 

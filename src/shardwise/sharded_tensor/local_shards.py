@@ -25,7 +25,7 @@ _as_subclass: Any = torch._C.TensorBase.as_subclass
 # Rules of functions that keep the index of every element.
 ELEMENTWISE: frozenset[RowsFunction] = frozenset(
     (pointwise.nonlinear, pointwise.selected, pointwise.homogeneous, pointwise.additive, pointwise.bilinear,
-     pointwise.numerator, pointwise.copies, pointwise.conversion, pointwise.conversion_to, pointwise.filled_like)
+     pointwise.numerator, pointwise.identity_rows, pointwise.conversion, pointwise.conversion_to, pointwise.filled_like)
 )  # fmt: skip
 # Other functions that do, if the shape is unchanged.
 IN_ORDER = frozenset("view view_as reshape reshape_as rand_like randn_like dropout".split())

@@ -66,9 +66,7 @@ def moments(x: Tensor, dims: tuple[int, ...], pivot: Tensor | None = None) -> Mo
 
 
 def combined_moments(
-    parts: Sequence[Tensor],
-    add: Callable[[Tensor], Tensor] = _SUM,
-    spread: Callable[[Tensor], Tensor] = _UNSQUEEZED,
+    parts: Sequence[Tensor], add: Callable[[Tensor], Tensor] = _SUM, spread: Callable[[Tensor], Tensor] = _UNSQUEEZED
 ) -> Moments:
     """Moments of unions: `add` sums over the parts of each, `spread` gives its parts what a union has.
 

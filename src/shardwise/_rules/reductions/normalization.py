@@ -1,7 +1,8 @@
 """Softmax and normalizations. If the normalized dim is sharded, ranks exchange statistics, not elements."""
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
 from math import prod
 from operator import itemgetter
 from typing import Any
@@ -15,10 +16,10 @@ from shardwise._layout import REPLICATE, Box, Boxes, Layout, Partial, Placement,
 from shardwise._rules.local_context import LocalContext, local_with
 from shardwise._rules.local_tensors import as_accumulator, never_empty
 from shardwise._rules.pointwise import shape_of_first
-from shardwise._rules.reductions.combiners import Moments, combined_moments, combined_sums, finite, moments, top_along
+from shardwise._rules.reductions.combiners import combined_moments, combined_sums, finite, moments, top_along
 from shardwise._rules.reductions.over_dims import non_negative
 from shardwise._rules.registry import OpRule, register
-from shardwise._rules.row import Align, Args, Meta, Op, Row
+from shardwise._rules.row import Args, Meta, Op, Row
 from shardwise.errors import RuleError
 
 aten = torch.ops.aten
@@ -28,7 +29,7 @@ Maybe = Tensor | None
 # ---- softmax ------------------------------------------------------------------------------------------------
 
 
-def softmax(kind: str, x: Meta, dim: int | None = None, *args: object, **kwargs: object) -> list[Row]:
+def softmax(variant: str, x: Meta, dim: int | None = None, *args: object, **kwargs: object) -> list[Row]:
     """out = exp(x) / sum over dim of exp(x); its logarithm; or zeros where that is 0 / 0."""
     if dim is None:
         raise NotImplementedError("torch chooses the dim")
@@ -36,7 +37,7 @@ def softmax(kind: str, x: Meta, dim: int | None = None, *args: object, **kwargs:
         raise NotImplementedError("half_to_float is only for CUDA")
     dim = non_negative(x, dim)
     dtype = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)), None)
-    local = local_with(_softmax_of_shards, kind, dim, dtype)
+    local = local_with(_softmax_of_shards, variant, dim, dtype)
     why = "ranks all-gather maxima and sums of their shards"
     rows = _batch_rows(0, [d for d in range(x.ndim) if d != dim])
     return [*rows, Row((Shard(dim),), Shard(dim), why, local)] if x.ndim else rows
@@ -48,16 +49,16 @@ def _batch_rows(others: int, dims: list[int]) -> list[Row]:
 
 
 def _softmax_of_shards(
-    kind: str, dim: int, dtype: torch.dtype | None, ctx: LocalContext, x: Tensor, /, *_: object, **__: object
+    variant: str, dim: int, dtype: torch.dtype | None, ctx: LocalContext, x: Tensor, /, *_: object, **__: object
 ) -> Tensor:
     dtype = dtype or x.dtype
     scores = as_accumulator(x.to(dtype))
     top = top_along(scores, (dim,))
     own = torch.stack([top, (scores - finite(top)).exp_().sum(dim, keepdim=True)])
     top, total = combined_sums(*ctx.all_gather(own).unbind(1))
-    total = total.masked_fill(total == 0, 1) if kind == "safe" else total
+    total = total.masked_fill(total == 0, 1) if variant == "safe" else total
     shifted = scores - finite(top)
-    return (shifted - total.log() if kind == "log" else shifted.exp() / total).to(dtype)
+    return (shifted - total.log() if variant == "log" else shifted.exp() / total).to(dtype)
 
 
 # ---- layer_norm and rms_norm --------------------------------------------------------------------------------
@@ -163,15 +164,14 @@ def channelwise(op: Op, *args: object, **kwargs: object) -> list[Row]:
             f"Running statistics must be {x.shape[1]} numbers, neither Partial nor in Boxes, because they change in "
             f"place; got {', '.join(f'{s.shape} as {s.placement}' for s in statistics)}. Fix: redistribute them."
         )
-    if from_input:
-        why, align, local = "ranks all-gather moments of their shards", Align.ORDER, local_with(_by_moments, op)
-    else:
-        others = sum(isinstance(a, Meta) for a in named.values()) - 1
-        why, align = "each rank normalizes its own shard", Align.ALL
-        local = local_with(never_empty, (x.ndim, *(1,) * others))
+    why = "ranks all-gather moments of their shards" if from_input else "each rank normalizes its own shard"
+    tensors = [name for name, a in named.items() if isinstance(a, Meta)]
+    changed = STATISTICS if from_input else ()
+    align = tuple([i for i, name in enumerate(tensors) if name not in changed])
+    local = local_with(_by_moments, op) if from_input else local_with(never_empty, (x.ndim, *[1] * (len(tensors) - 1)))
     rows = [Row(_placed(named, d), Shard(d), why, local, align) for d in range(x.ndim)]
     if any(s.placement != REPLICATE for s in statistics):
-        rows.append(Row(_placed(named, None), REPLICATE, "statistics keep their layout", local, Align.ORDER))
+        rows.append(Row(_placed(named, None), REPLICATE, "statistics keep their layout", local, align))
     return rows
 
 
@@ -200,58 +200,111 @@ def _placed(named: Named, dim: int | None) -> tuple[Placement, ...]:
     def placement_of(name: str, x: Meta) -> Placement:
         if name == "input":
             return REPLICATE if dim is None else Shard(dim)
-        own = Shard(0) if isinstance(x.placement, Shard) else x.placement
-        if named["from_input"]:
-            return own if name in STATISTICS else Shard(0) if dim == 1 and own == Shard(0) else REPLICATE
+        if named["from_input"] and name in STATISTICS:
+            return Shard(0) if isinstance(x.placement, Shard) else x.placement
         return Shard(0) if dim == 1 else REPLICATE
 
     return tuple(placement_of(name, x) for name, x in named.items() if isinstance(x, Meta))
 
 
 def _by_moments(op: Op, ctx: LocalContext, *args: object, **kwargs: object) -> Tensor:
-    named = _named(op, args, kwargs)
-    operand = {name: i for i, name in enumerate(k for k, a in named.items() if isinstance(a, Tensor))}
-    x, shape, box = named["input"], ctx.layouts[0].shape, ctx.layouts[0].boxes(ctx.rank)[0]
-    if op in INSTANCE and ctx.layouts[0].strides is not None:  # torch saves a copy, which may then differ from `x`
+    named, layout, box = _named(op, args, kwargs), ctx.layouts[0], ctx.layouts[0].boxes(ctx.rank)[0]
+    x, groups = named["input"], named.get("num_groups", layout.shape[1])
+    if op in INSTANCE and layout.strides is not None:  # torch saves a copy, which may then differ from `x`
         x = x.clone(memory_format=torch.contiguous_format)
-    groups = named.get("num_groups", shape[1])
-    size = max(shape[1] // max(groups, 1), 1)
+    layouts = dict(zip([name for name, a in named.items() if isinstance(a, Tensor)], ctx.layouts, strict=True))
+    statistics = {name: layouts[name] for name in STATISTICS if name in layouts}
+    size = max(layout.shape[1] // max(groups, 1), 1)
     group = (torch.arange(box.sizes[1], device=x.device) + box.offsets[1]) // size
-    weight, bias = (_local_channels(ctx, named, operand, name) for name in ("weight", "bias"))
-    statistics = tuple([ctx.layouts[operand[name]] for name in STATISTICS if name in operand])
-    own_examples = [axis for axis in ctx.axes if not ctx.layouts[0].placements[axis].is_shard(0)]
-    ranks = ctx.ranks(None if statistics or op in BATCH else own_examples)
-    ranks = _sharing_ranks(ctx.layouts[0], statistics, size, ctx.rank, ranks)
-    if x.numel() and len(ranks) == 1 and not statistics and op not in BATCH:
-        return torch.group_norm(x, box.sizes[1] // size, weight, bias, named["eps"])
-    full = as_accumulator(x).reshape(*x.shape[:2], prod(x.shape[2:]))
-    own, examples = torch.stack(_group_moments(full, (0, 2) if op in BATCH else (2,), group, groups)), slice(None)
-    if statistics and op in INSTANCE:  # running statistics average over the examples of all ranks
-        before, stop = box.offsets[0], box.offsets[0] + box.sizes[0]
-        own, examples = F.pad(own, (0, 0, before, shape[0] - stop)), slice(before, stop)
-    count, mean, squares = own if len(ranks) == 1 else combined_moments(ctx.all_gather(own, ranks).unbind(1))
-    variance = squares / count.clamp(min=1)
-    if statistics:
-        members = prod(shape[2:]) * (shape[0] if op in BATCH else 1)
-        _update(op, ctx, named, operand, mean, variance * (members / max(members - 1, 1)))
-    mean, variance = torch.stack([mean, variance])[:, examples, group].unsqueeze(3)
-    weight, bias = (w if w is None else w.unsqueeze(1) for w in (weight, bias))
-    centered = _without_mean(full, mean)
-    return _scaled(centered, variance.to(full.dtype), weight, bias, named["eps"]).view(x.shape).to(x.dtype)
+    norm = _batch_norm if op in BATCH else _instance_norm if statistics else _group_norm
+    return norm(Channels(ctx, named, x, box, groups, size, group, statistics))
 
 
-def _group_moments(x: Tensor, dims: tuple[int, ...], group: Tensor, groups: int) -> Moments:
-    """Moments, (examples or 1, groups) each, of the local channels; zeros for other groups."""
-    own = torch.stack(moments(x, dims)).squeeze(3)
-    add = partial(own.new_zeros(own.shape[1], groups).index_add, 1, group)
-    return combined_moments(own.unbind(), add, itemgetter((slice(None), group)))
+@dataclass(frozen=True)
+class Channels:
+    """The channels of an input on this rank, in groups that have moments in common."""
+
+    ctx: LocalContext
+    named: Named
+    x: Tensor
+    box: Box
+    groups: int
+    size: int  # of a group
+    group: Tensor  # of each channel
+    statistics: dict[str, Layout]  # that change
+
+    @cached_property
+    def flat(self) -> Tensor:
+        """The input with one spatial dim, in the dtype of moments."""
+        return as_accumulator(self.x).reshape(*self.x.shape[:2], prod(self.x.shape[2:]))
+
+    def ranks(self, axes: Sequence[int]) -> tuple[int, ...]:
+        """The ranks along `axes` that combine moments; this one only, if each can normalize alone."""
+        layouts, ranks = tuple(self.statistics.values()), self.ctx.ranks(axes)
+        return _sharing_ranks(self.ctx.layouts[0], layouts, self.size, self.ctx.rank, ranks)
+
+    def moments(self, dims: tuple[int, ...]) -> Tensor:
+        """Moments of the groups, (3, examples or 1, groups); zeros for groups without local channels."""
+        own = torch.stack(moments(self.flat, dims)).squeeze(3)
+        add = partial(own.new_zeros(own.shape[1], self.groups).index_add, 1, self.group)
+        return torch.stack(combined_moments(own.unbind(), add, itemgetter((slice(None), self.group))))
+
+    def combined(self, own: Tensor, ranks: tuple[int, ...]) -> Tensor:
+        """Means and variances over several ranks."""
+        all_moments = own if len(ranks) == 1 else combined_moments(self.ctx.all_gather(own, ranks).unbind(1))
+        count, mean, squares = all_moments
+        return torch.stack([mean, squares / count.clamp(min=1)])
+
+    def normalized(self, found: Tensor) -> Tensor:
+        """The result, from means and variances of the local examples."""
+        mean, variance = found[:, :, self.group].unsqueeze(3)
+        weight, bias = (w if w is None else w.unsqueeze(1) for w in map(self.named.get, ("weight", "bias")))
+        centered = _without_mean(self.flat, mean)
+        out = _scaled(centered, variance.to(self.flat.dtype), weight, bias, self.named["eps"])
+        return out.view(self.x.shape).to(self.x.dtype)
+
+    @torch.no_grad()
+    def update(self, found: Tensor, members: int, same_version: bool) -> None:
+        """Move running statistics towards means and variances of so many members each."""
+        news = dict(zip(STATISTICS, (found[0], found[1] * (members / max(members - 1, 1))), strict=True))
+        for name, layout in self.statistics.items():
+            box, changed, momentum = layout.box(self.ctx.rank), self.named[name], self.named["momentum"]
+            own = news[name].mean(0)[box.offsets[0] : box.offsets[0] + box.sizes[0]]
+            with _unsafe_preserve_version_counter((changed,) if same_version and not changed.is_inference() else ()):
+                changed.copy_(changed * (1 - momentum) + own * momentum)
+
+
+def _group_norm(c: Channels) -> Tensor:
+    """group_norm, and instance_norm without running statistics, where a channel is a group."""
+    ranks = c.ranks([axis for axis in c.ctx.axes if not c.ctx.layouts[0].placements[axis].is_shard(0)])
+    if c.x.numel() and len(ranks) == 1:
+        weight, bias = map(c.named.get, ("weight", "bias"))
+        return torch.group_norm(c.x, c.box.sizes[1] // c.size, weight, bias, c.named["eps"])
+    return c.normalized(c.combined(c.moments((2,)), ranks))
+
+
+def _instance_norm(c: Channels) -> Tensor:
+    """instance_norm with running statistics, which average over the examples of all ranks."""
+    shape, first, count = c.ctx.layouts[0].shape, c.box.offsets[0], c.box.sizes[0]
+    own = F.pad(c.moments((2,)), (0, 0, first, shape[0] - first - count))
+    found = c.combined(own, c.ranks(c.ctx.axes))
+    c.update(found, prod(shape[2:]), same_version=False)
+    return c.normalized(found[:, first : first + count])
+
+
+def _batch_norm(c: Channels) -> Tensor:
+    shape = c.ctx.layouts[0].shape
+    found = c.combined(c.moments((0, 2)), c.ranks(c.ctx.axes))
+    # Torch saves the statistics and changes them under the same version: a second call is no error.
+    c.update(found, shape[0] * prod(shape[2:]), same_version=True)
+    return c.normalized(found)
 
 
 @lru_cache(maxsize=1024)
 def _sharing_ranks(
     x: Layout, statistics: tuple[Layout, ...], size: int, rank: int, ranks: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Those of `ranks` that combine moments; `rank` only, if none needs channels, or shards of groups, of another one.
+    """The ranks that combine moments; `rank` only, if none needs channels, or shards of groups, of another one.
 
     Args:
         statistics: running statistics, which need the channels that they have; each group has `size` channels.
@@ -265,25 +318,6 @@ def _sharing_ranks(
     return (rank,) if alone else ranks
 
 
-@torch.no_grad()
-def _update(op: Op, ctx: LocalContext, named: Named, operand: dict[str, int], mean: Tensor, variance: Tensor) -> None:
-    for name, new in zip(STATISTICS, (mean.mean(0), variance.mean(0)), strict=True):
-        box, changed = ctx.layouts[operand[name]].box(ctx.rank), named[name]
-        own = new[box.offsets[0] : box.offsets[0] + box.sizes[0]]
-        # Torch's batch_norm saves the statistics and changes them under the same version: a second call is no error.
-        kept = () if op in INSTANCE or changed.is_inference() else (changed,)
-        with _unsafe_preserve_version_counter(kept):
-            changed.copy_(changed * (1 - named["momentum"]) + own * named["momentum"])
-
-
-def _local_channels(ctx: LocalContext, named: Named, operand: dict[str, int], name: str) -> Maybe:
-    """The weight or bias of the local channels of the input."""
-    if name not in operand:
-        return None
-    wanted = {r: Box(box.offsets[1:2], box.sizes[1:2]) for r, box in zip(ctx.ranks(), ctx.boxes(0), strict=True)}
-    return ctx.fetch(named[name], operand[name], wanted.__getitem__)
-
-
 # ---- weight_norm --------------------------------------------------------------------------------------------
 
 
@@ -295,9 +329,9 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
 
 # ---- which op is what ----------------------------------------------------------------------------------------------
 
-for _kind, _name in (("plain", "softmax"), ("log", "log_softmax")):
+for _variant, _name in (("plain", "softmax"), ("log", "log_softmax")):
     _homes = [getattr(home, _name) for home in (F, torch, Tensor, torch.special)]
-    _rule = OpRule(partial(softmax, _kind), shape=shape_of_first, shape_independent=True)
+    _rule = OpRule(partial(softmax, _variant), shape=shape_of_first, shape_independent=True)
     register(_rule, *_homes, getattr(aten, _name).int, getattr(aten, "_" + _name).default)
 register(OpRule(partial(softmax, "safe"), shape=shape_of_first, shape_independent=True), aten._safe_softmax.default)
 for _name, _local in (("layer_norm", _layer_norm_of_shards), ("rms_norm", _rms_norm_of_shards)):

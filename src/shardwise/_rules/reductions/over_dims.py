@@ -10,8 +10,7 @@ from torch import Tensor
 
 from shardwise._layout import Boxes, OnRanks, Placement, Shard
 from shardwise._rules.local_context import LocalContext, local_with
-from shardwise._rules.pointwise import callables_of
-from shardwise._rules.registry import OpRule, RowsFunction, Shapes, register
+from shardwise._rules.registry import OpRule, RowsFunction, Shapes, functions_named, register
 from shardwise._rules.row import Args, Kwargs, LocalFunction, Meta, Op, Row
 
 Dims = tuple[int, ...] | None  # None: all dims of the local tensor, whatever its shape
@@ -53,12 +52,12 @@ def register_reduction(
     names: str,
     *ops: Op,
     shape_independent: bool = True,
-    **kind: Any,
+    **values: Any,
 ) -> None:
     """Register a rule for the functions, methods and aten ops called `names`, and for `ops`; NumPy's names of
     arguments are translated."""
-    found = [op for name in names.split() for op, in_place in callables_of(name) if not in_place]
-    rule = OpRule(_renamed(rows), shape=shape and _renamed(shape), shape_independent=shape_independent, **kind)
+    found = functions_named(*names.split())
+    rule = OpRule(_renamed(rows), shape=shape and _renamed(shape), shape_independent=shape_independent, **values)
     register(rule, *(op for op in (*found, *ops) if not getattr(getattr(op, "_schema", None), "is_mutable", False)))
 
 
@@ -95,7 +94,7 @@ def rows_over(
 def rows_over_all(
     x: Meta, dims: tuple[int, ...], keepdim: bool, output: Placement, function: Op, *fixed: object
 ) -> list[Row]:
-    """The same with a local `function(ctx, x, dims, keepdim, *fixed)`, and for Boxes if all dims are reduced."""
+    """Rows of an op with a local `function(ctx, x, dims, keepdim, *fixed)`; if all dims are reduced, for Boxes too."""
     everything = len(set(dims)) == x.ndim > 0 and not keepdim
     local = on_operand(function, None if everything else dims, keepdim, *fixed)
     rows = rows_over(x, dims, keepdim, output, local)

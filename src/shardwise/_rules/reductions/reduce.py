@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwise._layout import PARTIAL, REPLICATE, Boxes, OnRanks, Partial, Placement, Shard
 from shardwise._rules.local_context import LocalContext
 from shardwise._rules.local_tensors import as_accumulator, as_float64, autocast_to_float
-from shardwise._rules.pointwise import SUMS, broadcast, callables_of, shape_of_first, shard_rows
+from shardwise._rules.pointwise import SUMS, broadcast, shape_of_first, shard_rows
 from shardwise._rules.reductions.combiners import combined_moments, moments, top_along
 from shardwise._rules.reductions.over_dims import (
     OWN_SHARD,
@@ -32,9 +32,8 @@ from shardwise._rules.reductions.over_dims import (
     rows_over,
     rows_over_all,
     shard_counts,
-    with_indices,
 )
-from shardwise._rules.registry import OpRule, Shapes, register
+from shardwise._rules.registry import OpRule, Shapes, functions_named, register
 from shardwise._rules.row import Args, Kwargs, Meta, Op, Row
 from shardwise._trace.autograd_function import TensorFunction
 from shardwise.errors import EmptyError
@@ -216,17 +215,17 @@ def log_of_sum(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
 
 
 def extreme(
-    kinds: tuple[bool, ...], input: Meta, *args: object, zero_elsewhere: bool = False, **kwargs: object
+    wanted: tuple[bool, ...], input: Meta, *args: object, zero_elsewhere: bool = False, **kwargs: object
 ) -> list[Row]:
     """out = the maximum (True), the minimum (False) over some dims, or both. See `extremes`."""
-    rows = rows_over_all(input, *reduced_dims(input, args, kwargs), REPLICATE, extremes, kinds, zero_elsewhere)
-    p = Partial("max" if kinds[0] else "min")  # kept, never made from a Shard: it could not count ties
-    same = len(kinds) == 1 and input.placement == p
+    rows = rows_over_all(input, *reduced_dims(input, args, kwargs), REPLICATE, extremes, wanted, zero_elsewhere)
+    p = Partial("max" if wanted[0] else "min")  # kept, never made from a Shard: it could not count ties
+    same = len(wanted) == 1 and input.placement == p
     return [*rows, Row((p,), p, f"the {p.reduce_op} of {p.reduce_op}s")] if same else rows
 
 
 def extremes(
-    ctx: LocalContext, x: Tensor, dims: Dims, keepdim: bool, kinds: tuple[bool, ...], zero_elsewhere: bool = False
+    ctx: LocalContext, x: Tensor, dims: Dims, keepdim: bool, wanted: tuple[bool, ...], zero_elsewhere: bool = False
 ) -> Tensor | tuple[Tensor, ...]:
     """The maximum (True), the minimum (False) over all ranks. Ties share the gradient, on whatever ranks they are, so
     ranks all-gather values and numbers of ties; a Partial("max") result could not count them.
@@ -245,7 +244,7 @@ def extremes(
         )
     needs_grad = x.requires_grad and torch.is_grad_enabled()
     equal = _same if zero_elsewhere else torch.eq
-    for largest in kinds:
+    for largest in wanted:
         shard, along = nonempty_shard(ctx, x, dims, extreme_identity(largest, x.dtype))
         own = shard.amax(along, keepdim=True) if largest else shard.amin(along, keepdim=True)
         are_own = equal(shard, own) if needs_grad else torch.ones_like(own)
@@ -254,12 +253,12 @@ def extremes(
             own = _Select.apply(shard, own.detach(), are_own.to(wide) / ties, True)
         pair = torch.stack([own.to(wide), ties.to(wide) * min(shard_counts(ctx, dims)[group_rank(ctx)], 1)])
         found.append(pair if keepdim else pair.squeeze([d + 1 for d in along]))
-    for largest, (values, ties) in zip(kinds, ctx.all_gather(torch.stack(found)).movedim(0, 2), strict=True):
+    for largest, (values, ties) in zip(wanted, ctx.all_gather(torch.stack(found)).movedim(0, 2), strict=True):
         best = values.detach().amax(0) if largest else values.detach().amin(0)
         weights = torch.where(equal(values, best), ties.detach(), 0)
         result: Tensor = _Select.apply(values, best, weights / weights.sum(0), zero_elsewhere)
         results.append(result.to(x.dtype))
-    return results[0] if len(kinds) == 1 else torch.return_types.aminmax(results)  # type: ignore[arg-type]
+    return results[0] if len(wanted) == 1 else torch.return_types.aminmax(results)  # type: ignore[arg-type]
 
 
 def _same(a: Tensor, b: Tensor) -> Tensor:
@@ -316,23 +315,9 @@ def _before(ctx: LocalContext, dim: int, own: Tensor) -> Tensor:
     return ctx.all_gather(own)[sorted(earlier, key=lambda i: boxes[i].offsets[dim])]
 
 
-def scan_of_extremes(largest: bool, input: Meta, dim: int) -> list[Row]:
-    """out[i] = the largest (smallest) of input[0] to input[i] along dim, and the index of the last such element."""
-    dim = non_negative(input, dim)
-    return rows_over(input, (dim,), True, Shard(dim), on_operand(_scanned_extremes, largest, dim))
-
-
-def _scanned_extremes(ctx: LocalContext, x: Tensor, largest: bool, dim: int) -> Tensor | tuple[Tensor, ...]:
-    shard, _ = nonempty_shard(ctx, x, (dim,), extreme_identity(largest, x.dtype), True)
-    values, at = shard.flip(dim).max(dim) if largest else shard.flip(dim).min(dim)
-    length, start = x.shape[dim], ctx.boxes(0)[group_rank(ctx)].offsets[dim]
-    heads, indices = _before(ctx, dim, with_indices(values, start + length - 1 - at)).movedim(0, dim + 1)
-    extended = torch.cat([heads.to(x.dtype), x], dim)
-    scanned = extended.cummax(dim) if largest else extended.cummin(dim)
-    own = torch.arange(start, start + length, device=x.device).view(-1, *[1] * (x.ndim - 1 - dim))
-    table = torch.cat([indices.long(), own.expand_as(x)], dim)
-    values, at = (found.narrow(dim, heads.shape[dim], length) for found in scanned)
-    return type(scanned)((values, table.gather(dim, at)))
+def scan_of_extremes(input: Meta, dim: int) -> list[Row]:
+    """out[i] = the largest (smallest) of input[0] to input[i] along dim, which is not sharded, and its index."""
+    return rows_over(input, (non_negative(input, dim),), True, None)
 
 
 def _in_place(function: Op, x: Tensor, *args: object, **kwargs: object) -> Tensor:
@@ -351,7 +336,7 @@ for _root, _name in ((False, "var"), (True, "std")):
         _rule, _shape = partial(variance, _root, _both), partial(_variance_shape, _both)
         register_reduction(_rule, _shape, _name + "_mean" * _both, shape_independent=False)
 register_reduction(norm, _norm_shape, "norm linalg_vector_norm", torch.linalg.vector_norm, shape_independent=False)
-register(OpRule(decomposition=_dist), *(op for op, _ in callables_of("dist")))
+register(OpRule(decomposition=_dist), *functions_named("dist"))
 register_reduction(cdist, None, "cdist _cdist_forward _euclidean_dist")
 register_reduction(log_sum_exp, reduced_shape, "logsumexp")
 register_reduction(partial(extreme, (True,)), reduced_shape, "amax")
@@ -364,5 +349,4 @@ for _name in ("cumsum", "cumprod", "logcumsumexp"):
 for _name in ("cumsum", "cumprod"):
     _ops = getattr(Tensor, _name + "_"), getattr(torch.ops.aten, _name + "_").default
     register(OpRule(decomposition=partial(_in_place, getattr(Tensor, _name))), *_ops)
-for _largest, _name in ((True, "cummax"), (False, "cummin")):
-    register_reduction(partial(scan_of_extremes, _largest), lambda input, dim: [input.shape] * 2, _name)
+register_reduction(scan_of_extremes, lambda input, dim: [input.shape] * 2, "cummax cummin")

@@ -37,7 +37,7 @@ from shardwise._layout import (
 )
 from shardwise._rules.local_context import LocalContext, local_with
 from shardwise._rules.pointwise import PARTIALS, SUMS, shape_of_first, shard_at
-from shardwise._rules.registry import OpRule, functions_named, overloads, register
+from shardwise._rules.registry import OpRule, forms_of, register
 from shardwise._rules.row import Align, Kwargs, Meta, Row
 from shardwise._rules.row_exchange import Route
 from shardwise.errors import PlaceError
@@ -58,14 +58,14 @@ class IndexForm:
 
     Args:
         names: the names of the arguments after x.
-        kind: "each": one index tensor per indexed dim; "along": one tensor with as many dims as x, whose own position
+        indexing: "each": one index tensor per indexed dim; "along": one tensor with as many dims as x, whose position
             is the index along all dims but one; "flat": indices into the flattened x.
         in_place: whether x itself is written to.
         wraps: whether negative indices count from the end.
     """
 
     names: tuple[str, ...]
-    kind: str
+    indexing: str
     in_place: bool = False
     wraps: bool = False
 
@@ -80,7 +80,7 @@ class IndexForm:
             dims = (given.pop("dim") % max(x.ndim, 1),) if "dim" in given else ()
         name = next((n for n in VALUES if n in given), None)
         values = given.pop(name) if name else None
-        return Call(self, x, dims if self.kind == "each" else tuple(range(x.ndim)), dims, ids, values, given)
+        return Call(self, x, dims if self.indexing == "each" else tuple(range(x.ndim)), dims, ids, values, given)
 
 
 class Call(NamedTuple, Generic[X]):
@@ -135,7 +135,7 @@ def rows(form: IndexForm, mode: str, x: Meta, *args: object, **kwargs: object) -
     _check_indices(call)
     mode = "add" if call.rest.get("accumulate") else "other" if call.rest.get("reduce") else mode
     reads, values = mode == "read", [call.values] if isinstance(call.values, Meta) else []
-    along, ids = form.kind == "along", (REPLICATE,) * len(call.ids)
+    along, ids = form.indexing == "along", (REPLICATE,) * len(call.ids)
     kept, by_index_dim, replicated = (_along if along else _each_or_flat)(call, values)
     local = local_with(_read if reads else _write, form)
     found = [
@@ -164,7 +164,7 @@ def _check_indices(call: Call[Meta]) -> None:
         raise NotImplementedError("masks and 0-d tensors are decomposed")
     if call.form.names[0] != "dim":
         return
-    along = call.form.kind == "along"
+    along = call.form.indexing == "along"
     of_same_ndim = (*call.ids, *[call.values] * isinstance(call.values, Meta)) if along else call.ids
     if any(i.ndim != (call.x.ndim if along else 1) for i in of_same_ndim):
         raise NotImplementedError("the index has another number of dims than torch documents")
@@ -188,7 +188,7 @@ def _each_or_flat(call: Call[Meta], values: list[Meta]) -> Shardings:
 
 def _fit(values: Meta, call: Call[Meta], shape: tuple[int, ...]) -> bool:
     """Whether there is a value for each element of the slices, which have `shape`."""
-    if call.form.kind == "flat":
+    if call.form.indexing == "flat":
         return prod(values.shape) == prod(shape)
     if "dim" in call.form.names:
         return values.shape == shape or not (values.ndim and shape)  # torch takes numbers for slices of one element
@@ -280,7 +280,7 @@ def _index_axes(ctx: LocalContext, call: Call[Tensor]) -> tuple[int, ...]:
 
 def _shared_axes(ctx: LocalContext, call: Call[Tensor]) -> tuple[int, ...]:
     """The axes along which one rank's indices may name another rank's slices."""
-    if call.form.kind != "along":
+    if call.form.indexing != "along":
         return ctx.axes
     x, index = ctx.layouts[:2]
     pairs = [(x.box(rank), index.box(rank)) for rank in ctx.ranks() if x.boxes(rank)]
@@ -316,10 +316,10 @@ def _positions(ctx: LocalContext, call: Call[Tensor]) -> tuple[list[Tensor], Bad
     """For each indexed dim the global index of every slice, flat."""
     shape = ctx.layouts[0].shape
     ids = [i.to(call.x.device) for i in call.ids]  # CPU indices of a CUDA tensor are legal
-    if call.form.kind == "flat":
+    if call.form.indexing == "flat":
         index, bad_index = flat_index(call, ids[0], prod(shape), len(shape))
         return [index // s % max(n, 1) for n, s in zip(shape, contiguous_strides(shape), strict=True)], bad_index
-    if call.form.kind == "each":
+    if call.form.indexing == "each":
         pairs = [
             flat_index(call, i.expand(call.index_shape), shape[d], d) for i, d in zip(ids, call.indexed, strict=True)
         ]
@@ -376,13 +376,13 @@ def _values(call: Call[Tensor], kept: Sequence[int]) -> Any:
     values = call.values
     if not isinstance(values, Tensor) or (call.form.names[0] == "dim" and not values.ndim):
         return values
-    if call.form.kind == "each":
+    if call.form.indexing == "each":
         count, shape = len(call.index_shape), call.read_shape(kept)
         front = values.expand(shape).movedim(tuple(range(call.start, call.start + count)), tuple(range(count)))
         return front.reshape(prod(call.index_shape), *front.shape[count:])
     return (
         values[tuple(slice(0, n) for n in call.index_shape)].reshape(-1)
-        if call.form.kind == "along"
+        if call.form.indexing == "along"
         else values.reshape(-1)
     )
 
@@ -392,9 +392,9 @@ def _write_slices(ctx: LocalContext, x: Tensor, call: Call[Tensor], index: Tenso
     rows = isinstance(values, Tensor) and values.ndim > 0
     if rows and not index.numel():  # a rank without elements may have kept dims of other lengths
         values = values.reshape(-1)[:0].view(0, *(x.shape[d] for d in call.kept))
-    if call.form.kind != "each":
+    if call.form.indexing != "each":
         flat = x.reshape(-1)
-        out = ctx.call(flat, *((0,) if call.form.kind == "along" else ()), index, values, **call.rest)
+        out = ctx.call(flat, *((0,) if call.form.indexing == "along" else ()), index, values, **call.rest)
         if not call.form.in_place:
             return torch.ops.aten._unsafe_view(out, x.shape)  # a new tensor, not a view
         return x if x.is_contiguous() else x.copy_(out.view(x.shape))
@@ -465,7 +465,7 @@ def _local_scatter(ctx: LocalContext, x: Tensor, mask: Tensor, source: Tensor) -
 
 # ---- which op is what --------------------------------------------------------------------------------------------
 
-OPS = (  # name, what it does, arguments, kind, whether negative indices count from the end
+OPS = (  # name, what it does, arguments, indexing, whether negative indices count from the end
     ("index", "read", "indices", "each", True),
     ("index_select", "read", "dim index", "each", False),
     ("gather", "read", "dim index sparse_grad", "along", False),
@@ -482,14 +482,11 @@ OPS = (  # name, what it does, arguments, kind, whether negative indices count f
 )
 
 
-for _name, _mode, _names, _kind, _wraps in OPS:
-    for _in_place in (False,) if _mode == "read" else (False, True):
-        _form = IndexForm(tuple(_names.split()), _kind, _in_place, _wraps)
-        _spelling, _shape = _name + "_" * _in_place, None if _mode == "read" else shape_of_first
-        _ops = functions_named(_spelling) if _name != "index" else []  # Tensor.index takes named dims
-        _rule = OpRule(partial(rows, _form, _mode), _in_place, _shape, index_form=_form)
-        register(_rule, *_ops, *overloads(_spelling))
+for _name, _mode, _names, _indexing, _wraps in OPS:
+    for _op, _in_place in forms_of(_name):
+        _form = IndexForm(tuple(_names.split()), _indexing, _in_place, _wraps)
+        _shape = None if _mode == "read" else shape_of_first
+        register(OpRule(partial(rows, _form, _mode), _in_place, _shape, index_form=_form), _op)
 register(OpRule(boolean_rows, data_dependent_shape=True, memory_order=_boolean_order), boolean_index)
-for _name, _in_place in (("masked_scatter", False), ("masked_scatter_", True)):
-    _aten = getattr(torch.ops.aten, _name).default
-    register(OpRule(masked_scatter, _in_place, shape_of_first), *functions_named(_name), _aten)
+for _op, _in_place in forms_of("masked_scatter"):
+    register(OpRule(masked_scatter, _in_place, shape_of_first), _op)

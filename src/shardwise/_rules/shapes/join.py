@@ -31,21 +31,33 @@ FILLED = -1
 
 
 class Run(NamedTuple):
-    """`length` indices start, start + step, … of a dim of operand number `operand`, or as many constants (FILLED)."""
+    """`length` indices start, start + step, … of a dim of operand number `operand`, or as many constants (FILLED).
+
+    Args:
+        span: element i is not one index but a window, of this many indices from start + step i on.
+        scale: indices count in steps of 1 / scale: element i has those from floor((start + step i) / scale) on.
+    """
 
     start: int
     length: int
     step: int = 1
     operand: int = 0
+    span: int = 1
+    scale: int = 1
 
     def between(self, low: int, high: int) -> "Run":
         """Elements `low` to `high` of the run."""
         low, high = max(low, 0), min(high, self.length)
-        return Run(self.start + self.step * low, max(high - low, 0), self.step, self.operand)
+        return self._replace(start=self.start + self.step * low, length=max(high - low, 0))
 
     def offset_of(self, index: int) -> int:
-        """How many elements of a rising run come before `index` of the dim."""
-        return min(max(0, -((self.start - index) // self.step)), self.length)
+        """How many elements of a rising run are before `index` of the dim: a window is where its center is."""
+        twice = 2 * self.start + self.span - 1 - 2 * self.scale * index
+        return min(max(0, -(twice // (2 * self.step))), self.length)
+
+    def map_index(self, size: int, index: int) -> int:
+        """`offset_of`, but all of the run is within the dim of `size`, also what begins before it or ends after it."""
+        return self.offset_of(index) if 0 < index < size else self.length if index else 0
 
     def local(self, offset: int, size: int) -> slice:
         """The slice with the elements of a rising run in a shard of the dim."""
@@ -53,10 +65,17 @@ class Run(NamedTuple):
         start = own.start - offset if own.length else 0
         return slice(start, start + own.length * self.step, self.step)
 
+    def indices(self) -> tuple[int, int]:
+        """The range of indices that the run has: from, to."""
+        if not self.length:
+            return 0, 0
+        ends = self.start, self.start + self.step * (self.length - 1)
+        return min(ends) // self.scale, (max(ends) + self.span - 1) // self.scale + 1
+
     def box(self, dim: int, held: Box) -> Box:
         """The box of the indices of the run along `dim`, and those of `held` along other dims."""
-        length = self.length if self.step else min(self.length, 1)
-        return held.along(dim, self.start - length + 1 if self.step < 0 else self.start, length)
+        low, high = self.indices()
+        return held.along(dim, low, high - low)
 
 
 Runs = tuple[Run, ...]
@@ -298,7 +317,7 @@ def pad(x: Meta, pad: Sequence[int], mode: str = "constant", value: float | None
             raise NotImplementedError("negative padding is only for mode='constant'")
         if left or right:
             n = x.shape[d]
-            map_index = local_with(_padded, left, n, n + left + right)
+            map_index = local_with(Run.map_index, Run(-left, n + left + right), n)
             dims[d] = _padding(mode, n, left, right), map_index
     # Torch refuses empty tensors in modes other than constant.
     return _rows(x, dims, 0, value or 0, mode != "constant", mode in ("reflect", "replicate"))
@@ -316,10 +335,6 @@ def _padding(mode: str, n: int, left: int, right: int) -> Runs:
     return Run(0, max(left, 0), 1, FILLED), kept, Run(0, max(right, 0), 1, FILLED)
 
 
-def _padded(left: int, n: int, length: int, map_index: int) -> int:
-    return 0 if map_index == 0 else length if map_index == n else min(max(map_index + left, 0), length)
-
-
 def padded_as(mode: str, x: Meta, padding: Sequence[int], value: float = 0) -> list[Row]:
     """The aten ops of `F.pad`, one per mode."""
     return pad(x, padding, mode, value)
@@ -330,33 +345,25 @@ def unfold(x: Meta, dimension: int, size: int, step: int) -> list[Row]:
     dim = _dim(x.ndim, dimension)
     if x.ndim == 0:
         return []
-    count = (x.shape[dim] - size) // step + 1
-    local = local_with(_windows, dim, size, step)
-    map_index = local_with(Run.offset_of, Run(0, count, step))
+    starts = Run(0, (x.shape[dim] - size) // step + 1, step)
+    local, map_index = local_with(_windows, dim, starts._replace(span=size)), local_with(Run.offset_of, starts)
     rows = [Row((Shard(d),), Shard(d), "other dims stay sharded") for d in range(x.ndim) if d != dim]
-    rows.append(
-        Row(
-            (Shard(dim),),
-            Shard(dim),
-            "each rank fetches the rest of its last windows",
-            local,
-            map_index=map_index,
-            copies=True,
-        )
-    )
+    why = "each rank fetches the rest of its last windows"
+    rows.append(Row((Shard(dim),), Shard(dim), why, local, map_index=map_index, breaks_view=True))
     return rows + [Row((p,), p, "windows of a Partial tensor are Partial") for p in PARTIALS]
 
 
-def _windows(
-    dim: int, size: int, step: int, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object
-) -> Tensor:
+def _windows(dim: int, windows: Run, ctx: LocalContext, x: Tensor, /, *args: object, **kwargs: object) -> Tensor:
     def wanted(rank: int) -> Box:
         own = ctx.output.box(rank)
-        first, count = own.offsets[dim], own.sizes[dim]
-        return ctx.layouts[0].box(rank).along(dim, first * step, (count - 1) * step + size if count else 0)
+        return windows.between(own.offsets[dim], own.offsets[dim] + own.sizes[dim]).box(dim, ctx.layouts[0].box(rank))
 
     own = ctx.fetch(x, 0, wanted)
-    return own.unfold(dim, size, step) if own.shape[dim] else own.unsqueeze(-1).expand(*own.shape, size)
+    return (
+        own.unfold(dim, windows.span, windows.step)
+        if own.shape[dim]
+        else own.unsqueeze(-1).expand(*own.shape, windows.span)
+    )
 
 
 def _pad_sequence(
@@ -375,11 +382,11 @@ def _pad_sequence(
 
 
 register(OpRule(decomposition=_pad_sequence), torch._C._nn.pad_sequence)
-register(OpRule(cat), *functions_named("cat", "concat", "concatenate"), aten.cat.default)
-register(OpRule(stack, shape_independent=True), torch.stack, aten.stack.default)
-register(OpRule(roll, shape=shape_of_first), *functions_named("roll"), aten.roll.default)
-register(OpRule(flip, shape=shape_of_first), *functions_named("flip"), aten.flip.default)
-register(OpRule(repeat), Tensor.repeat, torch.tile, Tensor.tile, aten.repeat.default)
+register(OpRule(cat), *functions_named("cat", "concat", "concatenate"))
+register(OpRule(stack, shape_independent=True), *functions_named("stack"))
+register(OpRule(roll, shape=shape_of_first), *functions_named("roll"))
+register(OpRule(flip, shape=shape_of_first), *functions_named("flip"))
+register(OpRule(repeat), *functions_named("repeat", "tile"))
 register(OpRule(pad), F.pad, aten.pad.default)
 register(OpRule(partial(padded_as, "constant")), aten.constant_pad_nd.default)
 for _name, _mode in (("reflection", "reflect"), ("replication", "replicate")):

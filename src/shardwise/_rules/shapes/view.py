@@ -18,8 +18,8 @@ from torch import Tensor
 
 from shardwise._layout import REPLICATE, Box, Boxes, Placement, Shard
 from shardwise._rules.local_context import LocalContext, local_with, specialized
-from shardwise._rules.pointwise import SUMS, copies, homogeneous, shape_of_first
-from shardwise._rules.registry import OpRule, functions_named, register
+from shardwise._rules.pointwise import SUMS, homogeneous, identity_rows, shape_of_first
+from shardwise._rules.registry import OpRule, forms_of, functions_named, register
 from shardwise._rules.row import NO_OPERAND, Args, Kwargs, LocalFunction, Meta, Op, Row
 from shardwise._rules.shapes.join import FULL_DIM, Run, empty_result, run_on_owner, unsharded_rows
 
@@ -170,7 +170,7 @@ def sliced(op: Op, x: Meta, *args: object, **kwargs: object) -> list[Row]:
             rows.append(Row((Shard(d),), output, why, None if full else local, map_index=None if full else maps))
         elif not several:
             why = "one index of a sharded dim is sent to every rank"
-            rows.append(Row((Shard(d),), REPLICATE, why, local, copies=True))
+            rows.append(Row((Shard(d),), REPLICATE, why, local, breaks_view=True))
     return rows + unsharded_rows(x, local)
 
 
@@ -254,7 +254,7 @@ def reshaped(op: Op, x: Meta, *args: object, **kwargs: object) -> list[Row]:
     """
     after = tuple(op(torch.empty(x.shape, dtype=x.dtype, device="meta"), *args, **kwargs).shape)
     if op in FLATTENS and after == x.shape:
-        return copies(x)  # torch returns x itself
+        return identity_rows(x)  # torch returns x itself
     if after == x.shape and isinstance(x.placement, Boxes):
         return [Row((x.placement,), x.placement, "the shape is unchanged", _unchanged)]
     groups = tuple(_groups(x.shape, after))
@@ -273,7 +273,9 @@ def reshaped(op: Op, x: Meta, *args: object, **kwargs: object) -> list[Row]:
         map_index = local_with(scaled, scale)
         rows.append(Row((Shard(longer[0]),), Shard(into), why, local, map_index=map_index, alignment=scale.denominator))
         why = "elements are sent to the ranks that hold them under the new dims"
-        rows += [Row((Shard(d),), Shard(into), why, local, layout_from=NO_OPERAND, copies=True) for d in longer[1:]]
+        rows += [
+            Row((Shard(d),), Shard(into), why, local, layout_from=NO_OPERAND, breaks_view=True) for d in longer[1:]
+        ]
     rows += [*unsharded_rows(x, local), Row((REPLICATE,), REPLICATE, "every rank has everything")]
     # Torch copies the global tensor if that is no view, and would not copy every local one.
     return rows if is_view else [replace(row, local_impl=local) for row in rows]
@@ -361,12 +363,7 @@ def _to_regroup(ctx: LocalContext, held: dict[int, Box], old: range) -> bool:
 
 
 def _viewed(
-    shape: tuple[int, ...],
-    is_view: bool,
-    mark_copy: Callable[[Tensor], Tensor],
-    x: Tensor,
-    *_: object,
-    **__: object,
+    shape: tuple[int, ...], is_view: bool, mark_copy: Callable[[Tensor], Tensor], x: Tensor, *_: object, **__: object
 ) -> Tensor:
     """`x` under other dims: a view, or a copy where torch copies the global tensor."""
     if not is_view:
@@ -519,15 +516,12 @@ PERMUTED: list[Op] = [
     *functions_named("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "adjoint",
                      "unsqueeze"),
     *map(_getter, ("T", "mT", "H", "mH")),
-    aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default,
 ]  # fmt: skip
-SQUEEZED: list[Op] = [*functions_named("squeeze"), aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims]
-EXPANDED: list[Op] = [*functions_named("expand", "broadcast_to"), aten.expand.default]
-SLICED: list[Op] = [
-    *functions_named("select", "narrow", "unbind", "chunk", "split", "split_with_sizes", "tensor_split", "hsplit",
-                     "vsplit", "dsplit", "unsafe_chunk", "unsafe_split"),
-    aten.select.int, aten.slice.Tensor, aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default,
-]  # fmt: skip
+SQUEEZED, EXPANDED = functions_named("squeeze"), functions_named("expand", "broadcast_to")
+SLICED = functions_named(
+    "select", "narrow", "slice", "unbind", "chunk", "split", "split_with_sizes", "tensor_split", "hsplit", "vsplit",
+    "dsplit", "unsafe_chunk", "unsafe_split",
+)  # fmt: skip
 
 for _ops, _local in ((PERMUTED, None), (SQUEEZED, SQUEEZE), (EXPANDED, EXPAND)):
     for _op in _ops:
@@ -535,17 +529,15 @@ for _ops, _local in ((PERMUTED, None), (SQUEEZED, SQUEEZE), (EXPANDED, EXPAND)):
 for _op in SLICED:
     register(OpRule(partial(sliced, _op), view=True), _op)
 register(OpRule(partial(sliced, basic_index), view=True, takes_dtensors=True), basic_index)
-register(OpRule(diagonal, view=True), *functions_named("diagonal"), aten.diagonal.default)
+register(OpRule(diagonal, view=True), *functions_named("diagonal"))
 register(OpRule(decomposition=_diag), torch.diag, Tensor.diag)
-register(OpRule(diagonal_matrix), *functions_named("diag_embed"), aten.diag_embed.default)
-register(OpRule(triangle, shape=shape_of_first), *functions_named("tril", "triu"), aten.tril.default, aten.triu.default)
-_in_place = Tensor.tril_, Tensor.triu_, aten.tril_.default, aten.triu_.default
-register(OpRule(triangle, in_place=True, shape=shape_of_first), *_in_place)
+register(OpRule(diagonal_matrix), *functions_named("diag_embed"))
+for _op, _in_place in (*forms_of("tril"), *forms_of("triu")):
+    register(OpRule(triangle, _in_place, shape_of_first), _op)
 register(OpRule(filled_diagonal, in_place=True, shape=shape_of_first), Tensor.fill_diagonal_)
 _parts = torch.real, torch.imag, _getter("real"), _getter("imag")
 register(OpRule(homogeneous, shape=shape_of_first, shape_independent=True, typed=True, view=True), *_parts)
-_reshapes = functions_named("reshape", "flatten", "ravel", "unflatten")
-_reshapes += [aten.view.default, aten._unsafe_view.default]
+_reshapes: list[Op] = [*functions_named("reshape", "flatten", "ravel", "unflatten", "_unsafe_view"), aten.view.default]
 for _op in _reshapes:
     register(OpRule(partial(reshaped, _op), view=True), _op)
 register(OpRule(viewed, view=True, decomposition=aten.view.dtype), Tensor.view)

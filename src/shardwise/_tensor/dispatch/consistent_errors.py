@@ -57,7 +57,7 @@ def _raise_bad_indices(form: IndexForm, args: Args, kwargs: Kwargs) -> None:
     x, *rest = args
     shape = x._layout.shape
     call: Any = form.call(Meta(shape, x.dtype, REPLICATE), rest, kwargs)  # a local tensor of several boxes has one dim
-    dims = call.index_dims if form.kind != "flat" else (len(shape),)
+    dims = call.index_dims if form.indexing != "flat" else (len(shape),)
     if prod(shape) and all(type(i) is DTensor and i._layout.is_replicated for i in call.ids):
         for ids, dim in zip(call.ids, dims, strict=True):
             index.raise_bad_index(shape, index.flat_index(call, ids, (*shape, prod(shape))[dim], dim)[1])

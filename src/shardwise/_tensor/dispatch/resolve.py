@@ -419,7 +419,7 @@ def _alone(row: Row, every: Sequence[Row]) -> Row:
     if row.local_impl is None or any(isinstance(p, Boxes) for p in row.inputs):  # boxes are in an order of their own
         return row
     replicated = next(r for r in every if all(p == REPLICATE for p in r.inputs))
-    return replace(row, local_impl=replicated.local_impl, copies=False)
+    return replace(row, local_impl=replicated.local_impl, breaks_view=False)
 
 
 def _keeps_some_sharding(row: Row, kinds: tuple[Placement, ...]) -> bool:

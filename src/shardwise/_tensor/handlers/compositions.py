@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise._rules.registry import amend, handler, replacement
+from shardwise._rules.registry import handler, replacement, update
 from shardwise._rules.row import Args, Kwargs, Op
 from shardwise._tensor.dispatch.fallback import run_decomposed
 from shardwise._tensor.dispatch.operands import promoted
@@ -196,4 +196,4 @@ NATIVE: dict[Op, Op] = {
     Tensor.__rdiv__: lambda x, other: torch.reciprocal(x) * other,
 }
 for _op, _native in NATIVE.items():
-    amend(_op, native=_native)
+    update(_op, native=_native)

@@ -216,7 +216,7 @@ def _embedding_bags(func: object, args: Args, kwargs: Kwargs) -> list[Tensor]:
                 assert recipe.local_impl is not None
                 alone = partial(recipe.local_impl, ctx, *locals_, **named)
                 axes = exchange_axes(ctx)
-                if axes and recipe.local_impl is lookup.embedding_bag:
+                if axes and recipe.local_impl is lookup.look_up_bags:
                     call = arguments(F.embedding_bag, tuple(locals_), named)
                     one = Lookup(ctx, call["input"], call["weight"], lookup.bags_of(ctx, call), sparse, axes)
                     shared.setdefault((ctx.ranks(axes), weight.dtype), []).append((index, one, alone))
