@@ -217,7 +217,7 @@ class Choice:
             [axis for axis, row in enumerate(rows) if row.local_impl and row.local_impl is self.local_impl]
         )
         self.cause = Cause("internal", name, "", _why(rows))
-        self.breaks_views = any(row.copies for row in rows)
+        self.breaks_views = any(row.breaks_view for row in rows)
 
     def operand_layouts(self, layouts: Sequence[Layout]) -> Sequence[Layout]:
         """The layouts that operands get; the same sequence if they stay as they are."""
