@@ -11,7 +11,7 @@ MOST_FRAMES = {
     "redistribute": 30,
     "x[2:5]": 13,
     "backward of a gathered leaf": 61,
-    "AdamW step": 104,
+    "AdamW step": 94,
 }
 
 
