@@ -309,17 +309,6 @@ def sparse_mask(func: Op, args: Args, kwargs: Kwargs) -> DTensor:
         return tag(func(plain(dense), plain(mask)), dense._layout)
 
 
-@handler(Tensor.new)
-def new(func: Any, args: Args, kwargs: Kwargs) -> DTensor:
-    """`grad.new(indices, values, size)`, by which sparse optimizers make a sparse tensor."""
-    like, *rest = args
-    with DisableTorchFunctionSubclass():
-        sparse_parts = like.is_sparse and len(rest) == 3
-    if not sparse_parts:
-        raise RuleError("new() with a DTensor makes only sparse parts. Fix: use torch.empty_like or shardwise.empty.")
-    return tag(torch.sparse_coo_tensor(*rest, check_invariants=False), like._layout)
-
-
 # ---- refused ----------------------------------------------------------------------------------------------------
 
 _COMMUNICATES = ("torch.distributed.", "torch._ops._c10d_functional", "torch._ops.c10d")  # modules of functions
@@ -327,7 +316,7 @@ _COMMUNICATES = ("torch.distributed.", "torch._ops._c10d_functional", "torch._op
 
 @handler_of_family(lambda func: (getattr(func, "__module__", None) or "").startswith(_COMMUNICATES), is_op=True)
 @handler(Tensor.share_memory_, Tensor.storage, Tensor.untyped_storage, Tensor.resize_, Tensor.resize_as_)
-@handler(Tensor.apply_, Tensor.map_, Tensor.map2_)
+@handler(Tensor.apply_, Tensor.map_, Tensor.map2_, Tensor.new)
 def refuse(func: Any, args: Args, kwargs: Kwargs) -> NoReturn:
     """Refuse functions that read or change the local storage as if it were the global one."""
     refuse_compilation()  # which calls `untyped_storage` first
