@@ -5,7 +5,7 @@ The first use of the result of such a redistribution, which reads `_layout`, wai
 
 from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
-from typing import Any, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,8 +84,8 @@ def register_wrapper(module: str, convert: Callable[[Any], Tensor]) -> None:
     _of_wrapper[module] = convert
 
 
-class _Passed(TypedDict):
-    """What one rank passes to `from_local`."""
+class _Passed(NamedTuple):
+    """What one rank passes to `from_local`; sent as JSON, which has its values only."""
 
     shape: list[int]
     dtype: str
@@ -130,13 +130,14 @@ def from_local(
         nothing = local.reshape(-1)[:0].view(layout.local_shape(rank))  # connected: backward meets peers
         return wrap(nothing, layout, grad_placements)
     passed = _passed(local, mesh, wanted, shape, tiling)
-    order: list[int] | None = passed["order"]
+    order: list[int] | None = passed.order
     if run_check:
         ranks = tuple(sorted(mesh.ranks))
-        all_passed = dict(zip(ranks, collectives.gather_json(passed, ranks), strict=True))
+        answers = collectives.gather_json(passed, ranks)
+        all_passed = {member: _Passed(*answer) for member, answer in zip(ranks, answers, strict=True)}
         layout, dtype = _layout_from_all_ranks(mesh, wanted, shape, all_passed)
         order = _common_order(all_passed)
-        needs_grad = any(other["requires_grad"] for other in all_passed.values())
+        needs_grad = any(other.requires_grad for other in all_passed.values())
         _check_fit(layout, wanted, all_passed, MismatchError, "pass local tensors of the expected shapes")
         local = local.to("meta" if local.is_meta else mesh.device_type, dtype)  # only what has no element may differ
         if needs_grad and not local.requires_grad:  # a rank without shards takes part in backward, too
@@ -162,18 +163,17 @@ def from_local(
 def _passed(
     local: Tensor, mesh: Mesh, placements: Sequence[Placement], shape: Sequence[int] | None, tiling: Tiling | None
 ) -> _Passed:
-    order = None if local.is_contiguous() else _order(local)
-    return {
-        "shape": list(local.shape),
-        "dtype": str(local.dtype),
-        "mesh": str(mesh),
-        "placements": [str(p) for p in placements],
-        "global_shape": None if shape is None else list(shape),
-        "device": "meta" if local.is_meta else "",
-        "requires_grad": local.requires_grad and torch.is_grad_enabled(),
-        "order": [] if order is None else order,
-        "bounds": None if tiling is None else [list(x) for x in tiling.bounds] if tiling.boxes else [],
-    }
+    return _Passed(
+        shape=list(local.shape),
+        dtype=str(local.dtype),
+        mesh=str(mesh),
+        placements=[str(p) for p in placements],
+        global_shape=None if shape is None else list(shape),
+        device="meta" if local.is_meta else "",
+        requires_grad=local.requires_grad and torch.is_grad_enabled(),
+        order=[] if local.is_contiguous() else _order(local) or [],
+        bounds=None if tiling is None else [list(x) for x in tiling.bounds] if tiling.boxes else [],
+    )
 
 
 def _order(local: Tensor) -> list[int] | None:
@@ -184,8 +184,8 @@ def _order(local: Tensor) -> list[int] | None:
 
 def _common_order(all_passed: dict[int, _Passed]) -> list[int] | None:
     """The order of the dims in memory; None is row-major, or ranks differ."""
-    orders = {tuple(passed["order"]) for passed in all_passed.values() if min(passed["shape"], default=0) > 1}
-    orders = orders or {tuple(passed["order"]) for passed in all_passed.values()}
+    orders = {tuple(passed.order) for passed in all_passed.values() if min(passed.shape, default=0) > 1}
+    orders = orders or {tuple(passed.order) for passed in all_passed.values()}
     return list(orders.pop()) or None if len(orders) == 1 else None
 
 
@@ -226,24 +226,23 @@ def _layout_from_all_ranks(
     mesh: Mesh, placements: Sequence[Placement], shape: Sequence[int] | None, all_passed: dict[int, _Passed]
 ) -> tuple[Layout, torch.dtype]:
     """The layout and the dtype, which a rank without shards cannot know."""
-    empty = [rank for rank, passed in all_passed.items() if passed["bounds"] == []]
+    empty = [rank for rank, passed in all_passed.items() if passed.bounds == []]
     others = {rank: passed for rank, passed in all_passed.items() if rank not in empty}
-    _check_equal("dtype", {rank: passed["dtype"] for rank, passed in others.items()})
-    _check_equal("kind of device", {rank: passed["device"] for rank, passed in others.items()})
-    _check_equal(
-        "requires_grad of the local tensors", {rank: passed["requires_grad"] for rank, passed in others.items()}
-    )
-    _check_equal("mesh", {rank: passed["mesh"] for rank, passed in all_passed.items()})
-    _check_equal("placements", {rank: passed["placements"] for rank, passed in all_passed.items()})
-    _check_equal("global shape", {rank: passed["global_shape"] for rank, passed in all_passed.items()})
+    _check_equal("dtype", {rank: passed.dtype for rank, passed in others.items()})
+    _check_equal("kind of device", {rank: passed.device for rank, passed in others.items()})
+    _check_equal("requires_grad of the local tensors", {rank: passed.requires_grad for rank, passed in others.items()})
+    _check_equal("mesh", {rank: passed.mesh for rank, passed in all_passed.items()})
+    _check_equal("placements", {rank: passed.placements for rank, passed in all_passed.items()})
+    _check_equal("global shape", {rank: passed.global_shape for rank, passed in all_passed.items()})
     first = next(iter(others.values()), next(iter(all_passed.values())))
     sharded = [p.dim for p in placements if isinstance(p, Shard)]
-    if others and len(sharded) == 1 and -len(first["shape"]) <= sharded[0] < len(first["shape"]):
+    if others and len(sharded) == 1 and -len(first.shape) <= sharded[0] < len(first.shape):
         for rank in empty:
-            all_passed[rank]["shape"] = list(first["shape"])
-            all_passed[rank]["shape"][sharded[0]] = 0
-    shapes = {rank: tuple(passed["shape"]) for rank, passed in all_passed.items()}
-    dtype = getattr(torch, first["dtype"].removeprefix("torch."))
+            nothing = list(first.shape)
+            nothing[sharded[0]] = 0
+            all_passed[rank] = all_passed[rank]._replace(shape=nothing)
+    shapes = {rank: tuple(passed.shape) for rank, passed in all_passed.items()}
+    dtype = getattr(torch, first.dtype.removeprefix("torch."))
     return layout_of_local_shapes(mesh, placements, shapes, shape), dtype
 
 
@@ -265,13 +264,13 @@ def _check_fit(
     otherwise = "or other placements" if error is MismatchError else "or leave run_check on"
     misplaced, misshapen = [], []
     for rank, passed in all_passed.items():
-        boxes, shape, here = layout.boxes(rank), tuple(passed["shape"]), layout.local_shape(rank)
-        if corners := passed["bounds"]:
+        boxes, shape, here = layout.boxes(rank), tuple(passed.shape), layout.local_shape(rank)
+        if corners := passed.bounds:
             bounds = Box(*map(tuple, corners))
             if boxes != (bounds,) and (bounds.numel or any(box.numel for box in boxes)):
                 misplaced.append(f"  rank {rank}: expected {' '.join(map(str, boxes)) or 'nothing'}, got {bounds}")
         # A rank that holds nothing may pass any empty tensor.
-        if shape != here and (0 not in shape or layout.local_numel(rank) or (boxes and passed["bounds"] is None)):
+        if shape != here and (0 not in shape or layout.local_numel(rank) or (boxes and passed.bounds is None)):
             misshapen.append(f"  rank {rank}: expected {here}, got {shape}")
     if misplaced:
         raise error(

@@ -5,7 +5,7 @@ Shapes and `.grad` are properties in `_tensor/dtensor.py`.
 
 from collections.abc import Callable
 from math import prod
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -53,12 +53,6 @@ def same(func: Any, args: Args, kwargs: Kwargs) -> object:
         return func(*args, **kwargs)
 
 
-@handler(Tensor.is_same_size, torch.is_same_size)
-def _is_same_size(func: Op, args: Args, kwargs: Kwargs) -> object:
-    x, other = (*args, *kwargs.values())
-    return x.shape == other.shape
-
-
 @handler(Tensor.is_contiguous)
 def _is_contiguous(func: Op, args: Args, kwargs: Kwargs) -> object:
     layout, formats = args[0]._layout, (*args[1:], *kwargs.values())
@@ -99,16 +93,6 @@ def _is_part(x: DTensor) -> bool:
     return base is not None and not (type(base) is DTensor and prod(base._layout.shape) <= prod(x._layout.shape))
 
 
-@handler(Tensor.type)
-def _type(func: Op, args: Args, kwargs: Kwargs) -> object:
-    """`x.type()` is a name, `x.type(dtype)` a tensor of this dtype or of that of a tensor type."""
-    x, dtype = args[0], args[1] if len(args) > 1 else kwargs.get("dtype")
-    if dtype is None:
-        return same(func, (x,), {})
-    example = cast(Tensor, torch.empty(0, dtype=x.dtype, device=x.device).type(dtype))
-    return x.to(device=example.device, dtype=example.dtype)
-
-
 @handler(Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 def _requires_grad(func: Op, args: Args, kwargs: Kwargs) -> object:
     x = args[0]
@@ -136,13 +120,9 @@ def _as_user_code(hook: Callable[..., Any]) -> Callable[..., Any]:
     return run_hook
 
 
-@handler(Tensor.register_hook)
-def _register_hook(func: Op, args: Args, kwargs: Kwargs) -> object:
+@replacement(Tensor.register_hook)
+def _register_hook(x: DTensor, hook: Callable[[Any], Any]) -> object:
     """`x.register_hook(hook)`: `hook` gets the gradient as a DTensor, and may return one in any placements."""
-    return _hooked(*args, **kwargs)
-
-
-def _hooked(x: DTensor, hook: Callable[[Any], Any]) -> object:
     layout = x._layout
 
     def on_local(grad: Tensor) -> Tensor | None:
@@ -329,17 +309,6 @@ def sparse_mask(func: Op, args: Args, kwargs: Kwargs) -> DTensor:
         return tag(func(plain(dense), plain(mask)), dense._layout)
 
 
-@handler(Tensor.new)
-def new(func: Any, args: Args, kwargs: Kwargs) -> DTensor:
-    """`grad.new(indices, values, size)`, by which sparse optimizers make a sparse tensor."""
-    like, *rest = args
-    with DisableTorchFunctionSubclass():
-        sparse_parts = like.is_sparse and len(rest) == 3
-    if not sparse_parts:
-        raise RuleError("new() with a DTensor makes only sparse parts. Fix: use torch.empty_like or shardwise.empty.")
-    return tag(torch.sparse_coo_tensor(*rest, check_invariants=False), like._layout)
-
-
 # ---- refused ----------------------------------------------------------------------------------------------------
 
 _COMMUNICATES = ("torch.distributed.", "torch._ops._c10d_functional", "torch._ops.c10d")  # modules of functions
@@ -347,7 +316,7 @@ _COMMUNICATES = ("torch.distributed.", "torch._ops._c10d_functional", "torch._op
 
 @handler_of_family(lambda func: (getattr(func, "__module__", None) or "").startswith(_COMMUNICATES), is_op=True)
 @handler(Tensor.share_memory_, Tensor.storage, Tensor.untyped_storage, Tensor.resize_, Tensor.resize_as_)
-@handler(Tensor.apply_, Tensor.map_, Tensor.map2_)
+@handler(Tensor.apply_, Tensor.map_, Tensor.map2_, Tensor.new)
 def refuse(func: Any, args: Args, kwargs: Kwargs) -> NoReturn:
     """Refuse functions that read or change the local storage as if it were the global one."""
     refuse_compilation()  # which calls `untyped_storage` first

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from types import FunctionType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise._rules.registry import handler, replacement, update
 from shardwise._rules.row import Args, Kwargs, Op
@@ -94,7 +94,7 @@ def _linear_cross_entropy(func: Op, args: Args, kwargs: Kwargs) -> object:
     return F.cross_entropy(logits.unflatten(-1, (classes, *rest)) if rest else logits, target, **named)
 
 
-# ---- random functions and initializations that torch implements in Python ---------------------------------------
+# ---- random functions that torch implements in Python ---------------------------------------
 
 
 def _body(function: Any) -> Op:
@@ -134,21 +134,6 @@ def _bernoulli_in_place(input: Tensor, p: float | Tensor = 0.5, *, generator: to
     return out
 
 
-def _kaiming_uniform(
-    tensor: Tensor,
-    a: float = 0,
-    mode: Literal["fan_in", "fan_out"] = "fan_in",
-    nonlinearity: Literal["linear", "relu", "leaky_relu"] = "leaky_relu",
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Kaiming initialization (arXiv 1502.01852) with the fan of the global tensor."""
-    if 0 in tensor.shape:
-        return tensor
-    fan = nn.init._calculate_correct_fan(tensor, mode)
-    bound = 3.0**0.5 * nn.init.calculate_gain(nonlinearity, a) / fan**0.5
-    return nn.init._no_grad_uniform_(tensor, -bound, bound, generator)
-
-
 REPLACEMENTS: dict[Op, Op] = {
     **{f: _dropout(f) for f in (F.dropout, F.alpha_dropout, F.feature_alpha_dropout)},
     **{f: _dropout(f) for f in (F.dropout1d, F.dropout2d, F.dropout3d)},
@@ -160,10 +145,6 @@ REPLACEMENTS: dict[Op, Op] = {
     F.rrelu: _body(F.rrelu),
     # it saves what it reads, which must not change
     torch.rrelu_: lambda input, *args, **kwargs: input.copy_(torch.rrelu(input.clone(), *args, **kwargs)),
-    nn.init.uniform_: nn.init._no_grad_uniform_,
-    nn.init.normal_: nn.init._no_grad_normal_,
-    nn.init.constant_: nn.init._no_grad_fill_,
-    nn.init.kaiming_uniform_: _kaiming_uniform,
 }
 for _op, _function in REPLACEMENTS.items():
     replacement(_op)(_function)
