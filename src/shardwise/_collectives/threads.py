@@ -44,7 +44,7 @@ class ThreadGuard:
         self.check()
         made, until = self._ledger.num_calls, time.monotonic() + GRACE_SECONDS
         while True:
-            ident, waits = self.ident, self._waits()
+            ident, waits = self.ident, not self.ident or self._waits()
             with self._lock:
                 self.check()
                 frame = sys._current_frames().get(self.ident)

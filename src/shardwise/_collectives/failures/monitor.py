@@ -96,6 +96,7 @@ class FailureMonitor:
         return False
 
     def _look(self, store: FailureStore, launcher: int | None) -> bool:
+        """Answer other ranks, and keep what this one needs if the store ends; whether to do so again."""
         server = address(store.store)
         if self.keeper is None and server is not None:
             if not has_agent_store():
