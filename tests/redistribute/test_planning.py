@@ -28,6 +28,7 @@ from shardwise._layout import Box, mesh
 from shardwise._layout.boxes import BoxIndex
 from shardwise._layout.dim_shards import DimShards, chunk, dim_shards, starts_of
 from shardwise._models import MLPModule
+from shardwise._redistribute import volume
 from shardwise._redistribute.plan import plan_redistribute, planned
 from shardwise._redistribute.program import program_of
 from shardwise._redistribute.volume import growth, held, largest
@@ -80,6 +81,19 @@ def test_by_how_much_a_local_tensor_grows_is_known_without_asking_all_ranks(
 
 def in_boxes(mesh: Mesh) -> Boxes:
     return Boxes([[((i, 0), (1, 4)), ((mesh.size() - 1 - i, 4), (1, 4))] for i in range(mesh.size())])
+
+
+def test_of_many_boxes_of_a_rank_only_those_near_each_other_are_compared() -> None:
+    def rows(rank_of: Callable[[int], int]) -> Layout:
+        boxes: list[list[Box]] = [[] for _ in range(4)]
+        for row in range(400):
+            boxes[rank_of(row)].append(Box((row, 0), (1, 2)))
+        return Layout(Mesh((4,)), [Boxes(boxes)], (400, 2))
+
+    src, dst = rows(lambda row: row % 4), rows(lambda row: row // 100)
+    pairs, _ = volume._near(volume._boxes(dst), volume._boxes(src))
+    assert len(pairs) == 100
+    assert volume.volume(src, dst) == (600, 150)
 
 
 def line(n: int) -> Mesh:

@@ -148,19 +148,6 @@ def costs(device_type: str) -> Costs:
     return found
 
 
-@contextmanager
-def using_costs(device_type: str, costs: Costs) -> Iterator[None]:
-    """Inside, this rank plans by these."""
-    here = owner()
-    before, here.costs = here.costs, {device_type: costs}
-    here.forget_calls()
-    try:
-        yield
-    finally:
-        here.costs = before
-        here.forget_calls()
-
-
 def rank() -> int:
     """The rank of this process or simulated rank: 0 to `world_size() - 1`."""
     return transport().rank

@@ -6,7 +6,6 @@ from shardwise._layout.arguments import (
     Count,
     Kind,
     NumRanks,
-    Probability,
     Timeout,
     as_integer,
     as_integers,
@@ -57,7 +56,7 @@ from shardwise._layout.placements import (
 __all__ = [
     "ITEMSIZES", "NAMED", "PARTIAL", "PLACEMENTS", "REDUCE_OPS", "REPLICATE", "SEQUENCE", "Box", "Boxes", "Count",
     "DimShards", "Kind", "Layout", "LayoutKey", "Mesh", "NumRanks", "OnRanks", "Owner", "Partial", "Placement",
-    "Placements", "Probability", "Replicate", "Shard", "ShardSizes", "Timeout", "as_integer", "as_integers",
+    "Placements", "Replicate", "Shard", "ShardSizes", "Timeout", "as_integer", "as_integers",
     "as_placement", "as_placements", "axis_names", "check_cover", "checked", "checked_init", "chunk",
     "contiguous_strides", "describe", "dims_by_stride", "dual", "entered_mesh", "forget_calls", "is_integer",
     "is_listing", "mesh_of", "parse_integers", "parse_itemsize", "parse_mesh", "parse_placement",

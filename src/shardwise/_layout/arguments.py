@@ -172,7 +172,6 @@ MOST = 2**31 - 1
 Count = Annotated[int, Kind(f"an integer from 1 to {MOST}", lambda value: _is_within(value, MOST))]
 """A number of things, of which there is at least one."""
 NumRanks = Annotated[int, Kind("a number of ranks, an integer from 1 to 4096", lambda value: _is_within(value, 4096))]
-Probability = Annotated[float, Kind("a number from 0 to 1", lambda value: _is_real(value) and 0 <= value <= 1)]
 Timeout = Annotated[
     float, Kind("a time of 0.001 to 1e9 seconds", lambda value: _is_real(value) and 1e-3 <= value <= 1e9)
 ]

@@ -36,6 +36,9 @@ class Placement:
         """Whether this is a Partial; of `reduce_op`, if given."""
         return isinstance(self, Partial) and (reduce_op is None or self.reduce_op == reduce_op)
 
+    def __repr__(self) -> str:
+        return str(self)
+
 
 class Replicate(Placement):
     """Every rank along the axis holds the same value. All of them are one object, so comparing them is cheap."""
@@ -51,10 +54,8 @@ class Replicate(Placement):
     def __str__(self) -> str:
         return "Replicate()"
 
-    __repr__ = __str__
 
-
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Shard(Placement):
     """Each rank along the axis holds one contiguous shard of `dim`.
 
@@ -86,8 +87,6 @@ class Shard(Placement):
     def __str__(self) -> str:
         return f"Shard({self.dim})" if self.sizes is None else f"Shard({self.dim}, sizes={self.sizes})"
 
-    __repr__ = __str__
-
 
 def _frozen_sizes(
     sizes: Sequence[int] | Sequence[Sequence[int]],
@@ -108,7 +107,7 @@ def _frozen_sizes(
     return tuple(rows)  # type: ignore[return-value]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Partial(Placement):
     """Pending reduction: the value is the sum (avg, max, min, product) of the ranks' tensors of full size."""
 
@@ -124,10 +123,8 @@ class Partial(Placement):
     def __str__(self) -> str:
         return f"Partial({self.reduce_op!r})"
 
-    __repr__ = __str__
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class OnRanks(Placement):
     """One rank along the axis, at `position`, holds the full tensor, the others hold nothing (table-wise sharding).
 
@@ -143,10 +140,8 @@ class OnRanks(Placement):
     def __str__(self) -> str:
         return f"OnRanks({self.position})"
 
-    __repr__ = __str__
 
-
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Boxes(Placement):
     """Explicit boxes, any number per rank along the axis (also none); together they cover the tensor exactly once.
 
@@ -186,8 +181,6 @@ class Boxes(Placement):
 
     def __str__(self) -> str:
         return "Boxes(" + " | ".join(" ".join(map(str, row)) or "-" for row in self.boxes) + ")"
-
-    __repr__ = __str__
 
 
 _BOXES = "such as Boxes([[((0, 0), (2, 4))], [((2, 0), (2, 4))]]), offsets and sizes of each box"

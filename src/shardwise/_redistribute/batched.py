@@ -8,6 +8,7 @@ reduce-scatter of their gradients.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from math import prod
 
 import torch
@@ -89,10 +90,10 @@ class Batched:
         wait = collectives.start(Collective("all_gather", message, self.ranks, self.counts, allocate=lent.empty))
 
         def finish(outs: Sequence[Tensor | None]) -> list[Tensor]:
-            received = wait().split(self.counts)
-            by_rank = [part.split(numels) for part, numels in zip(received, self._numels, strict=True)]
-            each = zip(self.full, zip(*by_rank, strict=True), outs, strict=True)
-            full = [shards.join(parts, out) for shards, parts, out in each]
+            parts, count = wait().split(list(chain.from_iterable(self._numels))), len(self.full)
+            full = [
+                shards.join(parts[k::count], out) for k, (shards, out) in enumerate(zip(self.full, outs, strict=True))
+            ]
             lent.give_back()
             return full
 

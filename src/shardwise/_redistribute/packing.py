@@ -161,9 +161,9 @@ class Region(NamedTuple):
 
 def regions_in(outer: Sequence[Box], parts: Sequence[tuple[int, Box]]) -> list[tuple[int, Region]]:
     """Boxes, by peer, as regions of tensors that have the `outer` boxes: each is in one of these."""
-    found, index = {}, BoxIndex([[box] for box in outer])
+    found, index = {}, BoxIndex([[box] for box in outer]) if len(outer) > 1 else None
     for box in dict.fromkeys([box for _, box in parts]):  # one may be sent to thousands of ranks
-        at, own = next(index.touching(box)) if len(outer) > 1 else (0, outer[0])
+        at, own = (0, outer[0]) if index is None else next(index.touching(box))
         found[box] = Region(at, box.relative_to(own), box.sizes)
     return [(peer, found[box]) for peer, box in parts]
 

@@ -208,8 +208,8 @@ def _boxes(layout: Layout) -> _Boxes:
     for axis, placement in enumerate(layout.placements):
         if isinstance(placement, Boxes):
             numbers = (n for row in placement.boxes for box in row for n in (*box.offsets, *box.sizes))
-            listed = np.fromiter(numbers, np.int64).reshape(-1, 2, ndim)
             position = np.repeat(np.arange(len(placement.boxes)), list(map(len, placement.boxes)))
+            listed = np.fromiter(numbers, np.int64).reshape(len(position), 2, ndim)
             here = every // layout.mesh.strides[axis] % layout.mesh.shape[axis]
             at, number = np.nonzero(here[:, None] == position) if layout.mesh.ndim > 1 else (position, slice(None))
             first, size = listed[number, 0], listed[number, 1]
