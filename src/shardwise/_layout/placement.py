@@ -226,7 +226,7 @@ def placement_of(value: Any) -> Placement | None:
 
 def without_sizes(placement: Placement) -> Placement:
     """Shard along the same dim, with any sizes."""
-    return Shard(placement.dim) if isinstance(placement, Shard) else placement
+    return Shard(placement.dim) if isinstance(placement, Shard) and placement.sizes is not None else placement
 
 
 def dual(placement: Placement) -> Placement:

@@ -117,9 +117,9 @@ def _find(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any, ..
     if args is not given[0] or kwargs is not given[1]:
         key = call_key(func, rule, args, kwargs)
     if not plain:
-        return _known_or_compiled(func, rule, args, kwargs, key, owner)
+        return _compiled(func, rule, args, kwargs, key, owner)
     with operands.checked_sizes(func, *given):
-        call, args, kwargs = _known_or_compiled(func, rule, args, kwargs, key, owner)
+        call, args, kwargs = _compiled(func, rule, args, kwargs, key, owner)
     if call[2] is OF_HANDLER:
         call = _handled(partial(operands.run_with_checked_sizes, call[0], *given))
     return call, args, kwargs
@@ -149,10 +149,10 @@ def _written(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> Sequence[Ten
     return args[:1] if rule.in_place else operands.written_by(func, args, kwargs) if rule.rows is no_rows else ()
 
 
-def _known_or_compiled(
+def _compiled(
     func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any, ...], owner: Owner
 ) -> tuple[Call, Args, Kwargs]:
-    """What this rank runs for calls in the usual form of this key from now on."""
+    """What this rank runs for calls in the usual form, from their first one on; and the arguments."""
     known: Call | None = owner.calls.get(key)
     if known is not None:
         return known, args, kwargs
@@ -166,7 +166,7 @@ def _known_or_compiled(
         call = _handled(handler_without_row(rule), layouts)
     except (TypeError, ValueError) as error:
         args, kwargs = _with_numbers(args, kwargs, error)
-        return _known_or_compiled(func, rule, args, kwargs, call_key(func, rule, args, kwargs), owner)
+        return _compiled(func, rule, args, kwargs, call_key(func, rule, args, kwargs), owner)
     else:
         if recipe.redistributed:
             warn_of_gathered(recipe, tensors)
@@ -235,9 +235,8 @@ def entry_of(func: Op) -> OpRule:
     """The entry of any function: its own, that of its family, or the one of all others."""
     rule = RULES.get(func) or _family_cache.get(func)
     if rule is None:
-        rule = _family_cache[func] = next((rule for serves, rule in FAMILIES if serves(func)), None) or rule_of_others(
-            func
-        )
+        of_family = next((rule for serves, rule in FAMILIES if serves(func)), None)
+        rule = _family_cache[func] = of_family or rule_of_others(func)
     return rule
 
 

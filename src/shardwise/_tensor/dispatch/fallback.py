@@ -5,6 +5,7 @@ A decomposed function runs once on wrappers that have the global shape. Its aten
 never require grad.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Self
 
@@ -34,6 +35,17 @@ from shardwise.errors import RuleError
 # ---- decomposed -------------------------------------------------------------------------------------------------
 
 
+def _mapped(function: Callable[[Any], Any], values: Any) -> Any:
+    """`values` with `function` of each in it: as pytree does, which would take most of a call."""
+    kind = type(values)
+    if kind is tuple or kind is list:
+        return kind([_mapped(function, x) for x in values])
+    if kind is dict:
+        return {key: _mapped(function, x) for key, x in values.items()}
+    is_node = kind in pytree.SUPPORTED_NODES or isinstance(values, tuple)
+    return pytree.tree_map(function, values) if is_node else function(values)
+
+
 class Wrapper(torch.Tensor):
     """A DTensor inside one call of a function that torch decomposes: it has the global shape, and no memory."""
 
@@ -54,7 +66,7 @@ class Wrapper(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
-        args, kwargs = pytree.tree_map(lambda x: x.dtensor if isinstance(x, Wrapper) else x, (args, kwargs or {}))
+        args, kwargs = _mapped(lambda x: x.dtensor if isinstance(x, Wrapper) else x, (args, kwargs or {}))
         if func._schema.is_mutable:
             _refuse_to_fill(func, args, kwargs)
         has_rule = rule_of(func) is not None or register_if_tagged(func)
@@ -62,7 +74,7 @@ class Wrapper(torch.Tensor):
             out = (DTensor._dispatch if has_rule else DTensor._dispatch_unseen)(func, args, kwargs)
         if func._schema.is_mutable:
             return out
-        return pytree.tree_map(lambda x: Wrapper(x) if type(x) is DTensor else x, out)
+        return _mapped(lambda x: Wrapper(x) if type(x) is DTensor else x, out)
 
 
 def _refuse_to_fill(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
@@ -115,7 +127,8 @@ def handler_without_row(rule: OpRule) -> Handler:
 def run_decomposed(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run `func` on wrappers, which torch decomposes, and unwrap the results."""
     wrapped: dict[int, tuple[DTensor, Wrapper]] = {}
-    mesh = next((x._layout.mesh for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor), None)
+    operands = dtensors_in((*args, *kwargs.values())) or pytree.tree_leaves((args, kwargs))  # such as in dicts
+    mesh = next((x._layout.mesh for x in operands if type(x) is DTensor), None)
 
     def wrap(x: object) -> Any:
         if mesh is not None and isinstance(x, Tensor) and type(x) is not DTensor and not x.is_sparse:
@@ -126,20 +139,20 @@ def run_decomposed(func: Any, args: Args, kwargs: Kwargs) -> Any:
             return wrapped[id(x)][1]
         return x
 
-    given, (args, kwargs) = (args, kwargs), pytree.tree_map(wrap, (args, kwargs))
+    given, (args, kwargs) = (args, kwargs), _mapped(wrap, (args, kwargs))
     with hidden_from_modes(Wrapper), checked_sizes(func, *given):
         out = func(*args, **kwargs)
     assert mesh is not None or not wrapped
-    operands = {id(wrapper): dtensor for dtensor, wrapper in wrapped.values()}
+    given_as = {id(wrapper): dtensor for dtensor, wrapper in wrapped.values()}
 
     def unwrapped(x: object) -> object:
         if not isinstance(x, Wrapper):
             return x
-        if x.requires_grad and id(x) not in operands:  # by `requires_grad=True`, which no aten op takes
+        if x.requires_grad and id(x) not in given_as:  # by `requires_grad=True`, which no aten op takes
             x.dtensor.requires_grad_()
-        return operands.get(id(x), x.dtensor)
+        return given_as.get(id(x), x.dtensor)
 
-    return track(pytree.tree_map(unwrapped, out))
+    return track(_mapped(unwrapped, out))
 
 
 DECOMPOSED = OpRule(handler=run_decomposed, is_op=True)
@@ -208,7 +221,7 @@ class ReplicatedCall(LocalCall):
         def operand(x: Any) -> Any:
             return full[id(x)] if type(x) is DTensor else None if x is generator else x
 
-        args, kwargs = pytree.tree_map(operand, (args, kwargs))
+        args, kwargs = _mapped(operand, (args, kwargs))
         with seeds.same_on_all_ranks(mesh, generator, operands[0].device) if self._is_random else nullcontext():
             out = self.func(*args, **kwargs)
             for i, x in written.items():
@@ -224,7 +237,7 @@ class ReplicatedCall(LocalCall):
                 return originals[id(x)]
             return tag(x, Layout(mesh, [REPLICATE] * mesh.ndim, x.shape, strides=x.stride()))
 
-        return pytree.tree_map(as_dtensor, out)
+        return _mapped(as_dtensor, out)
 
 
 def _generator_in(args: Args, kwargs: Kwargs) -> torch.Generator | None:

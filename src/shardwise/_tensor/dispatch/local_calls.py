@@ -99,7 +99,10 @@ class LocalCall:
         self.func, self.recipe, self._targets = func, recipe, targets
         self._causes: dict[tuple[int, str], Cause] = {}  # by index and name of an operand that is redistributed
         self._redistributions = owner.redistributions
-        self._plain_only = recipe.needs_plain and (bool(targets) or not rule.takes_dtensors or local_impl is not None)
+        # Otherwise C++ works on the storage of the DTensors.
+        self._plain_only = local_impl is not None or (
+            (recipe.python or bool(recipe.rows)) and (bool(targets) or not rule.takes_dtensors)
+        )
         self._makes_views = recipe.view or rule.in_place or local_impl in (None, rule.empty_shards_impl)
         self._in_place = recipe.output is Output.IN_PLACE
         outputs = recipe.output if isinstance(recipe.output, tuple) else (recipe.output,)

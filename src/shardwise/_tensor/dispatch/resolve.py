@@ -178,11 +178,6 @@ class Recipe:
     written: tuple[int, ...] | None = None  # operands to which an op that runs replicated writes; None: it has rows
     saved: dict[object, frozenset[int]] = field(default_factory=dict)  # what torch saves for backward, once it is known
 
-    @property
-    def needs_plain(self) -> bool:
-        """Whether plain local tensors are needed; C++ works on the storage of the DTensors."""
-        return self.python or self.local_impl is not None or bool(self.rows)
-
 
 class NoRowError(RuleError):
     """The op has no row for these operands; it may still run decomposed or replicated."""
@@ -190,7 +185,6 @@ class NoRowError(RuleError):
 
 # What is not about sizes: the meta device has no values; lookups name the table in the error of a padding_idx.
 _OTHER_ERRORS = re.compile(r"\bmeta\b|padding_idx", re.IGNORECASE)
-ALL_REPLICATED = "every rank has everything"
 
 
 Candidates = tuple[tuple[Row, ...], ...]  # for each mesh axis the rows that fit: one, or several at different costs
@@ -384,7 +378,7 @@ def _same_on_one_rank(a: Layout, b: Layout) -> bool:
 
 @lru_cache(maxsize=1024)
 def _replicated(count: int, replicated_impl: Callable[..., Any] | None = None) -> Row:
-    return Row((REPLICATE,) * count, REPLICATE, ALL_REPLICATED, replicated_impl)
+    return Row((REPLICATE,) * count, REPLICATE, "every rank has everything", replicated_impl)
 
 
 def _candidates(rule: OpRule, call: SlottedCall, axis: int) -> tuple[Row, ...]:
