@@ -187,7 +187,13 @@ def _channelwise_order(op: Op, *args: object, **kwargs: object) -> list[int]:
 def _check_sizes(op: Op, x: Meta, named: Named) -> None:
     """The checks of global sizes that torch's functions do in Python."""
     groups = named.get("num_groups", 1)
-    if x.ndim < 2 or groups < 1 or (op in GROUP and x.shape[1] % groups):
+    scales = [named[name] for name in ("weight", "bias") if named.get(name) is not None]
+    if (
+        x.ndim < 2
+        or groups < 1
+        or (op in GROUP and x.shape[1] % groups)
+        or any(s.shape != x.shape[1:2] for s in scales)
+    ):
         raise NotImplementedError("torch reports what is wrong with the shapes")
     members = prod(x.shape[2:]) if op in INSTANCE else prod(x.shape) // max(1, groups if op in GROUP else x.shape[1])
     if named["from_input"] and members == 1 and op in (F.group_norm, F.instance_norm, F.batch_norm):
