@@ -50,7 +50,7 @@ def test_what_each_rank_can_tell_alone_is_not_exchanged() -> None:
 
 
 @world(4)
-def test_found_elements_stay_where_they_are_and_counts_wait_to_be_added_up() -> None:
+def test_found_elements_stay_where_they_are_different_ones_meet_and_counts_wait_to_be_added_up() -> None:
     x = distribute_tensor(torch.arange(100) % 5, Mesh((4,)), [Shard(0, [3, 0, 90, 7])])
     with count_comms() as comms:
         places, chosen = as_dtensor(torch.nonzero(x)), as_dtensor(torch.masked_select(x, x > 3))
@@ -59,6 +59,13 @@ def test_found_elements_stay_where_they_are_and_counts_wait_to_be_added_up() -> 
     assert places.shape == (80, 2 - 1)
     assert comms.implicit == []
     assert comms.total_bytes == 2 * 3 * 8  # a length to each of the others
+    x = distribute_tensor(torch.arange(1000) % 5, Mesh((4,)), [S0])
+    with count_comms() as comms:
+        values, inverse, counts = torch.unique(x, return_inverse=True, return_counts=True)
+    assert [as_dtensor(y).placements for y in (values, inverse, counts)] == [(R,), (S0,), (R,)]
+    assert as_dtensor(counts).full_tensor().tolist() == [200] * 5
+    assert comms.implicit == []
+    assert comms.total_bytes == 3 * (5 * 2 + 2) * 8  # five values and counts; two lengths
     ids = distribute_tensor(torch.arange(1000) % 7, Mesh((2, 2)), [S0, S0])
     with count_comms() as comms:
         out = as_dtensor(torch.bincount(ids, minlength=9))

@@ -107,6 +107,18 @@ def test_a_long_line_is_sorted_stably_and_stays_cut_as_it_was(name: str, sharded
 
 
 @pytest.mark.parametrize("sharded", CUTS, ids=str)
+@pytest.mark.parametrize("name", LINES)
+@world(4)
+def test_the_kth_of_a_long_line_is_found_by_counting(name: str, sharded: Placement) -> None:
+    x, line = laid_out(LINES[name], sharded), LINES[name].int() if name == "truths" else LINES[name]
+    for k in (1, 17, LONG // 2, LONG):
+        value, index = (as_dtensor(y).full_tensor() for y in torch.kthvalue(x, k))
+        expected = torch.sort(line).values[k - 1]
+        assert torch.equal(value.to(line.dtype).nan_to_num(5000), expected.nan_to_num(5000))
+        assert torch.equal(line[index].nan_to_num(5000), expected.nan_to_num(5000))
+
+
+@pytest.mark.parametrize("sharded", CUTS, ids=str)
 @pytest.mark.parametrize(
     "op", [torch.median, torch.nanmedian, lambda x: torch.median(x, 0)[0], lambda x: torch.kthvalue(x, 9)[0]]
 )
@@ -151,7 +163,7 @@ def test_quantiles_of_a_long_line_are_interpolated_as_torch_does(name: str, betw
 
 
 @world(4)
-def test_a_long_line_is_sent_once_with_a_little_counting() -> None:
+def test_a_long_line_travels_once_with_a_little_counting_and_for_an_order_statistic_not_at_all() -> None:
     x = distribute_tensor(LINES["normal"], Mesh((4,)), [S0])
     with count_comms() as comms:
         torch.sort(x)
@@ -160,6 +172,11 @@ def test_a_long_line_is_sent_once_with_a_little_counting() -> None:
     assert comms.implicit == []
     assert comms.total_calls <= 6
     assert comms.total_bytes < redistributed + 4 * counting + 100
+    x = distribute_tensor(LINES["normal"], Mesh((4,)), [S0])
+    with count_comms() as comms:
+        torch.kthvalue(x, 100)
+    assert comms.implicit == []
+    assert comms.total_bytes < 5 * 3 * (8 << order.DIGIT)
 
 
 def test_the_best_k_are_chosen_from_the_best_k_of_each_rank() -> None:

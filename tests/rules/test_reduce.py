@@ -189,7 +189,7 @@ def test_the_others_take_one_exchange_of_a_few_numbers(op: Callable[[Any], Any],
 @pytest.mark.parametrize(
     "placement", [OnRanks(2), Boxes([[((0, 0), (2, 6)), ((4, 0), (1, 6))], [], [((2, 0), (2, 6))]])]
 )
-@pytest.mark.parametrize("op", [torch.sum, torch.mean, Tensor.norm, torch.amax, torch.min, torch.var])
+@pytest.mark.parametrize("op", [torch.sum, torch.mean, Tensor.norm, torch.amax, torch.min, torch.var, Tensor.median])
 @world(3)
 def test_elements_are_reduced_where_they_are(op: Callable[[Any], Any], placement: Placement) -> None:
     full_value = torch.arange(30, dtype=torch.float64).view(5, 6)

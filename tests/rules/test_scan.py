@@ -64,10 +64,15 @@ def test_a_running_extreme_stays_nan_behind_the_last_nan(op: Callable[[Any, int]
     assert torch.equal(as_dtensor(out.indices).full_tensor(), op(full, 0).indices)
 
 
-@pytest.mark.parametrize("op", [torch.cumsum, torch.cumprod, torch.logcumsumexp])
-def test_a_scan_takes_one_exchange_of_a_total_a_line(op: Callable[[Any, int], Any]) -> None:
-    found = sent(Mesh((4,)), lambda x: op(x, 0), (torch.ones(100, 8).double(), Shard(0)))
-    assert found == [((Shard(0),), 1, 3 * 8 * 8)] * 4
+@pytest.mark.parametrize(
+    ("op", "numbers"), [(torch.cumsum, 8), (torch.cumprod, 8), (torch.logcumsumexp, 8), (torch.cummax, 16)]
+)
+def test_a_scan_takes_one_exchange_of_a_total_a_line(op: Callable[[Any, int], Any], numbers: int) -> None:
+    def first(x: Any) -> Any:
+        out = op(x, 0)
+        return out[0] if isinstance(out, tuple) else out
+
+    assert sent(Mesh((4,)), first, (torch.ones(100, 8).double(), Shard(0))) == [((Shard(0),), 1, 3 * 8 * numbers)] * 4
 
 
 @pytest.mark.parametrize("sizes", [[3, 1], [2, 2], [1, 3]])

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn._reduction import legacy_get_string
 
-from shardwise._layout import PARTIAL, REPLICATE, Shard
+from shardwise._layout import PARTIAL, REPLICATE, Placement, Shard
 from shardwise._rules.local_context import LocalContext, local_with, specialized
 from shardwise._rules.local_tensors import as_accumulator, autocast_to_float, emptied, filled
 from shardwise._rules.pointwise import broadcast, shard_rows
@@ -23,20 +22,15 @@ Loss = Callable[..., Tensor]
 Named = dict[str, Any]
 
 
-def _named(loss: Loss, args: Args, kwargs: Named) -> Named:
-    """The arguments by name, in the order of the call; the old names of reductions are translated."""
+def _checked(loss: Loss, args: Args, kwargs: Named) -> tuple[Named, list[Meta]]:
+    """The arguments by name, and those of them that are tensors, in the order of the call."""
     named = arguments(loss, args, kwargs)
     if named.get("size_average") is not None or named.get("reduce") is not None:
-        reduction = legacy_get_string(named["size_average"], named["reduce"])
-        named |= {"reduction": reduction, "size_average": None, "reduce": None}
-    return named
+        raise NotImplementedError("size_average and reduce are deprecated: torch translates them first")
+    return named, [x for x in named.values() if isinstance(x, Meta)]
 
 
-def _metas(named: Named) -> list[Meta]:
-    return [x for x in named.values() if isinstance(x, Meta)]
-
-
-# ---- losses of elements -------------------------------------------------------------------------------------
+# ---- losses of elements and of examples ---------------------------------------------------------------------
 
 ELEMENTS = (
     F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
@@ -47,40 +41,79 @@ ONLY_COMPARE = (
     F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div,
     F.binary_cross_entropy_with_logits,
 )  # fmt: skip
+EXAMPLES = (
+    F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss, F.cosine_embedding_loss,
+    F.triplet_margin_loss,
+)  # fmt: skip
 
 
 def elementwise(loss: Loss, *args: object, **kwargs: object) -> list[Row]:
     """out = the sum or mean of w[i] f(input[i], target[i])."""
-    named = _named(loss, args, kwargs)
-    reduction, tensors = named["reduction"], _metas(named)
+    named, tensors = _checked(loss, args, kwargs)
     weighted = named.get("weight") is not None and loss in (F.mse_loss, F.l1_loss, F.huber_loss)
     strict = loss in (F.binary_cross_entropy, F.binary_cross_entropy_with_logits)
     if (strict or weighted) and named["input"].shape != named["weight" if weighted else "target"].shape:
         raise NotImplementedError("torch raises for these shapes")
-    if reduction == "batchmean" or (reduction == "mean" and weighted and loss is not F.huber_loss):
-        raise NotImplementedError("torch divides the sum")
-    rows = list(shard_rows(tensors, "sharded elements"))
-    if reduction not in ("mean", "sum"):
+    rows = shard_rows(tensors, "sharded elements")
+    reduction, count = named["reduction"], prod(broadcast(*tensors))
+    if loss is F.kl_div and reduction == "batchmean":
+        count = broadcast(*tensors)[0] if broadcast(*tensors) else 1
+    return _reduced(loss, reduction, count, list(rows))
+
+
+def of_examples(loss: Loss, *args: object, **kwargs: object) -> list[Row]:
+    """out = the sum or mean of f(input[i, :], target[i, ...])."""
+    named, tensors = _checked(loss, args, kwargs)
+    first, sums = tensors[0], loss in (F.cosine_embedding_loss, F.triplet_margin_loss)
+    if sums and first.placement.is_shard(first.ndim - 1):
+        raise NotImplementedError("a loss that sums over a sharded dim is decomposed")
+    if len(set(_examples(named, tensors))) > 1:
+        return []  # broadcast, or refused by torch
+
+    def shard(x: Meta, dim: int) -> Placement:
+        own = dim - (first.ndim - x.ndim if x is named.get("weight") else 0)
+        return Shard(own) if own >= 0 and x.shape[own : own + 1] == first.shape[dim : dim + 1] else REPLICATE
+
+    why = "batch-sharded"
+    rows = [Row(tuple(shard(x, d) for x in tensors), Shard(d), why) for d in range(first.ndim - 1)]
+    return _reduced(loss, named["reduction"], prod(first.shape[:-1]), rows)
+
+
+def _examples(named: Named, tensors: list[Meta]) -> list[tuple[int, ...]]:
+    """The shape of the examples, by operand; the weight is of classes."""
+    return [x.shape[: tensors[0].ndim - 1] for x in tensors if x is not named.get("weight")]
+
+
+def _reduced(loss: Loss, reduction: str, count: int, rows: list[Row]) -> list[Row]:
+    if reduction not in ("mean", "sum", "batchmean" if loss is F.kl_div else "mean"):
         return rows
-    local = local_with(_share, loss, reduction, prod(broadcast(*tensors)))
+    local = local_with(_share, loss, reduction, count)
     return [Row(row.inputs, PARTIAL, row.why, local) for row in rows]
 
 
-def _nonempty_share(loss: Loss, reduction: str, count: int, ctx: LocalContext) -> LocalFunction | None:
-    """`_share` of a shard that is not empty: a share of its own mean, because a sum may overflow a small dtype."""
-    own = prod(torch.broadcast_shapes(*(layout.local_shape(ctx.rank) for layout in ctx.layouts)))
-    if not own or reduction == "sum":
-        return loss if own else None
-    return lambda *args, **kwargs: loss(*args, **kwargs) * (own / count)
+def _known_share(loss: Loss, reduction: str, count: int, ctx: LocalContext) -> LocalFunction | None:
+    """`_share` if it is known before the call: the shard is not empty, and there are no weights to all-reduce."""
+    shapes = [layout.local_shape(ctx.rank) for layout in ctx.layouts]
+    own = prod(torch.broadcast_shapes(*shapes) if loss in ELEMENTS else shapes[0][:-1])
+    if not own or reduction == "batchmean" or (loss in (F.mse_loss, F.l1_loss) and len(shapes) > 2):
+        return None
+    share = own / count
+    return loss if reduction == "sum" else lambda *args, **kwargs: loss(*args, **kwargs) * share
 
 
-@specialized(_nonempty_share, python=True)
+@specialized(_known_share, python=True)
 def _share(loss: Loss, reduction: str, count: int, ctx: LocalContext, /, *args: object, **kwargs: object) -> Tensor:
-    """This rank's partial sum of the loss."""
-    nonempty = _nonempty_share(loss, reduction, count, ctx)
-    named = _named(loss, args, kwargs)
-    share: Tensor = nonempty(**named) if nonempty is not None else loss(**{**named, "reduction": "none"}).sum()
-    return share / count if nonempty is None and reduction == "mean" else share
+    """This rank's partial sum of the loss: a share of its own mean, because a sum may overflow a small dtype."""
+    named = arguments(loss, args, kwargs)
+    tensors = [x for x in named.values() if isinstance(x, Tensor)]
+    own = torch.broadcast_shapes(*(x.shape for x in tensors)) if loss in ELEMENTS else tensors[0].shape[:-1]
+    if reduction == "mean" and named.get("weight") is not None and loss in (F.mse_loss, F.l1_loss):
+        weights = ctx.all_gather(named["weight"].sum()).sum(0)
+        return loss(**{**named, "reduction": "sum"}) / weights
+    if reduction == "mean" and own.numel():
+        return loss(**{**named, "reduction": "mean"}) * (own.numel() / count)
+    summed: Tensor = loss(**{**named, "reduction": "sum" if own.numel() else "none"}).sum()
+    return summed if reduction == "sum" else summed / count
 
 
 # ---- losses of class scores ---------------------------------------------------------------------------------
@@ -93,13 +126,13 @@ def classified(loss: Loss, *args: object, **kwargs: object) -> list[Row]:
     all-reduced in one small collective. A sharded class dim needs no all-gather of the scores: each rank sends a few
     numbers per example, such as its log-sum-exp and the weighted score of the target.
     """
-    named = _named(loss, args, kwargs)
+    named, tensors = _checked(loss, args, kwargs)
     scores, target, reduction = named["input"], named["target"], named["reduction"]
     classes = min(1, scores.ndim - 1)
     probabilities = target.ndim == scores.ndim
     if probabilities and named["ignore_index"] >= 0:
         raise NotImplementedError("ignore_index does not apply to class probabilities")
-    weight = (REPLICATE,) * (len(_metas(named)) - 2)
+    weight = (REPLICATE,) * (len(tensors) - 2)
     local = local_with(_classified, loss, prod(target.shape) // max(scores.shape[classes], 1))
     rows = []
     for dim in range(scores.ndim):
@@ -113,7 +146,7 @@ def classified(loss: Loss, *args: object, **kwargs: object) -> list[Row]:
 
 
 def _classified(loss: Loss, batch_size: int, ctx: LocalContext, /, *args: object, **kwargs: object) -> Tensor:
-    named = _named(loss, args, kwargs)
+    named = arguments(loss, args, kwargs)
     named["input"] = autocast_to_float(named["input"])
     scores, target, weight, reduction = [named[name] for name in ("input", "target", "weight", "reduction")]
     classes = min(1, scores.ndim - 1)
@@ -213,8 +246,7 @@ def _combined(gathered: dict[str, Tensor]) -> Tensor:
 
 def ctc(loss: Loss, *args: object, **kwargs: object) -> list[Row]:
     """out = the sum or mean over the batch of -log P(targets | log_probs), an example is a column of log_probs."""
-    named = _named(loss, args, kwargs)
-    tensors = _metas(named)
+    named, tensors = _checked(loss, args, kwargs)
     if [x.ndim for x in tensors[:2]] != [3, 2]:
         raise NotImplementedError("concatenated targets are not sharded between examples")
     reduction = named["reduction"]
@@ -246,13 +278,14 @@ def _ctc(batch_size: int, ctx: LocalContext, /, *args: object, **kwargs: object)
 
 
 def _shape(loss: Loss, *args: object, **kwargs: object) -> tuple[int, ...]:
-    named = _named(loss, args, kwargs)
-    tensors = _metas(named)
+    named, tensors = _checked(loss, args, kwargs)
     scores = tensors[0].shape
     if named["reduction"] != "none":
         return ()
     if loss in ELEMENTS:
         return broadcast(*tensors)
+    if loss in EXAMPLES:
+        return tuple(torch.broadcast_shapes(*_examples(named, tensors)))
     if loss is F.ctc_loss:
         return scores[1:2]
     target: tuple[int, ...] = named["target"].shape
@@ -261,7 +294,10 @@ def _shape(loss: Loss, *args: object, **kwargs: object) -> tuple[int, ...]:
     return scores[:1] + scores[2:] if scores[1:] else ()
 
 
-for _rule, _losses in ((elementwise, ELEMENTS), (classified, (F.cross_entropy, F.nll_loss)), (ctc, (F.ctc_loss,))):
+for _rule, _losses in (
+    (elementwise, ELEMENTS), (of_examples, EXAMPLES), (classified, (F.cross_entropy, F.nll_loss)), (ctc, (F.ctc_loss,)),
+):  # fmt: skip
     for _loss in _losses:
-        _shape_of_loss, _compares = partial(_shape, _loss), _loss in ONLY_COMPARE
-        register(OpRule(partial(_rule, _loss), shape=_shape_of_loss, takes_dtensors=_compares), _loss)
+        register(
+            OpRule(partial(_rule, _loss), shape=partial(_shape, _loss), takes_dtensors=_loss in ONLY_COMPARE), _loss
+        )

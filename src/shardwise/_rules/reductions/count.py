@@ -1,6 +1,7 @@
-"""Counts, which are Partial over shards, and ops with data-dependent shapes: nonzero, masked_select."""
+"""Counts, which are Partial over shards, and ops with data-dependent shapes: nonzero, masked_select, unique."""
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from shardwise._layout import PARTIAL, REPLICATE, Boxes, OnRanks, Partial, Shard
 from shardwise._rules.local_context import LocalContext
 from shardwise._rules.pointwise import shard_rows
+from shardwise._rules.reductions.order import gather_rows
 from shardwise._rules.reductions.over_dims import group_rank, on_operand, register_reduction
 from shardwise._rules.row import Meta, Row
 
@@ -81,8 +83,54 @@ def masked_select(input: Meta, mask: Meta) -> list[Row]:
     return [row for row in shard_rows([input, mask], "each rank selects from its own shard") if row.output == Shard(0)]
 
 
+def unique(
+    input: Meta, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
+) -> list[Row]:
+    """out = the unique elements (slices of dim) in order, the index of each element among them, their counts."""
+    wanted = (True, return_inverse, return_counts)
+    rows = []
+    for d in range(input.ndim):
+        if dim is None or d == dim % input.ndim:
+            every = (REPLICATE, Shard(d if dim is None else 0), REPLICATE)
+            outputs = tuple(p for p, wants in zip(every, wanted, strict=True) if wants)
+            local = on_operand(_unique, None if dim is None else d, wanted)
+            rows.append(
+                Row(
+                    (Shard(d),),
+                    outputs if len(outputs) > 1 else REPLICATE,
+                    "ranks all-gather their unique elements",
+                    local,
+                )
+            )
+    return rows
+
+
+def _unique_first(input: Meta, *args: object, dim: int | None = None, **_: object) -> Sequence[int]:
+    """`dim` is the outermost one in memory."""
+    dim = args[3] if len(args) > 3 else dim  # type: ignore[assignment]
+    return () if dim is None else sorted(range(input.ndim), key=lambda d: d != dim % input.ndim)
+
+
+def _unique(ctx: LocalContext, x: Tensor, dim: int | None, wanted: tuple[bool, ...]) -> Tensor | tuple[Tensor, ...]:
+    slices, along = (x.reshape(-1), None) if dim is None else (x.movedim(dim, 0), 0)
+    own, inverse, numbers = torch.unique(slices, return_inverse=True, return_counts=True, dim=along)
+    wide = torch.float64 if x.is_floating_point() else torch.int64
+    lengths = ctx.all_gather(numbers.new_tensor(len(own))).tolist()
+    table = torch.cat([own.reshape(len(own), prod(slices.shape[1:])).to(wide), numbers.to(wide).unsqueeze(1)], 1)
+    table = gather_rows(ctx, table, lengths, range(len(lengths)))
+    every = table[:, :-1].to(x.dtype).view(-1, *slices.shape[1:])
+    values, numbering = torch.unique(every, return_inverse=True, dim=along)
+    start = sum(lengths[: group_rank(ctx)])
+    inverse = numbering[start : start + len(own)][inverse].view(x.shape if dim is None else -1)
+    counts = numbering.new_zeros(len(values)).index_add(0, numbering, table[:, -1].long())
+    results = (values if dim is None else values.movedim(0, dim), inverse, counts)
+    found = tuple(result for result, wants in zip(results, wanted, strict=True) if wants)
+    return found if len(found) > 1 else found[0]
+
+
 register_reduction(bincount, None, "bincount", data_dependent_shape=True)
 register_reduction(histc, lambda input, bins=100, *_, **__: (bins,), "histc", shape_independent=False)
 register_reduction(isin, lambda elements, *_, **__: getattr(elements, "shape", ()), "isin")
 register_reduction(nonzero, None, "nonzero argwhere", data_dependent_shape=True, memory_order=_by_columns)
 register_reduction(masked_select, None, "masked_select", data_dependent_shape=True)
+register_reduction(unique, None, "", torch.unique, Tensor.unique, data_dependent_shape=True, memory_order=_unique_first)

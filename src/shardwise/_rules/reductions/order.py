@@ -1,13 +1,13 @@
 """max with indices, topk, sort, median, kthvalue, quantile, searchsorted.
 
 If the dim is sharded, ranks exchange candidates (max, topk), or find by counting how many of each rank's elements come
-before the k-th of all (sort), so that each element is sent at most once.
+before the k-th of all (sort, median, quantile), so that each element is sent at most once.
 """
 
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
-from math import prod
+from math import inf, prod
 from typing import Any, TypeVar
 
 import torch
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from shardwise._layout import PARTIAL, REPLICATE, Shard
 from shardwise._rules.local_context import LocalContext, local_with
-from shardwise._rules.local_tensors import never_empty
 from shardwise._rules.pointwise import nonlinear, shape_of_first
 from shardwise._rules.reductions.over_dims import (
+    Dims,
     extreme_identity,
     group_rank,
     non_negative,
@@ -27,10 +27,11 @@ from shardwise._rules.reductions.over_dims import (
     reduced_shape,
     register_reduction,
     rows_over,
+    rows_over_all,
     shard_counts,
     with_indices,
 )
-from shardwise._rules.reductions.reduce import extreme
+from shardwise._rules.reductions.reduce import extreme, extremes
 from shardwise._rules.row import Meta, Row
 
 Output = TypeVar("Output")
@@ -196,20 +197,80 @@ def count_below(
         base, shift = marks.gather(1, digit), max(shift - DIGIT, 0)
 
 
-def order_statistic(input: Meta, dim: int | None = None, keepdim: bool = False) -> list[Row]:
-    """out = the median, the k-th smallest or the most frequent element along dim, and its index; dim is not sharded."""
-    return rows_over(input, *reduced_dims(input, (dim, keepdim), {}), None)
+def order_statistic(name: str, input: Meta, dim: int | None = None, keepdim: bool = False, *k: int) -> list[Row]:
+    """out = the k-th smallest element, or the (lower) median; with a dim, also its index."""
+    if dim is None:
+        return rows_over_all(input, tuple(range(input.ndim)), False, REPLICATE, _order_statistic, name)
+    dim = non_negative(input, dim)
+    local = on_operand(_order_statistic, (dim,), keepdim, name, *k)
+    return rows_over(input, (dim,), keepdim, if_one_line(input, dim, REPLICATE), local)
 
 
-def quantile(input: Meta, q: Any, dim: int | None = None, keepdim: bool = False, **_: object) -> list[Row]:
+def _order_statistic(ctx: LocalContext, x: Tensor, dims: Dims, keepdim: bool, name: str, *k: int) -> Any:
+    flat, total = x.reshape(-1), sum(shard_counts(ctx, None))
+    shape = ctx.output.local_shape(ctx.rank)
+    if dims and total == 0 < prod(ctx.layouts[0].shape):  # other ranks hold the elements
+        return getattr(torch.return_types, name)((flat.view(shape), flat.detach().long().view(shape)))
+    if total == 0 or (k and not 0 < k[0] <= total):
+        none = x.new_zeros([min(n, 1) for n in ctx.layouts[0].shape]) + x.sum(dtype=x.dtype)
+        return getattr(torch, name)(none, *k, *((*dims, keepdim) if dims else ()))  # torch's result, or its error
+    real = total if k else int(ctx.all_gather(flat.isnan().logical_not().sum()).sum())
+    middle = total - 1 if real == 0 or (real < total and name == "median") else (real - 1) // 2
+    value, index = (found[0] for found in select_ranked(ctx, flat, [k[0] - 1 if k else middle], dims))
+    if dims:
+        return getattr(torch.return_types, name)((value.view(shape), index.view(shape)))
+    largest = bool(value != -inf)  # ties share the gradient
+    same = (flat == value) | (flat.isnan() & value.isnan())
+    equals = torch.where(same, flat, extreme_identity(largest, x.dtype))
+    return extremes(ctx, equals, None, False, (largest,))
+
+
+def select_ranked(ctx: LocalContext, x: Tensor, wanted: list[int], dims: Dims) -> tuple[Tensor, Tensor]:
+    """The `wanted`-th elements in the sorted order of all ranks' elements, and their global indices along dims."""
+    order = list(range(len(ctx.ranks()))) if dims is None else offset_order(ctx, dims[0])
+    keys, by_key = sort_keys(x).sort(stable=True)
+    first, same = count_below(ctx, keys, wanted, [shard_counts(ctx, None)[i] for i in order], order)
+    nth = first.new_tensor(wanted) - first.sum(0) - (same.cumsum(0) - same)
+    here = order.index(group_rank(ctx))
+    mine = (nth[here] >= 0) & (nth[here] < same[here])
+    own = by_key[(first + nth)[here][mine]]
+    start = ctx.boxes(0)[group_rank(ctx)].offsets[dims[0]] if dims else 0
+    values = x.new_zeros(len(wanted)).masked_scatter(mine, x[own])
+    pairs = with_indices(values, torch.zeros_like(nth[here]).masked_scatter(mine, own + start))
+    values, indices = _two(ctx.all_gather(pairs).sum(0), 0)
+    return values.to(x.dtype), indices.long()
+
+
+def quantile(name: str, input: Meta, q: Any, dim: int | None = None, keepdim: bool = False, **_: object) -> list[Row]:
     """out[q] = the value below which a fraction q of the elements along dim are, between two of them."""
     q_too, lead = ((REPLICATE,), q.ndim) if isinstance(q, Meta) else ((), 0)
-    local = local_with(never_empty, (input.ndim, *(0 for _ in q_too)))
-    return [
-        Row((*row.inputs, *q_too), Shard(row.output.dim + lead), row.why, local)
-        for row in order_statistic(input, dim, keepdim)
-        if isinstance(row.output, Shard)
-    ]
+    dims = tuple(range(input.ndim)) if dim is None else (non_negative(input, dim),)
+    line = local_with(_quantile_of_line, name) if len(dims) == input.ndim or if_one_line(input, dims[0], True) else None
+    rows = []
+    for row in rows_over(input, dims, keepdim, line and REPLICATE, line):
+        output = Shard(row.output.dim + lead) if isinstance(row.output, Shard) else REPLICATE
+        rows.append(Row((*row.inputs, *q_too), output, row.why, line if output == REPLICATE else _quantile))
+    return rows
+
+
+def _quantile(ctx: LocalContext, /, input: Tensor, *args: object, **kwargs: object) -> Tensor:
+    some = input if input.numel() else input.new_zeros([max(n, 1) for n in input.shape]) + input.sum()
+    out: Tensor = ctx.call(some, *args, **kwargs)
+    return out[tuple(map(slice, ctx.output.local_shape(ctx.rank)))].clone()
+
+
+def _quantile_of_line(name: str, ctx: LocalContext, /, input: Tensor, q: Any, *_: object, **named: Any) -> Tensor:
+    flat, total, between = input.reshape(-1), sum(shard_counts(ctx, None)), named.get("interpolation", "linear")
+    getattr(torch, name)(flat.detach().new_zeros(min(total, 1)), q, interpolation=between)  # raises torch's errors
+    real = int(ctx.all_gather(flat.isnan().logical_not().sum()).sum())
+    some = real == total or (real > 0 and name == "nanquantile")  # else nan, which is sorted last
+    rank = torch.as_tensor(q, dtype=flat.dtype, device=flat.device).reshape(-1) * (real - 1)
+    rounded = {"lower": rank.floor(), "higher": rank.ceil(), "nearest": rank.round()}.get(between, rank)
+    numbers = [int(n) if some else total - 1 for n in torch.cat([rounded.floor(), rounded.ceil()]).tolist()]
+    below, above = select_ranked(ctx, flat, numbers, None)[0].chunk(2)
+    found = below if rounded is not rank else below.lerp(above, 0.5 if between == "midpoint" else rank.frac())
+    out: Tensor = torch.ops.aten._unsafe_view(found, ctx.output.local_shape(ctx.rank))  # a new tensor, not a view
+    return out
 
 
 def searchsorted(sorted_sequence: Meta, input: Any, *, sorter: Meta | None = None, **_: object) -> list[Row]:
@@ -238,9 +299,14 @@ register_reduction(topk, None, "topk")
 register_reduction(partial(sort, "sort"), lambda input, *_, **__: [input.shape] * 2, "sort")
 for _name in ("argsort", "msort"):
     register_reduction(partial(sort, _name), shape_of_first, _name)
-register_reduction(lambda input, k, dim=-1, keepdim=False: order_statistic(input, dim, keepdim), None, "kthvalue")
-register_reduction(lambda input, dim=-1, keepdim=False: order_statistic(input, dim, keepdim), None, "mode")
-register_reduction(order_statistic, None, "median nanmedian")
-register_reduction(quantile, None, "quantile nanquantile")
+register_reduction(
+    lambda input, k, dim=-1, keepdim=False: order_statistic("kthvalue", input, dim, keepdim, k), None, "kthvalue"
+)
+for _rule, _names in ((order_statistic, ("median", "nanmedian")), (quantile, ("quantile", "nanquantile"))):
+    for _name in _names:
+        register_reduction(partial(_rule, _name), None, _name)
+register_reduction(
+    lambda input, dim=-1, keepdim=False: rows_over(input, (non_negative(input, dim),), keepdim, None), None, "mode"
+)
 register_reduction(searchsorted, lambda sorted_sequence, input, **_: getattr(input, "shape", ()), "searchsorted")
 register_reduction(bucketize, lambda input, boundaries, **_: getattr(input, "shape", ()), "bucketize")

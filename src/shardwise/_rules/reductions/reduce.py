@@ -32,6 +32,7 @@ from shardwise._rules.reductions.over_dims import (
     rows_over,
     rows_over_all,
     shard_counts,
+    with_indices,
 )
 from shardwise._rules.registry import OpRule, Shapes, functions_named, register
 from shardwise._rules.row import Args, Kwargs, Meta, Op, Row
@@ -315,9 +316,23 @@ def _before(ctx: LocalContext, dim: int, own: Tensor) -> Tensor:
     return ctx.all_gather(own)[sorted(earlier, key=lambda i: boxes[i].offsets[dim])]
 
 
-def scan_of_extremes(input: Meta, dim: int) -> list[Row]:
-    """out[i] = the largest (smallest) of input[0] to input[i] along dim, which is not sharded, and its index."""
-    return rows_over(input, (non_negative(input, dim),), True, None)
+def scan_of_extremes(largest: bool, input: Meta, dim: int) -> list[Row]:
+    """out[i] = the largest (smallest) of input[0] to input[i] along dim, and the index of the last such element."""
+    dim = non_negative(input, dim)
+    return rows_over(input, (dim,), True, Shard(dim), on_operand(_scanned_extremes, largest, dim))
+
+
+def _scanned_extremes(ctx: LocalContext, x: Tensor, largest: bool, dim: int) -> Tensor | tuple[Tensor, ...]:
+    shard, _ = nonempty_shard(ctx, x, (dim,), extreme_identity(largest, x.dtype), True)
+    values, at = shard.flip(dim).max(dim) if largest else shard.flip(dim).min(dim)
+    length, start = x.shape[dim], ctx.boxes(0)[group_rank(ctx)].offsets[dim]
+    heads, indices = _before(ctx, dim, with_indices(values, start + length - 1 - at)).movedim(0, dim + 1)
+    extended = torch.cat([heads.to(x.dtype), x], dim)
+    scanned = extended.cummax(dim) if largest else extended.cummin(dim)
+    own = torch.arange(start, start + length, device=x.device).view(-1, *[1] * (x.ndim - 1 - dim))
+    table = torch.cat([indices.long(), own.expand_as(x)], dim)
+    values, at = (found.narrow(dim, heads.shape[dim], length) for found in scanned)
+    return type(scanned)((values, table.gather(dim, at)))
 
 
 def _in_place(function: Op, x: Tensor, *args: object, **kwargs: object) -> Tensor:
@@ -349,4 +364,5 @@ for _name in ("cumsum", "cumprod", "logcumsumexp"):
 for _name in ("cumsum", "cumprod"):
     _ops = getattr(Tensor, _name + "_"), getattr(torch.ops.aten, _name + "_").default
     register(OpRule(decomposition=partial(_in_place, getattr(Tensor, _name))), *_ops)
-register_reduction(scan_of_extremes, lambda input, dim: [input.shape] * 2, "cummax cummin")
+for _largest, _name in ((True, "cummax"), (False, "cummin")):
+    register_reduction(partial(scan_of_extremes, _largest), lambda input, dim: [input.shape] * 2, _name)
