@@ -117,11 +117,13 @@ def fetch(
     Returns:
         One tensor for each box wanted; views of `xs` if no rank wants what another one holds.
     """
-    found = _regions_of(ranks, rank, held, wanted)
-    if found is not None:
-        return list(_Fetch.apply(Exchange(ranks, cause), *found, *xs))
     me = ranks.index(rank)
-    return [_own_box(xs[i], held[i][me], goal) for i, goal in wanted[me]]
+    own = [boxes[me] for boxes in held]
+    found = _regions_of(ranks, rank, held, wanted)
+    if found is None:
+        return [_own_box(xs[i], own[i], goal) for i, goal in wanted[me]]
+    in_boxes = [x.view(box.sizes) for x, box in zip(xs, own, strict=True)]  # an empty shard may have other sizes
+    return list(_Fetch.apply(Exchange(ranks, cause), *found, *in_boxes))
 
 
 class _Fetch(TensorFunction):

@@ -111,9 +111,10 @@ def _run_prim(func: Any, args: Args, kwargs: Kwargs) -> object:
     return func.impl_aten(*args, **kwargs)
 
 
-@handler(torch.ops.aten.is_same_size.default)
+@handler(torch.is_same_size, Tensor.is_same_size, torch.ops.aten.is_same_size.default)
 def _is_same_size(func: Op, args: Args, kwargs: Kwargs) -> bool:
-    return args[0]._layout.shape == args[1]._layout.shape  # type: ignore[no-any-return]
+    x, y = (*args, *kwargs.values())
+    return bool(x.shape == y.shape)
 
 
 def handler_without_row(rule: OpRule) -> Handler:
