@@ -110,6 +110,7 @@ def _find(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any, ..
         if other is not None:
             return _handled(other), args, kwargs
         args, kwargs = operands.all_promoted(func, args, kwargs)
+        layouts = [x._layout for x in dtensors_in((*args, *kwargs.values()))]  # DTensors of torch have meshes too
     meshes = [layout.mesh for layout in layouts]
     if meshes.count(meshes[0]) < len(meshes) and (rule.rows is not no_rows or isinstance(func, OpOverload)):
         written = _written(func, rule, args, kwargs)
