@@ -94,7 +94,7 @@ class DTensor(torch.Tensor):
     _spec: Any = None  # the sharding spec that it was made by
     _tiling: Tiling | None = None  # of a local tensor that is made of several shards
 
-    # Set by tensor/__init__.py, to avoid an import cycle.
+    # Set by _tensor/__init__.py, to avoid an import cycle.
     _dispatch: Handler
     _dispatch_unseen: Handler  # by hooks of tools
     _from_local: Callable[..., "DTensor"]

@@ -33,9 +33,10 @@ _hooks: "WeakKeyDictionary[Any, list[Hook]]" = WeakKeyDictionary()  # by transpo
 
 @contextmanager
 def hook_calls(hook: Hook) -> Iterator[None]:
-    """Inside, `hook` gets every function that this rank calls with a DTensor, and the aten ops it is decomposed into.
+    """Inside, `hook` gets every function that this rank calls with a DTensor.
 
-    The hook that was installed last is called first.
+    It also gets the aten ops that a function is decomposed into, if they have a rule. The hook that was installed last
+    is called first.
     """
     mine = _hooks.setdefault(collectives.transport(), [])
     mine.append(hook)
