@@ -50,8 +50,8 @@ def step_on_locals(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Any:
         view: Any = object.__new__(_VIEWS[type(optimizer)])
         view.__dict__ = vars(optimizer)
         args = (view, *args[1:])
-    elif isinstance(of_all := getattr(optimizer, "_all_params", None), list) and optimizer not in _checked:
-        check_replicas(of_all, optimizer.process_group)  # type: ignore[attr-defined]  # of ZeroRedundancyOptimizer
+    elif optimizer not in _checked and "ZeroRedundancyOptimizer" in [base.__name__ for base in type(optimizer).__mro__]:
+        check_replicas(vars(optimizer)["_all_params"], vars(optimizer)["process_group"])
         _checked.add(optimizer)
     return args, kwargs
 

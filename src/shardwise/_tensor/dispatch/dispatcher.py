@@ -138,7 +138,7 @@ def _other_function(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> Handl
     """What answers a call with `out=` or with plain tensors that has no rows as it is."""
     if "out" in kwargs and not isinstance(func, OpOverload):  # which writes to it
         return _run_with_out
-    if any(type(x) is not DTensor for x in _written(func, rule, args, kwargs)):
+    if rule.in_place and type(args[0]) is not DTensor:
         return operands.into_plain
     if func in operands.WITHOUT_VALUES and type(args[0]) is not DTensor:
         return operands.run_without_values

@@ -24,7 +24,7 @@ from shardwise._rules.pointwise import register_if_tagged
 from shardwise._rules.registry import OpRule, handler, rule_of
 from shardwise._rules.row import Args, Handler, Kwargs, Op
 from shardwise._tensor.dispatch.local_calls import LocalCall
-from shardwise._tensor.dispatch.operands import arguments_by_write, checked_sizes, promoted, written_by
+from shardwise._tensor.dispatch.operands import arguments_by_write, checked_sizes, into_plain, promoted, written_by
 from shardwise._tensor.dispatch.resolve import Output, Recipe
 from shardwise._tensor.dispatch.view_copies import before_change, invalidate, track
 from shardwise._tensor.dispatch.without_memory import hidden_from_modes, on_meta
@@ -69,9 +69,13 @@ class Wrapper(torch.Tensor):
         args, kwargs = _mapped(lambda x: x.dtensor if isinstance(x, Wrapper) else x, (args, kwargs or {}))
         if func._schema.is_mutable:
             _refuse_to_fill(func, args, kwargs)
-        has_rule = rule_of(func) is not None or register_if_tagged(func)
+        run: Handler = DTensor._dispatch_unseen
+        if rule_of(func) is not None or register_if_tagged(func):
+            run = DTensor._dispatch
+        elif (written := written_by(func, args, kwargs)) and not dtensors_in(written):  # tensors of the function's own
+            run = into_plain
         with enable_reentrant_dispatch():
-            out = (DTensor._dispatch if has_rule else DTensor._dispatch_unseen)(func, args, kwargs)
+            out = run(func, args, kwargs)
         if func._schema.is_mutable:
             return out
         return _mapped(lambda x: Wrapper(x) if type(x) is DTensor else x, out)
@@ -93,10 +97,14 @@ def _refuse_to_fill(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
 
 
 def rule_of_others(func: Op) -> OpRule:
-    """The rule of a function without an entry: torch decomposes it, but aten ops, which run replicated."""
+    """The rule of a function without an entry.
+
+    An aten op that torch does not decompose runs replicated, if it has no rows as an elementwise one. Torch decomposes
+    any other function, and aten ops without kernels of their own.
+    """
     if not isinstance(func, OpOverload) or not torch._C._dispatch_has_kernel(func.name()):  # or only in TorchScript
         return DECOMPOSED
-    if func.has_kernel_for_dispatch_key(_COMPOSITE):
+    if func.has_kernel_for_dispatch_key(_COMPOSITE) and not any(map(func.has_kernel_for_dispatch_key, _KERNELS)):
         return DECOMPOSED
     if register_if_tagged(func):
         return RULES[func]
@@ -158,8 +166,9 @@ def run_decomposed(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 DECOMPOSED = OpRule(handler=run_decomposed, is_op=True)
 PRIM = OpRule(handler=_run_prim, is_op=True)
-REPLICATED = OpRule(is_op=True)
+REPLICATED = OpRule(is_op=True, shape_independent=True)  # a key of its calls has no floats, which change no recipe
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_KERNELS = [getattr(torch._C.DispatchKey, key) for key in ("CPU", "CUDA", "CompositeExplicitAutograd")]
 
 # ---- replicated -------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from shardwise._tensor.dispatch import resolve
 from shardwise._tensor.dispatch.fallback import replicated_recipe
 from shardwise._tensor.dispatch.resolve import Choice, NoRowError, Output, Recipe, Slot, SlottedCall
 from shardwise._tensor.dispatch.without_memory import unobserved
-from shardwise._tensor.dtensor import DTensor, name_of
+from shardwise._tensor.dtensor import DTensor, dtensors_in, name_of
 
 # ---- keys -------------------------------------------------------------------------------------------------------
 
@@ -93,7 +93,7 @@ def by_value(key: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _dtypes(args: Args, kwargs: Kwargs) -> tuple[torch.dtype, ...]:
     with DisableTorchFunctionSubclass():
-        return tuple([a.dtype for a in (*args, *kwargs.values()) if type(a) is DTensor])
+        return tuple([x.dtype for x in dtensors_in((*args, *kwargs.values()))])
 
 
 # ---- recipes ----------------------------------------------------------------------------------------------------
@@ -140,7 +140,8 @@ def _resolved(costs: object, key: tuple[Any, ...], func: Op, rule: OpRule, args:
     rule = _in_place_rule(func, call.name, rule, args, kwargs)
     python = rule.native is None and _is_python(func)
     recipe = resolve.recipe(rule.native or func, python, rule, call, _choice(costs, key, rule, call))
-    if len(call.metas) > 1 and rule.shape is not None and not rule.checks_sizes:
+    one_dtype = len({x.dtype for x in call.metas}) == 1  # torch may refuse others, but not on a rank without elements
+    if len(call.metas) > 1 and rule.shape is not None and not (rule.checks_sizes and one_dtype):
         call.check_sizes()
     if rule.memory_order is not None:
         order = tuple(call.of(rule.memory_order, call.metas))
