@@ -162,3 +162,51 @@ def test_operands_are_freed_when_their_last_user_is() -> None:
             assert world(ranks).run(under_hooks, other) == [True] * ranks
     finally:
         gc.enable()
+
+
+@world(3)
+def test_masks_and_ids_of_one_layout_are_calls_of_their_own() -> None:
+    x, mask = X.clone(), torch.tensor([1, 0, 1, 1, 0, 1]).bool()
+    for index in (mask, mask.long(), mask):
+        at = distribute_tensor(index, Mesh((3,)), [UNEVEN])
+        found = torch.ops.aten.index.Tensor(distribute_tensor(x, Mesh((3,)), [S0]), [at])
+        assert as_dtensor(found).full_tensor().equal(x[index])
+        written = distribute_tensor(x, Mesh((3,)), [S0]).index_put_((at,), torch.tensor(2.0, dtype=x.dtype))
+        assert as_dtensor(written).full_tensor().equal(x.index_put((index,), torch.tensor(2.0, dtype=x.dtype)))
+
+
+@world(3)
+def test_an_op_without_rows_writes_to_distributed_and_plain_tensors() -> None:
+    for placement in (UNEVEN, R, Partial()):
+        values = distribute_tensor(torch.zeros_like(X), Mesh((3,)), [placement])
+        indices = torch.zeros(X.shape, dtype=torch.long)
+        torch.ops.aten.sort.values(distribute_tensor(X, Mesh((3,)), [S0]), 1, values=values, indices=indices)
+        assert_close((values.full_tensor(), indices), tuple(X.sort(1)))
+        assert values.placements == (placement,)
+
+
+@world(3)
+def test_floats_of_replicated_calls_are_no_calls_of_their_own() -> None:
+    x, calls = distribute_tensor(X, Mesh((3,)), [UNEVEN]), collectives.owner().calls
+    torch.ops.aten.renorm.default(x, 2, 0, 1.5)
+    before = len(calls)
+    for norm in (0.5, 0.25):
+        assert_close(as_dtensor(torch.ops.aten.renorm.default(x, 2, 0, norm)).full_tensor(), X.renorm(2, 0, norm))
+    assert len(calls) == before
+
+
+@world(4)
+def test_an_aten_op_with_a_kernel_beside_its_decomposition_runs_replicated() -> None:
+    image = X.view(2, 3, 2, 2)
+    x = distribute_tensor(image, Mesh((4,)), [S0])
+    found = torch.ops.aten.upsample_nearest2d.default(x, [4, 4])
+    assert as_dtensor(found).full_tensor().equal(torch.ops.aten.upsample_nearest2d.default(image, [4, 4]))
+
+
+@pytest.mark.parametrize("op", [torch.bmm, torch.matmul, torch.mm], ids=lambda op: op.__name__)
+@world(4)
+def test_dtypes_that_differ_are_refused_on_ranks_without_elements_too(op: Any) -> None:
+    x, w = (X.view(2, 3, 4), X.view(2, 4, 3)) if op is torch.bmm else (X, Y.T.contiguous())
+    operands = distribute_tensor(x.bfloat16(), Mesh((4,)), [S0]), w.float()
+    with pytest.raises(RuntimeError, match=r"dtype|type"):
+        op(*operands)
