@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,39 +72,37 @@ class ServedStore(HashStore):
         self.host, self.port = server.getsockname()
 
 
+@contextmanager
+def monitor_of(server: socket.socket) -> Iterator[tuple[FailureMonitor, FailureStore, list[None]]]:
+    """A monitor at work, the store with this server that it looks at, and an item for each look."""
+    ours, monitor, polls = FailureStore(ServedStore(server), 0), FailureMonitor(), list[None]()
+
+    def store_of_world() -> FailureStore:
+        polls.append(None)
+        return ours
+
+    monitor.start(store_of_world)
+    try:
+        yield monitor, ours, polls
+    finally:
+        monitor.stop()
+
+
 def test_a_monitor_goes_on_when_the_store_can_be_reached_again() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
-        ours = FailureStore(ServedStore(server), 0)
-        monitor, polls = FailureMonitor(), list[None]()
-
-        def store_of_world() -> FailureStore:
-            polls.append(None)
-            return ours
-
-        monitor.start(store_of_world)
-        try:
+        with monitor_of(server) as (monitor, ours, polls):
             wait_until(lambda: len(polls) > 1)  # it has tried once in vain
             server.listen()
             report = ours.publish_root(FailureReport(0, "Rank 0 failed"))
             wait_until(lambda: monitor.root is not None)
             assert monitor.root == report
-        finally:
-            monitor.stop()
 
 
 def test_a_monitor_keeps_one_connection() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
-        ours = FailureStore(ServedStore(server), 0)
-        monitor, polls = FailureMonitor(), list[None]()
-
-        def store_of_world() -> FailureStore:
-            polls.append(None)
-            return ours
-
-        monitor.start(store_of_world)
-        try:
+        with monitor_of(server) as (_, _, polls):
             wait_until(lambda: len(polls) > 3)
             kept, _ = server.accept()
             with pytest.raises(BlockingIOError):
@@ -113,8 +112,6 @@ def test_a_monitor_keeps_one_connection() -> None:
             wait_until(lambda: len(polls) > 2)
             again, _ = server.accept()
             again.close()
-        finally:
-            monitor.stop()
 
 
 def wait_until(seen: Callable[[], bool]) -> None:
