@@ -1,5 +1,7 @@
 """How far warm calls go through the library: `tools/walk.py`."""
 
+from pathlib import Path
+
 import pytest
 
 from shardwise import launch
@@ -16,7 +18,7 @@ MOST_FRAMES = {
 
 
 @pytest.mark.processes
-def test_warm_calls_make_few_frames() -> None:
-    found = launch(walks, nproc=RANKS)  # new processes, whose world has no other groups
+def test_warm_calls_make_few_frames(tmp_path: Path) -> None:
+    found = launch(walks, str(tmp_path), nproc=RANKS)  # new processes, whose world has no other groups
     counts = {name: len(found[name][-1]) for name in MOST_FRAMES}
     assert all(counts[name] <= most for name, most in MOST_FRAMES.items()), counts
