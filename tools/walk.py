@@ -10,7 +10,6 @@ earlier frame was in, after one in another file. Each call is made several times
 import sys
 import tempfile
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
