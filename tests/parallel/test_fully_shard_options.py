@@ -22,7 +22,7 @@ from shardwise.parallel import (
     fully_shard,
     parallelize_module,
 )
-from shardwise.parallel.fully_sharded.parameters import converted_policy
+from shardwise.parallel.fully_sharded.policy import converted_policy
 from shardwise.testing import world
 from tests.parallel.one_process import Tied, full, raised
 from tests.parallel.units import as_units, assert_same_gradients, check_gradients, copied, squares, two_layers

@@ -71,4 +71,4 @@ def test_survivors_name_the_rank_that_ended_or_raise_the_same(tmp_path: Path) ->
         assert ranks[0].first_line.startswith(said), where
     others = found["other units"]
     assert [outcome.error for outcome in others.values()] == ["MismatchError"] * 3
-    assert "rank 2: all_gather of float32 (10, 10, 0) (fully_shard, Linear: weight, bias (unit 2))" in others[0].text
+    assert "rank 2: all_gather of float32 (10, 10, 0) (fully_shard, 1 (unit 2): weight, bias)" in others[0].text

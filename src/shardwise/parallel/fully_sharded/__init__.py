@@ -1,6 +1,6 @@
 """Parameters that are sharded along the data axis and all-gathered for use, as by torch's `fully_shard` (FSDP2)."""
 
-from shardwise.parallel.fully_sharded.api import FullyShardedModule, fully_shard
-from shardwise.parallel.fully_sharded.parameters import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.parallel.fully_sharded.messages import MixedPrecisionPolicy
+from shardwise.parallel.fully_sharded.policy import CPUOffloadPolicy, FullyShardedModule, OffloadPolicy, fully_shard
 
 __all__ = ["CPUOffloadPolicy", "FullyShardedModule", "MixedPrecisionPolicy", "OffloadPolicy", "fully_shard"]

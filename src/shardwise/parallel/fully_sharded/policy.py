@@ -1,7 +1,8 @@
-"""`fully_shard`, and what it adds to a module."""
+"""`fully_shard`: which parameters it shards, where they are stored, and what it adds to a module."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass, fields
 from functools import partial, wraps
 from typing import Any, Self, TypeVar
 
@@ -9,48 +10,87 @@ from torch import Tensor, nn
 
 from shardwise import _collectives as collectives
 from shardwise._collectives import DeviceMesh
-from shardwise._layout import Kind, Mesh, Shard, as_integer, checked, describe
+from shardwise._layout import (
+    REPLICATE,
+    Kind,
+    Layout,
+    Mesh,
+    Shard,
+    as_integer,
+    checked,
+    checked_init,
+    describe,
+    sharded_last,
+)
+from shardwise._tensor.dtensor import DTensor, as_parameter, plain, tag
+from shardwise._tensor.torch_objects import is_torch_dtensor
 from shardwise._tensor.transforms import refuse_compilation
 from shardwise._torch_bridge import module_sharding
 from shardwise.errors import LayoutError, MeshError, MissingError, PlanError
-from shardwise.parallel.fully_sharded.gathered import check_steps
-from shardwise.parallel.fully_sharded.parameters import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardPlacementFn,
-    Stored,
-    class_of,
-    converted_policy,
-    note_ignored,
-    note_successor,
-    offload,
-    on_mesh_of,
-    storage_of,
-    store,
-    successor,
-)
-from shardwise.parallel.fully_sharded.unit import UNIT, Options, Unit, next_number, unit_of
+from shardwise.parallel.fully_sharded.messages import IGNORED, STORED, UNIT, MixedPrecisionPolicy, Stored, axes_along
+from shardwise.parallel.fully_sharded.units import UNREDUCED, Options, Unit, check_steps, next_number, unit_of
+from shardwise.parallel.styles import SHARDS_BATCH
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
-describe(
-    OffloadPolicy,
-    Kind(
-        "an OffloadPolicy",
-        lambda value: issubclass(class_of(value), OffloadPolicy),
-        "such as CPUOffloadPolicy()",
-        PlanError,
-    ),
+ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
+_SEED = (
+    "torch.manual_seed(0) on all ranks before the model is made, or load one checkpoint on all of them. Without, each "
+    "mesh of parallelize_module, such as mesh['tp'], has the values of its own first rank"
 )
+_SUCCESSOR = "_fully_sharded"  # of a parameter: what took its place, and how that is stored; of that, itself
+
+
+# ---- policies ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Parameters are stored on the device of the mesh, as by torch's `OffloadPolicy`."""
+
+
+@checked_init
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Parameters, gradients and states of the optimizer are on the CPU, as by torch's `CPUOffloadPolicy`.
+
+    Shards are copied to the device of the mesh for an all-gather; their gradients are copied back once they are
+    reduced. On a CPU mesh this changes nothing.
+
+    Args:
+        pin_memory: the shards are in pinned memory, from which they are copied while the device computes.
+    """
+
+    pin_memory: bool = True
+
+
+_BY_NAME: dict[str, type] = {cls.__name__: cls for cls in (MixedPrecisionPolicy, OffloadPolicy, CPUOffloadPolicy)}
+
+
+def _class_of(policy: object) -> type:
+    """The class of a policy; of one of `torch.distributed.fsdp`, the class here of the same name."""
+    cls = type(policy)
+    return _BY_NAME.get(cls.__name__, cls) if cls.__module__.startswith("torch.distributed.fsdp") else cls
+
+
+def converted_policy(policy: Any) -> Any:
+    """`policy`; one of torch with all its fields in the class of `_class_of`, which raises for one that it lacks."""
+    cls = _class_of(policy)
+    return policy if cls is type(policy) else cls(**{f.name: getattr(policy, f.name) for f in fields(policy)})
+
+
+def _policy_kind(cls: type, article: str, example: str) -> Kind:
+    fix = f"such as {example}"
+    return Kind(f"{article} {cls.__name__}", lambda policy: issubclass(_class_of(policy), cls), fix, PlanError)
+
+
+describe(OffloadPolicy, _policy_kind(OffloadPolicy, "an", "CPUOffloadPolicy()"))
 describe(
     MixedPrecisionPolicy,
-    Kind(
-        "a MixedPrecisionPolicy",
-        lambda value: issubclass(class_of(value), MixedPrecisionPolicy),
-        "such as MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
-        PlanError,
-    ),
+    _policy_kind(MixedPrecisionPolicy, "a", "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"),
 )
+
+
+# ---- fully_shard ------------------------------------------------------------------------------------------
 
 
 @checked
@@ -107,24 +147,21 @@ def fully_shard(
             `reshard_after_forward` is 1 or no factor of the ranks of the axis.
         MeshError: the mesh has other axes, or not this rank.
     """
-    for one in _outermost([module] if isinstance(module, nn.Module) else module):
+    given = [module] if isinstance(module, nn.Module) else list(dict.fromkeys(module))
+    for one in given:
+        if any(one is not other and one in other.modules() for other in given):
+            continue
         data_mesh = _checked_mesh(one, mesh)
-        options = _options(data_mesh, reshard_after_forward, mp_policy, prefetch)
+        reshard = _checked_reshard(reshard_after_forward, data_mesh.shape[-1])
+        ahead = (0 if data_mesh.device_type == "cpu" else 1) if prefetch is None else prefetch
+        ahead = as_integer(ahead, "prefetch", PlanError, "a number of units, such as 1")
+        options = Options(data_mesh, reshard, converted_policy(mp_policy or MixedPrecisionPolicy()), max(0, ahead))
         _shard_parameters(one, data_mesh, shard_placement_fn, offload_policy, ignored_params, src_data_rank)
-        _become_unit(one, options)
+        vars(one)[UNIT] = Unit(one, options, next_number(data_mesh))
+        object.__setattr__(one, "__class__", _fully_sharded_class(type(one)))
+        register: Callable[..., object] = one.register_state_dict_pre_hook
+        register(_settle_first)
     return module
-
-
-def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those that are inside no other one."""
-    return [x for x in dict.fromkeys(modules) if not any(x is not other and x in other.modules() for other in modules)]
-
-
-def _become_unit(module: nn.Module, options: Options) -> None:
-    vars(module)[UNIT] = Unit(module, options, next_number(options.mesh))
-    object.__setattr__(module, "__class__", _fully_sharded_class(type(module)))
-    register: Callable[..., object] = module.register_state_dict_pre_hook
-    register(_settle_first)
 
 
 def _checked_mesh(module: nn.Module, mesh: Mesh | DeviceMesh | None) -> Mesh:
@@ -140,15 +177,6 @@ def _checked_mesh(module: nn.Module, mesh: Mesh | DeviceMesh | None) -> Mesh:
             f"Fix: name these axes, such as mesh['dp'] or mesh['replicate', 'shard']."
         )
     return found
-
-
-def _options(
-    mesh: Mesh, reshard_after_forward: bool | int | None, mp_policy: MixedPrecisionPolicy | None, prefetch: int | None
-) -> Options:
-    reshard = _checked_reshard(reshard_after_forward, mesh.shape[-1])
-    ahead = (0 if mesh.device_type == "cpu" else 1) if prefetch is None else prefetch
-    ahead = as_integer(ahead, "prefetch", PlanError, "a number of units, such as 1")
-    return Options(mesh, reshard, converted_policy(mp_policy or MixedPrecisionPolicy()), max(0, ahead))
 
 
 def _checked_reshard(value: bool | int | None, size: int) -> bool | int | None:
@@ -171,37 +199,46 @@ def _shard_parameters(
     ignored_params: Collection[nn.Parameter],
     src_data_rank: int | None,
 ) -> None:
-    ignored = {id(p) for p in ignored_params}
     named = module_sharding.named_parameters(module)
     module_sharding.agree_on_plan((), named, mesh.ranks, mesh=str(mesh), src_data_rank=src_data_rank)
     owners = module_sharding.owners_of(module, named)
     first: dict[int, str] = {}  # name of a tied parameter
     for name, parameter in named.items():
         first.setdefault(id(parameter), name)
-    replaced = {name: successor(named[name]) for key, name in first.items() if key not in ignored}
-    stored = _stored(named, [name for name, before in replaced.items() if before is None], mesh, placement)
+    wanted = [name for name in first.values() if all(named[name] is not p for p in ignored_params)]
+    replaced = {name: found for name in wanted if (found := vars(named[name]).get(_SUCCESSOR)) is not None}
+    stored = _stored(named, [name for name in wanted if name not in replaced], mesh, placement)
     offload_policy = converted_policy(offload_policy)
     on_cpu = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) and mesh.device_type != "cpu" else None
     if on_cpu is not None:
         stored = {name: new.offloaded() for name, new in stored.items()}
     module_sharding.refuse_hooks(named, stored)
-    for name, known in replaced.items():
-        if known is not None:  # by a unit inside this one, or beside it
-            module_sharding.assign(owners[name], known[0])
-            _store(owners[name], known[1])
+    for name, (parameter, known) in replaced.items():  # by a unit inside this one, or beside it
+        module_sharding.assign(owners[name], parameter)
+        _note_stored(owners[name], known)
     for name, new in stored.items():
-        module_sharding.assign(owners[name], on_mesh_of(named[name], new, mesh))
-        _store(owners[name], new)
+        module_sharding.assign(owners[name], _on_mesh_of(named[name], new, mesh))
+        _note_stored(owners[name], new)
     module_sharding.replace_parameters(module, {name: new.sharded for name, new in stored.items()}, src_data_rank)
     for name, new in stored.items():
         owner, attribute = owners[name][0]
+        parameter = owner.get_parameter(attribute)
         if on_cpu is not None:
-            module_sharding.assign(owners[name], offload(owner.get_parameter(attribute), new, on_cpu.pin_memory))
-        note_successor(named[name], owner._parameters[attribute], new)
+            local = plain(parameter.detach()).cpu()
+            local = local.pin_memory() if on_cpu.pin_memory else local
+            parameter = as_parameter(tag(local, new.at_rest), parameter)
+            module_sharding.assign(owners[name], parameter)
+        for x in (named[name], parameter):  # others outside the unit may be tied to it
+            vars(x)[_SUCCESSOR] = parameter, new
     for parameter in ignored_params:
-        note_ignored(parameter)
+        setattr(parameter, IGNORED, True)
     inside = {x for child in module.modules() if unit_of(child) is not None for x in child.modules()}
     module_sharding.share_buffers((x for x in module.modules() if x not in inside), mesh, src_data_rank)
+
+
+def _note_stored(owners: module_sharding.Owners, stored: Stored) -> None:
+    for owner, attribute in owners:
+        vars(owner).setdefault(STORED, {})[attribute] = stored
 
 
 def _stored(
@@ -220,7 +257,7 @@ def _stored(
         parameter, called = named[name], module_sharding.label(names[name])
         try:
             chosen = None if placement is None else placement(parameter)
-            found = storage_of(parameter, mesh, chosen or Shard(0), joints)
+            found = _storage_of(parameter, mesh, chosen or Shard(0), joints)
         except (PlanError, LayoutError, MeshError) as error:
             problems.append(f"{called}: {error}")
             continue
@@ -230,15 +267,67 @@ def _stored(
     return stored
 
 
-def _store(owners: module_sharding.Owners, stored: Stored) -> None:
-    for owner, attribute in owners:
-        store(owner, attribute, stored)
+def _storage_of(parameter: nn.Parameter, mesh: Mesh, placement: Shard, joints: dict[Mesh, Mesh]) -> Stored | None:
+    """How to store `parameter` on a mesh of one axis, or of two: replicate, then shard; None: it is sharded there.
+
+    A DTensor keeps its placements on the other axes of its mesh. If its mesh has no such axis, the axes of `mesh` come
+    before those of its own: all ranks of both must call. `joints` has such meshes by the mesh of the parameter.
+    """
+    axis = mesh.ndim - 1
+    if is_torch_dtensor(parameter):
+        raise PlanError("it is a DTensor of torch. Fix: shard_module(module, {}) first makes it one of shardwise.")
+    if not isinstance(parameter, DTensor):
+        if parameter.ndim == 0:
+            raise PlanError(
+                "a parameter without dims cannot be sharded. Fix: make it 1-D, such as nn.Parameter(torch.ones(1))."
+            )
+        full = Layout(mesh, [REPLICATE] * mesh.ndim, tuple(parameter.shape))
+        return Stored(full.with_axis(axis, placement), axis, full, None, mesh.size())
+    layout = parameter._layout
+    axes = axes_along(layout.mesh, mesh)
+    if axes is not None:
+        if layout.placements[axes[-1]] != REPLICATE:
+            return None
+        return Stored(sharded_last(layout, axes[-1], placement), axes[-1], layout, layout, 1)
+    if layout.mesh not in joints:
+        joints[layout.mesh] = _joint(mesh, layout.mesh)
+    placements = [REPLICATE] * mesh.ndim + list(layout.placements)
+    order = [*range(mesh.ndim), *(mesh.ndim + other for other in layout.shard_order)]
+    joint = Layout(joints[layout.mesh], placements, layout.shape, order)
+    at_rest, shards_batch = sharded_last(joint, axis, placement), SHARDS_BATCH in vars(parameter)
+    return Stored(at_rest, axis, joint, layout, mesh.size(), shards_batch)
+
+
+def _joint(mesh: Mesh, other: Mesh) -> Mesh:
+    """The mesh of the axes of `mesh`, then those of `other`, which all ranks of `mesh` pass one of."""
+    if set(mesh.ranks) & set(other.ranks) != {collectives.rank()}:
+        raise PlanError(f"its mesh {other} and {mesh} have several ranks in common. Fix: pass an axis of one mesh.")
+    # Relative to the sender: `simulate` takes other ranks to send the same.
+    own = [r - collectives.rank() for r in other.ranks]
+    rows = dict(zip(mesh.sorted_ranks, collectives.gather_json(own, mesh.sorted_ranks), strict=True))
+    ranks = [member + offset for member in mesh.ranks for offset in rows[member]]
+    names = None
+    if mesh.names and other.names and not set(mesh.names) & set(other.names):
+        names = (*mesh.names, *other.names)
+    return Mesh((*mesh.shape, *other.shape), tuple(ranks), names, mesh.device_type)
+
+
+def _on_mesh_of(parameter: nn.Parameter, stored: Stored, mesh: Mesh) -> nn.Parameter:
+    """A DTensor parameter, on the mesh on which it is stored; along `mesh` ranks have equal values."""
+    if not isinstance(parameter, DTensor) or parameter._layout.mesh == stored.gathered.mesh:
+        return parameter
+    local = plain(parameter.detach())
+    what = f"fully_shard: {parameter._name or 'a parameter'}"
+    collectives.expect_equal(local, mesh.sorted_ranks, what, fix=_SEED)
+    return as_parameter(tag(local, stored.gathered), parameter)
 
 
 def _settle_first(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     assert isinstance(module, FullyShardedModule)
     module._settle()
 
+
+# ---- what fully_shard adds to a module --------------------------------------------------------------------
 
 _PREFETCH = "fully_shard(…, prefetch=1) starts all-gathers that many units ahead, in the order of the last forward"
 _FREED = (
@@ -291,8 +380,8 @@ class FullyShardedModule(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients as any module does, and those that were not reduced yet."""
         super().zero_grad(set_to_none)
-        for unit in self._units(recurse=True):
-            unit.unreduced.clear()
+        for p in self.parameters():
+            vars(p).pop(UNREDUCED, None)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._settle()
@@ -327,7 +416,7 @@ class FullyShardedModule(nn.Module):
     def reshard(self) -> None:
         """Free what `unshard` all-gathered."""
         (unit,) = self._units(recurse=False)
-        unit.reshard()
+        unit.ahead = None
 
     def _units(self, recurse: bool) -> list[Unit]:
         found = [unit_of(child) for child in (self.modules() if recurse else [self])]
@@ -350,7 +439,7 @@ def _gathering(forward: Callable[..., object]) -> Callable[..., object]:
     @wraps(forward)
     def run(module: nn.Module, *args: object, **kwargs: object) -> object:
         unit = unit_of(module)
-        if unit is None or unit.is_gathered:
+        if unit is None or unit.is_running:
             return forward(module, *args, **kwargs)
         return unit.call(partial(forward, module), args, kwargs)
 

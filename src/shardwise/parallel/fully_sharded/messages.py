@@ -1,0 +1,312 @@
+"""How parameters of a unit are stored, and the collectives that all-gather them and reduce their gradients.
+
+(message,) = messages_of(slots_of(module), MixedPrecisionPolicy(), None, data_ranks, as_dtensors=False)
+full = message.start_gather(shards, message.moves, "0 (unit 1)")([None] * len(shards))
+gradients = message.reduce(gradients_of_full, "0 (unit 1)")
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from shardwise import _collectives as collectives
+from shardwise._layout import Layout, Mesh, checked_init
+from shardwise._redistribute.batched import Batched, batched
+from shardwise._tensor.dtensor import DTensor
+from shardwise._trace import comm_trace
+from shardwise._trace.autograd_function import TensorFunction
+from shardwise._trace.comm_trace import Cause, CommEvent, Purpose
+from shardwise.errors import PlanError
+
+Finish = Callable[[Sequence[Tensor | None]], list[Tensor]]
+"""Waits for an all-gather; returns the full tensors, in the given ones where there are any."""
+
+
+NO_BACKWARD = -1
+backward_task = torch._C._current_graph_task_id  # torch's number of the backward that runs, or `NO_BACKWARD`
+UNIT = "_fully_sharded_unit"  # of a module
+STORED = "_fully_sharded_parameters"  # of a module: how its own parameters are stored, by name
+IGNORED = "_fully_shard_ignores"  # of a parameter
+
+
+@checked_init
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Dtypes of a unit, as in torch's `MixedPrecisionPolicy`.
+
+    Args:
+        param_dtype: in which parameters are all-gathered and used; None: their own.
+        reduce_dtype: in which gradients are added over ranks; None: `param_dtype`.
+        output_dtype: to which floating-point outputs are converted; None: they stay as they are.
+        cast_forward_inputs: convert floating-point inputs to `param_dtype`.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """How one parameter is stored and used.
+
+    Args:
+        at_rest: the layout of the parameter between steps, sharded along `axis`; if offloaded, on a CPU mesh.
+        axis: of the mesh of `at_rest`.
+        gathered: the layout of the all-gathered parameter, on the same ranks.
+        shown: what a forward of plain inputs sees: a DTensor of this layout; None: a plain tensor.
+        terms: of how many ranks gradients are averaged in such a forward; 1: they are added.
+        shards_batch: the ranks of other axes may have parts of the batch, too; then gradients are averaged over those.
+    """
+
+    at_rest: Layout
+    axis: int
+    gathered: Layout
+    shown: Layout | None
+    terms: int
+    shards_batch: bool = False
+
+    @property
+    def sharded(self) -> Layout:
+        """`at_rest` on the device where parameters are used."""
+        return _on_mesh(self.at_rest, self.gathered.mesh)
+
+    def shown_layout(self, as_dtensors: bool) -> Layout | None:
+        """The layout of what a forward sees; None: a plain tensor."""
+        return self.gathered if as_dtensors and self.shown is None else self.shown
+
+    def reduction(self, data_ranks: frozenset[int], as_dtensors: bool) -> tuple[frozenset[int], int]:
+        """Over which of the ranks that have a part of the batch gradients are added, and by what they are divided."""
+        ranks = _in_common(self.at_rest.mesh, data_ranks)
+        if as_dtensors and self.shown is None:
+            return ranks, 1
+        return ranks, len(ranks) if self.shards_batch else self.terms
+
+    def offloaded(self) -> "Stored":
+        """Stored on the CPU."""
+        mesh = self.at_rest.mesh
+        return replace(self, at_rest=_on_mesh(self.at_rest, Mesh(mesh.shape, mesh.ranks, mesh.names)))
+
+
+def _on_mesh(layout: Layout, mesh: Mesh) -> Layout:
+    return Layout(mesh, layout.placements, layout.shape, layout.shard_order)
+
+
+@lru_cache
+def _in_common(mesh: Mesh, ranks: frozenset[int]) -> frozenset[int]:
+    return ranks.intersection(mesh.ranks)
+
+
+class Slot(NamedTuple):
+    """A parameter of a unit, and the modules that own it."""
+
+    parameter: DTensor
+    stored: Stored
+    owners: list[tuple[nn.Module, str]]
+
+
+def axes_along(of: Mesh, mesh: Mesh) -> list[int] | None:
+    """The axes of a mesh that have the ranks of each axis of `mesh`; None if it has not all of them."""
+    rank = collectives.rank()
+    ranks = [of.axis_ranks(rank, axis) for axis in range(of.ndim)]
+    wanted = [mesh.axis_ranks(rank, axis) for axis in range(mesh.ndim)]
+    return [ranks.index(group) for group in wanted] if set(wanted) <= set(ranks) else None
+
+
+def check_all_stored(path: str, module: nn.Module) -> None:
+    """Raise if a parameter that this module owns was put there after `fully_shard`: nothing reduces its gradients.
+
+    Raises:
+        PlanError: it is neither a DTensor nor one of the ignored parameters.
+    """
+    stored = vars(module).get(STORED, {})
+    for name, p in module._parameters.items():
+        if p is not None and name not in stored and not isinstance(p, DTensor) and not hasattr(p, IGNORED):
+            full_name = f"{path}.{name}" if path else name
+            raise PlanError(
+                f"{full_name} was added after fully_shard: its gradients would not be reduced over the ranks. "
+                f"Fix: call fully_shard on {path.rpartition('.')[0] or 'the module'} afterwards, or on {path!r}; or, "
+                f"if you reduce its gradients yourself, list it in ignored_params."
+            )
+
+
+def _owned(module: nn.Module) -> Iterator[tuple[nn.Module, str, Stored]]:
+    """The fully sharded parameters of a unit, each with a module that owns it."""
+    for name, stored in vars(module).get(STORED, {}).items():
+        yield module, name, stored
+    for child in module._modules.values():
+        if child is not None and UNIT not in vars(child):
+            yield from _owned(child)
+
+
+def slots_of(module: nn.Module) -> list[Slot]:
+    """The parameters of a unit: those that no unit inside it has."""
+    found: dict[int, Slot] = {}
+    for owner, name, stored in _owned(module):
+        if name not in owner._parameters:
+            raise PlanError(
+                f"{name} of {type(owner).__name__} was taken away after fully_shard, as by a parametrization. "
+                f"Fix: register it before fully_shard."
+            )
+        p = cast("Tensor | None", owner._parameters[name])
+        if p is None:
+            continue
+        if not isinstance(p, DTensor) or p._layout != stored.at_rest:
+            held = p._layout if isinstance(p, DTensor) else f"a plain tensor of shape {tuple(p.shape)}"
+            raise PlanError(
+                f"{name} of {type(owner).__name__} was replaced after fully_shard: expected a DTensor of "
+                f"{stored.at_rest}, got {held}. Fix: copy values into it, such as load_state_dict(assign=False)."
+            )
+        slot = found.setdefault(id(p), Slot(p, stored, []))
+        if (owner, name) not in slot.owners:
+            slot.owners.append((owner, name))
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class Message:
+    """Parameters that share a collective.
+
+    Args:
+        members: which of the parameters of the unit.
+        names: theirs.
+        moves: what is sent.
+        device: of the all-gathered parameters.
+        dtype: of them.
+        reduce_dtype: in which gradients are added.
+        terms: for each, of how many ranks gradients are averaged; 1: they are added.
+        resharded: how they are divided from forward to backward among fewer ranks, which all-gather them again.
+    """
+
+    members: tuple[int, ...]
+    names: tuple[str, ...]
+    moves: Batched
+    device: str
+    dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    terms: tuple[int, ...]
+    resharded: Batched | None = None
+
+    def start_gather(self, shards: Sequence[Tensor], moves: Batched, unit: str) -> Finish:
+        """Start the all-gather of this rank's shards, divided as `moves` or `resharded` says."""
+        num_bytes, backward = moves.gathered_elements * self.dtype.itemsize, backward_task() != NO_BACKWARD
+        with self._sending("all-gather", num_bytes, moves, unit, backward):
+            return moves.start_gather(shards, self.dtype)
+
+    def reduce(self, gradients: Sequence[Tensor | None], unit: str) -> list[Tensor | None]:
+        """The shards of the gradients, added over ranks or averaged. Those that are None stay so, on all ranks.
+
+        Args:
+            gradients: of the full parameters.
+        """
+        present = [k for k, gradient in enumerate(gradients) if gradient is not None]
+        if not present:
+            return list(gradients)
+        part = self if len(present) == len(gradients) else self._some(present)
+        wanted = cast("list[Tensor]", [gradients[k] for k in present])
+        if torch.is_grad_enabled() and any(g.requires_grad for g in wanted):
+            sums = cast("list[Tensor]", _Sums.apply(part, unit, *wanted))
+        else:
+            sums = part.reduce_now(wanted, unit)
+        reduced: list[Tensor | None] = [None] * len(gradients)
+        for k, x, terms in zip(present, sums, part.terms, strict=True):
+            reduced[k] = x / terms if terms > 1 else x
+        return reduced
+
+    def reduce_now(self, gradients: Sequence[Tensor], unit: str) -> list[Tensor]:
+        """The shards of the sums over ranks, without history."""
+        num_bytes = self.moves.reduced_elements * self.reduce_dtype.itemsize
+        with torch.no_grad(), self._sending("reduce-scatter", num_bytes, self.moves, unit, backward=True):
+            return self.moves.reduce(gradients, self.reduce_dtype)
+
+    def _some(self, present: Sequence[int]) -> "Message":
+        """The message without parameters that have no gradient."""
+        members, names = tuple([self.members[k] for k in present]), tuple([self.names[k] for k in present])
+        terms = tuple([self.terms[k] for k in present])
+        return replace(self, members=members, names=names, terms=terms, moves=self.moves.some(present))
+
+    @contextmanager
+    def _sending(self, what: str, num_bytes: int, moves: Batched, unit: str, backward: bool) -> Iterator[None]:
+        """Say to listeners of the communication trace, and in errors, what is sent. Ranks compare it."""
+        cause = Cause("explicit", "fully_shard", f"{unit}: {', '.join(self.names)}", what, backward=backward)
+        before = comm_trace.set_purpose(Purpose(cause))
+        try:
+            if not comm_trace.listening():
+                yield
+                return
+            with comm_trace.emitting(CommEvent(cause, None, None, moves.ranks, num_bytes, None)):
+                yield
+        finally:
+            comm_trace.set_purpose(before)
+
+
+def messages_of(
+    slots: Sequence[Slot],
+    policy: MixedPrecisionPolicy,
+    fewer: int | None,
+    data_ranks: frozenset[int],
+    as_dtensors: bool,
+) -> list[Message]:
+    """One message for each dtype and mesh axis.
+
+    Args:
+        slots: the parameters of a unit.
+        policy: their dtypes.
+        fewer: how many ranks divide parameters from forward to backward; None: no others than at rest.
+        data_ranks: those that have a part of the batch.
+        as_dtensors: for forwards of the batch of all ranks.
+    """
+    groups: dict[object, list[int]] = {}
+    for i, slot in enumerate(slots):
+        groups.setdefault((slot.stored.at_rest.mesh, slot.stored.axis, slot.parameter.dtype), []).append(i)
+    messages = []
+    for members in groups.values():
+        first, own = slots[members[0]].stored, slots[members[0]].parameter.dtype
+        dtype = policy.param_dtype if policy.param_dtype is not None and own.is_floating_point else own
+        moves = batched([slots[i].stored.sharded for i in members], first.axis, collectives.rank())
+        messages.append(
+            Message(
+                members=tuple(members),
+                names=tuple([slots[i].parameter._name or f"number {i}" for i in members]),
+                moves=moves,
+                device=first.gathered.mesh.device_type,
+                dtype=dtype,
+                reduce_dtype=policy.reduce_dtype or dtype,
+                terms=tuple([slots[i].stored.reduction(data_ranks, as_dtensors)[1] for i in members]),
+                resharded=None if fewer is None else moves.among(fewer, collectives.rank()),
+            )
+        )
+    return messages
+
+
+class _Sums(TensorFunction):
+    """Adds gradients over ranks; its backward all-gathers."""
+
+    @staticmethod
+    def forward(ctx: Any, message: Message, unit: str, *gradients: Tensor) -> tuple[Tensor, ...]:
+        ctx.message, ctx.dtypes = message, [g.dtype for g in gradients]
+        return tuple(message.reduce_now(gradients, unit))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        found = _GatheredGradients.apply(ctx.message, *grads)
+        return None, None, *(x.to(dtype) for x, dtype in zip(found, ctx.dtypes, strict=True))
+
+
+class _GatheredGradients(TensorFunction):
+    """All-gathers; its backward adds over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, message: Message, *shards: Tensor) -> tuple[Tensor, ...]:
+        ctx.message = message
+        return tuple(message.moves.start_gather(shards, message.reduce_dtype)([None] * len(shards)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.message.moves.reduce(grads, ctx.message.reduce_dtype)
