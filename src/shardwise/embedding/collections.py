@@ -11,7 +11,7 @@ from shardwise._tensor import DTensor
 from shardwise._tensor.transforms import refuse_compilation
 from shardwise._trace.capture_hooks import RunsInReplays, allow_in_graph_with_backward, not_capturable
 from shardwise.embedding.batch import Batch, Features, IdRules, features_of
-from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType, resized
+from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig, resized
 from shardwise.embedding.jagged import JaggedFeatures, JaggedTensor, KeyedJaggedTensor, from_parts
 from shardwise.embedding.keyed_tensor import KeyedTensor
 from shardwise.embedding.plan import Block
@@ -178,25 +178,14 @@ class EmbeddingBagCollection(_PlainCollection, BagCollection):
         weights = [None] * len(batch.sizes) if batch.weights is None else batch.weights.split(batch.sizes)
         lengths, counted = batch.lengths.split(batch.bags), batch.counted.split(batch.bags)
         found = []
-        for config, table, ids, of_ids, of_bags, divisors in zip(
-            self._features.config_of,
-            tables,
-            batch.values.split(batch.sizes),
-            weights,
-            lengths,
-            counted,
-            strict=True,
-        ):
+        for config, is_mean, table, ids, of_ids, of_bags, divisors in zip(
+            self._features.config_of, self._features.means, tables, batch.values.split(batch.sizes), weights, lengths,
+            counted, strict=True,
+        ):  # fmt: skip
             sums = F.embedding_bag(
-                ids,
-                table,
-                F.pad(of_bags.cumsum(0), (1, 0)),
-                config.max_norm,
-                mode="sum",
-                per_sample_weights=None if of_ids is None else of_ids.to(table.dtype),
-                include_last_offset=True,
-            )
-            is_mean = isinstance(config, EmbeddingBagConfig) and config.pooling is PoolingType.MEAN
+                ids, table, F.pad(of_bags.cumsum(0), (1, 0)), config.max_norm, mode="sum",
+                per_sample_weights=None if of_ids is None else of_ids.to(table.dtype), include_last_offset=True,
+            )  # fmt: skip
             found.append(sums / divisors.clamp(min=1)[:, None] if is_mean else sums)
         same = len(set(batch.bags)) == 1
         return torch.cat(found, 1) if same else torch.cat([part.reshape(-1) for part in found])

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from shardwise import _collectives as collectives
 from shardwise._layout import checked
 from shardwise.embedding.batch import LOADER_ENDED, LOADER_FAILED, Verdict
+from shardwise.embedding.batch_lookup import BatchLookup
 from shardwise.embedding.jagged import JaggedFeatures
-from shardwise.embedding.lookup import Lookup
 from shardwise.embedding.sharded import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from shardwise.errors import ArgumentError, MismatchError, PlanError, RemoteRankError
 
@@ -156,13 +156,12 @@ class Prefetch(Generic[B]):
         while True:
             yield _Loaded()
 
-    def _prepare(self, loaded: _Loaded[B]) -> tuple[_Loaded[B], list[Lookup]]:
-        if not loaded.batch:
-            return loaded, [one.prepare_no_batch(loaded.verdict, self._depth) for one in self._collections.values()]
-        pairs = zip(self._collections.values(), loaded.inputs, strict=True)
-        return loaded, [collection.prepare(features, self._depth) for collection, features in pairs]
+    def _prepare(self, loaded: _Loaded[B]) -> tuple[_Loaded[B], list[BatchLookup]]:
+        inputs = loaded.inputs if loaded.batch else [None] * len(self._collections)
+        pairs = zip(self._collections.values(), inputs, strict=True)
+        return loaded, [collection.prepare(features, self._depth, loaded.verdict) for collection, features in pairs]
 
-    def _receive(self, loaded: _Loaded[B], lookups: Sequence[Lookup], number: int) -> bool:
+    def _receive(self, loaded: _Loaded[B], lookups: Sequence[BatchLookup], number: int) -> bool:
         """Finish the lookups of a batch; False: the loaders of all ranks have ended."""
         verdicts = [lookup.arrive() for lookup in lookups]
         for lookup, of_all in zip(lookups, verdicts, strict=True):

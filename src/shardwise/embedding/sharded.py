@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import reduce
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,8 @@ from shardwise._tensor.dispatch.hooks import expect_equal_options
 from shardwise._tensor.dtensor import as_parameter, check_owners
 from shardwise._torch_bridge.module_sharding import named_parameters, refuse_hooks
 from shardwise._trace.capture_hooks import tracing_paused
-from shardwise.embedding.batch import NO_BATCH, Batch, Verdict
+from shardwise.embedding.batch import NO_BATCH, VALID, Batch, Verdict
+from shardwise.embedding.batch_lookup import BatchLookup, versions_of
 from shardwise.embedding.collections import (
     ROWS,
     BagCollection,
@@ -29,21 +30,19 @@ from shardwise.embedding.collections import (
     look_up,
     rows_by_feature,
 )
-from shardwise.embedding.configs import PoolingType, resized
+from shardwise.embedding.configs import resized
 from shardwise.embedding.exchange.engine import Engine, Gradients, MessageDtypes
 from shardwise.embedding.exchange.owner import dense_gradient, make_stacks, rows_of
 from shardwise.embedding.exchange.requests import (
-    Request,
+    IdRequest,
     needs_gradients,
     pool_weighted,
-    request_bags,
     request_rows,
     request_weighted,
 )
 from shardwise.embedding.fused import FusedOptimizer, layout_of_rows
 from shardwise.embedding.jagged import JaggedFeatures, JaggedTensor
 from shardwise.embedding.kernels import Kernels, Stack, fastest_kernels
-from shardwise.embedding.lookup import Lookup, versions_of
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.embedding.plan import Table, make_plan
 from shardwise.embedding.resizing import resized_plan, resized_stacks
@@ -107,7 +106,7 @@ class _Sharded(Collection):
         )
         self.fused_optimizer = self._fused_optimizer(distinct) if distinct else None
         self._dtypes = [getattr(torch, plan.tables[t].dtype) for t in plan.table_of]  # of the table of each feature
-        self._offered: Lookup | None = None
+        self.offered: BatchLookup | None = None
 
     def _compare_arguments(self, optimizers: Optimizers | None, dtypes: MessageDtypes) -> None:
         """Raise a MismatchError if ranks make the collection of other tables, optimizers or messages."""
@@ -232,22 +231,23 @@ class _Sharded(Collection):
             "Fix: shard_embeddings(collection.unshard(), …)."
         )
 
-    def _batch(self, features: JaggedFeatures) -> tuple[Batch, ShardwiseError | None]:
+    def _batch(self, features: JaggedFeatures | None) -> tuple[Batch, ShardwiseError | None]:
         """The ids of a batch; none if it is an error, which is raised after message 1, when all ranks know of it."""
-        device = self._engine.trigger.device
-        try:
-            self._check_tables()
-            batch = self._features.batch(features, self._weighted, device)
-        except ShardwiseError as error:
-            return self._features.no_batch(device), error
-        return batch, None
+        device, error = self._engine.trigger.device, None
+        if features is not None:
+            try:
+                self._check_tables()
+                return self._features.batch(features, self._weighted, device), None
+            except ShardwiseError as raised:
+                error = raised
+        return self._features.no_batch(device), error
 
     def _check_tables(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # DTensors show no addresses
             for table in self._tables:
                 table.check_place()
 
-    def _exchange(self, features: JaggedFeatures, trigger: Tensor) -> tuple[Lookup, Tensor]:
+    def _exchange(self, features: JaggedFeatures, trigger: Tensor) -> tuple[BatchLookup, Tensor]:
         """The lookup, and its results, flat, after messages 1 and 2; backward runs if `trigger` requires grad."""
         lookup = self._take_offered(features)
         if lookup is None:
@@ -260,7 +260,7 @@ class _Sharded(Collection):
             one.start()
         return lookup, flat
 
-    def _request(self, given: Batch, batch: Batch) -> Request:
+    def _request(self, given: Batch, batch: Batch) -> IdRequest:
         """What message 1 of a batch requests; `batch` has its valid ids."""
         raise NotImplementedError
 
@@ -270,60 +270,49 @@ class _Sharded(Collection):
         """The features that a batch needs."""
         return self._features.names
 
-    def prepare(self, features: JaggedFeatures, ahead: int = 0) -> Lookup:
-        """A lookup whose message of ids is not sent yet, `ahead` batches before its use."""
+    def prepare(self, features: JaggedFeatures | None, ahead: int = 0, verdict: Verdict = VALID) -> BatchLookup:
+        """A lookup whose message of ids is not sent yet, `ahead` batches before its use.
+
+        Without `features`, this rank has no batch, and `verdict` says why.
+        """
         weights = [table.weight for table in self._tables]
         check_owners("a lookup", [weight._layout for weight in weights if isinstance(weight, DTensor)])
         given, error = self._batch(features)
-        batch, verdict = self._rules.apply(given)
-        return self._lookup(
-            features,
-            batch,
-            self._request(given, batch),
-            NO_BATCH if error else verdict,
-            ahead,
+        batch, of_ids = self._rules.apply(given)
+        request = self._request(given, batch)
+        verdict = NO_BATCH if error else verdict if features is None else of_ids
+        return BatchLookup(
+            features=features,
+            batch=batch,
+            engine=self._engine,
+            rules=self._rules,
+            message=self._engine.message(request, verdict, ahead),
+            index=request.results,
             error=error,
             by_rows=needs_gradients(batch),
-            versions=versions_of(features) if ahead and error is None else (),
+            versions=versions_of(features) if features is not None and ahead and error is None else (),
         )
-
-    def prepare_no_batch(self, verdict: Verdict, ahead: int = 0) -> Lookup:
-        """The lookup of a rank whose `verdict` says why it has no batch."""
-        batch = self._features.no_batch(self._engine.trigger.device)
-        return self._lookup(None, batch, request_bags(self._engine.batch_index(batch.bags), batch), verdict, ahead)
-
-    def _lookup(
-        self,
-        features: JaggedFeatures | None,
-        batch: Batch,
-        request: Request,
-        verdict: Verdict,
-        ahead: int,
-        **others: Any,
-    ) -> Lookup:
-        message = self._engine.message(request, verdict, ahead)
-        return Lookup(features, batch, self._engine, self._rules, message, request.results, **others)
 
     def refuse(self, error: ShardwiseError) -> NoReturn:
         """Take part in a lookup without a batch, because of `error`; the other ranks raise a RemoteRankError."""
         with tracing_paused():
-            self.prepare_no_batch(NO_BATCH).arrive()
+            self.prepare(None, verdict=NO_BATCH).arrive()
         raise error
 
-    def offer(self, lookup: Lookup) -> None:
+    def offer(self, lookup: BatchLookup) -> None:
         """Use a finished lookup when its batch is looked up, instead of sending the ids again."""
-        self._offered = lookup
+        self.offered = lookup
 
-    def _take_offered(self, features: JaggedFeatures) -> Lookup | None:
+    def _take_offered(self, features: JaggedFeatures) -> BatchLookup | None:
         """The offered lookup if it is of `features`, once.
 
         Raises:
             IdTypeError: the batch was changed after its ids were sent, or its weights need gradients since then.
         """
-        lookup = self._offered
+        lookup = self.offered
         if lookup is None or not lookup.is_of(features) or lookup.engine is not self._engine:
             return None
-        self._offered, lookup.used = None, True
+        self.offered, lookup.used = None, True
         self._check_tables()
         if lookup.error is None:
             lookup.check_unchanged()
@@ -400,7 +389,7 @@ class ShardedEmbeddingBagCollection(_Sharded, BagCollection):
     def _plain(self) -> EmbeddingBagCollection:
         return EmbeddingBagCollection(self._configs, self._weighted, device="meta")
 
-    def _request(self, given: Batch, batch: Batch) -> Request:
+    def _request(self, given: Batch, batch: Batch) -> IdRequest:
         index = self._engine.batch_index(batch.bags)
         if needs_gradients(batch):
             return request_weighted(index, batch)
@@ -414,10 +403,9 @@ class ShardedEmbeddingBagCollection(_Sharded, BagCollection):
         batch = lookup.batch
         if lookup.by_rows:
             flat = pool_weighted(batch, flat, self._plan.dims, self._dtypes)
-        means = [c.pooling is PoolingType.MEAN for c in self._configs for _ in c.feature_names]
-        if any(means):
+        if any(self._features.means):
             index = self._engine.batch_index(batch.bags)
-            of_feature = torch.tensor(means, device=flat.device)[index.feature_of_bag]
+            of_feature = torch.tensor(self._features.means, device=flat.device)[index.feature_of_bag]
             divisors = torch.where(of_feature, batch.counted.clamp(min=1), 1)
             flat = (flat.view(-1, self._plan.unit) / divisors[index.bag_of_unit, None]).view(-1)
         return flat.to(reduce(torch.promote_types, self._dtypes))
@@ -429,7 +417,7 @@ class ShardedEmbeddingCollection(_Sharded, RowCollection):
     def _plain(self) -> EmbeddingCollection:
         return EmbeddingCollection(self._configs, device="meta")
 
-    def _request(self, given: Batch, batch: Batch) -> Request:
+    def _request(self, given: Batch, batch: Batch) -> IdRequest:
         routes, feature_of = self._engine.routes, self._engine.batch_index(batch.bags).feature_of_bag
         feature, dims = feature_of[batch.bag], routes.dims[feature_of[given.bag]]
         first = dims.cumsum(0) - dims

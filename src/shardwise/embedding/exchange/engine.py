@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from functools import lru_cache, partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from shardwise._rules.row_exchange import IdMessage, IdReply, id_message
 from shardwise._trace.autograd_function import TensorFunction
 from shardwise._trace.comm_trace import Cause
 from shardwise.embedding.exchange.owner import by_rank, by_stack
-from shardwise.embedding.exchange.requests import BatchIndex, PoolingChoice, Request, make_batch_index
+from shardwise.embedding.exchange.requests import IdRequest, PoolingChoice, make_batch_index
 from shardwise.embedding.exchange.results import ResultIndex
 from shardwise.embedding.exchange.routes import Routes, make_routes
 from shardwise.embedding.kernels import Stack
@@ -78,6 +79,7 @@ class Engine:
 
     Attributes:
         pooling: whether this rank requests bags or rows.
+        batch_index: the index of a batch, of the bags of each feature.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class Engine:
         self._buffers = Buffers(MOST_FREE)
         self.capacities = Capacities(len(plan.ranks))
         self.trigger = torch.zeros(0, device=device, requires_grad=True)
-        self._indices: dict[tuple[int, ...], BatchIndex] = {}
+        self.batch_index = lru_cache(MOST_BATCH_SIZES)(partial(make_batch_index, self.routes))
         mesh = plan.tables[0].layout.mesh
         coordinates = [mesh.coordinate(rank) or () for rank in plan.ranks]
         own = mesh.coordinate(self.rank) or ()
@@ -133,16 +135,7 @@ class Engine:
                 stack.max_norm = torch.full((stack.weight.shape[0],), torch.inf, device=stack.weight.device)
             stack.max_norm[block.first : block.first + len(block.rows)] = max_norm
 
-    def batch_index(self, bags: tuple[int, ...]) -> BatchIndex:
-        """The index of a batch with `bags` of each feature."""
-        found = self._indices.get(bags)
-        if found is None:
-            if len(self._indices) >= MOST_BATCH_SIZES:
-                self._indices.pop(next(iter(self._indices)))
-            found = self._indices[bags] = make_batch_index(self.routes, bags)
-        return found
-
-    def message(self, request: Request, verdict: Sequence[int], ahead: int = 0) -> IdMessage:
+    def message(self, request: IdRequest, verdict: Sequence[int], ahead: int = 0) -> IdMessage:
         """Message 1, to be started. All ranks make, start and receive messages in the same order, or leave them.
 
         Args:
@@ -257,17 +250,10 @@ def _without_frozen(stack: Stack, requests: RowRequests, grad: Tensor) -> tuple[
     return RowRequests(rows, offsets, None, (rows.numel(),), (rows.numel(),)), grad[keep]
 
 
-class _Context(Protocol):
-    args: tuple[Engine, ResultIndex, Sequence[RowRequests]]
-    saved_tensors: tuple[Tensor, ...]
-
-    def save_for_backward(self, *tensors: Tensor) -> None: ...
-
-
 class _Results(TensorFunction):
     @staticmethod
     def forward(
-        ctx: _Context, trigger: Tensor, engine: Engine, index: ResultIndex, requests: Sequence[RowRequests]
+        ctx: Any, trigger: Tensor, engine: Engine, index: ResultIndex, requests: Sequence[RowRequests]
     ) -> Tensor:
         ctx.args = engine, index, requests
         ctx.save_for_backward(trigger)
@@ -275,7 +261,7 @@ class _Results(TensorFunction):
             return engine.answer(index, requests)
 
     @staticmethod
-    def backward(ctx: _Context, *grads: Tensor) -> tuple[None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
         (trigger,) = ctx.saved_tensors  # an error after a backward that did not retain the graph
         engine, index, requests = ctx.args
         if engine.parameters and torch.is_grad_enabled():

@@ -30,7 +30,7 @@ MIN_SAVED = 160  # bytes of message 2 for each id; less is not worth sorting the
 
 
 @dataclass(frozen=True)
-class Request:
+class IdRequest:
     """Message 1 of a rank, in the order of owners and stacks, and where the results belong.
 
     Attributes:
@@ -107,7 +107,7 @@ class BatchIndex:
         return quotients.add_(self.first_interval.index_select(0, bag))
 
 
-def make_batch_index(routes: Routes, bags: Sequence[int]) -> BatchIndex:
+def make_batch_index(routes: Routes, bags: tuple[int, ...]) -> BatchIndex:
     """The index of a batch with `bags` of each feature.
 
     If all features have as many, the output is one row a bag, with the columns of all features; else the outputs of
@@ -186,8 +186,8 @@ def _ranges(starts: Tensor, counts: Tensor) -> Tensor:
     return shift + torch.arange(total, device=starts.device)
 
 
-def request_bags(index: BatchIndex, batch: Batch) -> Request:
-    """Request the sums of the bags of a batch; of all, unless fewer than `MOST_RUNS` have an id at an owner."""
+def request_bags(index: BatchIndex, batch: Batch) -> IdRequest:
+    """IdRequest the sums of the bags of a batch; of all, unless fewer than `MOST_RUNS` have an id at an owner."""
     routes, found, segments = index.routes, None, index.runs
     if index.for_kernels is not None and batch.weights is None:
         found = routes.kernels.runs(index.for_kernels, batch.values, batch.lengths)
@@ -196,7 +196,7 @@ def request_bags(index: BatchIndex, batch: Batch) -> Request:
     if int(occupied.sum()) < MOST_RUNS * lengths.numel():
         lengths, segments = lengths[occupied], F.pad(occupied.cumsum(0), (1, 0))[index.ends].tolist()
         results = results.only(occupied[index.run_of_unit])
-    return Request(lengths, rows, weights, segments, routes.bounds(counts), results)
+    return IdRequest(lengths, rows, weights, segments, routes.bounds(counts), results)
 
 
 def _runs(index: BatchIndex, batch: Batch) -> Runs:
@@ -227,8 +227,8 @@ def _stable_order(keys: Tensor, num_keys: int) -> Tensor:
 # ---- rows ---------------------------------------------------------------------------------------------------
 
 
-def request_rows(routes: Routes, values: Tensor, feature: Tensor, first: Tensor, num_units: int) -> Request:
-    """Request each distinct row of valid ids.
+def request_rows(routes: Routes, values: Tensor, feature: Tensor, first: Tensor, num_units: int) -> IdRequest:
+    """IdRequest each distinct row of valid ids.
 
     Args:
         values: the ids, int64.
@@ -271,7 +271,7 @@ def request_rows(routes: Routes, values: Tensor, feature: Tensor, first: Tensor,
         sent=to_owners,
     )
     segments = routes.bounds(counts)
-    return Request(None, routes.shifted(rows, counts), None, segments, segments, results)
+    return IdRequest(None, routes.shifted(rows, counts), None, segments, segments, results)
 
 
 class PoolingChoice:
@@ -288,7 +288,7 @@ class PoolingChoice:
         self.by_owners = True
         self._batches = 0
 
-    def request(self, index: BatchIndex, batch: Batch) -> Request:
+    def request(self, index: BatchIndex, batch: Batch) -> IdRequest:
         """The request of a batch of bags."""
         compare, self._batches = self._batches % CHECK_EVERY == 0 and batch.weights is None, self._batches + 1
         bags = request_bags(index, batch) if self.by_owners or compare else None
@@ -310,8 +310,8 @@ def needs_gradients(batch: Batch) -> bool:
     return batch.weights is not None and batch.weights.requires_grad
 
 
-def request_weighted(index: BatchIndex, batch: Batch) -> Request:
-    """Request the row of every id, by feature; owners of a weighted collection multiply it by 1.
+def request_weighted(index: BatchIndex, batch: Batch) -> IdRequest:
+    """IdRequest the row of every id, by feature; owners of a weighted collection multiply it by 1.
 
     The gradient of the weight of an id is the dot product of its row and the gradient of its bag. Autograd computes it
     where both are, so a step still has three collectives.

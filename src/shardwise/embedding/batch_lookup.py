@@ -1,4 +1,4 @@
-"""`Lookup`: a batch on its way through the exchange of a sharded collection."""
+"""`BatchLookup`: a batch on its way through the exchange of a sharded collection."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ Versions = tuple[tuple[Tensor, int], ...]  # tensors, and how often each had bee
 
 
 @dataclass(eq=False)
-class Lookup:
+class BatchLookup:
     """A batch of one rank, from its message of ids to what all ranks request of this one.
 
         lookup = collection.prepare(features)  # the message is made, not sent
@@ -49,7 +49,7 @@ class Lookup:
     by_rows: bool = False
     versions: Versions = ()
     requests: Sequence[RowRequests] = ()
-    following: Sequence["Lookup"] = ()
+    following: Sequence["BatchLookup"] = ()
     used: bool = False
     _wait: Wait | None = None
     _reply: IdReply | None = None
