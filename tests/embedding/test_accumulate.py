@@ -9,6 +9,7 @@ from torch import Tensor
 from shardwise import _collectives as collectives
 from shardwise._collectives import count_comms
 from shardwise._layout import Mesh, Replicate, Shard
+from shardwise._lookups.row_requests import RowRequests, join_requests
 from shardwise.embedding import (
     SGD,
     Adagrad,
@@ -21,7 +22,6 @@ from shardwise.embedding import (
     RowWiseLamb,
     shard_embeddings,
 )
-from shardwise.embedding.exchange.owner import StackRequests, joined
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.testing import world
 from tests.embedding.tables import FEATURES, NAMES, SHARDINGS, equal, sharded, values_of
@@ -147,13 +147,12 @@ def test_replicas_stay_equal() -> None:
 
 
 def test_weights_of_ids_are_joined() -> None:
-    one = StackRequests(torch.tensor([1, 2]), torch.tensor([0, 2]), torch.tensor([0.5, 2.0]), (1,), (2,))
-    two = StackRequests(torch.tensor([3]), torch.tensor([0, 0, 1]), torch.tensor([4.0]), (2,), (1,))
-    ((requests, grad),) = joined([[(one, torch.ones(1, 2))], [(two, torch.zeros(2, 2))]])
+    one = RowRequests(torch.tensor([1, 2]), torch.tensor([0, 2]), torch.tensor([0.5, 2.0]), (1,), (2,))
+    two = RowRequests(torch.tensor([3]), torch.tensor([0, 0, 1]), torch.tensor([4.0]), (2,), (1,))
+    requests = join_requests([one, two])
     assert requests.weights is not None
     assert requests.weights.tolist() == [0.5, 2.0, 4.0]
     assert (requests.rows.tolist(), requests.offsets.tolist()) == ([1, 2, 3], [0, 2, 2, 3])
-    assert grad.tolist() == [[1, 1], [0, 0], [0, 0]]
 
 
 def large_parts() -> None:

@@ -10,11 +10,12 @@ from torch import Tensor
 from shardwise import _collectives as collectives
 from shardwise._collectives import Wait, count_comms
 from shardwise._layout import Layout, Mesh, Placement, Shard
+from shardwise._redistribute.transfers import Exchange
+from shardwise._rules.row_exchange import IdMessage, id_message
 from shardwise._trace.comm_trace import CommEvent, Listener, listening_with
 from shardwise.embedding.batch import IdRules, features_of, make_batch
 from shardwise.embedding.configs import EmbeddingConfig
-from shardwise.embedding.exchange.engine import Engine, Gradients
-from shardwise.embedding.exchange.ids import FIRST_CAPACITY, Capacities, IdMessages, id_messages
+from shardwise.embedding.exchange.engine import FIRST_CAPACITY, Capacities, Engine, Gradients
 from shardwise.embedding.exchange.owner import dense_gradient, make_stacks
 from shardwise.embedding.exchange.requests import request_bags
 from shardwise.embedding.kernels import Kernels
@@ -54,12 +55,12 @@ class Setup:
         given = make_batch(values, torch.tensor([len(bag) for bag in ids], dtype=torch.int64), None, [len(ids)])
         batch, verdict = rules.apply(given)
         out = request_bags(self.engine.batch_index(batch.bags), batch)
-        received = self.engine.arrive(self.engine.prepare(out, verdict))
-        rules.raise_for(received.verdicts, self.plan.ranks)
-        exchange = self.engine.finish(received)
+        message = self.engine.message(out, verdict)
+        requests = self.engine.receive(message.read(message.start()()))
         if self.fails:
             raise ValueError("between messages 1 and 2")
-        return self.engine.results(exchange, self.engine.trigger_of_backward()).view(len(ids), self.plan.dims[0])
+        found = self.engine.results(out.results, requests, self.engine.trigger_of_backward())
+        return found.view(len(ids), self.plan.dims[0])
 
 
 ROWS = 1001  # so that sums stay exact
@@ -99,22 +100,21 @@ def exchange_random(size: int, in_flight: int) -> None:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(0, 3000, (6, size, size), generator=generator).tolist()
     capacities, ranks, me = Capacities(size), tuple(range(size)), collectives.rank()
-    started: list[tuple[int, IdMessages, Wait]] = []
+    started: list[tuple[int, IdMessage, Wait]] = []
 
-    def finish(step: int, ids: IdMessages, wait: Wait) -> None:
-        arrived = ids.read(wait())
-        assert arrived.headers == [[source, me] for source in ranks]
-        assert arrived.lengths == [of_source[me] for of_source in lengths[step]]
-        capacities.saw(ids.lengths, arrived.lengths)
-        bodies = arrived.with_rest() if arrived.is_longer else arrived.beginnings
-        assert [x.tolist() for x in bodies] == [
+    def finish(step: int, ids: IdMessage, wait: Wait) -> None:
+        reply = ids.read(wait())
+        assert reply.headers == [[source, me] for source in ranks]
+        assert reply.lengths == [of_source[me] for of_source in lengths[step]]
+        capacities.adapt(ids.lengths, reply.lengths)
+        assert [x.tolist() for x in reply.messages()] == [
             [100 * step + 10 * source + me] * lengths[step][source][me] for source in ranks
         ]
 
     for step, table in enumerate(lengths):
         sent = [torch.full((n,), 100 * step + 10 * me + to, dtype=torch.int32) for to, n in enumerate(table[me])]
         halves = [list(x.split([len(x) // 2, len(x) - len(x) // 2])) for x in sent]
-        ids = id_messages(capacities, ranks, halves, [[me, to] for to in ranks])
+        ids = id_message(Exchange(ranks), halves, [[me, to] for to in ranks], capacities.sent, capacities.received)
         started.append((step, ids, ids.start()))
         if len(started) == in_flight:
             finish(*started.pop(0))
@@ -133,10 +133,10 @@ def test_ranks_that_start_a_message_for_another_batch_all_raise() -> None:
         setup = Setup(3, Shard(0))
         nothing = torch.zeros(0, dtype=torch.int64)
         request = request_bags(setup.engine.batch_index((0,)), make_batch(nothing, nothing, None, [0]))
-        pending = setup.engine.prepare(request, (), ahead[collectives.rank()])
+        message = setup.engine.message(request, (), ahead[collectives.rank()])
         text = r"^Rank 0 does not prefetch .* and rank 1 prefetches 2 ahead\. Nothing was"
         with pytest.raises(MismatchError, match=text):
-            setup.engine.arrive(pending)
+            setup.engine.check_ahead(message.read(message.start()()))
 
     world(3).run(started_differently, (0, 2, 0))
 
@@ -192,7 +192,7 @@ def test_the_trace_says_what_is_sent_and_how_much(count: int) -> None:
         setup.sums([list(range(count // 4))] * 4).sum().backward()
     assert [text for text, _ in events.said] == [
         "ids of an embedding collection, test",
-        *(["rest of the ids of an embedding collection, test"] if count > FIRST_CAPACITY else []),
+        *(["ids of an embedding collection, test"] if count > FIRST_CAPACITY else []),
         "results of an embedding collection, test",
         "gradients of an embedding collection in backward, test",
     ]

@@ -15,12 +15,13 @@ from shardwise import Mesh, OnRanks, Placement, Shard
 from shardwise._layout import Layout
 from shardwise.embedding import SGD, Adagrad, RowWiseAdagrad
 from shardwise.embedding.batch import Batch, make_batch
-from shardwise.embedding.exchange.requests import Request, make_batch_index, make_routes, request_bags
+from shardwise.embedding.exchange.requests import IdRequest, make_batch_index, request_bags
+from shardwise.embedding.exchange.routes import make_routes
 from shardwise.embedding.kernels import Kernels, fastest_kernels, plain
 from shardwise.embedding.kernels.compiled import CompiledKernels
 from shardwise.embedding.kernels.plain import LEVELS, MOST_AT_ONCE, _long_bags
 from shardwise.embedding.optimizers import RowOptimizer
-from shardwise.embedding.plan import Plan, Table, make_plan, requests_of
+from shardwise.embedding.plan import Plan, Table, make_plan
 from tests.embedding.kernel_cases import DTYPES, KERNELS, Lookup, lookups, stack_of
 from tests.strategies import laws
 
@@ -203,8 +204,8 @@ def test_compiled_loops_are_for_one_thread_of_a_cpu() -> None:
 # ---- runs -----------------------------------------------------------------------------------------------------
 
 
-def request_of(plan: Plan, rank: int, batch: Batch, kernels: Kernels) -> Request:
-    routes = make_routes(plan, requests_of(plan, rank), torch.device("cpu"), kernels)
+def request_of(plan: Plan, rank: int, batch: Batch, kernels: Kernels) -> IdRequest:
+    routes = make_routes(plan, rank, torch.device("cpu"), kernels)
     return request_bags(make_batch_index(routes, batch.bags), batch)
 
 

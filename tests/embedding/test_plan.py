@@ -1,12 +1,14 @@
 """Plans of embedding collections: blocks, stacks and requests."""
 
-import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise._layout import Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard
-from shardwise.embedding.plan import Block, Plan, Table, make_plan, requests_of
+from shardwise.embedding.exchange.routes import make_routes
+from shardwise.embedding.kernels import Kernels
+from shardwise.embedding.plan import Block, Plan, Table, make_plan
 from shardwise.errors import PlanError
 
 MESH = Mesh((2, 3))
@@ -67,11 +69,12 @@ def test_tables_that_cannot_be_looked_up_are_refused() -> None:
 @pytest.mark.parametrize("sizes", [(3, 3, 1), (3, 3, 0), (2, 5, 0), (2, 2, 3), (0, 4, 3), (7, 0, 0)])
 def test_intervals_found_by_division_are_those_of_the_ids(sizes: tuple[int, ...]) -> None:
     layout = Layout(Mesh((3,)), [Shard(0, sizes=sizes)], (sum(sizes), 4))
-    requests = requests_of(make_plan([Table(f"t{i}", layout, "float32", (f"f{i}",)) for i in range(2)]), 0)
+    plan = make_plan([Table(f"t{i}", layout, "float32", (f"f{i}",)) for i in range(2)])
+    requests = make_routes(plan, 0, torch.device("cpu"), Kernels())
     assert (requests.sizes is not None) == (sizes in [(3, 3, 1), (3, 3, 0), (0, 4, 3), (7, 0, 0)])
     if requests.sizes is not None:
         for feature, size in enumerate(requests.sizes):
-            first = list(requests.feature_of).index(feature)
+            first = requests.feature_of.tolist().index(feature)
             for row in range(sum(sizes)):
-                interval = int(np.searchsorted(requests.starts, requests.base[feature] + row, side="right")) - 1
+                interval = int(torch.searchsorted(requests.starts, requests.base[feature] + row, right=True)) - 1
                 assert first + row // size == interval

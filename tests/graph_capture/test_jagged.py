@@ -243,7 +243,7 @@ def test_replays_look_up_what_was_prefetched_also_beside_ranks_that_trace(weight
         batches = [batch_of(n, of_ranks[sw.rank()], weighted) for n, of_ranks in enumerate(bags)]
         for features in prefetch(batches, tables):
             loss = step(features)
-            taken += tables.prefetched is None
+            taken += tables.offered is None
             loss.backward()
             found.append(loss.detach())
         assert taken == len(bags)

@@ -138,6 +138,8 @@ def test_groups_are_by_owner_and_then_by_bag() -> None:
     found = group_ids(ids, Bags("sum", None), bounds)
     assert found.ids.tolist() == [0, 1, 1, 5, 6, 9, 9, 9, 9][: found.ids.numel()]
     assert found.spans == ((0, 3), (3, 5), (0, 0), (3, 5))
+    assert found.lengths is not None
+    assert found.bags is not None
     assert found.lengths[:4].tolist() == [1, 2, 1, 1]
     assert found.bags[:4].tolist() == [0, 1, 0, 1]
     assert found.runs == ((0, 2), (2, 4), (0, 0), (2, 4))

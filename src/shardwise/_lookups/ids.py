@@ -1,4 +1,4 @@
-"""Bags of ids, the distinct ids among many (`DistinctIds`), and ids grouped by the owners of their rows (`GroupedIds`).
+"""Bags of ids, the distinct ids among many (`DistinctIds`), and the ids that owners of rows get (`OwnedIds`).
 
 Ids are sorted once, for forward and backward: sorting gives the distinct ids, and the gradient of a row is the sum of
 the gradients of its ids, which are one segment of the sorted ids. Those sums are one more pooled lookup, which is an
@@ -18,6 +18,8 @@ from torch import Tensor
 from shardwise._layout import checked
 from shardwise._trace.autograd_function import TensorFunction
 from shardwise.errors import IdTypeError
+
+Span = tuple[int, int]  # from, to
 
 
 class Bags(NamedTuple):
@@ -94,25 +96,49 @@ def _sorted(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class GroupedIds:
-    """The ids of bags, ordered by the owner of their rows, and for each owner by bag.
+class OwnedIds:
+    """The ids that a rank sends, ordered by the owner of their rows.
 
-    A run is the ids of one bag at one owner: the owner pools them and answers with one partial sum.
+    An owner answers each run of ids with one sum. A run is a full bag, the part of a bag at one owner,
+    or a distinct id.
+
+    Attributes:
+        spans: the ids of each owner: from, to. Several owners may get the same ones.
+        lengths: of each run; None: all have as many ids.
+        runs: the runs of each owner: from, to.
+        bags: the bag of each run, if it is the part of a bag; else None.
+        distinct: if a run is a distinct id; else None.
     """
 
     ids: Tensor
-    spans: tuple[tuple[int, int], ...]  # the ids of each owner: from, to
-    lengths: Tensor  # of each run
-    bags: Tensor  # the bag of each run
-    runs: tuple[tuple[int, int], ...]  # the runs of each owner: from, to
+    spans: tuple[Span, ...]
+    lengths: Tensor | None
+    runs: tuple[Span, ...]
+    bags: Tensor | None = None
+    distinct: DistinctIds | None = None
 
     def message_lengths(self) -> list[int]:
-        """How many integers each owner gets: ids and lengths of runs."""
+        """How many integers each owner gets: lengths of runs, and ids."""
         return [b - a + d - c for (a, b), (c, d) in zip(self.spans, self.runs, strict=True)]
 
 
-def group_ids(ids: Tensor, bags: Bags, bounds: Sequence[tuple[int, int]]) -> GroupedIds:
-    """Group the ids of `bags` by owner.
+def full_bags(ids: Tensor, bags: Bags, owners: Sequence[bool]) -> OwnedIds:
+    """All ids, for those of the `owners` that get any."""
+    lengths, flat = bags.lengths(ids), ids.reshape(-1)
+    spans, runs = (tuple((0, n) if needed else (0, 0) for needed in owners) for n in (flat.numel(), lengths.numel()))
+    return OwnedIds(flat, spans, None if bags.offsets is None else lengths, runs)
+
+
+def distinct_by_owner(ids: Tensor, bounds: Sequence[Span]) -> OwnedIds:
+    """The distinct ids of each owner, whose rows are `bounds`: from, to."""
+    distinct = distinct_ids(ids.reshape(-1))
+    ends = torch.searchsorted(distinct.values, torch.tensor(bounds, device=ids.device)).tolist()
+    spans = tuple((first, stop) for first, stop in ends)
+    return OwnedIds(distinct.values, spans, None, spans, distinct=distinct)
+
+
+def group_ids(ids: Tensor, bags: Bags, bounds: Sequence[Span]) -> OwnedIds:
+    """The ids of each owner, and for each by bag.
 
     Args:
         bounds: the rows of each owner: from, to. Several owners may have the same rows.
@@ -127,14 +153,18 @@ def group_ids(ids: Tensor, bags: Bags, bounds: Sequence[tuple[int, int]]) -> Gro
     band = torch.bucketize(flat, torch.tensor(ends, device=flat.device), right=True)
     table = torch.bincount(band * count + bag, minlength=(len(ends) + 1) * count).view(-1, count)
     at = table.nonzero()
-    id_starts, run_starts = ([0, *x.sum(1).cumsum(0).tolist()] for x in (table, table > 0))
     bands = [bisect_right(ends, start) if start < stop else -1 for start, stop in bounds]  # -1: an owner of nothing
-    return GroupedIds(
-        flat[band.to(torch.int16).argsort(stable=True)],  # within a band by bag, in their order
-        tuple((id_starts[b], id_starts[b + 1]) if b >= 0 else (0, 0) for b in bands),
-        table[at[:, 0], at[:, 1]],
-        at[:, 1],
-        tuple((run_starts[b], run_starts[b + 1]) if b >= 0 else (0, 0) for b in bands),
+
+    def spans(per_band: Tensor) -> tuple[Span, ...]:
+        starts = [0, *per_band.cumsum(0).tolist()]
+        return tuple((starts[b], starts[b + 1]) if b >= 0 else (0, 0) for b in bands)
+
+    return OwnedIds(
+        ids=flat[band.to(torch.int16).argsort(stable=True)],  # within a band by bag, in their order
+        spans=spans(table.sum(1)),
+        lengths=table[at[:, 0], at[:, 1]],
+        runs=spans((table > 0).sum(1)),
+        bags=at[:, 1],
     )
 
 

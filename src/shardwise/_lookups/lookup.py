@@ -28,21 +28,21 @@ from torch import Tensor
 
 from shardwise._layout import Box
 from shardwise._lookups import bad_ids
-from shardwise._lookups.ids import Bags, GroupedIds, coalesced_lookup, expand, plain_lookup
+from shardwise._lookups.ids import Bags, Span, coalesced_lookup, expand, plain_lookup
 from shardwise._lookups.requests import (
     MAX_FIRST_BYTES,
     Lookup,
     Request,
-    Span,
     exchange_axes,
     message_dtype,
     requests_of,
     table_boxes,
 )
+from shardwise._lookups.row_requests import RowRequests, read_requests
 from shardwise._redistribute.transfers import flat_cat
 from shardwise._rules.local_context import LocalContext
 from shardwise._rules.row import Kwargs, arguments
-from shardwise._rules.row_exchange import Route, exchange_with_headers
+from shardwise._rules.row_exchange import Route, id_message
 from shardwise._trace.capture_hooks import allow_in_graph_with_backward, is_capturing
 
 # ---- entry points: local implementations of the rules ------------------------------------------------------------
@@ -170,43 +170,43 @@ def exchange_lookups(lookups: Sequence[Lookup]) -> list[Tensor]:
     for lookup in lookups:
         if not set(bad_ids.id_axes(lookup.ctx)) <= set(lookup.axes):  # ranks that exchange no ids must raise too
             bad_ids.refuse_bad_ids(lookup.ctx, lookup.ids, lookup.bags)
-    received = exchange_ids(requests)
-    answers = [_serve(request, ids) for request, ids in zip(requests, received, strict=True)]
+    answers = [_serve(*pair) for pair in zip(requests, exchange_ids(requests), strict=True)]
     results = map(_finish, requests, _exchange_answers(requests, answers))
     return [_sum(next(results) for _ in of_lookup) for of_lookup in by_lookup]
 
 
 # ---- request ------------------------------------------------------------------------------------------------
 
-Received = tuple[Tensor, int]  # a message: ids, then offsets of bags or lengths of runs; and the number of runs
 
+def exchange_ids(requests: Sequence[Request]) -> list[RowRequests]:
+    """For every request, what all ranks request of this one.
 
-def exchange_ids(requests: Sequence[Request]) -> list[list[Received]]:
-    """For every request, what each rank requests from this one.
-
-    Headers have the number of runs and the sender's verdict on its ids, so an id outside the table raises the same
-    error on all ranks before anything is looked up.
+    Headers have the sender's verdict on its ids, so an id outside the table raises the same error on all ranks before
+    anything is looked up.
     """
     ctx, ranks, me = requests[0].ctx, requests[0].ranks, requests[0].me
-    dtype, positions = message_dtype(requests), range(len(ranks))
+    dtype, count = message_dtype(requests), len(requests)
     verdicts = [bad_ids.verdict_on(r.ctx, r.ids, r.bags) for r in requests]
-    messages = [r.messages(verdict, dtype) for r, verdict in zip(requests, verdicts, strict=True)]
-    limit = MAX_FIRST_BYTES // (len(ranks) * len(requests) * dtype.itemsize)
-
-    def check(headers: list[list[int]]) -> None:
-        for i, request in enumerate(requests):
-            bad_ids.raise_bad_ids(request.ctx, [verdict for _, *verdict in headers[i :: len(requests)]], ranks)
-
-    received, headers = exchange_with_headers(
-        ctx.exchange(ranks),
-        [of_request[owner] for owner in positions for of_request in messages],
-        [(r.num_runs(owner), *v) for owner in positions for r, v in zip(requests, verdicts, strict=True)],
-        [r.capacity(me, owner, limit) for owner in positions for r in requests],
-        [r.capacity(sender, me, limit) for sender in positions for r in requests],
-        check,
+    limit = MAX_FIRST_BYTES // (len(ranks) * count * dtype.itemsize)
+    nothing = torch.empty(0, dtype=dtype, device=requests[0].ids.device)
+    messages, headers = [], []
+    for owner in range(len(ranks)):
+        parts = [
+            r.message(owner, dtype) if position == bad_ids.VALID else (nothing, nothing, (0, 0, 0))
+            for r, (position, _) in zip(requests, verdicts, strict=True)
+        ]
+        lengths, rows, counts = zip(*parts, strict=True)
+        messages.append([*lengths, *rows])
+        headers.append([*chain(*verdicts), *chain(*counts)])
+    sent, received = (
+        [sum(r.capacity(*pair, limit) for r in requests) for pair in pairs]
+        for pairs in ([(me, rank) for rank in range(len(ranks))], [(rank, me) for rank in range(len(ranks))])
     )
-    by_sender = [(message, runs) for message, (runs, *_) in zip(received, headers, strict=True)]
-    return [by_sender[i :: len(requests)] for i in range(len(requests))]
+    message = id_message(ctx.exchange(ranks).here(), messages, headers, sent, received)
+    reply = message.read(message.start()())
+    for i, request in enumerate(requests):
+        bad_ids.raise_bad_ids(request.ctx, [header[2 * i : 2 * i + 2] for header in reply.headers], ranks)
+    return read_requests(reply.messages(), [header[2 * count :] for header in reply.headers])
 
 
 class _OwnBags(NamedTuple):
@@ -244,62 +244,19 @@ def _align_bags(ctx: LocalContext, named: Kwargs) -> LocalContext:
 # ---- serve --------------------------------------------------------------------------------------------------
 
 
-def _serve(request: Request, received: Sequence[Received]) -> list[Tensor]:
-    """This rank's answer to each rank: rows, or pooled sums, in the columns of its box that the rank needs."""
-    weight, box = request.weight, request.owners[request.me]
-    if box.numel == 0:
-        return [_no_rows(request)] * len(received)
-    if request.requested is None:
-        bags = _pool(request, [message for message, _ in received])
-        answers: Sequence[Tensor] = bags.split([request.num_bags(sender) for sender in range(len(received))])
-    else:
-        requested_rows = [message[:0] if runs else message for message, runs in received]
-        rows = coalesced_lookup(weight, torch.cat(requested_rows), None, request.sparse).split(
-            [len(ids) for ids in requested_rows]
-        )
-        sums = _partial_sums(request, received).split([runs for _, runs in received])
-        answers = [s if runs else r for (_, runs), s, r in zip(received, sums, rows, strict=True)]
+def _serve(request: Request, requested: RowRequests) -> list[Tensor]:
+    """This rank's answer to each rank: rows, or sums of runs, in the columns of its box that the rank needs."""
+    weight, box, runs = request.weight, request.owners[request.me], list(requested.runs)
+    if box.numel == 0:  # looked up as others are, so that every rank has the same backward and saves as many tensors
+        return [coalesced_lookup(weight, requested.rows[:0], None, request.sparse)] * len(runs)
+    bags = None
+    if request.full_bags or requested.runs != requested.ids:
+        mode = request.bags.mode if request.bags is not None and request.full_bags else "sum"
+        bags = Bags(mode, requested.offsets[:-1])
+    answers = coalesced_lookup(weight, requested.rows, bags, request.sparse).split(runs)
     first, width = box.offsets[1], box.sizes[1]
-    spans = [request.shared_columns(sender, request.me) for sender in range(len(answers))]
+    spans = [request.shared_columns(sender, request.me) for sender in range(len(runs))]
     return [x if b - a == width else x[:, a - first : b - first] for x, (a, b) in zip(answers, spans, strict=True)]
-
-
-def _no_rows(request: Request) -> Tensor:
-    """No rows, looked up as others are, so that every rank has the same backward and saves as many tensors."""
-    ids = torch.empty(0, dtype=torch.int64, device=request.weight.device)
-    return coalesced_lookup(request.weight, ids, None, request.sparse)
-
-
-def _partial_sums(request: Request, received: Sequence[Received]) -> Tensor:
-    """The answers to the ranks that requested partial sums: one row for each run."""
-    split = [message.tensor_split((message.numel() - runs,)) for message, runs in received if runs]
-    if not split:
-        return request.weight[:0]
-    lengths = torch.cat([lengths for _, lengths in split])
-    of_runs = Bags("sum", lengths.cumsum(0) - lengths)
-    return coalesced_lookup(request.weight, torch.cat([ids for ids, _ in split]), of_runs, request.sparse)
-
-
-def _pool(request: Request, received: Sequence[Tensor]) -> Tensor:
-    """The sums or means of full bags, in the order of ranks."""
-    bags = request.bags
-    assert bags is not None
-    if bags.offsets is None:
-        width = request.ctx.layouts[0].shape[1]
-        ids_of_bags = torch.cat(list(received)).view(-1, width)
-        if width == 0:
-            weight, nothing = request.weight, _no_rows(request)
-            return weight.new_zeros(ids_of_bags.shape[0], weight.shape[1]) + nothing.sum(dtype=weight.dtype)
-        return coalesced_lookup(request.weight, ids_of_bags, Bags(bags.mode, None), request.sparse)
-    ids: list[Tensor] = []
-    offsets: list[Tensor] = []
-    before = 0
-    for sender, message in enumerate(received):
-        own, starts = message.tensor_split((message.numel() - request.num_offsets(sender),))
-        ids.append(own)
-        offsets.append(starts + before)
-        before += own.numel()
-    return coalesced_lookup(request.weight, torch.cat(ids), Bags(bags.mode, torch.cat(offsets)), request.sparse)
 
 
 # ---- finish -------------------------------------------------------------------------------------------------
@@ -328,11 +285,15 @@ def _finish(request: Request, blocks: Sequence[Tensor]) -> Tensor:
     bands = [list(band) for _, band in by_rows]  # owners of the same rows
     # Made of an answer, so that every rank has the same graph.
     nothing = blocks[0].reshape(-1)[:0].view(0, right - left)
-    requested = request.requested
-    if isinstance(requested, GroupedIds):
-        sums = [(requested.runs[band[0]], _joined_columns(blocks, band)) for band in bands]
-        return _sum_of_bags(request, requested, sums, nothing)
-    count = request.num_bags(me) if requested is None else requested.values.numel()
+    sent = request.sent
+    if sent.bags is not None:
+        sums = [(sent.runs[band[0]], _joined_columns(blocks, band)) for band in bands]
+        return _sum_of_bags(request, sent.bags, sums, nothing)
+    if sent.distinct is not None:
+        count = sent.ids.numel()
+    else:
+        assert request.bags is not None
+        count = request.bags.ends(request.ids).numel()
     complete = all(sum(blocks[o].shape[1] for o in band) == right - left for band in bands)
     if bands and complete and sum(blocks[band[0]].shape[0] for band in bands) == count:
         rows = torch.cat([_joined_columns(blocks, band) for band in bands])
@@ -340,21 +301,18 @@ def _finish(request: Request, blocks: Sequence[Tensor]) -> Tensor:
         rows = nothing.new_zeros(count, right - left) + nothing.sum(dtype=nothing.dtype)
         for o in owners:
             first, last = request.shared_columns(me, o)
-            start, stop = request.spans[o] if request.spans else (0, count)
-            rows[start:stop, first - left : last - left] = blocks[o]
-    return rows if requested is None else expand(rows, requested, request.ids, request.bags)
+            rows[slice(*sent.runs[o]), first - left : last - left] = blocks[o]
+    return rows if sent.distinct is None else expand(rows, sent.distinct, request.ids, request.bags)
 
 
 def _joined_columns(blocks: Sequence[Tensor], owners: Sequence[int]) -> Tensor:
     return blocks[owners[0]] if len(owners) == 1 else torch.cat([blocks[o] for o in owners], 1)
 
 
-def _sum_of_bags(
-    request: Request, requested: GroupedIds, bands: Sequence[tuple[Span, Tensor]], nothing: Tensor
-) -> Tensor:
-    """The bags of this rank, from the partial sums of their runs."""
+def _sum_of_bags(request: Request, bags: Tensor, bands: Sequence[tuple[Span, Tensor]], nothing: Tensor) -> Tensor:
+    """The bags of this rank, from the partial sums of their runs, of which `bags` are those."""
     assert request.bags is not None
-    bag = torch.cat([requested.bags[:0], *(requested.bags[a:b] for (a, b), _ in bands)])
+    bag = torch.cat([bags[:0], *(bags[a:b] for (a, b), _ in bands)])
     sums, lengths = torch.cat([nothing, *(x for _, x in bands)]), request.bags.lengths(request.ids)
     out = sums.new_zeros(lengths.numel(), sums.shape[1]).index_add(0, bag, sums)
     return out / lengths.clamp(min=1).unsqueeze(1).to(out.dtype) if request.bags.mode == "mean" else out

@@ -2,15 +2,16 @@
 
 For two bags with the ids (7, 9, 7) and (9, 0), on a rank that needs rows 7 and 9 of one owner and row 0 of another:
 
-    full bags       to an owner of all rows: 7 9 7 9 0 and where each bag starts; it answers with 2 pooled rows
-    `GroupedIds`    to the owner of 7 and 9: 7 9 7 | 9 and the lengths 3 and 1; it answers with 2 partial sums
-    `DistinctIds`   to the owner of 7 and 9: 7 9; it answers with 2 rows, which the requesting rank pools
+    full bags      to an owner of all rows: 7 9 7 9 0 and the lengths 3 and 2; it answers with 2 pooled rows
+    parts of bags  to the owner of 7 and 9: 7 9 7 | 9 and the lengths 3 and 1; it answers with 2 partial sums
+    distinct ids   to the owner of 7 and 9: 7 9; it answers with 2 rows, which the requesting rank pools
 
-`Pooling` says which of these the layouts allow; between the last two, each rank takes what costs less.
+`Pooling` says which of these the layouts allow; between the last two, each rank takes what costs less. The owner does
+not know which it is: it gets runs of ids, and answers each with a sum (`row_requests.py`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property, lru_cache
 from math import prod
@@ -19,8 +20,15 @@ import torch
 from torch import Tensor
 
 from shardwise._layout import Box, Boxes, Layout, OnRanks, Shard, split_by_boxes
-from shardwise._lookups.bad_ids import VALID, Verdict
-from shardwise._lookups.ids import Bags, DistinctIds, GroupedIds, distinct_ids, group_ids, number_of_distinct
+from shardwise._lookups.ids import (
+    Bags,
+    OwnedIds,
+    Span,
+    distinct_by_owner,
+    full_bags,
+    group_ids,
+    number_of_distinct,
+)
 from shardwise._rules.local_context import LocalContext
 from shardwise.errors import RuleError
 
@@ -30,14 +38,12 @@ CAPACITY_FACTOR = 1.25  # the capacity of a first message over the ids that an o
 MAX_FIRST_BYTES = 1 << 20  # of all first messages of a rank; one that may exceed its share has only a header
 EMPTY_BOX = Box((0, 0), (0, 0))
 
-Span = tuple[int, int]  # from, to
-
 
 class Pooling(Enum):
     """Where bags may be pooled."""
 
     FULL = auto()  # owners hold all rows and pool full bags
-    PARTIAL = auto()  # owners may pool the ids they hold (`GroupedIds`)
+    PARTIAL = auto()  # owners may pool the ids they hold
     NONE = auto()  # owners return rows: a rank needs no columns of some owner, or the table has explicit boxes
 
 
@@ -60,13 +66,17 @@ class Request(Lookup):
     ranks: tuple[int, ...]  # the ranks that exchange ids
     owners: tuple[Box, ...]  # the box of the table of each of `ranks`; empty boxes for none
     columns: tuple[Span, ...]  # the columns that each of `ranks` needs
-    requested: DistinctIds | GroupedIds | None = None  # the ids sent; None: full bags
-    spans: tuple[Span, ...] = ()  # for `DistinctIds`: those of each owner
+    pooling: Pooling
 
     @cached_property
     def me(self) -> int:
         """The number of this rank."""
         return self.ranks.index(self.ctx.rank)
+
+    @property
+    def full_bags(self) -> bool:
+        """Whether owners pool full bags."""
+        return self.bags is not None and self.pooling is Pooling.FULL
 
     def num_offsets(self, sender: int) -> int:
         """How many offsets rank `sender` has beside its ids."""
@@ -74,28 +84,33 @@ class Request(Lookup):
             return 0
         return self.ctx.layouts[2].local_numel(self.ranks[sender])
 
-    def num_bags(self, sender: int) -> int:
-        """How many bags rank `sender` has."""
-        if self.bags is None or self.bags.offsets is None:
-            return self.ctx.layouts[0].local_shape(self.ranks[sender])[0]
-        return self.num_offsets(sender)
+    @cached_property
+    def sent(self) -> OwnedIds:
+        """The ids that this rank sends."""
+        ids, bags = self.ids, self.bags
+        bounds = [(box.offsets[0], box.offsets[0] + box.sizes[0]) for box in self.owners]
+        if bags is not None and self.pooling is Pooling.FULL:
+            return full_bags(ids, bags, [self.sends_message(self.me, owner) for owner in range(len(bounds))])
+        if bags is not None and self.pooling is Pooling.PARTIAL and ids.numel() and bags.fit(ids.numel()):
+            runs = group_ids(ids, bags, bounds)
+            if self._pooling_costs_less(runs):
+                return runs
+        return distinct_by_owner(ids, [b if self.sends_message(self.me, o) else (0, 0) for o, b in enumerate(bounds)])
 
-    def num_runs(self, owner: int) -> int:
-        """How many partial sums this rank requests from an owner."""
-        if not isinstance(self.requested, GroupedIds) or not self.owners[owner].numel:
-            return 0
-        start, stop = self.requested.runs[owner]
-        return stop - start
+    def _pooling_costs_less(self, runs: OwnedIds) -> bool:
+        """Whether partial sums cost less to send than the distinct rows."""
+        assert runs.bags is not None
+        count, num_runs = number_of_distinct(self.ids.reshape(-1), self.ctx.layouts[1].shape[0]), runs.bags.numel()
+        if num_runs >= MAX_RUNS_PER_ID * count:
+            return False
+        lengths = enumerate(runs.message_lengths())
+        fits = all(n <= self.capacity(self.me, owner, MAX_FIRST_BYTES) for owner, n in lengths)
+        return fits or (count - num_runs) * self.weight[:1].nbytes > MIN_SAVED_BYTES
 
     def answer_shape(self, owner: int) -> tuple[int, int]:
         """Rows and columns of the answer of rank `owner` to this one."""
-        first, last = self.shared_columns(self.me, owner)
-        if first == last:
-            return 0, 0
-        if self.requested is None:
-            return self.num_bags(self.me), last - first
-        start, stop = self.requested.runs[owner] if isinstance(self.requested, GroupedIds) else self.spans[owner]
-        return stop - start, last - first
+        (first, last), (start, stop) = self.shared_columns(self.me, owner), self.sent.runs[owner]
+        return (stop - start, last - first) if first < last else (0, 0)
 
     def shared_columns(self, sender: int, owner: int) -> Span:
         """The columns that rank `owner` holds and rank `sender` needs."""
@@ -114,39 +129,22 @@ class Request(Lookup):
         if not self.sends_message(sender, owner):
             return 0
         numel = self.ctx.layouts[0].local_numel(self.ranks[sender])
-        if self.requested is None:
+        if self.full_bags:
             return numel + self.num_offsets(sender)
         expected = int(CAPACITY_FACTOR * numel * box.sizes[0] / self.ctx.layouts[1].shape[0]) + 16
         if self.bags is None:
             capacity = min(numel, box.sizes[0], expected)
         else:  # partial sums may be requested, by ids that are not distinct and the lengths of runs
-            capacity = min(numel, expected) + min(self.num_bags(sender), expected)
+            num_bags = self.num_offsets(sender) or self.ctx.layouts[0].local_shape(self.ranks[sender])[0]
+            capacity = min(numel, expected) + min(num_bags, expected)
         return capacity if capacity <= limit else 0
 
-    def messages(self, verdict: Verdict, dtype: torch.dtype) -> list[Tensor]:
-        """For each owner its row numbers, counted from its first row; then offsets of bags or lengths of runs."""
-        nothing = torch.empty(0, dtype=dtype, device=self.ids.device)
-        if verdict[0] != VALID:
-            return [nothing] * len(self.owners)
-        needed = [self.sends_message(self.me, owner) for owner in range(len(self.owners))]
-        if self.requested is None:
-            message = self.ids.reshape(-1).to(dtype)
-            if self.bags is not None and self.bags.offsets is not None:
-                message = torch.cat([message, self.bags.offsets.to(dtype)])
-            return [message if need else nothing for need in needed]
-        if isinstance(self.requested, DistinctIds):
-            values = self.requested.values.to(dtype)
-            return [
-                values[start:stop] - box.offsets[0] if need else nothing
-                for need, box, (start, stop) in zip(needed, self.owners, self.spans, strict=True)
-            ]
-        ids, lengths = self.requested.ids.to(dtype), self.requested.lengths.to(dtype)
-        return [
-            torch.cat([ids[start:stop] - box.offsets[0], lengths[first:last]]) if box.numel else nothing
-            for box, (start, stop), (first, last) in zip(
-                self.owners, self.requested.spans, self.requested.runs, strict=True
-            )
-        ]
+    def message(self, owner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, tuple[int, int, int]]:
+        """For an owner: lengths of runs, row numbers from its first row on, and the header; see `row_requests.py`."""
+        sent, (start, stop), (first, last) = self.sent, self.sent.spans[owner], self.sent.runs[owner]
+        rows = (sent.ids[start:stop] - self.owners[owner].offsets[0]).to(dtype)
+        lengths = rows[:0] if sent.lengths is None else sent.lengths[first:last].to(dtype)
+        return lengths, rows, (int(sent.lengths is not None), last - first, stop - start)
 
 
 def exchange_axes(ctx: LocalContext, replicated_ids: bool = False) -> tuple[int, ...]:
@@ -190,8 +188,8 @@ def requests_of(lookup: Lookup) -> list[Request]:
     requests = []
     for number, (_, view) in enumerate(table_boxes(ctx, lookup.weight, lookup.sparse)):
         owners, columns, pooling = _owners(ctx.layouts[1], ctx.output, ranks, number)
-        request = Request(ctx, lookup.ids, view, lookup.bags, lookup.sparse, lookup.axes, ranks, owners, columns)
-        requests.append(_with_ids(request, pooling))
+        args = ctx, lookup.ids, view, lookup.bags, lookup.sparse, lookup.axes
+        requests.append(Request(*args, ranks, owners, columns, pooling))
     return requests
 
 
@@ -210,32 +208,6 @@ def _owners(
         return owners, spans, Pooling.FULL
     explicit = any(isinstance(placement, Boxes) for placement in table.placements)
     return owners, spans, Pooling.NONE if explicit else Pooling.PARTIAL
-
-
-def _with_ids(request: Request, pooling: Pooling) -> Request:
-    """The request with the ids that this rank sends."""
-    ids, bags = request.ids, request.bags
-    if bags is not None and pooling is Pooling.FULL:
-        return request
-    bounds = [(box.offsets[0], box.offsets[0] + box.sizes[0]) for box in request.owners]
-    if bags is not None and pooling is Pooling.PARTIAL and ids.numel() and bags.fit(ids.numel()):
-        runs = group_ids(ids, bags, bounds)
-        if _pooling_costs_less(request, runs):
-            return replace(request, requested=runs)
-    distinct = distinct_ids(ids.reshape(-1))
-    spans = torch.searchsorted(distinct.values, torch.tensor(bounds, device=ids.device)).tolist()
-    return replace(request, requested=distinct, spans=tuple((a, b) for a, b in spans))
-
-
-def _pooling_costs_less(request: Request, runs: GroupedIds) -> bool:
-    """Whether partial sums cost less to send than the distinct rows."""
-    count = number_of_distinct(request.ids.reshape(-1), request.ctx.layouts[1].shape[0])
-    if runs.bags.numel() >= MAX_RUNS_PER_ID * count:
-        return False
-    request = replace(request, requested=runs)
-    lengths = enumerate(runs.message_lengths())
-    fits = all(n <= request.capacity(request.me, owner, MAX_FIRST_BYTES) for owner, n in lengths)
-    return fits or (count - runs.bags.numel()) * request.weight[:1].nbytes > MIN_SAVED_BYTES
 
 
 def message_dtype(requests: Sequence[Request]) -> torch.dtype:

@@ -1,6 +1,6 @@
 """All-to-alls with gradients: of elements, of rows, and of boxes that other ranks hold, such as halos."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -30,9 +30,18 @@ class Exchange:
     ranks: Ranks
     cause: Cause = INTERNAL
 
-    def start(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Wait:
-        """Start one of a 1-D tensor, without a gradient; call the result to wait for it."""
-        collective = Collective("all_to_all", send, self.ranks, (), send_counts, recv_counts)
+    def start(
+        self,
+        send: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        allocate: Callable[[int], Tensor] | None = None,
+    ) -> Wait:
+        """Start one of a 1-D tensor, without a gradient; call the result to wait for it.
+
+        `allocate` makes the memory of what is received; None: it is new.
+        """
+        collective = Collective("all_to_all", send, self.ranks, (), send_counts, recv_counts, allocate=allocate)
         if len(self.ranks) == 1:
             return collectives.start(collective)
         before = comm_trace.set_purpose(Purpose(self.cause))

@@ -1,20 +1,29 @@
-"""Rows are sent to the ranks that own them, and answers are sent back.
+"""Ids are sent to the ranks that own their rows, and answers are sent back.
 
-    headers   to every rank: how many rows follow, and whether the sender's ids are valid
-    rows      to their owners
-    answers   back to the requesting ranks
+    ids       to their owners, each message behind a header (`IdMessage`)
+    answers   back to the requesting ranks (`Route`)
 
-An invalid id is the same error on all ranks, before any row is sent.
+Rank 0 has the ids 7 9 7 for rank 0 and 0 for rank 1, and both sides know that a first message has at most 2 integers:
+
+    first all-to-all    to rank 0: header, 7 9      to rank 1: header, 0 and a 0 that fills the message
+    second all-to-all   to rank 0: 7
+
+A header says how long the message is, whether any message of its sender is longer than the first all-to-all, and what
+the caller adds, such as a verdict on the sender's ids. So all ranks know whether there is a second all-to-all, and an
+invalid id is the same error on all ranks before any row is sent.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise._collectives import Wait
 from shardwise._redistribute.transfers import Exchange
+
+Headers = list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -34,52 +43,98 @@ class Route:
         return self.exchange.rows(rows, self.received, self.sent)
 
 
-def exchange_with_headers(
-    exchange: Exchange,
-    messages: Sequence[Tensor],
-    headers: Sequence[Sequence[int]],
-    capacity_sent: Sequence[int],
-    capacity_received: Sequence[int],
-    check: Callable[[list[list[int]]], None],
-) -> tuple[list[Tensor], list[list[int]]]:
-    """Send integers of any length to each rank (ids of rows, then bag offsets or run lengths), each with a header.
+@dataclass(frozen=True)
+class IdMessage:
+    """What this rank sends to each rank of the exchange; made by `id_message`.
 
-    No lengths are sent ahead: both sides derive from the layouts how much of each message the first all-to-all can
-    hold. Only if a message of some rank is longer, a second all-to-all sends the rest of all of them.
+        reply = message.read(message.start()())
 
-    Args:
-        messages: 1-D and of one integer dtype, the same number of them for each rank.
-        headers: integers that are sent with each of `messages`.
-        capacity_sent, capacity_received: how many elements of each message the first all-to-all sends and receives.
-        check: called with the headers received, before the second all-to-all.
-
-    Returns:
-        The messages received, as int64, and their headers, in rank order.
+    Attributes:
+        lengths: of the message to each rank, in integers.
+        first: headers, and messages up to the capacities.
+        rest: of the messages that are longer.
+        sent, received: the capacities.
     """
 
-    def by_rank(counts: Sequence[int]) -> list[int]:
-        share = len(messages) // len(exchange.ranks)
-        return [sum(counts[i : i + share]) for i in range(0, len(messages), share)]
+    exchange: Exchange
+    lengths: Sequence[int]
+    first: Tensor
+    rest: Tensor
+    header_size: int
+    sent: Sequence[int]
+    received: Sequence[int]
 
-    longer = any(x.numel() > capacity for x, capacity in zip(messages, capacity_sent, strict=True))
-    sent = [(x.numel(), longer, *header) for x, header in zip(messages, headers, strict=True)]
-    heads = torch.tensor(sent, device=messages[0].device).view(messages[0].dtype)
-    size = heads.shape[1]
-    first = [
-        part
-        for head, x, capacity in zip(heads, messages, capacity_sent, strict=True)
-        for part in (head, F.pad(x[:capacity], (0, max(0, capacity - x.numel()))))
-    ]
-    received = exchange.all_to_all(
-        torch.cat(first), by_rank([size + n for n in capacity_sent]), by_rank([size + n for n in capacity_received])
-    )
-    parts = received.split([n for capacity in capacity_received for n in (size, capacity)])
-    heads_received = torch.cat(parts[::2]).view(torch.int64).view(len(messages), -1).tolist()
-    check([header for _, _, *header in heads_received])
-    found = [part[:count].long() for part, (count, *_) in zip(parts[1::2], heads_received, strict=True)]
-    if any(longer for _, longer, *_ in heads_received):
-        rest = [x[capacity:] for x, capacity in zip(messages, capacity_sent, strict=True)]
-        missing = [count - x.numel() for x, (count, *_) in zip(found, heads_received, strict=True)]
-        received = exchange.all_to_all(torch.cat(rest), by_rank([x.numel() for x in rest]), by_rank(missing))
-        found = [torch.cat(pair) for pair in zip(found, received.long().split(missing), strict=True)]
-    return found, [header for _, _, *header in heads_received]
+    def start(self) -> Wait:
+        """Start the first all-to-all; the returned function waits for what `read` takes."""
+        sent, received = ([self.header_size + n for n in capacities] for capacities in (self.sent, self.received))
+        return self.exchange.start(self.first, sent, received)
+
+    def read(self, first: Tensor) -> "IdReply":
+        """Read what the first all-to-all received."""
+        parts = first.split([n for capacity in self.received for n in (self.header_size, capacity)])
+        headers: Headers = torch.stack(parts[::2]).view(torch.int64).tolist()
+        messages = [x[:length] for x, (length, *_) in zip(parts[1::2], headers, strict=True)]
+        return IdReply(self, headers, messages)
+
+
+@dataclass(frozen=True)
+class IdReply:
+    """What the ranks sent to this one, perhaps without the rest of long messages."""
+
+    message: IdMessage
+    heads: Headers
+    first: Sequence[Tensor]
+
+    @property
+    def headers(self) -> Headers:
+        """What the callers of all ranks added to their headers."""
+        return [header for _, _, *header in self.heads]
+
+    @property
+    def lengths(self) -> list[int]:
+        """The length of the message of each rank."""
+        return [length for length, *_ in self.heads]
+
+    def messages(self) -> list[Tensor]:
+        """The full messages. All ranks have to call it, because there may be a second all-to-all."""
+        if not any(longer for _, longer, *_ in self.heads):
+            return list(self.first)
+        sent, missing = (
+            [max(0, n - capacity) for n, capacity in zip(lengths, capacities, strict=True)]
+            for lengths, capacities in (
+                (self.message.lengths, self.message.sent),
+                (self.lengths, self.message.received),
+            )
+        )
+        rest = self.message.exchange.start(self.message.rest, sent, missing)().split(missing)
+        return [torch.cat(pair) for pair in zip(self.first, rest, strict=True)]
+
+
+def id_message(
+    exchange: Exchange,
+    messages: Sequence[Sequence[Tensor]],
+    headers: Sequence[Sequence[int]],
+    sent: Sequence[int],
+    received: Sequence[int],
+) -> IdMessage:
+    """A message, in parts, and a header for each rank of the exchange.
+
+    Args:
+        messages: 1-D tensors of one dtype, int32 or int64; at least one of each message.
+        headers: as many integers for each rank.
+        sent, received: the capacities of the first messages to each rank and from each, which both sides know.
+    """
+    like = messages[0][0]
+    lengths = [sum(part.numel() for part in parts) for parts in messages]
+    longer = any(n > capacity for n, capacity in zip(lengths, sent, strict=True))
+    heads = np.array([(n, longer, *header) for n, header in zip(lengths, headers, strict=True)], dtype=np.int64)
+    in_elements = torch.from_numpy(heads).to(like.device).view(like.dtype)
+    rest, parts = [like[:0]], list[Tensor]()
+    for head, message, length, capacity in zip(in_elements, messages, lengths, sent, strict=True):
+        if length > capacity:
+            flat = torch.cat(list(message))
+            rest.append(flat[capacity:])
+            parts += (head, flat[:capacity])
+        else:
+            parts += (head, *message, like.new_zeros(capacity - length))
+    return IdMessage(exchange, lengths, torch.cat(parts), torch.cat(rest), in_elements.shape[1], sent, received)

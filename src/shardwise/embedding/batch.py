@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.embedding.configs import POLICIES, EmbeddingConfig
+from shardwise.embedding.configs import POLICIES, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from shardwise.embedding.jagged import JaggedFeatures, KeyedJaggedTensor
 from shardwise.errors import ConfigError, IdError, IdTypeError, RemoteRankError
 
@@ -83,6 +83,11 @@ class Features:
     def dims(self) -> tuple[int, ...]:
         """Columns of each feature."""
         return tuple(config.embedding_dim for config in self.config_of)
+
+    @cached_property
+    def means(self) -> tuple[bool, ...]:
+        """Whether the bags of each feature give means."""
+        return tuple(isinstance(c, EmbeddingBagConfig) and c.pooling is PoolingType.MEAN for c in self.config_of)
 
     def bags(self, features: JaggedFeatures) -> tuple[int, ...]:
         """How many each of these features has in a batch that has them all."""

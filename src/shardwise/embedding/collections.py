@@ -11,7 +11,7 @@ from shardwise._tensor import DTensor
 from shardwise._tensor.transforms import refuse_compilation
 from shardwise._trace.capture_hooks import RunsInReplays, allow_in_graph_with_backward, not_capturable
 from shardwise.embedding.batch import Batch, Features, IdRules, features_of
-from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType, resized
+from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig, resized
 from shardwise.embedding.jagged import JaggedFeatures, JaggedTensor, KeyedJaggedTensor, from_parts
 from shardwise.embedding.keyed_tensor import KeyedTensor
 from shardwise.embedding.plan import Block
@@ -20,23 +20,80 @@ from shardwise.embedding.tables import Tables, TableWeight, check_no_gradient, d
 BAGS, ROWS = "embedding_bags", "embeddings"  # names in the state
 
 
-class _Collection(nn.Module, RunsInReplays):
-    """Tables by name, and the ids of their features."""
+class Collection(nn.Module, RunsInReplays):
+    """Tables by name, and the ids of their features: the base of plain and sharded collections.
 
-    _configs: tuple[EmbeddingConfig, ...]
+    Attributes:
+        kind: the name of the tables in the state.
+    """
 
-    def __init__(
-        self, kind: str, configs: Sequence[EmbeddingConfig], device: torch.device | str | None, weighted: bool
-    ) -> None:
+    kind = ROWS
+
+    def __init__(self, configs: Sequence[EmbeddingConfig], weighted: bool) -> None:
         super().__init__()
-        self._kind, self._weighted = kind, weighted
+        self._weighted = weighted
         self._set_configs(configs)
-        tables = {config.name: TableWeight(nn.Parameter(_new_table(config, device))) for config in configs}
-        self.add_module(kind, Tables(tables))
 
     def _set_configs(self, configs: Sequence[EmbeddingConfig]) -> None:
         self._configs, self._features = tuple(configs), features_of(configs)
-        self._rules = IdRules(self._features, skips_padding=self._kind == BAGS)
+        self._rules = IdRules(self._features, skips_padding=self.kind == BAGS)
+
+
+class RowCollection(Collection):
+    """What plain and sharded EmbeddingCollections have in common."""
+
+    def embedding_configs(self) -> tuple[EmbeddingConfig, ...]:
+        """The configs of the tables, in their order."""
+        return self._configs
+
+
+class BagCollection(Collection):
+    """What plain and sharded EmbeddingBagCollections have in common."""
+
+    kind = BAGS
+    _configs: tuple[EmbeddingBagConfig, ...]
+
+    def embedding_bag_configs(self) -> tuple[EmbeddingBagConfig, ...]:
+        """The configs of the tables, in their order."""
+        return self._configs
+
+    def is_weighted(self) -> bool:
+        """Whether rows are multiplied by the weights of the input."""
+        return self._weighted
+
+    def forward(self, features: JaggedFeatures) -> KeyedTensor:
+        """The sums or means of all bags, features in the order of their tables.
+
+        A sharded collection gives those of this rank. All ranks have to call it, each with its own batch.
+
+        Returns:
+            [bags, columns of all features]; flat, if features have different numbers of bags.
+
+        Raises:
+            IdError: an id outside its table; on some rank: the same error on all.
+            IdTypeError: a feature is missing, or weights. Other ranks raise a RemoteRankError.
+        """
+        flat = look_up(self._look_up, features, *self._operands())
+        return pooled(self._features, self._features.bags(features), flat)
+
+    def _operands(self) -> Sequence[Tensor]:
+        """The tables, or a tensor in their place; see `look_up`."""
+        raise NotImplementedError
+
+    def _look_up(self, features: JaggedFeatures, *tables: Tensor) -> Tensor:
+        """The sums or means, flat or beside each other."""
+        raise NotImplementedError
+
+
+class _PlainCollection(Collection):
+    """Tables in one process."""
+
+    def __init__(
+        self, configs: Sequence[EmbeddingConfig], device: torch.device | str | None, weighted: bool = False
+    ) -> None:
+        super().__init__(configs, weighted)
+        tables = {config.name: TableWeight(nn.Parameter(_new_table(config, device))) for config in configs}
+        self.add_module(self.kind, Tables(tables))
 
     @checked
     def resize_(self, sizes: Mapping[str, int]) -> None:
@@ -53,7 +110,7 @@ class _Collection(nn.Module, RunsInReplays):
         """
         configs = resized(self._configs, sizes)
         numbers = [number for number, config in enumerate(configs) if config.name in sizes]
-        parameters = [self.get_parameter(f"{self._kind}.{config.name}.weight") for config in configs]
+        parameters = [self.get_parameter(f"{self.kind}.{config.name}.weight") for config in configs]
         for number in numbers:
             check_no_gradient(configs[number].name, parameters[number])
         seed = draw_seed()
@@ -68,13 +125,13 @@ class _Collection(nn.Module, RunsInReplays):
             parameters[number].data = table
         self._set_configs(configs)
 
-    def _weights(self) -> list[Tensor]:
+    def _operands(self) -> list[Tensor]:
         """The table of each feature."""
-        return [self.get_parameter(f"{self._kind}.{config.name}.weight") for config in self._features.config_of]
+        return [self.get_parameter(f"{self.kind}.{config.name}.weight") for config in self._features.config_of]
 
     def _batch(self, features: JaggedFeatures) -> tuple[Batch, Batch]:
         """The ids of a batch, and the valid ones."""
-        given = self._features.batch(features, self._weighted, self._weights()[0].device)
+        given = self._features.batch(features, self._weighted, self._operands()[0].device)
         batch, verdict = self._rules.apply(given)
         self._rules.raise_for([verdict])
         return given, batch
@@ -88,7 +145,7 @@ def _new_table(config: EmbeddingConfig, device: torch.device | str | None) -> Te
 
 
 @checked_init
-class EmbeddingBagCollection(_Collection):
+class EmbeddingBagCollection(_PlainCollection, BagCollection):
     """Tables whose rows are pooled in bags.
 
         collection = EmbeddingBagCollection([
@@ -107,7 +164,6 @@ class EmbeddingBagCollection(_Collection):
     """
 
     embedding_bags: Tables
-    _configs: tuple[EmbeddingBagConfig, ...]
 
     def __init__(
         self,
@@ -115,61 +171,28 @@ class EmbeddingBagCollection(_Collection):
         is_weighted: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(BAGS, tables, device, is_weighted)
-
-    def embedding_bag_configs(self) -> tuple[EmbeddingBagConfig, ...]:
-        """The configs of the tables, in their order."""
-        return self._configs
-
-    def is_weighted(self) -> bool:
-        """Whether rows are multiplied by the weights of the input."""
-        return self._weighted
-
-    def forward(self, features: JaggedFeatures) -> KeyedTensor:
-        """The sums or means of all bags, features in the order of their tables.
-
-        Returns:
-            [bags, columns of all features]; flat, if features have different numbers of bags.
-
-        Raises:
-            IdError: an id outside its table.
-            IdTypeError: a feature is missing, or weights.
-        """
-        flat = look_up(self._look_up, features, *self._weights())
-        return pooled(self._features, self._features.bags(features), flat)
+        super().__init__(tables, device, is_weighted)
 
     def _look_up(self, features: JaggedFeatures, *tables: Tensor) -> Tensor:
-        """The sums or means, flat or beside each other."""
         _, batch = self._batch(features)
         weights = [None] * len(batch.sizes) if batch.weights is None else batch.weights.split(batch.sizes)
         lengths, counted = batch.lengths.split(batch.bags), batch.counted.split(batch.bags)
         found = []
-        for config, table, ids, of_ids, of_bags, divisors in zip(
-            self._features.config_of,
-            tables,
-            batch.values.split(batch.sizes),
-            weights,
-            lengths,
-            counted,
-            strict=True,
-        ):
+        for config, is_mean, table, ids, of_ids, of_bags, divisors in zip(
+            self._features.config_of, self._features.means, tables, batch.values.split(batch.sizes), weights, lengths,
+            counted, strict=True,
+        ):  # fmt: skip
             sums = F.embedding_bag(
-                ids,
-                table,
-                F.pad(of_bags.cumsum(0), (1, 0)),
-                config.max_norm,
-                mode="sum",
-                per_sample_weights=None if of_ids is None else of_ids.to(table.dtype),
-                include_last_offset=True,
-            )
-            is_mean = isinstance(config, EmbeddingBagConfig) and config.pooling is PoolingType.MEAN
+                ids, table, F.pad(of_bags.cumsum(0), (1, 0)), config.max_norm, mode="sum",
+                per_sample_weights=None if of_ids is None else of_ids.to(table.dtype), include_last_offset=True,
+            )  # fmt: skip
             found.append(sums / divisors.clamp(min=1)[:, None] if is_mean else sums)
         same = len(set(batch.bags)) == 1
         return torch.cat(found, 1) if same else torch.cat([part.reshape(-1) for part in found])
 
 
 @checked_init
-class EmbeddingCollection(_Collection):
+class EmbeddingCollection(_PlainCollection, RowCollection):
     """Tables that give a row for every id.
 
         collection = EmbeddingCollection([EmbeddingConfig(5000, 64, "items", feature_names=["history"])])
@@ -186,11 +209,7 @@ class EmbeddingCollection(_Collection):
     embeddings: Tables
 
     def __init__(self, tables: Sequence[EmbeddingConfig], device: torch.device | str | None = None) -> None:
-        super().__init__(ROWS, tables, device, weighted=False)
-
-    def embedding_configs(self) -> tuple[EmbeddingConfig, ...]:
-        """The configs of the tables, in their order."""
-        return self._configs
+        super().__init__(tables, device)
 
     def forward(self, features: JaggedFeatures) -> dict[str, JaggedTensor]:
         """The rows of the ids of each feature: values of [ids, columns], with the lengths of the input.
@@ -204,7 +223,7 @@ class EmbeddingCollection(_Collection):
         rows: list[Tensor] = [
             F.embedding(ids, table, config.padding_idx, config.max_norm)
             for config, table, ids in zip(
-                self._features.config_of, self._weights(), batch.values.split(batch.sizes), strict=True
+                self._features.config_of, self._operands(), batch.values.split(batch.sizes), strict=True
             )
         ]
         if batch.kept is not None:

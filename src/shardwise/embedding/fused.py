@@ -12,7 +12,7 @@ from shardwise._tensor import DTensor
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.errors import ConfigError, PlanError
 
-StatesOf = Callable[[int], dict[str, DTensor]]
+StatesOf = Callable[[str], dict[str, DTensor]]  # of the table whose parameter has this name
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -34,8 +34,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         optimizers: Sequence[RowOptimizer],
-        groups: Sequence[Sequence[nn.Parameter]],
-        names: Sequence[Sequence[str]],
+        groups: Sequence[Sequence[tuple[str, nn.Parameter]]],
         states_of: StatesOf,
     ) -> None:
         self.kinds = [type(optimizer) for optimizer in optimizers]
@@ -43,8 +42,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         common = {name: value for name, value in values[0].items() if all(name in others for others in values)}
         super().__init__(
             [
-                {"params": list(zip(of_group, params, strict=True)), "step": 0, **of_optimizer}
-                for of_group, params, of_optimizer in zip(names, groups, values, strict=True)
+                {"params": list(params), "step": 0, **of_optimizer}
+                for params, of_optimizer in zip(groups, values, strict=True)
             ],
             common,  # schedulers look here for what they may change
         )
@@ -53,9 +52,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     def replace_states(self, states_of: StatesOf) -> None:
         """Have the states of tables that were resized."""
         self._without_layout: PlanError | None = None
-        for number, parameter in enumerate(self._parameters()):
+        for name, parameter in self._named():
             try:
-                self.state[parameter] = states_of(number)
+                self.state[parameter] = states_of(name)
             except PlanError as error:  # tables can be trained, but not saved
                 self._without_layout = error
 
@@ -108,14 +107,10 @@ class FusedOptimizer(torch.optim.Optimizer):
                 f"The state has groups of {got} tables, expected {expected}. "
                 f"Fix: the tables and optimizers that the state was saved of."
             )
-        of_rows = {
-            name: kind.of_rows
-            for kind, group in zip(self.kinds, self.param_groups, strict=True)
-            for name in group["param_names"]
-        }
+        of_rows = [kind.of_rows for kind, count in zip(self.kinds, expected, strict=True) for _ in range(count)]
         numbers = [number for group in groups for number in group["params"]]
         pairs = []
-        for parameter, number, name in zip(self._parameters(), numbers, of_rows, strict=True):
+        for (name, parameter), number, rows in zip(self._named(), numbers, of_rows, strict=True):
             given, own = saved.get(number, {}), self.state[parameter]
             if given.keys() != own.keys():
                 raise ConfigError(
@@ -123,7 +118,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     "load_state_dict or restore, as torch's set_state_dict leaves out tables (requires_grad=False)."
                 )
             for state, target in own.items():
-                shape, rows = tuple(given[state].shape), of_rows[name]
+                shape = tuple(given[state].shape)
                 if shape != target.shape and not (state in rows and is_of_other_columns(shape, tuple(target.shape))):
                     fix = " Fix: resize_ the collection first." if shape[1:] == target.shape[1:] else ""
                     raise ConfigError(
@@ -138,8 +133,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group, of_saved in zip(self.param_groups, groups, strict=True):
             group.update({key: of_saved[key] for key in group if key in of_saved and not key.startswith("param")})
 
-    def _parameters(self) -> list[nn.Parameter]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        return [pair for group in self.param_groups for pair in zip(group["param_names"], group["params"], strict=True)]
 
 
 def is_of_other_columns(shape: tuple[int, ...], own: tuple[int, ...]) -> bool:

@@ -1,10 +1,11 @@
 """Ids of bags of different lengths, with the names of TorchRec: `JaggedTensor` and `KeyedJaggedTensor`."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, Self, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -82,6 +83,21 @@ class Bags:
         """The device of the values."""
         return self._values.device
 
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """The same bags on another device."""
+        return self._each(lambda x: x.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """The same bags in pinned memory, as a DataLoader with `pin_memory=True` asks for."""
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, fn: Callable[[Tensor], Tensor]) -> Self:
+        """The bags of `fn` of each tensor, without validation."""
+        made = copy(self)
+        made._values, made._lengths = fn(self._values), fn(self._lengths)
+        made._weights = None if self._weights is None else fn(self._weights)
+        return made
+
 
 def version_of(x: object) -> int:
     """How often a tensor was changed in place; 0 if torch does not count that, or of what a pytree has in its place."""
@@ -123,14 +139,6 @@ class JaggedTensor(Bags):
 
     def __reduce__(self) -> tuple[object, ...]:  # a copy counts its own versions
         return from_parts, (self._values, self._weights, self._lengths)
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "JaggedTensor":
-        """The same bags on another device."""
-        return from_parts(
-            self._values.to(device, non_blocking=non_blocking),
-            None if self._weights is None else self._weights.to(device, non_blocking=non_blocking),
-            self._lengths.to(device, non_blocking=non_blocking),
-        )
 
     @staticmethod
     def from_dense(values: Sequence[Tensor], weights: Sequence[Tensor] | None = None) -> "JaggedTensor":
@@ -308,23 +316,6 @@ class KeyedJaggedTensor(Bags):
     def offset_per_key(self) -> list[int]:
         """The first id of each feature, and the number of ids."""
         return [0, *accumulate(self._length_per_key)]
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "KeyedJaggedTensor":
-        """The same bags on another device."""
-        return self._from_parts(
-            self._keys,
-            self._values.to(device, non_blocking=non_blocking),
-            None if self._weights is None else self._weights.to(device, non_blocking=non_blocking),
-            self._lengths.to(device, non_blocking=non_blocking),
-            self._strides,
-        )
-
-    def pin_memory(self) -> "KeyedJaggedTensor":
-        """The same bags in pinned memory, as a DataLoader with `pin_memory=True` asks for."""
-        weights = None if self._weights is None else self._weights.pin_memory()
-        return self._from_parts(
-            self._keys, self._values.pin_memory(), weights, self._lengths.pin_memory(), self._strides
-        )
 
     def __getitem__(self, key: str) -> JaggedTensor:
         """The bags of a feature, as views."""

@@ -1,12 +1,11 @@
-"""Which rank holds which block of every table, and what a rank requests from which owner. Pure integers.
+"""Which rank holds which block of every table. Pure integers.
 
 A table of 6 rows and 4 columns on two ranks, row-wise, that two features share:
 
     blocks      rank 0: rows 0 to 2, rank 1: rows 3 to 5, each of 4 columns
     stacks      what a rank holds of all tables, below each other, for each number of columns and dtype
-    requests    for each feature: rows 0 to 2 from rank 0, rows 3 to 5 from rank 1
 
-Column-wise, there is one range of rows, and both ranks are sent its ids. All shardings differ only in their blocks.
+All shardings differ only in their blocks.
 """
 
 from collections.abc import Sequence
@@ -234,105 +233,3 @@ def _check(table: Table, first: Table) -> None:
             f"Table {table.name} has dtype {table.dtype}; sharded collections have {', '.join(DTYPES)}. "
             f"Fix: data_type=torch.{DTYPES[0]} in its config, or collection.to(torch.{DTYPES[0]})."
         )
-
-
-class Sent(NamedTuple):
-    """The fields of the requests of a rank: for each, some rows of a feature's table that one owner gets the ids of.
-
-    Attributes:
-        owner: its position among the ranks.
-        stack: of the owner.
-        interval: the range of rows, among those of all features.
-        shift: from a row of the feature to one of the owner's stack.
-        column, width: the first column that the owner holds, and how many.
-        replies: whether it returns rows; a replica that does not only needs gradients.
-    """
-
-    owner: Ints
-    stack: Ints
-    feature: Ints
-    interval: Ints
-    shift: Ints
-    column: Ints
-    width: Ints
-    replies: Ints
-
-
-@dataclass(frozen=True)
-class Requests:
-    """What one rank requests; `sent` is in the order of its messages: by owner, stack, feature and rows.
-
-    Rows are numbered over all features: those of a feature start at its `base`. A table that two features share has
-    its rows twice.
-
-    Attributes:
-        starts: the first row of each interval.
-        position: of each interval, in the order in which ids are grouped by interval.
-        sizes: for each feature, of all its intervals but the last, which may be smaller; None: there are others.
-        single: whether each interval is sent to one owner only; then requests and intervals are in the same order.
-        several: whether some feature has several intervals.
-    """
-
-    base: Ints
-    rows: Ints
-    starts: Ints
-    feature_of: Ints
-    position: Ints
-    sizes: Ints | None
-    sent: Sent
-    single: bool
-
-    @property
-    def several(self) -> bool:
-        return len(self.starts) > len(self.base)
-
-
-def requests_of(plan: Plan, rank: int) -> Requests:
-    """What `rank` requests."""
-    blocks = plan.blocks
-    by_table = np.argsort(blocks.table, kind="stable")
-    bounds = np.searchsorted(blocks.table[by_table], np.arange(len(plan.tables) + 1))
-    rows = np.array([plan.tables[t].layout.shape[0] for t in plan.table_of], dtype=np.int64)
-    base = rows.cumsum() - rows
-    mesh = plan.tables[0].layout.mesh
-    coordinates = np.array([mesh.coordinate(r) for r in plan.ranks], dtype=np.int64)
-    own = coordinates[plan.ranks.index(rank)]
-    starts: list[Ints] = []
-    found: list[tuple[Ints, ...]] = []
-    num_intervals = 0
-    for feature, table in enumerate(plan.table_of):
-        held = by_table[bounds[table] : bounds[table + 1]]
-        first, stop = blocks.row[held], blocks.row[held] + blocks.rows[held]
-        ends = np.unique(np.concatenate((first, stop)))
-        low, high = np.searchsorted(ends, first), np.searchsorted(ends, stop)
-        index = np.repeat(np.arange(len(held)), high - low)  # of the block of each request
-        inside = np.arange(len(index)) - np.repeat((high - low).cumsum() - (high - low), high - low)
-        of, axes = held[index], list(plan.tables[table].replicated)
-        replies = (coordinates[:, axes] == own[axes]).all(1)[blocks.position[of]]
-        found.append((
-            blocks.position[of], blocks.stack[of], np.full(len(of), feature), num_intervals + low[index] + inside,
-            blocks.first[of] - blocks.row[of] - base[feature], blocks.col[of], blocks.cols[of], replies,
-        ))  # fmt: skip
-        starts.append(base[feature] + ends[:-1])
-        num_intervals += len(ends) - 1
-    columns = [np.concatenate(column).astype(np.int64) for column in zip(*found, strict=True)]
-    order = np.lexsort(columns[5::-1])
-    sent = Sent(*(column[order] for column in columns))
-    feature_of = np.repeat(np.arange(len(starts)), [len(of_feature) for of_feature in starts])
-    all_starts = np.concatenate(starts)
-    single, several = len(sent.owner) == num_intervals, num_intervals > len(rows)
-    position = np.arange(num_intervals)
-    if single and several:  # ids are sorted by interval in any case: at once in the order of messages
-        position[sent.interval] = np.arange(num_intervals)
-    sizes = _sizes(base, rows, all_starts, feature_of)
-    return Requests(base, rows, all_starts, feature_of, position, sizes, sent, single)
-
-
-def _sizes(base: Ints, rows: Ints, starts: Ints, feature_of: Ints) -> Ints | None:
-    """The size of the intervals of each feature, if an id is in the interval that division by it says."""
-    first = np.searchsorted(feature_of, np.arange(len(rows)))
-    counts = np.bincount(feature_of, minlength=len(rows))
-    second = np.append(starts, 0)[first + 1]
-    sizes = np.where(counts > 1, second - base, rows)
-    even = np.array_equal(starts, base[feature_of] + (np.arange(len(starts)) - first[feature_of]) * sizes[feature_of])
-    return sizes if even and bool((counts * sizes >= rows).all()) else None

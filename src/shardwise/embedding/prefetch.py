@@ -11,13 +11,9 @@ from torch import Tensor, nn
 from shardwise import _collectives as collectives
 from shardwise._layout import checked
 from shardwise.embedding.batch import LOADER_ENDED, LOADER_FAILED, Verdict
+from shardwise.embedding.batch_lookup import BatchLookup
 from shardwise.embedding.jagged import JaggedFeatures
-from shardwise.embedding.sharded import (
-    PendingBatch,
-    ReadyBatch,
-    ShardedEmbeddingBagCollection,
-    ShardedEmbeddingCollection,
-)
+from shardwise.embedding.sharded import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from shardwise.errors import ArgumentError, MismatchError, PlanError, RemoteRankError
 
 B = TypeVar("B")
@@ -128,21 +124,19 @@ class Prefetch(Generic[B]):
         loads = self._loads()
         # The first arrives before others start: ranks that prefetch differently know it before they mix messages.
         waiting = deque([self._prepare(next(loads))])
-        while (ready := self._receive(*waiting.popleft(), count)) is not None:
-            batch, of_collections = ready
+        while self._receive(*(first := waiting.popleft()), count):
             while len(waiting) < self._depth:
                 waiting.append(self._prepare(next(loads)))
-            for number, (collection, mine) in enumerate(zip(collections.values(), of_collections, strict=True)):
-                collection.prefetched = mine
-                collection.to_start = [pending[number] for _, pending in waiting]
+            (batch,), lookups = first[0].batch, first[1]
+            for number, (collection, lookup) in enumerate(zip(collections.values(), lookups, strict=True)):
+                lookup.following = [of_batch[number] for _, of_batch in waiting]
+                collection.offer(lookup)
             yield batch
             count += 1
-            for (name, collection), mine in zip(collections.items(), of_collections, strict=True):
-                if collection.prefetched is not mine:
-                    used.add(name)
+            used |= {name for name, lookup in zip(collections, lookups, strict=True) if lookup.used}
             for _, of_batch in waiting:  # what no lookup has started
-                for pending in of_batch:
-                    pending.engine.start(pending.request)
+                for lookup in of_batch:
+                    lookup.start()
         if count and len(used) < len(collections):
             unused = ", ".join(repr(name) for name in collections if name not in used)
             warnings.warn(
@@ -162,25 +156,22 @@ class Prefetch(Generic[B]):
         while True:
             yield _Loaded()
 
-    def _prepare(self, loaded: _Loaded[B]) -> tuple[_Loaded[B], list[PendingBatch]]:
-        if not loaded.batch:
-            return loaded, [one.prepare_no_batch(loaded.verdict, self._depth) for one in self._collections.values()]
-        pairs = zip(self._collections.values(), loaded.inputs, strict=True)
-        return loaded, [collection.prepare(features, self._depth) for collection, features in pairs]
+    def _prepare(self, loaded: _Loaded[B]) -> tuple[_Loaded[B], list[BatchLookup]]:
+        inputs = loaded.inputs if loaded.batch else [None] * len(self._collections)
+        pairs = zip(self._collections.values(), inputs, strict=True)
+        return loaded, [collection.prepare(features, self._depth, loaded.verdict) for collection, features in pairs]
 
-    def _receive(
-        self, loaded: _Loaded[B], pending: Sequence[PendingBatch], number: int
-    ) -> tuple[B, list[ReadyBatch]] | None:
-        """A batch whose ids have arrived; None if the loaders of all ranks have ended."""
-        pairs = list(zip(self._collections.values(), pending, strict=True))
-        received = [collection.arrive(one) for collection, one in pairs]
-        for one, of_all in zip(pending, received, strict=True):
-            check_loaders(of_all.verdicts, one.engine.plan.ranks, loaded.error, number)
+    def _receive(self, loaded: _Loaded[B], lookups: Sequence[BatchLookup], number: int) -> bool:
+        """Finish the lookups of a batch; False: the loaders of all ranks have ended."""
+        verdicts = [lookup.arrive() for lookup in lookups]
+        for lookup, of_all in zip(lookups, verdicts, strict=True):
+            check_loaders(of_all, lookup.engine.plan.ranks, loaded.error, number)
         if not loaded.batch:
-            return None
+            return False
         self._state = loaded.state
-        ready = [collection.receive(one, of_all) for (collection, one), of_all in zip(pairs, received, strict=True)]
-        return loaded.batch[0], ready
+        for lookup in lookups:
+            lookup.finish()
+        return True
 
     def _inputs(self, batch: B) -> tuple[JaggedFeatures, ...]:
         """The input of each collection.

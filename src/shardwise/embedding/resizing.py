@@ -1,30 +1,33 @@
 """Sharded tables with another number of rows: a new plan, new stacks, and the rows that change their owners.
 
     old plan: rank 0 has rows 0 to 4, rank 1 rows 5 to 9      new plan, of 14 rows: 0 to 6, and 7 to 13
-    moves: rows 0 to 4 stay on rank 0, 5 and 6 go from rank 1 to rank 0, 7 to 9 stay on rank 1
+    rows 0 to 4 stay on rank 0, 5 and 6 go from rank 1 to rank 0, 7 to 9 stay on rank 1
 
 A rank that holds rows already copies them; of several replicas, one sends. Messages are of some rows at a time, so a
 rank needs little memory beside its old and new blocks.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from shardwise import _collectives as collectives
-from shardwise._layout import Boxes, Layout, Placements, Shard, as_placements
+from shardwise._layout import Box, Boxes, Layout, Placements, Shard, as_placements
+from shardwise._redistribute.transfers import fetch
+from shardwise._trace.comm_trace import Cause
 from shardwise.embedding.configs import EmbeddingConfig
 from shardwise.embedding.kernels import Stack
 from shardwise.embedding.optimizers import RowOptimizer
-from shardwise.embedding.plan import Blocks, Ints, Plan, Table, make_plan
+from shardwise.embedding.plan import Plan, Table, make_plan
 from shardwise.embedding.tables import fill, new_rows
 from shardwise.errors import PlanError
 
 MOST_BYTES = 1 << 24  # that a rank sends, or receives, at a time
+NO_ROWS = Box((0, 0), (0, 0))
+CAUSE = Cause("internal", "resize_ of an embedding collection")
 
 
 def resized_plan(
@@ -108,13 +111,12 @@ def resized_stacks(
     names = {name for stack in made for name in stack.states}
     for table, config in enumerate(configs):
         if table in changed:
-            moves = moves_of(old, new, table)
-            move(moves, [stack.weight for stack in stacks], [stack.weight for stack in made], new.ranks)
+            _move(old, new, table, [stack.weight for stack in stacks], [stack.weight for stack in made])
             group = new.tables[table].group
             for name in sorted(names):
                 if optimizers and name in (*optimizers[group].of_elements, *optimizers[group].of_rows):
-                    of_state = moves if name in optimizers[group].of_elements else moves.of_rows()
-                    move(of_state, _states(stacks, name), _states(made, name), new.ranks)
+                    of_rows = name in optimizers[group].of_rows
+                    _move(old, new, table, _states(stacks, name), _states(made, name), of_rows)
             before = old.tables[table].layout.shape[0]
             for block in new.blocks_of(rank, table):
                 first, stop = max(block.rows.start, before), block.rows.stop
@@ -158,134 +160,63 @@ def _new_stack(
     return Stack(weight, stacks[0].kernels, states, key.group)
 
 
-def refuse_old_rows(gradients: object) -> NoReturn:
-    """What updates the rows of a plan that a collection no longer has."""
-    raise PlanError(
-        "The collection was resized between forward and backward, so these gradients are of rows that may be elsewhere "
-        "now. Nothing was updated. Fix: backward() before resize_."
-    )
+# ---- rows that change their owners --------------------------------------------------------------------------------
 
 
-# ---- moving rows ----------------------------------------------------------------------------------------------
-
-
-class Moves(NamedTuple):
-    """For each box that moves: from where to where in the stacks of two ranks, given by position."""
-
-    source: Ints
-    source_stack: Ints
-    source_row: Ints
-    source_col: Ints
-    target: Ints
-    target_stack: Ints
-    target_row: Ints
-    target_col: Ints
-    rows: Ints
-    cols: Ints
-
-    def where(self, chosen: Ints) -> "Moves":
-        """Some of them, by a mask or by index."""
-        return Moves(*(column[chosen] for column in self))
-
-    def of_rows(self) -> "Moves":
-        """The same of states with one number for each row, where no columns change."""
-        nothing, ones = np.zeros_like(self.rows), np.ones_like(self.rows)
-        return self._replace(source_col=nothing, target_col=nothing, cols=ones)
-
-    def each(self) -> Iterator["Move"]:
-        """One after the other."""
-        return (Move(*row) for row in zip(*(column.tolist() for column in self), strict=True))
-
-
-class Move(NamedTuple):
-    """One of `Moves`."""
-
-    source: int
-    source_stack: int
-    source_row: int
-    source_col: int
-    target: int
-    target_stack: int
-    target_row: int
-    target_col: int
-    rows: int
-    cols: int
-
-    def sent(self, stacks: Sequence[Tensor], first: int, stop: int) -> Tensor:
-        """Rows of the box, from `first` on, on its old owner."""
-        rows = slice(self.source_row + first, self.source_row + min(stop, self.rows))
-        return stacks[self.source_stack][rows, self.source_col : self.source_col + self.cols]
-
-    def received(self, stacks: Sequence[Tensor], first: int, stop: int) -> Tensor:
-        """The same on its new owner."""
-        rows = slice(self.target_row + first, self.target_row + min(stop, self.rows))
-        return stacks[self.target_stack][rows, self.target_col : self.target_col + self.cols]
-
-
-def moves_of(old: Plan, new: Plan, table: int) -> Moves:
-    """How the rows that both plans have reach their new owners; the same on all ranks."""
-    have, want = _of_table(old.blocks, table), _of_table(new.blocks, table)
-    boxes = np.stack([have.row, have.rows, have.col, have.cols], 1)
-    distinct, box_of = np.unique(boxes, axis=0, return_inverse=True)
-    found = []
-    for number, (row, rows, col, cols) in enumerate(distinct.tolist()):
-        top, left = np.maximum(want.row, row), np.maximum(want.col, col)
-        height = np.minimum(want.row + want.rows, row + rows) - top
-        width = np.minimum(want.col + want.cols, col + cols) - left
-        hit = np.flatnonzero((height > 0) & (width > 0))
-        holders = np.flatnonzero(box_of.reshape(-1) == number)
-        own = dict(zip(have.position[holders].tolist(), holders.tolist(), strict=True))
-        targets = want.position[hit].tolist()
-        of = np.array([own.get(target, int(holders[target % len(holders)])) for target in targets], dtype=np.int64)
-        found.append((
-            have.position[of], have.stack[of], have.first[of] + top[hit] - row, left[hit] - col,
-            want.position[hit], want.stack[hit], want.first[hit] + (top - want.row)[hit], (left - want.col)[hit],
-            height[hit], width[hit],
-        ))  # fmt: skip
-    return Moves(*(np.concatenate(column).astype(np.int64) for column in zip(*found, strict=True)))
-
-
-def _of_table(blocks: Blocks, table: int) -> Blocks:
-    return Blocks(*(column[blocks.table == table] for column in blocks))
-
-
-def move(moves: Moves, sources: Sequence[Tensor], targets: Sequence[Tensor], ranks: tuple[int, ...]) -> None:
-    """Copy rows from old stacks to new ones, of this rank and of others. All ranks have to call it.
+def _move(
+    old: Plan, new: Plan, table: int, sources: Sequence[Tensor], targets: Sequence[Tensor], of_rows: bool = False
+) -> None:
+    """Copy the rows that both plans have from old stacks to new ones, of this rank and others. All ranks call it.
 
     Args:
-        sources, targets: of each stack, [rows, columns]; those of the moves have one dtype.
-        ranks: of the plans, in order.
+        sources, targets: of each stack of this rank, [rows, columns]; those of the table have one dtype.
+        of_rows: whether they have one number for each row. Then ranks hold the same columns in both plans.
     """
-    here = ranks.index(collectives.rank())
-    stays = moves.source == moves.target
-    for one in moves.where(stays & (moves.source == here)).each():
-        one.received(targets, 0, one.rows).copy_(one.sent(sources, 0, one.rows))
-    moves = moves.where(~stays)
-    if not len(moves.rows):
-        return
-    sent = moves.where(moves.source == here)
-    sent = sent.where(np.argsort(sent.target, kind="stable"))
-    received = moves.where(moves.target == here)
-    received = received.where(np.argsort(received.source, kind="stable"))
-    like = targets[int(moves.target_stack[0])]
-    most = max(np.bincount(moves.source).max(), np.bincount(moves.target).max())  # boxes of a rank
-    step = max(1, int(MOST_BYTES // (most * moves.cols.max() * like.element_size())))
-    for first in range(0, int(moves.rows.max()), step):
-        stop = first + step
-        parts = [one.sent(sources, first, stop).reshape(-1) for one in sent.each() if first < one.rows]
-        message = collectives.all_to_all(
-            torch.cat([like.new_empty(0), *parts]),
-            _elements(sent, sent.target, len(ranks), first, step),
-            _elements(received, received.source, len(ranks), first, step),
-            ranks,
-        )
-        done = 0
-        for into in (one.received(targets, first, stop) for one in received.each() if first < one.rows):
-            into.copy_(message[done : done + into.numel()].view(into.shape))
-            done += into.numel()
+    ranks, rank = new.ranks, collectives.rank()
+    held, wanted = (_boxes(plan, table, of_rows) for plan in (old, new))
+    xs, own = (
+        [stacks[block.stack][block.first : block.first + len(block.rows)] for block in plan.blocks_of(rank, table)]
+        for plan, stacks in ((old, sources), (new, targets))
+    )
+    dtype = torch.float32 if of_rows else getattr(torch, old.tables[table].dtype)
+    most = max(map(len, held))  # boxes of a rank
+    xs += [torch.empty(0, dtype=dtype, device=targets[0].device)] * (most - len(xs))
+    by_number = tuple(tuple(boxes[k] if k < len(boxes) else NO_ROWS for boxes in held) for k in range(most))
+    full = Box((0, 0), old.tables[table].layout.shape)
+    divided = [[full]] if most == 1 else [list(dict.fromkeys(boxes)) for boxes in by_number]
+    step = _rows_of_message(held, wanted, dtype.itemsize)
+    for first in range(0, max(box.sizes[0] for boxes in wanted for box in boxes), step):
+        parts = [
+            [
+                (index, (k, part))
+                for index, box in enumerate(boxes)
+                for k, others in enumerate(divided)
+                for other in others
+                if (part := other.intersect(box.along(0, box.offsets[0] + first, min(step, box.sizes[0] - first))))
+            ]
+            for boxes in wanted
+        ]
+        goals = tuple(tuple(goal for _, goal in of_rank) for of_rank in parts)
+        mine = ranks.index(rank)
+        for (index, (_, part)), found in zip(parts[mine], fetch(xs, ranks, rank, by_number, goals, CAUSE), strict=True):
+            own[index][part.relative_to(wanted[mine][index])] = found
 
 
-def _elements(moves: Moves, others: Ints, count: int, first: int, step: int) -> list[int]:
-    """How many elements of a step are exchanged with each rank."""
-    elements = (moves.rows - first).clip(0, step) * moves.cols
-    return [int(n) for n in np.bincount(others, elements, count)]
+def _boxes(plan: Plan, table: int, of_rows: bool) -> list[list[Box]]:
+    """The boxes of a table on each rank, or those of a state with one number for each row."""
+    layout = plan.tables[table].layout
+    boxes = [[box for box in layout.boxes(rank) if box.numel] for rank in plan.ranks]
+    return [[box.along(1, box.offsets[1], 1) for box in of_rank] for of_rank in boxes] if of_rows else boxes
+
+
+def _rows_of_message(held: Sequence[Sequence[Box]], wanted: Sequence[Sequence[Box]], element_size: int) -> int:
+    """How many rows of each box are sent at a time, so that a rank sends and receives at most `MOST_BYTES`."""
+    first = np.sort([box.offsets[0] for boxes in wanted for box in boxes])
+    stop = np.sort([box.offsets[0] + box.sizes[0] for boxes in wanted for box in boxes])
+    most = max(
+        int(np.searchsorted(first, box.offsets[0] + box.sizes[0]) - np.searchsorted(stop, box.offsets[0], "right"))
+        for boxes in held
+        for box in boxes
+    )  # boxes that want rows of one that is held
+    columns = max(box.sizes[1] for boxes in wanted for box in boxes)
+    return max(1, MOST_BYTES // (max(most, *map(len, wanted)) * columns * element_size))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import reduce
 from typing import NoReturn
 
@@ -12,47 +12,40 @@ from torch import Tensor, nn
 from shardwise import _collectives as collectives
 from shardwise._collectives import DeviceMesh
 from shardwise._layout import Layout, Mesh, Placements, as_placements, checked
+from shardwise._lookups.row_requests import join_requests
 from shardwise._tensor import DTensor
 from shardwise._tensor.dispatch.hooks import expect_equal_options
 from shardwise._tensor.dtensor import as_parameter, check_owners
 from shardwise._torch_bridge.module_sharding import named_parameters, refuse_hooks
-from shardwise._trace.capture_hooks import RunsInReplays, tracing_paused
-from shardwise.embedding.batch import NO_BATCH, Batch, IdRules, Verdict, features_of
+from shardwise._trace.capture_hooks import tracing_paused
+from shardwise.embedding.batch import NO_BATCH, VALID, Batch, Verdict
+from shardwise.embedding.batch_lookup import BatchLookup, versions_of
 from shardwise.embedding.collections import (
-    BAGS,
     ROWS,
+    BagCollection,
+    Collection,
     EmbeddingBagCollection,
     EmbeddingCollection,
+    RowCollection,
     look_up,
-    pooled,
     rows_by_feature,
 )
-from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType, resized
-from shardwise.embedding.exchange.engine import (
-    Engine,
-    Exchange,
-    Gradients,
-    MessageDtypes,
-    PendingRequest,
-    ReceivedRequests,
-)
-from shardwise.embedding.exchange.owner import dense_gradient, joined, make_stacks
+from shardwise.embedding.configs import resized
+from shardwise.embedding.exchange.engine import Engine, Gradients, MessageDtypes
+from shardwise.embedding.exchange.owner import dense_gradient, make_stacks, rows_of
 from shardwise.embedding.exchange.requests import (
-    PoolingChoice,
-    Request,
+    IdRequest,
     needs_gradients,
     pool_weighted,
-    request_bags,
     request_rows,
     request_weighted,
 )
 from shardwise.embedding.fused import FusedOptimizer, layout_of_rows
-from shardwise.embedding.jagged import JaggedFeatures, JaggedTensor, version_of
+from shardwise.embedding.jagged import JaggedFeatures, JaggedTensor
 from shardwise.embedding.kernels import Kernels, Stack, fastest_kernels
-from shardwise.embedding.keyed_tensor import KeyedTensor
 from shardwise.embedding.optimizers import RowOptimizer
-from shardwise.embedding.plan import Plan, Table, make_plan
-from shardwise.embedding.resizing import refuse_old_rows, resized_plan, resized_stacks
+from shardwise.embedding.plan import Table, make_plan
+from shardwise.embedding.resizing import resized_plan, resized_stacks
 from shardwise.embedding.tables import (
     Tables,
     ViewOfStack,
@@ -62,116 +55,25 @@ from shardwise.embedding.tables import (
     rows_of_full,
     seed_of_first,
 )
-from shardwise.errors import ConfigError, IdError, IdTypeError, PlanError, RemoteRankError, ShardwiseError
+from shardwise.errors import ConfigError, PlanError, ShardwiseError
 
 Optimizers = Sequence[RowOptimizer]  # of each table
-Versions = tuple[tuple[Tensor, int], ...]  # tensors, and how often each had been changed in place
 
 
-# ---- a batch between messages 1 and 2 -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PendingBatch:
-    """A batch whose ids are on their way, or will be.
-
-    Attributes:
-        features: the input; None: the rank has none.
-        versions: of a prefetched input.
-        given: the ids of the input.
-        batch: its valid ids.
-        error: why the input is no batch; or None.
-        by_rows: whether a row of each id was requested, because weights of ids need gradients.
-    """
-
-    features: JaggedFeatures | None
-    versions: Versions
-    given: Batch
-    batch: Batch
-    error: ShardwiseError | None
-    engine: Engine
-    request: PendingRequest
-    by_rows: bool = False
-
-    def is_of(self, features: JaggedFeatures) -> bool:
-        """Whether `features` is the input, or has its tensors, as in a captured graph, and no gradients of weights."""
-        own = self.features
-        if own is features or own is None:
-            return own is features
-        keys = list(own.keys()), list(own.stride_per_key())
-        if not isinstance(features, JaggedFeatures) or keys != (list(features.keys()), list(features.stride_per_key())):
-            return False
-        pairs = [(own.values(), features.values()), (own.lengths(), features.lengths())]
-        weights = own.weights_or_none(), features.weights_or_none()
-        if weights != (None, None):
-            if weights[0] is None or weights[1] is None or weights[0].requires_grad or weights[1].requires_grad:
-                return False
-            pairs.append((weights[0], weights[1]))
-        return all(x.dtype == y.dtype and x.is_set_to(y) for x, y in pairs)
-
-    def check_unchanged(self) -> None:
-        """Compare the input with what was sent.
-
-        Raises:
-            IdTypeError: it was changed in place, or its weights need gradients since then.
-        """
-        assert self.features is not None
-        now = versions_of(self.features)
-        same = [x is y and version == v for (x, version), (y, v) in zip(self.versions, now, strict=False)]
-        if len(now) != len(self.versions) or not all(same):
-            raise IdTypeError(
-                "A prefetched batch was changed after its ids were sent. Nothing was looked up.\n"
-                "  Fix: change batches in the loader, before prefetch gets them."
-            )
-        weights = self.features.weights_or_none() if self.given.weights is not None else None
-        if weights is not None and weights.requires_grad and torch.is_grad_enabled() and not self.by_rows:
-            raise IdTypeError(
-                "The weights of ids of a prefetched batch need gradients since its ids were sent. Nothing was looked "
-                "up.\n  Fix: requires_grad_() in the loader, before prefetch gets the batch."
-            )
-
-
-@dataclass(frozen=True)
-class ReadyBatch:
-    """A batch whose ids have arrived.
-
-    Attributes:
-        exchange: None if there is an error.
-        error: the same on all ranks, or, where the batch of a rank is none, its own and a RemoteRankError on others.
-    """
-
-    pending: PendingBatch
-    exchange: Exchange | None
-    error: ShardwiseError | None
-
-
-def versions_of(features: JaggedFeatures) -> Versions:
-    """The versions of the ids, lengths and weights."""
-    tensors = (features.values(), features.lengths(), features.weights_or_none())
-    return tuple((x, version_of(x)) for x in tensors if x is not None)
-
-
-# ---- collections ----------------------------------------------------------------------------------------------
-
-
-class _Sharded(nn.Module, RunsInReplays):
+class _Sharded(Collection):
     """Tables that are views of stacks, and the exchange: the base of both sharded collections."""
-
-    _configs: tuple[EmbeddingConfig, ...]
 
     def __init__(
         self,
-        kind: str,
         collection: EmbeddingBagCollection | EmbeddingCollection,
-        configs: Sequence[EmbeddingConfig],
         layouts: Sequence[Layout],
         optimizers: Optimizers | None,
         kernels: Kernels | None,
         dtypes: MessageDtypes,
-        weighted: bool,
     ) -> None:
-        super().__init__()
-        parameters = [collection.get_parameter(f"{kind}.{config.name}.weight") for config in configs]
+        configs = collection._configs
+        super().__init__(configs, collection._weighted)
+        parameters = [collection.get_parameter(f"{self.kind}.{config.name}.weight") for config in configs]
         sources = [parameter.detach() for parameter in parameters]
         distinct = [] if optimizers is None else list(dict.fromkeys(optimizers))
         of_table = [0] * len(configs) if optimizers is None else [distinct.index(one) for one in optimizers]
@@ -181,66 +83,54 @@ class _Sharded(nn.Module, RunsInReplays):
                 for c, layout, source, group in zip(configs, layouts, sources, of_table, strict=True)
             ]
         )
-        self._compare_arguments(configs, optimizers, dtypes, weighted)
-        device = torch.device(layouts[0].mesh.device_type)
-        stacks = make_stacks(plan, collectives.rank(), device, kernels or fastest_kernels(device))
-        self._kind, self._weighted = kind, weighted
-        update = self._step if distinct else self._add_to_grad
-        self._collected: list[Gradients] | None = None
-        self._engine = self._new_engine(plan, stacks, configs, update, dtypes)
+        self._compare_arguments(optimizers, dtypes)
+        rank, device = collectives.rank(), torch.device(layouts[0].mesh.device_type)
+        stacks = make_stacks(plan, rank, device, kernels or fastest_kernels(device))
         tables = []
         seed = seed_of_first(plan.ranks) if any(source.is_meta for source in sources) else 0
         for number, (config, source) in enumerate(zip(configs, sources, strict=True)):
             rows = new_rows(config, seed + number) if source.is_meta else rows_of_full(source)
-            for block in plan.blocks_of(collectives.rank(), number):
+            for block in plan.blocks_of(rank, number):
                 fill(stacks[block.stack].weight[block.first : block.first + len(block.rows)], block, rows)
             weight = self._as_dtensor(number, [stack.weight for stack in stacks])
             tables.append(ViewOfStack(config.name, as_parameter(weight, parameters[number])))
             if distinct:
                 tables[-1].weight.requires_grad_(False)
-        self.add_module(kind, Tables({table.name: table for table in tables}))
+        self.add_module(self.kind, Tables({table.name: table for table in tables}))
         self._tables = tuple(tables)
-        self._engine.parameters = () if distinct else tuple(table.weight for table in tables)
-        self.fused_optimizer = self._fused_optimizer(kind, distinct) if distinct else None
-        self._set_configs(configs)
+        self._collected: list[Gradients] | None = None
+        self._engine = (
+            self._new_engine(stacks, self._step, dtypes, ())
+            if distinct
+            else self._new_engine(stacks, self._add_to_grad, dtypes, [table.weight for table in tables])
+        )
+        self.fused_optimizer = self._fused_optimizer(distinct) if distinct else None
         self._dtypes = [getattr(torch, plan.tables[t].dtype) for t in plan.table_of]  # of the table of each feature
-        self.prefetched: ReadyBatch | None = None  # `prefetch` sets it, and
-        self.to_start: list[PendingBatch] = []  # what is sent after the results of the next lookup
+        self.offered: BatchLookup | None = None
 
-    def _compare_arguments(
-        self,
-        configs: Sequence[EmbeddingConfig],
-        optimizers: Optimizers | None,
-        dtypes: MessageDtypes,
-        weighted: bool,
-    ) -> None:
+    def _compare_arguments(self, optimizers: Optimizers | None, dtypes: MessageDtypes) -> None:
         """Raise a MismatchError if ranks make the collection of other tables, optimizers or messages."""
-        facts = {"messages": str(dtypes), "is_weighted": str(weighted)}
-        each: Sequence[RowOptimizer | None] = optimizers or [None] * len(configs)
-        for config, table, one in zip(configs, self._plan.tables, each, strict=True):
+        facts = {"messages": str(dtypes), "is_weighted": str(self._weighted)}
+        each: Sequence[RowOptimizer | None] = optimizers or [None] * len(self._configs)
+        for config, table, one in zip(self._configs, self._plan.tables, each, strict=True):
             of_config = {field.name: str(getattr(config, field.name)) for field in fields(config)}
             of_config |= {"init_fn": "", "placements": str(table.layout), "optimizer": str(one)}
             facts |= {f"{config.name}.{name}": value for name, value in of_config.items()}
         fix = "the same collection, plan, optimizer and dtypes on all ranks."
         collectives.agree("what shard_embeddings gets", facts, self._plan.ranks, fix)
 
-    def _set_configs(self, configs: Sequence[EmbeddingConfig]) -> None:
-        self._configs, self._features = tuple(configs), features_of(configs)
-        self._rules = IdRules(self._features, skips_padding=self._kind == BAGS)
-
     def _new_engine(
         self,
-        plan: Plan,
         stacks: Sequence[Stack],
-        configs: Sequence[EmbeddingConfig],
         update: Callable[[Gradients], None],
         dtypes: MessageDtypes,
+        parameters: Sequence[Tensor],
     ) -> Engine:
-        engine = Engine(self._kind, plan, stacks, update, self._weighted, dtypes)
-        for table, config in enumerate(configs):
+        engine = Engine(self.kind, self._plan, stacks, update, self._weighted, dtypes, parameters)
+        for table, config in enumerate(self._configs):
             if config.max_norm is not None:
                 engine.limit_norm(table, config.max_norm)
-            if config.padding_idx is not None and self._kind == ROWS:  # bags leave padding out
+            if config.padding_idx is not None and self.kind == ROWS:  # bags leave padding out
                 engine.freeze(table, config.padding_idx)
         return engine
 
@@ -278,15 +168,14 @@ class _Sharded(nn.Module, RunsInReplays):
         optimizers = [] if self.fused_optimizer is None else self.fused_optimizer.optimizers()
         new = resized_plan(old, configs, changed, given, optimizers)
         stacks = resized_stacks(old, new, engine.stacks, changed, configs, optimizers, seed_of_first(old.ranks))
-        self._plan, self._engine = new, self._new_engine(new, stacks, configs, engine.update, engine.dtypes)
-        self._engine.parameters, engine.update = engine.parameters, refuse_old_rows
+        self._plan = new
+        self._set_configs(configs)
+        self._engine = self._new_engine(stacks, engine.update, engine.dtypes, engine.parameters)
+        engine.retire()
         for number, table in enumerate(self._tables):
             table.move(self._as_dtensor(number, [stack.weight for stack in stacks]))
         if self.fused_optimizer is not None:
-            order = self._tables_by_group(len(optimizers))
-            self.fused_optimizer.replace_states(lambda number: self._states(order[number], optimizers))
-        self._set_configs(configs)
-        self._choose_requests()
+            self.fused_optimizer.replace_states(lambda name: self._states(name, optimizers))
 
     def _refusal(self, sizes: Mapping[str, int]) -> ShardwiseError | None:
         """Why this rank cannot resize tables; or None."""
@@ -301,34 +190,28 @@ class _Sharded(nn.Module, RunsInReplays):
             return error
         return None
 
-    def _choose_requests(self) -> None:
-        """Begin to choose what is requested of the present engine."""
-
-    def _tables_by_group(self, groups: int) -> list[int]:
-        """The tables in the order of the fused optimizer."""
-        return [t for group in range(groups) for t, table in enumerate(self._plan.tables) if table.group == group]
-
-    def _fused_optimizer(self, kind: str, optimizers: Sequence[RowOptimizer]) -> FusedOptimizer:
+    def _fused_optimizer(self, optimizers: Sequence[RowOptimizer]) -> FusedOptimizer:
         for stack in self._engine.stacks:
             stack.states = optimizers[stack.group].new_states(stack.weight)
-        groups = range(len(optimizers))
-        tables = [[t for t, table in enumerate(self._plan.tables) if table.group == group] for group in groups]
-        names = [[f"{kind}.{self._plan.tables[t].name}.weight" for t in of_group] for of_group in tables]
-        parameters = [[self.get_parameter(name) for name in of_group] for of_group in names]
-        order = self._tables_by_group(len(optimizers))
-        return FusedOptimizer(optimizers, parameters, names, lambda number: self._states(order[number], optimizers))
+        groups = [
+            [
+                (f"{self.kind}.{table.name}.weight", module.weight)
+                for table, module in zip(self._plan.tables, self._tables, strict=True)
+                if table.group == group
+            ]
+            for group in range(len(optimizers))
+        ]
+        return FusedOptimizer(optimizers, groups, lambda name: self._states(name, optimizers))
 
-    def _states(self, number: int, optimizers: Sequence[RowOptimizer]) -> dict[str, DTensor]:
+    def _states(self, parameter: str, optimizers: Sequence[RowOptimizer]) -> dict[str, DTensor]:
         """The states of a table as DTensors, which are views of those of the stacks."""
-        table, rank, stacks = self._plan.tables[number], collectives.rank(), self._engine.stacks
-        optimizer = optimizers[table.group]
+        number = [f"{self.kind}.{table.name}.weight" for table in self._plan.tables].index(parameter)
+        table, stacks = self._plan.tables[number], self._engine.stacks
+        optimizer, nothing = optimizers[table.group], torch.zeros(0, 0, device=stacks[0].weight.device)
         found = {}
         for name in (*optimizer.of_elements, *optimizer.of_rows):
             layout = table.layout if name in optimizer.of_elements else layout_of_rows(table.layout, table.name)
-            nothing = torch.zeros(0, 0, device=stacks[0].weight.device)  # of a group without the state
-            local = self._engine.rows_of(number, [stack.states.get(name, nothing) for stack in stacks])
-            local = local.view(layout.local_shape(rank))
-            found[name] = DTensor.from_local(local, layout.mesh, layout.placements, run_check=False, shape=layout.shape)
+            found[name] = self._local_rows(number, [stack.states.get(name, nothing) for stack in stacks], layout)
         return found
 
     def unshard(self) -> EmbeddingBagCollection | EmbeddingCollection:
@@ -348,37 +231,36 @@ class _Sharded(nn.Module, RunsInReplays):
             "Fix: shard_embeddings(collection.unshard(), …)."
         )
 
-    def _batch(self, features: JaggedFeatures) -> tuple[Batch, ShardwiseError | None]:
+    def _batch(self, features: JaggedFeatures | None) -> tuple[Batch, ShardwiseError | None]:
         """The ids of a batch; none if it is an error, which is raised after message 1, when all ranks know of it."""
-        device = self._engine.trigger.device
-        try:
-            self._check_tables()
-            batch = self._features.batch(features, self._weighted, device)
-        except ShardwiseError as error:
-            return self._features.no_batch(device), error
-        return batch, None
+        device, error = self._engine.trigger.device, None
+        if features is not None:
+            try:
+                self._check_tables()
+                return self._features.batch(features, self._weighted, device), None
+            except ShardwiseError as raised:
+                error = raised
+        return self._features.no_batch(device), error
 
     def _check_tables(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # DTensors show no addresses
             for table in self._tables:
                 table.check_place()
 
-    def _exchange(self, features: JaggedFeatures, trigger: Tensor) -> tuple[PendingBatch, Tensor]:
-        """The batch, and the results, flat, after messages 1 and 2; backward runs if `trigger` requires grad."""
-        ready = self._take_prefetched(features)
-        if ready is None:
-            pending = self.prepare(features)
-            ready = self.receive(pending, self.arrive(pending))
-        if ready.error is not None:
-            raise ready.error
-        assert ready.exchange is not None
-        flat = self._engine.results(ready.exchange, trigger)
-        for waiting in self.to_start:  # not earlier: on some backends, results would wait for it
-            waiting.engine.start(waiting.request)
-        self.to_start = []
-        return ready.pending, flat
+    def _exchange(self, features: JaggedFeatures, trigger: Tensor) -> tuple[BatchLookup, Tensor]:
+        """The lookup, and its results, flat, after messages 1 and 2; backward runs if `trigger` requires grad."""
+        lookup = self._take_offered(features)
+        if lookup is None:
+            lookup = self.prepare(features)
+            lookup.finish()
+        if lookup.error is not None:
+            raise lookup.error
+        flat = self._engine.results(lookup.index, lookup.requests, trigger)
+        for one in lookup.following:  # not earlier: on some backends, results would wait for it
+            one.start()
+        return lookup, flat
 
-    def _request(self, given: Batch, batch: Batch) -> Request:
+    def _request(self, given: Batch, batch: Batch) -> IdRequest:
         """What message 1 of a batch requests; `batch` has its valid ids."""
         raise NotImplementedError
 
@@ -388,61 +270,66 @@ class _Sharded(nn.Module, RunsInReplays):
         """The features that a batch needs."""
         return self._features.names
 
-    def prepare(self, features: JaggedFeatures, ahead: int = 0) -> PendingBatch:
-        """Prepare message 1, `ahead` batches before the lookup."""
+    def prepare(self, features: JaggedFeatures | None, ahead: int = 0, verdict: Verdict = VALID) -> BatchLookup:
+        """A lookup whose message of ids is not sent yet, `ahead` batches before its use.
+
+        Without `features`, this rank has no batch, and `verdict` says why.
+        """
         weights = [table.weight for table in self._tables]
         check_owners("a lookup", [weight._layout for weight in weights if isinstance(weight, DTensor)])
         given, error = self._batch(features)
-        batch, verdict = self._rules.apply(given)
-        versions = versions_of(features) if ahead and error is None else ()
-        request = self._engine.prepare(self._request(given, batch), NO_BATCH if error else verdict, ahead)
-        return PendingBatch(features, versions, given, batch, error, self._engine, request, needs_gradients(batch))
-
-    def prepare_no_batch(self, verdict: Verdict, ahead: int) -> PendingBatch:
-        """Prepare message 1 of a rank whose `verdict` says why it has no batch."""
-        batch = self._features.no_batch(self._engine.trigger.device)
-        request = request_bags(self._engine.batch_index(batch.bags), batch)
-        return PendingBatch(None, (), batch, batch, None, self._engine, self._engine.prepare(request, verdict, ahead))
+        batch, of_ids = self._rules.apply(given)
+        request = self._request(given, batch)
+        verdict = NO_BATCH if error else verdict if features is None else of_ids
+        return BatchLookup(
+            features=features,
+            batch=batch,
+            engine=self._engine,
+            rules=self._rules,
+            message=self._engine.message(request, verdict, ahead),
+            index=request.results,
+            error=error,
+            by_rows=needs_gradients(batch),
+            versions=versions_of(features) if features is not None and ahead and error is None else (),
+        )
 
     def refuse(self, error: ShardwiseError) -> NoReturn:
         """Take part in a lookup without a batch, because of `error`; the other ranks raise a RemoteRankError."""
         with tracing_paused():
-            self.arrive(self.prepare_no_batch(NO_BATCH, ahead=0))
+            self.prepare(None, verdict=NO_BATCH).arrive()
         raise error
 
-    def arrive(self, pending: PendingBatch) -> ReceivedRequests:
-        """Wait for message 1 of all ranks."""
-        return pending.engine.arrive(pending.request)
+    def offer(self, lookup: BatchLookup) -> None:
+        """Use a finished lookup when its batch is looked up, instead of sending the ids again."""
+        self.offered = lookup
 
-    def receive(self, pending: PendingBatch, received: ReceivedRequests) -> ReadyBatch:
-        """Finish message 1, which has arrived. If the batch of any rank is an error, all ranks get one."""
-        error = pending.error
-        try:
-            self._rules.raise_for(received.verdicts, self._plan.ranks)
-        except (IdError, RemoteRankError) as of_all:
-            error = error or of_all
-        return ReadyBatch(pending, None if error else pending.engine.finish(received), error)
-
-    def _take_prefetched(self, features: JaggedFeatures) -> ReadyBatch | None:
-        """The prefetched batch if it is `features`, once.
+    def _take_offered(self, features: JaggedFeatures) -> BatchLookup | None:
+        """The offered lookup if it is of `features`, once.
 
         Raises:
-            IdTypeError: it was changed after its ids were sent, or its weights need gradients since then.
+            IdTypeError: the batch was changed after its ids were sent, or its weights need gradients since then.
         """
-        ready = self.prefetched
-        if ready is None or not ready.pending.is_of(features) or ready.pending.engine is not self._engine:
+        lookup = self.offered
+        if lookup is None or not lookup.is_of(features) or lookup.engine is not self._engine:
             return None
-        self.prefetched = None
+        self.offered, lookup.used = None, True
         self._check_tables()
-        if ready.error is None:
-            ready.pending.check_unchanged()
-        return ready
+        if lookup.error is None:
+            lookup.check_unchanged()
+        return lookup
 
     def _as_dtensor(self, table: int, stacks: Sequence[Tensor]) -> DTensor:
         """A table, or its gradient, as a DTensor whose local tensor is a view of this rank's `stacks`."""
-        name_of_dtype, layout = self._plan.tables[table].dtype, self._plan.tables[table].layout
-        local = self._engine.rows_of(table, stacks).view(layout.local_shape(collectives.rank()))
-        local = local.to(getattr(torch, name_of_dtype))  # a rank without rows has some stack
+        dtype = getattr(torch, self._plan.tables[table].dtype)
+        return self._local_rows(table, stacks, self._plan.tables[table].layout, dtype)
+
+    def _local_rows(
+        self, table: int, stacks: Sequence[Tensor], layout: Layout, dtype: torch.dtype = torch.float32
+    ) -> DTensor:
+        """This rank's rows of a table in `stacks` as a DTensor."""
+        rank = collectives.rank()
+        local = rows_of(self._plan, rank, table, stacks).view(layout.local_shape(rank))
+        local = local.to(dtype)  # a rank without rows has some stack
         return DTensor.from_local(local, layout.mesh, layout.placements, run_check=False, shape=layout.shape)
 
     @contextmanager
@@ -466,7 +353,10 @@ class _Sharded(nn.Module, RunsInReplays):
         finally:
             self._collected = None
         if collected:
-            self._step(joined(collected))
+            self._step([
+                (join_requests([requests for requests, _ in of_stack]), torch.cat([grad for _, grad in of_stack]))
+                for of_stack in zip(*collected, strict=True)
+            ])  # fmt: skip
 
     def _step(self, gradients: Gradients) -> None:
         """Update the rows that were looked up."""
@@ -493,96 +383,46 @@ class _Sharded(nn.Module, RunsInReplays):
                 parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
 
-class ShardedEmbeddingBagCollection(_Sharded):
+class ShardedEmbeddingBagCollection(_Sharded, BagCollection):
     """An EmbeddingBagCollection whose tables are sharded; made by `shard_embeddings`."""
-
-    _configs: tuple[EmbeddingBagConfig, ...]
-
-    def __init__(
-        self,
-        collection: EmbeddingBagCollection,
-        layouts: Sequence[Layout],
-        optimizers: Optimizers | None,
-        kernels: Kernels | None,
-        dtypes: MessageDtypes,
-    ) -> None:
-        configs = collection.embedding_bag_configs()
-        super().__init__(BAGS, collection, configs, layouts, optimizers, kernels, dtypes, collection.is_weighted())
-        self._choose_requests()
-        self._means = [c.pooling is PoolingType.MEAN for c in configs for _ in c.feature_names]
-
-    def _choose_requests(self) -> None:
-        self._pooling = PoolingChoice(self._engine.dtypes.forward.itemsize)
 
     def _plain(self) -> EmbeddingBagCollection:
         return EmbeddingBagCollection(self._configs, self._weighted, device="meta")
 
-    def _request(self, given: Batch, batch: Batch) -> Request:
+    def _request(self, given: Batch, batch: Batch) -> IdRequest:
         index = self._engine.batch_index(batch.bags)
-        return request_weighted(index, batch) if needs_gradients(batch) else self._pooling.request(index, batch)
+        if needs_gradients(batch):
+            return request_weighted(index, batch)
+        return self._engine.pooling.request(index, batch)
 
-    def embedding_bag_configs(self) -> tuple[EmbeddingBagConfig, ...]:
-        """The configs of the tables, in their order."""
-        return self._configs
+    def _operands(self) -> tuple[Tensor, ...]:
+        return (self._engine.trigger_of_backward(),)
 
-    def is_weighted(self) -> bool:
-        """Whether rows are multiplied by the weights of the input."""
-        return self._weighted
-
-    def forward(self, features: JaggedFeatures) -> KeyedTensor:
-        """The sums or means of this rank's bags. All ranks have to call it, each with its own batch.
-
-        Returns:
-            [bags, columns of all features]; flat, if features have different numbers of bags.
-
-        Raises:
-            IdError: an id outside its table, on some rank; the same error on all.
-            IdTypeError: what this rank passes is no batch of the collection; other ranks raise a RemoteRankError.
-        """
-        flat = look_up(self._look_up, features, self._engine.trigger_of_backward())
-        return pooled(self._features, self._features.bags(features), flat)
-
-    def _look_up(self, features: JaggedFeatures, trigger: Tensor) -> Tensor:
-        """The sums or means, flat."""
-        pending, flat = self._exchange(features, trigger)
-        batch = pending.batch
-        if pending.by_rows:
+    def _look_up(self, features: JaggedFeatures, *tables: Tensor) -> Tensor:
+        lookup, flat = self._exchange(features, *tables)
+        batch = lookup.batch
+        if lookup.by_rows:
             flat = pool_weighted(batch, flat, self._plan.dims, self._dtypes)
-        if any(self._means):
+        if any(self._features.means):
             index = self._engine.batch_index(batch.bags)
-            of_feature = torch.tensor(self._means, device=flat.device)[index.feature_of_bag]
+            of_feature = torch.tensor(self._features.means, device=flat.device)[index.feature_of_bag]
             divisors = torch.where(of_feature, batch.counted.clamp(min=1), 1)
             flat = (flat.view(-1, self._plan.unit) / divisors[index.bag_of_unit, None]).view(-1)
         return flat.to(reduce(torch.promote_types, self._dtypes))
 
 
-class ShardedEmbeddingCollection(_Sharded):
+class ShardedEmbeddingCollection(_Sharded, RowCollection):
     """An EmbeddingCollection whose tables are sharded; made by `shard_embeddings`."""
-
-    def __init__(
-        self,
-        collection: EmbeddingCollection,
-        layouts: Sequence[Layout],
-        optimizers: Optimizers | None,
-        kernels: Kernels | None,
-        dtypes: MessageDtypes,
-    ) -> None:
-        configs = collection.embedding_configs()
-        super().__init__(ROWS, collection, configs, layouts, optimizers, kernels, dtypes, weighted=False)
 
     def _plain(self) -> EmbeddingCollection:
         return EmbeddingCollection(self._configs, device="meta")
 
-    def _request(self, given: Batch, batch: Batch) -> Request:
+    def _request(self, given: Batch, batch: Batch) -> IdRequest:
         routes, feature_of = self._engine.routes, self._engine.batch_index(batch.bags).feature_of_bag
         feature, dims = feature_of[batch.bag], routes.dims[feature_of[given.bag]]
         first = dims.cumsum(0) - dims
         num_units, first = int(dims.sum()), first if batch.kept is None else first[batch.kept]
         return request_rows(routes, batch.values, feature, first, num_units)
-
-    def embedding_configs(self) -> tuple[EmbeddingConfig, ...]:
-        """The configs of the tables, in their order."""
-        return self._configs
 
     def forward(self, features: JaggedFeatures) -> dict[str, JaggedTensor]:
         """The row of every id of this rank's batch. All ranks have to call it, each with its own batch.
@@ -653,11 +493,7 @@ def shard_embeddings(
         MismatchError: ranks pass other tables, placements, optimizers or dtypes.
     """
     dtypes = MessageDtypes(forward_dtype, backward_dtype)
-    configs = (
-        collection.embedding_bag_configs()
-        if isinstance(collection, EmbeddingBagCollection)
-        else collection.embedding_configs()
-    )
+    configs = collection._configs
     names = [config.name for config in configs]
     if unknown := [name for name in plan if name not in names]:
         raise PlanError(f"The plan has {unknown[0]!r}, but the tables are {', '.join(names)}. Fix: use their names.")

@@ -1,62 +1,34 @@
 """A step of a sharded collection: three collectives, and the update of the rows in backward."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import lru_cache, partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from shardwise import _collectives as collectives
-from shardwise._collectives import Collective, Wait
+from shardwise._lookups.row_requests import RowRequests, read_requests
 from shardwise._redistribute.buffers import Buffers, Lent
-from shardwise._trace import comm_trace
+from shardwise._redistribute.transfers import Exchange
+from shardwise._rules.row_exchange import IdMessage, IdReply, id_message
 from shardwise._trace.autograd_function import TensorFunction
-from shardwise._trace.comm_trace import Cause, CommEvent, Purpose
-from shardwise.embedding.exchange.ids import Capacities, Headers, IdMessages, ReceivedIds, id_messages
-from shardwise.embedding.exchange.owner import StackRequests, by_rank, by_stack, received_requests
-from shardwise.embedding.exchange.requests import BatchIndex, Request, Routes, make_batch_index, make_routes
+from shardwise._trace.comm_trace import Cause
+from shardwise.embedding.exchange.owner import by_rank, by_stack
+from shardwise.embedding.exchange.requests import IdRequest, PoolingChoice, make_batch_index
 from shardwise.embedding.exchange.results import ResultIndex
+from shardwise.embedding.exchange.routes import Routes, make_routes
 from shardwise.embedding.kernels import Stack
-from shardwise.embedding.plan import Plan, requests_of
+from shardwise.embedding.plan import Plan
 from shardwise.errors import ConfigError, MismatchError, PlanError, RuleError
 
-Gradients = list[tuple[StackRequests, Tensor]]  # for each stack, runs and the gradients of their sums
+Gradients = list[tuple[RowRequests, Tensor]]  # for each stack, runs and the gradients of their sums
 
 SENT = (torch.float32, torch.bfloat16, torch.float16)
+FIRST_CAPACITY = 1024  # integers of a message of ids, before lengths are known
 MOST_FREE = 4  # buffers that are kept for the next messages
 MOST_BATCH_SIZES = 64  # of which the index is kept
-
-
-@dataclass
-class PendingRequest:
-    """Message 1 of this rank, prepared or sent.
-
-    Attributes:
-        verdict_size: the integers of a verdict.
-        wait: for the messages of all ranks; None: it was not started yet.
-    """
-
-    results: ResultIndex
-    ids: IdMessages
-    verdict_size: int
-    wait: Wait | None = None
-
-
-@dataclass(frozen=True)
-class ReceivedRequests:
-    """Message 1 of all ranks, perhaps without the ends of long ones.
-
-    Attributes:
-        verdicts: of each rank.
-        counts: what the headers say of the requests of each rank.
-    """
-
-    results: ResultIndex
-    ids: ReceivedIds
-    verdicts: Headers
-    counts: Headers
 
 
 @dataclass(frozen=True)
@@ -75,12 +47,26 @@ class MessageDtypes:
                 )
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """Where the results of this rank's request belong, and what all ranks requested of its stacks."""
+class Capacities:
+    """How many integers the next message of ids between each pair of ranks has, apart from its header.
 
-    results: ResultIndex
-    of_stacks: list[StackRequests]
+    Both ranks derive them from the lengths of earlier messages. Several messages may be on their way: each keeps the
+    capacities of when it was prepared, and they are adapted when it is finished. All ranks do both in the same order.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self.sent = [FIRST_CAPACITY] * num_ranks
+        self.received = [FIRST_CAPACITY] * num_ranks
+
+    def adapt(self, sent: Sequence[int], received: Sequence[int]) -> None:
+        """Adapt to the lengths of messages, which sender and receiver both know."""
+        self.sent = list(map(_next_capacity, self.sent, sent))
+        self.received = list(map(_next_capacity, self.received, received))
+
+
+def _next_capacity(capacity: int, length: int) -> int:
+    """A quarter more than the last length; a larger capacity shrinks by an eighth, as lengths vary."""
+    return max(length + length // 4, capacity - capacity // 8)
 
 
 class Engine:
@@ -89,9 +75,11 @@ class Engine:
     Args:
         name: of the collection, for the communication trace.
         update: called in backward, with the runs and gradients of each stack.
+        parameters: those that `update` gives gradients; none, if it trains the stacks.
 
     Attributes:
-        parameters: those that `update` gives gradients; none, if it trains the stacks.
+        pooling: whether this rank requests bags or rows.
+        batch_index: the index of a batch, of the bags of each feature.
     """
 
     def __init__(
@@ -102,18 +90,19 @@ class Engine:
         update: Callable[[Gradients], None],
         weighted: bool,
         dtypes: MessageDtypes = MessageDtypes(),
+        parameters: Sequence[Tensor] = (),
     ) -> None:
         self.name, self.plan, self.stacks, self.update = name, plan, list(stacks), update
-        self.dtypes = dtypes
-        self.weighted = weighted
-        self.parameters: tuple[Tensor, ...] = ()
+        self.dtypes, self.weighted, self.parameters = dtypes, weighted, tuple(parameters)
+        self.pooling = PoolingChoice(dtypes.forward.itemsize)
         self.rank = collectives.rank()
+        self._cols = [key.cols for key in plan.keys]
         device = stacks[0].weight.device
-        self.routes: Routes = make_routes(plan, requests_of(plan, self.rank), device, stacks[0].kernels)
+        self.routes: Routes = make_routes(plan, self.rank, device, stacks[0].kernels)
         self._buffers = Buffers(MOST_FREE)
         self.capacities = Capacities(len(plan.ranks))
         self.trigger = torch.zeros(0, device=device, requires_grad=True)
-        self._indices: dict[tuple[int, ...], BatchIndex] = {}
+        self.batch_index = lru_cache(MOST_BATCH_SIZES)(partial(make_batch_index, self.routes))
         mesh = plan.tables[0].layout.mesh
         coordinates = [mesh.coordinate(rank) or () for rank in plan.ranks]
         own = mesh.coordinate(self.rank) or ()
@@ -121,14 +110,6 @@ class Engine:
             [i for i, other in enumerate(coordinates) if all(other[a] == own[a] for a in key.replicated)]
             for key in plan.keys
         ]
-
-    def rows_of(self, table: int, stacks: Sequence[Tensor]) -> Tensor:
-        """This rank's rows of a table among those of all stacks; the blocks of a table follow each other."""
-        blocks = self.plan.blocks_of(self.rank, table)
-        if not blocks:
-            return stacks[0][:0, :0]
-        first, last = blocks[0], blocks[-1]
-        return stacks[first.stack][first.first : last.first + len(last.rows)]
 
     def freeze(self, table: int, row: int) -> None:
         """Do not train a row of a table that is looked up without pooling."""
@@ -154,17 +135,8 @@ class Engine:
                 stack.max_norm = torch.full((stack.weight.shape[0],), torch.inf, device=stack.weight.device)
             stack.max_norm[block.first : block.first + len(block.rows)] = max_norm
 
-    def batch_index(self, bags: tuple[int, ...]) -> BatchIndex:
-        """The index of a batch with `bags` of each feature."""
-        found = self._indices.get(bags)
-        if found is None:
-            if len(self._indices) >= MOST_BATCH_SIZES:
-                self._indices.pop(next(iter(self._indices)))
-            found = self._indices[bags] = make_batch_index(self.routes, bags)
-        return found
-
-    def prepare(self, request: Request, verdict: Sequence[int], ahead: int = 0) -> PendingRequest:
-        """Message 1, to be started. All ranks prepare, start and finish messages in the same order, or leave them.
+    def message(self, request: IdRequest, verdict: Sequence[int], ahead: int = 0) -> IdMessage:
+        """Message 1, to be started. All ranks make, start and receive messages in the same order, or leave them.
 
         Args:
             verdict: of this rank on its ids, as many integers on each rank.
@@ -172,162 +144,134 @@ class Engine:
         """
         count = len(self.plan.ranks)
         headers = [[ahead, *verdict, *header] for header in request.headers(count)]
-        ids = id_messages(self.capacities, self.plan.ranks, request.messages(count), headers)
-        return PendingRequest(request.results, ids, len(verdict))
+        sent, received = self.capacities.sent, self.capacities.received
+        return id_message(self._exchange("ids"), request.messages(count), headers, sent, received)
 
-    def start(self, pending: PendingRequest) -> Wait:
-        """Start message 1, unless it was started."""
-        if pending.wait is None:
-            with self._sending("ids", pending.ids.sent_bytes):
-                pending.wait = pending.ids.start()
-        return pending.wait
-
-    def arrive(self, pending: PendingRequest) -> ReceivedRequests:
-        """Wait for message 1 of all ranks.
-
-        Raises:
-            MismatchError: they prepared it for another number of batches ahead.
-        """
-        ids, stop = pending.ids.read(self.start(pending)()), 1 + pending.verdict_size
-        for rank, header in zip(self.plan.ranks, ids.headers, strict=True):
-            if header[0] != ids.headers[0][0]:
-                said = [f"prefetches {n} ahead" if n else "does not prefetch" for n in (ids.headers[0][0], header[0])]
+    def check_ahead(self, reply: IdReply) -> None:
+        """Raise a MismatchError if ranks sent message 1 for different numbers of batches ahead."""
+        first = reply.headers[0][0]
+        for rank, (ahead, *_) in zip(self.plan.ranks, reply.headers, strict=True):
+            if ahead != first:
+                said = [f"prefetches {n} ahead" if n else "does not prefetch" for n in (first, ahead)]
                 raise MismatchError(
                     f"Rank {self.plan.ranks[0]} {said[0]} the batch of a collection, and rank {rank} {said[1]}. "
                     f"Nothing was looked up.\n"
                     f"  Fix: on all ranks the same prefetch(…, depth=…), and the same lookups outside it."
                 )
-        verdicts, counts = [h[1:stop] for h in ids.headers], [h[stop:] for h in ids.headers]
-        return ReceivedRequests(pending.results, ids, verdicts, counts)
 
-    def finish(self, received: ReceivedRequests) -> Exchange:
-        """The requests of all ranks."""
-        ids = received.ids
-        self.capacities.saw(ids.sent.lengths, ids.lengths)
-        messages = ids.beginnings
-        if ids.is_longer:
-            with self._sending("rest of the ids", [n * messages[0].element_size() for n in ids.rest_sizes()[0]]):
-                messages = ids.with_rest()
-        return Exchange(received.results, received_requests(messages, received.counts, len(self.stacks), self.weighted))
+    def receive(self, reply: IdReply) -> list[RowRequests]:
+        """What all ranks requested of each stack of this one."""
+        self.capacities.adapt(reply.message.lengths, reply.lengths)
+        counts = [header[-3 * len(self.stacks) :] for header in reply.headers]
+        return read_requests(reply.messages(), counts, self.weighted)
+
+    def retire(self) -> None:
+        """Refuse backwards of earlier lookups: the rows of the plan may be elsewhere now."""
+
+        def refuse(gradients: object) -> NoReturn:
+            raise PlanError(
+                "The collection was resized between forward and backward, so these gradients are of rows that may be "
+                "elsewhere now. Nothing was updated. Fix: backward() before resize_."
+            )
+
+        self.update = refuse
 
     def trigger_of_backward(self) -> Tensor:
         """An empty tensor that requires grad if the tables are trained: the operand of `results`."""
         trains = not self.parameters or any(parameter.requires_grad for parameter in self.parameters)
         return self.trigger if trains else self.trigger.detach()
 
-    def results(self, exchange: Exchange, trigger: Tensor) -> Tensor:
-        """The sums of all runs in their places: flat, float32. Backward calls `update` if `trigger` requires grad."""
-        return _Results.apply(trigger, self, exchange)
+    def results(self, index: ResultIndex, requests: Sequence[RowRequests], trigger: Tensor) -> Tensor:
+        """The sums of all runs in their places: flat, float32. Backward calls `update` if `trigger` requires grad.
 
-    def answer(self, exchange: Exchange) -> Tensor:
+        Args:
+            index: where the sums that this rank requested belong.
+            requests: of all ranks, of each stack of this one.
+        """
+        return _Results.apply(trigger, self, index, requests)
+
+    def answer(self, index: ResultIndex, requests: Sequence[RowRequests]) -> Tensor:
         """Message 2: the sums that this rank requested, in its output."""
-        for stack, requests in zip(self.stacks, exchange.of_stacks, strict=True):
-            stack.renorm(requests.rows)
-        replies = [r.only(ranks) for r, ranks in zip(exchange.of_stacks, self._answered, strict=True)]
+        for stack, of_stack in zip(self.stacks, requests, strict=True):
+            stack.renorm(of_stack.rows)
+        replies = [of_stack.only(ranks) for of_stack, ranks in zip(requests, self._answered, strict=True)]
         made = self._lend(torch.float32)
         sums = [
             stack.kernels.pool(stack.weight, reply.rows, reply.offsets, reply.weights, made.empty)
             for stack, reply in zip(self.stacks, replies, strict=True)
         ]
-        runs = self._runs(exchange, answered_only=True)
-        cols, results = [key.cols for key in self.plan.keys], exchange.results
-        sizes = [sum(n * width for n, width in zip(of_rank, cols, strict=True)) for of_rank in zip(*runs, strict=True)]
+        runs = [
+            [n if i in answered else 0 for i, n in enumerate(of_stack.runs)]
+            for of_stack, answered in zip(requests, self._answered, strict=True)
+        ]
         message = by_rank(sums, runs, made.empty).to(self.dtypes.forward)
         lent = self._lend(message.dtype)
-        with self._sending("results", sizes, message.element_size()):
-            received = self._exchange(message, sizes, results.received, lent)
-        output = results.combine(received.float())
+        exchange = self._exchange("results")
+        received = exchange.start(message, self._sizes(runs), index.received, lent.empty)()
+        output = index.combine(received.float())
         made.give_back()
         lent.give_back()
         return output
 
-    def update_rows(self, exchange: Exchange, grad: Tensor) -> None:
-        """Message 3, and the update of the rows."""
-        lent = self._lend(grad.dtype)
-        self.update(self.gradients(exchange, grad, lent))
+    def update_rows(self, index: ResultIndex, requests: Sequence[RowRequests], grad: Tensor) -> None:
+        """Message 3, and the update of the rows: the gradients of the sums of all runs, of that of the output."""
+        runs, lent = [of_stack.runs for of_stack in requests], self._lend(grad.dtype)
+        message = index.spread(grad, lent.empty).to(self.dtypes.backward)
+        arriving = lent if message.dtype == grad.dtype else self._lend(message.dtype)
+        exchange = self._exchange("gradients", backward=True)
+        message = exchange.start(message, index.sent, self._sizes(runs), arriving.empty)().float()
+        per_stack = zip(self.stacks, requests, by_stack(message, runs, self._cols), strict=True)
+        self.update([_without_frozen(*of_stack) for of_stack in per_stack])
         lent.give_back()
 
-    def gradients(self, exchange: Exchange, grad: Tensor, lent: Lent) -> Gradients:
-        """Message 3: for each stack, the runs of all ranks and the gradients of their sums, of that of the output."""
-        runs, cols, results = self._runs(exchange), [key.cols for key in self.plan.keys], exchange.results
-        sizes = [sum(n * width for n, width in zip(of_rank, cols, strict=True)) for of_rank in zip(*runs, strict=True)]
-        message = results.spread(grad, lent.empty).to(self.dtypes.backward)
-        arriving = lent if message.dtype == grad.dtype else self._lend(message.dtype)
-        with self._sending("gradients", results.sent, message.element_size(), backward=True):
-            message = self._exchange(message, results.sent, sizes, arriving)
-        per_stack = zip(self.stacks, exchange.of_stacks, by_stack(message.float(), runs, cols), strict=True)
-        return [_without_frozen(stack, requests, sums) for stack, requests, sums in per_stack]
+    def _exchange(self, what: str, backward: bool = False) -> Exchange:
+        """An exchange with the ranks of the plan, and what it sends for the communication trace."""
+        cause = Cause("internal", f"{what} of an embedding collection", self.name, backward=backward)
+        return Exchange(self.plan.ranks, cause)
+
+    def _sizes(self, runs: Sequence[Sequence[int]]) -> list[int]:
+        """The elements of a message with so many `runs` of each stack, for each rank."""
+        return [
+            sum(n * cols for n, cols in zip(of_rank, self._cols, strict=True)) for of_rank in zip(*runs, strict=True)
+        ]
 
     def _lend(self, dtype: torch.dtype) -> Lent:
         """Memory of messages."""
         return self._buffers.lend(dtype, self.trigger.device)
 
-    def _exchange(self, message: Tensor, sent: Sequence[int], received: Sequence[int], lent: Lent) -> Tensor:
-        ranks, empty = self.plan.ranks, lent.empty
-        return collectives.start(Collective("all_to_all", message, ranks, (), sent, received, allocate=empty))()
 
-    def _runs(self, exchange: Exchange, answered_only: bool = False) -> list[list[int]]:
-        """How many runs each rank requested of each stack."""
-        return [
-            [n if not answered_only or i in answered else 0 for i, n in enumerate(requests.runs)]
-            for requests, answered in zip(exchange.of_stacks, self._answered, strict=True)
-        ]
-
-    @contextmanager
-    def _sending(
-        self, what: str, sizes: Sequence[int], element_size: int = 1, backward: bool = False
-    ) -> Iterator[None]:
-        """Say to listeners of the communication trace, and in errors, what is sent: elements to each rank."""
-        cause = Cause("internal", f"{what} of an embedding collection", self.name, backward=backward)
-        before = comm_trace.set_purpose(Purpose(cause))
-        try:
-            if not comm_trace.listening():
-                yield
-                return
-            to_others = (sum(sizes) - sizes[self.plan.ranks.index(self.rank)]) * element_size
-            with comm_trace.emitting(CommEvent(cause, None, None, self.plan.ranks, to_others, None)):
-                yield
-        finally:
-            comm_trace.set_purpose(before)
-
-
-def _without_frozen(stack: Stack, requests: StackRequests, grad: Tensor) -> tuple[StackRequests, Tensor]:
+def _without_frozen(stack: Stack, requests: RowRequests, grad: Tensor) -> tuple[RowRequests, Tensor]:
     """Runs and gradients without those of rows that are not trained. Then each run has one row."""
     if stack.frozen is None:
         return requests, grad
     keep = ~torch.isin(requests.rows, stack.frozen)
     rows = requests.rows[keep]
     offsets = torch.arange(rows.numel() + 1, dtype=rows.dtype, device=rows.device)
-    return StackRequests(rows, offsets, None, (rows.numel(),), (rows.numel(),)), grad[keep]
-
-
-class _Context(Protocol):
-    args: tuple[Engine, Exchange]
-    saved_tensors: tuple[Tensor, ...]
-
-    def save_for_backward(self, *tensors: Tensor) -> None: ...
+    return RowRequests(rows, offsets, None, (rows.numel(),), (rows.numel(),)), grad[keep]
 
 
 class _Results(TensorFunction):
     @staticmethod
-    def forward(ctx: _Context, trigger: Tensor, engine: Engine, exchange: Exchange) -> Tensor:
-        ctx.args = engine, exchange
+    def forward(
+        ctx: Any, trigger: Tensor, engine: Engine, index: ResultIndex, requests: Sequence[RowRequests]
+    ) -> Tensor:
+        ctx.args = engine, index, requests
         ctx.save_for_backward(trigger)
         with _without_autocast(trigger):
-            return engine.answer(exchange)
+            return engine.answer(index, requests)
 
     @staticmethod
-    def backward(ctx: _Context, *grads: Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
         (trigger,) = ctx.saved_tensors  # an error after a backward that did not retain the graph
-        engine, exchange = ctx.args
+        engine, index, requests = ctx.args
         if engine.parameters and torch.is_grad_enabled():
             raise RuleError(
                 "Gradients of the tables of a sharded collection have no gradients. Fix: backward() without "
                 "create_graph=True."
             )
         with torch.no_grad(), _without_autocast(trigger):
-            engine.update_rows(exchange, grads[0])
-        return None, None, None
+            engine.update_rows(index, requests, grads[0])
+        return None, None, None, None
 
 
 def _without_autocast(like: Tensor) -> torch.autocast:

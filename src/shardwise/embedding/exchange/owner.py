@@ -1,14 +1,11 @@
-"""Messages 1, 2 and 3 on the owner: its stacks, runs of their rows, sums of these, and the gradients of the sums."""
+"""Messages 2 and 3 on the owner: its stacks, the sums of runs of their rows, and the gradients of these sums."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.embedding.exchange.ids import Headers
-from shardwise.embedding.exchange.requests import as_weights
+from shardwise._lookups.row_requests import RowRequests
 from shardwise.embedding.kernels import Kernels, Stack
 from shardwise.embedding.plan import Plan
 
@@ -24,68 +21,13 @@ def make_stacks(plan: Plan, rank: int, device: torch.device, kernels: Kernels) -
     ]
 
 
-@dataclass(frozen=True)
-class StackRequests:
-    """What all ranks requested of one stack, in the order of ranks.
-
-    Attributes:
-        runs: how many each rank requested.
-        ids: how many each rank sent.
-    """
-
-    rows: Tensor
-    offsets: Tensor
-    weights: Tensor | None
-    runs: tuple[int, ...]
-    ids: tuple[int, ...]
-
-    def only(self, ranks: Sequence[int]) -> "StackRequests":
-        """Those of some of the ranks, given by position."""
-        if len(ranks) == len(self.runs):
-            return self
-        rows, lengths = self.rows.split(self.ids), self.offsets.diff().split(self.runs)
-        weights = None if self.weights is None else self.weights.split(self.ids)
-        return StackRequests(
-            torch.cat([self.rows[:0], *(rows[r] for r in ranks)]),
-            _offsets([self.offsets[:0], *(lengths[r] for r in ranks)]),
-            None if weights is None else torch.cat([weights[0][:0], *(weights[r] for r in ranks)]),
-            tuple(self.runs[r] for r in ranks),
-            tuple(self.ids[r] for r in ranks),
-        )
-
-
-def received_requests(
-    messages: Sequence[Tensor], headers: Headers, num_stacks: int, weighted: bool
-) -> list[StackRequests]:
-    """The requests of each stack, of the messages of all ranks; see `Request.messages` and `headers`."""
-    lengths: list[list[Tensor]] = [[] for _ in range(num_stacks)]
-    rows: list[list[Tensor]] = [[] for _ in range(num_stacks)]
-    weights: list[list[Tensor]] = [[] for _ in range(num_stacks)]
-    for message, (with_lengths, *counts) in zip(messages, headers, strict=True):
-        runs, ids = counts[::2], counts[1::2]
-        sizes = [*(runs if with_lengths else ()), *ids, *(ids if weighted else ())]
-        parts = iter(message.split(sizes))
-        for stack in range(num_stacks):
-            lengths[stack].append(next(parts) if with_lengths else message.new_ones(runs[stack]))
-        for stack in range(num_stacks):
-            rows[stack].append(next(parts))
-        for stack in range(num_stacks if weighted else 0):
-            weights[stack].append(next(parts))
-    return [
-        StackRequests(
-            torch.cat(rows[stack]),
-            _offsets(lengths[stack]),
-            as_weights(torch.cat(weights[stack])) if weighted else None,
-            tuple(header[1 + 2 * stack] for header in headers),
-            tuple(header[2 + 2 * stack] for header in headers),
-        )
-        for stack in range(num_stacks)
-    ]
-
-
-def _offsets(lengths: Sequence[Tensor]) -> Tensor:
-    joined = torch.cat(list(lengths))
-    return F.pad(joined.cumsum(0, dtype=joined.dtype), (1, 0))
+def rows_of(plan: Plan, rank: int, table: int, stacks: Sequence[Tensor]) -> Tensor:
+    """The rows of a table on a rank among those of all its stacks; the blocks of a table follow each other."""
+    blocks = plan.blocks_of(rank, table)
+    if not blocks:
+        return stacks[0][:0, :0]
+    first, last = blocks[0], blocks[-1]
+    return stacks[first.stack][first.first : last.first + len(last.rows)]
 
 
 def by_rank(per_stack: Sequence[Tensor], runs: Sequence[Sequence[int]], empty: Allocate) -> Tensor:
@@ -112,24 +54,7 @@ def by_stack(message: Tensor, runs: Sequence[Sequence[int]], cols: Sequence[int]
     return [torch.cat(parts[stack :: len(cols)]).view(-1, width) for stack, width in enumerate(cols)]
 
 
-def joined(parts: Sequence[Sequence[tuple[StackRequests, Tensor]]]) -> list[tuple[StackRequests, Tensor]]:
-    """For each stack, the runs of several backwards and the gradients of their sums, as if they were of one."""
-    found = []
-    for of_stack in zip(*parts, strict=True):
-        requests, grads = zip(*of_stack, strict=True)
-        weights = [one.weights for one in requests if one.weights is not None]
-        of_all = StackRequests(
-            torch.cat([one.rows for one in requests]),
-            _offsets([one.offsets.diff() for one in requests]),
-            torch.cat(weights) if weights else None,
-            tuple(n for one in requests for n in one.runs),
-            tuple(n for one in requests for n in one.ids),
-        )
-        found.append((of_all, torch.cat(grads)))
-    return found
-
-
-def dense_gradient(requests: StackRequests, grad: Tensor, weight: Tensor) -> Tensor:
+def dense_gradient(requests: RowRequests, grad: Tensor, weight: Tensor) -> Tensor:
     """The gradient of a stack, of those of its runs."""
     of_rows = torch.repeat_interleave(grad, requests.offsets.diff().long(), dim=0, output_size=requests.rows.numel())
     if requests.weights is not None:

@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise._lookups.ids import distinct_ids
+from shardwise._lookups.row_requests import as_integers
 from shardwise.embedding.batch import Batch
 from shardwise.embedding.exchange.results import ResultIndex, result_index, unit_targets
-from shardwise.embedding.kernels import Kernels, RunIndex, Runs
-from shardwise.embedding.plan import Ints, Plan, Requests
+from shardwise.embedding.exchange.routes import Routes
+from shardwise.embedding.kernels import RunIndex, Runs
 
 MOST_RUNS = 0.75  # if fewer runs than this fraction have an id, only these are sent
 CHECK_EVERY = 64  # batches between comparisons of bags and rows: finding distinct rows costs as much as it may save
@@ -29,82 +30,7 @@ MIN_SAVED = 160  # bytes of message 2 for each id; less is not worth sorting the
 
 
 @dataclass(frozen=True)
-class Routes:
-    """The requests of a rank, as tensors on its device, whatever the batch."""
-
-    plan: Plan
-    requests: Requests
-    kernels: Kernels
-    base: Tensor  # of each feature
-    dims: Tensor  # in units
-    starts: Tensor  # of each interval
-    position: Tensor
-    feature_of: Tensor
-    interval: Tensor  # of each request
-    at: Tensor  # the position of its interval
-    in_order: bool  # requests are in the order of positions, one each
-    owner: Tensor
-    feature: Tensor
-    shift: Tensor
-    column: Tensor  # in units
-    widths: Tensor  # in units
-    replies: Tensor | None  # whether it gets an answer; None: all do
-    segments: Tensor  # the last request of each owner and stack
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of message 1."""
-        return torch.int32 if self.plan.ids_fit_int32 else torch.int64
-
-    def by_owner(self, of_requests: Tensor) -> list[int]:
-        """The sum over the requests to each owner."""
-        sums = torch.zeros(len(self.plan.ranks), dtype=torch.int64, device=of_requests.device)
-        return [int(n) for n in sums.index_add_(0, self.owner, of_requests).tolist()]
-
-    def bounds(self, of_requests: Tensor) -> list[int]:
-        """Where the sums over the requests of each segment (owner, stack) end, starting with 0."""
-        ends: list[int] = F.pad(of_requests.cumsum(0), (1, 0))[self.segments].tolist()
-        return [0, *ends]
-
-    def shifted(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Rows of the owners' stacks, of rows over all features, `counts` for each request."""
-        return torch.add(rows, torch.repeat_interleave(self.shift, counts, output_size=len(rows))).to(self.dtype)
-
-
-def make_routes(plan: Plan, requests: Requests, device: torch.device, kernels: Kernels) -> Routes:
-    """The requests of a rank as tensors on `device`."""
-
-    def put(values: Ints) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(device)
-
-    sent = requests.sent
-    at = requests.position[sent.interval]
-    replies = sent.replies.astype(bool)
-    segment, num_segments = sent.owner * len(plan.keys) + sent.stack, len(plan.ranks) * len(plan.keys)
-    return Routes(
-        plan=plan,
-        requests=requests,
-        kernels=kernels,
-        base=put(requests.base),
-        dims=put(np.array(plan.dims) // plan.unit),
-        starts=put(requests.starts),
-        position=put(requests.position),
-        feature_of=put(requests.feature_of),
-        interval=put(sent.interval),
-        at=put(at),
-        in_order=bool(np.array_equal(at, np.arange(len(requests.starts)))),
-        owner=put(sent.owner),
-        feature=put(sent.feature),
-        shift=put(sent.shift),
-        column=put(sent.column // plan.unit),
-        widths=put(sent.width // plan.unit),
-        replies=None if replies.all() else torch.from_numpy(replies).to(device),
-        segments=put(np.searchsorted(segment, np.arange(num_segments), side="right")),
-    )
-
-
-@dataclass(frozen=True)
-class Request:
+class IdRequest:
     """Message 1 of a rank, in the order of owners and stacks, and where the results belong.
 
     Attributes:
@@ -134,22 +60,15 @@ class Request:
         return parts
 
     def headers(self, num_owners: int) -> list[list[int]]:
-        """For each owner: whether lengths are sent, then the numbers of runs and of ids of each stack."""
+        """For each owner and stack: whether lengths are sent, and the numbers of runs and of ids."""
+        has_lengths = int(self.lengths is not None)
         counts = [
-            n for a, b in zip(pairwise(self.runs), pairwise(self.ids), strict=True) for n in (a[1] - a[0], b[1] - b[0])
+            n
+            for (a, b), (c, d) in zip(pairwise(self.runs), pairwise(self.ids), strict=True)
+            for n in (has_lengths, b - a, d - c)
         ]
         size = len(counts) // num_owners
-        return [[int(self.lengths is not None), *counts[i : i + size]] for i in range(0, len(counts), size)]
-
-
-def as_integers(weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bits of float32 weights as integers."""
-    return weights.float().view(torch.int32).to(dtype)
-
-
-def as_weights(integers: Tensor) -> Tensor:
-    """The inverse of `as_integers`."""
-    return integers.to(torch.int32).view(torch.float32)
+        return [counts[i : i + size] for i in range(0, len(counts), size)]
 
 
 # ---- bags ---------------------------------------------------------------------------------------------------
@@ -188,13 +107,13 @@ class BatchIndex:
         return quotients.add_(self.first_interval.index_select(0, bag))
 
 
-def make_batch_index(routes: Routes, bags: Sequence[int]) -> BatchIndex:
+def make_batch_index(routes: Routes, bags: tuple[int, ...]) -> BatchIndex:
     """The index of a batch with `bags` of each feature.
 
     If all features have as many, the output is one row a bag, with the columns of all features; else the outputs of
     the features are one after the other.
     """
-    device, dims, sizes_of = routes.base.device, routes.dims, routes.requests.sizes
+    device, dims, sizes_of = routes.base.device, routes.dims, routes.sizes
     sizes = torch.tensor(bags, dtype=torch.int64, device=device)
     feature_of_bag = torch.repeat_interleave(torch.arange(len(bags), device=device), sizes)
     cells = torch.empty_like(routes.feature_of).index_copy_(0, routes.position, sizes[routes.feature_of])
@@ -236,21 +155,19 @@ def make_batch_index(routes: Routes, bags: Sequence[int]) -> BatchIndex:
 
 def _for_kernels(routes: Routes, bags: Sequence[int], cell_bounds: Tensor, cell_shift: Tensor) -> RunIndex | None:
     """The same for compiled kernels; None: intervals of several sizes, ids of 64 bits, or another device."""
-    requests, device = routes.requests, cell_bounds.device
-    if requests.sizes is None or routes.dtype != torch.int32 or device.type != "cpu":
+    if routes.sizes is None or routes.dtype != torch.int32 or cell_bounds.device.type != "cpu":
         return None
-    if int(requests.rows.max()) > 1 << 31:  # ids of more bits, although rows of each owner have at most 31
+    if max(table.layout.shape[0] for table in routes.plan.tables) > 1 << 31:  # ids of more bits than an owner's rows
         return None
-    num_features = len(requests.base)
     return RunIndex(
-        np.cumsum(bags, dtype=np.int64),
-        requests.sizes,
-        np.searchsorted(requests.feature_of, np.arange(num_features)),
-        requests.position,
-        cell_shift.numpy(),
-        cell_bounds.numpy(),
-        routes.at.numpy(),
-        requests.sent.shift + requests.base[requests.sent.feature],
+        bag_ends=np.cumsum(bags, dtype=np.int64),
+        interval_size=routes.sizes,
+        first_interval=np.searchsorted(routes.feature_of.numpy(), np.arange(len(bags))),
+        position=routes.position.numpy(),
+        cell_shift=cell_shift.numpy(),
+        cell_bounds=cell_bounds.numpy(),
+        at=routes.at.numpy(),
+        shift=(routes.shift + routes.base[routes.feature]).numpy(),
     )
 
 
@@ -269,8 +186,8 @@ def _ranges(starts: Tensor, counts: Tensor) -> Tensor:
     return shift + torch.arange(total, device=starts.device)
 
 
-def request_bags(index: BatchIndex, batch: Batch) -> Request:
-    """Request the sums of the bags of a batch; of all, unless fewer than `MOST_RUNS` have an id at an owner."""
+def request_bags(index: BatchIndex, batch: Batch) -> IdRequest:
+    """IdRequest the sums of the bags of a batch; of all, unless fewer than `MOST_RUNS` have an id at an owner."""
     routes, found, segments = index.routes, None, index.runs
     if index.for_kernels is not None and batch.weights is None:
         found = routes.kernels.runs(index.for_kernels, batch.values, batch.lengths)
@@ -279,16 +196,16 @@ def request_bags(index: BatchIndex, batch: Batch) -> Request:
     if int(occupied.sum()) < MOST_RUNS * lengths.numel():
         lengths, segments = lengths[occupied], F.pad(occupied.cumsum(0), (1, 0))[index.ends].tolist()
         results = results.only(occupied[index.run_of_unit])
-    return Request(lengths, rows, weights, segments, routes.bounds(counts), results)
+    return IdRequest(lengths, rows, weights, segments, routes.bounds(counts), results)
 
 
 def _runs(index: BatchIndex, batch: Batch) -> Runs:
     routes, values, bag, lengths, weights = index.routes, batch.values, batch.bag, batch.lengths, batch.weights
     rows = values + index.base_of_bag.index_select(0, bag)
-    if routes.requests.several:
+    if routes.several:
         interval = index.intervals(values, rows, bag)
         lengths = torch.bincount(index.cell_shift.index_select(0, interval) + bag, minlength=index.num_cells)
-        order = _stable_order(routes.position.index_select(0, interval), len(routes.requests.starts))
+        order = _stable_order(routes.position.index_select(0, interval), len(routes.starts))
         rows, weights = rows.index_select(0, order), None if weights is None else weights.index_select(0, order)
     ends = F.pad(lengths.cumsum(0), (1, 0))[index.cell_bounds]
     counts = ends.diff()[routes.at]
@@ -296,7 +213,7 @@ def _runs(index: BatchIndex, batch: Batch) -> Runs:
         picked = _ranges(ends[routes.at], counts)
         rows, weights = rows.index_select(0, picked), None if weights is None else weights.index_select(0, picked)
         lengths = lengths[index.cell_of_run]
-    return Runs(routes.shifted(rows, counts), lengths.to(routes.dtype), counts, weights)
+    return routes.shifted(rows, counts), lengths.to(routes.dtype), counts, weights
 
 
 def _stable_order(keys: Tensor, num_keys: int) -> Tensor:
@@ -310,8 +227,8 @@ def _stable_order(keys: Tensor, num_keys: int) -> Tensor:
 # ---- rows ---------------------------------------------------------------------------------------------------
 
 
-def request_rows(routes: Routes, values: Tensor, feature: Tensor, first: Tensor, num_units: int) -> Request:
-    """Request each distinct row of valid ids.
+def request_rows(routes: Routes, values: Tensor, feature: Tensor, first: Tensor, num_units: int) -> IdRequest:
+    """IdRequest each distinct row of valid ids.
 
     Args:
         values: the ids, int64.
@@ -354,7 +271,7 @@ def request_rows(routes: Routes, values: Tensor, feature: Tensor, first: Tensor,
         sent=to_owners,
     )
     segments = routes.bounds(counts)
-    return Request(None, routes.shifted(rows, counts), None, segments, segments, results)
+    return IdRequest(None, routes.shifted(rows, counts), None, segments, segments, results)
 
 
 class PoolingChoice:
@@ -371,7 +288,7 @@ class PoolingChoice:
         self.by_owners = True
         self._batches = 0
 
-    def request(self, index: BatchIndex, batch: Batch) -> Request:
+    def request(self, index: BatchIndex, batch: Batch) -> IdRequest:
         """The request of a batch of bags."""
         compare, self._batches = self._batches % CHECK_EVERY == 0 and batch.weights is None, self._batches + 1
         bags = request_bags(index, batch) if self.by_owners or compare else None
@@ -393,8 +310,8 @@ def needs_gradients(batch: Batch) -> bool:
     return batch.weights is not None and batch.weights.requires_grad
 
 
-def request_weighted(index: BatchIndex, batch: Batch) -> Request:
-    """Request the row of every id, by feature; owners of a weighted collection multiply it by 1.
+def request_weighted(index: BatchIndex, batch: Batch) -> IdRequest:
+    """IdRequest the row of every id, by feature; owners of a weighted collection multiply it by 1.
 
     The gradient of the weight of an id is the dot product of its row and the gradient of its bag. Autograd computes it
     where both are, so a step still has three collectives.

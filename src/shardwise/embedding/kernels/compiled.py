@@ -228,7 +228,7 @@ class CompiledKernels(Kernels):
 
     def runs(self, index: RunIndex, values: Tensor, lengths: Tensor) -> Runs:
         rows, of_runs, counts = map(torch.from_numpy, make_runs(values.numpy(), lengths.numpy(), *index))
-        return Runs(rows, of_runs, counts, None)
+        return rows, of_runs, counts, None
 
     def update(
         self,

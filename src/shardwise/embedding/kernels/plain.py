@@ -68,20 +68,7 @@ class RunIndex(NamedTuple):
     shift: Ints
 
 
-class Runs(NamedTuple):
-    """Runs of ids, by request.
-
-    Attributes:
-        rows: of the owners' stacks, int32 or int64.
-        lengths: of the runs, of the same dtype.
-        counts: the ids of each request, int64.
-        weights: of each id, or None.
-    """
-
-    rows: Tensor
-    lengths: Tensor
-    counts: Tensor
-    weights: Tensor | None
+Runs = tuple[Tensor, Tensor, Tensor, Tensor | None]  # see `Kernels.runs`
 
 
 class Kernels:
@@ -179,6 +166,10 @@ class Kernels:
         Args:
             values: valid ids, int64, by feature and bag.
             lengths: of all bags, int64.
+
+        Returns:
+            Rows of the owners' stacks, int32 or int64; the lengths of runs, of the same dtype; the ids of each
+            request, int64: how many; and the weight of each id, or None.
         """
         return None
 

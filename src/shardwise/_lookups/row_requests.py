@@ -1,0 +1,103 @@
+"""What ranks request of one tensor of an owner, its stack: runs of rows, each of which is answered by one sum.
+
+    rank 0 requests the sum of rows 7 and 9, and row 0; rank 1 requests row 7
+    rows (7, 9, 0, 7), offsets (0, 2, 3, 4), runs (2, 1), ids (3, 1)
+
+The message of a rank has the lengths of its runs, then the rows, each by stack. Lengths are left out if all runs of a
+stack have as many rows. The header has for each stack whether there are lengths, how many runs, and how many rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RowRequests:
+    """What all ranks requested of one stack, in the order of ranks.
+
+    Attributes:
+        rows: of the stack, [ids].
+        offsets: where each run starts in `rows`, and their number; [runs + 1], of the same dtype.
+        weights: of each row, float32; None: all are 1.
+        runs: how many each rank requested.
+        ids: how many each rank sent.
+    """
+
+    rows: Tensor
+    offsets: Tensor
+    weights: Tensor | None
+    runs: tuple[int, ...]
+    ids: tuple[int, ...]
+
+    def only(self, ranks: Sequence[int]) -> "RowRequests":
+        """Those of some of the ranks, given by position."""
+        if len(ranks) == len(self.runs):
+            return self
+        rows, lengths = self.rows.split(self.ids), self.offsets.diff().split(self.runs)
+        weights = None if self.weights is None else self.weights.split(self.ids)
+        return RowRequests(
+            torch.cat([self.rows[:0], *(rows[r] for r in ranks)]),
+            offsets_of([self.offsets[:0], *(lengths[r] for r in ranks)]),
+            None if weights is None else torch.cat([weights[0][:0], *(weights[r] for r in ranks)]),
+            tuple(self.runs[r] for r in ranks),
+            tuple(self.ids[r] for r in ranks),
+        )
+
+
+def join_requests(several: Sequence[RowRequests]) -> RowRequests:
+    """Requests of one stack after each other, as if they were of one exchange."""
+    weights = [one.weights for one in several if one.weights is not None]
+    return RowRequests(
+        torch.cat([one.rows for one in several]),
+        offsets_of([one.offsets.diff() for one in several]),
+        torch.cat(weights) if weights else None,
+        tuple(n for one in several for n in one.runs),
+        tuple(n for one in several for n in one.ids),
+    )
+
+
+def read_requests(
+    messages: Sequence[Tensor], headers: Sequence[Sequence[int]], weighted: bool = False
+) -> list[RowRequests]:
+    """The requests of each stack, of the messages of all ranks and their headers; `weighted` ones end with weights."""
+    num_stacks = len(headers[0]) // 3
+    parts: list[list[list[Tensor]]] = []  # for each rank: lengths, rows and weights of each stack
+    for message, header in zip(messages, headers, strict=True):
+        has_lengths, runs, ids = header[::3], header[1::3], header[2::3]
+        sent = [n if given else 0 for given, n in zip(has_lengths, runs, strict=True)]
+        found = message.split([*sent, *ids, *(ids if weighted else ())])
+        of_stacks = [list(found[i : i + num_stacks]) for i in range(0, len(found), num_stacks)]
+        for stack, given in enumerate(has_lengths):
+            if not given:
+                of_stacks[0][stack] = message.new_full((runs[stack],), ids[stack] // max(runs[stack], 1))
+        parts.append(of_stacks)
+    return [
+        RowRequests(
+            torch.cat([of_rank[1][stack] for of_rank in parts]),
+            offsets_of([of_rank[0][stack] for of_rank in parts]),
+            as_weights(torch.cat([of_rank[2][stack] for of_rank in parts])) if weighted else None,
+            tuple(header[3 * stack + 1] for header in headers),
+            tuple(header[3 * stack + 2] for header in headers),
+        )
+        for stack in range(num_stacks)
+    ]
+
+
+def offsets_of(lengths: Sequence[Tensor]) -> Tensor:
+    """Where runs of these lengths start, and the number of ids."""
+    joined = torch.cat(list(lengths))
+    return F.pad(joined.cumsum(0, dtype=joined.dtype), (1, 0))
+
+
+def as_integers(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bits of float32 weights as integers of a message."""
+    return weights.float().view(torch.int32).to(dtype)
+
+
+def as_weights(integers: Tensor) -> Tensor:
+    """The inverse of `as_integers`."""
+    return integers.to(torch.int32).view(torch.float32)
