@@ -41,7 +41,7 @@ def test_a_function_is_simulated(capsys: Captured) -> None:
 
     found = simulate(train, mesh=Mesh((3,), names=("tp",)))
     assert out == f"{found}\n"
-    assert err.splitlines() == ["rank 0: the model is made", "rank 0: step 1 of 2", "rank 0: step 2 of 2"]
+    assert not err  # progress is for terminals
 
 
 def test_options_of_a_shape_are_obeyed(capsys: Captured) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -22,9 +23,19 @@ from shardwise._collectives import (
     start,
     world_size,
 )
-from shardwise._collectives.cost_tables import COLLECTIVES, FORMAT, Measured, link_bytes, ranks_per_host_of
+from shardwise._collectives.cost_tables import (
+    COLLECTIVES,
+    FORMAT,
+    VARIABLE,
+    Measured,
+    link_bytes,
+    ranks_per_host_of,
+    read_costs,
+)
 from shardwise._collectives.meshes import has_nccl
 from shardwise._layout import Mesh
+from shardwise._pictures.labels import count_text
+from shardwise._pictures.report import table_text
 from shardwise.errors import MeshError
 
 KILOBYTES = (4, 64, 1024, 16384)  # of the full tensor
@@ -142,18 +153,6 @@ def fit(timings: Sequence[Timing]) -> Measured:
     return Measured(latency, per_rank, 1 / max(per_byte, 1 / FASTEST))
 
 
-def describe_world(tables: Tables) -> str:
-    """What was measured, in words."""
-    per_host = None if tables[1] is None else ranks_per_host_of(world_size())
-    hosts = "1 host" if per_host is None else f"{world_size() // per_host} hosts"
-    return f"torch {torch.__version__}, {world_size()} ranks on {hosts}"
-
-
-def device_type_of_world() -> str:
-    """The type of the devices of NCCL if the world has it, else "cpu"."""
-    return "cuda" if world_size() > 1 and has_nccl() else "cpu"
-
-
 def write_costs(
     path: Path, device_type: str, source: str, inside: Mapping[str, Measured], between: Mapping[str, Measured] | None
 ) -> None:
@@ -164,3 +163,22 @@ def write_costs(
 
     content = {"format": FORMAT, "device_type": device_type, "source": source}
     path.write_text(json.dumps({**content, "inside": table(inside), "between": table(between)}, indent=2) + "\n")
+
+
+def calibrate(output: Path) -> str:
+    """Measure what collectives cost in this world. Rank 0 writes the file, and gets a table. Runs on ranks."""
+    device_type = "cuda" if world_size() > 1 and has_nccl() else "cpu"
+    tables = measure(device_type)
+    if rank() != 0:
+        return ""
+    hosts = 1 if tables[1] is None else world_size() // (ranks_per_host_of(world_size()) or 1)
+    world = f"torch {torch.__version__}, {world_size()} ranks on {count_text(hosts, 'host')}"
+    source = f"{world}, {datetime.now(UTC).date()}"
+    write_costs(output, device_type, source, *tables)
+    read_costs(output)
+    rows = [("", "latency", "each rank", "speed")]
+    for where, table in zip(("inside a host", "between hosts"), tables, strict=True):
+        for name, (latency, per_rank, speed) in (table or {}).items():
+            rows.append((f"{where}, {name}", f"{latency:.0f} us", f"{per_rank:.0f} us", f"{speed:.0f} MB/s"))
+    written = f"Written to {output}. To plan by it: {VARIABLE}={output}"
+    return "\n".join([f"{source}, {device_type}", table_text(rows, "lrrr"), written])

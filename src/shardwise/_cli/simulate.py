@@ -2,14 +2,13 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from itertools import count
 from types import FunctionType
 from typing import TYPE_CHECKING, TypeAlias
 
-from shardwise._cli.common import Exit, SubParsers
+from shardwise._cli.common import Exit, SubParsers, progress_bar
 from shardwise.errors import ConfigError, PlanError, did_you_mean
 
 if TYPE_CHECKING:
@@ -58,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: what, the mesh or options that do not fit; one line.
     """
+    from rich.progress import SpinnerColumn, TimeElapsedColumn
+
     from shardwise._layout import parse_mesh
     from shardwise.simulation import simulate
 
@@ -66,9 +67,9 @@ def run(args: argparse.Namespace) -> int:
     except PlanError as error:
         raise ConfigError(str(error)) from error
     step = _step_of(args, mesh)
-    with _progress() as show:
+    with progress_bar(SpinnerColumn(), TimeElapsedColumn()) as show:
         simulation = simulate(lambda mesh: _watched(step, mesh, show), mesh=mesh)
-    print(simulation)
+    simulation.show()
     return Exit.OK
 
 
@@ -120,36 +121,16 @@ def _function(what: str) -> Build:
     return build
 
 
-def _watched(build: Build, mesh: "Mesh", show: Callable[[str], None]) -> "Step":
+def _watched(build: Build, mesh: "Mesh", show: Callable[..., None]) -> "Step":
     """The step, which shows what runs. It runs twice on a rank of each class; the second is counted."""
     from shardwise import _collectives as collectives
 
     rank, steps = collectives.rank(), count(1)
-    show(f"rank {rank}: the model is made")
+    show(description=f"rank {rank}: the model is made")
     step = build(mesh)
-    if not callable(step):
-        raise ConfigError(
-            f"A simulated function must return a function of one step, got {type(step).__name__}. Fix: return it."
-        )
 
     def shown() -> object:
-        show(f"rank {rank}: step {next(steps)} of 2")
+        show(description=f"rank {rank}: step {next(steps)} of 2")
         return step()
 
-    return shown
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Shows what runs, with the time it takes, on standard error: in one line of a terminal, else line by line."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal or console.is_dumb_terminal:
-        yield lambda text: print(text, file=sys.stderr, flush=True)
-        return
-    columns = SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda text: progress.update(task, description=text)
+    return shown if callable(step) else step  # which `simulate` refuses

@@ -9,19 +9,6 @@ UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 LONG_LIST = 16  # boxes, sizes or ranks beyond which a title shows their number
 
 
-PLAIN = str.maketrans("┌┬┐├┼┤└┴┘╵╷│─╶╴…", "+++++++++|||---~")
-
-
-def fitting(text: str, encoding: str | None) -> str:
-    """`text` as `encoding` can represent it: boxes of plus and minus, other characters escaped."""
-    encoding = encoding or "utf-8"
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        return text.translate(PLAIN).encode(encoding, "backslashreplace").decode(encoding)
-    return text
-
-
 def bytes_text(number: float) -> str:
     """`1.5 MiB`: in the largest unit that gives 1 or more, with one decimal below 100."""
     unit, size = next(((u, s) for u, s in UNITS if number >= s), ("B", 1))
@@ -32,19 +19,6 @@ def bytes_text(number: float) -> str:
 def count_text(number: int, noun: str) -> str:
     """`1 rank`, `1,000 ranks`."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
-
-
-def aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Lines of aligned columns; the first `left` columns are text, the others numbers."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines
 
 
 def shape_text(shape: Sequence[int]) -> str:

@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardwise._layout import Layout, Mesh, Placement, checked
-from shardwise._pictures.labels import aligned, bytes_text, placement_text
-from shardwise.errors import printable
+from shardwise._pictures.labels import bytes_text, placement_text
+from shardwise._pictures.report import Report, table_text
 
 if TYPE_CHECKING:
     from torch import nn
 
 SHOWN_RANKS = 4  # with more, only the largest and the smallest are shown
-WORDS = 3  # text columns before those of numbers
 
 
 @dataclass(frozen=True)
@@ -33,34 +32,30 @@ class Placed:
 
 
 @dataclass(frozen=True, repr=False)
-class Table:
+class Table(Report):
     """Parameters, and the ranks of their bytes. `str()` is the text."""
 
     placed: tuple[Placed, ...]
     ranks: tuple[int, ...]
 
-    def rows(self) -> list[list[str]]:
+    def text(self, width: int | None = None, colour: bool = False) -> str:
         """A heading, one row per parameter, and the sums."""
         known = [one.rank_bytes for one in self.placed if one.rank_bytes]
         sums = [sum(column) for column in zip(*known, strict=True)] or [0] * len(self.ranks)
         few = len(self.ranks) <= SHOWN_RANKS
         heading = [f"rank {rank}" for rank in self.ranks] if few else ["fullest rank", "emptiest rank"]
 
-        def shown(rank_bytes: Sequence[int]) -> list[str]:
-            if not rank_bytes:
+        def shown(sizes: Sequence[int]) -> list[str]:
+            if not sizes:
                 return ["?"] * len(heading)
-            return [bytes_text(n) for n in (rank_bytes if few else (max(rank_bytes), min(rank_bytes)))]
+            return [bytes_text(n) for n in (sizes if few else (max(sizes), min(sizes)))]
 
-        return [
+        rows = [
             ["parameter", "shape", "placement", *heading],
             *([one.name, _grouped(one.shape), str(one.placement), *shown(one.rank_bytes)] for one in self.placed),
             ["all" if len(known) == len(self.placed) else "all that is known", "", "", *shown(sums)],
         ]
-
-    def __str__(self) -> str:
-        return "\n".join(aligned([[printable(cell) for cell in row] for row in self.rows()], WORDS))
-
-    __repr__ = __str__
+        return table_text(rows, "lll" + "r" * len(heading), width)
 
 
 def _grouped(shape: Sequence[int]) -> str:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardwise._layout import Layout, checked, placements_text
+from shardwise._pictures.report import Report, table_text
 from shardwise._redistribute.plan import RedistributePlan, alternatives
 from shardwise._redistribute.steps import CommStep
 from shardwise.errors import ArgumentError
@@ -26,13 +27,9 @@ class CollectiveSequence(NamedTuple):
     total_bytes: int
     steps: tuple[str, ...]
 
-    @property
-    def text(self) -> str:
-        return ", ".join(self.steps) or "nothing is sent"
-
 
 @dataclass(frozen=True, repr=False)
-class RedistributeComparison:
+class RedistributeComparison(Report):
     """What `explain_redistribute` found; its text has a line for each sequence.
 
     Args:
@@ -43,20 +40,17 @@ class RedistributeComparison:
     dst: Layout
     sequences: tuple[CollectiveSequence, ...]
 
-    def __str__(self) -> str:
-        lines = [self._title(), "    cost  busiest rank     all ranks"]
-        lines += [
-            f"{s.cost:>7.2f}x {s.busiest_bytes:>13,} {s.total_bytes:>13,}  {s.text}"
+    def text(self, width: int | None = None, colour: bool = False) -> str:
+        """The layouts, and a table of the sequences that cost least."""
+        elsewhere = "" if self.src.mesh == self.dst.mesh else f" on {self.dst.mesh}"
+        title = f"{self.src.shape} on {self.src.mesh}: {_placements(self.src)} -> {_placements(self.dst)}{elsewhere}"
+        rows = [
+            (f"{s.cost:.2f}x", f"{s.busiest_bytes:,}", f"{s.total_bytes:,}", ", ".join(s.steps) or "nothing is sent")
             for s in self.sequences[:MOST_LINES]
         ]
+        table = table_text([("    cost", "busiest rank", "   all ranks", ""), *rows], "rrrl", width)
         more = len(self.sequences) - MOST_LINES
-        return "\n".join([*lines, *([f"and {more} that cost more"] if more > 0 else [])])
-
-    __repr__ = __str__
-
-    def _title(self) -> str:
-        elsewhere = "" if self.src.mesh == self.dst.mesh else f" on {self.dst.mesh}"
-        return f"{self.src.shape} on {self.src.mesh}: {_placements(self.src)} -> {_placements(self.dst)}{elsewhere}"
+        return "\n".join([title, table, *([f"and {more} that cost more"] if more > 0 else [])])
 
 
 @checked
