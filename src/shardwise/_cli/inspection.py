@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from shardwise._layout import Box, Boxes, Layout, Mesh
-from shardwise._pictures import Picture
+from shardwise._pictures.drawing import Picture, svg
 from shardwise._pictures.labels import bytes_text, count_text, shape_text
 from shardwise._pictures.report import Report, table_text
-from shardwise._pictures.svg import draw_svg
 from shardwise.checkpoint.manifest import Manifest, StoredTensor, chunk_json, file_name
 from shardwise.errors import printable
 
@@ -128,4 +127,4 @@ def drawing(manifest: Manifest) -> str:
         for chunk in tensor.chunks:
             boxes[files[chunk.file]].append(chunk.box)
         pictures.append(Picture(Layout(mesh, [Boxes(boxes)], tensor.shape), name, tensor.dtype.itemsize))
-    return draw_svg(pictures)
+    return svg(pictures)

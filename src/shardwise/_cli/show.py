@@ -52,9 +52,9 @@ def run(args: argparse.Namespace) -> int:
         text = " ".join(str(error).split())
         raise ConfigError(text if "Fix:" in text else f"{text} Fix: see shardwise show --help.") from error
     if args.svg is not None:
-        from shardwise._pictures.svg import draw_svg
+        from shardwise._pictures.drawing import svg
 
-        write(args.svg, draw_svg(pictures))
+        write(args.svg, svg(pictures))
         return Exit.OK
     for number, report in enumerate(pictures if plan is None else (plan.table, *pictures)):
         if number:

@@ -2,10 +2,9 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable
-from importlib import import_module
+from collections.abc import Callable
 from itertools import count
-from types import FunctionType
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, TypeAlias
 
 from shardwise._cli.common import Exit, SubParsers, progress_bar
@@ -75,50 +74,38 @@ def run(args: argparse.Namespace) -> int:
 
 def _step_of(args: argparse.Namespace, mesh: "Mesh") -> Build:
     """What makes the step: the function of the user, or of a shape with its options."""
-    given = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
-    if ":" in args.what:
-        _refuse(given, args.what)
-        return _function(args.what)
-    from shardwise.simulation.shapes import SHAPES, Options
+    from shardwise.simulation import shapes
 
-    if args.what not in SHAPES:
+    given = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
+    shape = shapes.SHAPES.get(args.what)
+    unknown = [f"--{name.replace('_', '-')}" for name in given if shape is None or name not in shape.options]
+    if shape is None and ":" not in args.what:
         meant = did_you_mean(args.what, SHAPES)
         raise ConfigError(
             f"{args.what!r} is no shape.{meant} Fix: use one of {', '.join(SHAPES)}, or MODULE:FUNCTION of your own."
         )
-    shape = SHAPES[args.what]
-    _refuse([name for name in given if name not in shape.options], args.what)
-    options = Options(**given)
+    if unknown:
+        raise ConfigError(f"{args.what} has no options {', '.join(unknown)}. Fix: leave them out.")
+    if shape is None:
+        return _function(args.what)
+    options = shapes.Options(**given)
     options.check(mesh)
     return lambda mesh: shape.build(options, mesh)
 
 
-def _refuse(options: Iterable[str], what: str) -> None:
-    words = ", ".join(f"--{name.replace('_', '-')}" for name in options)
-    if words:
-        raise ConfigError(f"{what} has no options {words}. Fix: leave them out.")
-
-
 def _function(what: str) -> Build:
     """The function of that name, from a module that Python finds, or in the current folder."""
-    module_name, _, name = what.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        module = import_module(module_name)
-    except (ImportError, ValueError) as error:  # a module may also lack another one
+        found: Build = resolve_name(what)
+    except (ImportError, ValueError, AttributeError) as error:  # a module may also lack another one
         raise ConfigError(
-            f"{module_name!r} cannot be imported: {error}. Fix: name a module of this folder or an installed one."
+            f"{what!r} cannot be imported: {error}. Fix: name a function in a module of this folder or installed."
         ) from error
-    found = getattr(module, name, None)
     if not callable(found):
-        functions = [key for key, value in vars(module).items() if isinstance(value, FunctionType)]
-        meant = did_you_mean(name, functions)
-        raise ConfigError(
-            f"{module_name} has no function {name!r}.{meant} Fix: name one that takes the mesh and returns a step."
-        )
-    build: Build = found
-    return build
+        raise ConfigError(f"{what!r} is no function. Fix: name one that takes the mesh and returns a step.")
+    return found
 
 
 def _watched(build: Build, mesh: "Mesh", show: Callable[..., None]) -> "Step":

@@ -116,15 +116,16 @@ MAX_NAMES = 72  # characters of ranks in one line; beyond that their number
 
 def holdings(holders: Holders, itemsize: int | None) -> list[str]:
     """What ranks hold, one line for each group of equal ranks; those that hold nothing at the end."""
-    layout, held, lines = holders.layout, holders.held(), []
-    if len(held.numels) <= MAX_GROUPS:
-        for ranks in sorted(map(held.ranks, held.numels)):
-            each = " each" if len(ranks) > 1 else ""
-            lines.append(f"{named_ranks(ranks, MAX_NAMES)}: {holding_text(layout, ranks[0], itemsize)}{each}")
+    layout, shards, lines = holders.layout, list(holders.shards()), []
+    groups = [(numel, ranks) for numel, ranks in shards if numel]
+    if len(groups) <= MAX_GROUPS:
+        for found in sorted(ranks() for _, ranks in groups):
+            each = " each" if len(found) > 1 else ""
+            lines.append(f"{named_ranks(found, MAX_NAMES)}: {holding_text(layout, found[0], itemsize)}{each}")
     else:
-        most, least = max(held.numels.values()), min(held.numels.values())
-        first = min(held.ranks(what)[0] for what, numel in held.numels.items() if numel == most)
-        last = max(held.ranks(what)[-1] for what, numel in held.numels.items() if numel == least)
+        most, least = max(numel for numel, _ in groups), min(numel for numel, _ in groups)
+        first = min(ranks()[0] for numel, ranks in groups if numel == most)
+        last = max(ranks()[-1] for numel, ranks in groups if numel == least)
         for word, rank in (("most", first), ("least", last)):
             lines.append(f"{word} on rank {rank}: {holding_text(layout, rank, itemsize)}")
-    return [*lines, f"{named_ranks(held.nothing, MAX_NAMES)}: nothing"] if held.nothing else lines
+    return [*lines, *(f"{named_ranks(ranks(), MAX_NAMES)}: nothing" for numel, ranks in shards if not numel)]

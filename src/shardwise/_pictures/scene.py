@@ -14,25 +14,9 @@ from math import prod
 from operator import sub
 from typing import NamedTuple
 
-from shardwise._layout import Box, DimShards, Layout
+from shardwise._layout import Box, DimShards
 from shardwise._pictures.holders import Holders, Places
 from shardwise._pictures.labels import named_ranks
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Subject:
-    """What is drawn.
-
-    Args:
-        layout: of the tensor.
-        header: text above the picture, printed verbatim.
-        itemsize: bytes of an element; None leaves bytes out.
-    """
-
-    layout: Layout
-    header: str = ""
-    itemsize: int | None = None
-
 
 MOST_NAMED = 1000  # characters of ranks in a label, beyond which it has their number
 CHARACTERS = 4  # of a rank, and what is between it and the next

@@ -5,9 +5,10 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import accumulate
 
+from shardwise._layout import Layout
 from shardwise._pictures.holders import Holders
 from shardwise._pictures.labels import count_text, holdings, is_dark, ranks_text, title
-from shardwise._pictures.scene import Cell, Limit, Panel, Subject, in_proportion, panels, spread
+from shardwise._pictures.scene import Cell, Limit, Panel, in_proportion, panels, spread
 from shardwise.errors import printable
 
 LIMITS = (Limit(64, 64), Limit(64, 64), Limit(8, 8))  # of rows, columns and each further dim
@@ -36,15 +37,15 @@ def colour_of(number: int, dark: bool = False) -> str:
     return "#" + "".join(f"{round(255 * c):02x}" for c in channels)
 
 
-def draw_svg(pictures: Sequence[Subject]) -> str:
-    """One drawing of all `pictures`, one below the other."""
+def draw_svg(pictures: Sequence[tuple[Layout, str, int | None]]) -> str:
+    """One drawing of all layouts, with a header and the size of an element, one below the other."""
     parts, top, full = [], 0.0, 0.0
-    for picture in pictures:
-        body, width, height = _picture(picture)
+    for layout, header, itemsize in pictures:
+        body, width, height = _picture(layout, header, itemsize)
         parts.append(f'<g transform="translate(0 {top:g})">{body}</g>')
         top += height + MARGIN
         full = max(full, width)
-    names = safe("; ".join(picture.header or title(picture.layout) for picture in pictures))
+    names = safe("; ".join(header or title(layout) for layout, header, _ in pictures))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {full:g} {top:g}" width="{full:g}" height="{top:g}" '
         f'role="img" style="{STYLE}"><title>{names}</title>'
@@ -55,12 +56,11 @@ def draw_svg(pictures: Sequence[Subject]) -> str:
 Drawing = tuple[str, float, float]  # what is drawn, its width and its height
 
 
-def _picture(picture: Subject) -> Drawing:
-    layout = picture.layout
-    above = [*([picture.header] if picture.header else []), title(layout)]
+def _picture(layout: Layout, header: str, itemsize: int | None) -> Drawing:
+    above = [*([header] if header else []), title(layout)]
     holders = Holders(layout)
     body, width, height = _slices(holders)
-    below = holdings(holders, picture.itemsize)
+    below = holdings(holders, itemsize)
     if not body:
         below.insert(0, "(no element)")
     elif holders.reduction:

@@ -96,10 +96,9 @@ def sharding_table(module: "nn.Module", plan: object = None, mesh: object = None
     for name, x in tensors.items():
         if name in layouts:
             rows.append(placed(name, layouts[name], x.element_size(), ranks))
-        elif name in words:
-            rows.append(Placed(name, tuple(x.shape), words[name], ()))
         else:
-            rows.append(Placed(name, tuple(x.shape), "plain", (x.numel() * x.element_size(),) * len(ranks)))
+            known = () if name in words else (x.numel() * x.element_size(),) * len(ranks)
+            rows.append(Placed(name, tuple(x.shape), words.get(name, "plain"), known))
     return Table(tuple(rows), ranks)
 
 
@@ -120,11 +119,10 @@ def _planned(module: "nn.Module", plan: Any, mesh: Any, now: Mapping[str, Layout
         return layouts_of(module, plan, where), {}, set(where.ranks)
     layouts, words = dict(now), {}
     for name, x in (*module.named_parameters(), *module.named_buffers()):
-        entry = plan.plan.get(name)
-        if isinstance(entry, ShardingSpec):
-            layouts[name] = entry.layout(tuple(x.shape), tuple(sorted(where.ranks)))
-        for path, sharder in plan.plan.items():
-            if name.startswith(f"{path}."):
+        for path, entry in plan.plan.items():
+            if name == path and isinstance(entry, ShardingSpec):
+                layouts[name] = entry.layout(tuple(x.shape), where.sorted_ranks)
+            elif name.startswith(f"{path}."):
                 layouts.pop(name, None)
-                words[name] = f"by {type(sharder).__name__}"
+                words[name] = f"by {type(entry).__name__}"
     return layouts, words, set(where.ranks)

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from textwrap import wrap
 
-from shardwise._layout import Box
+from shardwise._layout import Box, Layout
 from shardwise._pictures.holders import Holders
 from shardwise._pictures.labels import holdings, is_dark, title
-from shardwise._pictures.scene import Cell, Limit, Panel, Segments, Subject, in_proportion, panels, sliced_dims, spread
+from shardwise._pictures.scene import Cell, Limit, Panel, Segments, in_proportion, panels, sliced_dims, spread
 from shardwise.errors import printable
 
 UP, RIGHT, DOWN, LEFT = 1, 2, 4, 8
@@ -24,15 +24,15 @@ LABEL_WIDTH = 26  # beyond which the names of ranks go on in the next line
 LABEL_LINES = 3  # beyond which they go below the picture
 
 
-def draw_text(subject: Subject, width: int, colour: bool) -> str:
-    """The picture of `subject` in lines of at most `width` characters, if its narrowest form needs no more."""
-    holders = Holders(subject.layout)
+def draw_text(layout: Layout, header: str, itemsize: int | None, width: int, colour: bool) -> str:
+    """The picture of `layout` in lines of at most `width` characters, if its narrowest form needs no more."""
+    holders = Holders(layout)
     notes: list[str] = []
     blocks = _blocks(holders, width, notes, colour)
-    lines = [*printable(subject.header).splitlines(), title(subject.layout), *_side_by_side(blocks, width)]
+    lines = [*printable(header).splitlines(), title(layout), *_side_by_side(blocks, width)]
     if not blocks:
         lines.append("(no element)")
-    return "\n".join([*lines, *notes, *(_legend(holders) if blocks else ()), *holdings(holders, subject.itemsize)])
+    return "\n".join([*lines, *notes, *(_legend(holders) if blocks else ()), *holdings(holders, itemsize)])
 
 
 def _legend(holders: Holders) -> Iterator[str]:

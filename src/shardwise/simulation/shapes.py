@@ -57,19 +57,14 @@ class Options:
                 raise ConfigError(f"{name} is {value}, expected 1 or more. Fix: give a positive number.")
 
     def check(self, mesh: Mesh) -> None:
-        """Whether a mesh has the axes for this.
-
-        Raises:
-            ConfigError: it has not.
-        """
+        """Raise ConfigError if a mesh lacks the axes for this."""
         names = mesh.names or ()
-        data_axes = [name for name in names if name != TENSOR_AXIS]
         wrong = None
         if not names:
             wrong = "A shape needs a mesh with axis names"
         elif self.sequence_parallel and TENSOR_AXIS not in names:
             wrong = f"sequence_parallel needs an axis {TENSOR_AXIS} in the mesh"
-        elif self.fully_shard and not 1 <= len(data_axes) <= 2:
+        elif self.fully_shard and len({*names} - {TENSOR_AXIS}) not in (1, 2):
             wrong = f"fully_shard needs one or two axes besides {TENSOR_AXIS} in the mesh"
         if wrong:
             raise ConfigError(f"{wrong}, got {mesh}. Fix: give one such as dp=2,{TENSOR_AXIS}=2.")
