@@ -70,12 +70,9 @@ def simulate(
             f"simulate takes a mesh of the ranks 0 to {mesh.size() - 1}, got {mesh}. "
             f"Fix: Mesh({mesh.shape}), without ranks=."
         )
-    if isinstance(fn_or_module, nn.Module):
-        build = _training(fn_or_module, inputs, plan or {})
-    elif inputs or plan is not None:
+    if not isinstance(fn_or_module, nn.Module) and (inputs or plan is not None):
         raise ArgumentError("simulate: inputs and plan are those of a module. Fix: use them in the function.")
-    else:
-        build = fn_or_module
+    build = _training(fn_or_module, inputs, plan or {}) if isinstance(fn_or_module, nn.Module) else fn_or_module
     costs = costs or costs_of(mesh.device_type, None, None)
     classes: list[RankClass] = []
     assumed: dict[str, None] = {}

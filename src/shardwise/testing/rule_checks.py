@@ -114,7 +114,7 @@ class _Call:
         return found
 
     def rows(self, placements: dict[int, Placement]) -> list[Row]:
-        """The rows for operands of these placements, by position; others are replicated. None if it is refused."""
+        """The rows for operands of these placements, by position; others are replicated. Empty if it is refused."""
         metas = [Meta(tuple(x.shape), x.dtype, placements.get(i, REPLICATE)) for i, x in enumerate(self.tensors)]
         args, kwargs = self.on(metas)
         try:
