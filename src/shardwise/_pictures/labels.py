@@ -82,7 +82,7 @@ def mesh_text(mesh: Mesh) -> str:
 
 
 def is_dark(mesh: Mesh, rank: int) -> bool:
-    """Whether a rank has the darker of two shades, which neighbours along each axis of the mesh have in turn."""
+    """Whether a rank has the darker of two shades, which neighbors along each axis of the mesh have in turn."""
     return sum(mesh.coordinate(rank) or ()) % 2 == 1
 
 
