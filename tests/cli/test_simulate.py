@@ -91,5 +91,5 @@ def test_progress_is_one_line_of_a_terminal(monkeypatch: pytest.MonkeyPatch, cap
     assert cli.main(["simulate", "my_steps:train", "--mesh", "tp=3"]) == 0
     out, err = capsys.readouterr()
     assert "\x1b" not in out
-    assert "rank 0: step" in err
+    assert "rank 0, the first of its class" in err
     assert "\x1b[2K" in err  # lines are erased

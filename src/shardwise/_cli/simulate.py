@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Callable
-from itertools import count
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -58,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from rich.progress import SpinnerColumn, TimeElapsedColumn
 
+    from shardwise import _collectives as collectives
     from shardwise._layout import parse_mesh
     from shardwise.simulation import simulate
 
@@ -65,9 +65,14 @@ def run(args: argparse.Namespace) -> int:
         mesh = parse_mesh(args.mesh)
     except PlanError as error:
         raise ConfigError(str(error)) from error
-    step = _step_of(args, mesh)
-    with progress_bar(SpinnerColumn(), TimeElapsedColumn()) as show:
-        simulation = simulate(lambda mesh: _watched(step, mesh, show), mesh=mesh)
+    make = _step_of(args, mesh)
+    with progress_bar(SpinnerColumn(), TimeElapsedColumn()) as update:
+
+        def build(mesh: "Mesh") -> "Step":
+            update(description=f"rank {collectives.rank()}, the first of its class")
+            return make(mesh)
+
+        simulation = simulate(build, mesh=mesh)
     simulation.show()
     return Exit.OK
 
@@ -106,18 +111,3 @@ def _function(what: str) -> Build:
     if not callable(found):
         raise ConfigError(f"{what!r} is no function. Fix: name one that takes the mesh and returns a step.")
     return found
-
-
-def _watched(build: Build, mesh: "Mesh", show: Callable[..., None]) -> "Step":
-    """The step, which shows what runs. It runs twice on a rank of each class; the second is counted."""
-    from shardwise import _collectives as collectives
-
-    rank, steps = collectives.rank(), count(1)
-    show(description=f"rank {rank}: the model is made")
-    step = build(mesh)
-
-    def shown() -> object:
-        show(description=f"rank {rank}: step {next(steps)} of 2")
-        return step()
-
-    return shown if callable(step) else step  # which `simulate` refuses

@@ -146,14 +146,11 @@ class CommDebugMode(Listener):
         """What this rank sent to others, in bytes, by op; 0 for others."""
         return _both_phases(self._records[GLOBAL].sent_bytes)
 
-    @property
-    def comm_module_counts(self) -> dict[str, dict[str, Counts]]:
-        """The same as `get_module_counts()`."""
-        return self.get_module_counts()
-
     def get_module_counts(self) -> dict[str, dict[str, Counts]]:
         """How many collectives there were by module (and those inside it), "forward" or "backward", and op."""
         return {name: record.counts for name, record in self._with_collectives()}
+
+    comm_module_counts = property(get_module_counts)
 
     def get_module_bytes(self) -> dict[str, dict[str, int]]:
         """What this rank sent, in bytes, by module (and those inside it), and "forward" or "backward"."""

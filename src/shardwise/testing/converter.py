@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwise._collectives import DeviceMesh, as_mesh, rank
+from shardwise._collectives import DeviceMesh, as_mesh
 from shardwise._layout import REPLICATE, Layout, Mesh, Partial, Placement, Shard, checked_init
-from shardwise._tensor import distribute_tensor
 from shardwise.errors import LayoutError
 from shardwise.testing.local_shards import dtensor_from_full
 
@@ -147,11 +146,7 @@ class DTensorConverter:
             self.miss += 1
             return t
         self.hit += 1
-        layout = Layout(as_mesh(mesh), placements, tuple(t.shape))
-        if rank() in layout.mesh.ranks:
-            made = dtensor_from_full(t.detach(), layout)
-        else:
-            made = distribute_tensor(t.detach(), mesh, placements, src_data_rank=None)
+        made = dtensor_from_full(t.detach(), Layout(as_mesh(mesh), placements, tuple(t.shape)))
         if isinstance(t, nn.Parameter):
             return nn.Parameter(made, requires_grad=t.requires_grad)
         return made.requires_grad_(t.requires_grad)

@@ -132,10 +132,8 @@ def _failure(error: BaseException) -> Failure:
     except Exception:  # noqa: BLE001 - whatever a pickle may raise
         pickled = None
     place, first_line = None, 0
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        here = StackFrame(code.co_filename, trace.tb_lineno, code.co_name)
+    for frame, line in traceback.walk_tb(trace):
+        here = StackFrame(frame.f_code.co_filename, line, frame.f_code.co_name)
         if here.is_user_code:
-            place, first_line = here, code.co_firstlineno
-        trace = trace.tb_next
+            place, first_line = here, frame.f_code.co_firstlineno
     return Failure(pickled, summary(error), text, place, first_line)
