@@ -94,9 +94,6 @@ def title(layout: Layout) -> str:
     return f"{shape_text(layout.shape)} as {placements} on {mesh_text(layout.mesh)}{order_text}"
 
 
-# ---- what ranks hold --------------------------------------------------------------------------------------------
-
-
 def holding_text(layout: Layout, rank: int, itemsize: int | None) -> str:
     """The local shard of `rank`: its shape, or the number of shards and elements; then its bytes."""
     shards = [box for box in layout.boxes(rank) if box.numel]

@@ -83,6 +83,12 @@ class Panel:
         """The slice as Python writes it."""
         return f"[:, :, {self.deeper}]" if self.deeper else ""
 
+    def reach(self, box: Box) -> tuple[range, range]:
+        """The segments of the rows and of the columns that a box covers."""
+        (top, left), (rows, columns) = box
+        ys, xs = self.rows.edges, self.columns.edges
+        return range(ys.index(top), ys.index(top + rows)), range(xs.index(left), xs.index(left + columns))
+
 
 @dataclass(frozen=True, slots=True)
 class Segments:
@@ -287,9 +293,10 @@ def _slice_text(ndim: int, part: Mapping[int, tuple[int, int]]) -> str:
 # ---- sizes of segments ------------------------------------------------------------------------------
 
 
-def in_proportion(lengths: Sequence[int], least: Sequence[int]) -> int:
-    """The room at which segments of these least sizes are in proportion."""
-    return round(sum(lengths) * max(few / length for few, length in zip(least, lengths, strict=True)))
+def to_scale(lengths: Sequence[int], least: Sequence[int], smallest: int, largest: int) -> list[int]:
+    """The size of each segment, with room for all in proportion if that is between `smallest` and `largest`."""
+    in_proportion = round(sum(lengths) * max(few / length for few, length in zip(least, lengths, strict=True)))
+    return spread(lengths, least, max(smallest, min(in_proportion, largest)))
 
 
 def spread(lengths: Sequence[int], least: Sequence[int], room: int) -> list[int]:

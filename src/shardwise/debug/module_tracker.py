@@ -160,9 +160,6 @@ def _on_gradients(tree: object, callback: Callable[[], None], leaves: bool) -> N
                 x.register_hook(hook)
 
 
-# ---- ranges of a profile --------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def profiler_ranges() -> Iterator[None]:
     """Inside, `torch.profiler` shows a range for each op on DTensors, and a mark for each collective.

@@ -70,9 +70,6 @@ def _full(tree: object) -> object:
     return pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), tree)
 
 
-# ---- values of an assert -----------------------------------------------------------------------------------------
-
-
 def note_values(error: BaseException) -> None:
     """Add a note to a bare AssertionError: the names in the assert that failed, and their values."""
     frames = list(traceback.walk_tb(error.__traceback__))
