@@ -3,17 +3,22 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise._layout import Layout, Placement
+from shardwise._collectives import rank_and_size
+from shardwise._layout import Layout, Placement, ring_elements
 from shardwise._rules.row import Args, Kwargs
 from shardwise._tensor import DTensor
 from shardwise._tensor.dispatch.dispatcher import is_op
@@ -22,7 +27,6 @@ from shardwise._tensor.dispatch.hooks import Proceed, hook_calls
 from shardwise._tensor.dtensor import dtensors_in, name_of
 from shardwise._tensor.torch_objects import is_torch_dtensor_class
 from shardwise._trace.comm_trace import CommEvent, Listener, listening_with
-from shardwise.debug.functional_collectives import functional_collective, torch_op
 from shardwise.debug.module_tracker import GLOBAL, ModuleTracker, in_backward
 
 FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "checkpointing"
@@ -102,7 +106,7 @@ class CommDebugMode(Listener):
     # ---- recording ------------------------------------------------------------------------------------------
 
     def collective(self, kind: str, sent_bytes: int, event: CommEvent | None) -> None:
-        self._count(torch_op(kind), sent_bytes, event is not None and event.cause.kind == "gradient")
+        self._count(_torch_op(kind), sent_bytes, event is not None and event.cause.kind == "gradient")
 
     def _count(self, key: object, sent_bytes: int, of_gradients: bool = False) -> None:
         phase, name = BACKWARD if in_backward() or of_gradients else FORWARD, self._tracker.current
@@ -118,7 +122,7 @@ class CommDebugMode(Listener):
 
     def _see_local_op(self, func: object, args: Args) -> None:
         self._note(str(func))
-        found = functional_collective(func, args)
+        found = _functional_collective(func, args)
         if found is not None:
             self._count(*found)
 
@@ -254,3 +258,54 @@ class _LocalOps(TorchDispatchMode):
             self.on_op(func, args)
         with DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+
+# ---- collectives by the names of torch --------------------------------------------------------------------------
+
+_NAMES = {
+    "all_to_all": "all_to_all_single",
+    "all_gather": "all_gather_into_tensor",
+    "reduce_scatter": "reduce_scatter_tensor",
+}
+_COLLECTIVES = {"all_reduce", "broadcast", *_NAMES.values()}
+
+
+@cache
+def _torch_op(kind: str) -> Any:
+    """The op of `torch.ops.c10d_functional` that torch's tools count a collective of this kind as."""
+    import_module("torch.distributed._functional_collectives")  # registers the ops
+    return getattr(torch.ops.c10d_functional, _NAMES.get(kind, kind))
+
+
+def _functional_collective(func: object, args: Sequence[Any]) -> tuple[Any, int] | None:
+    """The `_torch_op` of a call of a functional collective, and what this rank sends in it; None for other ops.
+
+    An all-reduce counts as a ring, as ours do.
+    """
+    if not isinstance(func, OpOverload) or not func.namespace.startswith("_c10d_functional"):
+        return None
+    name = func._schema.name.partition("::")[2].removesuffix("_").removesuffix("_out")
+    kind = name.removesuffix("_coalesced")
+    if kind not in _COLLECTIVES:
+        return None
+    group = next(arg for schema, arg in zip(func._schema.arguments, args, strict=False) if schema.name == "group_name")
+    sent = sum(_sent(kind, x, args, group) for x in (args[0] if isinstance(args[0], list) else [args[0]]))
+    return _torch_op(name), sent
+
+
+def _sent(kind: str, x: Tensor, args: Sequence[Any], group_name: str) -> int:
+    (here, size), total = rank_and_size(group_name), x.numel()
+    match kind:
+        case "all_reduce":
+            total = ring_elements(total, size, here)
+        case "all_gather_into_tensor":
+            total *= size - 1
+        case "reduce_scatter_tensor":
+            total -= total // size
+        case "all_to_all_single":
+            rows = args[2] or [x.shape[0] // size] * size
+            total -= rows[here] * (total // max(x.shape[0], 1))
+        case "broadcast":
+            last = (args[1] - 1) % size
+            total = 0 if here == last and size > 1 else total * (size > 1)
+    return total * x.element_size()
