@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardwise._layout import Layout, Mesh, Placement, checked
+from shardwise._layout import Layout, Mesh, checked
 from shardwise._pictures.labels import bytes_text, placement_text
 from shardwise._pictures.report import Report, table_text
 
@@ -21,13 +21,13 @@ class Placed:
     Args:
         name: its path in the module.
         shape: global.
-        placement: on the only axis of the mesh, or as text.
+        placement: as text.
         rank_bytes: on each rank; empty if unknown.
     """
 
     name: str
     shape: tuple[int, ...]
-    placement: Placement | str
+    placement: str
     rank_bytes: tuple[int, ...]
 
 
@@ -52,7 +52,7 @@ class Table(Report):
 
         rows = [
             ["parameter", "shape", "placement", *heading],
-            *([one.name, _grouped(one.shape), str(one.placement), *shown(one.rank_bytes)] for one in self.placed),
+            *([one.name, _grouped(one.shape), one.placement, *shown(one.rank_bytes)] for one in self.placed),
             ["all" if len(known) == len(self.placed) else "all that is known", "", "", *shown(sums)],
         ]
         return table_text(rows, "lll" + "r" * len(heading), width)
