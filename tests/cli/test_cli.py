@@ -17,7 +17,7 @@ import pytest
 from shardwise import _cli as cli
 from shardwise import _collectives as collectives
 from shardwise import errors
-from shardwise._cli import doctor
+from shardwise._cli import calibration, doctor
 from shardwise._cli.completion import every_parser
 from shardwise._collectives.cost_tables import read_costs
 from shardwise.errors import RankFailedError
@@ -157,7 +157,7 @@ def test_doctor_lets_ranks_talk_and_measures_what_collectives_cost(tmp_path: Pat
 
 def test_doctor_cannot_measure_with_one_rank(tmp_path: Path) -> None:
     with pytest.raises(errors.ShardwiseError, match="Fix: start at least 2"):
-        world(1).run(doctor.calibrate, tmp_path / "costs.json")
+        world(1).run(calibration.calibrate, tmp_path / "costs.json")
     assert not list(tmp_path.iterdir())
 
 

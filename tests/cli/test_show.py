@@ -116,14 +116,3 @@ def test_the_page_about_pictures_shows_what_is_printed(tmp_path: Path, capsys: C
     file.write_text(written)
     assert cli.main(["show", str(file)]) == 0
     assert capsys.readouterr().out.count("┌") == 4
-
-
-def test_the_format_is_described_alike_where_it_is_read(tmp_path: Path) -> None:
-    described = "\n".join(line.removeprefix("    ") for line in (plan_file.__doc__ or "").splitlines()[2:])
-    file = tmp_path / "plan.toml"
-    file.write_text(described)
-    page = (Path(__file__).parents[2] / "docs" / "pictures.md").read_text()
-    (written,) = re.findall(r"^```toml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    other = tmp_path / "other.toml"
-    other.write_text(written)
-    assert plan_file.read_plan(file) == plan_file.read_plan(other)

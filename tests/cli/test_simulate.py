@@ -41,7 +41,7 @@ def test_a_function_is_simulated(capsys: Captured) -> None:
 
     found = simulate(train, mesh=Mesh((3,), names=("tp",)))
     assert out == f"{found}\n"
-    assert err.splitlines() == ["rank 0: the model is made", "rank 0: step 1 of 2", "rank 0: step 2 of 2"]
+    assert not err  # progress is for terminals
 
 
 def test_options_of_a_shape_are_obeyed(capsys: Captured) -> None:
@@ -68,9 +68,12 @@ def test_options_of_a_shape_are_obeyed(capsys: Captured) -> None:
         (["llama-70b", "--mesh", "dp=2", "--layers", "0"], "layers is 0, expected 1 or more"),
         (["mixtral-8x7b", "--mesh", "tp=2", "--sequence-parallel"], "mixtral-8x7b has no options --sequence-parallel"),
         (["my_steps:train", "--mesh", "2", "--layers", "3"], "my_steps:train has no options --layers"),
-        (["my_stops:train", "--mesh", "2"], "'my_stops' cannot be imported: No module named 'my_stops'. Fix: "),
-        (["my_steps:trian", "--mesh", "2"], "my_steps has no function 'trian'. Did you mean 'train'? Fix: "),
-        (["my_steps:number", "--mesh", "2"], "my_steps has no function 'number'. Fix: "),
+        (["my_stops:train", "--mesh", "2"], "'my_stops:train' cannot be imported: No module named 'my_stops'. Fix: "),
+        (
+            ["my_steps:trian", "--mesh", "2"],
+            "'my_steps:trian' cannot be imported: module 'my_steps' has no attribute 'trian'. Fix",
+        ),
+        (["my_steps:number", "--mesh", "2"], "'my_steps:number' is no function. Fix: "),
         (["my_steps:nothing", "--mesh", "2"], "must return a function of one step, got NoneType. Fix: "),
         (["my_steps:train"], "required: --mesh"),
     ],
@@ -88,5 +91,5 @@ def test_progress_is_one_line_of_a_terminal(monkeypatch: pytest.MonkeyPatch, cap
     assert cli.main(["simulate", "my_steps:train", "--mesh", "tp=3"]) == 0
     out, err = capsys.readouterr()
     assert "\x1b" not in out
-    assert "rank 0: step" in err
+    assert "rank 0, the first of its class" in err
     assert "\x1b[2K" in err  # lines are erased

@@ -37,7 +37,7 @@ from shardwise.errors import ArgumentError, ShardwiseError
 from shardwise.parallel import fully_shard
 from shardwise.simulation import shapes, simulate
 from shardwise.simulation.api import Step
-from shardwise.simulation.memory import Memory
+from shardwise.simulation.memory import Memory, Roles
 from shardwise.simulation.shapes import LLAMA_70B, MIXTRAL_8X7B, SHAPES, BalancedExperts, Options, recommender
 from shardwise.testing import world
 
@@ -107,11 +107,7 @@ def peak_of_a_real_rank(style: Callable[[nn.Module, Mesh], None], args: ModelArg
             gc.collect()
             start = len(memory.log)
             step()
-            now = most = sum(change for _, change in memory.log[:start])
-            for _, change in memory.log[start:]:
-                now += change
-                most = max(most, now)
-            peaks.append(most)
+            peaks.append(sum(Roles(memory).at_peak(start).values()))
     return min(peaks)
 
 

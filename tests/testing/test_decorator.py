@@ -47,13 +47,6 @@ def test_parameters_and_fixtures_reach_real_ranks(factor: int, offset: int, tmp_
     (tmp_path / f"{rank()}").touch(exist_ok=False)
 
 
-@settings(deadline=None, max_examples=5)
-@given(st.integers(0, 100))
-@world(2)
-def test_property_tests_run_on_simulated_ranks(number: int) -> None:
-    assert all_reduce(torch.tensor(number), "sum", (0, 1)).item() == 2 * number
-
-
 @pytest.mark.processes
 @settings(deadline=None, max_examples=5)
 @given(st.integers(0, 100))
@@ -64,10 +57,6 @@ def test_property_tests_run_on_real_ranks(number: int) -> None:
 
 class TestClass:
     scale = 3
-
-    @world(2)
-    def test_methods_run_on_simulated_ranks(self, offset: int) -> None:
-        assert (self.scale, offset, world_size()) == (3, 10, 2)
 
     @pytest.mark.processes
     @world(2, real=True)

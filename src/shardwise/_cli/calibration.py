@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -11,20 +12,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from shardwise._collectives import (
-    Collective,
-    Ranks,
-    as_mesh,
-    barrier,
-    gather_json,
-    init_device_mesh,
-    rank,
-    start,
-    world_size,
-)
-from shardwise._collectives.cost_tables import COLLECTIVES, FORMAT, Measured, link_bytes, ranks_per_host_of
+from shardwise import _collectives as collectives
+from shardwise._collectives import Collective, Ranks, cost_tables
+from shardwise._collectives.cost_tables import Measured
 from shardwise._collectives.meshes import has_nccl
 from shardwise._layout import Mesh
+from shardwise._pictures.labels import count_text
+from shardwise._pictures.report import table_text
 from shardwise.errors import MeshError
 
 KILOBYTES = (4, 64, 1024, 16384)  # of the full tensor
@@ -52,14 +46,14 @@ def measure(device_type: str) -> Tables:
     Raises:
         MeshError: the world has one rank, or none shares a host with another one.
     """
-    world = world_size()
-    per_host = ranks_per_host_of(world)
+    world = collectives.world_size()
+    per_host = cost_tables.ranks_per_host_of(world)
     if world == 1 or per_host == 1:
         raise MeshError(
             f"There are no two ranks on one host in a world of {world}. Fix: start at least 2, such as by --nproc 2."
         )
     if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank())))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", collectives.rank())))
     everyone = tuple(range(world))
     if per_host is None:
         return _fitted([everyone, *_pairs(device_type, (world,))], None, device_type), None
@@ -69,12 +63,12 @@ def measure(device_type: str) -> Tables:
 
 
 def _mesh(device_type: str, shape: tuple[int, ...]) -> Mesh:
-    return as_mesh(init_device_mesh(device_type, shape))
+    return collectives.as_mesh(collectives.init_device_mesh(device_type, shape))
 
 
 def _line(mesh: Mesh, axis: int) -> Ranks:
     """The ranks with which this one makes collectives along an axis."""
-    return tuple(mesh.axis_ranks(rank(), axis))
+    return tuple(mesh.axis_ranks(collectives.rank(), axis))
 
 
 def _pairs(device_type: str, shape: tuple[int, ...]) -> Iterator[Ranks]:
@@ -84,7 +78,7 @@ def _pairs(device_type: str, shape: tuple[int, ...]) -> Iterator[Ranks]:
 
 
 def _fitted(groups: Sequence[Ranks], per_host: int | None, device_type: str) -> dict[str, Measured]:
-    timings: dict[str, list[Timing]] = {name: [] for name in COLLECTIVES}
+    timings: dict[str, list[Timing]] = {name: [] for name in cost_tables.COLLECTIVES}
     for group in groups:
         for kilobytes in KILOBYTES:
             for name, timing in _timed(group, kilobytes * 256, device_type, per_host).items():
@@ -94,7 +88,7 @@ def _fitted(groups: Sequence[Ranks], per_host: int | None, device_type: str) -> 
 
 def _timed(group: Ranks, elements: int, device_type: str, per_host: int | None) -> dict[str, Timing]:
     """Each collective, of a full tensor of about so many float32. All groups of this kind run at once."""
-    n, everyone = len(group), tuple(range(world_size()))
+    n, everyone = len(group), tuple(range(collectives.world_size()))
     size = -(-elements // n) * n
     full, reduced = (torch.ones(size, device=device_type) for _ in range(2))
     shard, counts, ring = full[: size // n], [size // n] * n, (n - 1) / n
@@ -108,19 +102,19 @@ def _timed(group: Ranks, elements: int, device_type: str, per_host: int | None) 
     found = {}
     for name, (busiest, collective) in calls.items():
         times = [_seconds(collective, device_type) for _ in range(ROUNDS + 1)][1:]  # the first one connects
-        slowest = [max(ranks) for ranks in zip(*gather_json(times, everyone), strict=True)]
+        slowest = [max(ranks) for ranks in zip(*collectives.gather_json(times, everyone), strict=True)]
         num_bytes = 4 * size * busiest
-        on_link = link_bytes(name, group, everyone, num_bytes, per_host)
+        on_link = cost_tables.link_bytes(name, group, everyone, num_bytes, per_host)
         found[name] = Timing(n, on_link or num_bytes, 1e6 * median(slowest))
     return found
 
 
 def _seconds(collective: Collective, device_type: str) -> float:
-    barrier(collective.ranks)
+    collectives.barrier(collective.ranks)
     if device_type == "cuda":
         torch.cuda.synchronize()
     begun = perf_counter()
-    start(collective)()
+    collectives.start(collective)()
     if device_type == "cuda":
         torch.cuda.synchronize()
     return perf_counter() - begun
@@ -142,18 +136,6 @@ def fit(timings: Sequence[Timing]) -> Measured:
     return Measured(latency, per_rank, 1 / max(per_byte, 1 / FASTEST))
 
 
-def describe_world(tables: Tables) -> str:
-    """What was measured, in words."""
-    per_host = None if tables[1] is None else ranks_per_host_of(world_size())
-    hosts = "1 host" if per_host is None else f"{world_size() // per_host} hosts"
-    return f"torch {torch.__version__}, {world_size()} ranks on {hosts}"
-
-
-def device_type_of_world() -> str:
-    """The type of the devices of NCCL if the world has it, else "cpu"."""
-    return "cuda" if world_size() > 1 and has_nccl() else "cpu"
-
-
 def write_costs(
     path: Path, device_type: str, source: str, inside: Mapping[str, Measured], between: Mapping[str, Measured] | None
 ) -> None:
@@ -162,5 +144,25 @@ def write_costs(
     def table(found: Mapping[str, Measured] | None) -> object:
         return found and {name: {k: round(x, 3) for k, x in m._asdict().items()} for name, m in found.items()}
 
-    content = {"format": FORMAT, "device_type": device_type, "source": source}
+    content = {"format": cost_tables.FORMAT, "device_type": device_type, "source": source}
     path.write_text(json.dumps({**content, "inside": table(inside), "between": table(between)}, indent=2) + "\n")
+
+
+def calibrate(output: Path) -> str:
+    """Measure what collectives cost in this world. Rank 0 writes the file, and gets a table. Runs on ranks."""
+    device_type = "cuda" if collectives.world_size() > 1 and has_nccl() else "cpu"
+    tables = measure(device_type)
+    if collectives.rank() != 0:
+        return ""
+    ranks, per_host = collectives.world_size(), cost_tables.ranks_per_host_of(collectives.world_size())
+    hosts = count_text(ranks // per_host if per_host else 1, "host")
+    world = f"torch {torch.__version__}, {ranks} ranks on {hosts}"
+    source = f"{world}, {datetime.now(UTC).date()}"
+    write_costs(output, device_type, source, *tables)
+    cost_tables.read_costs(output)
+    rows = [("", "latency", "each rank", "speed")]
+    for where, table in zip(("inside a host", "between hosts"), tables, strict=True):
+        for name, (latency, per_rank, speed) in (table or {}).items():
+            rows.append((f"{where}, {name}", f"{latency:.0f} us", f"{per_rank:.0f} us", f"{speed:.0f} MB/s"))
+    written = f"Written to {output}. To plan by it: {cost_tables.VARIABLE}={output}"
+    return "\n".join([f"{source}, {device_type}", table_text(rows, "lrrr"), written])

@@ -1,15 +1,17 @@
 """`shardwise checkpoint`: looks at checkpoints, verifies, compares, reshards and converts them, in one process.
 
-A verb is two functions here: one adds its options to argparse, the other, which `VERBS` names beside it, runs it.
+A verb is a function with `@_verb`: its name is that of the verb, its docstring the description that `--help` prints.
 """
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from inspect import cleandoc
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, TypeAlias
 
-from shardwise._cli.common import Exit, SubParsers, lines_of, write
+from shardwise._cli.common import Exit, SubParsers, lines_of, progress_bar, write
 from shardwise.errors import CheckpointError, ConfigError, printable
 
 if TYPE_CHECKING:
@@ -19,6 +21,19 @@ if TYPE_CHECKING:
 DTYPES = (  # those of `checkpoint.files.FLOATING`: parsing does not import torch
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
 )  # fmt: skip
+AddOptions: TypeAlias = Callable[[argparse.ArgumentParser], None]
+Run: TypeAlias = Callable[[argparse.Namespace], int]
+VERBS: dict[str, tuple[str, AddOptions, Run]] = {}
+
+
+def _verb(text: str, add_options: AddOptions) -> Callable[[Run], Run]:
+    """Register a verb with its line in the help of `checkpoint`, and its options."""
+
+    def register(run: Run) -> Run:
+        VERBS[run.__name__.removeprefix("_")] = text, add_options, run
+        return run
+
+    return register
 
 
 def add_parser(subparsers: SubParsers) -> None:
@@ -30,18 +45,14 @@ def add_parser(subparsers: SubParsers) -> None:
         "See 'Checkpoints' in the documentation.",
     )
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for name, verb in VERBS.items():
-        own = verbs.add_parser(name, help=verb.help, description=verb.description)
-        verb.add_options(own)
-        own.set_defaults(command=verb.run)
+    for name, (text, add_options, run) in VERBS.items():
+        own = verbs.add_parser(name, help=text, description=cleandoc(run.__doc__ or ""))
+        add_options(own)
+        own.set_defaults(command=run)
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser, name: str = "checkpoint") -> None:
     parser.add_argument(name, metavar="CHECKPOINT", help="a folder or URL step-…, or the one above: its latest")
-
-
-def _add_overwrite(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
 
 
 # ---- inspect, verify and diff -----------------------------------------------------------------------------
@@ -55,36 +66,31 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--svg", metavar="FILE", help="write a drawing of each tensor")
 
 
+@_verb("list the tensors and values of a checkpoint", _inspect_options)
 def _inspect(args: argparse.Namespace) -> int:
-    """Print or write what a manifest says.
-
-    Raises:
-        CheckpointError: there is no complete checkpoint.
-        ConfigError: the drawing cannot be written.
-    """
+    """Print what a checkpoint holds. Only its manifest is read; verify reads the data."""
     from shardwise._cli import inspection
+    from shardwise._pictures.report import encodable
     from shardwise.checkpoint.offline import find
 
     path, manifest = find(args.checkpoint)
     if args.svg is not None:
         write(args.svg, inspection.drawing(manifest))
     elif args.json:
-        inspection.print_json(manifest)
+        print(encodable(inspection.json_text(manifest), sys.stdout.encoding))
     else:
-        inspection.print_listing(str(path), manifest, args.tree)
+        inspection.Listing(str(path), manifest, args.tree).show()
     return Exit.OK
 
 
+@_verb("read all data and compare it with its checksums", _add_checkpoint)
 def _verify(args: argparse.Namespace) -> int:
-    """Print what was verified.
-
-    Raises:
-        CheckpointError: something is damaged.
-    """
+    """Read every byte of a checkpoint and compare it with its checksums. Each file and tensor that is damaged is
+    named, and the command exits with 4."""
     from shardwise._pictures.labels import bytes_text, count_text
     from shardwise.checkpoint.offline import verify
 
-    with _progress_bar() as progress:
+    with _progress() as progress:
         manifest, problems = verify(args.checkpoint, progress)
     if problems:
         fix = "Fix: copy these files again from where they are sound, or load an earlier step by its path."
@@ -103,18 +109,20 @@ def _diff_options(parser: argparse.ArgumentParser) -> None:
     _add_checkpoint(parser, "second")
 
 
+@_verb("compare two checkpoints, whatever ranks saved them", _diff_options)
 def _diff(args: argparse.Namespace) -> int:
-    """Print one line for each difference."""
+    """Print each name, dtype, shape, tensor and value that is not the same. Exits with 1 if there is one, as diff
+    does."""
     from shardwise.checkpoint.offline import diff
 
-    with _progress_bar() as progress:
+    with _progress() as progress:
         differences = diff(args.first, args.second, progress)
     for difference in differences:
         print(printable(f"{difference.name}: {difference.how}"))
     return Exit.DIFFERENT if differences else Exit.OK
 
 
-# ---- reshard ----------------------------------------------------------------------------------------------
+# ---- reshard, export and import ---------------------------------------------------------------------------
 
 
 def _reshard_options(parser: argparse.ArgumentParser) -> None:
@@ -124,15 +132,14 @@ def _reshard_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_ranks(parser: argparse.ArgumentParser, required: bool) -> None:
-    default = None if required else 1
     shown = "" if required else " (default: 1)"
     parser.add_argument(
-        "--ranks", type=int, required=required, default=default, metavar="N", help=f"write a file for each{shown}"
+        "--ranks", type=int, required=required, default=1, metavar="N", help=f"write a file for each{shown}"
     )
     parser.add_argument(
         "--plan", metavar="PLAN.toml", help="layouts of parameters; 'Pictures' in the documentation describes it"
     )
-    _add_overwrite(parser)
+    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
 
 
 def _plan(args: argparse.Namespace) -> "Mapping[str, Layout]":
@@ -143,18 +150,17 @@ def _plan(args: argparse.Namespace) -> "Mapping[str, Layout]":
     return read_plan(Path(args.plan)).layouts
 
 
+@_verb("write a checkpoint anew, as another number of ranks would have saved it", _reshard_options)
 def _reshard(args: argparse.Namespace) -> int:
-    """Reshard, and print where."""
+    """Write a checkpoint anew, with the files that this many ranks with this plan would have saved. States of
+    optimizers follow their parameter; what the plan does not name is replicated, in one file."""
     from shardwise.checkpoint.offline import reshard
 
     plan = _plan(args)
-    with _progress_bar() as progress:
+    with _progress() as progress:
         path = reshard(args.checkpoint, args.target, args.ranks, plan, overwrite=args.overwrite, progress=progress)
     print(f"Wrote {path}.")
     return Exit.OK
-
-
-# ---- export -----------------------------------------------------------------------------------------------
 
 
 def _export_options(parser: argparse.ArgumentParser) -> None:
@@ -178,7 +184,7 @@ def _export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shard-bytes", type=_num_bytes, metavar="N", help="of one file of hugging-face, such as 2e9 (default: 5e9)"
     )
-    _add_overwrite(parser)
+    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
 
 
 def _num_bytes(text: str) -> int:
@@ -191,8 +197,10 @@ def _num_bytes(text: str) -> int:
 _num_bytes.__name__ = "number of bytes"  # argparse calls the type so
 
 
+@_verb("write tensors for other programs: one safetensors file, Hugging Face, torch", _export_options)
 def _export(args: argparse.Namespace) -> int:
-    """Export, and print where."""
+    """Write tensors of a checkpoint: to one safetensors file; as a folder of them with the index of Hugging Face; or
+    as a folder that torch.distributed.checkpoint loads."""
     import torch
 
     from shardwise.checkpoint import offline
@@ -207,18 +215,12 @@ def _export(args: argparse.Namespace) -> int:
             f"--format torch writes a folder of torch.distributed.checkpoint, and {args.target} is the name of a file. "
             f"Fix: name a folder; dcp_to_torch_save of torch.distributed.checkpoint.format_utils makes a file of it."
         )
-    formats = {
-        "file": offline.export_file,
-        "hugging-face": offline.export_hugging_face,
-        "torch": offline.export_torch,
-    }
-    with _progress_bar() as progress:
-        path = formats[args.format](args.checkpoint, args.target, args.tensor, progress=progress, **options)
+    export = getattr(offline, f"export_{args.format.replace('-', '_')}")
+    with _progress() as progress:
+        path = export(args.checkpoint, args.target, args.tensor, progress=progress, **options)
     print(f"Wrote {path}.")
     return Exit.OK
 
-
-# ---- import -----------------------------------------------------------------------------------------------
 
 # The argument of `import_torch`, how often the option may be given, what it takes, and its help.
 OF_TORCH = {
@@ -249,8 +251,10 @@ def _import_options(parser: argparse.ArgumentParser) -> None:
     _add_ranks(parser, required=False)
 
 
+@_verb("make a checkpoint of files of other programs: safetensors, Hugging Face, torch", _import_options)
 def _import(args: argparse.Namespace) -> int:
-    """Import, and print where."""
+    """Make a checkpoint of a safetensors file, a folder of Hugging Face, or one that torch.distributed.checkpoint
+    saved, which has a .metadata."""
     from shardwise.checkpoint.offline import import_safetensors, import_torch
 
     options = {"step": args.step, "overwrite": args.overwrite, "world_size": args.ranks, "plan": _plan(args)}
@@ -263,7 +267,7 @@ def _import(args: argparse.Namespace) -> int:
     if of_torch and not is_of_torch:
         option = next(option for option, (name, *_) in OF_TORCH.items() if name in of_torch)
         raise ConfigError(f"{option} is for folders of torch.distributed.checkpoint. Fix: leave it out.")
-    with _progress_bar() as progress:
+    with _progress() as progress:
         if is_of_torch:
             options |= of_torch | {"allow_pickle_metadata": args.allow_pickle_metadata}
             path = import_torch(args.source, args.target, progress=progress, **options)
@@ -273,88 +277,21 @@ def _import(args: argparse.Namespace) -> int:
     return Exit.OK
 
 
-# ---- all verbs --------------------------------------------------------------------------------------------
-
-
-class Verb(NamedTuple):
-    """A verb of `checkpoint`, with its texts for `--help`."""
-
-    add_options: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
-    help: str
-    description: str
-
-
-VERBS = {
-    "inspect": Verb(
-        _inspect_options,
-        _inspect,
-        "list the tensors and values of a checkpoint",
-        "Print what a checkpoint holds. Only its manifest is read; verify reads the data.",
-    ),
-    "verify": Verb(
-        _add_checkpoint,
-        _verify,
-        "read all data and compare it with its checksums",
-        "Read every byte of a checkpoint and compare it with its checksums. Each file and tensor that is damaged is "
-        "named, and the command exits with 4.",
-    ),
-    "diff": Verb(
-        _diff_options,
-        _diff,
-        "compare two checkpoints, whatever ranks saved them",
-        "Print each name, dtype, shape, tensor and value that is not the same. Exits with 1 if there is one, as diff "
-        "does.",
-    ),
-    "reshard": Verb(
-        _reshard_options,
-        _reshard,
-        "write a checkpoint anew, as another number of ranks would have saved it",
-        "Write a checkpoint anew, with the files that this many ranks with this plan would have saved. States of "
-        "optimizers follow their parameter; what the plan does not name is replicated, in one file.",
-    ),
-    "export": Verb(
-        _export_options,
-        _export,
-        "write tensors for other programs: one safetensors file, Hugging Face, torch",
-        "Write tensors of a checkpoint: to one safetensors file; as a folder of them with the index of Hugging Face; "
-        "or as a folder that torch.distributed.checkpoint loads.",
-    ),
-    "import": Verb(
-        _import_options,
-        _import,
-        "make a checkpoint of files of other programs: safetensors, Hugging Face, torch",
-        "Make a checkpoint of a safetensors file, a folder of Hugging Face, or one that torch.distributed.checkpoint "
-        "saved, which has a .metadata.",
-    ),
-}
-
-
 @contextmanager
-def _progress_bar() -> "Iterator[Progress]":
-    """A bar on standard error if that is a terminal, with the bytes read and written and the tensor at work."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-    from rich.progress import Progress as Bars
+def _progress() -> "Iterator[Progress]":
+    """A bar with the bytes read and written and the tensor at work."""
+    from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
     from shardwise.checkpoint.offline.sources import Progress
 
-    columns = (
-        BarColumn(),
-        DownloadColumn(True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[what]}", markup=False),
-    )
-    console = Console(stderr=True, highlight=False)
-    with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        task = bars.add_task("", total=None, what="")
+    columns = BarColumn(), DownloadColumn(True), TransferSpeedColumn(), TimeRemainingColumn()
+    with progress_bar(*columns) as update:
 
         class Shown(Progress):
             def begin(self, num_bytes: int) -> None:
-                bars.update(task, total=num_bytes)
+                update(total=num_bytes)
 
             def advance(self, what: str, num_bytes: int) -> None:
-                bars.update(task, advance=num_bytes, what=printable(what))
+                update(advance=num_bytes, description=printable(what))
 
         yield Shown()

@@ -1,13 +1,19 @@
-"""Shared by the commands: exit codes, files that they read and write, versions of packages."""
+"""Shared by the commands: exit codes, files that they read and write, progress, versions of packages."""
 
 import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from shardwise import errors
 from shardwise.errors import ArgumentError, CheckpointError, ConfigError, LaunchError, RankFailedError, RemoteRankError
+
+if TYPE_CHECKING:
+    from rich.progress import ProgressColumn
 
 SubParsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -67,6 +73,21 @@ def write(file: str, content: str) -> None:
             f"{file} cannot be written: {error.strerror}. Fix: name a file in a folder that exists."
         ) from error
     print(f"Wrote {file}.")
+
+
+@contextmanager
+def progress_bar(*columns: "ProgressColumn") -> Iterator[Callable[..., None]]:
+    """A line of these columns and a description on standard error, if that is a terminal.
+
+    Yields:
+        Rich's `Progress.update` of the line, which takes `description=`, `total=` and `advance=`.
+    """
+    from rich.console import Console
+    from rich.progress import Progress, TextColumn
+
+    console, text = Console(stderr=True, highlight=False), TextColumn("{task.description}", markup=False)
+    with Progress(*columns, text, console=console, transient=True, disable=not console.is_terminal) as bars:
+        yield partial(bars.update, bars.add_task("", total=None))
 
 
 def installed(package: str) -> str:

@@ -4,7 +4,6 @@ import argparse
 import os
 import platform
 import shutil
-from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
 
@@ -37,7 +36,9 @@ def run(args: argparse.Namespace) -> int:
     from shardwise._launch import launch
 
     if args.calibrate:
-        print(launch(calibrate, args.output.absolute(), nproc=args.nproc, timeout_seconds=120.0), end="")
+        from shardwise._cli.calibration import calibrate
+
+        print(launch(calibrate, args.output.absolute(), nproc=args.nproc, timeout_seconds=120.0))
         return Exit.OK
     for name, finding in _machine().items():
         print(f"{name:<10} {finding}", flush=True)
@@ -52,25 +53,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _machine() -> dict[str, str]:
-    memory = _memory()
+    from shardwise._pictures.labels import bytes_text
+
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    kibibytes = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+    available, total = (bytes_text(1024 * kibibytes[kind]) for kind in ("MemAvailable", "MemTotal"))
     return {
         "shardwise": installed("shardwise"),
         "torch": installed("torch"),
         "python": platform.python_version(),
         "cores": str(len(os.sched_getaffinity(0))),
-        "memory": f"{_gib(memory['MemAvailable'])} available of {_gib(memory['MemTotal'])}",
-        "disk": f"{_gib(shutil.disk_usage('.').free)} free in {Path.cwd()}",
+        "memory": f"{available} available of {total}",
+        "disk": f"{bytes_text(shutil.disk_usage('.').free)} free in {Path.cwd()}",
     }
-
-
-def _memory() -> dict[str, int]:
-    """Bytes of each kind of memory that the kernel reports."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"
 
 
 def exchange(elements: int) -> float:
@@ -97,24 +92,3 @@ def exchange(elements: int) -> float:
                 f"Fix: do not train here; check the memory and the network of this machine, and reinstall torch."
             )
     return min(times)
-
-
-def calibrate(output: Path) -> str:
-    """Measure what collectives cost in this world. Rank 0 writes the file, and gets a table. Runs on ranks."""
-    from shardwise import _collectives as collectives
-    from shardwise._cli import calibration
-    from shardwise._collectives.cost_tables import VARIABLE, read_costs
-
-    device_type = calibration.device_type_of_world()
-    tables = calibration.measure(device_type)
-    if collectives.rank() != 0:
-        return ""
-    source = f"{calibration.describe_world(tables)}, {datetime.now(UTC).date()}"
-    calibration.write_costs(output, device_type, source, *tables)
-    read_costs(output)
-    lines = [f"{source}, {device_type}", f"{'':30} {'latency':>10} {'each rank':>10} {'speed':>11}"]
-    for where, table in zip(("inside a host", "between hosts"), tables, strict=True):
-        for name, cost in (table or {}).items():
-            figures = f"{cost.latency_us:>7.0f} us {cost.per_rank_us:>7.0f} us {cost.megabytes_per_s:>6.0f} MB/s"
-            lines.append(f"{where + ', ' + name:<30} {figures}")
-    return "\n".join([*lines, f"Written to {output}. To plan by it: {VARIABLE}={output}", ""])

@@ -1,50 +1,103 @@
-"""Texts and pages of `shardwise checkpoint inspect`: what a checkpoint holds, from its manifest."""
+"""What `shardwise checkpoint inspect` shows of a manifest: a listing, JSON, or drawings."""
 
 import json
-import sys
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
+from shardwise._layout import Box, Boxes, Layout, Mesh
+from shardwise._pictures.drawing import Picture, svg
+from shardwise._pictures.labels import bytes_text, count_text, shape_text
+from shardwise._pictures.report import Report, table_text
+from shardwise.checkpoint.manifest import Manifest, StoredTensor, chunk_json, file_name
 from shardwise.errors import printable
 
-if TYPE_CHECKING:
-    from rich.tree import Tree
-
-    from shardwise._pictures import Picture
-    from shardwise.checkpoint.manifest import Manifest, StoredTensor
-
 Branch: TypeAlias = "dict[str, Branch | StoredTensor]"
+MOST = 100  # characters of a value
 
 
-def drawing(manifest: "Manifest") -> str:
-    """A drawing of each tensor, as SVG."""
-    from shardwise._pictures.svg import draw_svg
+@dataclass(frozen=True, repr=False)
+class Listing(Report):
+    """A heading, the tensors as a table or a tree, and the values."""
 
-    return draw_svg(list(_pictures(manifest)))
+    path: str
+    manifest: Manifest
+    as_tree: bool
+
+    def text(self, width: int | None = None, colour: bool = False) -> str:
+        manifest, layouts = self.manifest, self.manifest.file_layouts()
+        size = bytes_text(sum(layout.size for layout in layouts.values()))
+        writers = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+        heading = [
+            self.path,
+            f"step {manifest.step}, saved by {count_text(manifest.world_size, 'rank')} with {writers}",
+            f"{count_text(len(manifest.tensors), 'tensor')} in {count_text(len(layouts), 'file')}, {size}",
+            *([f"metadata: {json.dumps(manifest.metadata)}"] if manifest.metadata else []),
+        ]
+        values = {name: json.dumps(value) for name, value in manifest.values.items()}
+        parts = [
+            printable("\n".join(heading)),
+            printable("\n".join(_tree_lines(_branches(manifest), ""))) if self.as_tree else self._table(width),
+            printable("\n".join(f"{k} = {v if len(v) <= MOST else v[: MOST - 1] + '…'}" for k, v in values.items())),
+        ]
+        return "\n\n".join(parts if values else parts[:2])
+
+    def _table(self, width: int | None) -> str:
+        rows = [("tensor", "dtype", "shape", "bytes", "chunks")]
+        for name, x in self.manifest.tensors.items():
+            rows.append((name, _dtype(x), shape_text(x.shape), bytes_text(_bytes([x])), str(len(x.chunks))))
+        return table_text(rows, "lllrr", width)
 
 
-def print_json(manifest: "Manifest") -> None:
-    """Print everything that the manifest has."""
-    _print([json.dumps(_as_json(manifest), indent=2, ensure_ascii=False)])
+def _branches(manifest: Manifest) -> Branch:
+    """The tensors by the parts of their names; only names of branches end with a dot."""
+    root: Branch = {}
+    for name, tensor in manifest.tensors.items():
+        *way, last = name.split(".")
+        branch = root
+        for part in way:
+            inner = branch.setdefault(f"{part}.", {})
+            assert isinstance(inner, dict)
+            branch = inner
+        branch[last] = tensor
+    return root
 
 
-def print_listing(path: str, manifest: "Manifest", tree: bool) -> None:
-    """Print the tensors, as a table or a tree, and the values."""
-    from shardwise._pictures.labels import aligned
+def _tree_lines(branches: Branch, indent: str, at_root: bool = True) -> Iterator[str]:
+    for number, (name, entry) in enumerate(branches.items(), 1):
+        while isinstance(entry, dict) and len(entry) == 1:  # one name in one line
+            ((inner, entry),) = entry.items()
+            name += inner
+        last = number == len(branches)
+        start = "" if at_root else indent + ("└── " if last else "├── ")
+        if isinstance(entry, dict):
+            tensors = list(_tensors(entry))
+            yield f"{start}{name[:-1]}  {count_text(len(tensors), 'tensor')}, {bytes_text(_bytes(tensors))}"
+            yield from _tree_lines(entry, "" if at_root else indent + ("    " if last else "│   "), False)
+        else:
+            facts = f"{_dtype(entry)} {shape_text(entry.shape)}, {bytes_text(_bytes([entry]))}"
+            yield f"{start}{name}  {facts}, {count_text(len(entry.chunks), 'chunk')}"
 
-    _print([*_heading(path, manifest), ""])
-    if tree:
-        _print_tree(manifest)
-    else:
-        words = 3  # columns of text in the table
-        _print(aligned([[printable(cell) for cell in row] for row in _rows(manifest)], words))
-    _print(_values(manifest))
+
+def _tensors(branches: Mapping[str, "Branch | StoredTensor"]) -> Iterator[StoredTensor]:
+    for entry in branches.values():
+        if isinstance(entry, dict):
+            yield from _tensors(entry)
+        else:
+            yield entry
 
 
-def _as_json(manifest: "Manifest") -> dict[str, object]:
-    from shardwise.checkpoint.manifest import chunk_json
+def _dtype(tensor: StoredTensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
-    return {
+
+def _bytes(tensors: Sequence[StoredTensor]) -> int:
+    return sum(chunk.box.numel * x.dtype.itemsize for x in tensors for chunk in x.chunks)
+
+
+def json_text(manifest: Manifest) -> str:
+    """Everything that the manifest has."""
+    content = {
         "step": manifest.step,
         "world_size": manifest.world_size,
         "versions": manifest.versions,
@@ -55,118 +108,23 @@ def _as_json(manifest: "Manifest") -> dict[str, object]:
             name: {
                 "dtype": _dtype(tensor),
                 "shape": tensor.shape,
-                "bytes": _bytes(tensor),
+                "bytes": _bytes([tensor]),
                 "chunks": [chunk_json(chunk) for chunk in tensor.chunks],
             }
             for name, tensor in manifest.tensors.items()
         },
     }
+    return json.dumps(content, indent=2, ensure_ascii=False)
 
 
-def _print(lines: Iterable[str]) -> None:
-    from shardwise._pictures.labels import fitting
-
-    for line in lines:
-        print(fitting(line, sys.stdout.encoding))
-
-
-def _heading(path: str, manifest: "Manifest") -> list[str]:
-    from shardwise._pictures.labels import bytes_text, count_text
-
-    layouts = manifest.file_layouts()
-    size = bytes_text(sum(layout.size for layout in layouts.values()))
-    writers = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
-    lines = [
-        path,
-        f"step {manifest.step}, saved by {count_text(manifest.world_size, 'rank')} with {writers}",
-        f"{count_text(len(manifest.tensors), 'tensor')} in {count_text(len(layouts), 'file')}, {size}",
-    ]
-    if manifest.metadata:
-        lines.append(f"metadata: {json.dumps(manifest.metadata)}")
-    return [printable(line) for line in lines]
-
-
-def _rows(manifest: "Manifest") -> list[list[str]]:
-    from shardwise._pictures.labels import bytes_text, shape_text
-
-    rows = [["tensor", "dtype", "shape", "bytes", "chunks"]]
-    for name, tensor in manifest.tensors.items():
-        cells = [name, _dtype(tensor), shape_text(tensor.shape), bytes_text(_bytes(tensor)), str(len(tensor.chunks))]
-        rows.append(cells)
-    return rows
-
-
-def _values(manifest: "Manifest") -> Iterator[str]:
-    if manifest.values:
-        yield ""
-    for name, value in manifest.values.items():
-        text = json.dumps(value)
-        yield printable(f"{name} = {text if len(text) <= 100 else text[:99] + '…'}")
-
-
-def _dtype(tensor: "StoredTensor") -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _bytes(tensor: "StoredTensor") -> int:
-    return sum(chunk.box.numel for chunk in tensor.chunks) * tensor.dtype.itemsize
-
-
-def _pictures(manifest: "Manifest") -> "Iterator[Picture]":
-    """Which file, by the rank that wrote it, has which part of each tensor."""
-    from shardwise._layout import Box, Boxes, Layout, Mesh
-    from shardwise._pictures import Picture
-    from shardwise.checkpoint.manifest import file_name
-
+def drawing(manifest: Manifest) -> str:
+    """A drawing of each tensor as SVG: which file, by the rank that wrote it, has which part."""
     files = {file_name(rank): rank for rank in range(manifest.world_size)}
     mesh = Mesh((manifest.world_size,))
+    pictures = []
     for name, tensor in manifest.tensors.items():
         boxes: list[list[Box]] = [[] for _ in files]
         for chunk in tensor.chunks:
             boxes[files[chunk.file]].append(chunk.box)
-        yield Picture(Layout(mesh, [Boxes(boxes)], tensor.shape), name, tensor.dtype.itemsize)
-
-
-def _print_tree(manifest: "Manifest") -> None:
-    from rich.console import Console
-    from rich.tree import Tree
-
-    branches: Branch = {}
-    for name, tensor in manifest.tensors.items():
-        *way, last = name.split(".")
-        branch = branches
-        for part in way:
-            inner = branch.setdefault(f"{part}.", {})
-            assert isinstance(inner, dict)  # only names of branches end with a dot
-            branch = inner
-        branch[last] = tensor
-    tree = Tree("", hide_root=True)
-    _grow(tree, branches)
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    console.print(tree)
-
-
-def _grow(tree: "Tree", branches: Mapping[str, "Branch | StoredTensor"]) -> None:
-    from rich.text import Text
-
-    from shardwise._pictures.labels import bytes_text, count_text, shape_text
-
-    for name, entry in branches.items():
-        while isinstance(entry, dict) and len(entry) == 1:  # one name in one line
-            ((inner, entry),) = entry.items()
-            name += inner
-        if isinstance(entry, dict):
-            tensors = list(_tensors(entry))
-            sums = f"{count_text(len(tensors), 'tensor')}, {bytes_text(sum(map(_bytes, tensors)))}"
-            _grow(tree.add(Text(printable(f"{name[:-1]}  {sums}"))), entry)
-        else:
-            facts = f"{_dtype(entry)} {shape_text(entry.shape)}, {bytes_text(_bytes(entry))}"
-            tree.add(Text(printable(f"{name}  {facts}, {count_text(len(entry.chunks), 'chunk')}")))
-
-
-def _tensors(branches: Mapping[str, "Branch | StoredTensor"]) -> "Iterator[StoredTensor]":
-    for entry in branches.values():
-        if isinstance(entry, dict):
-            yield from _tensors(entry)
-        else:
-            yield entry
+        pictures.append(Picture(Layout(mesh, [Boxes(boxes)], tensor.shape), name, tensor.dtype.itemsize))
+    return svg(pictures)

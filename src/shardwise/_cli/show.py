@@ -1,16 +1,16 @@
 """`shardwise show`: pictures of layouts, of one on the command line or of all in a plan. Torch is not needed."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise._cli.common import Exit, SubParsers, write
-from shardwise.errors import ConfigError, LayoutError, MeshError, PlanError, printable
+from shardwise.errors import ConfigError, LayoutError, MeshError, PlanError
 
 if TYPE_CHECKING:
     from shardwise._pictures import Picture
+    from shardwise._pictures.plan_file import PlanFile
 
 OF_ONE = ("mesh", "shape", "ranks", "dtype", "shard_order", "header")  # options that a plan says itself
 
@@ -47,30 +47,33 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: something that cannot be drawn, or a file that cannot be read or written; one line.
     """
     try:
-        rows, pictures = _read(args)
+        plan, pictures = _read(args)
     except (LayoutError, MeshError, PlanError) as error:
         text = " ".join(str(error).split())
         raise ConfigError(text if "Fix:" in text else f"{text} Fix: see shardwise show --help.") from error
-    if args.svg is None:
-        _print(rows, pictures)
-    else:
-        from shardwise._pictures.svg import draw_svg
+    if args.svg is not None:
+        from shardwise._pictures.drawing import svg
 
-        write(args.svg, draw_svg(pictures))
+        write(args.svg, svg(pictures))
+        return Exit.OK
+    for number, report in enumerate(pictures if plan is None else (plan.table, *pictures)):
+        if number:
+            print()
+        report.show()
     return Exit.OK
 
 
-def _read(args: argparse.Namespace) -> "tuple[list[list[str]], Sequence[Picture]]":
-    """The rows of the table of a plan, none without one; and what there is to draw."""
+def _read(args: argparse.Namespace) -> "tuple[PlanFile | None, Sequence[Picture]]":
+    """The plan, None for one layout; and what there is to draw."""
     if not args.what.endswith(".toml"):
-        return [], [_one(args)]
+        return None, [_one(args)]
     from shardwise._pictures.plan_file import read_plan
 
     given = [name.replace("_", "-") for name in OF_ONE if getattr(args, name) is not None]
     if given:
         raise PlanError(f"--{given[0]} does not go with {args.what}, which says it itself. Fix: leave it out.")
     plan = read_plan(Path(args.what))
-    return plan.table.rows(), plan.pictures
+    return plan, plan.pictures
 
 
 def _one(args: argparse.Namespace) -> "Picture":
@@ -81,19 +84,8 @@ def _one(args: argparse.Namespace) -> "Picture":
         if getattr(args, name) is None:
             raise PlanError(f"--{name} is missing. Fix: add --{name} 4,2, or name a plan that ends with .toml.")
     ranks = () if args.ranks is None else parse_integers(args.ranks, "list of ranks")
-    mesh = parse_mesh(args.mesh, ranks)
     order = None if args.shard_order is None else parse_integers(args.shard_order, "order of axes")
-    layout = Layout(mesh, parse_placements(args.what), parse_integers(args.shape, "shape"), order)
+    layout = Layout(
+        parse_mesh(args.mesh, ranks), parse_placements(args.what), parse_integers(args.shape, "shape"), order
+    )
     return Picture(layout, args.header or "", None if args.dtype is None else parse_itemsize(args.dtype))
-
-
-def _print(rows: Sequence[Sequence[str]], pictures: "Sequence[Picture]") -> None:
-    from shardwise._pictures.labels import aligned, fitting
-
-    if rows:
-        lines = aligned([[printable(cell) for cell in row] for row in rows], left=3)
-        print(fitting("\n".join(lines), sys.stdout.encoding), end="\n\n")
-    for i, picture in enumerate(pictures):
-        if i:
-            print()
-        picture.show(sys.stdout)

@@ -2,14 +2,11 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from importlib import import_module
-from itertools import count
-from types import FunctionType
+from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, TypeAlias
 
-from shardwise._cli.common import Exit, SubParsers
+from shardwise._cli.common import Exit, SubParsers, progress_bar
 from shardwise.errors import ConfigError, PlanError, did_you_mean
 
 if TYPE_CHECKING:
@@ -58,6 +55,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: what, the mesh or options that do not fit; one line.
     """
+    from rich.progress import SpinnerColumn, TimeElapsedColumn
+
+    from shardwise import _collectives as collectives
     from shardwise._layout import parse_mesh
     from shardwise.simulation import simulate
 
@@ -65,91 +65,49 @@ def run(args: argparse.Namespace) -> int:
         mesh = parse_mesh(args.mesh)
     except PlanError as error:
         raise ConfigError(str(error)) from error
-    step = _step_of(args, mesh)
-    with _progress() as show:
-        simulation = simulate(lambda mesh: _watched(step, mesh, show), mesh=mesh)
-    print(simulation)
+    make = _step_of(args, mesh)
+    with progress_bar(SpinnerColumn(), TimeElapsedColumn()) as update:
+
+        def build(mesh: "Mesh") -> "Step":
+            update(description=f"rank {collectives.rank()}, the first of its class")
+            return make(mesh)
+
+        simulation = simulate(build, mesh=mesh)
+    simulation.show()
     return Exit.OK
 
 
 def _step_of(args: argparse.Namespace, mesh: "Mesh") -> Build:
     """What makes the step: the function of the user, or of a shape with its options."""
-    given = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
-    if ":" in args.what:
-        _refuse(given, args.what)
-        return _function(args.what)
-    from shardwise.simulation.shapes import SHAPES, Options
+    from shardwise.simulation import shapes
 
-    if args.what not in SHAPES:
+    given = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
+    shape = shapes.SHAPES.get(args.what)
+    unknown = [f"--{name.replace('_', '-')}" for name in given if shape is None or name not in shape.options]
+    if shape is None and ":" not in args.what:
         meant = did_you_mean(args.what, SHAPES)
         raise ConfigError(
             f"{args.what!r} is no shape.{meant} Fix: use one of {', '.join(SHAPES)}, or MODULE:FUNCTION of your own."
         )
-    shape = SHAPES[args.what]
-    _refuse([name for name in given if name not in shape.options], args.what)
-    options = Options(**given)
+    if unknown:
+        raise ConfigError(f"{args.what} has no options {', '.join(unknown)}. Fix: leave them out.")
+    if shape is None:
+        return _function(args.what)
+    options = shapes.Options(**given)
     options.check(mesh)
     return lambda mesh: shape.build(options, mesh)
 
 
-def _refuse(options: Iterable[str], what: str) -> None:
-    words = ", ".join(f"--{name.replace('_', '-')}" for name in options)
-    if words:
-        raise ConfigError(f"{what} has no options {words}. Fix: leave them out.")
-
-
 def _function(what: str) -> Build:
     """The function of that name, from a module that Python finds, or in the current folder."""
-    module_name, _, name = what.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        module = import_module(module_name)
-    except (ImportError, ValueError) as error:  # a module may also lack another one
+        found: Build = resolve_name(what)
+    except (ImportError, ValueError, AttributeError) as error:  # a module may also lack another one
         raise ConfigError(
-            f"{module_name!r} cannot be imported: {error}. Fix: name a module of this folder or an installed one."
+            f"{what!r} cannot be imported: {error}. Fix: name a function in a module of this folder or installed."
         ) from error
-    found = getattr(module, name, None)
     if not callable(found):
-        functions = [key for key, value in vars(module).items() if isinstance(value, FunctionType)]
-        meant = did_you_mean(name, functions)
-        raise ConfigError(
-            f"{module_name} has no function {name!r}.{meant} Fix: name one that takes the mesh and returns a step."
-        )
-    build: Build = found
-    return build
-
-
-def _watched(build: Build, mesh: "Mesh", show: Callable[[str], None]) -> "Step":
-    """The step, which shows what runs. It runs twice on a rank of each class; the second is counted."""
-    from shardwise import _collectives as collectives
-
-    rank, steps = collectives.rank(), count(1)
-    show(f"rank {rank}: the model is made")
-    step = build(mesh)
-    if not callable(step):
-        raise ConfigError(
-            f"A simulated function must return a function of one step, got {type(step).__name__}. Fix: return it."
-        )
-
-    def shown() -> object:
-        show(f"rank {rank}: step {next(steps)} of 2")
-        return step()
-
-    return shown
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Shows what runs, with the time it takes, on standard error: in one line of a terminal, else line by line."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal or console.is_dumb_terminal:
-        yield lambda text: print(text, file=sys.stderr, flush=True)
-        return
-    columns = SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda text: progress.update(task, description=text)
+        raise ConfigError(f"{what!r} is no function. Fix: name one that takes the mesh and returns a step.")
+    return found

@@ -1,14 +1,11 @@
 """A picture of a layout: as text, as SVG, in a notebook."""
 
-import os
-import shutil
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any
 
 from shardwise._layout import Layout, checked, checked_init
-from shardwise._pictures.labels import fitting
-from shardwise._pictures.scene import Subject
+from shardwise._pictures.report import Report
 from shardwise._pictures.svg import draw_svg
 from shardwise._pictures.text import draw_text
 from shardwise.errors import LayoutError
@@ -18,44 +15,39 @@ WIDTH = 100  # characters, by default
 
 @checked_init
 @dataclass(frozen=True, slots=True, repr=False)
-class Picture(Subject):
-    """Which rank holds which shard of a tensor. `str()` is the text; notebooks show the drawing."""
+class Picture(Report):
+    """Which rank holds which shard of a tensor. `str()` is the text; notebooks show the drawing.
 
-    def text(self, width: int = WIDTH, colour: bool = False) -> str:
+    Args:
+        layout: of the tensor.
+        header: text above the picture, printed verbatim.
+        itemsize: bytes of an element; None leaves bytes out.
+    """
+
+    layout: Layout
+    header: str = ""
+    itemsize: int | None = None
+
+    def text(self, width: int | None = None, colour: bool = False) -> str:
         """Box drawing; the tensor's first dim runs downwards, the second to the right.
 
         Args:
-            width: characters of a line. What does not fit is summarized: `12 shards` means 12 cells.
+            width: characters of a line, 100 if None. What does not fit is summarized: `12 shards` means 12 cells.
             colour: ANSI colours, one per rank; a cell of several ranks has that of the first.
         """
-        return draw_text(self, width, colour)
+        return draw_text(self.layout, self.header, self.itemsize, WIDTH if width is None else width, colour)
 
     def svg(self) -> str:
         """A self-contained drawing, with the full description of each cell as its tooltip."""
-        return draw_svg([self])
-
-    def show(self, file: TextIO | None = None) -> None:
-        """Print the text, on standard output if no file is given.
-
-        It is coloured on a terminal, unless the environment sets NO_COLOR or TERM says that the terminal is dumb.
-        """
-        out = sys.stdout if file is None else file
-        terminal = out.isatty()
-        width = shutil.get_terminal_size((WIDTH, 24)).columns if terminal else WIDTH
-        out.write(fitting(self.text(width, terminal and takes_colour()), out.encoding) + "\n")
-
-    def __str__(self) -> str:
-        return self.text()
-
-    __repr__ = __str__
+        return svg([self])
 
     def _repr_html_(self) -> str:
         return f"<div>{self.svg()}</div>"
 
 
-def takes_colour() -> bool:
-    """Whether a terminal may be sent colours, by https://no-color.org and its own name."""
-    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+def svg(pictures: Sequence[Picture]) -> str:
+    """One drawing of all pictures, one below the other."""
+    return draw_svg([(one.layout, one.header, one.itemsize) for one in pictures])
 
 
 @checked

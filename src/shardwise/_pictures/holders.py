@@ -3,10 +3,10 @@
 Ranks are given by places in `Mesh.ranks`, which add up: those of a shard of each dim, and those of its copies.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
 from itertools import compress, product
 from math import prod
-from typing import Any, NamedTuple
 
 from shardwise._layout import Box, Boxes, DimShards, Layout, OnRanks, Partial
 
@@ -49,55 +49,35 @@ class Holders:
         """The rising ranks of all copies of what is at sums of one of each of these places."""
         return self.layout.mesh.ranks_at([self.partials, self.replicas, *places])
 
-    def held(self) -> "Held":
-        """What each rank holds."""
-        return _held_boxes(self) if self.boxes else _held_shards(self)
+    def shards(self) -> Iterator[tuple[int, Callable[[], list[int]]]]:
+        """The elements of each different local shard, and its rising ranks; 0 elements of ranks that hold nothing."""
+        return self._box_shards() if self.boxes else self._dim_shards()
 
+    def _dim_shards(self) -> Iterator[tuple[int, Callable[[], list[int]]]]:
+        """Local shards differ by their sizes."""
+        dims, mesh = self.dims, self.layout.mesh
+        copies = len(self.partials) * len(self.replicas)
+        holding = copies * prod(len(dim.sizes) - dim.sizes.count(0) for dim in dims)
+        shapes = list(product(*(sorted({*dim.sizes} - {0}) for dim in dims)))
 
-class Held(NamedTuple):
-    """What ranks hold.
+        def ranks(shape: Sequence[int]) -> list[int]:
+            if holding == mesh.size() and len(shapes) == 1:
+                return list(mesh.sorted_ranks)
+            pairs = zip(dims, shape, strict=True)
+            places = ([at for at, n in zip(dim.places, dim.sizes, strict=True) if n == size] for dim, size in pairs)
+            return self.ranks(*places)
 
-    Attributes:
-        numels: the elements of each different local shard.
-        ranks: the rising ranks that have it.
-        nothing: the ranks without elements.
-    """
+        yield from ((prod(shape), partial(ranks, shape)) for shape in shapes)
+        if holding < mesh.size():
+            having = self.ranks(*(list(compress(dim.places, dim.sizes)) for dim in dims))
+            yield 0, partial(sorted, {*mesh.ranks}.difference(having))
 
-    numels: Mapping[Any, int]
-    ranks: Callable[[Any], list[int]]
-    nothing: Sequence[int]
-
-
-def _held_shards(holders: Holders) -> Held:
-    """Local shards differ by their sizes."""
-    dims, mesh = holders.dims, holders.layout.mesh
-    copies = len(holders.partials) * len(holders.replicas)
-    holding = copies * prod(len(dim.sizes) - dim.sizes.count(0) for dim in dims)
-    shapes = list(product(*(sorted({*dim.sizes} - {0}) for dim in dims)))
-
-    def ranks(shape: Sequence[int]) -> list[int]:
-        if holding == mesh.size() and len(shapes) == 1:
-            return list(mesh.sorted_ranks)
-        pairs = zip(dims, shape, strict=True)
-        places = ([at for at, n in zip(dim.places, dim.sizes, strict=True) if n == size] for dim, size in pairs)
-        return holders.ranks(*places)
-
-    nothing: Sequence[int] = ()
-    if holding < mesh.size():
-        having = holders.ranks(*(list(compress(dim.places, dim.sizes)) for dim in dims))
-        nothing = sorted({*mesh.ranks}.difference(having))
-    return Held({shape: prod(shape) for shape in shapes}, ranks, nothing)
-
-
-def _held_boxes(holders: Holders) -> Held:
-    """Local shards differ by the sizes of the box, or by the number of boxes and their elements."""
-    found: dict[Hashable, list[int]] = {}
-    numels = {}
-    for at, boxes in holders.boxes:
-        sizes = [box.sizes for box in boxes if box.numel]
-        numel = sum(map(prod, sizes))
-        what = sizes[0] if len(sizes) == 1 else (len(sizes), numel)
-        found.setdefault(what, []).append(at)
-        numels[what] = numel
-    numels.pop((0, 0), None)
-    return Held(numels, lambda what: holders.ranks(found[what]), holders.ranks(found.get((0, 0), ())))
+    def _box_shards(self) -> Iterator[tuple[int, Callable[[], list[int]]]]:
+        """Local shards differ by the sizes of the box, or by the number of boxes and their elements."""
+        found: dict[tuple[int, Hashable], list[int]] = {}
+        for at, boxes in self.boxes:
+            sizes = [box.sizes for box in boxes if box.numel]
+            numel = sum(map(prod, sizes))
+            found.setdefault((numel, sizes[0] if len(sizes) == 1 else len(sizes)), []).append(at)
+        for (numel, _), places in found.items():
+            yield numel, partial(self.ranks, places)

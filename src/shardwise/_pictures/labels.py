@@ -9,19 +9,6 @@ UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 LONG_LIST = 16  # boxes, sizes or ranks beyond which a title shows their number
 
 
-PLAIN = str.maketrans("┌┬┐├┼┤└┴┘╵╷│─╶╴…", "+++++++++|||---~")
-
-
-def fitting(text: str, encoding: str | None) -> str:
-    """`text` as `encoding` can represent it: boxes of plus and minus, other characters escaped."""
-    encoding = encoding or "utf-8"
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        return text.translate(PLAIN).encode(encoding, "backslashreplace").decode(encoding)
-    return text
-
-
 def bytes_text(number: float) -> str:
     """`1.5 MiB`: in the largest unit that gives 1 or more, with one decimal below 100."""
     unit, size = next(((u, s) for u, s in UNITS if number >= s), ("B", 1))
@@ -32,19 +19,6 @@ def bytes_text(number: float) -> str:
 def count_text(number: int, noun: str) -> str:
     """`1 rank`, `1,000 ranks`."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
-
-
-def aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Lines of aligned columns; the first `left` columns are text, the others numbers."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines
 
 
 def shape_text(shape: Sequence[int]) -> str:
@@ -108,7 +82,7 @@ def mesh_text(mesh: Mesh) -> str:
 
 
 def is_dark(mesh: Mesh, rank: int) -> bool:
-    """Whether a rank has the darker of two shades, which neighbours along each axis of the mesh have in turn."""
+    """Whether a rank has the darker of two shades, which neighbors along each axis of the mesh have in turn."""
     return sum(mesh.coordinate(rank) or ()) % 2 == 1
 
 
@@ -118,9 +92,6 @@ def title(layout: Layout) -> str:
     order = layout.shard_order
     order_text = "" if order == tuple(range(layout.mesh.ndim)) else f", shard order {', '.join(map(str, order))}"
     return f"{shape_text(layout.shape)} as {placements} on {mesh_text(layout.mesh)}{order_text}"
-
-
-# ---- what ranks hold --------------------------------------------------------------------------------------------
 
 
 def holding_text(layout: Layout, rank: int, itemsize: int | None) -> str:
@@ -142,15 +113,16 @@ MAX_NAMES = 72  # characters of ranks in one line; beyond that their number
 
 def holdings(holders: Holders, itemsize: int | None) -> list[str]:
     """What ranks hold, one line for each group of equal ranks; those that hold nothing at the end."""
-    layout, held, lines = holders.layout, holders.held(), []
-    if len(held.numels) <= MAX_GROUPS:
-        for ranks in sorted(map(held.ranks, held.numels)):
-            each = " each" if len(ranks) > 1 else ""
-            lines.append(f"{named_ranks(ranks, MAX_NAMES)}: {holding_text(layout, ranks[0], itemsize)}{each}")
+    layout, shards, lines = holders.layout, list(holders.shards()), []
+    groups = [(numel, ranks) for numel, ranks in shards if numel]
+    if len(groups) <= MAX_GROUPS:
+        for found in sorted(ranks() for _, ranks in groups):
+            each = " each" if len(found) > 1 else ""
+            lines.append(f"{named_ranks(found, MAX_NAMES)}: {holding_text(layout, found[0], itemsize)}{each}")
     else:
-        most, least = max(held.numels.values()), min(held.numels.values())
-        first = min(held.ranks(what)[0] for what, numel in held.numels.items() if numel == most)
-        last = max(held.ranks(what)[-1] for what, numel in held.numels.items() if numel == least)
+        most, least = max(numel for numel, _ in groups), min(numel for numel, _ in groups)
+        first = min(ranks()[0] for numel, ranks in groups if numel == most)
+        last = max(ranks()[-1] for numel, ranks in groups if numel == least)
         for word, rank in (("most", first), ("least", last)):
             lines.append(f"{word} on rank {rank}: {holding_text(layout, rank, itemsize)}")
-    return [*lines, f"{named_ranks(held.nothing, MAX_NAMES)}: nothing"] if held.nothing else lines
+    return [*lines, *(f"{named_ranks(ranks(), MAX_NAMES)}: nothing" for numel, ranks in shards if not numel)]

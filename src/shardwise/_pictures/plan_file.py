@@ -1,35 +1,17 @@
 """Plan files in TOML: a mesh, and the sharding of tensors by name. Read without torch.
 
-mesh = [2, 2]                      # or { dp = 2, tp = 2 }
-ranks = [3, 1, 0, 2]               # of the mesh, in row-major order; without it 0, 1, 2, …
-dtype = "float32"                  # of all tensors that name none; without it bytes are those of float32
+    mesh = [2, 2]
+    [parameters."items.weight"]
+    shape = [10, 4]
+    placements = "Shard(0), Shard(1)"
 
-[parameters."items.weight"]
-shape = [10, 4]
-placements = "Shard(0), Shard(1)"  # one per mesh axis; or by name, such as { dp = "Shard(0)" }
-shard_order = [1, 0]               # optional: order of the axes that shard a dim
-dtype = "bfloat16"                 # optional
-
-[parameters."layers.0.wq.weight"]
-shape = [10, 4]
-placements = "Replicate(), Shard(0)"
-fully_shard = 0                    # by rows along this axis as well, after the others; all-gathered along it for use
-
-[parameters."users.weight"]
-shape = [10, 4]
-chunk = { dim = 0, ranks = [3, 1, 0, 2] }  # as torch.chunk splits; a rank may come twice
-
-[parameters."tags.weight"]
-shape = [4, 4]
-shards = [                         # boxes that cover it exactly once
-    { offsets = [0, 0], sizes = [4, 2], rank = 1 },
-    { offsets = [0, 2], sizes = [4, 2], rank = "rank:0/cpu" },
-]
+docs/pictures.md has an example of every key.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +29,7 @@ from shardwise._layout import (
     parse_placements,
     read_toml,
     sharded_last,
-)
+)  # fmt: skip
 from shardwise._pictures.drawing import Picture
 from shardwise._pictures.table import Table, placed
 from shardwise.errors import LayoutError, MeshError, PlanError, did_you_mean
@@ -118,12 +100,9 @@ def _picture(name: str, entry: Mapping[str, Any], mesh: Mesh, itemsize: int) -> 
         _known_keys(entry, KEYS)
         if "shape" not in entry:
             raise PlanError("the shape is missing. Fix: write shape = [10, 4].")
-        if "dtype" in entry:
-            itemsize = parse_itemsize(entry["dtype"])
         layout = _layout(entry, mesh)
-        if "fully_shard" in entry:
-            layout, name = _at_rest(layout, entry), f"{name}, all-gathered along {entry['fully_shard']} for use"
-        return Picture(layout, name, itemsize)
+        header = f"{name}, all-gathered along {entry['fully_shard']} for use" if "fully_shard" in entry else name
+        return Picture(layout, header, parse_itemsize(entry["dtype"]) if "dtype" in entry else itemsize)
     except (PlanError, LayoutError, MeshError) as error:
         raise PlanError(f"{name}: {error}") from error
 
@@ -138,32 +117,31 @@ def _layout(entry: Mapping[str, Any], mesh: Mesh) -> Layout:
         )
     if "placements" in entry:
         order = parse_integers(entry["shard_order"], "order of axes") if "shard_order" in entry else None
-        return Layout(mesh, parse_placements(entry["placements"]), shape, order)
-    if "shard_order" in entry:
-        raise PlanError(f"shard_order is for placements, and {ways[0]} has none. Fix: leave it out.")
+        layout = Layout(mesh, parse_placements(entry["placements"]), shape, order)
+        return _at_rest(layout, entry["fully_shard"]) if "fully_shard" in entry else layout
+    for key in ("shard_order", "fully_shard"):
+        if key in entry:
+            raise PlanError(f"{key} is for placements, and {ways[0]} has none. Fix: leave it out.")
     shards = _chunks(entry["chunk"], shape) if "chunk" in entry else _shards(entry["shards"])
-    rows: dict[int, list[Box]] = {rank: [] for rank in mesh.ranks}
+    held: dict[int, list[Box]] = {rank: [] for rank in mesh.ranks}
     for rank, box in shards:
-        if rank not in rows:
+        if rank not in held:
             raise PlanError(f"rank {rank} is not of {mesh}. Fix: one of its ranks, or a larger mesh.")
-        rows[rank].append(box)
-    line = Mesh((len(mesh.ranks),), mesh.ranks)
-    return Layout(line, [Boxes([rows[rank] for rank in line.ranks])], shape)
+        held[rank].append(box)
+    return Layout(Mesh((len(held),), mesh.ranks), [Boxes(list(held.values()))], shape)
 
 
-def _at_rest(layout: Layout, entry: Mapping[str, Any]) -> Layout:
+def _at_rest(layout: Layout, axis: object) -> Layout:
     """What ranks hold between steps of a tensor that `fully_shard` shards, too: dim 0 along the axis that is named."""
-    if "placements" not in entry:
-        raise PlanError("fully_shard is for placements. Fix: leave it out, or write placements.")
-    if not isinstance(entry["fully_shard"], str | int):
-        raise PlanError(f"fully_shard is an axis of the mesh, got {entry['fully_shard']!r}. Fix: write its name.")
-    axis = layout.mesh.axis(entry["fully_shard"])
-    if layout.placements[axis] != REPLICATE:
+    if not isinstance(axis, str | int):
+        raise PlanError(f"fully_shard is an axis of the mesh, got {axis!r}. Fix: write its name.")
+    held = layout.placements[layout.mesh.axis(axis)]
+    if held != REPLICATE:
         raise PlanError(
-            f"fully_shard shards a tensor that is replicated on the axis {entry['fully_shard']}, got "
-            f"{layout.placements[axis]} there. Fix: placements that replicate it there."
+            f"fully_shard shards a tensor that is replicated on the axis {axis}, got {held} there. "
+            f"Fix: placements that replicate it there."
         )
-    return sharded_last(layout, axis, Shard(0))
+    return sharded_last(layout, layout.mesh.axis(axis), Shard(0))
 
 
 def _chunks(spec: object, shape: tuple[int, ...]) -> list[tuple[int, Box]]:
@@ -175,24 +153,19 @@ def _chunks(spec: object, shape: tuple[int, ...]) -> list[tuple[int, Box]]:
             f"chunk shards one of {len(shape)} dims over one rank or more, got dim {dim} for ranks {ranks}. "
             f"Fix: write such as chunk = {{ dim = 0, ranks = [0, 1] }}."
         )
-    full, start, found = Box((0,) * len(shape), shape), 0, []
-    for rank, size in zip(ranks, chunk(shape[dim], len(ranks)), strict=True):
-        found.append((rank, full.along(dim % len(shape), start, size)))
-        start += size
-    return found
+    full, sizes = Box((0,) * len(shape), shape), chunk(shape[dim], len(ranks))
+    starts = accumulate(sizes, initial=0)
+    return [(rank, full.along(dim % len(shape), at, n)) for rank, at, n in zip(ranks, starts, sizes, strict=False)]
 
 
-def _shards(specs: object) -> list[tuple[int, Box]]:
-    found = []
+def _shards(specs: object) -> Iterator[tuple[int, Box]]:
     for spec in specs if isinstance(specs, list) else [specs]:
         if not isinstance(spec, dict) or set(spec) != {"offsets", "sizes", "rank"}:
             raise PlanError(
                 "a shard is offsets, sizes and a rank. Fix: write shards = [{ offsets = [0, 0], sizes = [4, 2], "
                 "rank = 1 }]."
             )
-        box = Box(parse_integers(spec["offsets"], "offset"), parse_integers(spec["sizes"], "size"))
-        found.append((_rank(spec["rank"]), box))
-    return found
+        yield _rank(spec["rank"]), Box(parse_integers(spec["offsets"], "offset"), parse_integers(spec["sizes"], "size"))
 
 
 def _ranks(given: object) -> tuple[int, ...]:

@@ -14,25 +14,9 @@ from math import prod
 from operator import sub
 from typing import NamedTuple
 
-from shardwise._layout import Box, DimShards, Layout
+from shardwise._layout import Box, DimShards
 from shardwise._pictures.holders import Holders, Places
 from shardwise._pictures.labels import named_ranks
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Subject:
-    """What is drawn.
-
-    Args:
-        layout: of the tensor.
-        header: text above the picture, printed verbatim.
-        itemsize: bytes of an element; None leaves bytes out.
-    """
-
-    layout: Layout
-    header: str = ""
-    itemsize: int | None = None
-
 
 MOST_NAMED = 1000  # characters of ranks in a label, beyond which it has their number
 CHARACTERS = 4  # of a rank, and what is between it and the next
@@ -98,6 +82,12 @@ class Panel:
     def label(self) -> str:
         """The slice as Python writes it."""
         return f"[:, :, {self.deeper}]" if self.deeper else ""
+
+    def reach(self, box: Box) -> tuple[range, range]:
+        """The segments of the rows and of the columns that a box covers."""
+        (top, left), (rows, columns) = box
+        ys, xs = self.rows.edges, self.columns.edges
+        return range(ys.index(top), ys.index(top + rows)), range(xs.index(left), xs.index(left + columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,9 +293,10 @@ def _slice_text(ndim: int, part: Mapping[int, tuple[int, int]]) -> str:
 # ---- sizes of segments ------------------------------------------------------------------------------
 
 
-def in_proportion(lengths: Sequence[int], least: Sequence[int]) -> int:
-    """The room at which segments of these least sizes are in proportion."""
-    return round(sum(lengths) * max(few / length for few, length in zip(least, lengths, strict=True)))
+def to_scale(lengths: Sequence[int], least: Sequence[int], smallest: int, largest: int) -> list[int]:
+    """The size of each segment, with room for all in proportion if that is between `smallest` and `largest`."""
+    in_proportion = round(sum(lengths) * max(few / length for few, length in zip(least, lengths, strict=True)))
+    return spread(lengths, least, max(smallest, min(in_proportion, largest)))
 
 
 def spread(lengths: Sequence[int], least: Sequence[int], room: int) -> list[int]:

@@ -5,9 +5,10 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import accumulate
 
+from shardwise._layout import Layout
 from shardwise._pictures.holders import Holders
 from shardwise._pictures.labels import count_text, holdings, is_dark, ranks_text, title
-from shardwise._pictures.scene import Cell, Limit, Panel, Subject, in_proportion, panels, spread
+from shardwise._pictures.scene import Cell, Limit, Panel, panels, to_scale
 from shardwise.errors import printable
 
 LIMITS = (Limit(64, 64), Limit(64, 64), Limit(8, 8))  # of rows, columns and each further dim
@@ -36,15 +37,15 @@ def colour_of(number: int, dark: bool = False) -> str:
     return "#" + "".join(f"{round(255 * c):02x}" for c in channels)
 
 
-def draw_svg(pictures: Sequence[Subject]) -> str:
-    """One drawing of all `pictures`, one below the other."""
+def draw_svg(pictures: Sequence[tuple[Layout, str, int | None]]) -> str:
+    """One drawing of all layouts, with a header and the size of an element, one below the other."""
     parts, top, full = [], 0.0, 0.0
-    for picture in pictures:
-        body, width, height = _picture(picture)
+    for layout, header, itemsize in pictures:
+        body, width, height = _picture(layout, header, itemsize)
         parts.append(f'<g transform="translate(0 {top:g})">{body}</g>')
         top += height + MARGIN
         full = max(full, width)
-    names = safe("; ".join(picture.header or title(picture.layout) for picture in pictures))
+    names = safe("; ".join(header or title(layout) for layout, header, _ in pictures))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {full:g} {top:g}" width="{full:g}" height="{top:g}" '
         f'role="img" style="{STYLE}"><title>{names}</title>'
@@ -55,12 +56,11 @@ def draw_svg(pictures: Sequence[Subject]) -> str:
 Drawing = tuple[str, float, float]  # what is drawn, its width and its height
 
 
-def _picture(picture: Subject) -> Drawing:
-    layout = picture.layout
-    above = [*([picture.header] if picture.header else []), title(layout)]
+def _picture(layout: Layout, header: str, itemsize: int | None) -> Drawing:
+    above = [*([header] if header else []), title(layout)]
     holders = Holders(layout)
     body, width, height = _slices(holders)
-    below = holdings(holders, picture.itemsize)
+    below = holdings(holders, itemsize)
     if not body:
         below.insert(0, "(no element)")
     elif holders.reduction:
@@ -103,24 +103,19 @@ def _sizes(found: Sequence[Panel]) -> tuple[list[int], list[int]]:
     side = SIDE if sum(columns) * sum(rows) > 1 else SIDE / 4  # a single element is drawn small
     width, height = (side, side / form) if form > 1 else (side * form, side)
     labels = max(len(cell.label) for panel in found for cell in panel.cells)
-    few = min(labels * CHARACTER + 10, 2 * SIDE / len(columns))
+    few = round(max(LEAST, min(labels * CHARACTER + 10, 2 * SIDE / len(columns))))
+    low = max(LEAST, min(LINE, 2 * SIDE // len(rows)))
     return (
-        _to_scale(columns, round(max(few, LEAST)), round(width)),
-        _to_scale(rows, max(LEAST, min(LINE, 2 * SIDE // len(rows))), round(height)),
+        to_scale(columns, [few] * len(columns), round(width), max(round(width), 2 * SIDE)),
+        to_scale(rows, [low] * len(rows), round(height), max(round(height), 2 * SIDE)),
     )
-
-
-def _to_scale(lengths: Sequence[int], few: int, room: int) -> list[int]:
-    least = [few] * len(lengths)
-    return spread(lengths, least, max(room, min(in_proportion(lengths, least), 2 * SIDE)))
 
 
 def _panel(panel: Panel, xs: Sequence[int], ys: Sequence[int], ndim: int) -> str:
     parts = []
     for cell in panel.cells:
-        (top, left), (rows, columns) = cell.box
-        x0, x1 = xs[panel.columns.edges.index(left)], xs[panel.columns.edges.index(left + columns)]
-        y0, y1 = ys[panel.rows.edges.index(top)], ys[panel.rows.edges.index(top + rows)]
+        rows, columns = panel.reach(cell.box)
+        x0, x1, y0, y1 = xs[columns.start], xs[columns.stop], ys[rows.start], ys[rows.stop]
         parts.append(_cell(cell, (x0, y0, x1 - x0, y1 - y0), _tooltip(cell, panel, ndim)))
     if ndim:
         parts += [_text(str(row), -4, y, "end", DIM) for row, y in _apart(panel.rows.edges, ys, LINE - 4)]

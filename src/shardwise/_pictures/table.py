@@ -4,15 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardwise._layout import Layout, Mesh, Placement, checked
-from shardwise._pictures.labels import aligned, bytes_text, placement_text
-from shardwise.errors import printable
+from shardwise._layout import Layout, Mesh, checked
+from shardwise._pictures.labels import bytes_text, placement_text
+from shardwise._pictures.report import Report, table_text
 
 if TYPE_CHECKING:
     from torch import nn
 
 SHOWN_RANKS = 4  # with more, only the largest and the smallest are shown
-WORDS = 3  # text columns before those of numbers
 
 
 @dataclass(frozen=True)
@@ -22,45 +21,41 @@ class Placed:
     Args:
         name: its path in the module.
         shape: global.
-        placement: on the only axis of the mesh, or as text.
+        placement: as text.
         rank_bytes: on each rank; empty if unknown.
     """
 
     name: str
     shape: tuple[int, ...]
-    placement: Placement | str
+    placement: str
     rank_bytes: tuple[int, ...]
 
 
 @dataclass(frozen=True, repr=False)
-class Table:
+class Table(Report):
     """Parameters, and the ranks of their bytes. `str()` is the text."""
 
     placed: tuple[Placed, ...]
     ranks: tuple[int, ...]
 
-    def rows(self) -> list[list[str]]:
+    def text(self, width: int | None = None, colour: bool = False) -> str:
         """A heading, one row per parameter, and the sums."""
         known = [one.rank_bytes for one in self.placed if one.rank_bytes]
         sums = [sum(column) for column in zip(*known, strict=True)] or [0] * len(self.ranks)
         few = len(self.ranks) <= SHOWN_RANKS
         heading = [f"rank {rank}" for rank in self.ranks] if few else ["fullest rank", "emptiest rank"]
 
-        def shown(rank_bytes: Sequence[int]) -> list[str]:
-            if not rank_bytes:
+        def shown(sizes: Sequence[int]) -> list[str]:
+            if not sizes:
                 return ["?"] * len(heading)
-            return [bytes_text(n) for n in (rank_bytes if few else (max(rank_bytes), min(rank_bytes)))]
+            return [bytes_text(n) for n in (sizes if few else (max(sizes), min(sizes)))]
 
-        return [
+        rows = [
             ["parameter", "shape", "placement", *heading],
-            *([one.name, _grouped(one.shape), str(one.placement), *shown(one.rank_bytes)] for one in self.placed),
+            *([one.name, _grouped(one.shape), one.placement, *shown(one.rank_bytes)] for one in self.placed),
             ["all" if len(known) == len(self.placed) else "all that is known", "", "", *shown(sums)],
         ]
-
-    def __str__(self) -> str:
-        return "\n".join(aligned([[printable(cell) for cell in row] for row in self.rows()], WORDS))
-
-    __repr__ = __str__
+        return table_text(rows, "lll" + "r" * len(heading), width)
 
 
 def _grouped(shape: Sequence[int]) -> str:
@@ -101,10 +96,9 @@ def sharding_table(module: "nn.Module", plan: object = None, mesh: object = None
     for name, x in tensors.items():
         if name in layouts:
             rows.append(placed(name, layouts[name], x.element_size(), ranks))
-        elif name in words:
-            rows.append(Placed(name, tuple(x.shape), words[name], ()))
         else:
-            rows.append(Placed(name, tuple(x.shape), "plain", (x.numel() * x.element_size(),) * len(ranks)))
+            known = () if name in words else (x.numel() * x.element_size(),) * len(ranks)
+            rows.append(Placed(name, tuple(x.shape), words.get(name, "plain"), known))
     return Table(tuple(rows), ranks)
 
 
@@ -125,11 +119,10 @@ def _planned(module: "nn.Module", plan: Any, mesh: Any, now: Mapping[str, Layout
         return layouts_of(module, plan, where), {}, set(where.ranks)
     layouts, words = dict(now), {}
     for name, x in (*module.named_parameters(), *module.named_buffers()):
-        entry = plan.plan.get(name)
-        if isinstance(entry, ShardingSpec):
-            layouts[name] = entry.layout(tuple(x.shape), tuple(sorted(where.ranks)))
-        for path, sharder in plan.plan.items():
-            if name.startswith(f"{path}."):
+        for path, entry in plan.plan.items():
+            if name == path and isinstance(entry, ShardingSpec):
+                layouts[name] = entry.layout(tuple(x.shape), where.sorted_ranks)
+            elif name.startswith(f"{path}."):
                 layouts.pop(name, None)
-                words[name] = f"by {type(sharder).__name__}"
+                words[name] = f"by {type(entry).__name__}"
     return layouts, words, set(where.ranks)

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from textwrap import wrap
 
-from shardwise._layout import Box
+from shardwise._layout import Layout
 from shardwise._pictures.holders import Holders
 from shardwise._pictures.labels import holdings, is_dark, title
-from shardwise._pictures.scene import Cell, Limit, Panel, Segments, Subject, in_proportion, panels, sliced_dims, spread
+from shardwise._pictures.scene import Cell, Limit, Panel, panels, sliced_dims, to_scale
 from shardwise.errors import printable
 
 UP, RIGHT, DOWN, LEFT = 1, 2, 4, 8
@@ -24,15 +24,15 @@ LABEL_WIDTH = 26  # beyond which the names of ranks go on in the next line
 LABEL_LINES = 3  # beyond which they go below the picture
 
 
-def draw_text(subject: Subject, width: int, colour: bool) -> str:
-    """The picture of `subject` in lines of at most `width` characters, if its narrowest form needs no more."""
-    holders = Holders(subject.layout)
+def draw_text(layout: Layout, header: str, itemsize: int | None, width: int, colour: bool) -> str:
+    """The picture of `layout` in lines of at most `width` characters, if its narrowest form needs no more."""
+    holders = Holders(layout)
     notes: list[str] = []
     blocks = _blocks(holders, width, notes, colour)
-    lines = [*printable(subject.header).splitlines(), title(subject.layout), *_side_by_side(blocks, width)]
+    lines = [*printable(header).splitlines(), title(layout), *_side_by_side(blocks, width)]
     if not blocks:
         lines.append("(no element)")
-    return "\n".join([*lines, *notes, *(_legend(holders) if blocks else ()), *holdings(holders, subject.itemsize)])
+    return "\n".join([*lines, *notes, *(_legend(holders) if blocks else ()), *holdings(holders, itemsize)])
 
 
 def _legend(holders: Holders) -> Iterator[str]:
@@ -92,33 +92,22 @@ def _widths(found: Sequence[Panel], labels: Labels, ndim: int, room: int) -> lis
     least = [len(str(column)) if ndim > 1 else 1 for column in columns.edges[:-1]]
     needed = {label: max(map(len, lines)) + 2 for label, lines in labels.items()}
     _make_room(found, needed, least, 1)
-    return _in_proportion(columns, least, room // min(len(found), BESIDE) - len(least))
+    return to_scale(columns.lengths, least, 1, room // min(len(found), BESIDE) - len(least))
 
 
 def _heights(found: Sequence[Panel], labels: Labels) -> list[int]:
     """Lines of text between two horizontal lines, for each segment of the rows."""
     least = [1] * len(found[0].rows.lengths)
     _make_room(found, {label: len(lines) for label, lines in labels.items()}, least, 0)
-    return _in_proportion(found[0].rows, least, MAX_LINES)
-
-
-def _in_proportion(dim: Segments, least: Sequence[int], room: int) -> list[int]:
-    """No larger than it takes to be in proportion."""
-    return spread(dim.lengths, least, max(1, min(in_proportion(dim.lengths, least), room)))
+    return to_scale(found[0].rows.lengths, least, 1, MAX_LINES)
 
 
 def _make_room(found: Sequence[Panel], needed: dict[str, int], least: list[int], dim: int) -> None:
     """Widen the segments that each cell covers to what its label needs; cells of one segment first."""
-    reached = [(_reach(cell.box, panel, dim), needed[cell.label]) for panel in found for cell in panel.cells]
+    reached = [(panel.reach(cell.box)[dim], needed[cell.label]) for panel in found for cell in panel.cells]
     for covered, few in sorted(reached, key=lambda one: len(one[0])):
         have = sum(least[i] for i in covered) + len(covered) - 1
         least[covered[-1]] += max(0, few - have)
-
-
-def _reach(box: Box, panel: Panel, dim: int) -> range:
-    """The segments of `dim` that the box covers."""
-    edges = (panel.rows, panel.columns)[dim].edges
-    return range(edges.index(box.offsets[dim]), edges.index(box.offsets[dim] + box.sizes[dim]))
 
 
 def _block(
@@ -129,7 +118,7 @@ def _block(
     joins = [[0] * (xs[-1] + 1) for _ in range(ys[-1] + 1)]
     spots = []
     for cell in panel.cells:
-        rows, columns = _reach(cell.box, panel, 0), _reach(cell.box, panel, 1)
+        rows, columns = panel.reach(cell.box)
         frame = xs[columns.start], ys[rows.start], xs[columns.stop], ys[rows.stop]
         _line_right(joins[ys[rows.start]], xs[columns.start], xs[columns.stop])
         _line_down(joins, xs[columns.start], ys[rows.start], ys[rows.stop])

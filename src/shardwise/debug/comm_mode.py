@@ -2,76 +2,76 @@
 
 import json
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
+import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
-from torch.utils import _pytree as pytree
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise._layout import Placement
+from shardwise._collectives import rank_and_size
+from shardwise._layout import Layout, Placement, ring_elements
 from shardwise._rules.row import Args, Kwargs
 from shardwise._tensor import DTensor
 from shardwise._tensor.dispatch.dispatcher import is_op
 from shardwise._tensor.dispatch.fallback import Wrapper
 from shardwise._tensor.dispatch.hooks import Proceed, hook_calls
-from shardwise._tensor.dtensor import name_of
+from shardwise._tensor.dtensor import dtensors_in, name_of
 from shardwise._tensor.torch_objects import is_torch_dtensor_class
 from shardwise._trace.comm_trace import CommEvent, Listener, listening_with
-from shardwise.debug.functional_collectives import functional_collective, torch_op
 from shardwise.debug.module_tracker import GLOBAL, ModuleTracker, in_backward
 
 FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "checkpointing"
-Counts = dict[Any, int]
+TITLES = {FORWARD: "FORWARD PASS", BACKWARD: "BACKWARD PASS", RECOMPUTED: "ACTIVATION CHECKPOINTING"}
+YELLOW, RED, END = "\033[1;33m", "\033[1;31m", "\033[0m"  # as torch has them
+Counts = Counter[Any]  # by op of `torch.ops.c10d_functional`
 
 # As torch has them, under aten's names and under those of functions.
 _TRIVIAL = {"detach", "t", "view", "_to_copy", "to", "as_strided", "transpose"}
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """One op that ran.
 
-    Args:
-        shapes, placements: of the DTensors among its arguments; none for an op on plain or local tensors.
+    Attributes:
         phase: forward, backward, or checkpointing: forward once more, in backward.
+        operands: the layouts of the DTensors among its arguments; none for an op on plain or local tensors.
     """
 
     name: str
     phase: str
-    shapes: tuple[tuple[int, ...], ...] = ()
-    placements: tuple[tuple[Placement, ...], ...] = ()
-    mesh: str = ""
-
-    @property
-    def is_trivial(self) -> bool:
-        return self.name.removeprefix("aten.").partition(".")[0] in _TRIVIAL
+    operands: tuple[Layout, ...] = ()
 
     def is_shown(self, noise_level: int) -> bool:
-        return noise_level > 2 or (not self.is_trivial and (noise_level > 1 or (noise_level > 0 and bool(self.shapes))))
+        is_trivial = self.name.removeprefix("aten.").partition(".")[0] in _TRIVIAL
+        return noise_level > 2 or (not is_trivial and noise_level > (0 if self.operands else 1))
 
     def as_json(self) -> dict[str, Any]:
         return {
             "name": self.name,
-            "input_shape": [str(shape) for shape in self.shapes],
-            "input_sharding": [str(placements) for placements in self.placements],
-            "device_mesh": self.mesh,
+            "input_shape": [str(x.shape) for x in self.operands],
+            "input_sharding": [str(x.placements) for x in self.operands],
+            "device_mesh": str(self.operands[0].mesh) if self.operands else "",
             "is_bw": self.phase != FORWARD,
             "is_activation_checkpointing": self.phase == RECOMPUTED,
         }
 
 
 @dataclass
-class _Traffic:
-    """Of one module and all modules inside it, by phase."""
+class _Record:
+    """What ran in one module; collectives and bytes also in all modules inside it."""
 
-    counts: dict[str, Counts] = field(default_factory=lambda: {FORWARD: defaultdict(int), BACKWARD: defaultdict(int)})
-    sent_bytes: dict[str, int] = field(default_factory=lambda: {FORWARD: 0, BACKWARD: 0})
+    counts: dict[str, Counts] = field(default_factory=lambda: {FORWARD: Counter(), BACKWARD: Counter()})
+    sent_bytes: dict[str, Counts] = field(default_factory=lambda: {FORWARD: Counter(), BACKWARD: Counter()})
+    operations: list[Operation] = field(default_factory=list)
 
 
 class CommDebugMode(Listener):
@@ -89,21 +89,12 @@ class CommDebugMode(Listener):
     def __init__(self) -> None:
         self._tracker = ModuleTracker()
         self._entered = ExitStack()
-        self._clear()
-
-    def _clear(self) -> None:
-        self._counts: Counts = defaultdict(int)
-        self._bytes: Counts = defaultdict(int)
-        self._traffic: dict[str, _Traffic] = {GLOBAL: _Traffic()}
-        self._operations: dict[str, list[Operation]] = {}
+        self._records: dict[str, _Record] = {GLOBAL: _Record()}
 
     def __enter__(self) -> Self:
-        self._clear()
-        self._tracker.start()
-        self._entered.callback(self._tracker.stop)
-        self._entered.enter_context(listening_with(self))
-        self._entered.enter_context(hook_calls(self._see_op))
-        self._entered.enter_context(_LocalOps(self._note_local_op))
+        self._records = {GLOBAL: _Record()}
+        for part in (self._tracker, listening_with(self), hook_calls(self._see_op), _LocalOps(self._see_local_op)):
+            self._entered.enter_context(part)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -115,97 +106,90 @@ class CommDebugMode(Listener):
     # ---- recording ------------------------------------------------------------------------------------------
 
     def collective(self, kind: str, sent_bytes: int, event: CommEvent | None) -> None:
-        self._count(torch_op(kind), sent_bytes, event is not None and event.cause.kind == "gradient")
+        self._count(_torch_op(kind), sent_bytes, event is not None and event.cause.kind == "gradient")
 
     def _count(self, key: object, sent_bytes: int, of_gradients: bool = False) -> None:
-        self._counts[key] += 1
-        self._bytes[key] += sent_bytes
-        phase = BACKWARD if in_backward() or of_gradients else FORWARD
-        for name in self._tracker.around(self._tracker.current):
-            traffic = self._traffic.setdefault(name, _Traffic())
-            traffic.counts[phase][key] += 1
-            traffic.sent_bytes[phase] += sent_bytes
+        phase, name = BACKWARD if in_backward() or of_gradients else FORWARD, self._tracker.current
+        for each in (name, *self._tracker.modules[name].parents):
+            record = self._records.setdefault(each, _Record())
+            record.counts[phase][key] += 1
+            record.sent_bytes[phase][key] += sent_bytes
 
     def _see_op(self, proceed: Proceed, func: Callable[..., object], args: Args, kwargs: Kwargs) -> object:
         if is_op(func):
-            operands = [x for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor]
-            shapes = tuple(x._layout.shape for x in operands)
-            mesh = str(operands[0]._layout.mesh) if operands else ""
-            self._note(Operation(name_of(func), self._phase(), shapes, tuple(x.placements for x in operands), mesh))
+            self._note(name_of(func), tuple(x._layout for x in dtensors_in((*args, *kwargs.values()))))
         return proceed()
 
-    def _note_local_op(self, func: object, args: Args) -> None:
-        self._note(Operation(str(func), self._phase()))
-        found = functional_collective(func, args)
+    def _see_local_op(self, func: object, args: Args) -> None:
+        self._note(str(func))
+        found = _functional_collective(func, args)
         if found is not None:
             self._count(*found)
 
-    def _note(self, operation: Operation) -> None:
-        self._operations.setdefault(self._tracker.current, []).append(operation)
-
-    def _phase(self) -> str:
-        return RECOMPUTED if self._tracker.recomputes else BACKWARD if in_backward() else FORWARD
+    def _note(self, name: str, operands: tuple[Layout, ...] = ()) -> None:
+        phase = RECOMPUTED if self._tracker.recomputes else BACKWARD if in_backward() else FORWARD
+        record = self._records.setdefault(self._tracker.current, _Record())
+        record.operations.append(Operation(name, phase, operands))
 
     # ---- results --------------------------------------------------------------------------------------------
 
     def get_total_counts(self) -> int:
         """How many collectives there were."""
-        return sum(self._counts.values())
+        return sum(self.comm_counts.values())
 
     @property
     def comm_counts(self) -> Counts:
         """How many collectives there were, by op; 0 for others."""
-        return self._counts
+        return _both_phases(self._records[GLOBAL].counts)
 
     def get_comm_counts(self) -> Counts:
         """The same as `comm_counts`."""
-        return self._counts
+        return self.comm_counts
 
     def get_comm_bytes(self) -> Counts:
         """What this rank sent to others, in bytes, by op; 0 for others."""
-        return self._bytes
-
-    @property
-    def comm_module_counts(self) -> dict[str, dict[str, Counts]]:
-        """The same as `get_module_counts()`."""
-        return self.get_module_counts()
+        return _both_phases(self._records[GLOBAL].sent_bytes)
 
     def get_module_counts(self) -> dict[str, dict[str, Counts]]:
         """How many collectives there were by module (and those inside it), "forward" or "backward", and op."""
-        return {name: traffic.counts for name, traffic in self._traffic.items()}
+        return {name: record.counts for name, record in self._with_collectives()}
+
+    comm_module_counts = property(get_module_counts)
 
     def get_module_bytes(self) -> dict[str, dict[str, int]]:
         """What this rank sent, in bytes, by module (and those inside it), and "forward" or "backward"."""
-        return {name: traffic.sent_bytes for name, traffic in self._traffic.items()}
+        return {name: _totals(record) for name, record in self._with_collectives()}
+
+    def _with_collectives(self) -> list[tuple[str, _Record]]:
+        return [(k, record) for k, record in self._records.items() if k == GLOBAL or any(record.counts.values())]
 
     def get_parameter_info(self) -> dict[str, dict[str, Tensor]]:
         """The parameters of each module that ran, detached, by module and name."""
-        found = self._tracker.parameters
-        return {name: {key: p.detach() for key, p in own.items()} for name, own in found.items()}
+        found = {name: module.parameters for name, module in self._tracker.modules.items()}
+        return {name: {key: p.detach() for key, p in own.items()} for name, own in found.items() if own}
 
     def get_sharding_info(self) -> dict[str, tuple[Placement, ...]]:
         """The placements of the parameters that are DTensors, by module and name with a dot between."""
-        return self._tracker.placements
+        found = [(f"{name}.{key}", p) for name, m in self._tracker.modules.items() for key, p in m.parameters.items()]
+        return {name: p.placements for name, p in found if isinstance(p, DTensor)}
 
     def generate_json_dump(self, file_name: str = "comm_mode_log.json", noise_level: int = 3) -> None:
         """Write the content of `generate_comm_debug_tracing_table` as nested JSON, one object a module."""
         Path(file_name).write_text(json.dumps(self._as_json(GLOBAL, noise_level), indent=4), encoding="utf-8")
 
     def _as_json(self, name: str, noise_level: int) -> dict[str, Any]:
-        traffic = self._traffic.get(name, _Traffic())
-        found: dict[str, Any] = {
+        module, record = self._tracker.modules[name], self._records.get(name, _Record())
+        sharded = [(key, str(p.placements)) for key, p in module.parameters.items() if isinstance(p, DTensor)]
+        shown = [x for x in record.operations if x.is_shown(noise_level)]
+        return {
             "fqn": name,
-            "module_type": self._tracker.types[name] if noise_level else "",
-            "parameters": self._sharded_parameters(name) if noise_level else [],
-            "children": [self._as_json(child, noise_level) for child in self._tracker.children[name]],
+            "module_type": module.type if noise_level else "",
+            "parameters": sharded if noise_level else [],
+            "children": [self._as_json(child, noise_level) for child in module.children],
+            **{f"collectives_{phase}": [(str(k), n) for k, n in own.items()] for phase, own in record.counts.items()},
+            **{f"sent_bytes_{phase}": sent for phase, sent in _totals(record).items()},
+            **{f"operations_{phase}": [x.as_json() for x in shown if x.phase == phase] for phase in TITLES},
         }
-        for phase in (FORWARD, BACKWARD):
-            found[f"collectives_{phase}"] = [(str(key), count) for key, count in traffic.counts[phase].items()]
-            found[f"sent_bytes_{phase}"] = traffic.sent_bytes[phase]
-        for phase in (FORWARD, BACKWARD, RECOMPUTED):
-            shown = self._shown_operations(name, phase, noise_level)
-            found[f"operations_{phase}"] = [operation.as_json() for operation in shown]
-        return found
 
     def generate_comm_debug_tracing_table(self, noise_level: int = 3) -> str:
         """A table of the modules, each with its collectives, bytes and ops, with colours for a terminal.
@@ -214,49 +198,48 @@ class CommDebugMode(Listener):
             noise_level: 0 collectives only; 1 also classes, parameters and ops on DTensors; 2 also ops on plain
                 or local tensors; 3 also trivial ones such as views.
         """
-        return "".join(line for name in self._tracker.types for line in self._module_lines(name, noise_level))
+        return "".join(f"{line}\n" for line in _module_lines(self._as_json(GLOBAL, noise_level), ""))
 
     def log_comm_debug_tracing_table_to_file(self, file_name: str = "comm_mode_log.txt", noise_level: int = 3) -> None:
         """Write the table to a file, without colours."""
         table = re.sub(r"\x1B\[[0-?]*[ -/]*[@-~]", "", self.generate_comm_debug_tracing_table(noise_level))
         Path(file_name).write_text(table, encoding="utf-8")
 
-    def _sharded_parameters(self, name: str) -> list[tuple[str, str]]:
-        keys = self._tracker.parameters.get(name, {})
-        found = ((key, self._tracker.placements.get(f"{name}.{key}")) for key in keys)
-        return [(key, str(placements)) for key, placements in found if placements is not None]
 
-    def _shown_operations(self, name: str, phase: str, noise_level: int) -> list[Operation]:
-        operations = self._operations.get(name, [])
-        return [operation for operation in operations if operation.phase == phase and operation.is_shown(noise_level)]
-
-    def _module_lines(self, name: str, noise_level: int) -> Iterator[str]:
-        indent = "    " * len(self._tracker.parents[name])
-        yield f"{indent}{name}\n"
-        if noise_level and name != GLOBAL:
-            yield f"{indent}*module type: {self._tracker.types[name]}\n"
-            parameters = self._sharded_parameters(name)
-            yield from [f"{indent}*Parameter List\n"] if parameters else []
-            yield from (f"{indent} *{key}: {placements}\n" for key, placements in parameters)
-        traffic = self._traffic.get(name, _Traffic())
-        titles = {FORWARD: "FORWARD PASS", BACKWARD: "BACKWARD PASS", RECOMPUTED: "ACTIVATION CHECKPOINTING"}
-        for phase, title in titles.items():
-            counts, operations = traffic.counts.get(phase, {}), self._shown_operations(name, phase, noise_level)
-            if counts or operations:
-                yield f"{indent}  {title}\n"
-            if counts:
-                yield from (f"\033[1;33m{indent}    *{key}: {count}\033[0m\n" for key, count in counts.items())
-                yield f"\033[1;33m{indent}    *sent bytes: {traffic.sent_bytes[phase]:,}\033[0m\n"
-            for operation in operations:
-                yield from _operation_lines(operation, indent)
+def _both_phases(found: dict[str, Counts]) -> Counts:
+    total: Counts = Counter()
+    for counts in found.values():
+        total.update(counts)
+    return total
 
 
-def _operation_lines(operation: Operation, indent: str) -> Iterator[str]:
-    yield f"\033[1;33m{indent}    **{operation.name}\033[0m\n"
-    if operation.shapes:
-        yield f"\033[1;31m{indent}      shape: {list(operation.shapes)}\033[0m\n"
-        yield f"\033[1;31m{indent}      sharding: {list(operation.placements)}\033[0m\n"
-        yield f"\033[1;31m{indent}      device mesh: {operation.mesh}\033[0m\n"
+def _totals(record: _Record) -> dict[str, int]:
+    return {phase: sum(sent.values()) for phase, sent in record.sent_bytes.items()}
+
+
+def _module_lines(module: dict[str, Any], indent: str) -> Iterator[str]:
+    """The lines of a module as JSON, and of those inside it."""
+    yield f"{indent}{module['fqn']}"
+    if module["module_type"]:
+        yield f"{indent}*module type: {module['module_type']}"
+    if module["parameters"]:
+        yield f"{indent}*Parameter List"
+    yield from (f"{indent} *{key}: {placements}" for key, placements in module["parameters"])
+    for phase, title in TITLES.items():
+        counts, operations = module.get(f"collectives_{phase}"), module[f"operations_{phase}"]
+        if counts or operations:
+            yield f"{indent}  {title}"
+        if counts:
+            yield from (f"{YELLOW}{indent}    *{key}: {count}{END}" for key, count in counts)
+            yield f"{YELLOW}{indent}    *sent bytes: {module[f'sent_bytes_{phase}']:,}{END}"
+        for operation in operations:
+            yield f"{YELLOW}{indent}    **{operation['name']}{END}"
+            if operation["input_shape"]:
+                yield f"{RED}{indent}      shape: [{', '.join(operation['input_shape'])}]{END}"
+                yield f"{RED}{indent}      sharding: [{', '.join(operation['input_sharding'])}]{END}"
+                yield f"{RED}{indent}      device mesh: {operation['device_mesh']}{END}"
+    for child in module["children"]:
+        yield from _module_lines(child, indent + "    ")
 
 
 class _LocalOps(TorchDispatchMode):
@@ -275,3 +258,54 @@ class _LocalOps(TorchDispatchMode):
             self.on_op(func, args)
         with DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+
+# ---- collectives by the names of torch --------------------------------------------------------------------------
+
+_NAMES = {
+    "all_to_all": "all_to_all_single",
+    "all_gather": "all_gather_into_tensor",
+    "reduce_scatter": "reduce_scatter_tensor",
+}
+_COLLECTIVES = {"all_reduce", "broadcast", *_NAMES.values()}
+
+
+@cache
+def _torch_op(kind: str) -> Any:
+    """The op of `torch.ops.c10d_functional` that torch's tools count a collective of this kind as."""
+    import_module("torch.distributed._functional_collectives")  # registers the ops
+    return getattr(torch.ops.c10d_functional, _NAMES.get(kind, kind))
+
+
+def _functional_collective(func: object, args: Sequence[Any]) -> tuple[Any, int] | None:
+    """The `_torch_op` of a call of a functional collective, and what this rank sends in it; None for other ops.
+
+    An all-reduce counts as a ring, as ours do.
+    """
+    if not isinstance(func, OpOverload) or not func.namespace.startswith("_c10d_functional"):
+        return None
+    name = func._schema.name.partition("::")[2].removesuffix("_").removesuffix("_out")
+    kind = name.removesuffix("_coalesced")
+    if kind not in _COLLECTIVES:
+        return None
+    group = next(arg for schema, arg in zip(func._schema.arguments, args, strict=False) if schema.name == "group_name")
+    sent = sum(_sent(kind, x, args, group) for x in (args[0] if isinstance(args[0], list) else [args[0]]))
+    return _torch_op(name), sent
+
+
+def _sent(kind: str, x: Tensor, args: Sequence[Any], group_name: str) -> int:
+    (here, size), total = rank_and_size(group_name), x.numel()
+    match kind:
+        case "all_reduce":
+            total = ring_elements(total, size, here)
+        case "all_gather_into_tensor":
+            total *= size - 1
+        case "reduce_scatter_tensor":
+            total -= total // size
+        case "all_to_all_single":
+            rows = args[2] or [x.shape[0] // size] * size
+            total -= rows[here] * (total // max(x.shape[0], 1))
+        case "broadcast":
+            last = (args[1] - 1) % size
+            total = 0 if here == last and size > 1 else total * (size > 1)
+    return total * x.element_size()

@@ -1,12 +1,13 @@
 """What code sends: by line, with the reason."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
 
 from shardwise import _collectives as collectives
 from shardwise._layout import Layout, shown
+from shardwise._pictures.report import Report, table_text
 from shardwise._trace.comm_trace import Cause, CommEvent, Kind, Listener, listening_with
 from shardwise.errors import ArgumentError
 
@@ -15,7 +16,6 @@ R = TypeVar("R")
 
 FEW = 8  # entries that one reads without a summary
 LINES = 5  # of the summary
-_HEADING = "  all ranks   this rank  times"
 
 _TITLES: dict[Kind, str] = {
     "operand": "Implicit: operands redistributed for an op",
@@ -26,7 +26,7 @@ _TITLES: dict[Kind, str] = {
 }
 
 
-class Explanation(Listener, Generic[R]):
+class Explanation(Listener, Report, Generic[R]):
     """What one rank sent, and why; records inside its `with` block.
 
     Attributes:
@@ -41,7 +41,7 @@ class Explanation(Listener, Generic[R]):
     def __init__(self) -> None:
         self._events: list[CommEvent] = []
         self.sent_bytes = self.other_bytes = self.other_calls = 0
-        self._entered: list[AbstractContextManager[None]] = []
+        self._entered = ExitStack()
 
     def record(self, event: CommEvent) -> None:
         self._events.append(event)
@@ -63,119 +63,94 @@ class Explanation(Listener, Generic[R]):
         return sum(event.sent_bytes for event in self.events if event.cause.implicit)
 
     def __enter__(self) -> Self:
-        listening = listening_with(self)
-        listening.__enter__()
-        self._entered.append(listening)
+        self._entered.enter_context(listening_with(self))
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._entered.pop().__exit__(None, None, None)
+        self._entered.close()
 
-    def __str__(self) -> str:
-        lines, silent = [self._sent()], len(self._events)
-        by_line = self._by_line()
-        if by_line:
-            lines += ["", "By line", _HEADING, *(f"{_numbers(events)}  {where}" for where, events in by_line)]
-        listed, small = self._entries()
-        silent -= sum(len(group) for groups in listed.values() for group in groups) + sum(map(len, small))
-        for kind, groups in listed.items():
-            lines += ["", _TITLES[kind], _HEADING]
-            lines += [line for group in groups for line in _described(group, self._row(group))]
-        notes = [f"{self.other_bytes:,} bytes in {self.other_calls} collectives that check that ranks agree."]
-        notes = (notes if self.other_calls else []) + _of_small(small)
-        notes += [f"Redistributions that send nothing, left out: {silent}."] if silent else []
-        return "\n".join([*lines, "", *notes] if notes else lines)
-
-    __repr__ = __str__
-
-    def _sent(self) -> str:
+    def text(self, width: int | None = None, colour: bool = False) -> str:
+        """A table for each kind of cause; if there are many entries, the largest, after the lines that send most."""
+        entries = _grouped(self._events, _entry)
+        sending = [events for events in entries if events[0].total_bytes != 0]
+        least = sum(map(_most, sending)) / 100 if len(sending) > FEW else 0
         sent = f"{self.sent_bytes:,} bytes, {self.implicit_bytes:,} of them implicitly"
-        return f"Rank {collectives.rank()} sent {sent}."
-
-    def _by_line(self) -> list[tuple[str, list[CommEvent]]]:
-        """The lines of user code that send most, if there are more entries than one reads."""
-        if len(_grouped(self._events)) <= FEW:
-            return []
-        lines: dict[str, list[CommEvent]] = {}
-        for event in self._events:
-            lines.setdefault(str(event.cause.call_site or "elsewhere"), []).append(event)
-        return sorted(lines.items(), key=lambda item: -_most(item[1]))[:LINES]
-
-    def _row(self, group: list[CommEvent]) -> list[str]:
-        """What and where, the layouts, why, bytes of all ranks and of this one, how often."""
-        event, cause = group[0], group[0].cause
-        if any(other.cause.operand != cause.operand for other in group):
-            cause = _cause(event)
-        where = "" if cause.call_site is None else f"{cause.call_site}: "
-        change = "" if event.src is None or event.dst is None else _change(event.src, event.dst)
-        return [f"{where}{cause}", change, cause.why, *_columns(group)]
-
-    def _entries(self) -> tuple[dict[Kind, list[list[CommEvent]]], list[list[CommEvent]]]:
-        """The groups that send something, by kind; of more than one reads, those that send least apart."""
-        groups = [group for group in _grouped(self._events) if group[0].total_bytes != 0]
-        least = sum(map(_most, groups)) / 100 if len(groups) > FEW else 0
-        large = [group for group in groups if _most(group) >= least]
-        by_kind = {kind: [group for group in large if group[0].cause.kind == kind] for kind in _TITLES}
-        return {kind: found for kind, found in by_kind.items() if found}, [g for g in groups if _most(g) < least]
+        parts = [f"Rank {collectives.rank()} sent {sent}."]
+        if len(entries) > FEW:
+            by_line = _grouped(self._events, _line)[:LINES]
+            parts.append(_table("By line", [(_line(events[0]), events) for events in by_line], width))
+        for kind, title in _TITLES.items():
+            listed = [e for e in sending if e[0].cause.kind == kind and _most(e) >= least]
+            if listed:
+                parts.append(_table(title, [(_described(events), events) for events in listed], width))
+        notes = []
+        if self.other_calls:
+            notes.append(f"{self.other_bytes:,} bytes in {self.other_calls} collectives that check that ranks agree.")
+        if small := [events for events in sending if _most(events) < least]:
+            sent = f"{sum(_sent(events) for events in small):,} bytes"
+            notes.append(f"Entries of less than 1 % of the bytes, left out: {len(small)}; this rank sent {sent}.")
+        if silent := sum(len(events) for events in entries if events[0].total_bytes == 0):
+            notes.append(f"Redistributions that send nothing, left out: {silent}.")
+        return "\n\n".join([*parts, "\n".join(notes)] if notes else parts)
 
 
-def _of_small(groups: list[list[CommEvent]]) -> list[str]:
-    sent = sum(event.sent_bytes for group in groups for event in group)
-    return (
-        [f"Entries of less than 1 % of the bytes, left out: {len(groups)}; this rank sent {sent:,} bytes."]
-        if groups
-        else []
-    )
+Events = list[CommEvent]
 
 
-def _grouped(events: Iterable[CommEvent]) -> list[list[CommEvent]]:
-    """Events that are equal but for the index of a repeated module, grouped, those that send most first."""
-    groups: dict[Any, list[CommEvent]] = {}
+def _grouped(events: Sequence[CommEvent], key: Callable[[CommEvent], object]) -> list[Events]:
+    """Events of one key together, those that send most first."""
+    groups: dict[object, Events] = {}
     for event in events:
-        groups.setdefault(_key(event), []).append(event)
-    return sorted(groups.values(), key=lambda group: -_most(group))
+        groups.setdefault(key(event), []).append(event)
+    return sorted(groups.values(), key=_most, reverse=True)
 
 
-def _key(event: CommEvent) -> tuple[object, ...]:
-    """Equal for events of one entry."""
+def _line(event: CommEvent) -> str:
+    return str(event.cause.call_site or "elsewhere")
+
+
+def _entry(event: CommEvent) -> object:
+    """Equal for events of one entry: equal but for the index of a repeated module."""
     return _cause(event), event.src, event.dst, event.total_bytes is None
 
 
 def _cause(event: CommEvent) -> Cause:
-    """Equal for those of equal modules."""
-    return event.cause._replace(operand=_folded(event.cause.operand))
+    """The cause with `blocks.*.up.weight` for `blocks.0.up.weight`, also behind words such as `the input of`."""
+    return event.cause._replace(operand=re.sub(r"(?:^|(?<=\.)|(?<= of ))\d+(?=\.|$)", "*", event.cause.operand))
 
 
-def _folded(name: str) -> str:
-    """`blocks.*.up.weight` of `blocks.0.up.weight`, also behind words such as `the input of`."""
-    return re.sub(r"(?:^|(?<=\.)|(?<= of ))\d+(?=\.|$)", "*", name)
+def _sent(events: Events) -> int:
+    return sum(event.sent_bytes for event in events)
 
 
-def _most(events: list[CommEvent]) -> int:
+def _total(events: Events) -> int | None:
+    """The bytes of all ranks, if they are known of each event."""
+    totals = [event.total_bytes for event in events if event.total_bytes is not None]
+    return sum(totals) if len(totals) == len(events) else None
+
+
+def _most(events: Events) -> int:
     """Bytes to sort by: of all ranks; of this one where it sends more than is known of all."""
-    return max(_total(events) or 0, sum(event.sent_bytes for event in events))
+    return max(_total(events) or 0, _sent(events))
 
 
-def _total(group: list[CommEvent]) -> int | None:
-    totals = [event.total_bytes for event in group if event.total_bytes is not None]
-    return sum(totals) if len(totals) == len(group) else None
+def _table(title: str, entries: Sequence[tuple[str, Events]], width: int | None) -> str:
+    rows = [("  all ranks", " this rank", "times", "")]
+    for text, events in entries:
+        total = _total(events)
+        rows.append(("unknown" if total is None else f"{total:,}", f"{_sent(events):,}", str(len(events)), text))
+    return f"{title}\n{table_text(rows, 'rrrl', width)}"
 
 
-def _numbers(events: list[CommEvent]) -> str:
-    """Bytes of all ranks and of this one, and how often, in columns."""
-    total, here, times = _columns(events)
-    return f"{total:>11} {here:>11} {times:>6}"
-
-
-def _columns(events: list[CommEvent]) -> list[str]:
-    total, here = _total(events), sum(event.sent_bytes for event in events)
-    return ["unknown" if total is None else f"{total:,}", f"{here:,}", str(len(events))]
-
-
-def _described(group: list[CommEvent], row: list[str]) -> Iterator[str]:
-    what, change, why, *_ = row
-    yield f"{_numbers(group)}  {what}"
-    yield from (" " * 32 + text for text in (change, f"why: {why}" if why else "") if text)
+def _described(events: Events) -> str:
+    """Where and what, the layouts, and why: a line each."""
+    event, cause = events[0], events[0].cause
+    if any(other.cause.operand != cause.operand for other in events):
+        cause = _cause(event)
+    lines = [f"{cause}" if cause.call_site is None else f"{cause.call_site}: {cause}"]
+    if event.src is not None and event.dst is not None:
+        lines.append(_change(event.src, event.dst))
+    return "\n".join([*lines, *([f"why: {cause.why}"] if cause.why else [])])
 
 
 def _change(src: Layout, dst: Layout) -> str:

@@ -1,8 +1,9 @@
 """Which module is running, in forward and in backward, and its parameters; ranges for `torch.profiler` by module."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,12 +14,10 @@ from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 
 from shardwise import _collectives as collectives
-from shardwise._layout import Placement
 from shardwise._rules.row import Args, Kwargs, Op
-from shardwise._tensor import DTensor
 from shardwise._tensor.dispatch.dispatcher import is_op
 from shardwise._tensor.dispatch.hooks import Proceed, hook_calls
-from shardwise._tensor.dtensor import name_of
+from shardwise._tensor.dtensor import dtensors_in, name_of
 from shardwise._trace.comm_trace import CommEvent, Listener, listening_with
 
 GLOBAL = "Global"  # what runs outside modules, as torch calls it
@@ -29,8 +28,25 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+@dataclass
+class TrackedModule:
+    """A module that ran.
+
+    Attributes:
+        type: its class.
+        parents: the names of the modules around it, the innermost first.
+        children: the names of the modules directly inside it that ran, in order.
+        parameters: its own only.
+    """
+
+    type: str
+    parents: tuple[str, ...] = ()
+    children: list[str] = field(default_factory=list)
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)
+
+
 class ModuleTracker:
-    """Tracks the modules of one rank between `start` and `stop`.
+    """Tracks the modules of one rank inside a `with` block.
 
     `torch.utils.module_tracker.ModuleTracker` cannot replace it. With that, 5 of the 18 tests of `CommDebugMode` fail:
     it sees the modules of every simulated rank, keeps a module open after an error in its forward, leaves a module
@@ -41,11 +57,7 @@ class ModuleTracker:
     then the path.
 
     Attributes:
-        types: class of each module that ran, in the order in which they began.
-        parents: the modules around each.
-        children: the modules directly inside each, in order.
-        parameters: of each module, its own only.
-        placements: of the parameters that are DTensors, by full name.
+        modules: those that ran, by name, in the order in which they began; first what is around all of them.
     """
 
     def __init__(self) -> None:
@@ -53,27 +65,23 @@ class ModuleTracker:
         self._clear()
 
     def _clear(self) -> None:
-        self._rank: object = None  # the transport, one for each simulated rank; None while stopped
+        self._rank: object = None  # the transport, one for each simulated rank; None outside the block
         self._handles: list[Any] = []
         self._forward = [GLOBAL]
         self._backward: list[str] = []
         self._task = -1
-        self.types: dict[str, str] = {GLOBAL: ""}
-        self.parents: dict[str, tuple[str, ...]] = {GLOBAL: ()}
-        self.children: dict[str, list[str]] = {GLOBAL: []}
-        self.parameters: dict[str, dict[str, Tensor]] = {}
-        self.placements: dict[str, tuple[Placement, ...]] = {}
+        self.modules = {GLOBAL: TrackedModule("")}
 
-    def start(self) -> None:
-        """Forget what ran before, and track."""
+    def __enter__(self) -> Self:
         self._clear()
         self._rank = collectives.transport()
         self._handles = [
             register_module_forward_pre_hook(self._before_forward),
             register_module_forward_hook(self._after_forward, always_call=True),
         ]
+        return self
 
-    def stop(self) -> None:
+    def __exit__(self, *error: object) -> None:
         for handle in self._handles:
             handle.remove()
         self._rank = None
@@ -91,22 +99,16 @@ class ModuleTracker:
         """Whether backward recomputes a forward (activation checkpointing)."""
         return in_backward() and len(self._forward) > 1
 
-    def around(self, name: str) -> tuple[str, ...]:
-        """A module and its ancestors."""
-        return (name, *self.parents[name])
-
-    # ---- hooks ----------------------------------------------------------------------------------------------
-
     def _before_forward(self, module: nn.Module, args: Args) -> None:
         if collectives.transport() is not self._rank:
             return
         name = self._name(module)
-        if name not in self.types:
-            self.types[name] = str(type(module)).strip("<>")
-            self.parents[name] = tuple(reversed(self._forward))
-            self.children[name] = []
-            self.children[self._forward[-1]].append(name)
-            self._note_parameters(name, module)
+        if name not in self.modules:
+            parameters = dict(module.named_parameters(recurse=False))
+            self.modules[name] = TrackedModule(
+                str(type(module)).strip("<>"), tuple(reversed(self._forward)), [], parameters
+            )
+            self.modules[self._forward[-1]].children.append(name)
         self._forward.append(name)
         # The gradient of a leaf is computed before those of the parameters, so it does not end the module.
         _on_gradients(args, lambda: self._leave(name), leaves=False)
@@ -115,7 +117,7 @@ class ModuleTracker:
         if collectives.transport() is not self._rank:
             return
         name = self._name(module)
-        if name in self._forward[1:]:  # entered after start()
+        if name in self._forward[1:]:  # entered inside the block
             while self._forward.pop() != name:
                 pass
             _on_gradients(output, lambda: self._enter(name), leaves=True)
@@ -126,7 +128,7 @@ class ModuleTracker:
             return
         self._forget_other_backwards()
         at = len(self._backward)
-        while at and name in self.parents[self._backward[at - 1]]:
+        while at and name in self.modules[self._backward[at - 1]].parents:
             at -= 1
         self._backward.insert(at, name)
 
@@ -139,19 +141,11 @@ class ModuleTracker:
         if task != self._task:
             self._task, self._backward = task, []
 
-    # ---- names and parameters -------------------------------------------------------------------------------
-
     def _name(self, module: nn.Module) -> str:
         if module not in self._names:
             for path, child in module.named_modules(prefix=type(module).__name__):
                 self._names.setdefault(child, path)
         return self._names[module]
-
-    def _note_parameters(self, name: str, module: nn.Module) -> None:
-        for key, parameter in module.named_parameters(recurse=False):
-            self.parameters.setdefault(name, {})[key] = parameter
-            if isinstance(parameter, DTensor):
-                self.placements[f"{name}.{key}"] = parameter.placements
 
 
 def _on_gradients(tree: object, callback: Callable[[], None], leaves: bool) -> None:
@@ -164,9 +158,6 @@ def _on_gradients(tree: object, callback: Callable[[], None], leaves: bool) -> N
         for x in pytree.tree_leaves(tree):
             if isinstance(x, Tensor) and x.requires_grad and (leaves or not x.is_leaf):
                 x.register_hook(hook)
-
-
-# ---- ranges of a profile --------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -184,17 +175,13 @@ def profiler_ranges() -> Iterator[None]:
     def in_range(proceed: Proceed, func: Op, args: Args, kwargs: Kwargs) -> object:
         if not is_op(func):
             return proceed()
-        operands = [x for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor]
+        operands = dtensors_in((*args, *kwargs.values()))
         placements = ", ".join(f"[{', '.join(map(str, x.placements))}]" for x in operands)
         with record_function(f"{name_of(func)}: {placements} in {tracker.current}"):
             return proceed()
 
-    tracker.start()
-    try:
-        with hook_calls(in_range), listening_with(_Marks(tracker)):
-            yield
-    finally:
-        tracker.stop()
+    with tracker, hook_calls(in_range), listening_with(_Marks(tracker)):
+        yield
 
 
 class _Marks(Listener):

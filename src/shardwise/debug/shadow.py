@@ -1,5 +1,6 @@
 """`shadow`: runs ops again on full tensors in plain torch, and compares the results."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,7 +43,7 @@ class Shadow:
         self.compared: dict[str, int] = {}
         self.skipped: dict[str, int] = {}
         self._every, self._ops, self._tolerance = every, ops, tolerance
-        self._calls: dict[tuple[Any, tuple[int, ...]], int] = {}  # by op, and by the ranks that call it together
+        self._calls: Counter[tuple[Any, tuple[int, ...]]] = Counter()  # by op, and by the ranks that call it together
         self._comparing = False
 
     def __call__(self, proceed: Proceed, func: Func, args: Args, kwargs: Kwargs) -> object:
@@ -52,8 +53,8 @@ class Shadow:
         ranks = tuple(sorted({rank for x in operands for rank in x._layout.mesh.ranks}))
         if collectives.rank() not in ranks:
             return proceed()
-        call = self._calls[func, ranks] = self._calls.get((func, ranks), 0) + 1
-        if (call - 1) % self._every:
+        self._calls[func, ranks] += 1
+        if (self._calls[func, ranks] - 1) % self._every:
             return proceed()
         if any(_is_sparse(x) for x in operands) or name_of(func).partition(".")[0] in _UNFILLED:
             return self._skip(func, proceed())
@@ -189,13 +190,6 @@ def _names(func: Func) -> set[str]:
     return {name, name.strip(".").partition(".")[0], str(func)}
 
 
-def _chosen_name(op: str | Callable[..., Any]) -> str:
-    """A function selects all of its name: torch.add Tensor.add too. An overload selects itself."""
-    if isinstance(op, str):
-        return op
-    return str(op) if isinstance(op, torch._ops.OpOverload) else name_of(op)
-
-
 @checked
 @contextmanager
 def shadow(
@@ -234,23 +228,27 @@ def shadow(
         )
     if isinstance(ops, str):
         ops = [ops]
-    chosen = None if ops is None else frozenset(map(_chosen_name, ops))
+    # A function selects all of its name: torch.add Tensor.add too. An overload selects itself.
+    names = [str(op) if isinstance(op, str | torch._ops.OpOverload) else name_of(op) for op in ops or ()]
     unknown = [op for op in ops or () if isinstance(op, str) and not _is_known(op)]
     if unknown:
         raise RuleError(
             f"shadow: torch has no op named {', '.join(map(repr, sorted(unknown)))}. "
             f"Fix: such as 'matmul' or 'aten.add.Tensor', or the function itself."
         )
-    seen = Shadow(every, chosen, Tolerance(rtol, atol))
+    seen = Shadow(every, None if ops is None else frozenset(names), Tolerance(rtol, atol))
     with hook_calls(seen):
         yield seen
 
 
 def _is_known(name: str) -> bool:
-    short = name.removeprefix(".")
-    if any(hasattr(place, short) for place in (torch, Tensor, F, torch.linalg, torch.special, torch.fft)):
-        return True
     packet, _, overload = name.removeprefix("aten.").partition(".")
-    if hasattr(torch.ops.aten, packet) and (not overload or hasattr(getattr(torch.ops.aten, packet), overload)):
-        return True
-    return any(name in _names(func) for func in ops_with_rules())
+    op = getattr(torch.ops.aten, packet, None)
+    return (
+        any(
+            hasattr(place, name.removeprefix("."))
+            for place in (torch, Tensor, F, torch.linalg, torch.special, torch.fft)
+        )
+        or (op is not None and (not overload or hasattr(op, overload)))
+        or any(name in _names(func) for func in ops_with_rules())
+    )

@@ -166,9 +166,17 @@ def local_map(
         if first is None:
             return func(*args, **kwargs)
         mesh = first._layout.mesh if device_mesh is None else collectives.as_mesh(device_mesh)
-        unnamed = len(pytree.tree_leaves(args))
-        local_of = _LocalOf(in_placements, in_grad_placements, redistribute_inputs, unnamed, len(flat))
-        local_args, local_kwargs = pytree.tree_unflatten([local_of(i, x) for i, x in enumerate(flat)], spec)
+        required, grads = (
+            _for_each(name, given, len(pytree.tree_leaves(args)), len(flat))
+            for name, given in (("in_placements", in_placements), ("in_grad_placements", in_grad_placements))
+        )
+        local_args, local_kwargs = pytree.tree_unflatten(
+            [
+                _local(i, x, required[i], grads[i], redistribute_inputs) if isinstance(x, DTensor) else x
+                for i, x in enumerate(flat)
+            ],
+            spec,
+        )
         out, out_spec = pytree.tree_flatten(func(*local_args, **local_kwargs))
         wanted = _wanted_outputs(out_placements, len(out))
         return pytree.tree_unflatten([_output(x, p, mesh) for x, p in zip(out, wanted, strict=True)], out_spec)
@@ -176,42 +184,31 @@ def local_map(
     return on_locals
 
 
-class _LocalOf:
-    """Argument number i as a local tensor, if it is a DTensor."""
+def _for_each(name: str, given: PerArgument, unnamed: int, count: int) -> list[Placements | None]:
+    """One entry per argument; those of keyword arguments may be omitted."""
+    found: list[Placements | None] = [None] * count if given is None else list(given)
+    if len(found) not in (unnamed, count):
+        raise LayoutError(
+            f"local_map: {name} speaks of {len(found)} arguments, the call has {unnamed}. "
+            f"Fix: one entry for each argument, None for one that is no tensor or has any placements."
+        )
+    return found + [None] * (count - len(found))
 
-    def __init__(
-        self, placements: PerArgument, grad_placements: PerArgument, redistribute: bool, unnamed: int, count: int
-    ) -> None:
-        self.placements = self._for_each("in_placements", placements, unnamed, count)
-        self.grad_placements = self._for_each("in_grad_placements", grad_placements, unnamed, count)
-        self.redistribute = redistribute
 
-    @staticmethod
-    def _for_each(name: str, given: PerArgument, unnamed: int, count: int) -> list[Placements | None]:
-        """One entry per argument; those of keyword arguments may be omitted."""
-        found: list[Placements | None] = [None] * count if given is None else list(given)
-        if len(found) not in (unnamed, count):
+def _local(
+    index: int, x: DTensor, required: Placements | None, grad_placements: Placements | None, redistribute: bool
+) -> Tensor:
+    """The local tensor of argument number `index`."""
+    layout = x._layout if required is None else x._layout.replace(required)
+    if layout != x._layout:
+        if not redistribute:
             raise LayoutError(
-                f"local_map: {name} speaks of {len(found)} arguments, the call has {unnamed}. "
-                f"Fix: one entry for each argument, None for one that is no tensor or has any placements."
+                f"local_map: argument {index} is {x._layout}, but "
+                f"{placements_text(layout.mesh, layout.placements)} is required. "
+                f"Fix: redistribute it, or pass redistribute_inputs=True."
             )
-        return found + [None] * (count - len(found))
-
-    def __call__(self, index: int, x: object) -> object:
-        if not isinstance(x, DTensor):
-            return x
-        wanted = self.placements[index]
-        if wanted is not None:
-            layout = x._layout.replace(wanted)
-            if layout != x._layout:
-                if not self.redistribute:
-                    raise LayoutError(
-                        f"local_map: argument {index} is {x._layout}, but "
-                        f"{placements_text(layout.mesh, layout.placements)} is required. "
-                        f"Fix: redistribute it, or pass redistribute_inputs=True."
-                    )
-                x = x.redistribute(placements=wanted)
-        return x.to_local(grad_placements=self.grad_placements[index])
+        x = x.redistribute(placements=required)
+    return x.to_local(grad_placements=grad_placements)
 
 
 def _wanted_outputs(out_placements: Any, count: int) -> list[Placements | None]:

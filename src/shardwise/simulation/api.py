@@ -35,16 +35,7 @@ def simulate(
 ) -> Simulation:
     """Memory and communication of a training step on each class of equal ranks of `mesh`; nothing is allocated or sent.
 
-        def train(mesh):
-            model = Transformer(args)
-            shard_module(model, {...}, mesh=mesh)
-            optimizer = torch.optim.AdamW(model.parameters())
-            def step():
-                optimizer.zero_grad()
-                loss_of(model, torch.randint(100, (8, 16))).backward()
-                optimizer.step()
-            return step
-        print(simulate(train, mesh=Mesh((512, 8))))
+        print(simulate(train, mesh=Mesh((512, 8))))  # docs/pictures.md has such a function
 
     The function runs once for each class, as one rank of the class. Tensors of floating dtype with dims have no values,
     nor what is computed from them; integers have, up to 4 Mi elements of a tensor. A condition on values that are not
@@ -79,11 +70,10 @@ def simulate(
             f"simulate takes a mesh of the ranks 0 to {mesh.size() - 1}, got {mesh}. "
             f"Fix: Mesh({mesh.shape}), without ranks=."
         )
-    return _simulated(_build(fn_or_module, inputs, plan), mesh, costs or costs_of(mesh.device_type, None, None))
-
-
-def _simulated(build: Callable[[Mesh], Step], mesh: Mesh, costs: Costs) -> Simulation:
-    """One rank of each class, until each rank is in one."""
+    if not isinstance(fn_or_module, nn.Module) and (inputs or plan is not None):
+        raise ArgumentError("simulate: inputs and plan are those of a module. Fix: use them in the function.")
+    build = _training(fn_or_module, inputs, plan or {}) if isinstance(fn_or_module, nn.Module) else fn_or_module
+    costs = costs or costs_of(mesh.device_type, None, None)
     classes: list[RankClass] = []
     assumed: dict[str, None] = {}
     left = list(mesh.sorted_ranks)
@@ -94,16 +84,6 @@ def _simulated(build: Callable[[Mesh], Step], mesh: Mesh, costs: Costs) -> Simul
         known = set(equal)
         left = [rank for rank in left if rank not in known]
     return Simulation(mesh, tuple(classes), costs, tuple(assumed))
-
-
-def _build(
-    fn_or_module: Callable[[Mesh], Step] | nn.Module, inputs: Sequence[object], plan: LayoutPlan | None
-) -> Callable[[Mesh], Step]:
-    if isinstance(fn_or_module, nn.Module):
-        return _training(fn_or_module, inputs, plan or {})
-    if inputs or plan is not None:
-        raise ArgumentError("simulate: inputs and plan are those of a module. Fix: use them in the function.")
-    return fn_or_module
 
 
 def _run(

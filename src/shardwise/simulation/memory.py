@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 from unittest.mock import patch
@@ -53,8 +52,6 @@ PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS = "parameters", "gradients", "optimize
 REDISTRIBUTION, ACTIVATIONS = "redistribution", "activations"
 ROLES = (PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS, REDISTRIBUTION, ACTIVATIONS)
 
-Result = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
-
 
 @dataclass(slots=True)
 class Block:
@@ -64,13 +61,11 @@ class Block:
         number: in order of creation.
         size: in bytes, now.
         has_values: False if its memory is not allocated, or depends on memory that is not.
-        redistributed: allocated by a redistribution or another exchange.
     """
 
     number: int
     size: int
     has_values: bool
-    redistributed: bool
     storage: "ref[torch.UntypedStorage]"
 
 
@@ -83,12 +78,12 @@ class Memory(TorchDispatchMode):
 
     Attributes:
         log: (block, bytes) in order; what was freed is negative.
+        redistributed: the blocks of redistributions and other exchanges.
         conditions: where conditions on values that are not there were taken as False.
     """
 
     def __init__(self, allocate: bool) -> None:
-        initialize: Callable[[], None] = super().__init__  # torch has no annotation of it
-        initialize()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.allocate = allocate
         self.blocks: dict[int, Block] = {}  # by storage
         self.log: list[tuple[int, int]] = []
@@ -107,13 +102,11 @@ class Memory(TorchDispatchMode):
         self._patches.enter_context(patch.object(torch.UntypedStorage, "resize_", _resize))
         for name in ("tolist", "numpy"):
             self._patches.enter_context(patch.object(Tensor, name, _reading(name)))
-        enter: Callable[[], object] = super().__enter__
-        enter()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
-        leave: Callable[..., None] = super().__exit__
-        leave(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._patches.close()
         _entered.memory = None
 
@@ -137,10 +130,9 @@ class Memory(TorchDispatchMode):
             block = self.blocks.pop(key)
             self.log.append((number, -block.size))
 
-        redistributed = comm_trace.current.rank.purpose is not None or comm_trace.current_event() is not None
-        block = self.blocks[key] = Block(number, size, has_values, redistributed, ref(storage, freed))
-        if redistributed:
+        if comm_trace.current.rank.purpose is not None or comm_trace.current_event() is not None:
             self.redistributed.add(number)
+        block = self.blocks[key] = Block(number, size, has_values, ref(storage, freed))
         self.log.append((number, size))
         return block
 
@@ -168,40 +160,33 @@ class Memory(TorchDispatchMode):
                 self.block_of(args[0])
                 return func(*args, **kwargs)
             operands = [block for x in _tensors([*args, *kwargs.values()]) if (block := self.block_of(x)) is not None]
-            if not self.allocate and func not in _METADATA:
-                if func in _FACTORIES or (not operands and traits.takes_device):
-                    out = self._made(func, args, kwargs)
-                elif not operands:  # on the meta device
-                    out = func(*args, **kwargs)
-                elif not all(block.has_values for block in operands):
-                    return self._without_values(func, traits, args, kwargs)
-                elif traits.may_broadcast:
-                    out = self._broadcast(func, args, kwargs)
-                else:
-                    out = func(*args, **kwargs)
+            reads_nothing = func in _FACTORIES or (not operands and traits.takes_device)
+            if self.allocate or func in _METADATA or not (operands or reads_nothing):  # the last of meta tensors
+                out = func(*args, **kwargs)
+            elif not reads_nothing and not all(block.has_values for block in operands):
+                return self._without_values(func, traits, args, kwargs)
+            elif reads_nothing or traits.may_broadcast:
+                out = self._with_values_if_small(func, args, kwargs, reads_nothing)
             else:
                 out = func(*args, **kwargs)
             for x in _tensors([out]):
                 self.block_of(x)
         return out
 
-    def _made(self, func: OpOverload, args: Args, kwargs: Kwargs) -> object:
-        """The result of an op that reads nothing: with values if it is small or has integers."""
-        device = kwargs.get("device") or next(iter([x.device for x in _tensors(args)]), "cpu")
-        if torch.device(device).type == "meta":
-            return func(*args, **kwargs)
-        results = self._results_of(func, args, kwargs)
-        if isinstance(results, Described):
-            shape, _, dtype = results.meta
-            if shape and (dtype.is_floating_point or dtype.is_complex or prod(shape) > LARGE):
-                return self._new(results.meta)
-        return func(*args, **kwargs)
+    def _with_values_if_small(self, func: OpOverload, args: Args, kwargs: Kwargs, reads_nothing: bool) -> object:
+        """The result of an op on values, or of one that reads nothing, which has values if these are integers.
 
-    def _broadcast(self, func: OpOverload, args: Args, kwargs: Kwargs) -> object:
-        """The result of an op on values: without values if it is large, such as a mask of queries and keys."""
-        results = self._results_of(func, args, kwargs)
-        if isinstance(results, Described) and prod(results.meta[0]) > LARGE:
-            return self._new(results.meta)
+        One that is large, such as a mask of queries and keys, has no values.
+        """
+        if reads_nothing:
+            device = kwargs.get("device") or next(iter([x.device for x in _tensors(args)]), "cpu")
+            if torch.device(device).type == "meta":
+                return func(*args, **kwargs)
+        found = self._results_of(func, args, kwargs)
+        if isinstance(found, Tensor):
+            without = reads_nothing and found.ndim and (found.is_floating_point() or found.is_complex())
+            if without or found.numel() > LARGE:
+                return self._new(found)
         return func(*args, **kwargs)
 
     def _without_values(self, func: OpOverload, traits: "Traits", args: Args, kwargs: Kwargs) -> object:
@@ -224,11 +209,11 @@ class Memory(TorchDispatchMode):
             if traits.returns_written:
                 found = written[: traits.num_returns]
                 return None if not found else found[0] if len(found) == 1 else tuple(found)
-        return _filled(self._results_of(func, args, kwargs), self._new)
+        return _mapped(self._new, self._results_of(func, args, kwargs))
 
-    def _new(self, result: Result) -> Tensor:
-        """A tensor without values."""
-        shape, strides, dtype = result
+    def _new(self, meta: Tensor) -> Tensor:
+        """A tensor without values, of the shape, strides and dtype of a meta tensor."""
+        shape, strides, dtype = meta.shape, meta.stride(), meta.dtype
         extent = 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
         if not extent:
             return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
@@ -237,15 +222,15 @@ class Memory(TorchDispatchMode):
         return x.as_strided_(shape, strides)
 
     def _results_of(self, func: OpOverload, args: Args, kwargs: Kwargs) -> object:
-        """Shapes, strides and dtypes of the results, found on the meta device."""
+        """The results as meta tensors."""
         key = func, _key(args), _key(kwargs)
         found = self._results.get(key)
         if found is None:
-            metas, named = map(_as_meta, args), {k: _as_meta(v) for k, v in kwargs.items()}
+            metas, named = _mapped(_as_meta, args), {k: _mapped(_as_meta, v) for k, v in kwargs.items()}
             if _traits(func).takes_device:
                 named["device"] = torch.device("meta")
             try:
-                found = self._results[key] = _described(func(*metas, **named))
+                found = self._results[key] = func(*metas, **named)
             except NotImplementedError as error:
                 raise no_values(f"the result of {func} depends on values") from error
         return found
@@ -296,13 +281,12 @@ class Roles:
     def find(self) -> None:
         """Note what modules and optimizers hold now."""
         modules = {id(part): part for module in self._modules.values() for part in module.modules()}.values()
-        for module in modules:
-            self._note(PARAMETERS, module._parameters.values())
-            self._note(BUFFERS, module._buffers.values())
+        parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+        self._note(PARAMETERS, parameters)
+        self._note(BUFFERS, [x for module in modules for x in module._buffers.values()])
         for optimizer in self._optimizers.values():
             self._note(PARAMETERS, [p for group in optimizer.param_groups for p in group["params"]])
-        for module in modules:
-            self._note_gradients(p for p in module._parameters.values() if p is not None)
+        self._note_gradients(parameters)
         for optimizer in self._optimizers.values():
             self._note(OPTIMIZER, pytree.tree_leaves(list(optimizer.state.values())))
         for number in self.memory.redistributed:
@@ -311,15 +295,12 @@ class Roles:
     def at_peak(self, first: int) -> dict[str, int]:
         """Bytes by role when most memory is in use, from entry `first` of the log on."""
         now = dict.fromkeys(ROLES, 0)
-        for number, size in self.memory.log[:first]:
-            now[self.of.get(number, ACTIVATIONS)] += size
-        total = most = sum(now.values())
-        found = dict(now)
-        for number, size in self.memory.log[first:]:
+        found, total, most = dict(now), 0, 0
+        for count, (number, size) in enumerate(self.memory.log, 1):
             now[self.of.get(number, ACTIVATIONS)] += size
             total += size
-            if total > most:
-                most, found = total, dict(now)
+            if count >= first and total > most:
+                found, most = dict(now), total
         return found
 
 
@@ -379,13 +360,6 @@ def _traits(func: OpOverload) -> Traits:
         all(r.alias_info is not None and r.alias_info.is_write for r in schema.returns),
         len(schema.returns),
     )
-
-
-@dataclass(frozen=True)
-class Described:
-    """A tensor among results."""
-
-    meta: Result
 
 
 def no_values(what: str) -> ShardwiseError:
@@ -451,21 +425,12 @@ def _key(value: object) -> object:
     return type(value), value
 
 
-def _as_meta(value: object) -> object:
+def _as_meta(x: Tensor) -> Tensor:
+    return torch.empty_strided(_size(x), _stride(x), dtype=x.dtype, device="meta")
+
+
+def _mapped(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The value with `fn` of each tensor in it."""
     if isinstance(value, Tensor):
-        return torch.empty_strided(_size(value), _stride(value), dtype=value.dtype, device="meta")
-    if isinstance(value, list | tuple):
-        return [_as_meta(x) for x in value]
-    return value
-
-
-def _described(value: object) -> object:
-    if isinstance(value, Tensor):
-        return Described((tuple(value.shape), value.stride(), value.dtype))
-    return type(value)(map(_described, value)) if isinstance(value, list | tuple) else value
-
-
-def _filled(value: object, new: Callable[[Result], Tensor]) -> object:
-    if isinstance(value, Described):
-        return new(value.meta)
-    return type(value)(_filled(x, new) for x in value) if isinstance(value, list | tuple) else value
+        return fn(value)
+    return type(value)([_mapped(fn, x) for x in value]) if isinstance(value, list | tuple) else value

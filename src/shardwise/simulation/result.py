@@ -5,12 +5,14 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import add
 from textwrap import shorten
 
 from shardwise._collectives import Ranks
 from shardwise._collectives.cost_tables import Costs
 from shardwise._layout import Layout, Mesh
-from shardwise._pictures.labels import aligned, bytes_text, count_text, ranks_text
+from shardwise._pictures.labels import bytes_text, count_text, ranks_text
+from shardwise._pictures.report import Report, table_text
 from shardwise._trace import comm_trace
 from shardwise._trace.comm_trace import CommEvent, Listener
 
@@ -100,8 +102,8 @@ class RankClass:
         return sum(one.sent_bytes for one in self.collectives)
 
 
-@dataclass(frozen=True)
-class Simulation:
+@dataclass(frozen=True, repr=False)
+class Simulation(Report):
     """A training step on all ranks of a mesh. `str()` is a text with tables.
 
     Attributes:
@@ -133,43 +135,32 @@ class Simulation:
         ranks = collective.ranks
         return self.costs.of(collective.kind, ranks, self.mesh.sorted_ranks, collective.received_bytes)
 
-    def __str__(self) -> str:
+    def text(self, width: int | None = None, colour: bool = False) -> str:
+        """Tables of the memory and of the collectives of each class."""
         lines = [f"{self.mesh}: {count_text(self.mesh.size(), 'rank')}, {len(self.classes)} of different shards"]
         for one in self.classes:
-            lines += ["", f"{count_text(len(one.ranks), 'rank')}: {ranks_text(one.ranks)}", *self._memory(one)]
-            lines += ["", *self._traffic(one)]
+            memory = [(role, bytes_text(n)) for role, n in (*one.memory.items(), ("all", one.peak_bytes)) if n]
+            lines += ["", f"{count_text(len(one.ranks), 'rank')}: {ranks_text(one.ranks)}"]
+            lines += [table_text([("memory at the peak", ""), *memory], "lr", width), "", self._traffic(one, width)]
         if self.assumptions:
             lines += ["", "Assumed:", *self.assumptions]
         return "\n".join(lines)
 
-    def _memory(self, one: RankClass) -> list[str]:
-        rows = [["memory at the peak", ""], *([name, bytes_text(n)] for name, n in one.memory.items() if n)]
-        return aligned([*rows, ["all", bytes_text(one.peak_bytes)]], 1)
-
-    def _traffic(self, one: RankClass) -> list[str]:
-        rows: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0])
+    def _traffic(self, one: RankClass, width: int | None) -> str:
+        sums: dict[tuple[str, ...], tuple[float, ...]] = defaultdict(lambda: (0, 0, 0.0))
         for collective in one.collectives:
-            row = rows[
-                self.axes(collective), collective.kind, shorten(collective.cause_of_layers, CAUSE, placeholder=" …")
+            cause = shorten(collective.cause_of_layers, CAUSE, placeholder=" …")
+            figures = 1, collective.sent_bytes, self.cost(collective)
+            for key in ((self.axes(collective), collective.kind, cause), ()):  # the latter of all
+                sums[key] = tuple(map(add, sums[key], figures))
+        total = sums.pop((), (0, 0, 0.0))
+        hidden = len(sums) - SHOWN_CAUSES
+        dearest = sorted(sums.items(), key=lambda item: -item[1][2])[:SHOWN_CAUSES]
+        rows = [
+            (*words, f"{count:,.0f}", bytes_text(sent), bytes_text(cost))
+            for words, (count, sent, cost) in [
+                *dearest,
+                ((f"all, also {hidden} more" if hidden > 0 else "all", "", ""), total),
             ]
-            row[0] += 1
-            row[1] += collective.sent_bytes
-            row[2] += self.cost(collective)
-        ordered = sorted(rows.items(), key=lambda item: -item[1][2])
-        table = [
-            [axes, kind, cause, f"{count:,.0f}", bytes_text(sent), bytes_text(cost)]
-            for (axes, kind, cause), (count, sent, cost) in ordered[:SHOWN_CAUSES]
         ]
-        count, sent, cost = (sum(row[i] for row in rows.values()) for i in range(3))
-        hidden = len(rows) - len(table)
-        table.append(
-            [
-                f"all, also {hidden} more" if hidden else "all",
-                "",
-                "",
-                f"{count:,.0f}",
-                bytes_text(sent),
-                bytes_text(cost),
-            ]
-        )
-        return aligned([["axes", "collective", "cause", "calls", "sent", "modelled cost"], *table], 3)
+        return table_text([("axes", "collective", "cause", "calls", "sent", "modelled cost"), *rows], "lllrrr", width)

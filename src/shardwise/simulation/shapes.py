@@ -57,19 +57,14 @@ class Options:
                 raise ConfigError(f"{name} is {value}, expected 1 or more. Fix: give a positive number.")
 
     def check(self, mesh: Mesh) -> None:
-        """Whether a mesh has the axes for this.
-
-        Raises:
-            ConfigError: it has not.
-        """
+        """Raise ConfigError if a mesh lacks the axes for this."""
         names = mesh.names or ()
-        data_axes = [name for name in names if name != TENSOR_AXIS]
         wrong = None
         if not names:
             wrong = "A shape needs a mesh with axis names"
         elif self.sequence_parallel and TENSOR_AXIS not in names:
             wrong = f"sequence_parallel needs an axis {TENSOR_AXIS} in the mesh"
-        elif self.fully_shard and not 1 <= len(data_axes) <= 2:
+        elif self.fully_shard and len({*names} - {TENSOR_AXIS}) not in (1, 2):
             wrong = f"fully_shard needs one or two axes besides {TENSOR_AXIS} in the mesh"
         if wrong:
             raise ConfigError(f"{wrong}, got {mesh}. Fix: give one such as dp=2,{TENSOR_AXIS}=2.")
@@ -137,11 +132,6 @@ def _data_mesh(mesh: Mesh) -> Mesh:
     return mesh.submesh([name for name in mesh.names or () if name != TENSOR_AXIS], collectives.rank())
 
 
-def _batch_placements(mesh: Mesh) -> list[Placement]:
-    """Placements of a batch: Shard(0) on every axis but tp."""
-    return [REPLICATE if name == TENSOR_AXIS else Shard(0) for name in mesh.names or ()]
-
-
 def _longest_dim(parameter: nn.Parameter) -> Shard:
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return Shard(max(range(local.ndim), key=local.shape.__getitem__))
@@ -192,13 +182,13 @@ def recommender(options: Options, mesh: Mesh, tables: int = 1000, rows: int = 1_
 
 
 def _distributed(local: Tensor, mesh: Mesh) -> DTensor:
-    """The batch of which this rank has `local`."""
-    data_ranks = prod(size for name, size in zip(mesh.names or (), mesh.shape, strict=True) if name != TENSOR_AXIS)
+    """The batch of which this rank has `local`, sharded along dim 0 on every axis but tp."""
+    names = mesh.names or ()
+    placements: list[Placement] = [REPLICATE if name == TENSOR_AXIS else Shard(0) for name in names]
+    data_ranks = prod(size for name, size in zip(names, mesh.shape, strict=True) if name != TENSOR_AXIS)
     shape = torch.Size((len(local) * data_ranks, *local.shape[1:]))
-    return DTensor.from_local(local, mesh, _batch_placements(mesh), run_check=False, shape=shape, stride=local.stride())
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=local.stride())
 
-
-# ---- by name ----------------------------------------------------------------------------------------------------
 
 # Feed-forward layers of the models have three matrices, of 28,672 and 14,336 features; those here have two.
 LLAMA_70B = ModelArgs(

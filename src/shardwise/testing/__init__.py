@@ -34,24 +34,9 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "DEVICE_COUNT",
-    "DEVICE_TYPE",
-    "NUM_DEVICES",
-    "PG_BACKEND",
-    "DTensorConverter",
-    "DTensorOpTestBase",
-    "DTensorTestBase",
-    "DeadlockError",
-    "MLPModule",
-    "MLPStacked",
-    "ModelArgs",
-    "RMSNormPython",
-    "Transformer",
-    "World",
-    "check_rows",
-    "skip_unless_torch_gpu",
-    "with_comms",
-    "world",
+    "DEVICE_COUNT", "DEVICE_TYPE", "NUM_DEVICES", "PG_BACKEND", "DTensorConverter", "DTensorOpTestBase",
+    "DTensorTestBase", "DeadlockError", "MLPModule", "MLPStacked", "ModelArgs", "RMSNormPython", "Transformer", "World",
+    "check_rows", "skip_unless_torch_gpu", "with_comms", "world",
 ]  # fmt: skip
 
 

@@ -2,19 +2,19 @@
 
 import ast
 import linecache
+import traceback
 import unittest
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from numbers import Number
 from textwrap import shorten
-from types import FrameType, ModuleType, TracebackType
+from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shardwise._tensor import DTensor
-from shardwise._trace.user_stack import StackFrame
 
 __unittest = True  # unittest leaves the frames of such modules out of its reports
 
@@ -54,65 +54,45 @@ class TensorAssertions(unittest.TestCase):
         if not any(isinstance(x, Tensor) for x in pytree.tree_leaves((first, second))):
             super().assertEqual(first, second, msg)  # noqa: PT009 - what it is built on
             return
-        first, second = _as_tensors(_full(first), _full(second))
+        first, second = _full(first), _full(second)
+        # If one is a tensor, a number or list in the other is converted to its dtype and device.
+        if isinstance(first, Tensor) and isinstance(second, Number | list | tuple):
+            second = torch.as_tensor(second, dtype=first.dtype, device=first.device)
+        elif isinstance(second, Tensor) and isinstance(first, Number | list | tuple):
+            first = torch.as_tensor(first, dtype=second.dtype, device=second.device)
         torch.testing.assert_close(
-            first,
-            second,
-            atol=atol,
-            rtol=rtol,
-            equal_nan=equal_nan,
-            check_dtype=exact_dtype,
-            check_device=exact_device,
-            msg=None if msg is None else lambda why: f"{why}\n{msg}",
-        )
+            first, second, atol=atol, rtol=rtol, equal_nan=equal_nan, check_dtype=exact_dtype,
+            check_device=exact_device, msg=None if msg is None else lambda why: f"{why}\n{msg}",
+        )  # fmt: skip
 
 
 def _full(tree: object) -> object:
     return pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), tree)
 
 
-def _as_tensors(first: object, second: object) -> tuple[object, object]:
-    """If one is a tensor, a number or list in the other is converted to its dtype and device."""
-    if isinstance(first, Tensor) and isinstance(second, Number | list | tuple):
-        return first, torch.as_tensor(second, dtype=first.dtype, device=first.device)
-    if isinstance(second, Tensor) and isinstance(first, Number | list | tuple):
-        return torch.as_tensor(first, dtype=second.dtype, device=second.device), second
-    return first, second
-
-
-# ---- values of an assert -----------------------------------------------------------------------------------------
-
-
 def note_values(error: BaseException) -> None:
     """Add a note to a bare AssertionError: the names in the assert that failed, and their values."""
-    if type(error) is not AssertionError or str(error):
+    frames = list(traceback.walk_tb(error.__traceback__))
+    if type(error) is not AssertionError or str(error) or not frames:
         return
-    innermost = _innermost(error.__traceback__)
-    if innermost is None:
-        return
-    frame, line = innermost
+    frame, line = frames[-1]
     known = {**frame.f_globals, **frame.f_locals}
-    place = StackFrame(frame.f_code.co_filename, line, frame.f_code.co_name)
-    values = {text: value for test in _tests_at(place) for text, value in _values_in(test, known)}
+    tests = _tests_at(frame.f_code.co_filename, line)
+    values = {text: value for test in tests for text, value in _values_in(test, known)}
     if values:
-        error.add_note("\n".join(["the values there:", *(f"  {text} = {_shown(v)}" for text, v in values.items())]))
+        # On one line each. The text of a DTensor is that of its local tensor, which needs no other rank.
+        shown = [f"  {text} = {shorten(repr(value), _LONGEST)}" for text, value in values.items()]
+        error.add_note("\n".join(["the values there:", *shown]))
 
 
-def _innermost(trace: TracebackType | None) -> tuple[FrameType, int] | None:
-    found = None
-    while trace is not None:
-        found, trace = (trace.tb_frame, trace.tb_lineno), trace.tb_next
-    return found
-
-
-def _tests_at(place: StackFrame) -> list[ast.expr]:
+def _tests_at(file: str, line: int) -> list[ast.expr]:
     """The conditions of the assert statements that span a line."""
     try:
-        tree = ast.parse("".join(linecache.getlines(place.file)))
+        tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
         return []
     asserts = [n for n in ast.walk(tree) if isinstance(n, ast.Assert)]
-    return [n.test for n in asserts if n.lineno <= place.line <= (n.end_lineno or n.lineno)]
+    return [n.test for n in asserts if n.lineno <= line <= (n.end_lineno or n.lineno)]
 
 
 def _values_in(node: ast.AST, known: Mapping[str, object]) -> Iterator[tuple[str, object]]:
@@ -137,8 +117,3 @@ def _looked_up(node: ast.AST, known: Mapping[str, object]) -> object:
     with suppress(Exception):  # whatever a property may raise
         return getattr(owner, node.attr)
     return None
-
-
-def _shown(value: object) -> str:
-    """On one line. The text of a DTensor is that of its local tensor, which needs no other rank."""
-    return shorten(repr(value), _LONGEST)

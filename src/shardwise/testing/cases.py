@@ -4,6 +4,7 @@ import functools
 import inspect
 import itertools
 import pickle
+import sys
 import traceback
 import unittest
 from collections.abc import Callable, Mapping, Sequence
@@ -73,18 +74,14 @@ class _TestRun:
         vars(case).update(pickle.loads(self.attributes), _unpicklable=self.unpicklable)  # noqa: S301 - our parent's
         torch.manual_seed(_SEED)
         skipped: str | None = None
-        failure: BaseException | None = None
         try:
             case.perThreadSetUp()
             with fingerprint() if self.fingerprinted else nullcontext():
                 getattr(test_class, self.method)(case)
         except unittest.SkipTest as skip:
             skipped = str(skip)
-        except BaseException as error:
-            failure = error
-            raise
         finally:
-            _tear_down(case, failure)
+            _tear_down(case, sys.exception())
         return skipped, world_size()
 
 
@@ -153,12 +150,8 @@ class RankedTestCase(TensorAssertions):
 
     def _test_run(self, test_class: "Reference | type[RankedTestCase]") -> _TestRun:
         made = {name: value for name, value in vars(self).items() if name not in self._initial_attributes}
-        unpicklable: dict[str, str] = {}
-        try:
-            pickled = pickle.dumps(made)
-        except Exception:  # noqa: BLE001 - whatever a pickle may raise
-            unpicklable = {name: why for name, value in made.items() if (why := why_not_picklable(value)) is not None}
-            pickled = pickle.dumps({name: value for name, value in made.items() if name not in unpicklable})
+        unpicklable = {name: why for name, value in made.items() if (why := why_not_picklable(value)) is not None}
+        pickled = pickle.dumps({name: value for name, value in made.items() if name not in unpicklable})
         return _TestRun(test_class, self._testMethodName, pickled, unpicklable, isinstance(test_class, Reference))
 
     if not TYPE_CHECKING:

@@ -3,15 +3,15 @@
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwise._collectives import DeviceMesh, as_mesh, rank
+from shardwise._collectives import DeviceMesh, as_mesh
 from shardwise._layout import REPLICATE, Layout, Mesh, Partial, Placement, Shard, checked_init
-from shardwise._tensor import distribute_tensor
 from shardwise.errors import LayoutError
 from shardwise.testing.local_shards import dtensor_from_full
 
@@ -19,6 +19,7 @@ Placements = tuple[Placement, ...]
 
 
 @checked_init
+@dataclass(eq=False)
 class DTensorConverter:
     """Goes through the arguments of a call as DTensors, once for every combination of placements of its tensors.
 
@@ -48,27 +49,21 @@ class DTensorConverter:
         placements: of each tensor in the present combination, for the message of a failure.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh | DeviceMesh,
-        args: tuple[object, ...],
-        kwargs: Mapping[str, object],
-        replicate_only: bool = False,
-        *,
-        uneven: bool = False,
-        empty: bool = False,
-        partial: bool = False,
-        bools: bool = False,
-    ) -> None:
-        self.placements: tuple[Placements, ...] = ()
-        self.hit = 0
-        self.miss = 0
-        self.mesh = mesh
-        self.args = args
-        self.kwargs = kwargs
-        self.replicate_only = replicate_only
-        self.uneven, self.empty, self.partial, self.bools = uneven, empty, partial, bools
-        self._leaves, self._tree = pytree.tree_flatten((args, dict(kwargs)))
+    mesh: Mesh | DeviceMesh
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
+    replicate_only: bool = False
+    _: KW_ONLY
+    uneven: bool = False
+    empty: bool = False
+    partial: bool = False
+    bools: bool = False
+    placements: tuple[Placements, ...] = field(default=(), init=False)
+    hit: int = field(default=0, init=False)
+    miss: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._leaves, self._tree = pytree.tree_flatten((self.args, dict(self.kwargs)))
         tensors = [x for x in self._leaves if isinstance(x, Tensor)]
         self.sharding_combs: Iterator[tuple[Placements, ...]] = itertools.product(*map(self.layouts_for_arg, tensors))
 
@@ -151,11 +146,7 @@ class DTensorConverter:
             self.miss += 1
             return t
         self.hit += 1
-        layout = Layout(as_mesh(mesh), placements, tuple(t.shape))
-        if rank() in layout.mesh.ranks:
-            made = dtensor_from_full(t.detach(), layout)
-        else:
-            made = distribute_tensor(t.detach(), mesh, placements, src_data_rank=None)
+        made = dtensor_from_full(t.detach(), Layout(as_mesh(mesh), placements, tuple(t.shape)))
         if isinstance(t, nn.Parameter):
             return nn.Parameter(made, requires_grad=t.requires_grad)
         return made.requires_grad_(t.requires_grad)

@@ -27,9 +27,6 @@ def mesh_position(mesh: Mesh, rank: int) -> tuple[int, ...] | None:
     return tuple(found[0]) if found else None
 
 
-# ---- local shards ------------------------------------------------------------------------------------------------
-
-
 def local_shards(
     full: Tensor, mesh: Mesh, placements: Sequence[Placement], rank: int, order: Sequence[int] | None = None
 ) -> list[Tensor]:
@@ -83,9 +80,6 @@ def dtensor_from_full(x: Tensor, layout: Layout | None, seed: int = SEED) -> Ten
         return x.clone()
     rank = collectives.rank()
     return tag(local_tensor(partial_values(x, layout, seed)[partial_index(layout, rank)], layout, rank), layout)
-
-
-# ---- values of Partial tensors: one of global shape for each position on the Partial axes ----------------------------
 
 
 def partial_axes(layout: Layout) -> list[int]:

@@ -22,7 +22,7 @@ from shardwise._trace.user_stack import StackFrame, format_running
 from shardwise.errors import RemoteRankError, ShardwiseError, summary
 from shardwise.testing.failures import LATE, DeadlockError, SendError, first_error, point_at
 from shardwise.testing.reference import refer, why_not_picklable
-from shardwise.testing.worker import STACK_SIGNAL, Failure, JoinWorld, Success, Task, serve
+from shardwise.testing.worker import STACK_SIGNAL, Failure, Success, Task, serve
 
 __unittest = True  # unittest leaves the frames of such modules out of its reports
 
@@ -140,7 +140,7 @@ class Pool:
 
     def _join_world(self, what: str) -> None:
         self.worlds += 1
-        self.ranks.send(pickle.dumps(JoinWorld(str(self.worlds))))
+        self.ranks.send(pickle.dumps(str(self.worlds)))
         self.answers = {}
         self._collect(_START_SECONDS)
         self._values(_START_SECONDS, what)

@@ -8,7 +8,7 @@ Context managers such as `sdpa_kernel` restore what they found. Ranks that take 
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,32 +26,12 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (  # how
     (torch._C._get_overrideable_sdp_enabled, torch._C._set_sdp_use_overrideable),
     (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
 )
-Values = tuple[Any, ...]  # in the order of SETTINGS
-
-
-def settings() -> Values:
-    return tuple(read() for read, _ in SETTINGS)
-
-
-def set_settings(values: Values) -> None:
-    for (read, write), value in zip(SETTINGS, values, strict=True):
-        if read() != value:
-            write(value)
-
-
-# ---- generators -----------------------------------------------------------------------------------------------------
-
-
-class Accelerator(Protocol):
-    """What is used of modules such as `torch.cuda`."""
-
-    def is_initialized(self) -> bool: ...
-    def get_rng_state(self) -> Tensor: ...
-    def set_rng_state(self, state: Tensor) -> None: ...
-    def manual_seed(self, seed: int) -> None: ...
-
-
 States = tuple[Tensor, ...]  # of the CPU, then of the accelerator's current device if the process uses one
+
+
+def settings() -> tuple[Any, ...]:
+    """What each of SETTINGS is."""
+    return tuple(read() for read, _ in SETTINGS)
 
 
 def generator_states() -> States:
@@ -61,32 +41,31 @@ def generator_states() -> States:
     return torch.get_rng_state(), accelerator.get_rng_state()
 
 
-def set_generator_states(states: States) -> None:
+def _set_generator_states(states: States) -> None:
     """Go on from `states`. An accelerator that was not in use then starts from the seed, as in its first use."""
     torch.set_rng_state(states[0])
     accelerator = _accelerator()
-    if accelerator is None or not accelerator.is_initialized():
-        return
-    if len(states) > 1:
-        accelerator.set_rng_state(states[1])
-    else:
-        accelerator.manual_seed(torch.initial_seed())
+    if accelerator is not None and accelerator.is_initialized():
+        if len(states) > 1:
+            accelerator.set_rng_state(states[1])
+        else:
+            accelerator.manual_seed(torch.initial_seed())
 
 
 @cache
-def _accelerator() -> Accelerator | None:
+def _accelerator() -> Any:
+    """The module of the accelerator, such as `torch.cuda`; None without one that has generators."""
     device = torch.accelerator.current_accelerator(check_available=True)
     module = None if device is None else torch.get_device_module(device)
-    return cast(Accelerator, module) if hasattr(module, "is_initialized") else None
+    return module if hasattr(module, "is_initialized") else None
 
 
-# ---- both -----------------------------------------------------------------------------------------------------
-
-
-def process_state() -> tuple[States, Values]:
+def process_state() -> tuple[States, tuple[Any, ...]]:
     return generator_states(), settings()
 
 
-def set_process_state(state: tuple[States, Values]) -> None:
-    set_generator_states(state[0])
-    set_settings(state[1])
+def set_process_state(state: tuple[States, tuple[Any, ...]]) -> None:
+    _set_generator_states(state[0])
+    for (read, write), value in zip(SETTINGS, state[1], strict=True):
+        if read() != value:
+            write(value)

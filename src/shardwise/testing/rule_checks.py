@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import prod
 from typing import Any
 
@@ -114,10 +114,13 @@ class _Call:
         return found
 
     def rows(self, placements: dict[int, Placement]) -> list[Row]:
-        """The rows for operands of these placements, by position; others are replicated."""
+        """The rows for operands of these placements, by position; others are replicated. Empty if it is refused."""
         metas = [Meta(tuple(x.shape), x.dtype, placements.get(i, REPLICATE)) for i, x in enumerate(self.tensors)]
         args, kwargs = self.on(metas)
-        return list(self.rule.rows(*args, **kwargs))
+        try:
+            return list(self.rule.rows(*args, **kwargs))
+        except (NotImplementedError, RuleError):  # the op is decomposed instead, or refused
+            return []
 
     def chosen(self, layouts: Sequence[Layout]) -> tuple[Row, ...] | None:
         """The row of each axis, none if the op runs on other layouts; None if the rule refuses these."""
@@ -218,19 +221,16 @@ def _layouts(call: _Call, mesh: Mesh, limit: int) -> list[tuple[Layout, ...]]:
     rng, tensors = random.Random(0), call.tensors
     converter = DTensorConverter(mesh, call.args, call.kwargs, uneven=True, empty=True, partial=True, bools=True)
     choices = [converter.layouts_for_arg(x) for x in tensors]
-    inputs: dict[tuple[Placement, ...], None] = {}
-    for index, options in enumerate(choices):
-        for placement in dict.fromkeys(placements[0] for placements in options):
-            with suppress(NotImplementedError, RuleError):  # the op is decomposed instead, or refused
-                inputs |= {row.inputs: None for row in call.rows({index: placement})}
+    operands = [(i, p) for i, options in enumerate(choices) for p in dict.fromkeys(chosen[0] for chosen in options)]
+    inputs = dict.fromkeys(row.inputs for index, placement in operands for row in call.rows({index: placement}))
     wanted = [p for row in inputs if all(map(_is_possible, tensors, row)) for p in _of_row(row, tensors, mesh)]
+    others = ([*map(rng.choice, choices)] for _ in range(8 * max(0, min(limit, prod(map(len, choices))))))
     found: dict[tuple[Layout, ...], None] = {}
-    for attempt in range(len(wanted) + 8 * max(0, min(limit, prod(map(len, choices))))):
-        if attempt >= len(wanted) and len(found) >= limit:
+    for number, placements in enumerate(chain(wanted, others)):
+        if number >= len(wanted) and len(found) >= limit:
             break
-        chosen = wanted[attempt] if attempt < len(wanted) else [rng.choice(options) for options in choices]
         with suppress(LayoutError):
-            found[tuple(Layout(mesh, p, x.shape) for p, x in zip(chosen, tensors, strict=True))] = None
+            found[tuple(Layout(mesh, p, x.shape) for p, x in zip(placements, tensors, strict=True))] = None
     return list(found)
 
 

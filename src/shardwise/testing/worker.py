@@ -38,13 +38,6 @@ class Task:
 
 
 @dataclass(frozen=True)
-class JoinWorld:
-    """Leave the world, whatever state its collectives are in, and join the one of this name."""
-
-    name: str
-
-
-@dataclass(frozen=True)
 class Success:
     """What a function returned.
 
@@ -71,7 +64,10 @@ class Failure:
 
 
 def serve(connection: Connection, rank: int, size: int, store: str, stacks: Sequence[str], backend: str) -> None:
-    """Be one rank of a pool. Returns when the parent closes the connection."""
+    """Be one rank of a pool. Returns when the parent closes the connection.
+
+    The parent sends a `Task` to run, or the name of a world, for which the rank leaves its own.
+    """
     stack = Path(stacks[rank]).open("w")  # noqa: SIM115 - open as long as the process lives
     faulthandler.register(STACK_SIGNAL, stack, all_threads=False)
     torch.set_num_threads(1)
@@ -80,9 +76,9 @@ def serve(connection: Connection, rank: int, size: int, store: str, stacks: Sequ
             order = pickle.loads(connection.recv_bytes())  # noqa: S301 - from our own parent
         except EOFError:
             return
-        if isinstance(order, JoinWorld):
+        if isinstance(order, str):
             shutdown()
-            init_processes(rank, size, store, _GLOO_TIMEOUT, backend, order.name)
+            init_processes(rank, size, store, _GLOO_TIMEOUT, backend, order)
             connection.send(Success(None))
             continue
         answer = _answer(order)
@@ -136,10 +132,8 @@ def _failure(error: BaseException) -> Failure:
     except Exception:  # noqa: BLE001 - whatever a pickle may raise
         pickled = None
     place, first_line = None, 0
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        here = StackFrame(code.co_filename, trace.tb_lineno, code.co_name)
+    for frame, line in traceback.walk_tb(trace):
+        here = StackFrame(frame.f_code.co_filename, line, frame.f_code.co_name)
         if here.is_user_code:
-            place, first_line = here, code.co_firstlineno
-        trace = trace.tb_next
+            place, first_line = here, frame.f_code.co_firstlineno
     return Failure(pickled, summary(error), text, place, first_line)

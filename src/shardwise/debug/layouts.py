@@ -1,11 +1,17 @@
-"""The sequences of collectives that a redistribution may take, and what each costs."""
+"""What layouts say without a run: where shards are, and which collectives a redistribution may take."""
 
+import sys
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from shardwise import _collectives as collectives
 from shardwise._layout import Layout, checked, placements_text
+from shardwise._pictures import picture
+from shardwise._pictures.report import Report, table_text
 from shardwise._redistribute.plan import RedistributePlan, alternatives
 from shardwise._redistribute.steps import CommStep
+from shardwise._tensor import DTensor
+from shardwise._tensor.torch_objects import TorchDTensor, is_torch_dtensor
 from shardwise.errors import ArgumentError
 
 MOST_LINES = 12
@@ -26,13 +32,9 @@ class CollectiveSequence(NamedTuple):
     total_bytes: int
     steps: tuple[str, ...]
 
-    @property
-    def text(self) -> str:
-        return ", ".join(self.steps) or "nothing is sent"
-
 
 @dataclass(frozen=True, repr=False)
-class RedistributeComparison:
+class RedistributeComparison(Report):
     """What `explain_redistribute` found; its text has a line for each sequence.
 
     Args:
@@ -43,20 +45,17 @@ class RedistributeComparison:
     dst: Layout
     sequences: tuple[CollectiveSequence, ...]
 
-    def __str__(self) -> str:
-        lines = [self._title(), "    cost  busiest rank     all ranks"]
-        lines += [
-            f"{s.cost:>7.2f}x {s.busiest_bytes:>13,} {s.total_bytes:>13,}  {s.text}"
+    def text(self, width: int | None = None, colour: bool = False) -> str:
+        """The layouts, and a table of the sequences that cost least."""
+        elsewhere = "" if self.src.mesh == self.dst.mesh else f" on {self.dst.mesh}"
+        title = f"{self.src.shape} on {self.src.mesh}: {_placements(self.src)} -> {_placements(self.dst)}{elsewhere}"
+        rows = [
+            (f"{s.cost:.2f}x", f"{s.busiest_bytes:,}", f"{s.total_bytes:,}", ", ".join(s.steps) or "nothing is sent")
             for s in self.sequences[:MOST_LINES]
         ]
+        table = table_text([("    cost", "busiest rank", "   all ranks", ""), *rows], "rrrl", width)
         more = len(self.sequences) - MOST_LINES
-        return "\n".join([*lines, *([f"and {more} that cost more"] if more > 0 else [])])
-
-    __repr__ = __str__
-
-    def _title(self) -> str:
-        elsewhere = "" if self.src.mesh == self.dst.mesh else f" on {self.dst.mesh}"
-        return f"{self.src.shape} on {self.src.mesh}: {_placements(self.src)} -> {_placements(self.dst)}{elsewhere}"
+        return "\n".join([title, table, *([f"and {more} that cost more"] if more > 0 else [])])
 
 
 @checked
@@ -97,3 +96,30 @@ def _step(step: CommStep) -> str:
 
 def _placements(layout: Layout) -> str:
     return placements_text(layout.mesh, layout.placements)
+
+
+@checked
+def visualize_sharding(dtensor: DTensor | TorchDTensor, header: str = "", use_rich: bool = False) -> None:
+    """Print which rank holds which shard of `dtensor`, on the first rank of its mesh.
+
+    Prints nothing for a tensor without elements. `shardwise.picture` returns the picture, also as SVG.
+
+    Args:
+        header: a line above the picture.
+        use_rich: let `rich` choose colours, which knows notebooks and FORCE_COLOR. Otherwise a terminal gets
+            colours unless NO_COLOR is set.
+    """
+    if is_torch_dtensor(dtensor):
+        dtensor = DTensor.from_torch_dtensor(dtensor.detach())
+    assert isinstance(dtensor, DTensor)
+    if not dtensor.numel() or collectives.rank() != dtensor.layout_.mesh.ranks[0]:
+        return
+    drawn = picture(dtensor, header)
+    if not use_rich:
+        drawn.show()
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(file=sys.stdout, soft_wrap=True, highlight=False)
+    console.print(Text.from_ansi(drawn.text(console.width, colour=True)))
