@@ -1,7 +1,6 @@
 """Optimizers and schedulers are restored exactly, or refused with the difference; nothing is changed then."""
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +86,7 @@ def values_of(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return {name: bits(x) if isinstance(x, Tensor) else x for name, x in state_of(module, optimizer).items()}
 
 
-@pytest.mark.parametrize(("before", "after"), [*pairwise([*OPTIMIZERS, "fused"])])
+@pytest.mark.parametrize(("before", "after"), [("adagrad", "adam"), ("adam, fused", "fused"), ("fused", "sgd")])
 @world(2)
 def test_another_optimizer_is_refused_and_nothing_changes(tmp_path: Path, before: str, after: str) -> None:
     first, second, other = made(before), made(after), made(after)
@@ -131,7 +130,7 @@ def test_a_state_of_another_shape_is_refused_with_its_parameter(tmp_path: Path) 
     fresh = nn.Linear(3, 2)
     another = Adam(fresh.parameters())
     assert differences(tmp_path, fresh, another) == [
-        "optimizer '0' (Adam): state 'exp_avg' of weight: shape (7, 1) in the checkpoint, expected (2, 3)"
+        "optimizer '0' (Adam): exp_avg of weight: (7, 1) in the checkpoint, (2, 3) here"
     ]
     assert [*another.state] == [fresh.bias]
     assert torch.equal(fresh.weight, layer.weight)
@@ -142,23 +141,17 @@ def test_the_differences_are_listed(tmp_path: Path) -> None:
     adagrad = Adagrad(layer.parameters())
     save(tmp_path, state_of(layer, adagrad), step=1)
     assert differences(tmp_path, layer, Adam(layer.parameters())) == [
-        "optimizer '0' (Adam): class Adagrad in the checkpoint, Adam here",
-        (
-            "optimizer '0' (Adam): hyper-parameters initial_accumulator_value, lr_decay only in the checkpoint; "
-            "hyper-parameters amsgrad, betas, decoupled_weight_decay missing in the checkpoint"
-        ),
-        (
-            "optimizer '0' (Adam): states of weight, bias: sum only in the checkpoint; "
-            "exp_avg, exp_avg_sq missing in the checkpoint (lr 0.01 in the checkpoint, 0.001 here; "
-            "eps 1e-10 in the checkpoint, 1e-08 here)"
-        ),
+        "optimizer '0' (Adam): class: Adagrad in the checkpoint, Adam here",
+        "optimizer '0' (Adam): sum of weight, bias: only in the checkpoint",
+        "optimizer '0' (Adam): exp_avg, exp_avg_sq of weight, bias: missing in the checkpoint",
+        "optimizer '0' (Adam): lr of hyper-parameters: 0.01 in the checkpoint, 0.001 here",
+        "optimizer '0' (Adam): eps of hyper-parameters: 1e-10 in the checkpoint, 1e-08 here",
     ]
     save(tmp_path, state_of(layer, SGD(layer.parameters(), lr=0.1)), step=2)  # before the first step
-    (line,) = differences(tmp_path, layer, SGD(layer.parameters(), lr=0.1, momentum=0.9))
-    assert line == (
-        "optimizer '0' (SGD): states of weight, bias: momentum_buffer missing in the checkpoint "
-        "(momentum 0 in the checkpoint, 0.9 here)"
-    )
+    assert differences(tmp_path, layer, SGD(layer.parameters(), lr=0.1, momentum=0.9)) == [
+        "optimizer '0' (SGD): momentum_buffer of weight, bias: missing in the checkpoint",
+        "optimizer '0' (SGD): momentum of hyper-parameters: 0 in the checkpoint, 0.9 here",
+    ]
 
 
 def test_hyper_parameters_that_add_no_states_are_restored_and_names_stay_in_their_order(tmp_path: Path) -> None:
@@ -180,9 +173,11 @@ def test_states_that_are_only_in_the_checkpoint_are_dropped_and_the_others_kept(
     amsgrad.step()
     save(tmp_path, state_of(layer, amsgrad), step=1)
     optimizer = Adam(layer.parameters(), lr=0.5)
-    (line,) = differences(tmp_path, layer, optimizer)
-    assert "states of weight, bias: max_exp_avg_sq only in the checkpoint" in line
-    assert "amsgrad True in the checkpoint, False here" in line
+    assert differences(tmp_path, layer, optimizer) == [
+        "optimizer '0' (Adam): max_exp_avg_sq of weight, bias: only in the checkpoint",
+        "optimizer '0' (Adam): lr of hyper-parameters: 0.1 in the checkpoint, 0.5 here",
+        "optimizer '0' (Adam): amsgrad of hyper-parameters: True in the checkpoint, False here",
+    ]
     assert torch.equal(optimizer.state[layer.weight]["exp_avg"], amsgrad.state[layer.weight]["exp_avg"])
     assert optimizer.state[layer.weight].keys() == {"step", "exp_avg", "exp_avg_sq"}
 
@@ -239,8 +234,8 @@ def test_a_checkpoint_that_does_not_say_classes_is_compared_by_the_rest(tmp_path
     restore(tmp_path, layer, other)
     assert other.param_groups[0]["lr"] == 0.1
     text = "\n".join(differences(tmp_path, layer, RMSprop(layer.parameters())))
-    assert "hyper-parameters amsgrad, betas, decoupled_weight_decay only in the checkpoint" in text
-    assert "square_avg missing in the checkpoint" in text
+    assert "betas, amsgrad, decoupled_weight_decay of hyper-parameters: only in the checkpoint" in text
+    assert "square_avg of weight, bias: missing in the checkpoint" in text
 
 
 def test_states_that_torch_named_are_found_and_others_are_not_lost_in_silence(tmp_path: Path) -> None:
@@ -255,13 +250,15 @@ def test_states_that_torch_named_are_found_and_others_are_not_lost_in_silence(tm
     for name in [name for name in state if name.startswith(("optimizer.weight.", "optimizer.bias."))]:
         state[name.replace("optimizer.", "optimizer.old.")] = state.pop(name)
     save(tmp_path, state, step=2)
-    with pytest.raises(CheckpointError, match=r"'optimizer\.old\.weight\.exp_avg' looks like a state of weight"):
+    with pytest.raises(CheckpointError, match=r"'optimizer\.old\.weight\.exp_avg', which looks like a state of weight"):
         restore(tmp_path, other, fresh, subset=True)
     dropped = restore(tmp_path, other, fresh, strict=False, subset=True).dropped
     assert sum("looks like a state of" in line for line in dropped) == 6
     assert not fresh.state
     save(tmp_path, {"model": parameters, "opt": states}, step=3)
-    text = "no optimizer in the checkpoint called 'optimizer'; there is one called 'opt': save it under 'optimizer'"
+    text = (
+        r"'optimizer.param_groups' \(there is one called 'opt': save it under 'optimizer'\): missing in the checkpoint"
+    )
     with pytest.raises(CheckpointError, match=text):
         restore(tmp_path, layer, optimizer, subset=True)
 
@@ -289,9 +286,9 @@ def test_an_optimizer_of_another_library_is_restored_or_refused_by_its_class(tmp
     assert another.state[layer.weight] == {"updates": 1}
     assert another.param_groups[0]["factor"] == 1.0
     save(tmp_path, state_of(layer, adam), step=2)
-    with pytest.raises(CheckpointError, match="class Adam in the checkpoint, Counting here"):
+    with pytest.raises(CheckpointError, match="class: Adam in the checkpoint, Counting here"):
         restore(tmp_path, layer, another)
-    assert len(restore(tmp_path, layer, another, strict=False).dropped) == 2
+    assert len(restore(tmp_path, layer, another, strict=False).dropped) == 1
     assert another.state[layer.weight] == {"updates": 1}
     assert another.param_groups[0]["lr"] == 0.1
 
@@ -356,11 +353,12 @@ def test_tables_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         "Fix: restore(…, resize={'tables.embedding_bags.t0.weight': 9}), or "
         "collection.resize_({'t0': 11}) before restore" in text
     )
-    assert "of tables.embedding_bags.t0.weight: shape (11, 1) in the checkpoint, expected (9, 1)" in text
+    assert "sum of tables.embedding_bags.t0.weight: (11, 1) in the checkpoint, (9, 1) here" in text
     text = failed(lambda: restore(tmp_path / "other", *made("fused")))
-    assert "class fused RowWiseAdam in the checkpoint, fused RowWiseAdagrad here" in text
-    assert "exp_avg, exp_avg_sq only in the checkpoint; sum missing in the checkpoint" in text
-    assert world(2).run(dropped) == [3, 3]
+    assert "class: fused RowWiseAdam in the checkpoint, fused RowWiseAdagrad here" in text
+    assert "exp_avg, exp_avg_sq of tables.embedding_bags.t0.weight, " in text
+    assert "sum of tables.embedding_bags.t0.weight, tables.embedding_bags.t1.weight: missing in the checkpoint" in text
+    assert world(2).run(dropped) == [4, 4]
 
 
 PLANS: list[dict[str, Placement]] = [
@@ -472,7 +470,7 @@ def refused_schedulers(
 def test_other_schedulers_are_refused(tmp_path: Path) -> None:
     layer, optimizer, scheduler = saved_schedule(tmp_path)
     assert refused_schedulers(tmp_path, layer, optimizer, {"rate": lr.StepLR(optimizer, 2)}) == [
-        "scheduler 'rate' (StepLR): class MultiStepLR in the checkpoint, StepLR here"
+        "scheduler 'rate' (StepLR): class: MultiStepLR in the checkpoint, StepLR here"
     ]
     assert refused_schedulers(tmp_path, layer, optimizer, {"other": scheduler}) == [
         "scheduler 'other' (MultiStepLR): missing in the checkpoint",
@@ -483,13 +481,11 @@ def test_other_schedulers_are_refused(tmp_path: Path) -> None:
         restore(tmp_path, layer, optimizer)
     one_group = SGD(layer.parameters(), lr=0.1, momentum=0.9)
     lines = refused_schedulers(tmp_path, layer, one_group, {"rate": lr.MultiStepLR(one_group, [1])})
-    assert "scheduler 'rate' (MultiStepLR): base_lrs has 2 items in the checkpoint, 1 here" in lines
+    assert "scheduler 'rate' (MultiStepLR): length of base_lrs, _last_lr: 2 in the checkpoint, 1 here" in lines
     in_another_order = SGD([{"params": [p]} for p in (layer.bias, layer.weight)], lr=0.1, momentum=0.9)
     (line,) = refused_schedulers(tmp_path, layer, in_another_order, {"rate": lr.MultiStepLR(in_another_order, [1])})
-    assert line == (
-        "scheduler 'rate' (MultiStepLR): it has learning rates by group, "
-        "and the groups are in another order in the checkpoint"
-    )
+    said = "groups of its optimizer: in the order [1, 0] in the checkpoint, in another here"
+    assert line == f"scheduler 'rate' (MultiStepLR): {said}"
 
 
 def test_what_a_scheduler_set_in_a_group_is_no_hyper_parameter_of_the_optimizer(tmp_path: Path) -> None:

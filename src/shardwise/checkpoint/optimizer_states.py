@@ -5,8 +5,7 @@ library is compared by its class and its hyper-parameters.
 """
 
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +18,6 @@ from shardwise._tensor import DTensor, tag
 from shardwise.checkpoint.manifest import StoredTensor
 from shardwise.embedding.fused import FusedOptimizer
 from shardwise.errors import CheckpointError
-
-Shapes = dict[str, tuple[int, ...] | None]  # of states by name; None: no tensor
 
 # How an optimizer computes, not what: the running program decides.
 IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
@@ -36,45 +33,28 @@ def values_of(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class States:
-    """The states that an optimizer keeps of a parameter: all from the start, or all from the first step."""
+def kept_states(
+    optimizer: Optimizer, number: int, entry: Mapping[str, Any], steps: int = 1
+) -> dict[str, dict[str, torch.Size | None]] | None:
+    """The shapes of the states of each parameter of a group, by name; None if they are not known.
 
-    shapes: Shapes
-    at_once: bool
-
-
-def states_of_new(
-    optimizer: Optimizer, group: Mapping[str, Any], values: Mapping[str, Any]
-) -> dict[nn.Parameter, States] | None:
-    """What an optimizer of this class and these hyper-parameters keeps of each parameter; None if not known."""
-    parameters: list[nn.Parameter] = group["params"]
+    Args:
+        entry: what is saved of the group: the names of its parameters, and hyper-parameters.
+        steps: after how many steps, 0 or 1.
+    """
+    parameters = dict(zip(entry["params"], optimizer.param_groups[number]["params"], strict=True))
     if isinstance(optimizer, FusedOptimizer):
-        return {p: States(_shapes(optimizer.state[p]), at_once=True) for p in parameters}
-    kind = type(optimizer)
-    if not kind.__module__.startswith("torch.optim."):  # its step may do anything
+        return {name: _shapes(optimizer.state[p]) for name, p in parameters.items()}
+    if not type(optimizer).__module__.startswith("torch.optim."):  # its step may do anything
         return None
     metas = {
         key: nn.Parameter(torch.empty(key[0], dtype=key[1], device="meta"))
-        for key in {(tuple(p.shape), p.dtype): None for p in parameters}
+        for key in {(tuple(p.shape), p.dtype): None for p in parameters.values()}
     }
-    if not metas:
-        return {}
-    try:
-        alike = kind([*metas.values()], **_arguments(kind, values))
-        at_once = bool(alike.state)
-        for meta in metas.values():
-            meta.grad = torch.empty_like(meta)
-        alike.step()
-    except Exception:  # noqa: BLE001 - it needs values, a closure or sparse gradients
+    states = _states_after(steps, type(optimizer), [*metas.values()], entry, torch.strided) if metas else {}
+    if states is None:
         return None
-    states = {key: States(_shapes(alike.state.get(meta, {})), at_once) for key, meta in metas.items()}
-    return {p: states[tuple(p.shape), p.dtype] for p in parameters}
-
-
-def _arguments(kind: type[Optimizer], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The `values` that an optimizer of this class is made with."""
-    return {k: v for k, v in values_of(values).items() if k in inspect.signature(kind).parameters}
+    return {name: _shapes(states.get(metas[tuple(p.shape), p.dtype], {})) for name, p in parameters.items()}
 
 
 def state_of_new_row(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, float]:
@@ -87,36 +67,49 @@ def state_of_new_row(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str,
     if isinstance(optimizer, FusedOptimizer):
         states = optimizer.kinds[number]
         return dict.fromkeys((*states.of_elements, *states.of_rows), 0.0)
-    kind = type(optimizer)
+    row = nn.Parameter(torch.zeros((1,) * parameter.ndim, dtype=parameter.dtype))
     for layout in (torch.strided, torch.sparse_coo):  # SparseAdam takes sparse gradients only
-        row = nn.Parameter(torch.zeros((1,) * parameter.ndim, dtype=parameter.dtype))
-        row.grad = torch.zeros_like(row) if layout == torch.strided else torch.zeros_like(row).to_sparse()
-        try:
-            alike = kind([row], **_arguments(kind, optimizer.param_groups[number]))
-            alike.step()
-        except Exception:  # noqa: BLE001, S112 - of another library, its step may do anything
-            continue
-        return {key: x.flatten()[0].item() for key, x in alike.state[row].items() if isinstance(x, Tensor)}
+        made = _states_after(1, type(optimizer), [row], optimizer.param_groups[number], layout)
+        if made is not None:
+            return {key: x.flatten()[0].item() for key, x in made[row].items() if isinstance(x, Tensor)}
     raise CheckpointError(
-        f"what a {kind.__name__} keeps of a new row is not known. Fix: restore the module without it, subset=True"
+        f"what a {type(optimizer).__name__} keeps of a new row is not known. "
+        f"Fix: restore the module without it, subset=True"
     )
 
 
-def _shapes(states: Mapping[str, Any]) -> Shapes:
-    return {key: tuple(value.shape) if isinstance(value, Tensor) else None for key, value in states.items()}
+def _states_after(
+    steps: int, kind: type[Optimizer], parameters: Sequence[Tensor], values: Mapping[str, Any], layout: torch.layout
+) -> Mapping[Tensor, Any] | None:
+    """The states of a new optimizer after steps with gradients of zeros; None if it cannot take one."""
+    arguments = {k: v for k, v in values_of(values).items() if k in inspect.signature(kind).parameters}
+    try:
+        alike = kind([*parameters], **arguments)
+        for parameter in parameters:
+            zeros = torch.zeros_like(parameter)
+            parameter.grad = zeros if layout == torch.strided else zeros.to_sparse()
+        for _ in range(steps):
+            alike.step()
+    except Exception:  # noqa: BLE001 - it needs values, a closure or gradients of another layout
+        return None
+    return alike.state
+
+
+def _shapes(states: Mapping[str, Any]) -> dict[str, torch.Size | None]:
+    return {key: value.shape if isinstance(value, Tensor) else None for key, value in states.items()}
 
 
 def new_state(key: str, stored: StoredTensor, parameter: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
     """Room for an entry that the optimizer would make in its first step."""
-    if key == "step":  # the one entry that is about the parameter and not about its elements
-        on_device = group.get("capturable") or group.get("fused")
-        return torch.empty(stored.shape, dtype=stored.dtype, device=parameter.device if on_device else "cpu")
-    if not isinstance(parameter, DTensor):
-        return torch.empty(stored.shape, dtype=stored.dtype, device=parameter.device)
-    return room_for(stored, parameter)
+    if isinstance(parameter, DTensor) and key != "step":
+        return room_for(stored, parameter)
+    # `step` is the one entry that is about the parameter and not about its elements.
+    on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
+    return torch.empty(stored.shape, dtype=stored.dtype, device="cpu" if on_host else parameter.device)
 
 
 def room_for(stored: StoredTensor, like: DTensor) -> DTensor:
+    """Room for a state, in the layout of `like`."""
     layout = layout_of_state(like._layout, stored.shape)
     local = torch.empty(layout.local_shape(collectives.rank()), dtype=stored.dtype, device=like.device)
     return tag(local, layout)

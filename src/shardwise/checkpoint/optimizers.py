@@ -1,9 +1,10 @@
-"""Optimizers in a checkpoint: what is saved of them, and whether what was saved fits those that are here.
+"""Optimizers in a checkpoint: what is saved of them, and what a program gets of it.
 
 The states of a parameter are found by its name, and groups by the names of their parameters.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -13,25 +14,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise._tensor import DTensor, plain
+from shardwise.checkpoint.differences import Difference, compare, some
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.optimizer_states import (
-    ABOUT,
-    IMPLEMENTATION,
-    States,
-    new_state,
-    room_for,
-    states_of_new,
-    values_of,
-)
+from shardwise.checkpoint.optimizer_states import ABOUT, IMPLEMENTATION, kept_states, new_state, room_for, values_of
 from shardwise.embedding.fused import FusedOptimizer, is_of_other_columns
 from shardwise.errors import CheckpointError
 
 T = TypeVar("T")
+StoredStates = dict[str, tuple[str, torch.Size | None]]  # by key: their names in the checkpoint, and shapes
+Entry = Mapping[str, Any]  # of a group in a checkpoint: {"params": ["weight"], "class": "Adam", "lr": 0.1, …}
 
 PREFIX = "optimizer."
 GROUPS = "optimizer.param_groups"
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
-SHOWN = 3  # of a list of parameters, how many an error names
 
 
 def by_name(given: T | Mapping[str, T] | Sequence[T] | None) -> dict[str, T]:
@@ -70,11 +65,7 @@ def optimizer_state(module: nn.Module, optimizers: Mapping[str, Optimizer]) -> d
                         f"cannot be saved: a state is one tensor. Fix: save without it, as state_of(module)"
                     )
                 state[f"{PREFIX}{names[id(parameter)]}.{key}"] = value
-    state[GROUPS] = [
-        _as_json(name, optimizer, number, names)
-        for name, optimizer in optimizers.items()
-        for number in range(len(optimizer.param_groups))
-    ]
+    state[GROUPS] = [entry for *_, entry in _groups(optimizers, names)]
     return state
 
 
@@ -99,133 +90,183 @@ def _names_in(module: nn.Module, optimizers: Mapping[str, Optimizer]) -> dict[in
     return names
 
 
-def _as_json(name: str, optimizer: Optimizer, number: int, names: Mapping[int, str]) -> dict[str, Any]:
-    group = optimizer.param_groups[number]
-    parameters = [names[id(parameter)] for parameter in group["params"]]
-    return {"params": parameters, "optimizer": name, "class": _class_of(optimizer, number), **values_of(group)}
+def _groups(
+    optimizers: Mapping[str, Optimizer], names: Mapping[int, str]
+) -> Iterator[tuple[Optimizer, int, dict[str, Any]]]:
+    """Each optimizer with the number of each of its groups, and what is saved of the group."""
+    for name, optimizer in optimizers.items():
+        for number, group in enumerate(optimizer.param_groups):
+            fused = f"fused {optimizer.kinds[number].__name__}" if isinstance(optimizer, FusedOptimizer) else ""
+            parameters = [names[id(parameter)] for parameter in group["params"]]
+            yield (
+                optimizer,
+                number,
+                {
+                    "params": parameters,
+                    "optimizer": name,
+                    "class": fused or type(optimizer).__name__,
+                    **values_of(group),
+                },
+            )
 
 
-def _class_of(optimizer: Optimizer, number: int) -> str:
-    """What updates the parameters of a group."""
-    if isinstance(optimizer, FusedOptimizer):
-        return f"fused {optimizer.kinds[number].__name__}"
-    return type(optimizer).__name__
-
-
-@dataclass
-class FittingState:
-    """What of a checkpoint goes into the optimizers, and what does not.
+@dataclass(frozen=True)
+class OptimizersFit:
+    """What optimizers get from a checkpoint.
 
     Attributes:
-        state: what is loaded, by its name in the checkpoint.
-        differences: what does not fit, a line each; without them, everything fits.
+        differences: what does not fit.
         known: the names in the checkpoint that were compared, whether they fit or not.
-        entries: what the states of each parameter are called in `state`.
-        kept: parameters that keep the states that they have.
-        groups: those whose hyper-parameters are loaded, and what was saved of them.
-        reordered: optimizers that have their groups in another order.
-        means: states of rows whose columns were sharded otherwise, by name; `state` has what was saved.
+        orders: the places that the groups of each optimizer have in the checkpoint.
+        values: groups, and the hyper-parameters that they get.
+        states: parameters with their optimizer and group, and the states that they get, by name in the checkpoint.
+            Other parameters keep the states that they have.
     """
 
-    state: dict[str, Any] = field(default_factory=dict)
-    differences: list[str] = field(default_factory=list)
-    known: set[str] = field(default_factory=set)
-    entries: dict[nn.Parameter, dict[str, str]] = field(default_factory=dict)
-    kept: set[nn.Parameter] = field(default_factory=set)
-    groups: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
-    reordered: list[Optimizer] = field(default_factory=list)
-    means: dict[str, DTensor] = field(default_factory=dict)
+    differences: Sequence[Difference] = ()
+    known: AbstractSet[str] = frozenset()
+    orders: Mapping[Optimizer, Sequence[int]] = field(default_factory=dict)
+    values: Sequence[tuple[dict[str, Any], Entry]] = ()
+    states: Sequence[tuple[Optimizer, dict[str, Any], nn.Parameter, Mapping[str, str]]] = ()
 
-    def apply(self, optimizers: Iterable[Optimizer], loaded: Mapping[str, Any]) -> None:
-        """Give the optimizers what was loaded of `state`."""
-        states = {name: loaded[name] for name in self.state}
-        for group, saved in self.groups:
-            _restore_group(group, saved)
-        for name, target in self.means.items():
-            own = plain(target)
-            own.copy_(plain(states[name]).mean(1, keepdim=True).expand_as(own))
-            states[name] = target
-        for optimizer in optimizers:
-            before = dict(optimizer.state)
-            optimizer.state.clear()
-            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                if parameter in self.entries:
-                    names = self.entries[parameter]
-                    optimizer.state[parameter] = {key: states[name] for key, name in names.items()}
-                elif parameter in self.kept and parameter in before:
-                    optimizer.state[parameter] = before[parameter]
+    def room(self, manifest: Manifest) -> dict[str, Any]:
+        """What is loaded, by its name in the checkpoint: the states that parameters have, else new ones."""
+        found: dict[str, Any] = {}
+        for optimizer, group, parameter, names in self.states:
+            for key, name in names.items():
+                existing, stored = optimizer.state.get(parameter, {}).get(key), manifest.tensors.get(name)
+                if stored is not None and not isinstance(existing, Tensor):
+                    existing = new_state(key, stored, parameter, group)
+                elif stored is not None and isinstance(optimizer, FusedOptimizer) and existing.shape != stored.shape:
+                    existing = room_for(stored, existing)  # of another number of shards of columns
+                found[name] = existing
+        return found
+
+    def apply(self, loaded: Mapping[str, Any]) -> None:
+        """Give the optimizers what was loaded."""
+        for optimizer, _, parameter, names in self.states:
+            before = optimizer.state.pop(parameter, {})
+            if names:
+                optimizer.state[parameter] = {key: _put(before.get(key), loaded[name]) for key, name in names.items()}
+        for group, values in self.values:
+            for key, value in values.items():
+                if isinstance(old := group.get(key), Tensor):
+                    with torch.no_grad():
+                        old.fill_(value)
+                else:
+                    group[key] = value
 
 
-def fitting_state(
+def _put(existing: Any, loaded: Any) -> Any:
+    """`loaded`; of another number of shards of columns, `existing` filled with the mean over them."""
+    if not isinstance(existing, DTensor) or existing.shape == loaded.shape:
+        return loaded
+    own = plain(existing)
+    own.copy_(plain(loaded).mean(1, keepdim=True).expand_as(own))
+    return existing
+
+
+def fit_optimizers(
     manifest: Manifest, module: nn.Module, optimizers: Mapping[str, Optimizer], subset: bool
-) -> FittingState:
+) -> OptimizersFit:
     """Compare what a checkpoint has of optimizers with those that are here; changes nothing.
 
     Args:
         subset: whether the checkpoint may have other optimizers and groups.
     """
-    fit = FittingState(known={GROUPS})
     names = _names_in(module, optimizers)
     if GROUPS not in manifest.values:
         name, _, key = GROUPS.partition(".")
         others = [other.removesuffix(f".{key}") for other in manifest.values if other.endswith(f".{key}")]
-        called = f" called {name!r}; there is one called {others[0]!r}: save it under {name!r}" if others else ""
-        fit.differences.append(f"there is no optimizer in the checkpoint{called}")
-        fit.kept.update(p for one in optimizers.values() for group in one.param_groups for p in group["params"])
-        return fit
-    groups = _saved_groups(manifest)
-    left = list(groups)
+        called = f" (there is one called {others[0]!r}: save it under {name!r})" if others else ""
+        return OptimizersFit([Difference((f"{GROUPS!r}{called}",), here="there")], {GROUPS})
+    stored = _stored_groups(manifest)
+    place_of = {frozenset(group["params"]): place for place, group in enumerate(stored)}
     here = {names[id(p)] for one in optimizers.values() for group in one.param_groups for p in group["params"]}
-    owners = {name for group in groups for name in group["params"]} | here
-    stored = _stored_states(manifest, owners, here, fit)
-    for name, optimizer in optimizers.items():
-        order = []
-        for number, group in enumerate(optimizer.param_groups):
-            mine = [names[id(parameter)] for parameter in group["params"]]
-            saved = next((one for one in left if set(one["params"]) == set(mine)), None)
-            if saved is not None:
-                left.remove(saved)
-                order.append(groups.index(saved))
-            _Group(manifest, name, optimizer, number, mine, saved).compare(stored, left, fit)
-        if order != sorted(order):
-            fit.reordered.append(optimizer)
-    for group in left:
-        if not subset and here.isdisjoint(group["params"]):
-            what = f"optimizer {group.get('optimizer', '?')!r} ({group.get('class', '?')})"
-            fit.differences.append(f"{what} of {_some(group['params'])}: only in the checkpoint")
-    return fit
+    found, differences = _stored_states(manifest, here.union(*place_of), here)
+    orders, states, values = defaultdict[Optimizer, list[int]](list), [], []
+    for optimizer, number, entry in _groups(optimizers, names):
+        group, parameters = optimizer.param_groups[number], entry["params"]
+        where = _where(entry) + (f", group {number}" if len(optimizer.param_groups) > 1 else "")
+        place, saved = place_of.get(frozenset(parameters)), None
+        if place is None:
+            groups = [some(one["params"]) for one in stored if not set(parameters).isdisjoint(one["params"])]
+            there = f"in groups of {' and of '.join(groups)}" if groups else None
+            differences.append(Difference((where, f"parameters {some(parameters)}"), there, "in one group"))
+        else:
+            orders[optimizer].append(place)
+            saved = {k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in stored[place].items()}
+        found_there, of_group, of_parameters = _fit_group(where, optimizer, number, entry, saved, found)
+        differences += found_there
+        values.append((group, of_group))
+        states += [
+            (optimizer, group, parameter, of_parameters[name])
+            for name, parameter in zip(parameters, group["params"], strict=True)
+            if name in of_parameters
+        ]
+    if not subset:
+        differences += [
+            Difference((f"{_where(group)} of {some(group['params'])}",), stored="there")
+            for group in stored
+            if group["params"] and here.isdisjoint(group["params"])
+        ]
+    known = {GROUPS, *(full for of in found.values() for full, _ in of.values())}
+    return OptimizersFit(differences, known, orders, values, states)
 
 
-def _stored_states(
-    manifest: Manifest, owners: AbstractSet[str], here: AbstractSet[str], fit: FittingState
-) -> dict[str, dict[str, str]]:
-    """What the states of each parameter of `owners` are called in the checkpoint, by parameter and state.
+def _where(group: Entry) -> str:
+    return f"optimizer {group.get('optimizer', '?')!r} ({group.get('class', '?')})"
 
-    `get_state_dict` of torch puts `state.` before the parameter. States of parameters of `here` under other names are
-    a difference: they would be lost without a word.
+
+def _fit_group(
+    where: str, optimizer: Optimizer, number: int, here: Entry, saved: Entry | None, found: Mapping[str, StoredStates]
+) -> tuple[list[Difference], dict[str, Any], dict[str, dict[str, str]]]:
+    """What differs in a group, the hyper-parameters that it gets, and the states that its parameters get.
+
+    Args:
+        saved: the group of the same parameters in the checkpoint, if there is one.
+        found: the states of each parameter in the checkpoint.
     """
-    stored: dict[str, dict[str, str]] = {}
-    for name in (*manifest.tensors, *manifest.values):
-        if not name.startswith(PREFIX) or name == GROUPS:
-            continue
-        owner, _, key = name.removeprefix(PREFIX).rpartition(".")
-        owner = owner if owner in owners else owner.removeprefix("state.")
-        if owner in owners:
-            stored.setdefault(owner, {})[key] = name
-            fit.known.add(name)
-        elif meant := next((parent for parent in _ends(owner) if parent in here), None):
-            fit.differences.append(f"{name!r} looks like a state of {meant}, which would be {PREFIX}{meant}.{key}")
-    return stored
+    differences, values = list[Difference](), dict[str, Any]()
+    same_class = saved is not None and saved.get("class", here["class"]) == here["class"]
+    if saved is not None and same_class:
+        fused = isinstance(optimizer, FusedOptimizer)
+        required = optimizer.param_groups[number].keys() if fused else optimizer.defaults.keys()
+        optional = (here.keys() | _OF_SCHEDULERS) - required | ABOUT | IMPLEMENTATION
+        there, own = ({key: None for key in side if key not in optional} for side in (saved, here))
+        differences += compare(there, own, (where, "hyper-parameters"))
+        values = {key: value for key, value in values_of(saved).items() if key in here or key in _OF_SCHEDULERS}
+    elif saved is not None:
+        differences.append(Difference((where, "class"), saved["class"], here["class"]))
+    named = {name: found.get(name, {}) for name in here["params"]}
+    stored = {name: {key: size for key, (_, size) in states.items()} for name, states in named.items()}
+    known = kept_states(optimizer, number, here)
+    kept = stored if known is None else known
+    unequal = {key: saved[key] for key, value in values_of(here).items() if saved and saved.get(key, value) != value}
+    new = kept_states(optimizer, number, here, steps=0) or kept
+    first = (unequal and kept_states(optimizer, number, {**here, **unequal})) or kept
+    stored = {name: states or ({} if new[name] else first[name]) for name, states in stored.items()}
+    of_states = [one for one in compare(stored, kept, (where,)) if not _is_mean(optimizer, number, one)]
+    lacking = {one.path[1] for one in of_states if one.here is not None}
+    if any(one.stored is None or one.here is None for one in of_states):
+        of_states += [Difference((where, "hyper-parameters", key), was, here[key]) for key, was in unequal.items()]
+        values = {}
+    states = {
+        name: {key: full for key, (full, _) in states.items() if key in kept[name]}
+        for name, states in named.items()
+        if name not in lacking and (same_class or (states and known is not None))
+    }
+    return differences + of_states, values, states
 
 
-def _ends(name: str) -> Iterator[str]:
-    """`b.c` and `c` of `a.b.c`."""
-    while "." in name:
-        name = name.partition(".")[2]
-        yield name
+def _is_mean(optimizer: Optimizer, number: int, one: Difference) -> bool:
+    """Whether a state of rows is stored for another number of shards of columns."""
+    of_rows = optimizer.kinds[number].of_rows if isinstance(optimizer, FusedOptimizer) else ()
+    shapes = [size for size in (one.stored, one.here) if isinstance(size, torch.Size)]
+    return one.path[-1] in of_rows and len(shapes) == 2 and is_of_other_columns(*shapes)
 
 
-def _saved_groups(manifest: Manifest) -> list[dict[str, Any]]:
+def _stored_groups(manifest: Manifest) -> list[dict[str, Any]]:
     groups = manifest.values[GROUPS]
     if not isinstance(groups, list) or not all(
         isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
@@ -234,172 +275,31 @@ def _saved_groups(manifest: Manifest) -> list[dict[str, Any]]:
     return groups
 
 
-@dataclass
-class _Group:
-    """A group of an optimizer, and the one of the same parameters in the checkpoint, if there is one."""
+def _stored_states(
+    manifest: Manifest, owners: AbstractSet[str], here: AbstractSet[str]
+) -> tuple[dict[str, StoredStates], list[Difference]]:
+    """The states of each parameter of `owners` in the checkpoint, and states that look like those of `here`.
 
-    manifest: Manifest
-    name: str
-    optimizer: Optimizer
-    number: int
-    parameters: list[str]
-    saved: dict[str, Any] | None
-
-    @property
-    def group(self) -> dict[str, Any]:
-        return self.optimizer.param_groups[self.number]
-
-    def compare(
-        self, stored: Mapping[str, dict[str, str]], others: Sequence[dict[str, Any]], fit: FittingState
-    ) -> None:
-        """Add to `fit` what fits, and the differences.
-
-        Args:
-            stored: what each state of a parameter is called in the checkpoint.
-            others: groups of the checkpoint that have other parameters.
-        """
-        same_class = self.saved is not None and self._kind() == self.saved.get("class", self._kind())
-        lines = [*self._groups_differ(others), *self._hyper_parameters_differ()]
-        own = states_of_new(self.optimizer, self.group, self.group)
-        there = None
-        if self.saved is not None and same_class and not lines and self._values_that_differ():
-            there = states_of_new(self.optimizer, self.group, _with_types(self.group, self.saved))
-        structures: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
-        for parameter, name in zip(self.group["params"], self.parameters, strict=True):
-            found, expected = stored.get(name, {}), None if own is None else own[parameter]
-            only_there, missing, shapes = self._states_differ(
-                parameter, found, expected, None if there is None else there[parameter]
-            )
-            if only_there or missing:
-                structures.setdefault((only_there, missing), []).append(name)
-            lines += [f"state {key!r} of {name}: {problem}" for key, problem in shapes.items()]
-            if missing or shapes or (expected is None and not same_class):
-                fit.kept.add(parameter)
-            elif found:
-                self._add(parameter, {key: of for key, of in found.items() if key not in only_there}, fit)
-            elif not same_class:
-                fit.kept.add(parameter)
-        for (only_there, missing), of in structures.items():
-            lines.append(f"states of {_some(of)}: {_only('', only_there, missing)}{self._values_that_differ()}")
-        if self.saved is not None and same_class and not structures:
-            values = self.saved if not lines else {k: v for k, v in self.saved.items() if k in self.group}
-            fit.groups.append((self.group, values))
-        fit.differences += [f"{self._where()}: {line}" for line in lines]
-
-    def _where(self) -> str:
-        number = f", group {self.number}" if len(self.optimizer.param_groups) > 1 else ""
-        return f"optimizer {self.name!r} ({self._kind()}){number}"
-
-    def _kind(self) -> str:
-        return _class_of(self.optimizer, self.number)
-
-    def _groups_differ(self, others: Sequence[dict[str, Any]]) -> Iterator[str]:
-        if self.saved is None:
-            mine = set(self.parameters)
-            groups = [_some(group["params"]) for group in others if mine.intersection(group["params"])]
-            there = (
-                f"the checkpoint has them in groups of {' and of '.join(groups)}"
-                if groups
-                else "the checkpoint does not"
-            )
-            yield f"has a group of {_some(self.parameters)}, {there}"
-        elif self._kind() != (there := self.saved.get("class", self._kind())):
-            yield f"class {there} in the checkpoint, {self._kind()} here"
-
-    def _hyper_parameters_differ(self) -> Iterator[str]:
-        if self.saved is None:
-            return
-        fused = isinstance(self.optimizer, FusedOptimizer)
-        own = values_of(self.group if fused else self.optimizer.defaults).keys()
-        saved = self.saved.keys() - ABOUT - IMPLEMENTATION
-        missing, only_there = own - saved, saved - self.group.keys() - _OF_SCHEDULERS
-        if missing or only_there:
-            yield _only("hyper-parameters ", sorted(only_there), sorted(missing))
-
-    def _values_that_differ(self) -> str:
-        """The hyper-parameters that may be why states differ."""
-        saved, own = self.saved or {}, values_of(self.group)
-        differ = [
-            f"{key} {_with_types(own, saved)[key]!r} in the checkpoint, {value!r} here"
-            for key, value in own.items()
-            if key in saved and _with_types(own, saved)[key] != value
-        ]
-        return f" ({'; '.join(differ)})" if differ else ""
-
-    def _states_differ(
-        self, parameter: nn.Parameter, found: Mapping[str, str], expected: States | None, there: States | None
-    ) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, str]]:
-        """The names of states that are only in the checkpoint, that are missing there, and what is wrong with shapes.
-
-        Args:
-            expected: of the optimizer here, if known.
-            there: of an optimizer with the hyper-parameters of the checkpoint.
-        """
-        if expected is None:
-            return (), (), {}
-        have: Iterable[str] = found
-        if not found and not expected.at_once:  # it was not updated yet: compare what it would get
-            have = (there or expected).shapes
-        need = expected.shapes
-        shapes = {}
-        for key in sorted(need.keys() & found.keys()):
-            stored = self.manifest.tensors.get(found[key])
-            shape = None if stored is None else stored.shape
-            if shape != need[key] and not self._is_mean(parameter, key, shape):
-                expected_shape = "no tensor" if need[key] is None else need[key]
-                problem = f"{_shape(shape)} in the checkpoint, expected {expected_shape}"
-                shapes[key] = problem + self._resize(parameter, shape)
-        return tuple(sorted(set(have) - need.keys())), tuple(sorted(need.keys() - set(have))), shapes
-
-    def _is_mean(self, parameter: nn.Parameter, key: str, shape: tuple[int, ...] | None) -> bool:
-        """Whether a state of rows is stored for another number of shards of columns."""
-        if not isinstance(self.optimizer, FusedOptimizer) or shape is None:
-            return False
-        of_rows = self.optimizer.kinds[self.number].of_rows
-        return key in of_rows and is_of_other_columns(shape, tuple(self.optimizer.state[parameter][key].shape))
-
-    def _resize(self, parameter: nn.Parameter, shape: tuple[int, ...] | None) -> str:
-        fused = isinstance(self.optimizer, FusedOptimizer)
-        return ". Fix: resize_ the collection first" if fused and shape and shape[0] != parameter.shape[0] else ""
-
-    def _add(self, parameter: nn.Parameter, found: Mapping[str, str], fit: FittingState) -> None:
-        """Have the states of a parameter loaded, into those that it has, else into new ones."""
-        fit.entries[parameter] = dict(found)
-        for key, name in found.items():
-            existing, stored = self.optimizer.state.get(parameter, {}).get(key), self.manifest.tensors.get(name)
-            if stored is not None and self._is_mean(parameter, key, stored.shape) and existing.shape != stored.shape:
-                fit.means[name] = existing
-                existing = room_for(stored, existing)
-            elif stored is not None and not isinstance(existing, Tensor):
-                existing = new_state(key, stored, parameter, self.group)
-            fit.state[name] = existing
-
-
-def _only(what: str, there: Sequence[str], missing: Sequence[str]) -> str:
-    parts = [f"{what}{', '.join(there)} only in the checkpoint"] if there else []
-    return "; ".join([*parts, *([f"{what}{', '.join(missing)} missing in the checkpoint"] if missing else [])])
-
-
-def _shape(shape: tuple[int, ...] | None) -> str:
-    return "no tensor" if shape is None else f"shape {shape}"
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
-
-
-def _with_types(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Saved hyper-parameters with the tuples that JSON made lists of."""
-    return {key: tuple(value) if isinstance(group.get(key), tuple) else value for key, value in saved.items()}
-
-
-def _restore_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    for key, value in _with_types(group, saved).items():
-        if key in IMPLEMENTATION | ABOUT:
+    `get_state_dict` of torch puts `state.` before the parameter. States of parameters of `here` under other names are
+    a difference: they would be lost without a word.
+    """
+    found, differences = dict[str, StoredStates](), list[Difference]()
+    sizes = {name: torch.Size(tensor.shape) for name, tensor in manifest.tensors.items()}
+    for name in (*manifest.tensors, *manifest.values):
+        owner, _, key = name.removeprefix(PREFIX).rpartition(".")
+        owner = owner if owner in owners else owner.removeprefix("state.")
+        if not name.startswith(PREFIX) or name == GROUPS:
             continue
-        if isinstance(old := group.get(key), Tensor):
-            with torch.no_grad():
-                old.fill_(value)
-        else:
-            group[key] = value
+        if owner in owners:
+            found.setdefault(owner, {})[key] = name, sizes.get(name)
+        elif meant := next((end for end in _ends(owner) if end in here), None):
+            looks = f"{name!r}, which looks like a state of {meant} and would be {PREFIX}{meant}.{key}"
+            differences.append(Difference((looks,), stored="there"))
+    return found, differences
+
+
+def _ends(name: str) -> Iterator[str]:
+    """`b.c` and `c` of `a.b.c`."""
+    while "." in name:
+        name = name.partition(".")[2]
+        yield name

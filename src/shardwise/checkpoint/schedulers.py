@@ -1,7 +1,7 @@
 """Learning-rate schedulers in a checkpoint: their states as JSON, found by name, and whether they fit."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from shardwise.checkpoint.differences import Difference, compare
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.errors import CheckpointError
 
@@ -24,13 +25,13 @@ def scheduler_state(schedulers: Mapping[str, LRScheduler]) -> list[dict[str, Any
     ]
 
 
-def fitting_schedulers(
-    manifest: Manifest, schedulers: Mapping[str, LRScheduler], reordered: Sequence[Optimizer], subset: bool
-) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """What `load_state_dict` of each scheduler that fits is to get, and the differences, a line each.
+def fit_schedulers(
+    manifest: Manifest, schedulers: Mapping[str, LRScheduler], orders: Mapping[Optimizer, Sequence[int]], subset: bool
+) -> tuple[dict[str, dict[str, Any]], list[Difference]]:
+    """What `load_state_dict` of each scheduler that fits is to get, and the differences.
 
     Args:
-        reordered: optimizers that have their groups in another order than in the checkpoint.
+        orders: the places that the groups of each optimizer have in the checkpoint.
         subset: whether the checkpoint may have other schedulers.
     """
     saved = manifest.values.get(SCHEDULERS, [])
@@ -39,42 +40,28 @@ def fitting_schedulers(
         for one in saved
     ):
         raise CheckpointError(f"{SCHEDULERS!r} in the checkpoint is no list of schedulers. Fix: save with state_of")
-    by_name = {one["name"]: one for one in saved}
-    fitting, differences = {}, []
+    stored, fitting = {one["name"]: one for one in saved}, dict[str, dict[str, Any]]()
+    differences = list[Difference]()
     for name, scheduler in schedulers.items():
-        where, one = f"scheduler {name!r} ({type(scheduler).__name__})", by_name.pop(name, None)
+        kind, own, one = type(scheduler).__name__, scheduler.state_dict(), stored.pop(name, None)
+        where, order = f"scheduler {name!r} ({kind})", orders.get(scheduler.optimizer, [])
         if one is None:
-            differences.append(f"{where}: missing in the checkpoint")
-            continue
-        if one.get("class") != type(scheduler).__name__:
-            differences.append(f"{where}: class {one.get('class')} in the checkpoint, {type(scheduler).__name__} here")
-            continue
-        own = scheduler.state_dict()
-        problems = list(_differences(one["state"], _as_json(own), ""))
-        if scheduler.optimizer in reordered:
-            problems.append("it has learning rates by group, and the groups are in another order in the checkpoint")
-        differences += [f"{where}: {problem}" for problem in problems]
-        if not problems:
-            fitting[name] = {key: _from_json(value, own.get(key)) for key, value in one["state"].items()}
+            problems = [Difference((where,), here="there")]
+        elif one.get("class") != kind:
+            problems = [Difference((where, "class"), one.get("class"), kind)]
+        else:
+            fitting[name] = state = _from_json(one["state"], own)
+            problems = [*compare(state, own, (where,))]
+            if order != sorted(order):  # it has learning rates by group
+                problems.append(Difference((where, "groups of its optimizer"), f"in the order {order}", "in another"))
+        if problems:
+            fitting.pop(name, None)
+        differences += problems
     if not subset:
-        differences += [
-            f"scheduler {name!r} ({one.get('class')}): only in the checkpoint" for name, one in by_name.items()
-        ]
+        differences += (
+            Difference((f"scheduler {x!r} ({one.get('class')})",), stored="there") for x, one in stored.items()
+        )
     return fitting, differences
-
-
-def _differences(saved: object, own: object, where: str) -> Iterator[str]:
-    """What a state lacks or has too much; values may differ."""
-    if isinstance(saved, dict) and isinstance(own, dict) and not {_PAIRS, _FLOAT} & (saved.keys() | own.keys()):
-        for key in sorted(saved.keys() ^ own.keys()):
-            yield f"{where}{key} {'only' if key in saved else 'missing'} in the checkpoint"
-        for key in saved.keys() & own.keys():
-            yield from _differences(saved[key], own[key], f"{where}{key}.")
-    elif isinstance(saved, list) and isinstance(own, list):
-        if len(saved) != len(own):
-            yield f"{where[:-1]} has {len(saved)} items in the checkpoint, {len(own)} here"
-        for number, (one, other) in enumerate(zip(saved, own, strict=False)):
-            yield from _differences(one, other, f"{where}{number}.")
 
 
 def _as_json(value: object) -> object:
@@ -90,7 +77,7 @@ def _as_json(value: object) -> object:
     return [_as_json(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _from_json(value: Any, own: object) -> object:
+def _from_json(value: Any, own: object) -> Any:
     """What was saved as `value`, of the type of `own`."""
     if isinstance(value, dict):
         if _FLOAT in value:

@@ -1,7 +1,7 @@
 """The state of a module and its optimizers under names that depend on no layout and no number of ranks."""
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -12,17 +12,23 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise._layout import checked
 from shardwise.checkpoint.collective_errors import on_all_ranks
+from shardwise.checkpoint.differences import format_lines
 from shardwise.checkpoint.export import Collection
 from shardwise.checkpoint.loading import Wanted, load_into
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.module_state import check_extra_state, extra_state, fillable, is_extra, load_filled
 from shardwise.checkpoint.optimizer_states import state_of_new_row
-from shardwise.checkpoint.optimizers import PREFIX, FittingState, by_name, fitting_state, optimizer_state
+from shardwise.checkpoint.optimizers import PREFIX, OptimizersFit, by_name, fit_optimizers, optimizer_state
 from shardwise.checkpoint.resizing import Rows, as_rows, resize_argument, resized
-from shardwise.checkpoint.schedulers import SCHEDULERS, fitting_schedulers, scheduler_state
+from shardwise.checkpoint.schedulers import SCHEDULERS, fit_schedulers, scheduler_state
 from shardwise.checkpoint.state import MODEL
 from shardwise.embedding.tables import TableWeight
 from shardwise.errors import IN_PARENTHESES, CheckpointError, did_you_mean
+
+_FIX = (
+    "make optimizers and schedulers as those that were saved; strict=False loads what fits, and says in `dropped` what "
+    "does not"
+)
 
 
 @checked
@@ -96,14 +102,11 @@ def restore(
         optimizer, schedulers: as for `state_of`.
         extra: what else was saved beside `state_of(...)`; filled in place.
         subset: whether the checkpoint may hold more, for example the optimizer when only the module is wanted.
-        strict: whether optimizers and schedulers that do not fit are refused. Otherwise what fits is loaded: of a
-            parameter all states that its optimizer needs, or none, and then it keeps those that it has; of a group the
-            hyper-parameters, if its class and the names of its states are the same. `dropped` of the result says the
-            rest.
-        resize: the rows of parameters that have more or fewer here than in the checkpoint, by name:
-            `{"tables.embedding_bags.items.weight": 1200}`. Rows that both have are loaded. New ones are those of a new
-            table, or filled by the `init_fn` of `Rows`, from torch's generator on the first rank, with the same values
-            for every layout. Their optimizer states are those of a row that had no gradient yet.
+        strict: whether optimizers and schedulers that do not fit are refused. Otherwise what fits is loaded: all states
+            that a parameter needs, or none of them; the hyper-parameters of a group whose class and names of states are
+            the same. `dropped` of the result says the rest.
+        resize: as for `load`, by the names of parameters: `{"tables.embedding_bags.items.weight": 1200}`. New rows are
+            those of a new table, or filled by `init_fn`; their optimizer states are those of a row without gradients.
 
     Raises:
         CheckpointError: as `load`; or optimizers or schedulers of other classes, groups, names of hyper-parameters, or
@@ -111,73 +114,45 @@ def restore(
     """
     module, given = _unwrapped(module), {} if extra is None else extra
     optimizers, named = by_name(optimizer), by_name(schedulers)
-    found: list[_Fitting] = []
-    of_module: dict[str, Any] = {}
+    fit, state, of_module, of_schedulers = OptimizersFit(), dict[str, Any](), dict[str, Any](), dict[str, Any]()
 
     def choose(manifest: Manifest) -> Wanted:
-        nonlocal of_module
+        nonlocal fit, state, of_module, of_schedulers
         rows, of_module = _rows(manifest, module, optimizers, as_rows(resize)), fillable(module)
-        of_module.update({x: extra_state(manifest, MODEL + x, own) for x, own in of_module.items() if is_extra(x)})
-        found.append(_fitting(resized(manifest, rows), module, of_module, optimizers, named, given, subset))
-        return found[0].wanted(strict, rows)
+        of_module |= {x: extra_state(manifest, MODEL + x, own) for x, own in of_module.items() if is_extra(x)}
+        state = _model_state(of_module)
+        if both := sorted(state.keys() & given.keys()):
+            raise CheckpointError(f"extra cannot hold {both[0]!r}, which is of the module. Fix: rename it")
+        manifest = resized(manifest, rows)
+        fit, of_schedulers = _fit(manifest, module, optimizers, named, subset)
+        state |= {**given, **fit.room(manifest)}
+        here = {name: of for name, of in rows.items() if name in state or name not in fit.known}
+        lines = format_lines(fit.differences) if strict else ()
+        return Wanted(state, lines, fit.known, partial(_row_fix, module), _FIX, here)
 
     manifest = load_into(folder, choose, subset)
-    state, optimizer_states = found[0].state, found[0].optimizers
     of_module.update({name: state[MODEL + name] for name in of_module if MODEL + name in state})
     on_all_ranks(f"Loading {folder}, in load_state_dict of the module,", lambda: load_filled(module, of_module))
     given.update({key: state[key] for key in given})
-    optimizer_states.apply(optimizers.values(), state)
-    for name, of_scheduler in found[0].schedulers.items():
+    fit.apply(state)
+    for name, of_scheduler in of_schedulers.items():
         named[name].load_state_dict(of_scheduler)
-    entries = {entry.name: getattr(manifest, entry.name) for entry in fields(Manifest)}
-    return Restored(**entries, dropped=() if strict else tuple(found[0].differences))
+    return Restored(**vars(manifest), dropped=() if strict else tuple(format_lines(fit.differences)))
 
 
-@dataclass(frozen=True)
-class _Fitting:
-    """What of a checkpoint fits a module, its optimizers and schedulers, and what does not."""
-
-    state: dict[str, Any]
-    optimizers: FittingState
-    schedulers: dict[str, dict[str, Any]]
-    differences: list[str]
-    known: set[str]
-    row_fix: Callable[[str, int, int], str]
-
-    def wanted(self, strict: bool, rows: Mapping[str, Rows]) -> Wanted:
-        fix = (
-            "make optimizers and schedulers as those that were saved; strict=False loads what fits, and says in "
-            "`dropped` what does not"
-        )
-        of_state = {name: of for name, of in rows.items() if name in self.state or name not in self.known}
-        return Wanted(self.state, self.differences if strict else (), self.known, self.row_fix, fix, of_state)
-
-
-def _fitting(
+def _fit(
     manifest: Manifest,
     module: nn.Module,
-    of_module: Mapping[str, Any],
     optimizers: Mapping[str, Optimizer],
     schedulers: Mapping[str, LRScheduler],
-    extra: Mapping[str, Any],
     subset: bool,
-) -> _Fitting:
-    state = _model_state(of_module)
-    both = sorted(state.keys() & extra.keys())
-    if both:
-        raise CheckpointError(f"extra cannot hold {both[0]!r}, which is of the module. Fix: rename it")
-    of_optimizers, of_schedulers = FittingState(), dict[str, dict[str, Any]]()
-    differences, known = list[str](), set[str]()
-    if optimizers:
-        of_optimizers = fitting_state(manifest, module, optimizers, subset)
-        differences += of_optimizers.differences
-        known |= of_optimizers.known
-    if schedulers:
-        of_schedulers, lines = fitting_schedulers(manifest, schedulers, of_optimizers.reordered, subset)
-        differences += lines
-        known.add(SCHEDULERS)
-    state = {**state, **extra, **of_optimizers.state}
-    return _Fitting(state, of_optimizers, of_schedulers, differences, known, partial(_row_fix, module))
+) -> tuple[OptimizersFit, dict[str, dict[str, Any]]]:
+    """What optimizers get from a checkpoint, with the differences of schedulers, and what schedulers get."""
+    fit = fit_optimizers(manifest, module, optimizers, subset) if optimizers else OptimizersFit()
+    if not schedulers:
+        return fit, {}
+    states, differences = fit_schedulers(manifest, schedulers, fit.orders, subset)
+    return replace(fit, differences=[*fit.differences, *differences], known={*fit.known, SCHEDULERS}), states
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
@@ -229,11 +204,10 @@ def _rows(
             f"resize names {unknown[0]!r}, and the module has no such parameter{meant}. "
             f"Fix: a name of module.named_parameters()"
         )
-    tables = _initializers(module) if resize else {}
     owners = {id(p): one for one in optimizers.values() for group in one.param_groups for p in group["params"]}
     found = {}
     for name, rows in resize.items():
-        found[f"model.{name}"] = replace(rows, init_fn=rows.init_fn or tables.get(name))
+        found[f"model.{name}"] = replace(rows, init_fn=rows.init_fn or _initializer(module, name))
         stored, owner = manifest.tensors.get(f"model.{name}"), owners.get(id(parameters[name]))
         if stored is None or owner is None:
             continue
@@ -244,14 +218,9 @@ def _rows(
     return found
 
 
-def _initializers(module: nn.Module) -> dict[str, Callable[[Tensor], object]]:
-    """What fills new rows of tables, by the name of the parameter."""
-    found: dict[str, Callable[[Tensor], object]] = {}
-    for path, collection in module.named_modules():
-        if isinstance(collection, Collection):
-            configs = {config.name: config for config in collection._configs}
-            for name, _ in collection.named_parameters(path):
-                table = name.split(".")[-2]
-                if table in configs:
-                    found[name] = configs[table].initialize
-    return found
+def _initializer(module: nn.Module, name: str) -> Callable[[Tensor], object] | None:
+    """What fills new rows of a parameter that is a table: `<collection>.embedding_bags.<table>.weight`."""
+    *path, table, _ = ["", *name.split(".")]
+    collection = module.get_submodule(".".join(path[1:-1]))
+    configs = collection._configs if isinstance(collection, Collection) else ()
+    return next((config.initialize for config in configs if config.name == table), None)
