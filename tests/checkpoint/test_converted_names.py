@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shardwise import Mesh, Shard, shard_module
-from shardwise.checkpoint import converted_names, load_safetensors
-from shardwise.checkpoint.offline import sources
+from shardwise.checkpoint import converted_names, load_safetensors, sources
 from shardwise.parallel import fully_shard, parallelize_module, plan_from_transformers
 from shardwise.testing import world
 from tests.checkpoint.states import counted_reads, failed, full

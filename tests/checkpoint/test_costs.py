@@ -13,7 +13,7 @@ from isal.isal_zlib import crc32 as isal_crc32
 
 from shardwise import _collectives as collectives
 from shardwise._layout import Layout, Mesh, Shard
-from shardwise.checkpoint import files, load, manifest, read_manifest, save
+from shardwise.checkpoint import files, load, manifest, read_manifest, save, sources
 from shardwise.errors import CheckpointError
 from shardwise.testing import world
 from shardwise.testing.local_shards import local_tensor
@@ -24,10 +24,10 @@ ROWS, COLUMNS = 23, 3  # rows of 12 bytes; a crc32 of each 16
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (files, manifest):
+    for module in (files, manifest, sources):
         monkeypatch.setattr(module, "CRC_BYTES", 16)
     monkeypatch.setattr(files, "BLOCK_BYTES", 8)
-    monkeypatch.setattr(files, "PART_BYTES", 5)
+    monkeypatch.setattr(sources, "WINDOW_BYTES", 8)
 
 
 def save_rows(folder: Path, size: int) -> Path:

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shardwise._layout import Layout, Mesh, Placement, Shard
-from shardwise.checkpoint import files, load, save
-from shardwise.checkpoint.offline import export_file, export_hugging_face, export_torch, import_safetensors, sources
+from shardwise.checkpoint import files, load, save, sources
+from shardwise.checkpoint.offline import export_file, export_hugging_face, export_torch, import_safetensors
 from shardwise.errors import ArgumentError, CheckpointError, PlanError
 from shardwise.testing import world
 from tests.checkpoint.faults import failing_at

@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import Mesh, Replicate, Shard, shard_module
 from shardwise import _collectives as collectives
-from shardwise.checkpoint import load_safetensors
-from shardwise.checkpoint.offline import sources
+from shardwise.checkpoint import load_safetensors, sources
 from shardwise.errors import CheckpointError, MismatchError
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from shardwise.testing import world

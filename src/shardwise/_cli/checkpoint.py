@@ -16,7 +16,7 @@ from shardwise.errors import CheckpointError, ConfigError, printable
 
 if TYPE_CHECKING:
     from shardwise._layout import Layout
-    from shardwise.checkpoint.offline.sources import Progress
+    from shardwise.checkpoint.sources import Progress
 
 DTYPES = (  # those of `checkpoint.files.FLOATING`: parsing does not import torch
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
@@ -243,7 +243,7 @@ def _import_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-pickle-metadata",
         action="store_true",
-        help="read the pickles of torch.distributed.checkpoint, by an unpickler that calls no code of theirs",
+        help="read the pickle of torch.distributed.checkpoint, which runs the code that is in it",
     )
     of_torch = parser.add_argument_group("of torch.distributed.checkpoint")
     for option, (name, count, metavar, text) in OF_TORCH.items():
@@ -282,7 +282,7 @@ def _progress() -> "Iterator[Progress]":
     """A bar with the bytes read and written and the tensor at work."""
     from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    from shardwise.checkpoint.offline.sources import Progress
+    from shardwise.checkpoint.sources import Progress
 
     columns = BarColumn(), DownloadColumn(True), TransferSpeedColumn(), TimeRemainingColumn()
     with progress_bar(*columns) as update:

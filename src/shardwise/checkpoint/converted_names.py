@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardwise._layout import Box
 from shardwise._torch_bridge import module_sharding
 from shardwise.checkpoint.files import StoredFile
-from shardwise.checkpoint.offline.sources import Extent, Source, SourceTensor
+from shardwise.checkpoint.sources import Extent, Source, SourceTensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -246,8 +246,8 @@ def _read_directly(
 
 def _with_dim(tensor: SourceTensor) -> SourceTensor:
     """The tensor with one more dim, the first, of size 1."""
-    moved = [replace(e, box=Box((0, *e.box.offsets), (1, *e.box.sizes))) for e in tensor.extents]
-    return replace(tensor, shape=(1, *tensor.shape), extents=moved)
+    moved = [e._replace(box=Box((0, *e.box.offsets), (1, *e.box.sizes))) for e in tensor.extents]
+    return tensor._replace(shape=(1, *tensor.shape), extents=moved)
 
 
 def _concatenated(tensors: Sequence[SourceTensor], dim: int) -> SourceTensor:
@@ -256,11 +256,11 @@ def _concatenated(tensors: Sequence[SourceTensor], dim: int) -> SourceTensor:
     sizes = [tensor.shape[dim] for tensor in tensors]
     starts = [0, *accumulate(sizes)]
     extents = [
-        replace(e, box=e.box.along(dim, e.box.offsets[dim] + start, e.box.sizes[dim]))
+        e._replace(box=e.box.along(dim, e.box.offsets[dim] + start, e.box.sizes[dim]))
         for tensor, start in zip(tensors, starts, strict=False)
         for e in tensor.extents
     ]
-    return replace(first, shape=(*first.shape[:dim], starts[-1], *first.shape[dim + 1 :]), extents=extents)
+    return first._replace(shape=(*first.shape[:dim], starts[-1], *first.shape[dim + 1 :]), extents=extents)
 
 
 def _rows(tensor: SourceTensor, counts: Sequence[int]) -> list[SourceTensor]:
@@ -271,8 +271,8 @@ def _rows(tensor: SourceTensor, counts: Sequence[int]) -> list[SourceTensor]:
     for start, count in zip([0, *accumulate(counts)], counts, strict=False):
         shape = (count, *tensor.shape[1:])
         box = Box((0,) * len(shape), shape)
-        extents = [replace(extent, start=extent.start + start * row_bytes, box=box)] if box.numel else []
-        found.append(replace(tensor, shape=shape, extents=extents))
+        extents = [extent._replace(start=extent.start + start * row_bytes, box=box)] if box.numel else []
+        found.append(tensor._replace(shape=shape, extents=extents))
     return found
 
 
@@ -290,7 +290,7 @@ class _Computed:
         for name, x in made.items():
             file, full = f"the conversion of {name}", Box((0,) * x.ndim, tuple(x.shape))
             self._made_by[file] = name, make
-            found[name] = SourceTensor(x.dtype, full.sizes, [Extent(file, 0, full, None)] if full.numel else [])
+            found[name] = SourceTensor(x.dtype, full.sizes, [Extent(file, 0, full)] if full.numel else [])
         return found
 
     def open_file(self, name: str) -> StoredFile:

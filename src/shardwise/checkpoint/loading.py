@@ -1,7 +1,6 @@
 """Loading: every rank reads its own boxes from wherever they were stored."""
 
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
@@ -9,15 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from shardwise import _collectives as collectives
-from shardwise._layout import Box, checked
-from shardwise._layout.boxes import BoxIndex
+from shardwise._layout import checked
 from shardwise.checkpoint.collective_errors import digest, listed, on_all_ranks, require_same
-from shardwise.checkpoint.files import StoredFile, check_header, copy_box, verified
 from shardwise.checkpoint.locations import store_at
-from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor, gc_paused
+from shardwise.checkpoint.manifest import Manifest, StoredTensor, gc_paused
 from shardwise.checkpoint.remedies import extra_prefix, without_remedy
 from shardwise.checkpoint.resizing import Rows, as_rows, fill_new_rows, resize_argument, resized, try_initializers
 from shardwise.checkpoint.saving import finish_pending
+from shardwise.checkpoint.sources import checkpoint_source
 from shardwise.checkpoint.state import MODEL, Leaf, LocalBoxes, fill, flatten, new_memory, storable_boxes
 from shardwise.checkpoint.stores import GONE, CheckpointStore, find, is_unchanged, stored_manifest
 from shardwise.embedding.tables import draw_seed
@@ -130,6 +128,7 @@ class _Reading:
         self.found: dict[str, LocalBoxes] = {}  # new memory for each of `targets`
         self.rows: Mapping[str, Rows] = {}
 
+    @gc_paused()
     def read(self, choose: Callable[[Manifest], Wanted], subset: bool) -> tuple[str, str]:
         """Read what this rank needs; the checksum of the manifest, and a digest of the new rows."""
         manifest = self.manifest = self.parsed or stored_manifest(self.store, self.version)
@@ -140,15 +139,8 @@ class _Reading:
         stored = manifest.tensors
         self.targets = {name: storable_boxes(name, x.value) for name, x in self.leaves.items() if name in stored}
         self.found = {name: new_memory(target) for name, target in self.targets.items()}
-        by_file: dict[str, list[tuple[Chunk, Box, Tensor]]] = {}
-        for name, found in self.found.items():
-            for chunk, box, view in _meeting(found, stored[name]):
-                by_file.setdefault(chunk.file, []).append((chunk, box, view))
-        layouts = manifest.file_layouts()
-        for file, parts in by_file.items():
-            with closing(self.store.open(self.version, file)) as opened:
-                check_header(opened, layouts[file])
-                _read_parts(opened, layouts[file].starts, parts)
+        with checkpoint_source(self.store, self.version, manifest) as source:
+            source.read_all((name, box, view) for name, found in self.found.items() for box, view in found.views)
         return manifest.sha256, digest(self.counts)
 
     @property
@@ -169,20 +161,6 @@ class _Reading:
             if name in self.manifest.values:
                 assert isinstance(leaf.holder, MutableMapping)
                 leaf.holder[leaf.key] = self.manifest.values[name]
-
-
-@gc_paused()
-def _meeting(boxes: LocalBoxes, stored: StoredTensor) -> list[tuple[Chunk, Box, Tensor]]:
-    """The chunks that have elements of each box of this rank."""
-    index = BoxIndex([[chunk.box] for chunk in stored.chunks])
-    return [(stored.chunks[number], box, view) for box, view in boxes.views for number, _ in index.touching(box)]
-
-
-def _read_parts(file: StoredFile, starts: Mapping[str, int], parts: Sequence[tuple[Chunk, Box, Tensor]]) -> None:
-    for chunk, box, view in parts:
-        num_bytes = chunk.box.numel * view.element_size()
-        data = verified(file, starts[chunk.key], num_bytes, chunk.crcs, chunk.key)
-        copy_box(data, 0, chunk.box, view, box)
 
 
 def _check_fit(manifest: Manifest, leaves: Mapping[str, Leaf], wanted: Wanted, subset: bool) -> None:

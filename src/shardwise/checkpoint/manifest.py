@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
@@ -118,9 +118,13 @@ class Manifest:
     not_finite: tuple[str, ...] = ()
     sha256: str = field(default="", compare=False)
 
-    @gc_paused()
-    def file_layouts(self) -> dict[str, FileLayout]:
+    def file_layouts(self) -> Mapping[str, FileLayout]:
         """The files of the checkpoint, byte for byte but for the data."""
+        return self._file_layouts
+
+    @cached_property
+    @gc_paused()
+    def _file_layouts(self) -> Mapping[str, FileLayout]:
         entries: dict[str, list[tuple[str, torch.dtype, tuple[int, ...]]]] = {}
         for tensor in self.tensors.values():
             for chunk in tensor.chunks:

@@ -2,28 +2,25 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from math import prod
 from os import PathLike
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shardwise._layout import Box, checked
+from shardwise._layout import checked
 from shardwise._torch_bridge import module_sharding
 from shardwise.checkpoint.collective_errors import digest, listed, on_all_ranks, require_same
 from shardwise.checkpoint.converted_names import Converted, converted
-from shardwise.checkpoint.files import StoredFile, copy_box
 from shardwise.checkpoint.locations import local_path
 from shardwise.checkpoint.module_state import fillable, is_extra, load_filled
+from shardwise.checkpoint.offline.reading import select_tensors
 from shardwise.checkpoint.offline.safetensors_format import open_safetensors
-from shardwise.checkpoint.offline.sources import Progress, Source, select_tensors, windows
 from shardwise.checkpoint.remedies import extra_prefix
+from shardwise.checkpoint.sources import Part, Progress, Source, SourceTensor
 from shardwise.checkpoint.state import LocalBoxes, fill, new_memory, storable_boxes
 from shardwise.errors import IN_PARENTHESES, CheckpointError, did_you_mean
 
-EXACT_BYTES = 1 << 12  # a shorter part of a row is not worth a read of its own
 AS_IN_FILES = "make the module as the files have it; of a model of Hugging Face, config.json beside them says how"
 
 
@@ -80,7 +77,7 @@ def load_safetensors(
             return digest(names)
 
         require_same("Loading safetensors", names, on_all_ranks(what, choose))
-        read: list[_Found] = []
+        read = list[_Found]()
         on_all_ranks(what, lambda: read.extend(_read(chosen[0])))
     _fill(chosen[0], read)
     on_all_ranks(f"{what}, in load_state_dict of the module,", lambda: load_filled(module, chosen[0].state))
@@ -136,21 +133,9 @@ def _chosen(module: nn.Module, files: Converted, strict: bool, prefix: str) -> _
     missing = [name for name in absent if name not in files.made_of]  # others cannot be converted
     unexpected = sorted(source.tensors.keys() - named.keys() - files.ignored)
     problems = list(files.problems) + [
-        f"  {files.described(name)}: shape {source.tensors[name].shape} in the files, {tuple(x.shape)} in the module"
+        f"  {files.described(name)}: {problem}"
         for name, x in tensors.items()
-        if source.tensors[name].shape != tuple(x.shape)
-    ]
-    problems += [
-        f"  {files.described(name)}: {source.tensors[name].dtype} in the files, which is no kind of "
-        f"{x.dtype} as in the module"
-        for name, x in tensors.items()
-        if not torch.can_cast(source.tensors[name].dtype, x.dtype)
-    ]
-    problems += [
-        f"  {files.described(name)}: {source.tensors[name].dtype} in the files, whose scales nothing applies, "
-        f"{x.dtype} in the module"
-        for name, x in tensors.items()
-        if _is_scaled(source.tensors[name].dtype) and x.dtype != source.tensors[name].dtype
+        for problem in _misfits(source.tensors[name], x)
     ]
     fix = _other_prefix([names[name] for name in missing], unexpected, prefix)
     if strict or (fix and not tensors):  # then it is no choice that nothing is loaded
@@ -200,9 +185,15 @@ def _other_prefix(missing: Sequence[Sequence[str]], unexpected: Sequence[str], p
     return ""
 
 
-def _is_scaled(dtype: torch.dtype) -> bool:
-    """Whether it is a float of 8 bits, in which values are stored divided by scales."""
-    return dtype.is_floating_point and dtype.itemsize == 1
+def _misfits(stored: SourceTensor, x: Tensor) -> Iterator[str]:
+    """Why a tensor of the module cannot have the values of the files."""
+    if stored.shape != tuple(x.shape):
+        yield f"shape {stored.shape} in the files, {tuple(x.shape)} in the module"
+    if not torch.can_cast(stored.dtype, x.dtype):
+        yield f"{stored.dtype} in the files, which is no kind of {x.dtype} as in the module"
+    is_scaled = stored.dtype.is_floating_point and stored.dtype.itemsize == 1  # 8 bits, divided by scales
+    if is_scaled and stored.dtype != x.dtype:
+        yield f"{stored.dtype} in the files, whose scales nothing applies, {x.dtype} in the module"
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -214,21 +205,28 @@ _Found: TypeAlias = tuple[str, Tensor | None, LocalBoxes]
 """The name of a tensor, a new one if that in the module has no memory, and what this rank holds of it."""
 
 
-def _read(chosen: _Chosen) -> Iterator[_Found]:
+def _read(chosen: _Chosen) -> list[_Found]:
     """What this rank holds of each tensor, in new memory."""
+    found, parts, source = list[_Found](), list[Part](), chosen.source
     for name, x in chosen.tensors.items():
         new = torch.empty(x.shape, dtype=x.dtype, device="cpu") if name in chosen.on_meta else None
         boxes = new_memory(storable_boxes(name, x)) if new is None else storable_boxes(name, new)
-        for number, stored in enumerate(chosen.stored[name]):
-            for target, found in _windows(boxes.views, chosen.source, stored):
-                if not number:
-                    target.copy_(found)
-                elif not _equal(target, found.to(target)):
+        found.append((name, new, boxes))
+        if source.tensors[name].dtype == x.dtype:
+            parts += [(name, box, view) for box, view in boxes.views]
+        else:
+            for view, values in _windows(boxes, source, name):
+                view.copy_(values)
+    source.read_all(parts)
+    for name, _, boxes in found:
+        for other in chosen.stored[name][1:]:
+            for view, values in _windows(boxes, source, other):
+                if not _equal(view, values.to(view)):
                     raise CheckpointError(
-                        f"{name!r} and {stored!r} are one parameter of the module, but have different values in "
+                        f"{name!r} and {other!r} are one parameter of the module, but have different values in "
                         f"the files. Fix: a module where they are not tied."
                     )
-        yield name, new, boxes
+    return found
 
 
 def _fill(chosen: _Chosen, read: Sequence[_Found]) -> None:
@@ -243,37 +241,12 @@ def _fill(chosen: _Chosen, read: Sequence[_Found]) -> None:
             chosen.state.update(dict.fromkeys(chosen.stored[name], parameter))
 
 
-def _windows(views: Sequence[tuple[Box, Tensor]], source: Source, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+def _windows(boxes: LocalBoxes, source: Source, name: str) -> Iterator[tuple[Tensor, Tensor]]:
     """Parts of the local tensors, and what a tensor of the source has for each."""
-    dtype = source.tensors[name].dtype
-    for box, view in views:
-        for window in windows(box, dtype.itemsize):
-            found = torch.empty(window.sizes, dtype=dtype)
-            for extent in source.touching(name, window):
-                common = extent.box.intersect(window)
-                assert common is not None
-                part = found if common == window else torch.empty(common.sizes, dtype=dtype)
-                read_box(source.file(extent.file), extent.start, extent.box, part, common)
-                if part is not found:
-                    found[common.relative_to(window)] = part
-            yield view[window.relative_to(box)], found
+    for box, view in boxes.views:
+        for window in source.tensors[name].windows(box):
+            yield view[window.relative_to(box)], source.read(name, window)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
-
-
-def read_box(file: StoredFile, start: int, full: Box, target: Tensor, box: Box) -> None:
-    """Fill contiguous `target` with the elements of `box`, a part of `full`, which is stored at byte `start`."""
-    # The last dim of which this is a part; from it on, elements follow each other in the file.
-    inner = next((d for d in reversed(range(len(full.sizes))) if box.sizes[d] != full.sizes[d]), 0)
-    strides = [target.element_size() * prod(full.sizes[d + 1 :]) for d in range(len(full.sizes))]
-    run = target.element_size() * prod(box.sizes[inner:])
-    if inner and run < EXACT_BYTES:
-        copy_box(file, start, full, target, box)
-        return
-    data = target.reshape(-1).view(torch.uint8).numpy().data
-    for number, index in enumerate(np.ndindex(box.sizes[:inner])):
-        at = [*(o + i for o, i in zip(box.offsets, index, strict=False)), *box.offsets[inner:]]
-        offset = sum((a - o) * stride for a, o, stride in zip(at, full.offsets, strides, strict=True))
-        file.read_into(data[number * run : (number + 1) * run], start + offset)

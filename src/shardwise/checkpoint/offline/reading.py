@@ -1,9 +1,8 @@
 """Whether the data of a checkpoint is as it was written, and what two checkpoints have that is not the same."""
 
 import json
-from contextlib import closing
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from os import PathLike
 from pathlib import Path
 
@@ -12,13 +11,16 @@ from torch import Tensor
 
 from shardwise._layout import checked
 from shardwise.checkpoint import stores
-from shardwise.checkpoint.files import FileLayout, StoredFile, check_header, verify_bytes
+from shardwise.checkpoint.files import METADATA_KEY, check_export_dtype, export_dtype
 from shardwise.checkpoint.locations import store_at
-from shardwise.checkpoint.manifest import Manifest, StoredTensor
-from shardwise.checkpoint.offline.sources import CheckpointSource, Progress, Source, windows
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.optimizers import PREFIX as STATES
 from shardwise.checkpoint.remedies import without_remedy
+from shardwise.checkpoint.sources import Extent, Progress, Source, checkpoint_source
 from shardwise.checkpoint.stores import CheckpointStore
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, did_you_mean
+
+SHOWN = 8  # of the prefixes that an error names
 
 
 @checked
@@ -53,18 +55,24 @@ def verify(folder: str | PathLike[str], progress: Progress | None = None) -> tup
     shown = progress or Progress()
     store = store_at(folder)
     version, manifest, problems = _to_verify(store)
-    chunks: dict[str, list[tuple[str, StoredTensor, int]]] = {}
-    for name, tensor in manifest.tensors.items():
-        for number, chunk in enumerate(tensor.chunks):
-            chunks.setdefault(chunk.file, []).append((name, tensor, number))
-    layouts = manifest.file_layouts()
-    shown.begin(sum(layout.size - len(layout.header) for layout in layouts.values()))
-    for name, layout in layouts.items():
-        try:
-            with closing(store.open(version, name)) as opened:
-                problems += _damaged(opened, layout, chunks[name], shown)
-        except CheckpointError as error:
-            problems.append(without_remedy(error))
+    by_file: dict[str, list[tuple[str, Extent]]] = {}
+    with checkpoint_source(store, version, manifest, shown) as source:
+        for name, tensor in source.tensors.items():
+            for extent in tensor.extents:
+                by_file.setdefault(extent.file, []).append((name, extent))
+        shown.begin(source.num_bytes(source.tensors))
+        for file, extents in by_file.items():
+            try:
+                source.file(file)
+            except CheckpointError as error:
+                problems.append(without_remedy(error))
+                continue
+            for name, extent in extents:
+                try:
+                    for _ in source.blocks(name, extent.box):
+                        pass
+                except CheckpointError as error:
+                    problems.append(without_remedy(error))
     return manifest, problems
 
 
@@ -77,21 +85,6 @@ def _to_verify(store: CheckpointStore) -> tuple[str, Manifest, list[str]]:
     if found is None:
         raise stores.none_complete(store, reasons)
     return *found, reasons
-
-
-def _damaged(
-    file: StoredFile, layout: FileLayout, chunks: list[tuple[str, StoredTensor, int]], progress: Progress
-) -> list[str]:
-    check_header(file, layout)
-    problems = []
-    for name, tensor, number in chunks:
-        chunk, advance = tensor.chunks[number], partial(progress.advance, name)
-        num_bytes = chunk.box.numel * tensor.dtype.itemsize
-        try:
-            verify_bytes(file, layout.starts[chunk.key], num_bytes, chunk.crcs, chunk.key, advance)
-        except CheckpointError as error:
-            problems.append(f"tensor {name!r}: {without_remedy(error)}")
-    return problems
 
 
 @dataclass(frozen=True)
@@ -118,9 +111,9 @@ def diff(first: str | PathLike[str], second: str | PathLike[str], progress: Prog
         CheckpointError: one of them is not there, not complete or damaged.
     """
     shown = progress or Progress()
-    with CheckpointSource(first, shown) as a, CheckpointSource(second, shown) as b:
+    with open_checkpoint(first, shown)[0] as a, open_checkpoint(second, shown)[0] as b:
         both = [name for name in a.tensors if name in b.tensors and _kind(a, name) == _kind(b, name)]
-        shown.begin(a.num_bytes(both) + a.num_bytes_verified(both) + b.num_bytes_verified(both))
+        shown.begin(a.num_bytes(both))
         found = []
         for name in sorted({*a.tensors, *a.values, *b.tensors, *b.values}):
             how = _compared(a, b, name) if name in both else _kinds(a, b, name)
@@ -151,7 +144,7 @@ def _short(text: str) -> str:
 def _compared(a: Source, b: Source, name: str) -> str:
     """How the elements of a tensor differ."""
     differing, largest, tensor = 0, 0.0, a.tensors[name]
-    for window in windows(tensor.full, tensor.dtype.itemsize):
+    for window in tensor.windows(tensor.full):
         x, y = a.read(name, window), b.read(name, window)
         a.progress.advance(name, x.numel() * x.element_size())
         unequal = (_bytes(x) != _bytes(y)).any(1)
@@ -174,3 +167,60 @@ def _distance(x: Tensor, y: Tensor) -> float:
     distance[x.to(wide) == y.to(wide)] = 0  # infinities
     distance[x.to(wide).isnan() & y.to(wide).isnan()] = 0
     return float(distance.nan_to_num(nan=float("inf"), posinf=float("inf")).max())
+
+
+def open_checkpoint(
+    folder: str | PathLike[str], progress: Progress, dtype: torch.dtype | None = None
+) -> tuple[Source, Manifest]:
+    """The tensors and values of a checkpoint, or of the latest one of a folder that was saved to; and its manifest.
+
+    Args:
+        dtype: what floating-point tensors are converted to when their bytes were verified, except states of
+            optimizers; None is that of each.
+
+    Raises:
+        ArgumentError: `dtype` is no floating-point dtype of safetensors.
+        CheckpointError: there is none that is complete.
+    """
+    check_export_dtype(dtype)
+    store = store_at(folder)
+    version, manifest = stores.find(store)
+    source = checkpoint_source(store, version, manifest, progress)
+    source.tensors = {
+        name: tensor._replace(read_as=None if name.startswith(STATES) else export_dtype(tensor.dtype, dtype))
+        for name, tensor in source.tensors.items()
+    }
+    return source, manifest
+
+
+def select_tensors(source: Source, names: Sequence[str] | None, prefix: str) -> dict[str, str]:
+    """Which tensors are exported: the name of each in the output, and in `source`.
+
+    Args:
+        names: of tensors without `prefix`; None is all.
+        prefix: of the tensors that are exported, whose names lose it.
+
+    Raises:
+        CheckpointError: a name that is not there, or none.
+    """
+    found = {name.removeprefix(prefix): name for name in source.tensors if name.startswith(prefix) and name != prefix}
+    if not found:
+        raise CheckpointError(
+            f"{source.name} has no tensor whose name begins with {prefix!r}{_begins(source)}. "
+            f"Fix: one that there is, or prefix='' (--prefix ''), for all."
+        )
+    for name in names or ():
+        if name not in found:
+            meant = did_you_mean(name, found)
+            raise CheckpointError(
+                f"{source.name} has no tensor {prefix + name!r}.{meant} Fix: `shardwise checkpoint inspect` lists them."
+            )
+    if METADATA_KEY in found:
+        raise CheckpointError(f"{prefix + METADATA_KEY!r} cannot be exported as {METADATA_KEY!r}. Fix: prefix=''.")
+    return found if names is None else {name: found[name] for name in names}
+
+
+def _begins(source: Source) -> str:
+    begins = sorted({repr(name.partition(".")[0] + ".") for name in source.tensors if "." in name})
+    more = ", …" if len(begins) > SHOWN else ""
+    return f"; there are {', '.join(begins[:SHOWN])}{more}" if begins else ""

@@ -10,10 +10,11 @@ from shardwise.checkpoint.files import Checksum, content, file_layout
 from shardwise.checkpoint.local_files import reported
 from shardwise.checkpoint.locations import store_at
 from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor, file_name
-from shardwise.checkpoint.offline.sources import CheckpointSource, Progress, Source, SourceTensor
+from shardwise.checkpoint.offline.reading import open_checkpoint
 from shardwise.checkpoint.optimizer_states import layout_of_state
 from shardwise.checkpoint.optimizers import PREFIX as STATES
 from shardwise.checkpoint.saving import abandon_draft, begin_draft, commit_draft, package_versions
+from shardwise.checkpoint.sources import Progress, Source, SourceTensor
 from shardwise.checkpoint.state import MODEL, held_boxes, key_of
 from shardwise.checkpoint.stores import CheckpointStore
 from shardwise.checkpoint.writer_lock import lock_alone
@@ -51,8 +52,8 @@ def reshard(
         CheckpointError: `source` is damaged, or `target` has this step already. Then nothing is written.
         PlanError: the plan does not fit the checkpoint.
     """
-    with CheckpointSource(source, progress or Progress()) as found:
-        manifest = found.manifest
+    found, manifest = open_checkpoint(source, progress or Progress())
+    with found:
         return write_checkpoint(found, target, world_size, plan or {}, manifest.step, manifest.metadata, overwrite)
 
 
@@ -71,7 +72,7 @@ def write_checkpoint(
             f"A checkpoint has one rank or more, got {world_size}. Fix: as many as will load it (--ranks)."
         )
     layouts = _layouts(source.tensors, plan, world_size)
-    source.progress.begin(source.num_bytes(layouts) + source.num_bytes_verified(layouts))
+    source.progress.begin(source.num_bytes(layouts))
     with reported(target), lock_alone(target):
         store = store_at(target)
         return store.location(_written(source, store, layouts, world_size, step, metadata, overwrite))

@@ -29,16 +29,10 @@ from shardwise.checkpoint.files import (
 from shardwise.checkpoint.local_files import FileDraft, FolderDraft, LocalFile, foreign_names, new_at
 from shardwise.checkpoint.locations import local_path
 from shardwise.checkpoint.manifest import LARGEST, MANIFEST_LIMIT
+from shardwise.checkpoint.offline.reading import open_checkpoint, select_tensors
 from shardwise.checkpoint.offline.resharding import write_checkpoint
-from shardwise.checkpoint.offline.sources import (
-    CheckpointSource,
-    Extent,
-    Progress,
-    Source,
-    SourceTensor,
-    select_tensors,
-)
 from shardwise.checkpoint.remedies import OF_TORCH_SAVE, foreign, reader_of
+from shardwise.checkpoint.sources import Extent, Progress, Source, SourceTensor
 from shardwise.checkpoint.state import MODEL
 from shardwise.errors import ArgumentError, CheckpointError
 
@@ -80,9 +74,9 @@ def export_file(
             nothing is written.
     """
     path = local_path(target)
-    with CheckpointSource(source, progress or Progress(), dtype) as found:
+    with open_checkpoint(source, progress or Progress(), dtype)[0] as found:
         exported = select_tensors(found, names, prefix)
-        found.progress.begin(found.num_bytes(exported.values()) + found.num_bytes_verified(exported.values()))
+        found.progress.begin(found.num_bytes(exported.values()))
         layout = _layout(found, exported, prefix)
         with new_at(path, FileDraft, overwrite) as draft:
             draft.append(_content(layout, found, exported))
@@ -123,10 +117,10 @@ def export_hugging_face(
     if shard_bytes < 1:
         raise ArgumentError(f"shard_bytes must be positive, got {shard_bytes}. Fix: such as 5_000_000_000.")
     path = local_path(target)
-    with CheckpointSource(source, progress or Progress(), dtype) as found:
+    with open_checkpoint(source, progress or Progress(), dtype)[0] as found:
         exported = select_tensors(found, names, prefix)
         num_bytes = found.num_bytes(exported.values())
-        found.progress.begin(num_bytes + found.num_bytes_verified(exported.values()))
+        found.progress.begin(num_bytes)
         files = list(_divided(found, exported, shard_bytes))
         of_file = {f"model-{i:05d}-of-{len(files):05d}.safetensors": part for i, part in enumerate(files, 1)}
         weight_map = {name: file for file, part in of_file.items() for name in part}
@@ -140,7 +134,7 @@ def export_hugging_face(
 
 def _layout(source: Source, exported: Mapping[str, str], prefix: str) -> FileLayout:
     tensors = {name: source.tensors[of] for name, of in exported.items()}
-    return file_layout(((name, x.dtype, x.shape) for name, x in tensors.items()), {REMOVED: prefix})
+    return file_layout(((name, x.result, x.shape) for name, x in tensors.items()), {REMOVED: prefix})
 
 
 def _content(layout: FileLayout, source: Source, exported: Mapping[str, str]) -> Iterator[memoryview | bytes]:
@@ -299,7 +293,7 @@ def _tensors(file: StoredFile, name: str) -> tuple[dict[str, SourceTensor], str]
     tensors = {}
     for key, dtype, shape, begin, _ in found:
         full = Box((0,) * len(shape), shape)
-        extents = [Extent(name, 8 + length + begin, full, None)] if full.numel else []
+        extents = [Extent(name, 8 + length + begin, full)] if full.numel else []
         tensors[key] = SourceTensor(dtype, shape, extents)
     return tensors, removed
 

@@ -1,63 +1,45 @@
-"""Export to `torch.distributed.checkpoint`, and import of what it saved.
+"""Export to `torch.distributed.checkpoint`, and import of what it saved, both through torch.
 
 Its folder has a pickle, `.metadata`, and files of items one after the other, each as `torch.save` writes it: a zip
-file whose `data.pkl` describes a tensor and whose `data/0` has its bytes.
+file whose `data.pkl` describes a tensor and whose `data/0` has its bytes. torch reads the pickle, and that of each item
+with `weights_only=True`; the bytes of tensors are read like those of any source, and verified by the crc32 of the zip.
 Source: torch/distributed/checkpoint/metadata.py and filesystem.py, torch/serialization.py.
 """
 
 import io
 import pickle
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 from os import PathLike
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from shardwise._layout import Box, Layout, checked
-from shardwise.checkpoint.files import StoredFile, read_bytes
-from shardwise.checkpoint.local_files import FolderDraft, LocalFile, foreign_names, new_at
+from shardwise._layout import Box, Layout, check_cover, checked
+from shardwise.checkpoint.files import DTYPES, StoredFile
+from shardwise.checkpoint.local_files import FolderDraft, LocalFile, foreign_names, new_at, unreadable
 from shardwise.checkpoint.locations import local_path
 from shardwise.checkpoint.manifest import MANIFEST_LIMIT
+from shardwise.checkpoint.offline.reading import open_checkpoint, select_tensors
 from shardwise.checkpoint.offline.resharding import write_checkpoint
-from shardwise.checkpoint.offline.sources import (
-    CheckpointSource,
-    Extent,
-    Progress,
-    RangeChecksum,
-    Source,
-    SourceTensor,
-    select_tensors,
-)
-from shardwise.checkpoint.offline.torch_pickles import (
-    Described,
-    Entry,
-    KeyPath,
-    check_size,
-    check_work,
-    entries,
-    sizes_of,
-    unpickled,
-)
-from shardwise.checkpoint.offline.training_names import TrainingNames, check_shapes, renamed, with_lists
+from shardwise.checkpoint.offline.training_names import KeyPath, TrainingNames, check_shapes, renamed, with_lists
 from shardwise.checkpoint.remedies import OF_TORCH_SAVE, foreign, reader_of, reader_of_file
+from shardwise.checkpoint.sources import Extent, Progress, Source, SourceTensor
 from shardwise.checkpoint.state import as_json
 from shardwise.errors import CheckpointError, did_you_mean
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
+    from torch.distributed.checkpoint.metadata import Metadata
 
 METADATA, DATA = ".metadata", "__0_0.distcp"
-DESCRIPTION_LIMIT = 1 << 20  # bytes of the pickle that describes one tensor
 
 
-@dataclass(frozen=True)
-class StoredItem:
+class StoredItem(NamedTuple):
     """One item of a file of a checkpoint: a box of a tensor, or a value if `box` is None."""
 
     name: str
@@ -94,16 +76,16 @@ def export_torch(
         ArgumentError, CheckpointError: as `export_file`.
     """
     path = local_path(target)
-    with CheckpointSource(source, progress or Progress(), dtype) as found:
+    with open_checkpoint(source, progress or Progress(), dtype)[0] as found:
         exported = select_tensors(found, names, prefix)
         values = {name.removeprefix(prefix): value for name, value in found.values.items() if name.startswith(prefix)}
-        found.progress.begin(found.num_bytes(exported.values()) + found.num_bytes_verified(exported.values()))
+        found.progress.begin(found.num_bytes(exported.values()))
         items: list[StoredItem] = []
         tensors = {name: found.tensors[of] for name, of in exported.items()}
         flat, paths = _flat(values if names is None else {})
         with new_at(path, FolderDraft, overwrite) as draft:
             draft.write(DATA, _items(found, exported, flat, items))
-            described = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+            described = {name: (tensor.result, tensor.shape) for name, tensor in tensors.items()}
             draft.write(METADATA, [_torch_metadata(described, items, paths)])
     return path
 
@@ -176,9 +158,9 @@ def _saved(
         tensor = source.tensors[of]
         for window in tensor.windows(tensor.full):
             yield name, window, _bytes(source.read(of, window))
-            source.progress.advance(name, window.numel * tensor.dtype.itemsize)
+            source.progress.advance(name, window.numel * tensor.result.itemsize)
         if not tensor.full.numel:
-            yield name, tensor.full, _bytes(torch.empty(tensor.shape, dtype=tensor.dtype))
+            yield name, tensor.full, _bytes(torch.empty(tensor.shape, dtype=tensor.result))
 
 
 def _bytes(value: object) -> bytes:
@@ -215,9 +197,8 @@ def import_torch(
         source: the folder, with its `.metadata`.
         target: the folder or URL for the checkpoint, which gets the name of its step there.
         world_size: how many ranks it is written for, as in `reshard`; so is `plan`.
-        allow_pickle_metadata: `.metadata` is a pickle, and so is what describes each tensor. They are read by an
-            unpickler that calls no code of theirs: any class or function beside those of this format is an error. If it
-            is False, nothing is read.
+        allow_pickle_metadata: `.metadata` is a pickle, which torch reads as any other: what is in it can run any code.
+            If this is False, nothing is read. The items themselves are loaded with `weights_only=True`.
         prefix: what is put before all names. torch divides a list of mappings into values with names such as
             optimizer.param_groups.0.lr; the checkpoint has the list, unless it had tensors or empty mappings.
         overwrite: replace a checkpoint of that step in `target`.
@@ -240,74 +221,110 @@ def import_torch(
     """
     folder = local_path(source)
     names = TrainingNames(model, optimizers, parameters)
-    pickles = _pickled_metadata(folder, allow_pickle_metadata)
-    with _source(folder, pickles, prefix, names, skip, progress or Progress()) as found:
+    metadata = _read_metadata(folder, allow_pickle_metadata)
+    with _source(folder, metadata, prefix, names, skip, progress or Progress()) as found:
         return write_checkpoint(found, target, world_size, plan or {}, step, {}, overwrite)
 
 
-def _pickled_metadata(folder: Path, allowed: bool) -> bytes:
-    there = foreign_names(folder)
+def _read_metadata(folder: Path, allowed: bool) -> "Metadata":
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    there, path = foreign_names(folder), folder / METADATA
     if there is None:
         fix = reader_of_file(folder) or OF_TORCH_SAVE
         raise CheckpointError(f"{folder}: is a file, not a folder of torch.distributed.checkpoint. Fix: {fix}")
     if METADATA not in there:
         fix = reader_of(there, "name the folder that was the checkpoint_id of torch.distributed.checkpoint.save")
         raise CheckpointError(f"{folder} has no {METADATA}. Fix: {fix}.")
-    with closing(LocalFile(folder / METADATA, foreign)) as file:
+    with closing(LocalFile(path, foreign)):  # a regular file
         if not allowed:
             raise CheckpointError(
-                f"{folder / METADATA} is a pickle. Fix: allow_pickle_metadata=True (--allow-pickle-metadata) reads it "
-                f"by an unpickler that makes nothing but records of names, numbers and dtypes."
+                f"{path} is a pickle, and to read it runs the code that is in it. Fix: allow_pickle_metadata=True "
+                f"(--allow-pickle-metadata) if you trust whoever wrote it."
             )
-        if file.size > MANIFEST_LIMIT:
-            raise foreign(f"{file.name}: is too long: {file.size:,} bytes")
-        return read_bytes(file)
+        try:
+            return FileSystemReader(folder).read_metadata()
+        except OSError as error:
+            raise unreadable(str(path), error, str(error.strerror), foreign) from error
+        except Exception as error:  # a pickle of anything raises anything
+            raise foreign(f"{path}: is no metadata of torch.distributed.checkpoint: {error!r}") from error
 
 
 def _source(
-    folder: Path, pickles: bytes, prefix: str, names: TrainingNames, skip: Sequence[str], progress: Progress
+    folder: Path, metadata: "Metadata", prefix: str, names: TrainingNames, skip: Sequence[str], progress: Progress
 ) -> Source:
     def open_file(name: str) -> StoredFile:
         return LocalFile(folder / name, foreign)
 
-    tensors, values = dict[str, SourceTensor](), dict[str, object]()
-    with ExitStack() as stack:
-        files: dict[str, StoredFile] = {}
-
-        def item_of(entry: Entry) -> "_Slice":
-            if entry.file not in files:
-                files[entry.file] = stack.enter_context(closing(open_file(entry.file)))
-            return _Slice(files[entry.file], entry.offset, entry.length)
-
-        described, paths = entries(pickles, str(folder / METADATA))
-        for name, dtype, shape, found in _without(described, skip):
-            try:
-                if dtype is None or (shape == () and _is_of_group(paths.get(name, ()))):
-                    values[name] = _value(name, item_of(found[0]))
-                else:
-                    extents = [_extent(entry, dtype, item_of(entry)) for entry in found]
-                    tensors[name] = SourceTensor(dtype, shape, extents)
-            except CheckpointError as error:
-                raise CheckpointError(f"{name!r}: {error}") from error
+    try:
+        paths = {name: path for name, path in (metadata.planner_data or {}).items() if isinstance(path, tuple)}
+        tensors, values = _items_of(metadata, paths, skip, open_file)
+    except CheckpointError:
+        raise
+    except Exception as error:  # what a pickle makes raises anything
+        raise foreign(f"{folder / METADATA}: is no metadata of torch.distributed.checkpoint: {error!r}") from error
     old, values = renamed(tensors, with_lists(values, paths, tensors), paths, names)
     check_shapes(old, {name: tensor.shape for name, tensor in tensors.items()}, names.parameters or ())
     values = {prefix + name: value for name, value in values.items()}
     return Source(str(folder), {prefix + new: tensors[name] for new, name in old.items()}, values, open_file, progress)
 
 
+def _items_of(
+    metadata: "Metadata", paths: Mapping[str, KeyPath], skip: Sequence[str], open_file: Callable[[str], StoredFile]
+) -> tuple[dict[str, SourceTensor], dict[str, object]]:
+    """The tensors and values of a folder, but for those that are skipped."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+    tensors, values, files = dict[str, SourceTensor](), dict[str, object](), dict[str, StoredFile]()
+    with ExitStack() as stack:
+
+        def item(name: str, offsets: tuple[int, ...] | None) -> _Slice:
+            info = metadata.storage_data[MetadataIndex(name, offsets)]
+            file = info.relative_path
+            if Path(file).name != file:
+                raise ValueError(f"{file!r} is not the name of a file beside it")
+            if getattr(info, "transform_descriptors", None):
+                raise ValueError(f"{file} is compressed or encrypted, which is not read")
+            if file not in files:
+                files[file] = stack.enter_context(closing(open_file(file)))
+            return _Slice(files[file], info.offset, info.length)
+
+        for name, said in _without(metadata.state_dict_metadata, skip).items():
+            try:
+                if not isinstance(said, TensorStorageMetadata):
+                    values[name] = _value(name, item(name, None))
+                    continue
+                shape, dtype = tuple(said.size), said.properties.dtype
+                boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in said.chunks]
+                check_cover([(name, box) for box in boxes], shape)
+                if shape == () and _is_of_group(paths.get(name, ())):
+                    values[name] = _value(name, item(name, ()))
+                    continue
+                if dtype not in DTYPES:
+                    raise CheckpointError(
+                        f"{dtype} has no place in a safetensors file. Fix: skip=[{name!r}] (--skip) imports all else"
+                    )
+                extents = [_extent(box, dtype, item(name, box.offsets)) for box in boxes if box.numel]
+                tensors[name] = SourceTensor(dtype, shape, extents)
+            except CheckpointError as error:
+                raise CheckpointError(f"{name!r}: {error}") from error
+    return tensors, values
+
+
 def _is_of_group(path: KeyPath) -> bool:
     return any(isinstance(part, str) and part.partition(".")[0] == "param_groups" for part in path)
 
 
-def _without(described: Sequence[Described], skip: Sequence[str]) -> list[Described]:
+def _without(described: Mapping[str, Any], skip: Sequence[str]) -> dict[str, Any]:
     """The items that are imported."""
-    names = [name for name, *_ in described]
     for one in skip:
-        if not any(f"{name}.".startswith(f"{one}.") for name in names):
+        if not any(f"{name}.".startswith(f"{one}.") for name in described):
             raise CheckpointError(
-                f"skip names {one!r}, and there is no such name.{did_you_mean(one, names)} Fix: leave it out of skip"
+                f"skip names {one!r}, and there is no such name.{did_you_mean(one, described)} "
+                f"Fix: leave it out of skip"
             )
-    return [one for one in described if not any(f"{one[0]}.".startswith(f"{begin}.") for begin in skip)]
+    skipped = tuple(f"{one}." for one in skip)
+    return {name: said for name, said in described.items() if not f"{name}.".startswith(skipped)}
 
 
 class _Slice(io.RawIOBase):
@@ -341,17 +358,12 @@ def _value(name: str, item: _Slice) -> object:
     skip = f"Fix: skip=[{name!r}] (--skip) imports all else"
     if item.length > MANIFEST_LIMIT:
         raise CheckpointError(f"{item.file.name}: a value of {item.length:,} bytes is too long. {skip}")
+    data = io.BytesIO(item.read())
     try:
-        with zipfile.ZipFile(cast("IO[bytes]", item)) as opened:
-            (pickled,) = (info for info in opened.infolist() if info.filename.endswith("/data.pkl"))
-            if pickled.file_size > item.length:
-                raise ValueError("its description is compressed")
-            check_work(opened.read(pickled))
-        item.seek(0)
-        value = torch.load(io.BytesIO(item.read()), weights_only=True)
-        check_size(value, item.length)
-    except CheckpointError:
-        raise
+        if damaged := zipfile.ZipFile(data).testzip():
+            raise ValueError(f"{damaged} is damaged")
+        data.seek(0)
+        value = torch.load(data, weights_only=True)
     except Exception as error:  # whatever is in a file raises anything
         why = str(error).splitlines()[0]
         raise CheckpointError(f"{item.file.name}: its value cannot be read: {why}. {skip}") from error
@@ -361,46 +373,30 @@ def _value(name: str, item: _Slice) -> object:
         raise CheckpointError(f"{str(error).partition(' Fix: ')[0]} {skip}") from error
 
 
-def _extent(entry: Entry, dtype: torch.dtype, item: _Slice) -> Extent:
+def _extent(box: Box, dtype: torch.dtype, item: _Slice) -> Extent:
     """Where the elements of an item are, and their checksum, which is that of its zip file."""
-    where = item.file.name
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     try:
         with zipfile.ZipFile(cast("IO[bytes]", item)) as opened:
-            records = {info.filename.partition("/")[2]: info for info in opened.infolist()}
-            if records["data.pkl"].file_size > DESCRIPTION_LIMIT:
-                raise ValueError("its description is too long")
-            said = unpickled(opened.read(records["data.pkl"]), where)
-            if "byteorder" in records and opened.read(records["byteorder"]) != b"little":
+            (record,) = (info for info in opened.infolist() if "/data/" in info.filename)
+            order = [info for info in opened.infolist() if info.filename.endswith("/byteorder")]
+            if order and opened.read(order[0]) != b"little":
                 raise ValueError("its bytes are not in little-endian order")
-        key, first, order = _described(said, dtype, entry.box.sizes)
-        record = records[f"data/{key}"]
-        if record.compress_type != zipfile.ZIP_STORED:
-            raise ValueError("its data is compressed")
-        begin = item.start + record.header_offset
-        header = read_bytes(item.file, begin, 30)  # of a record; two lengths of names at its end
-        begin += len(header) + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-        if (first + entry.box.numel) * dtype.itemsize > record.file_size:
-            raise ValueError(f"its data has {record.file_size:,} bytes only")
-        if begin + record.file_size > item.start + item.length:
-            raise ValueError("its data ends after the item")
+        item.seek(0)
+        with FakeTensorMode():  # which reads no elements, and says where they are
+            x = torch.load(cast("IO[bytes]", item), weights_only=True)
+        if (x.dtype, tuple(x.shape)) != (dtype, box.sizes):
+            raise ValueError(f"it has {x.dtype} {tuple(x.shape)}, the metadata says {dtype} {box.sizes}")
+        if record.compress_size != (num_bytes := box.numel * dtype.itemsize) or x.storage_offset():
+            raise ValueError(f"its data has {record.compress_size:,} bytes, expected {num_bytes:,}")
+        begin = x.untyped_storage()._checkpoint_offset
     except CheckpointError:
         raise
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, zipfile.BadZipFile) as error:
-        raise foreign(f"{where}: has no such tensor at byte {item.start:,}: {error!r}") from error
-    checksum = RangeChecksum(begin, record.file_size, (record.CRC,))
-    return Extent(entry.file, begin + first * dtype.itemsize, entry.box, checksum, order)
-
-
-def _described(said: object, dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[object, int, tuple[int, ...] | None]:
-    """The key of the data of a tensor, its first element there, and the order of its dims; ValueError if none fits."""
-    if not isinstance(said, tuple) or said[0] != "tensor":
-        raise ValueError("it is no tensor")
-    storage, first, size, stride = said[1][:4]
-    there = storage[1] or said[1][6]
-    if there != dtype or sizes_of(size) != sizes:
-        raise ValueError(f"it has {there} {size}, the metadata says {dtype} {sizes}")
-    (first,) = sizes_of((first,))
-    return storage[2], first, _order(sizes, sizes_of(stride))
+    except Exception as error:  # whatever is in a file raises anything
+        why = f"has no such tensor at byte {item.start:,}: {str(error).partition(chr(10))[0]}"
+        raise foreign(f"{item.file.name}: {why}") from error
+    return Extent(Path(item.file.name).name, item.start + begin, box, (record.CRC,), _order(box.sizes, x.stride()))
 
 
 def _order(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:

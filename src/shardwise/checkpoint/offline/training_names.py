@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
 
-from shardwise.checkpoint.offline.torch_pickles import KeyPath
 from shardwise.checkpoint.state import MODEL
 from shardwise.errors import CheckpointError, did_you_mean
 
@@ -25,6 +24,9 @@ MODULES = ("model", "state_dict", "model_state_dict", "module", "net")  # what p
 SHOWN = 5  # of a list, how many names an error has
 
 Groups: TypeAlias = list[dict[str, Any]]
+
+KeyPath: TypeAlias = tuple[str | int, ...]
+"""Where a value is in a nested state: keys of mappings and places in lists."""
 
 
 @dataclass(frozen=True)
