@@ -21,10 +21,8 @@ FIXES = {
 
 # What an error from elsewhere, which has a fix, is put into.
 PASSED_ON = {
-    "checkpoint/collective_errors.py": {"on_all_ranks"},
     "checkpoint/sources.py": {"read"},
     "checkpoint/offline/torch_format.py": {"_items_of"},
-    "checkpoint/saving_async.py": {"wait", "_reports"},
     "checkpoint/state.py": {"storable_boxes"},
     "_cli/simulate.py": {"run"},
     "_collectives/threads.py": {"check"},

@@ -2,7 +2,7 @@
 
 Of a file system, the interpreter itself announces each operation before it happens (`sys.addaudithook`), and gives up
 the operation when the hook raises: what the code under test meets is a real OSError, or the end of its process. Stores
-are wrapped (`faulty_store`, `FaultyObjects`).
+are wrapped (`WatchedStore`, `faulty_store`).
 """
 
 import errno
@@ -18,8 +18,11 @@ from typing import Any, ClassVar
 import torch
 
 from shardwise.checkpoint import lock
-from shardwise.checkpoint.object_store import Objects
-from shardwise.checkpoint.stores import CheckpointStore
+from shardwise.checkpoint.files import StoredFile
+from shardwise.checkpoint.locations import store_at, versions_in
+from shardwise.checkpoint.object_store import ObjectStore
+from shardwise.checkpoint.stores import CheckpointStore, Store
+from shardwise.errors import UnreachableError
 
 OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"}
 
@@ -122,9 +125,12 @@ class Hostile:
 
 
 class WatchedStore:
-    """A store that calls `before(method, arguments)` before each call; what that raises is what the call raises."""
+    """A store that calls `before(method, arguments)` before each call and each read of a file.
 
-    def __init__(self, store: CheckpointStore, before: Callable[[str, tuple[Any, ...]], None]) -> None:
+    What that raises is what the call raises.
+    """
+
+    def __init__(self, store: Store, before: Callable[[str, tuple[Any, ...]], None]) -> None:
         self._store, self._before = store, before
 
     def __getattr__(self, method: str) -> Any:
@@ -134,9 +140,25 @@ class WatchedStore:
 
         def call(*args: Any) -> Any:
             self._before(method, args)
-            return found(*args)
+            result = found(*args)
+            return _WatchedFile(result, lambda: self._before("read", args)) if method == "open" else result
 
         return call
+
+
+class _WatchedFile:
+    def __init__(self, file: StoredFile, before: Callable[[], None]) -> None:
+        self._file, self._before = file, before
+        self.name, self.size, self.close = file.name, file.size, file.close
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        self._before()
+        self._file.read_into(buffer, offset)
+
+
+def watched_at(location: Any, before: Callable[[str, tuple[Any, ...]], None]) -> CheckpointStore:
+    """The checkpoints at `location`, in a watched store."""
+    return versions_in(WatchedStore(store_at(location).files, before))
 
 
 FAULTS = {
@@ -182,66 +204,48 @@ class Fault:
             raise OSError(number, os.strerror(number), where)
 
 
-def faulty_store(store: CheckpointStore, fault: Fault) -> Any:
-    """A `CheckpointStore` whose methods meet a `Fault`. What else is torn than a file is undone by the store itself."""
+def faulty_store(store: Store, fault: Fault) -> Any:
+    """A store whose operations meet a `Fault`. A rename is never torn: file systems carry it out or not."""
 
     def before(method: str, args: tuple[Any, ...]) -> None:
         def half_of_it() -> None:
             if method == "write":
-                draft, file, size, content = args
-                store.write(draft, file, size // 2, [b"".join(content)[: size // 2]])
+                path, size, content = args
+                store.write(path, size // 2, [b"".join(content)[: size // 2]])
+            elif method in ("create", "remove", "remove_folder"):
+                getattr(store, method)(*args)
 
-        if method != "location":
-            fault.at(store.name, half_of_it)
+        try:
+            fault.at(f"{store.name}/{args[0]}", half_of_it)
+        except OSError as error:
+            if method in ("list", "open", "read"):
+                raise UnreachableError(f"{error.filename}: cannot be read: {error.strerror}") from error
+            raise
 
     return WatchedStore(store, before)
 
 
-class FaultyObjects(Objects):
-    """Objects whose operations meet a `Fault`, and listings that lag: inside `stale`, they are those of before."""
+class LaggingStore(ObjectStore):
+    """An object store whose listings lag: inside `stale`, they are those of the beginning."""
 
     listed: ClassVar[dict[str, dict[str, int | None]] | None] = None
 
-    def __init__(self, url: str, fault: Fault) -> None:
-        super().__init__(url)
-        self._fault = fault
+    def list(self, folder: str) -> dict[str, int | None]:
+        if self.listed is not None:
+            return self.listed.get(f"{self.name}/{folder}".rstrip("/"), {})
+        return super().list(folder)
 
     @classmethod
     @contextmanager
     def stale(cls, url: str) -> Iterator[None]:
         """Inside, listings below `url` are those of the beginning."""
-        objects, cls.listed = Objects(url), None
-        found, waiting = dict[str, dict[str, int | None]](), [""]
+        store, found, waiting = ObjectStore(url), dict[str, dict[str, int | None]](), [""]
         while waiting:
-            name = waiting.pop()
-            entries = found[objects.location(name)] = objects.entries(name)
-            waiting += [f"{name}/{entry}".lstrip("/") for entry, size in entries.items() if size is None]
+            folder = waiting.pop()
+            entries = found[f"{store.name}/{folder}".rstrip("/")] = store.list(folder)
+            waiting += [f"{folder}/{entry}".lstrip("/") for entry, size in entries.items() if size is None]
         cls.listed = found
         try:
             yield
         finally:
             cls.listed = None
-
-
-def _meeting(method: str) -> Callable[..., Any]:
-    plain = getattr(Objects, method)
-
-    def call(self: FaultyObjects, name: str = "", *args: Any) -> Any:
-        def half_of_it() -> None:
-            if method in ("put", "create"):
-                plain(self, name, args[0][: len(args[0]) // 2])
-            elif method == "stream":
-                plain(self, name, [*args[0]][:-1])
-            elif method in ("make", "delete", "delete_below"):
-                plain(self, name)
-
-        self._fault.at(self.location(name), half_of_it)
-        if method == "entries" and self.listed is not None:
-            return self.listed.get(self.location(name), {})
-        return plain(self, name, *args)
-
-    return call
-
-
-for _method in ("entries", "size", "read", "make", "put", "create", "stream", "delete", "delete_below"):
-    setattr(FaultyObjects, _method, _meeting(_method))

@@ -124,7 +124,7 @@ def test_a_file_that_grew_or_shrank_since_it_was_found_is_refused(saved: Path) -
     for size in (layout.size - 1, layout.size + 1, 3, 0):
         os.truncate(saved / name, size)
         with (
-            closing(FolderStore(saved).open(".", name)) as file,
+            closing(FolderStore(saved).open(name)) as file,
             pytest.raises(CheckpointError, match=f"has {size} bytes, the manifest says {layout.size}"),
         ):
             check_header(file, layout)

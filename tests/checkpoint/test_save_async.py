@@ -18,10 +18,9 @@ from shardwise import _collectives as collectives
 from shardwise._layout import Layout, Mesh, Shard
 from shardwise._tensor import DTensor, plain
 from shardwise.checkpoint import latest, load, lock, restore, save, save_async, saving, saving_async
-from shardwise.checkpoint.folder_store import FolderStore
 from shardwise.errors import CheckpointError, MismatchError
 from shardwise.testing import world
-from tests.checkpoint.faults import WatchedStore
+from tests.checkpoint.faults import watched_at
 from tests.checkpoint.states import blank, content, distributed, failed, layouts
 
 SEE = "Fix: see that the place exists, has room and may be read and written"
@@ -65,10 +64,10 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     found = threading.Event()
 
     def before(method: str, args: tuple[Any, ...]) -> None:
-        if method == "join":  # the first call of a thread
+        if method == "write" and args[0].endswith(".safetensors"):
             assert found.wait(60)
 
-    monkeypatch.setattr(saving, "store_at", lambda folder: WatchedStore(FolderStore(folder), before))
+    monkeypatch.setattr(saving, "store_at", lambda folder: watched_at(folder, before))
     yield found
     found.set()  # or threads of a test that fails never end
 
@@ -180,7 +179,7 @@ CALLS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize(
     ("rank", "file", "call"),
-    [(0, "rank-0000.safetensors", "wait"), (2, "report-0002.json", "wait"), (2, "report-0002.json", "save")]
+    [(0, "rank-0000.safetensors", "wait"), (2, "rank-0002.safetensors", "save_async")]
     + [(1, "rank-0001.safetensors", call) for call in ("wait", *CALLS)],
 )
 def test_a_failure_is_raised_by_the_next_call_on_all_ranks(
@@ -191,10 +190,10 @@ def test_a_failure_is_raised_by_the_next_call_on_all_ranks(
     on = [True]
 
     def fail(method: str, args: tuple[Any, ...]) -> None:
-        if on[0] and method == "write" and args[1] == file:
+        if on[0] and method == "write" and args[0].endswith(file):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file)
 
-    monkeypatch.setattr(saving, "store_at", lambda folder: WatchedStore(FolderStore(folder), fail))
+    monkeypatch.setattr(saving, "store_at", lambda folder: watched_at(folder, fail))
 
     def body() -> None:
         pending = save_async(tmp_path, state_of_step(2, rows(3)), step=2)
@@ -279,15 +278,15 @@ USES_AN_EXECUTOR = """
     from concurrent.futures import ThreadPoolExecutor
     import torch
     from shardwise.checkpoint import latest, save_async
-    from shardwise.checkpoint.object_store import Objects
+    from shardwise.checkpoint.object_store import ObjectStore
 
-    put, executor = Objects.put, ThreadPoolExecutor()
+    write, executor = ObjectStore.write, ThreadPoolExecutor()
 
-    def put_by_executor(*args):
+    def write_by_executor(*args):
         time.sleep(0.3)  # the program has ended before
-        executor.submit(put, *args).result()
+        executor.submit(write, *args).result()
 
-    Objects.put = put_by_executor
+    ObjectStore.write = write_by_executor
     x = torch.ones(3)
     save_async("file://" + __import__("sys").argv[1], {"x": x}, step=1)
     x.zero_()

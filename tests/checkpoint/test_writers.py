@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import secrets
 import signal
 import socket
 import threading
@@ -22,7 +23,7 @@ from shardwise.checkpoint.stores import CheckpointStore
 from shardwise.checkpoint.writer_lock import Writer, this_process
 from shardwise.errors import CheckpointError
 from shardwise.testing import world
-from tests.checkpoint.faults import WatchedStore, another_job
+from tests.checkpoint.faults import another_job, watched_at
 from tests.checkpoint.format_reader import Refused, read_checkpoint
 from tests.checkpoint.states import content, failed, loaded_seed, save_seed
 
@@ -114,7 +115,8 @@ def test_a_process_elsewhere_holds_the_lock_while_it_renews_it(tmp_path: Path) -
 
     def renew() -> None:
         while not ended.wait(0.02):
-            FolderStore(tmp_path).renew_lock(b"")
+            FolderStore(tmp_path).remove(".lock-renewed")
+            FolderStore(tmp_path).write(".lock-renewed", 8, [secrets.token_bytes(8)])
 
     thread = threading.Thread(target=renew)
     thread.start()
@@ -140,13 +142,10 @@ def test_a_lock_is_renewed_while_it_is_held(tmp_path: Path, where: str) -> None:
     location = f"{where}{tmp_path}"
     store = store_at(location)
     with lock(location):
-        first = now = store.read_lock()
-        assert first is not None
-        while now == first:
-            now = store.read_lock()
-        assert now is not None
-        assert now.content == first.content
-    assert store.read_lock() is None
+        content, stamps = store.read_short(".lock"), set[bytes | None]()
+        while len(stamps) < 4:
+            stamps.add(store.read_short(".lock-renewed"))
+        assert content == store.read_short(".lock")
     assert not store.names()
 
 
@@ -182,12 +181,12 @@ def test_a_file_that_vanishes_before_the_commit_is_no_success(
     def watched(folder: Path) -> CheckpointStore:
         def before_call(method: str, args: tuple[Any, ...]) -> None:
             if method == "write":
-                written.append(args[1])
+                written.append(args[0])
             elif len(written) == 2:  # the first call after all ranks have written
                 damage(*tmp_path.glob(f".tmp-*/{file}"))
                 written.clear()
 
-        return WatchedStore(FolderStore(folder), before_call)
+        return watched_at(folder, before_call)
 
     monkeypatch.setattr(saving, "store_at", watched)
     text = refused(tmp_path, 2)

@@ -1,16 +1,28 @@
-"""Work that all ranks do, and that fails on all of them alike if it fails on one."""
+"""Work that all ranks do, and that fails on all of them alike if it fails on one.
+
+    version = decide("Saving", write, commit)    # `write` on every rank; rank 0 commits with what all have returned
+
+Rank 0 gets one message of each rank, decides, and sends one verdict to all. What the others receive does not grow with
+the number of ranks.
+"""
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
+import torch
+
 from shardwise import _collectives as collectives
-from shardwise.errors import CheckpointError, MismatchError, ShardwiseError
+from shardwise.errors import CheckpointError, MismatchError, NotFiniteError, ShardwiseError
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 SHOWN = 5  # of a long list, how many an error names
+SHORT_BYTES = 512  # of a verdict that takes one broadcast; a longer one takes two
+_ERRORS = {kind.__name__: kind for kind in (CheckpointError, MismatchError, NotFiniteError)}
 
 
 def all_ranks() -> tuple[int, ...]:
@@ -19,32 +31,96 @@ def all_ranks() -> tuple[int, ...]:
 
 
 def on_all_ranks(what: str, work: Callable[[], T]) -> list[T]:
-    """Do `work` on every rank; its JSON results in rank order.
+    """Do `work` on every rank; its JSON results in rank order, on every rank. It raises what `decide` raises."""
+    return decide(what, work, lambda results: results)
+
+
+def decide(what: str, work: Callable[[], T], verdict: Callable[[list[T]], R]) -> R:
+    """Do `work` on every rank, and `verdict` on rank 0 with the results in rank order; its result on every rank.
 
     Args:
-        what: begins the text of the error; that of rank 0 counts.
+        what: begins the text of an error; that of rank 0 counts.
+        work: returns JSON.
+        verdict: returns JSON. It may raise a MismatchError or NotFiniteError with a text of its own.
 
     Raises:
-        CheckpointError: the work failed somewhere; the same text on every rank says where and why.
+        CheckpointError: the work or the verdict failed; the same text on every rank says where and why.
         MismatchError: ranks do other work, as where one loads and the others save.
     """
     cause: Exception | None = None
-    said: dict[str, Any]
+    answer: dict[str, Any] = {"what": what, "work": getattr(work, "__qualname__", "")}
     try:
-        said = {"done": work()}
+        answer["done"] = work()
     except Exception as error:  # noqa: BLE001 - whatever it is, the peers must learn of it and not wait
-        cause, said = error, {"failed": text_of(error)}
-    about: dict[str, Any] = {"what": what, "work": getattr(work, "__qualname__", "")}
-    answers = collectives.gather_json(about | said, all_ranks())
+        cause, answer["failed"] = error, text_of(error)
+    data = b""
+    if (answers := _gather(answer)) is not None:
+        said: dict[str, Any]
+        try:
+            _require_done(answers)
+            said = {"decided": verdict([one["done"] for one in answers])}
+        except (MismatchError, NotFiniteError) as error:
+            said = {"error": type(error).__name__, "text": str(error)}
+        except Exception as error:  # noqa: BLE001 - as above
+            failed = error.texts if isinstance(error, RanksError) else {0: text_of(error)}
+            said = {"error": "CheckpointError", "text": f"{what} failed{_by_rank(failed, len(answers))}"}
+            cause = cause or error
+        data = json.dumps(said).encode()
+    found = json.loads(_broadcast(data))
+    if "error" in found:
+        raise _ERRORS[found["error"]](found["text"]) from cause
+    return found["decided"]  # type: ignore[no-any-return]  # what `verdict` has returned
+
+
+class RanksError(Exception):
+    """Work failed on some ranks. A verdict raises it with what each of them says."""
+
+    def __init__(self, texts: Mapping[int, str]) -> None:
+        super().__init__()
+        self.texts = texts
+
+
+def _require_done(answers: Sequence[Mapping[str, Any]]) -> None:
     if len({answer["work"] for answer in answers}) > 1:
         is_same = len({answer["what"] for answer in answers}) == 1
-        by = {rank: f", by {x['work'].partition('.')[0]}" * is_same for rank, x in enumerate(answers)}
-        calls = _by_rank({rank: f"{answers[rank]['what']}{by[rank]}" for rank in by}, len(answers))
-        raise MismatchError(f"ranks make different calls{calls}\n  Fix: make the same call on every rank.") from cause
+        by = [f", by {answer['work'].partition('.')[0]}" * is_same for answer in answers]
+        calls = _by_rank({rank: f"{answer['what']}{by[rank]}" for rank, answer in enumerate(answers)}, len(answers))
+        raise MismatchError(f"ranks make different calls{calls}\n  Fix: make the same call on every rank.")
     failed = {rank: str(answer["failed"]) for rank, answer in enumerate(answers) if "failed" in answer}
     if failed:
-        raise CheckpointError(f"{answers[0]['what']} failed{_by_rank(failed, len(answers))}") from cause
-    return [answer["done"] for answer in answers]
+        raise RanksError(failed)
+
+
+def _gather(value: dict[str, Any]) -> list[Any] | None:
+    """The values of all ranks, on rank 0; None elsewhere. Two collectives: lengths, then contents."""
+    ranks = all_ranks()
+    if len(ranks) == 1:
+        return [value]
+    data, is_first, nothing = json.dumps(value).encode(), collectives.rank() == 0, [0] * (len(ranks) - 1)
+    length = torch.tensor([len(data)], device="cpu")
+    lengths = collectives.exchange_messages(length, [1, *nothing], [int(is_first)] * len(ranks), ranks).tolist()
+    buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    expected = lengths if is_first else [0, *nothing]
+    received = collectives.exchange_messages(buffer, [len(data), *nothing], expected, ranks).numpy().tobytes()
+    ends = [0, *accumulate(lengths)]
+    return [json.loads(received[a:b]) for a, b in pairwise(ends)] if is_first else None
+
+
+def _broadcast(data: bytes) -> bytes:
+    """What rank 0 passes."""
+    ranks = all_ranks()
+    if len(ranks) == 1:
+        return data
+
+    def sent(part: bytes, count: int) -> bytes:
+        block = torch.frombuffer(bytearray(part.ljust(count, b"\0")), dtype=torch.uint8)
+        return (
+            collectives.broadcast(block.to(collectives.message_device(ranks)), count, 0, ranks).cpu().numpy().tobytes()
+        )
+
+    first = sent(len(data).to_bytes(8, "little") + data[:SHORT_BYTES], 8 + SHORT_BYTES)
+    length, begun = int.from_bytes(first[:8], "little"), first[8:]
+    return begun[:length] if length <= SHORT_BYTES else begun + sent(data[SHORT_BYTES:], length - SHORT_BYTES)
 
 
 def digest(facts: Mapping[str, str]) -> str:
@@ -54,17 +130,23 @@ def digest(facts: Mapping[str, str]) -> str:
 
 def require_same(what: str, facts: Mapping[str, str], digests: list[str]) -> None:
     """Raise the same MismatchError on every rank unless all have the same `facts`, whose digests are known."""
-    if len(set(digests)) == 1:
-        return
-    every = collectives.gather_json(dict(facts), all_ranks())
-    lines = []
-    for name in sorted(set().union(*every)):
-        answers = {rank: one.get(name, "nothing") for rank, one in enumerate(every)}
-        if len(set(answers.values())) > 1:
-            lines.append(f"  {name!r}{_by_rank(answers, len(every), indent='    ')}")
-    raise MismatchError(
-        f"{what}: ranks disagree on\n{listed(lines)}\n  Fix: pass the same state and arguments on every rank."
-    )
+    if len(set(digests)) > 1:
+        raise difference(what, facts)
+
+
+def difference(what: str, facts: Mapping[str, str]) -> MismatchError:
+    """The error of ranks whose `facts` differ; all ranks call this."""
+
+    def lines(every: list[dict[str, str]]) -> str:
+        found = []
+        for name in sorted(set().union(*every)):
+            answers = {rank: one.get(name, "nothing") for rank, one in enumerate(every)}
+            if len(set(answers.values())) > 1:
+                found.append(f"  {name!r}{_by_rank(answers, len(every), indent='    ')}")
+        return listed(found)
+
+    said = decide(what, lambda: dict(facts), lines)
+    return MismatchError(f"{what}: ranks disagree on\n{said}\n  Fix: pass the same state and arguments on every rank.")
 
 
 def listed(lines: list[str]) -> str:

@@ -7,20 +7,19 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-from shardwise.checkpoint.files import read_bytes
 from shardwise.checkpoint.remedies import UNREACHABLE, damaged, foreign
 from shardwise.errors import CheckpointError, UnreachableError
 
-_SHORT_BYTES = 4096
 _NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)  # the last one: a socket
 Broken: TypeAlias = Callable[[str], CheckpointError]  # `damaged` or `foreign`
 
 
 def temp_name(kind: str, name: str) -> str:
+    """A new name, which says what `name` was or will be."""
     return f".{kind}-{name}-{secrets.token_hex(4)}"
 
 
@@ -41,7 +40,7 @@ class LocalFile:
         except ValueError as error:
             raise _impossible(self.name, error) from error
         status = os.fstat(self._descriptor)
-        self.size, self.changed = status.st_size, status.st_mtime_ns
+        self.size = status.st_size
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise broken(f"{path}: is not a regular file")
@@ -87,24 +86,6 @@ def foreign_names(path: Path) -> list[str] | None:
         raise unreadable(str(path), error, str(error.strerror), foreign) from error
     except ValueError as error:
         raise _impossible(str(path), error) from error
-
-
-def short_file(path: Path) -> tuple[bytes, int] | None:
-    """The content of a regular file and when it changed (ns); None if it is not there.
-
-    Raises:
-        CheckpointError: it cannot be read, or is too long.
-    """
-    try:
-        file = LocalFile(path)
-    except CheckpointError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            return None
-        raise
-    with closing(file):
-        if file.size > _SHORT_BYTES:
-            raise CheckpointError(f"{path}: has {file.size:,} bytes, expected {_SHORT_BYTES:,} at most. Fix: remove it")
-        return read_bytes(file), file.changed
 
 
 def write_synced(path: Path, content: Iterable[memoryview | bytes]) -> None:

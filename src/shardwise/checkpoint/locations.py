@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import TypeAlias, overload
 
 from shardwise._layout import checked
+from shardwise.checkpoint.committed_versions import CommittedVersions
 from shardwise.checkpoint.folder_store import FolderStore
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.object_store import ObjectStore
-from shardwise.checkpoint.stores import CheckpointStore, find_latest, stored_manifest
+from shardwise.checkpoint.renamed_versions import RenamedVersions
+from shardwise.checkpoint.stores import CheckpointStore, Store, find_latest, stored_manifest
 from shardwise.errors import CheckpointError
 
 Location: TypeAlias = str | PathLike[str]
@@ -19,7 +21,7 @@ _NORMALISED_URL = re.compile(r"([A-Za-z][\w+.-]+):/([^/].*)", re.DOTALL)
 
 
 def store_at(location: Location) -> CheckpointStore:
-    """The store that is there.
+    """The checkpoints that are there.
 
     Raises:
         CheckpointError: a URL that cannot be opened, or that a `Path` has changed; nothing.
@@ -27,12 +29,17 @@ def store_at(location: Location) -> CheckpointStore:
     if not str(location):
         raise CheckpointError("The folder of checkpoints is an empty text. Fix: name it; '.' is the current one")
     if _is_url(location):
-        return ObjectStore(str(location))
+        return versions_in(ObjectStore(str(location)))
     if changed := _NORMALISED_URL.fullmatch(str(location)):
         raise CheckpointError(
             f"{location} is neither a folder nor a URL. Fix: pass a URL as a string, {changed[1]}://{changed[2]}"
         )
-    return FolderStore(location)
+    return versions_in(FolderStore(location))
+
+
+def versions_in(files: Store) -> CheckpointStore:
+    """The checkpoints in a store."""
+    return RenamedVersions(files) if files.renames else CommittedVersions(files)
 
 
 def _is_url(location: Location) -> bool:

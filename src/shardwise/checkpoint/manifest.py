@@ -63,11 +63,6 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:04d}.safetensors"
 
 
-def is_file_of_rank(name: str) -> bool:
-    """Whether `name` is that of a file that some rank writes."""
-    return _FILE.fullmatch(name) is not None
-
-
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """One stored box of a tensor: the tensor `key` of the safetensors file `file`.
@@ -118,6 +113,10 @@ class Manifest:
     not_finite: tuple[str, ...] = ()
     sha256: str = field(default="", compare=False)
 
+    def file_sizes(self) -> dict[str, int]:
+        """The files of the checkpoint, and how many bytes each has."""
+        return {file: layout.size for file, layout in self.file_layouts().items()}
+
     def file_layouts(self) -> Mapping[str, FileLayout]:
         """The files of the checkpoint, byte for byte but for the data."""
         return self._file_layouts
@@ -137,7 +136,7 @@ def as_bytes(manifest: Manifest) -> bytes:
     """The content of `manifest.json`.
 
     Raises:
-        CheckpointError: it could not be read back.
+        CheckpointError: it is too long.
     """
     tensors = {
         name: {
@@ -165,7 +164,6 @@ def as_bytes(manifest: Manifest) -> bytes:
             f"the manifest would have {len(data):,} bytes, more than the {MANIFEST_LIMIT:,} allowed. "
             f"Fix: stack tensors that belong together, or save on fewer ranks"
         )
-    parse(data)
     return data
 
 
@@ -176,6 +174,14 @@ def chunk_json(chunk: Chunk) -> dict[str, object]:
     return {"file": chunk.file, "key": chunk.key, "offsets": box.offsets, "sizes": box.sizes, "crc32": crc}
 
 
+def sha256_of(data: bytes) -> str:
+    """The checksum in the first line of a manifest; CheckpointError if it does not begin with one."""
+    seal = _SEAL.match(data)
+    if seal is None:
+        raise damaged("does not begin with its checksum, so it is damaged or not a manifest")
+    return seal[1].decode()
+
+
 def sealed(rest: bytes) -> bytes:
     """`rest` under the line that holds its checksum."""
     return b'{"sha256":"' + hashlib.sha256(rest).hexdigest().encode() + b'",\n' + rest
@@ -184,10 +190,7 @@ def sealed(rest: bytes) -> bytes:
 @gc_paused()
 def parse(data: bytes) -> Manifest:
     """A manifest from the bytes of its file."""
-    seal = _SEAL.match(data)
-    if seal is None:
-        raise damaged("does not begin with its checksum, so it is damaged or not a manifest")
-    sha256, rest = seal[1].decode(), data[seal.end() :]
+    sha256, rest = sha256_of(data), data[SEAL_BYTES:]
     if hashlib.sha256(rest).hexdigest() != sha256:
         raise damaged("is damaged: its content does not match its checksum")
     content = _parse_json(data)
@@ -264,7 +267,7 @@ def _manifest(content: dict[str, Any]) -> Manifest:
             raise damaged(f"not_finite: expected names of tensors, got {_short(name)}")
     seen: Counter[tuple[str, str]] = Counter()
     for name, chunk in ((name, chunk) for name, tensor in tensors.items() for chunk in tensor.chunks):
-        if _rank_of(chunk.file) >= manifest.world_size:
+        if rank_of(chunk.file) >= manifest.world_size:
             raise damaged(f"tensor {name!r}: {chunk.file} is of no rank of the {manifest.world_size} that saved")
         seen[chunk.file, chunk.key] += 1
     for (file, key), count in seen.items():
@@ -310,7 +313,7 @@ _CHUNK: Mapping[str, type | tuple[type, ...]] = {
 def _chunk(where: str, said: object, itemsize: int) -> Chunk:
     where += "chunk: "
     said = _fields(where, said, _CHUNK)
-    _rank_of(said["file"])
+    rank_of(said["file"])
     if said["key"] == METADATA_KEY:
         raise damaged(f"{where}{METADATA_KEY} cannot be the key of a tensor")
     box = Box(_dims(said["offsets"], f"{where}offsets"), _dims(said["sizes"], f"{where}sizes"))
@@ -330,7 +333,8 @@ def _crcs(where: str, said: int | list[Any], num_bytes: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _rank_of(file: str) -> int:
+def rank_of(file: str) -> int:
+    """The rank that writes `file`; CheckpointError if none does."""
     match = _FILE.fullmatch(file)
     if match is None or file != file_name(int(match[1])):
         raise damaged(f"{file!r} is not the name of a file of a checkpoint, such as {file_name(0)}")

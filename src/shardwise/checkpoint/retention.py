@@ -1,6 +1,5 @@
 """Which checkpoints of a folder stay when a new one is complete."""
 
-import hashlib
 import warnings
 from collections.abc import Mapping
 from contextlib import closing, suppress
@@ -8,11 +7,9 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from shardwise.checkpoint.files import read_bytes
-from shardwise.checkpoint.manifest import MANIFEST, SEAL_BYTES, is_file_of_rank
-from shardwise.checkpoint.stores import CheckpointStore, complete_manifest
+from shardwise.checkpoint.manifest import MANIFEST, SEAL_BYTES, sha256_of
+from shardwise.checkpoint.stores import CheckpointStore, check_sizes, stored_manifest
 from shardwise.errors import CheckpointError
-
-KNOWN = 4096  # checkpoints whose facts a process remembers
 
 
 @dataclass(frozen=True)
@@ -97,19 +94,19 @@ class Facts:
     """What rules need to know of a complete checkpoint.
 
     Attributes:
-        files: a digest of the names and sizes of its files.
+        sizes: of its files.
     """
 
     num_not_finite: int
     metadata: Mapping[str, Any]
-    files: bytes
+    sizes: Mapping[str, int]
 
 
-_known: dict[tuple[bytes, int], Facts] = {}  # by the first line of the manifest, which has its checksum, and its length
+_known: dict[str, dict[str, Facts]] = {}  # by the store, and the checksums of the manifests that it had last
 
 
-def facts_of(store: CheckpointStore, version: str) -> Facts:
-    """The facts of a version, all files of which are there.
+def facts_of(store: CheckpointStore, version: str) -> tuple[str, Facts]:
+    """The checksum of the manifest and the facts of a version, all files of which are there.
 
     A manifest is parsed once in a process: a run that keeps a hundred checkpoints would parse a hundred at each save.
 
@@ -117,32 +114,33 @@ def facts_of(store: CheckpointStore, version: str) -> Facts:
         CheckpointError: it is not complete.
     """
     with closing(store.open(version, MANIFEST)) as file:
-        key = read_bytes(file, 0, min(file.size, SEAL_BYTES)), file.size
-    files = _digest(store.sizes(version))
-    known = _known.get(key)
-    if known is None or known.files != files:
-        manifest = complete_manifest(store, version)
-        if len(_known) >= KNOWN:
-            _known.clear()
-        known = _known[key] = Facts(len(manifest.not_finite), manifest.metadata, files)
-    return known
+        known = _known.get(store.name, {}).get(sha256 := sha256_of(read_bytes(file, 0, min(file.size, SEAL_BYTES))))
+    if known is None:
+        manifest = stored_manifest(store, version)
+        sha256, known = manifest.sha256, Facts(len(manifest.not_finite), manifest.metadata, manifest.file_sizes())
+    check_sizes(store, version, known.sizes)
+    return sha256, known
 
 
-def _digest(sizes: Mapping[str, int]) -> bytes:
-    listing = sorted(f"{name} {size}" for name, size in sizes.items() if is_file_of_rank(name))
-    return hashlib.sha256("\n".join(listing).encode()).digest()
+def keep_only(store: CheckpointStore, keep: Keep, step: int, sha256: str, facts: Facts) -> None:
+    """Remove the complete versions that do not stay.
 
+    What cannot be removed is warned about, because the new checkpoint is complete.
 
-def keep_only(store: CheckpointStore, saved: int, keep: Keep) -> None:
-    """Remove the complete versions that do not stay. What cannot be removed is warned about: `saved` is complete."""
+    Args:
+        step, sha256, facts: of the new checkpoint.
+    """
+    found = {step: (sha256, facts)}
     try:
-        versions, complete = store.versions(), {}
-        for step, name in versions.items():
+        versions = store.versions()
+        for other in versions.keys() - {step}:
             with suppress(CheckpointError):
-                complete[step] = facts_of(store, name)
-        for step in sorted(complete.keys() - keep.staying(complete, saved)):
-            store.remove(versions[step])
+                found[other] = facts_of(store, versions[other])
+        staying = keep.staying({step: one for step, (_, one) in found.items()}, step)
+        for removed in sorted(found.keys() - staying):
+            store.remove(versions[removed])
     except OSError as error:
         warnings.warn(f"{error.filename}: an old checkpoint cannot be removed: {error.strerror}", stacklevel=2)
     except CheckpointError as error:
         warnings.warn(f"old checkpoints cannot be removed: {error}", stacklevel=2)
+    _known[store.name] = dict(found.values())

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from shardwise import _collectives as collectives
-from shardwise._layout import Box, Owner, checked
-from shardwise.checkpoint.collective_errors import digest, listed, on_all_ranks, require_same
+from shardwise._layout import Box, Layout, Owner, checked
+from shardwise.checkpoint.collective_errors import decide, difference, digest, listed
 from shardwise.checkpoint.files import METADATA_KEY, Checksum, byte_blocks, checksum, content, file_layout
 from shardwise.checkpoint.locations import store_at
 from shardwise.checkpoint.manifest import (
@@ -30,18 +30,18 @@ from shardwise.checkpoint.manifest import (
     check_chunks,
     file_name,
     gc_paused,
+    rank_of,
+    sha256_of,
 )
 from shardwise.checkpoint.remedies import without_remedy
-from shardwise.checkpoint.retention import Keep, keep_only
+from shardwise.checkpoint.retention import Facts, Keep, keep_only
 from shardwise.checkpoint.state import LocalBoxes, as_json, flatten, held_boxes, key_of, storable_boxes, with_replicas
-from shardwise.checkpoint.stores import CheckpointStore, check_files, complete_manifest
+from shardwise.checkpoint.stores import CheckpointStore, check_sizes, complete_manifest
 from shardwise.checkpoint.writer_lock import WriterLock, require_lock
 from shardwise.errors import CheckpointError, NotFiniteError, UnreachableError
 
-Sums: TypeAlias = list[tuple[Sequence[int], bool]]
-"""The crc32s of each box that a rank holds, and whether its values are finite."""
-AllSums: TypeAlias = list[Sums]
-"""The sums of all ranks, in their order."""
+Report: TypeAlias = tuple[int, Sequence[Sequence[int]], Sequence[int]]
+"""The size of the file that a rank has written, the crc32s of each box that it holds, which of these are not finite."""
 
 
 @overload
@@ -106,13 +106,14 @@ def save(
     """
     finish_pending()
     saving = Saving(folder, Contents(state, metadata), step, keep, overwrite, require_finite)
-    saving.prepare()
     with saving.locked():
         draft = saving.begin()
         try:
-            sums = on_all_ranks(saving.what, lambda: saving.contents.write(saving.store, draft))
-            saving.check_finite(sums)
-            version = on_all_ranks(saving.what, lambda: saving.commit(draft, sums))[0]
+            version = decide(
+                saving.what,
+                lambda: saving.contents.write(saving.store, draft),
+                lambda reports: saving.commit(draft, reports),
+            )
         except BaseException:
             saving.abandon(draft)
             raise
@@ -120,7 +121,7 @@ def save(
 
 
 class Saving:
-    """The parts of saving, on one rank."""
+    """The steps of saving, on one rank."""
 
     def __init__(
         self,
@@ -135,30 +136,39 @@ class Saving:
         self.store = store_at(folder)
         self.contents, self.step, self.keep, self.overwrite = contents, step, keep, overwrite
         self.require_finite = require_finite
-        self.is_first = contents.rank == 0
+        self.is_first = collectives.rank() == 0
         self._lock = WriterLock(self.store)
 
-    def prepare(self) -> None:
-        """Compare what all ranks want to save; nothing is changed yet."""
-        arguments = {"step": repr(self.step), "keep": repr(self.keep), "overwrite": repr(self.overwrite)}
-        arguments |= {"require_finite": repr(self.require_finite)}
-
-        def prepare() -> str:
-            _check_arguments(self.step, self.keep)
-            self.contents.prepare()
-            if isinstance(self.keep, Keep):
-                self.keep.check(self.contents.metadata)
-            return digest(arguments | self.contents.facts)
-
-        digests = on_all_ranks(self.what, prepare)
-        if len(set(digests)) > 1:
-            self.contents.use_replicas()
-            digests = on_all_ranks(self.what, lambda: digest(arguments | self.contents.facts))
-        require_same("Saving a checkpoint", arguments | self.contents.facts, digests)
-
     def begin(self) -> str:
-        """The name of a new draft; this job has the lock until `release`."""
-        return self._lock.take(self.what, lambda: begin_draft(self.store, self.step, self.overwrite))
+        """The name of a new draft, when all ranks want to save the same and this job has the lock; until `release`."""
+        found = decide(self.what, self._prepare, self._begin)
+        if found is False:
+            self.contents.use_replicas()
+            found = decide(self.what, lambda: digest(self._facts()), self._begin)
+        if found is False:
+            raise difference("Saving a checkpoint", self._facts())
+        while found is None:  # the ranks ask again together, so none of them waits long in a collective
+            found = decide(self.what, lambda: "", self._begin)
+        assert isinstance(found, str)
+        return found
+
+    def _prepare(self) -> str:
+        _check_arguments(self.step, self.keep)
+        self.contents.prepare()
+        if isinstance(self.keep, Keep):
+            self.keep.check(self.contents.metadata)
+        return digest(self._facts())
+
+    def _facts(self) -> dict[str, str]:
+        """What must be the same on all ranks, in words."""
+        arguments = {"step": repr(self.step), "keep": repr(self.keep), "overwrite": repr(self.overwrite)}
+        return arguments | {"require_finite": repr(self.require_finite)} | self.contents.facts()
+
+    def _begin(self, digests: list[str]) -> str | bool | None:
+        """A new draft; None while it is not known whether another job has the lock; False if the digests differ."""
+        if len(set(digests)) > 1:
+            return False
+        return begin_draft(self.store, self.step, self.overwrite) if self._lock.attempt() else None
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -168,23 +178,25 @@ class Saving:
         finally:
             self.release()
 
-    def check_finite(self, sums: AllSums) -> None:
-        """Raise NotFiniteError, for what `write` said on each rank."""
-        if self.require_finite and (names := self.contents.not_finite(sums)):
-            shown = listed([f"  {name}" for name in names])
+    def commit(self, draft: str, reports: Sequence[Report]) -> str:
+        """Make the draft a version, unless ranks hold what they must not; on rank 0, its name.
+
+        Raises:
+            CheckpointError: ranks hold different values of one box, or what they have written is not there any more.
+            NotFiniteError: for `require_finite`.
+        """
+        manifest = self.contents.manifest(self.step, reports)
+        if self.require_finite and manifest.not_finite:
+            shown = listed([f"  {name}" for name in manifest.not_finite])
             raise NotFiniteError(
                 f"{self.what} failed: there are infinite values or NaN in\n{shown}\n"
                 f"  Fix: restore the last checkpoint and try a smaller learning rate, or save with require_finite=False"
             )
-
-    def commit(self, draft: str, sums: AllSums) -> str:
-        """Make the draft a version, unless what ranks have written is not there any more; on rank 0, its name."""
-        self.contents.check_equal(sums)
-        if not self.is_first:
-            return ""
-        version = commit_draft(self.store, draft, self.contents.manifest(self.step, sums))
+        sizes = {file_name(rank): size for rank, (size, _, _) in enumerate(reports) if size}
+        version, sha256 = commit_draft(self.store, draft, manifest, sizes)
         if self.keep is not None:
-            keep_only(self.store, self.step, self.keep if isinstance(self.keep, Keep) else Keep(last=self.keep))
+            keep = self.keep if isinstance(self.keep, Keep) else Keep(last=self.keep)
+            keep_only(self.store, keep, self.step, sha256, Facts(len(manifest.not_finite), manifest.metadata, sizes))
         return version
 
     def abandon(self, draft: str) -> None:
@@ -215,8 +227,6 @@ class Contents:
         self.tensors: dict[str, LocalBoxes] = {}
         self.values: dict[str, Any] = {}
         self.metadata: dict[str, Any] = {}
-        self.facts: dict[str, str] = {}  # what must be the same on all ranks, in words
-        self.rank = collectives.rank()
 
     def prepare(self) -> None:
         """Look through the state; refuse what cannot be saved."""
@@ -225,26 +235,29 @@ class Contents:
                 "state and metadata must be mappings with string keys. Fix: such as state_of(module) | {'epoch': 3}"
             )
         self.metadata = as_json(self.given_metadata, "metadata")
-        self.facts["metadata"] = json.dumps(self.metadata, sort_keys=True)
         for name, leaf in flatten(self.state).items():
-            if isinstance(leaf.value, Tensor):
-                if name == METADATA_KEY:
-                    raise CheckpointError(f"no tensor can be called {METADATA_KEY!r}. Fix: rename it")
-                self.tensors[name] = storable_boxes(name, leaf.value)
+            if not isinstance(leaf.value, Tensor):
+                self.values[name] = as_json(leaf.value, name)
+            elif name == METADATA_KEY:
+                raise CheckpointError(f"no tensor can be called {METADATA_KEY!r}. Fix: rename it")
             else:
-                value = self.values[name] = as_json(leaf.value, name)
-                self.facts[f"state {name}"] = json.dumps(value, sort_keys=True)
-        self._describe_tensors()
+                self.tensors[name] = storable_boxes(name, leaf.value)
+        self.state = {}
 
-    def _describe_tensors(self) -> None:
+    def facts(self) -> dict[str, str]:
+        """What must be the same on all ranks, in words."""
         text_of = cache(repr)  # thousands of tensors have few layouts
-        self.facts |= {f"state {name}": f"{x.dtype} {text_of(x.layout)}" for name, x in self.tensors.items()}
+        found = {f"state {name}": json.dumps(value, sort_keys=True) for name, value in self.values.items()}
+        found |= {f"state {name}": f"{x.dtype} {text_of(x.layout)}" for name, x in self.tensors.items()}
+        return found | {"metadata": json.dumps(self.metadata, sort_keys=True)}
 
     def use_replicas(self) -> None:
         """Tensors on sub-meshes of this rank count as replicas of those of other ranks on theirs; all ranks call it."""
-        layouts = with_replicas({name: x.layout for name, x in self.tensors.items()})
+        layouts = with_replicas(self._layouts())
         self.tensors = {name: replace(x, layout=layouts[name]) for name, x in self.tensors.items()}
-        self._describe_tensors()
+
+    def _layouts(self) -> dict[str, Layout]:
+        return {name: x.layout for name, x in self.tensors.items()}
 
     def take_copy(self, memory: dict[str, Tensor]) -> None:
         """Go on with a copy of what this rank holds, so that the state may change.
@@ -253,96 +266,90 @@ class Contents:
             memory: that of the previous copy, which is used again where shape and dtype are the same: the system takes
                 longer to provide new memory than copying takes.
         """
-        sources, targets, self.state = [], {}, {}
-        for name, tensor in self.tensors.items():
-            for number, (_, view) in enumerate(tensor.views):
-                kept = memory.get(key := f"{name}/{number}")
-                if kept is None or (kept.shape, kept.dtype) != (view.shape, view.dtype):
-                    kept = torch.empty(view.shape, dtype=view.dtype, device="cpu")
-                sources.append(view)
-                targets[key] = kept
-            copies = [targets[f"{name}/{number}"] for number in range(len(tensor.views))]
-            boxes = [box for box, _ in tensor.views]
-            self.tensors[name] = replace(tensor, views=tuple(zip(boxes, copies, strict=True)))
-        memory.clear()
-        memory |= targets
+        views = {f"{name}/{i}": view for name, x in self.tensors.items() for i, (_, view) in enumerate(x.views)}
+        kept = {key: x for key, x in memory.items() if key in views and _is_like(x, views[key])}
+        memory.clear()  # before the new one is allocated
+        for key, view in views.items():
+            memory[key] = kept[key] if key in kept else torch.empty(view.shape, dtype=view.dtype, device="cpu")
         with torch.no_grad():
-            torch._foreach_copy_([*targets.values()], sources)
+            torch._foreach_copy_([*memory.values()], [*views.values()])
+        copies = iter(memory.values())
+        for name, x in self.tensors.items():
+            self.tensors[name] = replace(x, views=tuple((box, next(copies)) for box, _ in x.views))
 
-    def _boxes(self, rank: int) -> Iterator[tuple[str, Box, bool]]:
-        return held_boxes({name: tensor.layout for name, tensor in self.tensors.items()}, rank)
+    def write(self, store: CheckpointStore, draft: str) -> Report:
+        """Write the boxes that fall to this rank; what rank 0 has to know of all that it holds."""
+        views = [view for x in self.tensors.values() for _, view in x.views]
+        held = list(zip(held_boxes(self._layouts(), collectives.rank()), views, strict=True))
+        written: dict[str, Tensor] = {}
+        for (name, box, writes), view in held:
+            if writes and written.setdefault(key := self._key(name, box), view) is not view:
+                raise CheckpointError(f"two tensors of the state are called {key!r}. Fix: rename one")
+        sums: dict[str, Checksum] = {}
+        size = 0
+        if written:
+            layout = file_layout((key, x.dtype, tuple(x.shape)) for key, x in written.items())
+            size = layout.size
+            blocks = content(layout, lambda key: byte_blocks(written[key]), sums)
+            store.files.write(f"{draft}/{file_name(collectives.rank())}", size, blocks)
+        mine = [sums[self._key(name, box)] if writes else checksum(view) for (name, box, writes), view in held]
+        return size, [one.crcs for one in mine], [i for i, one in enumerate(mine) if not one.finite]
 
     def _key(self, name: str, box: Box) -> str:
         return key_of(name, box, self.tensors[name].layout.shape)
 
-    def write(self, store: CheckpointStore, draft: str) -> Sums:
-        """Write the boxes that fall to this rank; the crc32s of all that it holds, and whether they are finite."""
-        store.join(draft)
-        views = [view for tensor in self.tensors.values() for _, view in tensor.views]
-        held = list(zip(self._boxes(self.rank), views, strict=True))
-        written: dict[str, Tensor] = {}
-        for (name, box, writes), view in held:
-            key = self._key(name, box)
-            if writes and written.setdefault(key, view) is not view:
-                raise CheckpointError(f"two tensors of the state are called {key!r}. Fix: rename one")
-        sums: dict[str, Checksum] = {}
-        if written:
-            layout = file_layout((key, x.dtype, tuple(x.shape)) for key, x in written.items())
-            blocks = content(layout, lambda key: byte_blocks(written[key]), sums)
-            store.write(draft, file_name(self.rank), layout.size, blocks)
-        mine = [sums[self._key(name, box)] if writes else checksum(view) for (name, box, writes), view in held]
-        return [(one.crcs, one.finite) for one in mine]
-
-    def not_finite(self, sums: AllSums) -> tuple[str, ...]:
-        """The tensors that have infinite values or NaN on some rank, by what `write` said on each."""
-        found = {
-            name
-            for rank, values in enumerate(sums)
-            for (name, _, _), (_, finite) in zip(self._boxes(rank), values, strict=True)
-            if not finite
-        }
-        return tuple(name for name in self.tensors if name in found)
-
     @gc_paused()
-    def check_equal(self, sums: AllSums) -> None:
-        """Raise CheckpointError unless all ranks that hold a box have written or compared the same, by the crc32s."""
-        first: dict[tuple[str, Box], Sequence[int]] = {}  # of the first rank that holds a box
-        differing: dict[tuple[str, Box], dict[tuple[int, ...], list[int]]] = {}
-        for rank, values in enumerate(sums):
-            for (name, box, _), (crcs, _) in zip(self._boxes(rank), values, strict=True):
-                if list(first.setdefault((name, box), crcs)) != list(crcs):
-                    differing[name, box] = {}
-        if not differing:
-            return
-        for rank, values in enumerate(sums):
-            for (name, box, _), (crcs, _) in zip(self._boxes(rank), values, strict=True):
-                if (name, box) in differing:
-                    differing[name, box].setdefault(tuple(crcs), []).append(rank)
-        lines = [
-            f"  {name!r} {box}: " + " against ".join(f"rank {', '.join(map(str, who))}" for who in by_crc.values())
-            for (name, box), by_crc in differing.items()
-        ]
+    def manifest(self, step: int, reports: Sequence[Report]) -> Manifest:
+        """What was written, checked: every element once.
+
+        Raises:
+            CheckpointError: ranks that hold the same box have written or compared different bytes.
+        """
+        layouts, not_finite = self._layouts(), set[str]()
+        chunks: dict[str, list[Chunk]] = {name: [] for name in layouts}
+        copies: dict[tuple[str, Box], list[tuple[int, tuple[int, ...]]]] = {}  # that a rank holds and does not write
+        for rank, (_, crcs_of_boxes, bad) in enumerate(reports):
+            bad_boxes = set(bad)
+            for i, ((name, box, writes), crcs) in enumerate(zip(held_boxes(layouts, rank), crcs_of_boxes, strict=True)):
+                if writes:
+                    chunks[name].append(Chunk(file_name(rank), self._key(name, box), box, tuple(crcs)))
+                else:
+                    copies.setdefault((name, box), []).append((rank, tuple(crcs)))
+                if i in bad_boxes:
+                    not_finite.add(name)
+        _check_equal(chunks, copies)
+        tensors = {}
+        for name, x in self.tensors.items():
+            in_order = sorted(chunks[name], key=lambda chunk: chunk.box)
+            tensors[name] = StoredTensor(x.dtype, x.layout.shape, tuple(in_order))
+            check_chunks(name, tensors[name])
+        bad_names = tuple(name for name in tensors if name in not_finite)
+        return Manifest(step, len(reports), tensors, self.values, self.metadata, package_versions(), bad_names)
+
+
+def _is_like(x: Tensor, view: Tensor) -> bool:
+    return (x.shape, x.dtype) == (view.shape, view.dtype)
+
+
+def _check_equal(
+    chunks: Mapping[str, Sequence[Chunk]], copies: Mapping[tuple[str, Box], Sequence[tuple[int, tuple[int, ...]]]]
+) -> None:
+    """Raise CheckpointError unless all ranks that hold a box have the same crc32s of it."""
+    lines = []
+    for (name, box), held in copies.items():
+        (chunk,) = (chunk for chunk in chunks[name] if chunk.box == box)
+        if any(crcs != chunk.crcs for _, crcs in held):
+            by_crcs: dict[tuple[int, ...], list[int]] = {}
+            for rank, crcs in sorted([*held, (rank_of(chunk.file), chunk.crcs)]):
+                by_crcs.setdefault(crcs, []).append(rank)
+            against = " against ".join(f"rank {', '.join(map(str, ranks))}" for ranks in by_crcs.values())
+            lines.append(f"  {name!r} {box}: {against}")
+    if lines:
         raise CheckpointError(
             "ranks that should hold the same do not:\n" + listed(lines) + "\n  Fix: make what they hold equal, "
             "for example distribute_tensor(x.to_local(), mesh, placements) takes one rank's; "
             "what differs by rank on purpose belongs in a sharded DTensor"
         )
-
-    @gc_paused()
-    def manifest(self, step: int, sums: AllSums) -> Manifest:
-        """What was written, checked: every element once."""
-        chunks: dict[str, list[Chunk]] = {name: [] for name in self.tensors}
-        for rank, values in enumerate(sums):
-            for (name, box, writes), (crcs, _) in zip(self._boxes(rank), values, strict=True):
-                if writes:
-                    chunks[name].append(Chunk(file_name(rank), self._key(name, box), box, tuple(crcs)))
-        tensors = {}
-        for name, tensor in self.tensors.items():
-            in_order = sorted(chunks[name], key=lambda chunk: chunk.box)
-            tensors[name] = StoredTensor(tensor.dtype, tensor.layout.shape, tuple(in_order))
-            check_chunks(name, tensors[name])
-        not_finite = self.not_finite(sums)
-        return Manifest(step, len(sums), tensors, self.values, self.metadata, package_versions(), not_finite)
 
 
 def package_versions() -> dict[str, str]:
@@ -383,23 +390,31 @@ def _is_damaged(store: CheckpointStore, version: str) -> bool:
     return False
 
 
-def commit_draft(store: CheckpointStore, draft: str, manifest: Manifest) -> str:
-    """Make the draft a version, unless a file of it is missing or misshapen, or this job has lost the lock.
+def commit_draft(store: CheckpointStore, draft: str, manifest: Manifest, sizes: Mapping[str, int]) -> tuple[str, str]:
+    """Make the draft a version, unless this job has lost the lock or a file is missing or has another size.
 
     If this raises, the store is as it was before, but for the draft.
+
+    Args:
+        sizes: of the files that were written.
+
+    Returns:
+        The version, and the checksum of its manifest.
     """
     try:
-        check_files(store, draft, manifest)
+        check_sizes(store, draft, sizes)
     except UnreachableError:
         raise
     except CheckpointError as error:
         raise CheckpointError(
-            f"{without_remedy(error)}, after it was written. Fix: save to a place where nothing else changes files"
+            f"{without_remedy(error)}, after it was written. "
+            f"Fix: save to a place that all ranks share, where nothing else changes files; each process has a "
+            f"memory:// of its own"
         ) from error
     data = as_bytes(manifest)
-    store.write(draft, MANIFEST, len(data), [data])
+    store.files.write(f"{draft}/{MANIFEST}", len(data), [data])
     require_lock(store)
-    return store.publish(draft)
+    return store.publish(draft), sha256_of(data)
 
 
 def abandon_draft(store: CheckpointStore, draft: str) -> None:

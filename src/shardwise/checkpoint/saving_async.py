@@ -4,17 +4,18 @@
     ...                                    # training goes on and changes the state
     path = pending.wait()
 
-No thread but the main one may communicate. So rank 0 learns from files what the others have written: beside its
-data, each puts a report into the draft. The thread of rank 0 commits when all reports are there.
+The thread of rank 0 commits when all ranks have written. No thread but the main one may communicate, so it learns that
+from a report that each rank puts into the draft; or from `wait`, if that comes first.
 """
 
 import atexit
 import concurrent.futures.thread  # noqa: F401 - registers its end before the one below
 import json
 import os
+import re
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from os import PathLike
 from pathlib import Path
@@ -25,14 +26,15 @@ from torch import Tensor
 
 from shardwise import _collectives as collectives
 from shardwise._layout import checked
-from shardwise.checkpoint.collective_errors import on_all_ranks, text_of
+from shardwise.checkpoint.collective_errors import RanksError, decide, text_of
 from shardwise.checkpoint.files import read_bytes
 from shardwise.checkpoint.retention import Keep
-from shardwise.checkpoint.saving import AllSums, Contents, Saving, Sums, finish_pending, forget_pending, set_pending
-from shardwise.errors import CheckpointError, NotFiniteError, UnreachableError
+from shardwise.checkpoint.saving import Contents, Report, Saving, finish_pending, forget_pending, set_pending
+from shardwise.errors import CheckpointError, NotFiniteError
 
-POLL_SECONDS = 0.05  # between two looks for reports
+POLL_SECONDS = (0.05, 5.0)  # between two looks for reports: at first, and at most
 EXIT_SECONDS = 60.0  # for the reports of other ranks after the program of this one has ended
+_REPORT = re.compile(r"report-(\d{4,9})\.json", re.ASCII)
 
 
 class _Memory(dict[str, Tensor]):
@@ -69,19 +71,14 @@ def save_async(
     """
     finish_pending()
     saving = Saving(folder, Contents(state, metadata), step, keep, overwrite, require_finite)
-    saving.prepare()
     try:
         draft = saving.begin()
         memory = collectives.owner().state(_Memory)
-        try:
-            on_all_ranks(saving.what, lambda: saving.contents.take_copy(memory))
-        except BaseException:
-            saving.abandon(draft)
-            raise
+        decide(saving.what, lambda: saving.contents.take_copy(memory), lambda done: None)
     except BaseException:
         saving.release()
         raise
-    pending = PendingSave(saving, draft, collectives.world_size())
+    pending = PendingSave(saving, draft)
     set_pending(pending)
     return pending
 
@@ -89,15 +86,17 @@ def save_async(
 class PendingSave:
     """A checkpoint that is being written, made by `save_async`."""
 
-    def __init__(self, saving: Saving, draft: str, world_size: int) -> None:
+    def __init__(self, saving: Saving, draft: str) -> None:
         self.what = saving.what
-        self._saving, self._draft, self._world_size = saving, draft, world_size
+        self._saving, self._draft = saving, draft
+        self._rank, self._size = collectives.rank(), collectives.world_size()
         self._error: Exception | None = None
-        # Why the report of this rank could not be written; others may have read it all the same.
-        self._unsent: Exception | None = None
+        self._unwritten = ""  # why this rank could not write what it holds
         self._version = ""
-        self._reported = threading.Event()  # this rank has written its part and the report of it, or failed
-        self._given_up = threading.Event()  # some rank has failed
+        self._report: Report = (0, (), ())
+        self._has_written = threading.Event()  # this rank, or it has failed
+        self._reports: Sequence[Report | str] = ()  # of all ranks, by `wait`; a text says why a rank has failed
+        self._has_reports = threading.Event()
         self._is_known = False
         self._thread = threading.Thread(target=self._run, name=saving.what)
         _unfinished.add(self)
@@ -115,106 +114,88 @@ class PendingSave:
             NotFiniteError: so for `require_finite`.
         """
         try:
-            all_sent = all(on_all_ranks(self.what, self._own_part))
-            if not all_sent:
-                self._given_up.set()
-            kind, text = on_all_ranks(self.what, lambda: self._outcome(all_sent))[0]
-            if kind == "unsent":
-                on_all_ranks(self.what, self._raise_unsent)
-        except BaseException:
-            self._given_up.set()
-            raise
+            version = decide(self.what, self._own_report, self._outcome)
         finally:
+            self._has_reports.set()
             self._thread.join()
             self._is_known = True
             _unfinished.discard(self)
             forget_pending(self)
-        if kind == "not finite":
-            raise NotFiniteError(text)
-        return self._saving.store.location(text)
+        return self._saving.store.location(version)
 
-    def _own_part(self) -> bool:
-        """Whether the report of this rank was written."""
-        self._reported.wait()
-        if self._error is not None and not isinstance(self._error, NotFiniteError):
-            raise self._error
-        return self._unsent is None
+    def _own_report(self) -> Report | str:
+        self._has_written.wait()
+        return self._unwritten or self._report
 
-    def _raise_unsent(self) -> None:
-        if self._unsent is not None:
-            raise self._unsent
-
-    def _outcome(self, all_sent: bool) -> tuple[str, str]:
-        """What became of the save, on rank 0. All ranks have reported, so this does not take long."""
-        if not self._saving.is_first:
-            return "", ""
+    def _outcome(self, reports: Sequence[Report | str]) -> str:
+        """The version, on rank 0; all ranks have written or failed."""
+        self._reports = reports
+        self._has_reports.set()
         self._thread.join()
+        if self._error is None:
+            return self._version
+        self._saving.abandon(self._draft)
         if isinstance(self._error, NotFiniteError):
-            return "not finite", str(self._error)
-        if self._error is not None:
-            if not all_sent:
-                return "unsent", ""
             raise self._error
-        return "saved", self._version
+        failed = {rank: report for rank, report in enumerate(reports) if isinstance(report, str)}
+        raise RanksError(failed or {0: text_of(self._error)})
 
     def _run(self) -> None:
         saving = self._saving
-        sums: Sums = []
         try:
-            sums = saving.contents.write(saving.store, self._draft)
-            self._send(sums)
+            self._report = saving.contents.write(saving.store, self._draft)
+            if self._rank:
+                data = json.dumps(self._report).encode() + b"\n"
+                with suppress(OSError, CheckpointError):  # rank 0 learns it in `wait`
+                    saving.store.files.write(f"{self._draft}/report-{self._rank:04d}.json", len(data), [data])
+            self._has_written.set()
+            if not self._rank:
+                self._version = saving.commit(self._draft, self._all_reports())
         except Exception as error:  # noqa: BLE001 - whatever it is, `wait` raises it
             self._error = error
-            with suppress(Exception):  # then rank 0 learns it in `wait`
-                _write_report(saving, self._draft, {"failed": text_of(error)})
+            if not self._has_written.is_set():
+                self._unwritten = text_of(error)
         finally:
-            self._reported.set()
-            if saving.is_first:
-                self._finish(sums)
-                saving.release()
+            self._has_written.set()
+            saving.release()
 
-    def _send(self, sums: Sums) -> None:
-        if not self._saving.is_first:
-            try:
-                _write_report(self._saving, self._draft, {"sums": sums})
-            except (OSError, CheckpointError) as error:
-                self._unsent = error
-
-    def _finish(self, sums: Sums) -> None:
-        """Commit, or remove the draft, when all ranks have written; on rank 0."""
-        try:
-            others = self._reports()
-            if self._error is None:
-                self._saving.check_finite([sums, *others])
-                self._version = self._saving.commit(self._draft, [sums, *others])
-        except Exception as error:  # noqa: BLE001 - `wait` raises it
-            self._error = self._error or error
-        if self._error is not None:
-            self._saving.abandon(self._draft)
-
-    def _reports(self) -> AllSums:
-        """What the other ranks have written, in their order. Removes the reports."""
-        found: dict[int, dict[str, Any]] = {}
-        store, ended = self._saving.store, None
-        while missing := [rank for rank in range(1, self._world_size) if rank not in found]:
-            for rank in missing:
-                report = _read_report(self._saving, self._draft, rank)
-                if report is not None:
+    def _all_reports(self) -> Sequence[Report]:
+        """What all ranks have written, in their order. Removes their reports from the draft."""
+        files, delay, until = self._saving.store.files, POLL_SECONDS[0], float("inf")
+        found = {0: self._report}
+        while len(found) < self._size and monotonic() < until and not self._has_reports.wait(delay):
+            delay = min(2 * delay, POLL_SECONDS[1])
+            if _program_has_ended.is_set():
+                delay, until = POLL_SECONDS[0], min(until, monotonic() + EXIT_SECONDS)
+            for rank, path in self._report_paths().items():
+                if rank not in found and (report := self._read_report(path)) is not None:
                     found[rank] = report
-            if ended is None and _program_has_ended.is_set():
-                ended = monotonic()
-            if self._given_up.is_set() or (ended is not None and monotonic() - ended > EXIT_SECONDS):
-                raise CheckpointError(
-                    f"there is no report of ranks {', '.join(map(str, missing))}. "
-                    f"Fix: see why they ended; all ranks call wait() before their programs end"
-                )
-            self._given_up.wait(POLL_SECONDS)
-        failed = {rank: str(report["failed"]) for rank, report in found.items() if "failed" in report}
-        if failed:
-            raise CheckpointError("; ".join(f"rank {rank}: {text}" for rank, text in sorted(failed.items())))
-        for rank in found:
-            store.erase(self._draft, _report_name(rank))
-        return [[(crc, finite) for crc, finite in found[rank]["sums"]] for rank in sorted(found)]
+        if len(found) < self._size:
+            found = {rank: report for rank, report in enumerate(self._reports) if not isinstance(report, str)}
+        if missing := [f"{rank}" for rank in range(self._size) if rank not in found]:
+            raise CheckpointError(
+                f"there is no report of ranks {', '.join(missing)}. "
+                f"Fix: see why they ended; all ranks call wait() before their programs end"
+            )
+        for path in self._report_paths().values():
+            files.remove(path)
+        return [found[rank] for rank in range(self._size)]
+
+    def _report_paths(self) -> dict[int, str]:
+        """The reports that a listing of the draft shows, by their ranks."""
+        with suppress(CheckpointError):  # the next look, or `wait`, finds them
+            matches = filter(None, map(_REPORT.fullmatch, self._saving.store.sizes(self._draft)))
+            return {int(match[1]): f"{self._draft}/{match[0]}" for match in matches}
+        return {}
+
+    def _read_report(self, path: str) -> Report | None:
+        """A report; None if it is not there in full."""
+        try:
+            with closing(self._saving.store.files.open(path)) as file:
+                data = read_bytes(file)
+            return json.loads(data) if data.endswith(b"\n") else None
+        except (CheckpointError, ValueError):  # as above
+            return None
 
     def join(self) -> None:
         """Wait until its thread has ended."""
@@ -222,9 +203,7 @@ class PendingSave:
 
     def unknown_error(self) -> Exception | None:
         """Why it failed, if no call has raised it; its thread has ended."""
-        if self._is_known:
-            return None
-        return self._error or self._unsent
+        return None if self._is_known else self._error
 
 
 _unfinished: set[PendingSave] = set()
@@ -251,30 +230,3 @@ def _exit_with_failure() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # an exit handler has no other way to say that the program has failed
-
-
-def _report_name(rank: int) -> str:
-    return f"report-{rank:04d}.json"
-
-
-def _write_report(saving: Saving, draft: str, report: Mapping[str, object]) -> None:
-    data = json.dumps(report).encode() + b"\n"
-    saving.store.write(draft, _report_name(saving.contents.rank), len(data), [data])
-
-
-def _read_report(saving: Saving, draft: str, rank: int) -> dict[str, Any] | None:
-    """The report of a rank; None if it is not there in full."""
-    try:
-        with closing(saving.store.open(draft, _report_name(rank))) as file:
-            data = read_bytes(file)
-    except UnreachableError:
-        raise
-    except CheckpointError:
-        return None
-    if not data.endswith(b"\n"):
-        return None
-    try:
-        report: dict[str, Any] = json.loads(data)
-    except ValueError:  # a write failed in its middle; that rank says so in `wait`
-        return None
-    return report

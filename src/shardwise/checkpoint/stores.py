@@ -1,25 +1,25 @@
-"""What saving and loading need of the place where checkpoints are stored: `FolderStore`, `ObjectStore`.
+"""Where checkpoints are stored: files in a `Store`, and the versions of a checkpoint in it.
 
-A store holds one version per step: a manifest and the files that it names. A version being written is a draft; how it
-becomes a version is in `saving.py`. All ranks write and read; the rank that has the lock does the rest. An OSError or
-CheckpointError of a method is reported on all ranks.
+A version is a folder with a manifest and the files that it names; of each step one counts. A version that is being
+written is a draft. How a draft becomes a version depends on the store: `RenamedVersions` renames it,
+`CommittedVersions` puts an empty file beside it. The order of a save is in `saving.py`.
 """
 
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from shardwise.checkpoint.files import StoredFile, check_size, read_bytes
+from shardwise.checkpoint.files import StoredFile, read_bytes
 from shardwise.checkpoint.manifest import MANIFEST, MANIFEST_LIMIT, Manifest, MisnamedError, NewerVersionError, parse
 from shardwise.checkpoint.remedies import DAMAGED, FROM_URL, damaged, reader_of_no_checkpoint, without_remedy
 from shardwise.errors import CheckpointError, UnreachableError
 
 _STEP = re.compile(r"step-(\d{8,18})", re.ASCII)
 _ANY_STEP = re.compile(r"step-(\d{1,18})(-[0-9a-f]{8})?", re.ASCII)  # also of a folder that was renamed
+SHORT_BYTES = 4096  # of `latest` and of locks, at most
 NAME_A_FOLDER = "name a folder: a checkpoint, step-…, or the one above"
 SAVED_TO = "name a folder or URL that was saved to; latest() is None before"
 GONE = (
@@ -39,82 +39,118 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match and name == step_name(int(match[1])) else None
 
 
-@dataclass(frozen=True)
-class LockFile:
-    """The lock of a store. `stamp` changes whenever it is renewed."""
+class Store(Protocol):
+    """Files by path, such as `step-00000100/manifest.json`: `FolderStore`, `ObjectStore`.
 
-    content: bytes
-    stamp: str
-
-
-class CheckpointStore(Protocol):
-    """The versions of a checkpoint, by name.
+    `list` and `open` raise CheckpointError, and UnreachableError where it is not known what is there. The others raise
+    OSError. Several threads call a store. `StoreContract` in tests/checkpoint tests all of this.
 
     Attributes:
-        name: for errors, and to know whether two stores are the same.
+        name: the folder or URL, for errors, and to know whether two stores are the same.
+        renames: whether it has `rename`.
     """
 
     name: str
+    renames: bool
+
+    def list(self, folder: str) -> Mapping[str, int | None]:
+        """The size of each file directly in `folder`, None for each folder; nothing if it is not there.
+
+        A listing may lack what was written a moment ago.
+        """
+
+    def open(self, path: str) -> StoredFile:
+        """A file to read."""
+
+    def write(self, path: str, size: int, content: Iterable[memoryview | bytes]) -> None:
+        """Write a new file of `size` bytes, and the folder for it; on return it is on disk."""
+
+    def create(self, path: str, content: bytes) -> bool:
+        """Write a file and the folders for it, unless it is there: then False. Of several processes, one succeeds.
+
+        If it raises, a part of it may be there.
+        """
+
+    def rename(self, source: str, target: str) -> None:
+        """Rename a folder, or a file that may replace another, at once. If it raises, nothing was renamed."""
+
+    def remove(self, path: str) -> None:
+        """Remove a file, if it is there."""
+
+    def remove_folder(self, path: str) -> None:
+        """Remove a folder, at once if the store renames; what is in it as far as possible."""
+
+
+class CheckpointStore:
+    """The versions of a checkpoint in a store, by the paths of their folders. A subclass says how they are committed.
+
+    All ranks read and write; the rank that has the lock does the rest.
+    """
+
+    def __init__(self, files: Store) -> None:
+        self.files, self.name = files, files.name
 
     def own_version(self) -> str | None:
-        """The version that this is, if it is a checkpoint itself."""
+        """The version that the store itself is, if it is a checkpoint."""
+        raise NotImplementedError
 
     def versions(self) -> Mapping[int, str]:
         """The version of each step, complete or not, in the order in which to look for the one to load."""
-
-    def names(self) -> Sequence[str]:
-        """All that is there by one listing; nothing if there is no such folder. CheckpointError if it is a file."""
+        raise NotImplementedError
 
     def location(self, version: str) -> Path | str:
         """Where a version is, as `load` takes it."""
-
-    def open(self, version: str, file: str) -> StoredFile:
-        """A file of a version or draft to read; CheckpointError if it is missing.
-
-        UnreachableError if that is not known.
-        """
-
-    def sizes(self, version: str) -> Mapping[str, int]:
-        """The files of a version or draft by one listing, which may lack some that are there, and their sizes."""
+        raise NotImplementedError
 
     def tidy(self) -> Mapping[int, str]:
         """Remove what interrupted saves left. What is there then, as `versions`."""
+        raise NotImplementedError
 
     def draft(self, step: int, after: Iterable[str]) -> str:
         """A new draft of `step`, to become the version saved last, after the versions `after`."""
-
-    def join(self, draft: str) -> None:
-        """Raise CheckpointError unless this rank sees `draft`, which another rank began."""
-
-    def write(self, draft: str, file: str, size: int, content: Iterable[memoryview | bytes]) -> None:
-        """Write a new file of `size` bytes; on return it is on disk."""
-
-    def erase(self, draft: str, file: str) -> None:
-        """Remove a file of a draft."""
+        raise NotImplementedError
 
     def publish(self, draft: str) -> str:
         """Make a draft with all its files the version of its step and the one saved last, at once.
 
         If this raises, the store is as it was before, but for the draft.
         """
+        raise NotImplementedError
 
     def discard(self, draft: str) -> None:
         """Remove a draft; nothing if it is a version by now."""
+        raise NotImplementedError
 
     def remove(self, version: str) -> None:
         """Remove a version, which disappears at once; what is left of it is removed by a later `tidy`."""
+        raise NotImplementedError
 
-    def take_lock(self, content: bytes) -> bool:
-        """Make the lock, with this content, unless there is one: then False."""
+    def names(self) -> Sequence[str]:
+        """All that is directly in the store."""
+        return sorted(self.files.list(""))
 
-    def read_lock(self) -> LockFile | None:
-        """The lock; None if there is none."""
+    def open(self, version: str, file: str) -> StoredFile:
+        """A file of a version or draft to read; CheckpointError if it is missing."""
+        return self.files.open(file if version == "." else f"{version}/{file}")
 
-    def renew_lock(self, content: bytes) -> None:
-        """Change the stamp of the lock, whose content this is."""
+    def sizes(self, version: str) -> Mapping[str, int | None]:
+        """The files of a version or draft by one listing, and their sizes."""
+        return self.files.list("" if version == "." else version)
 
-    def drop_lock(self, content: bytes) -> None:
-        """Remove the lock if this is its content."""
+    def read_short(self, path: str) -> bytes | None:
+        """The content of a short file; None if it is not there."""
+        try:
+            file = self.files.open(path)
+        except CheckpointError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return None
+            raise
+        with closing(file):
+            if file.size > SHORT_BYTES:
+                raise CheckpointError(
+                    f"{file.name}: has {file.size:,} bytes, expected {SHORT_BYTES:,} at most. Fix: remove it"
+                )
+            return read_bytes(file)
 
 
 def find(store: CheckpointStore) -> tuple[str, Manifest]:
@@ -228,13 +264,14 @@ def stored_manifest(store: CheckpointStore, version: str) -> Manifest:
     return manifest
 
 
-def check_files(store: CheckpointStore, version: str, manifest: Manifest) -> None:
-    """Raise CheckpointError unless all files of a version or draft are there in full; their data is not read."""
+def check_sizes(store: CheckpointStore, version: str, sizes: Mapping[str, int]) -> None:
+    """Raise CheckpointError unless a version or draft has all these files, of these sizes."""
     listed = store.sizes(version)
-    for name, layout in manifest.file_layouts().items():
-        if listed.get(name) != layout.size:
+    for name, size in sizes.items():
+        if listed.get(name) != size:
             with closing(store.open(version, name)) as file:
-                check_size(file, layout)
+                if file.size != size:
+                    raise damaged(f"{file.name}: has {file.size:,} bytes, the manifest says {size:,}")
 
 
 def complete_manifest(store: CheckpointStore, version: str) -> Manifest:
@@ -244,7 +281,7 @@ def complete_manifest(store: CheckpointStore, version: str) -> Manifest:
         CheckpointError: it is not complete.
     """
     manifest = stored_manifest(store, version)
-    check_files(store, version, manifest)
+    check_sizes(store, version, manifest.file_sizes())
     return manifest
 
 

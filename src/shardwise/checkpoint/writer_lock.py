@@ -23,13 +23,14 @@ from os import PathLike
 from pathlib import Path
 from time import monotonic, sleep
 
-from shardwise import _collectives as collectives
 from shardwise._layout import checked
-from shardwise.checkpoint.collective_errors import on_all_ranks
+from shardwise.checkpoint.collective_errors import decide
 from shardwise.checkpoint.locations import Location, store_at
 from shardwise.checkpoint.stores import CheckpointStore
 from shardwise.errors import CheckpointError
 
+LOCK = ".lock"
+RENEWED = ".lock-renewed"  # anything; something else whenever the lock is renewed
 BEAT_SECONDS = 10.0
 SILENT_SECONDS = 60.0
 POLL_SECONDS = 0.5  # between two looks; less than any collective waits for a rank
@@ -109,75 +110,14 @@ def _parsed(content: bytes) -> Writer | None:
     return found if isinstance(found.pid, int) and found.pid > 0 else None
 
 
-class _Held:
-    """A lock of this process. It is renewed until it is released as often as it was taken."""
-
-    def __init__(self, store: CheckpointStore, content: bytes) -> None:
-        self.store, self.content, self.count = store, content, 1
-        self._stop = threading.Event()
-        threading.Thread(target=self._renew, name=f"lock of {store.name}", daemon=True).start()
-
-    def _renew(self) -> None:
-        while not self._stop.wait(BEAT_SECONDS):
-            with suppress(OSError, CheckpointError):  # the next time may be in time
-                if self.is_there():
-                    self.store.renew_lock(self.content)
-
-    def is_there(self) -> bool:
-        """Whether no other process has taken it, or removed it."""
-        found = self.store.read_lock()
-        return found is not None and found.content == self.content
-
-    def end(self) -> None:
-        """Remove the lock. If that fails, it is taken from a process that has ended."""
-        self._stop.set()
-        with suppress(OSError, CheckpointError):
-            self.store.drop_lock(self.content)
-
-
-_held: dict[str, _Held] = {}
-_guard = threading.RLock()  # of `_held`
-os.register_at_fork(after_in_child=_held.clear)
-
-
-def _key(store: CheckpointStore) -> str:
-    return os.path.abspath(store.name)  # noqa: PTH100 - may be a URL
-
-
-def require_lock(store: CheckpointStore) -> None:
-    """Raise CheckpointError if another job has taken the lock from this process, which took it before."""
-    if not _held[_key(store)].is_there():
-        found = store.read_lock()
-        now = f"held by {_parsed(found.content) or 'another job'}" if found else "gone"
-        raise CheckpointError(
-            f"{store.name}: the lock of this job is {now}: a job that does not renew it for "
-            f"{SILENT_SECONDS:g} s counts as ended. Fix: end one of the two jobs"
-        )
-
-
-class WriterLock:
-    """The lock of a store: taken by rank 0, for all ranks. One process may hold it several times."""
+class _StoreLock:
+    """The lock of a store in this process, which holds it until it was released as often as it was taken."""
 
     def __init__(self, store: CheckpointStore) -> None:
-        self._store = store
-        self._key = _key(store)
-        self._held: _Held | None = None
-        self._seen: tuple[bytes, str] | None = None
+        self._store, self._count, self._content = store, 0, b""
+        self._turn = threading.Lock()  # of threads of this process that want the same store
+        self._seen: tuple[bytes, bytes | None] | None = None
         self._seen_at = 0.0
-
-    def take(self, what: str, then: Callable[[], str]) -> str:
-        """What `then` returns on rank 0, called there when this job has the lock; all ranks call this.
-
-        Raises:
-            CheckpointError: another job writes; the text says which process.
-        """
-
-        def attempt() -> str | None:
-            return then() if collectives.rank() == 0 and self.attempt() else None
-
-        while (answer := on_all_ranks(what, attempt)[0]) is None:
-            pass  # the ranks ask again together, so none of them waits long in a collective
-        return answer
 
     def attempt(self) -> bool:
         """Whether this process has the lock; else ask again: it is not known yet whether the holder lives.
@@ -185,39 +125,66 @@ class WriterLock:
         Raises:
             CheckpointError: another job writes.
         """
-        with _guard:
-            held = _held.get(self._key)
-            if held is not None:
-                held.count += 1
-                self._held = held
+        with self._turn:
+            if self._count or self._took():
+                self._count += 1
                 return True
-            content = json.dumps(asdict(this_process())).encode()
-            if self._store.take_lock(content):
-                self._held = _held[self._key] = _Held(self._store, content)
-                return True
-            if self._removed_dead():
-                return False
         sleep(POLL_SECONDS)
         return False
 
+    def release(self) -> None:
+        with self._turn:
+            self._count -= 1
+            if not self._count:
+                self._stop.set()
+                self._thread.join()
+                with suppress(OSError, CheckpointError):  # it counts as that of a process that has ended
+                    self._drop(self._content)
+
+    def require(self) -> None:
+        """Raise CheckpointError if another job has taken the lock from this process, which took it before."""
+        found = self._store.read_short(LOCK)
+        if found != self._content:
+            now = "gone" if found is None else f"held by {_parsed(found) or 'another job'}"
+            raise CheckpointError(
+                f"{self._store.name}: the lock of this job is {now}: a job that does not renew it for "
+                f"{SILENT_SECONDS:g} s counts as ended. Fix: end one of the two jobs"
+            )
+
+    def _took(self) -> bool:
+        content = json.dumps(asdict(this_process())).encode()
+        try:
+            while not self._store.files.create(LOCK, content):
+                if not self._removed_dead():
+                    return False
+        except OSError:
+            with suppress(OSError, CheckpointError):  # it may be there all the same, or a part of it
+                self._drop(content)
+            raise
+        self._content, self._stop = content, threading.Event()
+        self._thread = threading.Thread(target=self._renew, name=f"lock of {self._store.name}", daemon=True)
+        self._thread.start()
+        return True
+
     def _removed_dead(self) -> bool:
         """Remove the lock if its holder has ended; CheckpointError if it lives."""
-        found = self._store.read_lock()
+        found = self._store.read_short(LOCK)
         if found is None:
             return True
-        writer = _parsed(found.content)
+        writer = _parsed(found)
         if writer is not None and writer.can_be_looked_up:
-            mine = writer.pid == os.getpid()  # and not in `_held`: removing it failed
+            mine = writer.pid == os.getpid()  # which does not hold it: removing it failed
             if writer.lives and not mine:
                 raise self._refused(str(writer))
-        elif self._seen != (found.content, found.stamp):
-            if self._seen is not None and self._seen[0] == found.content:
+        elif self._seen != (now := (found, self._store.read_short(RENEWED))):
+            before, self._seen, self._seen_at = self._seen, now, monotonic()
+            if before is not None and before[0] == found:  # it was renewed
+                self._seen = None  # a later save looks anew
                 raise self._refused(str(writer or "another job"))
-            self._seen, self._seen_at = (found.content, found.stamp), monotonic()
             return False
         elif monotonic() - self._seen_at < SILENT_SECONDS:
             return False
-        self._store.drop_lock(found.content)
+        self._drop(found)
         return True
 
     def _refused(self, writer: str) -> CheckpointError:
@@ -226,16 +193,50 @@ class WriterLock:
             f"Fix: end that job, or save to another folder"
         )
 
+    def _renew(self) -> None:
+        while not self._stop.wait(BEAT_SECONDS):
+            with suppress(OSError, CheckpointError):  # the next time may be in time
+                if self._store.read_short(LOCK) == self._content:
+                    self._store.files.remove(RENEWED)
+                    self._store.files.write(RENEWED, 8, [secrets.token_bytes(8)])
+
+    def _drop(self, content: bytes) -> None:
+        """Remove the lock if this is its content, or the beginning of it."""
+        found = self._store.read_short(LOCK)
+        if found is not None and content.startswith(found):
+            self._store.files.remove(LOCK)
+            self._store.files.remove(RENEWED)
+
+
+_locks: dict[str, _StoreLock] = {}
+os.register_at_fork(after_in_child=_locks.clear)
+
+
+def _lock_of(store: CheckpointStore) -> _StoreLock:
+    return _locks.setdefault(os.path.abspath(store.name), _StoreLock(store))  # noqa: PTH100 - may be a URL
+
+
+def require_lock(store: CheckpointStore) -> None:
+    """Raise CheckpointError if another job has taken the lock from this process, which took it before."""
+    _lock_of(store).require()
+
+
+class WriterLock:
+    """One use of the lock of a store, by rank 0 for all ranks."""
+
+    def __init__(self, store: CheckpointStore) -> None:
+        self._lock, self._is_taken = _lock_of(store), False
+
+    def attempt(self) -> bool:
+        """Whether this process has the lock now, as `_StoreLock.attempt`."""
+        self._is_taken = self._lock.attempt()
+        return self._is_taken
+
     def release(self) -> None:
         """Give it back, if this rank took it."""
-        with _guard:
-            held, self._held = self._held, None
-            if held is None:
-                return
-            held.count -= 1
-            if not held.count:
-                _held.pop(self._key, None)
-                held.end()
+        if self._is_taken:
+            self._is_taken = False
+            self._lock.release()
 
 
 @checked
@@ -252,26 +253,20 @@ def lock(folder: str | PathLike[str]) -> AbstractContextManager[None]:
     Raises:
         CheckpointError: another job holds it; the same text on every rank says which process on which host.
     """
-    return _locked(folder)
+    return _locked(folder, lambda attempt: decide(f"Locking {folder}", lambda: None, lambda _: attempt()))
 
 
-@contextmanager
-def lock_alone(folder: Location) -> Iterator[None]:
+def lock_alone(folder: Location) -> AbstractContextManager[None]:
     """`lock` for a process that works alone, whatever world it belongs to."""
-    writer_lock = WriterLock(store_at(folder))
-    try:
-        while not writer_lock.attempt():
-            pass
-        yield
-    finally:
-        writer_lock.release()
+    return _locked(folder, lambda attempt: attempt())
 
 
 @contextmanager
-def _locked(folder: Location) -> Iterator[None]:
+def _locked(folder: Location, ask: Callable[[Callable[[], bool]], bool]) -> Iterator[None]:
     writer_lock = WriterLock(store_at(folder))
     try:
-        writer_lock.take(f"Locking {folder}", lambda: "")
+        while not ask(writer_lock.attempt):
+            pass  # the ranks ask again together, so none of them waits long in a collective
         yield
     finally:
         writer_lock.release()

@@ -90,10 +90,11 @@ def _written(
     draft = begin_draft(store, step, overwrite)
     try:
         chunks: dict[str, list[Chunk]] = {name: [] for name in layouts}
+        sizes: dict[str, int] = {}
         not_finite = set()
         for rank in range(world_size):
             boxes = [(name, box) for name, box, writes in held_boxes(layouts, rank) if writes]
-            for name, chunk, finite in _write(store, draft, file_name(rank), source, boxes):
+            for name, chunk, finite in _write(store, draft, file_name(rank), source, boxes, sizes):
                 chunks[name].append(chunk)
                 if not finite:
                     not_finite.add(name)
@@ -104,14 +105,19 @@ def _written(
         values = dict(sorted(source.values.items()))
         flagged = tuple(name for name in tensors if name in not_finite)
         manifest = Manifest(step, world_size, tensors, values, metadata, package_versions(), flagged)
-        return commit_draft(store, draft, manifest)
+        return commit_draft(store, draft, manifest, sizes)[0]
     except BaseException:
         abandon_draft(store, draft)
         raise
 
 
 def _write(
-    store: CheckpointStore, draft: str, file: str, source: Source, boxes: Iterable[tuple[str, Box]]
+    store: CheckpointStore,
+    draft: str,
+    file: str,
+    source: Source,
+    boxes: Iterable[tuple[str, Box]],
+    sizes: dict[str, int],
 ) -> list[tuple[str, Chunk, bool]]:
     """Write the file of one rank, none without boxes; of each chunk its tensor and whether it is finite."""
     keys = {key_of(name, box, source.tensors[name].shape): (name, box) for name, box in boxes}
@@ -119,7 +125,8 @@ def _write(
         return []
     layout = file_layout((key, source.tensors[name].dtype, box.sizes) for key, (name, box) in keys.items())
     sums: dict[str, Checksum] = {}
-    store.write(draft, file, layout.size, content(layout, lambda key: source.blocks(*keys[key]), sums))
+    sizes[file] = layout.size
+    store.files.write(f"{draft}/{file}", layout.size, content(layout, lambda key: source.blocks(*keys[key]), sums))
     return [(name, Chunk(file, key, box, sums[key].crcs), sums[key].finite) for key, (name, box) in keys.items()]
 
 

@@ -1,0 +1,118 @@
+"""Versions of a store that renames, such as a folder.
+
+    folder/
+      step-00000100/                 a complete checkpoint, never changed once it is there
+      step-00000200/
+      latest                         the name of the one that was saved last
+      .lock                          which process saves here, while it does
+      .tmp-step-00000300-1f3a90bc/   one being written or removed; a leftover if nobody does
+      .old-step-00000200-5e11d0aa/   the previous one of that step while it is being replaced
+
+Names change at once, so whoever is killed when, a `step-` folder is complete. The order is in
+docs/checkpoint-format.md.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from shardwise.checkpoint.local_files import temp_name
+from shardwise.checkpoint.manifest import MANIFEST
+from shardwise.checkpoint.stores import CheckpointStore, step_name, step_of, why_incomplete
+
+LATEST = "latest"
+_OLD = re.compile(r"\.old-(step-\d{8,18})-[0-9a-f]{8}", re.ASCII)
+_TEMP = re.compile(r"\.tmp-(step-\d{8,18}|latest)-[0-9a-f]{8}", re.ASCII)
+
+
+class RenamedVersions(CheckpointStore):
+    """A version is a folder with the name of its step; "." is the store itself."""
+
+    def own_version(self) -> str | None:
+        is_one = step_of(Path(self.name).name) is not None or MANIFEST in self.files.list("")
+        return "." if is_one else None
+
+    def versions(self) -> dict[int, str]:
+        """The folder of each step, the one saved last before those of higher steps.
+
+        While one is being replaced, the previous one counts.
+        """
+        names = self.names()
+        found: dict[int, str] = {}
+        for name in names:  # ".old-…" before "step-…"
+            old = _OLD.fullmatch(name)
+            step = step_of(old[1] if old else name)
+            if step is not None:
+                found[step] = name
+        last = self._last_step(names)
+        if last is not None and last not in found and self.files.list(step_name(last)):
+            found[last] = step_name(last)  # a listing lacks what is renamed meanwhile
+        return {step: found[step] for step in sorted(found, key=lambda step: (step == last, step), reverse=True)}
+
+    def _last_step(self, names: Sequence[str]) -> int | None:
+        """The step that was saved last, as far as the folder says."""
+        return step_of(self._named_in(next(filter(self._is_published, names), LATEST)))
+
+    def _is_published(self, name: str) -> bool:
+        """Whether it is the next `latest` of a save that was interrupted when its checkpoint was there."""
+        if not name.startswith(f".tmp-{LATEST}-"):
+            return False
+        step = step_of(self._named_in(name))
+        return step is not None and bool(self.files.list(step_name(step)))
+
+    def _named_in(self, path: str) -> str:
+        return (self.read_short(path) or b"").decode(errors="replace").strip()
+
+    def location(self, version: str) -> Path | str:
+        path = "" if version == "." else version
+        return f"{self.name}/{path}".rstrip("/") if "://" in self.name else Path(self.name) / path
+
+    def tidy(self) -> dict[int, str]:
+        names = self.names()
+        for name in filter(self._is_published, names):
+            self.files.rename(name, LATEST)
+        for name in names:
+            old = _OLD.fullmatch(name)
+            if old and old[1] not in self.files.list("") and why_incomplete(self, name) is None:
+                self.files.rename(name, old[1])  # a save was interrupted while it replaced this one
+            elif name.startswith(f".tmp-{LATEST}-"):
+                self.files.remove(name)
+            elif old or _TEMP.fullmatch(name):
+                self.files.remove_folder(name)
+        return self.versions()
+
+    def draft(self, step: int, after: Iterable[str]) -> str:
+        return temp_name("tmp", step_name(step))
+
+    def publish(self, draft: str) -> str:
+        match = _TEMP.fullmatch(draft)
+        assert match is not None
+        final, old, pointer = match[1], temp_name("old", match[1]), temp_name("tmp", LATEST)
+        done: list[tuple[str, str]] = []
+
+        def move(source: str, target: str) -> None:
+            self.files.rename(source, target)
+            done.append((source, target))
+
+        try:
+            if final in self.files.list(""):
+                move(final, old)
+            self.files.write(pointer, len(final) + 1, [f"{final}\n".encode()])
+            move(draft, final)  # from here on it is the last one, by `_is_published`
+            self.files.rename(pointer, LATEST)  # the last thing that can fail, because it cannot be undone
+        except BaseException:
+            for source, target in reversed(done):
+                self.files.rename(target, source)
+            with suppress(OSError):
+                self.files.remove(pointer)
+            raise
+        with suppress(OSError):  # what is left is removed by the next `tidy`
+            self.files.remove_folder(old)
+        return final
+
+    def discard(self, draft: str) -> None:
+        self.files.remove_folder(draft)
+
+    def remove(self, version: str) -> None:
+        self.files.remove_folder(version)
