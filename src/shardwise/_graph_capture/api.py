@@ -6,7 +6,7 @@ from functools import update_wrapper
 from typing import Any
 
 from shardwise._graph_capture.graphs import Backend, Graphs
-from shardwise._graph_capture.guards import StateGuards, cache_key, calls_of_libraries, must_run_eagerly
+from shardwise._graph_capture.guards import Guards, cache_key, must_run_eagerly
 from shardwise._graph_capture.replay import CapturedCall
 from shardwise._graph_capture.structure import LEAVES, flatten, jagged_leaves
 from shardwise._graph_capture.tracer import OtherValueError, refusal
@@ -30,7 +30,7 @@ class Captured:
         self.backend = backend
         self.limit = limit
         self._calls: dict[Any, list[CapturedCall]] = {}  # those of a key have read different values
-        self._guards: StateGuards | None = None
+        self._guards: Guards | None = None
         self._retraces = 0
         if hasattr(function, "__name__"):
             update_wrapper(self, function, updated=())
@@ -56,21 +56,19 @@ class Captured:
                     return result
         if sum(map(len, self._calls.values())) - sum(x.graphs is None for x in calls) >= self.limit:
             raise _too_many_kinds(self.limit, key, other)
-        call = CapturedCall(self.backend, [*guards.tensors, *guards.generators])
-        with calls_of_libraries() as called:
-            result = call.trace(self.function, leaves, spec)
-        guards.add(called)
+        call = CapturedCall(self.backend, guards)
+        result = call.trace(self.function, leaves, spec)
         calls[:] = [x for x in calls if x.graphs is not None or x.reads != call.reads]  # whose backward never ran
         calls.append(call)
         return result
 
-    def _checked_guards(self) -> StateGuards:
+    def _checked_guards(self) -> Guards:
         """The guards of what the function reaches. If one does not hold, all graphs are dropped."""
         violated = "" if self._guards is None else self._guards.violated()
         if self._guards is None or violated is not None:
             self._retraces += bool(self._calls)
             self._calls.clear()
-            self._guards = StateGuards(self.function)
+            self._guards = Guards(self.function)
             if self._retraces == RETRACES:
                 warnings.warn(
                     f"capture: {RETRACES} calls in a row were traced anew, because what the function reaches changes "

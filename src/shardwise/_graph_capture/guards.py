@@ -1,24 +1,28 @@
 """Guards of captured graphs: what a graph depends on besides the values of its tensor inputs.
 
-`cache_key` covers the arguments and the modes around the call, `StateGuards` the objects that the function reaches:
-closures, globals, attributes, and what is in those. Of an object only those attributes are guarded whose names some
-reachable function uses, as a name or as a text (`getattr(x, "scale")`): a training loop may change anything else beside
-its model. A function that computes names has all attributes guarded. Code of torch, numpy and the standard library is
-not looked into; what of them a replay could not repeat is refused by its name.
+    step = sw.capture(lambda x: model(x) * config.scale)
+
+`cache_key` covers `x` and the modes around the call. `Guards` covers `model`, `config`, and what else any function
+reads that runs in the trace, wherever its file lies: closures, defaults, globals. What these hold is compared at each
+call: constants by value, tensors, functions and classes by identity, containers, modules and objects by their contents.
+What cannot be compared, such as an iterator, is refused by its name. Not looked into: most objects of torch, numpy, the
+standard library and this library, and their code.
 """
 
+import dis
 import gc
+import importlib
 import os
 import random
 import sys
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from functools import _lru_cache_wrapper, partial
+from functools import _lru_cache_wrapper, cached_property, partial
 from itertools import chain
-from operator import attrgetter, call, is_, itemgetter, methodcaller
+from operator import attrgetter, call, is_, itemgetter
 from types import (
     BuiltinMethodType,
     CellType,
@@ -36,10 +40,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass, _functorch
-from torch.amp import GradScaler
 from torch.nn.modules import module as all_modules
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
@@ -49,25 +50,25 @@ from shardwise._graph_capture.tracer import autocast_state, refusal, strides
 from shardwise._tensor.dispatch.hooks import are_installed
 from shardwise._tensor.dtensor import DTensor
 from shardwise._trace import capture_hooks, comm_trace
+from shardwise.errors import CaptureError
 
-KNOWN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "shardwise"})  # whose code is not looked into
-OPAQUE = KNOWN - {"types", "argparse", "collections", "_thread"}  # whose objects are not looked into
+LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "shardwise"})
+LOOKED_INTO = ("types", "argparse", "collections", "_thread", "os", "torch.optim", "torch.amp")  # of their objects
 SEEDING = frozenset({
-    "manual_seed", "manual_seed_all", "seed_all", "fork_rng", "get_rng_state", "set_rng_state", "get_rng_state_all",
-    "set_rng_state_all", "set_state",
+    "manual_seed", "manual_seed_all", "seed", "seed_all", "initial_seed", "fork_rng", "get_rng_state", "set_rng_state",
+    "get_rng_state_all", "set_rng_state_all", "default_rng", "Random", "RandomState",
 })  # fmt: skip
-READ_ALL = frozenset({"__dict__", "vars", "asdict", "astuple", "attrgetter"})  # they read attributes without names
-ARRAYS = (np.ndarray, array, bytearray, memoryview)
-CONTAINERS = (list, tuple, set, frozenset, deque, dict, MappingProxyType, *ARRAYS)
-CALLED_NAMES = frozenset({"forward", "training"})  # that calling a module uses
-MAX_ELEMENTS = 10_000  # of a longer list or dict only the length is guarded
-MAX_BYTES = 1 << 20  # of a numpy array, which is compared at each call
-
-SEED = "seed generators, and save and restore their states, outside of the captured function"
+MAX_ELEMENTS = 100_000  # of a container; they are compared at each call
+MAX_BYTES = 1 << 20  # of an array
+WRAPPERS = (MethodType, BuiltinMethodType, staticmethod, classmethod, property, cached_property, partial)
+OF_MODULES = vars(nn.Module()).keys()
+CALLED = (
+    "training", "_parameters", "_buffers", "_modules",
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
 
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_tensor_facts = attrgetter("requires_grad", "dtype", "shape")
 _data_ptr: Callable[[Tensor], int] = torch._C.TensorBase.data_ptr  # of the local tensor that a DTensor is
 
 
@@ -133,386 +134,285 @@ def _comparable(x: object) -> object:
     return repr(x) if isinstance(x, float | complex) else x
 
 
-# ---- the state that a function reaches ------------------------------------------------------------------------------
-
-
-Calls = dict[CodeType, dict[str, Any]]
-"""The code of functions, with their globals."""
+# ---- the state that functions read ----------------------------------------------------------------------------------
 
 
 class Guard(NamedTuple):
-    """Guards the values in one container.
-
-    Attributes:
-        name: of the container, for messages.
-        container: whose length is guarded.
-        read: gives the present values.
-        values: the expected ones.
-    """
+    """The values that `read` gave, of what is called `name`."""
 
     name: str
-    container: Collection[Any]
-    length: int
-    read: Callable[[], Iterable[Any]]
+    read: Callable[[], Collection[Any]]
     values: list[Any]
 
     def holds(self) -> bool:
         """Whether the values are as they were, perhaps as other objects, which are remembered then."""
-        if len(self.container) != self.length:
+        try:
+            found = list(self.read())
+        except (KeyError, AttributeError):
             return False
-        found = list(self.read())
-        for x, before in zip(found, self.values, strict=True):
-            if x is not before and not (
-                type(x) is type(before) and type(x) in CONSTANTS and _comparable(x) == _comparable(before)
-            ):
-                return False
+        if len(found) != len(self.values) or not all(map(_is_same, found, self.values)):
+            return False
         self.values[:] = found
         return True
 
 
-class StateGuards:
-    """Guards of everything that a function reaches by itself, in its present state.
+class Guards:
+    """Guards of what a function reads by itself, as it was before it was read.
 
     Attributes:
-        tensors: the reachable tensors, parameters and buffers too.
-        generators: those of torch.
+        reached: `id` of the tensors, parameters and buffers too, and of the C++ objects of torch's generators.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        found = ReachableState(function, {})
-        self._guards = found.guards
-        self._called: Calls = {}
-        global_hooks = (
-            all_modules._global_forward_hooks, all_modules._global_forward_pre_hooks,
-            all_modules._global_backward_hooks, all_modules._global_backward_pre_hooks,
-        )  # fmt: skip
-        for hooks in global_hooks:
-            self._guards.append(Guard("hooks of all modules", hooks, len(hooks), hooks.values, list(hooks.values())))
-        owned = chain.from_iterable((m._parameters, m._buffers, m._modules, *_hooks_of(m)) for m in found.modules)
-        self._empty = [x for x in owned if not x]
-        self._modules, self._classes = found.modules, [type(m) for m in found.modules]
-        self.tensors, self.generators = found.tensors, found.generators
-        self._facts = self._tensor_facts()
-        self._flatten()
+        self.reached: set[int] = {torch.default_generator._cdata}  # type: ignore[attr-defined] # not in torch's stubs
+        self._guards: list[Guard] = []
+        self._globals: dict[
+            int, tuple[dict[str, Any], dict[str, Any]]
+        ] = {}  # by id: all of a module, those that are read
+        self._seen: dict[int, Any] = {}
+        self._sized: list[Collection[Any]] = []  # whose lengths are guarded
+        self._sizes: list[int] = []
+        self._objects: list[Any] = []
+        self._kinds: list[type] = []
+        self._tensors: list[Tensor] = []
+        self._facts: list[tuple[Any, ...]] = []
+        self._imports = 0  # that are running
+        self._functions: dict[CodeType, list[FunctionType]] = {}
+        self._ran = {getattr(callback, "__code__", None) for callback in gc.callbacks}  # these run at any time
+        for hooks in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks"):
+            self._visit(getattr(all_modules, f"_global_{hooks}"), "hooks of all modules")
+        self._visit(function, getattr(function, "__qualname__", type(function).__name__))
 
-    def add(self, called: Calls) -> None:
-        """Guard what functions of installed libraries read that a trace called."""
-        if new := {code: called[code] for code in called.keys() - self._called.keys()}:
-            self._called |= new
-            self._guards += ReachableState(None, new).guards
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Guard what the functions read that this thread calls inside, before they run."""
+        before = sys.getprofile()
+        sys.setprofile(self._note)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+            self._all = [*self._guards]
+            for own, values in self._globals.values():
+                names = [*values, next(iter(values))]  # one twice: of one name `itemgetter` gives no tuple
+                found = [values[name] for name in names]
+                self._all.append(Guard(f"a global ({', '.join(values)})", partial(itemgetter(*names), own), found))
             self._flatten()
 
-    def _tensor_facts(self) -> list[Any]:
-        with DisableTorchFunctionSubclass():
-            facts: list[Any] = list(map(_tensor_facts, self.tensors))
-            return facts + [x._layout for x in self.tensors if isinstance(x, DTensor)]
-
     def _flatten(self) -> None:
-        """Containers, lengths, readers and values of all guards in lists, which are checked without Python loops."""
-        self._containers = [guard.container for guard in self._guards]
-        self._lengths = [guard.length for guard in self._guards]
-        self._readers = [guard.read for guard in self._guards]
-        self._values = list(chain.from_iterable(guard.values for guard in self._guards))
+        """Readers, lengths and values of all guards in lists, which are compared without Python loops."""
+        self._readers = [guard.read for guard in self._all]
+        self._lengths = [len(guard.values) for guard in self._all]
+        self._values = list(chain.from_iterable(guard.values for guard in self._all))
 
     def violated(self) -> str | None:
-        """The name of a guard that does not hold; None if all hold."""
+        """The name of what has changed; None if nothing has."""
         try:
-            if list(map(len, self._containers)) != self._lengths:
-                return self._find_violated()
-            if not all(map(is_, chain.from_iterable(map(call, self._readers)), self._values)):
-                if (name := self._find_violated()) is not None:
-                    return name
-                self._flatten()
+            found = list(map(call, self._readers))
         except (KeyError, AttributeError):
-            return self._find_violated()
-        if list(map(type, self._modules)) != self._classes:
-            return "the class of a module"
-        if any(self._empty):
-            return "a parameter, buffer, submodule or hook was added to a module that had none"
-        if self._tensor_facts() != self._facts:
-            return "requires_grad, dtype, shape or layout of a tensor that the function uses"
-        return None
-
-    def _find_violated(self) -> str | None:
-        for guard in self._guards:
-            try:
+            found = []
+        if list(map(len, found)) != self._lengths or not all(map(is_, chain.from_iterable(found), self._values)):
+            for guard in self._all:
                 if not guard.holds():
                     return guard.name
-            except (KeyError, AttributeError):
-                return guard.name
+            self._flatten()
+        if list(map(len, self._sized)) != self._sizes:
+            return "an empty dict or the attributes of a module"
+        if list(map(type, self._objects)) != self._kinds:
+            return "the class of an object"
+        with DisableTorchFunctionSubclass():
+            if list(map(_facts, self._tensors)) != self._facts:
+                return "requires_grad, dtype, shape or layout of a tensor that the function uses"
         return None
 
+    # ---- functions that run -----------------------------------------------------------------------------------------
 
-class ReachableState:
-    """Walks everything that `function` reaches.
-
-    Attributes:
-        guards: of the values in it.
-        modules: the reachable modules.
-        tensors: the reachable tensors, parameters and buffers too.
-        generators: the reachable ones of torch.
-    """
-
-    def __init__(self, function: object, called: Calls) -> None:
-        self._names = set(CALLED_NAMES).union(*map(_names_in, called))
-        before = -1
-        while before < len(self._names):  # a name found late may be an attribute of an object visited early
-            before = len(self._names)
-            self.guards: list[Guard] = []
-            self.modules: list[nn.Module] = []
-            self.tensors: list[Tensor] = []
-            self.generators: list[torch.Generator] = []
-            self._seen: dict[int, Any] = {}
-            self._in_libraries = False
-            self._visit(function)
-            self._in_libraries = True  # where an iterator may be anything, also of a callback of the interpreter
-            for code, globals_ in called.items():
-                self._visit_code(code, globals_)
-        del self._seen
-
-    def _visit(self, x: object) -> None:
-        if isinstance(x, CONSTANTS) or id(x) in self._seen:
+    def _note(self, frame: FrameType, event: str, called: Any) -> None:
+        tracer, code = capture_hooks.current.tracer, frame.f_code
+        if tracer is None or tracer.paused:  # not kernels that custom ops call, nor a compiler
             return
-        if isinstance(x, type):
-            self._visit_class(type(x), type)
-            self._visit_class(x, object)
+        if code.co_name == "_find_and_load":  # what is run by an import is run once
+            self._imports += {"call": 1, "return": -1}.get(event, 0)
+        if self._imports:
             return
-        self._seen[id(x)] = x
-        match x:
-            case Tensor():
-                self.tensors.append(x)
-                self._guard_names("a tensor", vars(x), self._names.intersection(vars(x)))
-            case nn.Module():
-                self._visit_module(x)
-            case FunctionType():
-                self._visit_function(x)
-            case MethodType():
-                self._visit_each((x.__self__, x.__func__))
-            case partial():
-                self._visit_each((x.func, x.args, x.keywords))
-            case property() | staticmethod() | classmethod():
-                self._visit(x.fget if isinstance(x, property) else x.__func__)
-            case Collection() if isinstance(x, CONTAINERS):
-                self._visit_container(x)
-            case ModuleType():
-                if _package(x) not in KNOWN:
-                    self._guard_names(x.__name__, vars(x), self._names.intersection(vars(x)))
-                elif x is os and not self._names.isdisjoint(("environ", "getenv")):
-                    self._visit(os.environ)
-            case _ if _package(type(x)) in KNOWN:
-                self._visit_of_library(x)
-            case _:
-                self._visit_object(x)
-
-    def _visit_container(self, x: Collection[Any]) -> None:
-        if isinstance(x, dict | MappingProxyType):
-            self._guard_elements("a dict", x, x.values)
-            self._guard_elements("a key of a dict", x, x.keys)
-        elif isinstance(x, ARRAYS):
-            array = np.asarray(x)
-            if array.nbytes <= MAX_BYTES and not array.dtype.hasobject:
-                self._guard(f"a {type(x).__name__}", (), _contents_of(x))
-            elif not self._in_libraries:
-                what = f"the function reads a {type(x).__name__} of {array.nbytes:,} bytes and {array.dtype}"
-                raise refusal(f"{what}: up to {MAX_BYTES:,} bytes of numbers are compared", "make it a tensor before")
-        else:
-            self._guard_elements(f"a {type(x).__name__}", x, x.__iter__)
-        if hasattr(x, "__dict__"):  # of a class of its own
-            self._visit_object(x)
-
-    def _visit_of_library(self, x: object) -> None:
-        """Objects that have their values elsewhere than in attributes."""
-        kind = type(x)
-        match x:
-            case BuiltinMethodType():
-                self._visit(x.__self__)
-            case os._Environ():
-                self._visit(vars(x)["_data"])  # decoded values are new at each read
-            case attrgetter() | methodcaller():
-                self._names.update(chain.from_iterable(name.split(".") for name in x.__reduce__()[1]))
-            case ContextVar() | ReferenceType():
-                self._guard(f"a {kind.__name__}", (), lambda: [x.get(None) if isinstance(x, ContextVar) else x()])
-            case torch.Generator():
-                self.generators.append(x)
-            case random.Random() | np.random.Generator() | np.random.RandomState() if not self._in_libraries:
-                raise refusal(f"the function reads a {kind.__name__}", "draw by torch, or pass what was drawn")
-            case Iterator() if kind.__module__ in ("builtins", "itertools") and not self._in_libraries:
-                raise refusal(f"the function reads a {kind.__name__}", "take what it gives outside, and pass that")
-            case _:
-                self._visit_object(x)
-
-    def _visit_each(self, values: Iterable[Any]) -> None:
-        for x in values:
-            self._visit(x)
-
-    def _guard(self, name: str, container: Collection[Any], read: Callable[[], Iterable[Any]]) -> None:
-        self.guards.append(Guard(name, container, len(container), read, list(read())))
-        self._visit_each(self.guards[-1].values)
-
-    def _guard_elements(self, name: str, container: Collection[Any], read: Callable[[], Iterable[Any]]) -> None:
-        self._guard(name, container, tuple if len(container) > MAX_ELEMENTS else read)
-
-    def _guard_names(self, name: str, own: Any, names: Iterable[str], grows: bool = True) -> None:
-        """Some values of a dict. Unless it `grows` without harm, its length as well."""
-        names = sorted(names)
-        if not names and not grows:
-            self._guard(name, own, tuple)
-        elif names:
-            read = partial(itemgetter(*names, names[0]), own)  # the first twice: of one name it gives no tuple
-            self._guard(f"{name}.{'/'.join(names)}", () if grows else own, read)
+        in_library = _package(frame.f_globals.get("__name__")) in LIBRARIES
+        if event == "c_call" and not in_library and isinstance(getattr(called, "__self__", None), torch.Generator):
+            raise _seeding(code, called)
+        if event == "call" and code not in self._ran:
+            self._ran.add(code)
+            for function in self._functions.get(code, ()):
+                self._visit_function(function)
+            if not in_library:
+                self._visit_globals(code, frame.f_globals)
 
     def _visit_function(self, function: FunctionType) -> None:
-        name, globals_ = function.__qualname__, function.__globals__
-        if function is os.getenv:
-            self._visit(os.environ)
-        if function.__name__ in SEEDING:
-            raise refusal(f"the function calls {function.__name__}", SEED)
-        if _package(function) in KNOWN:
-            return
+        """Guard what a function holds, when it runs."""
+        name, parts = function.__qualname__, ("__defaults__", "__kwdefaults__", "__code__")
+        self._guard(f"the defaults or the code of {name}", partial(attrgetter(*parts), function), parts)
         if function.__closure__:
-            self._guard(f"the closure of {name}", (), partial(_contents, function.__closure__))
-        parts = attrgetter("__defaults__", "__kwdefaults__", "__code__")
-        self._guard(f"the defaults or the code of {name}", (), partial(parts, function))
-        self._guard_names(name, vars(function), self._names.intersection(vars(function)), grows=False)
-        used = _names_in(function.__code__)
-        if seeding := SEEDING & used:
-            raise refusal(f"{name} calls {min(seeding)}", SEED)
-        self._names |= used
-        found = used.intersection(globals_)
-        if is_installed(function.__code__):  # what it reads is known when it has run
-            found = {x for x in found if isinstance(globals_[x], CONSTANTS)}
+            self._guard(name, partial(_contents, function.__closure__), function.__code__.co_freevars)
+
+    def _visit_globals(self, code: CodeType, globals_: dict[str, Any]) -> None:
+        """Guard the globals that a function names, also attributes of modules, as `settings.scale`."""
+        closure: dict[str, Any] = {}
+        for function in self._functions.get(code, ()):
+            closure.update(zip(code.co_freevars, _contents(function.__closure__ or ()), strict=True))
+        for own, names in _paths(code, globals_, closure):
+            for i, name in enumerate(names):
+                if name not in own:  # a builtin
+                    break
+                x = own[name]
+                if own is not closure and _package(own.get("__name__")) not in LIBRARIES:
+                    self._globals.setdefault(id(own), (own, {}))[1].setdefault(name, x)
+                if not isinstance(x, ModuleType):
+                    if _package(x) in LIBRARIES and getattr(x, "__name__", "") in SEEDING:
+                        raise _seeding(code, x)
+                    self._visit(x, ".".join(names[: i + 1]))
+                    break
+                own = vars(x)
+
+    # ---- values -----------------------------------------------------------------------------------------------------
+
+    def _guard(self, name: str, read: Callable[[], Collection[Any]], parts: Iterable[object] = ()) -> None:
+        """Guard the values that `read` gives, and the contents of those that are named in `parts`."""
+        values = read()
+        if len(values) > MAX_ELEMENTS:
+            raise _incomparable(name, f"container of {len(values):,} elements")
+        if not values and not isinstance(values, tuple):  # a view of a dict
+            self._guard_size(values)
+            return
+        self._guards.append(Guard(name, read, list(values)))
+        for part, x in zip(parts, list(values), strict=False):
+            self._visit(x, f"{name}.{part}")
+
+    def _guard_size(self, values: Collection[Any]) -> None:
+        self._sized.append(values)
+        self._sizes.append(len(values))
+
+    def _visit(self, x: Any, name: str) -> None:
+        """Guard the contents of `x`."""
+        if isinstance(x, CONSTANTS) or id(x) in self._seen:
+            return
+        self._seen[id(x)] = x
+        module = str(type(x).__module__)
+        if isinstance(x, Tensor):
+            with DisableTorchFunctionSubclass():
+                self._facts.append(_facts(x))
+            self._tensors.append(x)
+            self.reached.add(id(x))
+            self._visit_attributes(x, name)
+        elif isinstance(x, torch.Generator):
+            self.reached.add(x._cdata)  # type: ignore[attr-defined] # not in torch's stubs
+        elif isinstance(x, type):
+            self._visit_class(x)
+        elif isinstance(x, nn.Module) or module.startswith(LOOKED_INTO) or _package(module) not in LIBRARIES:
+            self._visit_contents(x, name)
+            self._visit_attributes(x, name)
         else:
-            self._visit_each(sys.modules[x] for x in used & sys.modules.keys())  # which it may import
-        self._guard_names(f"globals of {name}: ", globals_, found)
+            self._visit_contents(x, name)
 
-    def _visit_code(self, code: CodeType, globals_: dict[str, Any]) -> None:
-        """What a function of an installed library reads that has run; those that it called have run as well."""
-        if seeding := SEEDING.intersection(code.co_names):
-            raise refusal(f"{code.co_qualname} calls {min(seeding)}", SEED)
-        found = {x for x in _names_in(code) & globals_.keys() if not isinstance(globals_[x], FunctionType | ModuleType)}
-        self._guard_names(f"globals of {code.co_qualname}: ", globals_, found)
+    def _visit_contents(self, x: Any, name: str) -> None:
+        """Guard what an object has elsewhere than in attributes."""
+        match x:
+            case dict() | MappingProxyType():
+                self._guard(name, x.values, x)
+                if x:
+                    self._guard(f"the keys of {name}", x.keys)
+            case list() | tuple() | set() | frozenset() | deque():
+                self._guard(name, partial(tuple, x), range(len(x)))
+            case np.ndarray() | array() | bytearray() | memoryview():
+                if np.asarray(x).nbytes > MAX_BYTES or np.asarray(x).dtype.hasobject:
+                    raise _incomparable(name, f"{type(x).__name__} of {np.asarray(x).nbytes:,} bytes")
+                self._guard(name, partial(_bytes_of, x))
+            case ContextVar() | ReferenceType():
+                self._guard(name, lambda: (x.get(None) if isinstance(x, ContextVar) else x(),), ("value",))
+            case Iterator() | random.Random() | np.random.Generator() | np.random.RandomState() if not isinstance(
+                x, Iterator
+            ) or type(x).__module__ in ("builtins", "itertools"):
+                raise _incomparable(name, type(x).__name__)
+            case FunctionType():
+                self._functions.setdefault(x.__code__, []).append(x)
+                self._visit_attributes(x, name)
+                if x.__code__ in self._ran:
+                    self._visit_function(x)
+                if x is os.getenv:
+                    self._visit(os.environ, "os.environ")
+            case _lru_cache_wrapper():  # it calls the function anew, or it gives what that gave
+                self._guard(name, lambda: (x.cache_info().misses,))
+                self._visit(x.__wrapped__, name)
+            case _ if isinstance(x, WRAPPERS) or type(x).__module__ == "shardwise._graph_capture.api":
+                for part in ("__self__", "__func__", "fget", "func", "args", "keywords", "function"):
+                    self._visit(getattr(x, part, None), name)
 
-    def _visit_module(self, module: nn.Module) -> None:
-        self.modules.append(module)
-        own, name = module.__dict__, type(module).__name__
-        if not isinstance(module, capture_hooks.RunsInReplays):
-            self._visit_class(type(module), nn.Module)
-            constants = {key for key, x in own.items() if key[0] != "_" and isinstance(x, CONSTANTS)}
-            self._guard_names(name, own, constants | self._names.intersection(own), grows=False)
-        for owned in (module._parameters, module._buffers, module._modules):
-            if owned:
-                self._guard_elements(f"what {name} owns", owned, owned.values)
-        for hooks in _hooks_of(module):
-            if hooks:
-                self._guard_elements(f"hooks of {name}", hooks, hooks.values)
-
-    def _visit_object(self, x: Any) -> None:
+    def _visit_attributes(self, x: Any, name: str) -> None:
+        """Guard the attributes and the class of an object."""
+        own: Any = getattr(x, "__dict__", None)
         kind = type(x)
-        if kind.__module__ == "shardwise._graph_capture.api":
-            self._visit(x.function)
-        if isinstance(x, _lru_cache_wrapper):
-            self._visit(x.__wrapped__)
-        if _package(kind) in OPAQUE and not isinstance(x, Optimizer | LRScheduler | GradScaler):
+        if not own and isinstance(x, dict | FunctionType) and _package(kind) in LIBRARIES:
             return
-        own, name = getattr(x, "__dict__", {}), kind.__name__
-        if not isinstance(own, dict):  # some classes have what they like there
+        if isinstance(x, capture_hooks.RunsInReplays):  # these replay as calls, which read what else they have
+            for key in CALLED[1:]:
+                self._visit(vars(x)[key], name)
             return
-        self._guard(f"the class of a {name}", (), lambda: [type(x)])
-        names = {*own} if _package(kind) == "collections" else self._read_of(own)  # UserDict and such
-        self._guard_names(name, own, names, grows=False)
-        slots = [n for c in kind.__mro__ for n in getattr(c, "__slots__", ()) if n in self._names and hasattr(x, n)]
-        if slots:
-            self._guard(f"{name}.{'/'.join(slots)}", (), partial(attrgetter(*slots, slots[0]), x))
+        if isinstance(x, nn.Module):
+            names = [key for key in own if key in CALLED or key not in OF_MODULES]
+            self._guard(name, partial(itemgetter(*names), own), names)
+            self._guard_size(own)
+        elif isinstance(own, dict) and kind is not DTensor:  # some classes have what they like there
+            self._guard(name, own.values, own)
+        slots = [n for c in kind.__mro__ if _package(c) not in LIBRARIES for n in vars(c).get("__slots__", ())]
+        if slots := [slot for slot in slots if hasattr(x, slot)]:
+            self._guard(name, partial(attrgetter(*slots, slots[0]), x), slots)
+        self._objects.append(x)
+        self._kinds.append(kind)
+        self._visit(kind, kind.__name__)
 
-    def _visit_class(self, kind: type, end: type) -> None:
-        """Methods and values of a class and its bases up to `end`, by the names that are used."""
-        for c in kind.__mro__[: kind.__mro__.index(end)]:
-            own = vars(c)
-            if id(c) in self._seen:
-                continue
-            self._seen[id(c)] = c
-            found = self._names.intersection(own)
-            if _package(c) in KNOWN:
-                for name in found:
-                    if isinstance(own[name], FunctionType):
-                        self._names |= _names_in(own[name].__code__)
-                continue
-            special = {n for n, x in own.items() if n[:2] == "__" == n[-2:] and isinstance(x, FunctionType)}
-            self._guard_names(c.__name__, own, self._read_of(own) | special - {"__init__"})
-
-    def _read_of(self, own: Mapping[str, Any]) -> set[str]:
-        """The attributes that are read, all of them if code reads some without their names."""
-        if self._in_libraries or self._names.isdisjoint(READ_ALL):
-            return self._names.intersection(own)
-        return {name for name in own if name[:2] != "__"}
+    def _visit_class(self, kind: type) -> None:
+        if _package(kind) not in LIBRARIES:
+            self._guard(kind.__name__, vars(kind).values)
+            for key, value in vars(kind).items():
+                if isinstance(value, FunctionType) or key[:2] != "__":
+                    self._visit(value, f"{kind.__name__}.{key}")
+        for base in (type(kind), *kind.__bases__):
+            self._visit(base, base.__name__)
 
 
-def is_installed(code: CodeType) -> bool:
-    """Whether it is of a library; there are too many functions in some to follow all that one may call."""
-    return "site-packages" in code.co_filename
+def _paths(
+    code: CodeType, globals_: dict[str, Any], closure: dict[str, Any]
+) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    """The names that a function reads: of `settings.scale` the globals and ["settings", "scale"]."""
+    starts = {"LOAD_GLOBAL": globals_, "LOAD_NAME": globals_, "LOAD_DEREF": closure}
+    names: list[str] = []
+    own, found = globals_, [x for x in dis.get_instructions(code) if x.opname != "EXTENDED_ARG"]
+    for i, x in enumerate(found):
+        if x.opname in ("LOAD_ATTR", "LOAD_METHOD") and names:
+            names.append(x.argval)
+            continue
+        if names:
+            yield own, names
+        own, names = starts.get(x.opname, globals_), [x.argval] if x.opname in starts else []
+        if x.opname == "IMPORT_NAME":
+            with suppress(ImportError):
+                dots = "." * found[i - 2].argval
+                module = importlib.import_module(dots + x.argval, globals_.get("__package__"))
+                yield from ((vars(module), [name]) for name in code.co_names)
 
 
-@contextmanager
-def calls_of_libraries() -> Iterator[Calls]:
-    """The functions of installed libraries that this thread calls inside, while it is traced."""
-    found: Calls = {}
-    collecting = {getattr(callback, "__code__", None) for callback in gc.callbacks}  # run at any time
-
-    def note(frame: FrameType, event: str, _: object) -> None:
-        code = frame.f_code
-        package = str(frame.f_globals.get("__name__")).partition(".")[0]
-        if event == "call" and is_installed(code) and package not in KNOWN and code not in collecting:
-            tracer = capture_hooks.current.tracer
-            if tracer is not None and not tracer.paused:  # not kernels that custom ops call, nor a compiler
-                found[code] = frame.f_globals
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        yield found
-    finally:
-        sys.setprofile(before)
+def _facts(x: Tensor) -> tuple[Any, ...]:
+    return x.requires_grad, x.dtype, x.shape, getattr(x, "_layout", None)
 
 
-def _hooks_of(module: nn.Module) -> tuple[dict[Any, Any], ...]:
-    return (
-        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
-    )  # fmt: skip
+def _is_same(x: object, before: object) -> bool:
+    return x is before or (type(x) is type(before) and type(x) in CONSTANTS and _comparable(x) == _comparable(before))
 
 
-def _names_in(code: CodeType) -> set[str]:
-    """The names that a function uses, and functions inside it; and its texts, which may be names for `getattr`."""
-    found = set(code.co_names)
-    for x in code.co_consts:
-        if isinstance(x, CodeType):
-            found |= _names_in(x)
-        elif isinstance(x, str | tuple | frozenset):
-            texts = [x] if isinstance(x, str) else x
-            found.update(text for text in texts if isinstance(text, str) and text.isidentifier())
-    return found
+def _bytes_of(x: Any) -> tuple[bytes]:
+    values = np.asarray(x)
+    return (f"{values.dtype} {values.shape} ".encode() + values.tobytes(),)
 
 
-def _contents_of(x: object) -> Callable[[], list[object]]:
-    """Reads the elements of an array: the same object as long as they are the same."""
-    last = b""
-
-    def read() -> list[object]:
-        nonlocal last
-        array = np.asarray(x)
-        now = f"{array.dtype} {array.shape} ".encode() + array.tobytes()
-        last = last if now == last else now
-        return [last]
-
-    return read
-
-
-def _package(x: Any) -> str:
-    name = x.__name__ if isinstance(x, ModuleType) else getattr(x, "__module__", None) or ""
-    return str(name).partition(".")[0]
-
-
-def _contents(cells: Sequence[CellType]) -> list[Any]:
-    return [_content(cell) for cell in cells]
+def _contents(cells: Sequence[CellType]) -> tuple[Any, ...]:
+    return tuple([_content(cell) for cell in cells])
 
 
 def _content(cell: CellType) -> object:
@@ -520,3 +420,22 @@ def _content(cell: CellType) -> object:
         return cell.cell_contents
     except ValueError:  # not filled yet
         return None
+
+
+def _package(x: Any) -> str:
+    """The package of a module's name, or of what is defined in a module."""
+    return str(x if isinstance(x, str) else getattr(x, "__module__", None)).partition(".")[0]
+
+
+def _incomparable(name: str, what: str) -> CaptureError:
+    return refusal(
+        f"the function reads {name}, a {what}, which cannot be compared at each call",
+        "pass what it needs of it as arguments, or bind that to names outside of the function",
+    )
+
+
+def _seeding(code: CodeType, called: Any) -> CaptureError:
+    return refusal(
+        f"{code.co_qualname} calls {called.__name__}",
+        "seed generators, and read and set their states, outside of the captured function",
+    )

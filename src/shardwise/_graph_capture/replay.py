@@ -1,18 +1,16 @@
 """Captured calls inside autograd: traced the first time, replayed by their graphs from then on."""
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx
 from torch._C import DisableTorchFunctionSubclass
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from shardwise import _collectives as collectives
 from shardwise._graph_capture.graphs import Backend, Graphs, partition
+from shardwise._graph_capture.guards import Guards
 from shardwise._graph_capture.structure import RETURNED, flatten, jagged_leaves, unflatten
 from shardwise._graph_capture.tracer import Tracer, ValueRead, apply_to_locals, refusal
 from shardwise._layout import Layout
@@ -42,8 +40,9 @@ class Output:
 class CapturedCall:
     """One kind of call. `graphs` is None until its backward, if it has one, is traced as well."""
 
-    def __init__(self, backend: Backend | None, reachable: Sequence[object] = ()) -> None:
-        self.tracer = Tracer(reachable)
+    def __init__(self, backend: Backend | None, guards: Guards) -> None:
+        self.tracer = Tracer(guards.reached)
+        self.guards = guards
         self.graphs: Graphs | None = None
         self.backend = backend
         self.reads: list[ValueRead] = self.tracer.reads
@@ -61,7 +60,6 @@ class CapturedCall:
         inner = [_detached(x) if isinstance(x, Tensor) else x for x in leaves]
         inputs = [x for x in inner if isinstance(x, Tensor)]
         self.num_arguments = len(arguments)
-        before = _states()
         torch.clear_autocast_cache()  # of casts made before
         jagged = () if spec is None else jagged_leaves(spec)
         with tracer.tracing():
@@ -69,9 +67,8 @@ class CapturedCall:
                 if isinstance(x, Tensor):
                     tracer.add_input(x, varies=i in jagged and type(x) is not DTensor)
             args, kwargs = (inner, {}) if spec is None else unflatten(inner, spec)
-            result = function(*args, **kwargs)
-            if _states() != before and not collectives.is_simulated():  # simulated ranks share generators
-                tracer.refuse("torch.manual_seed(), or numbers of random or numpy.random")
+            with self.guards.recording():
+                result = function(*args, **kwargs)
         torch.clear_autocast_cache()
         tracer.check_inputs()
         flat, self.spec = flatten(result)
@@ -116,7 +113,8 @@ class CapturedCall:
         tracer.in_backward = True
         with tracer.tracing():
             cotangents = [tracer.add_input(g) for g in grads]
-            found = torch.autograd.grad(ends, edges, grads, allow_unused=True, retain_graph=True)
+            with self.guards.recording():
+                found = torch.autograd.grad(ends, edges, grads, allow_unused=True, retain_graph=True)
             by_leaf = {id(x): None if g is None else tracer.node_of(g) for x, g in zip(leaves, found, strict=True)}
         gradients = [by_leaf.get(id(x)) for n, x in tracer.inputs.items() if n not in cotangents]
         self._partition(cotangents, gradients)
@@ -126,7 +124,7 @@ class CapturedCall:
         self.graphs = partition(
             self.tracer, self.output_nodes, self.last_forward, cotangents, gradients, self.num_arguments, self.backend
         )
-        del self.tracer, self.output_nodes, self.last_forward
+        del self.tracer, self.guards, self.output_nodes, self.last_forward
 
     # ---- replaying ----------------------------------------------------------------------------------------------
 
@@ -150,12 +148,6 @@ class CapturedCall:
         tensors = iter(found)
         flat = [out.rebuild(next(tensors) if out.is_tensor else None, arguments) for out in self.outputs]
         return unflatten(flat, self.spec)
-
-
-def _states() -> tuple[object, ...]:
-    """What changes if Python code draws numbers or seeds generators; numbers of torch have ops."""
-    numpy = np.random.get_state(legacy=False)["state"]  # noqa: NPY002 - np.random.rand uses it
-    return torch.initial_seed(), random.getstate(), numpy["key"].tobytes(), numpy["pos"]
 
 
 def _detached(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ which they depend, come first in the graph and change nothing. If a value is ano
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
@@ -151,10 +151,10 @@ class Tracer:
         reads: the values that Python read, in order. Ops without side effects compute them from the inputs.
     """
 
-    def __init__(self, reachable: Sequence[object] = ()) -> None:
+    def __init__(self, reached: Collection[int]) -> None:
         self.graph = fx.Graph()
         # Tensors are never taken for an alias of an argument, even in the same memory; generators are not new ones.
-        self._reachable = {_identity(x) for x in (*reachable, torch.default_generator)}
+        self._reached = reached
         self.inputs: dict[fx.Node, Tensor] = {}
         self.reads: list[ValueRead] = []
         self.in_backward = False
@@ -213,7 +213,7 @@ class Tracer:
     def find(self, x: Tensor) -> fx.Node | None:
         """The node of `x`, by identity or by memory."""
         node: fx.Node | None = self._nodes.get(x)
-        if node is None and id(x) not in self._reachable:
+        if node is None and id(x) not in self._reached:
             node = self._node_by_memory.get(_memory(x))
         return node
 
@@ -357,7 +357,7 @@ class Tracer:
 
     def _check_generators(self, args: Args, kwargs: Kwargs) -> None:
         for x in pytree.tree_leaves((args, kwargs)):
-            if isinstance(x, torch.Generator) and _identity(x) not in self._reachable:
+            if isinstance(x, torch.Generator) and x._cdata not in self._reached:  # type: ignore[attr-defined]
                 raise refusal("the function makes the generator of an op", "make it outside of the captured function")
 
     def check_size_read(self, name: str, x: object) -> None:
@@ -536,11 +536,6 @@ def _memory(x: Tensor) -> tuple[Any, ...] | None:
             return None
         view = x.untyped_storage()._cdata, x.storage_offset(), tuple(x.shape), strides(x), x.dtype
         return (*view, x.is_conj(), x.is_neg())
-
-
-def _identity(x: object) -> int:
-    """Of a generator that of its C++ object: an op gets another object of Python for it."""
-    return x._cdata if isinstance(x, torch.Generator) else id(x)  # type: ignore[attr-defined]  # not in torch's stubs
 
 
 def _storage(x: Tensor) -> int:
