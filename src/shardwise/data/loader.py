@@ -4,8 +4,8 @@ import copy
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -24,7 +24,6 @@ from shardwise.errors import ArgumentError, MeshError, RemoteRankError, summary
 
 TENSOR_AXIS = "tp"
 AS_THEY_ARE = (str, bytes, int, float, complex, type(None), np.generic)  # of this rank's samples
-
 FIX = "make the same loader on all ranks, and pad samples to one length in collate_fn."
 
 
@@ -63,10 +62,10 @@ class BatchLoader:
         seed: of the orders and of the samples.
         drop_last: leave out a last batch of fewer than `batch_size` samples.
         collate_fn: makes a batch of a list of samples. Its tensors have the samples along dim 0, and other sizes that
-            do not depend on them. On a rank without samples it gets one, which is removed from tensors and jagged
-            features again; strings and numbers stay those of it.
-        num_workers: processes that load ahead; 0 loads when a batch is taken.
-        prefetch_factor: batches that each of them loads ahead; None is 2.
+            do not depend on them. It never gets an empty list: on a rank without samples it gets one, which is removed
+            from tensors and jagged features again; strings and numbers stay those of it.
+        options: more arguments of torch's `DataLoader`, such as `num_workers`, `prefetch_factor`,
+            `persistent_workers` and `pin_memory`.
 
     Raises:
         ArgumentError: a data set without length or index, a batch size below 1; in the loop, what the collate_fn made
@@ -90,8 +89,7 @@ class BatchLoader:
         seed: int = 0,
         drop_last: bool = False,
         collate_fn: Callable[[list[Any]], object] = default_collate,
-        num_workers: int = 0,
-        prefetch_factor: int | None = None,
+        **options: Any,
     ) -> None:
         if not isinstance(dataset, Indexed) or isinstance(dataset, IterableDataset):
             raise ArgumentError(
@@ -111,7 +109,8 @@ class BatchLoader:
         self.placements = _placements(self.mesh, axis)
         self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
         self._order = {"seed": seed, "shuffle": shuffle, "num_samples": len(dataset)}
-        self._collate, self._num_workers, self._prefetch_factor = collate_fn, num_workers, prefetch_factor
+        self._samples, self._options = _Samples(dataset, seed), {"collate_fn": collate_fn, **options}
+        self._loader: DataLoader[Any] | None = None
         self._epoch, self._position, self._iteration = 0, 0, 0
 
     def _end(self, start: int) -> int:
@@ -143,15 +142,11 @@ class BatchLoader:
                     f"so samples have another order. Fix: make the loader as it was when the state was saved."
                 )
         epoch, position = state.get("epoch"), state.get("position")
-        if type(epoch) is not int or type(position) is not int:
+        count = self._order["num_samples"]
+        if type(epoch) is not int or type(position) is not int or epoch < 0 or not 0 <= position <= count:
             raise ArgumentError(
-                f"BatchLoader.load_state_dict: epoch and position must be integers, got {epoch!r} and {position!r}. "
-                f"Fix: a state of state_dict()."
-            )
-        if epoch < 0 or not 0 <= position <= self._order["num_samples"]:
-            raise ArgumentError(
-                f"BatchLoader.load_state_dict: epoch {epoch} and position {position} are of no state, as positions are "
-                f"0 to {self._order['num_samples']}. Fix: a state of state_dict()."
+                f"BatchLoader.load_state_dict: expected integers, an epoch of at least 0 and a position of 0 to "
+                f"{count}, got {epoch!r} and {position!r}. Fix: a state of state_dict()."
             )
         no_batch_left = position and position == self._end(position)  # the state may be of another batch size
         self._epoch, self._position = (epoch + 1, 0) if no_batch_left else (epoch, position)
@@ -162,37 +157,37 @@ class BatchLoader:
         return self._batches(self._iteration)
 
     def _batches(self, iteration: int) -> Iterator[object]:
-        epoch, order, end = self._epoch, self._order, self._end(self._position)
-        indices = _epoch_order(order["num_samples"], order["seed"] if order["shuffle"] else None, epoch).tolist()
-        starts = range(self._position, end, self.batch_size)
-        steps = [(start, min(start + self.batch_size, end)) for start in starts]
-        spans = [self._span(stop - start) for start, stop in steps]
-        # A rank without samples loads the first of the batch, for the dtypes and sizes of its empty tensors.
-        pairs = zip(steps, spans, strict=True)
-        mine = [indices[start + first : start + last] or [indices[start]] for (start, _), (first, last) in pairs]
-        loaded = self._loaded(mine, epoch)
-        for (start, stop), (first, last) in zip(steps, spans, strict=True):
+        if self._loader is None:  # one for all epochs, as workers may be persistent; its generator draws no seed
+            steps = _Requests(self._requests)
+            self._loader = DataLoader(self._samples, batch_sampler=steps, generator=torch.Generator(), **self._options)
+        epoch, loaded = self._epoch, iter(self._loader)
+        for start, stop, first, last in self._steps_left():
             if iteration != self._iteration:
                 raise ArgumentError("BatchLoader: another iteration began, or a state was loaded. Fix: one at a time.")
             placed, out, failure = _Placed(self, stop - start, last - first), None, None
             try:
                 out = placed.of(next(loaded), "the batch")
             except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must learn of it and not wait
-                failure = error
-            self._compare({"epoch": epoch, "samples": [start, stop], **order, "tensors": placed.facts}, failure)
-            self._epoch, self._position = (epoch + 1, 0) if stop == end else (epoch, stop)
+                self._loader, failure = None, error
+            self._compare({"epoch": epoch, "samples": [start, stop], **self._order, "tensors": placed.facts}, failure)
+            self._epoch, self._position = (epoch + 1, 0) if stop == self._end(start) else (epoch, stop)
             yield out
 
-    def _loaded(self, batches: list[list[int]], epoch: int) -> Iterator[object]:
-        """What `collate_fn` makes of the samples with these indices."""
-        yield from DataLoader(
-            _Seeded(self.dataset, self._order["seed"], epoch),
-            batch_sampler=batches,
-            collate_fn=self._collate,
-            num_workers=self._num_workers,
-            prefetch_factor=self._prefetch_factor,
-            generator=torch.Generator(),  # or it draws a seed from the default generator, at each epoch
-        )
+    def _steps_left(self) -> Iterator[tuple[int, int, int, int]]:
+        """The first and last position of each batch that is left in this epoch, and of this rank's samples in it."""
+        end = self._end(self._position)
+        for start in range(self._position, end, self.batch_size):
+            stop = min(start + self.batch_size, end)
+            yield start, stop, *_span(self.mesh, self.placements, stop - start, collectives.rank())
+
+    def _requests(self) -> Iterator[list[tuple[int, int]]]:
+        """The epoch and the number of each sample of this rank, by batch."""
+        epoch, count, seed = self._epoch, self._order["num_samples"], self._order["seed"]
+        order = _shuffled(count, _seed_of(seed, epoch)) if self._order["shuffle"] else None
+        for start, _, first, last in self._steps_left():
+            # A rank without samples loads the first of the batch, for the dtypes and sizes of its empty tensors.
+            own = range(start + first, start + last) if first < last else range(start, start + 1)
+            yield [(epoch, index) for index in (own if order is None else order[own.start : own.stop].tolist())]
 
     def _compare(self, facts: dict[str, Any], failure: Exception | None) -> None:
         """Raise on all ranks if their batches differ, or one has none because of its `failure`, which it raises."""
@@ -214,11 +209,6 @@ class BatchLoader:
             )
         raise collectives.disagreement("a batch", every, ranks, FIX)
 
-    def _span(self, count: int) -> tuple[int, int]:
-        """Which of the samples of a batch are this rank's: from, to."""
-        boxes = Layout(self.mesh, self.placements, (count,)).boxes(collectives.rank())
-        return (boxes[0].offsets[0], boxes[0].offsets[0] + boxes[0].sizes[0]) if boxes else (0, 0)
-
 
 def _placements(mesh: Mesh, axis: str | int | Sequence[str | int] | None) -> tuple[Placement, ...]:
     if axis is None:
@@ -228,15 +218,17 @@ def _placements(mesh: Mesh, axis: str | int | Sequence[str | int] | None) -> tup
     return tuple(Shard(0) if number in data else REPLICATE for number in range(mesh.ndim))
 
 
-def _epoch_order(count: int, seed: int | None, epoch: int) -> Tensor:
-    """A permutation of `count` indices, int64: the same on every rank; another for each seed and epoch.
+@lru_cache
+def _span(mesh: Mesh, placements: tuple[Placement, ...], count: int, rank: int) -> tuple[int, int]:
+    """Which of the `count` samples of a batch are this rank's: from, to."""
+    boxes = Layout(mesh, placements, (count,)).boxes(rank)
+    return (boxes[0].offsets[0], boxes[0].offsets[0] + boxes[0].sizes[0]) if boxes else (0, 0)
 
-    Args:
-        seed: None keeps the order.
-    """
-    if seed is None:
-        return torch.arange(count)
-    return torch.randperm(count, generator=torch.Generator().manual_seed(_seed_of(seed, epoch)))
+
+def _shuffled(count: int, seed: int) -> Tensor:
+    """A permutation of `count` indices, the same on every rank; 4 bytes an index if that is enough."""
+    dtype = torch.int32 if count < 1 << 31 else torch.int64
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def _seed_of(*numbers: int) -> int:
@@ -245,30 +237,37 @@ def _seed_of(*numbers: int) -> int:
     return int.from_bytes(mixed, "little")
 
 
-class _Seeded(Dataset[object]):
+class _Requests:
+    """A batch sampler: in each epoch the requests that `begin` gives then."""
+
+    def __init__(self, begin: Callable[[], Iterator[list[tuple[int, int]]]]) -> None:
+        self._begin = begin
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return self._begin()
+
+
+class _Samples(Dataset[object]):
     """The samples of a data set, each loaded with random numbers of its own."""
 
-    def __init__(self, dataset: Indexed, seed: int, epoch: int) -> None:
-        self.dataset, self.seed, self.epoch = dataset, seed, epoch
+    def __init__(self, dataset: Indexed, seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
 
-    def __getitem__(self, index: int) -> object:
-        with _random_numbers(_seed_of(self.seed, self.epoch, index)):
-            return self.dataset[index]
+    def __getitems__(self, requests: list[tuple[int, int]]) -> list[object]:
+        """Load samples; the generators on the CPU are as before afterwards."""
+        before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - what samples may use
+        try:
+            return [self._sample(_seed_of(self._seed, *request), request[1]) for request in requests]
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])  # noqa: NPY002
+            torch.set_rng_state(before[2])
 
-
-@contextmanager
-def _random_numbers(seed: int) -> Iterator[None]:
-    """Those of `seed` on the CPU in the block; the states of the generators are as before afterwards."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - what samples may use
-    try:
-        with torch.random.fork_rng(devices=[]):
-            random.seed(seed)
-            np.random.seed(seed)  # noqa: NPY002
-            torch.default_generator.manual_seed(seed)
-            yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)  # noqa: NPY002
+    def _sample(self, seed: int, index: int) -> object:
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        torch.default_generator.manual_seed(seed)
+        return self._dataset[index]
 
 
 class _Placed:
@@ -318,7 +317,7 @@ class _Placed:
             )
         self.facts[path] = f"{x.dtype}, {tuple(x.shape[1:])} a sample"
         layout = Layout(self.mesh, self.placements, (self.count, *x.shape[1:]))
-        return wrap(x[: self.here].contiguous().to(self.mesh.device_type), layout)
+        return wrap(x[: self.here].contiguous().to(self.mesh.device_type, non_blocking=True), layout)
 
     def _jagged(self, features: JaggedFeatures, path: str) -> JaggedFeatures:
         given = features if isinstance(features, KeyedJaggedTensor) else KeyedJaggedTensor.from_torchrec(features)

@@ -147,21 +147,24 @@ def fully_shard(
             `reshard_after_forward` is 1 or no factor of the ranks of the axis.
         MeshError: the mesh has other axes, or not this rank.
     """
-    given = [module] if isinstance(module, nn.Module) else list(dict.fromkeys(module))
-    for one in given:
-        if any(one is not other and one in other.modules() for other in given):
-            continue
+    for one in _outermost([module] if isinstance(module, nn.Module) else module):
         data_mesh = _checked_mesh(one, mesh)
-        reshard = _checked_reshard(reshard_after_forward, data_mesh.shape[-1])
-        ahead = (0 if data_mesh.device_type == "cpu" else 1) if prefetch is None else prefetch
-        ahead = as_integer(ahead, "prefetch", PlanError, "a number of units, such as 1")
-        options = Options(data_mesh, reshard, converted_policy(mp_policy or MixedPrecisionPolicy()), max(0, ahead))
+        options = _options(data_mesh, reshard_after_forward, mp_policy, prefetch)
         _shard_parameters(one, data_mesh, shard_placement_fn, offload_policy, ignored_params, src_data_rank)
-        vars(one)[UNIT] = Unit(one, options, next_number(data_mesh))
-        object.__setattr__(one, "__class__", _fully_sharded_class(type(one)))
-        register: Callable[..., object] = one.register_state_dict_pre_hook
-        register(_settle_first)
+        _become_unit(one, options)
     return module
+
+
+def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those that are inside no other one."""
+    return [x for x in dict.fromkeys(modules) if not any(x is not other and x in other.modules() for other in modules)]
+
+
+def _become_unit(module: nn.Module, options: Options) -> None:
+    vars(module)[UNIT] = Unit(module, options, next_number(options.mesh))
+    object.__setattr__(module, "__class__", _fully_sharded_class(type(module)))
+    register: Callable[..., object] = module.register_state_dict_pre_hook
+    register(_settle_first)
 
 
 def _checked_mesh(module: nn.Module, mesh: Mesh | DeviceMesh | None) -> Mesh:
@@ -177,6 +180,15 @@ def _checked_mesh(module: nn.Module, mesh: Mesh | DeviceMesh | None) -> Mesh:
             f"Fix: name these axes, such as mesh['dp'] or mesh['replicate', 'shard']."
         )
     return found
+
+
+def _options(
+    mesh: Mesh, reshard_after_forward: bool | int | None, mp_policy: MixedPrecisionPolicy | None, prefetch: int | None
+) -> Options:
+    reshard = _checked_reshard(reshard_after_forward, mesh.shape[-1])
+    ahead = (0 if mesh.device_type == "cpu" else 1) if prefetch is None else prefetch
+    ahead = as_integer(ahead, "prefetch", PlanError, "a number of units, such as 1")
+    return Options(mesh, reshard, converted_policy(mp_policy or MixedPrecisionPolicy()), max(0, ahead))
 
 
 def _checked_reshard(value: bool | int | None, size: int) -> bool | int | None:
