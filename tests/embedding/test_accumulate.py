@@ -147,8 +147,8 @@ def test_replicas_stay_equal() -> None:
 
 
 def test_weights_of_ids_are_joined() -> None:
-    one = RowRequests(torch.tensor([1, 2]), torch.tensor([0, 2]), torch.tensor([0.5, 2.0]), (1,), (2,))
-    two = RowRequests(torch.tensor([3]), torch.tensor([0, 0, 1]), torch.tensor([4.0]), (2,), (1,))
+    one = RowRequests(torch.tensor([1, 2]), torch.tensor([2]), torch.tensor([0.5, 2.0]), (1,), (2,))
+    two = RowRequests(torch.tensor([3]), torch.tensor([0, 1]), torch.tensor([4.0]), (2,), (1,))
     requests = join_requests([one, two])
     assert requests.weights is not None
     assert requests.weights.tolist() == [0.5, 2.0, 4.0]

@@ -44,6 +44,10 @@ class Bags(NamedTuple):
             return ids, self
         return ids[: int(self.offsets[-1])], Bags(self.mode, self.offsets[:-1])
 
+    def count(self, ids: Tensor) -> int:
+        """How many bags there are."""
+        return ids.shape[0] if self.offsets is None else self.offsets.numel() - self.include_last_offset
+
     def ends(self, ids: Tensor) -> Tensor:
         """Where each bag ends, counted from the first id."""
         if self.offsets is None:
@@ -124,9 +128,9 @@ class OwnedIds:
 
 def full_bags(ids: Tensor, bags: Bags, owners: Sequence[bool]) -> OwnedIds:
     """All ids, for those of the `owners` that get any."""
-    lengths, flat = bags.lengths(ids), ids.reshape(-1)
-    spans, runs = (tuple((0, n) if needed else (0, 0) for needed in owners) for n in (flat.numel(), lengths.numel()))
-    return OwnedIds(flat, spans, None if bags.offsets is None else lengths, runs)
+    lengths = None if bags.offsets is None else bags.lengths(ids)
+    spans, runs = (tuple((0, n) if needed else (0, 0) for needed in owners) for n in (ids.numel(), bags.count(ids)))
+    return OwnedIds(ids.reshape(-1), spans, lengths, runs)
 
 
 def distinct_by_owner(ids: Tensor, bounds: Sequence[Span]) -> OwnedIds:
@@ -147,7 +151,7 @@ def group_ids(ids: Tensor, bags: Bags, bounds: Sequence[Span]) -> OwnedIds:
         Without ids outside all bounds, and without those after the last bag.
     """
     ends = sorted({end for pair in bounds for end in pair})
-    flat, bag, count = ids.reshape(-1), bags.bag_of(ids), bags.ends(ids).numel()
+    flat, bag, count = ids.reshape(-1), bags.bag_of(ids), bags.count(ids)
     if flat.numel() and int(bag[-1]) == count:
         flat, bag = flat[bag < count], bag[bag < count]
     band = torch.bucketize(flat, torch.tensor(ends, device=flat.device), right=True)

@@ -133,7 +133,7 @@ def local_lookup(ctx: LocalContext, ids: Tensor, box: Box, weight: Tensor, bags:
     (wanted,) = ctx.outputs[0].boxes(ctx.rank)
     num_rows, width = ctx.layouts[1].shape[0], wanted.sizes[-1]
     if not box.numel:  # zeros, yet connected to the table, so that every rank has a gradient
-        shape = ids.shape if bags is None else bags.lengths(ids).shape
+        shape = ids.shape if bags is None else (bags.count(ids),)
         nothing = plain_lookup(torch.empty(0, dtype=torch.int64, device=weight.device), weight, None, sparse)
         return weight.new_zeros(*shape, width) + nothing.sum(dtype=weight.dtype)
     left = box.offsets[1] - wanted.offsets[-1]
@@ -249,14 +249,16 @@ def _serve(request: Request, requested: RowRequests) -> list[Tensor]:
     weight, box, runs = request.weight, request.owners[request.me], list(requested.runs)
     if box.numel == 0:  # looked up as others are, so that every rank has the same backward and saves as many tensors
         return [coalesced_lookup(weight, requested.rows[:0], None, request.sparse)] * len(runs)
-    bags = None
-    if request.full_bags or requested.runs != requested.ids:
+    ids, bags, width = requested.rows.long(), None, request.width
+    if request.full_bags and width:
+        ids, bags = ids.view(-1, width), request.bags
+    elif request.full_bags or requested.runs != requested.ids:
         mode = request.bags.mode if request.bags is not None and request.full_bags else "sum"
         bags = Bags(mode, requested.offsets[:-1])
-    answers = coalesced_lookup(weight, requested.rows, bags, request.sparse).split(runs)
-    first, width = box.offsets[1], box.sizes[1]
+    answers = coalesced_lookup(weight, ids, bags, request.sparse).split(runs)
+    first, columns = box.offsets[1], box.sizes[1]
     spans = [request.shared_columns(sender, request.me) for sender in range(len(runs))]
-    return [x if b - a == width else x[:, a - first : b - first] for x, (a, b) in zip(answers, spans, strict=True)]
+    return [x if b - a == columns else x[:, a - first : b - first] for x, (a, b) in zip(answers, spans, strict=True)]
 
 
 # ---- finish -------------------------------------------------------------------------------------------------
@@ -293,7 +295,7 @@ def _finish(request: Request, blocks: Sequence[Tensor]) -> Tensor:
         count = sent.ids.numel()
     else:
         assert request.bags is not None
-        count = request.bags.ends(request.ids).numel()
+        count = request.bags.count(request.ids)
     complete = all(sum(blocks[o].shape[1] for o in band) == right - left for band in bands)
     if bands and complete and sum(blocks[band[0]].shape[0] for band in bands) == count:
         rows = torch.cat([_joined_columns(blocks, band) for band in bands])

@@ -78,6 +78,11 @@ class Request(Lookup):
         """Whether owners pool full bags."""
         return self.bags is not None and self.pooling is Pooling.FULL
 
+    @property
+    def width(self) -> int:
+        """How many ids each bag has; 0 if that is different, or there are no bags."""
+        return self.ids.shape[1] if self.bags is not None and self.bags.offsets is None else 0
+
     def num_offsets(self, sender: int) -> int:
         """How many offsets rank `sender` has beside its ids."""
         if self.bags is None or self.bags.offsets is None:
@@ -142,7 +147,8 @@ class Request(Lookup):
     def message(self, owner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, tuple[int, int, int]]:
         """For an owner: lengths of runs, row numbers from its first row on, and the header; see `row_requests.py`."""
         sent, (start, stop), (first, last) = self.sent, self.sent.spans[owner], self.sent.runs[owner]
-        rows = (sent.ids[start:stop] - self.owners[owner].offsets[0]).to(dtype)
+        rows, base = sent.ids[start:stop].to(dtype), self.owners[owner].offsets[0]
+        rows = rows - base if base else rows
         lengths = rows[:0] if sent.lengths is None else sent.lengths[first:last].to(dtype)
         return lengths, rows, (int(sent.lengths is not None), last - first, stop - start)
 

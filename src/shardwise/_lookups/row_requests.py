@@ -1,7 +1,7 @@
 """What ranks request of one tensor of an owner, its stack: runs of rows, each of which is answered by one sum.
 
     rank 0 requests the sum of rows 7 and 9, and row 0; rank 1 requests row 7
-    rows (7, 9, 0, 7), offsets (0, 2, 3, 4), runs (2, 1), ids (3, 1)
+    rows (7, 9, 0, 7), lengths (2, 1, 1), runs (2, 1), ids (3, 1)
 
 The message of a rank has the lengths of its runs, then the rows, each by stack. Lengths are left out if all runs of a
 stack have as many rows. The header has for each stack whether there are lengths, how many runs, and how many rows.
@@ -9,6 +9,7 @@ stack have as many rows. The header has for each stack whether there are lengths
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -21,27 +22,32 @@ class RowRequests:
 
     Attributes:
         rows: of the stack, [ids].
-        offsets: where each run starts in `rows`, and their number; [runs + 1], of the same dtype.
+        lengths: of the runs, [runs], of the same dtype.
         weights: of each row, float32; None: all are 1.
         runs: how many each rank requested.
         ids: how many each rank sent.
     """
 
     rows: Tensor
-    offsets: Tensor
+    lengths: Tensor
     weights: Tensor | None
     runs: tuple[int, ...]
     ids: tuple[int, ...]
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """Where each run starts in `rows`, and their number, [runs + 1]."""
+        return F.pad(self.lengths.cumsum(0, dtype=self.lengths.dtype), (1, 0))
 
     def only(self, ranks: Sequence[int]) -> "RowRequests":
         """Those of some of the ranks, given by position."""
         if len(ranks) == len(self.runs):
             return self
-        rows, lengths = self.rows.split(self.ids), self.offsets.diff().split(self.runs)
+        rows, lengths = self.rows.split(self.ids), self.lengths.split(self.runs)
         weights = None if self.weights is None else self.weights.split(self.ids)
         return RowRequests(
             torch.cat([self.rows[:0], *(rows[r] for r in ranks)]),
-            offsets_of([self.offsets[:0], *(lengths[r] for r in ranks)]),
+            torch.cat([self.lengths[:0], *(lengths[r] for r in ranks)]),
             None if weights is None else torch.cat([weights[0][:0], *(weights[r] for r in ranks)]),
             tuple(self.runs[r] for r in ranks),
             tuple(self.ids[r] for r in ranks),
@@ -53,7 +59,7 @@ def join_requests(several: Sequence[RowRequests]) -> RowRequests:
     weights = [one.weights for one in several if one.weights is not None]
     return RowRequests(
         torch.cat([one.rows for one in several]),
-        offsets_of([one.offsets.diff() for one in several]),
+        torch.cat([one.lengths for one in several]),
         torch.cat(weights) if weights else None,
         tuple(n for one in several for n in one.runs),
         tuple(n for one in several for n in one.ids),
@@ -78,19 +84,13 @@ def read_requests(
     return [
         RowRequests(
             torch.cat([of_rank[1][stack] for of_rank in parts]),
-            offsets_of([of_rank[0][stack] for of_rank in parts]),
+            torch.cat([of_rank[0][stack] for of_rank in parts]),
             as_weights(torch.cat([of_rank[2][stack] for of_rank in parts])) if weighted else None,
             tuple(header[3 * stack + 1] for header in headers),
             tuple(header[3 * stack + 2] for header in headers),
         )
         for stack in range(num_stacks)
     ]
-
-
-def offsets_of(lengths: Sequence[Tensor]) -> Tensor:
-    """Where runs of these lengths start, and the number of ids."""
-    joined = torch.cat(list(lengths))
-    return F.pad(joined.cumsum(0, dtype=joined.dtype), (1, 0))
 
 
 def as_integers(weights: Tensor, dtype: torch.dtype) -> Tensor:

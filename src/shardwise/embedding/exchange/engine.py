@@ -246,8 +246,7 @@ def _without_frozen(stack: Stack, requests: RowRequests, grad: Tensor) -> tuple[
         return requests, grad
     keep = ~torch.isin(requests.rows, stack.frozen)
     rows = requests.rows[keep]
-    offsets = torch.arange(rows.numel() + 1, dtype=rows.dtype, device=rows.device)
-    return RowRequests(rows, offsets, None, (rows.numel(),), (rows.numel(),)), grad[keep]
+    return RowRequests(rows, torch.ones_like(rows), None, (rows.numel(),), (rows.numel(),)), grad[keep]
 
 
 class _Results(TensorFunction):

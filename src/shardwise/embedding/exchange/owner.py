@@ -56,7 +56,7 @@ def by_stack(message: Tensor, runs: Sequence[Sequence[int]], cols: Sequence[int]
 
 def dense_gradient(requests: RowRequests, grad: Tensor, weight: Tensor) -> Tensor:
     """The gradient of a stack, of those of its runs."""
-    of_rows = torch.repeat_interleave(grad, requests.offsets.diff().long(), dim=0, output_size=requests.rows.numel())
+    of_rows = torch.repeat_interleave(grad, requests.lengths.long(), dim=0, output_size=requests.rows.numel())
     if requests.weights is not None:
         of_rows = of_rows * requests.weights[:, None]
     dense = torch.zeros(weight.shape, dtype=grad.dtype, device=grad.device)

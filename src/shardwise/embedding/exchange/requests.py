@@ -187,7 +187,7 @@ def _ranges(starts: Tensor, counts: Tensor) -> Tensor:
 
 
 def request_bags(index: BatchIndex, batch: Batch) -> IdRequest:
-    """IdRequest the sums of the bags of a batch; of all, unless fewer than `MOST_RUNS` have an id at an owner."""
+    """Request the sums of the bags of a batch; of all, unless fewer than `MOST_RUNS` have an id at an owner."""
     routes, found, segments = index.routes, None, index.runs
     if index.for_kernels is not None and batch.weights is None:
         found = routes.kernels.runs(index.for_kernels, batch.values, batch.lengths)
@@ -228,7 +228,7 @@ def _stable_order(keys: Tensor, num_keys: int) -> Tensor:
 
 
 def request_rows(routes: Routes, values: Tensor, feature: Tensor, first: Tensor, num_units: int) -> IdRequest:
-    """IdRequest each distinct row of valid ids.
+    """Request each distinct row of valid ids.
 
     Args:
         values: the ids, int64.
@@ -311,7 +311,7 @@ def needs_gradients(batch: Batch) -> bool:
 
 
 def request_weighted(index: BatchIndex, batch: Batch) -> IdRequest:
-    """IdRequest the row of every id, by feature; owners of a weighted collection multiply it by 1.
+    """Request the row of every id, by feature; owners of a weighted collection multiply it by 1.
 
     The gradient of the weight of an id is the dot product of its row and the gradient of its bag. Autograd computes it
     where both are, so a step still has three collectives.
