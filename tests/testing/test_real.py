@@ -259,22 +259,6 @@ def test_collectives_that_were_half_done_leave_nothing_in_the_world_after() -> N
         run_and_get_pids(fail_alone, error=KeyError)
 
 
-def compare(wanted: int) -> None:
-    found = [rank(), wanted]
-    assert found == [
-        rank(),
-        7,
-    ]
-
-
-def test_a_bare_assert_tells_the_values_of_its_names() -> None:
-    compare(7)
-    with pytest.raises(AssertionError) as caught:
-        REAL.run(compare, 5)
-    expected = caught.value.__notes__[0] if not str(caught.value) else str(caught.value)
-    assert "found = [0, 5]" in expected or "[0, 5] == [0, 7]" in expected
-
-
 def test_an_exception_that_cannot_be_pickled_keeps_its_text() -> None:
     caught = run_and_get_pids(fail_unfriendly, error=ShardwiseError)
     assert str(caught.value) == "Unfriendly: 0 and 2 (this exception cannot be pickled)"

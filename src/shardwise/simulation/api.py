@@ -2,7 +2,7 @@
 
 import copy
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -131,22 +131,18 @@ def _equal_ranks(
     costs: Costs,
 ) -> Ranks:
     """The ranks that hold tensors of the same shapes as the first one, and send as much in each redistribution."""
-
-    def held(rank: int) -> list[tuple[int, ...]]:
-        return [x.local_shape(_counterpart(x.mesh, mesh, rank)) for x in layouts]
-
-    def sent(rank: int) -> list[int]:
-        return [
-            plan.sent_bytes(_counterpart(plan.src.mesh, mesh, rank) if plan.src.mesh == plan.dst.mesh else rank, 1)
-            for plan in plans
-        ]
-
-    layouts = [x for x in layouts if not x.is_even]
-    first = held(ranks[0])
-    ranks = [rank for rank in ranks if held(rank) == first]
+    uneven = [x for x in layouts if not x.is_even]
     plans = [planned(src, dst, costs) for src, dst in redistributions if not _is_even(src, dst)]
-    sent_first = sent(ranks[0])
-    return tuple(rank for rank in ranks if sent(rank) == sent_first)
+
+    def traits(rank: int) -> Iterator[object]:
+        for x in uneven:
+            yield x.local_shape(_counterpart(x.mesh, mesh, rank))
+        for plan in plans:
+            one_mesh = plan.src.mesh == plan.dst.mesh
+            yield plan.sent_bytes(_counterpart(plan.src.mesh, mesh, rank) if one_mesh else rank, 1)
+
+    first = list(traits(ranks[0]))
+    return tuple(rank for rank in ranks if all(a == b for a, b in zip(traits(rank), first, strict=True)))
 
 
 def _is_even(src: Layout, dst: Layout) -> bool:
