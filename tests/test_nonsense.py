@@ -294,7 +294,6 @@ CALLS: dict[str, Callable[[], Call]] = {
         w2=torch.ones(2, 3, 4), tokens=torch.ones(2, 3), weights=torch.ones(2, 1)),
     "sharded_tensor.ChunkShardingSpec": lambda: call(st.ChunkShardingSpec, dim=0,
         placements=["rank:0/cpu", "rank:1/cpu"]),
-    "sharded_tensor.DevicePlacementSpec": lambda: call(st.DevicePlacementSpec, device="rank:0/cpu"),
     "sharded_tensor.EnumerableShardingSpec": lambda: call(st.EnumerableShardingSpec,
         shards=[st.ShardMetadata([0], [4], "rank:0/cpu")]),
     "sharded_tensor.LocalShard": lambda: call(st.LocalShard, tensor=torch.ones(2, 3),
@@ -394,7 +393,7 @@ PLAIN: dict[str, Callable[[Any], object]] = {
 NOT_CALLED = set(
     """
     CommCounts DTensor DeviceMesh Placement Placements ShardwiseError InputFn OutputFn ParallelStyle ParallelPlan
-    PlacementSpec ShardedTensor Sharder ShardingPlanner ShardingSpec Chunk Manifest PendingSave LoadedKeys Restored
+    ShardedTensor Sharder ShardingPlanner ShardingSpec Chunk Manifest PendingSave LoadedKeys Restored
     StoredTensor Budget Cause CollectiveSequence CommEvent RedistributeComparison Shadow Meta Row Placed Table
     PoolingType Routing RowOptimizer DTensorOpTestBase DTensorTestBase TensorAssertions DeadlockError SendError
     Collective RankClass Simulation Step FullyShardedModule skip_unless_torch_gpu with_comms

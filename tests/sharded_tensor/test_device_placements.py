@@ -16,7 +16,6 @@ from shardwise import DTensor, Mesh, Shard, distribute_tensor, rank
 from shardwise.errors import LayoutError, RuleError
 from shardwise.sharded_tensor import (
     ChunkShardingSpec,
-    DevicePlacementSpec,
     EnumerableShardingSpec,
     LocalShard,
     ShardingPlan,
@@ -28,7 +27,7 @@ from shardwise.sharded_tensor import (
     shard_parameter,
     zeros,
 )
-from shardwise.sharded_tensor.shards import RemoteDevice
+from shardwise.sharded_tensor.shards import placement_of
 from shardwise.testing import world
 
 
@@ -37,7 +36,7 @@ def test_a_device_that_torch_does_not_know_is_refused_as_in_torch(text: str) -> 
     with pytest.raises(RuntimeError):
         _remote_device(text)
     with pytest.raises(RuntimeError, match="names no device torch knows"):
-        RemoteDevice.parse(text)
+        placement_of(text)
 
 
 @pytest.mark.parametrize(
@@ -51,15 +50,13 @@ def test_a_device_that_torch_does_not_know_is_refused_as_in_torch(text: str) -> 
 def test_placements_have_the_rank_the_device_and_the_text_of_torch(device: Any) -> None:
     peer = device if isinstance(device, _remote_device) else _remote_device(device)
     for ours in (
-        RemoteDevice.parse(device),
-        DevicePlacementSpec(device).device,
+        placement_of(device),
         ShardMetadata([0], [1], device).placement,
         ChunkShardingSpec(0, [device]).placements[0],
     ):
         assert ours is not None
         assert (ours.rank(), ours.device(), str(ours)) == (peer.rank(), peer.device(), str(peer))
-    assert DevicePlacementSpec(device) == DevicePlacementSpec(str(peer))
-    assert len({DevicePlacementSpec(device), DevicePlacementSpec(peer)}) == 1
+    assert len({ChunkShardingSpec(0, [place]) for place in (device, peer, str(peer))}) == 1
 
 
 def test_devices_without_a_rank_describe_shards_as_in_torch() -> None:

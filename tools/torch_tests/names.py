@@ -7,11 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from shardwise import DTensor, Layout, Partial, Placement, rank
-from shardwise._collectives import as_mesh
+from shardwise._collectives import RemoteDevice, as_mesh
 from shardwise.sharded_tensor import EnumerableShardingSpec, LocalShard, ShardingSpec, ShardMetadata
 from shardwise.sharded_tensor import collect_local_shard as _collect_local_shard
 from shardwise.sharded_tensor import reshard_output as _reshard_output
-from shardwise.sharded_tensor.shards import RemoteDevice
 
 Shard = LocalShard  # of `torch.distributed._shard`
 _Partial = Partial

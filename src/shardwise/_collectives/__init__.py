@@ -6,6 +6,7 @@ A rank that fails publishes that in the store of the world (`failures`), so all 
 """
 
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.remote_device import _remote_device as RemoteDevice
 
 from shardwise._collectives.agreement import (
     agree,
@@ -60,7 +61,7 @@ from shardwise._collectives.transport import Transport, draw_from_torch, reduce_
 from shardwise._trace.comm_trace import CommCounts, count_comms
 
 __all__ = [
-    "Allocate", "Collective", "CommCounts", "DeviceMesh", "Ranks", "Transport", "Wait", "agree", "all_gather",
+    "Allocate", "Collective", "CommCounts", "DeviceMesh", "Ranks", "RemoteDevice", "Transport", "Wait", "agree", "all_gather",
     "all_reduce", "all_to_all", "as_mesh", "barrier", "begin_again", "broadcast", "check_ranks", "check_values",
     "chunks", "costs", "count_comms", "current_mesh", "describing", "device_mesh", "disagreement",
     "draw_from_torch", "exchange_messages", "expect_equal", "expect_equal_numbers", "expect_equal_options",

@@ -184,20 +184,9 @@ class LocalShardsWrapper(torch.Tensor):
         """The offsets of the shards in the global tensor."""
         return [torch.Size(box.offsets) for box in self._tiling.boxes]
 
-    @property
-    def shards(self) -> list[Tensor]:
-        """`local_shards()`."""
-        return self.local_shards()
-
-    @property
-    def shard_sizes(self) -> list[torch.Size]:
-        """`local_sizes()`."""
-        return self.local_sizes()
-
-    @property
-    def shard_offsets(self) -> list[torch.Size]:
-        """`local_offsets()`."""
-        return self.local_offsets()
+    shards = property(local_shards)
+    shard_sizes = property(local_sizes)
+    shard_offsets = property(local_offsets)
 
     @property
     def tiling(self) -> ShardTiling:
@@ -219,10 +208,7 @@ class LocalShardsWrapper(torch.Tensor):
         """A `TensorStorageMetadata` of torch: properties, the shape of this local tensor, and a chunk per shard."""
         return collectives.storage_metadata(self, self._tiling.bounds.sizes, self._tiling.boxes)
 
-    @property
-    def storage_meta(self) -> object:
-        """`storage_metadata()`."""
-        return self.storage_metadata()
+    storage_meta = property(storage_metadata)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         """The write items of torch's checkpoints; `object` has the global shape.

@@ -128,9 +128,10 @@ def gather(x: DTensor, *args: Any, **kwargs: Any) -> Tensor | None:
     Raises:
         LayoutError: its dtype is not that of an index; or as for `gather_to`.
     """
-    if len(args) > 1 and isinstance(args[1], Tensor) and (args[1].is_floating_point() or args[1].is_complex()):
+    second = args[1] if len(args) > 1 else None
+    if isinstance(second, Tensor) and (second.is_floating_point() or second.is_complex()):
         raise LayoutError("gather: a second positional argument is an index. Fix: pass the tensor to fill as out=.")
-    if (len(args) > 1 and args[1] is not None) or "index" in kwargs or "dim" in kwargs:
+    if second is not None or "index" in kwargs or "dim" in kwargs:
         return Tensor.gather(x, *args, **kwargs)
     return gather_to(x, *args, **kwargs)
 
@@ -141,7 +142,7 @@ def gather_to(x: DTensor, dst: int = 0, out: Tensor | None = None, dtype: torch.
 
     Args:
         dst: the global rank.
-        out: on `dst`, a tensor of the global shape to fill; ignored elsewhere.
+        out: on `dst`, a plain tensor of the global shape to fill; ignored elsewhere.
         dtype: convert on `dst` to this dtype; that of `out` if it is given.
 
     Returns:
@@ -150,7 +151,7 @@ def gather_to(x: DTensor, dst: int = 0, out: Tensor | None = None, dtype: torch.
     Raises:
         LayoutError: `dst` is not a rank of the mesh, or `out` has another shape.
     """
-    layout, rank = x._layout, collectives.rank()
+    layout = x._layout
     if dst not in layout.mesh.ranks:
         raise LayoutError(f"gather: rank {dst} holds nothing of {layout}. Fix: take one of {layout.mesh.ranks}.")
     if out is not None:
@@ -158,16 +159,16 @@ def gather_to(x: DTensor, dst: int = 0, out: Tensor | None = None, dtype: torch.
     if isinstance(out, DTensor):
         raise LayoutError("gather: out is a plain tensor to fill, got a DTensor. Fix: torch.empty(x.shape).")
     with torch.no_grad():
-        full_tensor = to_layout(x.detach(), layout.gathered_on(dst)).to_local()
-        if rank != dst:
+        gathered = to_layout(x.detach(), layout.gathered_on(dst)).to_local()
+        if collectives.rank() != dst:
             return None
         if out is None:
-            return full_tensor if dtype is None else full_tensor.to(dtype)
+            return gathered.to(dtype or gathered.dtype)
         if tuple(out.shape) != layout.shape:  # after the gather: the other ranks cannot check it
             raise LayoutError(
                 f"gather: out has shape {tuple(out.shape)}, the tensor {layout.shape}. Fix: torch.empty(x.shape)."
             )
-        return out.copy_(full_tensor)
+        return out.copy_(gathered)
 
 
 # ---- construction ---------------------------------------------------------------------------------------------------
@@ -276,6 +277,8 @@ def _joined(shards: Sequence[LocalShard], layout: Layout, dtype: torch.dtype) ->
 
 
 def _factory(make: Callable[..., DTensor]) -> Callable[..., DTensor]:
+    """`make` of a global shape, sharded by a spec: `zeros(spec, 4, 8)`, `full(spec, (4, 8), 3.0)`."""
+
     @checked
     def factory(
         sharding_spec: ShardingSpec,
@@ -292,11 +295,9 @@ def _factory(make: Callable[..., DTensor]) -> Callable[..., DTensor]:
                 f"{make.__name__}: shards are contiguous and not pinned, got pin_memory={pin_memory} and "
                 f"memory_format={memory_format}. Fix: leave both out."
             )
-        size = (kwargs.pop("size"),) if "size" in kwargs else size
         if make is factories.full and len(size) == 2 and not isinstance(size[0], int):  # full(spec, (4, 8), 3.0)
-            shape, kwargs = tuple(size[0]), {"fill_value": size[1], **kwargs}
-        else:
-            shape = factories.shape_of(size)
+            size, kwargs = size[:1], {"fill_value": size[-1], **kwargs}
+        shape = factories.shape_of((kwargs.pop("size"),) if "size" in kwargs else size)
         layout = sharding_spec.layout(shape, collectives.group_ranks(process_group))
         x = make(shape, device_mesh=layout.mesh, placements=layout.placements, **kwargs)
         x._spec = sharding_spec
@@ -307,10 +308,10 @@ def _factory(make: Callable[..., DTensor]) -> Callable[..., DTensor]:
 
     Args:
         sharding_spec: how to shard it.
-        size: the global shape, as one sequence or as integers.
+        size: the global shape, as one sequence or as integers; `full` takes `fill_value` after a sequence.
         process_group: the ranks that take part; None is all.
         pin_memory, memory_format, init_rrefs: as in torch, where only the defaults are supported.
-        kwargs: dtype, requires_grad; for `full`, fill_value, which may also follow the shape given as a sequence.
+        kwargs: dtype, requires_grad, fill_value.
 
     Raises:
         LayoutError: the spec does not fit, has devices without a rank, or `pin_memory` or `memory_format` are given.
@@ -340,9 +341,5 @@ rand = _factory(factories.rand)
 randn = _factory(factories.randn)
 """`randn(spec, 4, 8)`: `shardwise.randn` of a global shape, sharded by a spec."""
 
-register_method("local_shards", local_shards)
-register_method("local_tensor", local_tensor)
-register_method("metadata", metadata)
-register_method("sharding_spec", sharding_spec)
-register_method("gather", gather)
-register_method("reshard", reshard)
+for _method in (local_shards, local_tensor, metadata, sharding_spec, gather, reshard):
+    register_method(_method.__name__, _method)

@@ -10,6 +10,7 @@ from operator import index
 import torch
 from torch import Tensor
 
+from shardwise._collectives import RemoteDevice
 from shardwise._layout import (
     Box,
     Boxes,
@@ -28,60 +29,34 @@ from shardwise.errors import LayoutError, MeshError
 Ranks = tuple[int, ...]
 
 
-@checked_init
-@dataclass(frozen=True, slots=True, repr=False)
-class RemoteDevice:
+def placement_of(given: object) -> RemoteDevice:
     """A device of a global rank, written `rank:1/cuda:0`; `rank:1` alone means its CPU.
 
     `cuda:0` alone is a device without a rank. It can be described, as in torch; nothing can be sharded onto it.
+
+    Args:
+        given: a string, a `torch.device`, or torch's own `_remote_device`, which the result is.
+
+    Raises:
+        LayoutError: another form, such as the name of an RPC worker.
+        MeshError: a rank with a device that torch does not know.
     """
-
-    of_rank: int | None
-    of_device: str = "cpu"
-
-    @staticmethod
-    def parse(text: object) -> "RemoteDevice":
-        """Read a string, a `torch.device`, a `RemoteDevice`, or torch's own `_remote_device`.
-
-        Raises:
-            LayoutError: another form, such as the name of an RPC worker.
-            MeshError: a rank with a device that torch does not know.
-        """
-        if isinstance(text, RemoteDevice):
-            return text
-        who, has_device, device = str(text).partition("/")
-        if not has_device and (local := _device(who)) is not None:
-            return RemoteDevice(None, local)
-        kind, _, number = who.partition(":")
-        if kind != "rank" or not (number.isascii() and number.isdigit()):
-            raise LayoutError(
-                f"A placement is written 'rank:R/device', such as 'rank:1/cpu', or names a device, got {shown(text)}. "
-                f"Names of RPC workers are not supported. Fix: the number of the rank, such as 'rank:0/cpu'."
-            )
-        if (found := _device(device if has_device else "cpu")) is None:
-            raise MeshError(
-                f"The placement {str(text)!r} names no device torch knows: {device!r}. "
-                f"Fix: such as 'rank:{int(number)}/cpu' or 'rank:{int(number)}/cuda:0'."
-            )
-        return RemoteDevice(int(number), found)
-
-    def rank(self) -> int | None:
-        """The global rank; None of a device without a rank."""
-        return self.of_rank
-
-    def device(self) -> torch.device:
-        """The device, as that rank sees it."""
-        return torch.device(self.of_device)
-
-    def __repr__(self) -> str:
-        return self.of_device if self.of_rank is None else f"rank:{self.of_rank}/{self.of_device}"
-
-
-def _device(text: str) -> str | None:
     try:
-        return str(torch.device(text))
+        found = given if isinstance(given, RemoteDevice) else RemoteDevice(str(given))
     except RuntimeError:
-        return None
+        rank, _, device = str(given).partition("/")
+        raise MeshError(
+            f"The placement {str(given)!r} names no device torch knows: {device!r}. "
+            f"Fix: such as '{rank}/cpu' or '{rank}/cuda:0'."
+        ) from None
+    except ValueError:
+        found = None
+    if found is None or found.worker_name() is not None:
+        raise LayoutError(
+            f"A placement is written 'rank:R/device', such as 'rank:1/cpu', or names a device, got {shown(given)}. "
+            f"Names of RPC workers are not supported. Fix: the number of the rank, such as 'rank:0/cpu'."
+        )
+    return found
 
 
 @checked_init
@@ -116,7 +91,7 @@ class ShardMetadata:
             )
         object.__setattr__(self, "shard_offsets", offsets)
         object.__setattr__(self, "shard_sizes", sizes)
-        object.__setattr__(self, "placement", None if placement is None else RemoteDevice.parse(placement))
+        object.__setattr__(self, "placement", None if placement is None else placement_of(placement))
 
     @property
     def box(self) -> Box:
@@ -130,20 +105,18 @@ class ShardMetadata:
         Raises:
             LayoutError: the shard has no placement, or one without a rank.
         """
-        if self.placement is None or self.placement.of_rank is None:
+        rank = None if self.placement is None else self.placement.rank()
+        if rank is None:
             what = "no placement" if self.placement is None else f"the placement {self.placement}, without a rank"
-            raise LayoutError(
-                f"The shard {self.box} has {what}, so no rank holds it. "
-                f"Fix: placement='rank:R/{self.placement.of_device if self.placement else 'device'}'."
-            )
-        return self.placement.of_rank
+            fix = f"placement='rank:R/{self.placement or 'cpu'}'"
+            raise LayoutError(f"The shard {self.box} has {what}, so no rank holds it. Fix: {fix}.")
+        return rank
 
     @property
     def holder(self) -> str:
         """Who holds it, in errors: a rank, or the device of a placement without one."""
-        if self.placement is not None and self.placement.of_rank is None:
-            return self.placement.of_device
-        return f"rank {self.rank}"
+        without_rank = self.placement is not None and self.placement.rank() is None
+        return str(self.placement) if without_rank else f"rank {self.rank}"
 
     def __str__(self) -> str:
         return f"{self.box} on {self.placement}"
@@ -292,6 +265,11 @@ def _grid(boxes: Mapping[int, Box], dims: list[int], shape: tuple[int, ...], dev
     return Layout(mesh, [Shard(d, [n for _, n in along]) for d, along in zip(dims, intervals, strict=True)], shape)
 
 
+def device_of(mesh: Mesh, rank: int) -> RemoteDevice:
+    """The placement of what a rank of a mesh holds."""
+    return RemoteDevice(f"rank:{rank}/{mesh.device_type}")
+
+
 def shards_of(layout: Layout) -> list[ShardMetadata]:
     """The shards of a tensor with this layout; of replicas, the first.
 
@@ -307,5 +285,5 @@ def shards_of(layout: Layout) -> list[ShardMetadata]:
         coordinate = mesh.coordinate(rank)
         assert coordinate is not None
         if not any(coordinate[axis] for axis in replicated):
-            shards += [ShardMetadata(*box, RemoteDevice(rank, mesh.device_type)) for box in layout.boxes(rank)]
+            shards += [ShardMetadata(*box, device_of(mesh, rank)) for box in layout.boxes(rank)]
     return shards

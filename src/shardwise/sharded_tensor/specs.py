@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise import _collectives as collectives
+from shardwise._collectives import RemoteDevice
 from shardwise._layout import (
     SEQUENCE,
     Layout,
@@ -33,37 +34,15 @@ from shardwise._torch_bridge.torch_dtensors import converted
 from shardwise.errors import LayoutError, RuleError
 from shardwise.sharded_tensor.shards import (
     Ranks,
-    RemoteDevice,
     ShardedTensorMetadata,
     ShardMetadata,
     TensorProperties,
+    device_of,
     layout_of_shards,
     listed,
+    placement_of,
     shards_of,
 )
-
-
-class PlacementSpec(ABC):  # noqa: B024 (as in torch: the base of descriptions)
-    """Where something is; a base class without methods, as in torch."""
-
-
-@checked_init
-@dataclass(frozen=True, init=False)
-class DevicePlacementSpec(PlacementSpec):
-    """One device that holds something, such as `"rank:0/cuda:0"` or `"cuda:0"`; a description, as in torch.
-
-    Args:
-        device: a string, a `torch.device`, a `RemoteDevice`, or torch's own `_remote_device`.
-
-    Raises:
-        LayoutError: another form, such as the name of an RPC worker.
-        MeshError: a rank with a device that torch does not know.
-    """
-
-    device: RemoteDevice
-
-    def __init__(self, device: object) -> None:
-        object.__setattr__(self, "device", RemoteDevice.parse(device))
 
 
 class ShardingSpec(ABC):
@@ -195,14 +174,12 @@ class ChunkShardingSpec(ShardingSpec):
     def __init__(self, dim: int | str, placements: Sequence[Any]) -> None:
         if isinstance(dim, str):
             raise RuleError(f"ChunkShardingSpec takes dims by number, not by name, got {dim!r}. Fix: such as 0.")
-        if isinstance(dim, bool) or not isinstance(dim, int):
-            raise LayoutError(f"The dim of a ChunkShardingSpec is an integer, got {dim!r}. Fix: such as 0.")
         if not placements:
             raise LayoutError(
                 "A ChunkShardingSpec needs at least one placement, such as 'rank:0/cpu'. Fix: one for each shard."
             )
         object.__setattr__(self, "dim", dim)
-        object.__setattr__(self, "placements", tuple(map(RemoteDevice.parse, placements)))
+        object.__setattr__(self, "placements", tuple(map(placement_of, placements)))
 
     def build_metadata(
         self, tensor_sizes: Sequence[int], tensor_properties: TensorProperties | None = None
@@ -304,6 +281,6 @@ def spec_of(layout: Layout) -> ShardingSpec:
     shards = shards_of(layout)
     placement = layout.placements[0]
     if layout.mesh.ndim == 1 and isinstance(placement, Shard) and placement.sizes is None:
-        devices = [RemoteDevice(rank, layout.mesh.device_type) for rank in layout.mesh.ranks]
+        devices = [device_of(layout.mesh, rank) for rank in layout.mesh.ranks]
         return ChunkShardingSpec(placement.dim, devices)
     return EnumerableShardingSpec(shards)
