@@ -39,6 +39,7 @@ READS: dict[str, tuple[Callable[[Tensor], Any], int]] = {
     "nonzero": (lambda x: x * len((x > 0).nonzero()), 4),
     "a shape of several results": (_rows_of_several, 2),
     "two values": (lambda x: x[x > 0] * (2 if x[0] > 0 else 3), 4),
+    "where it is split": (lambda x: x.tensor_split((x.detach() > 0).long().cumsum(0)[:2])[1] * 2, 3),
     "a value of a value": (lambda x: x * x[int((x > 0).sum()) - 1].item(), 6),
 }
 

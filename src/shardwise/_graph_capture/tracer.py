@@ -50,6 +50,8 @@ VALUE_READS = {
     "__deepcopy__": "copy.deepcopy()",
     "__reduce_ex__": "pickling",
 }
+# Kernels that read the values of their second operand in C++, and compute with them as constants.
+KERNEL_READS = ("tensor_split", "_pad_packed_sequence")
 # Attributes of a tensor that do not depend on its first size, which may vary from replay to replay.
 SAME_FOR_ALL_SIZES = frozenset({
     "dtype", "device", "requires_grad", "requires_grad_", "layout", "ndim", "dim", "is_leaf", "grad_fn", "is_meta",
@@ -369,8 +371,13 @@ class Tracer:
         """Guard the values that Python is about to read; raise if no guard can."""
         if self.paused or not isinstance(x, Tensor) or (node := self.find(x)) is None or self._is_constant(x):
             return
-        what = VALUE_READS[name]
-        if name != "tolist" or type(x) is DTensor or self.in_backward or not self._is_repeatable(x):
+        what = VALUE_READS.get(name, f"{name}()")
+        if (
+            (name in VALUE_READS and name != "tolist")
+            or type(x) is DTensor
+            or self.in_backward
+            or not self._is_repeatable(x)
+        ):
             self.refuse(f"{what}, which shows values to Python")
         with tracing_paused(), DisableTorchFunction():
             self._guard_value(node, x, False, what)
@@ -577,6 +584,9 @@ class _ValueReadMode(TorchFunctionMode):
         if args:
             if name in VALUE_READS:
                 self.tracer.check_value_read(name, args[0])
+            if name.partition(".")[0] in KERNEL_READS:
+                for operand in (*args[1:], *(kwargs or {}).values()):
+                    self.tracer.check_value_read(name, operand)
             attribute = _attribute(func) if name == "__get__" else name
             if attribute == "grad" and not self.tracer.in_backward:  # hooks run at each replay
                 self.tracer.not_capturable("reading .grad, which is another tensor after each backward")
