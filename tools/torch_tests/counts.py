@@ -46,7 +46,7 @@ class CommDebugMode(debug.CommDebugMode):
 
     @property
     def comm_counts(self) -> dict[Any, int]:
-        return _any(self._counts)
+        return _any(super().comm_counts)
 
     def get_comm_counts(self) -> dict[Any, int]:
         return self.comm_counts

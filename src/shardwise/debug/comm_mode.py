@@ -138,21 +138,21 @@ class CommDebugMode(Listener):
         return sum(self.comm_counts.values())
 
     @property
-    def comm_counts(self) -> Counts:
+    def comm_counts(self) -> dict[Any, int]:
         """How many collectives there were, by op; 0 for others."""
         return _both_phases(self._records[GLOBAL].counts)
 
-    def get_comm_counts(self) -> Counts:
+    def get_comm_counts(self) -> dict[Any, int]:
         """The same as `comm_counts`."""
         return self.comm_counts
 
-    def get_comm_bytes(self) -> Counts:
+    def get_comm_bytes(self) -> dict[Any, int]:
         """What this rank sent to others, in bytes, by op; 0 for others."""
         return _both_phases(self._records[GLOBAL].sent_bytes)
 
-    def get_module_counts(self) -> dict[str, dict[str, Counts]]:
+    def get_module_counts(self) -> dict[str, dict[str, dict[Any, int]]]:
         """How many collectives there were by module (and those inside it), "forward" or "backward", and op."""
-        return {name: record.counts for name, record in self._with_collectives()}
+        return {name: dict(x.counts) for name, x in self._with_collectives()}
 
     comm_module_counts = property(get_module_counts)
 
