@@ -138,7 +138,7 @@ class _Reading:
         try_initializers({name: self.leaves[name].value for name in self.rows}, self.rows)
         stored = manifest.tensors
         self.targets = {name: storable_boxes(name, x.value) for name, x in self.leaves.items() if name in stored}
-        self.found = {name: new_memory(target) for name, target in self.targets.items()}
+        self.found = new_memory(self.targets)
         with checkpoint_source(self.store, self.version, manifest) as source:
             source.read_all((name, box, view) for name, found in self.found.items() for box, view in found.views)
         return manifest.sha256, digest(self.counts)

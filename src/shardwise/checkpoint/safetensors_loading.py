@@ -208,10 +208,16 @@ _Found: TypeAlias = tuple[str, Tensor | None, LocalBoxes]
 def _read(chosen: _Chosen) -> list[_Found]:
     """What this rank holds of each tensor, in new memory."""
     found, parts, source = list[_Found](), list[Part](), chosen.source
+    new = {
+        name: torch.empty(x.shape, dtype=x.dtype, device="cpu")
+        for name, x in chosen.tensors.items()
+        if name in chosen.on_meta
+    }
+    old = {name: storable_boxes(name, x) for name, x in chosen.tensors.items() if name not in new}
+    memory = new_memory(old) | {name: storable_boxes(name, x) for name, x in new.items()}
     for name, x in chosen.tensors.items():
-        new = torch.empty(x.shape, dtype=x.dtype, device="cpu") if name in chosen.on_meta else None
-        boxes = new_memory(storable_boxes(name, x)) if new is None else storable_boxes(name, new)
-        found.append((name, new, boxes))
+        boxes = memory[name]
+        found.append((name, new.get(name), boxes))
         if source.tensors[name].dtype == x.dtype:
             parts += [(name, box, view) for box, view in boxes.views]
         else:
