@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections import UserDict, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
@@ -608,6 +608,12 @@ def _seeds(x: Tensor) -> Tensor:
     return x + torch.rand(3)
 
 
+def _tries_to_seed(x: Tensor) -> Tensor:
+    with suppress(CaptureError):
+        TORCH.manual_seed(3)
+    return x * torch.rand(3, generator=TORCH)
+
+
 def _on_a_fork(x: Tensor) -> Tensor:
     with torch.random.fork_rng(devices=[]):
         return F.dropout(x)
@@ -627,6 +633,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "the state of a generator": (lambda x: F.dropout(x, float(torch.get_rng_state()[0] > 300)), "get_rng_state"),
     "a fork": (_on_a_fork, "fork_rng"),
     "the seed of a generator": (lambda x: x * torch.rand(3, generator=TORCH.manual_seed(3)), "manual_seed"),
+    "a refusal that is caught": (_tries_to_seed, "catches an error about what cannot be captured"),
     "a generator of Python": (lambda x: x * random.Random(0).random(), "calls Random"),
     "a generator of numpy": (lambda x: x * np.random.default_rng().random(), "calls default_rng"),
     "the seed that was set": (lambda x: x * torch.initial_seed(), "calls initial_seed"),

@@ -192,6 +192,11 @@ class Guards:
         sys.setprofile(self._note)
         try:
             yield
+            if sys.getprofile() != self._note:  # an error removes it
+                raise refusal(
+                    "the function sets a profiler, or catches an error about what cannot be captured",
+                    "do neither inside of the captured function",
+                )
         finally:
             sys.setprofile(before)
             self._flatten()
