@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections import UserDict, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
@@ -379,9 +379,11 @@ class Settings:
     scale = 2.0
 
 settings = Settings()
+table = {"a": 1.0}
+factor = 1.0
 
 def scale():
-    return inner()
+    return inner() * table["a"] * factor * Settings.scale / 2
 
 def inner():
     return settings.scale
@@ -400,8 +402,14 @@ def test_what_installed_libraries_read_is_guarded(tmp_path: Path, monkeypatch: p
         return x * cast(float, of_settings.scale())
 
     step = sw.capture(function)
-    for scale in (2.0, 2.0, 3.0):
-        importlib.import_module("of_settings").settings.scale = scale
+    library = importlib.import_module("of_settings")
+    changes: list[Callable[[], Any]] = [
+        lambda: None, lambda: None, lambda: setattr(library.settings, "scale", 3.0),
+        lambda: library.table.update(a=5.0), lambda: setattr(library, "factor", 7.0),
+        lambda: setattr(library.Settings, "scale", 9.0),
+    ]  # fmt: skip
+    for change, scale in zip(changes, (2.0, 2.0, 3.0, 15.0, 105.0, 472.5), strict=True):
+        change()
         assert step(torch.ones(1)).item() == scale
     del sys.modules["of_settings"]
 
@@ -600,6 +608,12 @@ def _seeds(x: Tensor) -> Tensor:
     return x + torch.rand(3)
 
 
+def _tries_to_seed(x: Tensor) -> Tensor:
+    with suppress(CaptureError):
+        TORCH.manual_seed(3)
+    return x * torch.rand(3, generator=TORCH)
+
+
 def _on_a_fork(x: Tensor) -> Tensor:
     with torch.random.fork_rng(devices=[]):
         return F.dropout(x)
@@ -619,6 +633,10 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "the state of a generator": (lambda x: F.dropout(x, float(torch.get_rng_state()[0] > 300)), "get_rng_state"),
     "a fork": (_on_a_fork, "fork_rng"),
     "the seed of a generator": (lambda x: x * torch.rand(3, generator=TORCH.manual_seed(3)), "manual_seed"),
+    "a refusal that is caught": (_tries_to_seed, "catches an error about what cannot be captured"),
+    "a generator of Python": (lambda x: x * random.Random(0).random(), "calls Random"),
+    "a generator of numpy": (lambda x: x * np.random.default_rng().random(), "calls default_rng"),
+    "the seed that was set": (lambda x: x * torch.initial_seed(), "calls initial_seed"),
     "a new generator": (lambda x: x * torch.rand(3, generator=torch.Generator()), "makes the generator"),
     "an iterator": (lambda x: x * next(COUNT), "reads COUNT, a range_iterator"),
     "numbers of Python": (lambda x: x * random.random(), "reads random.random, a Random"),

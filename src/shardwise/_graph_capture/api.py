@@ -108,9 +108,10 @@ def capture(function: Callable[..., Any], *, backend: Backend | None = None, lim
         optimizer.step()    # as usual
 
     Guards decide when a graph is reused. A new kind of call is traced if layouts, shapes, strides, dtypes or other
-    values among the arguments, grad mode or autocast differ. All graphs are dropped if something has changed that the
-    function reaches by itself: through its closure, globals or defaults, as an attribute that it names, in a list, a
-    dict, or a module. Parameters and buffers are used in place: optimizer steps and loaded checkpoints count.
+    values among the arguments, grad mode or autocast differ. All graphs are dropped if something has changed that
+    `function`, or a function that it calls, reads in its closure, globals or defaults: constants, containers, modules
+    and other objects with all that is in them. Parameters and buffers are used in place: optimizer steps and loaded
+    checkpoints count.
 
     A replay does no other Python work of the function: printing, counting, choosing by anything else than the above.
 
@@ -123,7 +124,7 @@ def capture(function: Callable[..., Any], *, backend: Backend | None = None, lim
         limit: kinds of calls whose graphs are kept.
 
     Raises:
-        CaptureError: while tracing, for what a replay could not repeat, such as reading values; with more kinds
-            of calls than `limit`.
+        CaptureError: while tracing, for what a replay could not repeat or guards could not compare, with its name;
+            with more kinds of calls than `limit`.
     """
     return Captured(function, backend, limit)

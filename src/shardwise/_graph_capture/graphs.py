@@ -21,30 +21,19 @@ RESHAPES = (aten.view.default, aten._unsafe_view.default)
 VIEWS = (*RESHAPES, aten.t.default, aten.transpose.int, aten.expand.default)
 
 # Python bindings with the same arguments as the op; they cost half of a call by schema.
-BINDINGS: dict[Any, Callable[..., Any]] = {
-    aten.t.default: _methods.t,
-    aten.view.default: _methods.view,
-    aten._unsafe_view.default: _methods.view,
-    aten.transpose.int: _methods.transpose,
-    aten.unsqueeze.default: _methods.unsqueeze,
-    aten.expand.default: _methods.expand,
-    aten.permute.default: _methods.permute,
-    aten.add_.Tensor: _methods.add_,
-    aten.copy_.default: _methods.copy_,
-    aten.clone.default: _functions.clone,
-    aten.mm.default: _functions.mm,
-    aten.bmm.default: _functions.bmm,
-    aten.addmm.default: _functions.addmm,
-    aten.add.Tensor: _functions.add,
-    aten.mul.Tensor: _functions.mul,
-    aten.sub.Tensor: _functions.sub,
-    aten.sum.dim_IntList: _functions.sum,
-    aten.cat.default: _functions.cat,
-    aten.native_layer_norm.default: _functions.native_layer_norm,
-    aten.embedding.default: _functions.embedding,
-    aten.where.self: _functions.where,
-    aten.exp.default: _functions.exp,
-}
+BINDINGS: dict[Any, Callable[..., Any]] = {aten._unsafe_view.default: _methods.view} | {
+    op: getattr(owner, op.overloadpacket.__name__)
+    for owner, ops in (
+        (_methods, (*VIEWS, aten.unsqueeze.default, aten.permute.default, aten.add_.Tensor, aten.copy_.default)),
+        (_functions, (
+            aten.clone.default, aten.mm.default, aten.bmm.default, aten.addmm.default, aten.add.Tensor, aten.mul.Tensor,
+            aten.sub.Tensor, aten.sum.dim_IntList, aten.cat.default, aten.native_layer_norm.default,
+            aten.embedding.default, aten.where.self, aten.exp.default,
+        )),
+    )
+    for op in ops
+    if op is not aten._unsafe_view.default
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,8 @@ from shardwise.errors import CaptureError
 
 LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "shardwise"})
 LOOKED_INTO = ("types", "argparse", "collections", "_thread", "os", "torch.optim", "torch.amp")  # of their objects
+RANDOM = (random.Random, np.random.Generator, np.random.RandomState)
+ITERATORS = ("builtins", "itertools")  # whose iterators have a hidden position
 SEEDING = frozenset({
     "manual_seed", "manual_seed_all", "seed", "seed_all", "initial_seed", "fork_rng", "get_rng_state", "set_rng_state",
     "get_rng_state_all", "set_rng_state_all", "default_rng", "Random", "RandomState",
@@ -166,9 +168,8 @@ class Guards:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.reached: set[int] = {torch.default_generator._cdata}  # type: ignore[attr-defined] # not in torch's stubs
         self._guards: list[Guard] = []
-        self._globals: dict[
-            int, tuple[dict[str, Any], dict[str, Any]]
-        ] = {}  # by id: all of a module, those that are read
+        # By the id of a module's dict that dict, and the globals in it that are read.
+        self._globals: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         self._seen: dict[int, Any] = {}
         self._sized: list[Collection[Any]] = []  # whose lengths are guarded
         self._sizes: list[int] = []
@@ -182,6 +183,7 @@ class Guards:
         for hooks in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks"):
             self._visit(getattr(all_modules, f"_global_{hooks}"), "hooks of all modules")
         self._visit(function, getattr(function, "__qualname__", type(function).__name__))
+        self._flatten()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -190,17 +192,22 @@ class Guards:
         sys.setprofile(self._note)
         try:
             yield
+            if sys.getprofile() != self._note:  # an error removes it
+                raise refusal(
+                    "the function sets a profiler, or catches an error about what cannot be captured",
+                    "do neither inside of the captured function",
+                )
         finally:
             sys.setprofile(before)
-            self._all = [*self._guards]
-            for own, values in self._globals.values():
-                names = [*values, next(iter(values))]  # one twice: of one name `itemgetter` gives no tuple
-                found = [values[name] for name in names]
-                self._all.append(Guard(f"a global ({', '.join(values)})", partial(itemgetter(*names), own), found))
             self._flatten()
 
     def _flatten(self) -> None:
         """Readers, lengths and values of all guards in lists, which are compared without Python loops."""
+        self._all = [*self._guards]
+        for own, values in self._globals.values():
+            names = [*values, next(iter(values))]  # one twice: of one name `itemgetter` gives no tuple
+            found = [values[name] for name in names]
+            self._all.append(Guard(f"a global ({', '.join(values)})", partial(itemgetter(*names), own), found))
         self._readers = [guard.read for guard in self._all]
         self._lengths = [len(guard.values) for guard in self._all]
         self._values = list(chain.from_iterable(guard.values for guard in self._all))
@@ -215,7 +222,7 @@ class Guards:
             for guard in self._all:
                 if not guard.holds():
                     return guard.name
-            self._flatten()
+            self._values = list(chain.from_iterable(found))  # equal objects
         if list(map(len, self._sized)) != self._sizes:
             return "an empty dict or the attributes of a module"
         if list(map(type, self._objects)) != self._kinds:
@@ -326,9 +333,7 @@ class Guards:
                 self._guard(name, partial(_bytes_of, x))
             case ContextVar() | ReferenceType():
                 self._guard(name, lambda: (x.get(None) if isinstance(x, ContextVar) else x(),), ("value",))
-            case Iterator() | random.Random() | np.random.Generator() | np.random.RandomState() if not isinstance(
-                x, Iterator
-            ) or type(x).__module__ in ("builtins", "itertools"):
+            case _ if isinstance(x, RANDOM) or (isinstance(x, Iterator) and type(x).__module__ in ITERATORS):
                 raise _incomparable(name, type(x).__name__)
             case FunctionType():
                 self._functions.setdefault(x.__code__, []).append(x)
