@@ -362,7 +362,7 @@ def first_values_leave_the_generator_of_the_device() -> None:
     seeds = list(SEEDS)
     tables = [EmbeddingBagConfig(11, 4, "t", feature_names=["f"])]
     shard_embeddings(EmbeddingBagCollection(tables, device="meta"), {"t": S0}, LINE)
-    list(BatchLoader([1, 2, 3], 2, mesh=LINE, seed=0))
+    list(BatchLoader([1, 2, 3], 2, mesh=LINE, seed=0, pin_memory=DEVICE == "cuda"))
     assert seeds == SEEDS
 
 

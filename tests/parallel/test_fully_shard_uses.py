@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise import DTensor, Mesh, Shard, distribute_tensor
 from shardwise import _collectives as collectives
-from shardwise.errors import MismatchError, PlanError, RuleError
+from shardwise.errors import MismatchError, PlanError, RuleError, ThreadError
 from shardwise.parallel import fully_shard
+from shardwise.parallel.fully_sharded.units import TRANSITIONS, State, unit_of
 from shardwise.testing import world
 from tests.parallel.one_process import full
 from tests.parallel.units import as_units, assert_same_gradients, check_gradients, copied, squares, two_layers
@@ -51,6 +52,20 @@ def test_a_copy_that_one_rank_made_is_not_taken_for_another_one() -> None:
             p.mul_(3)
     for out in world(2).run(run):
         assert_close(out, want(x))
+
+
+def test_a_state_that_cannot_follow_is_refused() -> None:
+    unit = fully_shard(nn.Linear(4, 4))
+
+    def begin_backward(module: nn.Module, args: object) -> None:
+        full = cast(Any, unit_of(module)).shown
+        full.become(State.BACKWARD)
+
+    unit.register_forward_pre_hook(begin_backward)
+    text = r"^Parameters of Linear \(unit \d+\) are in forward: expected gathered next, got in backward\. Fix: run"
+    with pytest.raises(ThreadError, match=text):
+        unit(torch.ones(2, 4))
+    assert {before for before, _ in TRANSITIONS} == {after for _, after in TRANSITIONS} == set(State)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
