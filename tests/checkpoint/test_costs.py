@@ -3,8 +3,11 @@
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
+from uuid import uuid4
 from zlib import crc32 as zlib_crc32
 
 import pytest
@@ -14,10 +17,13 @@ from isal.isal_zlib import crc32 as isal_crc32
 from shardwise import _collectives as collectives
 from shardwise._layout import Layout, Mesh, Shard
 from shardwise.checkpoint import files, load, manifest, read_manifest, save, sources
+from shardwise.checkpoint.local_files import LocalFile
+from shardwise.checkpoint.object_store import Objects
 from shardwise.errors import CheckpointError
 from shardwise.testing import world
 from shardwise.testing.local_shards import local_tensor
 from tests.checkpoint.states import bits, blank, counted_reads, distributed, layouts, values
+from tests.timeouts import PATIENCE_SECONDS
 
 ROWS, COLUMNS = 23, 3  # rows of 12 bytes; a crc32 of each 16
 
@@ -93,6 +99,40 @@ def test_damage_is_found_by_the_ranks_that_need_it(tmp_path: Path) -> None:
             assert set(bits(x)) == set(bits(blank(halves)))
 
         world(2).run(body)
+
+
+def test_small_neighbors_are_read_by_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {f"{number}": values((4, 3), number) for number in range(40)}
+    path, counts = save(tmp_path, state, step=1), list[int]()
+    plain_read = LocalFile.read_into
+
+    def counting(file: LocalFile, buffer: memoryview, offset: int) -> None:
+        counts.append(len(buffer))
+        plain_read(file, buffer, offset)
+
+    monkeypatch.setattr(LocalFile, "read_into", counting)
+    found = {name: torch.zeros(4, 3) for name in state}
+    load(path, found)
+    assert {name: bits(x) for name, x in found.items()} == {name: bits(x) for name, x in state.items()}
+    assert len(counts) == 3  # the manifest, the header, the data
+    assert counts[-1] == 40 * 48
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_several_requests_of_an_object_store_are_made_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the 128 reads of data waits until another one has begun."""
+    x, url, loading = values((64, 4)), f"memory://{uuid4().hex}", threading.current_thread()
+    save(url, {"x": x}, step=1)
+    plain_read, two = Objects.read, threading.Barrier(2, timeout=PATIENCE_SECONDS)
+
+    def waiting(objects: Objects, *args: Any) -> bytes:
+        if threading.current_thread() is not loading:
+            two.wait()
+        return plain_read(objects, *args)
+
+    monkeypatch.setattr(Objects, "read", waiting)
+    load(url, {"x": (found := torch.zeros(64, 4))})
+    assert bits(found) == bits(x)
 
 
 WITHOUT_ISAL = """

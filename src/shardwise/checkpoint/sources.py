@@ -358,6 +358,9 @@ class _Data:
         if not self._crcs:
             self.file.read_into(buffer, self._extent.start + offset)
             return
+        if len(self._crcs) == 1 and len(buffer) == self._num_bytes:  # as of most tensors: no list of blocks
+            self._read_block(0, buffer)
+            return
         complete: list[tuple[int, memoryview]] = []
         while len(buffer):
             number, at = divmod(offset, self._length)

@@ -139,7 +139,7 @@ def new_memory(tensors: Mapping[str, LocalBoxes]) -> dict[str, LocalBoxes]:
     }
 
     def new(view: Tensor) -> Tensor:
-        return next(memory[view.dtype]).view(view.shape)
+        return next(memory[view.dtype]).view_as(view)
 
     return {
         name: LocalBoxes(boxes.layout, boxes.dtype, tuple((box, new(view)) for box, view in boxes.views))

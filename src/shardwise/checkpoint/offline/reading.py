@@ -145,19 +145,21 @@ def _compared(a: Source, b: Source, name: str) -> str:
     """How the elements of a tensor differ."""
     differing, largest, tensor = 0, 0.0, a.tensors[name]
     for window in tensor.windows(tensor.full):
-        x, y = a.read(name, window), b.read(name, window)
-        a.progress.advance(name, x.numel() * x.element_size())
-        unequal = (_bytes(x) != _bytes(y)).any(1)
-        if count := int(unequal.sum()):
-            differing += count
-            largest = max(largest, _distance(x.reshape(-1)[unequal], y.reshape(-1)[unequal]))
+        count, distance = _difference(a.read(name, window), b.read(name, window))  # in memory during the call only
+        a.progress.advance(name, window.numel * tensor.dtype.itemsize)
+        differing, largest = differing + count, max(largest, distance)
     if not differing:
         return ""
     return f"{differing:,} of {tensor.full.numel:,} elements differ, by {largest:.3g} at most"
 
 
-def _bytes(x: Tensor) -> Tensor:
-    return x.reshape(-1, 1).view(torch.uint8)
+def _difference(x: Tensor, y: Tensor) -> tuple[int, float]:
+    """How many elements differ in a bit, and by how much at most."""
+    of_x, of_y = (one.reshape(-1, 1).view(torch.uint8) for one in (x, y))
+    if of_x.equal(of_y):
+        return 0, 0.0
+    unequal = (of_x != of_y).any(1)
+    return int(unequal.sum()), _distance(x.reshape(-1)[unequal], y.reshape(-1)[unequal])
 
 
 def _distance(x: Tensor, y: Tensor) -> float:

@@ -77,7 +77,10 @@ def renamed(
     for optimizer, names in _parameters(groups, given.parameters, known).items():
         new |= _states(optimizer, groups[optimizer], names, new)
         del new[optimizer + GROUPS]
-        merged += [_named(optimizer, group, names) for group in groups[optimizer]]
+        left = iter(names)
+        for group in groups[optimizer]:
+            said = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            merged.append({"params": [next(left) for _ in group["params"]], "optimizer": optimizer, **said})
     _check_unique(new)
     found = {new[name]: value for name, value in values.items() if name in new}
     if groups:
@@ -287,14 +290,6 @@ def _states(optimizer: str, groups: Groups, names: Sequence[str], there: Iterabl
                 f"Fix: skip=[{full!r}] (--skip) leaves it out; a state is one tensor or number under its name"
             )
     return found
-
-
-def _named(optimizer: str, group: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
-    """A group with the next of `names`, which are taken from the list."""
-    count = len(group["params"])
-    mine, names[:] = names[:count], names[count:]
-    said = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    return {"params": mine, "optimizer": optimizer, **said}
 
 
 def _check_unique(new: Mapping[str, str]) -> None:
