@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -13,6 +14,7 @@ from zlib import crc32 as zlib_crc32
 import pytest
 import torch
 from isal.isal_zlib import crc32 as isal_crc32
+from torch import Tensor
 
 from shardwise import _collectives as collectives
 from shardwise._layout import Layout, Mesh, Shard
@@ -133,6 +135,34 @@ def test_several_requests_of_an_object_store_are_made_at_a_time(monkeypatch: pyt
     monkeypatch.setattr(Objects, "read", waiting)
     load(url, {"x": (found := torch.zeros(64, 4))})
     assert bits(found) == bits(x)
+
+
+@pytest.mark.parametrize("size", [2, 64])
+def test_what_a_rank_receives_on_saving_does_not_grow_with_the_ranks(
+    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Messages of checkpoints, but for those to the first rank."""
+    received = Counter[int]()
+    exchange, broadcast = collectives.exchange_messages, collectives.broadcast
+
+    def counted_exchange(send: Tensor, sent: list[int], expected: list[int], ranks: tuple[int, ...]) -> Tensor:
+        received[collectives.rank()] += sum(count > 0 for count in expected)
+        return exchange(send, sent, expected, ranks)
+
+    def counted_broadcast(x: Tensor, count: int, root: int, ranks: tuple[int, ...]) -> Tensor:
+        received[collectives.rank()] += 1
+        return broadcast(x, count, root, ranks)
+
+    monkeypatch.setattr(collectives, "exchange_messages", counted_exchange)
+    monkeypatch.setattr(collectives, "broadcast", counted_broadcast)
+    world(size).run(
+        lambda: save(tmp_path, {"x": torch.ones(3), "y": distributed(torch.ones(size), rows(size))}, step=1)
+    )
+    assert {received[rank] for rank in range(1, size)} == {2}  # to begin, and what became of it
+
+
+def rows(size: int) -> Layout:
+    return Layout(Mesh((size,)), [Shard(0)], (size,))
 
 
 WITHOUT_ISAL = """

@@ -137,6 +137,8 @@ def _is_finite(block: memoryview, dtype: torch.dtype) -> bool:
         values = torch.view_as_real(values)
     if dtype.itemsize == 1:  # torch has no minimum of these
         values = values.float()
+    if isfinite(values.sum()):  # that of finite values may be too large, so it is only a short way
+        return True
     return all(isfinite(extreme) for extreme in values.aminmax())  # NaN if there is one
 
 
@@ -166,6 +168,9 @@ def checksum(x: Tensor) -> Checksum:
 
 def byte_blocks(x: Tensor) -> Iterator[memoryview]:
     """The bytes of `x` in row-major order, a few rows at a time: `x` itself may be strided or on a device."""
+    if x.nbytes <= BLOCK_BYTES and is_plain_memory(x):  # thousands of small ones take a short way
+        yield x.detach().reshape(-1).view(torch.uint8).numpy().data
+        return
     x = x.detach() if x.ndim else x.detach().reshape(1)
     if x.ndim > 1 and len(x) and x[0].numel() * x.element_size() > BLOCK_BYTES:  # one row is too much to copy
         for row in x:

@@ -14,6 +14,7 @@ from typing import TypeAlias, TypeVar
 from shardwise.checkpoint.remedies import UNREACHABLE, damaged, foreign
 from shardwise.errors import CheckpointError, UnreachableError
 
+BUFFER_BYTES = 1 << 20  # thousands of small tensors are written by few calls
 _NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)  # the last one: a socket
 Broken: TypeAlias = Callable[[str], CheckpointError]  # `damaged` or `foreign`
 
@@ -89,7 +90,7 @@ def foreign_names(path: Path) -> list[str] | None:
 
 
 def write_synced(path: Path, content: Iterable[memoryview | bytes]) -> None:
-    with naming(path), path.open("xb") as file:
+    with naming(path), path.open("xb", buffering=BUFFER_BYTES) as file:
         for block in content:
             file.write(block)
         file.flush()

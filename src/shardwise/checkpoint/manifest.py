@@ -7,6 +7,7 @@ import gc
 import hashlib
 import json
 import re
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -47,10 +48,12 @@ def gc_paused() -> Iterator[None]:
     """Collect no garbage in the block, or in the function that this decorates, which makes thousands of objects.
 
     A full collection visits every object of the process, a million of them after `import torch`. Parsing the manifest
-    of 100,000 chunks starts several: they took two thirds of its time.
+    of 100,000 chunks starts several: they took two thirds of its time. In another thread than the main one, which may
+    switch the collection itself meanwhile, nothing is changed.
     """
-    was_on = gc.isenabled()
-    gc.disable()
+    was_on = gc.isenabled() and threading.current_thread() is threading.main_thread()
+    if was_on:
+        gc.disable()
     try:
         yield
     finally:
