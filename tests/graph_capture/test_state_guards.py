@@ -200,7 +200,7 @@ def test_values_written_into_parameters_and_buffers_count_at_once() -> None:
     assert len(step.graphs()) == 1
 
 
-def test_values_may_become_equal_objects_and_what_runs_no_function_reads_may_change() -> None:
+def test_a_value_may_become_an_equal_object_and_what_is_not_read_may_change() -> None:
     module, x, unread = Model().eval(), torch.randn(4, 3), [1.0]
     module.listed[0].eval()
     step = sw.capture(module)

@@ -64,13 +64,16 @@ MAX_ELEMENTS = 100_000  # of a container; they are compared at each call
 MAX_BYTES = 1 << 20  # of an array
 WRAPPERS = (MethodType, BuiltinMethodType, staticmethod, classmethod, property, cached_property, partial)
 OF_MODULES = vars(nn.Module()).keys()
-CALLED = (
-    "training", "_parameters", "_buffers", "_modules",
+TRAINING = ("training", "training")  # twice: of one name `itemgetter` gives no tuple
+CALLED = (  # dicts of a module that a call of it uses
+    "_parameters", "_buffers", "_modules",
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
 
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_facts = attrgetter("requires_grad", "dtype", "shape")
+_layout = attrgetter("_layout", "_layout")  # twice: of one name it gives no tuple
 _data_ptr: Callable[[Tensor], int] = torch._C.TensorBase.data_ptr  # of the local tensor that a DTensor is
 
 
@@ -229,7 +232,7 @@ class Guards:
             return "the class of an object"
         with DisableTorchFunctionSubclass():
             if list(map(_facts, self._tensors)) != self._facts:
-                return "requires_grad, dtype, shape or layout of a tensor that the function uses"
+                return "requires_grad, dtype or shape of a tensor that the function uses"
         return None
 
     # ---- functions that run -----------------------------------------------------------------------------------------
@@ -306,6 +309,8 @@ class Guards:
             with DisableTorchFunctionSubclass():
                 self._facts.append(_facts(x))
             self._tensors.append(x)
+            if isinstance(x, DTensor):
+                self._guard(f"the layout of {name}", partial(_layout, x))
             self.reached.add(id(x))
             self._visit_attributes(x, name)
         elif isinstance(x, torch.Generator):
@@ -355,12 +360,12 @@ class Guards:
         kind = type(x)
         if not own and isinstance(x, dict | FunctionType) and _package(kind) in LIBRARIES:
             return
-        if isinstance(x, capture_hooks.RunsInReplays):  # these replay as calls, which read what else they have
-            for key in CALLED[1:]:
-                self._visit(vars(x)[key], name)
-            return
         if isinstance(x, nn.Module):
-            names = [key for key in own if key in CALLED or key not in OF_MODULES]
+            for key in CALLED:
+                self._visit(own[key], name)
+            if isinstance(x, capture_hooks.RunsInReplays):  # it replays as a call, which reads what else it has
+                return
+            names = [*TRAINING, *(key for key in own if key not in OF_MODULES)]
             self._guard(name, partial(itemgetter(*names), own), names)
             self._guard_size(own)
         elif isinstance(own, dict) and kind is not DTensor:  # some classes have what they like there
@@ -401,10 +406,6 @@ def _paths(
                 dots = "." * found[i - 2].argval
                 module = importlib.import_module(dots + x.argval, globals_.get("__package__"))
                 yield from ((vars(module), [name]) for name in code.co_names)
-
-
-def _facts(x: Tensor) -> tuple[Any, ...]:
-    return x.requires_grad, x.dtype, x.shape, getattr(x, "_layout", None)
 
 
 def _is_same(x: object, before: object) -> bool:
