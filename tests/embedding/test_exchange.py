@@ -13,8 +13,7 @@ from shardwise._layout import Layout, Mesh, Placement, Shard
 from shardwise._redistribute.transfers import Exchange
 from shardwise._rules.row_exchange import IdMessage, id_message
 from shardwise._trace.comm_trace import CommEvent, Listener, listening_with
-from shardwise.embedding.batch import IdRules, features_of, make_batch
-from shardwise.embedding.configs import EmbeddingConfig
+from shardwise.embedding.batch import make_batch
 from shardwise.embedding.exchange.engine import FIRST_CAPACITY, Capacities, Engine, Gradients
 from shardwise.embedding.exchange.owner import dense_gradient, make_stacks
 from shardwise.embedding.exchange.requests import request_bags
@@ -49,13 +48,9 @@ class Setup:
     def sums(self, ids: Sequence[Sequence[int]]) -> Tensor:
         """The sums of bags of ids."""
         values = torch.tensor([i for bag in ids for i in bag], dtype=torch.int64)
-        rows, cols = self.plan.tables[0].layout.shape
-        config = EmbeddingConfig(rows, cols, "items", feature_names=["item"])
-        rules = IdRules(features_of([config]), skips_padding=True)
-        given = make_batch(values, torch.tensor([len(bag) for bag in ids], dtype=torch.int64), None, [len(ids)])
-        batch, verdict = rules.apply(given)
+        batch = make_batch(values, torch.tensor([len(bag) for bag in ids], dtype=torch.int64), None, [len(ids)])
         out = request_bags(self.engine.batch_index(batch.bags), batch)
-        message = self.engine.message(out, verdict)
+        message = self.engine.message(out, ())
         requests = self.engine.receive(message.read(message.start()()))
         if self.fails:
             raise ValueError("between messages 1 and 2")

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 from shardwise import Mesh, Placement, Replicate, Shard, count_comms, distribute_tensor
 from shardwise._lookups.ids import Bags, group_ids, number_of_distinct
+from shardwise._lookups.row_requests import read_requests
 from shardwise.errors import IdError
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
@@ -143,6 +144,16 @@ def test_groups_are_by_owner_and_then_by_bag() -> None:
     assert found.lengths[:4].tolist() == [1, 2, 1, 1]
     assert found.bags[:4].tolist() == [0, 1, 0, 1]
     assert found.runs == ((0, 2), (2, 4), (0, 0), (2, 4))
+
+
+def test_lengths_of_runs_are_left_out_if_they_are_equal() -> None:
+    """Rank 0 sends lengths for stack 0 only, rank 1 for stack 1 only, which has a run without ids."""
+    messages = [torch.tensor([2, 1, 5, 6, 7, 8, 9]), torch.tensor([0, 1, 4, 3])]
+    first, second = read_requests(messages, [[1, 2, 3, 0, 1, 2], [0, 1, 1, 1, 2, 1]])
+    assert (first.rows.tolist(), first.offsets.tolist()) == ([5, 6, 7, 4], [0, 2, 3, 4])
+    assert (second.rows.tolist(), second.offsets.tolist()) == ([8, 9, 3], [0, 2, 2, 3])
+    assert (first.runs, first.ids, second.runs, second.ids) == ((2, 1), (3, 1), (1, 2), (2, 1))
+    assert first.only([1]).offsets.tolist() == [0, 1]
 
 
 def test_counting_the_different_ids_is_cheap_or_left() -> None:

@@ -70,26 +70,30 @@ def read_requests(
     messages: Sequence[Tensor], headers: Sequence[Sequence[int]], weighted: bool = False
 ) -> list[RowRequests]:
     """The requests of each stack, of the messages of all ranks and their headers; `weighted` ones end with weights."""
-    num_stacks = len(headers[0]) // 3
-    parts: list[list[list[Tensor]]] = []  # for each rank: lengths, rows and weights of each stack
+    stacks = range(len(headers[0]) // 3)
+    lengths: list[list[Tensor]] = [[] for _ in stacks]
+    rows: list[list[Tensor]] = [[] for _ in stacks]
+    weights: list[list[Tensor]] = [[] for _ in stacks]
     for message, header in zip(messages, headers, strict=True):
         has_lengths, runs, ids = header[::3], header[1::3], header[2::3]
         sent = [n if given else 0 for given, n in zip(has_lengths, runs, strict=True)]
-        found = message.split([*sent, *ids, *(ids if weighted else ())])
-        of_stacks = [list(found[i : i + num_stacks]) for i in range(0, len(found), num_stacks)]
+        parts = iter(message.split([*sent, *ids, *(ids if weighted else ())]))
         for stack, given in enumerate(has_lengths):
-            if not given:
-                of_stacks[0][stack] = message.new_full((runs[stack],), ids[stack] // max(runs[stack], 1))
-        parts.append(of_stacks)
+            part = next(parts)
+            lengths[stack].append(
+                part if given else message.new_full((runs[stack],), ids[stack] // max(runs[stack], 1))
+            )
+        for of_stack in (*rows, *(weights if weighted else ())):
+            of_stack.append(next(parts))
     return [
         RowRequests(
-            torch.cat([of_rank[1][stack] for of_rank in parts]),
-            torch.cat([of_rank[0][stack] for of_rank in parts]),
-            as_weights(torch.cat([of_rank[2][stack] for of_rank in parts])) if weighted else None,
-            tuple(header[3 * stack + 1] for header in headers),
-            tuple(header[3 * stack + 2] for header in headers),
+            torch.cat(rows[stack]),
+            torch.cat(lengths[stack]),
+            as_weights(torch.cat(weights[stack])) if weighted else None,
+            tuple([header[3 * stack + 1] for header in headers]),
+            tuple([header[3 * stack + 2] for header in headers]),
         )
-        for stack in range(num_stacks)
+        for stack in stacks
     ]
 
 

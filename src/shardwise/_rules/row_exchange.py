@@ -66,48 +66,47 @@ class IdMessage:
 
     def start(self) -> Wait:
         """Start the first all-to-all; the returned function waits for what `read` takes."""
-        sent, received = ([self.header_size + n for n in capacities] for capacities in (self.sent, self.received))
-        return self.exchange.start(self.first, sent, received)
+        size = self.header_size
+        return self.exchange.start(self.first, [size + n for n in self.sent], [size + n for n in self.received])
 
     def read(self, first: Tensor) -> "IdReply":
         """Read what the first all-to-all received."""
         parts = first.split([n for capacity in self.received for n in (self.header_size, capacity)])
-        headers: Headers = torch.stack(parts[::2]).view(torch.int64).tolist()
-        messages = [x[:length] for x, (length, *_) in zip(parts[1::2], headers, strict=True)]
-        return IdReply(self, headers, messages)
+        heads: Headers = torch.stack(parts[::2]).view(torch.int64).tolist()
+        lengths = [head[0] for head in heads]
+        messages = [x[:length] for x, length in zip(parts[1::2], lengths, strict=True)]
+        return IdReply(self, [head[2:] for head in heads], lengths, messages, any(head[1] for head in heads))
 
 
 @dataclass(frozen=True)
 class IdReply:
-    """What the ranks sent to this one, perhaps without the rest of long messages."""
+    """What the ranks sent to this one, perhaps without the rest of long messages.
+
+    Attributes:
+        headers: what the caller of each rank added to its header.
+        lengths: of the message of each rank.
+        first: the beginnings of these messages.
+        is_longer: whether a message of any rank is longer than the first all-to-all.
+    """
 
     message: IdMessage
-    heads: Headers
-    first: Sequence[Tensor]
-
-    @property
-    def headers(self) -> Headers:
-        """What the callers of all ranks added to their headers."""
-        return [header for _, _, *header in self.heads]
-
-    @property
-    def lengths(self) -> list[int]:
-        """The length of the message of each rank."""
-        return [length for length, *_ in self.heads]
+    headers: Headers
+    lengths: list[int]
+    first: list[Tensor]
+    is_longer: bool
 
     def messages(self) -> list[Tensor]:
         """The full messages. All ranks have to call it, because there may be a second all-to-all."""
-        if not any(longer for _, longer, *_ in self.heads):
-            return list(self.first)
-        sent, missing = (
-            [max(0, n - capacity) for n, capacity in zip(lengths, capacities, strict=True)]
-            for lengths, capacities in (
-                (self.message.lengths, self.message.sent),
-                (self.lengths, self.message.received),
-            )
-        )
+        if not self.is_longer:
+            return self.first
+        sent = _beyond(self.message.lengths, self.message.sent)
+        missing = _beyond(self.lengths, self.message.received)
         rest = self.message.exchange.start(self.message.rest, sent, missing)().split(missing)
         return [torch.cat(pair) for pair in zip(self.first, rest, strict=True)]
+
+
+def _beyond(lengths: Sequence[int], capacities: Sequence[int]) -> list[int]:
+    return [max(0, n - capacity) for n, capacity in zip(lengths, capacities, strict=True)]
 
 
 def id_message(
