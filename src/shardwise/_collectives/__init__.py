@@ -61,9 +61,9 @@ from shardwise._collectives.transport import Transport, draw_from_torch, reduce_
 from shardwise._trace.comm_trace import CommCounts, count_comms
 
 __all__ = [
-    "Allocate", "Collective", "CommCounts", "DeviceMesh", "Ranks", "RemoteDevice", "Transport", "Wait", "agree", "all_gather",
-    "all_reduce", "all_to_all", "as_mesh", "barrier", "begin_again", "broadcast", "check_ranks", "check_values",
-    "chunks", "costs", "count_comms", "current_mesh", "describing", "device_mesh", "disagreement",
+    "Allocate", "Collective", "CommCounts", "DeviceMesh", "Ranks", "RemoteDevice", "Transport", "Wait", "agree",
+    "all_gather", "all_reduce", "all_to_all", "as_mesh", "barrier", "begin_again", "broadcast", "check_ranks",
+    "check_values", "chunks", "costs", "count_comms", "current_mesh", "describing", "device_mesh", "disagreement",
     "draw_from_torch", "exchange_messages", "expect_equal", "expect_equal_numbers", "expect_equal_options",
     "fingerprint", "gather_if_different", "gather_json", "group_ranks", "has_failed", "init_device_mesh",
     "init_from_environment", "init_processes", "is_here", "is_sampled", "is_simulated", "message_device",
