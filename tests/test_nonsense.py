@@ -294,6 +294,7 @@ CALLS: dict[str, Callable[[], Call]] = {
         w2=torch.ones(2, 3, 4), tokens=torch.ones(2, 3), weights=torch.ones(2, 1)),
     "sharded_tensor.ChunkShardingSpec": lambda: call(st.ChunkShardingSpec, dim=0,
         placements=["rank:0/cpu", "rank:1/cpu"]),
+    "sharded_tensor.DevicePlacementSpec": lambda: call(st.DevicePlacementSpec, device="rank:0/cpu"),
     "sharded_tensor.EnumerableShardingSpec": lambda: call(st.EnumerableShardingSpec,
         shards=[st.ShardMetadata([0], [4], "rank:0/cpu")]),
     "sharded_tensor.LocalShard": lambda: call(st.LocalShard, tensor=torch.ones(2, 3),

@@ -20,7 +20,7 @@ from shardwise import _collectives as collectives
 from shardwise._layout import Layout, Mesh, Shard
 from shardwise.checkpoint import files, load, manifest, read_manifest, save, sources
 from shardwise.checkpoint.local_files import LocalFile
-from shardwise.checkpoint.object_store import Objects
+from shardwise.checkpoint.object_store import ObjectStore
 from shardwise.errors import CheckpointError
 from shardwise.testing import world
 from shardwise.testing.local_shards import local_tensor
@@ -125,14 +125,14 @@ def test_several_requests_of_an_object_store_are_made_at_a_time(monkeypatch: pyt
     """Each of the 128 reads of data waits until another one has begun."""
     x, url, loading = values((64, 4)), f"memory://{uuid4().hex}", threading.current_thread()
     save(url, {"x": x}, step=1)
-    plain_read, two = Objects.read, threading.Barrier(2, timeout=PATIENCE_SECONDS)
+    plain_read, two = ObjectStore.read, threading.Barrier(2, timeout=PATIENCE_SECONDS)
 
-    def waiting(objects: Objects, *args: Any) -> bytes:
+    def waiting(store: ObjectStore, *args: Any) -> bytes:
         if threading.current_thread() is not loading:
             two.wait()
-        return plain_read(objects, *args)
+        return plain_read(store, *args)
 
-    monkeypatch.setattr(Objects, "read", waiting)
+    monkeypatch.setattr(ObjectStore, "read", waiting)
     load(url, {"x": (found := torch.zeros(64, 4))})
     assert bits(found) == bits(x)
 

@@ -16,6 +16,7 @@ from shardwise import DTensor, Mesh, Shard, distribute_tensor, rank
 from shardwise.errors import LayoutError, RuleError
 from shardwise.sharded_tensor import (
     ChunkShardingSpec,
+    DevicePlacementSpec,
     EnumerableShardingSpec,
     LocalShard,
     ShardingPlan,
@@ -51,6 +52,7 @@ def test_placements_have_the_rank_the_device_and_the_text_of_torch(device: Any) 
     peer = device if isinstance(device, _remote_device) else _remote_device(device)
     for ours in (
         placement_of(device),
+        DevicePlacementSpec(device).device,
         ShardMetadata([0], [1], device).placement,
         ChunkShardingSpec(0, [device]).placements[0],
     ):

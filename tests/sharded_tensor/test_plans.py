@@ -109,7 +109,7 @@ def test_a_module_with_two_names_is_replaced_under_both() -> None:
     shard_module(model, ShardingPlan({"0": Doubled()}))
     assert isinstance(model[0], nn.Sequential)
     assert model[1] is model[0]
-    with pytest.raises(PlanError, match="'0' has a Sharder, and so has '1'"):
+    with pytest.raises(PlanError, match="'1' has a Sharder, but it belongs to '0'"):
         shard_module(nn.Sequential(shared, shared), ShardingPlan({"0": Doubled(), "1": Doubled()}))
     with pytest.raises(PlanError, match=r"'1\.weight' has a spec, but it belongs to '0'"):
         shard_module(nn.Sequential(shared, shared), ShardingPlan({"0": Doubled(), "1.weight": chunks(0, 0, 1)}))
@@ -152,7 +152,7 @@ def test_all_errors_of_a_sharding_plan_are_reported_at_once_and_nothing_changes(
         shard_module(model, plan)
     for said in (
         "'inner.0.weight' has a spec, but it belongs to 'inner', which a Sharder replaces",
-        "'inner' has a Sharder, and so has 'inner.0', which is inside it",
+        "'inner.0' has a Sharder, but it belongs to 'inner', which a Sharder replaces",
         "no parent to be replaced in",
         "'tabel.weight' matches no parameter or buffer. Did you mean 'table.weight'?",
         "'head.weight' needs a ShardingSpec or a Sharder, got str",

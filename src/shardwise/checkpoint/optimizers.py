@@ -243,8 +243,9 @@ def _fit_group(
     known = kept_states(optimizer, number, here)
     kept = stored if known is None else known
     unequal = {key: saved[key] for key, value in values_of(here).items() if saved and saved.get(key, value) != value}
-    new = kept_states(optimizer, number, here, steps=0) or kept
-    first = (unequal and kept_states(optimizer, number, {**here, **unequal})) or kept
+    fresh = not all(stored.values())  # whether a parameter has no states in the checkpoint
+    new = (fresh and kept_states(optimizer, number, here, steps=0)) or kept
+    first = (fresh and unequal and kept_states(optimizer, number, {**here, **unequal})) or kept
     stored = {name: states or ({} if new[name] else first[name]) for name, states in stored.items()}
     of_states = [one for one in compare(stored, kept, (where,)) if not _is_mean(optimizer, number, one)]
     lacking = {one.path[1] for one in of_states if one.here is not None}

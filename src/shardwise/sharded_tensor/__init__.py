@@ -26,10 +26,10 @@ from shardwise.sharded_tensor.sharding import (
     state_dict_hook,
 )
 from shardwise.sharded_tensor.shards import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from shardwise.sharded_tensor.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
+from shardwise.sharded_tensor.specs import ChunkShardingSpec, DevicePlacementSpec, EnumerableShardingSpec, ShardingSpec
 
 __all__ = [
-    "ChunkShardingSpec", "EnumerableShardingSpec", "LocalShard", "LocalShardsWrapper",
+    "ChunkShardingSpec", "DevicePlacementSpec", "EnumerableShardingSpec", "LocalShard", "LocalShardsWrapper",
     "ShardMetadata", "ShardedTensor", "ShardedTensorMetadata", "Sharder", "ShardingPlan", "ShardingPlanner",
     "ShardingSpec", "TensorProperties", "collect_local_shard", "custom_sharding_spec_op", "empty", "full",
     "init_from_local_shards", "load_with_process_group", "ones", "pre_load_state_dict_hook", "rand", "randn",

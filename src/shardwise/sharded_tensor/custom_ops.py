@@ -1,7 +1,6 @@
 """Functions of torch that users implement for their sharding specs: entries of the table of ops."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import replace
 from inspect import signature
@@ -87,8 +86,11 @@ class _SpecOp:
         for x in pytree.tree_leaves((args, kwargs)) if func not in _running.get() else ():
             implementation = self.by_spec.get(type(x._spec)) if type(x) is DTensor else None
             if implementation is not None:
-                with _usual_inside(func):
+                token = _running.set((*_running.get(), func))
+                try:
                     return implementation((DTensor,), args, kwargs, collectives.process_group(x._layout.mesh.ranks))
+                finally:
+                    _running.reset(token)
         if self.usual.handler is None:
             return run(func, self.usual, args, kwargs)
         return self.usual.handler(func, args, kwargs)
@@ -108,15 +110,6 @@ def forget_implementations() -> None:
     for func, op in _implemented.items():
         registry.register(op.usual, func, replace=True)
     _implemented.clear()
-
-
-@contextmanager
-def _usual_inside(func: Op) -> Iterator[None]:
-    token = _running.set((*_running.get(), func))
-    try:
-        yield
-    finally:
-        _running.reset(token)
 
 
 def _any_implemented_for(tensors: Iterable[Any]) -> bool:

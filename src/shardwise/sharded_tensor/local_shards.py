@@ -55,7 +55,7 @@ class ShardTiling:
         """A tensor of the shape of the bounds, as a wrapper that shares its memory and autograd history."""
         with DisableTorchFunctionSubclass():
             wrapper: LocalShardsWrapper = _as_subclass(joined, LocalShardsWrapper)
-        wrapper._tiling = self
+        wrapper.tiling = self
         return wrapper
 
 
@@ -119,7 +119,7 @@ class LocalShardsWrapper(torch.Tensor):
             offsets that are too few, too many or negative; boxes that overlap or do not fill one box.
     """
 
-    _tiling: ShardTiling
+    tiling: ShardTiling  # the boxes of the shards
     _given: list[Tensor] | None = None  # the tensors it was made of; None: its shards are views
 
     @staticmethod
@@ -161,7 +161,7 @@ class LocalShardsWrapper(torch.Tensor):
             operands = torch.utils._pytree.tree_leaves((args, kwargs))
             if any(out is x for x in operands):  # a plain tensor that was modified in place
                 return out
-            tilings = {x._tiling for x in operands if isinstance(x, LocalShardsWrapper)}
+            tilings = {x.tiling for x in operands if isinstance(x, LocalShardsWrapper)}
             if len(tilings) > 1 or out.shape != next(iter(tilings)).bounds.sizes:
                 return out
         return tilings.pop().wrap(out)
@@ -174,39 +174,34 @@ class LocalShardsWrapper(torch.Tensor):
         if self._given is not None and not fresh:
             return list(self._given)
         with DisableTorchFunctionSubclass():
-            return self._tiling.shards(_as_subclass(self, Tensor))
+            return self.tiling.shards(_as_subclass(self, Tensor))
 
     def local_sizes(self) -> list[torch.Size]:
         """The shapes of the shards."""
-        return [torch.Size(box.sizes) for box in self._tiling.boxes]
+        return [torch.Size(box.sizes) for box in self.tiling.boxes]
 
     def local_offsets(self) -> list[torch.Size]:
         """The offsets of the shards in the global tensor."""
-        return [torch.Size(box.offsets) for box in self._tiling.boxes]
+        return [torch.Size(box.offsets) for box in self.tiling.boxes]
 
     shards = property(local_shards)
     shard_sizes = property(local_sizes)
     shard_offsets = property(local_offsets)
 
-    @property
-    def tiling(self) -> ShardTiling:
-        """The boxes of the shards."""
-        return self._tiling
-
     def is_empty_shard(self) -> bool:
         """Whether it has no element."""
-        return not prod(self._tiling.bounds.sizes)
+        return not prod(self.tiling.bounds.sizes)
 
     # ---- for torch.distributed.checkpoint ---------------------------------------------------------------------------
 
     @property
     def local_chunks(self) -> list[Any]:
         """A `ChunkStorageMetadata` of torch for each shard."""
-        return collectives.chunks(self._tiling.boxes)
+        return collectives.chunks(self.tiling.boxes)
 
     def storage_metadata(self) -> Any:
         """A `TensorStorageMetadata` of torch: properties, the shape of this local tensor, and a chunk per shard."""
-        return collectives.storage_metadata(self, self._tiling.bounds.sizes, self._tiling.boxes)
+        return collectives.storage_metadata(self, self.tiling.bounds.sizes, self.tiling.boxes)
 
     storage_meta = property(storage_metadata)
 
@@ -216,32 +211,32 @@ class LocalShardsWrapper(torch.Tensor):
         Raises:
             LayoutError: `object` is this wrapper, which does not know the global shape.
         """
-        global_shape, bounds = tuple(object.shape), self._tiling.bounds
+        global_shape, bounds = tuple(object.shape), self.tiling.bounds
         if any(a + n > size for a, n, size in zip(*bounds, global_shape, strict=True)):
             raise LayoutError(
                 f"{fqn}: the shards of this LocalShardsWrapper are at {bounds} of a tensor whose global shape it does "
                 f"not know, so it cannot be saved by itself. Fix: save DTensor.from_local(wrapper, mesh, placements)."
             )
-        return collectives.write_items(fqn, self, global_shape, self._tiling.boxes)
+        return collectives.write_items(fqn, self, global_shape, self.tiling.boxes)
 
     def __create_chunk_list__(self) -> list[Any]:
         return self.local_chunks
 
     def __get_tensor_shard__(self, index: object) -> Tensor:
-        return shard_at(index, self._tiling.boxes, self.local_shards())
+        return shard_at(index, self.tiling.boxes, self.local_shards())
 
     # ---- as a Python object -----------------------------------------------------------------------------------------
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         with torch.no_grad():
-            shards = zip(self._tiling.boxes, self.local_shards(), strict=True)
+            shards = zip(self.tiling.boxes, self.local_shards(), strict=True)
             return f"LocalShardsWrapper(shape={tuple(self.shape)}" + "".join(f", {b}: {s}" for b, s in shards) + ")"
 
     def __deepcopy__(self, memo: dict[int, "LocalShardsWrapper"]) -> "LocalShardsWrapper":
         if id(self) not in memo:
             if not self.is_leaf:
                 raise RuntimeError("Only leaf tensors can be deep-copied. Fix: copy.deepcopy(x.detach()).")
-            copy = _rebuilt(self.detach().clone(), self._tiling, self.requires_grad, hasattr(self, "_is_param"))
+            copy = _rebuilt(self.detach().clone(), self.tiling, self.requires_grad, hasattr(self, "_is_param"))
             if self.grad is not None and not isinstance(self, torch.nn.Parameter):  # as in torch
                 copy.grad = self.grad.clone()
             memo[id(self)] = copy
@@ -250,7 +245,7 @@ class LocalShardsWrapper(torch.Tensor):
     def __reduce_ex__(self, proto: object) -> Any:
         with DisableTorchFunctionSubclass():
             joined = _as_subclass(self.detach(), Tensor)
-        return _rebuilt, (joined, self._tiling, self.requires_grad, hasattr(self, "_is_param"))
+        return _rebuilt, (joined, self.tiling, self.requires_grad, hasattr(self, "_is_param"))
 
     def set_(self, *args: Any, **kwargs: Any) -> NoReturn:  # which torch does not dispatch to subclasses
         raise RuleError(_detaches("set_"))
@@ -358,7 +353,7 @@ def _detaches(name: str) -> str:
 
 def _equal(a: Tensor, b: Tensor) -> bool:
     """Two wrappers must also have the same shard offsets."""
-    if isinstance(a, LocalShardsWrapper) and isinstance(b, LocalShardsWrapper) and a._tiling != b._tiling:
+    if isinstance(a, LocalShardsWrapper) and isinstance(b, LocalShardsWrapper) and a.tiling != b.tiling:
         return False
     with DisableTorchFunctionSubclass():
         return torch.equal(a, b)
@@ -366,20 +361,20 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 def _read_data(x: LocalShardsWrapper) -> LocalShardsWrapper:
     with DisableTorchFunctionSubclass():
-        return x._tiling.wrap(x.data)
+        return x.tiling.wrap(x.data)
 
 
 def _write_data(x: LocalShardsWrapper, value: Tensor) -> None:
     """Sets new memory, also of the given shards."""
-    if value.shape != x._tiling.bounds.sizes:
+    if value.shape != x.tiling.bounds.sizes:
         raise LayoutError(
-            f".data = needs a tensor of shape {x._tiling.bounds.sizes}, got {tuple(value.shape)}. "
+            f".data = needs a tensor of shape {x.tiling.bounds.sizes}, got {tuple(value.shape)}. "
             f"Fix: that shape, or a new LocalShardsWrapper."
         )
     with DisableTorchFunctionSubclass():
         joined = _as_subclass(value.detach(), Tensor)
         x.data = joined
-        _point_to(x._given or (), joined, x._tiling) if x._given else None
+        _point_to(x._given or (), joined, x.tiling) if x._given else None
 
 
 def _special(func: Op) -> Callable[..., Any] | None:

@@ -196,39 +196,33 @@ def _problems(plan: ShardingPlan, modules: Mapping[str, nn.Module], tensors: Map
         if isinstance(entry, Sharder) and name in modules
     }
     for name, entry in plan.plan.items():
-        if isinstance(entry, Sharder):
-            if not name:
-                yield "'' has a Sharder, but it has no parent to be replaced in. Fix: call shard() on it."
-            elif name not in modules:
-                yield module_sharding.unknown_name(name, modules, "module")
-            inside = [other for other in replaced if other != name and modules[other] in replaced.get(name, ())]
-            yield from (
-                f"{name!r} has a Sharder, and so has {other!r}, which is inside it. Fix: one of them."
-                for other in inside
-            )
-        elif not isinstance(entry, ShardingSpec):
+        if not isinstance(entry, Sharder | ShardingSpec):
             yield (
                 f"{name!r} needs a ShardingSpec or a Sharder, got {type(entry).__name__}. "
                 f"Fix: such as ChunkShardingSpec(0, ['rank:0/cpu', 'rank:1/cpu'])."
             )
-        elif name not in tensors:
-            yield module_sharding.unknown_name(name, tensors, "parameter or buffer")
-        else:
-            around = [path for path, inside in replaced.items() if modules[name.rpartition(".")[0]] in inside]
-            yield from (
-                f"{name!r} has a spec, but it belongs to {path!r}, which a Sharder replaces. Fix: one of the two."
-                for path in around
-            )
+            continue
+        is_module = isinstance(entry, Sharder)
+        if is_module and not name:
+            yield "'' has a Sharder, but it has no parent to be replaced in. Fix: call shard() on it."
+        if name not in (modules if is_module else tensors):
+            kind = "module" if is_module else "parameter or buffer"
+            yield module_sharding.unknown_name(name, modules if is_module else tensors, kind)
+            continue
+        own = modules[name if is_module else name.rpartition(".")[0]]
+        yield from (
+            f"{name!r} has a {'Sharder' if is_module else 'spec'}, but it belongs to {path!r}, which a Sharder "
+            f"replaces. Fix: one of the two."
+            for path, inside in replaced.items()
+            if path != name and own in inside
+        )
     specs = {name: entry for name, entry in plan.plan.items() if isinstance(entry, ShardingSpec)}
     yield from module_sharding.conflicting_ties(tensors, specs)
-    yield from _output_problems(plan, modules)
-
-
-def _output_problems(plan: ShardingPlan, modules: Mapping[str, nn.Module]) -> Iterator[str]:
-    for name, spec in (plan.output_plan or {}).items():
+    outputs = plan.output_plan or {}
+    for name, spec in outputs.items():
         if not isinstance(spec, ShardingSpec):
             yield f"the output of {name!r} needs a ShardingSpec, got {type(spec).__name__}."
-    for name in (*(plan.output_plan or ()), *(plan.return_local_tensor or ())):
+    for name in (*outputs, *(plan.return_local_tensor or ())):
         if name not in modules:
             yield f"the plan for the output: {module_sharding.unknown_name(name, modules, 'module')}"
 
@@ -282,10 +276,7 @@ def state_dict_hook(module: nn.Module, destination: dict[str, Any], prefix: str,
 
     For `module._register_state_dict_hook(state_dict_hook)`.
     """
-    for key, owner, name in _attributes(module, prefix):
-        value = vars(owner)[name]
-        if isinstance(value, DTensor):
-            destination[key] = value
+    destination |= {key: x for key, _, _, x in _attributes(module, prefix) if isinstance(x, DTensor)}
 
 
 def pre_load_state_dict_hook(
@@ -303,8 +294,8 @@ def pre_load_state_dict_hook(
     For `module.register_load_state_dict_pre_hook(pre_load_state_dict_hook)`. With `strict=True` it reports `DTensor`s
     of the module that the state dict lacks or has in another shape.
     """
-    for key, owner, name in list(_attributes(module, prefix)):
-        current, loaded = vars(owner)[name], state_dict.get(key)
+    for key, owner, name, current in [*_attributes(module, prefix)]:
+        loaded = state_dict.get(key)
         if isinstance(loaded, DTensor):
             if isinstance(current, DTensor) and current.shape != loaded.shape:
                 error_msgs.append(f"{key}: the module has shape {tuple(current.shape)}, got {tuple(loaded.shape)}.")
@@ -315,8 +306,8 @@ def pre_load_state_dict_hook(
             missing_keys.append(key)
 
 
-def _attributes(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, str]]:
-    """State-dict keys, owners and names of plain attributes."""
-    for path, owner in module.named_modules():
-        for name in vars(owner):
-            yield f"{prefix}{path}{'.' if path else ''}{name}", owner, name
+def _attributes(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, str, object]]:
+    """State-dict keys, owners, names and values of plain attributes."""
+    for path, owner in module.named_modules(prefix=prefix.removesuffix(".")):
+        for name, value in vars(owner).items():
+            yield f"{path}{'.' if path else ''}{name}", owner, name, value

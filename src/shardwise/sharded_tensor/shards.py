@@ -204,19 +204,25 @@ def layout_of_shards(shards: Sequence[ShardMetadata], shape: tuple[int, ...], ra
     for shard in shards:
         by_rank[shard.rank].append(shard.box)
     boxes = {shard.rank: shard.box for shard in shards if shard.box.numel or 0 in shape}
-    if boxes and all(len(row) <= 1 for row in by_rank.values()):
-        dims = [d for d in range(len(shape)) if any(box.sizes[d] != shape[d] for box in boxes.values())]
-        if not dims and len(by_rank) == 1:
-            return Layout(line, [Replicate()], shape)
-        if not dims and sum(map(len, by_rank.values())) == 1:
-            return Layout(line, [OnRanks(ranks.index(next(iter(boxes))))], shape)
-        if len(dims) <= 1:
-            return _along_dim(shards, boxes, dims[0] if dims else _empty_dim(shards), shape, ranks, device)
-        if len(boxes) == len(ranks):
-            grid = _grid(boxes, dims, shape, device)
-            if grid is not None:
-                return grid
-    return Layout(line, [Boxes([by_rank[rank] for rank in ranks])], shape)
+    if not boxes or any(len(row) > 1 for row in by_rank.values()):
+        return Layout(line, [Boxes([by_rank[rank] for rank in ranks])], shape)
+    dims = [d for d in range(len(shape)) if any(box.sizes[d] != shape[d] for box in boxes.values())]
+    if not dims and len(by_rank) == 1:
+        return Layout(line, [Replicate()], shape)
+    if not dims and sum(map(len, by_rank.values())) == 1:
+        return Layout(line, [OnRanks(ranks.index(next(iter(boxes))))], shape)
+    if len(dims) > 1:
+        grid = _grid(boxes, dims, shape, device) if len(boxes) == len(ranks) else None
+        return grid or Layout(line, [Boxes([by_rank[rank] for rank in ranks])], shape)
+    # One box per rank along one dim: a mesh in the order of the boxes, ranks without one last.
+    empty = next((d for s in shards for d, n in enumerate(s.shard_sizes) if not n), 0)  # if one shard holds everything
+    dim = dims[0] if dims else empty
+    order = sorted(boxes, key=lambda rank: boxes[rank].offsets[dim])
+    if order == [rank for rank in ranks if rank in boxes]:  # the natural order, with empty shards in between
+        order = [*ranks]
+    order = [*dict.fromkeys((*order, *(shard.rank for shard in shards), *ranks))]
+    sizes = [boxes[rank].sizes[dim] if rank in boxes else 0 for rank in order]
+    return Layout(Mesh((len(order),), tuple(order), None, device), [Shard(dim, sizes)], shape)
 
 
 def _device_type(shards: Sequence[ShardMetadata]) -> str:
@@ -227,29 +233,6 @@ def _device_type(shards: Sequence[ShardMetadata]) -> str:
             f"Fix: one kind in all placements, such as 'rank:0/cpu' and 'rank:1/cpu'."
         )
     return next(iter(types), "cpu")
-
-
-def _empty_dim(shards: Sequence[ShardMetadata]) -> int:
-    """If one shard holds everything: the dim along which the others are empty."""
-    return next((d for s in shards for d, n in enumerate(s.shard_sizes) if not n), 0)
-
-
-def _along_dim(
-    shards: Sequence[ShardMetadata],
-    boxes: Mapping[int, Box],
-    dim: int,
-    shape: tuple[int, ...],
-    ranks: Ranks,
-    device: str,
-) -> Layout:
-    """One box per rank along one dim: a mesh in the order of the boxes, ranks without one last."""
-    placed = list(dict.fromkeys(shard.rank for shard in shards))
-    filled = sorted(boxes, key=lambda rank: boxes[rank].offsets[dim])
-    order = (*filled, *(r for r in placed if r not in boxes), *(r for r in ranks if r not in placed))
-    if filled == [r for r in ranks if r in boxes]:  # the natural order, with empty shards in between
-        order = ranks
-    sizes = [boxes[rank].sizes[dim] if rank in boxes else 0 for rank in order]
-    return Layout(Mesh((len(order),), order, None, device), [Shard(dim, sizes)], shape)
 
 
 def _grid(boxes: Mapping[int, Box], dims: list[int], shape: tuple[int, ...], device: str) -> Layout | None:

@@ -45,6 +45,21 @@ from shardwise.sharded_tensor.shards import (
 )
 
 
+@checked_init
+@dataclass(frozen=True, init=False)
+class DevicePlacementSpec:
+    """One device that holds something, such as `"rank:0/cuda:0"` or `"cuda:0"`: a description, as in torch.
+
+    Raises:
+        LayoutError, MeshError: another form, or a device that torch does not know.
+    """
+
+    device: RemoteDevice
+
+    def __init__(self, device: object) -> None:
+        object.__setattr__(self, "device", placement_of(device))
+
+
 class ShardingSpec(ABC):
     """How tensors are sharded. To define your own, subclass it and implement `build_metadata`."""
 
