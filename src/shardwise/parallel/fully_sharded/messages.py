@@ -1,8 +1,10 @@
 """How parameters of a unit are stored, and the collectives that all-gather them and reduce their gradients.
 
-(message,) = messages_of(slots_of(module), MixedPrecisionPolicy(), None, data_ranks, as_dtensors=False)
-full = message.start_gather(shards, message.moves, "0 (unit 1)")([None] * len(shards))
-gradients = message.reduce(gradients_of_full, "0 (unit 1)")
+    (message,) = messages_of(slots_of(module), MixedPrecisionPolicy(), None, data_ranks, as_dtensors=False)
+    full = message.start_gather(shards, message.moves, "0 (unit 1)")([None] * len(shards))
+    gradients = message.reduce(gradients_of_full, "0 (unit 1)")
+
+Units are above this file, which knows only the attribute that a module has if it is one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,8 +27,6 @@ from shardwise.errors import PlanError
 
 Finish = Callable[[Sequence[Tensor | None]], list[Tensor]]
 """Waits for an all-gather; returns the full tensors, in the given ones where there are any."""
-
-
 NO_BACKWARD = -1
 backward_task = torch._C._current_graph_task_id  # torch's number of the backward that runs, or `NO_BACKWARD`
 UNIT = "_fully_sharded_unit"  # of a module

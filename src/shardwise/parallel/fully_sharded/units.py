@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 from weakref import ref
 
 import torch
@@ -52,7 +52,7 @@ from shardwise.parallel.fully_sharded.messages import (
     slots_of,
 )
 
-UNREDUCED = "_unreduced_gradient"  # of a parameter
+UNREDUCED = "_unreduced_gradient"  # of a parameter: its full gradient of earlier backwards, and the name of its unit
 CALLERS = 4  # of deepcopy: a copy is known by where it was made
 T = TypeVar("T")
 
@@ -87,13 +87,6 @@ class Options:
     reshard_after_forward: bool | int | None  # an int is a factor of the number of ranks, neither of them nor 1
     mp_policy: MixedPrecisionPolicy
     prefetch: int
-
-
-class Unreduced(NamedTuple):
-    """The full gradient of a parameter, of earlier backwards, and the name of its unit."""
-
-    gradient: Tensor
-    unit: str
 
 
 # ---- the parameters of one forward ------------------------------------------------------------------------
@@ -317,13 +310,13 @@ class FullParameters:
         for message in self.messages:
             for i in message.members:
                 p, now = self.parameters[i], found[i]
-                kept: Unreduced | None = vars(p).pop(UNREDUCED, None)
+                kept: tuple[Tensor, str] | None = vars(p).pop(UNREDUCED, None)
                 if now is not None:
                     now = now.to(_kept_dtype(p, message.reduce_dtype))
                 if kept is not None:
-                    now = kept.gradient if now is None else kept.gradient + now
+                    now = kept[0] if now is None else kept[0] + now
                 if now is not None and not sync:
-                    vars(p)[UNREDUCED] = Unreduced(now, self.unit.name)
+                    vars(p)[UNREDUCED] = now, self.unit.name
                 found[i] = now if sync else None
         return found
 
@@ -353,11 +346,11 @@ def check_steps() -> None:
 
 def _check_reduced(optimizer: Optimizer, args: object, kwargs: object) -> None:
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        kept: Unreduced | None = vars(parameter).get(UNREDUCED)
-        if kept is not None:
+        if UNREDUCED in vars(parameter):
+            _, unit = vars(parameter)[UNREDUCED]
             raise RuntimeError(
-                f"{type(optimizer).__name__}.step: gradients of {kept.unit} were not reduced over the ranks. Fix: "
-                f"set_requires_gradient_sync(True) before the last backward, and let that one use {kept.unit}."
+                f"{type(optimizer).__name__}.step: gradients of {unit} were not reduced over the ranks. Fix: "
+                f"set_requires_gradient_sync(True) before the last backward, and let that one use {unit}."
             )
 
 
@@ -465,9 +458,9 @@ class Unit:
         copy.reshard_after_forward = self.reshard_after_forward
         copy.requires_gradient_sync = self.requires_gradient_sync
         for p in self.module.parameters():
-            kept: Unreduced | None = vars(p).get(UNREDUCED)
-            if kept is not None:
-                vars(memo[id(p)])[UNREDUCED] = Unreduced(kept.gradient.clone(), kept.unit)
+            if UNREDUCED in vars(p):
+                gradient, name = vars(p)[UNREDUCED]
+                vars(memo[id(p)])[UNREDUCED] = gradient.clone(), name
         return copy
 
     @property
