@@ -1,7 +1,7 @@
 """What saving and loading compute for many boxes, beside what they read and write; one process, no data.
 
-On saving, each rank compares the checksums of all ranks and rank 0 makes the manifest; on loading, each rank parses it
-and finds the chunks that it needs.
+On saving, rank 0 compares the checksums of all ranks and makes the manifest; on loading, each rank parses it and finds
+the chunks that it needs.
 
     python benchmarks/checkpoint_planning.py [--boxes 100000]
 """
@@ -16,10 +16,10 @@ from measure import machine, print_table
 
 from shardwise import Boxes, Layout, Mesh, Shard
 from shardwise._layout import Box
-from shardwise.checkpoint.loading import _copies
+from shardwise.checkpoint.loading import _meeting
 from shardwise.checkpoint.manifest import as_bytes, parse
-from shardwise.checkpoint.saving import AllSums, Contents
-from shardwise.checkpoint.state import LocalBoxes
+from shardwise.checkpoint.saving import Contents, Report
+from shardwise.checkpoint.state import LocalBoxes, held_boxes
 
 T = TypeVar("T")
 WRITERS, READERS = 64, 8
@@ -57,9 +57,8 @@ def measure(layouts: dict[str, Layout]) -> list[float]:
     seconds: list[float] = []
     contents = Contents({name: torch.zeros(()) for name in layouts}, None)
     contents.tensors = {name: LocalBoxes(layout, torch.float32, ()) for name, layout in layouts.items()}
-    sums: AllSums = [[((1,), True) for _ in contents._boxes(rank)] for rank in range(WRITERS)]
-    timed(seconds, lambda: contents.check_equal(sums))
-    manifest = timed(seconds, lambda: contents.manifest(1, sums))
+    reports: list[Report] = [(0, [(1,) for _ in held_boxes(layouts, rank)], ()) for rank in range(WRITERS)]
+    manifest = timed(seconds, lambda: contents.manifest(1, reports))
     data = timed(seconds, lambda: as_bytes(manifest))
     read = timed(seconds, lambda: parse(data))
     timed(seconds, read.file_layouts)
@@ -68,7 +67,7 @@ def measure(layouts: dict[str, Layout]) -> list[float]:
         for stored in read.tensors.values():
             target = Layout(Mesh((READERS,)), [Shard(0)], stored.shape)
             views = tuple((box, torch.empty(0)) for box in target.boxes(0))
-            _copies(LocalBoxes(target, stored.dtype, views), stored)
+            _meeting(LocalBoxes(target, stored.dtype, views), stored)
 
     timed(seconds, find_chunks)
     return seconds
@@ -78,7 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--boxes", type=int, default=100_000)
     boxes = parser.parse_args().boxes
-    columns = ("layouts", "compare", "manifest", "to bytes", "parse", "files", f"chunks of 1 of {READERS} ranks")
+    columns = ("layouts", "manifest", "to bytes", "parse", "files", f"chunks of 1 of {READERS} ranks")
     rows = [(name, *(f"{s:.2f} s" for s in measure(layouts))) for name, layouts in cases(boxes).items()]
     print_table(f"About {boxes:,} boxes on {WRITERS} ranks; {machine()}", columns, rows)
 
