@@ -237,7 +237,7 @@ class Guards:
 
     # ---- functions that run -----------------------------------------------------------------------------------------
 
-    def _note(self, frame: FrameType, event: str, called: Any) -> None:
+    def _note(self, frame: FrameType, event: str, called: object) -> None:
         tracer, code = capture_hooks.current.tracer, frame.f_code
         if tracer is None or tracer.paused:  # not kernels that custom ops call, nor a compiler
             return
@@ -428,7 +428,7 @@ def _content(cell: CellType) -> object:
         return None
 
 
-def _package(x: Any) -> str:
+def _package(x: object) -> str:
     """The package of a module's name, or of what is defined in a module."""
     return str(x if isinstance(x, str) else getattr(x, "__module__", None)).partition(".")[0]
 
@@ -440,8 +440,8 @@ def _incomparable(name: str, what: str) -> CaptureError:
     )
 
 
-def _seeding(code: CodeType, called: Any) -> CaptureError:
+def _seeding(code: CodeType, called: object) -> CaptureError:
     return refusal(
-        f"{code.co_qualname} calls {called.__name__}",
+        f"{code.co_qualname} calls {getattr(called, '__name__', called)}",
         "seed generators, and read and set their states, outside of the captured function",
     )

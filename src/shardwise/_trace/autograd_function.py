@@ -1,10 +1,21 @@
-"""The base class of this library's autograd functions."""
+"""The base class of this library's autograd functions, and what they are passed."""
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
+
+
+class Context(Protocol):
+    """What `forward` keeps for `backward`: tensors, and other values in `args`."""
+
+    args: Any
+    saved_tensors: tuple[Tensor, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+    def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
+    def set_materialize_grads(self, value: bool) -> None: ...
 
 
 class TensorFunction(torch.autograd.Function):

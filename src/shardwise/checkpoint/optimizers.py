@@ -157,7 +157,7 @@ class OptimizersFit:
                     group[key] = value
 
 
-def _put(existing: Any, loaded: Any) -> Any:
+def _put(existing: object, loaded: Any) -> object:
     """`loaded`; of another number of shards of columns, `existing` filled with the mean over them."""
     if not isinstance(existing, DTensor) or existing.shape == loaded.shape:
         return loaded

@@ -1,7 +1,7 @@
 """The state of a module and its optimizers under names that depend on no layout and no number of ranks."""
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -137,7 +137,8 @@ def restore(
     fit.apply(state)
     for name, of_scheduler in of_schedulers.items():
         named[name].load_state_dict(of_scheduler)
-    return Restored(**vars(manifest), dropped=() if strict else tuple(format_lines(fit.differences)))
+    said = {f.name: getattr(manifest, f.name) for f in fields(manifest)}
+    return Restored(**said, dropped=() if strict else tuple(format_lines(fit.differences)))
 
 
 def _fit(

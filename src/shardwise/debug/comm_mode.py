@@ -271,13 +271,13 @@ _COLLECTIVES = {"all_reduce", "broadcast", *_NAMES.values()}
 
 
 @cache
-def _torch_op(kind: str) -> Any:
+def _torch_op(kind: str) -> object:
     """The op of `torch.ops.c10d_functional` that torch's tools count a collective of this kind as."""
     import_module("torch.distributed._functional_collectives")  # registers the ops
     return getattr(torch.ops.c10d_functional, _NAMES.get(kind, kind))
 
 
-def _functional_collective(func: object, args: Sequence[Any]) -> tuple[Any, int] | None:
+def _functional_collective(func: object, args: Sequence[Any]) -> tuple[object, int] | None:
     """The `_torch_op` of a call of a functional collective, and what this rank sends in it; None for other ops.
 
     An all-reduce counts as a ring, as ours do.

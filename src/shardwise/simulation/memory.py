@@ -429,7 +429,7 @@ def _as_meta(x: Tensor) -> Tensor:
     return torch.empty_strided(_size(x), _stride(x), dtype=x.dtype, device="meta")
 
 
-def _mapped(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
+def _mapped(fn: Callable[[Tensor], Tensor], value: object) -> Any:
     """The value with `fn` of each tensor in it."""
     if isinstance(value, Tensor):
         return fn(value)

@@ -63,6 +63,7 @@ class DTensorConverter:
     miss: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
+        self.mesh = as_mesh(self.mesh)
         self._leaves, self._tree = pytree.tree_flatten((self.args, dict(self.kwargs)))
         tensors = [x for x in self._leaves if isinstance(x, Tensor)]
         self.sharding_combs: Iterator[tuple[Placements, ...]] = itertools.product(*map(self.layouts_for_arg, tensors))

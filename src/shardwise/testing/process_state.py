@@ -8,6 +8,7 @@ Context managers such as `sdpa_kernel` restore what they found. Ranks that take 
 
 from collections.abc import Callable
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ def _set_generator_states(states: States) -> None:
 
 
 @cache
-def _accelerator() -> Any:
+def _accelerator() -> ModuleType | None:
     """The module of the accelerator, such as `torch.cuda`; None without one that has generators."""
     device = torch.accelerator.current_accelerator(check_available=True)
     module = None if device is None else torch.get_device_module(device)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from shardwise._lookups.row_requests import RowRequests, read_requests
 from shardwise._redistribute.buffers import Buffers, Lent
 from shardwise._redistribute.transfers import Exchange
 from shardwise._rules.row_exchange import IdMessage, IdReply, id_message
-from shardwise._trace.autograd_function import TensorFunction
+from shardwise._trace.autograd_function import Context, TensorFunction
 from shardwise._trace.comm_trace import Cause
 from shardwise.embedding.exchange.owner import by_rank, by_stack
 from shardwise.embedding.exchange.requests import IdRequest, PoolingChoice, make_batch_index
@@ -252,7 +252,7 @@ def _without_frozen(stack: Stack, requests: RowRequests, grad: Tensor) -> tuple[
 class _Results(TensorFunction):
     @staticmethod
     def forward(
-        ctx: Any, trigger: Tensor, engine: Engine, index: ResultIndex, requests: Sequence[RowRequests]
+        ctx: Context, trigger: Tensor, engine: Engine, index: ResultIndex, requests: Sequence[RowRequests]
     ) -> Tensor:
         ctx.args = engine, index, requests
         ctx.save_for_backward(trigger)
@@ -260,7 +260,7 @@ class _Results(TensorFunction):
             return engine.answer(index, requests)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[None, None, None, None]:
         (trigger,) = ctx.saved_tensors  # an error after a backward that did not retain the graph
         engine, index, requests = ctx.args
         if engine.parameters and torch.is_grad_enabled():

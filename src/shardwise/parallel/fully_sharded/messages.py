@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from shardwise._layout import Layout, Mesh, checked_init
 from shardwise._redistribute.batched import Batched, batched
 from shardwise._tensor.dtensor import DTensor
 from shardwise._trace import comm_trace
-from shardwise._trace.autograd_function import TensorFunction
+from shardwise._trace.autograd_function import Context, TensorFunction
 from shardwise._trace.comm_trace import Cause, CommEvent, Purpose
 from shardwise.errors import PlanError
 
@@ -289,24 +289,25 @@ class _Sums(TensorFunction):
     """Adds gradients over ranks; its backward all-gathers."""
 
     @staticmethod
-    def forward(ctx: Any, message: Message, unit: str, *gradients: Tensor) -> tuple[Tensor, ...]:
-        ctx.message, ctx.dtypes = message, [g.dtype for g in gradients]
+    def forward(ctx: Context, message: Message, unit: str, *gradients: Tensor) -> tuple[Tensor, ...]:
+        ctx.args = message, [g.dtype for g in gradients]
         return tuple(message.reduce_now(gradients, unit))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        found = _GatheredGradients.apply(ctx.message, *grads)
-        return None, None, *(x.to(dtype) for x, dtype in zip(found, ctx.dtypes, strict=True))
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        message, dtypes = ctx.args
+        found = _GatheredGradients.apply(message, *grads)
+        return None, None, *(x.to(dtype) for x, dtype in zip(found, dtypes, strict=True))
 
 
 class _GatheredGradients(TensorFunction):
     """All-gathers; its backward adds over ranks."""
 
     @staticmethod
-    def forward(ctx: Any, message: Message, *shards: Tensor) -> tuple[Tensor, ...]:
-        ctx.message = message
+    def forward(ctx: Context, message: Message, *shards: Tensor) -> tuple[Tensor, ...]:
+        ctx.args = message
         return tuple(message.moves.start_gather(shards, message.reduce_dtype)([None] * len(shards)))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.message.moves.reduce(grads, ctx.message.reduce_dtype)
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.args.moves.reduce(grads, ctx.args.reduce_dtype)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 from weakref import ref
 
 import torch
@@ -34,7 +34,7 @@ from shardwise._rules.row import Args, Kwargs
 from shardwise._tensor.dtensor import DTensor, plain, tag
 from shardwise._tensor.transforms import FUNC, refuse_transform
 from shardwise._torch_bridge.module_sharding import assign
-from shardwise._trace.autograd_function import TensorFunction
+from shardwise._trace.autograd_function import Context, TensorFunction
 from shardwise._trace.capture_hooks import is_capturing, not_capturable, tracing_paused
 from shardwise._trace.user_stack import call_sites
 from shardwise.errors import PlanError, RuleError, ThreadError
@@ -325,17 +325,17 @@ class _AllGathered(TensorFunction):
     """All-gathers stored parameters; its backward reduces their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, gathered: FullParameters, *shards: Tensor) -> tuple[Tensor, ...]:
-        ctx.gathered = gathered
+    def forward(ctx: Context, gathered: FullParameters, *shards: Tensor) -> tuple[Tensor, ...]:
+        ctx.args = gathered
         ctx.set_materialize_grads(False)
         outs = tuple(x.detach() for x in gathered.full)
         ctx.mark_non_differentiable(*[x for x, p in zip(outs, gathered.parameters, strict=True) if not p.requires_grad])
         return outs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.gathered.end_backward()
-        return None, *ctx.gathered.reduce(grads)
+    def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.args.end_backward()
+        return None, *ctx.args.reduce(grads)
 
 
 @cache
