@@ -307,6 +307,10 @@ def scaled(holder: Any, scale: float = 2.0) -> Any:
     return holder
 
 
+def on_one_rank() -> Tensor:
+    return sw.distribute_tensor(torch.ones(1), sw.Mesh((1,)), [sw.Shard(0)])
+
+
 def of_name(holder: Any, name: str) -> float:
     return float(getattr(holder, name))
 
@@ -344,6 +348,7 @@ READS: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any]
         lambda s: cast(float, s.scale(torch.ones(()))),
         lambda s: s.update(4.0),
     ),
+    "an attribute of a DTensor": (lambda: scaled(on_one_rank()), lambda s: s.scale, lambda s: scaled(s, 3.0)),
     "an attribute of a tensor": (lambda: scaled(torch.ones(1)), lambda s: s.scale, lambda s: scaled(s, 3.0)),
     "an attribute of a function": (lambda: scaled(twice), lambda s: s.scale, lambda s: scaled(s, 3.0)),
     "the code of a function": (

@@ -46,7 +46,7 @@ from torch.utils._device import DeviceContext
 
 from shardwise import _collectives as collectives
 from shardwise._graph_capture.structure import CONSTANTS
-from shardwise._graph_capture.tracer import autocast_state, refusal, strides
+from shardwise._graph_capture.tracer import autocast_state, identity, refusal, strides
 from shardwise._tensor.dispatch.hooks import are_installed
 from shardwise._tensor.dtensor import DTensor
 from shardwise._trace import capture_hooks, comm_trace
@@ -169,7 +169,7 @@ class Guards:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.reached: set[int] = {torch.default_generator._cdata}  # type: ignore[attr-defined] # not in torch's stubs
+        self.reached: set[int] = {identity(torch.default_generator)}
         self._guards: list[Guard] = []
         # By the id of a module's dict that dict, and the globals in it that are read.
         self._globals: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
@@ -314,7 +314,7 @@ class Guards:
             self.reached.add(id(x))
             self._visit_attributes(x, name)
         elif isinstance(x, torch.Generator):
-            self.reached.add(x._cdata)  # type: ignore[attr-defined] # not in torch's stubs
+            self.reached.add(identity(x))
         elif isinstance(x, type):
             self._visit_class(x)
         elif isinstance(x, nn.Module) or module.startswith(LOOKED_INTO) or _package(module) not in LIBRARIES:
@@ -368,7 +368,9 @@ class Guards:
             names = [*TRAINING, *(key for key in own if key not in OF_MODULES)]
             self._guard(name, partial(itemgetter(*names), own), names)
             self._guard_size(own)
-        elif isinstance(own, dict) and kind is not DTensor:  # some classes have what they like there
+        elif kind is DTensor:
+            self._guard(name, partial(_users_values, own), [key for key in own if key[0] != "_"])
+        elif isinstance(own, dict):  # some classes have what they like there
             self._guard(name, own.values, own)
         slots = [n for c in kind.__mro__ if _package(c) not in LIBRARIES for n in vars(c).get("__slots__", ())]
         if slots := [slot for slot in slots if hasattr(x, slot)]:
@@ -410,6 +412,11 @@ def _paths(
 
 def _is_same(x: object, before: object) -> bool:
     return x is before or (type(x) is type(before) and type(x) in CONSTANTS and _comparable(x) == _comparable(before))
+
+
+def _users_values(own: dict[str, Any]) -> tuple[Any, ...]:
+    """The attributes of a DTensor that this library did not set."""
+    return tuple([x for key, x in own.items() if key[0] != "_"])
 
 
 def _bytes_of(x: Any) -> tuple[bytes]:

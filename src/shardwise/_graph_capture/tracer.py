@@ -359,7 +359,7 @@ class Tracer:
 
     def _check_generators(self, args: Args, kwargs: Kwargs) -> None:
         for x in pytree.tree_leaves((args, kwargs)):
-            if isinstance(x, torch.Generator) and x._cdata not in self._reached:  # type: ignore[attr-defined]
+            if isinstance(x, torch.Generator) and identity(x) not in self._reached:
                 raise refusal("the function makes the generator of an op", "make it outside of the captured function")
 
     def check_size_read(self, name: str, x: object) -> None:
@@ -543,6 +543,11 @@ def _memory(x: Tensor) -> tuple[Any, ...] | None:
             return None
         view = x.untyped_storage()._cdata, x.storage_offset(), tuple(x.shape), strides(x), x.dtype
         return (*view, x.is_conj(), x.is_neg())
+
+
+def identity(x: torch.Generator) -> int:
+    """Of its C++ object: an op gets another object of Python for it."""
+    return int(x._cdata)  # type: ignore[attr-defined]  # not in torch's stubs
 
 
 def _storage(x: Tensor) -> int:

@@ -137,8 +137,11 @@ def restore(
     fit.apply(state)
     for name, of_scheduler in of_schedulers.items():
         named[name].load_state_dict(of_scheduler)
-    said = {f.name: getattr(manifest, f.name) for f in fields(manifest)}
-    return Restored(**said, dropped=() if strict else tuple(format_lines(fit.differences)))
+    return _restored(manifest, () if strict else tuple(format_lines(fit.differences)))
+
+
+def _restored(manifest: Manifest, dropped: tuple[str, ...]) -> Restored:
+    return Restored(**{field.name: getattr(manifest, field.name) for field in fields(Manifest)}, dropped=dropped)
 
 
 def _fit(
