@@ -314,7 +314,7 @@ def collections_are_trained() -> None:
         after = module.state_dict()["embedding_bags.t.weight"]
         changed = (full(after) != before["embedding_bags.t.weight"]).any(1).nonzero().flatten()
         assert changed.tolist() == [0, 3, 10]
-        with pytest.raises(IndexError, match="id 11, at position 1 of sample 0 of rank 0"):
+        with pytest.raises(IndexError, match="id 11 at position 1 of sample 0 of rank 0"):
             module(KeyedJaggedTensor(["f", "g"], torch.tensor([0, 11]), lengths=torch.tensor([2, 0])).to(DEVICE))
 
 

@@ -116,13 +116,18 @@ class Expected:
 
 def first_bad_id(case: Case, batches: Sequence[RankBatch]) -> str:
     """What the error of the first id says that is an error; empty: there is none."""
-    for rank, batch in zip(sorted(case.mesh.ranks), batches, strict=True):
-        for config, feature, _ in output_names(case.configs):
-            for sample, bag in enumerate(batch[feature].split()):
-                for position, number in enumerate(bag):
-                    if config.bad_ids == "error" and not 0 <= number < config.num_embeddings:
-                        where = f"at position {position} of sample {sample} of rank {rank}"
-                        return f"Table {config.name}, feature {feature}: id {number}, {where}, is not in the table"
+    for config, feature, _ in output_names(case.configs):
+        of_ranks = zip(sorted(case.mesh.ranks), (batch[feature].split() for batch in batches), strict=True)
+        bad = [
+            (sample, position, rank, number)
+            for rank, bags in of_ranks
+            for sample, bag in enumerate(bags)
+            for position, number in enumerate(bag)
+            if config.bad_ids == "error" and not 0 <= number < config.num_embeddings
+        ]
+        for sample, position, rank, number in sorted(bad)[:1]:
+            where = f"at position {position} of sample {sample} of rank {rank}"
+            return f"Table {config.name}, feature {feature}: id {number} {where} is not in the table"
     return ""
 
 

@@ -411,7 +411,7 @@ def bad_batch(fault: str, depth: int) -> list[str]:
 @pytest.mark.parametrize("depth", [1, 3])
 def test_a_bad_id_and_a_batch_that_a_rank_could_not_take_are_errors_where_they_are_used(depth: int) -> None:
     ((text,),) = set(map(tuple, world(3).run(bad_batch, "a bad id", depth)))
-    assert text.startswith("IdError: Table t0, feature f0: id 99, at position 0 of sample 0 of rank 1, is not")
+    assert text.startswith("IdError: Table t0, feature f0: id 99 at position 0 of sample 0 of rank 1 is not")
     found = world(3).run(bad_batch, "a missing feature", depth)
     assert found[1][0].startswith("IdTypeError: The input has no feature 'f1'")
     for (text,) in found[0], found[2]:

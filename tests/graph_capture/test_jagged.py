@@ -381,7 +381,7 @@ def test_a_bad_id_of_one_rank_is_the_same_error_on_all_and_the_next_step_replays
 
     texts = world(2).run(run)
     assert texts[0] == texts[1]
-    assert "id 99, at position 0 of sample" in texts[0]
+    assert "id 99 at position 0 of sample" in texts[0]
     assert "of rank 1" in texts[0]
 
 

@@ -15,12 +15,28 @@ from shardwise._rules.local_context import LocalContext
 from shardwise._trace.capture_hooks import allow_in_graph
 from shardwise.errors import IdError, IdTypeError, LayoutError
 
-Verdict = tuple[int, int]  # position in the global ids of a rank's first bad id, and that id
-VALID, BAD_BAGS, BAGS_OF_EACH_RANK = -1, -2, -3  # in place of a position
+# Where a rank's first bad id is, and that id; a code in place of the first number says why there is none. The place is
+# the position in the global ids, or, in a collection, the feature, the bag and the position in the bag.
+Verdict = Sequence[int]
+VALID, BAD_BAGS, BAGS_OF_EACH_RANK, NO_BATCH, LOADER_ENDED, LOADER_FAILED = range(-1, -7, -1)
 
 
 class StraddlingError(LayoutError):
     """Offsets that do not describe bags of the ids of the same rank."""
+
+
+def first_bad(verdicts: Sequence[Verdict], ranks: Sequence[int]) -> tuple[Verdict, int] | None:
+    """The first verdict of `ranks` that is not valid, and its rank: codes come first, then places in their order."""
+    bad = [pair for pair in zip(verdicts, ranks, strict=True) if pair[0][0] != VALID]
+    return min(bad, key=lambda pair: (pair[0][:-1], pair[1]), default=None)
+
+
+def not_in_table(what: str, where: str, value: int, num_rows: int, fix: str) -> IdError:
+    """The error of a bad id."""
+    return IdError(
+        f"{what}: id {value}{where} is not in the table, whose valid ids are 0 to {num_rows - 1}. "
+        f"Nothing was looked up. Fix: {fix}"
+    )
 
 
 def verdict_on(ctx: LocalContext, ids: Tensor, bags: Bags | None) -> Verdict:
@@ -64,17 +80,17 @@ def id_axes(ctx: LocalContext) -> tuple[int, ...]:
     return tuple(a for a, p in enumerate(ids.placements) if isinstance(p, Shard) and ids.mesh.shape[a] > 1)
 
 
-def raise_bad_ids(ctx: LocalContext, verdicts: Sequence[Sequence[int]], ranks: Sequence[int]) -> None:
+def raise_bad_ids(ctx: LocalContext, verdicts: Sequence[Verdict], ranks: Sequence[int]) -> None:
     """Raise for the first bad id of `ranks`, whose `verdicts` these are; nothing if all are valid.
 
     Raises:
         IdError: an id outside the table.
         StraddlingError: offsets that are not those of a rank's ids.
     """
-    bad = [(*verdict, rank) for verdict, rank in zip(verdicts, ranks, strict=True) if verdict[0] != VALID]
-    if not bad:
+    bad = first_bad(verdicts, ranks)
+    if bad is None:
         return
-    position, value, rank = min(bad)
+    (position, value), rank = bad
     if position == BAD_BAGS:
         raise StraddlingError(
             f"{ctx.name_of(1)}: the offsets describe no bags of the ids: they must rise from 0 to at most the "
@@ -91,10 +107,8 @@ def raise_bad_ids(ctx: LocalContext, verdicts: Sequence[Sequence[int]], ranks: S
     sharded, mesh = id_axes(ctx), ctx.layouts[0].mesh
     replicas = tuple(axis for axis in range(mesh.ndim) if axis not in sharded)
     held = f" (held by rank {min(mesh.submesh(replicas, rank).ranks) if replicas else rank})" if sharded else ""
-    raise IdError(
-        f"{ctx.name_of(1)}: id {value} at position {where} of the ids{held} is not in the table, whose valid ids are "
-        f"0 to {ctx.layouts[1].shape[0] - 1}. Nothing was looked up. Fix: correct the id, or give the table more rows."
-    )
+    place, fix = f" at position {where} of the ids{held}", "correct the id, or give the table more rows."
+    raise not_in_table(ctx.name_of(1), place, value, ctx.layouts[1].shape[0], fix)
 
 
 def check_devices(ctx: LocalContext, ids: Tensor, weight: Tensor) -> None:

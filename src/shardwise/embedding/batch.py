@@ -9,15 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise._lookups.bad_ids import NO_BATCH, VALID, Verdict, first_bad, not_in_table
 from shardwise.embedding.configs import POLICIES, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from shardwise.embedding.jagged import JaggedFeatures, KeyedJaggedTensor
-from shardwise.errors import ConfigError, IdError, IdTypeError, RemoteRankError
+from shardwise.errors import ConfigError, IdTypeError, RemoteRankError
 
-Verdict = tuple[int, int, int, int]  # feature, sample, position in the sample, and the id; VALID if all are valid
-VALID: Verdict = (-1, 0, 0, 0)
-NO_BATCH: Verdict = (-2, 0, 0, 0)  # the rank raised before it had a batch
-LOADER_ENDED: Verdict = (-3, 0, 0, 0)  # of `prefetch`: the rank has no more batches
-LOADER_FAILED: Verdict = (-4, 0, 0, 0)  # and the loader of the rank raised
+VERDICT_SIZE = 4  # feature, sample, position in the sample, and the id
 
 
 @dataclass(frozen=True)
@@ -183,7 +180,7 @@ class IdRules:
 
         If there is one, the batch is empty.
         """
-        verdict = VALID
+        verdict: Verdict = code(VALID)
         keep: Tensor | None = None
         bad = self._bad(batch)
         if bad is not None:
@@ -205,28 +202,30 @@ class IdRules:
             keep = ~is_padding if keep is None else keep & ~is_padding
         return (batch if keep is None else batch.where(keep)), verdict
 
-    def raise_for(self, verdicts: Sequence[Sequence[int]], ranks: Sequence[int] = ()) -> None:
+    def raise_for(self, verdicts: Sequence[Verdict], ranks: Sequence[int] = ()) -> None:
         """Raise for the first bad id; `verdicts` are those of `ranks`, or of one process.
 
         Raises:
             IdError: the same on every rank.
             RemoteRankError: a rank has no batch.
         """
-        for number, (feature, sample, position, value) in enumerate(verdicts):
-            if feature == NO_BATCH[0]:
-                raise RemoteRankError(
-                    f"Rank {ranks[number]} could not take its batch. Nothing was looked up. "
-                    f"Fix: correct what its own error says.",
-                    ranks[number],
-                )
-            if feature >= 0:
-                config, of_rank = self._configs[feature], f" of rank {ranks[number]}" if ranks else ""
-                raise IdError(
-                    f"Table {config.name}, feature {self._names[feature]}: id {value}, at position {position} of "
-                    f"sample {sample}{of_rank}, is not in the table, whose valid ids are 0 to "
-                    f"{config.num_embeddings - 1}. Nothing was looked up.\n"
-                    f"  Fix: correct the ids, or bad_ids='clip', 'hash' or 'zero' in the table's config."
-                )
+        bad = first_bad(verdicts, ranks or [0])
+        if bad is None:
+            return
+        (feature, sample, position, value), rank = bad
+        if feature == NO_BATCH:
+            raise RemoteRankError(
+                f"Rank {rank} could not take its batch. Nothing was looked up. Fix: correct what its own error says.",
+                rank,
+            )
+        config, place = self._configs[feature], f" at position {position} of sample {sample}"
+        raise not_in_table(
+            f"Table {config.name}, feature {self._names[feature]}",
+            f"{place} of rank {rank}" if ranks else place,
+            value,
+            config.num_embeddings,
+            "correct the ids, or bad_ids='clip', 'hash' or 'zero' in the table's config.",
+        )
 
     def _bad(self, batch: Batch) -> Tensor | None:
         """Which ids are not in their table; None: all are. Cheap where all are in the smallest one."""
@@ -258,6 +257,11 @@ class IdRules:
             bag -= batch.bags[feature]
             feature += 1
         return feature, bag, position, value
+
+
+def code(number: int) -> Verdict:
+    """A verdict without an id."""
+    return number, *[0] * (VERDICT_SIZE - 1)
 
 
 def _of_ids(of_features: Sequence[int], batch: Batch) -> Tensor:

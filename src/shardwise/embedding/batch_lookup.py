@@ -9,7 +9,7 @@ from torch import Tensor
 from shardwise._collectives import Wait
 from shardwise._lookups.row_requests import RowRequests
 from shardwise._rules.row_exchange import Headers, IdMessage, IdReply
-from shardwise.embedding.batch import VALID, Batch, IdRules
+from shardwise.embedding.batch import VERDICT_SIZE, Batch, IdRules
 from shardwise.embedding.exchange.engine import Engine
 from shardwise.embedding.exchange.results import ResultIndex
 from shardwise.embedding.jagged import JaggedFeatures, version_of
@@ -70,7 +70,7 @@ class BatchLookup:
             assert self._wait is not None
             self._reply = self.message.read(self._wait())
             self.engine.check_ahead(self._reply)
-        return [header[1 : 1 + len(VALID)] for header in self._reply.headers]
+        return [header[1 : 1 + VERDICT_SIZE] for header in self._reply.headers]
 
     def finish(self) -> None:
         """Read what all ranks request. If the batch of any rank is an error, all ranks get one."""

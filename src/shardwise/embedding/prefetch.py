@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardwise import _collectives as collectives
 from shardwise._layout import checked
-from shardwise.embedding.batch import LOADER_ENDED, LOADER_FAILED, Verdict
+from shardwise._lookups.bad_ids import LOADER_ENDED, LOADER_FAILED, Verdict
 from shardwise.embedding.batch_lookup import BatchLookup
 from shardwise.embedding.jagged import JaggedFeatures
 from shardwise.embedding.sharded import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
@@ -83,8 +83,8 @@ class _Loaded(Generic[B]):
     state: object = None
 
     @property
-    def verdict(self) -> Verdict:
-        """The verdict for the other ranks, where there is no batch."""
+    def reason(self) -> int:
+        """The code of the verdict for the other ranks, where there is no batch."""
         return LOADER_FAILED if self.error else LOADER_ENDED
 
 
@@ -159,7 +159,7 @@ class Prefetch(Generic[B]):
     def _prepare(self, loaded: _Loaded[B]) -> tuple[_Loaded[B], list[BatchLookup]]:
         inputs = loaded.inputs if loaded.batch else [None] * len(self._collections)
         pairs = zip(self._collections.values(), inputs, strict=True)
-        return loaded, [collection.prepare(features, self._depth, loaded.verdict) for collection, features in pairs]
+        return loaded, [collection.prepare(features, self._depth, loaded.reason) for collection, features in pairs]
 
     def _receive(self, loaded: _Loaded[B], lookups: Sequence[BatchLookup], number: int) -> bool:
         """Finish the lookups of a batch; False: the loaders of all ranks have ended."""
@@ -194,7 +194,7 @@ class Prefetch(Generic[B]):
 
 
 def check_loaders(
-    verdicts: Sequence[Sequence[int]], ranks: Sequence[int], error: Exception | None, number: int
+    verdicts: Sequence[Verdict], ranks: Sequence[int], error: Exception | None, number: int
 ) -> None:
     """Compare whether the loaders of all ranks have given batch `number`, or have ended. `error` is that of this one.
 
@@ -205,14 +205,14 @@ def check_loaders(
     if error is not None:
         raise error
     codes = [verdict[0] for verdict in verdicts]
-    if LOADER_FAILED[0] in codes:
-        rank = ranks[codes.index(LOADER_FAILED[0])]
+    if LOADER_FAILED in codes:
+        rank = ranks[codes.index(LOADER_FAILED)]
         raise RemoteRankError(
             f"The loader of rank {rank} raised at batch {number}, counted from 0, in prefetch. "
             f"Rank {collectives.rank()} waited for the batch. Fix: correct what its own error says.",
             rank,
         )
-    ended = [rank for rank, code in zip(ranks, codes, strict=True) if code == LOADER_ENDED[0]]
+    ended = [rank for rank, code in zip(ranks, codes, strict=True) if code == LOADER_ENDED]
     if ended and len(ended) < len(ranks):
         other = next(rank for rank in ranks if rank not in ended)
         raise MismatchError(

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from shardwise import _collectives as collectives
 from shardwise._collectives import DeviceMesh
 from shardwise._layout import Layout, Mesh, Placements, as_placements, checked
+from shardwise._lookups.bad_ids import NO_BATCH
 from shardwise._lookups.row_requests import join_requests
 from shardwise._tensor import DTensor
 from shardwise._tensor.dispatch.hooks import expect_equal_options
 from shardwise._tensor.dtensor import as_parameter, check_owners
 from shardwise._torch_bridge.module_sharding import named_parameters, refuse_hooks
 from shardwise._trace.capture_hooks import tracing_paused
-from shardwise.embedding.batch import NO_BATCH, VALID, Batch, Verdict
+from shardwise.embedding.batch import Batch, code
 from shardwise.embedding.batch_lookup import BatchLookup, versions_of
 from shardwise.embedding.collections import (
     ROWS,
@@ -270,17 +271,18 @@ class _Sharded(Collection):
         """The features that a batch needs."""
         return self._features.names
 
-    def prepare(self, features: JaggedFeatures | None, ahead: int = 0, verdict: Verdict = VALID) -> BatchLookup:
+    def prepare(self, features: JaggedFeatures | None, ahead: int = 0, reason: int = NO_BATCH) -> BatchLookup:
         """A lookup whose message of ids is not sent yet, `ahead` batches before its use.
 
-        Without `features`, this rank has no batch, and `verdict` says why.
+        Without `features`, this rank has no batch; `reason` is the code of its verdict.
         """
         weights = [table.weight for table in self._tables]
         check_owners("a lookup", [weight._layout for weight in weights if isinstance(weight, DTensor)])
         given, error = self._batch(features)
-        batch, of_ids = self._rules.apply(given)
+        batch, verdict = self._rules.apply(given)
         request = self._request(given, batch)
-        verdict = NO_BATCH if error else verdict if features is None else of_ids
+        if error is not None or features is None:
+            verdict = code(NO_BATCH if error else reason)
         return BatchLookup(
             features=features,
             batch=batch,
@@ -296,7 +298,7 @@ class _Sharded(Collection):
     def refuse(self, error: ShardwiseError) -> NoReturn:
         """Take part in a lookup without a batch, because of `error`; the other ranks raise a RemoteRankError."""
         with tracing_paused():
-            self.prepare(None, verdict=NO_BATCH).arrive()
+            self.prepare(None).arrive()
         raise error
 
     def offer(self, lookup: BatchLookup) -> None:
