@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from shardwise._layout import Boxes, Mesh, OnRanks, Placement, Placements, Replicate, Shard
+from shardwise._lookups import pooling
 from shardwise.embedding import (
     SGD,
     Adagrad,
@@ -20,7 +21,6 @@ from shardwise.embedding import (
     RowWiseAdam,
     RowWiseLamb,
 )
-from shardwise.embedding.exchange import requests
 from shardwise.embedding.kernels import Kernels
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.errors import PlanError
@@ -205,7 +205,7 @@ def equals_one_process(
         calls=0 if mesh.size() == 1 else 3,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(requests, "MIN_SAVED", -1000 if kind.by_rows else requests.MIN_SAVED)
+        patch.setattr(pooling, "INDEXED_ID", -1000 if kind.by_rows else pooling.INDEXED_ID)
         by_columns = any(b.sizes[1] < DIMS[int(t[1])] for t, boxes in case.blocks().items() for b in boxes)
         if kind.max_norm and by_columns:
             with pytest.raises(PlanError, match=r"has a max_norm, which needs full rows"):

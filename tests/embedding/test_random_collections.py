@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise._layout import Boxes, Mesh, OnRanks, Placement, Replicate, Shard
+from shardwise._lookups import pooling
 from shardwise.embedding import (
     SGD,
     Adagrad,
@@ -22,7 +23,6 @@ from shardwise.embedding import (
     RowWiseAdagrad,
     RowWiseAdam,
 )
-from shardwise.embedding.exchange import requests
 from shardwise.embedding.optimizers import RowOptimizer
 from tests.embedding.cases import Case, check
 from tests.embedding.kernel_cases import KERNELS
@@ -168,5 +168,5 @@ few = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 def test_random_collections_equal_one_process(case: Case, rows_are_requested: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if rows_are_requested:
-            patch.setattr(requests, "MIN_SAVED", -(10**6))
+            patch.setattr(pooling, "INDEXED_ID", -(10**6))
         check(case)

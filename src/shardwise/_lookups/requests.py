@@ -1,13 +1,7 @@
 """The first part of a lookup: what a rank requests from the owners of rows.
 
-For two bags with the ids (7, 9, 7) and (9, 0), on a rank that needs rows 7 and 9 of one owner and row 0 of another:
-
-    full bags      to an owner of all rows: 7 9 7 9 0 and the lengths 3 and 2; it answers with 2 pooled rows
-    parts of bags  to the owner of 7 and 9: 7 9 7 | 9 and the lengths 3 and 1; it answers with 2 partial sums
-    distinct ids   to the owner of 7 and 9: 7 9; it answers with 2 rows, which the requesting rank pools
-
-`Pooling` says which of these the layouts allow; between the last two, each rank takes what costs less. The owner does
-not know which it is: it gets runs of ids, and answers each with a sum (`row_requests.py`).
+`Pooling` says which requests the layouts allow; of partial sums and distinct rows, a rank takes what costs less
+(`pooling.py`).
 """
 
 from collections.abc import Sequence
@@ -29,11 +23,10 @@ from shardwise._lookups.ids import (
     group_ids,
     number_of_distinct,
 )
+from shardwise._lookups.pooling import owners_pool
 from shardwise._rules.local_context import LocalContext
 from shardwise.errors import RuleError
 
-MAX_RUNS_PER_ID = 0.8  # owners pool if the partial sums are fewer than this fraction of the distinct rows
-MIN_SAVED_BYTES = 1 << 18  # if pooling needs a second message of ids, it must save more bytes of answers than this
 CAPACITY_FACTOR = 1.25  # the capacity of a first message over the ids that an owner gets if ids are uniform
 MAX_FIRST_BYTES = 1 << 20  # of all first messages of a rank; one that may exceed its share has only a header
 EMPTY_BOX = Box((0, 0), (0, 0))
@@ -105,12 +98,13 @@ class Request(Lookup):
     def _pooling_costs_less(self, runs: OwnedIds) -> bool:
         """Whether partial sums cost less to send than the distinct rows."""
         assert runs.bags is not None
-        count, num_runs = number_of_distinct(self.ids.reshape(-1), self.ctx.layouts[1].shape[0]), runs.bags.numel()
-        if num_runs >= MAX_RUNS_PER_ID * count:
-            return False
-        lengths = enumerate(runs.message_lengths())
-        fits = all(n <= self.capacity(self.me, owner, MAX_FIRST_BYTES) for owner, n in lengths)
-        return fits or (count - num_runs) * self.weight[:1].nbytes > MIN_SAVED_BYTES
+        of_row, of_id = self.weight[:1].nbytes, self.ids.element_size()
+        distinct, lengths = (
+            number_of_distinct(self.ids.reshape(-1), self.ctx.layouts[1].shape[0]),
+            runs.message_lengths(),
+        )
+        too_long = any(n > self.capacity(self.me, owner, MAX_FIRST_BYTES) for owner, n in enumerate(lengths))
+        return owners_pool(runs.bags.numel() * of_row + sum(lengths) * of_id, distinct * (of_row + of_id), too_long)
 
     def answer_shape(self, owner: int) -> tuple[int, int]:
         """Rows and columns of the answer of rank `owner` to this one."""

@@ -1,6 +1,7 @@
-"""Ids are sent to the ranks that own their rows, and answers are sent back.
+"""Ids or rows are sent to the ranks that own what they name, and answers are sent back.
 
     ids       to their owners, each message behind a header (`IdMessage`)
+    rows      to their owners, after headers that say how many there are (`route_rows`)
     answers   back to the requesting ranks (`Route`)
 
 Rank 0 has the ids 7 9 7 for rank 0 and 0 for rank 1, and both sides know that a first message has at most 2 integers:
@@ -41,6 +42,20 @@ class Route:
     def answer(self, rows: Tensor) -> Tensor:
         """The answers to the rows sent, for answers `rows` to those received. Differentiable."""
         return self.exchange.rows(rows, self.received, self.sent)
+
+
+def route_rows(
+    exchange: Exchange, sent: Sequence[int], verdict: Sequence[int], device: torch.device, everyone: Exchange
+) -> tuple[Route, Headers]:
+    """The route of rows, of which this rank sends so many to each rank, and the verdicts of all ranks of `everyone`.
+
+    Args:
+        everyone: an exchange of these ranks, and of others that get the verdict alone.
+    """
+    counts = dict(zip(exchange.ranks, sent, strict=True))
+    headers = everyone.headers([(counts.get(rank, 0), *verdict) for rank in everyone.ranks], device)
+    received = {rank: count for rank, (count, *_) in zip(everyone.ranks, headers, strict=True)}
+    return Route(exchange, sent, [received[rank] for rank in exchange.ranks]), [verdict for _, *verdict in headers]
 
 
 @dataclass(frozen=True)

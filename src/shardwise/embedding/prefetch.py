@@ -193,9 +193,7 @@ class Prefetch(Generic[B]):
         return tuple(found)
 
 
-def check_loaders(
-    verdicts: Sequence[Verdict], ranks: Sequence[int], error: Exception | None, number: int
-) -> None:
+def check_loaders(verdicts: Sequence[Verdict], ranks: Sequence[int], error: Exception | None, number: int) -> None:
     """Compare whether the loaders of all ranks have given batch `number`, or have ended. `error` is that of this one.
 
     Raises:

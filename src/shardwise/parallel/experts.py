@@ -14,7 +14,7 @@ from shardwise._lookups.bad_ids import id_axes, raise_bad_ids, refuse_bad_ids, v
 from shardwise._rules import Meta, OpRule, Row
 from shardwise._rules.local_context import LocalContext
 from shardwise._rules.registry import register
-from shardwise._rules.row_exchange import Route
+from shardwise._rules.row_exchange import route_rows
 from shardwise.errors import ConfigError, IdError, IdTypeError, LayoutError, PlanError
 from shardwise.parallel.styles import InputFn, ModuleContext, OutputFn, ParallelStyle, PlacementsLike, first_input
 
@@ -155,7 +155,10 @@ def _exchanged(
     spans = [_experts_of(ctx, rank) for rank in ranks]
     masks = [(chosen >= first) & (chosen < last) for first, last in spans]
     rows = [mask.any(1).nonzero().squeeze(1) for mask in masks]
-    route = _route(ctx, ranks, chosen, [len(r) for r in rows])
+    everyone = ctx.ranks(id_axes(ctx))  # all ranks with different tokens raise for a bad expert
+    counts, verdict = [len(r) for r in rows], verdict_on(ctx, chosen, None)
+    route, verdicts = route_rows(ctx.exchange(ranks), counts, verdict, chosen.device, ctx.exchange(everyone))
+    raise_bad_ids(ctx, verdicts, everyone)
     experts = [torch.where(mask, chosen - first, -1)[r] for mask, (first, _), r in zip(masks, spans, rows, strict=True)]
     senders = torch.cat(rows)
     # Numbers of experts are sent as the bits of elements: nobody computes with them on the way.
@@ -164,16 +167,6 @@ def _exchanged(
     experts_here = received[:, dim + k :].detach().contiguous().view(IDS_OF_WIDTH[tokens.element_size()]).long()
     mixed = _mixed(experts_here, w1, w2, received[:, :dim], received[:, dim : dim + k])
     return tokens.new_zeros(num, dim).index_add(0, senders, route.answer(mixed))
-
-
-def _route(ctx: LocalContext, ranks: tuple[int, ...], chosen: Tensor, sent: Sequence[int]) -> Route:
-    """The route of tokens. All ranks with different tokens exchange headers, so that all raise for a bad expert."""
-    everyone = ctx.ranks(id_axes(ctx))
-    verdict, counts = verdict_on(ctx, chosen, None), dict(zip(ranks, sent, strict=True))
-    headers = ctx.exchange(everyone).headers([(counts.get(rank, 0), *verdict) for rank in everyone], chosen.device)
-    raise_bad_ids(ctx, [verdict for _, *verdict in headers], everyone)
-    received = {rank: count for rank, (count, *_) in zip(everyone, headers, strict=True)}
-    return Route(ctx.exchange(ranks), sent, [received[rank] for rank in ranks])
 
 
 def _tokens_shape(chosen: Meta, w1: Meta, w2: Meta, tokens: Meta, weights: Meta) -> tuple[int, ...]:

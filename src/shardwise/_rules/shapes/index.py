@@ -39,7 +39,7 @@ from shardwise._rules.local_context import LocalContext, local_with
 from shardwise._rules.pointwise import PARTIALS, SUMS, shape_of_first, shard_at
 from shardwise._rules.registry import OpRule, forms_of, register
 from shardwise._rules.row import Align, Kwargs, Meta, Row
-from shardwise._rules.row_exchange import Route
+from shardwise._rules.row_exchange import Route, route_rows
 from shardwise.errors import PlaceError
 
 aten = torch.ops.aten
@@ -360,9 +360,8 @@ def _send_indices(ctx: LocalContext, ranks: tuple[int, ...], targets: Targets) -
     order = order[targets.owner[order] >= 0]
     counts = targets.owner[order].bincount(minlength=len(ranks)).tolist()
     exchange = ctx.exchange(ranks)
-    received = exchange.headers([(n, *targets.bad_index) for n in counts], order.device)
-    raise_bad_index(ctx.layouts[0].shape, next(((dim, index) for _, dim, index in received if dim), (0, 0)))
-    route = Route(exchange, counts, [n for n, _, _ in received])
+    route, found = route_rows(exchange, counts, targets.bad_index, order.device, exchange)
+    raise_bad_index(ctx.layouts[0].shape, next(((dim, index) for dim, index in found if dim), (0, 0)))
     return order, route, route.send(targets.local[order])
 
 

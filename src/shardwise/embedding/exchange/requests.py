@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise._lookups.ids import distinct_ids
+from shardwise._lookups.pooling import owners_pool
 from shardwise._lookups.row_requests import as_integers
 from shardwise.embedding.batch import Batch
 from shardwise.embedding.exchange.results import ResultIndex, result_index, unit_targets
@@ -26,7 +27,6 @@ from shardwise.embedding.kernels import RunIndex, Runs
 
 MOST_RUNS = 0.75  # if fewer runs than this fraction have an id, only these are sent
 CHECK_EVERY = 64  # batches between comparisons of bags and rows: finding distinct rows costs as much as it may save
-MIN_SAVED = 160  # bytes of message 2 for each id; less is not worth sorting the ids
 
 
 @dataclass(frozen=True)
@@ -297,8 +297,8 @@ class PoolingChoice:
         feature, first = (x.index_select(0, batch.bag) for x in (index.feature_of_bag, index.first_unit))
         rows = request_rows(index.routes, batch.values, feature, first, index.of_all_runs.num_units)
         if bags is not None:
-            saved = (sum(bags.results.received) - sum(rows.results.received)) * self._element_size
-            self.by_owners = saved <= MIN_SAVED * batch.values.numel()
+            sums, of_rows = (self._element_size * sum(way.results.received) for way in (bags, rows))
+            self.by_owners = owners_pool(sums, of_rows, indexed_ids=batch.values.numel())
         return bags if bags is not None and self.by_owners else rows
 
 

@@ -1,0 +1,24 @@
+"""Who pools bags: the owners of rows, or the rank that requests them.
+
+For two bags with the ids (7, 9, 7) and (9, 0), on a rank that needs rows 7 and 9 of one owner and row 0 of another:
+
+    full bags      to an owner of all rows: 7 9 7 9 0 and the lengths 3 and 2; it answers with 2 pooled rows
+    partial sums   to the owner of 7 and 9: 7 9 7 | 9 and the lengths 3 and 1; it answers with 2 partial sums
+    distinct rows  to the owner of 7 and 9: 7 9; it answers with 2 rows, which the requesting rank pools
+
+The layouts say where owners hold all rows. Elsewhere each rank takes what costs less (`owners_pool`). The owner does
+not know which it is: it gets runs of ids, and answers each with a sum (`row_requests.py`).
+"""
+
+SECOND_MESSAGE = 1 << 18  # bytes that are sent in the time of a second message of ids
+INDEXED_ID = 160  # bytes that are sent in the time in which a collection finds the place of the row of an id
+
+
+def owners_pool(sums: int, rows: int, second_message: bool = False, indexed_ids: int = 0) -> bool:
+    """Whether owners pool, of the bytes of the sums and of those of the distinct rows.
+
+    Args:
+        second_message: whether the ids of the sums do not fit into the first message.
+        indexed_ids: how many ids are sorted for the rows alone. Lookups sort theirs for the gradients in any case.
+    """
+    return sums + SECOND_MESSAGE * second_message <= rows + INDEXED_ID * indexed_ids
