@@ -15,10 +15,10 @@ INDEXED_ID = 160  # bytes that are sent in the time in which a collection finds 
 
 
 def owners_pool(sums: int, rows: int, second_message: bool = False, indexed_ids: int = 0) -> bool:
-    """Whether owners pool, of the bytes of the sums and of those of the distinct rows.
+    """Whether owners pool, if their sums have so many bytes and the distinct rows have others.
 
     Args:
         second_message: whether the ids of the sums do not fit into the first message.
         indexed_ids: how many ids are sorted for the rows alone. Lookups sort theirs for the gradients in any case.
     """
-    return sums + SECOND_MESSAGE * second_message <= rows + INDEXED_ID * indexed_ids
+    return sums + SECOND_MESSAGE * second_message < rows + INDEXED_ID * indexed_ids

@@ -98,13 +98,10 @@ class Request(Lookup):
     def _pooling_costs_less(self, runs: OwnedIds) -> bool:
         """Whether partial sums cost less to send than the distinct rows."""
         assert runs.bags is not None
-        of_row, of_id = self.weight[:1].nbytes, self.ids.element_size()
-        distinct, lengths = (
-            number_of_distinct(self.ids.reshape(-1), self.ctx.layouts[1].shape[0]),
-            runs.message_lengths(),
-        )
-        too_long = any(n > self.capacity(self.me, owner, MAX_FIRST_BYTES) for owner, n in enumerate(lengths))
-        return owners_pool(runs.bags.numel() * of_row + sum(lengths) * of_id, distinct * (of_row + of_id), too_long)
+        distinct = number_of_distinct(self.ids.reshape(-1), self.ctx.layouts[1].shape[0])
+        lengths, of_row = enumerate(runs.message_lengths()), self.weight[:1].nbytes
+        too_long = any(n > self.capacity(self.me, owner, MAX_FIRST_BYTES) for owner, n in lengths)
+        return owners_pool(runs.bags.numel() * of_row, distinct * of_row, too_long)
 
     def answer_shape(self, owner: int) -> tuple[int, int]:
         """Rows and columns of the answer of rank `owner` to this one."""

@@ -298,7 +298,7 @@ class PoolingChoice:
         rows = request_rows(index.routes, batch.values, feature, first, index.of_all_runs.num_units)
         if bags is not None:
             sums, of_rows = (self._element_size * sum(way.results.received) for way in (bags, rows))
-            self.by_owners = owners_pool(sums, of_rows, indexed_ids=batch.values.numel())
+            self.by_owners = not of_rows or owners_pool(sums, of_rows, indexed_ids=batch.values.numel())
         return bags if bags is not None and self.by_owners else rows
 
 
