@@ -43,7 +43,7 @@ class Setup:
 
     def update(self, gradients: Gradients) -> None:
         for stack, (requests, grad) in zip(self.stacks, gradients, strict=True):
-            stack.weight -= dense_gradient(requests, grad, stack.weight)
+            stack.weight -= dense_gradient(stack, requests, grad)
 
     def sums(self, ids: Sequence[Sequence[int]]) -> Tensor:
         """The sums of bags of ids."""

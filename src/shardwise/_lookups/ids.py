@@ -80,13 +80,13 @@ class DistinctIds:
 
 def distinct_ids(ids: Tensor) -> DistinctIds:
     """The distinct ids in rising order (sorting beats hashing here)."""
-    in_order, order = _sorted(ids)
+    in_order, order = sort_ids(ids)
     values, runs, counts = torch.unique_consecutive(in_order, return_inverse=True, return_counts=True)
     inverse = torch.empty_like(runs).index_copy_(0, order, runs)
     return DistinctIds(values, inverse, order, counts.cumsum(0) - counts)
 
 
-def _sorted(ids: Tensor) -> tuple[Tensor, Tensor]:
+def sort_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
     """Sorted ids and their positions. On CPUs numpy sorts ids and positions packed in one word, which is faster."""
     bits = ids.numel().bit_length()
     if ids.device.type == "cpu" and 0 < bits <= 31:

@@ -376,7 +376,7 @@ class _Sharded(Collection):
     def _add_to_grad(self, gradients: Gradients) -> None:
         """Add to the gradients of the parameters that are trained."""
         stacks = self._engine.stacks
-        dense = [dense_gradient(*of_stack, stack.weight) for stack, of_stack in zip(stacks, gradients, strict=True)]
+        dense = [dense_gradient(stack, *of_stack) for stack, of_stack in zip(stacks, gradients, strict=True)]
         for table, parameter in enumerate(self._engine.parameters):
             if not parameter.requires_grad:
                 continue

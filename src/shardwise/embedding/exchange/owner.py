@@ -54,10 +54,9 @@ def by_stack(message: Tensor, runs: Sequence[Sequence[int]], cols: Sequence[int]
     return [torch.cat(parts[stack :: len(cols)]).view(-1, width) for stack, width in enumerate(cols)]
 
 
-def dense_gradient(requests: RowRequests, grad: Tensor, weight: Tensor) -> Tensor:
+def dense_gradient(stack: Stack, requests: RowRequests, grad: Tensor) -> Tensor:
     """The gradient of a stack, of those of its runs."""
-    of_rows = torch.repeat_interleave(grad, requests.lengths.long(), dim=0, output_size=requests.rows.numel())
-    if requests.weights is not None:
-        of_rows = of_rows * requests.weights[:, None]
-    dense = torch.zeros(weight.shape, dtype=grad.dtype, device=grad.device)
-    return dense.index_add_(0, requests.rows.long(), of_rows).to(weight.dtype)
+    dense = torch.zeros_like(stack.weight, dtype=grad.dtype)
+    for rows, sums in stack.kernels.sums_by_row(requests.rows, requests.offsets, grad, requests.weights):
+        dense[rows] = sums
+    return dense.to(stack.weight.dtype)

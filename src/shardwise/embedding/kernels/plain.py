@@ -8,7 +8,6 @@ A gradient is summed by sorting the rows, and `torch.embedding_bag` of the gradi
 row: several times as fast as `index_add_`.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import NamedTuple
@@ -19,12 +18,13 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shardwise._lookups.ids import sort_ids
+
 Ints = NDArray[np.int64]
 
 CHUNK_BYTES = 1 << 20  # of sums made at once: they stay in the cache until they are used, and cost no page faults
 MOST_AT_ONCE = 64  # gradients of a row that a thread block of a GPU adds up one after the other
 LEVELS = 4  # of parts; those of the last are longer, if a row has more than MOST_AT_ONCE**LEVELS gradients
-MOST_PACKED = 30_000  # numpy sorts up to as many 64-bit integers faster than torch 32-bit ones with their order
 LARGEST_INT32 = (1 << 31) - 1
 
 
@@ -97,15 +97,11 @@ class Kernels:
         if not rows.numel():
             return weight.new_zeros(bags, columns, dtype=torch.float32)
         scale = None if scale is None else scale.to(weight.dtype)
-        chunk = _chunk(columns)
-        if empty is None or weight.device.type != "cpu" or bags <= chunk:
+        if empty is None or weight.device.type != "cpu" or bags <= _chunk(columns):
             return _bags(weight, rows, offsets, scale).float()
         sums = empty(bags * columns).view(bags, columns)
-        for begin in range(0, bags, chunk):
-            ends = offsets[begin : begin + chunk + 1]
-            low, high = int(ends[0]), int(ends[-1])
-            of_ids = None if scale is None else scale[low:high]
-            sums[begin : begin + chunk] = _bags(weight, rows[low:high], ends - low, of_ids) if high > low else 0
+        for part, *of_part in _chunks(columns, rows, offsets, scale):
+            sums[part] = _bags(weight, *of_part) if of_part[0].numel() else 0
         return sums
 
     def sums_by_row(
@@ -128,12 +124,8 @@ class Kernels:
         if gradient.device.type != "cpu":
             yield distinct, _long_bags(gradient, bags, starts, scale)
             return
-        chunk = _chunk(gradient.shape[1])
-        for begin in range(0, len(distinct), chunk):
-            ends = starts[begin : begin + chunk + 1]
-            low, high = int(ends[0]), int(ends[-1])
-            of_ids = None if scale is None else scale[low:high]
-            yield distinct[begin : begin + chunk], _bags(gradient, bags[low:high], ends - low, of_ids)
+        for part, *of_part in _chunks(gradient.shape[1], bags, starts, scale):
+            yield distinct[part], _bags(gradient, *of_part)
 
     def by_row(self, rows: Tensor, offsets: Tensor, scale: Tensor | None) -> ByRow:
         """The ids of bags in the order of their rows; at least one."""
@@ -209,6 +201,17 @@ def _chunk(columns: int) -> int:
     return max(1, CHUNK_BYTES // (columns * 4))
 
 
+def _chunks(
+    columns: int, rows: Tensor, offsets: Tensor, scale: Tensor | None
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:
+    """Some bags at a time: which, and their rows, offsets and scale."""
+    chunk = _chunk(columns)
+    for begin in range(0, len(offsets) - 1, chunk):
+        ends = offsets[begin : begin + chunk + 1]
+        low, high = int(ends[0]), int(ends[-1])
+        yield slice(begin, begin + chunk), rows[low:high], ends - low, None if scale is None else scale[low:high]
+
+
 def plain_kind(optimizer: object) -> str:
     """The class of an optimizer of this library whose options but `lr` and `eps` have their defaults; "": another."""
     kind = type(optimizer)
@@ -221,13 +224,7 @@ def plain_kind(optimizer: object) -> str:
 def _sorted(rows: Tensor, offsets: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The rows in order, and the bag and scale of each."""
     bags = torch.repeat_interleave(offsets.diff().long(), output_size=len(rows))
-    packs = rows.device.type == "cpu" and len(rows) <= MOST_PACKED
-    if packs and scale is None and (rows.dtype == torch.int32 or int(rows.max()) <= LARGEST_INT32):
-        keys = (rows.long() << 32).bitwise_or_(bags).numpy()
-        halves = torch.from_numpy(np.sort(keys)).view(torch.int32).view(-1, 2)
-        low = int(sys.byteorder == "big")
-        return halves[:, 1 - low].contiguous(), halves[:, low].contiguous(), None
-    ordered, order = rows.sort(stable=True)
+    ordered, order = sort_ids(rows)
     dtype = torch.int32 if len(offsets) <= LARGEST_INT32 and len(rows) <= LARGEST_INT32 else torch.int64
     return ordered, bags.index_select(0, order).to(dtype), None if scale is None else scale.index_select(0, order)
 
