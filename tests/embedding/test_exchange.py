@@ -14,8 +14,8 @@ from shardwise._redistribute.transfers import Exchange
 from shardwise._rules.row_exchange import IdMessage, id_message
 from shardwise._trace.comm_trace import CommEvent, Listener, listening_with
 from shardwise.embedding.batch import make_batch
-from shardwise.embedding.exchange.engine import FIRST_CAPACITY, Capacities, Engine, Gradients
-from shardwise.embedding.exchange.owner import dense_gradient, make_stacks
+from shardwise.embedding.exchange.engine import FIRST_CAPACITY, Capacities, Engine, Gradients, Results
+from shardwise.embedding.exchange.owner import dense_gradient, new_stack
 from shardwise.embedding.exchange.requests import request_bags
 from shardwise.embedding.kernels import Kernels
 from shardwise.embedding.plan import Table, make_plan
@@ -33,7 +33,8 @@ class Setup:
     def __init__(self, size: int, placement: Placement, rows: int = 11, cols: int = 4) -> None:
         layout = Layout(Mesh((size,)), [placement], (rows, cols))
         self.plan = make_plan([Table("items", layout, "float32", ("item",))])
-        self.stacks = make_stacks(self.plan, collectives.rank(), torch.device("cpu"), Kernels())
+        device, numbers = torch.device("cpu"), range(len(self.plan.keys))
+        self.stacks = [new_stack(self.plan, collectives.rank(), n, device, Kernels(), []) for n in numbers]
         for block in self.plan.blocks_of(collectives.rank(), 0):
             self.stacks[0].weight[:] = full_table(rows, cols)[
                 block.rows.start : block.rows.stop, block.cols.start : block.cols.stop
@@ -54,7 +55,7 @@ class Setup:
         requests = self.engine.receive(message.read(message.start()()))
         if self.fails:
             raise ValueError("between messages 1 and 2")
-        found = self.engine.results(out.results, requests, self.engine.trigger_of_backward())
+        found = Results.apply(self.engine.trigger_of_backward(), self.engine, out.results, requests)
         return found.view(len(ids), self.plan.dims[0])
 
 

@@ -99,11 +99,6 @@ class Plan:
     stack_rows: Ints
 
     @cached_property
-    def features(self) -> tuple[str, ...]:
-        """All features, in the order of their tables."""
-        return tuple(name for table in self.tables for name in table.features)
-
-    @cached_property
     def table_of(self) -> tuple[int, ...]:
         """The table of each feature."""
         return tuple(number for number, table in enumerate(self.tables) for _ in table.features)

@@ -19,6 +19,7 @@ from shardwise._layout import Box, Boxes, Layout, Placements, Shard, as_placemen
 from shardwise._redistribute.transfers import fetch
 from shardwise._trace.comm_trace import Cause
 from shardwise.embedding.configs import EmbeddingConfig
+from shardwise.embedding.exchange.owner import new_stack
 from shardwise.embedding.kernels import Stack
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.embedding.plan import Plan, Table, make_plan
@@ -154,10 +155,7 @@ def _new_stack(
         in_both = ((old, before), (new, number))
         if not any(b.stack == n for plan, n in in_both for t in changed for b in plan.blocks_of(rank, t)):
             return Stack(stacks[before].weight, stacks[0].kernels, stacks[before].states, key.group)
-    rows = int(new.stack_rows[new.ranks.index(rank), number])
-    weight = torch.empty(rows, key.cols, dtype=getattr(torch, key.dtype), device=stacks[0].weight.device)
-    states = optimizers[key.group].new_states(weight) if optimizers else {}
-    return Stack(weight, stacks[0].kernels, states, key.group)
+    return new_stack(new, rank, number, stacks[0].weight.device, stacks[0].kernels, optimizers)
 
 
 # ---- rows that change their owners --------------------------------------------------------------------------------

@@ -32,8 +32,8 @@ from shardwise.embedding.collections import (
     rows_by_feature,
 )
 from shardwise.embedding.configs import resized
-from shardwise.embedding.exchange.engine import Engine, Gradients, MessageDtypes
-from shardwise.embedding.exchange.owner import dense_gradient, make_stacks, rows_of
+from shardwise.embedding.exchange.engine import Engine, Gradients, MessageDtypes, Results
+from shardwise.embedding.exchange.owner import dense_gradient, new_stack, rows_of
 from shardwise.embedding.exchange.requests import (
     IdRequest,
     needs_gradients,
@@ -86,7 +86,8 @@ class _Sharded(Collection):
         )
         self._compare_arguments(optimizers, dtypes)
         rank, device = collectives.rank(), torch.device(layouts[0].mesh.device_type)
-        stacks = make_stacks(plan, rank, device, kernels or fastest_kernels(device))
+        kernels = kernels or fastest_kernels(device)
+        stacks = [new_stack(plan, rank, number, device, kernels, distinct) for number in range(len(plan.keys))]
         tables = []
         seed = seed_of_first(plan.ranks) if any(source.is_meta for source in sources) else 0
         for number, (config, source) in enumerate(zip(configs, sources, strict=True)):
@@ -192,8 +193,6 @@ class _Sharded(Collection):
         return None
 
     def _fused_optimizer(self, optimizers: Sequence[RowOptimizer]) -> FusedOptimizer:
-        for stack in self._engine.stacks:
-            stack.states = optimizers[stack.group].new_states(stack.weight)
         groups = [
             [
                 (f"{self.kind}.{table.name}.weight", module.weight)
@@ -256,7 +255,7 @@ class _Sharded(Collection):
             lookup.finish()
         if lookup.error is not None:
             raise lookup.error
-        flat = self._engine.results(lookup.index, lookup.requests, trigger)
+        flat = Results.apply(trigger, self._engine, lookup.index, lookup.requests)
         for one in lookup.following:  # not earlier: on some backends, results would wait for it
             one.start()
         return lookup, flat

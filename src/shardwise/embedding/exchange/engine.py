@@ -177,18 +177,9 @@ class Engine:
         self.update = refuse
 
     def trigger_of_backward(self) -> Tensor:
-        """An empty tensor that requires grad if the tables are trained: the operand of `results`."""
+        """An empty tensor that requires grad if the tables are trained: the operand of `Results`."""
         trains = not self.parameters or any(parameter.requires_grad for parameter in self.parameters)
         return self.trigger if trains else self.trigger.detach()
-
-    def results(self, index: ResultIndex, requests: Sequence[RowRequests], trigger: Tensor) -> Tensor:
-        """The sums of all runs in their places: flat, float32. Backward calls `update` if `trigger` requires grad.
-
-        Args:
-            index: where the sums that this rank requested belong.
-            requests: of all ranks, of each stack of this one.
-        """
-        return _Results.apply(trigger, self, index, requests)
 
     def answer(self, index: ResultIndex, requests: Sequence[RowRequests]) -> Tensor:
         """Message 2: the sums that this rank requested, in its output."""
@@ -249,7 +240,12 @@ def _without_frozen(stack: Stack, requests: RowRequests, grad: Tensor) -> tuple[
     return RowRequests(rows, torch.ones_like(rows), None, (rows.numel(),), (rows.numel(),)), grad[keep]
 
 
-class _Results(TensorFunction):
+class Results(TensorFunction):
+    """The sums of all runs in their places: flat, float32. Backward calls `update` if `trigger` requires grad.
+
+    `index` says where the sums that this rank requested belong; `requests` are those of all ranks.
+    """
+
     @staticmethod
     def forward(
         ctx: Context, trigger: Tensor, engine: Engine, index: ResultIndex, requests: Sequence[RowRequests]

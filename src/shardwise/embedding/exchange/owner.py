@@ -7,18 +7,19 @@ from torch import Tensor
 
 from shardwise._lookups.row_requests import RowRequests
 from shardwise.embedding.kernels import Kernels, Stack
+from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.embedding.plan import Plan
 
 Allocate = Callable[[int], Tensor]  # a 1-D tensor of so many elements
 
 
-def make_stacks(plan: Plan, rank: int, device: torch.device, kernels: Kernels) -> list[Stack]:
-    """The stacks of `rank`, one for each key of the plan; not initialized."""
-    rows = plan.stack_rows[plan.ranks.index(rank)].tolist()
-    return [
-        Stack(torch.empty(n, key.cols, dtype=getattr(torch, key.dtype), device=device), kernels, group=key.group)
-        for key, n in zip(plan.keys, rows, strict=True)
-    ]
+def new_stack(
+    plan: Plan, rank: int, number: int, device: torch.device, kernels: Kernels, optimizers: Sequence[RowOptimizer]
+) -> Stack:
+    """The stack of `rank` for a key of the plan, not initialized; `optimizers` are those of each group, or none."""
+    rows, key = int(plan.stack_rows[plan.ranks.index(rank), number]), plan.keys[number]
+    weight = torch.empty(rows, key.cols, dtype=getattr(torch, key.dtype), device=device)
+    return Stack(weight, kernels, optimizers[key.group].new_states(weight) if optimizers else {}, key.group)
 
 
 def rows_of(plan: Plan, rank: int, table: int, stacks: Sequence[Tensor]) -> Tensor:

@@ -100,8 +100,8 @@ class Kernels:
         if empty is None or weight.device.type != "cpu" or bags <= _chunk(columns):
             return _bags(weight, rows, offsets, scale).float()
         sums = empty(bags * columns).view(bags, columns)
-        for part, *of_part in _chunks(columns, rows, offsets, scale):
-            sums[part] = _bags(weight, *of_part) if of_part[0].numel() else 0
+        for part, of_part, ends, of_ids in _chunks(columns, rows, offsets, scale):
+            sums[part] = _bags(weight, of_part, ends, of_ids) if of_part.numel() else 0
         return sums
 
     def sums_by_row(
@@ -124,8 +124,8 @@ class Kernels:
         if gradient.device.type != "cpu":
             yield distinct, _long_bags(gradient, bags, starts, scale)
             return
-        for part, *of_part in _chunks(gradient.shape[1], bags, starts, scale):
-            yield distinct[part], _bags(gradient, *of_part)
+        for part, of_part, ends, of_ids in _chunks(gradient.shape[1], bags, starts, scale):
+            yield distinct[part], _bags(gradient, of_part, ends, of_ids)
 
     def by_row(self, rows: Tensor, offsets: Tensor, scale: Tensor | None) -> ByRow:
         """The ids of bags in the order of their rows; at least one."""
