@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from shardwise import Mesh, Placement, Replicate, Shard, count_comms, distribute_tensor
-from shardwise._lookups.ids import Bags, group_ids, number_of_distinct
+from shardwise._lookups.ids import Bags, group_ids
+from shardwise._lookups.pooling import number_of_distinct
 from shardwise._lookups.row_requests import read_requests
 from shardwise.errors import IdError
 from shardwise.testing import world

@@ -172,15 +172,6 @@ def group_ids(ids: Tensor, bags: Bags, bounds: Sequence[Span]) -> OwnedIds:
     )
 
 
-def number_of_distinct(ids: Tensor, num_rows: int) -> int:
-    """How many distinct ids there are; a guess where counting would cost as much as sorting them."""
-    if num_rows > max(64 * ids.numel(), 1 << 16):
-        return -(-4 * ids.numel() // 5)
-    seen = torch.zeros(num_rows + 1, dtype=torch.bool, device=ids.device)
-    seen[ids.clamp(-1, num_rows)] = True  # those outside the table count as one
-    return int(seen.sum())
-
-
 def expand(rows: Tensor, distinct: DistinctIds, ids: Tensor, bags: Bags | None) -> Tensor:
     """The row of every id of `ids`; with bags, their sums or means.
 

@@ -10,8 +10,21 @@ The layouts say where owners hold all rows. Elsewhere each rank takes what costs
 not know which it is: it gets runs of ids, and answers each with a sum (`row_requests.py`).
 """
 
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
 SECOND_MESSAGE = 1 << 18  # bytes that are sent in the time of a second message of ids
 INDEXED_ID = 160  # bytes that are sent in the time in which a collection finds the place of the row of an id
+
+
+class Pooling(Enum):
+    """Where bags may be pooled."""
+
+    FULL = auto()  # owners hold all rows and pool full bags
+    PARTIAL = auto()  # owners may pool the ids they hold
+    NONE = auto()  # owners return rows: a rank needs no columns of some owner, or the table has explicit boxes
 
 
 def owners_pool(sums: int, rows: int, second_message: bool = False, indexed_ids: int = 0) -> bool:
@@ -22,3 +35,12 @@ def owners_pool(sums: int, rows: int, second_message: bool = False, indexed_ids:
         indexed_ids: how many ids are sorted for the rows alone. Lookups sort theirs for the gradients in any case.
     """
     return sums + SECOND_MESSAGE * second_message < rows + INDEXED_ID * indexed_ids
+
+
+def number_of_distinct(ids: Tensor, num_rows: int) -> int:
+    """How many distinct ids there are; a guess where counting would cost as much as sorting them."""
+    if num_rows > max(64 * ids.numel(), 1 << 16):
+        return -(-4 * ids.numel() // 5)
+    seen = torch.zeros(num_rows + 1, dtype=torch.bool, device=ids.device)
+    seen[ids.clamp(-1, num_rows)] = True  # those outside the table count as one
+    return int(seen.sum())

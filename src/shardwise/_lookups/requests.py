@@ -6,7 +6,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from functools import cached_property, lru_cache
 from math import prod
 
@@ -21,23 +20,14 @@ from shardwise._lookups.ids import (
     distinct_by_owner,
     full_bags,
     group_ids,
-    number_of_distinct,
 )
-from shardwise._lookups.pooling import owners_pool
+from shardwise._lookups.pooling import Pooling, number_of_distinct, owners_pool
 from shardwise._rules.local_context import LocalContext
 from shardwise.errors import RuleError
 
 CAPACITY_FACTOR = 1.25  # the capacity of a first message over the ids that an owner gets if ids are uniform
 MAX_FIRST_BYTES = 1 << 20  # of all first messages of a rank; one that may exceed its share has only a header
 EMPTY_BOX = Box((0, 0), (0, 0))
-
-
-class Pooling(Enum):
-    """Where bags may be pooled."""
-
-    FULL = auto()  # owners hold all rows and pool full bags
-    PARTIAL = auto()  # owners may pool the ids they hold
-    NONE = auto()  # owners return rows: a rank needs no columns of some owner, or the table has explicit boxes
 
 
 @dataclass(frozen=True)
