@@ -17,7 +17,7 @@ from shardwise.errors import IdError, IdTypeError, LayoutError
 
 # Where a rank's first bad id is, and that id; a code in place of the first number says why there is none. The place is
 # the position in the global ids, or, in a collection, the feature, the bag and the position in the bag.
-Verdict = Sequence[int]
+Verdict = list[int]
 VALID, BAD_BAGS, BAGS_OF_EACH_RANK, NO_BATCH, LOADER_ENDED, LOADER_FAILED = range(-1, -7, -1)
 
 
@@ -27,8 +27,11 @@ class StraddlingError(LayoutError):
 
 def first_bad(verdicts: Sequence[Verdict], ranks: Sequence[int]) -> tuple[Verdict, int] | None:
     """The first verdict of `ranks` that is not valid, and its rank: codes come first, then places in their order."""
-    bad = [pair for pair in zip(verdicts, ranks, strict=True) if pair[0][0] != VALID]
-    return min(bad, key=lambda pair: (pair[0][:-1], pair[1]), default=None)
+    first = None
+    for verdict, rank in zip(verdicts, ranks, strict=True):
+        if verdict[0] != VALID and (first is None or verdict[:-1] < first[0][:-1]):
+            first = verdict, rank
+    return first
 
 
 def not_in_table(what: str, where: str, value: int, num_rows: int, fix: str) -> IdError:
@@ -42,16 +45,16 @@ def not_in_table(what: str, where: str, value: int, num_rows: int, fix: str) -> 
 def verdict_on(ctx: LocalContext, ids: Tensor, bags: Bags | None) -> Verdict:
     """This rank's verdict on its own ids, and on whether its bags are made of them."""
     if bags is not None and not bags.fit(ids.numel()):
-        return BAD_BAGS, 0
+        return [BAD_BAGS, 0]
     num_rows = ctx.layouts[1].shape[0]
     if ids.numel() == 0:
-        return VALID, 0
+        return [VALID, 0]
     low, high = torch.aminmax(ids)
     if int(low) >= 0 and int(high) < num_rows:
-        return VALID, 0
+        return [VALID, 0]
     ids = ids.reshape(-1)
     local = int(((ids < 0) | (ids >= num_rows)).nonzero()[0])
-    return _global_position(ctx.layouts[0], ctx.rank, local), int(ids[local])
+    return [_global_position(ctx.layouts[0], ctx.rank, local), int(ids[local])]
 
 
 def _global_position(layout: Layout, rank: int, local: int) -> int:

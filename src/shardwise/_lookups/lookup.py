@@ -231,7 +231,7 @@ def _align_bags(ctx: LocalContext, named: Kwargs) -> LocalContext:
     ends = [end for bags in held for end in (bags.first, bags.last)]
     if ends[:1] != [0] or ends != sorted(ends) or ends[-1] > stop or any(bags.fall for bags in held):
         per_rank = len(held) > 1 and not any(bags.first for bags in held)
-        bad_ids.raise_bad_ids(ctx, [(bad_ids.BAGS_OF_EACH_RANK if per_rank else bad_ids.BAD_BAGS, 0)], ranks[:1])
+        bad_ids.raise_bad_ids(ctx, [[bad_ids.BAGS_OF_EACH_RANK if per_rank else bad_ids.BAD_BAGS, 0]], ranks[:1])
     lengths = {}
     for _, bags, rank in reversed(in_order):
         first = stop if bags.first < 0 else bags.first

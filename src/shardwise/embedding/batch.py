@@ -180,7 +180,7 @@ class IdRules:
 
         If there is one, the batch is empty.
         """
-        verdict: Verdict = code(VALID)
+        verdict = [VALID, 0, 0, 0]
         keep: Tensor | None = None
         bad = self._bad(batch)
         if bad is not None:
@@ -256,12 +256,12 @@ class IdRules:
         while bag >= batch.bags[feature]:
             bag -= batch.bags[feature]
             feature += 1
-        return feature, bag, position, value
+        return [feature, bag, position, value]
 
 
 def code(number: int) -> Verdict:
     """A verdict without an id."""
-    return number, *[0] * (VERDICT_SIZE - 1)
+    return [number, 0, 0, 0]
 
 
 def _of_ids(of_features: Sequence[int], batch: Batch) -> Tensor:

@@ -5,7 +5,7 @@ column-wise, row-wise and mixed blocks of any width are one gather, or one gathe
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -43,14 +43,16 @@ class ResultIndex:
         received = sent if self.replies is None else sent[self.replies]
         chosen = received[self.sources]
         positions, ends = received.cumsum(0) - 1, F.pad(chosen.cumsum(0), (1, 0))
-        return replace(
-            self,
-            targets=self.targets[sent],
-            replies=None if self.replies is None else self.replies[sent],
-            sources=positions[self.sources[chosen]],
-            offsets=ends[:-1] if self.offsets is None else ends[self.offsets],
-            received=self._elements(received, self.received),
-            sent=self._elements(sent, self.sent),
+        return ResultIndex(
+            self.unit,
+            self.num_units,
+            self.targets[sent],
+            None,
+            None if self.replies is None else self.replies[sent],
+            positions[self.sources[chosen]],
+            ends[:-1] if self.offsets is None else ends[self.offsets],
+            self._elements(received, self.received),
+            self._elements(sent, self.sent),
         )
 
     def _elements(self, chosen: Tensor, all_elements: tuple[int, ...]) -> tuple[int, ...]:

@@ -97,11 +97,15 @@ class Kernels:
         if not rows.numel():
             return weight.new_zeros(bags, columns, dtype=torch.float32)
         scale = None if scale is None else scale.to(weight.dtype)
-        if empty is None or weight.device.type != "cpu" or bags <= _chunk(columns):
+        chunk = _chunk(columns)
+        if empty is None or weight.device.type != "cpu" or bags <= chunk:
             return _bags(weight, rows, offsets, scale).float()
         sums = empty(bags * columns).view(bags, columns)
-        for part, of_part, ends, of_ids in _chunks(columns, rows, offsets, scale):
-            sums[part] = _bags(weight, of_part, ends, of_ids) if of_part.numel() else 0
+        for begin in range(0, bags, chunk):
+            ends = offsets[begin : begin + chunk + 1]
+            low, high = int(ends[0]), int(ends[-1])
+            of_ids = None if scale is None else scale[low:high]
+            sums[begin : begin + chunk] = _bags(weight, rows[low:high], ends - low, of_ids) if high > low else 0
         return sums
 
     def sums_by_row(
@@ -124,8 +128,12 @@ class Kernels:
         if gradient.device.type != "cpu":
             yield distinct, _long_bags(gradient, bags, starts, scale)
             return
-        for part, of_part, ends, of_ids in _chunks(gradient.shape[1], bags, starts, scale):
-            yield distinct[part], _bags(gradient, of_part, ends, of_ids)
+        chunk = _chunk(gradient.shape[1])
+        for begin in range(0, len(distinct), chunk):
+            ends = starts[begin : begin + chunk + 1]
+            low, high = int(ends[0]), int(ends[-1])
+            of_ids = None if scale is None else scale[low:high]
+            yield distinct[begin : begin + chunk], _bags(gradient, bags[low:high], ends - low, of_ids)
 
     def by_row(self, rows: Tensor, offsets: Tensor, scale: Tensor | None) -> ByRow:
         """The ids of bags in the order of their rows; at least one."""
@@ -199,17 +207,6 @@ class Stack:
 def _chunk(columns: int) -> int:
     """Rows of float32 that are made at once."""
     return max(1, CHUNK_BYTES // (columns * 4))
-
-
-def _chunks(
-    columns: int, rows: Tensor, offsets: Tensor, scale: Tensor | None
-) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:
-    """Some bags at a time: which, and their rows, offsets and scale."""
-    chunk = _chunk(columns)
-    for begin in range(0, len(offsets) - 1, chunk):
-        ends = offsets[begin : begin + chunk + 1]
-        low, high = int(ends[0]), int(ends[-1])
-        yield slice(begin, begin + chunk), rows[low:high], ends - low, None if scale is None else scale[low:high]
 
 
 def plain_kind(optimizer: object) -> str:
