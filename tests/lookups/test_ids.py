@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shardwise import _collectives as collectives
 from shardwise._layout import Mesh, Shard
+from shardwise._lookups.bad_ids import BAD_BAGS, NO_BATCH, VALID, first_bad
 from shardwise._lookups.ids import Bags, coalesced_lookup, distinct_ids, expand
 from shardwise._tensor import DTensor, distribute_tensor
 from shardwise.testing import world
@@ -103,3 +104,10 @@ def test_only_more_ids_than_an_owner_expects_cost_another_exchange(numbers: Tens
         torch.testing.assert_close(out, expected.detach())
         torch.testing.assert_close(grad, param.grad)
         assert counted == calls
+
+
+def test_the_first_bad_id_is_that_of_the_first_place_on_any_rank_and_codes_come_before() -> None:
+    none, late, early, same_place = [VALID, 0, 0], [2, 1, 90], [1, 7, 91], [1, 7, 5]
+    assert first_bad([none, none], [3, 4]) is None
+    assert first_bad([none, late, early, same_place], [3, 4, 6, 8]) == (early, 6)
+    assert first_bad([early, [BAD_BAGS, 0, 0], none, [NO_BATCH, 0, 0]], [0, 1, 2, 3]) == ([NO_BATCH, 0, 0], 3)

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from shardwise import Mesh, Placement, Replicate, Shard, count_comms, distribute_tensor
 from shardwise._lookups.ids import Bags, group_ids
-from shardwise._lookups.pooling import number_of_distinct
+from shardwise._lookups.pooling import INDEXED_ID, SECOND_MESSAGE, number_of_distinct, owners_pool
 from shardwise._lookups.row_requests import read_requests
 from shardwise.errors import IdError
 from shardwise.testing import world
@@ -162,6 +162,16 @@ def test_counting_the_different_ids_is_cheap_or_left() -> None:
     assert number_of_distinct(ids, 10) == 3
     assert number_of_distinct(ids.repeat(5), 1 << 30) == 16
     assert number_of_distinct(torch.tensor([-5, 40, 41, 2]), 10) == 2  # those outside are one
+
+
+def test_owners_pool_if_their_sums_are_fewer_bytes_by_what_else_they_cost() -> None:
+    assert owners_pool(99, 100)
+    assert not owners_pool(100, 100)
+    assert [owners_pool(100, 100 + n, second_message=True) for n in (SECOND_MESSAGE, SECOND_MESSAGE + 1)] == [
+        False,
+        True,
+    ]
+    assert [owners_pool(100 + n, 100, indexed_ids=2) for n in (2 * INDEXED_ID - 1, 2 * INDEXED_ID)] == [True, False]
 
 
 @world(5)
