@@ -13,14 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise._layout import Box, Boxes, Layout, OnRanks, Shard, split_by_boxes
-from shardwise._lookups.ids import (
-    Bags,
-    OwnedIds,
-    Span,
-    distinct_by_owner,
-    full_bags,
-    group_ids,
-)
+from shardwise._lookups.ids import Bags, OwnedIds, Span, distinct_by_owner, full_bags, group_ids
 from shardwise._lookups.pooling import Pooling, number_of_distinct, owners_pool
 from shardwise._rules.local_context import LocalContext
 from shardwise.errors import RuleError

@@ -166,10 +166,7 @@ class EmbeddingBagCollection(_PlainCollection, BagCollection):
     embedding_bags: Tables
 
     def __init__(
-        self,
-        tables: Sequence[EmbeddingBagConfig],
-        is_weighted: bool = False,
-        device: torch.device | str | None = None,
+        self, tables: Sequence[EmbeddingBagConfig], is_weighted: bool = False, device: torch.device | str | None = None
     ) -> None:
         super().__init__(tables, device, is_weighted)
 

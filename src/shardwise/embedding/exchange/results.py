@@ -99,12 +99,7 @@ def unit_targets(counts: Tensor, widths: Tensor, first: Tensor, strides: Tensor)
 
 
 def result_index(
-    unit: int,
-    num_units: int,
-    targets: Tensor,
-    replies: Tensor | None,
-    received: Sequence[int],
-    sent: Sequence[int],
+    unit: int, num_units: int, targets: Tensor, replies: Tensor | None, received: Sequence[int], sent: Sequence[int]
 ) -> ResultIndex:
     """The index of units with `targets`, of which only those that are `replies` are in message 2 (None: all)."""
     replied = targets if replies is None else targets[replies]

@@ -231,13 +231,7 @@ class CompiledKernels(Kernels):
         return rows, of_runs, counts, None
 
     def update(
-        self,
-        optimizer: object,
-        stack: Stack,
-        rows: Tensor,
-        offsets: Tensor,
-        gradient: Tensor,
-        scale: Tensor | None,
+        self, optimizer: object, stack: Stack, rows: Tensor, offsets: Tensor, gradient: Tensor, scale: Tensor | None
     ) -> bool:
         formula = FORMULAS.get(plain_kind(optimizer))
         if formula is None or stack.weight.dtype != torch.float32:

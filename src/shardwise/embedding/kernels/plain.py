@@ -144,13 +144,7 @@ class Kernels:
         return ByRow(ordered.index_select(0, starts[:-1]).long(), starts.to(bags.dtype), bags, scale)
 
     def update(
-        self,
-        optimizer: object,
-        stack: "Stack",
-        rows: Tensor,
-        offsets: Tensor,
-        gradient: Tensor,
-        scale: Tensor | None,
+        self, optimizer: object, stack: "Stack", rows: Tensor, offsets: Tensor, gradient: Tensor, scale: Tensor | None
     ) -> bool:
         """Update the rows of bags at once, as `optimizer` would; False: these kernels cannot, and nothing changed.
 
