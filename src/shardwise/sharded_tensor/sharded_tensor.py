@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwise import _collectives as collectives
-from shardwise._layout import SEQUENCE, Layout, checked, checked_init, describe, split_by_boxes
+from shardwise._layout import SEQUENCE, checked, checked_init, describe, split_by_boxes
 from shardwise._tensor import factories
 from shardwise._tensor.arguments import check_dense
 from shardwise._tensor.conversion import to_local
@@ -19,6 +19,7 @@ from shardwise.sharded_tensor.shards import (
     ShardedTensorMetadata,
     ShardMetadata,
     TensorProperties,
+    extent,
     layout_of_shards,
     shards_of,
 )
@@ -66,8 +67,7 @@ describe(Sequence[LocalShard], SEQUENCE)
 
 def local_shards(x: DTensor) -> list[LocalShard]:
     """The shards that this rank holds, none or several; they share the memory of `x`, and its gradients."""
-    rank = collectives.rank()
-    mine = [shard for shard in metadata(x) if shard.placement is not None and shard.rank == rank]
+    mine = [shard for shard in metadata(x) if shard.placement is not None and shard.rank == collectives.rank()]
     views = split_by_boxes(to_local(x, None), [shard.box for shard in mine])
     return [LocalShard(view, shard) for view, shard in zip(views, mine, strict=True)]
 
@@ -115,9 +115,7 @@ def sharding_spec(x: DTensor) -> ShardingSpec:
 def _own_spec(x: DTensor) -> ShardingSpec | None:
     """The spec that `x` was made by, unless `x` was redistributed since."""
     spec: ShardingSpec | None = x._spec
-    if spec is None or spec.layout(x.shape, tuple(sorted(x._layout.mesh.ranks))) != x._layout:
-        return None
-    return spec
+    return spec if spec and spec.layout(x.shape, x._layout.mesh.sorted_ranks) == x._layout else None
 
 
 def gather(x: DTensor, *args: Any, **kwargs: Any) -> Tensor | None:
@@ -154,10 +152,10 @@ def gather_to(x: DTensor, dst: int = 0, out: Tensor | None = None, dtype: torch.
     layout = x._layout
     if dst not in layout.mesh.ranks:
         raise LayoutError(f"gather: rank {dst} holds nothing of {layout}. Fix: take one of {layout.mesh.ranks}.")
-    if out is not None:
-        check_dense(out, "gather(out=)")
     if isinstance(out, DTensor):
         raise LayoutError("gather: out is a plain tensor to fill, got a DTensor. Fix: torch.empty(x.shape).")
+    if out is not None:
+        check_dense(out, "gather(out=)")
     with torch.no_grad():
         gathered = to_layout(x.detach(), layout.gathered_on(dst)).to_local()
         if collectives.rank() != dst:
@@ -196,81 +194,71 @@ def init_from_local_shards(
         LayoutError: the shards overlap or leave a gap. All of these are the same error on every rank.
     """
     _check_no_rrefs(init_rrefs, "init_from_local_shards")
-    for s in local_shards:
-        if isinstance(s, LocalShard):
-            check_untransformed(s.tensor, "init_from_local_shards")
-    ranks = collectives.group_ranks(process_group)
-    size = list(factories.shape_of(global_size))
-    facts: dict[str, Any] = {
-        "size": size,
-        "wrong_types": [type(s).__name__ for s in local_shards if not isinstance(s, LocalShard)],
-        "shards": [
-            {
-                "offsets": list(s.metadata.shard_offsets),
-                "sizes": list(s.metadata.shard_sizes),
-                "placement": str(s.metadata.placement or ""),
-                "device": s.tensor.device.type,
-                "dtype": str(s.tensor.dtype),
-                "requires_grad": s.tensor.requires_grad,
-            }
-            for s in local_shards
-            if isinstance(s, LocalShard)
-        ],
-    }
-    by_rank = dict(zip(sorted(ranks), collectives.gather_json(facts, tuple(sorted(ranks))), strict=True))
-    every = [(rank, shard) for rank in ranks for shard in by_rank[rank]["shards"]]
-    _check_consistent(by_rank, every)
-    shards = [ShardMetadata(s["offsets"], s["sizes"], s["placement"] or f"rank:{rank}") for rank, s in every]
-    if not shards:
+    mine = [s for s in local_shards if isinstance(s, LocalShard)]
+    for s in mine:
+        check_untransformed(s.tensor, "init_from_local_shards")
+    ranks, rank = collectives.group_ranks(process_group), collectives.rank()
+    members, size = tuple(sorted(ranks)), list(factories.shape_of(global_size))
+    passed = [
+        (*s.metadata.box, str(s.metadata.placement or ""), x.device.type, str(x.dtype), x.requires_grad)
+        for s, x in ((s, s.tensor) for s in mine)
+    ]
+    wrong_types = [type(s).__name__ for s in local_shards if not isinstance(s, LocalShard)]
+    answers: list[Any] = collectives.gather_json([passed, size, wrong_types], members)
+    by_rank = dict(zip(members, answers, strict=True))
+    every = [(rank, _Passed(*shard)) for rank in ranks for shard in by_rank[rank][0]]
+    _check_consistent({rank: answer[1:] for rank, answer in by_rank.items()}, every)
+    if not every:
         raise LayoutError(
             "init_from_local_shards: no rank passed any shard. Fix: pass them on the ranks that hold them."
         )
-    extent = [max(s.shard_offsets[d] + s.shard_sizes[d] for s in shards) for d in range(len(shards[0].shard_sizes))]
-    layout = layout_of_shards(shards, tuple(size or extent), ranks)
-    dtype = getattr(torch, every[0][1]["dtype"].removeprefix("torch."))
-    result = tag(_joined(local_shards, layout, dtype), layout)
-    return result.requires_grad_(any(s["requires_grad"] for _, s in every))
+    shards = [ShardMetadata(s.offsets, s.sizes, s.placement or f"rank:{holder}") for holder, s in every]
+    layout = layout_of_shards(shards, tuple(size) or extent(shards), ranks)
+    full = {s.metadata.box: s.tensor.detach() for s in mine if s.metadata.box.numel}
+    parts, shape = [full[box] for box in layout.boxes(rank) if box in full], layout.local_shape(rank)
+    if len(parts) == 1 and parts[0].shape == shape:
+        (local,) = parts
+    elif parts:
+        local = torch.cat([part.reshape(-1) for part in parts]).view(shape)
+    else:
+        dtype = getattr(torch, every[0][1].dtype.removeprefix("torch."))
+        local = torch.empty(shape, dtype=dtype, device=layout.mesh.device_type)
+    return tag(local, layout).requires_grad_(every[0][1].requires_grad)
 
 
-def _check_consistent(by_rank: dict[int, Any], every: list[tuple[int, Any]]) -> None:
+class _Passed(NamedTuple):
+    """A shard that a rank passes; sent as JSON."""
+
+    offsets: list[int]
+    sizes: list[int]
+    placement: str
+    device: str
+    dtype: str
+    requires_grad: bool
+
+
+def _check_consistent(sizes_and_types: dict[int, Any], every: list[tuple[int, _Passed]]) -> None:
     wrong = []
     for field in ("dtype", "device", "requires_grad"):
-        if len({s[field] for _, s in every}) > 1:
-            wrong += [
-                f"  rank {rank}: {field} {sorted({str(s[field]) for s in facts['shards']})}"
-                for rank, facts in by_rank.items()
-            ]
-    if len({str(facts["size"]) for facts in by_rank.values()}) > 1:
-        wrong += [f"  rank {rank}: global size {facts['size'] or 'not given'}" for rank, facts in by_rank.items()]
-    for rank, facts in by_rank.items():
-        wrong += [f"  rank {rank}: passes a {kind} instead of a LocalShard" for kind in facts["wrong_types"]]
+        if len({getattr(s, field) for _, s in every}) > 1:
+            wrong += [f"  rank {rank}: {field} {getattr(s, field)}" for rank, s in every]
+    if len({str(size) for size, _ in sizes_and_types.values()}) > 1:
+        wrong += [f"  rank {rank}: global size {size or 'not given'}" for rank, (size, _) in sizes_and_types.items()]
+    for rank, (_, types) in sizes_and_types.items():
+        wrong += [f"  rank {rank}: passes a {kind} instead of a LocalShard" for kind in types]
     for rank, s in every:
-        where, _, device = s["placement"].partition("/")
+        where, _, device = s.placement.partition("/")
         if where and where != f"rank:{rank}":
-            wrong.append(f"  rank {rank}: passes a shard placed on {s['placement']}")
-        elif where and s["device"] != device.partition(":")[0]:
-            wrong.append(f"  rank {rank}: passes a shard placed on {s['placement']} that is on {s['device']}")
-        if len(s["sizes"]) != len(every[0][1]["sizes"]):
-            wrong.append(f"  rank {rank}: a shard of {len(s['sizes'])} dims, others have another number")
+            wrong.append(f"  rank {rank}: passes a shard placed on {s.placement}")
+        elif where and s.device != device.partition(":")[0]:
+            wrong.append(f"  rank {rank}: passes a shard placed on {s.placement} that is on {s.device}")
+        if len(s.sizes) != len(every[0][1].sizes):
+            wrong.append(f"  rank {rank}: a shard of {len(s.sizes)} dims, others have another number")
     if wrong:
         raise MismatchError(
             "init_from_local_shards: the shards do not make one tensor:\n" + "\n".join(wrong) + "\n  Fix: pass shards "
             "of one dtype and requires_grad, each on its rank and device, and the same global size everywhere."
         )
-
-
-def _joined(shards: Sequence[LocalShard], layout: Layout, dtype: torch.dtype) -> Tensor:
-    """The local tensor of `layout` that these shards make up."""
-    rank = collectives.rank()
-    shards = [s for s in shards if s.metadata.box.numel]
-    shape = layout.local_shape(rank)
-    if not shards:
-        return torch.empty(shape, dtype=dtype, device=layout.mesh.device_type)
-    if len(shards) == 1 and tuple(shards[0].tensor.shape) == shape:
-        return shards[0].tensor.detach()
-    boxes = list(layout.boxes(rank))
-    in_order = sorted(shards, key=lambda s: boxes.index(s.metadata.box))
-    return torch.cat([s.tensor.detach().reshape(-1) for s in in_order]).view(shape)
 
 
 # ---- factories ------------------------------------------------------------------------------------------------------
@@ -292,8 +280,7 @@ def _factory(make: Callable[..., DTensor]) -> Callable[..., DTensor]:
         _check_no_rrefs(init_rrefs, make.__name__)
         if pin_memory or memory_format is not torch.contiguous_format:
             raise LayoutError(
-                f"{make.__name__}: shards are contiguous and not pinned, got pin_memory={pin_memory} and "
-                f"memory_format={memory_format}. Fix: leave both out."
+                f"{make.__name__}: shards are contiguous and not pinned. Fix: leave out pin_memory and memory_format."
             )
         if make is factories.full and len(size) == 2 and not isinstance(size[0], int):  # full(spec, (4, 8), 3.0)
             size, kwargs = size[:1], {"fill_value": size[-1], **kwargs}

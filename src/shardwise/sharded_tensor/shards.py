@@ -41,6 +41,7 @@ def placement_of(given: object) -> RemoteDevice:
         LayoutError: another form, such as the name of an RPC worker.
         MeshError: a rank with a device that torch does not know.
     """
+    found = None
     try:
         found = given if isinstance(given, RemoteDevice) else RemoteDevice(str(given))
     except RuntimeError:
@@ -50,7 +51,7 @@ def placement_of(given: object) -> RemoteDevice:
             f"Fix: such as '{rank}/cpu' or '{rank}/cuda:0'."
         ) from None
     except ValueError:
-        found = None
+        pass
     if found is None or found.worker_name() is not None:
         raise LayoutError(
             f"A placement is written 'rank:R/device', such as 'rank:1/cpu', or names a device, got {shown(given)}. "
@@ -80,14 +81,10 @@ class ShardMetadata:
 
     def __init__(self, shard_offsets: Sequence[int], shard_sizes: Sequence[int], placement: object = None) -> None:
         offsets, sizes = tuple(map(index, shard_offsets)), tuple(map(index, shard_sizes))
-        if len(offsets) != len(sizes):
+        if len(offsets) != len(sizes) or min((*offsets, *sizes), default=0) < 0:
             raise LayoutError(
-                f"A shard has as many offsets as sizes, got {offsets} and {sizes}. Fix: one of each for each dim."
-            )
-        if min((*offsets, *sizes), default=0) < 0:
-            raise LayoutError(
-                f"Offsets and sizes of a shard are not negative, got {offsets} and {sizes}. "
-                f"Fix: count offsets from the start of each dim; an empty shard has size 0."
+                f"A shard has as many offsets as sizes, which are not negative, got {offsets} and {sizes}. Fix: one "
+                f"of each for each dim; count offsets from the start of the dim; an empty shard has size 0."
             )
         object.__setattr__(self, "shard_offsets", offsets)
         object.__setattr__(self, "shard_sizes", sizes)
@@ -115,8 +112,7 @@ class ShardMetadata:
     @property
     def holder(self) -> str:
         """Who holds it, in errors: a rank, or the device of a placement without one."""
-        without_rank = self.placement is not None and self.placement.rank() is None
-        return str(self.placement) if without_rank else f"rank {self.rank}"
+        return f"{self.placement}" if self.placement and self.placement.rank() is None else f"rank {self.rank}"
 
     def __str__(self) -> str:
         return f"{self.box} on {self.placement}"
@@ -125,6 +121,11 @@ class ShardMetadata:
 def listed(shards: Sequence[ShardMetadata]) -> str:
     """Shards as text."""
     return ", ".join(map(str, shards))
+
+
+def extent(shards: Sequence[ShardMetadata]) -> tuple[int, ...]:
+    """The shape of the smallest tensor that the shards fit into."""
+    return tuple(map(max, zip(*(map(sum, zip(*shard.box, strict=True)) for shard in shards), strict=True)))
 
 
 @checked_init
@@ -192,28 +193,23 @@ def layout_of_shards(shards: Sequence[ShardMetadata], shape: tuple[int, ...], ra
         )
     check_cover([(f"rank {shard.rank}", shard.box) for shard in shards], shape)
     ranks = tuple(sorted(ranks))  # the placements decide who holds what, not the order of the group
+    held: dict[int, list[Box]] = {rank: [] for rank in ranks}
     for shard in shards:
-        if shard.rank not in ranks:
+        if shard.rank not in held:
             raise LayoutError(
                 f"The shard {shard} is on a rank that is not of the group, whose ranks are {ranks}. "
                 f"Fix: place it on one of these; they are global ranks."
             )
+        held[shard.rank].append(shard.box)
     device = _device_type(shards)
     line = Mesh((len(ranks),), ranks, None, device)
-    by_rank: dict[int, list[Box]] = {rank: [] for rank in ranks}
-    for shard in shards:
-        by_rank[shard.rank].append(shard.box)
     boxes = {shard.rank: shard.box for shard in shards if shard.box.numel or 0 in shape}
-    if not boxes or any(len(row) > 1 for row in by_rank.values()):
-        return Layout(line, [Boxes([by_rank[rank] for rank in ranks])], shape)
     dims = [d for d in range(len(shape)) if any(box.sizes[d] != shape[d] for box in boxes.values())]
-    if not dims and len(by_rank) == 1:
-        return Layout(line, [Replicate()], shape)
-    if not dims and sum(map(len, by_rank.values())) == 1:
-        return Layout(line, [OnRanks(ranks.index(next(iter(boxes))))], shape)
-    if len(dims) > 1:
-        grid = _grid(boxes, dims, shape, device) if len(boxes) == len(ranks) else None
-        return grid or Layout(line, [Boxes([by_rank[rank] for rank in ranks])], shape)
+    if not boxes or len(dims) > 1 or any(len(row) > 1 for row in held.values()):
+        grid = _grid(boxes, dims, shape, device) if len(boxes) == len(ranks) == len(shards) else None
+        return grid or Layout(line, [Boxes(list(held.values()))], shape)
+    if not dims and len(shards) == 1:
+        return Layout(line, [Replicate() if len(ranks) == 1 else OnRanks(ranks.index(shards[0].rank))], shape)
     # One box per rank along one dim: a mesh in the order of the boxes, ranks without one last.
     empty = next((d for s in shards for d, n in enumerate(s.shard_sizes) if not n), 0)  # if one shard holds everything
     dim = dims[0] if dims else empty
@@ -263,10 +259,5 @@ def shards_of(layout: Layout) -> list[ShardMetadata]:
         raise LayoutError(f"{layout} is Partial, it has no shards. Fix: redistribute it to Shard or Replicate first.")
     mesh = layout.mesh
     replicated = [axis for axis, p in enumerate(layout.placements) if isinstance(p, Replicate)]
-    shards = []
-    for rank in mesh.ranks:
-        coordinate = mesh.coordinate(rank)
-        assert coordinate is not None
-        if not any(coordinate[axis] for axis in replicated):
-            shards += [ShardMetadata(*box, device_of(mesh, rank)) for box in layout.boxes(rank)]
-    return shards
+    first = [rank for rank in mesh.ranks if not any((mesh.coordinate(rank) or ())[axis] for axis in replicated)]
+    return [ShardMetadata(*box, device_of(mesh, rank)) for rank in first for box in layout.boxes(rank)]

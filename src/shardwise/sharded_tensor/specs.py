@@ -1,12 +1,9 @@
-"""Sharding specs: how a tensor of any shape is sharded, and which rank holds each shard.
-
-A spec describes the same as a `Layout`, in the terms of `torch.distributed._shard`; `ShardingSpec.layout` and `spec_of`
-convert between them.
-"""
+"""Sharding specs: layouts in the terms of `torch.distributed._shard`. `ShardingSpec.layout` and `spec_of` convert."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,6 +13,7 @@ from shardwise import _collectives as collectives
 from shardwise._collectives import RemoteDevice
 from shardwise._layout import (
     SEQUENCE,
+    Box,
     Layout,
     Replicate,
     Shard,
@@ -38,6 +36,7 @@ from shardwise.sharded_tensor.shards import (
     ShardMetadata,
     TensorProperties,
     device_of,
+    extent,
     layout_of_shards,
     listed,
     placement_of,
@@ -109,17 +108,11 @@ class ShardingSpec(ABC):
 
     def _agree_on_source(self, tensor: object, src_rank: int, ranks: Ranks) -> None:
         """Check that all ranks pass the same, and that the source has values."""
-        facts: dict[str, object] = {"spec": repr(self), "src_rank": shown(src_rank)}
-        problem = None
+        problem = text = ""
         if not isinstance(tensor, Tensor):
             problem = f"only a plain tensor can be sharded, got {shown(tensor)}."
         else:
-            facts |= {
-                "spec": describe_spec(self, tensor.shape),
-                "shape": list(tensor.shape),
-                "dtype": str(tensor.dtype),
-                "requires_grad": tensor.requires_grad,
-            }
+            text = f"shape {tuple(tensor.shape)}, {tensor.dtype}, requires_grad={tensor.requires_grad}"
             if not is_integer(src_rank) or not 0 <= src_rank < len(ranks):
                 problem = (
                     f"src_rank is an index in the process group, 0 to {len(ranks) - 1}, got {shown(src_rank)}. "
@@ -132,12 +125,10 @@ class ShardingSpec(ABC):
                     f"rank {ranks[src_rank]} is the source, but its tensor is on the meta device and has no values. "
                     f"Fix: materialise it there first, such as module.to_empty(device=…), or choose another src_rank."
                 )
-        collectives.agree(
-            "how to shard a tensor",
-            facts | {"problem": problem},
-            tuple(sorted(ranks)),
-            "pass the same spec, source, shape, dtype and requires_grad everywhere, and values on the source.",
-        )
+        spec = describe_spec(self, tensor.shape if isinstance(tensor, Tensor) else None)
+        facts = {"spec": spec, "src_rank": shown(src_rank), "tensor": text, "problem": problem}
+        fix = "pass the same spec, source, shape, dtype and requires_grad everywhere, and values on the source."
+        collectives.agree("how to shard a tensor", facts, tuple(sorted(ranks)), fix)
         if problem:
             raise LayoutError(f"shard: {problem}")
 
@@ -154,10 +145,8 @@ def reshard(x: DTensor, resharding_spec: ShardingSpec, process_group: object = N
     Raises:
         LayoutError: the spec does not fit.
     """
-    if process_group is None:
-        ranks = tuple(sorted(x._layout.mesh.ranks))
-    else:
-        ranks = collectives.group_ranks(process_group, leaving=True)
+    same_ranks = process_group is None
+    ranks = x._layout.mesh.sorted_ranks if same_ranks else collectives.group_ranks(process_group, leaving=True)
     layout = resharding_spec.layout(x._layout.shape, ranks)
     result = to_layout(x, layout)
     if result is x:  # whose own spec stays
@@ -191,7 +180,7 @@ class ChunkShardingSpec(ShardingSpec):
             raise RuleError(f"ChunkShardingSpec takes dims by number, not by name, got {dim!r}. Fix: such as 0.")
         if not placements:
             raise LayoutError(
-                "A ChunkShardingSpec needs at least one placement, such as 'rank:0/cpu'. Fix: one for each shard."
+                "A ChunkShardingSpec needs at least one placement. Fix: one such as 'rank:0/cpu' a shard."
             )
         object.__setattr__(self, "dim", dim)
         object.__setattr__(self, "placements", tuple(map(placement_of, placements)))
@@ -203,12 +192,10 @@ class ChunkShardingSpec(ShardingSpec):
         if not -len(shape) <= self.dim < len(shape):
             fix = f"a dim below {len(shape)}" if shape else "an EnumerableShardingSpec with one shard"
             raise LayoutError(f"{self}: a tensor of shape {shape} has no dim {self.dim}. Fix: {fix}.")
-        dim, start, shards = self.dim % len(shape), 0, []
-        for size, placement in zip(chunk(shape[dim], len(self.placements)), self.placements, strict=True):
-            offsets = [start if d == dim else 0 for d in range(len(shape))]
-            sizes = [size if d == dim else n for d, n in enumerate(shape)]
-            shards.append(ShardMetadata(offsets, sizes, placement))
-            start += size
+        dim, full = self.dim % len(shape), Box((0,) * len(shape), shape)
+        sizes = chunk(shape[dim], len(self.placements))
+        chunks = zip(accumulate(sizes, initial=0), sizes, self.placements, strict=False)
+        shards = [ShardMetadata(*full.along(dim, start, n), placement) for start, n, placement in chunks]
         return ShardedTensorMetadata(shards, shape, tensor_properties)
 
 
@@ -231,15 +218,11 @@ class EnumerableShardingSpec(ShardingSpec):
     shards: tuple[ShardMetadata, ...]
 
     def __init__(self, shards: Sequence[ShardMetadata]) -> None:
-        if not shards:
-            raise LayoutError(
-                "An EnumerableShardingSpec needs at least one shard. "
-                "Fix: ShardMetadata(offsets, sizes, 'rank:0/cpu') of each."
-            )
         wrong_types = [type(shard).__name__ for shard in shards if not isinstance(shard, ShardMetadata)]
-        if wrong_types:
+        if wrong_types or not shards:
+            got = ", ".join(wrong_types) or "none, and needs at least one"
             raise LayoutError(
-                f"An EnumerableShardingSpec lists ShardMetadata, got {', '.join(wrong_types)}. "
+                f"An EnumerableShardingSpec lists ShardMetadata, got {got}. "
                 f"Fix: ShardMetadata(offsets, sizes, 'rank:0/cpu') of each."
             )
         dims = sorted({len(shard.shard_sizes) for shard in shards})
@@ -249,26 +232,24 @@ class EnumerableShardingSpec(ShardingSpec):
                 f"Fix: as many offsets and sizes in each as the tensor has dims."
             )
         object.__setattr__(self, "shards", tuple(shards))
-        reach = tuple(max(s.shard_offsets[d] + s.shard_sizes[d] for s in shards) for d in range(dims[0]))
-        check_cover([(shard.holder, shard.box) for shard in shards], reach)
+        self.build_metadata(extent(shards))
 
     def build_metadata(
         self, tensor_sizes: Sequence[int], tensor_properties: TensorProperties | None = None
     ) -> ShardedTensorMetadata:
-        shape = tuple(tensor_sizes)
-        check_cover([(shard.holder, shard.box) for shard in self.shards], shape)
-        return ShardedTensorMetadata(self.shards, shape, tensor_properties)
+        check_cover([(shard.holder, shard.box) for shard in self.shards], tuple(tensor_sizes))
+        return ShardedTensorMetadata(self.shards, tensor_sizes, tensor_properties)
 
 
 def _shards(spec: ShardingSpec, shape: tuple[int, ...]) -> Sequence[ShardMetadata]:
     """The shards by `build_metadata`, which may be a user's."""
-    metadata = spec.build_metadata(torch.Size(shape), TensorProperties())
-    if not isinstance(metadata, ShardedTensorMetadata):
-        raise LayoutError(
-            f"{type(spec).__name__}.build_metadata returns ShardedTensorMetadata, got {type(metadata).__name__}. "
-            f"Fix: return ShardedTensorMetadata(shards, tensor_sizes, tensor_properties)."
-        )
-    return metadata.shards_metadata
+    found = spec.build_metadata(torch.Size(shape), TensorProperties())
+    if isinstance(found, ShardedTensorMetadata):
+        return found.shards_metadata
+    raise LayoutError(
+        f"{type(spec).__name__}.build_metadata returns ShardedTensorMetadata, got {type(found).__name__}. "
+        f"Fix: return ShardedTensorMetadata(shards, tensor_sizes, tensor_properties)."
+    )
 
 
 def describe_spec(spec: ShardingSpec, shape: Sequence[int] | None = None) -> str:
@@ -294,8 +275,7 @@ def spec_of(layout: Layout) -> ShardingSpec:
     if replicated:
         raise LayoutError(f"No sharding spec expresses replication, and {layout} has it. Fix: use its layout instead.")
     shards = shards_of(layout)
-    placement = layout.placements[0]
-    if layout.mesh.ndim == 1 and isinstance(placement, Shard) and placement.sizes is None:
-        devices = [device_of(layout.mesh, rank) for rank in layout.mesh.ranks]
-        return ChunkShardingSpec(placement.dim, devices)
+    match layout.placements:
+        case (Shard(dim=dim, sizes=None),):
+            return ChunkShardingSpec(dim, [device_of(layout.mesh, rank) for rank in layout.mesh.ranks])
     return EnumerableShardingSpec(shards)
