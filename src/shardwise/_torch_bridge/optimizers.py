@@ -33,9 +33,8 @@ def step_on_locals(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Any:
     Raises:
         RuleError: an option is a DTensor beside plain parameters: C++ would take the number in its local tensor.
     """
-    parameters: list[Any] = []
+    parameters: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
     for i, group in enumerate(optimizer.param_groups):
-        parameters += group["params"]
         types = list(map(type, group["params"]))
         if DTensor in map(type, group.values()) and types.count(DTensor) < len(types):
             name = next(name for name, value in group.items() if type(value) is DTensor)
@@ -71,11 +70,10 @@ def note_replaced(parameter: object, name: str) -> None:
         _replaced[parameter] = name, None if grad is None else TensorWeakRef(grad)
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor | None:
+def _gradient(parameter: nn.Parameter) -> Any:
     """The gradient, unreduced."""
     with DisableTorchFunctionSubclass():
-        grad: Tensor | None = raw_grad.__get__(parameter)
-    return grad
+        return raw_grad.__get__(parameter)
 
 
 def _refuse_replaced(
