@@ -120,9 +120,9 @@ def _layout(entry: Mapping[str, Any], mesh: Mesh) -> Layout:
         # What ranks hold between steps of a tensor that `fully_shard` shards, too: dim 0 along the axis that is named.
         if not isinstance(axis := entry["fully_shard"], str | int):
             raise PlanError(f"fully_shard is an axis of the mesh, got {axis!r}. Fix: write its name.")
-        if (held := layout.placements[mesh.axis(axis)]) != REPLICATE:
+        if (there := layout.placements[mesh.axis(axis)]) != REPLICATE:
             raise PlanError(
-                f"fully_shard shards a tensor that is replicated on the axis {axis}, got {held} there. "
+                f"fully_shard shards a tensor that is replicated on the axis {axis}, got {there} there. "
                 f"Fix: placements that replicate it there."
             )
         return sharded_last(layout, mesh.axis(axis), Shard(0))

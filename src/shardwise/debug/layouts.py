@@ -8,8 +8,7 @@ from shardwise import _collectives as collectives
 from shardwise._layout import Layout, checked, placements_text
 from shardwise._pictures import picture
 from shardwise._pictures.report import Report, table_text
-from shardwise._redistribute.plan import RedistributePlan, alternatives
-from shardwise._redistribute.steps import CommStep
+from shardwise._redistribute.plan import alternatives
 from shardwise._tensor import DTensor
 from shardwise._tensor.torch_objects import TorchDTensor, is_torch_dtensor
 from shardwise.errors import ArgumentError
@@ -80,18 +79,13 @@ def explain_redistribute(src: Layout, dst: Layout, itemsize: int = 4) -> Redistr
         raise ArgumentError(
             f"A redistribution keeps the global shape, got {src.shape} and {dst.shape}. Fix: two layouts of one shape."
         )
-    found = alternatives(src, dst)
-    return RedistributeComparison(src, dst, tuple(_sequence(plan, found[0].cost, itemsize) for plan in found))
-
-
-def _sequence(plan: RedistributePlan, least: float, itemsize: int) -> CollectiveSequence:
-    received = itemsize * sum(step.received.busiest for step in plan.comm_steps)
-    steps = tuple(_step(step) for step in plan.comm_steps if not step.is_local)
-    return CollectiveSequence(plan.cost / least if least else 1.0, received, itemsize * plan.total_elements, steps)
-
-
-def _step(step: CommStep) -> str:
-    return f"{step.collective} to {_placements(step.dst)}"
+    plans, sequences = alternatives(src, dst), []
+    for plan in plans:
+        cost = plan.cost / plans[0].cost if plans[0].cost else 1.0
+        received = itemsize * sum(step.received.busiest for step in plan.comm_steps)
+        steps = tuple(f"{s.collective} to {_placements(s.dst)}" for s in plan.comm_steps if not s.is_local)
+        sequences.append(CollectiveSequence(cost, received, itemsize * plan.total_elements, steps))
+    return RedistributeComparison(src, dst, tuple(sequences))
 
 
 def _placements(layout: Layout) -> str:
