@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -16,7 +16,6 @@ from shardwise import _collectives as collectives
 from shardwise._collectives import Collective, Ranks, cost_tables
 from shardwise._collectives.cost_tables import Measured
 from shardwise._collectives.meshes import has_nccl
-from shardwise._layout import Mesh
 from shardwise._pictures.labels import count_text
 from shardwise._pictures.report import table_text
 from shardwise.errors import MeshError
@@ -57,24 +56,21 @@ def measure(device_type: str) -> Tables:
     everyone = tuple(range(world))
     if per_host is None:
         return _fitted([everyone, *_pairs(device_type, (world,))], None, device_type), None
-    hosts = _mesh(device_type, (world // per_host, per_host))
-    inside = [_line(hosts, 1), *_pairs(device_type, (world // per_host, per_host))]
-    return _fitted(inside, None, device_type), _fitted([everyone, _line(hosts, 0)], per_host, device_type)
+    shape = world // per_host, per_host
+    inside = [_line(device_type, shape, 1), *_pairs(device_type, shape)]
+    return _fitted(inside, None, device_type), _fitted([everyone, _line(device_type, shape, 0)], per_host, device_type)
 
 
-def _mesh(device_type: str, shape: tuple[int, ...]) -> Mesh:
-    return collectives.as_mesh(collectives.init_device_mesh(device_type, shape))
-
-
-def _line(mesh: Mesh, axis: int) -> Ranks:
-    """The ranks with which this one makes collectives along an axis."""
+def _line(device_type: str, shape: tuple[int, ...], axis: int) -> Ranks:
+    """The ranks with which this one makes collectives along an axis of a mesh of this shape."""
+    mesh = collectives.as_mesh(collectives.init_device_mesh(device_type, shape))
     return tuple(mesh.axis_ranks(collectives.rank(), axis))
 
 
-def _pairs(device_type: str, shape: tuple[int, ...]) -> Iterator[Ranks]:
+def _pairs(device_type: str, shape: tuple[int, ...]) -> list[Ranks]:
     """Groups of two neighbors of a host, if they are not all of it."""
-    if shape[-1] > 2 and shape[-1] % 2 == 0:
-        yield _line(_mesh(device_type, (*shape[:-1], shape[-1] // 2, 2)), len(shape))
+    *hosts, per_host = shape
+    return [_line(device_type, (*hosts, per_host // 2, 2), len(shape))] if per_host > 2 and per_host % 2 == 0 else []
 
 
 def _fitted(groups: Sequence[Ranks], per_host: int | None, device_type: str) -> dict[str, Measured]:
@@ -136,16 +132,13 @@ def fit(timings: Sequence[Timing]) -> Measured:
     return Measured(latency, per_rank, 1 / max(per_byte, 1 / FASTEST))
 
 
-def write_costs(
-    path: Path, device_type: str, source: str, inside: Mapping[str, Measured], between: Mapping[str, Measured] | None
-) -> None:
-    """Write what was measured."""
-
-    def table(found: Mapping[str, Measured] | None) -> object:
-        return found and {name: {k: round(x, 3) for k, x in m._asdict().items()} for name, m in found.items()}
-
-    content = {"format": cost_tables.FORMAT, "device_type": device_type, "source": source}
-    path.write_text(json.dumps({**content, "inside": table(inside), "between": table(between)}, indent=2) + "\n")
+def write_costs(path: Path, device_type: str, source: str, *tables: Mapping[str, Measured] | None) -> None:
+    """Write what was measured inside a host and between hosts."""
+    content: dict[str, object] = {"format": cost_tables.FORMAT, "device_type": device_type, "source": source}
+    for where, found in zip(("inside", "between"), tables, strict=True):
+        rounded = {name: {k: round(x, 3) for k, x in m._asdict().items()} for name, m in (found or {}).items()}
+        content[where] = rounded or None
+    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def calibrate(output: Path) -> str:

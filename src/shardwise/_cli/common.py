@@ -47,11 +47,7 @@ def exit_code(error: errors.ShardwiseError) -> Exit:
 
 
 def lines_of(file: str) -> list[str]:
-    """The lines of a text file that are not empty, without spaces around them.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """The lines of a text file that are not empty, without spaces around them."""
     try:
         text = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -61,11 +57,7 @@ def lines_of(file: str) -> list[str]:
 
 
 def write(file: str, content: str) -> None:
-    """Write a file and print so.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Write a file and print so."""
     try:
         Path(file).write_text(content, encoding="utf-8")
     except OSError as error:

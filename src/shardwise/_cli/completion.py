@@ -24,11 +24,7 @@ def add_parser(subparsers: SubParsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the script.
-
-    Raises:
-        ConfigError: shtab is not installed.
-    """
+    """Print the script."""
     try:
         import shtab
     except ImportError as error:

@@ -22,12 +22,10 @@ def add_parser(subparsers: SubParsers) -> None:
         description="Print versions, cores, memory and free disk; then start ranks and time an all_to_all.",
     )
     parser.add_argument("--nproc", type=int, default=2, metavar="N", help="ranks to start (default: 2)")
-    parser.add_argument(
-        "--calibrate", action="store_true", help="measure what collectives cost here, and write a file of that"
-    )
-    parser.add_argument(
-        "--output", type=Path, default=Path(COSTS), metavar="FILE", help=f"of --calibrate (default: {COSTS})"
-    )
+    text = "measure what collectives cost here, and write a file of that"
+    parser.add_argument("--calibrate", action="store_true", help=text)
+    text = f"of --calibrate (default: {COSTS})"
+    parser.add_argument("--output", type=Path, default=Path(COSTS), metavar="FILE", help=text)
     parser.set_defaults(command=run)
 
 
@@ -44,11 +42,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"{name:<10} {finding}", flush=True)
     start = perf_counter()
     exchange_seconds = launch(exchange, ELEMENTS, nproc=args.nproc, timeout_seconds=120.0)
-    total_seconds = perf_counter() - start
-    print(
-        f"{'ranks':<10} {args.nproc} exchanged {ELEMENTS * 4 >> 20} MiB each way in "
-        f"{exchange_seconds * 1e3:.1f} ms; started and ended in {total_seconds:.1f} s"
-    )
+    times = f"{exchange_seconds * 1e3:.1f} ms; started and ended in {perf_counter() - start:.1f} s"
+    print(f"{'ranks':<10} {args.nproc} exchanged {ELEMENTS * 4 >> 20} MiB each way in {times}")
     return Exit.OK
 
 

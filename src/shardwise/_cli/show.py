@@ -1,7 +1,6 @@
 """`shardwise show`: pictures of layouts, of one on the command line or of all in a plan. Torch is not needed."""
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,6 @@ from shardwise.errors import ConfigError, LayoutError, MeshError, PlanError
 
 if TYPE_CHECKING:
     from shardwise._pictures import Picture
-    from shardwise._pictures.plan_file import PlanFile
 
 OF_ONE = ("mesh", "shape", "ranks", "dtype", "shard_order", "header")  # options that a plan says itself
 
@@ -41,19 +39,21 @@ def add_parser(subparsers: SubParsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print or write the pictures.
+    """Print or write the pictures."""
+    from shardwise._pictures.drawing import svg
+    from shardwise._pictures.plan_file import read_plan
 
-    Raises:
-        ConfigError: something that cannot be drawn, or a file that cannot be read or written; one line.
-    """
+    plan = None
     try:
-        plan, pictures = _read(args)
+        if args.what.endswith(".toml"):
+            if given := [name.replace("_", "-") for name in OF_ONE if getattr(args, name) is not None]:
+                raise PlanError(f"--{given[0]} does not go with {args.what}, which says it itself. Fix: leave it out.")
+            plan = read_plan(Path(args.what))
+        pictures = (_one(args),) if plan is None else plan.pictures
     except (LayoutError, MeshError, PlanError) as error:
         text = " ".join(str(error).split())
         raise ConfigError(text if "Fix:" in text else f"{text} Fix: see shardwise show --help.") from error
     if args.svg is not None:
-        from shardwise._pictures.drawing import svg
-
         write(args.svg, svg(pictures))
         return Exit.OK
     for number, report in enumerate(pictures if plan is None else (plan.table, *pictures)):
@@ -61,19 +61,6 @@ def run(args: argparse.Namespace) -> int:
             print()
         report.show()
     return Exit.OK
-
-
-def _read(args: argparse.Namespace) -> "tuple[PlanFile | None, Sequence[Picture]]":
-    """The plan, None for one layout; and what there is to draw."""
-    if not args.what.endswith(".toml"):
-        return None, [_one(args)]
-    from shardwise._pictures.plan_file import read_plan
-
-    given = [name.replace("_", "-") for name in OF_ONE if getattr(args, name) is not None]
-    if given:
-        raise PlanError(f"--{given[0]} does not go with {args.what}, which says it itself. Fix: leave it out.")
-    plan = read_plan(Path(args.what))
-    return plan, plan.pictures
 
 
 def _one(args: argparse.Namespace) -> "Picture":

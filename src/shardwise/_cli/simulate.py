@@ -34,27 +34,15 @@ def add_parser(subparsers: SubParsers) -> None:
     own.add_argument("--layers", type=int, metavar="N", help="(default: as many as the model has)")
     own.add_argument("--batch-size", type=int, metavar="N", help="examples of each shard of the batch (default: 1)")
     own.add_argument("--context", type=int, metavar="N", help="tokens of an example (default: 4096)")
-    own.add_argument(
-        "--sequence-parallel",
-        action="store_const",
-        const=True,
-        help="shard the activations between layers along the sequence dim; needs an axis tp",
-    )
-    own.add_argument(
-        "--fully-shard",
-        action="store_const",
-        const=True,
-        help="shard parameters and the states of the optimizer over the axes of the batch, too",
-    )
+    text = "shard the activations between layers along the sequence dim; needs an axis tp"
+    own.add_argument("--sequence-parallel", action="store_const", const=True, help=text)
+    text = "shard parameters and the states of the optimizer over the axes of the batch, too"
+    own.add_argument("--fully-shard", action="store_const", const=True, help=text)
     parser.set_defaults(command=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate, and print the tables.
-
-    Raises:
-        ConfigError: what, the mesh or options that do not fit; one line.
-    """
+    """Simulate, and print the tables."""
     from rich.progress import SpinnerColumn, TimeElapsedColumn
 
     from shardwise import _collectives as collectives

@@ -60,15 +60,12 @@ class Recorded(Listener):
 
     def collective(self, kind: str, sent_bytes: int, event: CommEvent | None) -> None:
         """Called just before the transport, which calls `received`."""
-        cause = event.cause if event is not None else None
-        purpose = comm_trace.current.rank.purpose
-        if cause is None and purpose is not None:
-            cause = purpose.cause
-        for known in (event, purpose):
-            if known is not None and known.src is not None and known.dst is not None:
-                self.redistributions[known.src.unowned, known.dst.unowned] = None
-        text = "an exchange of the library's own" if cause is None else str(cause)
-        backward = cause is not None and cause.backward
+        known = [x for x in (event, comm_trace.current.rank.purpose) if x is not None]
+        for x in known:
+            if x.src is not None and x.dst is not None:
+                self.redistributions[x.src.unowned, x.dst.unowned] = None
+        text = str(known[0].cause) if known else "an exchange of the library's own"
+        backward = bool(known) and known[0].cause.backward
         self.collectives.append(Collective(kind, (), text, sent_bytes, backward=backward))
 
     def received(self, ranks: Ranks, num_bytes: int) -> None:
@@ -155,12 +152,7 @@ class Simulation(Report):
                 sums[key] = tuple(map(add, sums[key], figures))
         total = sums.pop((), (0, 0, 0.0))
         hidden = len(sums) - SHOWN_CAUSES
-        dearest = sorted(sums.items(), key=lambda item: -item[1][2])[:SHOWN_CAUSES]
-        rows = [
-            (*words, f"{count:,.0f}", bytes_text(sent), bytes_text(cost))
-            for words, (count, sent, cost) in [
-                *dearest,
-                ((f"all, also {hidden} more" if hidden > 0 else "all", "", ""), total),
-            ]
-        ]
+        lines = sorted(sums.items(), key=lambda item: -item[1][2])[:SHOWN_CAUSES]
+        lines.append(((f"all, also {hidden} more" if hidden > 0 else "all", "", ""), total))
+        rows = [(*words, f"{n:,.0f}", bytes_text(sent), bytes_text(cost)) for words, (n, sent, cost) in lines]
         return table_text([("axes", "collective", "cause", "calls", "sent", "modelled cost"), *rows], "lllrrr", width)

@@ -39,9 +39,6 @@ class Options:
         context: tokens of an example.
         sequence_parallel: shard the activations between layers along the sequence dim.
         fully_shard: shard parameters and the states of the optimizer over the axes of the batch.
-
-    Raises:
-        ConfigError: a number that is not positive.
     """
 
     layers: int | None = None
