@@ -55,11 +55,7 @@ class PlanFile:
 
 
 def read_plan(path: Path) -> PlanFile:
-    """The plan in the file at `path`.
-
-    Raises:
-        PlanError: it cannot be read, or is not as described above; names the first problem.
-    """
+    """The plan in the file at `path`."""
     content = read_toml(path)
     try:
         _check_keys(content, HEAD, "mesh", "the mesh is missing. Fix: write mesh = [2, 2] at the top.")

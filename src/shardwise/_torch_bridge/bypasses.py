@@ -1,9 +1,5 @@
 """Functions for which torch asks no `__torch_function__`: most make a tensor of a tensor, or read a number from one.
 
-    torch.tensor(loss)          a DTensor: loss.detach().clone()
-    torch.full((2,), loss)      a plain tensor of loss.item()
-    torch.Tensor(x)             refused
-
 `torch_patches.py` installs the replacements of torch's functions that are made here. They call the
 dispatcher if a DTensor is among the arguments, so the handlers below answer, and tools see the call.
 """

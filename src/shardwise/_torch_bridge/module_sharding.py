@@ -60,9 +60,6 @@ def refuse_torch_hooks(module: nn.Module) -> None:
     """Raise if torch's `parallelize_module` or `distribute_module` put hooks on `module` or inside it.
 
     They make DTensors of torch of what goes in and out, also after the parameters became DTensors of shardwise.
-
-    Raises:
-        PlanError: naming the first submodule with such a hook.
     """
     for path, child in module.named_modules():
         hooks = (*child._forward_pre_hooks.values(), *child._forward_hooks.values())
@@ -81,11 +78,10 @@ def resolve(
 ) -> tuple[dict[str, list[str]], list[str]]:
     """The names that each pattern matches, and an error for each pattern that matches none.
 
-    "layers.*.weight" matches "layers.0.weight", not "layers.0.linear.weight"; "layers.**.weight" matches both.
+    Each component of a glob matches one component of a name; `**` any number of them. "layers.*.weight" matches
+    "layers.0.weight", not "layers.0.linear.weight"; "layers.**.weight" matches both.
 
     Args:
-        patterns: names or globs. Each component of a glob matches one component of a name; `**` any number of them.
-        names: of the parameters or modules.
         kind: "parameter" or "module", for errors.
         others: names of the other kind, which a pattern may match by mistake.
     """
@@ -159,15 +155,12 @@ def label(names: Iterable[str]) -> str:
 def conflicting_ties(named: Mapping[str, Tensor], assigned: Mapping[str, object]) -> list[str]:
     """An error for each tied parameter whose names are assigned different layouts."""
     first: dict[int, str] = {}
-    conflicts = []
-    for name in named:
-        if name in assigned:
-            other = first.setdefault(id(named[name]), name)
-            if assigned[name] != assigned[other]:
-                conflicts.append(
-                    f"{other} and {name} are tied, but the plan gives them different layouts. Fix: the same for both."
-                )
-    return conflicts
+    pairs = [(first.setdefault(id(x), name), name) for name, x in named.items() if name in assigned]
+    return [
+        f"{other} and {name} are tied, but the plan gives them different layouts. Fix: the same for both."
+        for other, name in pairs
+        if assigned[name] != assigned[other]
+    ]
 
 
 def refuse(problems: Iterable[str]) -> None:
@@ -252,11 +245,7 @@ def _has_layout(parameter: Tensor, layout: Layout) -> bool:
 
 
 def refuse_hooks(named: Mapping[str, nn.Parameter], replaced: Iterable[str]) -> None:
-    """Raise if users registered hooks on parameters that are to be replaced: they would not run for the new ones.
-
-    Raises:
-        PlanError: the names of all of them.
-    """
+    """Raise if users registered hooks on parameters that are to be replaced: they would not run for the new ones."""
     names = names_of_each(named)
     refuse(
         f"{label(names[name])}: its hooks would not run. Fix: register them afterwards, on the new parameter."
@@ -338,11 +327,7 @@ def _has_nan(x: Tensor) -> bool:
 
 
 def _refuse_nan(path: str, module: nn.Module, _: object) -> None:
-    """The first forward of a module whose parameters had no values when they were sharded.
-
-    Raises:
-        PlanError: they still have none.
-    """
+    """The first forward of a module whose parameters had no values when they were sharded."""
     with torch.no_grad():
         unset = [name for name, p in module._parameters.items() if p is not None and bool(plain(p).isnan().any())]
     if unset:

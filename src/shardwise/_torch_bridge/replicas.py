@@ -43,12 +43,7 @@ def note_local_shard(parameter: nn.Parameter, name: str, layout: Layout) -> None
 
 
 def check_replicas(tensors: Iterable[Tensor], process_group: object) -> None:
-    """Raise the same error on all ranks of the group unless they hold the same boxes of each DTensor.
-
-    Raises:
-        RuleError: ranks of one mesh hold different boxes of a tensor, or partial sums.
-        MismatchError: so do ranks of different meshes.
-    """
+    """Raise the same error on all ranks of the group unless they hold the same boxes of each DTensor."""
     named: list[tuple[str, Layout]] = []  # of the tensors that are local shards
     for i, x in enumerate(tensors):
         if type(x) is DTensor:
@@ -58,7 +53,11 @@ def check_replicas(tensors: Iterable[Tensor], process_group: object) -> None:
     if not named:
         return
     ranks = tuple(sorted(collectives.group_ranks(process_group)))
-    differing = [f"{name} as {layout}" for name, layout in named if _differs(layout, ranks)]
+    differing = []
+    for name, layout in named:
+        members = [rank for rank in ranks if rank in layout.mesh.ranks]
+        if len({layout.boxes(rank) for rank in members}) > 1 or (layout.partial_axes and len(members) > 1):
+            differing.append(f"{name} as {layout}")
     if differing:
         listed = "; ".join(differing[:LISTED]) + ("; …" if len(differing) > LISTED else "")
         raise RuleError(
@@ -84,11 +83,6 @@ def check_fully_shard(parameters: Iterable[Tensor], mesh: object) -> None:
         site = call_site()
         where = (site.file, site.line) if site else (__file__, 1)
         warnings.warn_explicit(FULL, UserWarning, *where, registry=_shown)
-
-
-def _differs(layout: Layout, ranks: tuple[int, ...]) -> bool:
-    members = [rank for rank in ranks if rank in layout.mesh.ranks]
-    return len({layout.boxes(rank) for rank in members}) > 1 or bool(layout.partial_axes and len(members) > 1)
 
 
 def checking(

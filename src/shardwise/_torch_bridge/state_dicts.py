@@ -150,11 +150,7 @@ def staging_locals(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def local_boxes(x: DTensor) -> list[tuple[Box, Tensor]]:
-    """The boxes of this rank that are not empty, with views of their elements, detached.
-
-    Raises:
-        LayoutError: the tensor is Partial.
-    """
+    """The boxes of this rank that are not empty, with views of their elements, detached."""
     if x._layout.partial_axes:
         raise LayoutError(
             f"{x._layout} is Partial; checkpoints store reduced values only. "
@@ -172,11 +168,7 @@ def create_write_items(x: DTensor, fqn: str, object: DTensor) -> list[Any]:
 
 
 def shard_at(index: Any, held: Sequence[tuple[Box, Tensor]]) -> Tensor:
-    """The shard that torch's `MetadataIndex` refers to, outside of autograd.
-
-    Raises:
-        LayoutError: no shard has this offset.
-    """
+    """The shard that torch's `MetadataIndex` refers to, outside of autograd."""
     for box, shard in held:
         if tuple(index.offset) == box.offsets and box.numel:
             return shard.detach()

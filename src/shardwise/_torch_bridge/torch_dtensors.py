@@ -74,11 +74,7 @@ def to_torch_dtensor(self: DTensor, device_mesh: DeviceMesh | None = None) -> Te
 
 
 def _split_factors(layout: Layout) -> list[int]:
-    """Of each axis: into how many shards axes to its right have divided its dim before.
-
-    Raises:
-        LayoutError: torch would divide this layout otherwise.
-    """
+    """Of each axis: into how many shards axes to its right have divided its dim before."""
     dims = [getattr(placement, "dim", None) for placement in layout.placements]
     factors = _factors(layout.mesh, dims, layout.shard_order)
     for dim in {dim for dim, factor in zip(dims, factors, strict=True) if factor > 1 and dim is not None}:
@@ -104,9 +100,6 @@ def torch_layout(mesh: Mesh, placements: Sequence[TorchPlacement], shape: Sequen
 
     A `_StridedShard` with `split_factor` n, which `fully_shard` makes of a sharded dim, divides what axes to its right
     have divided before into n shards.
-
-    Raises:
-        LayoutError: the split factors fit no order of the axes.
     """
     factors = [getattr(p, "split_factor", 1) for p in placements]
     pairs = list(zip(placements, factors, strict=True))

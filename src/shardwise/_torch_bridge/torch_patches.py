@@ -72,11 +72,7 @@ class Patch:
         return [f"torch.{name}" for name in self.names.split()]
 
     def originals(self) -> list[tuple[Any, str, Any]]:
-        """Of each target the module or class, the attribute's name and its present value.
-
-        Raises:
-            RuleError: this torch has no such attribute.
-        """
+        """Of each target the module or class, the attribute's name and its present value."""
         found = []
         for target in self.targets:
             owner_name, _, name = target.rpartition(".")
@@ -232,11 +228,7 @@ _undo: list[Callable[[], None]] = []
 
 
 def install() -> None:
-    """Apply all patches. Runs by itself before the first DTensor; a second call does nothing.
-
-    Raises:
-        RuleError: this torch lacks an attribute to replace, or does something else; nothing was changed.
-    """
+    """Apply all patches. Runs by itself before the first DTensor; a second call does nothing."""
     if _undo:
         return
     if not torch.__version__.startswith(tuple(f"{version}." for version in TESTED)):
@@ -295,11 +287,7 @@ class _Subclass(Tensor):
 
 
 def _check_silent_names() -> None:
-    """Try what no error would show if torch stopped doing it.
-
-    Raises:
-        RuleError: it did.
-    """
+    """Try what no error would show if torch stopped doing it."""
     key = torch._C.DispatchKey.AutogradFunctionality
     with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
         excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(key)

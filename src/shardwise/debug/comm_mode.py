@@ -117,8 +117,7 @@ class CommDebugMode(Listener):
 
     def _see_local_op(self, func: object, args: Args) -> None:
         self._note(str(func))
-        found = _functional_collective(func, args)
-        if found is not None:
+        if (found := _functional_collective(func, args)) is not None:
             self._count(*found)
 
     def _note(self, name: str, operands: tuple[Layout, ...] = ()) -> None:
@@ -132,14 +131,11 @@ class CommDebugMode(Listener):
         """How many collectives there were."""
         return sum(self.comm_counts.values())
 
-    @property
-    def comm_counts(self) -> dict[Any, int]:
+    def get_comm_counts(self) -> dict[Any, int]:
         """How many collectives there were, by op; 0 for others."""
         return _both_phases(self._records[GLOBAL].counts)
 
-    def get_comm_counts(self) -> dict[Any, int]:
-        """The same as `comm_counts`."""
-        return self.comm_counts
+    comm_counts = property(get_comm_counts)
 
     def get_comm_bytes(self) -> dict[Any, int]:
         """What this rank sent to others, in bytes, by op; 0 for others."""
@@ -202,9 +198,7 @@ class CommDebugMode(Listener):
 
 
 def _both_phases(found: dict[str, Counts]) -> Counts:
-    total = Counter(found[FORWARD])
-    total.update(found[BACKWARD])
-    return total
+    return Counter({key: found[FORWARD][key] + found[BACKWARD][key] for key in {**found[FORWARD], **found[BACKWARD]}})
 
 
 def _totals(record: _Record) -> dict[str, int]:

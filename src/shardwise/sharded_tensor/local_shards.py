@@ -58,11 +58,7 @@ class ShardTiling:
 
 
 def tiling_of(boxes: Sequence[Box]) -> ShardTiling:
-    """The tiling by `boxes`.
-
-    Raises:
-        LayoutError: two overlap, or they do not fill one box.
-    """
+    """The tiling by `boxes`."""
     full = [box for box in boxes if box.numel]
     if not full:
         return ShardTiling(tuple(boxes), boxes[0] if boxes else Box((0, 0), (0, 0)))

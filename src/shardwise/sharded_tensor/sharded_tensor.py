@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,10 +81,10 @@ def local_tensor(x: DTensor) -> Tensor:
     """
     if x._layout.partial_axes:
         raise LayoutError(f"local_tensor(): {x._layout} is Partial, it has no shards. Fix: reshard it by a spec first.")
-    count = len(x._layout.boxes(collectives.rank()))
-    if count != 1:
+    rank = collectives.rank()
+    if (count := len(x._layout.boxes(rank))) != 1:
         raise RuleError(
-            f"local_tensor() needs one shard per rank, and rank {collectives.rank()} has {count} of {x._layout}. "
+            f"local_tensor() needs one shard per rank, and rank {rank} has {count} of {x._layout}. "
             f"Fix: use local_shards()."
         )
     return x.to_local()
@@ -96,8 +96,7 @@ def metadata(x: DTensor) -> ShardedTensorMetadata:
     Raises:
         LayoutError: the tensor is Partial.
     """
-    properties = TensorProperties(x.dtype, torch.strided, x.requires_grad)
-    spec = _own_spec(x)
+    spec, properties = _own_spec(x), TensorProperties(x.dtype, torch.strided, x.requires_grad)
     if spec is not None:
         return spec.build_metadata(x.shape, properties)
     return ShardedTensorMetadata(shards_of(x._layout), x.shape, properties)
@@ -174,10 +173,7 @@ def gather_to(x: DTensor, dst: int = 0, out: Tensor | None = None, dtype: torch.
 
 @checked
 def init_from_local_shards(
-    local_shards: Sequence[LocalShard],
-    *global_size: object,
-    process_group: object = None,
-    init_rrefs: bool = False,
+    local_shards: Sequence[LocalShard], *global_size: object, process_group: object = None, init_rrefs: bool = False
 ) -> DTensor:
     """The tensor made of the shards that every rank passes, none or several.
 
@@ -200,19 +196,18 @@ def init_from_local_shards(
     ranks, rank = collectives.group_ranks(process_group), collectives.rank()
     members, size = tuple(sorted(ranks)), list(factories.shape_of(global_size))
     passed = [
-        (*s.metadata.box, str(s.metadata.placement or ""), x.device.type, str(x.dtype), x.requires_grad)
-        for s, x in ((s, s.tensor) for s in mine)
+        {"box": s.metadata.box, "placement": str(s.metadata.placement or ""), "device": s.tensor.device.type}
+        | {"dtype": str(s.tensor.dtype), "requires_grad": s.tensor.requires_grad}
+        for s in mine
     ]
     wrong_types = [type(s).__name__ for s in local_shards if not isinstance(s, LocalShard)]
     answers: list[Any] = collectives.gather_json([passed, size, wrong_types], members)
     by_rank = dict(zip(members, answers, strict=True))
-    every = [(rank, _Passed(*shard)) for rank in ranks for shard in by_rank[rank][0]]
-    _check_consistent({rank: answer[1:] for rank, answer in by_rank.items()}, every)
+    every = [(holder, shard) for holder in ranks for shard in by_rank[holder][0]]
+    _check_consistent({holder: answer[1:] for holder, answer in by_rank.items()}, every)
     if not every:
-        raise LayoutError(
-            "init_from_local_shards: no rank passed any shard. Fix: pass them on the ranks that hold them."
-        )
-    shards = [ShardMetadata(s.offsets, s.sizes, s.placement or f"rank:{holder}") for holder, s in every]
+        raise LayoutError("init_from_local_shards: no rank passed any shard. Fix: pass them where they are held.")
+    shards = [ShardMetadata(*s["box"], s["placement"] or f"rank:{holder}") for holder, s in every]
     layout = layout_of_shards(shards, tuple(size) or extent(shards), ranks)
     full = {s.metadata.box: s.tensor.detach() for s in mine if s.metadata.box.numel}
     parts, shape = [full[box] for box in layout.boxes(rank) if box in full], layout.local_shape(rank)
@@ -221,43 +216,33 @@ def init_from_local_shards(
     elif parts:
         local = torch.cat([part.reshape(-1) for part in parts]).view(shape)
     else:
-        dtype = getattr(torch, every[0][1].dtype.removeprefix("torch."))
+        dtype = getattr(torch, every[0][1]["dtype"].removeprefix("torch."))
         local = torch.empty(shape, dtype=dtype, device=layout.mesh.device_type)
-    return tag(local, layout).requires_grad_(every[0][1].requires_grad)
+    return tag(local, layout).requires_grad_(every[0][1]["requires_grad"])
 
 
-class _Passed(NamedTuple):
-    """A shard that a rank passes; sent as JSON."""
-
-    offsets: list[int]
-    sizes: list[int]
-    placement: str
-    device: str
-    dtype: str
-    requires_grad: bool
-
-
-def _check_consistent(sizes_and_types: dict[int, Any], every: list[tuple[int, _Passed]]) -> None:
+def _check_consistent(sizes_and_types: dict[int, Any], every: list[tuple[int, dict[str, Any]]]) -> None:
     wrong = []
     for field in ("dtype", "device", "requires_grad"):
-        if len({getattr(s, field) for _, s in every}) > 1:
-            wrong += [f"  rank {rank}: {field} {getattr(s, field)}" for rank, s in every]
+        if len({s[field] for _, s in every}) > 1:
+            wrong += [f"  rank {rank}: {field} {s[field]}" for rank, s in every]
     if len({str(size) for size, _ in sizes_and_types.values()}) > 1:
         wrong += [f"  rank {rank}: global size {size or 'not given'}" for rank, (size, _) in sizes_and_types.items()]
     for rank, (_, types) in sizes_and_types.items():
         wrong += [f"  rank {rank}: passes a {kind} instead of a LocalShard" for kind in types]
     for rank, s in every:
-        where, _, device = s.placement.partition("/")
+        where, _, device = s["placement"].partition("/")
         if where and where != f"rank:{rank}":
-            wrong.append(f"  rank {rank}: passes a shard placed on {s.placement}")
-        elif where and s.device != device.partition(":")[0]:
-            wrong.append(f"  rank {rank}: passes a shard placed on {s.placement} that is on {s.device}")
-        if len(s.sizes) != len(every[0][1].sizes):
-            wrong.append(f"  rank {rank}: a shard of {len(s.sizes)} dims, others have another number")
+            wrong.append(f"  rank {rank}: passes a shard placed on {s['placement']}")
+        elif where and s["device"] != device.partition(":")[0]:
+            wrong.append(f"  rank {rank}: passes a shard placed on {s['placement']} that is on {s['device']}")
+        if (ndim := len(s["box"][0])) != len(every[0][1]["box"][0]):
+            wrong.append(f"  rank {rank}: a shard of {ndim} dims, others have another number")
     if wrong:
+        lines = "\n".join(dict.fromkeys(wrong))
         raise MismatchError(
-            "init_from_local_shards: the shards do not make one tensor:\n" + "\n".join(wrong) + "\n  Fix: pass shards "
-            "of one dtype and requires_grad, each on its rank and device, and the same global size everywhere."
+            f"init_from_local_shards: the shards do not make one tensor:\n{lines}\n  Fix: pass shards of one dtype "
+            f"and requires_grad, each on its rank and device, and the same global size everywhere."
         )
 
 

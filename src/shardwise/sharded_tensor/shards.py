@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from itertools import product as cartesian
-from math import prod
 from operator import index
 
 import torch
@@ -32,14 +31,8 @@ Ranks = tuple[int, ...]
 def placement_of(given: object) -> RemoteDevice:
     """A device of a global rank, written `rank:1/cuda:0`; `rank:1` alone means its CPU.
 
-    `cuda:0` alone is a device without a rank. It can be described, as in torch; nothing can be sharded onto it.
-
-    Args:
-        given: a string, a `torch.device`, or torch's own `_remote_device`, which the result is.
-
-    Raises:
-        LayoutError: another form, such as the name of an RPC worker.
-        MeshError: a rank with a device that torch does not know.
+    `cuda:0` alone is a device without a rank. It can be described, as in torch; nothing can be sharded onto it. Given
+    is a string, a `torch.device`, or torch's own `_remote_device`, which the result is.
     """
     found = None
     try:
@@ -155,22 +148,15 @@ class ShardedTensorMetadata:
     tensor_properties: TensorProperties
 
     def __init__(
-        self,
-        shards_metadata: Sequence[ShardMetadata],
-        size: Sequence[int],
+        self, shards_metadata: Sequence[ShardMetadata], size: Sequence[int],
         tensor_properties: TensorProperties | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         object.__setattr__(self, "shards_metadata", tuple(shards_metadata))
         object.__setattr__(self, "size", torch.Size(size))
         object.__setattr__(self, "tensor_properties", tensor_properties or TensorProperties())
 
     def __iter__(self) -> Iterator[ShardMetadata]:
         return iter(self.shards_metadata)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the global tensor."""
-        return prod(self.size) * self.tensor_properties.dtype.itemsize
 
 
 # ---- layouts ----------------------------------------------------------------------------------------------
@@ -182,15 +168,10 @@ def layout_of_shards(shards: Sequence[ShardMetadata], shape: tuple[int, ...], ra
 
     Shards along one dim become `Shard` on a mesh in the order of the shards, a grid of shards becomes `Shard` on a mesh
     of its shape, a tensor on one rank becomes `OnRanks`: ops have their best rules there. Anything else is `Boxes`.
-
-    Raises:
-        LayoutError: shards that do not cover the shape exactly once, or are on a rank that is not in `ranks`.
     """
     if not all(isinstance(shard, ShardMetadata) for shard in shards):
-        raise LayoutError(
-            f"layout_of_shards: shards must be ShardMetadata, got {shown(shards)}. "
-            f"Fix: ShardMetadata(offsets, sizes, 'rank:0/cpu')."
-        )
+        fix = "ShardMetadata(offsets, sizes, 'rank:0/cpu')"
+        raise LayoutError(f"layout_of_shards: shards must be ShardMetadata, got {shown(shards)}. Fix: {fix}.")
     check_cover([(f"rank {shard.rank}", shard.box) for shard in shards], shape)
     ranks = tuple(sorted(ranks))  # the placements decide who holds what, not the order of the group
     held: dict[int, list[Box]] = {rank: [] for rank in ranks}
@@ -250,11 +231,7 @@ def device_of(mesh: Mesh, rank: int) -> RemoteDevice:
 
 
 def shards_of(layout: Layout) -> list[ShardMetadata]:
-    """The shards of a tensor with this layout; of replicas, the first.
-
-    Raises:
-        LayoutError: the layout is Partial.
-    """
+    """The shards of a tensor with this layout; of replicas, the first."""
     if layout.partial_axes:
         raise LayoutError(f"{layout} is Partial, it has no shards. Fix: redistribute it to Shard or Replicate first.")
     mesh = layout.mesh

@@ -266,11 +266,7 @@ def describe_spec(spec: ShardingSpec, shape: Sequence[int] | None = None) -> str
 
 @checked
 def spec_of(layout: Layout) -> ShardingSpec:
-    """The spec that is equivalent to `layout`: a `ChunkShardingSpec` where possible, else a list of shards.
-
-    Raises:
-        LayoutError: the layout is replicated or Partial, which no spec can express.
-    """
+    """The spec that is equivalent to `layout`: a `ChunkShardingSpec` where possible, else a list of shards."""
     replicated = [a for a, p in enumerate(layout.placements) if isinstance(p, Replicate) and layout.mesh.shape[a] > 1]
     if replicated:
         raise LayoutError(f"No sharding spec expresses replication, and {layout} has it. Fix: use its layout instead.")

@@ -84,13 +84,6 @@ def close_pools() -> None:
         close_pool(*key)
 
 
-def _import_once() -> None:
-    """Let the server that forks ranks import what they need, unless the program has said what it imports."""
-    server = forkserver._forkserver
-    if getattr(server, "_preload_modules", None) == ["__main__"]:
-        server.set_forkserver_preload(["__main__", "shardwise.testing.worker"])
-
-
 class Pool:
     """The processes of one world."""
 
@@ -101,7 +94,9 @@ class Pool:
         self.store = MemoryFile()
         self.stacks = [MemoryFile() for _ in range(size)]
         paths = [stack.path for stack in self.stacks]
-        _import_once()
+        server = forkserver._forkserver
+        if getattr(server, "_preload_modules", None) == ["__main__"]:  # else the program has said what it imports
+            server.set_forkserver_preload(["__main__", "shardwise.testing.worker"])
         self.ranks = RankProcesses(size, serve, size, self.store.path, paths, backend, forked=True)
         try:
             self._join_world("start")
@@ -165,12 +160,10 @@ class Pool:
         if failures:
             raise first_error({rank: _revive(failures[rank]) for rank in failures}, f"{self.size}, real")
         if len(values) < self.size:
-            states = [
-                f"rank {rank}: {'finished' if rank in values else format_running(self._stack(rank))}"
-                for rank in range(self.size)
-            ]
-            who = f"{self.size} real {'ranks' if self.size > 1 else 'rank'}"
-            raise DeadlockError("\n  ".join([f"{who} did not {what} within {timeout:g} s:", *states, LATE]))
+            lines = [f"{self.size} real {'ranks' if self.size > 1 else 'rank'} did not {what} within {timeout:g} s:"]
+            for rank in range(self.size):
+                lines += [f"rank {rank}: {'finished' if rank in values else format_running(self._stack(rank))}"]
+            raise DeadlockError("\n  ".join([*lines, LATE]))
         return [values[rank] for rank in range(self.size)]
 
     def _stack(self, rank: int, patience: float = 1.0) -> list[StackFrame]:
@@ -189,10 +182,8 @@ class Pool:
 
 def _revive(failure: Failure) -> BaseException:
     """The exception a rank raised, with the traceback it had there in a note."""
-    error: BaseException
-    if failure.pickled is None:
-        error = ShardwiseError(f"{failure.summary} (this exception cannot be pickled)")
-    else:
+    error: BaseException = ShardwiseError(f"{failure.summary} (this exception cannot be pickled)")
+    if failure.pickled is not None:
         error = pickle.loads(failure.pickled)  # noqa: S301 - from our own child
     error.add_note(f"its traceback there:\n{failure.traceback.rstrip()}")
     if failure.place is not None:

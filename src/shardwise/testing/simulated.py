@@ -136,9 +136,8 @@ class _Simulation:
     def __init__(self, size: int, body: Callable[[], Any]) -> None:
         self.size = size
         self.body = body
-        self.open_exchanges: dict[
-            tuple[Ranks, int], dict[int, tuple[CollectiveCall, Collective]]
-        ] = {}  # by group and number in it
+        # By group and number in it.
+        self.open_exchanges: dict[tuple[Ranks, int], dict[int, tuple[CollectiveCall, Collective]]] = {}
         self.over = threading.Event()
         self.stopped = False
         self.first_ledgers: dict[int, Ledger] = {}  # in which a note of a key was made first
@@ -161,7 +160,6 @@ class _Simulation:
                 late = None if self.over.wait(timeout) else self.report(f"did not finish within {timeout:g} s")
             finally:
                 self.stop()
-                self.join()
                 set_process_state(callers)
         for rank in self.ranks:
             if rank.error is None and rank.threads.failed:  # in a thread that the rank still waits for
@@ -177,20 +175,18 @@ class _Simulation:
         return [rank.result for rank in self.ranks]
 
     def stop(self) -> None:
-        """Unwind the ranks that still wait; one that hangs unwinds in its next collective."""
-        if self.over.is_set():
-            return
-        self.stopped = True
-        for rank in self.ranks:
-            if rank is not self.running:
-                rank.turn.release()
+        """Unwind the ranks that still wait; one that hangs unwinds in its next collective.
 
-    def join(self) -> None:
-        """Wait for the threads of ranks that have ended: one that frees tensors while the process ends aborts it."""
+        Waits for their threads: one that frees tensors while the process ends aborts it.
+        """
+        ended = [rank for rank in self.ranks if self.over.is_set() or rank is not self.running]
+        if not self.over.is_set():
+            self.stopped = True
+            for rank in ended:
+                rank.turn.release()
         until = monotonic() + END_SECONDS
-        for rank in self.ranks:
-            if self.over.is_set() or rank is not self.running:
-                rank.thread.join(max(0.0, until - monotonic()))
+        for rank in ended:
+            rank.thread.join(max(0.0, until - monotonic()))
 
     def report(self, what: str) -> str:
         states = "\n".join(f"  rank {rank.rank}: {rank.state()}" for rank in self.ranks)
@@ -280,19 +276,18 @@ class _Simulation:
         joined = self.open_exchanges.pop((ranks, number))
         calls = {rank: call for rank, (call, _) in joined.items()}
         values, self.different = self.different, None
+        outcomes: Sequence[Tensor | BaseException]
         if values is not None:  # which may be why the calls are different
-            error = f"{different_values_text(values)}\n  Fix: {values.note.fix}"
+            text = f"{different_values_text(values)}\n  Fix: {values.note.fix}"
+            outcomes = [MismatchError(text) for _ in ranks]
         elif why := mismatch(ranks, calls) or self.difference(ranks):
             lines = {rank: self.ranks[rank].described(calls[rank], ranks) for rank in ranks}
             text = mismatch_text(ranks, self.ranks[ranks[0]].ledger.latest(ranks), why, lines)
-            error = f"{text}\n  Fix: {SAME_CALLS}."
+            outcomes = [MismatchError(f"{text}\n  Fix: {SAME_CALLS}.") for _ in ranks]
         else:
             outcomes = results([joined[rank][1] for rank in ranks])
-            for rank, result in zip(ranks, outcomes, strict=True):
-                self.give(self.ranks[rank], result)
-            return
-        for rank in ranks:
-            self.give(self.ranks[rank], MismatchError(error))
+        for rank, outcome in zip(ranks, outcomes, strict=True):
+            self.give(self.ranks[rank], outcome)
 
     def difference(self, ranks: Ranks) -> str | None:
         """Why the ranks disagree on the collective that all of them have joined, judged by their logs."""
