@@ -28,14 +28,10 @@ Tables = tuple[Mapping[str, Measured], Mapping[str, Measured] | None]
 
 
 class Timing(NamedTuple):
-    """One call of a collective: the time of the slowest rank, in microseconds.
-
-    Attributes:
-        num_bytes: what the busiest rank receives; between hosts, what crosses the link of a host.
-    """
+    """One call of a collective: the time of the slowest rank."""
 
     ranks: int
-    num_bytes: float
+    num_bytes: float  # what the busiest rank receives; between hosts, what crosses the link of a host
     microseconds: float
 
 
@@ -118,8 +114,7 @@ def _seconds(collective: Collective, device_type: str) -> float:
 
 def fit(timings: Sequence[Timing]) -> Measured:
     """The figures for which the relative errors of these timings are smallest, none of them negative."""
-    columns = np.array([[1.0, max(0, t.ranks - 2), t.num_bytes] for t in timings])
-    weighted = columns / np.array([t.microseconds for t in timings])[:, None]
+    weighted = np.array([np.array([1.0, max(0, t.ranks - 2), t.num_bytes]) / t.microseconds for t in timings])
     used = [i for i in range(3) if i != 1 or len({t.ranks for t in timings}) > 1]
     found = np.zeros(3)
     while used:
@@ -149,8 +144,7 @@ def calibrate(output: Path) -> str:
         return ""
     ranks, per_host = collectives.world_size(), cost_tables.ranks_per_host_of(collectives.world_size())
     hosts = count_text(ranks // per_host if per_host else 1, "host")
-    world = f"torch {torch.__version__}, {ranks} ranks on {hosts}"
-    source = f"{world}, {datetime.now(UTC).date()}"
+    source = f"torch {torch.__version__}, {ranks} ranks on {hosts}, {datetime.now(UTC).date()}"
     write_costs(output, device_type, source, *tables)
     cost_tables.read_costs(output)
     rows = [("", "latency", "each rank", "speed")]

@@ -7,11 +7,10 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from shardwise._cli.common import Exit, SubParsers, lines_of, progress_bar, write
+from shardwise._cli.common import Exit, Run, SubParsers, add_command, lines_of, progress_bar, write
 from shardwise.errors import CheckpointError, ConfigError, printable
 
 if TYPE_CHECKING:
@@ -22,7 +21,6 @@ DTYPES = (  # those of `checkpoint.files.FLOATING`: parsing does not import torc
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
 )  # fmt: skip
 AddOptions: TypeAlias = Callable[[argparse.ArgumentParser], None]
-Run: TypeAlias = Callable[[argparse.Namespace], int]
 VERBS: dict[str, tuple[str, AddOptions, Run]] = {}
 
 
@@ -46,9 +44,7 @@ def add_parser(subparsers: SubParsers) -> None:
     )
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     for name, (text, add_options, run) in VERBS.items():
-        own = verbs.add_parser(name, help=text, description=cleandoc(run.__doc__ or ""))
-        add_options(own)
-        own.set_defaults(command=run)
+        add_options(add_command(verbs, name, text, run))
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser, name: str = "checkpoint") -> None:

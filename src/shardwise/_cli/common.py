@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial
 from importlib import metadata
+from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -16,6 +17,16 @@ if TYPE_CHECKING:
     from rich.progress import ProgressColumn
 
 SubParsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+Run: TypeAlias = Callable[[argparse.Namespace], int]
+
+
+def add_command(subparsers: SubParsers, name: str, text: str, run: Run) -> argparse.ArgumentParser:
+    """The parser of a command: `text` is its line in the help, the docstring of `run` its description."""
+    parser = subparsers.add_parser(name, help=text, description=cleandoc(run.__doc__ or ""))
+    parser.set_defaults(command=run)
+    return parser
 
 
 class Exit(IntEnum):

@@ -1,12 +1,4 @@
-"""Plan files in TOML: a mesh, and the sharding of tensors by name. Read without torch.
-
-    mesh = [2, 2]
-    [parameters."items.weight"]
-    shape = [10, 4]
-    placements = "Shard(0), Shard(1)"
-
-docs/pictures.md has an example of every key.
-"""
+"""Plan files in TOML, read without torch: a mesh, and the sharding of tensors by name, as docs/pictures.md shows."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -175,12 +175,8 @@ def agree_on_plan(
 ) -> None:
     """Raise the same `MismatchError` on all `ranks` if they pass different plans.
 
-    Call it before anything else, so that a plan that is wrong on one rank only is the same error on all.
-
-    Args:
-        plan: names or globs, and what the plan says about them.
-        named: the tensors whose dtypes and shapes must agree, and whether they are on the meta device.
-        facts: what else must agree, as JSON.
+    Call it before anything else, so that a plan that is wrong on one rank only is the same error on all. The dtypes,
+    shapes and meta devices of `named` are compared, too, and other facts, as JSON.
     """
     members = tuple(sorted(ranks))
     if collectives.rank() not in members:

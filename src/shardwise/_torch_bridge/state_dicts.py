@@ -1,11 +1,7 @@
 """State dicts and checkpoints in torch's tools: what is loaded keeps the sharding of what is there.
 
-sharded.load_state_dict(full, assign=True)         each rank takes its shards
-sharded.load_state_dict(of_fsdp.state_dict())      DTensors of torch become DTensors of shardwise
-of_fsdp.load_state_dict(sharded.state_dict())      and DTensors of shardwise those of torch
-optimizer.load_state_dict(full)                    states are sharded as their parameters
-get_model_state_dict(full_state_dict=True)         gathered, and offloaded to the CPU
-torch.distributed.checkpoint.async_save(state)     staged
+DTensors of torch that are loaded become DTensors of shardwise, or the reverse. `get_model_state_dict` gathers and
+offloads, and `torch.distributed.checkpoint.async_save` stages.
 """
 
 from collections.abc import Callable, Hashable, Sequence

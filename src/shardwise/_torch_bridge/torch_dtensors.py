@@ -1,8 +1,4 @@
-"""DTensors of `torch.distributed.tensor` as DTensors of shardwise and back, without copies.
-
-x = DTensor.from_torch_dtensor(theirs)
-y = x.to_torch_dtensor()
-"""
+"""DTensors of `torch.distributed.tensor` as DTensors of shardwise and back, without copies."""
 
 from collections.abc import Sequence
 from itertools import permutations

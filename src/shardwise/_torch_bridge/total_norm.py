@@ -1,7 +1,5 @@
 """The total norm that torch clips gradients by: over all DTensors of a mesh in one exchange, and over nested meshes.
 
-    clip_grad_norm_(model.parameters(), 1.0)
-
 Ranks that have other parameters on meshes of their own would clip what they share by different factors: an error.
 """
 

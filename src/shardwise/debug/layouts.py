@@ -17,32 +17,21 @@ MOST_LINES = 12
 
 
 class CollectiveSequence(NamedTuple):
-    """One way to redistribute.
+    """One way to redistribute."""
 
-    Args:
-        cost: relative to that of the plan.
-        busiest_bytes: what the busiest rank receives.
-        total_bytes: what all ranks receive, which is what they send.
-        steps: its collectives in order, each with the layout after it; empty if nothing is sent.
-    """
-
-    cost: float
-    busiest_bytes: int
-    total_bytes: int
-    steps: tuple[str, ...]
+    cost: float  # relative to that of the plan
+    busiest_bytes: int  # what the busiest rank receives
+    total_bytes: int  # what all ranks receive, which is what they send
+    steps: tuple[str, ...]  # its collectives in order, each with the layout after it; empty if nothing is sent
 
 
 @dataclass(frozen=True, repr=False)
 class RedistributeComparison(Report):
-    """What `explain_redistribute` found; its text has a line for each sequence.
-
-    Args:
-        sequences: the plan, then its alternatives, the cheapest first.
-    """
+    """What `explain_redistribute` found; its text has a line for each sequence."""
 
     src: Layout
     dst: Layout
-    sequences: tuple[CollectiveSequence, ...]
+    sequences: tuple[CollectiveSequence, ...]  # the plan, then its alternatives, the cheapest first
 
     def text(self, width: int | None = None, colour: bool = False) -> str:
         """The layouts, and a table of the sequences that cost least."""

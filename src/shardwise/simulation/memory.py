@@ -2,8 +2,7 @@
 
     with Memory(allocate=False) as memory:
         x = torch.zeros(1 << 20, 1 << 20)   # 4 TiB, of which nothing is allocated
-        y = x @ x                            # has a shape, no values
-    memory.log                               # [(0, 1 << 42), (1, 1 << 42)]
+    memory.log                               # [(0, 1 << 42)]
 
 A tensor without values is an ordinary tensor on the CPU, so everything that depends on devices, dtypes and shapes is
 as in a run. Its storage is address space that is never touched: ops that would read or write it run on the meta device.
@@ -66,23 +65,17 @@ class Block:
 class Memory(TorchDispatchMode):
     """While it is entered, all storages that the ops of this thread make or use, and what was allocated and freed.
 
-    Args:
-        allocate: whether ops run. If not, tensors of floating dtype with dims have no values, nor have large ones of
-            other dtypes, nor what is computed from such tensors.
-
-    Attributes:
-        log: (block, bytes) in order; what was freed is negative.
-        redistributed: the blocks of redistributions and other exchanges.
-        conditions: where conditions on values that are not there were taken as False.
+    Unless it may `allocate`, tensors of floating dtype with dims have no values, nor have large ones of other dtypes,
+    nor what is computed from such tensors.
     """
 
     def __init__(self, allocate: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.allocate = allocate
         self.blocks: dict[int, Block] = {}  # by storage
-        self.log: list[tuple[int, int]] = []
-        self.redistributed: set[int] = set()
-        self.conditions: dict[StackFrame, None] = {}
+        self.log: list[tuple[int, int]] = []  # (block, bytes) in order; what was freed is negative
+        self.redistributed: set[int] = set()  # the blocks of redistributions and other exchanges
+        self.conditions: dict[StackFrame, None] = {}  # where conditions on values that are not there were False
         self._count = 0
         self._results: dict[object, object] = {}
         self._patches = ExitStack()
@@ -172,15 +165,13 @@ class Memory(TorchDispatchMode):
 
         One that is large, such as a mask of queries and keys, has no values.
         """
-        if reads_nothing:
-            device = kwargs.get("device") or next(iter([x.device for x in _tensors(args)]), "cpu")
-            if torch.device(device).type == "meta":
-                return func(*args, **kwargs)
-        found = self._results_of(func, args, kwargs)
-        if isinstance(found, Tensor):
-            without = reads_nothing and found.ndim and (found.is_floating_point() or found.is_complex())
-            if without or found.numel() > LARGE:
-                return self._new(found)
+        device = kwargs.get("device") or next(iter([x.device for x in _tensors(args)]), "cpu")
+        if not reads_nothing or torch.device(device).type != "meta":
+            found = self._results_of(func, args, kwargs)
+            if isinstance(found, Tensor):
+                without = reads_nothing and found.ndim and (found.is_floating_point() or found.is_complex())
+                if without or found.numel() > LARGE:
+                    return self._new(found)
         return func(*args, **kwargs)
 
     def _without_values(self, func: OpOverload, traits: "Traits", args: Args, kwargs: Kwargs) -> object:

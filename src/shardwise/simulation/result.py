@@ -23,23 +23,14 @@ _NUMBER = re.compile(r"(?<=\.)\d+\b|(?<=unit )\d+")
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a rank.
+    """One collective of a rank."""
 
-    Attributes:
-        kind: such as "all_gather".
-        ranks: those that take part.
-        cause: what it is for.
-        sent_bytes: what this rank sends, as `count_comms` counts it.
-        received_bytes: what this rank receives of other ranks.
-        backward: whether backward called it.
-    """
-
-    kind: str
-    ranks: Ranks
-    cause: str
-    sent_bytes: int
-    received_bytes: int = 0
-    backward: bool = False
+    kind: str  # such as "all_gather"
+    ranks: Ranks  # that take part
+    cause: str  # what it is for
+    sent_bytes: int  # by this rank, as `count_comms` counts it
+    received_bytes: int = 0  # of other ranks
+    backward: bool = False  # whether backward called it
 
     @property
     def cause_of_layers(self) -> str:
@@ -76,17 +67,11 @@ class Recorded(Listener):
 
 @dataclass(frozen=True)
 class RankClass:
-    """Ranks that hold shards of the same shapes.
+    """Ranks that hold shards of the same shapes."""
 
-    Attributes:
-        ranks: ascending. The first one was simulated.
-        memory: bytes at the peak of a step, by what they are for.
-        collectives: of one step, in order, as the first rank makes them.
-    """
-
-    ranks: Ranks
-    memory: Mapping[str, int]
-    collectives: tuple[Collective, ...]
+    ranks: Ranks  # ascending; the first one was simulated
+    memory: Mapping[str, int]  # bytes at the peak of a step, by what they are for
+    collectives: tuple[Collective, ...]  # of one step, in order, as the first rank makes them
 
     @property
     def peak_bytes(self) -> int:

@@ -74,22 +74,18 @@ class _TestRun:
         except unittest.SkipTest as skip:
             skipped = str(skip)
         finally:
-            _tear_down(case, sys.exception())
+            failure = sys.exception()  # counts for more than what the cleanup raises after that
+            cleanups: list[tuple[Callable[..., object], Args, Kwargs]] = vars(case)["_cleanups"]
+            try:
+                case.perThreadTearDown()
+                while cleanups:
+                    function, args, kwargs = cleanups.pop()
+                    function(*args, **kwargs)
+            except Exception as error:
+                if failure is None:
+                    raise
+                failure.add_note(f"the cleanup after it raised {summary(error)}")
         return skipped, world_size()
-
-
-def _tear_down(case: "RankedTestCase", failure: BaseException | None) -> None:
-    """Clean up on a rank. What a test raised counts for more than what its cleanup raises after that."""
-    cleanups: list[tuple[Callable[..., object], Args, Kwargs]] = vars(case)["_cleanups"]
-    try:
-        case.perThreadTearDown()
-        while cleanups:
-            function, args, kwargs = cleanups.pop()
-            function(*args, **kwargs)
-    except Exception as error:
-        if failure is None:
-            raise
-        failure.add_note(f"the cleanup after it raised {summary(error)}")
 
 
 def _skip_if_skipped(reasons: Sequence[str | None]) -> None:
@@ -209,14 +205,6 @@ class RankedTestCase(TensorAssertions):
                 raise
 
 
-def _show_test(error: BaseException, test: Callable[[], object]) -> None:
-    """Let the report of an error that has no line of the user's code show the test."""
-    frames = ((frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__))
-    if not any(StackFrame(code.co_filename, line, code.co_name).is_user_code for code, line in frames):
-        code = inspect.unwrap(test).__code__
-        point_at(error, StackFrame(code.co_filename, code.co_firstlineno, code.co_name), code.co_firstlineno)
-
-
 class DTensorOpTestBase(RankedTestCase):
     """Tests on simulated ranks: threads of this process that take turns, ready in milliseconds.
 
@@ -233,8 +221,8 @@ class DTensorOpTestBase(RankedTestCase):
 class DTensorTestBase(RankedTestCase):
     """Tests on real processes, which are started once for each size of the world and kept from test to test.
 
-    A test class must be found by its name in its module. They are in a
-    world of `torch.distributed` from the start; `init_pg` only makes sure of it, and `destroy_pg` waits for all ranks.
+    A test class must be found by its name in its module. The processes are in a world of `torch.distributed` from the
+    start; `init_pg` only makes sure of it, and `destroy_pg` waits for all ranks.
     """
 
     @property
@@ -255,7 +243,10 @@ class DTensorTestBase(RankedTestCase):
             run = _TestRun.on_this_rank
             results = run_on_processes(size, self.timeout, run, args, {}, backend=backend, called=name)
         except (DeadlockError, RemoteRankError) as error:
-            _show_test(error, test)
+            frames = ((frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__))
+            if not any(StackFrame(code.co_filename, line, code.co_name).is_user_code for code, line in frames):
+                code = inspect.unwrap(test).__code__  # a report without a line of the user's code shows the test
+                point_at(error, StackFrame(code.co_filename, code.co_firstlineno, code.co_name), code.co_firstlineno)
             raise
         if any(left != size for _, left in results):  # the test has ended the world
             renew_pool(size, backend)

@@ -92,7 +92,11 @@ class _Rank:
         """Nothing yet: calls are compared when all ranks have joined."""
 
     def share_note(self, note: Note) -> None:
-        self.simulation.compare_note(self.ledger, note)
+        """Compare a note with that of the first rank that had one of this key."""
+        first = self.simulation.first_ledgers.setdefault(note.key, self.ledger)
+        first.read(self.rank, note.key, note.contents)
+        found, first.different = first.different, None  # a program that catches the error goes on
+        self.simulation.different = self.simulation.different or found
 
     def start(self, collective: Collective) -> Wait:
         """A collective that completes when it is started."""
@@ -211,8 +215,12 @@ class _Simulation:
         rank.ended = True
         rank.ledger.switch_numbers(False)
         rank.owner.forget()  # whose layouts refer to the owner
-        if rank.error is not None:
-            self.release_peers(rank)
+        if rank.error is not None:  # the ranks that wait for this one raise
+            for ranks, number in [key for key in self.open_exchanges if rank.rank in key[0]]:
+                for member in self.open_exchanges.pop((ranks, number)):
+                    peer = self.ranks[member]
+                    assert peer.pending is not None
+                    self.give(peer, peer.consequence(rank, peer.pending))
         if not self.stopped:
             self.pass_turn()
 
@@ -223,7 +231,10 @@ class _Simulation:
             if not stuck:
                 self.over.set()
                 return
-            self.declare_deadlock(stuck)
+            text = self.report("cannot go on, each waits for a rank that does not join")
+            self.open_exchanges.clear()
+            for rank in stuck:
+                self.give(rank, DeadlockError(f"{text}\n  Fix: {SAME_CALLS}."))
         self.running = self.ready.popleft()
         self.running.turn.release()
 
@@ -297,32 +308,10 @@ class _Simulation:
                 return found.why
         return None
 
-    def compare_note(self, ledger: Ledger, note: Note) -> None:
-        """Compare a note with that of the first rank that had one of this key."""
-        first = self.first_ledgers.setdefault(note.key, ledger)
-        first.read(ledger.rank, note.key, note.contents)
-        found, first.different = first.different, None  # a program that catches the error goes on
-        self.different = self.different or found
-
     def give(self, rank: _Rank, result: Tensor | BaseException) -> None:
         rank.received = result
         rank.pending = None
         self.ready.append(rank)
-
-    def release_peers(self, failed: _Rank) -> None:
-        """Let the ranks that wait for one that has failed raise."""
-        for ranks, number in [key for key in self.open_exchanges if failed.rank in key[0]]:
-            for member in self.open_exchanges.pop((ranks, number)):
-                peer = self.ranks[member]
-                assert peer.pending is not None
-                self.give(peer, peer.consequence(failed, peer.pending))
-
-    def declare_deadlock(self, stuck: Sequence[_Rank]) -> None:
-        text = self.report("cannot go on, each waits for a rank that does not join")
-        text += f"\n  Fix: {SAME_CALLS}."
-        self.open_exchanges.clear()
-        for rank in stuck:
-            self.give(rank, DeadlockError(text))
 
 
 def results(calls: Sequence[Collective]) -> list[Tensor]:
