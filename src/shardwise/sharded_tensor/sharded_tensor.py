@@ -15,15 +15,17 @@ from shardwise._tensor.conversion import to_local
 from shardwise._tensor.dtensor import DTensor, register_method, tag, to_layout
 from shardwise._tensor.transforms import check_untransformed
 from shardwise.errors import LayoutError, MismatchError, RuleError
-from shardwise.sharded_tensor.shards import (
+from shardwise.sharded_tensor.specs import (
     ShardedTensorMetadata,
+    ShardingSpec,
     ShardMetadata,
     TensorProperties,
     extent,
     layout_of_shards,
+    reshard,
     shards_of,
+    spec_of,
 )
-from shardwise.sharded_tensor.specs import ShardingSpec, reshard, spec_of
 
 ShardedTensor = DTensor
 """Another name of `shardwise.DTensor`."""
@@ -207,7 +209,7 @@ def init_from_local_shards(
     _check_consistent({holder: answer[1:] for holder, answer in by_rank.items()}, every)
     if not every:
         raise LayoutError("init_from_local_shards: no rank passed any shard. Fix: pass them where they are held.")
-    shards = [ShardMetadata(*s["box"], s["placement"] or f"rank:{holder}") for holder, s in every]
+    shards = [ShardMetadata(*s["box"], placement=s["placement"] or f"rank:{holder}") for holder, s in every]
     layout = layout_of_shards(shards, tuple(size) or extent(shards), ranks)
     full = {s.metadata.box: s.tensor.detach() for s in mine if s.metadata.box.numel}
     parts, shape = [full[box] for box in layout.boxes(rank) if box in full], layout.local_shape(rank)
