@@ -209,7 +209,7 @@ def init_from_local_shards(
     _check_consistent({holder: answer[1:] for holder, answer in by_rank.items()}, every)
     if not every:
         raise LayoutError("init_from_local_shards: no rank passed any shard. Fix: pass them where they are held.")
-    shards = [ShardMetadata(*s["box"], placement=s["placement"] or f"rank:{holder}") for holder, s in every]
+    shards = [ShardMetadata(s["box"][0], s["box"][1], s["placement"] or f"rank:{holder}") for holder, s in every]
     layout = layout_of_shards(shards, tuple(size) or extent(shards), ranks)
     full = {s.metadata.box: s.tensor.detach() for s in mine if s.metadata.box.numel}
     parts, shape = [full[box] for box in layout.boxes(rank) if box in full], layout.local_shape(rank)
