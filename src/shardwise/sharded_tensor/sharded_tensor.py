@@ -208,7 +208,7 @@ def init_from_local_shards(
     every = [(holder, shard) for holder in ranks for shard in by_rank[holder][0]]
     _check_consistent({holder: answer[1:] for holder, answer in by_rank.items()}, every)
     if not every:
-        raise LayoutError("init_from_local_shards: no rank passed any shard. Fix: pass them where they are held.")
+        raise LayoutError("init_from_local_shards: no rank passed any shard. Fix: pass each on its rank.")
     shards = [ShardMetadata(s["box"][0], s["box"][1], s["placement"] or f"rank:{holder}") for holder, s in every]
     layout = layout_of_shards(shards, tuple(size) or extent(shards), ranks)
     full = {s.metadata.box: s.tensor.detach() for s in mine if s.metadata.box.numel}
@@ -266,9 +266,8 @@ def _factory(make: Callable[..., DTensor]) -> Callable[..., DTensor]:
     ) -> DTensor:
         _check_no_rrefs(init_rrefs, make.__name__)
         if pin_memory or memory_format is not torch.contiguous_format:
-            raise LayoutError(
-                f"{make.__name__}: shards are contiguous and not pinned. Fix: leave out pin_memory and memory_format."
-            )
+            got = f"{pin_memory=}, {memory_format=}"
+            raise LayoutError(f"{make.__name__}: shards are contiguous and not pinned, got {got}. Fix: leave both out.")
         if make is factories.full and len(size) == 2 and not isinstance(size[0], int):  # full(spec, (4, 8), 3.0)
             size, kwargs = size[:1], {"fill_value": size[-1], **kwargs}
         shape = factories.shape_of((kwargs.pop("size"),) if "size" in kwargs else size)

@@ -169,6 +169,11 @@ class ShardedTensorMetadata:
     def __iter__(self) -> Iterator[ShardMetadata]:
         return iter(self.shards_metadata)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the global tensor."""
+        return self.size.numel() * self.tensor_properties.dtype.itemsize
+
 
 @checked
 def layout_of_shards(shards: Sequence[ShardMetadata], shape: tuple[int, ...], ranks: Ranks) -> Layout:
@@ -386,9 +391,7 @@ class ChunkShardingSpec(ShardingSpec):
         if isinstance(dim, str):
             raise RuleError(f"ChunkShardingSpec takes dims by number, not by name, got {dim!r}. Fix: such as 0.")
         if not placements:
-            raise LayoutError(
-                "A ChunkShardingSpec needs at least one placement. Fix: one such as 'rank:0/cpu' a shard."
-            )
+            raise LayoutError("A ChunkShardingSpec needs at least one placement, got none. Fix: such as 'rank:0/cpu'.")
         object.__setattr__(self, "dim", dim)
         object.__setattr__(self, "placements", tuple(map(placement_of, placements)))
 
