@@ -70,10 +70,11 @@ def note_replaced(parameter: object, name: str) -> None:
         _replaced[parameter] = name, None if grad is None else TensorWeakRef(grad)
 
 
-def _gradient(parameter: nn.Parameter) -> Any:
+def _gradient(parameter: nn.Parameter) -> Tensor | None:
     """The gradient, unreduced."""
     with DisableTorchFunctionSubclass():
-        return raw_grad.__get__(parameter)
+        grad: Tensor | None = raw_grad.__get__(parameter)
+    return grad
 
 
 def _refuse_replaced(
