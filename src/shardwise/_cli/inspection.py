@@ -56,7 +56,9 @@ def _branches(manifest: Manifest) -> Branch:
         *way, last = name.split(".")
         branch = root
         for part in way:
-            branch = branch.setdefault(f"{part}.", {})  # type: ignore[assignment]  # such names are of branches
+            inner = branch.setdefault(f"{part}.", {})
+            assert isinstance(inner, dict)
+            branch = inner
         branch[last] = tensor
     return root
 
