@@ -50,7 +50,7 @@ def read_plan(path: Path) -> PlanFile:
     """The plan in the file at `path`."""
     content = read_toml(path)
     try:
-        _check_keys(content, HEAD, "mesh", "the mesh is missing. Fix: write mesh = [2, 2] at the top.")
+        _check_keys(content, HEAD, "mesh", "mesh = [2, 2] at the top")
         mesh = parse_mesh(content["mesh"], _ranks(content.get("ranks", [])))
         itemsize = parse_itemsize(content.get("dtype", "float32"))
         entries = dict(_tensors(content.get("parameters", {}), ""))
@@ -62,13 +62,13 @@ def read_plan(path: Path) -> PlanFile:
         raise PlanError(f"{path}: {error}") from error
 
 
-def _check_keys(table: Mapping[str, Any], known: Sequence[str], needed: str, missing: str) -> None:
+def _check_keys(table: Mapping[str, Any], known: Sequence[str], needed: str, example: str) -> None:
     for key in table:
         if key not in known:
             meant = did_you_mean(key, known)
             raise PlanError(f"{key!r} is not a key of a plan file.{meant} Fix: use {', '.join(known)}.")
     if needed not in table:
-        raise PlanError(missing)
+        raise PlanError(f"the {needed} is missing. Fix: write {example}.")
 
 
 def _tensors(table: Any, prefix: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -84,7 +84,7 @@ def _tensors(table: Any, prefix: str) -> Iterator[tuple[str, Mapping[str, Any]]]
 
 def _picture(name: str, entry: Mapping[str, Any], mesh: Mesh, itemsize: int) -> Picture:
     try:
-        _check_keys(entry, KEYS, "shape", "the shape is missing. Fix: write shape = [10, 4].")
+        _check_keys(entry, KEYS, "shape", "shape = [10, 4]")
         layout = _layout(entry, mesh)
         header = f"{name}, all-gathered along {entry['fully_shard']} for use" if "fully_shard" in entry else name
         return Picture(layout, header, parse_itemsize(entry["dtype"]) if "dtype" in entry else itemsize)
