@@ -55,7 +55,7 @@ def run_on_processes(
             close_pool(size, backend)
             pool = _pools[size, backend] = Pool(size, backend)
         try:
-            values = pool.run(task, timeout, called or task.function.name)
+            values = pool.run(task, timeout, f"run {called or task.function.name}")
         except BaseException:
             renew_pool(size, backend)
             raise
@@ -110,13 +110,13 @@ class Pool:
         for file in (self.store, *self.stacks):
             file.close()
 
-    def run(self, task: Task, timeout: float, called: str) -> list[Any]:
-        """The results of `task` in rank order. After an error the pool is of no use until it has regrouped."""
+    def run(self, order: Task | str, timeout: float, what: str) -> list[Any]:
+        """What ranks answer, in their order. After an error the pool is of no use until it has regrouped."""
         __tracebackhide__ = True
-        self.ranks.send(pickle.dumps(task))
+        self.ranks.send(pickle.dumps(order))
         self.answers = {}
         self._collect(timeout)
-        return self._values(timeout, f"run {called}")
+        return self._values(timeout, what)
 
     def regroup(self) -> bool:
         """After an error: let the ranks join another world, for collectives of this one may be half done.
@@ -135,10 +135,7 @@ class Pool:
 
     def _join_world(self, what: str) -> None:
         self.worlds += 1
-        self.ranks.send(pickle.dumps(str(self.worlds)))
-        self.answers = {}
-        self._collect(_START_SECONDS)
-        self._values(_START_SECONDS, what)
+        self.run(str(self.worlds), _START_SECONDS, what)
 
     def _collect(self, timeout: float) -> None:
         self.ranks.collect(self.answers, lambda answer: isinstance(answer, Failure), _GRACE_SECONDS, timeout)
