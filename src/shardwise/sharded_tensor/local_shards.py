@@ -47,7 +47,7 @@ class ShardTiling:
     def shards(self, joined: Tensor) -> list[Tensor]:
         """The boxes of `joined`, as views."""
         pairs = zip(self.boxes, self.slices(), strict=True)
-        return [joined[slices] if slices else joined.new_empty(box.sizes) for box, slices in pairs]
+        return [joined.new_empty(box.sizes) if slices is None else joined[slices] for box, slices in pairs]
 
     def wrap(self, joined: Tensor) -> "LocalShardsWrapper":
         """A tensor of the shape of the bounds, as a wrapper that shares its memory and autograd history."""
@@ -60,11 +60,13 @@ class ShardTiling:
 def tiling_of(boxes: Sequence[Box]) -> ShardTiling:
     """The tiling by `boxes`."""
     full = [box for box in boxes if box.numel]
-    if not full:
-        return ShardTiling(tuple(boxes), boxes[0] if boxes else Box((0, 0), (0, 0)))
-    start = tuple(map(min, zip(*(box.offsets for box in full), strict=True)))
-    ends = map(max, zip(*(map(sum, zip(*box, strict=True)) for box in full), strict=True))
+    if not boxes:
+        return ShardTiling((), Box((0, 0), (0, 0)))
+    start = tuple(map(min, zip(*(box.offsets for box in full or boxes), strict=True)))
+    ends = map(max, zip(*(map(sum, zip(*box, strict=True)) for box in full or boxes), strict=True))
     bounds = Box(start, tuple(b - a for a, b in zip(start, ends, strict=True)))
+    if not full:
+        return ShardTiling(tuple(boxes), boxes[0] if bounds.numel else bounds)
     labelled = []
     for number, box in enumerate(boxes):
         offsets = tuple(a - b for a, b in zip(box.offsets, start, strict=True))
@@ -280,7 +282,7 @@ def _joined(shards: list[Tensor], tiling: ShardTiling) -> Tensor:
     """One tensor of all shards that shares its memory with them."""
     if len(shards) < 2:
         return shards[0] if shards else torch.empty(tiling.bounds.sizes)
-    pairs = [(shard, slices) for shard, slices in zip(shards, tiling.slices(), strict=True) if slices]
+    pairs = [(shard, slices) for shard, slices in zip(shards, tiling.slices(), strict=True) if slices is not None]
     joined = _common_view(pairs, tiling.bounds.sizes)
     if joined is None:
         joined = shards[0].new_empty(tiling.bounds.sizes)
@@ -293,7 +295,7 @@ def _joined(shards: list[Tensor], tiling: ShardTiling) -> Tensor:
 def _point_to(shards: Sequence[Tensor], joined: Tensor, tiling: ShardTiling) -> None:
     """Turn the shards that autograd did not compute into views of `joined`."""
     for slices, shard in zip(tiling.slices(), shards, strict=True):
-        if slices and shard.is_leaf:
+        if slices is not None and shard.is_leaf:
             shard.data = joined[slices]
 
 

@@ -116,7 +116,8 @@ def sharding_spec(x: DTensor) -> ShardingSpec:
 def _own_spec(x: DTensor) -> ShardingSpec | None:
     """The spec that `x` was made by, unless `x` was redistributed since."""
     spec: ShardingSpec | None = x._spec
-    return spec if spec and spec.layout(x.shape, x._layout.mesh.sorted_ranks) == x._layout else None
+    made_here = spec is not None and spec.layout(x.shape, x._layout.mesh.sorted_ranks) == x._layout
+    return spec if made_here else None
 
 
 def gather(x: DTensor, *args: Any, **kwargs: Any) -> Tensor | None:

@@ -442,7 +442,7 @@ class EnumerableShardingSpec(ShardingSpec):
                 f"Fix: as many offsets and sizes in each as the tensor has dims."
             )
         object.__setattr__(self, "shards", tuple(shards))
-        self.build_metadata(extent(shards))
+        check_cover([(shard.holder, shard.box) for shard in shards], extent(shards))
 
     def build_metadata(
         self, tensor_sizes: Sequence[int], tensor_properties: TensorProperties | None = None
