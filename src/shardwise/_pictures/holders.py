@@ -33,11 +33,18 @@ class Holders:
         return self.layout.mesh.ranks_at([self.partials, self.replicas, *places])
 
     def shards(self) -> Iterator[tuple[int, Callable[[], list[int]]]]:
-        """The elements of each different local shard, and its rising ranks; 0 elements of ranks that hold nothing."""
-        return self._box_shards() if self.boxes else self._dim_shards()
+        """The elements of each different local shard, and its rising ranks; 0 elements of ranks that hold nothing.
 
-    def _dim_shards(self) -> Iterator[tuple[int, Callable[[], list[int]]]]:
-        """Local shards differ by their sizes."""
+        Local shards differ by their sizes; several boxes of a rank by their number and elements.
+        """
+        if self.boxes:
+            found: dict[tuple[int, Hashable], list[int]] = {}
+            for at, boxes in self.boxes:
+                sizes = [box.sizes for box in boxes if box.numel]
+                key = sum(map(prod, sizes)), sizes[0] if len(sizes) == 1 else len(sizes)
+                found.setdefault(key, []).append(at)
+            yield from ((numel, partial(self.ranks, places)) for (numel, _), places in found.items())
+            return
         dims, mesh = self.dims, self.layout.mesh
         copies = len(self.partials) * len(self.replicas)
         holding = copies * prod(len(dim.sizes) - dim.sizes.count(0) for dim in dims)
@@ -53,13 +60,3 @@ class Holders:
         if holding < mesh.size():
             having = self.ranks(*(list(compress(dim.places, dim.sizes)) for dim in dims))
             yield 0, partial(sorted, {*mesh.ranks}.difference(having))
-
-    def _box_shards(self) -> Iterator[tuple[int, Callable[[], list[int]]]]:
-        """Local shards differ by the sizes of the box, or by the number of boxes and their elements."""
-        found: dict[tuple[int, Hashable], list[int]] = {}
-        for at, boxes in self.boxes:
-            sizes = [box.sizes for box in boxes if box.numel]
-            numel = sum(map(prod, sizes))
-            found.setdefault((numel, sizes[0] if len(sizes) == 1 else len(sizes)), []).append(at)
-        for (numel, _), places in found.items():
-            yield numel, partial(self.ranks, places)

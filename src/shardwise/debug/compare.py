@@ -91,11 +91,17 @@ def _difference(what: str, got: object, want: object, tolerance: Tolerance) -> D
         shape, dtype = tuple(got.shape), plain(got).dtype if isinstance(got, DTensor) else got.dtype
         if shape != tuple(want.shape) or dtype != want.dtype:
             return Difference(what, math.inf, f"{shape} {dtype}", f"{tuple(want.shape)} {want.dtype}")
-        if not isinstance(got, DTensor):
-            return _tensor_difference(what, got, want, (0,) * got.ndim, tolerance)
-        if got._layout.mesh.coordinate(collectives.rank()) is None:
-            return None
-        return _local_difference(what, to_layout(got, got._layout.reduced()), want, tolerance)
+        full = Box((0,) * want.ndim, shape)
+        views = [(full, got)]
+        if isinstance(got, DTensor):  # the local boxes are compared, so that each replica is checked
+            if got._layout.mesh.coordinate(collectives.rank()) is None:
+                return None
+            got = to_layout(got, got._layout.reduced())
+            boxes = got._layout.boxes(collectives.rank())
+            views = list(zip(boxes, split_by_boxes(plain(got), boxes), strict=True))
+        return _largest(
+            [_tensor_difference(what, x, want[b.relative_to(full)], b.offsets, tolerance) for b, x in views]
+        )
     if isinstance(got, float) and isinstance(want, float):
         return _tensor_difference(what, torch.tensor(got).double(), torch.tensor(want).double(), (), tolerance)
     if isinstance(got, Tensor) or isinstance(want, Tensor) or type(got) is not type(want) or got != want:
@@ -105,13 +111,6 @@ def _difference(what: str, got: object, want: object, tolerance: Tolerance) -> D
 
 def _kind(x: object) -> str:
     return f"a {type(x).__name__} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"{x!r:.80}"
-
-
-def _local_difference(what: str, got: DTensor, want: Tensor, tolerance: Tolerance) -> Difference | None:
-    """Compares the local boxes with those of the full result, so that each replica is checked."""
-    boxes, full = got._layout.boxes(collectives.rank()), Box((0,) * want.ndim, tuple(want.shape))
-    pairs = zip(boxes, split_by_boxes(plain(got), boxes), strict=True)
-    return _largest([_tensor_difference(what, x, want[b.relative_to(full)], b.offsets, tolerance) for b, x in pairs])
 
 
 def _tensor_difference(
