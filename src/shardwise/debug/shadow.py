@@ -35,8 +35,8 @@ class Shadow:
     """What a `shadow` block has compared so far."""
 
     def __init__(self, every: int, ops: frozenset[str] | None, tolerance: Tolerance) -> None:
-        self.compared: Counter[str] = Counter()  # how often, by op
-        self.skipped: Counter[str] = Counter()  # calls that cannot be compared: random, unfilled or sparse ones
+        self.compared: dict[str, int] = {}  # how often, by op
+        self.skipped: dict[str, int] = {}  # calls that cannot be compared: random, unfilled or sparse ones
         self._every, self._ops, self._tolerance = every, ops, tolerance
         self._calls: Counter[tuple[Any, tuple[int, ...]]] = Counter()  # by op, and by the ranks that call it together
         self._comparing = False
@@ -78,11 +78,11 @@ class Shadow:
             worst = largest_difference(found, self._tolerance, ranks)
         if worst is not None:
             raise self._error(func, args, kwargs, out, worst)
-        self.compared[name_of(func)] += 1
+        self.compared[name_of(func)] = self.compared.get(name_of(func), 0) + 1
         return out
 
     def _skip(self, func: Func, out: object) -> object:
-        self.skipped[name_of(func)] += 1
+        self.skipped[name_of(func)] = self.skipped.get(name_of(func), 0) + 1
         return out
 
     @contextmanager
