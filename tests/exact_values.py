@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardwise._layout import Layout, Partial
-from shardwise.testing.local_shards import PartialValues, partial_axes, partial_indices
+from shardwise.testing.local_shards import PartialValues, partial_indices
 
 REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda stack: stack.sum(0, dtype=stack.dtype),
@@ -39,7 +39,7 @@ def small_integers(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 def reduced_value(parts: PartialValues, layout: Layout) -> Tensor:
     """The reduction of `parts` over the Partial axes."""
-    for axis in reversed(partial_axes(layout)):
+    for axis in reversed(layout.partial_axes):
         placement = layout.placements[axis]
         assert isinstance(placement, Partial)
         reduce = REDUCE[placement.reduce_op]

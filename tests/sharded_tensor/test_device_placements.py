@@ -28,7 +28,7 @@ from shardwise.sharded_tensor import (
     shard_parameter,
     zeros,
 )
-from shardwise.sharded_tensor.shards import placement_of
+from shardwise.sharded_tensor.specs import placement_of
 from shardwise.testing import world
 
 

@@ -53,6 +53,8 @@ def test_a_sharded_dim_is_dropped_only_if_every_rank_has_size_one_there() -> Non
     shard_module(model, ShardingPlan({}, return_local_tensor=[""]))
     uneven = DTensor.from_local(torch.ones(1 if rank() else 2, 3), Mesh((4,)), [Shard(0)])
     assert model(uneven).shape == (1 if rank() else 2, 3)
+    rows = (2, 1, 1, 0)[rank()]  # as many rows as ranks
+    assert model(DTensor.from_local(torch.ones(rows, 3), Mesh((4,)), [Shard(0)])).shape == (rows, 3)
     assert model(DTensor.from_local(torch.ones(1, 3), Mesh((4,)), [Shard(0)])).shape == (3,)
     plain = torch.ones(1, 3)
     assert model(plain) is plain

@@ -18,8 +18,7 @@ from shardwise.sharded_tensor import (
     ShardMetadata,
     TensorProperties,
 )
-from shardwise.sharded_tensor.shards import placement_of
-from shardwise.sharded_tensor.specs import spec_of
+from shardwise.sharded_tensor.specs import placement_of, spec_of
 
 EVERYBODY = (0, 1, 2, 3)
 

@@ -111,6 +111,11 @@ def test_shards_of_one_dim_and_a_number_of_no_dims() -> None:
     wrapper = LocalShardsWrapper([number], [()])
     wrapper.add_(1)
     assert (wrapper.item(), number.item()) == (4, 4)
+    view = wrapper.detach()
+    assert isinstance(view, LocalShardsWrapper)
+    assert [shard.item() for shard in view.local_shards()] == [4]
+    wrapper.data = torch.tensor(7.0)
+    assert number.item() == 7
 
 
 def test_a_rank_may_have_no_shards() -> None:

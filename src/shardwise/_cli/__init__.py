@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: without the name of the program; that of this process if None.
     """
     try:
-        code = _run(build_parser(), argv)
+        code = _run(argv)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader left, as `head` does; the interpreter would flush once more at its end
         for stream in (sys.stdout, sys.stderr):
@@ -43,12 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
+def _run(argv: Sequence[str] | None) -> int:
     try:
-        args = parser.parse_args(argv)
+        args = build_parser().parse_args(argv)
         with _sigterm_raises():
-            code: int = args.command(args)
-            return code
+            return int(args.command(args))
     except SystemExit as leaving:  # from argparse, or SIGTERM
         return leaving.code if isinstance(leaving.code, int) else Exit.USAGE
     except KeyboardInterrupt:
@@ -64,22 +63,17 @@ def _run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all sub-commands."""
-    parser = argparse.ArgumentParser(
-        prog="shardwise",
-        description="Tensors and embedding tables that live on many ranks and behave as one.",
-    )
+    about = "Tensors and embedding tables that live on many ranks and behave as one."
+    parser = argparse.ArgumentParser(prog="shardwise", description=about)
     parser.add_argument("--version", action="version", version=f"shardwise {installed('shardwise')}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     parser.set_defaults(parser=parser)  # what `completion` completes
     for command in COMMANDS:
         command.add_parser(subparsers)
+    text = "show where an error came from, not just its message"
     for each in (parser, *subparsers.choices.values()):
-        each.add_argument(
-            "--traceback",
-            action="store_true",
-            default=False if each is parser else argparse.SUPPRESS,
-            help="show where an error came from, not just its message",
-        )
+        default = False if each is parser else argparse.SUPPRESS
+        each.add_argument("--traceback", action="store_true", default=default, help=text)
     return parser
 
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -16,7 +16,6 @@ from shardwise import _collectives as collectives
 from shardwise._collectives import Collective, Ranks, cost_tables
 from shardwise._collectives.cost_tables import Measured
 from shardwise._collectives.meshes import has_nccl
-from shardwise._layout import Mesh
 from shardwise._pictures.labels import count_text
 from shardwise._pictures.report import table_text
 from shardwise.errors import MeshError
@@ -29,14 +28,10 @@ Tables = tuple[Mapping[str, Measured], Mapping[str, Measured] | None]
 
 
 class Timing(NamedTuple):
-    """One call of a collective: the time of the slowest rank, in microseconds.
-
-    Attributes:
-        num_bytes: what the busiest rank receives; between hosts, what crosses the link of a host.
-    """
+    """One call of a collective: the time of the slowest rank."""
 
     ranks: int
-    num_bytes: float
+    num_bytes: float  # what the busiest rank receives; between hosts, what crosses the link of a host
     microseconds: float
 
 
@@ -57,24 +52,21 @@ def measure(device_type: str) -> Tables:
     everyone = tuple(range(world))
     if per_host is None:
         return _fitted([everyone, *_pairs(device_type, (world,))], None, device_type), None
-    hosts = _mesh(device_type, (world // per_host, per_host))
-    inside = [_line(hosts, 1), *_pairs(device_type, (world // per_host, per_host))]
-    return _fitted(inside, None, device_type), _fitted([everyone, _line(hosts, 0)], per_host, device_type)
+    shape = world // per_host, per_host
+    inside = [_line(device_type, shape, 1), *_pairs(device_type, shape)]
+    return _fitted(inside, None, device_type), _fitted([everyone, _line(device_type, shape, 0)], per_host, device_type)
 
 
-def _mesh(device_type: str, shape: tuple[int, ...]) -> Mesh:
-    return collectives.as_mesh(collectives.init_device_mesh(device_type, shape))
-
-
-def _line(mesh: Mesh, axis: int) -> Ranks:
-    """The ranks with which this one makes collectives along an axis."""
+def _line(device_type: str, shape: tuple[int, ...], axis: int) -> Ranks:
+    """The ranks with which this one makes collectives along an axis of a mesh of this shape."""
+    mesh = collectives.as_mesh(collectives.init_device_mesh(device_type, shape))
     return tuple(mesh.axis_ranks(collectives.rank(), axis))
 
 
-def _pairs(device_type: str, shape: tuple[int, ...]) -> Iterator[Ranks]:
+def _pairs(device_type: str, shape: tuple[int, ...]) -> list[Ranks]:
     """Groups of two neighbors of a host, if they are not all of it."""
-    if shape[-1] > 2 and shape[-1] % 2 == 0:
-        yield _line(_mesh(device_type, (*shape[:-1], shape[-1] // 2, 2)), len(shape))
+    *hosts, per_host = shape
+    return [_line(device_type, (*hosts, per_host // 2, 2), len(shape))] if per_host > 2 and per_host % 2 == 0 else []
 
 
 def _fitted(groups: Sequence[Ranks], per_host: int | None, device_type: str) -> dict[str, Measured]:
@@ -122,8 +114,7 @@ def _seconds(collective: Collective, device_type: str) -> float:
 
 def fit(timings: Sequence[Timing]) -> Measured:
     """The figures for which the relative errors of these timings are smallest, none of them negative."""
-    columns = np.array([[1.0, max(0, t.ranks - 2), t.num_bytes] for t in timings])
-    weighted = columns / np.array([t.microseconds for t in timings])[:, None]
+    weighted = np.array([np.array([1.0, max(0, t.ranks - 2), t.num_bytes]) / t.microseconds for t in timings])
     used = [i for i in range(3) if i != 1 or len({t.ranks for t in timings}) > 1]
     found = np.zeros(3)
     while used:
@@ -136,16 +127,13 @@ def fit(timings: Sequence[Timing]) -> Measured:
     return Measured(latency, per_rank, 1 / max(per_byte, 1 / FASTEST))
 
 
-def write_costs(
-    path: Path, device_type: str, source: str, inside: Mapping[str, Measured], between: Mapping[str, Measured] | None
-) -> None:
-    """Write what was measured."""
-
-    def table(found: Mapping[str, Measured] | None) -> object:
-        return found and {name: {k: round(x, 3) for k, x in m._asdict().items()} for name, m in found.items()}
-
-    content = {"format": cost_tables.FORMAT, "device_type": device_type, "source": source}
-    path.write_text(json.dumps({**content, "inside": table(inside), "between": table(between)}, indent=2) + "\n")
+def write_costs(path: Path, device_type: str, source: str, *tables: Mapping[str, Measured] | None) -> None:
+    """Write what was measured inside a host and between hosts."""
+    content: dict[str, object] = {"format": cost_tables.FORMAT, "device_type": device_type, "source": source}
+    for where, found in zip(("inside", "between"), tables, strict=True):
+        rounded = {name: {k: round(x, 3) for k, x in m._asdict().items()} for name, m in (found or {}).items()}
+        content[where] = rounded or None
+    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def calibrate(output: Path) -> str:
@@ -156,8 +144,7 @@ def calibrate(output: Path) -> str:
         return ""
     ranks, per_host = collectives.world_size(), cost_tables.ranks_per_host_of(collectives.world_size())
     hosts = count_text(ranks // per_host if per_host else 1, "host")
-    world = f"torch {torch.__version__}, {ranks} ranks on {hosts}"
-    source = f"{world}, {datetime.now(UTC).date()}"
+    source = f"torch {torch.__version__}, {ranks} ranks on {hosts}, {datetime.now(UTC).date()}"
     write_costs(output, device_type, source, *tables)
     cost_tables.read_costs(output)
     rows = [("", "latency", "each rank", "speed")]

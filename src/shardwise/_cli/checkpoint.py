@@ -7,11 +7,10 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from shardwise._cli.common import Exit, SubParsers, lines_of, progress_bar, write
+from shardwise._cli.common import Exit, Run, SubParsers, add_command, lines_of, progress_bar, write
 from shardwise.errors import CheckpointError, ConfigError, printable
 
 if TYPE_CHECKING:
@@ -22,7 +21,6 @@ DTYPES = (  # those of `checkpoint.files.FLOATING`: parsing does not import torc
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
 )  # fmt: skip
 AddOptions: TypeAlias = Callable[[argparse.ArgumentParser], None]
-Run: TypeAlias = Callable[[argparse.Namespace], int]
 VERBS: dict[str, tuple[str, AddOptions, Run]] = {}
 
 
@@ -38,7 +36,7 @@ def _verb(text: str, add_options: AddOptions) -> Callable[[Run], Run]:
 
 def add_parser(subparsers: SubParsers) -> None:
     """Describe `checkpoint` and its verbs to argparse."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = subparsers.add_parser(
         "checkpoint",
         help="look at checkpoints, verify, compare, reshard and convert them",
         description="Work on checkpoints without the ranks that saved them: in one process, some MiB at a time. "
@@ -46,9 +44,7 @@ def add_parser(subparsers: SubParsers) -> None:
     )
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     for name, (text, add_options, run) in VERBS.items():
-        own = verbs.add_parser(name, help=text, description=cleandoc(run.__doc__ or ""))
-        add_options(own)
-        own.set_defaults(command=run)
+        add_options(add_command(verbs, name, text, run))
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser, name: str = "checkpoint") -> None:
@@ -132,13 +128,10 @@ def _reshard_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_ranks(parser: argparse.ArgumentParser, required: bool) -> None:
-    shown = "" if required else " (default: 1)"
-    parser.add_argument(
-        "--ranks", type=int, required=required, default=1, metavar="N", help=f"write a file for each{shown}"
-    )
-    parser.add_argument(
-        "--plan", metavar="PLAN.toml", help="layouts of parameters; 'Pictures' in the documentation describes it"
-    )
+    text = "write a file for each" if required else "write a file for each (default: 1)"
+    parser.add_argument("--ranks", type=int, required=required, default=1, metavar="N", help=text)
+    text = "layouts of parameters; 'Pictures' in the documentation describes it"
+    parser.add_argument("--plan", metavar="PLAN.toml", help=text)
     parser.add_argument("--overwrite", action="store_true", help="replace what is there")
 
 
@@ -167,23 +160,14 @@ def _export_options(parser: argparse.ArgumentParser) -> None:
     _add_checkpoint(parser)
     parser.add_argument("target", metavar="TARGET", help="the file or folder to write")
     parser.add_argument("--format", choices=("file", "hugging-face", "torch"), default="file", help="(default: file)")
-    parser.add_argument(
-        "--tensor", action="append", metavar="NAME", help="export this one only; may be given several times"
-    )
-    parser.add_argument(
-        "--prefix",
-        metavar="TEXT",
-        help="export the tensors whose names begin with it, without it (default: model. for hugging-face, else none)",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        metavar="DTYPE",
-        help="convert floating-point tensors, except states of optimizers, such as to bfloat16",
-    )
-    parser.add_argument(
-        "--shard-bytes", type=_num_bytes, metavar="N", help="of one file of hugging-face, such as 2e9 (default: 5e9)"
-    )
+    text = "export this one only; may be given several times"
+    parser.add_argument("--tensor", action="append", metavar="NAME", help=text)
+    text = "export the tensors whose names begin with it, without it (default: model. for hugging-face, else none)"
+    parser.add_argument("--prefix", metavar="TEXT", help=text)
+    text = "convert floating-point tensors, except states of optimizers, such as to bfloat16"
+    parser.add_argument("--dtype", choices=DTYPES, metavar="DTYPE", help=text)
+    text = "of one file of hugging-face, such as 2e9 (default: 5e9)"
+    parser.add_argument("--shard-bytes", type=_num_bytes, metavar="N", help=text)
     parser.add_argument("--overwrite", action="store_true", help="replace what is there")
 
 
@@ -235,16 +219,10 @@ def _import_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SOURCE", help="the file or folder to read")
     parser.add_argument("target", metavar="FOLDER", help="where the checkpoint gets the name of its step")
     parser.add_argument("--step", type=int, default=0, metavar="N", help="(default: 0)")
-    parser.add_argument(
-        "--prefix",
-        metavar="TEXT",
-        help="put before the names (default: what export removed, else model.; of torch none)",
-    )
-    parser.add_argument(
-        "--allow-pickle-metadata",
-        action="store_true",
-        help="read the pickle of torch.distributed.checkpoint, which runs the code that is in it",
-    )
+    text = "put before the names (default: what export removed, else model.; of torch none)"
+    parser.add_argument("--prefix", metavar="TEXT", help=text)
+    text = "read the pickle of torch.distributed.checkpoint, which runs the code that is in it"
+    parser.add_argument("--allow-pickle-metadata", action="store_true", help=text)
     of_torch = parser.add_argument_group("of torch.distributed.checkpoint")
     for option, (name, count, metavar, text) in OF_TORCH.items():
         of_torch.add_argument(option, action=count, dest=name, metavar=metavar, help=text)
@@ -267,12 +245,11 @@ def _import(args: argparse.Namespace) -> int:
     if of_torch and not is_of_torch:
         option = next(option for option, (name, *_) in OF_TORCH.items() if name in of_torch)
         raise ConfigError(f"{option} is for folders of torch.distributed.checkpoint. Fix: leave it out.")
+    if is_of_torch:
+        options |= of_torch | {"allow_pickle_metadata": args.allow_pickle_metadata}
+    make: Callable[..., object] = import_torch if is_of_torch else import_safetensors
     with _progress() as progress:
-        if is_of_torch:
-            options |= of_torch | {"allow_pickle_metadata": args.allow_pickle_metadata}
-            path = import_torch(args.source, args.target, progress=progress, **options)
-        else:
-            path = import_safetensors(args.source, args.target, progress=progress, **options)
+        path = make(args.source, args.target, progress=progress, **options)
     print(f"Wrote {path}.")
     return Exit.OK
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial
 from importlib import metadata
+from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -16,6 +17,16 @@ if TYPE_CHECKING:
     from rich.progress import ProgressColumn
 
 SubParsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+Run: TypeAlias = Callable[[argparse.Namespace], int]
+
+
+def add_command(subparsers: SubParsers, name: str, text: str, run: Run) -> argparse.ArgumentParser:
+    """The parser of a command: `text` is its line in the help, the docstring of `run` its description."""
+    parser = subparsers.add_parser(name, help=text, description=cleandoc(run.__doc__ or ""))
+    parser.set_defaults(command=run)
+    return parser
 
 
 class Exit(IntEnum):
@@ -47,11 +58,7 @@ def exit_code(error: errors.ShardwiseError) -> Exit:
 
 
 def lines_of(file: str) -> list[str]:
-    """The lines of a text file that are not empty, without spaces around them.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """The lines of a text file that are not empty, without spaces around them."""
     try:
         text = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -61,11 +68,7 @@ def lines_of(file: str) -> list[str]:
 
 
 def write(file: str, content: str) -> None:
-    """Write a file and print so.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Write a file and print so."""
     try:
         Path(file).write_text(content, encoding="utf-8")
     except OSError as error:

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Iterator
 
-from shardwise._cli.common import Exit, SubParsers
+from shardwise._cli.common import Exit, SubParsers, add_command
 from shardwise.errors import ConfigError
 
 SHELLS = ("bash", "zsh")
@@ -13,22 +13,13 @@ FOLDERS = ("DIR", "FOLDER")
 
 def add_parser(subparsers: SubParsers) -> None:
     """Describe `completion` to argparse."""
-    parser = subparsers.add_parser(
-        "completion",
-        help="print a script by which a shell completes commands, options and files",
-        description='Print the script for a shell. bash, in ~/.bashrc: eval "$(shardwise completion bash)". zsh: '
-        "write it to a file _shardwise in a folder of $fpath.",
-    )
-    parser.add_argument("shell", choices=SHELLS)
-    parser.set_defaults(command=run)
+    text = "print a script by which a shell completes commands, options and files"
+    add_command(subparsers, "completion", text, run).add_argument("shell", choices=SHELLS)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the script.
-
-    Raises:
-        ConfigError: shtab is not installed.
-    """
+    """Print the script for a shell. bash, in ~/.bashrc: eval "$(shardwise completion bash)". zsh: write it to a file
+    _shardwise in a folder of $fpath."""
     try:
         import shtab
     except ImportError as error:

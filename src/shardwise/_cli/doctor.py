@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from time import perf_counter
 
-from shardwise._cli.common import Exit, SubParsers, installed
+from shardwise._cli.common import Exit, SubParsers, add_command, installed
 
 ELEMENTS = 1 << 18  # int32 that a rank sends to each rank: 1 MiB
 REPEATS = 5
@@ -16,23 +16,16 @@ COSTS = "shardwise-costs.json"
 
 def add_parser(subparsers: SubParsers) -> None:
     """Describe `doctor` to argparse."""
-    parser = subparsers.add_parser(
-        "doctor",
-        help="check this installation and let two ranks exchange data",
-        description="Print versions, cores, memory and free disk; then start ranks and time an all_to_all.",
-    )
+    parser = add_command(subparsers, "doctor", "check this installation and let two ranks exchange data", run)
     parser.add_argument("--nproc", type=int, default=2, metavar="N", help="ranks to start (default: 2)")
-    parser.add_argument(
-        "--calibrate", action="store_true", help="measure what collectives cost here, and write a file of that"
-    )
-    parser.add_argument(
-        "--output", type=Path, default=Path(COSTS), metavar="FILE", help=f"of --calibrate (default: {COSTS})"
-    )
-    parser.set_defaults(command=run)
+    text = "measure what collectives cost here, and write a file of that"
+    parser.add_argument("--calibrate", action="store_true", help=text)
+    text = f"of --calibrate (default: {COSTS})"
+    parser.add_argument("--output", type=Path, default=Path(COSTS), metavar="FILE", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print one line per check; a rank that fails raises RankFailedError."""
+    """Print versions, cores, memory and free disk; then start ranks and time an all_to_all."""
     from shardwise._launch import launch
 
     if args.calibrate:
@@ -44,11 +37,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"{name:<10} {finding}", flush=True)
     start = perf_counter()
     exchange_seconds = launch(exchange, ELEMENTS, nproc=args.nproc, timeout_seconds=120.0)
-    total_seconds = perf_counter() - start
-    print(
-        f"{'ranks':<10} {args.nproc} exchanged {ELEMENTS * 4 >> 20} MiB each way in "
-        f"{exchange_seconds * 1e3:.1f} ms; started and ended in {total_seconds:.1f} s"
-    )
+    times = f"{exchange_seconds * 1e3:.1f} ms; started and ended in {perf_counter() - start:.1f} s"
+    print(f"{'ranks':<10} {args.nproc} exchanged {ELEMENTS * 4 >> 20} MiB each way in {times}")
     return Exit.OK
 
 

@@ -1,7 +1,7 @@
 """What `shardwise checkpoint inspect` shows of a manifest: a listing, JSON, or drawings."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -71,7 +71,7 @@ def _tree_lines(branches: Branch, indent: str, at_root: bool = True) -> Iterator
         last = number == len(branches)
         start = "" if at_root else indent + ("└── " if last else "├── ")
         if isinstance(entry, dict):
-            tensors = list(_tensors(entry))
+            tensors = _tensors(entry)
             yield f"{start}{name[:-1]}  {count_text(len(tensors), 'tensor')}, {bytes_text(_bytes(tensors))}"
             yield from _tree_lines(entry, "" if at_root else indent + ("    " if last else "│   "), False)
         else:
@@ -79,12 +79,8 @@ def _tree_lines(branches: Branch, indent: str, at_root: bool = True) -> Iterator
             yield f"{start}{name}  {facts}, {count_text(len(entry.chunks), 'chunk')}"
 
 
-def _tensors(branches: Mapping[str, "Branch | StoredTensor"]) -> Iterator[StoredTensor]:
-    for entry in branches.values():
-        if isinstance(entry, dict):
-            yield from _tensors(entry)
-        else:
-            yield entry
+def _tensors(branch: "Branch | StoredTensor") -> list[StoredTensor]:
+    return [x for inner in branch.values() for x in _tensors(inner)] if isinstance(branch, dict) else [branch]
 
 
 def _dtype(tensor: StoredTensor) -> str:

@@ -1,35 +1,25 @@
 """`shardwise show`: pictures of layouts, of one on the command line or of all in a plan. Torch is not needed."""
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise._cli.common import Exit, SubParsers, write
+from shardwise._cli.common import Exit, SubParsers, add_command, write
 from shardwise.errors import ConfigError, LayoutError, MeshError, PlanError
 
 if TYPE_CHECKING:
     from shardwise._pictures import Picture
-    from shardwise._pictures.plan_file import PlanFile
 
 OF_ONE = ("mesh", "shape", "ranks", "dtype", "shard_order", "header")  # options that a plan says itself
 
 
 def add_parser(subparsers: SubParsers) -> None:
     """Describe `show` to argparse."""
-    parser = subparsers.add_parser(
-        "show",
-        help="draw which ranks hold which part of a tensor",
-        description="Draw a layout, such as: shardwise show --mesh 2,2 --shape 10,4 'Shard(0), Shard(1)'. Or draw "
-        "every tensor of a plan in TOML, below a table of what each rank holds; 'Pictures' in the documentation "
-        "describes the file.",
+    parser = add_command(subparsers, "show", "draw which ranks hold which part of a tensor", run)
+    text = (
+        "one placement per mesh axis, or by name (dp=Shard(0)): Shard(0), S(0), Shard(0, sizes=[3, 1]), Replicate(), "
     )
-    parser.add_argument(
-        "what",
-        metavar="PLACEMENTS | PLAN.toml",
-        help="one placement per mesh axis, or by name (dp=Shard(0)): Shard(0), S(0), Shard(0, sizes=[3, 1]), "
-        "Replicate(), R, Partial('max'), P, OnRanks(1)",
-    )
+    parser.add_argument("what", metavar="PLACEMENTS | PLAN.toml", help=text + "R, Partial('max'), P, OnRanks(1)")
     parser.add_argument("--mesh", metavar="SIZES", help="positions of each axis, such as 2,2 or dp=2,tp=2")
     parser.add_argument("--shape", metavar="SIZES", help="of the tensor, such as 10,4; '' is a tensor without dims")
     parser.add_argument("--ranks", metavar="RANKS", help="of the mesh in row-major order (default: 0,1,2,…)")
@@ -37,23 +27,25 @@ def add_parser(subparsers: SubParsers) -> None:
     parser.add_argument("--dtype", metavar="DTYPE", help="adds bytes; such as float32")
     parser.add_argument("--header", metavar="TEXT", help="a line above the picture")
     parser.add_argument("--svg", metavar="FILE", help="write a drawing instead")
-    parser.set_defaults(command=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print or write the pictures.
+    """Draw a layout, such as: shardwise show --mesh 2,2 --shape 10,4 'Shard(0), Shard(1)'. Or draw every tensor of a
+    plan in TOML, below a table of what each rank holds; 'Pictures' in the documentation describes the file."""
+    from shardwise._pictures.drawing import svg
+    from shardwise._pictures.plan_file import read_plan
 
-    Raises:
-        ConfigError: something that cannot be drawn, or a file that cannot be read or written; one line.
-    """
+    plan = None
     try:
-        plan, pictures = _read(args)
+        if args.what.endswith(".toml"):
+            if given := [name.replace("_", "-") for name in OF_ONE if getattr(args, name) is not None]:
+                raise PlanError(f"--{given[0]} does not go with {args.what}, which says it itself. Fix: leave it out.")
+            plan = read_plan(Path(args.what))
+        pictures = (_one(args),) if plan is None else plan.pictures
     except (LayoutError, MeshError, PlanError) as error:
         text = " ".join(str(error).split())
         raise ConfigError(text if "Fix:" in text else f"{text} Fix: see shardwise show --help.") from error
     if args.svg is not None:
-        from shardwise._pictures.drawing import svg
-
         write(args.svg, svg(pictures))
         return Exit.OK
     for number, report in enumerate(pictures if plan is None else (plan.table, *pictures)):
@@ -61,19 +53,6 @@ def run(args: argparse.Namespace) -> int:
             print()
         report.show()
     return Exit.OK
-
-
-def _read(args: argparse.Namespace) -> "tuple[PlanFile | None, Sequence[Picture]]":
-    """The plan, None for one layout; and what there is to draw."""
-    if not args.what.endswith(".toml"):
-        return None, [_one(args)]
-    from shardwise._pictures.plan_file import read_plan
-
-    given = [name.replace("_", "-") for name in OF_ONE if getattr(args, name) is not None]
-    if given:
-        raise PlanError(f"--{given[0]} does not go with {args.what}, which says it itself. Fix: leave it out.")
-    plan = read_plan(Path(args.what))
-    return plan, plan.pictures
 
 
 def _one(args: argparse.Namespace) -> "Picture":

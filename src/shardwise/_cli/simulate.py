@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, TypeAlias
 
-from shardwise._cli.common import Exit, SubParsers, progress_bar
+from shardwise._cli.common import Exit, SubParsers, add_command, progress_bar
 from shardwise.errors import ConfigError, PlanError, did_you_mean
 
 if TYPE_CHECKING:
@@ -20,41 +20,25 @@ OPTIONS = ("layers", "batch_size", "context", "sequence_parallel", "fully_shard"
 
 def add_parser(subparsers: SubParsers) -> None:
     """Describe `simulate` to argparse."""
-    parser = subparsers.add_parser(
-        "simulate",
-        help="memory and communication of a training step on thousands of ranks, which are not there",
-        description="Print the peak memory of each class of equal ranks and the collectives of a step, such as: "
-        "shardwise simulate llama-70b --mesh dp=512,tp=8 --sequence-parallel --fully-shard. Nothing is allocated or "
-        "sent. For a model of your own: a function that takes the mesh, makes the model, and returns a function of "
-        "one step; see 'A training step on thousands of ranks' in the documentation.",
-    )
+    text = "memory and communication of a training step on thousands of ranks, which are not there"
+    parser = add_command(subparsers, "simulate", text, run)
     parser.add_argument("what", metavar="SHAPE | MODULE:FUNCTION", help=f"one of {', '.join(SHAPES)}, or a function")
     parser.add_argument("--mesh", required=True, metavar="AXES", help="such as dp=512,tp=8")
     own = parser.add_argument_group("options of shapes")
     own.add_argument("--layers", type=int, metavar="N", help="(default: as many as the model has)")
     own.add_argument("--batch-size", type=int, metavar="N", help="examples of each shard of the batch (default: 1)")
     own.add_argument("--context", type=int, metavar="N", help="tokens of an example (default: 4096)")
-    own.add_argument(
-        "--sequence-parallel",
-        action="store_const",
-        const=True,
-        help="shard the activations between layers along the sequence dim; needs an axis tp",
-    )
-    own.add_argument(
-        "--fully-shard",
-        action="store_const",
-        const=True,
-        help="shard parameters and the states of the optimizer over the axes of the batch, too",
-    )
-    parser.set_defaults(command=run)
+    text = "shard the activations between layers along the sequence dim; needs an axis tp"
+    own.add_argument("--sequence-parallel", action="store_const", const=True, help=text)
+    text = "shard parameters and the states of the optimizer over the axes of the batch, too"
+    own.add_argument("--fully-shard", action="store_const", const=True, help=text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate, and print the tables.
-
-    Raises:
-        ConfigError: what, the mesh or options that do not fit; one line.
-    """
+    """Print the peak memory of each class of equal ranks and the collectives of a step, such as: shardwise simulate
+    llama-70b --mesh dp=512,tp=8 --sequence-parallel --fully-shard. Nothing is allocated or sent. For a model of your
+    own: a function that takes the mesh, makes the model, and returns a function of one step; see 'A training step on
+    thousands of ranks' in the documentation."""
     from rich.progress import SpinnerColumn, TimeElapsedColumn
 
     from shardwise import _collectives as collectives

@@ -8,41 +8,24 @@ from functools import partial
 from itertools import compress, product
 from math import prod
 
-from shardwise._layout import Box, Boxes, DimShards, Layout, OnRanks, Partial
+from shardwise._layout import Boxes, DimShards, Layout, OnRanks, Partial
 
 Places = Sequence[int]
 
 
 class Holders:
-    """The ranks of a layout.
-
-    Attributes:
-        layout: either its dims are divided, or it has explicit boxes.
-        dims: the shards of each dim; none if there are explicit boxes.
-        boxes: the explicit boxes of each position, with its place.
-        partials: the places of the partial values of a shard; one without Partial.
-        replicas: those of the ranks that hold the same one.
-        reduction: of partial values, such as "sum"; empty without Partial.
-    """
+    """The ranks of a layout; either its dims are divided, or it has explicit boxes."""
 
     def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-        self.dims: Sequence[DimShards] = ()
-        self.boxes: list[tuple[int, tuple[Box, ...]]] = []
-        mesh, replicated, on_ranks = layout.mesh, [], 0
-        for axis, placement in enumerate(layout.placements):
-            stride = mesh.strides[axis]
-            if isinstance(placement, Boxes):
-                self.boxes = [(position * stride, row) for position, row in enumerate(placement.boxes)]
-            elif isinstance(placement, OnRanks):
-                on_ranks += placement.position * stride
-            elif placement.is_replicate():
-                replicated.append(axis)
-        if not self.boxes:
-            self.dims = layout.dims
-        replicas = mesh.places(replicated)
-        self.replicas = [at + on_ranks for at in replicas] if on_ranks else replicas
-        self.partials = mesh.places(layout.partial_axes)
+        self.layout, mesh = layout, layout.mesh
+        axes = list(zip(layout.placements, mesh.strides, strict=True))
+        boxes = next(((p.boxes, stride) for p, stride in axes if isinstance(p, Boxes)), ((), 0))
+        self.boxes = [(position * boxes[1], row) for position, row in enumerate(boxes[0])]  # of each place
+        self.dims: Sequence[DimShards] = () if self.boxes else layout.dims
+        on_ranks = sum(p.position * stride for p, stride in axes if isinstance(p, OnRanks))
+        replicas = mesh.places([axis for axis, p in enumerate(layout.placements) if p.is_replicate()])
+        self.replicas = [at + on_ranks for at in replicas] if on_ranks else replicas  # of ranks that hold the same
+        self.partials = mesh.places(layout.partial_axes)  # of the partial values of a shard; one without Partial
         self.reduction = " of ".join({p.reduce_op: None for p in layout.placements if isinstance(p, Partial)})
 
     def ranks(self, *places: Places) -> list[int]:
@@ -50,11 +33,18 @@ class Holders:
         return self.layout.mesh.ranks_at([self.partials, self.replicas, *places])
 
     def shards(self) -> Iterator[tuple[int, Callable[[], list[int]]]]:
-        """The elements of each different local shard, and its rising ranks; 0 elements of ranks that hold nothing."""
-        return self._box_shards() if self.boxes else self._dim_shards()
+        """The elements of each different local shard, and its rising ranks; 0 elements of ranks that hold nothing.
 
-    def _dim_shards(self) -> Iterator[tuple[int, Callable[[], list[int]]]]:
-        """Local shards differ by their sizes."""
+        Local shards differ by their sizes; several boxes of a rank by their number and elements.
+        """
+        if self.boxes:
+            found: dict[tuple[int, Hashable], list[int]] = {}
+            for at, boxes in self.boxes:
+                sizes = [box.sizes for box in boxes if box.numel]
+                key = sum(map(prod, sizes)), sizes[0] if len(sizes) == 1 else len(sizes)
+                found.setdefault(key, []).append(at)
+            yield from ((numel, partial(self.ranks, places)) for (numel, _), places in found.items())
+            return
         dims, mesh = self.dims, self.layout.mesh
         copies = len(self.partials) * len(self.replicas)
         holding = copies * prod(len(dim.sizes) - dim.sizes.count(0) for dim in dims)
@@ -64,20 +54,9 @@ class Holders:
             if holding == mesh.size() and len(shapes) == 1:
                 return list(mesh.sorted_ranks)
             pairs = zip(dims, shape, strict=True)
-            places = ([at for at, n in zip(dim.places, dim.sizes, strict=True) if n == size] for dim, size in pairs)
-            return self.ranks(*places)
+            return self.ranks(*(list(compress(dim.places, (n == size for n in dim.sizes))) for dim, size in pairs))
 
         yield from ((prod(shape), partial(ranks, shape)) for shape in shapes)
         if holding < mesh.size():
             having = self.ranks(*(list(compress(dim.places, dim.sizes)) for dim in dims))
             yield 0, partial(sorted, {*mesh.ranks}.difference(having))
-
-    def _box_shards(self) -> Iterator[tuple[int, Callable[[], list[int]]]]:
-        """Local shards differ by the sizes of the box, or by the number of boxes and their elements."""
-        found: dict[tuple[int, Hashable], list[int]] = {}
-        for at, boxes in self.boxes:
-            sizes = [box.sizes for box in boxes if box.numel]
-            numel = sum(map(prod, sizes))
-            found.setdefault((numel, sizes[0] if len(sizes) == 1 else len(sizes)), []).append(at)
-        for (numel, _), places in found.items():
-            yield numel, partial(self.ranks, places)

@@ -63,13 +63,10 @@ def _runs(ranks: Sequence[int]) -> Iterator[str]:
 
 def placement_text(placement: Placement) -> str:
     """As in Python, but long lists of boxes or sizes as their number."""
-    if isinstance(placement, Boxes):
-        count = sum(map(len, placement.boxes))
-        return str(placement) if count <= LONG_LIST // 4 else f"Boxes({count} of them)"
-    if isinstance(placement, Shard) and placement.sizes is not None:
-        count = sum(map(len, rows_of(placement.sizes, 1)))
-        if count > LONG_LIST:
-            return f"Shard({placement.dim}, {count} sizes)"
+    if isinstance(placement, Boxes) and (count := sum(map(len, placement.boxes))) > LONG_LIST // 4:
+        return f"Boxes({count} of them)"
+    if isinstance(placement, Shard) and (count := sum(map(len, rows_of(placement.sizes or (), 1)))) > LONG_LIST:
+        return f"Shard({placement.dim}, {count} sizes)"
     return str(placement)
 
 
@@ -97,13 +94,10 @@ def title(layout: Layout) -> str:
 def holding_text(layout: Layout, rank: int, itemsize: int | None) -> str:
     """The local shard of `rank`: its shape, or the number of shards and elements; then its bytes."""
     shards = [box for box in layout.boxes(rank) if box.numel]
-    if not shards:
-        return "nothing"
     elements = sum(box.numel for box in shards)
+    held = shape_text(shards[0].sizes) if len(layout.shape) > 1 else count_text(elements, "element")
     if len(shards) > 1:
         held = f"{len(shards)} shards of {elements:,} elements"
-    else:
-        held = shape_text(shards[0].sizes) if len(layout.shape) > 1 else count_text(elements, "element")
     return held if itemsize is None else f"{held}, {bytes_text(elements * itemsize)}"
 
 

@@ -1,12 +1,4 @@
-"""Plan files in TOML: a mesh, and the sharding of tensors by name. Read without torch.
-
-    mesh = [2, 2]
-    [parameters."items.weight"]
-    shape = [10, 4]
-    placements = "Shard(0), Shard(1)"
-
-docs/pictures.md has an example of every key.
-"""
+"""Plan files in TOML, read without torch: a mesh, and the sharding of tensors by name, as docs/pictures.md shows."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,33 +47,28 @@ class PlanFile:
 
 
 def read_plan(path: Path) -> PlanFile:
-    """The plan in the file at `path`.
-
-    Raises:
-        PlanError: it cannot be read, or is not as described above; names the first problem.
-    """
+    """The plan in the file at `path`."""
     content = read_toml(path)
     try:
-        _known_keys(content, HEAD)
-        if "mesh" not in content:
-            raise PlanError("the mesh is missing. Fix: write mesh = [2, 2] at the top.")
+        _check_keys(content, HEAD, "mesh", "mesh = [2, 2] at the top")
         mesh = parse_mesh(content["mesh"], _ranks(content.get("ranks", [])))
         itemsize = parse_itemsize(content.get("dtype", "float32"))
-        entries = list(_tensors(content.get("parameters", {}), ""))
+        entries = dict(_tensors(content.get("parameters", {}), ""))
         if not entries:
             raise PlanError('there is no tensor. Fix: add [parameters."NAME"] with a shape and placements.')
-        pictures = [_picture(name, entry, mesh, itemsize) for name, entry in entries]
-        layouts = {name: picture.layout for (name, _), picture in zip(entries, pictures, strict=True)}
-        return PlanFile(mesh, layouts, tuple(pictures))
+        pictures = {name: _picture(name, entry, mesh, itemsize) for name, entry in entries.items()}
+        return PlanFile(mesh, {name: picture.layout for name, picture in pictures.items()}, tuple(pictures.values()))
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from error
 
 
-def _known_keys(table: Mapping[str, Any], known: Sequence[str]) -> None:
+def _check_keys(table: Mapping[str, Any], known: Sequence[str], needed: str, example: str) -> None:
     for key in table:
         if key not in known:
             meant = did_you_mean(key, known)
             raise PlanError(f"{key!r} is not a key of a plan file.{meant} Fix: use {', '.join(known)}.")
+    if needed not in table:
+        raise PlanError(f"the {needed} is missing. Fix: write {example}.")
 
 
 def _tensors(table: Any, prefix: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -97,9 +84,7 @@ def _tensors(table: Any, prefix: str) -> Iterator[tuple[str, Mapping[str, Any]]]
 
 def _picture(name: str, entry: Mapping[str, Any], mesh: Mesh, itemsize: int) -> Picture:
     try:
-        _known_keys(entry, KEYS)
-        if "shape" not in entry:
-            raise PlanError("the shape is missing. Fix: write shape = [10, 4].")
+        _check_keys(entry, KEYS, "shape", "shape = [10, 4]")
         layout = _layout(entry, mesh)
         header = f"{name}, all-gathered along {entry['fully_shard']} for use" if "fully_shard" in entry else name
         return Picture(layout, header, parse_itemsize(entry["dtype"]) if "dtype" in entry else itemsize)
@@ -118,7 +103,17 @@ def _layout(entry: Mapping[str, Any], mesh: Mesh) -> Layout:
     if "placements" in entry:
         order = parse_integers(entry["shard_order"], "order of axes") if "shard_order" in entry else None
         layout = Layout(mesh, parse_placements(entry["placements"]), shape, order)
-        return _at_rest(layout, entry["fully_shard"]) if "fully_shard" in entry else layout
+        if "fully_shard" not in entry:
+            return layout
+        # What ranks hold between steps of a tensor that `fully_shard` shards, too: dim 0 along the axis that is named.
+        if not isinstance(axis := entry["fully_shard"], str | int):
+            raise PlanError(f"fully_shard is an axis of the mesh, got {axis!r}. Fix: write its name.")
+        if (there := layout.placements[mesh.axis(axis)]) != REPLICATE:
+            raise PlanError(
+                f"fully_shard shards a tensor that is replicated on the axis {axis}, got {there} there. "
+                f"Fix: placements that replicate it there."
+            )
+        return sharded_last(layout, mesh.axis(axis), Shard(0))
     for key in ("shard_order", "fully_shard"):
         if key in entry:
             raise PlanError(f"{key} is for placements, and {ways[0]} has none. Fix: leave it out.")
@@ -129,19 +124,6 @@ def _layout(entry: Mapping[str, Any], mesh: Mesh) -> Layout:
             raise PlanError(f"rank {rank} is not of {mesh}. Fix: one of its ranks, or a larger mesh.")
         held[rank].append(box)
     return Layout(Mesh((len(held),), mesh.ranks), [Boxes(list(held.values()))], shape)
-
-
-def _at_rest(layout: Layout, axis: object) -> Layout:
-    """What ranks hold between steps of a tensor that `fully_shard` shards, too: dim 0 along the axis that is named."""
-    if not isinstance(axis, str | int):
-        raise PlanError(f"fully_shard is an axis of the mesh, got {axis!r}. Fix: write its name.")
-    held = layout.placements[layout.mesh.axis(axis)]
-    if held != REPLICATE:
-        raise PlanError(
-            f"fully_shard shards a tensor that is replicated on the axis {axis}, got {held} there. "
-            f"Fix: placements that replicate it there."
-        )
-    return sharded_last(layout, layout.mesh.axis(axis), Shard(0))
 
 
 def _chunks(spec: object, shape: tuple[int, ...]) -> list[tuple[int, Box]]:
@@ -169,9 +151,9 @@ def _shards(specs: object) -> Iterator[tuple[int, Box]]:
 
 
 def _ranks(given: object) -> tuple[int, ...]:
-    if not isinstance(given, list):
-        raise PlanError(f"{given!r} is no list of ranks. Fix: write [0, 1].")
-    return tuple(map(_rank, given))
+    if isinstance(given, list):
+        return tuple(map(_rank, given))
+    raise PlanError(f"{given!r} is no list of ranks. Fix: write [0, 1].")
 
 
 def _rank(given: object) -> int:

@@ -24,19 +24,12 @@ CHARACTERS = 4  # of a rank, and what is between it and the next
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """A box of the tensor and the ranks that hold it.
+    """A box of the tensor and the ranks that hold it."""
 
-    Args:
-        box: where it is; all dims in a scene, rows and columns in a panel.
-        holders: of the tensor.
-        places: of the shards in it; see `Holders.ranks`.
-        shards: how many cells this summarizes; 1 for a cell itself.
-    """
-
-    box: Box
+    box: Box  # all dims in a scene, rows and columns in a panel
     holders: Holders
-    places: Callable[[], Sequence[Places]]
-    shards: int = 1
+    places: Callable[[], Sequence[Places]]  # of the shards in it; see `Holders.ranks`
+    shards: int = 1  # how many cells this summarizes
 
     @cached_property
     def ranks(self) -> list[int]:
@@ -65,18 +58,12 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One slice of the tensor, two dims of it.
+    """One slice of the tensor, two dims of it."""
 
-    Args:
-        deeper: slice of the further dims, such as `0:3, :`; empty where there is only one.
-        rows, columns: their segments.
-        cells: non-empty and disjoint; together they cover the panel.
-    """
-
-    deeper: str
+    deeper: str  # slice of the further dims, such as `0:3, :`; empty where there is only one
     rows: "Segments"
     columns: "Segments"
-    cells: tuple[Cell, ...]
+    cells: tuple[Cell, ...]  # non-empty and disjoint; together they cover the panel
 
     @property
     def label(self) -> str:
@@ -92,15 +79,10 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The segments that a dim is drawn in.
+    """The segments that a dim is drawn in."""
 
-    Args:
-        edges: where segments begin, and where the dim ends; 0 and 1 for a dim that the tensor has not.
-        summary: which of them represents several, if any.
-    """
-
-    edges: tuple[int, ...]
-    summary: int | None = None
+    edges: tuple[int, ...]  # where segments begin, and where the dim ends; 0 and 1 for a dim that the tensor has not
+    summary: int | None = None  # which of them represents several, if any
 
     @property
     def lengths(self) -> list[int]:
@@ -112,15 +94,10 @@ class Segments:
 
 
 class Limit(NamedTuple):
-    """How many segments of a dim are drawn.
-
-    Attributes:
-        most: at least 3.
-        shown: if there are more than `most`; one of them is the summary. At least 3.
-    """
+    """How many segments of a dim are drawn, each at least 3."""
 
     most: int
-    shown: int
+    shown: int  # if there are more than `most`; one of them is the summary
 
 
 def panels(holders: Holders, limits: Sequence[Limit]) -> list[Panel]:
@@ -139,20 +116,29 @@ def panels(holders: Holders, limits: Sequence[Limit]) -> list[Panel]:
     result = []
     for slices in cartesian(*(pairwise(lines[dim].edges) for dim in deeper)):
         part = dict(zip(deeper, slices, strict=True))
-        here = tuple(_two_dims(cell) for cell in cells if not part or _meets(cell.box, part))
-        result.append(Panel(_slice_text(len(shape), part), rows, columns, here))
+        text = [f"{part[dim][0]}:{part[dim][1]}" if dim in part else ":" for dim in range(2, len(shape)) if part]
+        here = tuple(_two_dims(cell) for cell in cells if _covers(cell.box, part))
+        result.append(Panel(", ".join(text), rows, columns, here))
     return result
+
+
+def _covers(box: Box, part: Mapping[int, tuple[int, int]]) -> bool:
+    return all(box.offsets[dim] <= a and b <= box.offsets[dim] + box.sizes[dim] for dim, (a, b) in part.items())
+
+
+def _two_dims(cell: Cell) -> Cell:
+    """Rows and columns only; those that the tensor has not are one."""
+    offsets, sizes = cell.box
+    return cell if len(offsets) == 2 else replace(cell, box=Box((*offsets, 0, 0)[:2], (*sizes, 1, 1)[:2]))
 
 
 def sliced_dims(holders: Holders) -> list[int]:
     """The dims from the third on that are divided."""
-
-    def size_of_shards(dim: int) -> int:
-        if holders.boxes:
-            return min((box.sizes[dim] for _, row in holders.boxes for box in row if box.numel), default=0)
-        return max(holders.dims[dim].sizes)
-
-    return [dim for dim, size in enumerate(holders.layout.shape) if dim > 1 and size_of_shards(dim) < size]
+    boxes = [box for _, row in holders.boxes for box in row if box.numel]
+    dims = [(dim, size) for dim, size in enumerate(holders.layout.shape) if dim > 1]
+    if holders.boxes:
+        return [dim for dim, size in dims if min((box.sizes[dim] for box in boxes), default=0) < size]
+    return [dim for dim, size in dims if max(holders.dims[dim].sizes) < size]
 
 
 Scene = tuple[list[Segments], list[Cell]]  # the segments of each dim, and the cells by offset
@@ -179,7 +165,11 @@ def _of_shards(holders: Holders, limits: Sequence[Limit]) -> Scene:
         box = Box(tuple([s.start for s in segments]), tuple([s.size for s in segments]))
         places = partial(_places, dims, segments)
         cells.append(Cell(box, holders, places, prod([s.shards for s in segments])))
-    return [_segments(of_dim) for of_dim in shown], cells
+    lines = []
+    for row in shown:
+        summary = next((i for i, s in enumerate(row) if s.shards > 1), None)
+        lines.append(Segments((0, *(s.start + s.size for s in row)), summary))
+    return lines, cells
 
 
 def _places(dims: Sequence[DimShards], segments: Sequence[_Shown]) -> list[Places]:
@@ -187,11 +177,6 @@ def _places(dims: Sequence[DimShards], segments: Sequence[_Shown]) -> list[Place
     return [
         [shard.at for shard in dim.between(s.start, s.start + s.size)] if s.shards > 1 else (s.at,) for dim, s in pairs
     ]
-
-
-def _segments(shown: Sequence[_Shown]) -> Segments:
-    summary = [i for i, s in enumerate(shown) if s.shards > 1]
-    return Segments((0, *(s.start + s.size for s in shown)), summary[0] if summary else None)
 
 
 def _shown(dim: DimShards, size: int, limit: Limit) -> list[_Shown]:
@@ -221,12 +206,8 @@ def _of_boxes(holders: Holders, limits: Sequence[Limit]) -> Scene:
         edges = {box.offsets[dim] for box, _ in held} | {box.offsets[dim] + box.sizes[dim] for box, _ in held}
         lines.append(_coarse(sorted({*edges, size}), limit))
     extended = _extended(held, [line.edges for line in lines])
-    cells = [Cell(box, holders, partial(_only, places), len(places)) for box, places in sorted(extended.items())]
+    cells = [Cell(box, holders, partial(list, [places]), len(places)) for box, places in sorted(extended.items())]
     return lines, cells
-
-
-def _only(places: Places) -> list[Places]:
-    return [places]
 
 
 def _coarse(edges: list[int], limit: Limit) -> Segments:
@@ -259,35 +240,12 @@ def _join_overlaps(found: dict[Box, list[int]]) -> None:
         others = [other for other in found if other != box and other.intersect(box)]
         if others:
             overlapping = [*others, box]
-            starts = tuple(min(offsets) for offsets in zip(*(b.offsets for b in overlapping), strict=True))
-            stops = [max(ends) for ends in zip(*(_stops(b) for b in overlapping), strict=True)]
+            starts = tuple(map(min, zip(*(b.offsets for b in overlapping), strict=True)))
+            stops = map(max, zip(*(map(sum, zip(*b, strict=True)) for b in overlapping), strict=True))
             group = [at for b in overlapping for at in found.pop(b)]
-            joined = Box(starts, tuple(b - a for a, b in zip(starts, stops, strict=True)))
+            joined = Box(starts, tuple(map(sub, stops, starts)))
             found[joined] = group
             pending.append(joined)
-
-
-def _stops(box: Box) -> tuple[int, ...]:
-    return tuple(a + n for a, n in zip(*box, strict=True))
-
-
-# ---- panels -----------------------------------------------------------------------------------------------------
-
-
-def _meets(box: Box, part: Mapping[int, tuple[int, int]]) -> bool:
-    return all(box.offsets[dim] <= a and b <= box.offsets[dim] + box.sizes[dim] for dim, (a, b) in part.items())
-
-
-def _two_dims(cell: Cell) -> Cell:
-    """Rows and columns only; those that the tensor has not are one."""
-    offsets, sizes = cell.box
-    return cell if len(offsets) == 2 else replace(cell, box=Box((*offsets, 0, 0)[:2], (*sizes, 1, 1)[:2]))
-
-
-def _slice_text(ndim: int, part: Mapping[int, tuple[int, int]]) -> str:
-    if not part:
-        return ""
-    return ", ".join("{}:{}".format(*part[dim]) if dim in part else ":" for dim in range(2, ndim))
 
 
 # ---- sizes of segments ------------------------------------------------------------------------------
@@ -304,15 +262,14 @@ def spread(lengths: Sequence[int], least: Sequence[int], room: int) -> list[int]
 
     The sum is at most `room` unless the sum of `least` is more already.
     """
+
+    def sized(scale: float) -> list[int]:
+        return [max(few, round(length * scale)) for length, few in zip(lengths, least, strict=True)]
+
     low, high = 0.0, room / sum(lengths)
-    found = _sized(lengths, least, high)
-    if sum(found) > room:
-        for _ in range(12):  # to a part in 4,096
-            middle = (low + high) / 2
-            low, high = (low, middle) if sum(_sized(lengths, least, middle)) > room else (middle, high)
-        found = _sized(lengths, least, low)
-    return found
-
-
-def _sized(lengths: Sequence[int], least: Sequence[int], scale: float) -> list[int]:
-    return [max(few, round(length * scale)) for length, few in zip(lengths, least, strict=True)]
+    if sum(sized(high)) <= room:
+        return sized(high)
+    for _ in range(12):  # to a part in 4,096
+        middle = (low + high) / 2
+        low, high = (low, middle) if sum(sized(middle)) > room else (middle, high)
+    return sized(low)

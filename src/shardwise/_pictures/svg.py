@@ -1,7 +1,7 @@
 """Pictures as SVG: self-contained, every text escaped, with tooltips."""
 
-import colorsys
 from collections.abc import Iterator, Sequence
+from colorsys import hls_to_rgb
 from html import escape
 from itertools import accumulate
 
@@ -33,8 +33,7 @@ def safe(text: str) -> str:
 
 def colour_of(number: int, dark: bool = False) -> str:
     """Hues of successive numbers are a golden section of the circle apart."""
-    channels = colorsys.hls_to_rgb(number * 0.618034 % 1, 0.64 if dark else 0.82, 0.62)
-    return "#" + "".join(f"{round(255 * c):02x}" for c in channels)
+    return "#" + bytes(round(255 * c) for c in hls_to_rgb(number * 0.618034 % 1, 0.64 if dark else 0.82, 0.62)).hex()
 
 
 def draw_svg(pictures: Sequence[tuple[Layout, str, int | None]]) -> str:
@@ -57,10 +56,9 @@ Drawing = tuple[str, float, float]  # what is drawn, its width and its height
 
 
 def _picture(layout: Layout, header: str, itemsize: int | None) -> Drawing:
-    above = [*([header] if header else []), title(layout)]
     holders = Holders(layout)
     body, width, height = _slices(holders)
-    below = holdings(holders, itemsize)
+    above, below = [*([header] if header else []), title(layout)], holdings(holders, itemsize)
     if not body:
         below.insert(0, "(no element)")
     elif holders.reduction:
@@ -68,9 +66,9 @@ def _picture(layout: Layout, header: str, itemsize: int | None) -> Drawing:
     start = MARGIN + LINE * len(above)
     lines = [_text(line, MARGIN, MARGIN + LINE * (i + 0.5)) for i, line in enumerate(above)]
     lines += [_text(line, MARGIN, start + height + LINE * (i + 1)) for i, line in enumerate(below)]
-    wide = max(2 * MARGIN + width, *(2 * MARGIN + CHARACTER * len(line) for line in (*above, *below)))
-    inner = f'<g transform="translate({MARGIN} {start})">{body}</g>'
-    return "".join(lines) + inner, wide, start + height + LINE * (len(below) + 1)
+    wide = 2 * MARGIN + max(width, CHARACTER * max(map(len, (*above, *below))))
+    lines.append(f'<g transform="translate({MARGIN} {start})">{body}</g>')
+    return "".join(lines), wide, start + height + LINE * (len(below) + 1)
 
 
 def _slices(holders: Holders) -> Drawing:
@@ -86,11 +84,9 @@ def _slices(holders: Holders) -> Drawing:
     across = max(1, int(PAGE_WIDTH // wide))
     parts = []
     for i, panel in enumerate(found):
-        body = _panel(panel, xs, ys, ndim)
         x, y = margin + wide * (i % across), 2 * LINE + high * (i // across)
-        parts.append(f'<g transform="translate({x:g} {y:g})">{body}</g>')
-    rows = -(-len(found) // across)
-    return "".join(parts), wide * min(across, len(found)), high * rows
+        parts.append(f'<g transform="translate({x:g} {y:g})">{_panel(panel, xs, ys, ndim)}</g>')
+    return "".join(parts), wide * min(across, len(found)), high * -(-len(found) // across)
 
 
 def _sizes(found: Sequence[Panel]) -> tuple[list[int], list[int]]:

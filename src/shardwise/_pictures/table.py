@@ -19,9 +19,7 @@ class Placed:
     """One parameter and where it is.
 
     Args:
-        name: its path in the module.
         shape: global.
-        placement: as text.
         rank_bytes: on each rank; empty if unknown.
     """
 
@@ -102,10 +100,9 @@ def sharding_table(module: "nn.Module", plan: object = None, mesh: object = None
     return Table(tuple(rows), ranks)
 
 
-Planned = tuple[dict[str, Layout], dict[str, str], set[int]]
-
-
-def _planned(module: "nn.Module", plan: Any, mesh: Any, now: Mapping[str, Layout]) -> Planned:
+def _planned(
+    module: "nn.Module", plan: Any, mesh: Any, now: Mapping[str, Layout]
+) -> tuple[dict[str, Layout], dict[str, str], set[int]]:
     """Layouts under the plan, text for parameters of sharders, and the ranks of the mesh."""
     from shardwise import _collectives as collectives
     from shardwise._tensor.dtensor import default_mesh

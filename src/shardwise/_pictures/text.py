@@ -29,17 +29,13 @@ def draw_text(layout: Layout, header: str, itemsize: int | None, width: int, col
     holders = Holders(layout)
     notes: list[str] = []
     blocks = _blocks(holders, width, notes, colour)
-    lines = [*printable(header).splitlines(), title(layout), *_side_by_side(blocks, width)]
+    lines = [*printable(header).splitlines(), title(layout), *_side_by_side(blocks, width), *notes]
     if not blocks:
         lines.append("(no element)")
-    return "\n".join([*lines, *notes, *(_legend(holders) if blocks else ()), *holdings(holders, itemsize)])
-
-
-def _legend(holders: Holders) -> Iterator[str]:
-    """What labels of Partial cells mean."""
-    if holders.reduction:
+    elif holders.reduction:
         bar = "; a | b hold the same" if len(holders.replicas) > 1 else ""
-        yield f"{holders.reduction}(…): these ranks hold partial values of the full cell{bar}"
+        lines.append(f"{holders.reduction}(…): these ranks hold partial values of the full cell{bar}")
+    return "\n".join([*lines, *holdings(holders, itemsize)])
 
 
 # ---- panels -----------------------------------------------------------------------------------------------------
@@ -60,12 +56,19 @@ def _blocks(holders: Holders, width: int, notes: list[str], colour: bool) -> lis
         fresh: list[str] = []
         labels = _labels(found, fresh, max(1, min(LABEL_WIDTH, width // 3 - 6)))
         room = width - max(len(str(edge)) for edge in found[0].rows.edges) - 2
-        widths = _widths(found, labels, ndim, room)
+        # Characters between two vertical lines, for each segment of the columns. Slices are side by side if they fit.
+        lengths = found[0].columns.lengths
+        least = [len(str(column)) if ndim > 1 else 1 for column in found[0].columns.edges[:-1]]
+        _make_room(found, {label: max(map(len, lines)) + 2 for label, lines in labels.items()}, least, 1)
+        widths = to_scale(lengths, least, 1, room // min(len(found), BESIDE) - len(least))
         if sum(widths) + len(widths) <= room or limit == 3:
             break
         limit = max(3, min(limit, len(widths)) - 1)
     notes += fresh
-    heights = _heights(found, labels)
+    rows = found[0].rows.lengths
+    least = [1] * len(rows)
+    _make_room(found, {label: len(lines) for label, lines in labels.items()}, least, 0)
+    heights = to_scale(rows, least, 1, MAX_LINES)
     return [_block(panel, labels, widths, heights, ndim, colour) for panel in found]
 
 
@@ -86,22 +89,6 @@ def _labels(found: Sequence[Panel], notes: list[str], most: int) -> Labels:
     return labels
 
 
-def _widths(found: Sequence[Panel], labels: Labels, ndim: int, room: int) -> list[int]:
-    """Characters between two vertical lines, for each segment of the columns. Slices are side by side if they fit."""
-    columns = found[0].columns
-    least = [len(str(column)) if ndim > 1 else 1 for column in columns.edges[:-1]]
-    needed = {label: max(map(len, lines)) + 2 for label, lines in labels.items()}
-    _make_room(found, needed, least, 1)
-    return to_scale(columns.lengths, least, 1, room // min(len(found), BESIDE) - len(least))
-
-
-def _heights(found: Sequence[Panel], labels: Labels) -> list[int]:
-    """Lines of text between two horizontal lines, for each segment of the rows."""
-    least = [1] * len(found[0].rows.lengths)
-    _make_room(found, {label: len(lines) for label, lines in labels.items()}, least, 0)
-    return to_scale(found[0].rows.lengths, least, 1, MAX_LINES)
-
-
 def _make_room(found: Sequence[Panel], needed: dict[str, int], least: list[int], dim: int) -> None:
     """Widen the segments that each cell covers to what its label needs; cells of one segment first."""
     reached = [(panel.reach(cell.box)[dim], needed[cell.label]) for panel in found for cell in panel.cells]
@@ -116,63 +103,49 @@ def _block(
     """One panel with its edges numbered; lines of one length."""
     xs, ys = ([0, *accumulate(n + 1 for n in sizes)] for sizes in (widths, heights))
     joins = [[0] * (xs[-1] + 1) for _ in range(ys[-1] + 1)]
-    spots = []
+    frames = {}
     for cell in panel.cells:
         rows, columns = panel.reach(cell.box)
-        frame = xs[columns.start], ys[rows.start], xs[columns.stop], ys[rows.stop]
-        _line_right(joins[ys[rows.start]], xs[columns.start], xs[columns.stop])
-        _line_down(joins, xs[columns.start], ys[rows.start], ys[rows.stop])
-        spots.append((cell, frame))
-    _line_right(joins[-1], 0, xs[-1])
-    _line_down(joins, xs[-1], 0, ys[-1])
+        left, top, right, bottom = xs[columns.start], ys[rows.start], xs[columns.stop], ys[rows.stop]
+        frames[cell] = left, top, right, bottom
+        for x in range(left, right):
+            for y in (top, bottom):
+                joins[y][x] |= RIGHT
+                joins[y][x + 1] |= LEFT
+        for y in range(top, bottom):
+            for x in (left, right):
+                joins[y][x] |= DOWN
+                joins[y + 1][x] |= UP
     canvas = [[JOINS[join] for join in line] for line in joins]
-    for cell, frame in spots:
-        _write(canvas, labels[cell.label], frame, _colour(cell) if colour else None)
+    for cell, frame in frames.items():
+        _write(canvas, labels[cell.label], frame, cell if colour else None)
     return _numbered(canvas, panel, xs, ys, ndim)
 
 
-def _colour(cell: Cell) -> int:
-    rank = cell.ranks[0]
-    return COLOURS[rank % len(COLOURS)] + (SHADE if is_dark(cell.holders.layout.mesh, rank) else 0)
-
-
-def _line_right(line: list[int], left: int, right: int) -> None:
-    line[left] |= RIGHT
-    line[right] |= LEFT
-    for x in range(left + 1, right):
-        line[x] |= LEFT | RIGHT
-
-
-def _line_down(joins: list[list[int]], x: int, top: int, bottom: int) -> None:
-    joins[top][x] |= DOWN
-    joins[bottom][x] |= UP
-    for y in range(top + 1, bottom):
-        joins[y][x] |= UP | DOWN
-
-
-def _write(canvas: Block, lines: Sequence[str], frame: tuple[int, int, int, int], colour: int | None) -> None:
+def _write(canvas: Block, lines: Sequence[str], frame: tuple[int, int, int, int], coloured: Cell | None) -> None:
     """Put `lines` in the middle of `frame`."""
     left, top, right, bottom = frame
     first = top + 1 + (bottom - top - 1 - len(lines)) // 2
     for y, line in enumerate(lines, first):
         x = left + 1 + (right - left - 1 - len(line)) // 2
         canvas[y][x : x + len(line)] = line
-        if colour is not None:
+        if coloured is not None:
+            rank, mesh = coloured.ranks[0], coloured.holders.layout.mesh
+            colour = COLOURS[rank % len(COLOURS)] + (SHADE if is_dark(mesh, rank) else 0)
             canvas[y][x] = f"\x1b[{colour}m{canvas[y][x]}"
             canvas[y][x + len(line) - 1] += "\x1b[0m"
 
 
 def _numbered(canvas: Block, panel: Panel, xs: Sequence[int], ys: Sequence[int], ndim: int) -> Block:
     """The panel below its name and where its columns begin, to the right of where its rows begin."""
-    margin = max(len(str(row)) for row in panel.rows.edges[:-1]) if ndim else 0
     numbers = {y + 1: str(row) for y, row in zip(ys, panel.rows.edges[:-1], strict=False)} if ndim else {}
+    margin = max(map(len, numbers.values()), default=0)
     block = [[*f"{numbers.get(y, ''):>{margin}} ", *line] for y, line in enumerate(canvas)]
     full = len(block[0])
     if ndim > 1:
         above = [" "] * full
         for x, column in zip(xs, panel.columns.edges[:-1], strict=False):
-            at = margin + 1 + x + 1
-            above[at : at + len(str(column))] = str(column)
+            above[margin + x + 2 : margin + x + 2 + len(str(column))] = str(column)
         block.insert(0, above[:full])
     if panel.label:
         block.insert(0, [*" " * (margin + 1), *panel.label])
@@ -182,11 +155,10 @@ def _numbered(canvas: Block, panel: Panel, xs: Sequence[int], ys: Sequence[int],
 
 def _side_by_side(blocks: Sequence[Block], width: int) -> Iterator[str]:
     """As many blocks in a row as there is room for."""
-    row: list[Block] = []
-    for block in [*blocks, None]:
-        if row and (block is None or sum(len(b[0]) + 2 for b in row) + len(block[0]) > width):
-            for parts in zip(*row, strict=True):
-                yield "  ".join("".join(part) for part in parts).rstrip()
-            row = []
-        if block is not None:
-            row.append(block)
+    while blocks:
+        count = 1
+        while count < len(blocks) and sum(len(b[0]) + 2 for b in blocks[: count + 1]) - 2 <= width:
+            count += 1
+        for parts in zip(*blocks[:count], strict=True):
+            yield "  ".join("".join(part) for part in parts).rstrip()
+        blocks = blocks[count:]

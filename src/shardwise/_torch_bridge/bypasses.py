@@ -1,9 +1,5 @@
 """Functions for which torch asks no `__torch_function__`: most make a tensor of a tensor, or read a number from one.
 
-    torch.tensor(loss)          a DTensor: loss.detach().clone()
-    torch.full((2,), loss)      a plain tensor of loss.item()
-    torch.Tensor(x)             refused
-
 `torch_patches.py` installs the replacements of torch's functions that are made here. They call the
 dispatcher if a DTensor is among the arguments, so the handlers below answer, and tools see the call.
 """
@@ -29,6 +25,7 @@ from shardwise._tensor.transforms import FORWARD_MODE, FUNC, refuse_transform
 from shardwise.errors import RuleError
 
 _dispatches = torch._C._is_torch_function_enabled
+Dtype = torch.dtype | None
 Device = torch.device | str | int | None
 
 
@@ -138,13 +135,11 @@ def full_gradients(original: Op) -> Op:
 
 
 class TensorData(property):
-    """`Tensor.data`, whose setter refuses a DTensor as the data of a plain tensor."""
-
     __name__ = "data"  # as of the attribute that it replaces: handlers find it by this name
 
 
 def data_of_alike(original: GetSetDescriptorType) -> TensorData:
-    """The attribute `Tensor.data`; reading it costs nothing more."""
+    """`Tensor.data`, whose setter refuses a DTensor as the data of a plain tensor; reading it costs nothing more."""
 
     def write(x: Tensor, value: Tensor) -> None:
         if type(value) is DTensor and type(x) is not DTensor and _dispatches():
@@ -171,47 +166,34 @@ def _in_place_of(original: Op, function: Op) -> Op:
 # ---- what the calls with a DTensor do ---------------------------------------------------------------------------
 
 
-def _converted(x: Tensor, dtype: torch.dtype | None, device: Device) -> Tensor:
-    return x.to(device=x.device if device is None else device, dtype=x.dtype if dtype is None else dtype)
-
-
 @replacement(torch.tensor)
 def tensor(
-    data: Tensor,
-    *,
-    dtype: torch.dtype | None = None,
-    device: Device = None,
-    requires_grad: bool = False,
-    pin_memory: bool = False,
+    data: Tensor, *, dtype: Dtype = None, device: Device = None, requires_grad: bool = False, pin_memory: bool = False
 ) -> Tensor:
     """A copy without history, in the layout of `data`."""
-    copy = _converted(data.detach().clone(), dtype, device)
+    copy = as_tensor(data.detach().clone(), dtype, device)
     return (copy.pin_memory() if pin_memory else copy).requires_grad_(requires_grad)
 
 
 @replacement(torch.as_tensor)
-def as_tensor(data: Tensor, dtype: torch.dtype | None = None, device: Device = None) -> Tensor:
-    return _converted(data, dtype, device)
+def as_tensor(data: Tensor, dtype: Dtype = None, device: Device = None) -> Tensor:
+    return data.to(device=data.device if device is None else device, dtype=dtype or data.dtype)
 
 
 @replacement(torch.asarray)
 def asarray(
-    obj: Tensor,
-    *,
-    dtype: torch.dtype | None = None,
-    device: Device = None,
-    copy: bool | None = None,
+    obj: Tensor, *, dtype: Dtype = None, device: Device = None, copy: bool | None = None,
     requires_grad: bool | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`obj` itself where torch shares its memory, with its history unless `requires_grad` is given."""
-    made = _converted(obj, dtype, device)
+    made = as_tensor(obj, dtype, device)
     if made is not obj and copy is False:
         raise ValueError("can't alias a tensor with another dtype or on another device")
     if made is obj and copy:
         made = obj.clone()
     if requires_grad is not None and made.requires_grad != requires_grad:
         made = made.detach()
-    return made.requires_grad_(obj.requires_grad) if requires_grad is None else made.requires_grad_(requires_grad)
+    return made.requires_grad_(obj.requires_grad if requires_grad is None else requires_grad)
 
 
 @handler(Tensor.new_tensor)
@@ -220,8 +202,7 @@ def _new_tensor(func: Op, args: Args, kwargs: Kwargs) -> object:
     like, data = (*args, kwargs.get("data"))[:2]
     if type(data) is not DTensor:
         return run_decomposed(func, args, kwargs)
-    facts = {"dtype": like.dtype, "device": like.device} | {k: v for k, v in kwargs.items() if k != "data"}
-    return tensor(data, **facts)
+    return tensor(**{"dtype": like.dtype, "device": like.device, **kwargs, "data": data})
 
 
 @handler(vars(torch._C.TensorBase)["grad_fn"].__get__)
@@ -242,29 +223,18 @@ def _set(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
 _SPARSE = [getattr(torch, f"sparse_{kind}_tensor") for kind in ("coo", "csr", "csc", "compressed")]
 handler(*_SPARSE, torch._C._to_dlpack)(refuse)
 handler(Tensor.__new__)(lambda func, args, kwargs: refuse(args[0], args, kwargs))  # as `torch.Tensor(x)`
-handler(torch.cuda.jiterator._JittedFunction.__call__)(
-    lambda func, args, kwargs: refuse_local("A kernel of torch.cuda.jiterator")
-)
-handler(
-    predispatch._add_batch_dim,
-    predispatch._remove_batch_dim,
-    predispatch._unwrap_for_grad,
-    eager_transforms._wrap_tensor_for_grad,
-    eager_transforms._maybe_wrap_functional_tensor,
-)(lambda func, args, kwargs: refuse_transform(FUNC))
+_JITTED = torch.cuda.jiterator._JittedFunction.__call__
+handler(_JITTED)(lambda func, args, kwargs: refuse_local("A kernel of torch.cuda.jiterator"))
+_LEVELS = predispatch._add_batch_dim, predispatch._remove_batch_dim, predispatch._unwrap_for_grad
+_WRAPS = eager_transforms._wrap_tensor_for_grad, eager_transforms._maybe_wrap_functional_tensor
+handler(*_LEVELS, *_WRAPS)(lambda func, args, kwargs: refuse_transform(FUNC))
 handler(torch._VF._make_dual, torch._VF._unpack_dual)(lambda func, args, kwargs: refuse_transform(FORWARD_MODE))
 
 
-@handler(
-    Tensor.tolist,
-    Tensor.numpy,
-    Tensor.__array__,
-    Tensor.__dlpack__,
-    Tensor.data_ptr,
-    Tensor.__format__,
-    Tensor.__repr__,
-    Tensor.__reduce_ex__,
-)
+_METHODS = "tolist numpy __array__ __dlpack__ data_ptr __format__ __repr__ __reduce_ex__".split()
+
+
+@handler(*(getattr(Tensor, name) for name in _METHODS))
 def _method_of_dtensor(func: Op, args: Args, kwargs: Kwargs) -> object:
     """`torch.Tensor.tolist(x)`, where `x.tolist()` calls the method of `DTensor`."""
     return getattr(DTensor, func.__name__)(*args, **kwargs)

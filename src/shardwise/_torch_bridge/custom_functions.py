@@ -7,7 +7,7 @@ A custom `autograd.Function` sees DTensors in forward and backward; its gradient
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, wraps
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import _functions as of_modules
 
 from shardwise._layout import Layout, Partial
-from shardwise._rules.row import Args, Kwargs
 from shardwise._tensor.autograd.buckets import local_gradient
 from shardwise._tensor.autograd.gradients import as_cotangent
 from shardwise._tensor.dispatch.view_copies import track
@@ -109,13 +108,9 @@ def _on_dtensors(cls: type[Function], has_gradients: bool) -> type[Function]:
             returned = cls.backward(_Context(ctx), *_as_gradients(grads, ctx._shardwise_out))
             return _local_gradients(returned if isinstance(returned, tuple) else (returned,), ctx._shardwise_in)
 
-    body: dict[str, Any] = {
-        "forward": staticmethod(forward),
-        "backward": staticmethod(backward),
-        "__doc__": cls.__doc__,
-    }
+    body: dict[str, Any] = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     body |= {"setup_context": staticmethod(setup_context)} if setup else {}
-    return type(cls.__name__, (cls,), body)
+    return type(cls.__name__, (cls,), {"__doc__": cls.__doc__, **body})
 
 
 def _reduced(x: object) -> object:
@@ -150,14 +145,6 @@ def _hooks_on_locals() -> AbstractContextManager[object]:
     return saved_tensors_hooks(lambda x: pack(plain(x) if type(x) is DTensor else x), unpack)
 
 
-def _apply(original: Any, cls: type[Function], args: Args, kwargs: Kwargs) -> Any:
-    args = tuple(map(_reduced, args))
-    if issubclass(cls, of_modules.BackwardHookFunction):
-        return track(BackwardHookFunction.apply(*args))  # type: ignore[no-untyped-call]
-    with _hooks_on_locals():
-        return original.__get__(None, _on_dtensors(cls, torch.is_grad_enabled()))(*args, **kwargs)
-
-
 # ---- full backward hooks of modules -----------------------------------------------------------------------------
 
 
@@ -175,10 +162,8 @@ class BackwardHookFunction(Function):
         ctx.register_hook = lambda hook: register(_hook_on_locals(hook, layouts))
         ctx.register_prehook = lambda hook: register_pre(_hook_on_locals(hook, layouts))
         with DisableTorchFunctionSubclass():
-            return tuple(
-                x.view_as(x) if layout is None else tag(x.view_as(x), layout)
-                for x, layout in zip(tensors, layouts, strict=True)
-            )
+            pairs = [(x.view_as(x), layout) for x, layout in zip(tensors, layouts, strict=True)]
+            return tuple(x if layout is None else tag(x, layout) for x, layout in pairs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
@@ -203,27 +188,25 @@ def apply_with_dtensors(original: Any) -> Any:
     """`apply` of `Function` or its base, aware of DTensors; `original` is the class method of C++ that it has."""
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        if torch._C._is_torch_function_enabled() and any(type(x) is DTensor or _may_get_node(cls, x) for x in args):
-            return _apply(original, cls, args, kwargs)
-        return original.__get__(None, cls)(*args, **kwargs)
+        if not torch._C._is_torch_function_enabled() or not any(
+            type(x) is DTensor or may_get_node(cls, x) for x in args
+        ):
+            return original.__get__(None, cls)(*args, **kwargs)
+        args = tuple(map(_reduced, args))
+        if issubclass(cls, of_modules.BackwardHookFunction):
+            return track(BackwardHookFunction.apply(*args))  # type: ignore[no-untyped-call]
+        with _hooks_on_locals():
+            return original.__get__(None, _on_dtensors(cls, torch.is_grad_enabled()))(*args, **kwargs)
+
+    def may_get_node(cls: type[Function], x: object) -> bool:
+        """Whether a user's Function of a plain `x` gets a backward, which may get gradients of DTensors.
+
+        Its forward may return one, such as the reentrant checkpoint of a layer with DTensor parameters.
+        """
+        needs_grad = isinstance(x, Tensor) and torch.is_grad_enabled() and x.requires_grad
+        return needs_grad and not issubclass(cls, TensorFunction | of_modules.BackwardHookFunction)
 
     return classmethod(apply)
-
-
-def _may_get_node(cls: type[Function], x: object) -> bool:
-    """Whether a user's Function of a plain `x` gets a backward, which may get gradients of DTensors.
-
-    Its forward may return one, such as the reentrant checkpoint of a layer with DTensor parameters.
-    """
-    if not isinstance(x, Tensor) or not torch.is_grad_enabled() or not x.requires_grad:
-        return False
-    return not issubclass(cls, TensorFunction | of_modules.BackwardHookFunction)
-
-
-class _Frame(Protocol):
-    """A checkpoint, as `torch.utils.checkpoint` keeps it."""
-
-    recompute_fn: Callable[..., None]
 
 
 def saving_layouts(original: Callable[..., None]) -> Callable[..., None]:
@@ -232,7 +215,7 @@ def saving_layouts(original: Callable[..., None]) -> Callable[..., None]:
     Inside other saved-tensor hooks torch unpacks plain tensors.
     """
 
-    def save_inputs(frame: _Frame, *args: object) -> None:
+    def save_inputs(frame: Any, *args: object) -> None:
         with _hooks_on_locals():
             original(frame, *args)
         recompute, layouts = frame.recompute_fn, _layouts(args)

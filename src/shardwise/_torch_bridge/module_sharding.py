@@ -60,9 +60,6 @@ def refuse_torch_hooks(module: nn.Module) -> None:
     """Raise if torch's `parallelize_module` or `distribute_module` put hooks on `module` or inside it.
 
     They make DTensors of torch of what goes in and out, also after the parameters became DTensors of shardwise.
-
-    Raises:
-        PlanError: naming the first submodule with such a hook.
     """
     for path, child in module.named_modules():
         hooks = (*child._forward_pre_hooks.values(), *child._forward_hooks.values())
@@ -81,11 +78,10 @@ def resolve(
 ) -> tuple[dict[str, list[str]], list[str]]:
     """The names that each pattern matches, and an error for each pattern that matches none.
 
-    "layers.*.weight" matches "layers.0.weight", not "layers.0.linear.weight"; "layers.**.weight" matches both.
+    Each component of a glob matches one component of a name; `**` any number of them. "layers.*.weight" matches
+    "layers.0.weight", not "layers.0.linear.weight"; "layers.**.weight" matches both.
 
     Args:
-        patterns: names or globs. Each component of a glob matches one component of a name; `**` any number of them.
-        names: of the parameters or modules.
         kind: "parameter" or "module", for errors.
         others: names of the other kind, which a pattern may match by mistake.
     """
@@ -103,20 +99,18 @@ def _of_other_kind(pattern: str, names: Sequence[str], kind: str, others: Sequen
         owner = pattern.rpartition(".")[0]
         return f"{pattern!r} is a parameter, but a style is for a module. Fix: {owner!r}, or a placement."
     inside = f"{pattern}." if pattern else ""
-    own = [f"{inside}{glob}" for glob in ("*", "**") if any(_matches(f"{inside}{glob}", name) for name in names)]
+    own = [(inside + glob, name) for glob in ("*", "**") for name in names if _matches(inside + glob, name)]
     if not own:
         return f"{pattern!r} is a module without parameters. Fix: leave it out."
-    first = next(name for name in names if _matches(own[0], name)).removeprefix(f"{found}." if found else "")
+    glob, first = own[0]
     return (
-        f"{pattern!r} is a module, but a placement is for a parameter. Fix: {inside + first!r}, or {own[0]!r} for all "
-        f"of its parameters."
+        f"{pattern!r} is a module, but a placement is for a parameter. "
+        f"Fix: {inside + first.removeprefix(f'{found}.')!r}, or {glob!r} for all of its parameters."
     )
 
 
 def _matches(pattern: str, name: str) -> bool:
-    if pattern == name or not name:
-        return pattern == name
-    return _components_match(pattern.split("."), name.split("."))
+    return pattern == name or (name != "" and _components_match(pattern.split("."), name.split(".")))
 
 
 def _components_match(globs: list[str], components: list[str]) -> bool:
@@ -161,15 +155,12 @@ def label(names: Iterable[str]) -> str:
 def conflicting_ties(named: Mapping[str, Tensor], assigned: Mapping[str, object]) -> list[str]:
     """An error for each tied parameter whose names are assigned different layouts."""
     first: dict[int, str] = {}
-    conflicts = []
-    for name in named:
-        if name in assigned:
-            other = first.setdefault(id(named[name]), name)
-            if assigned[name] != assigned[other]:
-                conflicts.append(
-                    f"{other} and {name} are tied, but the plan gives them different layouts. Fix: the same for both."
-                )
-    return conflicts
+    pairs = [(first.setdefault(id(x), name), name) for name, x in named.items() if name in assigned]
+    return [
+        f"{other} and {name} are tied, but the plan gives them different layouts. Fix: the same for both."
+        for other, name in pairs
+        if assigned[name] != assigned[other]
+    ]
 
 
 def refuse(problems: Iterable[str]) -> None:
@@ -184,36 +175,27 @@ def agree_on_plan(
 ) -> None:
     """Raise the same `MismatchError` on all `ranks` if they pass different plans.
 
-    Call it before anything else, so that a plan that is wrong on one rank only is the same error on all.
-
-    Args:
-        plan: names or globs, and what the plan says about them.
-        named: the tensors whose dtypes and shapes must agree, and whether they are on the meta device.
-        facts: what else must agree, as JSON.
+    Call it before anything else, so that a plan that is wrong on one rank only is the same error on all. The dtypes,
+    shapes and meta devices of `named` are compared, too, and other facts, as JSON.
     """
     members = tuple(sorted(ranks))
     if collectives.rank() not in members:
         return
-    entries: dict[str, str] = {}
+    entries: dict[str, list[str]] = {}
     order = []
     for key, entry in plan:
-        text = _describe(entry)
-        entries[f"plan for {key}"] = f"{entries[f'plan for {key}']}, {text}" if key in order else text
+        text = entry if isinstance(entry, str) else repr(entry)
+        text = type(entry).__qualname__ if " at 0x" in text else text  # an address differs from rank to rank
+        entries.setdefault(f"plan for {key}", []).append(text)
         order.append(key)
     compared: dict[str, object] = {
         f"parameter {name}": f"{x.dtype} {tuple(x.shape)}{' on the meta device' if x.is_meta else ''}"
         for name, x in named.items()
     }
-    compared |= entries | {"order of the plan": order} | facts  # of two globs, the later one wins
-    collectives.agree(
-        "the sharding plan", compared, members, "pass the same module, plan and source rank on every rank."
-    )
-
-
-def _describe(entry: object) -> str:
-    """`entry` as it prints; of one that prints its address, which differs from rank to rank, the type."""
-    text = entry if isinstance(entry, str) else repr(entry)
-    return type(entry).__qualname__ if " at 0x" in text else text
+    compared |= {what: ", ".join(texts) for what, texts in entries.items()}
+    compared |= {"order of the plan": order} | facts  # of two globs, the later one wins
+    fix = "pass the same module, plan and source rank on every rank."
+    collectives.agree("the sharding plan", compared, members, fix)
 
 
 # ---- replacement ------------------------------------------------------------------------------------------------
@@ -244,17 +226,14 @@ def replace_parameters(module: nn.Module, layouts: Mapping[str, Layout], src_ran
     named = named_parameters(module)
     refuse_hooks(named, [name for name, layout in layouts.items() if not _has_layout(named[name], layout)])
     owners = owners_of(module, named)
-    replaced: set[int] = set()
+    first = {id(named[name]): name for name in reversed([*layouts])}  # of the names of a tied parameter
     with torch.no_grad():
         for name, layout in layouts.items():
             parameter = named[name]
-            if id(parameter) in replaced:
-                continue
-            replaced.add(id(parameter))
-            if not _has_layout(parameter, layout):
+            if first[id(parameter)] == name and not _has_layout(parameter, layout):
                 assign(owners[name], _sharded(name, parameter, layout, src_rank))
                 note_replaced(parameter, name)
-        _materialise(module, {name for name, p in named.items() if p.is_meta and id(p) in replaced})
+        _materialise(module, {name for name, p in named.items() if p.is_meta and id(p) in first})
 
 
 def _has_layout(parameter: Tensor, layout: Layout) -> bool:
@@ -262,11 +241,7 @@ def _has_layout(parameter: Tensor, layout: Layout) -> bool:
 
 
 def refuse_hooks(named: Mapping[str, nn.Parameter], replaced: Iterable[str]) -> None:
-    """Raise if users registered hooks on parameters that are to be replaced: they would not run for the new ones.
-
-    Raises:
-        PlanError: the names of all of them.
-    """
+    """Raise if users registered hooks on parameters that are to be replaced: they would not run for the new ones."""
     names = names_of_each(named)
     refuse(
         f"{label(names[name])}: its hooks would not run. Fix: register them afterwards, on the new parameter."
@@ -321,8 +296,8 @@ def _materialise(module: nn.Module, replaced: set[str]) -> None:
             continue
         what = f"{type(child).__name__} at {path or 'the root'!r} was built on the meta device and"
         if getattr(child, "reset_parameters", None) is None:
-            without = {*buffers, *(f"{prefix}{name}" for name, p in child._parameters.items() if p is not None)}
-            without -= {f"{prefix}{name}" for name, p in child._parameters.items() if p is not None and _has_nan(p)}
+            own = child.named_parameters(recurse=False)
+            without = {*buffers, *(f"{prefix}{name}" for name, p in own if not _has_nan(p))}
             if without:
                 raise PlanError(
                     f"{what} has no reset_parameters() to fill {', '.join(sorted(without))}. "
@@ -330,8 +305,9 @@ def _materialise(module: nn.Module, replaced: set[str]) -> None:
                 )
             child.register_forward_pre_hook(partial(_refuse_nan, path))
             continue
-        for name in buffers.values():
-            child._buffers[name] = _filled_with_nan(child.get_buffer(name))
+        for name in buffers.values():  # NaN wherever `reset_parameters()` does not fill it
+            buffer = torch.zeros_like(child.get_buffer(name), device="cpu")
+            child._buffers[name] = buffer.fill_(torch.nan) if buffer.is_floating_point() else buffer
         child.reset_parameters()
         unset = [full for full, name in buffers.items() if bool(torch.isnan(child.get_buffer(name)).any())]
         if unset:
@@ -347,11 +323,7 @@ def _has_nan(x: Tensor) -> bool:
 
 
 def _refuse_nan(path: str, module: nn.Module, _: object) -> None:
-    """The first forward of a module whose parameters had no values when they were sharded.
-
-    Raises:
-        PlanError: they still have none.
-    """
+    """The first forward of a module whose parameters had no values when they were sharded."""
     with torch.no_grad():
         unset = [name for name, p in module._parameters.items() if p is not None and bool(plain(p).isnan().any())]
     if unset:
@@ -363,9 +335,3 @@ def _refuse_nan(path: str, module: nn.Module, _: object) -> None:
     hooks = module._forward_pre_hooks
     for key in [key for key, hook in hooks.items() if isinstance(hook, partial) and hook.func is _refuse_nan]:
         del hooks[key]
-
-
-def _filled_with_nan(buffer: Tensor) -> Tensor:
-    """In place of a buffer on the meta device: NaN wherever `reset_parameters()` does not fill it."""
-    found = torch.zeros_like(buffer, device="cpu")
-    return found.fill_(float("nan")) if buffer.is_floating_point() else found

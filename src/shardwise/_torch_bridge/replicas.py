@@ -1,15 +1,13 @@
 """Wrappers of data parallelism take the parameters of all ranks for copies of one tensor; shards are none.
 
-`DistributedDataParallel`, which `accelerate` and the Trainer of transformers apply by themselves, verifies and
-broadcasts parameters and averages gradients in C++, which sees local tensors. `fully_shard` keeps one chunk of each
-parameter per rank. That is right over ranks that hold the same boxes, such as those along a data axis. Over others it
-would mix their shards. The same holds for the plain parameters of `local_parameters`.
+`DistributedDataParallel`, which `accelerate` and the Trainer of transformers apply by themselves, works in C++, which
+sees local tensors; `fully_shard` keeps one chunk of each parameter per rank. Over ranks that hold other boxes they
+would mix the shards. The same holds for the plain parameters of `local_parameters`.
 """
 
 import warnings
 from collections.abc import Callable, Iterable
 from functools import wraps
-from math import prod
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -44,29 +42,22 @@ def note_local_shard(parameter: nn.Parameter, name: str, layout: Layout) -> None
     vars(parameter)[_SHARD_OF] = name, layout
 
 
-def _sharded(tensors: Iterable[Tensor]) -> list[tuple[str, Layout]]:
-    """Names and layouts of the tensors that are local shards."""
-    found = []
+def check_replicas(tensors: Iterable[Tensor], process_group: object) -> None:
+    """Raise the same error on all ranks of the group unless they hold the same boxes of each DTensor."""
+    named: list[tuple[str, Layout]] = []  # of the tensors that are local shards
     for i, x in enumerate(tensors):
         if type(x) is DTensor:
-            found.append((x._name or f"number {i}", x._layout))
+            named.append((x._name or f"number {i}", x._layout))
         elif _SHARD_OF in getattr(x, "__dict__", ()):
-            found.append(vars(x)[_SHARD_OF])
-    return found
-
-
-def check_replicas(tensors: Iterable[Tensor], process_group: object) -> None:
-    """Raise the same error on all ranks of the group unless they hold the same boxes of each DTensor.
-
-    Raises:
-        RuleError: ranks of one mesh hold different boxes of a tensor, or partial sums.
-        MismatchError: so do ranks of different meshes.
-    """
-    named = _sharded(tensors)
+            named.append(vars(x)[_SHARD_OF])
     if not named:
         return
     ranks = tuple(sorted(collectives.group_ranks(process_group)))
-    differing = [f"{name} as {layout}" for name, layout in named if _differs(layout, ranks)]
+    differing = []
+    for name, layout in named:
+        members = [rank for rank in ranks if rank in layout.mesh.ranks]
+        if len({layout.boxes(rank) for rank in members}) > 1 or (layout.partial_axes and len(members) > 1):
+            differing.append(f"{name} as {layout}")
     if differing:
         listed = "; ".join(differing[:LISTED]) + ("; …" if len(differing) > LISTED else "")
         raise RuleError(
@@ -88,16 +79,10 @@ def check_fully_shard(parameters: Iterable[Tensor], mesh: object) -> None:
     """`check_replicas` for torch's `fully_shard`; warns if it undoes a sharding along other axes."""
     parameters = list(parameters)
     check_replicas(parameters, mesh)
-    layouts = [x._layout for x in parameters if type(x) is DTensor]
-    if any(layout.local_numel(collectives.rank()) < prod(layout.shape) for layout in layouts):
+    if any(type(x) is DTensor and x._layout.local_numel(collectives.rank()) < x.numel() for x in parameters):
         site = call_site()
         where = (site.file, site.line) if site else (__file__, 1)
         warnings.warn_explicit(FULL, UserWarning, *where, registry=_shown)
-
-
-def _differs(layout: Layout, ranks: tuple[int, ...]) -> bool:
-    members = [rank for rank in ranks if rank in layout.mesh.ranks]
-    return len({layout.boxes(rank) for rank in members}) > 1 or bool(layout.partial_axes and len(members) > 1)
 
 
 def checking(

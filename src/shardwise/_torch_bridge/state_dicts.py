@@ -1,11 +1,7 @@
 """State dicts and checkpoints in torch's tools: what is loaded keeps the sharding of what is there.
 
-sharded.load_state_dict(full, assign=True)         each rank takes its shards
-sharded.load_state_dict(of_fsdp.state_dict())      DTensors of torch become DTensors of shardwise
-of_fsdp.load_state_dict(sharded.state_dict())      and DTensors of shardwise those of torch
-optimizer.load_state_dict(full)                    states are sharded as their parameters
-get_model_state_dict(full_state_dict=True)         gathered, and offloaded to the CPU
-torch.distributed.checkpoint.async_save(state)     staged
+DTensors of torch that are loaded become DTensors of shardwise, or the reverse. `get_model_state_dict` gathers and
+offloads, and `torch.distributed.checkpoint.async_save` stages.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -36,14 +32,9 @@ def keeping_layouts(original: Load[P]) -> Load[P]:
 
     @wraps(original)
     def load(
-        self: nn.Module,
-        state: dict[str, object],
-        prefix: str,
-        metadata: dict[str, object],
-        /,
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> None:
+        self: nn.Module, state: dict[str, object], prefix: str, metadata: dict[str, object], /,
+        *args: P.args, **kwargs: P.kwargs,
+    ) -> None:  # fmt: skip
         assign = bool(metadata.get("assign_to_params_buffers"))
         for name, x in (*self._parameters.items(), *self._buffers.items()):
             value = state.get(f"{prefix}{name}")
@@ -113,30 +104,20 @@ def with_dtensors(original: Op) -> Op:
     def iterate(
         value: object, sharded_tensor_func: Op, dtensor_func: Op, tensor_func: Op, *args: object, **kwargs: object
     ) -> object:
+        functions = sharded_tensor_func, dtensor_func, tensor_func
         if type(value) is DTensor:
-            converted = _converted(value, dtensor_func, tensor_func, kwargs)
-            return original(converted, _same, _same, _same, *args, **kwargs)
-        return original(value, sharded_tensor_func, dtensor_func, tensor_func, *args, **kwargs)
+            value, functions = convert(value, dtensor_func, tensor_func, kwargs), (lambda x, *_: x,) * 3
+        return original(value, *functions, *args, **kwargs)
+
+    def convert(x: DTensor, dtensor_func: Op, tensor_func: Op, options: dict[str, object]) -> Tensor:
+        """What torch would make of a DTensor of its own."""
+        if getattr(dtensor_func, "__name__", "") == "_identity_func":
+            return x
+        if getattr(tensor_func, "__name__", "") == "_identity_func":  # it gathers DTensors
+            return full_here(x, f"a full state dict: {x._name or 'a tensor'}")
+        return like(x, tensor_func(plain(x.detach()), options.get("pg"), options.get("device"), None))
 
     return iterate
-
-
-def _same(value: object, *_: object) -> object:
-    return value
-
-
-def _converted(x: DTensor, dtensor_func: Op, tensor_func: Op, options: dict[str, object]) -> Tensor:
-    """What torch would make of a DTensor of its own."""
-    if _is_identity(dtensor_func):
-        return x
-    if _is_identity(tensor_func):  # it gathers DTensors
-        return full_here(x, f"a full state dict: {x._name or 'a tensor'}")
-    copied: Tensor = tensor_func(plain(x.detach()), options.get("pg"), options.get("device"), None)
-    return like(x, copied)
-
-
-def _is_identity(function: Op) -> bool:
-    return getattr(function, "__name__", "") == "_identity_func"
 
 
 def like(x: DTensor, local: Tensor) -> DTensor:
@@ -165,23 +146,16 @@ def staging_locals(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def local_boxes(x: DTensor) -> list[tuple[Box, Tensor]]:
-    """The boxes of this rank that are not empty, with views of their elements, detached.
-
-    Raises:
-        LayoutError: the tensor is Partial.
-    """
+    """The boxes of this rank that are not empty, with views of their elements, detached."""
     if x._layout.partial_axes:
         raise LayoutError(
             f"{x._layout} is Partial; checkpoints store reduced values only. "
             f"Fix: redistribute it to Shard or Replicate first."
         )
-    local = plain(x.detach())
-    if x._tiling is not None:
-        found = list(zip(x._tiling.boxes, x._tiling.shards(local), strict=True))
-    else:
-        boxes = x._layout.boxes(collectives.rank())
-        found = list(zip(boxes, split_by_boxes(local, boxes), strict=True))
-    return [(box, shard) for box, shard in found if box.numel]
+    local, tiling = plain(x.detach()), x._tiling
+    boxes = x._layout.boxes(collectives.rank()) if tiling is None else tiling.boxes
+    shards = split_by_boxes(local, boxes) if tiling is None else tiling.shards(local)
+    return [(box, shard) for box, shard in zip(boxes, shards, strict=True) if box.numel]
 
 
 def create_write_items(x: DTensor, fqn: str, object: DTensor) -> list[Any]:
@@ -189,30 +163,18 @@ def create_write_items(x: DTensor, fqn: str, object: DTensor) -> list[Any]:
     return collectives.write_items(fqn, plain(x.detach()), x._layout.shape, [box for box, _ in local_boxes(x)])
 
 
-def create_chunk_list(x: DTensor) -> list[Any]:
-    return collectives.chunks([box for box, _ in local_boxes(x)])
-
-
-def get_tensor_shard(x: DTensor, index: object) -> Tensor:
-    held = local_boxes(x)
-    return shard_at(index, [box for box, _ in held], [shard for _, shard in held])
-
-
-def shard_at(index: Any, boxes: Sequence[Box], shards: Sequence[Tensor]) -> Tensor:
-    """The shard that torch's `MetadataIndex` refers to, outside of autograd.
-
-    Raises:
-        LayoutError: no shard has this offset.
-    """
-    for box, shard in zip(boxes, shards, strict=True):
+def shard_at(index: Any, held: Sequence[tuple[Box, Tensor]]) -> Tensor:
+    """The shard that torch's `MetadataIndex` refers to, outside of autograd."""
+    for box, shard in held:
         if tuple(index.offset) == box.offsets and box.numel:
             return shard.detach()
+    boxes = ", ".join(str(box) for box, _ in held) or "none"
     raise LayoutError(
-        f"{index.fqn}: no shard of this rank begins at {index.offset}, only {', '.join(map(str, boxes)) or 'none'}. "
+        f"{index.fqn}: no shard of this rank begins at {index.offset}, only {boxes}. "
         f"Fix: plan the load for the tensor as it is sharded now, with torch's DefaultLoadPlanner."
     )
 
 
 register_method("__create_write_items__", create_write_items)
-register_method("__create_chunk_list__", create_chunk_list)
-register_method("__get_tensor_shard__", get_tensor_shard)
+register_method("__create_chunk_list__", lambda x: collectives.chunks([box for box, _ in local_boxes(x)]))
+register_method("__get_tensor_shard__", lambda x, index: shard_at(index, local_boxes(x)))

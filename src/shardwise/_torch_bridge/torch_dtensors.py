@@ -1,8 +1,4 @@
-"""DTensors of `torch.distributed.tensor` as DTensors of shardwise and back, without copies.
-
-x = DTensor.from_torch_dtensor(theirs)
-y = x.to_torch_dtensor()
-"""
+"""DTensors of `torch.distributed.tensor` as DTensors of shardwise and back, without copies."""
 
 from collections.abc import Sequence
 from itertools import permutations
@@ -74,13 +70,9 @@ def to_torch_dtensor(self: DTensor, device_mesh: DeviceMesh | None = None) -> Te
 
 
 def _split_factors(layout: Layout) -> list[int]:
-    """Of each axis: into how many shards axes to its right have divided its dim before.
-
-    Raises:
-        LayoutError: torch would divide this layout otherwise.
-    """
+    """Of each axis: into how many shards axes to its right have divided its dim before."""
     dims = [getattr(placement, "dim", None) for placement in layout.placements]
-    factors = [_factor_in(layout.mesh, dims, layout.shard_order, axis) for axis in range(layout.mesh.ndim)]
+    factors = _factors(layout.mesh, dims, layout.shard_order)
     for dim in {dim for dim, factor in zip(dims, factors, strict=True) if factor > 1 and dim is not None}:
         shards = prod(n for n, other in zip(layout.mesh.shape, dims, strict=True) if other == dim)
         if layout.shape[dim] % shards:
@@ -91,11 +83,12 @@ def _split_factors(layout: Layout) -> list[int]:
     return factors
 
 
-def _factor_in(mesh: Mesh, dims: Sequence[int | None], order: Sequence[int], axis: int) -> int:
-    if dims[axis] is None:
-        return 1
-    before = order[: order.index(axis)]
-    return prod(mesh.shape[other] for other in before if other > axis and dims[other] == dims[axis])
+def _factors(mesh: Mesh, dims: Sequence[int | None], order: Sequence[int]) -> list[int]:
+    before = [[other for other in order[: order.index(axis)] if other > axis] for axis in range(mesh.ndim)]
+    return [
+        prod(mesh.shape[other] for other in others if dim is not None and dims[other] == dim)
+        for dim, others in zip(dims, before, strict=True)
+    ]
 
 
 def torch_layout(mesh: Mesh, placements: Sequence[TorchPlacement], shape: Sequence[int]) -> Layout:
@@ -103,18 +96,14 @@ def torch_layout(mesh: Mesh, placements: Sequence[TorchPlacement], shape: Sequen
 
     A `_StridedShard` with `split_factor` n, which `fully_shard` makes of a sharded dim, divides what axes to its right
     have divided before into n shards.
-
-    Raises:
-        LayoutError: the split factors fit no order of the axes.
     """
-    factors = [getattr(placement, "split_factor", 1) for placement in placements]
-    sharded = [placement.is_shard() or factor > 1 for placement, factor in zip(placements, factors, strict=True)]
-    dims = [getattr(p, "dim", None) if is_shard else None for p, is_shard in zip(placements, sharded, strict=True)]
-    unstrided = [
-        as_placement(p, "A DTensor of torch") if d is None else Shard(d) for p, d in zip(placements, dims, strict=True)
-    ]
+    factors = [getattr(p, "split_factor", 1) for p in placements]
+    pairs = list(zip(placements, factors, strict=True))
+    dims = [getattr(p, "dim", None) if factor > 1 or p.is_shard() else None for p, factor in pairs]
+    named = zip(placements, dims, strict=True)
+    unstrided = [as_placement(p, "A DTensor of torch") if dim is None else Shard(dim) for p, dim in named]
     for order in permutations(range(mesh.ndim)):
-        if all(_factor_in(mesh, dims, order, axis) == factors[axis] for axis in range(mesh.ndim)):
+        if _factors(mesh, dims, order) == factors:
             return Layout(mesh, unstrided, shape, order)
     raise LayoutError(
         f"{shown([str(p) for p in placements])} on {mesh}: no order of the axes has these split factors. "
@@ -132,8 +121,7 @@ def from_torch(x: TorchDTensor, layout: Layout, what: str) -> DTensor:
     parallelism each group of ranks has a mesh of its own.
     """
     x = x.detach()
-    mesh = collectives.as_mesh(x.device_mesh)
-    if x.is_meta or sorted(mesh.ranks) != sorted(layout.mesh.ranks):
+    if x.is_meta or collectives.as_mesh(x.device_mesh).sorted_ranks != layout.mesh.sorted_ranks:
         return tag_full(x.full_tensor(), layout, what)
     return from_torch_dtensor(x)
 
@@ -141,9 +129,8 @@ def from_torch(x: TorchDTensor, layout: Layout, what: str) -> DTensor:
 def to_torch(x: DTensor, like: TorchDTensor, what: str) -> Tensor:
     """A DTensor as one of torch with the mesh and placements of `like`, without history."""
     x = x.detach()
-    mesh = collectives.as_mesh(like.device_mesh)
-    wanted = torch_layout(mesh, like.placements, like.shape)
-    if sorted(mesh.ranks) != sorted(x._layout.mesh.ranks):
+    wanted = torch_layout(collectives.as_mesh(like.device_mesh), like.placements, like.shape)
+    if wanted.mesh.sorted_ranks != x._layout.mesh.sorted_ranks:
         x = tag_full(full_here(x, what), wanted, what)
     local = plain(to_layout(x, wanted, Cause("explicit", "load_state_dict", what)))
     return like.from_local(

@@ -46,25 +46,15 @@ TESTED = ("2.13", "2.14")
 
 @dataclass(frozen=True)
 class Patch:
-    """Attributes of torch that are replaced, on all tested versions.
+    """Attributes of torch that are replaced, on all tested versions."""
 
-    Attributes:
-        names: their names in torch, separated by spaces.
-        what: what the replacement does.
-        replacement: from the original, as it lies in its module or class, to what takes its place.
-        why: why no official hook does.
-        without: what breaks without it.
-        module: that holds the targets, if only some programs import it: they are replaced when it is imported.
-        listed: how the page of patches names it, if the target depends on the version of torch.
-    """
-
-    names: str
-    what: str
-    replacement: Callable[[Any], Any]
-    why: str = "torch asks no subclass here, neither by `__torch_function__` nor by any method."
+    names: str  # in torch, separated by spaces
+    what: str  # the replacement does
+    replacement: Callable[[Any], Any]  # from the original, as it lies in its module or class, to what takes its place
+    why: str = "torch asks no subclass here, neither by `__torch_function__` nor by any method."  # no official hook
     without: str = "it silently uses the local shard"
-    module: str = ""
-    listed: str = ""
+    module: str = ""  # that holds the targets, if only some programs import it: replaced when it is imported
+    listed: str = ""  # how the page of patches names it, if the target depends on the version of torch
 
     @property
     def targets(self) -> list[str]:
@@ -72,11 +62,7 @@ class Patch:
         return [f"torch.{name}" for name in self.names.split()]
 
     def originals(self) -> list[tuple[Any, str, Any]]:
-        """Of each target the module or class, the attribute's name and its present value.
-
-        Raises:
-            RuleError: this torch has no such attribute.
-        """
+        """Of each target the module or class, the attribute's name and its present value."""
         found = []
         for target in self.targets:
             owner_name, _, name = target.rpartition(".")
@@ -232,17 +218,12 @@ _undo: list[Callable[[], None]] = []
 
 
 def install() -> None:
-    """Apply all patches. Runs by itself before the first DTensor; a second call does nothing.
-
-    Raises:
-        RuleError: this torch lacks an attribute to replace, or does something else; nothing was changed.
-    """
+    """Apply all patches. Runs by itself before the first DTensor; a second call does nothing."""
     if _undo:
         return
     if not torch.__version__.startswith(tuple(f"{version}." for version in TESTED)):
-        warnings.warn(
-            f"shardwise is tested with torch {' and '.join(TESTED)}, not with torch {torch.__version__}.", stacklevel=2
-        )
+        tested = " and ".join(TESTED)
+        warnings.warn(f"shardwise is tested with torch {tested}, not with torch {torch.__version__}.", stacklevel=2)
     _check_silent_names()
     _device_constructors()  # cached: torch's set of functions that take a default device keeps the originals
     later = {patch.module: patch for patch in PATCHES if patch.module and patch.module not in sys.modules}
@@ -278,13 +259,11 @@ class _Finder(MetaPathFinder):
 
             def execute_and_apply(module: ModuleType) -> None:
                 execute(module)
-                if self not in sys.meta_path or name not in self.patches:
-                    return
-                patch = self.patches.pop(name)
-                try:
-                    _apply(patch, patch.originals())
-                except RuleError as error:  # the import is one of the user's code, which goes on
-                    warnings.warn(str(error), stacklevel=2)
+                if self in sys.meta_path and (patch := self.patches.pop(name, None)) is not None:
+                    try:
+                        _apply(patch, patch.originals())
+                    except RuleError as error:  # the import is one of the user's code, which goes on
+                        warnings.warn(str(error), stacklevel=2)
 
             vars(spec.loader)["exec_module"] = execute_and_apply
         return spec
@@ -295,11 +274,7 @@ class _Subclass(Tensor):
 
 
 def _check_silent_names() -> None:
-    """Try what no error would show if torch stopped doing it.
-
-    Raises:
-        RuleError: it did.
-    """
+    """Try what no error would show if torch stopped doing it."""
     key = torch._C.DispatchKey.AutogradFunctionality
     with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
         excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
@@ -315,8 +290,7 @@ def _check_silent_names() -> None:
         "__torch_function__ of one tensor, which refuses old views": answer is None,
         "excluded dispatch keys, which say that backward asks for a shape": excluded,
     }
-    lost = [what for what, is_there in works.items() if not is_there]
-    if lost:
+    if lost := [what for what, is_there in works.items() if not is_there]:
         raise RuleError(
             f"torch {torch.__version__} has lost {'; '.join(lost)}. Without that, results would be wrong without an "
             f"error. Fix: install torch {' or '.join(TESTED)}."

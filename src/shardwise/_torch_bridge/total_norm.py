@@ -1,7 +1,5 @@
 """The total norm that torch clips gradients by: over all DTensors of a mesh in one exchange, and over nested meshes.
 
-    clip_grad_norm_(model.parameters(), 1.0)
-
 Ranks that have other parameters on meshes of their own would clip what they share by different factors: an error.
 """
 
@@ -30,12 +28,11 @@ def total_norm_in_one_exchange(original: Callable[..., Tensor]) -> Callable[...,
         if _on_nested_meshes(tensors):
             total = _norm_over_meshes(tensors, float(norm_type))
             return original([total], norm_type or torch.inf, *args, **kwargs)
-        groups = exchange_groups(tensors)
-        if len(groups) != 1 or len(groups[0][1]) != len(tensors) or any(args) or any(kwargs.values()):
-            return original(tensors, norm_type, *args, **kwargs)
-        (mesh, _), *_ = groups
-        total = torch.linalg.vector_norm(norms_of(tensors, float(norm_type)), float(norm_type))
-        return tag(total, of_numbers(mesh))
+        match exchange_groups(tensors):
+            case [(mesh, members)] if len(members) == len(tensors) and not any((*args, *kwargs.values())):
+                total = torch.linalg.vector_norm(norms_of(tensors, float(norm_type)), float(norm_type))
+                return tag(total, of_numbers(mesh))
+        return original(tensors, norm_type, *args, **kwargs)
 
     return total_norm
 

@@ -35,9 +35,18 @@ class Budget(Listener):
                 f"no_implicit_comm cannot count {event}: no rank knows in advance how many rows the others send. "
                 f"Fix: no_implicit_comm(gradients=False), or dense gradients (sparse=False)."
             )
-        spent = self._spent.get(event.ranks, 0)
-        if spent + event.total_bytes > self.max_bytes:
-            raise RuleError(_refusal(event, self.max_bytes, spent))
+        spent, cause = self._spent.get(event.ranks, 0), event.cause
+        if spent + event.total_bytes <= self.max_bytes:
+            return
+        allowed = f"{self.max_bytes:,} bytes" + (f", of which {spent:,} are spent" if spent else "")
+        fix = f"give {cause.operand} the layout that the op needs, or redistribute it explicitly; or allow it: "
+        raise RuleError(  # the same text on every rank, so without what one of them would send
+            f"Implicit communication exceeds the budget: {event}\n"
+            f"  Where: {cause.call_site or 'unknown'}\n"
+            f"  Sends: {event.total_bytes:,} bytes over all ranks; allowed: {allowed}.\n"
+            f"  Why: {cause.why}.\n"
+            f"  Fix: {fix if cause.kind != 'gradient' else ''}no_implicit_comm(max_bytes={spent + event.total_bytes})."
+        )
 
     def record(self, event: CommEvent) -> None:
         if self._counts(event) and event.total_bytes is not None:
@@ -45,22 +54,6 @@ class Budget(Listener):
 
     def _counts(self, event: CommEvent) -> bool:
         return event.cause.implicit and (self.gradients or event.cause.kind != "gradient")
-
-
-def _refusal(event: CommEvent, max_bytes: int, spent: int) -> str:
-    """The same text on every rank, so without what one of them would send."""
-    cause = event.cause
-    allowed = f"{max_bytes:,} bytes" + (f", of which {spent:,} are spent" if spent else "")
-    fix = ""
-    if cause.kind != "gradient":
-        fix = f"give {cause.operand} the layout that the op needs, or redistribute it explicitly; or allow it: "
-    return (
-        f"Implicit communication exceeds the budget: {event}\n"
-        f"  Where: {cause.call_site or 'unknown'}\n"
-        f"  Sends: {event.total_bytes:,} bytes over all ranks; allowed: {allowed}.\n"
-        f"  Why: {cause.why}.\n"
-        f"  Fix: {fix}no_implicit_comm(max_bytes={spent + (event.total_bytes or 0)})."
-    )
 
 
 @checked

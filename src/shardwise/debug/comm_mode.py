@@ -17,8 +17,8 @@ from torch._C import DisableTorchFunctionSubclass
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise._collectives import rank_and_size
-from shardwise._layout import Layout, Placement, ring_elements
+from shardwise._collectives import Collective, rank_and_size
+from shardwise._layout import Layout, Placement
 from shardwise._rules.row import Args, Kwargs
 from shardwise._tensor import DTensor
 from shardwise._tensor.dispatch.dispatcher import is_op
@@ -39,16 +39,11 @@ _TRIVIAL = {"detach", "t", "view", "_to_copy", "to", "as_strided", "transpose"}
 
 
 class Operation(NamedTuple):
-    """One op that ran.
-
-    Attributes:
-        phase: forward, backward, or checkpointing: forward once more, in backward.
-        operands: the layouts of the DTensors among its arguments; none for an op on plain or local tensors.
-    """
+    """One op that ran."""
 
     name: str
-    phase: str
-    operands: tuple[Layout, ...] = ()
+    phase: str  # of TITLES
+    operands: tuple[Layout, ...] = ()  # layouts of the DTensors among its arguments; none for plain or local tensors
 
     def is_shown(self, noise_level: int) -> bool:
         is_trivial = self.name.removeprefix("aten.").partition(".")[0] in _TRIVIAL
@@ -122,8 +117,7 @@ class CommDebugMode(Listener):
 
     def _see_local_op(self, func: object, args: Args) -> None:
         self._note(str(func))
-        found = _functional_collective(func, args)
-        if found is not None:
+        if (found := _functional_collective(func, args)) is not None:
             self._count(*found)
 
     def _note(self, name: str, operands: tuple[Layout, ...] = ()) -> None:
@@ -137,14 +131,11 @@ class CommDebugMode(Listener):
         """How many collectives there were."""
         return sum(self.comm_counts.values())
 
-    @property
-    def comm_counts(self) -> dict[Any, int]:
+    def get_comm_counts(self) -> dict[Any, int]:
         """How many collectives there were, by op; 0 for others."""
         return _both_phases(self._records[GLOBAL].counts)
 
-    def get_comm_counts(self) -> dict[Any, int]:
-        """The same as `comm_counts`."""
-        return self.comm_counts
+    comm_counts = property(get_comm_counts)
 
     def get_comm_bytes(self) -> dict[Any, int]:
         """What this rank sent to others, in bytes, by op; 0 for others."""
@@ -207,10 +198,7 @@ class CommDebugMode(Listener):
 
 
 def _both_phases(found: dict[str, Counts]) -> Counts:
-    total: Counts = Counter()
-    for counts in found.values():
-        total.update(counts)
-    return total
+    return Counter({key: found[FORWARD][key] + found[BACKWARD][key] for key in {**found[FORWARD], **found[BACKWARD]}})
 
 
 def _totals(record: _Record) -> dict[str, int]:
@@ -262,19 +250,21 @@ class _LocalOps(TorchDispatchMode):
 
 # ---- collectives by the names of torch --------------------------------------------------------------------------
 
-_NAMES = {
-    "all_to_all": "all_to_all_single",
-    "all_gather": "all_gather_into_tensor",
-    "reduce_scatter": "reduce_scatter_tensor",
-}
-_COLLECTIVES = {"all_reduce", "broadcast", *_NAMES.values()}
+_NAMES: dict[str, Any] = {
+    "all_to_all_single": "all_to_all",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "broadcast": "broadcast",
+}  # as ours
 
 
 @cache
 def _torch_op(kind: str) -> object:
     """The op of `torch.ops.c10d_functional` that torch's tools count a collective of this kind as."""
     import_module("torch.distributed._functional_collectives")  # registers the ops
-    return getattr(torch.ops.c10d_functional, _NAMES.get(kind, kind))
+    names = {ours: theirs for theirs, ours in _NAMES.items()}
+    return getattr(torch.ops.c10d_functional, names.get(kind, kind))
 
 
 def _functional_collective(func: object, args: Sequence[Any]) -> tuple[object, int] | None:
@@ -286,7 +276,7 @@ def _functional_collective(func: object, args: Sequence[Any]) -> tuple[object, i
         return None
     name = func._schema.name.partition("::")[2].removesuffix("_").removesuffix("_out")
     kind = name.removesuffix("_coalesced")
-    if kind not in _COLLECTIVES:
+    if kind not in _NAMES:
         return None
     group = next(arg for schema, arg in zip(func._schema.arguments, args, strict=False) if schema.name == "group_name")
     sent = sum(_sent(kind, x, args, group) for x in (args[0] if isinstance(args[0], list) else [args[0]]))
@@ -294,18 +284,10 @@ def _functional_collective(func: object, args: Sequence[Any]) -> tuple[object, i
 
 
 def _sent(kind: str, x: Tensor, args: Sequence[Any], group_name: str) -> int:
-    (here, size), total = rank_and_size(group_name), x.numel()
-    match kind:
-        case "all_reduce":
-            total = ring_elements(total, size, here)
-        case "all_gather_into_tensor":
-            total *= size - 1
-        case "reduce_scatter_tensor":
-            total -= total // size
-        case "all_to_all_single":
-            rows = args[2] or [x.shape[0] // size] * size
-            total -= rows[here] * (total // max(x.shape[0], 1))
-        case "broadcast":
-            last = (args[1] - 1) % size
-            total = 0 if here == last and size > 1 else total * (size > 1)
-    return total * x.element_size()
+    (here, size), total, root = rank_and_size(group_name), x.numel(), 0
+    shape, counts = [total // size if kind == "reduce_scatter_tensor" else total] * size, []
+    if kind == "all_to_all_single":
+        counts = [rows * (total // max(x.shape[0], 1)) for rows in args[2] or [x.shape[0] // size] * size]
+    elif kind == "broadcast":
+        root = args[1]
+    return Collective(_NAMES[kind], x, tuple(range(size)), shape, counts, root=root).sent_bytes(here)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from operator import add
 
 import torch
 from torch import Tensor
@@ -31,24 +32,15 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference that one rank sees.
+    """The largest difference that one rank sees."""
 
-    Args:
-        what: which result or operand.
-        size: absolute; infinite where values are missing, not numbers, or of another kind.
-        index: in the global tensor.
-        got, want: here, and in plain torch.
-        count: how many elements of this rank differ.
-        rank: whose.
-    """
-
-    what: str
-    size: float
+    what: str  # which result or operand
+    size: float  # absolute; infinite where values are missing, not numbers, or of another kind
     got: str
-    want: str
-    index: tuple[int, ...] = ()
-    count: int = 0
-    rank: int = 0
+    want: str  # in plain torch
+    index: tuple[int, ...] = ()  # in the global tensor
+    count: int = 0  # how many elements of this rank differ
+    rank: int = 0  # whose
 
 
 def mismatched(got: Tensor, want: Tensor, bounds: Bounds) -> Tensor:
@@ -56,8 +48,11 @@ def mismatched(got: Tensor, want: Tensor, bounds: Bounds) -> Tensor:
     if not (want.is_complex() or want.is_floating_point()):
         return got != want
     rtol, atol = bounds(want)
-    wide = torch.complex128 if want.is_complex() else torch.float64
-    return ~torch.isclose(got.to(wide), want.to(wide), rtol=rtol, atol=atol, equal_nan=True)
+    return ~torch.isclose(_wide(got, want), _wide(want, want), rtol=rtol, atol=atol, equal_nan=True)
+
+
+def _wide(x: Tensor, like: Tensor) -> Tensor:
+    return x.to(torch.complex128 if like.is_complex() else torch.float64)
 
 
 Pair = tuple[str, object, object]  # what it is, what came out, what plain torch gives
@@ -96,11 +91,17 @@ def _difference(what: str, got: object, want: object, tolerance: Tolerance) -> D
         shape, dtype = tuple(got.shape), plain(got).dtype if isinstance(got, DTensor) else got.dtype
         if shape != tuple(want.shape) or dtype != want.dtype:
             return Difference(what, math.inf, f"{shape} {dtype}", f"{tuple(want.shape)} {want.dtype}")
-        if not isinstance(got, DTensor):
-            return _tensor_difference(what, got, want, (0,) * got.ndim, tolerance)
-        if got._layout.mesh.coordinate(collectives.rank()) is None:
-            return None
-        return _local_difference(what, to_layout(got, got._layout.reduced()), want, tolerance)
+        full = Box((0,) * want.ndim, shape)
+        views = [(full, got)]
+        if isinstance(got, DTensor):  # the local boxes are compared, so that each replica is checked
+            if got._layout.mesh.coordinate(collectives.rank()) is None:
+                return None
+            got = to_layout(got, got._layout.reduced())
+            boxes = got._layout.boxes(collectives.rank())
+            views = list(zip(boxes, split_by_boxes(plain(got), boxes), strict=True))
+        return _largest(
+            [_tensor_difference(what, x, want[b.relative_to(full)], b.offsets, tolerance) for b, x in views]
+        )
     if isinstance(got, float) and isinstance(want, float):
         return _tensor_difference(what, torch.tensor(got).double(), torch.tensor(want).double(), (), tolerance)
     if isinstance(got, Tensor) or isinstance(want, Tensor) or type(got) is not type(want) or got != want:
@@ -112,33 +113,13 @@ def _kind(x: object) -> str:
     return f"a {type(x).__name__} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"{x!r:.80}"
 
 
-def _local_difference(what: str, got: DTensor, want: Tensor, tolerance: Tolerance) -> Difference | None:
-    """Compares the local boxes with those of the full result, so that each replica is checked."""
-    boxes = got._layout.boxes(collectives.rank())
-    full = Box((0,) * want.ndim, tuple(want.shape))
-    views = split_by_boxes(plain(got), boxes)
-    return _largest(
-        [
-            _tensor_difference(what, view, want[box.relative_to(full)], box.offsets, tolerance)
-            for box, view in zip(boxes, views, strict=True)
-        ]
-    )
-
-
 def _tensor_difference(
     what: str, got: Tensor, want: Tensor, offsets: tuple[int, ...], tolerance: Tolerance
 ) -> Difference | None:
     wrong = mismatched(got, want, tolerance.bounds)
     if not wrong.any():
         return None
-    wide = torch.complex128 if want.is_complex() else torch.float64
-    distance = (got.to(wide) - want.to(wide)).abs().nan_to_num(nan=math.inf, posinf=math.inf).where(wrong, -1.0)
-    index = tuple(int(i) for i in torch.unravel_index(distance.argmax(), got.shape))
-    return Difference(
-        what,
-        float(distance[index]),
-        str(got[index].item()),
-        str(want[index].item()),
-        tuple(offset + i for offset, i in zip(offsets, index, strict=True)),
-        int(wrong.sum()),
-    )
+    distance = (_wide(got, want) - _wide(want, want)).abs().nan_to_num(nan=math.inf, posinf=math.inf).where(wrong, -1.0)
+    at = tuple(int(i) for i in torch.unravel_index(distance.argmax(), got.shape))
+    values = str(got[at].item()), str(want[at].item())
+    return Difference(what, float(distance[at]), *values, tuple(map(add, offsets, at)), int(wrong.sum()))

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
 
 from shardwise import _collectives as collectives
-from shardwise._layout import Layout, shown
+from shardwise._layout import shown
 from shardwise._pictures.report import Report, table_text
 from shardwise._trace.comm_trace import Cause, CommEvent, Kind, Listener, listening_with
 from shardwise.errors import ArgumentError
@@ -143,22 +143,16 @@ def _table(title: str, entries: Sequence[tuple[str, Events]], width: int | None)
 
 
 def _described(events: Events) -> str:
-    """Where and what, the layouts, and why: a line each."""
+    """Where and what, the layouts without repeating what they have in common, and why: a line each."""
     event, cause = events[0], events[0].cause
     if any(other.cause.operand != cause.operand for other in events):
         cause = _cause(event)
     lines = [f"{cause}" if cause.call_site is None else f"{cause.call_site}: {cause}"]
-    if event.src is not None and event.dst is not None:
-        lines.append(_change(event.src, event.dst))
+    if (src := event.src) is not None and (dst := event.dst) is not None:
+        same = (src.mesh, src.shape, src.shard_order) == (dst.mesh, dst.shape, dst.shard_order)
+        placements = " -> ".join(f"[{', '.join(map(str, layout.placements))}]" for layout in (src, dst))
+        lines.append(f"{src.shape} on {src.mesh}: {placements}" if same else f"{src} -> {dst}")
     return "\n".join([*lines, *([f"why: {cause.why}"] if cause.why else [])])
-
-
-def _change(src: Layout, dst: Layout) -> str:
-    """Source and destination, without repeating what they have in common."""
-    if src.mesh != dst.mesh or src.shape != dst.shape or src.shard_order != dst.shard_order:
-        return f"{src} -> {dst}"
-    placements = [f"[{', '.join(map(str, layout.placements))}]" for layout in (src, dst)]
-    return f"{src.shape} on {src.mesh}: {' -> '.join(placements)}"
 
 
 @overload

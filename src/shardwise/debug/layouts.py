@@ -8,8 +8,7 @@ from shardwise import _collectives as collectives
 from shardwise._layout import Layout, checked, placements_text
 from shardwise._pictures import picture
 from shardwise._pictures.report import Report, table_text
-from shardwise._redistribute.plan import RedistributePlan, alternatives
-from shardwise._redistribute.steps import CommStep
+from shardwise._redistribute.plan import alternatives
 from shardwise._tensor import DTensor
 from shardwise._tensor.torch_objects import TorchDTensor, is_torch_dtensor
 from shardwise.errors import ArgumentError
@@ -18,32 +17,21 @@ MOST_LINES = 12
 
 
 class CollectiveSequence(NamedTuple):
-    """One way to redistribute.
+    """One way to redistribute."""
 
-    Args:
-        cost: relative to that of the plan.
-        busiest_bytes: what the busiest rank receives.
-        total_bytes: what all ranks receive, which is what they send.
-        steps: its collectives in order, each with the layout after it; empty if nothing is sent.
-    """
-
-    cost: float
-    busiest_bytes: int
-    total_bytes: int
-    steps: tuple[str, ...]
+    cost: float  # relative to that of the plan
+    busiest_bytes: int  # what the busiest rank receives
+    total_bytes: int  # what all ranks receive, which is what they send
+    steps: tuple[str, ...]  # its collectives in order, each with the layout after it; empty if nothing is sent
 
 
 @dataclass(frozen=True, repr=False)
 class RedistributeComparison(Report):
-    """What `explain_redistribute` found; its text has a line for each sequence.
-
-    Args:
-        sequences: the plan, then its alternatives, the cheapest first.
-    """
+    """What `explain_redistribute` found; its text has a line for each sequence."""
 
     src: Layout
     dst: Layout
-    sequences: tuple[CollectiveSequence, ...]
+    sequences: tuple[CollectiveSequence, ...]  # the plan, then its alternatives, the cheapest first
 
     def text(self, width: int | None = None, colour: bool = False) -> str:
         """The layouts, and a table of the sequences that cost least."""
@@ -80,18 +68,13 @@ def explain_redistribute(src: Layout, dst: Layout, itemsize: int = 4) -> Redistr
         raise ArgumentError(
             f"A redistribution keeps the global shape, got {src.shape} and {dst.shape}. Fix: two layouts of one shape."
         )
-    found = alternatives(src, dst)
-    return RedistributeComparison(src, dst, tuple(_sequence(plan, found[0].cost, itemsize) for plan in found))
-
-
-def _sequence(plan: RedistributePlan, least: float, itemsize: int) -> CollectiveSequence:
-    received = itemsize * sum(step.received.busiest for step in plan.comm_steps)
-    steps = tuple(_step(step) for step in plan.comm_steps if not step.is_local)
-    return CollectiveSequence(plan.cost / least if least else 1.0, received, itemsize * plan.total_elements, steps)
-
-
-def _step(step: CommStep) -> str:
-    return f"{step.collective} to {_placements(step.dst)}"
+    plans, sequences = alternatives(src, dst), []
+    for plan in plans:
+        cost = plan.cost / plans[0].cost if plans[0].cost else 1.0
+        received = itemsize * sum(step.received.busiest for step in plan.comm_steps)
+        steps = tuple(f"{s.collective} to {_placements(s.dst)}" for s in plan.comm_steps if not s.is_local)
+        sequences.append(CollectiveSequence(cost, received, itemsize * plan.total_elements, steps))
+    return RedistributeComparison(src, dst, tuple(sequences))
 
 
 def _placements(layout: Layout) -> str:

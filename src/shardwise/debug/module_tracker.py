@@ -30,19 +30,12 @@ def in_backward() -> bool:
 
 @dataclass
 class TrackedModule:
-    """A module that ran.
-
-    Attributes:
-        type: its class.
-        parents: the names of the modules around it, the innermost first.
-        children: the names of the modules directly inside it that ran, in order.
-        parameters: its own only.
-    """
+    """A module that ran."""
 
     type: str
-    parents: tuple[str, ...] = ()
-    children: list[str] = field(default_factory=list)
-    parameters: Mapping[str, Tensor] = field(default_factory=dict)
+    parents: tuple[str, ...] = ()  # the names of the modules around it, the innermost first
+    children: list[str] = field(default_factory=list)  # names of those directly inside it that ran, in order
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)  # its own only
 
 
 class ModuleTracker:
@@ -104,10 +97,8 @@ class ModuleTracker:
             return
         name = self._name(module)
         if name not in self.modules:
-            parameters = dict(module.named_parameters(recurse=False))
-            self.modules[name] = TrackedModule(
-                str(type(module)).strip("<>"), tuple(reversed(self._forward)), [], parameters
-            )
+            parents, parameters = tuple(reversed(self._forward)), dict(module.named_parameters(recurse=False))
+            self.modules[name] = TrackedModule(str(type(module)).strip("<>"), parents, [], parameters)
             self.modules[self._forward[-1]].children.append(name)
         self._forward.append(name)
         # The gradient of a leaf is computed before those of the parameters, so it does not end the module.
@@ -150,14 +141,10 @@ class ModuleTracker:
 
 def _on_gradients(tree: object, callback: Callable[[], None], leaves: bool) -> None:
     """Call `callback` when backward reaches one of the tensors in `tree`."""
-
-    def hook(grad: Tensor) -> None:
-        callback()
-
     with DisableTorchFunctionSubclass():
         for x in pytree.tree_leaves(tree):
             if isinstance(x, Tensor) and x.requires_grad and (leaves or not x.is_leaf):
-                x.register_hook(hook)
+                x.register_hook(lambda grad: callback())
 
 
 @contextmanager

@@ -32,16 +32,11 @@ _UNFILLED = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empt
 
 
 class Shadow:
-    """What a `shadow` block has compared so far.
-
-    Attributes:
-        compared: how often, by op.
-        skipped: calls that cannot be compared, by op: random, unfilled or sparse ones.
-    """
+    """What a `shadow` block has compared so far."""
 
     def __init__(self, every: int, ops: frozenset[str] | None, tolerance: Tolerance) -> None:
-        self.compared: dict[str, int] = {}
-        self.skipped: dict[str, int] = {}
+        self.compared: dict[str, int] = {}  # how often, by op
+        self.skipped: dict[str, int] = {}  # calls that cannot be compared: random, unfilled or sparse ones
         self._every, self._ops, self._tolerance = every, ops, tolerance
         self._calls: Counter[tuple[Any, tuple[int, ...]]] = Counter()  # by op, and by the ranks that call it together
         self._comparing = False
@@ -68,14 +63,17 @@ class Shadow:
         out = proceed()
         after = torch.get_rng_state()
         with self._untraced():
-            expected = _outcome(func, full_args, full_kwargs)
+            try:
+                expected = func(*full_args, **full_kwargs)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the op should have raised it too
+                expected = f"{type(error).__name__}: {error}"
             drew = not (torch.equal(before, after) and torch.equal(after, torch.get_rng_state()))
             torch.set_rng_state(after)
             generators = any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values()))
             if generators or any(collectives.gather_json(drew, ranks)):  # a rank with an empty shard draws nothing
                 return self._skip(func, out)
             # A rule returns what it changed in place even if torch returns nothing.
-            result = None if expected is None and copies.are_of(out) else out
+            result = None if expected is None and id(out) in copies.made else out
             found = [*pairs("the result", result, expected), *copies.changed()]
             worst = largest_difference(found, self._tolerance, ranks)
         if worst is not None:
@@ -151,9 +149,6 @@ class _Copies:
         full = plain(to_layout(x, replicated)).detach()
         return full.clone() if replicated == x._layout else full
 
-    def are_of(self, x: object) -> bool:
-        return id(x) in self.made
-
     def changed(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Arguments that the op changes in place, with their changed copies."""
         for number, (x, copy, version) in enumerate(self.made.values()):
@@ -169,19 +164,6 @@ def _version(x: Tensor) -> int:
 def _is_sparse(x: DTensor) -> bool:
     with DisableTorchFunctionSubclass():
         return x.is_sparse
-
-
-class _Raised(str):
-    """The error that plain torch raised."""
-
-    __slots__ = ()
-
-
-def _outcome(func: Func, args: Args, kwargs: Kwargs) -> object:
-    try:
-        return func(*args, **kwargs)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the op should have raised it too
-        return _Raised(f"{type(error).__name__}: {error}")
 
 
 def _names(func: Func) -> set[str]:
@@ -220,7 +202,7 @@ def shadow(
         ShadowError: the first difference, the same on every rank: op, rows, layouts, the largest difference and where.
         RuleError: `every` below one, a negative tolerance, or an op of a name that torch does not know.
     """
-    if not isinstance(every, int) or every < 1:
+    if every < 1:
         raise RuleError(f"shadow: every is an int of 1 or more, got {every!r}. Fix: 1 compares all calls, 10 a tenth.")
     if any(bound is not None and not bound >= 0 for bound in (rtol, atol)):
         raise RuleError(
@@ -243,12 +225,7 @@ def shadow(
 
 def _is_known(name: str) -> bool:
     packet, _, overload = name.removeprefix("aten.").partition(".")
-    op = getattr(torch.ops.aten, packet, None)
-    return (
-        any(
-            hasattr(place, name.removeprefix("."))
-            for place in (torch, Tensor, F, torch.linalg, torch.special, torch.fft)
-        )
-        or (op is not None and (not overload or hasattr(op, overload)))
-        or any(name in _names(func) for func in ops_with_rules())
-    )
+    op, modules = getattr(torch.ops.aten, packet, None), (torch, Tensor, F, torch.linalg, torch.special, torch.fft)
+    if any(hasattr(module, name.removeprefix(".")) for module in modules):
+        return True
+    return bool(op and (not overload or hasattr(op, overload))) or any(name in _names(f) for f in ops_with_rules())

@@ -25,8 +25,15 @@ from shardwise.sharded_tensor.sharding import (
     shard_parameter,
     state_dict_hook,
 )
-from shardwise.sharded_tensor.shards import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from shardwise.sharded_tensor.specs import ChunkShardingSpec, DevicePlacementSpec, EnumerableShardingSpec, ShardingSpec
+from shardwise.sharded_tensor.specs import (
+    ChunkShardingSpec,
+    DevicePlacementSpec,
+    EnumerableShardingSpec,
+    ShardedTensorMetadata,
+    ShardingSpec,
+    ShardMetadata,
+    TensorProperties,
+)
 
 __all__ = [
     "ChunkShardingSpec", "DevicePlacementSpec", "EnumerableShardingSpec", "LocalShard", "LocalShardsWrapper",

@@ -57,17 +57,14 @@ def custom_sharding_spec_op(sharding_spec_class: type[ShardingSpec], func: Any) 
         )
 
     def register(implementation: F) -> F:
-        count = len(signature(implementation).parameters)
-        if count != 4:
+        if (count := len(signature(implementation).parameters)) != 4:
             raise PlanError(
-                f"{implementation.__qualname__} is called with (types, args, kwargs, process_group), "
-                f"but takes {count} argument{'s' * (count != 1)}. Fix: def implementation(types, args, kwargs, "
-                f"process_group)."
+                f"{implementation.__qualname__} is called with (types, args, kwargs, process_group), but takes {count} "
+                f"argument{'s' * (count != 1)}. Fix: a function of these four."
             )
         if func not in _implemented:
-            usual = entry_of(func)
-            _implemented[func] = _SpecOp(usual)
-            registry.register(replace(usual, handler=_implemented[func], is_op=True), func, replace=True)
+            _implemented[func] = _SpecOp(entry_of(func))
+            registry.register(replace(entry_of(func), handler=_implemented[func], is_op=True), func, replace=True)
         _implemented[func].by_spec[sharding_spec_class] = implementation
         hooks.dispatch_each_op_if(_any_implemented_for)
         return implementation
@@ -100,16 +97,11 @@ _implemented: dict[Any, _SpecOp] = {}
 _running: ContextVar[Args] = ContextVar("functions whose custom implementation runs", default=())
 
 
-def implemented() -> frozenset[Any]:
-    """The functions that are implemented for some class of specs."""
-    return frozenset(_implemented)
-
-
 def forget_implementations() -> None:
-    """Remove all implementations."""
-    for func, op in _implemented.items():
+    """Remove all implementations, for tests."""
+    while _implemented:
+        func, op = _implemented.popitem()
         registry.register(op.usual, func, replace=True)
-    _implemented.clear()
 
 
 def _any_implemented_for(tensors: Iterable[Any]) -> bool:

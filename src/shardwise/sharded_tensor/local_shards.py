@@ -1,6 +1,6 @@
 """`LocalShardsWrapper`: several shards of one rank as one local tensor that knows their offsets."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import index
@@ -46,10 +46,8 @@ class ShardTiling:
 
     def shards(self, joined: Tensor) -> list[Tensor]:
         """The boxes of `joined`, as views."""
-        return [
-            joined.new_empty(box.sizes) if slices is None else joined[slices]
-            for box, slices in zip(self.boxes, self.slices(), strict=True)
-        ]
+        pairs = zip(self.boxes, self.slices(), strict=True)
+        return [joined.new_empty(box.sizes) if slices is None else joined[slices] for box, slices in pairs]
 
     def wrap(self, joined: Tensor) -> "LocalShardsWrapper":
         """A tensor of the shape of the bounds, as a wrapper that shares its memory and autograd history."""
@@ -60,23 +58,20 @@ class ShardTiling:
 
 
 def tiling_of(boxes: Sequence[Box]) -> ShardTiling:
-    """The tiling by `boxes`.
-
-    Raises:
-        LayoutError: two overlap, or they do not fill one box.
-    """
+    """The tiling by `boxes`."""
     full = [box for box in boxes if box.numel]
     if not boxes:
         return ShardTiling((), Box((0, 0), (0, 0)))
-    bounds = _bounding_box(full or boxes)
+    start = tuple(map(min, zip(*(box.offsets for box in full or boxes), strict=True)))
+    ends = map(max, zip(*(map(sum, zip(*box, strict=True)) for box in full or boxes), strict=True))
+    bounds = Box(start, tuple(b - a for a, b in zip(start, ends, strict=True)))
     if not full:
         return ShardTiling(tuple(boxes), boxes[0] if bounds.numel else bounds)
-    start = bounds.offsets
     labelled = []
     for number, box in enumerate(boxes):
-        relative = Box(tuple(a - b for a, b in zip(box.offsets, start, strict=True)), box.sizes)
+        offsets = tuple(a - b for a, b in zip(box.offsets, start, strict=True))
         if box.numel:
-            labelled.append((f"shard {number} at {box}" if any(start) else f"shard {number}", relative))
+            labelled.append((f"shard {number} at {box}" if any(start) else f"shard {number}", Box(offsets, box.sizes)))
     try:
         check_cover(labelled, bounds.sizes)
     except LayoutError as error:
@@ -86,13 +81,6 @@ def tiling_of(boxes: Sequence[Box]) -> ShardTiling:
             f"Fix: correct the offsets, or pass separate shards to sharded_tensor.init_from_local_shards."
         ) from None
     return ShardTiling(tuple(boxes), bounds)
-
-
-def _bounding_box(boxes: Sequence[Box]) -> Box:
-    """The bounding box."""
-    start = tuple(map(min, zip(*(box.offsets for box in boxes), strict=True)))
-    stop = map(max, zip(*([a + n for a, n in zip(*box, strict=True)] for box in boxes), strict=True))
-    return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
 
 
 class LocalShardsWrapper(torch.Tensor):
@@ -134,12 +122,11 @@ class LocalShardsWrapper(torch.Tensor):
         given = local_offsets if offsets is None else offsets
         if given is None or (local_offsets is not None and offsets is not None):
             raise LayoutError(
-                f"LocalShardsWrapper: pass either local_offsets or offsets, which are the same. "
-                f"Fix: {'the offsets of each shard' if given is None else 'leave one out'}."
+                "LocalShardsWrapper: pass either local_offsets or offsets, which are the same. "
+                "Fix: the offsets of each shard, once."
             )
         shards = list(local_shards)
-        checked = _checked_offsets(shards, given)
-        tiling = tiling_of([Box(at, tuple(shard.shape)) for at, shard in zip(checked, shards, strict=True)])
+        tiling = tiling_of(_checked_boxes(shards, given))
         wrapper = tiling.wrap(_joined(shards, tiling))
         wrapper._given = shards
         return wrapper  # type: ignore[return-value]
@@ -148,18 +135,18 @@ class LocalShardsWrapper(torch.Tensor):
     def __torch_function__(cls, func: Op, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if DTensor in types:
             return NotImplemented
-        kwargs = kwargs or {}
-        special = _special(func)
-        if special is not None:
-            return special(*args, **kwargs)
-        if getattr(func, "__name__", "") in REFUSED:
+        kwargs, name, rule = kwargs or {}, getattr(func, "__name__", ""), rule_of(func)
+        if getattr(getattr(func, "__self__", None), "__name__", "") == "data":  # `Tensor.data`, which may be replaced
+            return _read_data(*args) if name == "__get__" else _write_data(*args)
+        if func in (torch.equal, Tensor.equal):
+            return _equal(*args, **kwargs)
+        if name in REFUSED:
             raise RuleError(_detaches(name_of(func)))
         with DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
-            if type(out) is not Tensor or not _keeps_indices(func):
-                return out
+            keeps_indices = name in IN_ORDER or (rule is not None and rule.rows in ELEMENTWISE)
             operands = torch.utils._pytree.tree_leaves((args, kwargs))
-            if any(out is x for x in operands):  # a plain tensor that was modified in place
+            if type(out) is not Tensor or not keeps_indices or any(out is x for x in operands):  # the last: in place
                 return out
             tilings = {x.tiling for x in operands if isinstance(x, LocalShardsWrapper)}
             if len(tilings) > 1 or out.shape != next(iter(tilings)).bounds.sizes:
@@ -223,7 +210,7 @@ class LocalShardsWrapper(torch.Tensor):
         return self.local_chunks
 
     def __get_tensor_shard__(self, index: object) -> Tensor:
-        return shard_at(index, self.tiling.boxes, self.local_shards())
+        return shard_at(index, [*zip(self.tiling.boxes, self.local_shards(), strict=True)])
 
     # ---- as a Python object -----------------------------------------------------------------------------------------
 
@@ -233,14 +220,12 @@ class LocalShardsWrapper(torch.Tensor):
             return f"LocalShardsWrapper(shape={tuple(self.shape)}" + "".join(f", {b}: {s}" for b, s in shards) + ")"
 
     def __deepcopy__(self, memo: dict[int, "LocalShardsWrapper"]) -> "LocalShardsWrapper":
-        if id(self) not in memo:
-            if not self.is_leaf:
-                raise RuntimeError("Only leaf tensors can be deep-copied. Fix: copy.deepcopy(x.detach()).")
-            copy = _rebuilt(self.detach().clone(), self.tiling, self.requires_grad, hasattr(self, "_is_param"))
-            if self.grad is not None and not isinstance(self, torch.nn.Parameter):  # as in torch
-                copy.grad = self.grad.clone()
-            memo[id(self)] = copy
-        return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError("Only leaf tensors can be deep-copied. Fix: copy.deepcopy(x.detach()).")
+        copy = _rebuilt(self.detach().clone(), self.tiling, self.requires_grad, hasattr(self, "_is_param"))
+        if self.grad is not None and not isinstance(self, torch.nn.Parameter):  # as in torch
+            copy.grad = self.grad.clone()
+        return copy
 
     def __reduce_ex__(self, proto: object) -> Any:
         with DisableTorchFunctionSubclass():
@@ -260,7 +245,7 @@ def _rebuilt(joined: Tensor, tiling: ShardTiling, requires_grad: bool, is_param:
     return wrapper  # type: ignore[return-value]
 
 
-def _checked_offsets(shards: Sequence[Any], offsets: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+def _checked_boxes(shards: Sequence[Any], offsets: Sequence[Sequence[int]]) -> list[Box]:
     what = "LocalShardsWrapper"
     for number, shard in enumerate(shards):
         if not isinstance(shard, Tensor) or isinstance(shard, DTensor | LocalShardsWrapper) or shard.is_sparse:
@@ -280,16 +265,14 @@ def _checked_offsets(shards: Sequence[Any], offsets: Sequence[Sequence[int]]) ->
         if len(set(found)) > 1:
             fix = "reshape them to the dims of the tensor" if field == "ndim" else "convert them with to()"
             raise LayoutError(f"{what}: the shards of a tensor have one {field}, got {', '.join(found)}. Fix: {fix}.")
-    checked = []
-    for number, (given, shard) in enumerate(zip(offsets, shards, strict=True)):
-        at = tuple(map(index, given))
-        if len(at) != shard.ndim or min(at, default=0) < 0:
+    boxes = [Box(tuple(map(index, at)), tuple(shard.shape)) for at, shard in zip(offsets, shards, strict=True)]
+    for number, (at, shape) in enumerate(boxes):
+        if len(at) != len(shape) or min(at, default=0) < 0:
             raise LayoutError(
-                f"{what}: shard {number} of shape {tuple(shard.shape)} needs {shard.ndim} offsets, none negative, "
+                f"{what}: shard {number} of shape {shape} needs {len(shape)} offsets, none negative, "
                 f"got {at}. Fix: where the shard begins in the global tensor, along each dim."
             )
-        checked.append(at)
-    return checked
+    return boxes
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -297,18 +280,15 @@ def _checked_offsets(shards: Sequence[Any], offsets: Sequence[Sequence[int]]) ->
 
 def _joined(shards: list[Tensor], tiling: ShardTiling) -> Tensor:
     """One tensor of all shards that shares its memory with them."""
-    if not shards:
-        return torch.empty(tiling.bounds.sizes)
-    if len(shards) == 1:
-        return shards[0]
-    view = _common_view(shards, tiling)
-    if view is not None:
-        return view
-    joined = shards[0].new_empty(tiling.bounds.sizes)
-    for slices, shard in zip(tiling.slices(), shards, strict=True):
-        if slices is not None:
+    if len(shards) < 2:
+        return shards[0] if shards else torch.empty(tiling.bounds.sizes)
+    pairs = [(shard, slices) for shard, slices in zip(shards, tiling.slices(), strict=True) if slices is not None]
+    joined = _common_view(pairs, tiling.bounds.sizes)
+    if joined is None:
+        joined = shards[0].new_empty(tiling.bounds.sizes)
+        for shard, slices in pairs:
             joined[slices] = shard
-    _point_to(shards, joined.detach(), tiling)
+        _point_to(shards, joined.detach(), tiling)
     return joined
 
 
@@ -319,32 +299,24 @@ def _point_to(shards: Sequence[Tensor], joined: Tensor, tiling: ShardTiling) -> 
             shard.data = joined[slices]
 
 
-def _common_view(shards: Sequence[Tensor], tiling: ShardTiling) -> Tensor | None:
+def _common_view(pairs: Sequence[tuple[Tensor, tuple[slice, ...]]], sizes: tuple[int, ...]) -> Tensor | None:
     """The view of their common storage that the shards tile as in the global tensor, if there is one."""
-    pairs = [(shard, slices) for shard, slices in zip(shards, tiling.slices(), strict=True) if slices is not None]
     if not pairs or any(shard.requires_grad or 0 in shard.stride() for shard, _ in pairs):
         return None
-    first, strides = pairs[0][0], pairs[0][0].stride()
-    offsets = {
-        shard.storage_offset() - sum(s.start * stride for s, stride in zip(slices, strides, strict=True))
-        for shard, slices in pairs
-    }
-    storages = {(shard.untyped_storage().data_ptr(), shard.untyped_storage()._cdata) for shard, _ in pairs}
-    if len(offsets) > 1 or len(storages) > 1 or any(shard.stride() != strides for shard, _ in pairs):
-        return None
-    offset = offsets.pop()
-    last = offset + sum((n - 1) * stride for n, stride in zip(tiling.bounds.sizes, strides, strict=True))
+    (first, slices), strides = pairs[0], pairs[0][0].stride()
+    offset = first.storage_offset() - sum(s.start * stride for s, stride in zip(slices, strides, strict=True))
+    last = offset + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
     if offset < 0 or (last + 1) * first.element_size() > first.untyped_storage().nbytes():
         return None
-    return first.as_strided(tiling.bounds.sizes, strides, offset)
+    view = first.as_strided(sizes, strides, offset)
+    return view if all(_place(shard) == _place(view[slices]) for shard, slices in pairs) else None
+
+
+def _place(x: Tensor) -> tuple[object, ...]:
+    return x.untyped_storage()._cdata, x.storage_offset(), x.stride()
 
 
 # ---- functions ------------------------------------------------------------------------------------------------------
-
-
-def _keeps_indices(func: Op) -> bool:
-    rule = rule_of(func)
-    return (rule is not None and rule.rows in ELEMENTWISE) or getattr(func, "__name__", "") in IN_ORDER
 
 
 def _detaches(name: str) -> str:
@@ -374,14 +346,8 @@ def _write_data(x: LocalShardsWrapper, value: Tensor) -> None:
     with DisableTorchFunctionSubclass():
         joined = _as_subclass(value.detach(), Tensor)
         x.data = joined
-        _point_to(x._given or (), joined, x.tiling) if x._given else None
-
-
-def _special(func: Op) -> Callable[..., Any] | None:
-    """What runs in place of `func`, if something does. `Tensor.data`, which may be replaced, is found by its name."""
-    if getattr(getattr(func, "__self__", None), "__name__", "") == "data":
-        return _read_data if func.__name__ == "__get__" else _write_data
-    return _equal if func in (torch.equal, Tensor.equal) else None
+    if x._given:
+        _point_to(x._given, joined, x.tiling)
 
 
 register_wrapper(

@@ -8,21 +8,24 @@ import torch
 from torch import Tensor
 
 from shardwise import _collectives as collectives
-from shardwise._layout import SEQUENCE, Layout, checked, checked_init, describe, split_by_boxes
+from shardwise._layout import SEQUENCE, checked, checked_init, describe, split_by_boxes
 from shardwise._tensor import factories
 from shardwise._tensor.arguments import check_dense
 from shardwise._tensor.conversion import to_local
 from shardwise._tensor.dtensor import DTensor, register_method, tag, to_layout
 from shardwise._tensor.transforms import check_untransformed
 from shardwise.errors import LayoutError, MismatchError, RuleError
-from shardwise.sharded_tensor.shards import (
+from shardwise.sharded_tensor.specs import (
     ShardedTensorMetadata,
+    ShardingSpec,
     ShardMetadata,
     TensorProperties,
+    extent,
     layout_of_shards,
+    reshard,
     shards_of,
+    spec_of,
 )
-from shardwise.sharded_tensor.specs import ShardingSpec, reshard, spec_of
 
 ShardedTensor = DTensor
 """Another name of `shardwise.DTensor`."""
@@ -66,8 +69,7 @@ describe(Sequence[LocalShard], SEQUENCE)
 
 def local_shards(x: DTensor) -> list[LocalShard]:
     """The shards that this rank holds, none or several; they share the memory of `x`, and its gradients."""
-    rank = collectives.rank()
-    mine = [shard for shard in metadata(x) if shard.placement is not None and shard.rank == rank]
+    mine = [shard for shard in metadata(x) if shard.placement is not None and shard.rank == collectives.rank()]
     views = split_by_boxes(to_local(x, None), [shard.box for shard in mine])
     return [LocalShard(view, shard) for view, shard in zip(views, mine, strict=True)]
 
@@ -81,10 +83,10 @@ def local_tensor(x: DTensor) -> Tensor:
     """
     if x._layout.partial_axes:
         raise LayoutError(f"local_tensor(): {x._layout} is Partial, it has no shards. Fix: reshard it by a spec first.")
-    count = len(x._layout.boxes(collectives.rank()))
-    if count != 1:
+    rank = collectives.rank()
+    if (count := len(x._layout.boxes(rank))) != 1:
         raise RuleError(
-            f"local_tensor() needs one shard per rank, and rank {collectives.rank()} has {count} of {x._layout}. "
+            f"local_tensor() needs one shard per rank, and rank {rank} has {count} of {x._layout}. "
             f"Fix: use local_shards()."
         )
     return x.to_local()
@@ -96,8 +98,7 @@ def metadata(x: DTensor) -> ShardedTensorMetadata:
     Raises:
         LayoutError: the tensor is Partial.
     """
-    properties = TensorProperties(x.dtype, torch.strided, x.requires_grad)
-    spec = _own_spec(x)
+    spec, properties = _own_spec(x), TensorProperties(x.dtype, torch.strided, x.requires_grad)
     if spec is not None:
         return spec.build_metadata(x.shape, properties)
     return ShardedTensorMetadata(shards_of(x._layout), x.shape, properties)
@@ -115,9 +116,8 @@ def sharding_spec(x: DTensor) -> ShardingSpec:
 def _own_spec(x: DTensor) -> ShardingSpec | None:
     """The spec that `x` was made by, unless `x` was redistributed since."""
     spec: ShardingSpec | None = x._spec
-    if spec is None or spec.layout(x.shape, tuple(sorted(x._layout.mesh.ranks))) != x._layout:
-        return None
-    return spec
+    made_here = spec is not None and spec.layout(x.shape, x._layout.mesh.sorted_ranks) == x._layout
+    return spec if made_here else None
 
 
 def gather(x: DTensor, *args: Any, **kwargs: Any) -> Tensor | None:
@@ -154,10 +154,10 @@ def gather_to(x: DTensor, dst: int = 0, out: Tensor | None = None, dtype: torch.
     layout = x._layout
     if dst not in layout.mesh.ranks:
         raise LayoutError(f"gather: rank {dst} holds nothing of {layout}. Fix: take one of {layout.mesh.ranks}.")
-    if out is not None:
-        check_dense(out, "gather(out=)")
     if isinstance(out, DTensor):
         raise LayoutError("gather: out is a plain tensor to fill, got a DTensor. Fix: torch.empty(x.shape).")
+    if out is not None:
+        check_dense(out, "gather(out=)")
     with torch.no_grad():
         gathered = to_layout(x.detach(), layout.gathered_on(dst)).to_local()
         if collectives.rank() != dst:
@@ -176,10 +176,7 @@ def gather_to(x: DTensor, dst: int = 0, out: Tensor | None = None, dtype: torch.
 
 @checked
 def init_from_local_shards(
-    local_shards: Sequence[LocalShard],
-    *global_size: object,
-    process_group: object = None,
-    init_rrefs: bool = False,
+    local_shards: Sequence[LocalShard], *global_size: object, process_group: object = None, init_rrefs: bool = False
 ) -> DTensor:
     """The tensor made of the shards that every rank passes, none or several.
 
@@ -196,81 +193,60 @@ def init_from_local_shards(
         LayoutError: the shards overlap or leave a gap. All of these are the same error on every rank.
     """
     _check_no_rrefs(init_rrefs, "init_from_local_shards")
-    for s in local_shards:
-        if isinstance(s, LocalShard):
-            check_untransformed(s.tensor, "init_from_local_shards")
-    ranks = collectives.group_ranks(process_group)
-    size = list(factories.shape_of(global_size))
-    facts: dict[str, Any] = {
-        "size": size,
-        "wrong_types": [type(s).__name__ for s in local_shards if not isinstance(s, LocalShard)],
-        "shards": [
-            {
-                "offsets": list(s.metadata.shard_offsets),
-                "sizes": list(s.metadata.shard_sizes),
-                "placement": str(s.metadata.placement or ""),
-                "device": s.tensor.device.type,
-                "dtype": str(s.tensor.dtype),
-                "requires_grad": s.tensor.requires_grad,
-            }
-            for s in local_shards
-            if isinstance(s, LocalShard)
-        ],
-    }
-    by_rank = dict(zip(sorted(ranks), collectives.gather_json(facts, tuple(sorted(ranks))), strict=True))
-    every = [(rank, shard) for rank in ranks for shard in by_rank[rank]["shards"]]
-    _check_consistent(by_rank, every)
-    shards = [ShardMetadata(s["offsets"], s["sizes"], s["placement"] or f"rank:{rank}") for rank, s in every]
-    if not shards:
-        raise LayoutError(
-            "init_from_local_shards: no rank passed any shard. Fix: pass them on the ranks that hold them."
-        )
-    extent = [max(s.shard_offsets[d] + s.shard_sizes[d] for s in shards) for d in range(len(shards[0].shard_sizes))]
-    layout = layout_of_shards(shards, tuple(size or extent), ranks)
-    dtype = getattr(torch, every[0][1]["dtype"].removeprefix("torch."))
-    result = tag(_joined(local_shards, layout, dtype), layout)
-    return result.requires_grad_(any(s["requires_grad"] for _, s in every))
+    mine = [s for s in local_shards if isinstance(s, LocalShard)]
+    for s in mine:
+        check_untransformed(s.tensor, "init_from_local_shards")
+    ranks, rank = collectives.group_ranks(process_group), collectives.rank()
+    members, size = tuple(sorted(ranks)), list(factories.shape_of(global_size))
+    passed = [
+        {"box": s.metadata.box, "placement": str(s.metadata.placement or ""), "device": s.tensor.device.type}
+        | {"dtype": str(s.tensor.dtype), "requires_grad": s.tensor.requires_grad}
+        for s in mine
+    ]
+    wrong_types = [type(s).__name__ for s in local_shards if not isinstance(s, LocalShard)]
+    answers: list[Any] = collectives.gather_json([passed, size, wrong_types], members)
+    by_rank = dict(zip(members, answers, strict=True))
+    every = [(holder, shard) for holder in ranks for shard in by_rank[holder][0]]
+    _check_consistent({holder: answer[1:] for holder, answer in by_rank.items()}, every)
+    if not every:
+        raise LayoutError("init_from_local_shards: no rank passed any shard. Fix: pass each on its rank.")
+    shards = [ShardMetadata(s["box"][0], s["box"][1], s["placement"] or f"rank:{holder}") for holder, s in every]
+    layout = layout_of_shards(shards, tuple(size) or extent(shards), ranks)
+    full = {s.metadata.box: s.tensor.detach() for s in mine if s.metadata.box.numel}
+    parts, shape = [full[box] for box in layout.boxes(rank) if box in full], layout.local_shape(rank)
+    if len(parts) == 1 and parts[0].shape == shape:
+        (local,) = parts
+    elif parts:
+        local = torch.cat([part.reshape(-1) for part in parts]).view(shape)
+    else:
+        dtype = getattr(torch, every[0][1]["dtype"].removeprefix("torch."))
+        local = torch.empty(shape, dtype=dtype, device=layout.mesh.device_type)
+    return tag(local, layout).requires_grad_(every[0][1]["requires_grad"])
 
 
-def _check_consistent(by_rank: dict[int, Any], every: list[tuple[int, Any]]) -> None:
+def _check_consistent(sizes_and_types: dict[int, Any], every: list[tuple[int, dict[str, Any]]]) -> None:
     wrong = []
     for field in ("dtype", "device", "requires_grad"):
         if len({s[field] for _, s in every}) > 1:
-            wrong += [
-                f"  rank {rank}: {field} {sorted({str(s[field]) for s in facts['shards']})}"
-                for rank, facts in by_rank.items()
-            ]
-    if len({str(facts["size"]) for facts in by_rank.values()}) > 1:
-        wrong += [f"  rank {rank}: global size {facts['size'] or 'not given'}" for rank, facts in by_rank.items()]
-    for rank, facts in by_rank.items():
-        wrong += [f"  rank {rank}: passes a {kind} instead of a LocalShard" for kind in facts["wrong_types"]]
+            wrong += [f"  rank {rank}: {field} {s[field]}" for rank, s in every]
+    if len({str(size) for size, _ in sizes_and_types.values()}) > 1:
+        wrong += [f"  rank {rank}: global size {size or 'not given'}" for rank, (size, _) in sizes_and_types.items()]
+    for rank, (_, types) in sizes_and_types.items():
+        wrong += [f"  rank {rank}: passes a {kind} instead of a LocalShard" for kind in types]
     for rank, s in every:
         where, _, device = s["placement"].partition("/")
         if where and where != f"rank:{rank}":
             wrong.append(f"  rank {rank}: passes a shard placed on {s['placement']}")
         elif where and s["device"] != device.partition(":")[0]:
             wrong.append(f"  rank {rank}: passes a shard placed on {s['placement']} that is on {s['device']}")
-        if len(s["sizes"]) != len(every[0][1]["sizes"]):
-            wrong.append(f"  rank {rank}: a shard of {len(s['sizes'])} dims, others have another number")
+        if (ndim := len(s["box"][0])) != len(every[0][1]["box"][0]):
+            wrong.append(f"  rank {rank}: a shard of {ndim} dims, others have another number")
     if wrong:
+        lines = "\n".join(dict.fromkeys(wrong))
         raise MismatchError(
-            "init_from_local_shards: the shards do not make one tensor:\n" + "\n".join(wrong) + "\n  Fix: pass shards "
-            "of one dtype and requires_grad, each on its rank and device, and the same global size everywhere."
+            f"init_from_local_shards: the shards do not make one tensor:\n{lines}\n  Fix: pass shards of one dtype "
+            f"and requires_grad, each on its rank and device, and the same global size everywhere."
         )
-
-
-def _joined(shards: Sequence[LocalShard], layout: Layout, dtype: torch.dtype) -> Tensor:
-    """The local tensor of `layout` that these shards make up."""
-    rank = collectives.rank()
-    shards = [s for s in shards if s.metadata.box.numel]
-    shape = layout.local_shape(rank)
-    if not shards:
-        return torch.empty(shape, dtype=dtype, device=layout.mesh.device_type)
-    if len(shards) == 1 and tuple(shards[0].tensor.shape) == shape:
-        return shards[0].tensor.detach()
-    boxes = list(layout.boxes(rank))
-    in_order = sorted(shards, key=lambda s: boxes.index(s.metadata.box))
-    return torch.cat([s.tensor.detach().reshape(-1) for s in in_order]).view(shape)
 
 
 # ---- factories ------------------------------------------------------------------------------------------------------
@@ -291,10 +267,8 @@ def _factory(make: Callable[..., DTensor]) -> Callable[..., DTensor]:
     ) -> DTensor:
         _check_no_rrefs(init_rrefs, make.__name__)
         if pin_memory or memory_format is not torch.contiguous_format:
-            raise LayoutError(
-                f"{make.__name__}: shards are contiguous and not pinned, got pin_memory={pin_memory} and "
-                f"memory_format={memory_format}. Fix: leave both out."
-            )
+            got = f"{pin_memory=}, {memory_format=}"
+            raise LayoutError(f"{make.__name__}: shards are contiguous and not pinned, got {got}. Fix: leave both out.")
         if make is factories.full and len(size) == 2 and not isinstance(size[0], int):  # full(spec, (4, 8), 3.0)
             size, kwargs = size[:1], {"fill_value": size[-1], **kwargs}
         shape = factories.shape_of((kwargs.pop("size"),) if "size" in kwargs else size)

@@ -98,32 +98,28 @@ def shard_parameter(
     sharded: Any = sharding_spec.shard(tensor.detach() if resharded else tensor, src_rank, process_group)
     sharded._spec = sharding_spec
     if param_name in module._parameters:
-        parameter: Any = as_parameter(sharded.detach(), found)
-        parameter._name = param_name
-        module.register_parameter(param_name, parameter)
+        sharded = as_parameter(sharded.detach(), found)
+        sharded._name = param_name
         note_replaced(found, param_name)
-    elif param_name in module._buffers:
-        module._buffers[param_name] = sharded.detach()
-    else:
-        setattr(module, param_name, sharded)
+    setattr(module, param_name, sharded)
 
 
 def _unfit(module: nn.Module, name: str, tensor: object) -> Exception | None:
     """Why an attribute of `module` cannot be sharded."""
-    what = f"{type(module).__name__}.{name}"
+    owner = type(module).__name__
     if not hasattr(module, name):
-        known = [known for known, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
+        known = [n for n, x in (*module._parameters.items(), *module._buffers.items()) if x is not None]
         return MissingError(
-            f"{type(module).__name__} has no attribute {name!r}.{did_you_mean(name, known)} "
+            f"{owner} has no attribute {name!r}.{did_you_mean(name, known)} "
             f"Fix: {'one of ' + ', '.join(known) if known else 'shard the submodule that has it'}."
         )
     if not isinstance(tensor, Tensor):
         return PlanError(
-            f"{what} is to be sharded, so it must be a Tensor, got {type(tensor).__name__}. "
+            f"{owner}.{name} is to be sharded, so it must be a Tensor, got {type(tensor).__name__}. "
             f"Fix: name a parameter or buffer."
         )
     if not isinstance(tensor, DTensor) and not tensor.is_contiguous():
-        return PlanError(f"{what} is not contiguous. Fix: assign {name}.contiguous() first.")
+        return PlanError(f"{owner}.{name} is not contiguous. Fix: assign {name}.contiguous() first.")
     return None
 
 
@@ -153,17 +149,22 @@ def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, proce
     tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     tensors |= dict(module.named_buffers(remove_duplicate=False))
     problems = list(_problems(plan, modules, tensors))
-    outputs = plan.output_plan or {}
-    entries: list[tuple[str, object]] = [(name, _describe(entry)) for name, entry in plan.plan.items()]
-    entries += [(f"the output of {name}", _describe(spec)) for name, spec in outputs.items()]
-    local = list(plan.return_local_tensor or ())
-    module_sharding.agree_on_plan(entries, {}, ranks, return_local_tensor=local, src_rank=src_rank, problems=problems)
+    outputs, local = plan.output_plan or {}, list(plan.return_local_tensor or ())
+    entries = [*plan.plan.items(), *((f"the output of {name}", spec) for name, spec in outputs.items())]
+    texts = [(name, describe_spec(x) if isinstance(x, ShardingSpec) else type(x).__qualname__) for name, x in entries]
+    module_sharding.agree_on_plan(texts, {}, ranks, return_local_tensor=local, src_rank=src_rank, problems=problems)
     module_sharding.refuse(problems)
     owners = module_sharding.owners_of(module, modules | tensors)
     for name, entry in plan.plan.items():
         (owner, attribute), *_ = owners[name]
         if isinstance(entry, Sharder):
-            module_sharding.assign(owners[name], _replacement(getattr(owner, attribute), name, entry))
+            sharded = entry.shard(getattr(owner, attribute))
+            if not isinstance(sharded, nn.Module):
+                raise PlanError(
+                    f"{type(entry).__name__}.shard must return the module that replaces {name!r}, "
+                    f"got {type(sharded).__name__}. Fix: return it, or the given module that was changed in place."
+                )
+            module_sharding.assign(owners[name], sharded)
         elif getattr(owner, attribute) is tensors[name]:  # else sharded under another of its names
             shard_parameter(owner, attribute, entry, src_rank, process_group)
             module_sharding.assign(owners[name], getattr(owner, attribute))
@@ -174,48 +175,30 @@ def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, proce
     return module
 
 
-def _describe(entry: object) -> str:
-    return describe_spec(entry) if isinstance(entry, ShardingSpec) else type(entry).__qualname__
-
-
-def _replacement(module: nn.Module, name: str, sharder: Sharder) -> nn.Module:
-    sharded = sharder.shard(module)
-    if not isinstance(sharded, nn.Module):
-        raise PlanError(
-            f"{type(sharder).__name__}.shard must return the module that replaces {name!r}, "
-            f"got {type(sharded).__name__}. Fix: return it, or the given module that was changed in place."
-        )
-    return sharded
-
-
 def _problems(plan: ShardingPlan, modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> Iterator[str]:
     """Everything in the plan that cannot be done."""
-    replaced = {
-        name: set(modules[name].modules())
-        for name, entry in plan.plan.items()
-        if isinstance(entry, Sharder) and name in modules
-    }
+    sharders = [name for name, entry in plan.plan.items() if isinstance(entry, Sharder)]
+    inside = {name: set(modules[name].modules()) for name in sharders if name in modules}
     for name, entry in plan.plan.items():
+        what = "Sharder" if name in sharders else "spec"
         if not isinstance(entry, Sharder | ShardingSpec):
             yield (
                 f"{name!r} needs a ShardingSpec or a Sharder, got {type(entry).__name__}. "
                 f"Fix: such as ChunkShardingSpec(0, ['rank:0/cpu', 'rank:1/cpu'])."
             )
-            continue
-        is_module = isinstance(entry, Sharder)
-        if is_module and not name:
+        elif what == "Sharder" and name not in modules:
+            yield module_sharding.unknown_name(name, modules, "module")
+        elif what == "spec" and name not in tensors:
+            yield module_sharding.unknown_name(name, tensors, "parameter or buffer")
+        elif what == "Sharder" and not name:
             yield "'' has a Sharder, but it has no parent to be replaced in. Fix: call shard() on it."
-        if name not in (modules if is_module else tensors):
-            kind = "module" if is_module else "parameter or buffer"
-            yield module_sharding.unknown_name(name, modules if is_module else tensors, kind)
-            continue
-        own = modules[name if is_module else name.rpartition(".")[0]]
-        yield from (
-            f"{name!r} has a {'Sharder' if is_module else 'spec'}, but it belongs to {path!r}, which a Sharder "
-            f"replaces. Fix: one of the two."
-            for path, inside in replaced.items()
-            if path != name and own in inside
-        )
+        else:
+            own = modules[name if what == "Sharder" else name.rpartition(".")[0]]
+            yield from (
+                f"{name!r} has a {what}, but it belongs to {path!r}, which a Sharder replaces. Fix: one of the two."
+                for path, replaced in inside.items()
+                if path != name and own in replaced
+            )
     specs = {name: entry for name, entry in plan.plan.items() if isinstance(entry, ShardingSpec)}
     yield from module_sharding.conflicting_ties(tensors, specs)
     outputs = plan.output_plan or {}
@@ -252,10 +235,8 @@ def collect_local_shard(module: nn.Module) -> nn.Module:
 
 def _collected(x: DTensor) -> Tensor:
     local, layout = local_tensor(x), x._layout
-    shards = [(axis, p.dim) for axis, p in enumerate(layout.placements) if isinstance(p, Shard)]
-    if len(shards) == 1:
-        ((axis, dim),) = shards
-        if layout.shape[dim] == layout.mesh.shape[axis] and local.shape[dim] == 1:
+    match [(axis, p) for axis, p in enumerate(layout.placements) if isinstance(p, Shard)]:
+        case [(axis, Shard(dim=dim, sizes=None))] if layout.shape[dim] == layout.mesh.shape[axis]:
             return local.squeeze(dim)
     return local
 

@@ -81,8 +81,7 @@ def simulate(
         one, layouts, redistributions = _run(build, mesh, left[0], costs, assumed)
         equal = _equal_ranks(layouts, redistributions, mesh, left, costs)
         classes.append(replace(one, ranks=equal))
-        known = set(equal)
-        left = [rank for rank in left if rank not in known]
+        left = sorted({*left}.difference(equal))
     return Simulation(mesh, tuple(classes), costs, tuple(assumed))
 
 
@@ -102,10 +101,8 @@ def _run(
         ):  # fmt: skip
             step = build(mesh)
             if not callable(step):
-                raise ArgumentError(
-                    f"simulate: the function must return a function of one step, got {type(step).__name__}. "
-                    f"Fix: return it."
-                )
+                what = f"a function of one step, got {type(step).__name__}"
+                raise ArgumentError(f"simulate: the function must return {what}. Fix: return it.")
             step()
             recorded.clear()
             gc.collect()  # else what is in reference cycles of the first step is counted
@@ -115,24 +112,21 @@ def _run(
         layouts = list(here.owner._layouts.values())
     finally:
         torch.set_rng_state(state)
-    assumed |= {f"{where}: a condition on values that are not there is False": None for where in memory.conditions}
-    assumed |= {
-        f"{where}: rank() is the lowest of each class, whose other ranks do the same": None for where in here.rank_reads
-    }
+    assumptions = [(where, "a condition on values that are not there is False") for where in memory.conditions]
+    assumptions += [
+        (where, "rank() is the lowest of each class, whose other ranks do the same") for where in here.rank_reads
+    ]
+    assumed |= {f"{where}: {what}": None for where, what in assumptions}
     found = RankClass((rank,), roles.at_peak(start), tuple(recorded.collectives))
     return found, layouts, list(recorded.redistributions)
 
 
 def _equal_ranks(
-    layouts: Sequence[Layout],
-    redistributions: Sequence[tuple[Layout, Layout]],
-    mesh: Mesh,
-    ranks: Sequence[int],
-    costs: Costs,
+    layouts: Sequence[Layout], moves: Sequence[tuple[Layout, Layout]], mesh: Mesh, ranks: Sequence[int], costs: Costs
 ) -> Ranks:
     """The ranks that hold tensors of the same shapes as the first one, and send as much in each redistribution."""
     uneven = [x for x in layouts if not x.is_even]
-    plans = [planned(src, dst, costs) for src, dst in redistributions if not _is_even(src, dst)]
+    plans = [planned(src, dst, costs) for src, dst in moves if not _is_even(src, dst)]
 
     def traits(rank: int) -> Iterator[object]:
         for x in uneven:
@@ -156,11 +150,9 @@ def _counterpart(part: Mesh, mesh: Mesh, rank: int) -> int:
     """The rank that has in `part`, a mesh of some axes of `mesh`, the place that `rank` has in its own such mesh."""
     if len(part.ranks) == len(mesh.ranks):
         return rank
-    places = [mesh.coordinate(member) or () for member in part.ranks]
+    axes = zip(*(mesh.coordinate(member) or () for member in part.ranks), strict=True)
     own = mesh.coordinate(rank) or ()
-    counterpart = mesh.rank_at(
-        [at if len(set(axis)) > 1 else axis[0] for axis, at in zip(zip(*places, strict=True), own, strict=True)]
-    )
+    counterpart = mesh.rank_at([at if len(set(axis)) > 1 else axis[0] for axis, at in zip(axes, own, strict=True)])
     return counterpart if counterpart in part.ranks else rank
 
 

@@ -2,8 +2,7 @@
 
     with Memory(allocate=False) as memory:
         x = torch.zeros(1 << 20, 1 << 20)   # 4 TiB, of which nothing is allocated
-        y = x @ x                            # has a shape, no values
-    memory.log                               # [(0, 1 << 42), (1, 1 << 42)]
+    memory.log                               # [(0, 1 << 42)]
 
 A tensor without values is an ordinary tensor on the CPU, so everything that depends on devices, dtypes and shapes is
 as in a run. Its storage is address space that is never touched: ops that would read or write it run on the meta device.
@@ -55,40 +54,28 @@ ROLES = (PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS, REDISTRIBUTION, ACTIVATIONS)
 
 @dataclass(slots=True)
 class Block:
-    """One storage.
+    """One storage."""
 
-    Attributes:
-        number: in order of creation.
-        size: in bytes, now.
-        has_values: False if its memory is not allocated, or depends on memory that is not.
-    """
-
-    number: int
-    size: int
-    has_values: bool
+    number: int  # in order of creation
+    size: int  # in bytes, now
+    has_values: bool  # False if its memory is not allocated, or depends on memory that is not
     storage: "ref[torch.UntypedStorage]"
 
 
 class Memory(TorchDispatchMode):
     """While it is entered, all storages that the ops of this thread make or use, and what was allocated and freed.
 
-    Args:
-        allocate: whether ops run. If not, tensors of floating dtype with dims have no values, nor have large ones of
-            other dtypes, nor what is computed from such tensors.
-
-    Attributes:
-        log: (block, bytes) in order; what was freed is negative.
-        redistributed: the blocks of redistributions and other exchanges.
-        conditions: where conditions on values that are not there were taken as False.
+    Unless it may `allocate`, tensors of floating dtype with dims have no values, nor have large ones of other dtypes,
+    nor what is computed from such tensors.
     """
 
     def __init__(self, allocate: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.allocate = allocate
         self.blocks: dict[int, Block] = {}  # by storage
-        self.log: list[tuple[int, int]] = []
-        self.redistributed: set[int] = set()
-        self.conditions: dict[StackFrame, None] = {}
+        self.log: list[tuple[int, int]] = []  # (block, bytes) in order; what was freed is negative
+        self.redistributed: set[int] = set()  # the blocks of redistributions and other exchanges
+        self.conditions: dict[StackFrame, None] = {}  # where conditions on values that are not there were False
         self._count = 0
         self._results: dict[object, object] = {}
         self._patches = ExitStack()
@@ -178,15 +165,13 @@ class Memory(TorchDispatchMode):
 
         One that is large, such as a mask of queries and keys, has no values.
         """
-        if reads_nothing:
-            device = kwargs.get("device") or next(iter([x.device for x in _tensors(args)]), "cpu")
-            if torch.device(device).type == "meta":
-                return func(*args, **kwargs)
-        found = self._results_of(func, args, kwargs)
-        if isinstance(found, Tensor):
-            without = reads_nothing and found.ndim and (found.is_floating_point() or found.is_complex())
-            if without or found.numel() > LARGE:
-                return self._new(found)
+        device = kwargs.get("device") or next(iter([x.device for x in _tensors(args)]), "cpu")
+        if not reads_nothing or torch.device(device).type != "meta":
+            found = self._results_of(func, args, kwargs)
+            if isinstance(found, Tensor):
+                without = reads_nothing and found.ndim and (found.is_floating_point() or found.is_complex())
+                if without or found.numel() > LARGE:
+                    return self._new(found)
         return func(*args, **kwargs)
 
     def _without_values(self, func: OpOverload, traits: "Traits", args: Args, kwargs: Kwargs) -> object:
@@ -197,11 +182,8 @@ class Memory(TorchDispatchMode):
                 return False
             raise no_values("a number is read")
         if traits.written:
-            written = [
-                args[at] if at < len(args) else kwargs[name]
-                for at, name in traits.written
-                if at < len(args) or name in kwargs
-            ]
+            named = dict(enumerate(args)) | kwargs
+            written = [named[key] for pair in traits.written for key in pair if key in named]
             for x in _tensors(written):
                 block = self.block_of(x)
                 if block is not None:
@@ -249,7 +231,7 @@ class Roles:
     def watching(self) -> Iterator[None]:
         """Note the modules and optimizers that run inside, and the gradients that optimizers see."""
         hooks = [
-            register_module_forward_pre_hook(self._called),
+            register_module_forward_pre_hook(lambda module, _: self._modules.update({id(module): module})),
             register_optimizer_step_pre_hook(self._gradients),
             register_optimizer_step_post_hook(self._gradients),
         ]
@@ -259,12 +241,9 @@ class Roles:
             for hook in hooks:
                 hook.remove()
 
-    def _called(self, module: nn.Module, _: object) -> None:
-        self._modules[id(module)] = module
-
     def _gradients(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._optimizers[id(optimizer)] = optimizer
-        self._note_gradients(p for group in optimizer.param_groups for p in group["params"])
+        self._note_gradients(_parameters_of(optimizer))
 
     def _note_gradients(self, parameters: Iterable[Tensor]) -> None:
         with DisableTorchFunctionSubclass():
@@ -285,7 +264,7 @@ class Roles:
         self._note(PARAMETERS, parameters)
         self._note(BUFFERS, [x for module in modules for x in module._buffers.values()])
         for optimizer in self._optimizers.values():
-            self._note(PARAMETERS, [p for group in optimizer.param_groups for p in group["params"]])
+            self._note(PARAMETERS, _parameters_of(optimizer))
         self._note_gradients(parameters)
         for optimizer in self._optimizers.values():
             self._note(OPTIMIZER, pytree.tree_leaves(list(optimizer.state.values())))
@@ -302,6 +281,10 @@ class Roles:
             if count >= first and total > most:
                 found, most = dict(now), total
         return found
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 @cache
@@ -331,34 +314,27 @@ _FACTORIES = {
 
 
 class Traits(NamedTuple):
-    """What the schema of an op says.
-
-    Attributes:
-        written: positions and names of the arguments that it changes.
-        returns_written: whether it returns those, or nothing.
-    """
+    """What the schema of an op says."""
 
     is_view: bool
     takes_device: bool
     may_broadcast: bool
-    written: tuple[tuple[int, str], ...]
-    returns_written: bool
+    written: tuple[tuple[int, str], ...]  # positions and names of the arguments that it changes
+    returns_written: bool  # those, or nothing
     num_returns: int
 
 
 @cache
 def _traits(func: OpOverload) -> Traits:
     schema = func._schema
-    written = tuple(
-        (i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
-    )
+    written = tuple((i, x.name) for i, x in enumerate(schema.arguments) if x.alias_info and x.alias_info.is_write)
     return Traits(
-        func.is_view or func is aten._unsafe_view.default,  # whose result has the memory of its operand, too
-        any(a.name == "device" for a in schema.arguments),
-        torch.Tag.pointwise in func.tags and not written,
-        written,
-        all(r.alias_info is not None and r.alias_info.is_write for r in schema.returns),
-        len(schema.returns),
+        is_view=func.is_view or func is aten._unsafe_view.default,  # whose result has the memory of its operand, too
+        takes_device=any(x.name == "device" for x in schema.arguments),
+        may_broadcast=torch.Tag.pointwise in func.tags and not written,
+        written=written,
+        returns_written=all(x.alias_info is not None and x.alias_info.is_write for x in schema.returns),
+        num_returns=len(schema.returns),
     )
 
 

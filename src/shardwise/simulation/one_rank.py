@@ -82,12 +82,8 @@ def _start_all_gather(x: Tensor, counts: Sequence[int], empty: Allocate) -> Wait
     received = _from_all(padded, [width] * len(counts), empty)
     if min(counts) == width:
         return _finished(received, padded)
-
-    def finish() -> Tensor:
-        parts = [part[:count] for part, count in zip(received.split(width), counts, strict=True)]
-        return torch.cat(parts, out=empty(sum(counts)))
-
-    return finish
+    parts = [part[:count] for part, count in zip(received.split(width), counts, strict=True)]
+    return lambda: torch.cat(parts, out=empty(sum(counts)))
 
 
 def _finished(received: Tensor, sent: Tensor) -> Wait:

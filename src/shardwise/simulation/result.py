@@ -23,23 +23,14 @@ _NUMBER = re.compile(r"(?<=\.)\d+\b|(?<=unit )\d+")
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a rank.
+    """One collective of a rank."""
 
-    Attributes:
-        kind: such as "all_gather".
-        ranks: those that take part.
-        cause: what it is for.
-        sent_bytes: what this rank sends, as `count_comms` counts it.
-        received_bytes: what this rank receives of other ranks.
-        backward: whether backward called it.
-    """
-
-    kind: str
-    ranks: Ranks
-    cause: str
-    sent_bytes: int
-    received_bytes: int = 0
-    backward: bool = False
+    kind: str  # such as "all_gather"
+    ranks: Ranks  # that take part
+    cause: str  # what it is for
+    sent_bytes: int  # by this rank, as `count_comms` counts it
+    received_bytes: int = 0  # of other ranks
+    backward: bool = False  # whether backward called it
 
     @property
     def cause_of_layers(self) -> str:
@@ -60,15 +51,12 @@ class Recorded(Listener):
 
     def collective(self, kind: str, sent_bytes: int, event: CommEvent | None) -> None:
         """Called just before the transport, which calls `received`."""
-        cause = event.cause if event is not None else None
-        purpose = comm_trace.current.rank.purpose
-        if cause is None and purpose is not None:
-            cause = purpose.cause
-        for known in (event, purpose):
-            if known is not None and known.src is not None and known.dst is not None:
-                self.redistributions[known.src.unowned, known.dst.unowned] = None
-        text = "an exchange of the library's own" if cause is None else str(cause)
-        backward = cause is not None and cause.backward
+        known = [x for x in (event, comm_trace.current.rank.purpose) if x is not None]
+        for x in known:
+            if x.src is not None and x.dst is not None:
+                self.redistributions[x.src.unowned, x.dst.unowned] = None
+        text = str(known[0].cause) if known else "an exchange of the library's own"
+        backward = bool(known) and known[0].cause.backward
         self.collectives.append(Collective(kind, (), text, sent_bytes, backward=backward))
 
     def received(self, ranks: Ranks, num_bytes: int) -> None:
@@ -79,17 +67,11 @@ class Recorded(Listener):
 
 @dataclass(frozen=True)
 class RankClass:
-    """Ranks that hold shards of the same shapes.
+    """Ranks that hold shards of the same shapes."""
 
-    Attributes:
-        ranks: ascending. The first one was simulated.
-        memory: bytes at the peak of a step, by what they are for.
-        collectives: of one step, in order, as the first rank makes them.
-    """
-
-    ranks: Ranks
-    memory: Mapping[str, int]
-    collectives: tuple[Collective, ...]
+    ranks: Ranks  # ascending; the first one was simulated
+    memory: Mapping[str, int]  # bytes at the peak of a step, by what they are for
+    collectives: tuple[Collective, ...]  # of one step, in order, as the first rank makes them
 
     @property
     def peak_bytes(self) -> int:
@@ -155,12 +137,7 @@ class Simulation(Report):
                 sums[key] = tuple(map(add, sums[key], figures))
         total = sums.pop((), (0, 0, 0.0))
         hidden = len(sums) - SHOWN_CAUSES
-        dearest = sorted(sums.items(), key=lambda item: -item[1][2])[:SHOWN_CAUSES]
-        rows = [
-            (*words, f"{count:,.0f}", bytes_text(sent), bytes_text(cost))
-            for words, (count, sent, cost) in [
-                *dearest,
-                ((f"all, also {hidden} more" if hidden > 0 else "all", "", ""), total),
-            ]
-        ]
+        lines = sorted(sums.items(), key=lambda item: -item[1][2])[:SHOWN_CAUSES]
+        lines.append(((f"all, also {hidden} more" if hidden > 0 else "all", "", ""), total))
+        rows = [(*words, f"{n:,.0f}", bytes_text(sent), bytes_text(cost)) for words, (n, sent, cost) in lines]
         return table_text([("axes", "collective", "cause", "calls", "sent", "modelled cost"), *rows], "lllrrr", width)

@@ -31,24 +31,13 @@ TENSOR_AXIS = "tp"  # shards the model; every other axis of the mesh shards the 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of a shape.
+    """Of a shape."""
 
-    Attributes:
-        layers: None is as many as the model has.
-        batch_size: examples of each shard of the batch.
-        context: tokens of an example.
-        sequence_parallel: shard the activations between layers along the sequence dim.
-        fully_shard: shard parameters and the states of the optimizer over the axes of the batch.
-
-    Raises:
-        ConfigError: a number that is not positive.
-    """
-
-    layers: int | None = None
-    batch_size: int = 1
-    context: int = 4096
-    sequence_parallel: bool = False
-    fully_shard: bool = False
+    layers: int | None = None  # as many as the model has
+    batch_size: int = 1  # examples of each shard of the batch
+    context: int = 4096  # tokens of an example
+    sequence_parallel: bool = False  # shard the activations between layers along the sequence dim
+    fully_shard: bool = False  # shard parameters and the states of the optimizer over the axes of the batch
 
     def __post_init__(self) -> None:
         for name in ("layers", "batch_size", "context"):
@@ -114,10 +103,7 @@ def transformer(args: ModelArgs, options: Options, mesh: Mesh) -> Step:
 
 
 def _shard(model: Transformer, mesh: Mesh, options: Options) -> None:
-    """Shard `model` in place: tensor-parallel on the axis tp if there is one, replicated on all other axes.
-
-    With `fully_shard` each layer is a unit on the other axes.
-    """
+    """Shard `model` in place on the axis tp if there is one; with `fully_shard` each layer is a unit on other axes."""
     if TENSOR_AXIS in (mesh.names or ()):
         Transformer.parallelize(model, mesh, options.sequence_parallel, gather_output=False, src_data_rank=None)
     else:
@@ -202,14 +188,10 @@ MIXTRAL_8X7B = ModelArgs(
 
 
 class Shape(NamedTuple):
-    """A step by its name.
-
-    Attributes:
-        options: those that change it.
-    """
+    """A step by its name."""
 
     build: Callable[[Options, Mesh], Step]
-    options: tuple[str, ...]
+    options: tuple[str, ...]  # that change it
 
 
 _OF_EXPERTS = ("layers", "batch_size", "context", "fully_shard")

@@ -22,16 +22,9 @@ if TYPE_CHECKING:
     from shardwise.testing.rule_checks import check_rows
 
 # What needs torch is imported when it is used: pytest imports the plugin beside this in every run.
-_HOMES = {
-    "shardwise._models": ("MLPModule", "MLPStacked", "ModelArgs", "RMSNormPython", "Transformer"),
-    "shardwise.testing.cases": (
-        "DEVICE_COUNT", "DEVICE_TYPE", "DTensorOpTestBase", "DTensorTestBase", "NUM_DEVICES", "PG_BACKEND",
-        "skip_unless_torch_gpu", "with_comms",
-    ),
-    "shardwise.testing.converter": ("DTensorConverter",),
-    "shardwise.testing.rule_checks": ("check_rows",),
-}  # fmt: skip
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_HOMES = (
+    "shardwise._models", "shardwise.testing.cases", "shardwise.testing.converter", "shardwise.testing.rule_checks"
+)  # fmt: skip
 
 __all__ = [
     "DEVICE_COUNT", "DEVICE_TYPE", "NUM_DEVICES", "PG_BACKEND", "DTensorConverter", "DTensorOpTestBase",
@@ -41,7 +34,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOME_OF.get(name)
-    if home is None:
-        raise AttributeError(f"module 'shardwise.testing' has no attribute {name!r}")
-    return getattr(import_module(home), name)
+    for home in _HOMES if name in __all__ else ():
+        if hasattr(module := import_module(home), name):
+            return getattr(module, name)
+    raise AttributeError(f"module 'shardwise.testing' has no attribute {name!r}")

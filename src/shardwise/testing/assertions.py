@@ -54,7 +54,7 @@ class TensorAssertions(unittest.TestCase):
         if not any(isinstance(x, Tensor) for x in pytree.tree_leaves((first, second))):
             super().assertEqual(first, second, msg)  # noqa: PT009 - what it is built on
             return
-        first, second = _full(first), _full(second)
+        first, second = pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), (first, second))
         # If one is a tensor, a number or list in the other is converted to its dtype and device.
         if isinstance(first, Tensor) and isinstance(second, Number | list | tuple):
             second = torch.as_tensor(second, dtype=first.dtype, device=first.device)
@@ -66,10 +66,6 @@ class TensorAssertions(unittest.TestCase):
         )  # fmt: skip
 
 
-def _full(tree: object) -> object:
-    return pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), tree)
-
-
 def note_values(error: BaseException) -> None:
     """Add a note to a bare AssertionError: the names in the assert that failed, and their values."""
     frames = list(traceback.walk_tb(error.__traceback__))
@@ -77,22 +73,14 @@ def note_values(error: BaseException) -> None:
         return
     frame, line = frames[-1]
     known = {**frame.f_globals, **frame.f_locals}
-    tests = _tests_at(frame.f_code.co_filename, line)
-    values = {text: value for test in tests for text, value in _values_in(test, known)}
-    if values:
+    with suppress(SyntaxError):
+        nodes = ast.walk(ast.parse("".join(linecache.getlines(frame.f_code.co_filename))))
+        tests = [n.test for n in nodes if isinstance(n, ast.Assert) and n.lineno <= line <= (n.end_lineno or n.lineno)]
         # On one line each. The text of a DTensor is that of its local tensor, which needs no other rank.
-        shown = [f"  {text} = {shorten(repr(value), _LONGEST)}" for text, value in values.items()]
-        error.add_note("\n".join(["the values there:", *shown]))
-
-
-def _tests_at(file: str, line: int) -> list[ast.expr]:
-    """The conditions of the assert statements that span a line."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return []
-    asserts = [n for n in ast.walk(tree) if isinstance(n, ast.Assert)]
-    return [n.test for n in asserts if n.lineno <= line <= (n.end_lineno or n.lineno)]
+        values = dict(found for test in tests for found in _values_in(test, known))
+        lines = [f"  {text} = {shorten(repr(value), _LONGEST)}" for text, value in values.items()]
+        if lines:
+            error.add_note("\n".join(["the values there:", *lines]))
 
 
 def _values_in(node: ast.AST, known: Mapping[str, object]) -> Iterator[tuple[str, object]]:
@@ -109,11 +97,8 @@ def _looked_up(node: ast.AST, known: Mapping[str, object]) -> object:
     """Attributes of tensors are not read: reading a gradient communicates."""
     if isinstance(node, ast.Name):
         return known.get(node.id)
-    if not isinstance(node, ast.Attribute):
-        return None
-    owner = _looked_up(node.value, known)
-    if owner is None or isinstance(owner, Tensor):
-        return None
+    owner = _looked_up(node.value, known) if isinstance(node, ast.Attribute) else None
     with suppress(Exception):  # whatever a property may raise
-        return getattr(owner, node.attr)
+        if isinstance(node, ast.Attribute) and owner is not None and not isinstance(owner, Tensor):
+            return getattr(owner, node.attr)
     return None

@@ -51,20 +51,13 @@ def skip_unless_torch_gpu(method: F) -> F:
 
 @dataclass(frozen=True)
 class _TestRun:
-    """A test as each rank runs it; pickled for real ranks.
-
-    Attributes:
-        test_class: of the test.
-        attributes: those that setUp made, pickled.
-        unpicklable: why others of them cannot be pickled, by name.
-        fingerprinted: whether ranks compare their collectives before they make them, as simulated ranks always do.
-    """
+    """A test as each rank runs it; pickled for real ranks."""
 
     test_class: Reference | type["RankedTestCase"]
     method: str
-    attributes: bytes
-    unpicklable: Mapping[str, str]
-    fingerprinted: bool
+    attributes: bytes  # those that setUp made, pickled
+    unpicklable: Mapping[str, str]  # why others of them cannot be pickled, by name
+    fingerprinted: bool  # ranks compare their collectives before they make them, as simulated ranks always do
 
     def on_this_rank(self) -> tuple[str | None, int]:
         """Run the test; why it was skipped, if it was, and the size of the world it left behind."""
@@ -81,36 +74,31 @@ class _TestRun:
         except unittest.SkipTest as skip:
             skipped = str(skip)
         finally:
-            _tear_down(case, sys.exception())
+            failure = sys.exception()  # counts for more than what the cleanup raises after that
+            cleanups: list[tuple[Callable[..., object], Args, Kwargs]] = vars(case)["_cleanups"]
+            try:
+                case.perThreadTearDown()
+                while cleanups:
+                    function, args, kwargs = cleanups.pop()
+                    function(*args, **kwargs)
+            except Exception as error:
+                if failure is None:
+                    raise
+                failure.add_note(f"the cleanup after it raised {summary(error)}")
         return skipped, world_size()
-
-
-def _tear_down(case: "RankedTestCase", failure: BaseException | None) -> None:
-    """Clean up on a rank. What a test raised counts for more than what its cleanup raises after that."""
-    cleanups: list[tuple[Callable[..., object], Args, Kwargs]] = vars(case)["_cleanups"]
-    try:
-        case.perThreadTearDown()
-        while cleanups:
-            function, args, kwargs = cleanups.pop()
-            function(*args, **kwargs)
-    except Exception as error:
-        if failure is None:
-            raise
-        failure.add_note(f"the cleanup after it raised {summary(error)}")
 
 
 def _skip_if_skipped(reasons: Sequence[str | None]) -> None:
     """Skip the test if all ranks did; an error if only some of them did."""
-    skipped = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
-    if not skipped:
-        return
-    ran = [str(rank) for rank in range(len(reasons)) if rank not in skipped]
-    if ran:
+    skipped = [str(rank) for rank, reason in enumerate(reasons) if reason is not None]
+    ran = [str(rank) for rank, reason in enumerate(reasons) if reason is None]
+    if skipped and ran:
         raise AssertionError(
-            f"Ranks {', '.join(map(str, skipped))} skipped this test ({min(skipped.items())[1]}), but "
+            f"Ranks {', '.join(skipped)} skipped this test ({reasons[int(skipped[0])]}), but "
             f"ranks {', '.join(ran)} ran it. Fix: skip on all ranks, or on none."
         )
-    raise unittest.SkipTest(skipped[0])
+    if skipped:
+        raise unittest.SkipTest(reasons[0] or "")
 
 
 class RankedTestCase(TensorAssertions):
@@ -134,16 +122,16 @@ class RankedTestCase(TensorAssertions):
         self.rank = self.MAIN_PROCESS_RANK
         test = getattr(self, name, None)
         if test is not None:
-            setattr(self, name, self._test_on_ranks(test))
+
+            @functools.wraps(test)
+            def start(self: RankedTestCase) -> None:
+                __tracebackhide__ = True
+                self._run_on_ranks(test)
+
+            setattr(
+                self, name, MethodType(start, self)
+            )  # a bare function would be a static method to unittest's loader
         self._initial_attributes = frozenset({*vars(self), "_initial_attributes"})
-
-    def _test_on_ranks(self, test: Callable[[], object]) -> MethodType:
-        @functools.wraps(test)
-        def start(self: RankedTestCase) -> None:
-            __tracebackhide__ = True
-            self._run_on_ranks(test)
-
-        return MethodType(start, self)  # a bare function would be a static method to unittest's loader
 
     def _run_on_ranks(self, test: Callable[[], object]) -> None:
         raise NotImplementedError("Derive tests from DTensorTestBase or DTensorOpTestBase.")
@@ -185,11 +173,7 @@ class RankedTestCase(TensorAssertions):
         return init_device_mesh(self.device_type, (self.world_size,))
 
     def run_subtests(
-        self,
-        subtest_config: Mapping[str, Sequence[Any]],
-        test_fn: Callable[..., object],
-        *args: object,
-        **kwargs: object,
+        self, subtest_config: Mapping[str, Sequence[Any]], test_fn: Callable[..., object], *args: Any, **kwargs: Any
     ) -> None:
         """Call `test_fn(*args, **kwargs, name=value, …)` for every combination of values, ranks side by side.
 
@@ -221,14 +205,6 @@ class RankedTestCase(TensorAssertions):
                 raise
 
 
-def _show_test(error: BaseException, test: Callable[[], object]) -> None:
-    """Let the report of an error that has no line of the user's code show the test."""
-    frames = ((frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__))
-    if not any(StackFrame(code.co_filename, line, code.co_name).is_user_code for code, line in frames):
-        code = inspect.unwrap(test).__code__
-        point_at(error, StackFrame(code.co_filename, code.co_firstlineno, code.co_name), code.co_firstlineno)
-
-
 class DTensorOpTestBase(RankedTestCase):
     """Tests on simulated ranks: threads of this process that take turns, ready in milliseconds.
 
@@ -245,8 +221,8 @@ class DTensorOpTestBase(RankedTestCase):
 class DTensorTestBase(RankedTestCase):
     """Tests on real processes, which are started once for each size of the world and kept from test to test.
 
-    A test class must be found by its name in its module. They are in a
-    world of `torch.distributed` from the start; `init_pg` only makes sure of it, and `destroy_pg` waits for all ranks.
+    A test class must be found by its name in its module. The processes are in a world of `torch.distributed` from the
+    start; `init_pg` only makes sure of it, and `destroy_pg` waits for all ranks.
     """
 
     @property
@@ -262,13 +238,15 @@ class DTensorTestBase(RankedTestCase):
     def _run_on_ranks(self, test: Callable[[], object]) -> None:
         __tracebackhide__ = True
         backend = self._backend = self._checked(getattr(test, "_backend", None))
-        run, size = self._test_run(refer(type(self))), self.world_size
+        size, name, args = self.world_size, self.id(), [self._test_run(refer(type(self)))]
         try:
-            results = run_on_processes(
-                size, self.timeout, _TestRun.on_this_rank, [run], {}, backend=backend, called=self.id()
-            )
+            run = _TestRun.on_this_rank
+            results = run_on_processes(size, self.timeout, run, args, {}, backend=backend, called=name)
         except (DeadlockError, RemoteRankError) as error:
-            _show_test(error, test)
+            frames = ((frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__))
+            if not any(StackFrame(code.co_filename, line, code.co_name).is_user_code for code, line in frames):
+                code = inspect.unwrap(test).__code__  # a report without a line of the user's code shows the test
+                point_at(error, StackFrame(code.co_filename, code.co_firstlineno, code.co_name), code.co_firstlineno)
             raise
         if any(left != size for _, left in results):  # the test has ended the world
             renew_pool(size, backend)
@@ -283,11 +261,7 @@ class DTensorTestBase(RankedTestCase):
         return wanted
 
     def init_pg(self, eager_init: bool = False, backend: str | None = None) -> None:
-        """Make sure that this rank is in the world of its test.
-
-        Args:
-            eager_init: accepted for torch's sake; the world is there before the test begins.
-            backend: what the transport of this world must be; None takes what there is.
+        """Make sure that this rank is in the world of its test, and that the transport of that is `backend`, if given.
 
         Raises:
             RuntimeError: no such world.
@@ -325,12 +299,12 @@ def with_comms(eager_init: bool | F = False, backend: str | None = None) -> F | 
         @functools.wraps(test)
         def wrapper(self: DTensorTestBase, *args: object, **kwargs: object) -> None:
             __tracebackhide__ = True
-            if not hasattr(self, "init_pg"):
-                test(self, *args, **kwargs)
-                return
-            self.init_pg(eager_init, backend)
+            has_group = hasattr(self, "init_pg")
+            if has_group:
+                self.init_pg(eager_init, backend)
             test(self, *args, **kwargs)
-            self.destroy_pg()
+            if has_group:
+                self.destroy_pg()
 
         vars(wrapper)["_backend"] = backend
         return cast("F", wrapper)

@@ -24,9 +24,7 @@ class DTensorConverter:
     """Goes through the arguments of a call as DTensors, once for every combination of placements of its tensors.
 
     ```
-    converter = DTensorConverter(mesh, args, kwargs)
-    for d_args, d_kwargs in converter:
-        assert converter.successful()
+    for d_args, d_kwargs in DTensorConverter(mesh, args, kwargs):
         torch.testing.assert_close(op(*d_args, **d_kwargs).full_tensor(), op(*args, **kwargs))
     ```
 
@@ -86,8 +84,7 @@ class DTensorConverter:
         if self.replicate_only:
             return choices
         if arg.dtype != torch.bool or self.bools:
-            for dim, length in enumerate(arg.shape):
-                choices += self._shards(dim, length)
+            choices += (p for dim, length in enumerate(arg.shape) for p in self._shards(dim, length))
         if self.partial and (arg.is_floating_point() or arg.is_complex()):
             choices.append(Partial())
         return choices
@@ -111,15 +108,11 @@ class DTensorConverter:
         found = []
         for placements in itertools.product(self.gen_sharding_choices_for_arg(arg), repeat=mesh.ndim):
             with suppress(LayoutError):  # sizes for an axis of another length
-                if self._is_wanted(Layout(mesh, placements, tuple(arg.shape))):
+                layout = Layout(mesh, placements, tuple(arg.shape))
+                held = {layout.local_shape(rank) for rank in mesh.ranks}
+                if len(held) == 1 or (self.empty if any(0 in shape for shape in held) else self.uneven):
                     found.append(placements)
         return found
-
-    def _is_wanted(self, layout: Layout) -> bool:
-        held = {layout.local_shape(rank) for rank in layout.mesh.ranks}
-        if len(held) == 1:
-            return True
-        return self.empty if any(0 in shape for shape in held) else self.uneven
 
     def __iter__(self) -> "DTensorConverter":
         return self
@@ -127,16 +120,14 @@ class DTensorConverter:
     def __next__(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self.placements = next(self.sharding_combs)
         placements = iter(self.placements)
-        leaves = [
+        made = [
             self.to_dist_tensor(x, self.mesh, next(placements)) if isinstance(x, Tensor) else x for x in self._leaves
         ]
-        args, kwargs = pytree.tree_unflatten(leaves, self._tree)
+        args, kwargs = pytree.tree_unflatten(made, self._tree)
         return args, kwargs
 
     def to_dist_tensor(self, t: Tensor, mesh: Mesh | DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-        """`t` as a DTensor, or `t` itself where that cannot be; counts a hit or a miss.
-
-        An `nn.Parameter` stays one. No communication: all ranks have the full tensor.
+        """`t` as a DTensor, without communication, or `t` itself where that cannot be; counts a hit or a miss.
 
         Raises:
             TypeError: `t` is no tensor.
@@ -148,6 +139,5 @@ class DTensorConverter:
             return t
         self.hit += 1
         made = dtensor_from_full(t.detach(), Layout(as_mesh(mesh), placements, tuple(t.shape)))
-        if isinstance(t, nn.Parameter):
-            return nn.Parameter(made, requires_grad=t.requires_grad)
-        return made.requires_grad_(t.requires_grad)
+        is_parameter = isinstance(t, nn.Parameter)
+        return nn.Parameter(made, t.requires_grad) if is_parameter else made.requires_grad_(t.requires_grad)

@@ -25,12 +25,7 @@ _CONSEQUENCES = (RemoteRankError, DeadlockError)  # raised on a rank because of 
 
 
 def first_error(errors: Mapping[int, BaseException], world: str) -> BaseException:
-    """The error to raise for a run: that of the lowest rank that failed by itself, with notes on the others.
-
-    Args:
-        errors: what each failed rank raised.
-        world: describes the world in the note, for example "3, simulated".
-    """
+    """The error to raise for a run of `world` ranks: that of the lowest that failed by itself, with notes on others."""
     own = {rank: error for rank, error in errors.items() if not isinstance(error, _CONSEQUENCES)} or errors
     first = min(own)
     error = own[first]
@@ -44,11 +39,7 @@ def first_error(errors: Mapping[int, BaseException], world: str) -> BaseExceptio
 
 
 def point_at(error: BaseException, place: "StackFrame", first_line: int) -> None:
-    """Give an error that was not raised in this process a traceback of one line, which reports then show.
-
-    Args:
-        first_line: where the function begins that the place is in.
-    """
+    """Give an error of another process a traceback of one line, in a function that begins at `first_line`."""
     code = compile("\n" * (place.line - first_line) + "raise error", place.file, "exec")
     code = code.replace(co_name=place.function, co_qualname=place.function, co_firstlineno=first_line)
     error.__traceback__ = None

@@ -64,9 +64,7 @@ def as_local_tensor(shards: Sequence[Tensor], full: Tensor) -> Tensor:
     """How a rank stores its shards: one as it is, several flattened and concatenated, none as zero rows."""
     if len(shards) == 1:
         return shards[0].clone(memory_format=torch.contiguous_format)
-    if shards:
-        return torch.cat([shard.reshape(-1) for shard in shards])
-    return full.new_empty((0, *full.shape[1:]))
+    return torch.cat([shard.reshape(-1) for shard in shards]) if shards else full.new_empty((0, *full.shape[1:]))
 
 
 def local_tensor(full: Tensor, layout: Layout, rank: int) -> Tensor:
@@ -82,18 +80,14 @@ def dtensor_from_full(x: Tensor, layout: Layout | None, seed: int = SEED) -> Ten
     return tag(local_tensor(partial_values(x, layout, seed)[partial_index(layout, rank)], layout, rank), layout)
 
 
-def partial_axes(layout: Layout) -> list[int]:
-    return [axis for axis, p in enumerate(layout.placements) if isinstance(p, Partial)]
-
-
 def partial_index(layout: Layout, rank: int) -> tuple[int, ...]:
     """The position of `rank` on the Partial axes; of a rank outside the mesh the first, of which it holds nothing."""
     here = mesh_position(layout.mesh, rank) or (0,) * layout.mesh.ndim
-    return tuple(here[axis] for axis in partial_axes(layout))
+    return tuple(here[axis] for axis in layout.partial_axes)
 
 
 def partial_indices(layout: Layout) -> list[tuple[int, ...]]:
-    return list(product(*(range(layout.mesh.shape[axis]) for axis in partial_axes(layout))))
+    return list(product(*(range(layout.mesh.shape[axis]) for axis in layout.partial_axes)))
 
 
 def partial_values(x: Tensor, layout: Layout, seed: int = SEED) -> dict[tuple[int, ...], Tensor]:

@@ -55,7 +55,7 @@ def run_on_processes(
             close_pool(size, backend)
             pool = _pools[size, backend] = Pool(size, backend)
         try:
-            values = pool.run(task, timeout, called or task.function.name)
+            values = pool.run(task, timeout, f"run {called or task.function.name}")
         except BaseException:
             renew_pool(size, backend)
             raise
@@ -84,13 +84,6 @@ def close_pools() -> None:
         close_pool(*key)
 
 
-def _import_once() -> None:
-    """Let the server that forks ranks import what they need, unless the program has said what it imports."""
-    server = forkserver._forkserver
-    if getattr(server, "_preload_modules", None) == ["__main__"]:
-        server.set_forkserver_preload(["__main__", "shardwise.testing.worker"])
-
-
 class Pool:
     """The processes of one world."""
 
@@ -101,7 +94,9 @@ class Pool:
         self.store = MemoryFile()
         self.stacks = [MemoryFile() for _ in range(size)]
         paths = [stack.path for stack in self.stacks]
-        _import_once()
+        server = forkserver._forkserver
+        if getattr(server, "_preload_modules", None) == ["__main__"]:  # else the program has said what it imports
+            server.set_forkserver_preload(["__main__", "shardwise.testing.worker"])
         self.ranks = RankProcesses(size, serve, size, self.store.path, paths, backend, forked=True)
         try:
             self._join_world("start")
@@ -115,13 +110,13 @@ class Pool:
         for file in (self.store, *self.stacks):
             file.close()
 
-    def run(self, task: Task, timeout: float, called: str) -> list[Any]:
-        """The results of `task` in rank order. After an error the pool is of no use until it has regrouped."""
+    def run(self, order: Task | str, timeout: float, what: str) -> list[Any]:
+        """What ranks answer, in their order. After an error the pool is of no use until it has regrouped."""
         __tracebackhide__ = True
-        self.ranks.send(pickle.dumps(task))
+        self.ranks.send(pickle.dumps(order))
         self.answers = {}
         self._collect(timeout)
-        return self._values(timeout, f"run {called}")
+        return self._values(timeout, what)
 
     def regroup(self) -> bool:
         """After an error: let the ranks join another world, for collectives of this one may be half done.
@@ -140,10 +135,7 @@ class Pool:
 
     def _join_world(self, what: str) -> None:
         self.worlds += 1
-        self.ranks.send(pickle.dumps(str(self.worlds)))
-        self.answers = {}
-        self._collect(_START_SECONDS)
-        self._values(_START_SECONDS, what)
+        self.run(str(self.worlds), _START_SECONDS, what)
 
     def _collect(self, timeout: float) -> None:
         self.ranks.collect(self.answers, lambda answer: isinstance(answer, Failure), _GRACE_SECONDS, timeout)
@@ -165,12 +157,10 @@ class Pool:
         if failures:
             raise first_error({rank: _revive(failures[rank]) for rank in failures}, f"{self.size}, real")
         if len(values) < self.size:
-            states = [
-                f"rank {rank}: {'finished' if rank in values else format_running(self._stack(rank))}"
-                for rank in range(self.size)
-            ]
-            who = f"{self.size} real {'ranks' if self.size > 1 else 'rank'}"
-            raise DeadlockError("\n  ".join([f"{who} did not {what} within {timeout:g} s:", *states, LATE]))
+            lines = [f"{self.size} real {'ranks' if self.size > 1 else 'rank'} did not {what} within {timeout:g} s:"]
+            for rank in range(self.size):
+                lines += [f"rank {rank}: {'finished' if rank in values else format_running(self._stack(rank))}"]
+            raise DeadlockError("\n  ".join([*lines, LATE]))
         return [values[rank] for rank in range(self.size)]
 
     def _stack(self, rank: int, patience: float = 1.0) -> list[StackFrame]:
@@ -189,10 +179,8 @@ class Pool:
 
 def _revive(failure: Failure) -> BaseException:
     """The exception a rank raised, with the traceback it had there in a note."""
-    error: BaseException
-    if failure.pickled is None:
-        error = ShardwiseError(f"{failure.summary} (this exception cannot be pickled)")
-    else:
+    error: BaseException = ShardwiseError(f"{failure.summary} (this exception cannot be pickled)")
+    if failure.pickled is not None:
         error = pickle.loads(failure.pickled)  # noqa: S301 - from our own child
     error.add_note(f"its traceback there:\n{failure.traceback.rstrip()}")
     if failure.place is not None:

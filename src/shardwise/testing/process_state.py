@@ -1,8 +1,5 @@
 """What torch keeps per process, of which each simulated rank has its own: generators and settings.
 
-    with sdpa_kernel(SDPBackend.MATH):  # of one rank; what the others found stays as it was
-        attention(q, k, v)
-
 Context managers such as `sdpa_kernel` restore what they found. Ranks that take turns inside would find each other's.
 """
 
@@ -42,17 +39,6 @@ def generator_states() -> States:
     return torch.get_rng_state(), accelerator.get_rng_state()
 
 
-def _set_generator_states(states: States) -> None:
-    """Go on from `states`. An accelerator that was not in use then starts from the seed, as in its first use."""
-    torch.set_rng_state(states[0])
-    accelerator = _accelerator()
-    if accelerator is not None and accelerator.is_initialized():
-        if len(states) > 1:
-            accelerator.set_rng_state(states[1])
-        else:
-            accelerator.manual_seed(torch.initial_seed())
-
-
 @cache
 def _accelerator() -> ModuleType | None:
     """The module of the accelerator, such as `torch.cuda`; None without one that has generators."""
@@ -66,7 +52,11 @@ def process_state() -> tuple[States, tuple[Any, ...]]:
 
 
 def set_process_state(state: tuple[States, tuple[Any, ...]]) -> None:
-    _set_generator_states(state[0])
+    """Go on from `state`. An accelerator that was not in use then starts from the seed, as in its first use."""
+    (cpu, *others), accelerator = state[0], _accelerator()
+    torch.set_rng_state(cpu)
+    if accelerator is not None and accelerator.is_initialized():
+        accelerator.set_rng_state(others[0]) if others else accelerator.manual_seed(torch.initial_seed())
     for (read, write), value in zip(SETTINGS, state[1], strict=True):
         if read() != value:
             write(value)

@@ -1,7 +1,4 @@
-"""Threads that simulated ranks start belong to the rank that started them, as threads of a process do.
-
-    Thread(target=load).start()      the thread is its rank to its end
-    executor.submit(load)            the task is the rank that submitted it, in whichever thread it runs
+"""Threads and tasks of executors belong to the simulated rank that started them, as those of a process do.
 
 While simulated ranks run, `threading.Thread.start` and `ThreadPoolExecutor.submit` are replaced: Python has no hook for
 either.

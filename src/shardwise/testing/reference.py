@@ -36,11 +36,7 @@ class Reference:
 
 
 def refer(fn: Callable[..., Any]) -> Reference:
-    """The reference to `fn`.
-
-    Raises:
-        SendError: the module of `fn` does not have it under its name: a closure, a lambda, a partial.
-    """
+    """The reference to `fn`."""
     module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
     if module == "__main__" and not has_main_file():
         raise SendError(
@@ -92,7 +88,8 @@ def _load(name: str, file: str | None) -> ModuleType:
         if file is None:
             raise
     else:
-        if file is None or _same_file(module, file):
+        found = getattr(module, "__file__", None)
+        if file is None or (found is not None and Path(found).resolve() == Path(file).resolve()):
             return module
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None, f"{file} is not a Python file"
@@ -104,8 +101,3 @@ def _load(name: str, file: str | None) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-def _same_file(module: ModuleType, file: str) -> bool:
-    found = getattr(module, "__file__", None)
-    return found is not None and Path(found).resolve() == Path(file).resolve()

@@ -92,7 +92,11 @@ class _Rank:
         """Nothing yet: calls are compared when all ranks have joined."""
 
     def share_note(self, note: Note) -> None:
-        self.simulation.compare_note(self.ledger, note)
+        """Compare a note with that of the first rank that had one of this key."""
+        first = self.simulation.first_ledgers.setdefault(note.key, self.ledger)
+        first.read(self.rank, note.key, note.contents)
+        found, first.different = first.different, None  # a program that catches the error goes on
+        self.simulation.different = self.simulation.different or found
 
     def start(self, collective: Collective) -> Wait:
         """A collective that completes when it is started."""
@@ -136,9 +140,8 @@ class _Simulation:
     def __init__(self, size: int, body: Callable[[], Any]) -> None:
         self.size = size
         self.body = body
-        self.open_exchanges: dict[
-            tuple[Ranks, int], dict[int, tuple[CollectiveCall, Collective]]
-        ] = {}  # by group and number in it
+        # By group and number in it.
+        self.open_exchanges: dict[tuple[Ranks, int], dict[int, tuple[CollectiveCall, Collective]]] = {}
         self.over = threading.Event()
         self.stopped = False
         self.first_ledgers: dict[int, Ledger] = {}  # in which a note of a key was made first
@@ -161,7 +164,6 @@ class _Simulation:
                 late = None if self.over.wait(timeout) else self.report(f"did not finish within {timeout:g} s")
             finally:
                 self.stop()
-                self.join()
                 set_process_state(callers)
         for rank in self.ranks:
             if rank.error is None and rank.threads.failed:  # in a thread that the rank still waits for
@@ -177,20 +179,18 @@ class _Simulation:
         return [rank.result for rank in self.ranks]
 
     def stop(self) -> None:
-        """Unwind the ranks that still wait; one that hangs unwinds in its next collective."""
-        if self.over.is_set():
-            return
-        self.stopped = True
-        for rank in self.ranks:
-            if rank is not self.running:
-                rank.turn.release()
+        """Unwind the ranks that still wait; one that hangs unwinds in its next collective.
 
-    def join(self) -> None:
-        """Wait for the threads of ranks that have ended: one that frees tensors while the process ends aborts it."""
+        Waits for their threads: one that frees tensors while the process ends aborts it.
+        """
+        ended = [rank for rank in self.ranks if self.over.is_set() or rank is not self.running]
+        if not self.over.is_set():
+            self.stopped = True
+            for rank in ended:
+                rank.turn.release()
         until = monotonic() + END_SECONDS
-        for rank in self.ranks:
-            if self.over.is_set() or rank is not self.running:
-                rank.thread.join(max(0.0, until - monotonic()))
+        for rank in ended:
+            rank.thread.join(max(0.0, until - monotonic()))
 
     def report(self, what: str) -> str:
         states = "\n".join(f"  rank {rank.rank}: {rank.state()}" for rank in self.ranks)
@@ -215,8 +215,12 @@ class _Simulation:
         rank.ended = True
         rank.ledger.switch_numbers(False)
         rank.owner.forget()  # whose layouts refer to the owner
-        if rank.error is not None:
-            self.release_peers(rank)
+        if rank.error is not None:  # the ranks that wait for this one raise
+            for ranks, number in [key for key in self.open_exchanges if rank.rank in key[0]]:
+                for member in self.open_exchanges.pop((ranks, number)):
+                    peer = self.ranks[member]
+                    assert peer.pending is not None
+                    self.give(peer, peer.consequence(rank, peer.pending))
         if not self.stopped:
             self.pass_turn()
 
@@ -227,7 +231,10 @@ class _Simulation:
             if not stuck:
                 self.over.set()
                 return
-            self.declare_deadlock(stuck)
+            text = self.report("cannot go on, each waits for a rank that does not join")
+            self.open_exchanges.clear()
+            for rank in stuck:
+                self.give(rank, DeadlockError(f"{text}\n  Fix: {SAME_CALLS}."))
         self.running = self.ready.popleft()
         self.running.turn.release()
 
@@ -280,19 +287,18 @@ class _Simulation:
         joined = self.open_exchanges.pop((ranks, number))
         calls = {rank: call for rank, (call, _) in joined.items()}
         values, self.different = self.different, None
+        outcomes: Sequence[Tensor | BaseException]
         if values is not None:  # which may be why the calls are different
-            error = f"{different_values_text(values)}\n  Fix: {values.note.fix}"
+            text = f"{different_values_text(values)}\n  Fix: {values.note.fix}"
+            outcomes = [MismatchError(text) for _ in ranks]
         elif why := mismatch(ranks, calls) or self.difference(ranks):
             lines = {rank: self.ranks[rank].described(calls[rank], ranks) for rank in ranks}
             text = mismatch_text(ranks, self.ranks[ranks[0]].ledger.latest(ranks), why, lines)
-            error = f"{text}\n  Fix: {SAME_CALLS}."
+            outcomes = [MismatchError(f"{text}\n  Fix: {SAME_CALLS}.") for _ in ranks]
         else:
             outcomes = results([joined[rank][1] for rank in ranks])
-            for rank, result in zip(ranks, outcomes, strict=True):
-                self.give(self.ranks[rank], result)
-            return
-        for rank in ranks:
-            self.give(self.ranks[rank], MismatchError(error))
+        for rank, outcome in zip(ranks, outcomes, strict=True):
+            self.give(self.ranks[rank], outcome)
 
     def difference(self, ranks: Ranks) -> str | None:
         """Why the ranks disagree on the collective that all of them have joined, judged by their logs."""
@@ -302,32 +308,10 @@ class _Simulation:
                 return found.why
         return None
 
-    def compare_note(self, ledger: Ledger, note: Note) -> None:
-        """Compare a note with that of the first rank that had one of this key."""
-        first = self.first_ledgers.setdefault(note.key, ledger)
-        first.read(ledger.rank, note.key, note.contents)
-        found, first.different = first.different, None  # a program that catches the error goes on
-        self.different = self.different or found
-
     def give(self, rank: _Rank, result: Tensor | BaseException) -> None:
         rank.received = result
         rank.pending = None
         self.ready.append(rank)
-
-    def release_peers(self, failed: _Rank) -> None:
-        """Let the ranks that wait for one that has failed raise."""
-        for ranks, number in [key for key in self.open_exchanges if failed.rank in key[0]]:
-            for member in self.open_exchanges.pop((ranks, number)):
-                peer = self.ranks[member]
-                assert peer.pending is not None
-                self.give(peer, peer.consequence(failed, peer.pending))
-
-    def declare_deadlock(self, stuck: Sequence[_Rank]) -> None:
-        text = self.report("cannot go on, each waits for a rank that does not join")
-        text += f"\n  Fix: {SAME_CALLS}."
-        self.open_exchanges.clear()
-        for rank in stuck:
-            self.give(rank, DeadlockError(text))
 
 
 def results(calls: Sequence[Collective]) -> list[Tensor]:

@@ -39,28 +39,21 @@ class Task:
 
 @dataclass(frozen=True)
 class Success:
-    """What a function returned.
-
-    Attributes:
-        world_failed: whether the world is of no use any more, as after an error that the function caught.
-    """
+    """What a function returned."""
 
     value: object
-    world_failed: bool = False
+    world_failed: bool = False  # the world is of no use any more, as after an error that the function caught
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a function raised: the pickled exception, or None where that fails, its text, and where it was raised.
+    """What a function raised."""
 
-    The place is the innermost line of the user's code, with the first line of the function it is in.
-    """
-
-    pickled: bytes | None
+    pickled: bytes | None  # None: it cannot be pickled
     summary: str
     traceback: str
-    place: StackFrame | None
-    first_line: int
+    place: StackFrame | None  # the innermost line of the user's code
+    first_line: int  # of the function that it is in
 
 
 def serve(connection: Connection, rank: int, size: int, store: str, stacks: Sequence[str], backend: str) -> None:
@@ -81,41 +74,33 @@ def serve(connection: Connection, rank: int, size: int, store: str, stacks: Sequ
             init_processes(rank, size, store, _GLOO_TIMEOUT, backend, order)
             connection.send(Success(None))
             continue
-        answer = _answer(order)
-        if isinstance(answer, Failure):
-            connection.send(answer)
+        try:
+            answer = _run(order)
+        except BaseException as error:  # noqa: BLE001 - the parent raises it
+            report_failure(error)
+            note_values(error)
+            connection.send(_failure(error))
             shutdown()  # ranks that wait for this one fail, and report that to the parent
         else:
             begin_again()  # else the next run would be compared with this one
             connection.send_bytes(answer)
 
 
-def _answer(task: Task) -> bytes | Failure:
-    """The outcome of `task`, pickled where it is a success; never raises."""
-    try:
-        value = _run(task)
-    except BaseException as error:  # noqa: BLE001 - the parent raises it
-        report_failure(error)
-        note_values(error)
-        return _failure(error)
-    try:
-        return pickle.dumps(Success(value, has_failed()))
-    except Exception as error:  # noqa: BLE001 - whatever a pickle may raise
-        refusal = SendError(
-            f"The result of {task.function.name} cannot be pickled ({summary(error)}). "
-            "Fix: return plain values or tensors."
-        )
-        report_failure(refusal)
-        return _failure(refusal)
-
-
-def _run(task: Task) -> object:
+def _run(task: Task) -> bytes:
+    """The pickled result of `task`."""
     sys.path[:] = task.path
     fn: Callable[..., Any] = task.function.resolve()
     args, kwargs = pickle.loads(task.arguments)  # noqa: S301 - from our own parent
     torch.set_rng_state(task.generator_state)
     check_values()  # whatever the last run has chosen
-    return fn(*args, **kwargs)
+    value = fn(*args, **kwargs)
+    try:
+        return pickle.dumps(Success(value, has_failed()))
+    except Exception as error:  # noqa: BLE001 - whatever a pickle may raise
+        raise SendError(
+            f"The result of {task.function.name} cannot be pickled ({summary(error)}). "
+            "Fix: return plain values or tensors."
+        ) from None
 
 
 def _failure(error: BaseException) -> Failure:
