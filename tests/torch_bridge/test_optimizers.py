@@ -156,7 +156,6 @@ def train_table(table: nn.Parameter, ids: list[Any], name: str) -> list[float]:
     return losses
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's optimizers build sparse tensors themselves
 @pytest.mark.parametrize("name", ["SGD", "Adagrad", "SparseAdam"])
 @world(3)

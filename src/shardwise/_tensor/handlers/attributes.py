@@ -309,6 +309,17 @@ def sparse_mask(func: Op, args: Args, kwargs: Kwargs) -> DTensor:
         return tag(func(plain(dense), plain(mask)), dense._layout)
 
 
+@handler(Tensor.new)
+def new(func: Any, args: Args, kwargs: Kwargs) -> DTensor:
+    """`grad.new(indices, values, size)`, by which `torch.optim.SparseAdam` makes a sparse tensor."""
+    like, *parts = args
+    with DisableTorchFunctionSubclass():
+        is_sparse = like.is_sparse and len(parts) == 3
+    if not is_sparse:
+        refuse_local("new()")
+    return tag(torch.sparse_coo_tensor(*parts, check_invariants=False), like._layout)
+
+
 # ---- refused ----------------------------------------------------------------------------------------------------
 
 _COMMUNICATES = ("torch.distributed.", "torch._ops._c10d_functional", "torch._ops.c10d")  # modules of functions
@@ -316,7 +327,7 @@ _COMMUNICATES = ("torch.distributed.", "torch._ops._c10d_functional", "torch._op
 
 @handler_of_family(lambda func: (getattr(func, "__module__", None) or "").startswith(_COMMUNICATES), is_op=True)
 @handler(Tensor.share_memory_, Tensor.storage, Tensor.untyped_storage, Tensor.resize_, Tensor.resize_as_)
-@handler(Tensor.apply_, Tensor.map_, Tensor.map2_, Tensor.new)
+@handler(Tensor.apply_, Tensor.map_, Tensor.map2_)
 def refuse(func: Any, args: Args, kwargs: Kwargs) -> NoReturn:
     """Refuse functions that read or change the local storage as if it were the global one."""
     refuse_compilation()  # which calls `untyped_storage` first
