@@ -1,13 +1,14 @@
 """How parameters of a unit are stored, and the collectives that all-gather them and reduce their gradients.
 
-    (message,) = messages_of(slots_of(module), MixedPrecisionPolicy(), None, data_ranks, as_dtensors=False)
+    slots = slots_of(owned_by(module))
+    (message,) = messages_of(slots, MixedPrecisionPolicy(), None, data_ranks, as_dtensors=False)
     full = message.start_gather(shards, message.moves, "0 (unit 1)")([None] * len(shards))
     gradients = message.reduce(gradients_of_full, "0 (unit 1)")
 
 Units are above this file, which knows only the attribute that a module has if it is one.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -136,19 +137,19 @@ def check_all_stored(path: str, module: nn.Module) -> None:
             )
 
 
-def _owned(module: nn.Module) -> Iterator[tuple[nn.Module, str, Stored]]:
-    """The fully sharded parameters of a unit, each with a module that owns it."""
+def owned_by(module: nn.Module) -> Iterator[tuple[nn.Module, str, Stored]]:
+    """The names of the parameters of a unit, which no unit inside it has, each with the module that owns it."""
     for name, stored in vars(module).get(STORED, {}).items():
         yield module, name, stored
     for child in module._modules.values():
         if child is not None and UNIT not in vars(child):
-            yield from _owned(child)
+            yield from owned_by(child)
 
 
-def slots_of(module: nn.Module) -> list[Slot]:
-    """The parameters of a unit: those that no unit inside it has."""
+def slots_of(owned: Iterable[tuple[nn.Module, str, Stored]]) -> list[Slot]:
+    """The parameters that modules have under these names."""
     found: dict[int, Slot] = {}
-    for owner, name, stored in _owned(module):
+    for owner, name, stored in owned:
         if name not in owner._parameters:
             raise PlanError(
                 f"{name} of {type(owner).__name__} was taken away after fully_shard, as by a parametrization. "

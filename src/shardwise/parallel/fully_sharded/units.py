@@ -45,10 +45,12 @@ from shardwise.parallel.fully_sharded.messages import (
     Message,
     MixedPrecisionPolicy,
     Slot,
+    Stored,
     axes_along,
     backward_task,
     check_all_stored,
     messages_of,
+    owned_by,
     slots_of,
 )
 
@@ -445,7 +447,10 @@ class Unit:
         self.is_running = False  # its forward
         self.shown: FullParameters | None = None  # what modules have, in a forward or a backward
         self.ahead: FullParameters | None = None  # started for the next forward
-        self._messages: dict[object, list[Message]] = {}
+        self._owned: list[tuple[nn.Module, str, Stored]] | None = None  # names of parameters; None: not known yet
+        self._seen: list[object] = []  # what modules have there
+        self._slots: list[Slot] = []
+        self._messages: dict[object, list[Message]] = {}  # of these slots
         self._as_dtensors = False
         self._checked: object = None
         self._copies: Counter[str] = Counter()  # by where they were made
@@ -527,8 +532,8 @@ class Unit:
         data_ranks = frozenset(rank for unit in units for rank in unit.data_ranks)
         reduced: dict[tuple[frozenset[int], int], str] = {}
         for unit in units:
-            unit.data_ranks = data_ranks
-            for slot in slots_of(unit.module):
+            unit.data_ranks, unit._owned = data_ranks, None
+            for slot in unit._found_slots():
                 known = slot.stored.reduction(data_ranks, as_dtensors)
                 reduced.setdefault(known, f"{slot.parameter._name} of {unit.name}")
         if len(reduced) > 1:
@@ -546,7 +551,7 @@ class Unit:
 
     def _full_parameters(self, as_dtensors: bool, in_backward: FullParameters | None = None) -> FullParameters | None:
         """Those of the forward that begins: in a backward its own, else those that were started, or new ones."""
-        if not (slots := slots_of(self.module)):
+        if not (slots := self._found_slots()):
             return None
         messages = self._messages_of(slots, as_dtensors)
         ahead, self.ahead = self.ahead, None
@@ -555,8 +560,26 @@ class Unit:
                 return known
         return FullParameters(self, slots, messages, as_dtensors)
 
+    def _found_slots(self) -> list[Slot]:
+        """The parameters; found again if a module has another one in the place of one, or of another dtype or layout.
+
+        The forward of a root finds changes of the modules themselves (`_prepare_below`).
+        """
+        if self._owned is None:
+            self._owned = list(owned_by(self.module))
+        with DisableTorchFunctionSubclass():
+            seen: list[object] = [
+                (id(owner), name, stored, id(p), getattr(p, "dtype", None), getattr(p, "_layout", None))
+                for owner, name, stored in self._owned
+                for p in (owner._parameters.get(name),)
+            ]
+        if seen != self._seen:
+            self._slots, self._messages = slots_of(self._owned), {}
+            self._seen = seen
+        return self._slots
+
     def _messages_of(self, slots: Sequence[Slot], as_dtensors: bool) -> list[Message]:
-        key = as_dtensors, self.data_ranks, tuple([(slot.stored, slot.parameter.dtype) for slot in slots])
+        key = as_dtensors, self.data_ranks
         if key not in self._messages:
             options, fewer = self.options, self.options.reshard_after_forward
             fewer = None if isinstance(fewer, bool) else fewer
