@@ -9,10 +9,8 @@ Units are above this file, which knows only the attribute that a module has if i
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +24,7 @@ from shardwise._trace.autograd_function import Context, TensorFunction
 from shardwise._trace.comm_trace import Cause, CommEvent, Purpose
 from shardwise.errors import PlanError
 
+T = TypeVar("T")
 Finish = Callable[[Sequence[Tensor | None]], list[Tensor]]
 """Waits for an all-gather; returns the full tensors, in the given ones where there are any."""
 NO_BACKWARD = -1
@@ -78,13 +77,9 @@ class Stored:
         """`at_rest` on the device where parameters are used."""
         return _on_mesh(self.at_rest, self.gathered.mesh)
 
-    def shown_layout(self, as_dtensors: bool) -> Layout | None:
-        """The layout of what a forward sees; None: a plain tensor."""
-        return self.gathered if as_dtensors and self.shown is None else self.shown
-
     def reduction(self, data_ranks: frozenset[int], as_dtensors: bool) -> tuple[frozenset[int], int]:
         """Over which of the ranks that have a part of the batch gradients are added, and by what they are divided."""
-        ranks = _in_common(self.at_rest.mesh, data_ranks)
+        ranks = data_ranks.intersection(self.at_rest.mesh.ranks)
         if as_dtensors and self.shown is None:
             return ranks, 1
         return ranks, len(ranks) if self.shards_batch else self.terms
@@ -97,11 +92,6 @@ class Stored:
 
 def _on_mesh(layout: Layout, mesh: Mesh) -> Layout:
     return Layout(mesh, layout.placements, layout.shape, layout.shard_order)
-
-
-@lru_cache
-def _in_common(mesh: Mesh, ranks: frozenset[int]) -> frozenset[int]:
-    return ranks.intersection(mesh.ranks)
 
 
 class Slot(NamedTuple):
@@ -197,8 +187,9 @@ class Message:
     def start_gather(self, shards: Sequence[Tensor], moves: Batched, unit: str) -> Finish:
         """Start the all-gather of this rank's shards, divided as `moves` or `resharded` says."""
         num_bytes, backward = moves.gathered_elements * self.dtype.itemsize, backward_task() != NO_BACKWARD
-        with self._sending("all-gather", num_bytes, moves, unit, backward):
-            return moves.start_gather(shards, self.dtype)
+        return self._send(
+            "all-gather", num_bytes, moves, unit, backward, lambda: moves.start_gather(shards, self.dtype)
+        )
 
     def reduce(self, gradients: Sequence[Tensor | None], unit: str) -> list[Tensor | None]:
         """The shards of the gradients, added over ranks or averaged. Those that are None stay so, on all ranks.
@@ -222,9 +213,11 @@ class Message:
 
     def reduce_now(self, gradients: Sequence[Tensor], unit: str) -> list[Tensor]:
         """The shards of the sums over ranks, without history."""
-        num_bytes = self.moves.reduced_elements * self.reduce_dtype.itemsize
-        with torch.no_grad(), self._sending("reduce-scatter", num_bytes, self.moves, unit, backward=True):
-            return self.moves.reduce(gradients, self.reduce_dtype)
+        num_bytes, moves = self.moves.reduced_elements * self.reduce_dtype.itemsize, self.moves
+        with torch.no_grad():
+            return self._send(
+                "reduce-scatter", num_bytes, moves, unit, True, lambda: moves.reduce(gradients, self.reduce_dtype)
+            )
 
     def _some(self, present: Sequence[int]) -> "Message":
         """The message without parameters that have no gradient."""
@@ -232,19 +225,10 @@ class Message:
         terms = tuple([self.terms[k] for k in present])
         return replace(self, members=members, names=names, terms=terms, moves=self.moves.some(present))
 
-    @contextmanager
-    def _sending(self, what: str, num_bytes: int, moves: Batched, unit: str, backward: bool) -> Iterator[None]:
+    def _send(self, what: str, num_bytes: int, moves: Batched, unit: str, backward: bool, run: Callable[[], T]) -> T:
         """Say to listeners of the communication trace, and in errors, what is sent. Ranks compare it."""
         cause = Cause("explicit", "fully_shard", f"{unit}: {', '.join(self.names)}", what, backward=backward)
-        before = comm_trace.set_purpose(Purpose(cause))
-        try:
-            if not comm_trace.listening():
-                yield
-                return
-            with comm_trace.emitting(CommEvent(cause, None, None, moves.ranks, num_bytes, None)):
-                yield
-        finally:
-            comm_trace.set_purpose(before)
+        return comm_trace.send(Purpose(cause), lambda: CommEvent(cause, None, None, moves.ranks, num_bytes, None), run)
 
 
 def messages_of(

@@ -196,7 +196,7 @@ class FullParameters:
         self.become(state)
         self.unit.shown = self
         for slot, out in zip(self.slots, self._outputs(), strict=True):
-            layout = slot.stored.shown_layout(self.as_dtensors)
+            layout = slot.stored.gathered if self.as_dtensors and slot.stored.shown is None else slot.stored.shown
             shown = out if layout is None else tag(out, layout)
             _mark_parameter(shown, slot.parameter)
             self._shown.append(shown)
