@@ -176,11 +176,7 @@ def _route(ctx: LocalContext, ranks: tuple[int, ...], chosen: Tensor, sent: Sequ
     return Route(ctx.exchange(ranks), sent, [received[rank] for rank in ranks])
 
 
-def _tokens_shape(chosen: Meta, w1: Meta, w2: Meta, tokens: Meta, weights: Meta) -> tuple[int, ...]:
-    return tokens.shape
-
-
-register(OpRule(_rows, shape=_tokens_shape, replicated_impl=_on_locals), mix_experts)
+register(OpRule(_rows, shape=lambda *operands: operands[3].shape, replicated_impl=_on_locals), mix_experts)
 
 
 # ---- in a plan ----------------------------------------------------------------------------------------------
