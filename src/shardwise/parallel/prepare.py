@@ -16,6 +16,7 @@ from shardwise.parallel.styles import (
     Arguments,
     InputFn,
     ModuleContext,
+    ModuleInputs,
     OutputFn,
     ParallelStyle,
     PlacementsLike,
@@ -150,24 +151,19 @@ def _as_tuple(layouts: NestedLayouts) -> NestedLayouts:
 
 
 @dataclass(frozen=True)
-class _ModuleInputs:
-    """Redistributes the arguments of a forward."""
+class _CountedInputs(ModuleInputs):
+    """Refuses tensors beyond the positional arguments that the plan has layouts for."""
 
-    by_position: list[_NestedRedistribution | None]
-    by_name: dict[str, _NestedRedistribution | None]
-    count: int | None  # of positional arguments that the plan has layouts for
+    count: int
     what: str
 
     def __call__(self, args: Args, kwargs: Kwargs) -> Arguments:
-        positional = self.by_position
-        if self.count is not None and any(isinstance(x, Tensor) for x in args[max(self.count, len(positional)) :]):
+        if any(isinstance(x, Tensor) for x in args[max(self.count, len(self.by_position)) :]):
             raise PlanError(
                 f"{self.what} is called with {len(args)} positional arguments, the plan has layouts for {self.count}. "
                 f"Fix: one layout per argument, None to leave one unchanged."
             )
-        out = [x if transform is None else transform(x) for transform, x in zip(positional, args, strict=False)]
-        named = {key: (x, self.by_name.get(key)) for key, x in kwargs.items()}
-        return (*out, *args[len(out) :]), {key: x if t is None else t(x) for key, (x, t) in named.items()}
+        return super().__call__(args, kwargs)
 
 
 @checked_init
@@ -221,7 +217,9 @@ class PrepareModuleInput(ParallelStyle):
                 position = arguments.positional.index(name)
                 by_position += [None] * (position + 1 - len(by_position))
                 by_position[position] = by_name[name]
-        return _ModuleInputs(by_position, by_name, count, context.path or "the module")
+        if count is None:
+            return ModuleInputs(by_position, by_name)
+        return _CountedInputs(by_position, by_name, count, context.path or "the module")
 
 
 @checked_init

@@ -202,13 +202,13 @@ class Message:
             return list(gradients)
         part = self if len(present) == len(gradients) else self._some(present)
         wanted = cast("list[Tensor]", [gradients[k] for k in present])
-        if torch.is_grad_enabled() and any(g.requires_grad for g in wanted):
-            sums = cast("list[Tensor]", _Sums.apply(part, unit, *wanted))
-        else:
-            sums = part.reduce_now(wanted, unit)
+        with_history = torch.is_grad_enabled() and any(g.requires_grad for g in wanted)
+        sums = cast("list[Tensor]", _Sums.apply(part, unit, *wanted)) if with_history else part.reduce_now(wanted, unit)
         reduced: list[Tensor | None] = [None] * len(gradients)
         for k, x, terms in zip(present, sums, part.terms, strict=True):
-            reduced[k] = x / terms if terms > 1 else x
+            if terms > 1:
+                x = x / terms if with_history else x.div_(terms)  # new memory would cost page faults
+            reduced[k] = x
         return reduced
 
     def reduce_now(self, gradients: Sequence[Tensor], unit: str) -> list[Tensor]:
