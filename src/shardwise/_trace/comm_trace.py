@@ -221,7 +221,7 @@ def set_purpose(purpose: Purpose | None) -> Purpose | None:
 def send(purpose: Purpose, event: Callable[[], CommEvent], run: Callable[[], T]) -> T:
     """Call `run`, whose collectives are for this purpose, and report the event that they are part of to listeners.
 
-    A function: a context manager of Python takes 0.8 µs more, as long as ten calls.
+    A function, because a `contextmanager` takes 0.8 µs more for each collective.
     """
     rank = current.rank
     before, rank.purpose = rank.purpose, purpose

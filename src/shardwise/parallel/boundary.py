@@ -94,16 +94,6 @@ def _from_plain(x: Tensor, plan: BoundaryPlan, cause: Cause) -> DTensor:
         return tag(plain(out) if out is x else out, plan.dst)
 
 
-def _to_plain(x: DTensor, plan: BoundaryPlan, cause: Cause) -> Tensor:
-    local = plain(x)
-    if plan.is_alias:
-        return local
-    with DisableTorchFunctionSubclass():
-        if torch.is_grad_enabled() and local.requires_grad:
-            return _ToPlain.apply(local, plan, cause)
-        return redistribute_local(local, plan.src, plan.dst, cause)
-
-
 @dataclass(slots=True, eq=False)
 class SharedInput:
     """The last redistributed input of a module's children, kept while the forward of the module runs.
@@ -207,7 +197,13 @@ class BoundaryRedistribution:
 
     def _to_local(self, x: DTensor) -> Tensor:
         check_no_transform(self.what)
-        return _to_plain(x, self._dtensor_plans.get(x._layout) or self._plan_to_plain(x._layout), self.cause)
+        plan, local = self._dtensor_plans.get(x._layout) or self._plan_to_plain(x._layout), plain(x)
+        if plan.is_alias:
+            return local
+        with DisableTorchFunctionSubclass():
+            if torch.is_grad_enabled() and local.requires_grad:
+                return _ToPlain.apply(local, plan, self.cause)
+            return redistribute_local(local, plan.src, plan.dst, self.cause)
 
     def _target(self, layout: Layout) -> tuple[Layout, bool]:
         """The layout that a DTensor is redistributed to, and whether every rank keeps its local shard."""

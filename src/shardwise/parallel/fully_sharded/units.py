@@ -553,7 +553,11 @@ class Unit:
         """Those of the forward that begins: in a backward its own, else those that were started, or new ones."""
         if not (slots := self._found_slots()):
             return None
-        messages = self._messages_of(slots, as_dtensors)
+        key, options = (as_dtensors, self.data_ranks), self.options
+        if key not in self._messages:
+            fewer = None if isinstance(options.reshard_after_forward, bool) else options.reshard_after_forward
+            self._messages[key] = messages_of(slots, options.mp_policy, fewer, self.data_ranks, as_dtensors)
+        messages = self._messages[key]
         ahead, self.ahead = self.ahead, None
         for known in (in_backward, None if is_capturing() else ahead):  # a replay would use those from before the trace
             if known is not None and known.is_of(slots, messages):
@@ -577,14 +581,6 @@ class Unit:
             self._slots, self._messages = slots_of(self._owned), {}
             self._seen = seen
         return self._slots
-
-    def _messages_of(self, slots: Sequence[Slot], as_dtensors: bool) -> list[Message]:
-        key = as_dtensors, self.data_ranks
-        if key not in self._messages:
-            options, fewer = self.options, self.options.reshard_after_forward
-            fewer = None if isinstance(fewer, bool) else fewer
-            self._messages[key] = messages_of(slots, options.mp_policy, fewer, self.data_ranks, as_dtensors)
-        return self._messages[key]
 
     def start_ahead(self, as_dtensors: bool) -> None:
         """Start the all-gathers before the forward."""
