@@ -77,7 +77,6 @@ def parallelize_module(
         parent.register_forward_pre_hook(shared.open)
         parent.register_forward_hook(shared.close, always_call=True)
     for styled in resolved.styled:
-        # Partials, so that a copy of the module has its own copy of the shared input, too.
         if styled.input_fn is not None:
             styled.module.register_forward_pre_hook(partial(_pre_hook, styled.input_fn), with_kwargs=True)
         if styled.output_fn is not None:
@@ -86,6 +85,9 @@ def parallelize_module(
         for parameter in styled.module.parameters() if styled.shards_batch else ():
             vars(parameter)[SHARDS_BATCH] = True
     return module
+
+
+# Hooks are partials of these: a copy of the module then has its own copy of the shared input, too.
 
 
 def _pre_hook(input_fn: InputFn, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:

@@ -1,7 +1,6 @@
 """How parameters of a unit are stored, and the collectives that all-gather them and reduce their gradients.
 
-    slots = slots_of(owned_by(module))
-    (message,) = messages_of(slots, MixedPrecisionPolicy(), None, data_ranks, as_dtensors=False)
+    (message,) = messages_of(Slots(module).find(), MixedPrecisionPolicy(), None, data_ranks, as_dtensors=False)
     full = message.start_gather(shards, message.moves, "0 (unit 1)")([None] * len(shards))
     gradients = message.reduce(gradients_of_full, "0 (unit 1)")
 
@@ -14,6 +13,7 @@ from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
 
 from shardwise import _collectives as collectives
 from shardwise._layout import Layout, Mesh, checked_init
@@ -127,17 +127,45 @@ def check_all_stored(path: str, module: nn.Module) -> None:
             )
 
 
-def owned_by(module: nn.Module) -> Iterator[tuple[nn.Module, str, Stored]]:
-    """The names of the parameters of a unit, which no unit inside it has, each with the module that owns it."""
+class Slots:
+    """The parameters of a unit: those that no unit inside it has.
+
+    Attributes:
+        owned: their names, each with the module that owns it. Whoever changes modules sets None: not known.
+        messages: those of the parameters, by what else they depend on.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.owned: list[tuple[nn.Module, str, Stored]] | None = None
+        self.messages: dict[object, list[Message]] = {}
+        self._module = module
+        self._found: list[Slot] = []
+        self._seen: list[object] = []  # what modules had there
+
+    def find(self) -> list[Slot]:
+        """The parameters; others than before if a module has another one, or one has another dtype or layout."""
+        if self.owned is None:
+            self.owned = list(_owned(self._module))
+        with DisableTorchFunctionSubclass():
+            seen: list[object] = [
+                (id(owner), name, stored, id(p), getattr(p, "dtype", None), getattr(p, "_layout", None))
+                for owner, name, stored in self.owned
+                for p in (owner._parameters.get(name),)
+            ]
+        if seen != self._seen:
+            self._found, self._seen, self.messages = _slots(self.owned), seen, {}
+        return self._found
+
+
+def _owned(module: nn.Module) -> Iterator[tuple[nn.Module, str, Stored]]:
     for name, stored in vars(module).get(STORED, {}).items():
         yield module, name, stored
     for child in module._modules.values():
         if child is not None and UNIT not in vars(child):
-            yield from owned_by(child)
+            yield from _owned(child)
 
 
-def slots_of(owned: Iterable[tuple[nn.Module, str, Stored]]) -> list[Slot]:
-    """The parameters that modules have under these names."""
+def _slots(owned: Iterable[tuple[nn.Module, str, Stored]]) -> list[Slot]:
     found: dict[int, Slot] = {}
     for owner, name, stored in owned:
         if name not in owner._parameters:

@@ -151,16 +151,20 @@ def fully_shard(
         data_mesh = _checked_mesh(one, mesh)
         options = _options(data_mesh, reshard_after_forward, mp_policy, prefetch)
         _shard_parameters(one, data_mesh, shard_placement_fn, offload_policy, ignored_params, src_data_rank)
-        vars(one)[UNIT] = Unit(one, options, next_number(options.mesh))
-        object.__setattr__(one, "__class__", _fully_sharded_class(type(one)))
-        register: Callable[..., object] = one.register_state_dict_pre_hook
-        register(_settle_first)
+        _become_unit(one, options)
     return module
 
 
 def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Those that are inside no other one."""
     return [x for x in dict.fromkeys(modules) if not any(x is not other and x in other.modules() for other in modules)]
+
+
+def _become_unit(module: nn.Module, options: Options) -> None:
+    vars(module)[UNIT] = Unit(module, options, next_number(options.mesh))
+    object.__setattr__(module, "__class__", _fully_sharded_class(type(module)))
+    register: Callable[..., object] = module.register_state_dict_pre_hook
+    register(_settle_first)
 
 
 def _checked_mesh(module: nn.Module, mesh: Mesh | DeviceMesh | None) -> Mesh:

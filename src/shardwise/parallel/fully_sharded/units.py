@@ -45,13 +45,11 @@ from shardwise.parallel.fully_sharded.messages import (
     Message,
     MixedPrecisionPolicy,
     Slot,
-    Stored,
+    Slots,
     axes_along,
     backward_task,
     check_all_stored,
     messages_of,
-    owned_by,
-    slots_of,
 )
 
 UNREDUCED = "_unreduced_gradient"  # of a parameter: its full gradient of earlier backwards, and the name of its unit
@@ -447,10 +445,7 @@ class Unit:
         self.is_running = False  # its forward
         self.shown: FullParameters | None = None  # what modules have, in a forward or a backward
         self.ahead: FullParameters | None = None  # started for the next forward
-        self._owned: list[tuple[nn.Module, str, Stored]] | None = None  # names of parameters; None: not known yet
-        self._seen: list[object] = []  # what modules have there
-        self._slots: list[Slot] = []
-        self._messages: dict[object, list[Message]] = {}  # of these slots
+        self.slots = Slots(module)
         self._as_dtensors = False
         self._checked: object = None
         self._copies: Counter[str] = Counter()  # by where they were made
@@ -532,8 +527,8 @@ class Unit:
         data_ranks = frozenset(rank for unit in units for rank in unit.data_ranks)
         reduced: dict[tuple[frozenset[int], int], str] = {}
         for unit in units:
-            unit.data_ranks, unit._owned = data_ranks, None
-            for slot in unit._found_slots():
+            unit.data_ranks, unit.slots.owned = data_ranks, None
+            for slot in unit.slots.find():
                 known = slot.stored.reduction(data_ranks, as_dtensors)
                 reduced.setdefault(known, f"{slot.parameter._name} of {unit.name}")
         if len(reduced) > 1:
@@ -551,36 +546,19 @@ class Unit:
 
     def _full_parameters(self, as_dtensors: bool, in_backward: FullParameters | None = None) -> FullParameters | None:
         """Those of the forward that begins: in a backward its own, else those that were started, or new ones."""
-        if not (slots := self._found_slots()):
+        if not (slots := self.slots.find()):
             return None
         key, options = (as_dtensors, self.data_ranks), self.options
-        if key not in self._messages:
+        known_messages = self.slots.messages
+        if key not in known_messages:
             fewer = None if isinstance(options.reshard_after_forward, bool) else options.reshard_after_forward
-            self._messages[key] = messages_of(slots, options.mp_policy, fewer, self.data_ranks, as_dtensors)
-        messages = self._messages[key]
+            known_messages[key] = messages_of(slots, options.mp_policy, fewer, self.data_ranks, as_dtensors)
+        messages = known_messages[key]
         ahead, self.ahead = self.ahead, None
         for known in (in_backward, None if is_capturing() else ahead):  # a replay would use those from before the trace
             if known is not None and known.is_of(slots, messages):
                 return known
         return FullParameters(self, slots, messages, as_dtensors)
-
-    def _found_slots(self) -> list[Slot]:
-        """The parameters; found again if a module has another one in the place of one, or of another dtype or layout.
-
-        The forward of a root finds changes of the modules themselves (`_prepare_below`).
-        """
-        if self._owned is None:
-            self._owned = list(owned_by(self.module))
-        with DisableTorchFunctionSubclass():
-            seen: list[object] = [
-                (id(owner), name, stored, id(p), getattr(p, "dtype", None), getattr(p, "_layout", None))
-                for owner, name, stored in self._owned
-                for p in (owner._parameters.get(name),)
-            ]
-        if seen != self._seen:
-            self._slots, self._messages = slots_of(self._owned), {}
-            self._seen = seen
-        return self._slots
 
     def start_ahead(self, as_dtensors: bool) -> None:
         """Start the all-gathers before the forward."""
