@@ -246,8 +246,8 @@ def compiled(graph: fx.Graph, backend: Backend) -> Callable[..., tuple[Any, ...]
         inputs = list(dict.fromkeys(_free(nodes, ())))
         outputs = [node for node in nodes if not set(nodes).issuperset(node.users)]
         module = extract(inputs, nodes, outputs, "Subgraph")
-        run = torch.compile(module.forward, backend=backend, dynamic=False, fullgraph=True)
-        results = outer.call_function(run, tuple(copies[n] for n in inputs))
+        run = torch.compile(module, backend=backend, dynamic=False, fullgraph=True)
+        results = outer.call_function(_as_function(run), tuple(copies[n] for n in inputs))
         for i, node in enumerate(outputs):
             copies[node] = outer.call_function(getitem, (results, i))
     outer.output(fx.map_arg(output.args[0], copies.__getitem__))
@@ -258,6 +258,15 @@ def compiled(graph: fx.Graph, backend: Backend) -> Callable[..., tuple[Any, ...]
             return run_outer(*[_plain(x) if isinstance(x, Tensor) else x for x in operands])
 
     return run_all
+
+
+def _as_function(module: Callable[..., Any]) -> Callable[..., Any]:
+    """A graph calls functions, not modules."""
+
+    def subgraph(*operands: Tensor) -> Any:
+        return module(*operands)
+
+    return subgraph
 
 
 def _plain(x: Tensor) -> Tensor:
