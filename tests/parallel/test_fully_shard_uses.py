@@ -1,6 +1,7 @@
 """What users do with units: hooks, copies, failures, changes of parameters."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -148,6 +149,57 @@ def test_parameters_that_are_added_or_replaced_are_refused() -> None:
     model[0].scale = nn.Parameter(torch.ones(4))
     with pytest.raises(PlanError, match=r"0\.scale was added after fully_shard"):
         model(torch.ones(2, 4))
+
+
+def _exchange_parameters(model: Any) -> None:
+    model[0].weight, model[2].weight = model[2].weight, model[0].weight
+
+
+def _tie(model: Any) -> None:
+    model[2].weight = model[0].weight
+
+
+def _leave_out_bias(model: Any) -> None:
+    model[2].bias = None
+
+
+def _exchange_modules(model: Any) -> None:
+    model[0], model[2] = model[2], model[0]
+
+
+def _copy_module(model: Any) -> None:
+    model[2] = copied(model[2])
+
+
+def _freeze(model: Any) -> None:
+    model[2].weight.requires_grad_(False)
+
+
+def _convert(model: Any) -> None:
+    model.bfloat16()
+    model.double()
+
+
+@pytest.mark.parametrize("kinds", [(), nn.Linear])
+@pytest.mark.parametrize(
+    "change", [_exchange_parameters, _tie, _leave_out_bias, _exchange_modules, _copy_module, _freeze, _convert]
+)
+@world(2)
+def test_a_step_uses_the_parameters_that_modules_have_then(change: Callable[[Any], None], kinds: Any) -> None:
+    plain, x = two_layers(), torch.randn(4, 4)
+    model, bias = as_units(plain, Mesh((2,)), kinds), None
+    for each in (plain, model):
+        for step in range(3):
+            each.zero_grad()
+            if step == 1:
+                bias = each[2].bias
+                change(each)
+            elif change is _leave_out_bias and step == 2:
+                each[2].bias = bias
+            own = x if each is plain else x.chunk(2)[collectives.rank()]
+            loss = squares(each, own.to(each[0].weight.dtype))
+            (loss * len(x) / len(own)).backward()  # whose gradients are averaged
+    assert_same_gradients(model, plain)
 
 
 class Quantized(nn.Linear):

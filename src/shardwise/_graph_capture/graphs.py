@@ -243,7 +243,8 @@ def compiled(graph: fx.Graph, backend: Backend) -> Callable[..., tuple[Any, ...]
             for node in nodes:
                 copies[node] = outer.node_copy(node, copies.__getitem__)
             continue
-        inputs, outputs = _inputs_and_outputs(nodes)
+        inputs = list(dict.fromkeys(_free(nodes, ())))
+        outputs = [node for node in nodes if not set(nodes).issuperset(node.users)]
         module = extract(inputs, nodes, outputs, "Subgraph")
         run = torch.compile(module, backend=backend, dynamic=False, fullgraph=True)
         results = outer.call_function(_as_function(run), tuple(copies[n] for n in inputs))
@@ -257,13 +258,6 @@ def compiled(graph: fx.Graph, backend: Backend) -> Callable[..., tuple[Any, ...]
             return run_outer(*[_plain(x) if isinstance(x, Tensor) else x for x in operands])
 
     return run_all
-
-
-def _inputs_and_outputs(nodes: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Values that a subgraph uses from outside of it, and its values that are used outside."""
-    own = set(nodes)
-    inputs = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in own)
-    return list(inputs), [node for node in nodes if not own.issuperset(node.users)]
 
 
 def _as_function(module: Callable[..., Any]) -> Callable[..., Any]:

@@ -39,6 +39,7 @@ aten = torch.ops.aten
 strides: Callable[[Tensor], tuple[int, ...]] = torch._C.TensorBase.stride  # of the local tensor that a DTensor is
 
 ALIASES = (aten.detach.default, aten.alias.default)  # autograd's bookkeeping, of which a replay has none
+ITEM = aten._local_scalar_dense.default
 INDEXING = (aten.index.Tensor, aten._unsafe_index.Tensor)  # data-dependent only if an index is a mask
 # Functions that read values of a tensor without an op that a dispatch mode sees, and their names in errors.
 VALUE_READS = {
@@ -277,7 +278,9 @@ class Tracer:
         constant = is_literal or (not draws and all(map(self._is_constant, tensors)))
         repeatable = not draws and not func._schema.is_mutable and all(map(self._is_repeatable, tensors))
         if reads and not (repeatable and not self.in_backward):
-            self._refuse_read(func)
+            self.refuse(
+                _named(func) if func is ITEM else f"{_named(func)}, whose result or its shape depends on values"
+            )
         node_args, node_kwargs = pytree.tree_map(self._node_argument, (args, kwargs))
         out = func(*args, **kwargs)
         if func._schema.is_mutable:
@@ -316,10 +319,6 @@ class Tracer:
         """Whether it can be computed before everything else of a replay."""
         return self.find(x) not in self._unrepeatable and _storage(x) not in self._written
 
-    def _refuse_read(self, func: OpOverload) -> NoReturn:
-        suffix = "" if func is aten._local_scalar_dense.default else ", whose result or its shape depends on values"
-        self.refuse(f"{_named(func)}{suffix}")
-
     def _node_argument(self, x: object) -> object:
         if isinstance(x, GraphInt):
             raise refusal(
@@ -334,12 +333,15 @@ class Tracer:
         elif isinstance(out, tuple | list):
             for i, x in enumerate(out):
                 if isinstance(x, Tensor) and self._nodes.get(x) is None:
-                    self._add_result(self._element_of(node, i), x, constant)
+                    self.element_node(node, i, x, constant)
 
-    def _element_of(self, node: fx.Node, i: int) -> fx.Node:
+    def element_node(self, node: fx.Node, i: int, x: object, constant: bool = False) -> fx.Node:
+        """Element `i` of the result of `node`, whose value is `x`."""
         element = self.graph.call_function(getitem, (node, i))
         if node in self._unrepeatable:
             self._unrepeatable.add(element)
+        if isinstance(x, Tensor):
+            self._add_result(element, x, constant)
         return element
 
     def _check(self, func: OpOverload, args: Args, kwargs: Kwargs) -> None:
@@ -447,13 +449,6 @@ class Tracer:
         self._written |= written
         return node, out
 
-    def element_node(self, node: fx.Node, i: int, x: object) -> fx.Node:
-        """Element `i` of the result of `node`, whose value is `x`."""
-        element = self._element_of(node, i)
-        if isinstance(x, Tensor):
-            self._add_result(element, x, False)
-        return element
-
 
 def _bind_constants(function: Callable[..., Any], args: Args, kwargs: Kwargs) -> tuple[Callable[..., Any], list[Any]]:
     """`function` of its tensors and `GraphInt`s only, and these; other arguments are bound. Keeps no tensor alive."""
@@ -525,7 +520,7 @@ def _reads_values(func: OpOverload, args: Args) -> bool:
 
 
 def _named(func: OpOverload) -> str:
-    return "item(), or an `if`" if func is aten._local_scalar_dense.default else str(func.name())
+    return "item(), or an `if`" if func is ITEM else str(func.name())
 
 
 def _draws(func: OpOverload, args: Args, kwargs: Kwargs) -> bool:

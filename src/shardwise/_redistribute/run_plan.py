@@ -5,7 +5,6 @@ A gradient of a Shard is a Shard, of a Replicate a Partial, of a Partial a Repli
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -163,17 +162,16 @@ def start_redistribute(
     last = max((i for i, step in enumerate(found.plan.steps) if isinstance(step, CommStep)), default=None)
     if last is None:
         return lambda: _run(found.programs, local)
-    report: AbstractContextManager[None] = nullcontext()
-    if comm_trace.listening():
-        cause = comm_trace.with_call_site(cause)
-        report = comm_trace.emitting(event_of(found.plan, local.element_size(), cause))
-    before = comm_trace.set_purpose(Purpose(cause, src, dst))
-    try:
-        with torch.no_grad(), DisableTorchFunctionSubclass(), report:
+
+    def start() -> Wait:
+        with torch.no_grad(), DisableTorchFunctionSubclass():
             before_last = _run(found.programs[:last], local)
-            wait = found.programs[last].start(before_last, last == 0 and local.is_contiguous())
-    finally:
-        comm_trace.set_purpose(before)
+            return found.programs[last].start(before_last, last == 0 and local.is_contiguous())
+
+    def event() -> CommEvent:
+        return event_of(found.plan, local.element_size(), comm_trace.with_call_site(cause))
+
+    wait = comm_trace.send(Purpose(cause, src, dst), event, start)
 
     def finish() -> Tensor:
         with torch.no_grad(), DisableTorchFunctionSubclass():

@@ -44,15 +44,12 @@ class Exchange:
         collective = Collective("all_to_all", send, self.ranks, (), send_counts, recv_counts, allocate=allocate)
         if len(self.ranks) == 1:
             return collectives.start(collective)
-        before = comm_trace.set_purpose(Purpose(self.cause))
-        try:
-            if not comm_trace.listening():
-                return collectives.start(collective)
+
+        def event() -> CommEvent:
             sent, cause = collective.sent_bytes(collectives.rank()), comm_trace.with_call_site(self.cause)
-            with comm_trace.emitting(CommEvent(cause, None, None, self.ranks, sent, None)):
-                return collectives.start(collective)
-        finally:
-            comm_trace.set_purpose(before)
+            return CommEvent(cause, None, None, self.ranks, sent, None)
+
+        return comm_trace.send(Purpose(self.cause), event, lambda: collectives.start(collective))
 
     def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
         """One with a gradient: backward sends the gradients back."""

@@ -6,13 +6,15 @@ accelerator; a thread that is a simulated rank has listeners of its own.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from shardwise._layout import Layout
 from shardwise._trace.user_stack import StackFrame, call_site
+
+T = TypeVar("T")
 
 # explicit: the user called redistribute, full_tensor, item, …
 # operand: the rows of an op need an operand in another layout.
@@ -214,6 +216,22 @@ def set_purpose(purpose: Purpose | None) -> Purpose | None:
     rank = current.rank
     before, rank.purpose = rank.purpose, purpose
     return before
+
+
+def send(purpose: Purpose, event: Callable[[], CommEvent], run: Callable[[], T]) -> T:
+    """Call `run`, whose collectives are for this purpose, and report the event that they are part of to listeners.
+
+    A function, because a `contextmanager` takes 0.8 µs more for each collective.
+    """
+    rank = current.rank
+    before, rank.purpose = rank.purpose, purpose
+    try:
+        if not rank.listeners:
+            return run()
+        with emitting(event()):
+            return run()
+    finally:
+        rank.purpose = before
 
 
 def current_event() -> CommEvent | None:

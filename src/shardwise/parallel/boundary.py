@@ -5,6 +5,7 @@ boundary costs a dictionary look-up and, if a gradient is needed, one autograd n
 """
 
 from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -51,19 +52,19 @@ class BoundaryPlan(NamedTuple):
     is_alias: bool
 
 
-def _forward(ctx: Any, local: Tensor, plan: BoundaryPlan, cause: Cause) -> Tensor:
-    """A new tensor also if nothing is sent: autograd ignores a Function that returns its operand."""
-    ctx.plan, ctx.cause = plan, cause
-    out = redistribute_local(local, plan.src, plan.dst, cause)
-    return local.view_as(local) if out is local else out
-
-
-class _FromPlain(TensorFunction):
-    """Reads a plain tensor as a local shard and redistributes it."""
+class _Boundary(TensorFunction):
+    """Redistributes a local tensor."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, plan: BoundaryPlan, cause: Cause) -> Tensor:
-        return _forward(ctx, local, plan, cause)
+        """A new tensor also if nothing is sent: autograd ignores a Function that returns its operand."""
+        ctx.plan, ctx.cause = plan, cause
+        out = redistribute_local(local, plan.src, plan.dst, cause)
+        return local.view_as(local) if out is local else out
+
+
+class _FromPlain(_Boundary):
+    """Reads a plain tensor as a local shard and redistributes it."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -71,15 +72,11 @@ class _FromPlain(TensorFunction):
         return record_to_plain(grad, ctx.plan.plain_grad), None, None
 
 
-class _ToPlain(TensorFunction):
+class _ToPlain(_Boundary):
     """Redistributes a DTensor and returns its local tensor, in one node.
 
     So a replicated gradient stays replicated: that of a Partial tensor that was all-reduced needs no communication.
     """
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, plan: BoundaryPlan, cause: Cause) -> Tensor:
-        return _forward(ctx, local, plan, cause)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -97,32 +94,17 @@ def _from_plain(x: Tensor, plan: BoundaryPlan, cause: Cause) -> DTensor:
         return tag(plain(out) if out is x else out, plan.dst)
 
 
-def _to_plain(x: DTensor, plan: BoundaryPlan, cause: Cause) -> Tensor:
-    local = plain(x)
-    if plan.is_alias:
-        return local
-    with DisableTorchFunctionSubclass():
-        if torch.is_grad_enabled() and local.requires_grad:
-            return _ToPlain.apply(local, plan, cause)
-        return redistribute_local(local, plan.src, plan.dst, cause)
-
-
+@dataclass(slots=True, eq=False)
 class SharedInput:
     """The last redistributed input of a module's children, kept while the forward of the module runs.
 
     Query, key and value projections of one input then share one all-gather forward and one all-reduce backward.
     """
 
-    __slots__ = ("depth", "key", "result", "source")
-
-    def __init__(self) -> None:
-        self.depth = 0
-        self._clear()
-
-    def _clear(self) -> None:
-        self.source: Tensor | None = None
-        self.key: object = None
-        self.result: DTensor | None = None
+    depth: int = 0  # of forwards that run
+    source: Tensor | None = None
+    key: object = None
+    result: DTensor | None = None
 
     def open(self, *_: object) -> None:
         """A forward pre-hook."""
@@ -131,17 +113,16 @@ class SharedInput:
     def close(self, *_: object) -> None:
         """A forward hook, also called if forward raised. Frees the shared input."""
         self.depth = max(self.depth - 1, 0)
-        self._clear()
+        self.source = self.key = self.result = None
 
-    def get(self, x: Tensor, key: object) -> DTensor | None:
-        """The result for `x`, if `x` did not change since."""
-        return self.result if self.source is x and self.key == key else None
-
-    def put(self, x: Tensor, key: object, result: DTensor) -> DTensor:
-        """Keep the result for `x`, inside a forward."""
-        if self.depth:
-            self.source, self.key, self.result = x, key, result
-        return result
+    def once(self, x: Tensor, key: object, redistribute: Callable[[], DTensor]) -> DTensor:
+        """What `redistribute` makes of `x`, or made of it before in this forward, if `x` did not change since."""
+        if not self.depth:
+            return redistribute()
+        versioned = key, _version(x)
+        if self.result is None or self.source is not x or self.key != versioned:
+            self.source, self.key, self.result = x, versioned, redistribute()
+        return self.result
 
 
 def _version(x: Tensor) -> object:
@@ -157,6 +138,7 @@ def _is_met(desired: Placement, placement: Placement, ndim: int) -> bool:
     return desired == placement
 
 
+@dataclass(slots=True, eq=False)
 class BoundaryRedistribution:
     """Redistributes one input or output tensor of a module.
 
@@ -173,30 +155,22 @@ class BoundaryRedistribution:
         style: the class of its style, for communication traces.
     """
 
-    __slots__ = (
-        "_dtensor_plans", "_plain_plans", "_targets", "axis", "cause", "desired_layout", "features", "mesh",
-        "plain_layout", "shared", "use_local_output", "what",
-    )  # fmt: skip
+    mesh: Mesh
+    axis: int
+    plain_layout: AxisPlacements | None
+    desired_layout: AxisPlacements
+    use_local_output: bool
+    what: str
+    shared: SharedInput = field(default_factory=SharedInput)
+    features: int | None = None
+    style: InitVar[str] = ""
+    cause: Cause = field(init=False)
+    _plain_plans: dict[torch.Size, BoundaryPlan] = field(init=False, default_factory=dict)
+    _dtensor_plans: dict[Layout, BoundaryPlan] = field(init=False, default_factory=dict)
+    _targets: dict[Layout, tuple[Layout, bool]] = field(init=False, default_factory=dict)
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        axis: int,
-        plain_layout: AxisPlacements | None,
-        desired_layout: AxisPlacements,
-        use_local_output: bool,
-        what: str,
-        shared: SharedInput | None = None,
-        features: int | None = None,
-        style: str = "",
-    ) -> None:
-        self.mesh, self.axis, self.plain_layout, self.desired_layout = mesh, axis, plain_layout, desired_layout
-        self.use_local_output, self.what, self.features = use_local_output, what, features
-        self.shared = shared if shared is not None else SharedInput()
-        self.cause = Cause("explicit", "parallelize_module", what, f"the style is {style}" if style else "")
-        self._plain_plans: dict[torch.Size, BoundaryPlan] = {}
-        self._dtensor_plans: dict[Layout, BoundaryPlan] = {}
-        self._targets: dict[Layout, tuple[Layout, bool]] = {}
+    def __post_init__(self, style: str) -> None:
+        self.cause = Cause("explicit", "parallelize_module", self.what, f"the style is {style}" if style else "")
 
     def __call__(self, x: Tensor) -> Tensor:
         if type(x) is DTensor:
@@ -206,36 +180,30 @@ class BoundaryRedistribution:
             target, same_shards = self._targets.get(layout) or self._target(layout)
             if same_shards:
                 return x if target == layout else tag(plain(x), target)
-            return self._once(x, target, lambda: to_layout(x, target, self.cause))
+            return self.shared.once(x, target, lambda: to_layout(x, target, self.cause))
         if type(x) is not Tensor:
             if is_torch_dtensor(x):
                 return self(from_torch_dtensor(x))
-            self._check_tensor(x)
+            if not isinstance(x, Tensor):
+                got = type(x).__name__
+                raise PlanError(f"{self.what} must be a tensor, got {got}. Fix: None in the layouts of the plan.")
         check_untransformed(x, self.what)
         plan = self._plain_plans.get(x.shape) or self._plan_from_plain(x)
         if plan.src.placements[self.axis] == REPLICATE:
             replicas = tuple(sorted(self.mesh.axis_ranks(collectives.rank(), self.axis)))
             collectives.expect_equal(x, replicas, f"{self.what}: the plain tensor")
-        out = self._once(x, plan, lambda: _from_plain(x, plan, self.cause))
+        out = self.shared.once(x, plan, lambda: _from_plain(x, plan, self.cause))
         return self._to_local(out) if self.use_local_output else out
-
-    def _check_tensor(self, x: object) -> None:
-        if not isinstance(x, Tensor):
-            raise PlanError(
-                f"{self.what} must be a tensor, got {type(x).__name__}. Fix: None in the layouts of the plan."
-            )
 
     def _to_local(self, x: DTensor) -> Tensor:
         check_no_transform(self.what)
-        return _to_plain(x, self._dtensor_plans.get(x._layout) or self._plan_to_plain(x._layout), self.cause)
-
-    def _once(self, x: Tensor, key: object, redistribute: Callable[[], DTensor]) -> DTensor:
-        shared = self.shared
-        if not shared.depth:
-            return redistribute()
-        versioned = key, _version(x)
-        out = shared.get(x, versioned)
-        return shared.put(x, versioned, redistribute()) if out is None else out
+        plan, local = self._dtensor_plans.get(x._layout) or self._plan_to_plain(x._layout), plain(x)
+        if plan.is_alias:
+            return local
+        with DisableTorchFunctionSubclass():
+            if torch.is_grad_enabled() and local.requires_grad:
+                return _ToPlain.apply(local, plan, self.cause)
+            return redistribute_local(local, plan.src, plan.dst, self.cause)
 
     def _target(self, layout: Layout) -> tuple[Layout, bool]:
         """The layout that a DTensor is redistributed to, and whether every rank keeps its local shard."""

@@ -169,11 +169,7 @@ def _exchanged(
     return tokens.new_zeros(num, dim).index_add(0, senders, route.answer(mixed))
 
 
-def _tokens_shape(chosen: Meta, w1: Meta, w2: Meta, tokens: Meta, weights: Meta) -> tuple[int, ...]:
-    return tokens.shape
-
-
-register(OpRule(_rows, shape=_tokens_shape, replicated_impl=_on_locals), mix_experts)
+register(OpRule(_rows, shape=lambda *operands: operands[3].shape, replicated_impl=_on_locals), mix_experts)
 
 
 # ---- in a plan ----------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """`parallelize_module`: applies a plan of styles of modules and placements of parameters, by path or glob."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
@@ -77,35 +78,26 @@ def parallelize_module(
         parent.register_forward_hook(shared.close, always_call=True)
     for styled in resolved.styled:
         if styled.input_fn is not None:
-            styled.module.register_forward_pre_hook(_PreHook(styled.input_fn), with_kwargs=True)
+            styled.module.register_forward_pre_hook(partial(_pre_hook, styled.input_fn), with_kwargs=True)
         if styled.output_fn is not None:
-            styled.module.register_forward_hook(_Hook(styled.output_fn))
+            styled.module.register_forward_hook(partial(_hook, styled.output_fn))
         styled.module.__dict__.setdefault(APPLIED, []).append(styled.style)
         for parameter in styled.module.parameters() if styled.shards_batch else ():
             vars(parameter)[SHARDS_BATCH] = True
     return module
 
 
-@dataclass(slots=True)
-class _PreHook:
-    """A forward pre-hook. A class, so that a copy of the module has its own copy of the shared input, too."""
-
-    input_fn: InputFn
-
-    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
-        refuse_compilation()
-        return self.input_fn(args, kwargs)
+# Hooks are partials of these: a copy of the module then has its own copy of the shared input, too.
 
 
-@dataclass(slots=True)
-class _Hook:
-    """A forward hook."""
+def _pre_hook(input_fn: InputFn, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
+    refuse_compilation()
+    return input_fn(args, kwargs)
 
-    output_fn: OutputFn
 
-    def __call__(self, module: nn.Module, args: Args, output: object) -> Any:
-        refuse_compilation()
-        return self.output_fn(output)
+def _hook(output_fn: OutputFn, module: nn.Module, args: Args, output: object) -> Any:
+    refuse_compilation()
+    return output_fn(output)
 
 
 class StyledModule(NamedTuple):
@@ -166,12 +158,34 @@ def resolve(module: nn.Module, plan: Entries, mesh: Mesh) -> ResolvedPlan:
     styles = [(key, entry) for key, entry in plan if isinstance(entry, ParallelStyle)]
     placements = [(key, entry) for key, entry in plan if not isinstance(entry, ParallelStyle)]
     named = module_sharding.named_parameters(module)
+    names, axis = module_sharding.names_of_each(named), tensor_parallel_axis(mesh)
     matched, problems = module_sharding.resolve(dict(styles), list(modules), "module", list(named))
-    layouts, unfit = _placed(named, placements, mesh, list(modules))
-    problems += unfit
-    styled: list[StyledModule] = []
+    matched_names, unmatched = module_sharding.resolve(dict(placements), list(named), "parameter", list(modules))
+    problems += unmatched
+    layouts: dict[str, Layout] = {}
     shared: dict[str, tuple[nn.Module, SharedInput]] = {}
     applied: dict[int, list[ParallelStyle]] = {}
+    styled: list[StyledModule] = []
+
+    @contextmanager
+    def collected(called: str, found: dict[str, Layout]) -> Iterator[None]:
+        """Add what is found inside, or the error."""
+        try:
+            yield
+        except (PlanError, LayoutError, MeshError) as error:
+            problems.append(f"{called}: {error}")
+        for name, layout in found.items():
+            if layouts.setdefault(name, layout) != layout:
+                problems.append(
+                    f"{name}: two entries give it the layouts {layouts[name]} and {layout}. Fix: one entry."
+                )
+
+    for key, placement in placements:
+        for name in matched_names[key]:
+            with collected(module_sharding.label(names[name]), found := dict[str, Layout]()):
+                if placement.is_partial():
+                    raise LayoutError(f"a parameter cannot be {placement}. Fix: Shard(dim) or Replicate().")
+                found[name] = ModuleContext("", mesh, axis).layout(placement, named[name].shape)
     for key, style in styles:
         for path in matched[key]:
             child, parent = modules[path], path.rpartition(".")[0]
@@ -179,46 +193,15 @@ def resolve(module: nn.Module, plan: Entries, mesh: Mesh) -> ResolvedPlan:
                 continue  # a shared module, or one that several globs match
             applied[id(child)].append(style)
             shared_input = shared[parent][1] if parent in shared else SharedInput()
-            context = ModuleContext(path, mesh, tensor_parallel_axis(mesh), shared_input, type(style).__name__)
-            try:
+            context = ModuleContext(path, mesh, axis, shared_input, type(style).__name__)
+            with collected(path or "the module", found := dict[str, Layout]()):
                 input_fn, output_fn = style.input_fn(child, context), style.output_fn(child, context)
                 if input_fn is not None and path:
                     shared.setdefault(parent, (modules[parent], shared_input))
-                found = _layouts(child, style, context)
-            except (PlanError, LayoutError, MeshError) as error:
-                problems.append(f"{path or 'the module'}: {error}")
-                continue
-            styled.append(StyledModule(child, style, input_fn, output_fn, style.shards_batch(context)))
-            for name, layout in found.items():
-                if layouts.setdefault(name, layout) != layout:
-                    problems.append(
-                        f"{name}: two entries give it the layouts {layouts[name]} and {layout}. Fix: one entry."
-                    )
+                found |= _layouts(child, style, context)
+                styled.append(StyledModule(child, style, input_fn, output_fn, style.shards_batch(context)))
     module_sharding.refuse([*problems, *module_sharding.conflicting_ties(named, layouts)])
     return ResolvedPlan(layouts, styled, list(shared.values()))
-
-
-def _placed(
-    named: Mapping[str, nn.Parameter], placements: Sequence[tuple[str, Placement]], mesh: Mesh, modules: Sequence[str]
-) -> tuple[dict[str, Layout], list[str]]:
-    """The layouts of parameters that the plan names, and an error for each entry that does not fit."""
-    matched, problems = module_sharding.resolve(dict(placements), list(named), "parameter", modules)
-    context, layouts = ModuleContext("", mesh, tensor_parallel_axis(mesh)), dict[str, Layout]()
-    names = module_sharding.names_of_each(named)
-    for key, placement in placements:
-        for name in matched[key]:
-            try:
-                if placement.is_partial():
-                    raise LayoutError(f"a parameter cannot be {placement}. Fix: Shard(dim) or Replicate().")
-                layout = context.layout(placement, named[name].shape)
-            except (PlanError, LayoutError, MeshError) as error:
-                problems.append(f"{module_sharding.label(names[name])}: {error}")
-                continue
-            if layouts.setdefault(name, layout) != layout:
-                problems.append(
-                    f"{name}: two entries give it the layouts {layouts[name]} and {layout}. Fix: one entry."
-                )
-    return layouts, problems
 
 
 def _layouts(module: nn.Module, style: ParallelStyle, context: ModuleContext) -> dict[str, Layout]:

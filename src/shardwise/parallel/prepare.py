@@ -16,6 +16,7 @@ from shardwise.parallel.styles import (
     Arguments,
     InputFn,
     ModuleContext,
+    ModuleInputs,
     OutputFn,
     ParallelStyle,
     PlacementsLike,
@@ -49,48 +50,40 @@ class _NestedRedistribution:
     items: "tuple[_NestedRedistribution | None, ...] | dict[str, _NestedRedistribution | None] | None" = None
 
     def __call__(self, x: object) -> Any:
-        if isinstance(x, Tensor):
-            return self._tensor(x)
         if x is None:  # an optional argument that was not passed
             return None
-        if isinstance(self.items, dict):
-            return self._mapping(self.items, x)
-        if self.items is not None:
-            return self._sequence(self.items, x)
-        assert self.tensor is not None
-        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(x)):
-            raise PlanError(f"{self.what} has a layout, but is {type(x).__name__} without tensors. Fix: None for it.")
-        return pytree.tree_map_only(Tensor, self.tensor, x)
-
-    def _tensor(self, x: Tensor) -> Tensor:
-        if self.tensor is not None:
+        if isinstance(x, Tensor) and self.tensor is not None:
             return self.tensor(x)
-        if isinstance(self.items, tuple) and len(self.items) == 1:
-            return x if self.items[0] is None else self.items[0]._tensor(x)
-        raise PlanError(f"{self.what} is one tensor, {self._expected()}. Fix: one layout.")
+        if self.items is None:
+            assert self.tensor is not None
+            if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(x)):
+                got = type(x).__name__
+                raise PlanError(f"{self.what} has a layout, but is {got} without tensors. Fix: None for it.")
+            return pytree.tree_map_only(Tensor, self.tensor, x)
+        if isinstance(self.items, dict):
+            if isinstance(x, Mapping) and all(key in x for key in self.items):
+                out: Any = copy.copy(x)
+                for key, item in self.items.items():
+                    if item is not None:
+                        out[key] = item(x[key])
+                return out
+        elif self.items is not None:
+            if isinstance(x, Tensor) and len(self.items) == 1:
+                return x if self.items[0] is None else self.items[0](x)
+            if isinstance(x, tuple | list) and len(x) == len(self.items):
+                out = [y if item is None else item(y) for item, y in zip(self.items, x, strict=True)]
+                return type(x)._make(out) if hasattr(x, "_make") else type(x)(out)
+        raise self._unfit(x)
 
-    def _expected(self) -> str:
+    def _unfit(self, x: object) -> PlanError:
+        got = f"is {type(x).__name__}{f' of {len(x)}' if isinstance(x, tuple | list) else ''}"
+        if isinstance(x, Tensor | Mapping):
+            got = "is one tensor" if isinstance(x, Tensor) else f"has the keys {', '.join(map(str, x))}"
         items = f"keys {', '.join(self.items)}" if isinstance(self.items, dict) else f"{len(self.items or ())} items"
-        return f"the plan has layouts for {items}"
-
-    def _sequence(self, items: "tuple[_NestedRedistribution | None, ...]", x: object) -> object:
-        if not isinstance(x, tuple | list) or len(x) != len(items):
-            got = f"{type(x).__name__} of {len(x)}" if isinstance(x, tuple | list) else type(x).__name__
-            raise PlanError(
-                f"{self.what} is {got}, {self._expected()}. Fix: one layout per item, None to leave one unchanged."
-            )
-        out = [y if item is None else item(y) for item, y in zip(items, x, strict=True)]
-        return type(x)._make(out) if hasattr(x, "_make") else type(x)(out)
-
-    def _mapping(self, items: "dict[str, _NestedRedistribution | None]", x: object) -> object:
-        if not isinstance(x, Mapping) or any(key not in x for key in items):
-            got = f"has the keys {', '.join(map(str, x))}" if isinstance(x, Mapping) else f"is {type(x).__name__}"
-            raise PlanError(f"{self.what} {got}, {self._expected()}. Fix: name keys that it has.")
-        out: Any = copy.copy(x)
-        for key, item in items.items():
-            if item is not None:
-                out[key] = item(x[key])
-        return out
+        return PlanError(
+            f"{self.what} {got}, the plan has layouts for {items}. Fix: one layout for each item or key that it has, "
+            f"None to leave one unchanged; for a tensor one layout."
+        )
 
 
 def _nested(
@@ -150,24 +143,19 @@ def _as_tuple(layouts: NestedLayouts) -> NestedLayouts:
 
 
 @dataclass(frozen=True)
-class _ModuleInputs:
-    """Redistributes the arguments of a forward."""
+class _CountedInputs(ModuleInputs):
+    """Refuses tensors beyond the positional arguments that the plan has layouts for."""
 
-    by_position: list[_NestedRedistribution | None]
-    by_name: dict[str, _NestedRedistribution | None]
-    count: int | None  # of positional arguments that the plan has layouts for
+    count: int
     what: str
 
     def __call__(self, args: Args, kwargs: Kwargs) -> Arguments:
-        positional = self.by_position
-        if self.count is not None and any(isinstance(x, Tensor) for x in args[max(self.count, len(positional)) :]):
+        if any(isinstance(x, Tensor) for x in args[max(self.count, len(self.by_position)) :]):
             raise PlanError(
                 f"{self.what} is called with {len(args)} positional arguments, the plan has layouts for {self.count}. "
                 f"Fix: one layout per argument, None to leave one unchanged."
             )
-        out = [x if transform is None else transform(x) for transform, x in zip(positional, args, strict=False)]
-        named = {key: (x, self.by_name.get(key)) for key, x in kwargs.items()}
-        return (*out, *args[len(out) :]), {key: x if t is None else t(x) for key, (x, t) in named.items()}
+        return super().__call__(args, kwargs)
 
 
 @checked_init
@@ -221,7 +209,9 @@ class PrepareModuleInput(ParallelStyle):
                 position = arguments.positional.index(name)
                 by_position += [None] * (position + 1 - len(by_position))
                 by_position[position] = by_name[name]
-        return _ModuleInputs(by_position, by_name, count, context.path or "the module")
+        if count is None:
+            return ModuleInputs(by_position, by_name)
+        return _CountedInputs(by_position, by_name, count, context.path or "the module")
 
 
 @checked_init

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -87,12 +86,7 @@ def _is_replicated(layout: Layout, mesh: Mesh) -> bool:
     return all(layout.boxes(rank) == first for rank in mesh.ranks)
 
 
-@dataclass(frozen=True)
-class _Packed:
-    """A saved tensor, or its shard with the layout of that."""
-
-    x: Tensor
-    layout: Layout | None = None
+_Packed = tuple[Tensor, Layout | None]  # a saved tensor; or its shard, with the layout of that
 
 
 class _Inputs:
@@ -106,17 +100,18 @@ class _Inputs:
     def pack(self, x: Tensor) -> _Packed:
         """Shards an unchanged input, or a view of it, as `F.linear` saves it."""
         if x.layout != torch.strided or not -x.ndim <= self.dim < x.ndim or not x.numel():
-            return _Packed(x)
+            return x, None
         given = self.inputs.get(x.untyped_storage().data_ptr())
         if given is None or given[0]._version != given[1]:
-            return _Packed(x)
+            return x, None
         layout = Layout(self.mesh, [Shard(self.dim % x.ndim)], x.shape)
         with torch.no_grad():
-            return _Packed(redistribute_local(x.detach(), layout.replicated(), layout, _CAUSE), layout)
+            return redistribute_local(x.detach(), layout.replicated(), layout, _CAUSE), layout
 
 
 def _unpack(packed: _Packed) -> Tensor:
-    if packed.layout is None:
-        return packed.x
+    x, layout = packed
+    if layout is None:
+        return x
     with torch.no_grad():
-        return redistribute_local(packed.x, packed.layout, packed.layout.replicated(), _CAUSE)
+        return redistribute_local(x, layout, layout.replicated(), _CAUSE)

@@ -174,20 +174,17 @@ class ParallelStyle:
         return None
 
 
-@checked_init
 @dataclass(frozen=True)
-class FirstInput:
-    """Transforms the first argument of forward, passed by position or by `name`."""
+class ModuleInputs:
+    """Transforms the arguments of a forward, some of which may be passed either way."""
 
-    transform: Callable[[Tensor], Tensor]
-    name: str
+    by_position: Sequence[Callable[[Any], Any] | None]
+    by_name: Mapping[str, Callable[[Any], Any] | None]
 
     def __call__(self, args: Args, kwargs: Kwargs) -> Arguments:
-        if args:
-            return (self.transform(args[0]), *args[1:]), kwargs
-        if self.name in kwargs:
-            return args, {**kwargs, self.name: self.transform(kwargs[self.name])}
-        return args, kwargs
+        out = [x if transform is None else transform(x) for transform, x in zip(self.by_position, args, strict=False)]
+        named = {key: (x, self.by_name.get(key)) for key, x in kwargs.items()}
+        return (*out, *args[len(out) :]), {key: x if t is None else t(x) for key, (x, t) in named.items()}
 
 
 def misused_style(entry: object) -> str:
@@ -199,10 +196,9 @@ def misused_style(entry: object) -> str:
 
 
 @checked
-def first_input(module: nn.Module, transform: Callable[[Tensor], Tensor]) -> FirstInput:
+def first_input(module: nn.Module, transform: Callable[[Tensor], Tensor]) -> InputFn:
     """The `input_fn` of a style that transforms the first argument of forward only."""
-    names = forward_arguments(module).positional
-    return FirstInput(transform, names[0] if names else "")
+    return ModuleInputs([transform], dict.fromkeys(forward_arguments(module).positional[:1], transform))
 
 
 class ForwardArguments(NamedTuple):

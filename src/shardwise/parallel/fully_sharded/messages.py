@@ -1,20 +1,19 @@
 """How parameters of a unit are stored, and the collectives that all-gather them and reduce their gradients.
 
-    (message,) = messages_of(slots_of(module), MixedPrecisionPolicy(), None, data_ranks, as_dtensors=False)
+    (message,) = messages_of(Slots(module).find(), MixedPrecisionPolicy(), None, data_ranks, as_dtensors=False)
     full = message.start_gather(shards, message.moves, "0 (unit 1)")([None] * len(shards))
     gradients = message.reduce(gradients_of_full, "0 (unit 1)")
 
 Units are above this file, which knows only the attribute that a module has if it is one.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
 
 from shardwise import _collectives as collectives
 from shardwise._layout import Layout, Mesh, checked_init
@@ -25,6 +24,7 @@ from shardwise._trace.autograd_function import Context, TensorFunction
 from shardwise._trace.comm_trace import Cause, CommEvent, Purpose
 from shardwise.errors import PlanError
 
+T = TypeVar("T")
 Finish = Callable[[Sequence[Tensor | None]], list[Tensor]]
 """Waits for an all-gather; returns the full tensors, in the given ones where there are any."""
 NO_BACKWARD = -1
@@ -77,13 +77,9 @@ class Stored:
         """`at_rest` on the device where parameters are used."""
         return _on_mesh(self.at_rest, self.gathered.mesh)
 
-    def shown_layout(self, as_dtensors: bool) -> Layout | None:
-        """The layout of what a forward sees; None: a plain tensor."""
-        return self.gathered if as_dtensors and self.shown is None else self.shown
-
     def reduction(self, data_ranks: frozenset[int], as_dtensors: bool) -> tuple[frozenset[int], int]:
         """Over which of the ranks that have a part of the batch gradients are added, and by what they are divided."""
-        ranks = _in_common(self.at_rest.mesh, data_ranks)
+        ranks = data_ranks.intersection(self.at_rest.mesh.ranks)
         if as_dtensors and self.shown is None:
             return ranks, 1
         return ranks, len(ranks) if self.shards_batch else self.terms
@@ -96,11 +92,6 @@ class Stored:
 
 def _on_mesh(layout: Layout, mesh: Mesh) -> Layout:
     return Layout(mesh, layout.placements, layout.shape, layout.shard_order)
-
-
-@lru_cache
-def _in_common(mesh: Mesh, ranks: frozenset[int]) -> frozenset[int]:
-    return ranks.intersection(mesh.ranks)
 
 
 class Slot(NamedTuple):
@@ -136,8 +127,37 @@ def check_all_stored(path: str, module: nn.Module) -> None:
             )
 
 
+class Slots:
+    """The parameters of a unit: those that no unit inside it has.
+
+    Attributes:
+        owned: their names, each with the module that owns it. Whoever changes modules sets None: not known.
+        messages: those of the parameters, by what else they depend on.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.owned: list[tuple[nn.Module, str, Stored]] | None = None
+        self.messages: dict[object, list[Message]] = {}
+        self._module = module
+        self._found: list[Slot] = []
+        self._seen: list[object] = []  # what modules had there
+
+    def find(self) -> list[Slot]:
+        """The parameters; others than before if a module has another one, or one has another dtype or layout."""
+        if self.owned is None:
+            self.owned = list(_owned(self._module))
+        with DisableTorchFunctionSubclass():
+            seen: list[object] = [
+                (id(owner), name, stored, id(p), getattr(p, "dtype", None), getattr(p, "_layout", None))
+                for owner, name, stored in self.owned
+                for p in (owner._parameters.get(name),)
+            ]
+        if seen != self._seen:
+            self._found, self._seen, self.messages = _slots(self.owned), seen, {}
+        return self._found
+
+
 def _owned(module: nn.Module) -> Iterator[tuple[nn.Module, str, Stored]]:
-    """The fully sharded parameters of a unit, each with a module that owns it."""
     for name, stored in vars(module).get(STORED, {}).items():
         yield module, name, stored
     for child in module._modules.values():
@@ -145,10 +165,9 @@ def _owned(module: nn.Module) -> Iterator[tuple[nn.Module, str, Stored]]:
             yield from _owned(child)
 
 
-def slots_of(module: nn.Module) -> list[Slot]:
-    """The parameters of a unit: those that no unit inside it has."""
+def _slots(owned: Iterable[tuple[nn.Module, str, Stored]]) -> list[Slot]:
     found: dict[int, Slot] = {}
-    for owner, name, stored in _owned(module):
+    for owner, name, stored in owned:
         if name not in owner._parameters:
             raise PlanError(
                 f"{name} of {type(owner).__name__} was taken away after fully_shard, as by a parametrization. "
@@ -196,8 +215,9 @@ class Message:
     def start_gather(self, shards: Sequence[Tensor], moves: Batched, unit: str) -> Finish:
         """Start the all-gather of this rank's shards, divided as `moves` or `resharded` says."""
         num_bytes, backward = moves.gathered_elements * self.dtype.itemsize, backward_task() != NO_BACKWARD
-        with self._sending("all-gather", num_bytes, moves, unit, backward):
-            return moves.start_gather(shards, self.dtype)
+        return self._send(
+            "all-gather", num_bytes, moves, unit, backward, lambda: moves.start_gather(shards, self.dtype)
+        )
 
     def reduce(self, gradients: Sequence[Tensor | None], unit: str) -> list[Tensor | None]:
         """The shards of the gradients, added over ranks or averaged. Those that are None stay so, on all ranks.
@@ -210,20 +230,22 @@ class Message:
             return list(gradients)
         part = self if len(present) == len(gradients) else self._some(present)
         wanted = cast("list[Tensor]", [gradients[k] for k in present])
-        if torch.is_grad_enabled() and any(g.requires_grad for g in wanted):
-            sums = cast("list[Tensor]", _Sums.apply(part, unit, *wanted))
-        else:
-            sums = part.reduce_now(wanted, unit)
+        with_history = torch.is_grad_enabled() and any(g.requires_grad for g in wanted)
+        sums = cast("list[Tensor]", _Sums.apply(part, unit, *wanted)) if with_history else part.reduce_now(wanted, unit)
         reduced: list[Tensor | None] = [None] * len(gradients)
         for k, x, terms in zip(present, sums, part.terms, strict=True):
-            reduced[k] = x / terms if terms > 1 else x
+            if terms > 1:
+                x = x / terms if with_history else x.div_(terms)  # new memory would cost page faults
+            reduced[k] = x
         return reduced
 
     def reduce_now(self, gradients: Sequence[Tensor], unit: str) -> list[Tensor]:
         """The shards of the sums over ranks, without history."""
-        num_bytes = self.moves.reduced_elements * self.reduce_dtype.itemsize
-        with torch.no_grad(), self._sending("reduce-scatter", num_bytes, self.moves, unit, backward=True):
-            return self.moves.reduce(gradients, self.reduce_dtype)
+        num_bytes, moves = self.moves.reduced_elements * self.reduce_dtype.itemsize, self.moves
+        with torch.no_grad():
+            return self._send(
+                "reduce-scatter", num_bytes, moves, unit, True, lambda: moves.reduce(gradients, self.reduce_dtype)
+            )
 
     def _some(self, present: Sequence[int]) -> "Message":
         """The message without parameters that have no gradient."""
@@ -231,19 +253,10 @@ class Message:
         terms = tuple([self.terms[k] for k in present])
         return replace(self, members=members, names=names, terms=terms, moves=self.moves.some(present))
 
-    @contextmanager
-    def _sending(self, what: str, num_bytes: int, moves: Batched, unit: str, backward: bool) -> Iterator[None]:
+    def _send(self, what: str, num_bytes: int, moves: Batched, unit: str, backward: bool, run: Callable[[], T]) -> T:
         """Say to listeners of the communication trace, and in errors, what is sent. Ranks compare it."""
         cause = Cause("explicit", "fully_shard", f"{unit}: {', '.join(self.names)}", what, backward=backward)
-        before = comm_trace.set_purpose(Purpose(cause))
-        try:
-            if not comm_trace.listening():
-                yield
-                return
-            with comm_trace.emitting(CommEvent(cause, None, None, moves.ranks, num_bytes, None)):
-                yield
-        finally:
-            comm_trace.set_purpose(before)
+        return comm_trace.send(Purpose(cause), lambda: CommEvent(cause, None, None, moves.ranks, num_bytes, None), run)
 
 
 def messages_of(

@@ -225,12 +225,11 @@ def _shard_parameters(
     if on_cpu is not None:
         stored = {name: new.offloaded() for name, new in stored.items()}
     module_sharding.refuse_hooks(named, stored)
-    for name, (parameter, known) in replaced.items():  # by a unit inside this one, or beside it
+    own = {name: (_on_mesh_of(named[name], new, mesh), new) for name, new in stored.items()}
+    for name, (parameter, known) in (replaced | own).items():  # replaced by a unit inside this one, or beside it
         module_sharding.assign(owners[name], parameter)
-        _note_stored(owners[name], known)
-    for name, new in stored.items():
-        module_sharding.assign(owners[name], _on_mesh_of(named[name], new, mesh))
-        _note_stored(owners[name], new)
+        for owner, attribute in owners[name]:
+            vars(owner).setdefault(STORED, {})[attribute] = known
     module_sharding.replace_parameters(module, {name: new.sharded for name, new in stored.items()}, src_data_rank)
     for name, new in stored.items():
         owner, attribute = owners[name][0]
@@ -246,11 +245,6 @@ def _shard_parameters(
         setattr(parameter, IGNORED, True)
     inside = {x for child in module.modules() if unit_of(child) is not None for x in child.modules()}
     module_sharding.share_buffers((x for x in module.modules() if x not in inside), mesh, src_data_rank)
-
-
-def _note_stored(owners: module_sharding.Owners, stored: Stored) -> None:
-    for owner, attribute in owners:
-        vars(owner).setdefault(STORED, {})[attribute] = stored
 
 
 def _stored(

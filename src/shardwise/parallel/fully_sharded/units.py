@@ -45,11 +45,11 @@ from shardwise.parallel.fully_sharded.messages import (
     Message,
     MixedPrecisionPolicy,
     Slot,
+    Slots,
     axes_along,
     backward_task,
     check_all_stored,
     messages_of,
-    slots_of,
 )
 
 UNREDUCED = "_unreduced_gradient"  # of a parameter: its full gradient of earlier backwards, and the name of its unit
@@ -194,7 +194,7 @@ class FullParameters:
         self.become(state)
         self.unit.shown = self
         for slot, out in zip(self.slots, self._outputs(), strict=True):
-            layout = slot.stored.shown_layout(self.as_dtensors)
+            layout = slot.stored.gathered if self.as_dtensors and slot.stored.shown is None else slot.stored.shown
             shown = out if layout is None else tag(out, layout)
             _mark_parameter(shown, slot.parameter)
             self._shown.append(shown)
@@ -445,7 +445,7 @@ class Unit:
         self.is_running = False  # its forward
         self.shown: FullParameters | None = None  # what modules have, in a forward or a backward
         self.ahead: FullParameters | None = None  # started for the next forward
-        self._messages: dict[object, list[Message]] = {}
+        self.slots = Slots(module)
         self._as_dtensors = False
         self._checked: object = None
         self._copies: Counter[str] = Counter()  # by where they were made
@@ -527,8 +527,8 @@ class Unit:
         data_ranks = frozenset(rank for unit in units for rank in unit.data_ranks)
         reduced: dict[tuple[frozenset[int], int], str] = {}
         for unit in units:
-            unit.data_ranks = data_ranks
-            for slot in slots_of(unit.module):
+            unit.data_ranks, unit.slots.owned = data_ranks, None
+            for slot in unit.slots.find():
                 known = slot.stored.reduction(data_ranks, as_dtensors)
                 reduced.setdefault(known, f"{slot.parameter._name} of {unit.name}")
         if len(reduced) > 1:
@@ -546,22 +546,19 @@ class Unit:
 
     def _full_parameters(self, as_dtensors: bool, in_backward: FullParameters | None = None) -> FullParameters | None:
         """Those of the forward that begins: in a backward its own, else those that were started, or new ones."""
-        if not (slots := slots_of(self.module)):
+        if not (slots := self.slots.find()):
             return None
-        messages = self._messages_of(slots, as_dtensors)
+        key, options = (as_dtensors, self.data_ranks), self.options
+        known_messages = self.slots.messages
+        if key not in known_messages:
+            fewer = None if isinstance(options.reshard_after_forward, bool) else options.reshard_after_forward
+            known_messages[key] = messages_of(slots, options.mp_policy, fewer, self.data_ranks, as_dtensors)
+        messages = known_messages[key]
         ahead, self.ahead = self.ahead, None
         for known in (in_backward, None if is_capturing() else ahead):  # a replay would use those from before the trace
             if known is not None and known.is_of(slots, messages):
                 return known
         return FullParameters(self, slots, messages, as_dtensors)
-
-    def _messages_of(self, slots: Sequence[Slot], as_dtensors: bool) -> list[Message]:
-        key = as_dtensors, self.data_ranks, tuple([(slot.stored, slot.parameter.dtype) for slot in slots])
-        if key not in self._messages:
-            options, fewer = self.options, self.options.reshard_after_forward
-            fewer = None if isinstance(fewer, bool) else fewer
-            self._messages[key] = messages_of(slots, options.mp_policy, fewer, self.data_ranks, as_dtensors)
-        return self._messages[key]
 
     def start_ahead(self, as_dtensors: bool) -> None:
         """Start the all-gathers before the forward."""
