@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise import _collectives as collectives
+from shardwise import capture
 from shardwise._layout import Layout, Mesh, Partial, Replicate, Shard
 from shardwise._tensor import tag
 from shardwise.checkpoint import (
@@ -26,6 +27,7 @@ from shardwise.checkpoint import (
     load,
     loading,
     locations,
+    lock,
     read_manifest,
     retention,
     save,
@@ -35,7 +37,7 @@ from shardwise.checkpoint import (
 from shardwise.checkpoint.files import DTYPES
 from shardwise.checkpoint.locations import store_at
 from shardwise.checkpoint.retention import Facts, facts_of
-from shardwise.errors import CheckpointError, MismatchError, NotFiniteError, ShardwiseError
+from shardwise.errors import CaptureError, CheckpointError, MismatchError, NotFiniteError, ShardwiseError
 from shardwise.testing import world
 from tests.checkpoint.faults import failing_at, watched_at
 from tests.checkpoint.states import blank, content, distributed, failed, loaded_seed, save_seed, steps
@@ -491,3 +493,22 @@ def test_a_reader_finds_a_checkpoint_whenever_another_job_saves(
     assert first > 4
     text = failed(lambda: load(f"{folder}/step-00000001", {"x": torch.zeros(3)}), size=1)
     assert "Fix: load again, from the folder above" in text
+
+
+CAPTURED: dict[str, Callable[[Path], object]] = {
+    "save": lambda folder: save(folder, {"x": 1}, step=1),
+    "save_async": lambda folder: save_async(folder, {"x": 1}, step=1),
+    "load": lambda folder: load(folder, {"x": 1}),
+    "lock": lambda folder: lock(folder).__enter__(),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", CAPTURED)
+def test_checkpoints_are_refused_in_a_captured_function(tmp_path: Path, name: str, size: int) -> None:
+    def body() -> None:
+        with pytest.raises(CaptureError, match="a replay cannot repeat work of checkpoints that all ranks do"):
+            capture(lambda x: (CAPTURED[name](tmp_path), x + 1))(torch.ones(3))
+
+    world(size).run(body)
+    assert not content(tmp_path)
