@@ -27,9 +27,11 @@ class FolderStore:
         try:
             with os.scandir(self.folder / folder) as entries:
                 for entry in entries:
-                    with suppress(FileNotFoundError):  # removed meanwhile
-                        is_file = entry.is_file(follow_symlinks=False)
+                    is_file = entry.is_file(follow_symlinks=False)
+                    try:
                         found[entry.name] = entry.stat(follow_symlinks=False).st_size if is_file else None
+                    except FileNotFoundError:  # removed meanwhile
+                        continue
         except FileNotFoundError:
             return {}
         except NotADirectoryError:

@@ -13,7 +13,7 @@ docs/checkpoint-format.md.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -48,18 +48,20 @@ class RenamedVersions(CheckpointStore):
         last = self._last_step(names)
         if last is not None and last not in found and self.files.list(step_name(last)):
             found[last] = step_name(last)  # a listing lacks what is renamed meanwhile
-        return {step: found[step] for step in sorted(found, key=lambda step: (step == last, step), reverse=True)}
+        first = [last] if last in found else []
+        return {step: found[step] for step in [*first, *sorted(found, reverse=True)]}
 
     def _last_step(self, names: Sequence[str]) -> int | None:
         """The step that was saved last, as far as the folder says."""
-        return step_of(self._named_in(next(filter(self._is_published, names), LATEST)))
+        return step_of(self._named_in(next(self._published(names), LATEST)))
 
-    def _is_published(self, name: str) -> bool:
-        """Whether it is the next `latest` of a save that was interrupted when its checkpoint was there."""
-        if not name.startswith(f".tmp-{LATEST}-"):
-            return False
-        step = step_of(self._named_in(name))
-        return step is not None and bool(self.files.list(step_name(step)))
+    def _published(self, names: Sequence[str]) -> Iterator[str]:
+        """The next `latest` of each save that was interrupted when its checkpoint was there."""
+        for name in names:
+            if name.startswith(f".tmp-{LATEST}-"):
+                step = step_of(self._named_in(name))
+                if step is not None and self.files.list(step_name(step)):
+                    yield name
 
     def _named_in(self, path: str) -> str:
         return (self.read_short(path) or b"").decode(errors="replace").strip()
@@ -70,7 +72,7 @@ class RenamedVersions(CheckpointStore):
 
     def tidy(self) -> dict[int, str]:
         names = self.names()
-        for name in filter(self._is_published, names):
+        for name in self._published(names):
             self.files.rename(name, LATEST)
         for name in names:
             old = _OLD.fullmatch(name)
@@ -99,7 +101,7 @@ class RenamedVersions(CheckpointStore):
             if final in self.files.list(""):
                 move(final, old)
             self.files.write(pointer, len(final) + 1, [f"{final}\n".encode()])
-            move(draft, final)  # from here on it is the last one, by `_is_published`
+            move(draft, final)  # from here on it is the last one, by `_published`
             self.files.rename(pointer, LATEST)  # the last thing that can fail, because it cannot be undone
         except BaseException:
             for source, target in reversed(done):

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import cache
 from importlib import metadata as packages
 from os import PathLike
@@ -152,6 +151,7 @@ class Saving:
         assert isinstance(found, str)
         return found
 
+    @gc_paused()
     def _prepare(self) -> str:
         _check_arguments(self.step, self.keep)
         self.contents.prepare()
@@ -254,11 +254,12 @@ class Contents:
     def use_replicas(self) -> None:
         """Tensors on sub-meshes of this rank count as replicas of those of other ranks on theirs; all ranks call it."""
         layouts = with_replicas(self._layouts())
-        self.tensors = {name: replace(x, layout=layouts[name]) for name, x in self.tensors.items()}
+        self.tensors = {name: x._replace(layout=layouts[name]) for name, x in self.tensors.items()}
 
     def _layouts(self) -> dict[str, Layout]:
         return {name: x.layout for name, x in self.tensors.items()}
 
+    @gc_paused()
     def take_copy(self, memory: dict[str, Tensor]) -> None:
         """Go on with a copy of what this rank holds, so that the state may change.
 
@@ -275,7 +276,7 @@ class Contents:
             torch._foreach_copy_([*memory.values()], [*views.values()])
         copies = iter(memory.values())
         for name, x in self.tensors.items():
-            self.tensors[name] = replace(x, views=tuple((box, next(copies)) for box, _ in x.views))
+            self.tensors[name] = LocalBoxes(x.layout, x.dtype, tuple([(box, next(copies)) for box, _ in x.views]))
 
     def write(self, store: CheckpointStore, draft: str) -> Report:
         """Write the boxes that fall to this rank; what rank 0 has to know of all that it holds."""

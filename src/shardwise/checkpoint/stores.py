@@ -17,7 +17,7 @@ from shardwise.checkpoint.manifest import MANIFEST, MANIFEST_LIMIT, Manifest, Mi
 from shardwise.checkpoint.remedies import DAMAGED, FROM_URL, damaged, reader_of_no_checkpoint, without_remedy
 from shardwise.errors import CheckpointError, UnreachableError
 
-_STEP = re.compile(r"step-(\d{8,18})", re.ASCII)
+_STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,17})", re.ASCII)
 _ANY_STEP = re.compile(r"step-(\d{1,18})(-[0-9a-f]{8})?", re.ASCII)  # also of a folder that was renamed
 SHORT_BYTES = 4096  # of `latest` and of locks, at most
 NAME_A_FOLDER = "name a folder: a checkpoint, step-…, or the one above"
@@ -36,7 +36,7 @@ def step_name(step: int) -> str:
 def step_of(name: str) -> int | None:
     """The step of a folder; None if `name` is not of one."""
     match = _STEP.fullmatch(name)
-    return int(match[1]) if match and name == step_name(int(match[1])) else None
+    return int(match[1]) if match else None
 
 
 class Store(Protocol):
