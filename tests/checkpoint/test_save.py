@@ -512,3 +512,25 @@ def test_checkpoints_are_refused_in_a_captured_function(tmp_path: Path, name: st
 
     world(size).run(body)
     assert not content(tmp_path)
+
+
+def test_a_shape_that_loading_refuses_is_not_saved(tmp_path: Path) -> None:
+    save_step(tmp_path, 1)
+    before = content(tmp_path)
+    with pytest.raises(CheckpointError, match=r"tensor 'x': its shape \(0, 2305843009213693952\) is too large"):
+        save(tmp_path, {"x": torch.empty(0, 2**61)}, step=2, keep=1)
+    assert content(tmp_path) == before
+
+
+class Refusing(dict[str, Any]):
+    """Takes no other values than those that it was made with."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise TypeError("fixed")
+
+
+def test_a_mapping_that_refuses_a_value_keeps_its_tensors(tmp_path: Path) -> None:
+    save(tmp_path, {"x": torch.ones(3), "y": 1}, step=1)
+    with pytest.raises(TypeError, match="fixed"):
+        load(tmp_path, Refusing(x=(x := torch.zeros(3)), y=2))
+    assert x.tolist() == [0, 0, 0]

@@ -156,9 +156,9 @@ def gather_json_with(exchange: Exchange, value: T, ranks: Ranks, is_first: bool 
     data, others = json.dumps(value).encode(), len(ranks) - 1
     sent = [1, *[1 if is_first is None else 0] * others]
     received = [0 if is_first is False else 1] * len(ranks)
+    counts = [len(data) * count for count in sent]
     lengths = exchange(torch.tensor([len(data)] * sum(sent), device="cpu"), sent, received, ranks).tolist()
     buffer = torch.frombuffer(bytearray(data) * sum(sent), dtype=torch.uint8)
-    counts = [len(data) * count for count in sent]
     found = exchange(buffer, counts, lengths or received, ranks).numpy().tobytes()
     return [json.loads(found[stop - length : stop]) for length, stop in zip(lengths, accumulate(lengths), strict=True)]
 

@@ -127,29 +127,27 @@ class _Reading:
         self.targets: dict[str, LocalBoxes] = {}
         self.found: dict[str, LocalBoxes] = {}  # new memory for each of `targets`
         self.rows: Mapping[str, Rows] = {}
+        self.counts: Mapping[str, str] = {}  # how many rows resized tensors get, for comparison between ranks
 
-    @gc_paused()
+    @gc_paused
     def read(self, choose: Callable[[Manifest], Wanted], subset: bool) -> tuple[str, str]:
         """Read what this rank needs; the checksum of the manifest, and a digest of the new rows."""
         manifest = self.manifest = self.parsed or stored_manifest(self.store, self.version)
         wanted = choose(manifest)
         self.leaves, self.rows = flatten(wanted.state), wanted.resize
+        self.counts = {f"resize {name}": str(rows.count) for name, rows in self.rows.items()}
         self.targets = {
             name: storable_boxes(name, leaf.value)
             for name, leaf in self.leaves.items()
             if isinstance(leaf.value, Tensor) and name in manifest.tensors
         }
         _check_fit(manifest, self.leaves, self.targets, wanted, subset)
-        try_initializers({name: self.leaves[name].value for name in self.rows}, self.rows)
+        if self.rows:
+            try_initializers({name: self.leaves[name].value for name in self.rows}, self.rows)
         self.found, parts = new_memory(self.targets)
         with checkpoint_source(self.store, self.version, manifest) as source:
             source.read_all(parts)
         return manifest.sha256, digest(self.counts)
-
-    @property
-    def counts(self) -> dict[str, str]:
-        """How many rows resized tensors get, for comparison between ranks."""
-        return {f"resize {name}": str(rows.count) for name, rows in self.rows.items()}
 
     def fill_new_rows(self, seed: int) -> None:
         """Fill the rows that the checkpoint has not."""
@@ -158,11 +156,11 @@ class _Reading:
 
     def apply(self) -> None:
         """Fill the state."""
-        fill(self.targets.values(), self.found.values())
-        for name, leaf in self.leaves.items():
+        for name, leaf in self.leaves.items():  # first, because a mapping may refuse it
             if name in self.manifest.values:
                 assert isinstance(leaf.holder, MutableMapping)
                 leaf.holder[leaf.key] = self.manifest.values[name]
+        fill(self.targets.values(), self.found.values())
 
 
 def _check_fit(
@@ -181,7 +179,7 @@ def _check_fit(
         for name in sorted(stored - leaves.keys())
         if not subset
     ]
-    fitted = resized(manifest, wanted.resize)
+    fitted = resized(manifest, wanted.resize) if wanted.resize else manifest
     different = [
         f"  {name!r}: {problem}"
         for name, leaf in leaves.items()

@@ -9,12 +9,11 @@ import json
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, wraps
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -22,6 +21,9 @@ from shardwise._layout import Box, check_cover
 from shardwise.checkpoint.files import CRC_BYTES, DTYPES, METADATA_KEY, FileLayout, file_layout
 from shardwise.checkpoint.remedies import damaged
 from shardwise.errors import CheckpointError, LayoutError, without_fix
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 FORMAT, VERSION = "shardwise checkpoint", 2
 OLDER = {1: ("not_finite",)}  # the versions that are read as well, with the fields that they lack
@@ -43,22 +45,25 @@ class MisnamedError(CheckpointError):
     """A manifest of another step than its folder is named after. Its checkpoint may be complete."""
 
 
-@contextmanager
-def gc_paused() -> Iterator[None]:
-    """Collect no garbage in the block, or in the function that this decorates, which makes thousands of objects.
+def gc_paused(function: Callable[P, T]) -> Callable[P, T]:
+    """`function`, which makes thousands of objects, without a collection of garbage while it runs.
 
     A full collection visits every object of the process, a million of them after `import torch`. Parsing the manifest
     of 100,000 chunks starts several: they took two thirds of its time. In another thread than the main one, which may
     switch the collection itself meanwhile, nothing is changed.
     """
-    was_on = gc.isenabled() and threading.current_thread() is threading.main_thread()
-    if was_on:
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not gc.isenabled() or threading.current_thread() is not threading.main_thread():
+            return function(*args, **kwargs)
         gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
+        try:
+            return function(*args, **kwargs)
+        finally:
             gc.enable()
+
+    return run
 
 
 def file_name(rank: int) -> str:
@@ -123,7 +128,7 @@ class Manifest:
         return self._file_layouts
 
     @cached_property
-    @gc_paused()
+    @gc_paused
     def _file_layouts(self) -> Mapping[str, FileLayout]:
         entries: dict[str, list[tuple[str, torch.dtype, tuple[int, ...]]]] = {}
         for tensor in self.tensors.values():
@@ -132,13 +137,20 @@ class Manifest:
         return {file: file_layout(content) for file, content in entries.items()}
 
 
-@gc_paused()
+@gc_paused
 def as_bytes(manifest: Manifest) -> bytes:
     """The content of `manifest.json`.
 
     Raises:
-        CheckpointError: it is too long.
+        CheckpointError: it is too long, or `parse` would refuse it.
     """
+    _check_unicode("a name", manifest.tensors)
+    for name, tensor in manifest.tensors.items():
+        if _is_too_large(tensor.dtype, tensor.shape):
+            raise CheckpointError(
+                f"tensor {name!r}: its shape {tensor.shape} is too large to be saved. "
+                f"Fix: one of less than 2^63 bytes, where a size of 0 counts as 1"
+            )
     tensors = {
         name: {
             "dtype": str(tensor.dtype).removeprefix("torch."),
@@ -188,7 +200,7 @@ def sealed(rest: bytes) -> bytes:
     return b'{"sha256":"' + hashlib.sha256(rest).hexdigest().encode() + b'",\n' + rest
 
 
-@gc_paused()
+@gc_paused
 def parse(data: bytes) -> Manifest:
     """A manifest from the bytes of its file."""
     sha256, rest = sha256_of(data), data[SEAL_BYTES:]
@@ -318,11 +330,16 @@ def _tensor(said: object) -> StoredTensor:
     if dtype is None:
         raise damaged(f"unknown dtype {said['dtype']!r}")
     shape = _counts(said["shape"], "shape")
-    if len(shape) > 64 or dtype.itemsize * prod(filter(None, shape)) > LARGEST:
+    if _is_too_large(dtype, shape):
         raise damaged(f"a tensor of shape {_short(shape)} is too large to exist")
     tensor = StoredTensor(dtype, shape, tuple([_chunk(chunk, dtype.itemsize) for chunk in said["chunks"]]))
     _check_cover(tensor)
     return tensor
+
+
+def _is_too_large(dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+    """Whether no tensor of torch has this shape, or has strides that can be computed."""
+    return len(shape) > 64 or dtype.itemsize * prod(filter(None, shape)) > LARGEST
 
 
 def _chunk(said: object, itemsize: int) -> Chunk:

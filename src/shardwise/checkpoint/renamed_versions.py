@@ -30,7 +30,7 @@ class RenamedVersions(CheckpointStore):
     """A version is a folder with the name of its step; "." is the store itself."""
 
     def own_version(self) -> str | None:
-        is_one = step_of(Path(self.name).name) is not None or MANIFEST in self.files.list("")
+        is_one = step_of(self.name.rpartition("/")[2]) is not None or MANIFEST in self.files.list("")
         return "." if is_one else None
 
     def versions(self) -> dict[int, str]:

@@ -151,7 +151,7 @@ class Saving:
         assert isinstance(found, str)
         return found
 
-    @gc_paused()
+    @gc_paused
     def _prepare(self) -> str:
         _check_arguments(self.step, self.keep)
         self.contents.prepare()
@@ -209,9 +209,14 @@ class Saving:
         self._lock.release()
 
 
-def _check_arguments(step: int, keep: int | Keep | None) -> None:
+def check_step(step: int) -> None:
+    """Raise CheckpointError unless a checkpoint can have this step."""
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
-        raise CheckpointError(f"step must be an integer from 0, got {step!r}. Fix: such as int(step)")
+        raise CheckpointError(f"step must be an integer from 0, below 10^18, got {step!r}. Fix: such as int(step)")
+
+
+def _check_arguments(step: int, keep: int | Keep | None) -> None:
+    check_step(step)
     if not isinstance(keep, int | Keep | None) or isinstance(keep, bool) or (isinstance(keep, int) and keep < 1):
         raise CheckpointError(
             f"keep must be a positive integer, a Keep or None, got {keep!r}. Fix: such as 2, for the last two"
@@ -259,7 +264,7 @@ class Contents:
     def _layouts(self) -> dict[str, Layout]:
         return {name: x.layout for name, x in self.tensors.items()}
 
-    @gc_paused()
+    @gc_paused
     def take_copy(self, memory: dict[str, Tensor]) -> None:
         """Go on with a copy of what this rank holds, so that the state may change.
 
@@ -272,8 +277,9 @@ class Contents:
         memory.clear()  # before the new one is allocated
         for key, view in views.items():
             memory[key] = kept[key] if key in kept else torch.empty(view.shape, dtype=view.dtype, device="cpu")
-        with torch.no_grad():
-            torch._foreach_copy_([*memory.values()], [*views.values()])
+        if views:
+            with torch.no_grad():
+                torch._foreach_copy_([*memory.values()], [*views.values()])
         copies = iter(memory.values())
         for name, x in self.tensors.items():
             self.tensors[name] = LocalBoxes(x.layout, x.dtype, tuple([(box, next(copies)) for box, _ in x.views]))
@@ -299,7 +305,7 @@ class Contents:
     def _key(self, name: str, box: Box) -> str:
         return key_of(name, box, self.tensors[name].layout.shape)
 
-    @gc_paused()
+    @gc_paused
     def manifest(self, step: int, reports: Sequence[Report]) -> Manifest:
         """What was written, checked: every element once.
 

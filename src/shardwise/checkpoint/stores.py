@@ -5,6 +5,7 @@ written is a draft. How a draft becomes a version depends on the store: `Renamed
 `CommittedVersions` puts an empty file beside it. The order of a save is in `saving.py`.
 """
 
+import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -89,6 +90,7 @@ class CheckpointStore:
 
     def __init__(self, files: Store) -> None:
         self.files, self.name = files, files.name
+        self.place = self.name if "://" in self.name else os.path.realpath(self.name)  # the same by every name of it
 
     def own_version(self) -> str | None:
         """The version that the store itself is, if it is a checkpoint."""
@@ -255,7 +257,7 @@ def stored_manifest(store: CheckpointStore, version: str) -> Manifest:
             manifest = parse(data)
         except CheckpointError as error:
             raise type(error)(f"{file.name}: {error}") from error
-    named = _ANY_STEP.fullmatch(Path(location).absolute().name)
+    named = _ANY_STEP.fullmatch(os.path.basename(os.path.abspath(location)))  # noqa: PTH100, PTH119 - may be a URL
     if named and int(named[1]) != manifest.step:
         raise MisnamedError(
             f"{location}: is named after step {int(named[1])} and holds step {manifest.step}. "
