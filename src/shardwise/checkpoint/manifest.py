@@ -273,7 +273,7 @@ def _manifest(content: dict[str, Any]) -> Manifest:
         try:
             tensors[name] = _tensor(said)
         except CheckpointError as error:
-            raise CheckpointError(f"tensor {name!r}: {error}") from error
+            raise type(error)(f"tensor {name!r}: {error}") from error
     both = sorted(tensors.keys() & content["values"].keys())
     if both:
         raise damaged(f"says that {both[0]!r} is both a tensor and a value")
@@ -363,7 +363,7 @@ def check_chunks(name: str, tensor: StoredTensor) -> None:
     try:
         _check_cover(tensor)
     except CheckpointError as error:
-        raise CheckpointError(f"tensor {name!r}: {error}") from error
+        raise type(error)(f"tensor {name!r}: {error}") from error
 
 
 def _is_divided(tensor: StoredTensor) -> bool:

@@ -12,6 +12,7 @@ from zlib import crc32
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shardwise import _collectives as collectives
@@ -145,7 +146,7 @@ def new_memory(tensors: Mapping[str, LocalBoxes]) -> tuple[dict[str, LocalBoxes]
     return found, parts
 
 
-def _split(memory: Any, dtype: torch.dtype, sizes: Sequence[int]) -> Iterator[tuple[Tensor, memoryview]]:
+def _split(memory: NDArray[np.uint8], dtype: torch.dtype, sizes: Sequence[int]) -> Iterator[tuple[Tensor, memoryview]]:
     """Tensors of so many elements, one after the other in `memory`, each with its bytes."""
     ends = [0, *accumulate([size * dtype.itemsize for size in sizes])]
     tensors = torch.from_numpy(memory).view(dtype).split(sizes)
