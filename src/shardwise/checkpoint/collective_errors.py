@@ -54,8 +54,8 @@ def decide(what: str, work: Callable[[], T], verdict: Callable[[list[T]], R]) ->
         answer["done"] = work()
     except Exception as error:  # noqa: BLE001 - whatever it is, the peers must learn of it and not wait
         cause, answer["failed"] = error, text_of(error)
-    data = b""
-    if answers := collectives.gather_json_to_first(answer, all_ranks()):
+    data, ranks = b"", all_ranks()
+    if answers := collectives.gather_json_to_first(answer, ranks):
         said: dict[str, Any]
         try:
             _require_done(answers)
@@ -67,7 +67,7 @@ def decide(what: str, work: Callable[[], T], verdict: Callable[[list[T]], R]) ->
             said = {"error": "CheckpointError", "text": f"{what} failed{_by_rank(failed, len(answers))}"}
             cause = cause or error
         data = json.dumps(said).encode()
-    found = json.loads(_broadcast(data))
+    found = json.loads(_broadcast(data, ranks))
     if "error" in found:
         raise _ERRORS[found["error"]](found["text"]) from cause
     return cast(R, found["decided"])  # what `verdict` has returned
@@ -92,9 +92,8 @@ def _require_done(answers: Sequence[Mapping[str, Any]]) -> None:
         raise RanksError(failed)
 
 
-def _broadcast(data: bytes) -> bytes:
+def _broadcast(data: bytes, ranks: tuple[int, ...]) -> bytes:
     """What rank 0 passes."""
-    ranks = all_ranks()
     if len(ranks) == 1:
         return data
 

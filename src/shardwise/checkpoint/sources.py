@@ -219,7 +219,7 @@ class Source:
         by_file: dict[str, list[_Wanted]] = {}
         for part in parts:
             for extent in self._touching(part.name, part.box):
-                stop = extent.start + extent.box.numel * part.target.itemsize
+                stop = extent.start + prod(extent.box.sizes) * part.target.itemsize
                 by_file.setdefault(extent.file, []).append(_Wanted(extent.start, stop, extent, part))
         for name, wanted in by_file.items():
             file, waited_for = self.file(name), []
@@ -286,7 +286,7 @@ def _neighbors(wanted: list[_Wanted]) -> Iterator[list[_Wanted]]:
 def _read_group(file: StoredFile, group: Sequence[_Wanted], run: _Run) -> None:
     if len(group) == 1:
         ((_, _, extent, part),) = group
-        _Data(file, extent, part.name, part.target.dtype, run).copy(part.target, part.box)
+        _Data(file, extent, part.name, part.target.dtype, run).copy(part.target, part.box, part.data)
         return
     span = _Span(file, group[0].start, max(one.stop for one in group))
     for start, stop, extent, (name, box, target, data) in group:
@@ -295,7 +295,7 @@ def _read_group(file: StoredFile, group: Sequence[_Wanted], run: _Run) -> None:
             _check_crc(span, name, crc32(found), extent.crcs[0])
             data[:] = found
         else:
-            _Data(span, extent, name, target.dtype, run).copy(target, box)
+            _Data(span, extent, name, target.dtype, run).copy(target, box, data)
 
 
 class _Span:
@@ -325,15 +325,18 @@ class _Data:
     def __init__(self, file: StoredFile, extent: Extent, name: str, dtype: torch.dtype, run: _Run) -> None:
         self.file, self._extent, self._name, self._run = file, extent, name, run
         self._crcs, self.itemsize = extent.crcs, dtype.itemsize
-        self._num_bytes = extent.box.numel * dtype.itemsize
+        self._num_bytes = prod(extent.box.sizes) * dtype.itemsize
         self._length = CRC_BYTES if len(extent.crcs) > 1 else self._num_bytes
         self._last, self._number = bytearray(), -1  # the block that was read last, of which the next rows may be
 
-    def copy(self, target: Tensor, box: Box) -> None:
-        """Copy what the extent has of `box`, which `target` holds, into `target`."""
+    def copy(self, target: Tensor, box: Box, data: memoryview | None = None) -> None:
+        """Copy what the extent has of `box`, which `target` holds, into `target`, whose bytes are `data` if known."""
         full = self._extent.box
         if self._extent.order is not None:
             target, full, box = (_permuted(x, self._extent.order) for x in (target, full, box))
+        elif full == box and data is not None:
+            self.read_into(data, 0)
+            return
         if full == box and is_plain_memory(target):
             self.read_into(bytes_of(target), 0)
         elif not full.sizes:
