@@ -249,7 +249,7 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path: Path, state: Any, tex
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"step": -1}, "step must be an integer from 0, got -1. Fix: such as int(step)"),
+        ({"step": -1}, "step must be an integer from 0, below 10^18, got -1. Fix: such as int(step)"),
         ({"step": True}, "step must be an integer, got True"),
         ({"step": 1, "keep": 0}, "keep must be a positive integer, a Keep or None, got 0"),
         ({"step": 1, "metadata": {"rate": float("nan")}}, "metadata['rate']: cannot be saved: nan"),

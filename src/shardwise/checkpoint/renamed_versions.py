@@ -19,7 +19,7 @@ from pathlib import Path
 
 from shardwise.checkpoint.local_files import temp_name
 from shardwise.checkpoint.manifest import MANIFEST
-from shardwise.checkpoint.stores import CheckpointStore, step_name, step_of, why_incomplete
+from shardwise.checkpoint.stores import CheckpointStore, is_damaged, step_name, step_of
 
 LATEST = "latest"
 _OLD = re.compile(r"\.old-(step-\d{8,18})-[0-9a-f]{8}", re.ASCII)
@@ -76,7 +76,7 @@ class RenamedVersions(CheckpointStore):
             self.files.rename(name, LATEST)
         for name in names:
             old = _OLD.fullmatch(name)
-            if old and old[1] not in self.files.list("") and why_incomplete(self, name) is None:
+            if old and old[1] not in self.files.list("") and not is_damaged(self, name):
                 self.files.rename(name, old[1])  # a save was interrupted while it replaced this one
             elif name.startswith(f".tmp-{LATEST}-"):
                 self.files.remove(name)

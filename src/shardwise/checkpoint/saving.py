@@ -22,8 +22,6 @@ from shardwise.checkpoint.manifest import (
     MANIFEST,
     Chunk,
     Manifest,
-    MisnamedError,
-    NewerVersionError,
     StoredTensor,
     as_bytes,
     check_chunks,
@@ -35,7 +33,7 @@ from shardwise.checkpoint.manifest import (
 from shardwise.checkpoint.remedies import without_remedy
 from shardwise.checkpoint.retention import Facts, Keep, keep_only
 from shardwise.checkpoint.state import LocalBoxes, as_json, flatten, held_boxes, key_of, storable_boxes, with_replicas
-from shardwise.checkpoint.stores import CheckpointStore, check_sizes, complete_manifest
+from shardwise.checkpoint.stores import CheckpointStore, check_sizes, is_damaged
 from shardwise.checkpoint.writer_lock import WriterLock, require_lock
 from shardwise.errors import CheckpointError, NotFiniteError, UnreachableError
 
@@ -378,23 +376,10 @@ def begin_draft(store: CheckpointStore, step: int, overwrite: bool) -> str:
         CheckpointError: the step exists, and `overwrite` is False.
     """
     found = store.tidy()
-    if step in found and not overwrite and not _is_damaged(store, found[step]):
+    if step in found and not overwrite and not is_damaged(store, found[step]):
         where = store.location(found[step])
         raise CheckpointError(f"{where} exists already. Fix: overwrite=True (--overwrite), or another folder")
     return store.draft(step, found.values())
-
-
-def _is_damaged(store: CheckpointStore, version: str) -> bool:
-    """Whether nothing can be loaded from it; not so one that another release reads, or that has another step's name."""
-    try:
-        complete_manifest(store, version)
-    except UnreachableError:
-        raise
-    except (NewerVersionError, MisnamedError):
-        return False
-    except CheckpointError:
-        return True
-    return False
 
 
 def commit_draft(store: CheckpointStore, draft: str, manifest: Manifest, sizes: Mapping[str, int]) -> tuple[str, str]:

@@ -142,17 +142,16 @@ class CheckpointStore:
     def read_short(self, path: str) -> bytes | None:
         """The content of a short file; None if it is not there."""
         try:
-            file = self.files.open(path)
+            with closing(self.files.open(path)) as file:
+                if file.size > SHORT_BYTES:
+                    raise CheckpointError(
+                        f"{file.name}: has {file.size:,} bytes, expected {SHORT_BYTES:,} at most. Fix: remove it"
+                    )
+                return read_bytes(file)
         except CheckpointError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
+            if isinstance(error.__cause__, FileNotFoundError):  # also if it was removed after it was opened
                 return None
             raise
-        with closing(file):
-            if file.size > SHORT_BYTES:
-                raise CheckpointError(
-                    f"{file.name}: has {file.size:,} bytes, expected {SHORT_BYTES:,} at most. Fix: remove it"
-                )
-            return read_bytes(file)
 
 
 def find(store: CheckpointStore) -> tuple[str, Manifest]:
@@ -169,7 +168,7 @@ def find(store: CheckpointStore) -> tuple[str, Manifest]:
             if store.names() and store.own_version() == own:
                 raise
             raise CheckpointError(f"{without_remedy(error)}. Fix: {GONE}") from error
-    found, reasons = _find_with_warnings(store)
+    found, reasons = find_latest(store)
     if found is None:
         raise none_complete(store, reasons)
     return found
@@ -187,19 +186,8 @@ def none_complete(store: CheckpointStore, reasons: Iterable[str]) -> CheckpointE
     return CheckpointError("\n  ".join([*lines, DAMAGED.removeprefix(". ")]))
 
 
-def find_latest(store: CheckpointStore) -> tuple[str, Manifest] | None:
-    """The complete version to load, the one saved last if that is, and its manifest; None if none is.
-
-    Versions that come before the one that is found, and are not complete, are warned about.
-
-    Raises:
-        UnreachableError: it is not known whether the one saved last is complete.
-        NewerVersionError: one that would be it is of a version of the format that is not known yet.
-    """
-    return _find_with_warnings(store)[0]
-
-
-def _find_with_warnings(store: CheckpointStore) -> tuple[tuple[str, Manifest] | None, list[str]]:
+def find_latest(store: CheckpointStore) -> tuple[tuple[str, Manifest] | None, list[str]]:
+    """`find_complete`, with a warning for each version that comes before the one that is found."""
     found, reasons = find_complete(store)
     if found is not None:
         step = found[1].step
@@ -210,9 +198,14 @@ def _find_with_warnings(store: CheckpointStore) -> tuple[tuple[str, Manifest] | 
 
 
 def find_complete(store: CheckpointStore) -> tuple[tuple[str, Manifest] | None, list[str]]:
-    """`find_latest` without a warning, and what keeps each version that comes before from being complete.
+    """The complete version to load and its manifest, or None; and why each that comes before is not complete.
 
-    A save may remove a version between its listing and its turn, so there is none only if nothing changed meanwhile.
+    The one saved last comes first. A save may remove a version between its listing and its turn, so there is none only
+    if nothing changed meanwhile.
+
+    Raises:
+        UnreachableError: it is not known whether the one saved last is complete.
+        NewerVersionError: one that would be it is of a version of the format that is not known yet.
     """
     before: tuple[Mapping[int, str], Sequence[str]] | None = None
     while True:
@@ -287,8 +280,8 @@ def complete_manifest(store: CheckpointStore, version: str) -> Manifest:
     return manifest
 
 
-def why_incomplete(store: CheckpointStore, version: str) -> str | None:
-    """What keeps `version` from being complete, without reading its data; None if nothing does.
+def is_damaged(store: CheckpointStore, version: str) -> bool:
+    """Whether nothing can be loaded from it; not so one that has the name of another step.
 
     Raises:
         UnreachableError: it is not known whether it is.
@@ -298,6 +291,8 @@ def why_incomplete(store: CheckpointStore, version: str) -> str | None:
         complete_manifest(store, version)
     except (UnreachableError, NewerVersionError):
         raise
-    except CheckpointError as error:
-        return str(error)
-    return None
+    except MisnamedError:
+        return False
+    except CheckpointError:
+        return True
+    return False
