@@ -17,6 +17,7 @@ from isal.isal_zlib import crc32 as isal_crc32
 from torch import Tensor
 
 from shardwise import _collectives as collectives
+from shardwise._collectives import agreement
 from shardwise._layout import Layout, Mesh, Shard
 from shardwise.checkpoint import files, load, manifest, read_manifest, save, sources
 from shardwise.checkpoint.local_files import LocalFile
@@ -155,7 +156,7 @@ def test_what_a_rank_receives_on_saving_does_not_grow_with_the_ranks(
         received[collectives.rank()] += 1
         return broadcast(x, count, root, ranks)
 
-    monkeypatch.setattr(collectives, "exchange_messages", counted_exchange)
+    monkeypatch.setattr(agreement, "exchange_messages", counted_exchange)
     monkeypatch.setattr(collectives, "broadcast", counted_broadcast)
     world(size).run(
         lambda: save(tmp_path, {"x": torch.ones(3), "y": distributed(torch.ones(size), rows(size))}, step=1)

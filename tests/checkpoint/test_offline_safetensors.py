@@ -296,3 +296,11 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path: Path, index: object, te
     save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors")
     (tmp_path / INDEX).write_text(json.dumps(index))
     assert text in failed(lambda: import_safetensors(tmp_path, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("step", [-1, 10**18, 10**20])
+def test_a_step_that_no_checkpoint_can_have_is_refused(tmp_path: Path, step: int) -> None:
+    save_file({"x": torch.ones(3)}, tmp_path / "file")
+    with pytest.raises(CheckpointError, match=r"step must be an integer from 0, below 10\^18, got"):
+        import_safetensors(tmp_path / "file", tmp_path / "run", step=step)
+    assert not (tmp_path / "run").exists()

@@ -290,3 +290,10 @@ def test_dense_tensors_are_read_in_the_order_of_their_dims() -> None:
     for strides in ((99, 4, 1), (0, 4, 1)):
         with pytest.raises(ValueError, match="is not dense"):
             torch_format._order((2, 5, 4), strides)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("x", [torch.ones(3)._neg_view(), torch.ones(3, dtype=torch.complex64).conj()])
+def test_a_view_whose_bytes_are_those_of_another_tensor_is_refused(tmp_path: Path, x: Tensor) -> None:
+    dcp_save({"x": x}, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    assert "it is a negative or conjugate view" in refused(tmp_path / "theirs", tmp_path / "run")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.optim import SGD, Adagrad, Adam, Optimizer, RMSprop
+from torch.optim import SGD, Adafactor, Adagrad, Adam, Optimizer, RMSprop
 from torch.optim import lr_scheduler as lr
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -518,3 +518,10 @@ def test_several_schedulers_of_several_optimizers(tmp_path: Path) -> None:
     restore(tmp_path, module, optimizers, dict(reversed(schedulers.items())))
     assert {name: scheduler.get_last_lr() for name, scheduler in schedulers.items()} == expected
     assert torch.equal(torch.tensor([o.param_groups[0]["lr"] for o in optimizers.values()]), torch.tensor([0.1, 1.0]))
+
+
+def test_a_number_where_an_optimizer_has_a_pair_is_a_difference(tmp_path: Path) -> None:
+    layer, adam = plain()
+    save(tmp_path, state_of(layer, adam), step=1)
+    found = differences(tmp_path, layer, Adafactor(layer.parameters()))  # its eps are two
+    assert any("class: Adam in the checkpoint, Adafactor here" in line for line in found)

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise import _collectives as collectives
+from shardwise import capture
 from shardwise._layout import Layout, Mesh, Partial, Replicate, Shard
 from shardwise._tensor import tag
 from shardwise.checkpoint import (
@@ -26,6 +27,7 @@ from shardwise.checkpoint import (
     load,
     loading,
     locations,
+    lock,
     read_manifest,
     retention,
     save,
@@ -35,7 +37,7 @@ from shardwise.checkpoint import (
 from shardwise.checkpoint.files import DTYPES
 from shardwise.checkpoint.locations import store_at
 from shardwise.checkpoint.retention import Facts, facts_of
-from shardwise.errors import CheckpointError, MismatchError, NotFiniteError, ShardwiseError
+from shardwise.errors import CaptureError, CheckpointError, MismatchError, NotFiniteError, ShardwiseError
 from shardwise.testing import world
 from tests.checkpoint.faults import failing_at, watched_at
 from tests.checkpoint.states import blank, content, distributed, failed, loaded_seed, save_seed, steps
@@ -247,7 +249,7 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path: Path, state: Any, tex
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"step": -1}, "step must be an integer from 0, got -1. Fix: such as int(step)"),
+        ({"step": -1}, "step must be an integer from 0, below 10^18, got -1. Fix: such as int(step)"),
         ({"step": True}, "step must be an integer, got True"),
         ({"step": 1, "keep": 0}, "keep must be a positive integer, a Keep or None, got 0"),
         ({"step": 1, "metadata": {"rate": float("nan")}}, "metadata['rate']: cannot be saved: nan"),
@@ -491,3 +493,44 @@ def test_a_reader_finds_a_checkpoint_whenever_another_job_saves(
     assert first > 4
     text = failed(lambda: load(f"{folder}/step-00000001", {"x": torch.zeros(3)}), size=1)
     assert "Fix: load again, from the folder above" in text
+
+
+CAPTURED: dict[str, Callable[[Path], object]] = {
+    "save": lambda folder: save(folder, {"x": 1}, step=1),
+    "save_async": lambda folder: save_async(folder, {"x": 1}, step=1),
+    "load": lambda folder: load(folder, {"x": 1}),
+    "lock": lambda folder: lock(folder).__enter__(),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", CAPTURED)
+def test_checkpoints_are_refused_in_a_captured_function(tmp_path: Path, name: str, size: int) -> None:
+    def body() -> None:
+        with pytest.raises(CaptureError, match="a replay cannot repeat work of checkpoints that all ranks do"):
+            capture(lambda x: (CAPTURED[name](tmp_path), x + 1))(torch.ones(3))
+
+    world(size).run(body)
+    assert not content(tmp_path)
+
+
+def test_a_shape_that_loading_refuses_is_not_saved(tmp_path: Path) -> None:
+    save_step(tmp_path, 1)
+    before = content(tmp_path)
+    with pytest.raises(CheckpointError, match=r"tensor 'x': its shape \(0, 2305843009213693952\) is too large"):
+        save(tmp_path, {"x": torch.empty(0, 2**61)}, step=2, keep=1)
+    assert content(tmp_path) == before
+
+
+class Refusing(dict[str, Any]):
+    """Takes no other values than those that it was made with."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise TypeError("fixed")
+
+
+def test_a_mapping_that_refuses_a_value_keeps_its_tensors(tmp_path: Path) -> None:
+    save(tmp_path, {"x": torch.ones(3), "y": 1}, step=1)
+    with pytest.raises(TypeError, match="fixed"):
+        load(tmp_path, Refusing(x=(x := torch.zeros(3)), y=2))
+    assert x.tolist() == [0, 0, 0]

@@ -313,3 +313,11 @@ def test_a_program_whose_last_checkpoint_failed_has_failed(tmp_path: Path) -> No
     said = f"Saving step 1 to {tmp_path} failed: No space left on device: somewhere. {SEE}\n"
     assert run_program(FAILS, tmp_path) == (1, "end\n", said)
     assert latest(tmp_path) is None
+
+
+def test_a_rank_may_hold_nothing(tmp_path: Path) -> None:
+    x = torch.ones(3, 2)
+    layout = Layout(Mesh((2,)), [Shard(0, sizes=(3, 0))], (3, 2))
+    world(2).run(lambda: save_async(tmp_path, {"x": distributed(x, layout)}, step=1).wait())
+    load(tmp_path, {"x": (found := torch.zeros(3, 2))})
+    assert found.equal(x)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from shardwise import _collectives as collectives
-from shardwise.checkpoint import latest, load, lock, read_manifest, save, saving, writer_lock
+from shardwise.checkpoint import latest, load, lock, read_manifest, save, save_async, saving, writer_lock
 from shardwise.checkpoint.folder_store import FolderStore
 from shardwise.checkpoint.locations import store_at
 from shardwise.checkpoint.stores import CheckpointStore
@@ -239,3 +239,23 @@ def test_a_folder_renamed_after_another_step_is_refused(tmp_path: Path, name: st
     elsewhere = renamed.rename(tmp_path / "mine")
     assert loaded_seed(elsewhere) == 2
     read_checkpoint(elsewhere)
+
+
+def test_a_folder_has_one_lock_whatever_its_name_and_the_working_directory_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    with lock("link"):
+        save("run", {"x": 1}, step=1)
+        monkeypatch.chdir("/")
+        save(tmp_path / "link", {"x": 1}, step=2)
+    monkeypatch.chdir(tmp_path)
+    pending = save_async("run", {"x": 1}, step=3)
+    monkeypatch.chdir("/")
+    assert pending.wait() == Path("run/step-00000003")
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "latest",
+        *(f"step-0000000{i}" for i in "123"),
+    ]

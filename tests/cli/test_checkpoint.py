@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
 
 from shardwise import _cli as cli
@@ -197,3 +198,11 @@ def test_names_of_a_training_state_are_not_for_safetensors(path: Path, tmp_path:
     file = str(path / "rank-0000.safetensors")
     assert cli.main(["checkpoint", "import", file, str(tmp_path / "run"), "--optimizer", "x"]) == 2
     assert "--optimizer is for folders of torch.distributed.checkpoint. Fix: leave it out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("args", [["x" * 300, "run"], ["file", "run", "--step", "-1"]])
+def test_what_cannot_be_imported_is_one_sentence(tmp_path: Path, args: list[str], capsys: Captured) -> None:
+    save_file({"x": torch.ones(3)}, tmp_path / "file")
+    args = [str(tmp_path / arg) if arg in ("file", "run") else arg for arg in args]
+    assert cli.main(["checkpoint", "import", *args]) == 4
+    assert "Fix: " in capsys.readouterr().err

@@ -13,6 +13,7 @@ from shardwise._collectives.agreement import (
     disagreement,
     gather_if_different,
     gather_json,
+    gather_json_to_first,
 )
 from shardwise._collectives.api import (
     all_gather,
@@ -65,9 +66,10 @@ __all__ = [
     "all_gather", "all_reduce", "all_to_all", "as_mesh", "barrier", "begin_again", "broadcast", "check_ranks",
     "check_values", "chunks", "costs", "count_comms", "current_mesh", "describing", "device_mesh", "disagreement",
     "draw_from_torch", "exchange_messages", "expect_equal", "expect_equal_numbers", "expect_equal_options",
-    "fingerprint", "gather_if_different", "gather_json", "group_ranks", "has_failed", "init_device_mesh",
-    "init_from_environment", "init_processes", "is_here", "is_sampled", "is_simulated", "message_device",
-    "notes_numbers", "outside_ranks", "owner", "process_group", "rank", "rank_and_size", "rank_of_thread",
-    "reduce_scatter", "reduce_stack", "report_failure", "rolling", "shutdown", "stable_digest", "start",
-    "storage_metadata", "torch_dtensor", "transport", "using", "when_noting_numbers", "world_size", "write_items",
+    "fingerprint", "gather_if_different", "gather_json", "gather_json_to_first", "group_ranks", "has_failed",
+    "init_device_mesh", "init_from_environment", "init_processes", "is_here", "is_sampled", "is_simulated",
+    "message_device", "notes_numbers", "outside_ranks", "owner", "process_group", "rank", "rank_and_size",
+    "rank_of_thread", "reduce_scatter", "reduce_stack", "report_failure", "rolling", "shutdown", "stable_digest",
+    "start", "storage_metadata", "torch_dtensor", "transport", "using", "when_noting_numbers", "world_size",
+    "write_items",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import TypeVar
 
-from shardwise._collectives.api import exchange_messages
+from shardwise._collectives.api import exchange_messages, rank
 from shardwise._collectives.checks.values import stable_digest
 from shardwise._collectives.collective_call import Ranks
 from shardwise._collectives.transport import gather_json_with, gather_unless_equal
@@ -18,6 +18,11 @@ def gather_json(value: T, ranks: Ranks) -> list[T]:
     """Every rank's JSON value, in rank order; nothing is pickled. Two collectives: lengths, then contents."""
     not_capturable("an exchange of facts among ranks, such as what shapes from_local was given")
     return gather_json_with(exchange_messages, value, ranks)
+
+
+def gather_json_to_first(value: T, ranks: Ranks) -> list[T]:
+    """Every rank's JSON value, in rank order, on the first of `ranks`; [] elsewhere."""
+    return [value] if len(ranks) == 1 else gather_json_with(exchange_messages, value, ranks, rank() == ranks[0])
 
 
 def gather_if_different(what: str, value: T, ranks: Ranks) -> list[T] | None:

@@ -147,22 +147,20 @@ def exchange_of(here: Transport) -> Exchange:
     return exchange
 
 
-def _gather(exchange: Exchange, data: bytes, ranks: Ranks) -> list[bytes]:
-    """Every rank's `data`, in rank order. Two collectives: lengths, then contents."""
-    count = len(ranks)
-    lengths = exchange(torch.tensor([len(data)] * count, device="cpu"), [1] * count, [1] * count, ranks).tolist()
-    buffer = (
-        torch.frombuffer(bytearray(data) * count, dtype=torch.uint8)
-        if data
-        else torch.empty(0, dtype=torch.uint8, device="cpu")
-    )
-    received = exchange(buffer, [len(data)] * count, lengths, ranks).numpy().tobytes()
-    return [received[stop - length : stop] for length, stop in zip(lengths, accumulate(lengths), strict=True)]
+def gather_json_with(exchange: Exchange, value: T, ranks: Ranks, is_first: bool | None = None) -> list[T]:
+    """Every rank's JSON value, in rank order; nothing is pickled. Two collectives: lengths, then contents.
 
-
-def gather_json_with(exchange: Exchange, value: T, ranks: Ranks) -> list[T]:
-    """Every rank's JSON value, in rank order; nothing is pickled."""
-    return [json.loads(data) for data in _gather(exchange, json.dumps(value).encode(), ranks)]
+    Args:
+        is_first: where only the first of `ranks` gets them, whether this rank is that; the others get none.
+    """
+    data, others = json.dumps(value).encode(), len(ranks) - 1
+    sent = [1, *[1 if is_first is None else 0] * others]
+    received = [0 if is_first is False else 1] * len(ranks)
+    counts = [len(data) * count for count in sent]
+    lengths = exchange(torch.tensor([len(data)] * sum(sent), device="cpu"), sent, received, ranks).tolist()
+    buffer = torch.frombuffer(bytearray(data) * sum(sent), dtype=torch.uint8)
+    found = exchange(buffer, counts, lengths or received, ranks).numpy().tobytes()
+    return [json.loads(found[stop - length : stop]) for length, stop in zip(lengths, accumulate(lengths), strict=True)]
 
 
 def gather_unless_equal(value: T, ranks: Ranks, exchange: Exchange, digest: int) -> list[T] | None:

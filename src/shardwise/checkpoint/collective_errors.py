@@ -9,12 +9,12 @@ the number of ranks.
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, pairwise
 from typing import Any, TypeVar, cast
 
 import torch
 
 from shardwise import _collectives as collectives
+from shardwise._trace.capture_hooks import not_capturable
 from shardwise.errors import CheckpointError, MismatchError, NotFiniteError, ShardwiseError
 
 T = TypeVar("T")
@@ -47,14 +47,15 @@ def decide(what: str, work: Callable[[], T], verdict: Callable[[list[T]], R]) ->
         CheckpointError: the work or the verdict failed; the same text on every rank says where and why.
         MismatchError: ranks do other work, as where one loads and the others save.
     """
+    not_capturable("work of checkpoints that all ranks do")
     cause: Exception | None = None
     answer: dict[str, Any] = {"what": what, "work": getattr(work, "__qualname__", "")}
     try:
         answer["done"] = work()
     except Exception as error:  # noqa: BLE001 - whatever it is, the peers must learn of it and not wait
         cause, answer["failed"] = error, text_of(error)
-    data = b""
-    if (answers := _gather(answer)) is not None:
+    data, ranks = b"", all_ranks()
+    if answers := collectives.gather_json_to_first(answer, ranks):
         said: dict[str, Any]
         try:
             _require_done(answers)
@@ -66,7 +67,7 @@ def decide(what: str, work: Callable[[], T], verdict: Callable[[list[T]], R]) ->
             said = {"error": "CheckpointError", "text": f"{what} failed{_by_rank(failed, len(answers))}"}
             cause = cause or error
         data = json.dumps(said).encode()
-    found = json.loads(_broadcast(data))
+    found = json.loads(_broadcast(data, ranks))
     if "error" in found:
         raise _ERRORS[found["error"]](found["text"]) from cause
     return cast(R, found["decided"])  # what `verdict` has returned
@@ -91,24 +92,8 @@ def _require_done(answers: Sequence[Mapping[str, Any]]) -> None:
         raise RanksError(failed)
 
 
-def _gather(value: dict[str, Any]) -> list[Any] | None:
-    """The values of all ranks, on rank 0; None elsewhere. Two collectives: lengths, then contents."""
-    ranks = all_ranks()
-    if len(ranks) == 1:
-        return [value]
-    data, is_first, nothing = json.dumps(value).encode(), collectives.rank() == 0, [0] * (len(ranks) - 1)
-    length = torch.tensor([len(data)], device="cpu")
-    lengths = collectives.exchange_messages(length, [1, *nothing], [int(is_first)] * len(ranks), ranks).tolist()
-    buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    expected = lengths if is_first else [0, *nothing]
-    received = collectives.exchange_messages(buffer, [len(data), *nothing], expected, ranks).numpy().tobytes()
-    ends = [0, *accumulate(lengths)]
-    return [json.loads(received[a:b]) for a, b in pairwise(ends)] if is_first else None
-
-
-def _broadcast(data: bytes) -> bytes:
+def _broadcast(data: bytes, ranks: tuple[int, ...]) -> bytes:
     """What rank 0 passes."""
-    ranks = all_ranks()
     if len(ranks) == 1:
         return data
 

@@ -1,7 +1,6 @@
 """One table, or another tensor, as one file for serving: streamed to the rank that writes it, a few MiB at a time."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -94,7 +93,7 @@ def _prepared(
         boxes = storable_boxes(key, tensor)
         if not boxes.layout.shape:
             raise CheckpointError(f"tensor {key!r} has no rows to send one after the other. Fix: export x.reshape(1)")
-        found.append((key, replace(boxes, dtype=export_dtype(boxes.dtype, dtype))))
+        found.append((key, boxes._replace(dtype=export_dtype(boxes.dtype, dtype))))
         facts["tensor"] = f"{key} {boxes.dtype} {boxes.layout!r}"
         return digest(facts)
 

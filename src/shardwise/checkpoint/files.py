@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from json.encoder import encode_basestring_ascii as quoted
 from math import isfinite, prod
 from typing import Protocol
 
@@ -87,11 +88,14 @@ def file_layout(
         metadata: further entries of the header.
     """
     ordered = sorted(entries, key=lambda entry: (-entry[1].itemsize, entry[0]))
-    ends = [0, *accumulate(dtype.itemsize * prod(sizes) for _, dtype, sizes in ordered)]
-    table: dict[str, object] = {METADATA_KEY: {"format": "pt"} | dict(metadata or {})}
-    for (key, dtype, sizes), start, end in zip(ordered, ends, ends[1:], strict=False):
-        table[key] = {"dtype": DTYPES[dtype], "shape": sizes, "data_offsets": [start, end]}
-    text = json.dumps(table, separators=(",", ":")).encode()
+    ends = [0, *accumulate([dtype.itemsize * prod(sizes) for _, dtype, sizes in ordered])]
+    about = json.dumps({METADATA_KEY: {"format": "pt"} | dict(metadata or {})}, separators=(",", ":"))
+    table = [  # as JSON: an encoder would take a dictionary for each of thousands of keys
+        f'{quoted(key)}:{{"dtype":"{DTYPES[dtype]}","shape":[{",".join(map(str, sizes))}],'
+        f'"data_offsets":[{start},{end}]}}'
+        for (key, dtype, sizes), start, end in zip(ordered, ends, ends[1:], strict=False)
+    ]
+    text = (",".join([about[:-1], *table]) + "}").encode()
     text += b" " * (-len(text) % 8)
     if len(text) > HEADER_LIMIT:
         raise CheckpointError(
@@ -169,7 +173,7 @@ def checksum(x: Tensor) -> Checksum:
 def byte_blocks(x: Tensor) -> Iterator[memoryview]:
     """The bytes of `x` in row-major order, a few rows at a time: `x` itself may be strided or on a device."""
     if x.nbytes <= BLOCK_BYTES and is_plain_memory(x):  # thousands of small ones take a short way
-        yield x.detach().reshape(-1).view(torch.uint8).numpy().data
+        yield bytes_of(x.detach())
         return
     x = x.detach() if x.ndim else x.detach().reshape(1)
     if x.ndim > 1 and len(x) and x[0].numel() * x.element_size() > BLOCK_BYTES:  # one row is too much to copy
@@ -180,7 +184,7 @@ def byte_blocks(x: Tensor) -> Iterator[memoryview]:
         rows = x[start:stop]
         if not is_plain_memory(rows):
             rows = rows.resolve_conj().resolve_neg().cpu().contiguous()
-        yield rows.reshape(-1).view(torch.uint8).numpy().data
+        yield bytes_of(rows)
 
 
 def row_blocks(
@@ -228,3 +232,9 @@ def check_header(file: StoredFile, layout: FileLayout) -> None:
 def is_plain_memory(x: Tensor) -> bool:
     """Whether the bytes of `x` in row-major order are those of its memory, which this process can write to."""
     return x.is_cpu and x.is_contiguous() and not x.is_conj() and not x.is_neg()
+
+
+def bytes_of(x: Tensor) -> memoryview:
+    """The memory of `x`, which is plain."""
+    view: memoryview = x.reshape(-1).view(torch.uint8).numpy().data
+    return view

@@ -19,17 +19,19 @@ class FolderStore:
     renames = True
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
-        self.name = str(self.folder)
+        self.name = str(Path(folder))
+        self.folder = Path(os.path.abspath(folder))  # noqa: PTH100 - `..` stays with `resolve`; the program may change its directory
 
     def list(self, folder: str) -> dict[str, int | None]:
         found: dict[str, int | None] = {}
         try:
-            with os.scandir(self.folder / folder) as entries:
+            with os.scandir(f"{self.folder}/{folder}") as entries:
                 for entry in entries:
-                    with suppress(FileNotFoundError):  # removed meanwhile
-                        is_file = entry.is_file(follow_symlinks=False)
+                    is_file = entry.is_file(follow_symlinks=False)
+                    try:
                         found[entry.name] = entry.stat(follow_symlinks=False).st_size if is_file else None
+                    except FileNotFoundError:  # removed meanwhile
+                        continue
         except FileNotFoundError:
             return {}
         except NotADirectoryError:
@@ -44,7 +46,7 @@ class FolderStore:
             raise CheckpointError(f"{self.folder} is a file. Fix: {reader_of_file(self.folder) or NAME_A_FOLDER}")
 
     def open(self, path: str) -> LocalFile:
-        return LocalFile(self.folder / path)
+        return LocalFile(f"{self.folder}/{path}")
 
     def write(self, path: str, size: int, content: Iterable[memoryview | bytes]) -> None:
         target = self.folder / path

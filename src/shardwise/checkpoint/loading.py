@@ -127,26 +127,27 @@ class _Reading:
         self.targets: dict[str, LocalBoxes] = {}
         self.found: dict[str, LocalBoxes] = {}  # new memory for each of `targets`
         self.rows: Mapping[str, Rows] = {}
+        self.counts: Mapping[str, str] = {}  # how many rows resized tensors get, for comparison between ranks
 
-    @gc_paused()
+    @gc_paused
     def read(self, choose: Callable[[Manifest], Wanted], subset: bool) -> tuple[str, str]:
         """Read what this rank needs; the checksum of the manifest, and a digest of the new rows."""
         manifest = self.manifest = self.parsed or stored_manifest(self.store, self.version)
         wanted = choose(manifest)
         self.leaves, self.rows = flatten(wanted.state), wanted.resize
-        _check_fit(manifest, self.leaves, wanted, subset)
-        try_initializers({name: self.leaves[name].value for name in self.rows}, self.rows)
-        stored = manifest.tensors
-        self.targets = {name: storable_boxes(name, x.value) for name, x in self.leaves.items() if name in stored}
-        self.found = new_memory(self.targets)
+        self.counts = {f"resize {name}": str(rows.count) for name, rows in self.rows.items()}
+        self.targets = {
+            name: storable_boxes(name, leaf.value)
+            for name, leaf in self.leaves.items()
+            if isinstance(leaf.value, Tensor) and name in manifest.tensors
+        }
+        _check_fit(manifest, self.leaves, self.targets, wanted, subset)
+        if self.rows:
+            try_initializers({name: self.leaves[name].value for name in self.rows}, self.rows)
+        self.found, parts = new_memory(self.targets)
         with checkpoint_source(self.store, self.version, manifest) as source:
-            source.read_all((name, box, view) for name, found in self.found.items() for box, view in found.views)
+            source.read_all(parts)
         return manifest.sha256, digest(self.counts)
-
-    @property
-    def counts(self) -> dict[str, str]:
-        """How many rows resized tensors get, for comparison between ranks."""
-        return {f"resize {name}": str(rows.count) for name, rows in self.rows.items()}
 
     def fill_new_rows(self, seed: int) -> None:
         """Fill the rows that the checkpoint has not."""
@@ -155,16 +156,21 @@ class _Reading:
 
     def apply(self) -> None:
         """Fill the state."""
-        for name, target in self.targets.items():
-            fill(target, self.found[name])
-        for name, leaf in self.leaves.items():
+        for name, leaf in self.leaves.items():  # first, because a mapping may refuse it
             if name in self.manifest.values:
                 assert isinstance(leaf.holder, MutableMapping)
                 leaf.holder[leaf.key] = self.manifest.values[name]
+        fill(self.targets.values(), self.found.values())
 
 
-def _check_fit(manifest: Manifest, leaves: Mapping[str, Leaf], wanted: Wanted, subset: bool) -> None:
-    """Raise CheckpointError unless the checkpoint has what is wanted, and nothing more without `subset`."""
+def _check_fit(
+    manifest: Manifest, leaves: Mapping[str, Leaf], targets: Mapping[str, LocalBoxes], wanted: Wanted, subset: bool
+) -> None:
+    """Raise CheckpointError unless the checkpoint has what is wanted, and nothing more without `subset`.
+
+    Args:
+        targets: of the leaves that are tensors and stored as such, the boxes of this rank.
+    """
     stored = (manifest.tensors.keys() | manifest.values.keys()) - (set(wanted.known) - leaves.keys())
     absent = [name for name in leaves if name not in stored]
     missing = [f"  missing in the checkpoint: {name!r}{_did_you_mean(name, stored - leaves.keys())}" for name in absent]
@@ -173,12 +179,12 @@ def _check_fit(manifest: Manifest, leaves: Mapping[str, Leaf], wanted: Wanted, s
         for name in sorted(stored - leaves.keys())
         if not subset
     ]
-    fitted = resized(manifest, wanted.resize)
+    fitted = resized(manifest, wanted.resize) if wanted.resize else manifest
     different = [
         f"  {name!r}: {problem}"
         for name, leaf in leaves.items()
         if name in stored
-        and (problem := _misfit(name, leaf, manifest.tensors.get(name), fitted.tensors.get(name), wanted.row_fix))
+        and (problem := _misfit(name, leaf, targets.get(name), manifest.tensors.get(name), fitted, wanted.row_fix))
     ]
     different += [
         f"  {name!r}: resize names it, and the state does not" for name in wanted.resize if name not in leaves
@@ -216,28 +222,33 @@ def _did_you_mean(name: str, others: set[str]) -> str:
 def _misfit(
     name: str,
     leaf: Leaf,
+    here: LocalBoxes | None,
     stored: StoredTensor | None,
-    fitted: StoredTensor | None,
+    fitted: Manifest,
     row_fix: Callable[[str, int, int], str],
 ) -> str | None:
-    """What is wrong with a tensor that is `stored`, and loaded as `fitted` with other rows; or with a value."""
+    """What is wrong with a tensor that is `stored`, and loaded as `fitted` has it; or with a value."""
     x = leaf.value
-    if stored is None or fitted is None:
+    if stored is None:
         if isinstance(x, Tensor):
             return "a tensor in the state, a JSON value in the checkpoint"
         if not isinstance(leaf.holder, MutableMapping):
             return f"its mapping, a {type(leaf.holder).__name__}, cannot be changed"
         return None
-    if not isinstance(x, Tensor):
+    if here is None:
         return f"a tensor in the checkpoint, a {type(x).__name__} in the state"
-    if tuple(x.shape) != fitted.shape:
-        rows = "" if fitted.shape == stored.shape else f" resized to {fitted.shape}"
-        only_rows = x.ndim == len(stored.shape) > 0 < x.shape[0] and tuple(x.shape[1:]) == stored.shape[1:]
-        fix = row_fix(name, stored.shape[0], x.shape[0]) if only_rows else ""
-        said = f"shape {stored.shape} in the checkpoint{rows}, {tuple(x.shape)} in the state"
+    shape, expected = here.layout.shape, fitted.tensors[name].shape
+    if shape != expected:
+        rows = "" if expected == stored.shape else f" resized to {expected}"
+        only_rows = len(shape) == len(stored.shape) > 0 < shape[0] and shape[1:] == stored.shape[1:]
+        fix = row_fix(name, stored.shape[0], shape[0]) if only_rows else ""
+        said = f"shape {stored.shape} in the checkpoint{rows}, {shape} in the state"
         return f"{said}. Fix: {fix}" if fix else said
-    if x.dtype != stored.dtype:
-        return f"{stored.dtype} in the checkpoint, {x.dtype} in the state. Fix: load into {stored.dtype}, then convert"
-    if any(size > 1 and not step for size, step in zip(x.shape, x.stride(), strict=True)):
+    if here.dtype != stored.dtype:
+        return (
+            f"{stored.dtype} in the checkpoint, {here.dtype} in the state. Fix: load into {stored.dtype}, then convert"
+        )
+    local = here.views[0][1] if len(here.views) == 1 else x
+    if any(size > 1 and not step for size, step in zip(local.shape, local.stride(), strict=True)):
         return "its elements share memory, so it cannot be filled. Fix: load into a clone of it"
     return None

@@ -31,7 +31,7 @@ class LocalFile:
         broken: the error of one that is not as it was; `foreign` where another program wrote it.
     """
 
-    def __init__(self, path: Path, broken: Broken = damaged) -> None:
+    def __init__(self, path: str | Path, broken: Broken = damaged) -> None:
         self.name, self._broken = str(path), broken
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

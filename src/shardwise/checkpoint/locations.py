@@ -76,7 +76,7 @@ def latest(folder: str | PathLike[str]) -> Path | str | None:
         UnreachableError: the place where they are stored does not answer.
     """
     store = store_at(folder)
-    found = find_latest(store)
+    found, _ = find_latest(store)
     return None if found is None else store.location(found[0])
 
 

@@ -9,12 +9,11 @@ import json
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, wraps
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -22,6 +21,9 @@ from shardwise._layout import Box, check_cover
 from shardwise.checkpoint.files import CRC_BYTES, DTYPES, METADATA_KEY, FileLayout, file_layout
 from shardwise.checkpoint.remedies import damaged
 from shardwise.errors import CheckpointError, LayoutError, without_fix
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 FORMAT, VERSION = "shardwise checkpoint", 2
 OLDER = {1: ("not_finite",)}  # the versions that are read as well, with the fields that they lack
@@ -43,22 +45,25 @@ class MisnamedError(CheckpointError):
     """A manifest of another step than its folder is named after. Its checkpoint may be complete."""
 
 
-@contextmanager
-def gc_paused() -> Iterator[None]:
-    """Collect no garbage in the block, or in the function that this decorates, which makes thousands of objects.
+def gc_paused(function: Callable[P, T]) -> Callable[P, T]:
+    """`function`, which makes thousands of objects, without a collection of garbage while it runs.
 
     A full collection visits every object of the process, a million of them after `import torch`. Parsing the manifest
     of 100,000 chunks starts several: they took two thirds of its time. In another thread than the main one, which may
     switch the collection itself meanwhile, nothing is changed.
     """
-    was_on = gc.isenabled() and threading.current_thread() is threading.main_thread()
-    if was_on:
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not gc.isenabled() or threading.current_thread() is not threading.main_thread():
+            return function(*args, **kwargs)
         gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
+        try:
+            return function(*args, **kwargs)
+        finally:
             gc.enable()
+
+    return run
 
 
 def file_name(rank: int) -> str:
@@ -66,8 +71,7 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:04d}.safetensors"
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """One stored box of a tensor: the tensor `key` of the safetensors file `file`.
 
     Attributes:
@@ -83,8 +87,7 @@ class Chunk:
         return f"{self.file}, {self.key!r}"
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """A tensor of a checkpoint. Its chunks cover `shape` exactly once; none is empty."""
 
     dtype: torch.dtype
@@ -125,7 +128,7 @@ class Manifest:
         return self._file_layouts
 
     @cached_property
-    @gc_paused()
+    @gc_paused
     def _file_layouts(self) -> Mapping[str, FileLayout]:
         entries: dict[str, list[tuple[str, torch.dtype, tuple[int, ...]]]] = {}
         for tensor in self.tensors.values():
@@ -134,13 +137,20 @@ class Manifest:
         return {file: file_layout(content) for file, content in entries.items()}
 
 
-@gc_paused()
+@gc_paused
 def as_bytes(manifest: Manifest) -> bytes:
     """The content of `manifest.json`.
 
     Raises:
-        CheckpointError: it is too long.
+        CheckpointError: it is too long, or `parse` would refuse it.
     """
+    _check_unicode("a name", manifest.tensors)
+    for name, tensor in manifest.tensors.items():
+        if _is_too_large(tensor.dtype, tensor.shape):
+            raise CheckpointError(
+                f"tensor {name!r}: its shape {tensor.shape} is too large to be saved. "
+                f"Fix: one of less than 2^63 bytes, where a size of 0 counts as 1"
+            )
     tensors = {
         name: {
             "dtype": str(tensor.dtype).removeprefix("torch."),
@@ -190,7 +200,7 @@ def sealed(rest: bytes) -> bytes:
     return b'{"sha256":"' + hashlib.sha256(rest).hexdigest().encode() + b'",\n' + rest
 
 
-@gc_paused()
+@gc_paused
 def parse(data: bytes) -> Manifest:
     """A manifest from the bytes of its file."""
     sha256, rest = sha256_of(data), data[SEAL_BYTES:]
@@ -246,12 +256,24 @@ def _finite(text: str) -> float:
     return value
 
 
+_MANIFEST: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("versions", "metadata", "values", "tensors"), (dict,)),
+    **dict.fromkeys(("sha256", "format"), (str,)),
+    **dict.fromkeys(("version", "step", "world_size"), (int,)),
+    "not_finite": (list,),
+}
+
+
 def _manifest(content: dict[str, Any]) -> Manifest:
-    kinds: dict[str, type] = dict.fromkeys(("versions", "metadata", "values", "tensors"), dict)
-    kinds |= {"sha256": str, "format": str, "version": int, "step": int, "world_size": int, "not_finite": list}
     lacks = OLDER.get(content["version"], ())
-    _fields("", content, {name: kind for name, kind in kinds.items() if name not in lacks})
-    tensors = {name: _tensor(_text(name, "a name"), said) for name, said in content["tensors"].items()}
+    _fields(content, {name: types for name, types in _MANIFEST.items() if name not in lacks})
+    _check_unicode("a name", content["tensors"])
+    tensors = {}
+    for name, said in content["tensors"].items():
+        try:
+            tensors[name] = _tensor(said)
+        except CheckpointError as error:
+            raise type(error)(f"tensor {name!r}: {error}") from error
     both = sorted(tensors.keys() & content["values"].keys())
     if both:
         raise damaged(f"says that {both[0]!r} is both a tensor and a value")
@@ -268,73 +290,105 @@ def _manifest(content: dict[str, Any]) -> Manifest:
     for name in manifest.not_finite:
         if not isinstance(name, str) or name not in tensors:
             raise damaged(f"not_finite: expected names of tensors, got {_short(name)}")
-    seen: Counter[tuple[str, str]] = Counter()
-    for name, chunk in ((name, chunk) for name, tensor in tensors.items() for chunk in tensor.chunks):
-        if rank_of(chunk.file) >= manifest.world_size:
-            raise damaged(f"tensor {name!r}: {chunk.file} is of no rank of the {manifest.world_size} that saved")
-        seen[chunk.file, chunk.key] += 1
-    for (file, key), count in seen.items():
-        if count > 1:
-            raise damaged(f"{file}: {count} chunks have the key {key!r}")
+    _check_keys(manifest)
     return manifest
 
 
-def _tensor(name: str, said: object) -> StoredTensor:
-    where = f"tensor {name!r}: "
-    said = _fields(where, said, {"dtype": str, "shape": list, "chunks": list})
-    dtype = _NAMES.get(said["dtype"])
-    if dtype is None:
-        raise damaged(f"{where}unknown dtype {said['dtype']!r}")
-    shape = _dims(said["shape"], f"{where}shape")
-    if dtype.itemsize * prod(max(n, 1) for n in shape) > LARGEST:
-        raise damaged(f"{where}a tensor of shape {shape} is too large to exist")
-    tensor = StoredTensor(dtype, shape, tuple(_chunk(where, chunk, dtype.itemsize) for chunk in said["chunks"]))
-    check_chunks(name, tensor)
-    return tensor
+def _check_keys(manifest: Manifest) -> None:
+    """Raise CheckpointError unless each chunk has a key of its own in a file of a rank."""
+    keys = [(chunk.file, chunk.key) for tensor in manifest.tensors.values() for chunk in tensor.chunks]
+    for file in {file for file, _ in keys}:
+        if rank_of(file) >= manifest.world_size:
+            raise damaged(f"{file} is of no rank of the {manifest.world_size} that saved")
+    if len(set(keys)) < len(keys):
+        (((file, key), count),) = Counter(keys).most_common(1)
+        raise damaged(f"{file}: {count} chunks have the key {key!r}")
+    _check_unicode("a key", [key for _, key in keys])
 
 
-def check_chunks(name: str, tensor: StoredTensor) -> None:
-    """Raise CheckpointError unless the chunks cover the tensor exactly once."""
-    if [chunk.box for chunk in tensor.chunks] == [Box((0,) * len(tensor.shape), tensor.shape)]:
-        return
-    stored, needed = sum(chunk.box.numel for chunk in tensor.chunks), prod(tensor.shape)
-    if stored < needed:  # compared first: to name the gap takes long where there are many chunks
-        raise damaged(f"tensor {name!r}: its chunks hold {stored:,} of {needed:,} elements")
-    try:
-        check_cover([(chunk, chunk.box) for chunk in tensor.chunks], tensor.shape)
-    except LayoutError as error:
-        raise damaged(f"tensor {name!r}: {without_fix(error)}") from error
+def _check_unicode(what: str, texts: Iterable[str]) -> None:
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise damaged(f"{what} must be valid Unicode, got {text!r}") from None
 
 
-_CHUNK: Mapping[str, type | tuple[type, ...]] = {
-    "file": str,
-    "key": str,
-    "offsets": list,
-    "sizes": list,
+_TENSOR: Mapping[str, tuple[type, ...]] = {"dtype": (str,), "shape": (list,), "chunks": (list,)}
+_CHUNK: Mapping[str, tuple[type, ...]] = {
+    "file": (str,),
+    "key": (str,),
+    "offsets": (list,),
+    "sizes": (list,),
     "crc32": (int, list),
 }
 
 
-def _chunk(where: str, said: object, itemsize: int) -> Chunk:
-    where += "chunk: "
-    said = _fields(where, said, _CHUNK)
-    rank_of(said["file"])
-    if said["key"] == METADATA_KEY:
-        raise damaged(f"{where}{METADATA_KEY} cannot be the key of a tensor")
-    box = Box(_dims(said["offsets"], f"{where}offsets"), _dims(said["sizes"], f"{where}sizes"))
-    if not box.numel:
-        raise damaged(f"{where}{said['key']!r} is empty")
-    crcs = _crcs(f"{where}crc32", said["crc32"], box.numel * itemsize)
-    return Chunk(said["file"], _text(said["key"], "a key"), box, crcs)
+def _tensor(said: object) -> StoredTensor:
+    said = _fields(said, _TENSOR)
+    dtype = _NAMES.get(said["dtype"])
+    if dtype is None:
+        raise damaged(f"unknown dtype {said['dtype']!r}")
+    shape = _counts(said["shape"], "shape")
+    if _is_too_large(dtype, shape):
+        raise damaged(f"a tensor of shape {_short(shape)} is too large to exist")
+    tensor = StoredTensor(dtype, shape, tuple([_chunk(chunk, dtype.itemsize) for chunk in said["chunks"]]))
+    _check_cover(tensor)
+    return tensor
 
 
-def _crcs(where: str, said: int | list[Any], num_bytes: int) -> tuple[int, ...]:
-    if isinstance(said, list) and (len(said) == 1 or len(said) != -(-num_bytes // CRC_BYTES)):
-        raise damaged(f"{where}: {len(said)} numbers do not fit {num_bytes:,} bytes")
-    crcs = _counts(said if isinstance(said, list) else [said], where)
-    if max(crcs) > 0xFFFFFFFF:
-        raise damaged(f"{where} has more than 32 bits: {max(crcs)}")
-    return crcs
+def _is_too_large(dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+    """Whether no tensor of torch has this shape, or has strides that can be computed."""
+    return len(shape) > 64 or dtype.itemsize * prod(filter(None, shape)) > LARGEST
+
+
+def _chunk(said: object, itemsize: int) -> Chunk:
+    said = _fields(said, _CHUNK)
+    file, key, crcs = said["file"], said["key"], said["crc32"]
+    rank_of(file)
+    if key == METADATA_KEY:
+        raise damaged(f"{METADATA_KEY} cannot be the key of a tensor")
+    box = Box(_counts(said["offsets"], "offsets"), _counts(said["sizes"], "sizes"))
+    if 0 in box.sizes:
+        raise damaged(f"{key!r} is empty")
+    if type(crcs) is int:
+        crcs = [crcs]
+    elif len(crcs) == 1 or len(crcs) != -(-box.numel * itemsize // CRC_BYTES):
+        raise damaged(f"{key!r}: {len(crcs)} crc32 do not fit {box.numel * itemsize:,} bytes")
+    return Chunk(file, key, box, _counts(crcs, "crc32", 0xFFFFFFFF))
+
+
+def check_chunks(name: str, tensor: StoredTensor) -> None:
+    """Raise CheckpointError unless the chunks cover the tensor exactly once."""
+    try:
+        _check_cover(tensor)
+    except CheckpointError as error:
+        raise type(error)(f"tensor {name!r}: {error}") from error
+
+
+def _is_divided(tensor: StoredTensor) -> bool:
+    """Whether the chunks follow each other along one dim, as those of most tensors do."""
+    shape, at = tensor.shape, 0
+    sizes = tensor.chunks[0].box.sizes if tensor.chunks else ()
+    dim = next((dim for dim, (a, b) in enumerate(zip(sizes, shape, strict=False)) if a != b), 0)
+    before, after = (0,) * dim, (0,) * len(shape[dim + 1 :])
+    for _, _, (offsets, sizes), _ in tensor.chunks:
+        if offsets != (*before, at, *after) or (*shape[:dim], *sizes[dim : dim + 1], *shape[dim + 1 :]) != sizes:
+            return False
+        at += sizes[dim]
+    return bool(shape) and at == shape[dim]
+
+
+def _check_cover(tensor: StoredTensor) -> None:
+    if _is_divided(tensor):
+        return
+    stored, needed = sum(chunk.box.numel for chunk in tensor.chunks), prod(tensor.shape)
+    if stored < needed:  # compared first: to name the gap takes long where there are many chunks
+        raise damaged(f"its chunks hold {stored:,} of {needed:,} elements")
+    try:
+        check_cover([(chunk, chunk.box) for chunk in tensor.chunks], tensor.shape)
+    except LayoutError as error:
+        raise damaged(without_fix(error)) from error
 
 
 @lru_cache(maxsize=1024)
@@ -346,46 +400,31 @@ def rank_of(file: str) -> int:
     return int(match[1])
 
 
-def _fields(where: str, said: object, kinds: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any]:
-    """`said`, which must be an object of exactly these fields, each of its type or one of its types."""
+def _fields(said: object, types: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
+    """`said`, which must be an object of exactly these fields, each of one of its types."""
     if not isinstance(said, dict):
-        raise damaged(f"{where}expected an object, got {_short(said)}")
-    if said.keys() != kinds.keys():
-        wrong = min(said.keys() ^ kinds.keys())
-        what = "lacks" if wrong in kinds else "has an unknown"
-        raise damaged(f"{where}{what} field {wrong!r}")
-    for name, kind in kinds.items():
-        found = type(said[name])
-        if found is not kind and not (isinstance(kind, tuple) and found in kind):
-            names = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
-            raise damaged(f"{where}{name} must be of type {names}, got {_short(said[name])}")
+        raise damaged(f"expected an object, got {_short(said)}")
+    if said.keys() != types.keys():
+        wrong = min(said.keys() ^ types.keys())
+        what = "lacks" if wrong in types else "has an unknown"
+        raise damaged(f"{what} field {wrong!r}")
+    for name, of_field in types.items():
+        if type(said[name]) not in of_field:
+            names = " or ".join([one.__name__ for one in of_field])
+            raise damaged(f"{name} must be of type {names}, got {_short(said[name])}")
     return said
 
 
-def _dims(values: list[Any], where: str) -> tuple[int, ...]:
-    if len(values) > 64:  # as many dims as torch allows
-        raise damaged(f"{where}: {len(values)} dims are too many")
-    return _counts(values, where)
-
-
-def _counts(values: list[Any], where: str) -> tuple[int, ...]:
+def _counts(values: list[Any], where: str, most: int = LARGEST) -> tuple[int, ...]:
     for value in values:
-        if type(value) is not int or not 0 <= value <= LARGEST:
-            _count(value, where)
+        if type(value) is not int or not 0 <= value <= most:
+            _count(value, where, most=most)
     return tuple(values)
 
 
-def _count(value: object, where: str, least: int = 0) -> int:
-    if type(value) is not int or not least <= value <= LARGEST:
-        raise damaged(f"{where}: expected an integer from {least} to {LARGEST}, got {_short(value)}")
-    return value
-
-
-def _text(value: str, where: str) -> str:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise damaged(f"{where} must be valid Unicode, got {value!r}") from None
+def _count(value: object, where: str, least: int = 0, most: int = LARGEST) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise damaged(f"{where}: expected an integer from {least} to {most}, got {_short(value)}")
     return value
 
 

@@ -195,7 +195,10 @@ def fit_optimizers(
             differences.append(Difference((where, f"parameters {some(parameters)}"), there, "in one group"))
         else:
             orders[optimizer].append(place)
-            saved = {k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in stored[place].items()}
+            saved = {
+                k: tuple(v) if isinstance(v, list) and isinstance(group.get(k), tuple) else v
+                for k, v in stored[place].items()
+            }
         found_there, of_group, of_parameters = _fit_group(where, optimizer, number, entry, saved, found)
         differences += found_there
         values.append((group, of_group))

@@ -13,13 +13,13 @@ docs/checkpoint-format.md.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from shardwise.checkpoint.local_files import temp_name
 from shardwise.checkpoint.manifest import MANIFEST
-from shardwise.checkpoint.stores import CheckpointStore, step_name, step_of, why_incomplete
+from shardwise.checkpoint.stores import CheckpointStore, is_damaged, step_name, step_of
 
 LATEST = "latest"
 _OLD = re.compile(r"\.old-(step-\d{8,18})-[0-9a-f]{8}", re.ASCII)
@@ -30,7 +30,7 @@ class RenamedVersions(CheckpointStore):
     """A version is a folder with the name of its step; "." is the store itself."""
 
     def own_version(self) -> str | None:
-        is_one = step_of(Path(self.name).name) is not None or MANIFEST in self.files.list("")
+        is_one = step_of(self.name.rpartition("/")[2]) is not None or MANIFEST in self.files.list("")
         return "." if is_one else None
 
     def versions(self) -> dict[int, str]:
@@ -48,18 +48,20 @@ class RenamedVersions(CheckpointStore):
         last = self._last_step(names)
         if last is not None and last not in found and self.files.list(step_name(last)):
             found[last] = step_name(last)  # a listing lacks what is renamed meanwhile
-        return {step: found[step] for step in sorted(found, key=lambda step: (step == last, step), reverse=True)}
+        first = [last] if last in found else []
+        return {step: found[step] for step in [*first, *sorted(found, reverse=True)]}
 
     def _last_step(self, names: Sequence[str]) -> int | None:
         """The step that was saved last, as far as the folder says."""
-        return step_of(self._named_in(next(filter(self._is_published, names), LATEST)))
+        return step_of(self._named_in(next(self._published(names), LATEST)))
 
-    def _is_published(self, name: str) -> bool:
-        """Whether it is the next `latest` of a save that was interrupted when its checkpoint was there."""
-        if not name.startswith(f".tmp-{LATEST}-"):
-            return False
-        step = step_of(self._named_in(name))
-        return step is not None and bool(self.files.list(step_name(step)))
+    def _published(self, names: Sequence[str]) -> Iterator[str]:
+        """The next `latest` of each save that was interrupted when its checkpoint was there."""
+        for name in names:
+            if name.startswith(f".tmp-{LATEST}-"):
+                step = step_of(self._named_in(name))
+                if step is not None and self.files.list(step_name(step)):
+                    yield name
 
     def _named_in(self, path: str) -> str:
         return (self.read_short(path) or b"").decode(errors="replace").strip()
@@ -70,11 +72,11 @@ class RenamedVersions(CheckpointStore):
 
     def tidy(self) -> dict[int, str]:
         names = self.names()
-        for name in filter(self._is_published, names):
+        for name in self._published(names):
             self.files.rename(name, LATEST)
         for name in names:
             old = _OLD.fullmatch(name)
-            if old and old[1] not in self.files.list("") and why_incomplete(self, name) is None:
+            if old and old[1] not in self.files.list("") and not is_damaged(self, name):
                 self.files.rename(name, old[1])  # a save was interrupted while it replaced this one
             elif name.startswith(f".tmp-{LATEST}-"):
                 self.files.remove(name)
@@ -99,7 +101,7 @@ class RenamedVersions(CheckpointStore):
             if final in self.files.list(""):
                 move(final, old)
             self.files.write(pointer, len(final) + 1, [f"{final}\n".encode()])
-            move(draft, final)  # from here on it is the last one, by `_is_published`
+            move(draft, final)  # from here on it is the last one, by `_published`
             self.files.rename(pointer, LATEST)  # the last thing that can fail, because it cannot be undone
         except BaseException:
             for source, target in reversed(done):

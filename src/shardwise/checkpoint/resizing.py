@@ -63,7 +63,7 @@ def resized(manifest: Manifest, resize: Mapping[str, Rows]) -> Manifest:
                 f"resize gives {name!r} {rows.count} rows, of which the checkpoint has {stored.shape[0]}, and nothing "
                 f"to fill the others. Fix: {resize_argument(name, stored.shape[0], rows.count)}"
             )
-        tensors[name] = replace(stored, shape=(rows.count, *stored.shape[1:]))
+        tensors[name] = stored._replace(shape=(rows.count, *stored.shape[1:]))
     return replace(manifest, tensors=tensors)
 
 

@@ -12,6 +12,7 @@ from shardwise._layout import checked
 from shardwise._torch_bridge import module_sharding
 from shardwise.checkpoint.collective_errors import digest, listed, on_all_ranks, require_same
 from shardwise.checkpoint.converted_names import Converted, converted
+from shardwise.checkpoint.files import bytes_of
 from shardwise.checkpoint.locations import local_path
 from shardwise.checkpoint.module_state import fillable, is_extra, load_filled
 from shardwise.checkpoint.offline.reading import select_tensors
@@ -207,23 +208,24 @@ _Found: TypeAlias = tuple[str, Tensor | None, LocalBoxes]
 
 def _read(chosen: _Chosen) -> list[_Found]:
     """What this rank holds of each tensor, in new memory."""
-    found, parts, source = list[_Found](), list[Part](), chosen.source
+    found, source = list[_Found](), chosen.source
     new = {
         name: torch.empty(x.shape, dtype=x.dtype, device="cpu")
         for name, x in chosen.tensors.items()
         if name in chosen.on_meta
     }
     old = {name: storable_boxes(name, x) for name, x in chosen.tensors.items() if name not in new}
-    memory = new_memory(old) | {name: storable_boxes(name, x) for name, x in new.items()}
+    memory, parts = new_memory(old)
+    for name, x in new.items():
+        memory[name] = storable_boxes(name, x)
+        parts += [Part(name, box, view, bytes_of(view)) for box, view in memory[name].views]
     for name, x in chosen.tensors.items():
         boxes = memory[name]
         found.append((name, new.get(name), boxes))
-        if source.tensors[name].dtype == x.dtype:
-            parts += [(name, box, view) for box, view in boxes.views]
-        else:
+        if source.tensors[name].dtype != x.dtype:
             for view, values in _windows(boxes, source, name):
                 view.copy_(values)
-    source.read_all(parts)
+    source.read_all(part for part in parts if source.tensors[part.name].dtype == part.target.dtype)
     for name, _, boxes in found:
         for other in chosen.stored[name][1:]:
             for view, values in _windows(boxes, source, other):
@@ -240,7 +242,7 @@ def _fill(chosen: _Chosen, read: Sequence[_Found]) -> None:
     for name, new, boxes in read:
         x = chosen.tensors[name]
         if new is None:
-            fill(storable_boxes(name, x), boxes)
+            fill([storable_boxes(name, x)], [boxes])
         else:
             parameter = nn.Parameter(new.to(device), x.requires_grad)
             module_sharding.assign(chosen.on_meta[name], parameter)

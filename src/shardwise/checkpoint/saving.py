@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import cache
 from importlib import metadata as packages
 from os import PathLike
@@ -23,8 +22,6 @@ from shardwise.checkpoint.manifest import (
     MANIFEST,
     Chunk,
     Manifest,
-    MisnamedError,
-    NewerVersionError,
     StoredTensor,
     as_bytes,
     check_chunks,
@@ -36,7 +33,7 @@ from shardwise.checkpoint.manifest import (
 from shardwise.checkpoint.remedies import without_remedy
 from shardwise.checkpoint.retention import Facts, Keep, keep_only
 from shardwise.checkpoint.state import LocalBoxes, as_json, flatten, held_boxes, key_of, storable_boxes, with_replicas
-from shardwise.checkpoint.stores import CheckpointStore, check_sizes, complete_manifest
+from shardwise.checkpoint.stores import CheckpointStore, check_sizes, is_damaged
 from shardwise.checkpoint.writer_lock import WriterLock, require_lock
 from shardwise.errors import CheckpointError, NotFiniteError, UnreachableError
 
@@ -152,6 +149,7 @@ class Saving:
         assert isinstance(found, str)
         return found
 
+    @gc_paused
     def _prepare(self) -> str:
         _check_arguments(self.step, self.keep)
         self.contents.prepare()
@@ -209,9 +207,14 @@ class Saving:
         self._lock.release()
 
 
-def _check_arguments(step: int, keep: int | Keep | None) -> None:
+def check_step(step: int) -> None:
+    """Raise CheckpointError unless a checkpoint can have this step."""
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
-        raise CheckpointError(f"step must be an integer from 0, got {step!r}. Fix: such as int(step)")
+        raise CheckpointError(f"step must be an integer from 0, below 10^18, got {step!r}. Fix: such as int(step)")
+
+
+def _check_arguments(step: int, keep: int | Keep | None) -> None:
+    check_step(step)
     if not isinstance(keep, int | Keep | None) or isinstance(keep, bool) or (isinstance(keep, int) and keep < 1):
         raise CheckpointError(
             f"keep must be a positive integer, a Keep or None, got {keep!r}. Fix: such as 2, for the last two"
@@ -254,11 +257,12 @@ class Contents:
     def use_replicas(self) -> None:
         """Tensors on sub-meshes of this rank count as replicas of those of other ranks on theirs; all ranks call it."""
         layouts = with_replicas(self._layouts())
-        self.tensors = {name: replace(x, layout=layouts[name]) for name, x in self.tensors.items()}
+        self.tensors = {name: x._replace(layout=layouts[name]) for name, x in self.tensors.items()}
 
     def _layouts(self) -> dict[str, Layout]:
         return {name: x.layout for name, x in self.tensors.items()}
 
+    @gc_paused
     def take_copy(self, memory: dict[str, Tensor]) -> None:
         """Go on with a copy of what this rank holds, so that the state may change.
 
@@ -271,11 +275,12 @@ class Contents:
         memory.clear()  # before the new one is allocated
         for key, view in views.items():
             memory[key] = kept[key] if key in kept else torch.empty(view.shape, dtype=view.dtype, device="cpu")
-        with torch.no_grad():
-            torch._foreach_copy_([*memory.values()], [*views.values()])
+        if views:
+            with torch.no_grad():
+                torch._foreach_copy_([*memory.values()], [*views.values()])
         copies = iter(memory.values())
         for name, x in self.tensors.items():
-            self.tensors[name] = replace(x, views=tuple((box, next(copies)) for box, _ in x.views))
+            self.tensors[name] = LocalBoxes(x.layout, x.dtype, tuple([(box, next(copies)) for box, _ in x.views]))
 
     def write(self, store: CheckpointStore, draft: str) -> Report:
         """Write the boxes that fall to this rank; what rank 0 has to know of all that it holds."""
@@ -298,7 +303,7 @@ class Contents:
     def _key(self, name: str, box: Box) -> str:
         return key_of(name, box, self.tensors[name].layout.shape)
 
-    @gc_paused()
+    @gc_paused
     def manifest(self, step: int, reports: Sequence[Report]) -> Manifest:
         """What was written, checked: every element once.
 
@@ -371,23 +376,10 @@ def begin_draft(store: CheckpointStore, step: int, overwrite: bool) -> str:
         CheckpointError: the step exists, and `overwrite` is False.
     """
     found = store.tidy()
-    if step in found and not overwrite and not _is_damaged(store, found[step]):
+    if step in found and not overwrite and not is_damaged(store, found[step]):
         where = store.location(found[step])
         raise CheckpointError(f"{where} exists already. Fix: overwrite=True (--overwrite), or another folder")
     return store.draft(step, found.values())
-
-
-def _is_damaged(store: CheckpointStore, version: str) -> bool:
-    """Whether nothing can be loaded from it; not so one that another release reads, or that has another step's name."""
-    try:
-        complete_manifest(store, version)
-    except UnreachableError:
-        raise
-    except (NewerVersionError, MisnamedError):
-        return False
-    except CheckpointError:
-        return True
-    return False
 
 
 def commit_draft(store: CheckpointStore, draft: str, manifest: Manifest, sizes: Mapping[str, int]) -> tuple[str, str]:

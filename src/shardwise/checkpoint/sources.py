@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
+from operator import itemgetter
 from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
@@ -21,6 +22,7 @@ from shardwise.checkpoint.files import (
     FileLayout,
     StoredFile,
     byte_blocks,
+    bytes_of,
     check_header,
     crc32,
     is_plain_memory,
@@ -128,8 +130,14 @@ class SourceTensor(NamedTuple):
 _Run: TypeAlias = Callable[..., Iterable[object]]
 """`map`, or that of a pool, which makes several calls at a time."""
 
-Part: TypeAlias = tuple[str, Box, Tensor]
-"""The name of a tensor, a box of it, and the tensor on the CPU, of that shape, which gets its elements."""
+
+class Part(NamedTuple):
+    """A box of the tensor `name`, the tensor on the CPU that gets its elements, and the bytes of that."""
+
+    name: str
+    box: Box
+    target: Tensor
+    data: memoryview
 
 
 class Source:
@@ -209,13 +217,13 @@ class Source:
             CheckpointError: damaged data; names the tensor and the file.
         """
         by_file: dict[str, list[_Wanted]] = {}
-        for name, box, target in parts:
-            for extent in self._touching(name, box):
-                wanted = _Wanted(extent, name, box, target)
-                by_file.setdefault(extent.file, []).append(wanted)
-        for name, wanted_there in by_file.items():
+        for part in parts:
+            for extent in self._touching(part.name, part.box):
+                stop = extent.start + prod(extent.box.sizes) * part.target.itemsize
+                by_file.setdefault(extent.file, []).append(_Wanted(extent.start, stop, extent, part))
+        for name, wanted in by_file.items():
             file, waited_for = self.file(name), []
-            for group in _neighbors(wanted_there):
+            for group in _neighbors(wanted):
                 if len(group) > 1 and self._pool is not None:
                     waited_for.append(self._pool.submit(_read_group, file, group, map))
                 else:
@@ -226,8 +234,9 @@ class Source:
     def _touching(self, name: str, box: Box) -> Iterable[Extent]:
         """The extents of a tensor that have elements in `box`."""
         extents = self.tensors[name].extents
-        if len(extents) == 1 and extents[0].box == box:
-            return extents
+        for extent in extents:
+            if extent.box == box:  # no other one has elements of it
+                return (extent,)
         if name not in self._indices:
             self._indices = {name: BoxIndex([[extent.box] for extent in extents])}  # of the last tensor only
         return [extents[number] for number, _ in self._indices[name].touching(box)]
@@ -243,45 +252,50 @@ class Source:
 
 
 class _Wanted(NamedTuple):
-    """What of an extent is copied into a tensor that holds `box`."""
+    """An extent, the bytes of the file that it is, and the part that gets elements of it."""
 
+    start: int
+    stop: int
     extent: Extent
-    name: str
-    box: Box
-    target: Tensor
-
-    @property
-    def stop(self) -> int:
-        """The byte of the file where the extent ends."""
-        return self.extent.start + self.extent.box.numel * self.target.itemsize
+    part: Part
 
     @property
     def needs_all(self) -> bool:
         """Whether all bytes of the extent have to be read."""
-        return bool(self.extent.crcs) or self.extent.box.intersect(self.box) == self.extent.box
+        extent = self.extent
+        return bool(extent.crcs) or extent.box.intersect(self.part.box) == extent.box
 
 
 def _neighbors(wanted: list[_Wanted]) -> Iterator[list[_Wanted]]:
     """Those that are read together: extents next to each other, of WINDOW_BYTES at most if they are several."""
     group, first, last = list[_Wanted](), 0, -1
-    for one in sorted(wanted, key=lambda one: one.extent.start):
-        stop = one.stop
-        if group and (one.extent.start > last or stop - first > WINDOW_BYTES or not one.needs_all):
+    for one in sorted(wanted, key=itemgetter(0)):
+        start, stop, extent, _ = one
+        needs_all = extent.crcs or one.needs_all
+        if group and (start > last or stop - first > WINDOW_BYTES or not needs_all):
             yield group
             group = []
         if not group:
-            first = one.extent.start
+            first = start
         group.append(one)
-        last = stop if one.needs_all else -1
+        last = stop if needs_all else -1
     if group:
         yield group
 
 
 def _read_group(file: StoredFile, group: Sequence[_Wanted], run: _Run) -> None:
-    if len(group) > 1:
-        file = _Span(file, group[0].extent.start, max(one.stop for one in group))
-    for one in group:
-        _Data(file, one.extent, one.name, one.target.dtype, run).copy(one.target, one.box)
+    if len(group) == 1:
+        ((_, _, extent, part),) = group
+        _Data(file, extent, part.name, part.target.dtype, run).copy(part.target, part.box, part.data)
+        return
+    span = _Span(file, group[0].start, max(one.stop for one in group))
+    for start, stop, extent, (name, box, target, data) in group:
+        if extent.box == box and len(extent.crcs) == 1 and extent.order is None:  # as most are where ranks are as many
+            found = span.part(start, stop)
+            _check_crc(span, name, crc32(found), extent.crcs[0])
+            data[:] = found
+        else:
+            _Data(span, extent, name, target.dtype, run).copy(target, box, data)
 
 
 class _Span:
@@ -292,9 +306,12 @@ class _Span:
         self._bytes = memoryview(bytearray(stop - start))
         file.read_into(self._bytes, start)
 
+    def part(self, start: int, stop: int) -> memoryview:
+        """The bytes of the file from `start` to `stop`."""
+        return self._bytes[start - self._start : stop - self._start]
+
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        at = offset - self._start
-        buffer[:] = self._bytes[at : at + len(buffer)]
+        buffer[:] = self.part(offset, offset + len(buffer))
 
     def close(self) -> None:
         """Nothing is open."""
@@ -308,17 +325,20 @@ class _Data:
     def __init__(self, file: StoredFile, extent: Extent, name: str, dtype: torch.dtype, run: _Run) -> None:
         self.file, self._extent, self._name, self._run = file, extent, name, run
         self._crcs, self.itemsize = extent.crcs, dtype.itemsize
-        self._num_bytes = extent.box.numel * dtype.itemsize
+        self._num_bytes = prod(extent.box.sizes) * dtype.itemsize
         self._length = CRC_BYTES if len(extent.crcs) > 1 else self._num_bytes
         self._last, self._number = bytearray(), -1  # the block that was read last, of which the next rows may be
 
-    def copy(self, target: Tensor, box: Box) -> None:
-        """Copy what the extent has of `box`, which `target` holds, into `target`."""
+    def copy(self, target: Tensor, box: Box, data: memoryview | None = None) -> None:
+        """Copy what the extent has of `box`, which `target` holds, into `target`, whose bytes are `data` if known."""
         full = self._extent.box
         if self._extent.order is not None:
             target, full, box = (_permuted(x, self._extent.order) for x in (target, full, box))
+        elif full == box and data is not None:
+            self.read_into(data, 0)
+            return
         if full == box and is_plain_memory(target):
-            self.read_into(_bytes_of(target), 0)
+            self.read_into(bytes_of(target), 0)
         elif not full.sizes:
             self._copy(0, Box((0,), (1,)), target.view(1), Box((0,), (1,)))
         else:
@@ -332,7 +352,7 @@ class _Data:
         row_bytes, rows = self.itemsize * prod(full.sizes[1:]), range(inner[0].start, inner[0].stop)
         if common.sizes[1:] == full.sizes[1:]:
             if is_plain_memory(destination):
-                self.read_into(_bytes_of(destination), start + rows.start * row_bytes)
+                self.read_into(bytes_of(destination), start + rows.start * row_bytes)
                 return
         elif row_bytes > WINDOW_BYTES or (not self._crcs and self._run_bytes(full, common) >= EXACT_BYTES):
             # One row is too much to read, or has parts that can be read alone.
@@ -385,15 +405,14 @@ class _Data:
             part = block[at : at + WINDOW_BYTES]
             self.file.read_into(part, self._extent.start + first + at)
             found = crc32(part, found)
-        if found != self._crcs[number]:
-            where = f" in bytes {first:,} to {first + len(block):,}" if len(self._crcs) > 1 else ""
-            crcs = f"its crc32 is {found:08x}, expected {self._crcs[number]:08x}"
-            raise damaged(f"{self.file.name}: the data of {self._name!r} is damaged{where}: {crcs}")
+        where = f" in bytes {first:,} to {first + len(block):,}" if len(self._crcs) > 1 else ""
+        _check_crc(self.file, self._name, found, self._crcs[number], where)
 
 
-def _bytes_of(x: Tensor) -> memoryview:
-    view: memoryview = x.reshape(-1).view(torch.uint8).numpy().data
-    return view
+def _check_crc(file: StoredFile, name: str, found: int, expected: int, where: str = "") -> None:
+    if found != expected:
+        crcs = f"its crc32 is {found:08x}, expected {expected:08x}"
+        raise damaged(f"{file.name}: the data of {name!r} is damaged{where}: {crcs}")
 
 
 def _permuted(x: Any, order: Sequence[int]) -> Any:

@@ -3,16 +3,16 @@
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from itertools import product as cartesian
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shardwise import _collectives as collectives
@@ -22,13 +22,13 @@ from shardwise._tensor.torch_objects import is_torch_dtensor
 from shardwise._torch_bridge.torch_dtensors import converted
 from shardwise.checkpoint.collective_errors import all_ranks
 from shardwise.checkpoint.files import DTYPES
+from shardwise.checkpoint.sources import Part
 from shardwise.errors import CheckpointError
 
 MODEL = "model."  # what `state_of` puts before the names of a module
 
 
-@dataclass(frozen=True)
-class Leaf:
+class Leaf(NamedTuple):
     """A tensor or JSON value, and the mapping that holds it under `key`."""
 
     value: Any
@@ -36,8 +36,7 @@ class Leaf:
     key: str
 
 
-@dataclass(frozen=True)
-class LocalBoxes:
+class LocalBoxes(NamedTuple):
     """The boxes of a tensor that this rank holds and that are not empty, each with a view of its memory."""
 
     layout: Layout
@@ -69,7 +68,8 @@ def _leaves(mapping: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Leaf
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{key}.")
         else:
-            value = converted(value.detach()) if is_torch_dtensor(value) else value
+            if type(value) is not DTensor and is_torch_dtensor(value):
+                value = converted(value.detach())
             yield f"{prefix}{key}", Leaf(value, mapping, key)
 
 
@@ -115,42 +115,49 @@ def storable_boxes(name: str, x: Tensor) -> LocalBoxes:
     """
     layout = x._layout if isinstance(x, DTensor) else _replicated(tuple(x.shape), collectives.world_size())
     check_owners("save", (layout,))
-    local = plain(x).detach() if isinstance(x, DTensor) else x.detach()
+    local = (plain(x) if isinstance(x, DTensor) else x).detach()
     reason = _not_storable(local, layout)
     if reason is not None:
         raise CheckpointError(f"tensor {name!r}: {reason}")
     boxes = layout.boxes(collectives.rank())
     views = zip(boxes, split_by_boxes(local, boxes), strict=True)
-    return LocalBoxes(layout, x.dtype, tuple((box, view) for box, view in views if box.numel))
+    return LocalBoxes(layout, local.dtype, tuple([(box, view) for box, view in views if 0 not in box.sizes]))
 
 
-def new_memory(tensors: Mapping[str, LocalBoxes]) -> dict[str, LocalBoxes]:
-    """The same boxes of all tensors on the CPU, whose elements have no values yet.
+def new_memory(tensors: Mapping[str, LocalBoxes]) -> tuple[dict[str, LocalBoxes], list[Part]]:
+    """The same boxes of all tensors on the CPU, whose elements have no values yet, and as parts to be read.
 
     NumPy asks the system for large pages, torch does not: the faults of small ones took half of the time of a load.
     """
     sizes: dict[torch.dtype, list[int]] = defaultdict(list)
     for boxes in tensors.values():
         sizes[boxes.dtype] += [view.numel() for _, view in boxes.views]
-    memory: dict[torch.dtype, Iterator[Tensor]] = {
-        dtype: iter(torch.from_numpy(np.empty(sum(of) * dtype.itemsize, np.uint8)).view(dtype).split(of))
-        for dtype, of in sizes.items()
-        if of
+    memory: dict[torch.dtype, Iterator[tuple[Tensor, memoryview]]] = {
+        dtype: _split(np.empty(sum(of) * dtype.itemsize, np.uint8), dtype, of) for dtype, of in sizes.items() if of
     }
+    found, parts = dict[str, LocalBoxes](), list[Part]()
+    for name, boxes in tensors.items():
+        views = []
+        for box, view in boxes.views:
+            flat, data = next(memory[boxes.dtype])
+            views.append((box, new := flat.view(view.shape)))
+            parts.append(Part(name, box, new, data))
+        found[name] = LocalBoxes(boxes.layout, boxes.dtype, tuple(views))
+    return found, parts
 
-    def new(view: Tensor) -> Tensor:
-        return next(memory[view.dtype]).view_as(view)
 
-    return {
-        name: LocalBoxes(boxes.layout, boxes.dtype, tuple((box, new(view)) for box, view in boxes.views))
-        for name, boxes in tensors.items()
-    }
+def _split(memory: NDArray[np.uint8], dtype: torch.dtype, sizes: Sequence[int]) -> Iterator[tuple[Tensor, memoryview]]:
+    """Tensors of so many elements, one after the other in `memory`, each with its bytes."""
+    ends = [0, *accumulate([size * dtype.itemsize for size in sizes])]
+    tensors = torch.from_numpy(memory).view(dtype).split(sizes)
+    return zip(tensors, [memory.data[a:b] for a, b in pairwise(ends)], strict=True)
 
 
-def fill(target: LocalBoxes, found: LocalBoxes) -> None:
-    """Copy the elements of each box."""
-    for (_, view), (_, values) in zip(target.views, found.views, strict=True):
-        view.copy_(values)  # a view of detached memory
+def fill(targets: Iterable[LocalBoxes], found: Iterable[LocalBoxes]) -> None:
+    """Copy the elements of all boxes."""
+    views, values = ([view for boxes in of for _, view in boxes.views] for of in (targets, found))
+    if views:
+        torch._foreach_copy_(views, values)  # views of detached memory
 
 
 def _not_storable(local: Tensor, layout: Layout) -> str | None:

@@ -5,6 +5,7 @@ written is a draft. How a draft becomes a version depends on the store: `Renamed
 `CommittedVersions` puts an empty file beside it. The order of a save is in `saving.py`.
 """
 
+import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from shardwise.checkpoint.manifest import MANIFEST, MANIFEST_LIMIT, Manifest, Mi
 from shardwise.checkpoint.remedies import DAMAGED, FROM_URL, damaged, reader_of_no_checkpoint, without_remedy
 from shardwise.errors import CheckpointError, UnreachableError
 
-_STEP = re.compile(r"step-(\d{8,18})", re.ASCII)
+_STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,17})", re.ASCII)
 _ANY_STEP = re.compile(r"step-(\d{1,18})(-[0-9a-f]{8})?", re.ASCII)  # also of a folder that was renamed
 SHORT_BYTES = 4096  # of `latest` and of locks, at most
 NAME_A_FOLDER = "name a folder: a checkpoint, step-…, or the one above"
@@ -36,7 +37,7 @@ def step_name(step: int) -> str:
 def step_of(name: str) -> int | None:
     """The step of a folder; None if `name` is not of one."""
     match = _STEP.fullmatch(name)
-    return int(match[1]) if match and name == step_name(int(match[1])) else None
+    return int(match[1]) if match else None
 
 
 class Store(Protocol):
@@ -89,6 +90,7 @@ class CheckpointStore:
 
     def __init__(self, files: Store) -> None:
         self.files, self.name = files, files.name
+        self.place = self.name if "://" in self.name else os.path.realpath(self.name)  # the same by every name of it
 
     def own_version(self) -> str | None:
         """The version that the store itself is, if it is a checkpoint."""
@@ -140,17 +142,16 @@ class CheckpointStore:
     def read_short(self, path: str) -> bytes | None:
         """The content of a short file; None if it is not there."""
         try:
-            file = self.files.open(path)
+            with closing(self.files.open(path)) as file:
+                if file.size > SHORT_BYTES:
+                    raise CheckpointError(
+                        f"{file.name}: has {file.size:,} bytes, expected {SHORT_BYTES:,} at most. Fix: remove it"
+                    )
+                return read_bytes(file)
         except CheckpointError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
+            if isinstance(error.__cause__, FileNotFoundError):  # also if it was removed after it was opened
                 return None
             raise
-        with closing(file):
-            if file.size > SHORT_BYTES:
-                raise CheckpointError(
-                    f"{file.name}: has {file.size:,} bytes, expected {SHORT_BYTES:,} at most. Fix: remove it"
-                )
-            return read_bytes(file)
 
 
 def find(store: CheckpointStore) -> tuple[str, Manifest]:
@@ -167,7 +168,7 @@ def find(store: CheckpointStore) -> tuple[str, Manifest]:
             if store.names() and store.own_version() == own:
                 raise
             raise CheckpointError(f"{without_remedy(error)}. Fix: {GONE}") from error
-    found, reasons = _find_with_warnings(store)
+    found, reasons = find_latest(store)
     if found is None:
         raise none_complete(store, reasons)
     return found
@@ -185,19 +186,8 @@ def none_complete(store: CheckpointStore, reasons: Iterable[str]) -> CheckpointE
     return CheckpointError("\n  ".join([*lines, DAMAGED.removeprefix(". ")]))
 
 
-def find_latest(store: CheckpointStore) -> tuple[str, Manifest] | None:
-    """The complete version to load, the one saved last if that is, and its manifest; None if none is.
-
-    Versions that come before the one that is found, and are not complete, are warned about.
-
-    Raises:
-        UnreachableError: it is not known whether the one saved last is complete.
-        NewerVersionError: one that would be it is of a version of the format that is not known yet.
-    """
-    return _find_with_warnings(store)[0]
-
-
-def _find_with_warnings(store: CheckpointStore) -> tuple[tuple[str, Manifest] | None, list[str]]:
+def find_latest(store: CheckpointStore) -> tuple[tuple[str, Manifest] | None, list[str]]:
+    """`find_complete`, with a warning for each version that comes before the one that is found."""
     found, reasons = find_complete(store)
     if found is not None:
         step = found[1].step
@@ -208,9 +198,14 @@ def _find_with_warnings(store: CheckpointStore) -> tuple[tuple[str, Manifest] | 
 
 
 def find_complete(store: CheckpointStore) -> tuple[tuple[str, Manifest] | None, list[str]]:
-    """`find_latest` without a warning, and what keeps each version that comes before from being complete.
+    """The complete version to load and its manifest, or None; and why each that comes before is not complete.
 
-    A save may remove a version between its listing and its turn, so there is none only if nothing changed meanwhile.
+    The one saved last comes first. A save may remove a version between its listing and its turn, so there is none only
+    if nothing changed meanwhile.
+
+    Raises:
+        UnreachableError: it is not known whether the one saved last is complete.
+        NewerVersionError: one that would be it is of a version of the format that is not known yet.
     """
     before: tuple[Mapping[int, str], Sequence[str]] | None = None
     while True:
@@ -255,7 +250,7 @@ def stored_manifest(store: CheckpointStore, version: str) -> Manifest:
             manifest = parse(data)
         except CheckpointError as error:
             raise type(error)(f"{file.name}: {error}") from error
-    named = _ANY_STEP.fullmatch(Path(location).absolute().name)
+    named = _ANY_STEP.fullmatch(os.path.basename(os.path.abspath(location)))  # noqa: PTH100, PTH119 - may be a URL
     if named and int(named[1]) != manifest.step:
         raise MisnamedError(
             f"{location}: is named after step {int(named[1])} and holds step {manifest.step}. "
@@ -285,8 +280,8 @@ def complete_manifest(store: CheckpointStore, version: str) -> Manifest:
     return manifest
 
 
-def why_incomplete(store: CheckpointStore, version: str) -> str | None:
-    """What keeps `version` from being complete, without reading its data; None if nothing does.
+def is_damaged(store: CheckpointStore, version: str) -> bool:
+    """Whether nothing can be loaded from it; not so one that has the name of another step.
 
     Raises:
         UnreachableError: it is not known whether it is.
@@ -296,6 +291,8 @@ def why_incomplete(store: CheckpointStore, version: str) -> str | None:
         complete_manifest(store, version)
     except (UnreachableError, NewerVersionError):
         raise
-    except CheckpointError as error:
-        return str(error)
-    return None
+    except MisnamedError:
+        return False
+    except CheckpointError:
+        return True
+    return False

@@ -213,7 +213,7 @@ os.register_at_fork(after_in_child=_locks.clear)
 
 
 def _lock_of(store: CheckpointStore) -> _StoreLock:
-    return _locks.setdefault(os.path.abspath(store.name), _StoreLock(store))  # noqa: PTH100 - may be a URL
+    return _locks.setdefault(store.place, _StoreLock(store))
 
 
 def require_lock(store: CheckpointStore) -> None:

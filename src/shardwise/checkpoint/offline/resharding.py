@@ -13,7 +13,7 @@ from shardwise.checkpoint.manifest import Chunk, Manifest, StoredTensor, file_na
 from shardwise.checkpoint.offline.reading import open_checkpoint
 from shardwise.checkpoint.optimizer_states import layout_of_state
 from shardwise.checkpoint.optimizers import PREFIX as STATES
-from shardwise.checkpoint.saving import abandon_draft, begin_draft, commit_draft, package_versions
+from shardwise.checkpoint.saving import abandon_draft, begin_draft, check_step, commit_draft, package_versions
 from shardwise.checkpoint.sources import Progress, Source, SourceTensor
 from shardwise.checkpoint.state import MODEL, held_boxes, key_of
 from shardwise.checkpoint.stores import CheckpointStore
@@ -71,6 +71,7 @@ def write_checkpoint(
         raise ArgumentError(
             f"A checkpoint has one rank or more, got {world_size}. Fix: as many as will load it (--ranks)."
         )
+    check_step(step)
     layouts = _layouts(source.tensors, plan, world_size)
     source.progress.begin(source.num_bytes(layouts))
     with reported(target), lock_alone(target):

@@ -388,6 +388,8 @@ def _extent(box: Box, dtype: torch.dtype, item: _Slice) -> Extent:
             x = torch.load(cast("IO[bytes]", item), weights_only=True)
         if (x.dtype, tuple(x.shape)) != (dtype, box.sizes):
             raise ValueError(f"it has {x.dtype} {tuple(x.shape)}, the metadata says {dtype} {box.sizes}")
+        if x.is_neg() or x.is_conj():
+            raise ValueError("it is a negative or conjugate view, whose bytes are those of another tensor")
         if record.compress_size != (num_bytes := box.numel * dtype.itemsize) or x.storage_offset():
             raise ValueError(f"its data has {record.compress_size:,} bytes, expected {num_bytes:,}")
         begin = x.untyped_storage()._checkpoint_offset
