@@ -33,8 +33,9 @@ def step_on_locals(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Any:
     Raises:
         RuleError: an option is a DTensor beside plain parameters: C++ would take the number in its local tensor.
     """
-    parameters: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters: list[Any] = []
     for i, group in enumerate(optimizer.param_groups):
+        parameters += group["params"]
         types = list(map(type, group["params"]))
         if DTensor in map(type, group.values()) and types.count(DTensor) < len(types):
             name = next(name for name, value in group.items() if type(value) is DTensor)
@@ -146,16 +147,19 @@ def _layouts_agree(optimizer: Optimizer, group: dict[str, Any]) -> bool:
             if getattr(grad, "_layout", None) is not layout or (layout and (layout.partial_axes or grad.is_sparse)):
                 return False
             state = optimizer.state.get(p)
-            if not (all(_agrees(value, layout) for value in state.values()) if state else stateless):
+            if not (_state_agrees(state, layout) if state else stateless):
                 return False
     return True
 
 
-def _agrees(value: object, layout: Layout | None) -> bool:
-    """Whether a state fits; None is a momentum that the step would begin with a plain tensor."""
-    if type(value) is DTensor:
-        return value._layout is layout
-    return value is not None and (layout is None or not isinstance(value, Tensor) or not value.ndim)
+def _state_agrees(state: dict[str, Any], layout: Layout | None) -> bool:
+    for value in state.values():
+        if type(value) is DTensor:
+            if value._layout is not layout:
+                return False
+        elif value is None or (layout is not None and isinstance(value, Tensor) and value.ndim):
+            return False  # None: a momentum that the step would begin with a plain tensor
+    return True
 
 
 # Optimizers whose new values of an element depend on nothing but that element's gradient and state. A view of one
