@@ -4,6 +4,7 @@ A verb is a function with `@_verb`: its name is that of the verb, its docstring 
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -263,7 +264,7 @@ def _import(args: argparse.Namespace) -> int:
     of_torch = {name: getattr(args, name) for name, *_ in OF_TORCH.values() if getattr(args, name) is not None}
     if args.parameters is not None:
         of_torch["parameters"] = lines_of(args.parameters)
-    is_of_torch = Path(args.source, ".metadata").exists()
+    is_of_torch = os.path.exists(Path(args.source, ".metadata"))  # noqa: PTH110 - of Path an error if a name is too long
     if of_torch and not is_of_torch:
         option = next(option for option, (name, *_) in OF_TORCH.items() if name in of_torch)
         raise ConfigError(f"{option} is for folders of torch.distributed.checkpoint. Fix: leave it out.")

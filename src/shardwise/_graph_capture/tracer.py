@@ -47,6 +47,7 @@ VALUE_READS = {
     "numpy": "numpy()",
     "__array__": "numpy.asarray()",
     "data_ptr": "data_ptr()",
+    "untyped_storage": "untyped_storage()",
     "__dlpack__": "DLPack",
     "__deepcopy__": "copy.deepcopy()",
     "__reduce_ex__": "pickling",
@@ -371,7 +372,10 @@ class Tracer:
 
     def check_value_read(self, name: str, x: object) -> None:
         """Guard the values that Python is about to read; raise if no guard can."""
-        if self.paused or not isinstance(x, Tensor) or (node := self.find(x)) is None or self._is_constant(x):
+        if self.paused or not isinstance(x, Tensor):
+            return
+        node = self.node_of(x)
+        if self._is_constant(x):
             return
         what = VALUE_READS.get(name, f"{name}()")
         if (
