@@ -494,7 +494,7 @@ class Configured(nn.Module):
         self.config = config
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.config.scale
+        return x * cast(float, self.config.scale)
 
 
 def alias(module: Any) -> Callable[[Tensor], Tensor]:
@@ -520,7 +520,7 @@ def imported_as(x: Tensor) -> Tensor:
 
 
 def of_package(package: Any) -> Callable[[Tensor], Tensor]:
-    return lambda x: x * package.settings.scale
+    return lambda x: x * cast(float, package.settings.scale)
 
 
 def by_name(name: str) -> Callable[[Tensor], Tensor]:
@@ -553,7 +553,7 @@ def test_globals_of_a_module_are_guarded_however_it_is_reached(
     (package / "__init__.py").write_text("")
     (package / "settings.py").write_text("scale = 2.0\nunused = 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    settings = importlib.import_module("of_package.settings")
+    settings: Any = importlib.import_module("of_package.settings")
     try:
         step = sw.capture(HOLDERS[name](settings))
         for _ in range(2):
@@ -820,13 +820,22 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a new seed": (lambda x: x * torch.seed(), "calls seed"),
     "a function that seeds": (lambda x, seed=torch.manual_seed: x * seed(0), "calls manual_seed"),  # type: ignore[misc]
     "a new generator": (lambda x: x * torch.rand(3, generator=torch.Generator()), "makes the generator"),
-    "an iterator": (lambda x: x * next(COUNT), "reads COUNT, a range_iterator"),
+    "an iterator": (lambda x: x * next(COUNT), r"reads tests.graph_capture.test_state_guards.COUNT, a range_iterator"),
     "numbers of Python": (lambda x: x * random.random(), "calls Random.random"),
     "numbers of an alias": (_draws_by_an_alias, "calls Random.random"),
     "numbers of numpy by an import": (_draws_by_an_import, "calls RandomState.rand"),
-    "numbers of a Random": (lambda x: x * PYTHON.random(), "reads PYTHON, a Random"),
-    "numbers of numpy": (lambda x: x * NUMPY.random(), "reads NUMPY, a Generator"),
-    "a long array": (lambda x: x * LONG[0], "reads LONG, a ndarray of 8,000,000 bytes"),
+    "numbers of a Random": (
+        lambda x: x * PYTHON.random(),
+        r"reads tests.graph_capture.test_state_guards.PYTHON, a Random",
+    ),
+    "numbers of numpy": (
+        lambda x: x * NUMPY.random(),
+        r"reads tests.graph_capture.test_state_guards.NUMPY, a Generator",
+    ),
+    "a long array": (
+        lambda x: x * LONG[0],
+        r"reads tests.graph_capture.test_state_guards.LONG, a ndarray of 8,000,000 bytes",
+    ),
     "history of an argument": (lambda x: x.mul_(WEIGHT), "requires grad into a tensor from outside"),
     "backward": (lambda x: (x * torch.ones(3, requires_grad=True)).sum().backward(), r"backward\(\) runs inside"),
     "a tensor from outside": (lambda x: x * OUTSIDE, "computed outside of it and requires grad"),

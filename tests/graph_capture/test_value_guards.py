@@ -199,7 +199,6 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "numpy of a tensor from outside": lambda x: x * float(OUTSIDE.numpy()[0]),
     "asarray of a tensor from outside": lambda x: x * float(np.asarray(OUTSIDE)[0]),
     "a copy of a tensor from outside": lambda x: x * copy.deepcopy(OUTSIDE),
-    "the memory of a tensor from outside": lambda x: x * OUTSIDE.untyped_storage().tolist()[0],
 }
 
 

@@ -61,7 +61,7 @@ SEEDING = frozenset({
     "manual_seed", "manual_seed_all", "fork_rng", "get_rng_state", "set_rng_state", "get_rng_state_all",
     "set_rng_state_all", "default_rng", "Random", "RandomState",
 })  # fmt: skip
-NAMING = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM", "LOAD_CONST")  # a text may be a name for `getattr`
+ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")  # instructions that read them
 UNSET = object()  # of a cell or slot
 MAX_ELEMENTS = 100_000  # of a container; they are compared at each call
 MAX_BYTES = 1 << 20  # of an array
@@ -178,8 +178,10 @@ class Guards:
         # By the id of a module's dict that dict, and the globals in it that are read.
         self._globals: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         self._modules: list[dict[str, Any]] = []  # that are reached as objects
-        self._names: set[str] = set()  # of attributes that functions use
+        self._names: set[str] = set()  # of attributes that functions read
+        self._texts: set[str] = set()  # of functions, which may be names for `getattr`
         self._seen: dict[int, Any] = {}
+        self._empty: list[Collection[Any]] = []  # guarded to stay so
         self._sized: list[Collection[Any]] = []  # whose lengths are guarded
         self._sizes: list[int] = []
         self._objects: list[Any] = []
@@ -232,8 +234,8 @@ class Guards:
                 if not guard.holds():
                     return guard.name
             self._values = list(chain.from_iterable(found))  # equal objects
-        if list(map(len, self._sized)) != self._sizes:
-            return "an empty dict or the attributes of a module"
+        if any(self._empty) or list(map(len, self._sized)) != self._sizes:
+            return "an empty dict or attributes of an object"
         if list(map(type, self._objects)) != self._kinds:
             return "the class of an object"
         with DisableTorchFunctionSubclass():
@@ -277,10 +279,12 @@ class Guards:
     def _visit_code(self, code: CodeType, globals_: dict[str, Any]) -> None:
         """Guard the globals that a function names, and those of all modules reached whose names it uses."""
         found = [x for x in dis.get_instructions(code) if x.opname != "EXTENDED_ARG"]
-        names = {x.argval for x in found if x.opname in NAMING and isinstance(x.argval, str)} - self._names
+        names = {x.argval for x in found if x.opname in ATTRIBUTES} - self._names
+        texts = {x.argval for x in found if x.opname == "LOAD_CONST" and isinstance(x.argval, str)} - self._texts
         self._names |= names
+        self._texts |= texts
         for own in [*self._modules]:
-            self._visit_globals(own, names, f"{own['__name__']}.")
+            self._visit_globals(own, names, texts)
         self._visit_globals(globals_, {x.argval for x in found if x.opname in ("LOAD_GLOBAL", "LOAD_NAME")})
         for i, x in enumerate(found):
             if x.opname == "IMPORT_NAME":
@@ -288,16 +292,16 @@ class Guards:
                     module = __import__(x.argval, globals_, None, found[i - 1].argval, found[i - 2].argval)
                     self._visit(module, x.argval)
 
-    def _visit_globals(self, own: dict[str, Any], names: set[str], module: str = "") -> None:
+    def _visit_globals(self, own: dict[str, Any], names: set[str], texts: Collection[str] = ()) -> None:
         """Guard some globals of a module; of one of a library only what draws numbers, and the environment."""
         in_library = _package(own.get("__name__")) in LIBRARIES
-        for name in sorted(names & own.keys()):
+        for name in sorted((names if in_library else names.union(texts)) & own.keys()):
             x = own[name]
             if not in_library:
                 self._globals.setdefault(id(own), (own, {}))[1].setdefault(name, x)
             elif not (isinstance(x, ModuleType) or _seeds(x) or x is os.environ):
                 continue
-            self._visit(x, module + name)
+            self._visit(x, f"{own.get('__name__')}.{name}")
 
     # ---- values -----------------------------------------------------------------------------------------------------
 
@@ -307,15 +311,11 @@ class Guards:
         if len(values) > MAX_ELEMENTS:
             raise _incomparable(name, f"container of {len(values):,} elements")
         if not values and not isinstance(values, tuple):  # a view of a dict
-            self._guard_size(values)
+            self._empty.append(values)
             return
         self._guards.append(Guard(name, read, list(values)))
         for part, x in zip(parts, list(values), strict=False):
             self._visit(x, f"{name}.{part}")
-
-    def _guard_size(self, values: Collection[Any]) -> None:
-        self._sized.append(values)
-        self._sizes.append(len(values))
 
     def _visit(self, x: Any, name: str) -> None:
         """Guard the contents of `x`."""
@@ -339,7 +339,7 @@ class Guards:
             self._visit_class(x)
         elif isinstance(x, ModuleType):
             self._modules.append(vars(x))
-            self._visit_globals(vars(x), self._names, f"{x.__name__}.")
+            self._visit_globals(vars(x), self._names, self._texts)
         elif isinstance(x, nn.Module) or module.startswith(LOOKED_INTO) or _package(module) not in LIBRARIES:
             self._visit_contents(x, name)
             self._visit_attributes(x, name)
@@ -364,17 +364,15 @@ class Guards:
             case _ if isinstance(x, RANDOM) or (isinstance(x, Iterator) and type(x).__module__ in ITERATORS):
                 raise _incomparable(name, type(x).__name__)
             case FunctionType():
-                self._functions.setdefault(x.__code__, []).append(x)
                 self._guard(name, vars(x).values, vars(x))
+                self._functions.setdefault(x.__code__, []).append(x)
                 if x.__code__ in self._ran:
                     self._visit_function(x)
             case _lru_cache_wrapper():  # its results, and the function that makes others; a hit changes their order
-                self._guard(name, lambda: sorted(gc.get_referents(x), key=id), gc.get_referents(x))
-            case _ if isinstance(x, WRAPPERS):
-                for part in gc.get_referents(x):
-                    self._visit(part, name)
-            case _ if type(x).__module__ == "shardwise._graph_capture.api":
-                self._visit(x.function, name)
+                self._guard(name, lambda: sorted(gc.get_referents(x), key=id), range(MAX_ELEMENTS))
+            case _ if isinstance(x, WRAPPERS) or type(x).__module__ == "shardwise._graph_capture.api":
+                for part in ("__self__", "__func__", "fget", "func", "args", "keywords", "function"):
+                    self._visit(getattr(x, part, None), name)
 
     def _visit_attributes(self, x: Any, name: str) -> None:
         """Guard the attributes and the class of an object."""
@@ -387,16 +385,15 @@ class Guards:
                 return
             names = [*TRAINING, *(key for key in own if key not in OF_MODULES)]
             self._guard(name, partial(itemgetter(*names), own), names)
-            self._guard_size(own)
+            self._sized.append(own)
+            self._sizes.append(len(own))
         elif kind is DTensor:
             self._guard(name, partial(_users_values, own), [key for key in own if key[0] != "_"])
         elif isinstance(own, dict):  # some classes have what they like there
             self._guard(name, own.values, own)
-        slots = [d for c in kind.__mro__ if _package(c) not in LIBRARIES for d in vars(c).values()]
-        if reads := [partial(d.__get__, x) for d in slots if type(d) is MemberDescriptorType]:
-            self._guard(
-                name, partial(_values_of, reads), [d.__name__ for d in slots if type(d) is MemberDescriptorType]
-            )
+        members = [d for c in kind.__mro__ if _package(c) not in LIBRARIES for d in vars(c).values()]
+        if slots := [d for d in members if isinstance(d, MemberDescriptorType)]:
+            self._guard(name, partial(_values_of, [partial(d.__get__, x) for d in slots]), [d.__name__ for d in slots])
         self._objects.append(x)
         self._kinds.append(kind)
         self._visit(kind, kind.__name__)
@@ -442,10 +439,11 @@ def _value_of(read: Callable[[], object]) -> object:
 
 def _seeds(x: object) -> bool:
     """Whether a library has it to draw random numbers of Python or numpy, or to seed and make generators."""
-    return callable(x) and (
-        isinstance(getattr(x, "__self__", None), RANDOM)
-        or (getattr(x, "__name__", "") in SEEDING and _package(x) in LIBRARIES)
-    )
+    if not callable(x) or hasattr(type(x), "__getattr__"):  # whose code would run here
+        return False
+    if isinstance(getattr(x, "__self__", None), RANDOM):
+        return True
+    return getattr(x, "__name__", "") in SEEDING and _package(x) in LIBRARIES
 
 
 def _is_of_library(frame: FrameType) -> bool:

@@ -47,7 +47,6 @@ VALUE_READS = {
     "numpy": "numpy()",
     "__array__": "numpy.asarray()",
     "data_ptr": "data_ptr()",
-    "untyped_storage": "untyped_storage()",
     "__dlpack__": "DLPack",
     "__deepcopy__": "copy.deepcopy()",
     "__reduce_ex__": "pickling",
