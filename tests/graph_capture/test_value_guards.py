@@ -120,6 +120,15 @@ def test_a_list_of_a_buffer_is_compared(ranks: int) -> None:
     assert world(ranks).run(body) == [2] * ranks
 
 
+def test_places_that_a_kernel_reads_are_compared() -> None:
+    places, x = torch.tensor([1, 2]), torch.randn(4)
+    step = sw.capture(lambda x: x.tensor_split(places)[1] * 2)
+    for ends in ([1, 2], [0, 3], [1, 2], [0, 3]):
+        places.copy_(torch.tensor(ends))
+        assert torch.equal(step(x), x[ends[0] : ends[1]] * 2)
+    assert len(step.graphs()) == 2
+
+
 def test_ranks_that_read_different_values() -> None:
     """The mask is a plain tensor of each rank; both branches make the same collectives."""
 
