@@ -311,7 +311,7 @@ def test_what_a_cached_function_gives_and_reaches_is_guarded(maxsize: int | None
     config(1)
     step(torch.ones(1))
     (graphs,) = step.graphs()
-    config(1), config(0), config(1)
+    config(1), config(0)
     step(torch.ones(1))
     assert step.graphs() == [graphs]  # calls that find a result are no change
 
