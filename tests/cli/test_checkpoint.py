@@ -194,6 +194,11 @@ def test_a_training_state_is_imported_by_the_names_that_are_given(tmp_path: Path
     assert read_manifest(tmp_path / "run" / "step-00000000").tensors.keys() == names | states
 
 
+def test_a_source_whose_name_is_too_long_is_one_error(tmp_path: Path, capsys: Captured) -> None:
+    assert cli.main(["checkpoint", "import", str(tmp_path / ("x" * 300)), str(tmp_path / "run")]) == 4
+    assert re.match("UnreachableError: .*x{300}.*File name too long", capsys.readouterr().err)
+
+
 def test_names_of_a_training_state_are_not_for_safetensors(path: Path, tmp_path: Path, capsys: Captured) -> None:
     file = str(path / "rank-0000.safetensors")
     assert cli.main(["checkpoint", "import", file, str(tmp_path / "run"), "--optimizer", "x"]) == 2

@@ -242,6 +242,22 @@ def clicks(samples: list[int]) -> Clicks:
     return Clicks(features, torch.tensor(samples), [str(i) for i in samples])
 
 
+@pytest.mark.parametrize("options", [{"prefetch_factor": 2}, {"timeout": -1}])
+def test_an_option_that_torch_refuses_on_one_rank_ends_the_iteration_of_all(options: dict[str, Any]) -> None:
+    def body() -> str:
+        loader = BatchLoader(range(4), 2, **options if collectives.rank() == 1 else {})
+        with pytest.raises((ValueError, ShardwiseError)) as caught:
+            next(iter(loader))
+        assert loader.state_dict()["position"] == 0
+        return f"{caught.typename}: {caught.value}"
+
+    first, second, third = world(3).run(body)
+    assert second.startswith("ValueError: ")
+    expected = f"RemoteRankError: BatchLoader: rank 1 could not load its samples of 0 to 1 of epoch 0: {second}"
+    assert first == third
+    assert first.startswith(expected)
+
+
 def test_jagged_features_stay_plain_with_the_samples_of_the_rank() -> None:
     def body() -> list[Any]:
         found = []
@@ -390,6 +406,8 @@ def test_arguments_and_states_that_do_not_fit_are_refused() -> None:
         BatchLoader(Stream(), 2)
     with pytest.raises(ArgumentError, match="batch_size must be at least 1, got 0"):
         BatchLoader(range(3), 0)
+    with pytest.raises(ArgumentError, match="DataLoader has no option num_wrokers"):
+        BatchLoader(range(3), 2, num_wrokers=2)
     with pytest.raises(MeshError, match="rank 0 is not part of"):
         world(2).run(lambda: BatchLoader(range(3), 2, Mesh((1,), (1,))))
     with pytest.raises(MeshError):

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
+from enum import IntEnum
 from operator import attrgetter
 from pathlib import Path
-from types import FunctionType, MappingProxyType, SimpleNamespace
+from types import FunctionType, MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -29,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise._graph_capture.api import RETRACES
+from shardwise._graph_capture.guards import MAX_ELEMENTS
 from shardwise.errors import CaptureError
 from shardwise.testing import world
 
@@ -284,25 +286,76 @@ def test_an_object_is_guarded_however_it_is_reached(name: str) -> None:
         assert agrees()
 
 
-def test_what_a_cached_function_reaches_is_guarded() -> None:
+@pytest.mark.parametrize("maxsize", [None, 2])
+def test_what_a_cached_function_gives_and_reaches_is_guarded(maxsize: int | None) -> None:
     held = [2.0]
 
-    @functools.lru_cache
-    def scale() -> float:
-        return held[0]
+    @functools.lru_cache(maxsize)
+    def config(number: int) -> SimpleNamespace:
+        return SimpleNamespace(scale=held[0])
 
-    step = sw.capture(lambda x: x * scale())
-    for _ in range(2):
-        assert step(torch.ones(1)).item() == 2
-    held[0] = 3.0
-    scale.cache_clear()
-    assert step(torch.ones(1)).item() == 3
+    step = sw.capture(lambda x: x * config(0).scale)
+
+    def refilled() -> None:
+        config.cache_clear()
+        config(0)
+
+    changes: list[Callable[[], Any]] = [
+        lambda: None, lambda: held.__setitem__(0, 3.0), config.cache_clear, lambda: setattr(config(0), "scale", 4.0),
+        refilled, lambda: held.__setitem__(0, 5.0), refilled,
+    ]  # fmt: skip
+    for change, scale in zip(changes, (2, 2, 3, 4, 3, 3, 5), strict=True):
+        change()
+        for _ in range(2):
+            assert step(torch.ones(1)).item() == scale
+    config(1)
+    step(torch.ones(1))
+    (graphs,) = step.graphs()
+    config(1), config(0)
+    step(torch.ones(1))
+    assert step.graphs() == [graphs]  # calls that find a result are no change
 
 
 CONTEXT = ContextVar("CONTEXT", default=1.0)
 
 
-def scaled(holder: Any, scale: float = 2.0) -> Any:
+class Key:
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+
+class Unset:
+    __slots__ = ("scale",)
+    scale: float
+
+
+class Mangled:
+    __slots__ = ("__scale",)
+
+    def __init__(self) -> None:
+        self.set(2.0)
+
+    def get(self) -> float:
+        return self.__scale
+
+    def set(self, scale: float) -> None:
+        self.__scale = scale
+
+
+class OneSlot:
+    __slots__ = "scale"  # noqa: PLC0205 - one name is a text
+    scale: float
+
+
+class Text(str):  # noqa: SLOT000 - it has attributes
+    scale = 2.0
+
+
+class Level(IntEnum):
+    LOW = 2
+
+
+def scaled(holder: Any, scale: float | None = 2.0) -> Any:
     holder.scale = scale
     return holder
 
@@ -357,6 +410,18 @@ READS: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any]
         lambda s: setattr(s, "__code__", (lambda: 3.0).__code__),
     ),
     "the class of an object": (Slotless, lambda s: s.kind, lambda s: setattr(s, "__class__", OtherSlotless)),
+    "a late attribute of a function": (
+        lambda: FunctionType((lambda: 2.0).__code__, {}),
+        lambda s: getattr(s, "scale", 2.0),
+        lambda s: scaled(s, 3.0),
+    ),
+    "a key of a dict": (lambda: {Key(): 1}, lambda s: next(iter(s)).scale, lambda s: scaled(next(iter(s)), 3.0)),
+    "a slot that is set late": (Unset, lambda s: getattr(s, "scale", 1.0), lambda s: scaled(s, 3.0)),
+    "a slot that is None late": (Unset, lambda s: 3.0 if hasattr(s, "scale") else 2.0, lambda s: scaled(s, None)),
+    "a private slot": (Mangled, lambda s: cast(float, s.get()), lambda s: s.set(3.0)),
+    "one slot": (lambda: scaled(OneSlot()), lambda s: s.scale, lambda s: scaled(s, 3.0)),
+    "an attribute of a text": (lambda: Text("a"), lambda s: s.scale, lambda s: scaled(s, 3.0)),
+    "an attribute of a number": (lambda: scaled(Level.LOW), lambda s: s.scale, lambda s: scaled(s, 3.0)),
     "a context variable": (lambda: CONTEXT, lambda s: s.get(), lambda s: s.set(3.0)),
     "a weak reference": (lambda: weakref.ref(HALF), lambda s: s().factor, lambda s: setattr(HALF, "factor", 3.0)),
 }
@@ -417,6 +482,105 @@ def test_what_installed_libraries_read_is_guarded(tmp_path: Path, monkeypatch: p
         change()
         assert step(torch.ones(1)).item() == scale
     del sys.modules["of_settings"]
+
+
+def of_settings(module: Any, x: Tensor) -> Tensor:
+    return x * cast(float, module.scale)
+
+
+class Configured(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * cast(float, self.config.scale)
+
+
+def alias(module: Any) -> Callable[[Tensor], Tensor]:
+    held = [module]
+
+    def function(x: Tensor) -> Tensor:
+        settings = held[0]
+        return x * cast(float, settings.scale)
+
+    return function
+
+
+def imported(x: Tensor) -> Tensor:
+    from of_package import settings  # type: ignore[import-not-found] # the test writes it
+
+    return x * cast(float, settings.scale)
+
+
+def imported_as(x: Tensor) -> Tensor:
+    import of_package.settings as s  # type: ignore[import-not-found] # the test writes it
+
+    return x * cast(float, getattr(s, "scale", 0.0))
+
+
+def of_package(package: Any) -> Callable[[Tensor], Tensor]:
+    return lambda x: x * cast(float, package.settings.scale)
+
+
+def by_name(name: str) -> Callable[[Tensor], Tensor]:
+    return lambda x: x * cast(float, importlib.import_module(name).scale)
+
+
+# How a function may have a module of Python.
+HOLDERS: dict[str, Callable[[Any], Callable[[Tensor], Tensor]]] = {
+    "a closure": lambda m: lambda x: x * m.scale,
+    "an attribute": Configured,
+    "an alias": alias,
+    "an argument": lambda m: lambda x: of_settings(m, x),
+    "a default": lambda m: lambda x, config=m: x * config.scale,  # type: ignore[misc]
+    "an import": lambda m: imported,
+    "an import by another name": lambda m: imported_as,
+    "a partial": lambda m: functools.partial(of_settings, m),
+    "an attribute of a module": lambda m: of_package(sys.modules[m.__package__]),
+    "an import by a name that is computed": lambda m: by_name(m.__name__),
+    "a getter": lambda m: lambda x: x * attrgetter("scale")(m),
+    "a cached function": lambda m: functools.partial(of_settings, functools.cache(lambda: m)()),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_globals_of_a_module_are_guarded_however_it_is_reached(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "of_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "settings.py").write_text("scale = 2.0\nunused = 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    settings: Any = importlib.import_module("of_package.settings")
+    try:
+        step = sw.capture(HOLDERS[name](settings))
+        for _ in range(2):
+            assert step(torch.ones(1)).item() == 2
+        (graphs,) = step.graphs()
+        settings.unused = 3.0
+        step(torch.ones(1))
+        assert step.graphs() == [graphs]
+        settings.scale = 3.0
+        assert step(torch.ones(1)).item() == 3
+    finally:
+        del sys.modules["of_package"], sys.modules["of_package.settings"]
+
+
+def test_of_a_big_module_only_what_is_named_is_visited() -> None:
+    """The guards of a module do not depend on how much else it holds."""
+    big = ModuleType("of_many")
+    vars(big).update({f"value_{i}": SimpleNamespace(scale=2.0) for i in range(MAX_ELEMENTS + 1)}, scale=2.0)
+    small = ModuleType("of_one")
+    small.scale = 2.0  # type: ignore[attr-defined]
+    counts = []
+    for module in (big, small):
+        step = sw.capture(Configured(module))
+        step(torch.ones(1))
+        assert step._guards is not None
+        counts.append((len(step._guards._all), len(step._guards._objects)))
+    assert counts[0] == counts[1]
 
 
 def test_a_call_without_grad_has_another_graph() -> None:
@@ -615,13 +779,24 @@ def _seeds(x: Tensor) -> Tensor:
 
 def _tries_to_seed(x: Tensor) -> Tensor:
     with suppress(CaptureError):
-        TORCH.manual_seed(3)
+        TORCH.seed()
     return x * torch.rand(3, generator=TORCH)
 
 
 def _on_a_fork(x: Tensor) -> Tensor:
     with torch.random.fork_rng(devices=[]):
         return F.dropout(x)
+
+
+def _draws_by_an_alias(x: Tensor) -> Tensor:
+    r = random
+    return x * r.random()
+
+
+def _draws_by_an_import(x: Tensor) -> Tensor:
+    import numpy as n  # noqa: ICN001 - another name than that of this file
+
+    return x * n.random.rand()  # noqa: NPY002 - what is refused
 
 
 HISTORY = torch.ones(3)
@@ -642,17 +817,30 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a generator of Python": (lambda x: x * random.Random(0).random(), "calls Random"),
     "a generator of numpy": (lambda x: x * np.random.default_rng().random(), "calls default_rng"),
     "the seed that was set": (lambda x: x * torch.initial_seed(), "calls initial_seed"),
+    "a new seed": (lambda x: x * torch.seed(), "calls seed"),
+    "a function that seeds": (lambda x, seed=torch.manual_seed: x * seed(0), "calls manual_seed"),  # type: ignore[misc]
     "a new generator": (lambda x: x * torch.rand(3, generator=torch.Generator()), "makes the generator"),
-    "an iterator": (lambda x: x * next(COUNT), "reads COUNT, a range_iterator"),
-    "numbers of Python": (lambda x: x * random.random(), "reads random.random, a Random"),
-    "numbers of a Random": (lambda x: x * PYTHON.random(), "reads PYTHON, a Random"),
-    "numbers of numpy": (lambda x: x * NUMPY.random(), "reads NUMPY, a Generator"),
-    "a long array": (lambda x: x * LONG[0], "reads LONG, a ndarray of 8,000,000 bytes"),
+    "an iterator": (lambda x: x * next(COUNT), r"reads tests.graph_capture.test_state_guards.COUNT, a range_iterator"),
+    "numbers of Python": (lambda x: x * random.random(), "calls Random.random"),
+    "numbers of an alias": (_draws_by_an_alias, "calls Random.random"),
+    "numbers of numpy by an import": (_draws_by_an_import, "calls RandomState.rand"),
+    "numbers of a Random": (
+        lambda x: x * PYTHON.random(),
+        r"reads tests.graph_capture.test_state_guards.PYTHON, a Random",
+    ),
+    "numbers of numpy": (
+        lambda x: x * NUMPY.random(),
+        r"reads tests.graph_capture.test_state_guards.NUMPY, a Generator",
+    ),
+    "a long array": (
+        lambda x: x * LONG[0],
+        r"reads tests.graph_capture.test_state_guards.LONG, a ndarray of 8,000,000 bytes",
+    ),
     "history of an argument": (lambda x: x.mul_(WEIGHT), "requires grad into a tensor from outside"),
     "backward": (lambda x: (x * torch.ones(3, requires_grad=True)).sum().backward(), r"backward\(\) runs inside"),
     "a tensor from outside": (lambda x: x * OUTSIDE, "computed outside of it and requires grad"),
     "a gradient": (lambda x: x * (2 if WEIGHT.grad is None else 3), "reading .grad"),
-    "a seed": (_seeds, "_seeds calls manual_seed"),
+    "a seed": (_seeds, "calls manual_seed"),
 }
 
 

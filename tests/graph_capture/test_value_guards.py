@@ -1,8 +1,10 @@
 """Captured functions that read values: each value that is read has graphs of its own, and equals the function."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -91,6 +93,42 @@ def test_values_of_tensors_that_are_no_arguments() -> None:
     assert len(step.graphs()) == 3
 
 
+class Widths(nn.Module):
+    """Reads the values of a buffer of integers, which no op of the forward takes."""
+
+    widths: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("widths", torch.tensor([1, 2]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pieces = x.split(self.widths.tolist(), 1)
+        return torch.cat([piece * number for number, piece in enumerate(pieces, 1)], 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_list_of_a_buffer_is_compared(ranks: int) -> None:
+    def body() -> int:
+        module = sw.shard_module(Widths(), {})
+        step, x = sw.capture(module), sw.distribute_tensor(torch.arange(9.0).view(3, 3), placements=[sw.Shard(0)])
+        for widths in ([1, 2], [2, 1], [1, 2], [2, 1]):
+            module.widths.copy_(torch.tensor(widths))
+            assert torch.equal(step(x).full_tensor(), module(x).full_tensor())
+        return len(step.graphs())
+
+    assert world(ranks).run(body) == [2] * ranks
+
+
+def test_places_that_a_kernel_reads_are_compared() -> None:
+    places, x = torch.tensor([1, 2]), torch.randn(4)
+    step = sw.capture(lambda x: x.tensor_split(places)[1] * 2)
+    for ends in ([1, 2], [0, 3], [1, 2], [0, 3]):
+        places.copy_(torch.tensor(ends))
+        assert torch.equal(step(x), x[ends[0] : ends[1]] * 2)
+    assert len(step.graphs()) == 2
+
+
 def test_ranks_that_read_different_values() -> None:
     """The mask is a plain tensor of each rank; both branches make the same collectives."""
 
@@ -159,12 +197,17 @@ def _in_backward(x: Tensor) -> Tensor:
     return y.sum()
 
 
+OUTSIDE = torch.tensor([2.0, 1.0, 3.0])
+
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "a random number": lambda x: x * (x + torch.rand(3)).sum().item(),
     "what was written in place": _written,
     "an argument that was written": _argument_written,
     "with a constant that was written": _constant_written,
     "numpy": lambda x: x * float(x.detach().numpy()[0]),
+    "numpy of a tensor from outside": lambda x: x * float(OUTSIDE.numpy()[0]),
+    "asarray of a tensor from outside": lambda x: x * float(np.asarray(OUTSIDE)[0]),
+    "a copy of a tensor from outside": lambda x: x * copy.deepcopy(OUTSIDE),
 }
 
 

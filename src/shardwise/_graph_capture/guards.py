@@ -4,14 +4,14 @@
 
 `cache_key` covers `x` and the modes around the call. `Guards` covers `model`, `config`, and what else any function
 reads that runs in the trace, wherever its file lies: closures, defaults, globals. What these hold is compared at each
-call: constants by value, tensors, functions and classes by identity, containers, modules and objects by their contents.
-What cannot be compared, such as an iterator, is refused by its name. Not looked into: most objects of torch, numpy, the
-standard library and this library, and their code.
+call: constants by value, tensors, functions and classes by identity, containers and objects by their contents. Of a
+Python module those globals are compared whose names any function uses that ran. What cannot be compared, such as an
+iterator, is refused by its name. Not looked into: most objects of torch, numpy, the standard library and this library,
+and their code.
 """
 
 import dis
 import gc
-import importlib
 import os
 import random
 import sys
@@ -30,6 +30,7 @@ from types import (
     FrameType,
     FunctionType,
     MappingProxyType,
+    MemberDescriptorType,
     MethodType,
     ModuleType,
 )
@@ -57,9 +58,11 @@ LOOKED_INTO = ("types", "argparse", "collections", "_thread", "os", "torch.optim
 RANDOM = (random.Random, np.random.Generator, np.random.RandomState)
 ITERATORS = ("builtins", "itertools")  # whose iterators have a hidden position
 SEEDING = frozenset({
-    "manual_seed", "manual_seed_all", "seed", "seed_all", "initial_seed", "fork_rng", "get_rng_state", "set_rng_state",
-    "get_rng_state_all", "set_rng_state_all", "default_rng", "Random", "RandomState",
+    "manual_seed", "manual_seed_all", "fork_rng", "get_rng_state", "set_rng_state", "get_rng_state_all",
+    "set_rng_state_all", "default_rng", "Random", "RandomState",
 })  # fmt: skip
+ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")  # instructions that read them
+UNSET = object()  # of a cell or slot
 MAX_ELEMENTS = 100_000  # of a container; they are compared at each call
 MAX_BYTES = 1 << 20  # of an array
 WRAPPERS = (MethodType, BuiltinMethodType, staticmethod, classmethod, property, cached_property, partial)
@@ -74,6 +77,7 @@ _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C.
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _facts = attrgetter("requires_grad", "dtype", "shape")
 _layout = attrgetter("_layout", "_layout")  # twice: of one name it gives no tuple
+_cell_contents = vars(CellType)["cell_contents"].__get__
 _data_ptr: Callable[[Tensor], int] = torch._C.TensorBase.data_ptr  # of the local tensor that a DTensor is
 
 
@@ -173,7 +177,11 @@ class Guards:
         self._guards: list[Guard] = []
         # By the id of a module's dict that dict, and the globals in it that are read.
         self._globals: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        self._modules: list[dict[str, Any]] = []  # that are reached as objects
+        self._names: set[str] = set()  # of attributes that functions read
+        self._texts: set[str] = set()  # of functions, which may be names for `getattr`
         self._seen: dict[int, Any] = {}
+        self._empty: list[Collection[Any]] = []  # guarded to stay so
         self._sized: list[Collection[Any]] = []  # whose lengths are guarded
         self._sizes: list[int] = []
         self._objects: list[Any] = []
@@ -226,8 +234,8 @@ class Guards:
                 if not guard.holds():
                     return guard.name
             self._values = list(chain.from_iterable(found))  # equal objects
-        if list(map(len, self._sized)) != self._sizes:
-            return "an empty dict or the attributes of a module"
+        if any(self._empty) or list(map(len, self._sized)) != self._sizes:
+            return "an empty dict or attributes of an object"
         if list(map(type, self._objects)) != self._kinds:
             return "the class of an object"
         with DisableTorchFunctionSubclass():
@@ -245,41 +253,55 @@ class Guards:
             self._imports += {"call": 1, "return": -1}.get(event, 0)
         if self._imports:
             return
-        in_library = _package(frame.f_globals.get("__name__")) in LIBRARIES
-        if event == "c_call" and not in_library and isinstance(getattr(called, "__self__", None), torch.Generator):
-            raise _seeding(code, called)
+        if event == "return" and isinstance(called, ModuleType):  # as importlib.import_module does
+            self._visit(called, called.__name__)
+        in_library = _is_of_library(frame)
+        if event == "c_call" and isinstance(getattr(called, "__self__", None), torch.Generator):
+            if not in_library:
+                raise _seeding(called)
+            if frame.f_globals is vars(torch.random) and frame.f_back and not _is_of_library(frame.f_back):
+                raise _seeding(code)  # as torch.initial_seed
         if event == "call" and code not in self._ran:
             self._ran.add(code)
             for function in self._functions.get(code, ()):
                 self._visit_function(function)
-            if not in_library:
-                self._visit_globals(code, frame.f_globals)
+            if not in_library or code is os.getenv.__code__:
+                self._visit_code(code, frame.f_globals)
 
     def _visit_function(self, function: FunctionType) -> None:
         """Guard what a function holds, when it runs."""
         name, parts = function.__qualname__, ("__defaults__", "__kwdefaults__", "__code__")
         self._guard(f"the defaults or the code of {name}", partial(attrgetter(*parts), function), parts)
         if function.__closure__:
-            self._guard(name, partial(_contents, function.__closure__), function.__code__.co_freevars)
+            cells = [partial(_cell_contents, cell) for cell in function.__closure__]
+            self._guard(name, partial(_values_of, cells), function.__code__.co_freevars)
 
-    def _visit_globals(self, code: CodeType, globals_: dict[str, Any]) -> None:
-        """Guard the globals that a function names, also attributes of modules, as `settings.scale`."""
-        closure: dict[str, Any] = {}
-        for function in self._functions.get(code, ()):
-            closure.update(zip(code.co_freevars, _contents(function.__closure__ or ()), strict=True))
-        for own, names in _paths(code, globals_, closure):
-            for i, name in enumerate(names):
-                if name not in own:  # a builtin
-                    break
-                x = own[name]
-                if own is not closure and _package(own.get("__name__")) not in LIBRARIES:
-                    self._globals.setdefault(id(own), (own, {}))[1].setdefault(name, x)
-                if not isinstance(x, ModuleType):
-                    if _package(x) in LIBRARIES and getattr(x, "__name__", "") in SEEDING:
-                        raise _seeding(code, x)
-                    self._visit(x, ".".join(names[: i + 1]))
-                    break
-                own = vars(x)
+    def _visit_code(self, code: CodeType, globals_: dict[str, Any]) -> None:
+        """Guard the globals that a function names, and those of all modules reached whose names it uses."""
+        found = [x for x in dis.get_instructions(code) if x.opname != "EXTENDED_ARG"]
+        names = {x.argval for x in found if x.opname in ATTRIBUTES} - self._names
+        texts = {x.argval for x in found if x.opname == "LOAD_CONST" and isinstance(x.argval, str)} - self._texts
+        self._names |= names
+        self._texts |= texts
+        for own in [*self._modules]:
+            self._visit_globals(own, names, texts)
+        self._visit_globals(globals_, {x.argval for x in found if x.opname in ("LOAD_GLOBAL", "LOAD_NAME")})
+        for i, x in enumerate(found):
+            if x.opname == "IMPORT_NAME":
+                with suppress(ImportError):
+                    module = __import__(x.argval, globals_, None, found[i - 1].argval, found[i - 2].argval)
+                    self._visit(module, x.argval)
+
+    def _visit_globals(self, own: dict[str, Any], names: set[str], texts: Collection[str] = ()) -> None:
+        """Guard some globals of a module; of one of a library only what draws numbers, and the environment."""
+        in_library = _package(own.get("__name__")) in LIBRARIES
+        for name in sorted((names if in_library else names.union(texts)) & own.keys()):
+            x = own[name]
+            if not in_library:
+                self._globals.setdefault(id(own), (own, {}))[1].setdefault(name, x)
+            elif not (isinstance(x, ModuleType) or _seeds(x) or x is os.environ):
+                continue
+            self._visit(x, f"{own.get('__name__')}.{name}")
 
     # ---- values -----------------------------------------------------------------------------------------------------
 
@@ -289,21 +311,19 @@ class Guards:
         if len(values) > MAX_ELEMENTS:
             raise _incomparable(name, f"container of {len(values):,} elements")
         if not values and not isinstance(values, tuple):  # a view of a dict
-            self._guard_size(values)
+            self._empty.append(values)
             return
         self._guards.append(Guard(name, read, list(values)))
         for part, x in zip(parts, list(values), strict=False):
             self._visit(x, f"{name}.{part}")
 
-    def _guard_size(self, values: Collection[Any]) -> None:
-        self._sized.append(values)
-        self._sizes.append(len(values))
-
     def _visit(self, x: Any, name: str) -> None:
         """Guard the contents of `x`."""
-        if isinstance(x, CONSTANTS) or id(x) in self._seen:
+        if type(x) in CONSTANTS or id(x) in self._seen:
             return
         self._seen[id(x)] = x
+        if _seeds(x):
+            raise _seeding(x)
         module = str(type(x).__module__)
         if isinstance(x, Tensor):
             with DisableTorchFunctionSubclass():
@@ -317,6 +337,9 @@ class Guards:
             self.reached.add(identity(x))
         elif isinstance(x, type):
             self._visit_class(x)
+        elif isinstance(x, ModuleType):
+            self._modules.append(vars(x))
+            self._visit_globals(vars(x), self._names, self._texts)
         elif isinstance(x, nn.Module) or module.startswith(LOOKED_INTO) or _package(module) not in LIBRARIES:
             self._visit_contents(x, name)
             self._visit_attributes(x, name)
@@ -329,7 +352,7 @@ class Guards:
             case dict() | MappingProxyType():
                 self._guard(name, x.values, x)
                 if x:
-                    self._guard(f"the keys of {name}", x.keys)
+                    self._guard(f"the keys of {name}", x.keys, x)
             case list() | tuple() | set() | frozenset() | deque():
                 self._guard(name, partial(tuple, x), range(len(x)))
             case np.ndarray() | array() | bytearray() | memoryview():
@@ -341,15 +364,12 @@ class Guards:
             case _ if isinstance(x, RANDOM) or (isinstance(x, Iterator) and type(x).__module__ in ITERATORS):
                 raise _incomparable(name, type(x).__name__)
             case FunctionType():
+                self._guard(name, vars(x).values, vars(x))
                 self._functions.setdefault(x.__code__, []).append(x)
-                self._visit_attributes(x, name)
                 if x.__code__ in self._ran:
                     self._visit_function(x)
-                if x is os.getenv:
-                    self._visit(os.environ, "os.environ")
-            case _lru_cache_wrapper():  # it calls the function anew, or it gives what that gave
-                self._guard(name, lambda: (x.cache_info().misses,))
-                self._visit(x.__wrapped__, name)
+            case _lru_cache_wrapper():  # its results, and the function that makes others; a hit changes their order
+                self._guard(name, lambda: sorted(gc.get_referents(x), key=id), range(MAX_ELEMENTS))
             case _ if isinstance(x, WRAPPERS) or type(x).__module__ == "shardwise._graph_capture.api":
                 for part in ("__self__", "__func__", "fget", "func", "args", "keywords", "function"):
                     self._visit(getattr(x, part, None), name)
@@ -358,23 +378,22 @@ class Guards:
         """Guard the attributes and the class of an object."""
         own: Any = getattr(x, "__dict__", None)
         kind = type(x)
-        if not own and isinstance(x, dict | FunctionType) and _package(kind) in LIBRARIES:
-            return
         if isinstance(x, nn.Module):
             for key in CALLED:
-                self._visit(own[key], name)
+                self._visit_contents(own[key], name)
             if isinstance(x, capture_hooks.RunsInReplays):  # it replays as a call, which reads what else it has
                 return
             names = [*TRAINING, *(key for key in own if key not in OF_MODULES)]
             self._guard(name, partial(itemgetter(*names), own), names)
-            self._guard_size(own)
+            self._sized.append(own)
+            self._sizes.append(len(own))
         elif kind is DTensor:
             self._guard(name, partial(_users_values, own), [key for key in own if key[0] != "_"])
         elif isinstance(own, dict):  # some classes have what they like there
             self._guard(name, own.values, own)
-        slots = [n for c in kind.__mro__ if _package(c) not in LIBRARIES for n in vars(c).get("__slots__", ())]
-        if slots := [slot for slot in slots if hasattr(x, slot)]:
-            self._guard(name, partial(attrgetter(*slots, slots[0]), x), slots)
+        members = [d for c in kind.__mro__ if _package(c) not in LIBRARIES for d in vars(c).values()]
+        if slots := [d for d in members if isinstance(d, MemberDescriptorType)]:
+            self._guard(name, partial(_values_of, [partial(d.__get__, x) for d in slots]), [d.__name__ for d in slots])
         self._objects.append(x)
         self._kinds.append(kind)
         self._visit(kind, kind.__name__)
@@ -387,27 +406,6 @@ class Guards:
                     self._visit(value, f"{kind.__name__}.{key}")
         for base in (type(kind), *kind.__bases__):
             self._visit(base, base.__name__)
-
-
-def _paths(
-    code: CodeType, globals_: dict[str, Any], closure: dict[str, Any]
-) -> Iterator[tuple[dict[str, Any], list[str]]]:
-    """The names that a function reads: of `settings.scale` the globals and ["settings", "scale"]."""
-    starts = {"LOAD_GLOBAL": globals_, "LOAD_NAME": globals_, "LOAD_DEREF": closure}
-    names: list[str] = []
-    own, found = globals_, [x for x in dis.get_instructions(code) if x.opname != "EXTENDED_ARG"]
-    for i, x in enumerate(found):
-        if x.opname in ("LOAD_ATTR", "LOAD_METHOD") and names:
-            names.append(x.argval)
-            continue
-        if names:
-            yield own, names
-        own, names = starts.get(x.opname, globals_), [x.argval] if x.opname in starts else []
-        if x.opname == "IMPORT_NAME":
-            with suppress(ImportError):
-                dots = "." * found[i - 2].argval
-                module = importlib.import_module(dots + x.argval, globals_.get("__package__"))
-                yield from ((vars(module), [name]) for name in code.co_names)
 
 
 def _is_same(x: object, before: object) -> bool:
@@ -424,15 +422,32 @@ def _bytes_of(x: Any) -> tuple[bytes]:
     return (f"{values.dtype} {values.shape} ".encode() + values.tobytes(),)
 
 
-def _contents(cells: Sequence[CellType]) -> tuple[Any, ...]:
-    return tuple([_content(cell) for cell in cells])
-
-
-def _content(cell: CellType) -> object:
+def _values_of(reads: Sequence[Callable[[], object]]) -> tuple[object, ...]:
+    """What cells or slots hold."""
     try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return None
+        return tuple(map(call, reads))
+    except (ValueError, AttributeError):  # one is not filled
+        return tuple(map(_value_of, reads))
+
+
+def _value_of(read: Callable[[], object]) -> object:
+    try:
+        return read()
+    except (ValueError, AttributeError):
+        return UNSET
+
+
+def _seeds(x: object) -> bool:
+    """Whether a library has it to draw random numbers of Python or numpy, or to seed and make generators."""
+    if not callable(x) or hasattr(type(x), "__getattr__"):  # whose code would run here
+        return False
+    if isinstance(getattr(x, "__self__", None), RANDOM):
+        return True
+    return getattr(x, "__name__", "") in SEEDING and _package(x) in LIBRARIES
+
+
+def _is_of_library(frame: FrameType) -> bool:
+    return _package(frame.f_globals.get("__name__")) in LIBRARIES
 
 
 def _package(x: object) -> str:
@@ -447,8 +462,8 @@ def _incomparable(name: str, what: str) -> CaptureError:
     )
 
 
-def _seeding(code: CodeType, called: object) -> CaptureError:
+def _seeding(called: object) -> CaptureError:
     return refusal(
-        f"{code.co_qualname} calls {getattr(called, '__name__', called)}",
+        f"the function calls {getattr(called, '__qualname__', None) or getattr(called, 'co_name', called)}",
         "seed generators, and read and set their states, outside of the captured function",
     )

@@ -371,7 +371,10 @@ class Tracer:
 
     def check_value_read(self, name: str, x: object) -> None:
         """Guard the values that Python is about to read; raise if no guard can."""
-        if self.paused or not isinstance(x, Tensor) or (node := self.find(x)) is None or self._is_constant(x):
+        if self.paused or not isinstance(x, Tensor):
+            return
+        node = self.node_of(x)
+        if self._is_constant(x):
             return
         what = VALUE_READS.get(name, f"{name}()")
         if (

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
+from inspect import signature
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -68,8 +69,8 @@ class BatchLoader:
             `persistent_workers` and `pin_memory`.
 
     Raises:
-        ArgumentError: a data set without length or index, a batch size below 1; in the loop, what the collate_fn made
-            is no batch.
+        ArgumentError: a data set without length or index, a batch size below 1, an unknown option; in the loop, what
+            the collate_fn made is no batch.
         MeshError: this rank is not part of the mesh, or it has no such axis.
         MismatchError: in the loop, on all ranks: batches of different steps, dtypes or sizes.
         RemoteRankError: in the loop: samples of another rank could not be loaded. There the error is raised as it is.
@@ -100,6 +101,10 @@ class BatchLoader:
         if batch_size < 1:
             raise ArgumentError(
                 f"BatchLoader: batch_size must be at least 1, got {batch_size}. Fix: the samples of all ranks."
+            )
+        if unknown := options.keys() - signature(DataLoader).parameters.keys():
+            raise ArgumentError(
+                f"BatchLoader: torch's DataLoader has no option {min(unknown)}. Fix: its documentation names them."
             )
         self.mesh = default_mesh() if mesh is None else collectives.as_mesh(mesh)
         if self.mesh.coordinate(collectives.rank()) is None:
@@ -157,21 +162,26 @@ class BatchLoader:
         return self._batches(self._iteration)
 
     def _batches(self, iteration: int) -> Iterator[object]:
-        if self._loader is None:  # one for all epochs, as workers may be persistent; its generator draws no seed
-            steps = _Requests(self._requests)
-            self._loader = DataLoader(self._samples, batch_sampler=steps, generator=torch.Generator(), **self._options)
-        epoch, loaded = self._epoch, iter(self._loader)
+        epoch, loaded = self._epoch, None
         for start, stop, first, last in self._steps_left():
             if iteration != self._iteration:
                 raise ArgumentError("BatchLoader: another iteration began, or a state was loaded. Fix: one at a time.")
             placed, out, failure = _Placed(self, stop - start, last - first), None, None
             try:
+                if loaded is None:
+                    loaded = self._iterator()
                 out = placed.of(next(loaded), "the batch")
             except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must learn of it and not wait
                 self._loader, failure = None, error
             self._compare({"epoch": epoch, "samples": [start, stop], **self._order, "tensors": placed.facts}, failure)
             self._epoch, self._position = (epoch + 1, 0) if stop == self._end(start) else (epoch, stop)
             yield out
+
+    def _iterator(self) -> Iterator[object]:
+        if self._loader is None:  # one for all epochs, as workers may be persistent; its generator draws no seed
+            steps = _Requests(self._requests)
+            self._loader = DataLoader(self._samples, batch_sampler=steps, generator=torch.Generator(), **self._options)
+        return iter(self._loader)
 
     def _steps_left(self) -> Iterator[tuple[int, int, int, int]]:
         """The first and last position of each batch that is left in this epoch, and of this rank's samples in it."""
