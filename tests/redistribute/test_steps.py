@@ -14,7 +14,6 @@ from shardwise._redistribute.steps import CommStep
 from shardwise.testing.local_shards import (
     local_tensor,
     mesh_position,
-    partial_axes,
     partial_index,
     partial_indices,
     slice_box,
@@ -33,7 +32,7 @@ def receivers_by_place(layout: Layout) -> dict[tuple[int, ...], list[int]]:
     for rank in layout.mesh.ranks:
         here = mesh_position(layout.mesh, rank)
         assert here is not None
-        rest = tuple(p for axis, p in enumerate(here) if axis not in partial_axes(layout))
+        rest = tuple(p for axis, p in enumerate(here) if axis not in layout.partial_axes)
         places.setdefault(rest, []).append(rank)
     return places
 
@@ -297,7 +296,7 @@ def test_nothing_is_sent_for_what_is_already_there(written: Written, data: st.Da
     other = data.draw(layouts(mesh=written.mesh, shape=written.shape)).layout
     plain = Layout(written.mesh, [Replicate()] * written.mesh.ndim, written.shape)
     assert plan_redistribute(plain, other).collectives == ()
-    assume(not partial_axes(written.layout))
+    assume(not written.layout.partial_axes)
     reverse = plan_redistribute(written.layout, plain)
     missing = sum(len(holds(plain, r) - holds(written.layout, r)) for r in written.mesh.ranks)
     assert reverse.total_elements == missing
