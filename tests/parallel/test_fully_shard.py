@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from math import prod
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import Mesh, Replicate, Shard, count_comms, distribute_tensor
+from shardwise import _collectives as collectives
 from shardwise._models import Transformer
 from shardwise.testing import world
 from tests.parallel.one_process import full
@@ -104,6 +106,28 @@ def test_prefetching_changes_nothing_but_the_order_of_collectives() -> None:
         assert_trained_alike(found, args, 4)
         counts.append((comms.total_calls, comms.total_bytes))
     assert counts == counts[:1] * 3
+
+
+@world(2)
+def test_prefetching_a_unit_that_runs_again_after_one_inside_it() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.weight = nn.Linear(4, 4), nn.Parameter(torch.eye(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return cast(Tensor, self.inner(x).tanh() @ self.weight)
+
+    class Twice(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return cast(Tensor, self[0](self[0](x)))
+
+    plain, x, mesh = Twice(Outer()), torch.randn(4, 4), Mesh((2,))
+    model, want = as_units(plain, mesh, Outer | nn.Linear, prefetch=2), copied(plain)
+    for _ in range(2):  # the second forward knows the order of the first one
+        squares(model, distribute_tensor(x, mesh, [Shard(0)])).backward()
+        squares(want, x).backward()
+    assert_same_gradients(model, want)
 
 
 @world(2)
@@ -221,6 +245,27 @@ def test_double_backward() -> None:
         return sum((g.square().sum() for g in first), torch.zeros(()))
 
     check_gradients(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(6, 4), penalty)
+
+
+@pytest.mark.parametrize("shape", [(1,), (3,), (2, 3)])
+def test_gradients_of_average_gradients(shape: tuple[int, ...]) -> None:
+    """Ranks have plain batches of 2, 2, 1 or no rows."""
+    plain, x = two_layers().double(), torch.randn(5, 4, dtype=torch.float64)
+
+    def each_order(model: Any, loss: Tensor) -> None:
+        for _ in range(2):
+            gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+            loss = sum((g.square().sum() for g in gradients), torch.zeros(()))
+        loss.backward()
+
+    def run() -> None:
+        mesh = Mesh(shape)
+        model, want = as_units(plain, mesh), copied(plain)
+        each_order(model, squares(model, x[collectives.rank() * 2 :][:2]))
+        each_order(want, squares(want, x[: 2 * mesh.size()]) / mesh.size())
+        assert_same_gradients(model, want)
+
+    world(prod(shape)).run(run)
 
 
 @world(2)

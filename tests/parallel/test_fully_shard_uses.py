@@ -114,6 +114,26 @@ def test_a_backward_that_fails_leaves_the_stored_parameters() -> None:
     assert_same_gradients(model, want)
 
 
+@pytest.mark.parametrize("prefetch", [0, 1])
+@world(2)
+def test_what_follows_a_backward_that_failed_in_a_unit(prefetch: int) -> None:
+    plain, x, mesh = two_layers(), torch.randn(4, 4), Mesh((2,))
+    model, want = as_units(plain, mesh, prefetch=prefetch), copied(plain)
+    of_all = distribute_tensor(x, mesh, [Shard(0)])
+
+    def fail(grad: Tensor) -> None:
+        raise MemoryError
+
+    for then, batch in ((model, of_all), (model, x), (lambda x: (model[2].unshard(), model(x))[1], of_all)):
+        out = model(of_all)
+        out.register_hook(fail)
+        with pytest.raises(MemoryError):
+            out.sum().backward()
+        squares(then, batch).backward()
+        squares(want, x).backward()
+    assert_same_gradients(model, want)
+
+
 @pytest.mark.parametrize("reshard", [True, 2])
 @world(4)
 def test_an_output_that_is_a_parameter_keeps_its_memory(reshard: bool | int) -> None:

@@ -231,21 +231,23 @@ class Message:
         part = self if len(present) == len(gradients) else self._some(present)
         wanted = cast("list[Tensor]", [gradients[k] for k in present])
         with_history = torch.is_grad_enabled() and any(g.requires_grad for g in wanted)
-        sums = cast("list[Tensor]", _Sums.apply(part, unit, *wanted)) if with_history else part.reduce_now(wanted, unit)
+        found = _Reduced.apply(part, unit, *wanted) if with_history else part.reduce_now(wanted, unit)
         reduced: list[Tensor | None] = [None] * len(gradients)
-        for k, x, terms in zip(present, sums, part.terms, strict=True):
-            if terms > 1:
-                x = x / terms if with_history else x.div_(terms)  # new memory would cost page faults
+        for k, x in zip(present, found, strict=True):
             reduced[k] = x
         return reduced
 
     def reduce_now(self, gradients: Sequence[Tensor], unit: str) -> list[Tensor]:
-        """The shards of the sums over ranks, without history."""
+        """The shards of the sums over ranks, or of the averages, without history."""
         num_bytes, moves = self.moves.reduced_elements * self.reduce_dtype.itemsize, self.moves
         with torch.no_grad():
-            return self._send(
+            found = self._send(
                 "reduce-scatter", num_bytes, moves, unit, True, lambda: moves.reduce(gradients, self.reduce_dtype)
             )
+            for x, terms in zip(found, self.terms, strict=True):
+                if terms > 1:
+                    x.div_(terms)  # new memory would cost page faults
+        return found
 
     def _some(self, present: Sequence[int]) -> "Message":
         """The message without parameters that have no gradient."""
@@ -298,29 +300,34 @@ def messages_of(
     return messages
 
 
-class _Sums(TensorFunction):
-    """Adds gradients over ranks; its backward all-gathers."""
+class _Reduced(TensorFunction):
+    """Adds or averages gradients over ranks; its backward all-gathers.
+
+    Where ranks average, each has gradients of its own loss, which are `terms` times those of the average of all losses.
+    The backward of the average returns such gradients, so it divides nothing.
+    """
 
     @staticmethod
     def forward(ctx: Context, message: Message, unit: str, *gradients: Tensor) -> tuple[Tensor, ...]:
-        ctx.args = message, [g.dtype for g in gradients]
+        ctx.args = message, unit, [g.dtype for g in gradients]
         return tuple(message.reduce_now(gradients, unit))
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        message, dtypes = ctx.args
-        found = _GatheredGradients.apply(message, *grads)
+        message, unit, dtypes = ctx.args
+        found = _GatheredGradients.apply(message, unit, *grads)
         return None, None, *(x.to(dtype) for x, dtype in zip(found, dtypes, strict=True))
 
 
 class _GatheredGradients(TensorFunction):
-    """All-gathers; its backward adds over ranks."""
+    """All-gathers; its backward adds or averages over ranks."""
 
     @staticmethod
-    def forward(ctx: Context, message: Message, *shards: Tensor) -> tuple[Tensor, ...]:
-        ctx.args = message
+    def forward(ctx: Context, message: Message, unit: str, *shards: Tensor) -> tuple[Tensor, ...]:
+        ctx.args = message, unit
         return tuple(message.moves.start_gather(shards, message.reduce_dtype)([None] * len(shards)))
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.args.moves.reduce(grads, ctx.args.reduce_dtype)
+        message, unit = ctx.args
+        return None, None, *message.reduce(grads, unit)

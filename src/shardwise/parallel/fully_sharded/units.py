@@ -528,7 +528,7 @@ class Unit:
         reduced: dict[tuple[frozenset[int], int], str] = {}
         for unit in units:
             unit.data_ranks, unit.slots.owned = data_ranks, None
-            for slot in unit.slots.find():
+            for slot in unit.find_slots():
                 known = slot.stored.reduction(data_ranks, as_dtensors)
                 reduced.setdefault(known, f"{slot.parameter._name} of {unit.name}")
         if len(reduced) > 1:
@@ -544,9 +544,13 @@ class Unit:
             )
         self._checked = now
 
+    def find_slots(self) -> Sequence[Slot]:
+        """The stored parameters, also while modules have the all-gathered ones."""
+        return self.slots.find() if self.shown is None else self.shown.slots
+
     def _full_parameters(self, as_dtensors: bool, in_backward: FullParameters | None = None) -> FullParameters | None:
         """Those of the forward that begins: in a backward its own, else those that were started, or new ones."""
-        if not (slots := self.slots.find()):
+        if not (slots := self.find_slots()):
             return None
         key, options = (as_dtensors, self.data_ranks), self.options
         known_messages = self.slots.messages
