@@ -216,15 +216,15 @@ def read_bytes(file: StoredFile, start: int = 0, count: int | None = None) -> by
     return bytes(data)
 
 
-def check_size(file: StoredFile, layout: FileLayout) -> None:
-    """Raise CheckpointError unless `file` is as long as its chunks imply."""
-    if file.size != layout.size:
-        raise damaged(f"{file.name}: has {file.size:,} bytes, the manifest says {layout.size:,}")
+def check_size(file: StoredFile, size: int) -> None:
+    """Raise CheckpointError unless `file` is as long as the manifest says."""
+    if file.size != size:
+        raise damaged(f"{file.name}: has {file.size:,} bytes, the manifest says {size:,}")
 
 
 def check_header(file: StoredFile, layout: FileLayout) -> None:
     """Raise CheckpointError unless `file` has the size and header that its chunks imply."""
-    check_size(file, layout)
+    check_size(file, layout.size)
     if read_bytes(file, 0, len(layout.header)) != layout.header:
         raise damaged(f"{file.name}: its header is damaged: it is not the one the manifest implies")
 

@@ -74,11 +74,7 @@ def _impossible(name: str, error: ValueError) -> CheckpointError:
 
 
 def foreign_names(path: Path) -> list[str] | None:
-    """What is in a folder that another program wrote; None if it is a file.
-
-    Raises:
-        CheckpointError: it is not there, or cannot be read.
-    """
+    """What is in a folder that another program wrote; None if it is a file."""
     try:
         return os.listdir(path)  # noqa: PTH208 - iterdir names no path in its errors
     except NotADirectoryError:

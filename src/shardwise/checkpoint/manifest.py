@@ -139,11 +139,7 @@ class Manifest:
 
 @gc_paused
 def as_bytes(manifest: Manifest) -> bytes:
-    """The content of `manifest.json`.
-
-    Raises:
-        CheckpointError: it is too long, or `parse` would refuse it.
-    """
+    """The content of `manifest.json`; CheckpointError if it is too long, or `parse` would refuse it."""
     _check_unicode("a name", manifest.tensors)
     for name, tensor in manifest.tensors.items():
         if _is_too_large(tensor.dtype, tensor.shape):

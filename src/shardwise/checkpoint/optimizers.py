@@ -40,12 +40,7 @@ def by_name(given: T | Mapping[str, T] | Sequence[T] | None) -> dict[str, T]:
 
 
 def optimizer_state(module: nn.Module, optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
-    """States under the names of their parameters, and the groups as JSON.
-
-    Raises:
-        CheckpointError: a parameter that `module` lacks, or that two optimizers have, or a list of tensors as state.
-        PlanError: states of tables that have no layout.
-    """
+    """States under the names of their parameters, and the groups as JSON."""
     names = _names_in(module, optimizers)
     state: dict[str, Any] = {}
     for optimizer in optimizers.values():
@@ -98,16 +93,8 @@ def _groups(
         for number, group in enumerate(optimizer.param_groups):
             fused = f"fused {optimizer.kinds[number].__name__}" if isinstance(optimizer, FusedOptimizer) else ""
             parameters = [names[id(parameter)] for parameter in group["params"]]
-            yield (
-                optimizer,
-                number,
-                {
-                    "params": parameters,
-                    "optimizer": name,
-                    "class": fused or type(optimizer).__name__,
-                    **values_of(group),
-                },
-            )
+            entry = {"params": parameters, "optimizer": name, "class": fused or type(optimizer).__name__}
+            yield optimizer, number, entry | values_of(group)
 
 
 @dataclass(frozen=True)
@@ -169,11 +156,7 @@ def _put(existing: object, loaded: Any) -> object:
 def fit_optimizers(
     manifest: Manifest, module: nn.Module, optimizers: Mapping[str, Optimizer], subset: bool
 ) -> OptimizersFit:
-    """Compare what a checkpoint has of optimizers with those that are here; changes nothing.
-
-    Args:
-        subset: whether the checkpoint may have other optimizers and groups.
-    """
+    """Compare what a checkpoint has of optimizers with those that are here; with `subset` it may have others too."""
     names = _names_in(module, optimizers)
     if GROUPS not in manifest.values:
         name, _, key = GROUPS.partition(".")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from os import PathLike
 from typing import Any, NamedTuple, TypeAlias
 
@@ -91,10 +92,9 @@ def open_on_all(what: str, source: str | PathLike[str], prefix: str) -> Source:
 
     def open_source() -> None:
         found = open_safetensors(local_path(source), "", Progress())
-        tensors = found.tensors
         if prefix:
-            tensors = {name: found.tensors[of] for name, of in select_tensors(found, None, prefix).items()}
-        opened.append(Source(found.name, tensors, {}, found.open_file, found.progress))
+            found.tensors = {name: found.tensors[of] for name, of in select_tensors(found, None, prefix).items()}
+        opened.append(found)
 
     on_all_ranks(what, open_source)
     return opened[0]
@@ -118,11 +118,7 @@ class _Chosen(NamedTuple):
 
 
 def _chosen(module: nn.Module, files: Converted, strict: bool, prefix: str) -> _Chosen:
-    """What to fill from which tensor.
-
-    Raises:
-        CheckpointError: names or shapes do not fit.
-    """
+    """What to fill from which tensor; CheckpointError if names or shapes do not fit."""
     source = files.source
     state = fillable(module)
     for name in filter(is_extra, state.keys() & source.tensors.keys()):
@@ -146,7 +142,9 @@ def _chosen(module: nn.Module, files: Converted, strict: bool, prefix: str) -> _
         problems += [
             f"  only in the files: {name!r}{did_you_mean(name, missing, IN_PARENTHESES)}" for name in unexpected
         ]
-    unset = [name for name, x in _tensors(module) if x.is_meta and not any(x is other for other in tensors.values())]
+    loaded = {id(x) for x in tensors.values()}
+    own = chain(module.named_parameters(), module.named_buffers())
+    unset = [name for name, x in own if x.is_meta and id(x) not in loaded]
     problems += [f"  {name!r} is on the meta device, and the files do not have it" for name in unset]
     if problems:
         names_only = strict and (missing or unexpected)
@@ -166,12 +164,7 @@ def _chosen(module: nn.Module, files: Converted, strict: bool, prefix: str) -> _
 
 
 def _other_prefix(missing: Sequence[Sequence[str]], unexpected: Sequence[str], prefix: str) -> str:
-    """What to do if the names differ by a prefix only; "" if they do not.
-
-    Args:
-        missing: all names of each tensor of the module.
-        prefix: what was removed from the names of the files.
-    """
+    """What to do if the names differ by a prefix only, beside that which the files lost; "" if they do not."""
     if extra := extra_prefix(missing, unexpected):
         example = next(name for name in unexpected if name.startswith(extra))
         return (
@@ -195,11 +188,6 @@ def _misfits(stored: SourceTensor, x: Tensor) -> Iterator[str]:
     is_scaled = stored.dtype.is_floating_point and stored.dtype.itemsize == 1  # 8 bits, divided by scales
     if is_scaled and stored.dtype != x.dtype:
         yield f"{stored.dtype} in the files, whose scales nothing applies, {x.dtype} in the module"
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
 
 
 _Found: TypeAlias = tuple[str, Tensor | None, LocalBoxes]

@@ -177,12 +177,7 @@ class Saving:
             self.release()
 
     def commit(self, draft: str, reports: Sequence[Report]) -> str:
-        """Make the draft a version, unless ranks hold what they must not; on rank 0, its name.
-
-        Raises:
-            CheckpointError: ranks hold different values of one box, or what they have written is not there any more.
-            NotFiniteError: for `require_finite`.
-        """
+        """Make the draft a version, unless ranks hold what they must not; on rank 0, its name."""
         manifest = self.contents.manifest(self.step, reports)
         if self.require_finite and manifest.not_finite:
             shown = listed([f"  {name}" for name in manifest.not_finite])
@@ -305,11 +300,7 @@ class Contents:
 
     @gc_paused
     def manifest(self, step: int, reports: Sequence[Report]) -> Manifest:
-        """What was written, checked: every element once.
-
-        Raises:
-            CheckpointError: ranks that hold the same box have written or compared different bytes.
-        """
+        """What was written, checked: every element once, and the same bytes on all ranks that hold them."""
         layouts, not_finite = self._layouts(), set[str]()
         chunks: dict[str, list[Chunk]] = {name: [] for name in layouts}
         copies: dict[tuple[str, Box], list[tuple[int, tuple[int, ...]]]] = {}  # that a rank holds and does not write
@@ -371,9 +362,6 @@ def begin_draft(store: CheckpointStore, step: int, overwrite: bool) -> str:
 
     A version of that step that is not complete is replaced, as `latest` passes it over: a run that went on from an
     earlier step saves this one again.
-
-    Raises:
-        CheckpointError: the step exists, and `overwrite` is False.
     """
     found = store.tidy()
     if step in found and not overwrite and not is_damaged(store, found[step]):
@@ -385,13 +373,8 @@ def begin_draft(store: CheckpointStore, step: int, overwrite: bool) -> str:
 def commit_draft(store: CheckpointStore, draft: str, manifest: Manifest, sizes: Mapping[str, int]) -> tuple[str, str]:
     """Make the draft a version, unless this job has lost the lock or a file is missing or has another size.
 
-    If this raises, the store is as it was before, but for the draft.
-
-    Args:
-        sizes: of the files that were written.
-
-    Returns:
-        The version, and the checksum of its manifest.
+    If this raises, the store is as it was before, but for the draft. Returns the version, and the checksum of its
+    manifest.
     """
     try:
         check_sizes(store, draft, sizes)
@@ -422,26 +405,11 @@ class Pending(Protocol):
         """Return when the checkpoint is complete on all ranks, or raise on all why it is not."""
 
 
-_pending: WeakKeyDictionary[Owner, Pending] = WeakKeyDictionary()
-
-
-def set_pending(save: Pending) -> None:
-    """Let `save` be finished before the next one begins; all ranks call it."""
-    _pending[collectives.owner()] = save
-
-
-def forget_pending(save: Pending) -> None:
-    """Do not wait for `save` once more: all ranks have waited, so an error of it was raised."""
-    if _pending.get(collectives.owner()) is save:
-        del _pending[collectives.owner()]
+pending_saves: WeakKeyDictionary[Owner, Pending] = WeakKeyDictionary()
+"""Of each rank the save that goes on, which is finished before the next one begins."""
 
 
 def finish_pending() -> None:
-    """Wait for the save of this rank that goes on, if there is one; all ranks call it.
-
-    Raises:
-        CheckpointError: it failed.
-    """
-    save = _pending.get(collectives.owner())
-    if save is not None:
+    """Wait for the save of this rank that goes on, if there is one, or raise why it failed; all ranks call it."""
+    if (save := pending_saves.get(collectives.owner())) is not None:
         save.wait()

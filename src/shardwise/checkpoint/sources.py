@@ -185,11 +185,7 @@ class Source:
         return sum(self.tensors[name].num_bytes for name in names)
 
     def read(self, name: str, window: Box) -> Tensor:
-        """The elements of `window`.
-
-        Raises:
-            CheckpointError: damaged data; names the tensor and the file.
-        """
+        """The elements of `window`, verified."""
         tensor = self.tensors[name]
         found = torch.empty(window.sizes, dtype=tensor.dtype)
         before, self._data = self._data, {}
@@ -211,11 +207,7 @@ class Source:
                 self.progress.advance(name, len(block))
 
     def read_all(self, parts: Iterable[Part]) -> None:
-        """Fill the tensors of all parts: those of a file in their order there, small neighbors by one read.
-
-        Raises:
-            CheckpointError: damaged data; names the tensor and the file.
-        """
+        """Fill the tensors of all parts: those of a file in their order there, small neighbors by one read."""
         by_file: dict[str, list[_Wanted]] = {}
         for part in parts:
             for extent in self._touching(part.name, part.box):

@@ -13,7 +13,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Protocol
 
-from shardwise.checkpoint.files import StoredFile, read_bytes
+from shardwise.checkpoint.files import StoredFile, check_size, read_bytes
 from shardwise.checkpoint.manifest import MANIFEST, MANIFEST_LIMIT, Manifest, MisnamedError, NewerVersionError, parse
 from shardwise.checkpoint.remedies import DAMAGED, FROM_URL, damaged, reader_of_no_checkpoint, without_remedy
 from shardwise.errors import CheckpointError, UnreachableError
@@ -155,11 +155,7 @@ class CheckpointStore:
 
 
 def find(store: CheckpointStore) -> tuple[str, Manifest]:
-    """The version to load and its manifest: "." if the store is a checkpoint itself, else its latest.
-
-    Raises:
-        CheckpointError: none is complete.
-    """
+    """The version to load and its manifest: "." if the store is a checkpoint itself, else its latest."""
     own = store.own_version()
     if own is not None:
         try:
@@ -234,13 +230,7 @@ def is_unchanged(store: CheckpointStore, version: str, sha256: str) -> bool:
 
 
 def stored_manifest(store: CheckpointStore, version: str) -> Manifest:
-    """The manifest of a version, fully validated.
-
-    Raises:
-        MisnamedError: it is of another step than its folder is named after.
-        NewerVersionError: its version of the format is not known yet.
-        CheckpointError: it is missing, damaged, or says something that cannot be.
-    """
+    """The manifest of a version, fully validated; MisnamedError, NewerVersionError or CheckpointError if it is not."""
     location = store.location(version)
     with closing(store.open(version, MANIFEST)) as file:
         if file.size > MANIFEST_LIMIT:
@@ -265,28 +255,18 @@ def check_sizes(store: CheckpointStore, version: str, sizes: Mapping[str, int]) 
     for name, size in sizes.items():
         if listed.get(name) != size:
             with closing(store.open(version, name)) as file:
-                if file.size != size:
-                    raise damaged(f"{file.name}: has {file.size:,} bytes, the manifest says {size:,}")
+                check_size(file, size)
 
 
 def complete_manifest(store: CheckpointStore, version: str) -> Manifest:
-    """The manifest of a version all files of which are there, without reading its data.
-
-    Raises:
-        CheckpointError: it is not complete.
-    """
+    """The manifest of a version, if all its files are there; their data is not read."""
     manifest = stored_manifest(store, version)
     check_sizes(store, version, manifest.file_sizes())
     return manifest
 
 
 def is_damaged(store: CheckpointStore, version: str) -> bool:
-    """Whether nothing can be loaded from it; not so one that has the name of another step.
-
-    Raises:
-        UnreachableError: it is not known whether it is.
-        NewerVersionError: its version of the format is not known yet.
-    """
+    """Whether nothing can be loaded from it; not so one of another step. Raises if that is not known."""
     try:
         complete_manifest(store, version)
     except (UnreachableError, NewerVersionError):

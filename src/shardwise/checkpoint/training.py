@@ -137,10 +137,7 @@ def restore(
     fit.apply(state)
     for name, of_scheduler in of_schedulers.items():
         named[name].load_state_dict(of_scheduler)
-    return _restored(manifest, () if strict else tuple(format_lines(fit.differences)))
-
-
-def _restored(manifest: Manifest, dropped: tuple[str, ...]) -> Restored:
+    dropped = () if strict else tuple(format_lines(fit.differences))
     return Restored(**{field.name: getattr(manifest, field.name) for field in fields(Manifest)}, dropped=dropped)
 
 

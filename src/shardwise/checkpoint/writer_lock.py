@@ -120,11 +120,7 @@ class _StoreLock:
         self._seen_at = 0.0
 
     def attempt(self) -> bool:
-        """Whether this process has the lock; else ask again: it is not known yet whether the holder lives.
-
-        Raises:
-            CheckpointError: another job writes.
-        """
+        """Whether this process has the lock; else ask again: it is not known yet whether the holder lives."""
         with self._turn:
             if self._count or self._took():
                 self._count += 1

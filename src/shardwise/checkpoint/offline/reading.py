@@ -179,10 +179,6 @@ def open_checkpoint(
     Args:
         dtype: what floating-point tensors are converted to when their bytes were verified, except states of
             optimizers; None is that of each.
-
-    Raises:
-        ArgumentError: `dtype` is no floating-point dtype of safetensors.
-        CheckpointError: there is none that is complete.
     """
     check_export_dtype(dtype)
     store = store_at(folder)
@@ -196,15 +192,7 @@ def open_checkpoint(
 
 
 def select_tensors(source: Source, names: Sequence[str] | None, prefix: str) -> dict[str, str]:
-    """Which tensors are exported: the name of each in the output, and in `source`.
-
-    Args:
-        names: of tensors without `prefix`; None is all.
-        prefix: of the tensors that are exported, whose names lose it.
-
-    Raises:
-        CheckpointError: a name that is not there, or none.
-    """
+    """Which tensors are exported: the name of each in the output, and in `source`, where it has `prefix` before it."""
     found = {name.removeprefix(prefix): name for name in source.tensors if name.startswith(prefix) and name != prefix}
     if not found:
         raise CheckpointError(

@@ -122,12 +122,7 @@ def _write(
 def _layouts(tensors: Mapping[str, SourceTensor], plan: Mapping[str, Layout], world_size: int) -> dict[str, Layout]:
     """The layout of every tensor, as `save` would find it on `world_size` ranks whose parameters follow `plan`.
 
-    Args:
-        plan: layouts by the name of a parameter in its module, or of a tensor in the checkpoint. States of optimizers
-            get the layout of their parameter; what the plan does not name is replicated.
-
-    Raises:
-        PlanError: a name that no tensor has, another shape, or a rank that is not of the world.
+    Its names are those of parameters in their module, or of tensors in the checkpoint.
     """
     replicated = Mesh((world_size,))
     found = {name: Layout(replicated, [REPLICATE], tensor.shape) for name, tensor in tensors.items()}

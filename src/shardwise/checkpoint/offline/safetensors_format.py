@@ -188,14 +188,7 @@ def import_safetensors(
 
 
 def open_safetensors(path: Path, prefix: str | None, progress: Progress) -> Source:
-    """The tensors of a file, or of a folder with or without an index, with `prefix` before their names.
-
-    Args:
-        prefix: as for `import_safetensors`.
-
-    Raises:
-        CheckpointError: a file is missing, or a header or the index says what cannot be.
-    """
+    """The tensors of a file or folder, with `prefix` before their names, as for `import_safetensors`."""
     names = foreign_names(path)
     folder, files = (path.parent, {path.name: None}) if names is None else (path, _files(path, names))
     open_file = partial(_open, folder)
@@ -251,11 +244,7 @@ def _files(folder: Path, names: Collection[str]) -> Mapping[str, set[str] | None
 
 
 def _tensors(file: StoredFile, name: str) -> tuple[dict[str, SourceTensor], str]:
-    """What a file has, from its header, which must describe every byte of it once; and the prefix that names lost.
-
-    Raises:
-        CheckpointError: it does not.
-    """
+    """What a file has, from its header, which must describe every byte of it once; and the prefix that names lost."""
     if file.size < 8:
         raise foreign(f"{file.name}: has {file.size} bytes, too few for a safetensors file")
     start = read_bytes(file, 0, 8)

@@ -56,10 +56,6 @@ def renamed(
         tensors: their names.
         values: with the groups of an optimizer as one list.
         paths: where tensors and values were in the nested state, by name.
-
-    Raises:
-        CheckpointError: several modules or optimizers that may be meant, parameters without names, states of no
-            parameter, or two tensors or values that would get one name.
     """
     values = _with_groups(values, paths)
     there = [
@@ -95,9 +91,6 @@ def check_shapes(names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
         names: the name of each tensor by its new name.
         shapes: by name.
         parameters: the names that were given to numbered parameters.
-
-    Raises:
-        CheckpointError: a state has more elements than its parameter, or as many in another shape.
     """
     given = {one: number for number, one in enumerate(parameters) if MODEL + one in names}
     for new, name in names.items():
@@ -196,12 +189,7 @@ def _model(
 def _parameters(
     groups: Mapping[str, Groups], given: Sequence[str] | None, known: Collection[str]
 ) -> dict[str, list[str]]:
-    """The names of the parameters of each optimizer, in the order of its groups.
-
-    Args:
-        given: the names of those that have numbers.
-        known: the names of the module, if there is one.
-    """
+    """The names of the parameters of each optimizer, in the order of its groups: `given` are of those with numbers."""
     found, left = dict[str, list[str]](), list(given or ())
     numbered = [name for name, of in groups.items() if _stored_names(of) is None]
     count = sum(len(group["params"]) for name in numbered for group in groups[name])
@@ -312,10 +300,6 @@ def with_lists(values: Mapping[str, Any], paths: Mapping[str, KeyPath], tensors:
     """`values` with lists under their own names: "groups" in place of "groups.0.lr" and "groups.1.lr".
 
     A list that is not there in full, or has tensors, stays divided; lists in it are put together.
-
-    Args:
-        paths: of values and tensors, by name.
-        tensors: their names.
     """
     lists: dict[KeyPath, list[tuple[KeyPath, str]]] = defaultdict(list)
     for name in [*values, *tensors]:
