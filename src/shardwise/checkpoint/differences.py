@@ -65,7 +65,7 @@ def _format(value: object) -> str:
     return str(tuple(value)) if isinstance(value, torch.Size) else str(value)
 
 
-def some(names: Sequence[str]) -> str:
+def some(names: Sequence[str], most: int = NAMED) -> str:
     """The first of some names, and how many more there are."""
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

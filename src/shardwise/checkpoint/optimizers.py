@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -254,12 +254,14 @@ def _is_mean(optimizer: Optimizer, number: int, one: Difference) -> bool:
 
 
 def _stored_groups(manifest: Manifest) -> list[dict[str, Any]]:
-    groups = manifest.values[GROUPS]
-    if not isinstance(groups, list) or not all(
-        isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
-    ):
+    if not are_groups(groups := manifest.values[GROUPS]):
         raise CheckpointError(f"{GROUPS!r} in the checkpoint is no list of groups. Fix: save with state_of")
     return groups
+
+
+def are_groups(value: object) -> TypeGuard[list[dict[str, Any]]]:
+    """Whether it is what an optimizer has as `param_groups`."""
+    return isinstance(value, list) and all(isinstance(of, dict) and isinstance(of.get("params"), list) for of in value)
 
 
 def _stored_states(

@@ -159,16 +159,12 @@ def _difference(x: Tensor, y: Tensor) -> tuple[int, float]:
     if of_x.equal(of_y):
         return 0, 0.0
     unequal = (of_x != of_y).any(1)
-    return int(unequal.sum()), _distance(x.reshape(-1)[unequal], y.reshape(-1)[unequal])
-
-
-def _distance(x: Tensor, y: Tensor) -> float:
-    """The largest absolute difference; infinite where only one is a number."""
     wide = torch.complex128 if x.is_complex() else torch.float64
-    distance = (x.to(wide) - y.to(wide)).abs()
-    distance[x.to(wide) == y.to(wide)] = 0  # infinities
-    distance[x.to(wide).isnan() & y.to(wide).isnan()] = 0
-    return float(distance.nan_to_num(nan=float("inf"), posinf=float("inf")).max())
+    x, y = (one.reshape(-1)[unequal].to(wide) for one in (x, y))
+    distance = (x - y).abs()
+    distance[(x == y) | (x.isnan() & y.isnan())] = 0  # infinities, and bits of NaN
+    largest = distance.nan_to_num(nan=float("inf"), posinf=float("inf")).max()  # infinite where one is a number only
+    return int(unequal.sum()), float(largest)
 
 
 def open_checkpoint(

@@ -74,6 +74,8 @@ def export_torch(
     Raises:
         ArgumentError, CheckpointError: as `export_file`.
     """
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
     path = local_path(target)
     with open_checkpoint(source, progress or Progress(), dtype)[0] as found:
         exported = select_tensors(found, names, prefix)
@@ -81,7 +83,7 @@ def export_torch(
         found.progress.begin(found.num_bytes(exported.values()))
         items: list[StoredItem] = []
         tensors = {name: found.tensors[of] for name, of in exported.items()}
-        flat, paths = _flat(values if names is None else {})
+        flat, paths = flatten_state_dict(values if names is None else {})  # {"a": [{"b": 1}]} has "a.0.b"
         with new_at(path, overwrite) as draft:
             draft.mkdir()
             write_synced(draft / DATA, _items(found, exported, flat, items))
@@ -89,21 +91,10 @@ def export_torch(
     return path
 
 
-def _flat(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-    """Values under the names that `torch.distributed.checkpoint` gives them, and the path of each in `values`.
-
-    Lists of mappings are divided: {"groups": [{"lr": 0.1}]} has "groups.0.lr", at the path ("groups", 0, "lr").
-    """
-    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-
-    flat, paths = flatten_state_dict(dict(values))
-    return dict(flat), dict(paths)
-
-
 def _torch_metadata(
     tensors: Mapping[str, SourceTensor], items: Sequence[StoredItem], paths: Mapping[str, KeyPath]
 ) -> bytes:
-    """The content of the file `.metadata`; `paths` are those of values, as `_flat` gives them."""
+    """The content of the file `.metadata`; `paths` are those of values."""
     from torch.distributed.checkpoint import metadata as classes
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
