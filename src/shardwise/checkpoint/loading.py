@@ -85,19 +85,19 @@ def load_into(folder: str | PathLike[str], choose: Callable[[Manifest], Wanted],
     finish_pending()
     what = f"Loading {folder}"
     store = store_at(folder)
-    parsed: list[Manifest] = []  # on rank 0
+    reading = _Reading(store)
 
     def find_version() -> tuple[str, str]:
-        version, manifest = find(store)
-        parsed.append(manifest)
-        return version, manifest.sha256
+        if collectives.rank():
+            return "", ""
+        version, reading.parsed = find(store)
+        return version, reading.parsed.sha256
 
-    version, sha256 = on_all_ranks(what, lambda: find_version() if collectives.rank() == 0 else ("", ""))[0]
-    reading = _Reading(store, version, parsed[0] if parsed else None)
+    version, sha256 = on_all_ranks(what, find_version)[0]
 
     def read() -> tuple[str, str]:
         try:
-            return reading.read(choose, subset)
+            return reading.read(version, choose, subset)
         except CheckpointError as error:
             if isinstance(error, UnreachableError) or is_unchanged(store, version, sha256):
                 raise
@@ -118,11 +118,10 @@ class _Reading:
     """One rank's part in loading: what it needs is read and verified, and only then put into the state."""
 
     manifest: Manifest
+    parsed: Manifest | None = None  # on rank 0
 
-    def __init__(self, store: CheckpointStore, version: str, parsed: Manifest | None) -> None:
+    def __init__(self, store: CheckpointStore) -> None:
         self.store = store
-        self.version = version
-        self.parsed = parsed
         self.leaves: dict[str, Leaf] = {}
         self.targets: dict[str, LocalBoxes] = {}
         self.found: dict[str, LocalBoxes] = {}  # new memory for each of `targets`
@@ -130,9 +129,9 @@ class _Reading:
         self.counts: Mapping[str, str] = {}  # how many rows resized tensors get, for comparison between ranks
 
     @gc_paused
-    def read(self, choose: Callable[[Manifest], Wanted], subset: bool) -> tuple[str, str]:
+    def read(self, version: str, choose: Callable[[Manifest], Wanted], subset: bool) -> tuple[str, str]:
         """Read what this rank needs; the checksum of the manifest, and a digest of the new rows."""
-        manifest = self.manifest = self.parsed or stored_manifest(self.store, self.version)
+        manifest = self.manifest = self.parsed or stored_manifest(self.store, version)
         wanted = choose(manifest)
         self.leaves, self.rows = flatten(wanted.state), wanted.resize
         self.counts = {f"resize {name}": str(rows.count) for name, rows in self.rows.items()}
@@ -145,7 +144,7 @@ class _Reading:
         if self.rows:
             try_initializers({name: self.leaves[name].value for name in self.rows}, self.rows)
         self.found, parts = new_memory(self.targets)
-        with checkpoint_source(self.store, self.version, manifest) as source:
+        with checkpoint_source(self.store, version, manifest) as source:
             source.read_all(parts)
         return manifest.sha256, digest(self.counts)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from os import PathLike
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -79,9 +79,9 @@ def load_safetensors(
             return digest(names)
 
         require_same("Loading safetensors", names, on_all_ranks(what, choose))
-        read = list[_Found]()
-        on_all_ranks(what, lambda: read.extend(_read(chosen[0])))
-    _fill(chosen[0], read)
+        read: list[_Read] = []
+        on_all_ranks(what, lambda: read.append(_read(chosen[0])))
+    _fill(chosen[0], read[0])
     on_all_ranks(f"{what}, in load_state_dict of the module,", lambda: load_filled(module, chosen[0].state))
     return chosen[0].keys
 
@@ -190,49 +190,45 @@ def _misfits(stored: SourceTensor, x: Tensor) -> Iterator[str]:
         yield f"{stored.dtype} in the files, whose scales nothing applies, {x.dtype} in the module"
 
 
-_Found: TypeAlias = tuple[str, Tensor | None, LocalBoxes]
-"""The name of a tensor, a new one if that in the module has no memory, and what this rank holds of it."""
+class _Read(NamedTuple):
+    """What this rank holds of each tensor, in new memory, and new tensors for those that have no memory."""
+
+    boxes: Mapping[str, LocalBoxes]
+    new: Mapping[str, Tensor]
 
 
-def _read(chosen: _Chosen) -> list[_Found]:
-    """What this rank holds of each tensor, in new memory."""
-    found, source = list[_Found](), chosen.source
+def _read(chosen: _Chosen) -> _Read:
+    source, tensors = chosen.source, chosen.tensors
     new = {
-        name: torch.empty(x.shape, dtype=x.dtype, device="cpu")
-        for name, x in chosen.tensors.items()
-        if name in chosen.on_meta
+        name: torch.empty(x.shape, dtype=x.dtype, device="cpu") for name, x in tensors.items() if name in chosen.on_meta
     }
-    old = {name: storable_boxes(name, x) for name, x in chosen.tensors.items() if name not in new}
-    memory, parts = new_memory(old)
+    memory, parts = new_memory({name: storable_boxes(name, x) for name, x in tensors.items() if name not in new})
     for name, x in new.items():
         memory[name] = storable_boxes(name, x)
         parts += [Part(name, box, view, bytes_of(view)) for box, view in memory[name].views]
-    for name, x in chosen.tensors.items():
-        boxes = memory[name]
-        found.append((name, new.get(name), boxes))
+    for name, x in tensors.items():
         if source.tensors[name].dtype != x.dtype:
-            for view, values in _windows(boxes, source, name):
+            for view, values in _windows(memory[name], source, name):
                 view.copy_(values)
     source.read_all(part for part in parts if source.tensors[part.name].dtype == part.target.dtype)
-    for name, _, boxes in found:
+    for name in tensors:
         for other in chosen.stored[name][1:]:
-            for view, values in _windows(boxes, source, other):
+            for view, values in _windows(memory[name], source, other):
                 if not _equal(view, values.to(view)):
                     raise CheckpointError(
                         f"{name!r} and {other!r} are one parameter of the module, but have different values in "
                         f"the files. Fix: a module where they are not tied."
                     )
-    return found
+    return _Read(memory, new)
 
 
-def _fill(chosen: _Chosen, read: Sequence[_Found]) -> None:
+def _fill(chosen: _Chosen, read: _Read) -> None:
     device = next((x.device for x in chosen.tensors.values() if not x.is_meta), torch.device("cpu"))
-    for name, new, boxes in read:
-        x = chosen.tensors[name]
-        if new is None:
-            fill([storable_boxes(name, x)], [boxes])
+    for name, x in chosen.tensors.items():
+        if name not in read.new:
+            fill([storable_boxes(name, x)], [read.boxes[name]])
         else:
-            parameter = nn.Parameter(new.to(device), x.requires_grad)
+            parameter = nn.Parameter(read.new[name].to(device), x.requires_grad)
             module_sharding.assign(chosen.on_meta[name], parameter)
             chosen.state.update(dict.fromkeys(chosen.stored[name], parameter))
 

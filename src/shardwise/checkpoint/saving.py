@@ -1,8 +1,8 @@
 """Saving: every rank writes what it holds to a file of its own; one rank makes it a checkpoint."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import metadata as packages
 from os import PathLike
@@ -103,7 +103,7 @@ def save(
     """
     finish_pending()
     saving = Saving(folder, Contents(state, metadata), step, keep, overwrite, require_finite)
-    with saving.locked():
+    try:
         draft = saving.begin()
         try:
             version = decide(
@@ -114,6 +114,8 @@ def save(
         except BaseException:
             saving.abandon(draft)
             raise
+    finally:
+        saving.release()
     return saving.store.location(version)
 
 
@@ -167,14 +169,6 @@ class Saving:
         if len(set(digests)) > 1:
             return False
         return begin_draft(self.store, self.step, self.overwrite) if self._lock.attempt() else None
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Release the lock at the end, if `begin` took it."""
-        try:
-            yield
-        finally:
-            self.release()
 
     def commit(self, draft: str, reports: Sequence[Report]) -> str:
         """Make the draft a version, unless ranks hold what they must not; on rank 0, its name."""
@@ -261,12 +255,15 @@ class Contents:
     def take_copy(self, memory: dict[str, Tensor]) -> None:
         """Go on with a copy of what this rank holds, so that the state may change.
 
-        Args:
-            memory: that of the previous copy, which is used again where shape and dtype are the same: the system takes
-                longer to provide new memory than copying takes.
+        The `memory` of the previous copy is used again where shape and dtype are the same: the system takes longer to
+        provide new memory than copying takes.
         """
         views = {f"{name}/{i}": view for name, x in self.tensors.items() for i, (_, view) in enumerate(x.views)}
-        kept = {key: x for key, x in memory.items() if key in views and _is_like(x, views[key])}
+        kept = {
+            key: x
+            for key, x in memory.items()
+            if key in views and (x.shape, x.dtype) == (views[key].shape, views[key].dtype)
+        }
         memory.clear()  # before the new one is allocated
         for key, view in views.items():
             memory[key] = kept[key] if key in kept else torch.empty(view.shape, dtype=view.dtype, device="cpu")
@@ -321,10 +318,6 @@ class Contents:
             check_chunks(name, tensors[name])
         bad_names = tuple(name for name in tensors if name in not_finite)
         return Manifest(step, len(reports), tensors, self.values, self.metadata, package_versions(), bad_names)
-
-
-def _is_like(x: Tensor, view: Tensor) -> bool:
-    return (x.shape, x.dtype) == (view.shape, view.dtype)
 
 
 def _check_equal(

@@ -94,11 +94,10 @@ def _start_of(pid: int) -> int | None:
 
 def _exists(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
+        with suppress(PermissionError):
+            os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
     return True
 
 
