@@ -31,18 +31,12 @@ Parts = dict[str, list[SourceTensor]]
 
 @dataclass(frozen=True)
 class Converted:
-    """Tensors of files under the names of a module.
-
-    Attributes:
-        made_of: the names in the files of each that has another one.
-        problems: of names that cannot be converted.
-        ignored: names in the files that the model passes over.
-    """
+    """Tensors of files under the names of a module."""
 
     source: Source
-    made_of: Mapping[str, list[str]] = field(default_factory=dict)
-    problems: Sequence[str] = ()
-    ignored: frozenset[str] = frozenset()
+    made_of: Mapping[str, list[str]] = field(default_factory=dict)  # the names in the files of each that has another
+    problems: Sequence[str] = ()  # of names that cannot be converted
+    ignored: frozenset[str] = frozenset()  # names in the files that the model passes over
 
     def described(self, name: str) -> str:
         """The name, and those in the files if they are others."""

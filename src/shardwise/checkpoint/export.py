@@ -132,7 +132,8 @@ def _window(tensor: LocalBoxes, rows: Box) -> Tensor:
     rank, ranks, layout = collectives.rank(), all_ranks(), tensor.layout
     parts = [view[at.relative_to(box)] for box, view in tensor.views for at in _sent(tensor, rank, box, rows)]
     device = collectives.message_device(ranks)
-    sent = torch.cat([torch.empty(0, dtype=torch.uint8), *(_bytes(part.to(tensor.dtype)) for part in parts)]).to(device)
+    raw = (part.to(tensor.dtype).cpu().contiguous().reshape(-1).view(torch.uint8) for part in parts)
+    sent = torch.cat([torch.empty(0, dtype=torch.uint8), *raw]).to(device)
     boxes = [
         [at for box in layout.boxes(source) for at in _sent(tensor, source, box, rows)]
         for source in (ranks if rank == 0 else ())
@@ -148,10 +149,6 @@ def _window(tensor: LocalBoxes, rows: Box) -> Tensor:
         window[box.relative_to(rows)] = part.view(box.sizes)
         done += size
     return window
-
-
-def _bytes(part: Tensor) -> Tensor:
-    return part.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _sent(tensor: LocalBoxes, rank: int, box: Box, rows: Box) -> list[Box]:

@@ -165,11 +165,7 @@ class _Reading:
 def _check_fit(
     manifest: Manifest, leaves: Mapping[str, Leaf], targets: Mapping[str, LocalBoxes], wanted: Wanted, subset: bool
 ) -> None:
-    """Raise CheckpointError unless the checkpoint has what is wanted, and nothing more without `subset`.
-
-    Args:
-        targets: of the leaves that are tensors and stored as such, the boxes of this rank.
-    """
+    """Raise CheckpointError unless the checkpoint has what is wanted, and nothing more without `subset`."""
     stored = (manifest.tensors.keys() | manifest.values.keys()) - (set(wanted.known) - leaves.keys())
     absent = [name for name in leaves if name not in stored]
     missing = [f"  missing in the checkpoint: {name!r}{_did_you_mean(name, stored - leaves.keys())}" for name in absent]

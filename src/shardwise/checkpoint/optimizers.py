@@ -209,9 +209,7 @@ def _fit_group(
 ) -> tuple[list[Difference], dict[str, Any], dict[str, dict[str, str]]]:
     """What differs in a group, the hyper-parameters that it gets, and the states that its parameters get.
 
-    Args:
-        saved: the group of the same parameters in the checkpoint, if there is one.
-        found: the states of each parameter in the checkpoint.
+    The checkpoint has `saved`, the group of the same parameters, and `found`, the states of each.
     """
     differences, values = list[Difference](), dict[str, Any]()
     same_class = saved is not None and saved.get("class", here["class"]) == here["class"]

@@ -101,18 +101,12 @@ def open_on_all(what: str, source: str | PathLike[str], prefix: str) -> Source:
 
 
 class _Chosen(NamedTuple):
-    """The module's tensors by their first name in the source.
+    """The module's tensors by their first name in the source."""
 
-    Args:
-        state: what the module loads when it is filled.
-        stored: all names that the source has of each, more than one if it is tied.
-        on_meta: the owners of parameters that get memory first.
-    """
-
-    state: dict[str, Any]
+    state: dict[str, Any]  # what the module loads when it is filled
     tensors: Mapping[str, Tensor]
-    stored: Mapping[str, list[str]]
-    on_meta: Mapping[str, module_sharding.Owners]
+    stored: Mapping[str, list[str]]  # all names that the source has of each, more than one if it is tied
+    on_meta: Mapping[str, module_sharding.Owners]  # the owners of parameters that get memory first
     keys: LoadedKeys
     source: Source
 

@@ -34,7 +34,7 @@ from shardwise.checkpoint.remedies import without_remedy
 from shardwise.checkpoint.retention import Facts, Keep, keep_only
 from shardwise.checkpoint.state import LocalBoxes, as_json, flatten, held_boxes, key_of, storable_boxes, with_replicas
 from shardwise.checkpoint.stores import CheckpointStore, check_sizes, is_damaged
-from shardwise.checkpoint.writer_lock import WriterLock, require_lock
+from shardwise.checkpoint.writer_lock import WriterLock, lock_of
 from shardwise.errors import CheckpointError, NotFiniteError, UnreachableError
 
 Report: TypeAlias = tuple[int, Sequence[Sequence[int]], Sequence[int]]
@@ -381,7 +381,7 @@ def commit_draft(store: CheckpointStore, draft: str, manifest: Manifest, sizes: 
         ) from error
     data = as_bytes(manifest)
     store.files.write(f"{draft}/{MANIFEST}", len(data), [data])
-    require_lock(store)
+    lock_of(store).require()
     return store.publish(draft), sha256_of(data)
 
 

@@ -348,7 +348,8 @@ class _Data:
                 return
         elif row_bytes > WINDOW_BYTES or (not self._crcs and self._run_bytes(full, common) >= EXACT_BYTES):
             # One row is too much to read, or has parts that can be read alone.
-            row_box, part = Box((0,) * (len(full.sizes) - 1), full.sizes[1:]), Box(*_tails(common, full))
+            offsets = tuple(a - b for a, b in zip(common.offsets[1:], full.offsets[1:], strict=True))
+            row_box, part = Box((0,) * (len(full.sizes) - 1), full.sizes[1:]), Box(offsets, common.sizes[1:])
             for number, row in enumerate(rows):
                 self._copy(start + row * row_bytes, row_box, destination[number], part)
             return
@@ -412,12 +413,6 @@ def _permuted(x: Any, order: Sequence[int]) -> Any:
     if isinstance(x, Tensor):
         return x.permute(*order)
     return Box(tuple(x.offsets[dim] for dim in order), tuple(x.sizes[dim] for dim in order))
-
-
-def _tails(common: Box, full: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offsets and sizes of `common` in a row of `full`."""
-    offsets = tuple(a - b for a, b in zip(common.offsets[1:], full.offsets[1:], strict=True))
-    return offsets, common.sizes[1:]
 
 
 def checkpoint_source(

@@ -182,22 +182,11 @@ def none_complete(store: CheckpointStore, reasons: Iterable[str]) -> CheckpointE
     return CheckpointError("\n  ".join([*lines, DAMAGED.removeprefix(". ")]))
 
 
-def find_latest(store: CheckpointStore) -> tuple[tuple[str, Manifest] | None, list[str]]:
-    """`find_complete`, with a warning for each version that comes before the one that is found."""
-    found, reasons = find_complete(store)
-    if found is not None:
-        step = found[1].step
-        for reason in reasons:
-            text = f"{store.name}: step {step} is the latest checkpoint that is complete: {reason}"
-            warnings.warn(text, stacklevel=4)
-    return found, reasons
-
-
-def find_complete(store: CheckpointStore) -> tuple[tuple[str, Manifest] | None, list[str]]:
+def find_latest(store: CheckpointStore, warns: bool = True) -> tuple[tuple[str, Manifest] | None, list[str]]:
     """The complete version to load and its manifest, or None; and why each that comes before is not complete.
 
     The one saved last comes first. A save may remove a version between its listing and its turn, so there is none only
-    if nothing changed meanwhile.
+    if nothing changed meanwhile. If one is found, there is a warning for each that comes before.
 
     Raises:
         UnreachableError: it is not known whether the one saved last is complete.
@@ -208,11 +197,16 @@ def find_complete(store: CheckpointStore) -> tuple[tuple[str, Manifest] | None, 
         reasons, versions = list[str](), store.versions()
         for version in versions.values():
             try:
-                return (version, complete_manifest(store, version)), reasons
+                manifest = complete_manifest(store, version)
             except (UnreachableError, NewerVersionError):
                 raise
             except CheckpointError as error:
                 reasons.append(without_remedy(error))
+                continue
+            for reason in reasons if warns else ():
+                text = f"{store.name}: step {manifest.step} is the latest checkpoint that is complete: {reason}"
+                warnings.warn(text, stacklevel=4)
+            return (version, manifest), reasons
         listed = versions, store.names()
         if listed == before:
             return None, reasons

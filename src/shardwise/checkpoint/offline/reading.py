@@ -81,7 +81,7 @@ def _to_verify(store: CheckpointStore) -> tuple[str, Manifest, list[str]]:
     own = store.own_version()
     if own is not None:
         return own, stores.stored_manifest(store, own), []  # if it lacks files, all of them are named
-    found, reasons = stores.find_complete(store)
+    found, reasons = stores.find_latest(store, warns=False)
     if found is None:
         raise stores.none_complete(store, reasons)
     return *found, reasons
