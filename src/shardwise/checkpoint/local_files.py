@@ -133,21 +133,22 @@ def replaced(path: Path) -> Iterator[Path]:
         yield draft
         is_folder = draft.is_dir()
         try:
-            if not is_folder:
-                with suppress(OSError):  # nothing is there, or it cannot have a second name: then it cannot be put back
-                    os.link(path, old)
-            else:
+            if is_folder:
                 sync_folder(draft)
                 if os.path.lexists(path):
                     path.rename(old)
+            else:
+                with suppress(OSError):  # nothing is there, or it cannot have a second name: then it cannot be put back
+                    os.link(path, old)
             draft.replace(path)
             sync_folder(path.parent)
         except BaseException:
-            if not draft.exists() and (is_folder or not old.exists()):
+            is_there = not draft.exists()
+            if is_there and (is_folder or not old.exists()):
                 path.rename(draft)
-            if os.path.lexists(old):
+            if os.path.lexists(old) and (is_folder or is_there):
                 old.replace(path)
-            remove(old)  # replacing a file by itself leaves both names
+            remove(old)
             raise
         remove(old)
     finally:
