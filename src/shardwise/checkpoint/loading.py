@@ -61,23 +61,14 @@ def _resize_it(name: str, stored_rows: int, rows: int) -> str:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to load from a checkpoint.
+    """What to load from a checkpoint."""
 
-    Args:
-        state: as for `load`.
-        differences: why more than that does not fit, a line each; none of it is loaded.
-        known: names in the checkpoint that `differences` are about, or that are not loaded on purpose.
-        row_fix: what to do about a tensor of that name, which has other rows in the checkpoint than here.
-        fix: of `differences`.
-        resize: rows of tensors that have others in the checkpoint, by name.
-    """
-
-    state: Mapping[str, Any]
-    differences: Sequence[str] = ()
-    known: Collection[str] = ()
-    row_fix: Callable[[str, int, int], str] = _resize_it
-    fix: str = ""
-    resize: Mapping[str, Rows] = field(default_factory=dict)
+    state: Mapping[str, Any]  # as for `load`
+    differences: Sequence[str] = ()  # why more than that does not fit, a line each; none of it is loaded
+    known: Collection[str] = ()  # names that `differences` are about, or that are not loaded on purpose
+    row_fix: Callable[[str, int, int], str] = _resize_it  # for a tensor of that name, with its rows there and here
+    fix: str = ""  # of `differences`
+    resize: Mapping[str, Rows] = field(default_factory=dict)  # rows of tensors that have others in the checkpoint
 
 
 def load_into(folder: str | PathLike[str], choose: Callable[[Manifest], Wanted], subset: bool) -> Manifest:

@@ -79,9 +79,9 @@ def load_safetensors(
             return digest(names)
 
         require_same("Loading safetensors", names, on_all_ranks(what, choose))
-        read: list[_Read] = []
+        read: list[tuple[dict[str, LocalBoxes], dict[str, Tensor]]] = []
         on_all_ranks(what, lambda: read.append(_read(chosen[0])))
-    _fill(chosen[0], read[0])
+    _fill(chosen[0], *read[0])
     on_all_ranks(f"{what}, in load_state_dict of the module,", lambda: load_filled(module, chosen[0].state))
     return chosen[0].keys
 
@@ -184,14 +184,8 @@ def _misfits(stored: SourceTensor, x: Tensor) -> Iterator[str]:
         yield f"{stored.dtype} in the files, whose scales nothing applies, {x.dtype} in the module"
 
 
-class _Read(NamedTuple):
+def _read(chosen: _Chosen) -> tuple[dict[str, LocalBoxes], dict[str, Tensor]]:
     """What this rank holds of each tensor, in new memory, and new tensors for those that have no memory."""
-
-    boxes: Mapping[str, LocalBoxes]
-    new: Mapping[str, Tensor]
-
-
-def _read(chosen: _Chosen) -> _Read:
     source, tensors = chosen.source, chosen.tensors
     new = {
         name: torch.empty(x.shape, dtype=x.dtype, device="cpu") for name, x in tensors.items() if name in chosen.on_meta
@@ -213,16 +207,16 @@ def _read(chosen: _Chosen) -> _Read:
                         f"{name!r} and {other!r} are one parameter of the module, but have different values in "
                         f"the files. Fix: a module where they are not tied."
                     )
-    return _Read(memory, new)
+    return memory, new
 
 
-def _fill(chosen: _Chosen, read: _Read) -> None:
+def _fill(chosen: _Chosen, found: Mapping[str, LocalBoxes], new: Mapping[str, Tensor]) -> None:
     device = next((x.device for x in chosen.tensors.values() if not x.is_meta), torch.device("cpu"))
     for name, x in chosen.tensors.items():
-        if name not in read.new:
-            fill([storable_boxes(name, x)], [read.boxes[name]])
+        if name not in new:
+            fill([storable_boxes(name, x)], [found[name]])
         else:
-            parameter = nn.Parameter(read.new[name].to(device), x.requires_grad)
+            parameter = nn.Parameter(new[name].to(device), x.requires_grad)
             module_sharding.assign(chosen.on_meta[name], parameter)
             chosen.state.update(dict.fromkeys(chosen.stored[name], parameter))
 

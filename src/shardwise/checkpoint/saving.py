@@ -398,11 +398,21 @@ class Pending(Protocol):
         """Return when the checkpoint is complete on all ranks, or raise on all why it is not."""
 
 
-pending_saves: WeakKeyDictionary[Owner, Pending] = WeakKeyDictionary()
-"""Of each rank the save that goes on, which is finished before the next one begins."""
+_pending: WeakKeyDictionary[Owner, Pending] = WeakKeyDictionary()
+
+
+def set_pending(save: Pending) -> None:
+    """Let `save` be finished before the next one begins; all ranks call it."""
+    _pending[collectives.owner()] = save
+
+
+def forget_pending(save: Pending) -> None:
+    """Do not wait for `save` once more: all ranks have waited, so an error of it was raised."""
+    if _pending.get(collectives.owner()) is save:
+        del _pending[collectives.owner()]
 
 
 def finish_pending() -> None:
     """Wait for the save of this rank that goes on, if there is one, or raise why it failed; all ranks call it."""
-    if (save := pending_saves.get(collectives.owner())) is not None:
+    if (save := _pending.get(collectives.owner())) is not None:
         save.wait()

@@ -29,7 +29,7 @@ from shardwise._layout import checked
 from shardwise.checkpoint.collective_errors import RanksError, decide, text_of
 from shardwise.checkpoint.files import read_bytes
 from shardwise.checkpoint.retention import Keep
-from shardwise.checkpoint.saving import Contents, Report, Saving, finish_pending, pending_saves
+from shardwise.checkpoint.saving import Contents, Report, Saving, finish_pending, forget_pending, set_pending
 from shardwise.errors import CheckpointError, NotFiniteError
 
 POLL_SECONDS = (0.05, 5.0)  # between two looks for reports: at first, and at most
@@ -79,7 +79,7 @@ def save_async(
         saving.release()
         raise
     pending = PendingSave(saving, draft)
-    pending_saves[collectives.owner()] = pending
+    set_pending(pending)
     return pending
 
 
@@ -118,8 +118,7 @@ class PendingSave:
             self._has_reports.set()
             self.thread.join()
             _unfinished.discard(self)
-            if pending_saves.get(owner := collectives.owner()) is self:
-                del pending_saves[owner]  # all ranks have waited, so an error of it was raised
+            forget_pending(self)
         return self._saving.store.location(version)
 
     def _own_report(self) -> Report | str:

@@ -79,33 +79,22 @@ def _along(box: Box, last: int, step: int) -> Iterator[Box]:
 
 
 class Extent(NamedTuple):
-    """One box of a tensor and where its bytes are.
-
-    Attributes:
-        start: the byte of `file` where they begin.
-        crcs: the crc32 of all of them, or of each CRC_BYTES; none if the format has no checksums.
-        order: the dims from the slowest to the fastest; row-major if None.
-    """
+    """One box of a tensor and where its bytes are."""
 
     file: str
-    start: int
+    start: int  # the byte of `file` where they begin
     box: Box
-    crcs: tuple[int, ...] = ()
-    order: tuple[int, ...] | None = None
+    crcs: tuple[int, ...] = ()  # the crc32 of all of them, or of each CRC_BYTES; none if the format has no checksums
+    order: tuple[int, ...] | None = None  # the dims from the slowest to the fastest; row-major if None
 
 
 class SourceTensor(NamedTuple):
-    """A tensor in files. Its extents cover `shape` exactly once; none is empty.
+    """A tensor in files. Its extents cover `shape` exactly once; none is empty."""
 
-    Attributes:
-        dtype: of the elements in the files.
-        read_as: what `Source.read` converts them to, as `Tensor.to` does; None is `dtype`.
-    """
-
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the elements in the files
     shape: tuple[int, ...]
     extents: Sequence[Extent]
-    read_as: torch.dtype | None = None
+    read_as: torch.dtype | None = None  # what `Source.read` converts them to, as `Tensor.to` does; None is `dtype`
 
     @property
     def full(self) -> Box:

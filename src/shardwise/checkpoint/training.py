@@ -123,11 +123,7 @@ def restore(
         state = _model_state(of_module)
         if both := sorted(state.keys() & given.keys()):
             raise CheckpointError(f"extra cannot hold {both[0]!r}, which is of the module. Fix: rename it")
-        manifest = resized(manifest, rows)
-        fit = fit_optimizers(manifest, module, optimizers, subset) if optimizers else OptimizersFit()
-        if named:
-            of_schedulers, more = fit_schedulers(manifest, named, fit.orders, subset)
-            fit = replace(fit, differences=[*fit.differences, *more], known={*fit.known, SCHEDULERS})
+        fit, of_schedulers = _fit(manifest := resized(manifest, rows), module, optimizers, named, subset)
         state |= {**given, **fit.room(manifest)}
         here = {name: of for name, of in rows.items() if name in state or name not in fit.known}
         lines = format_lines(fit.differences) if strict else ()
@@ -142,6 +138,21 @@ def restore(
         named[name].load_state_dict(of_scheduler)
     dropped = () if strict else tuple(format_lines(fit.differences))
     return Restored(**{field.name: getattr(manifest, field.name) for field in fields(Manifest)}, dropped=dropped)
+
+
+def _fit(
+    manifest: Manifest,
+    module: nn.Module,
+    optimizers: Mapping[str, Optimizer],
+    schedulers: Mapping[str, LRScheduler],
+    subset: bool,
+) -> tuple[OptimizersFit, dict[str, dict[str, Any]]]:
+    """What optimizers get from a checkpoint, with the differences of schedulers, and what schedulers get."""
+    fit = fit_optimizers(manifest, module, optimizers, subset) if optimizers else OptimizersFit()
+    if not schedulers:
+        return fit, {}
+    states, differences = fit_schedulers(manifest, schedulers, fit.orders, subset)
+    return replace(fit, differences=[*fit.differences, *differences], known={*fit.known, SCHEDULERS}), states
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
