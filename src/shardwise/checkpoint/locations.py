@@ -44,7 +44,7 @@ def _is_url(location: Location) -> bool:
 
 
 def local_path(location: Location) -> Path:
-    """The path of a file or folder of another format than that of checkpoints, which has no URL."""
+    """The path of a file or folder of another format than that of checkpoints; a URL is refused."""
     if _is_url(location):
         raise CheckpointError(
             f"{location} is a URL, which only a checkpoint can have. Fix: name a local path, and copy from or to there"

@@ -224,7 +224,12 @@ def is_unchanged(store: CheckpointStore, version: str, sha256: str) -> bool:
 
 
 def stored_manifest(store: CheckpointStore, version: str) -> Manifest:
-    """The manifest of a version, fully validated; MisnamedError, NewerVersionError or CheckpointError if it is not."""
+    """The manifest of a version, fully validated.
+
+    Raises:
+        MisnamedError: it is of another step than its folder is named after.
+        NewerVersionError: its version of the format is not known yet.
+    """
     location = store.location(version)
     with closing(store.open(version, MANIFEST)) as file:
         if file.size > MANIFEST_LIMIT:
