@@ -154,7 +154,7 @@ def test_one_conversion_of_transformers_at_a_time_is_in_memory(monkeypatch: pyte
     def counting(self: Any, converter: Any, group: Any, read: Any) -> dict[str, Tensor]:
         found = plain(self, converter, group, read)
         if not next(iter(found.values())).is_meta:
-            assert self.computed._last == (None, {})
+            assert self._last == (None, {})
             done.append(group.name)
         return found
 

@@ -31,18 +31,12 @@ Parts = dict[str, list[SourceTensor]]
 
 @dataclass(frozen=True)
 class Converted:
-    """Tensors of files under the names of a module.
-
-    Attributes:
-        made_of: the names in the files of each that has another one.
-        problems: of names that cannot be converted.
-        ignored: names in the files that the model passes over.
-    """
+    """Tensors of files under the names of a module."""
 
     source: Source
-    made_of: Mapping[str, list[str]] = field(default_factory=dict)
-    problems: Sequence[str] = ()
-    ignored: frozenset[str] = frozenset()
+    made_of: Mapping[str, list[str]] = field(default_factory=dict)  # the names in the files of each that has another
+    problems: Sequence[str] = ()  # of names that cannot be converted
+    ignored: frozenset[str] = frozenset()  # names in the files that the model passes over
 
     def described(self, name: str) -> str:
         """The name, and those in the files if they are others."""
@@ -119,7 +113,8 @@ class _Names:
         self.problems: list[str] = []
         self.tensors: dict[str, SourceTensor] = {}
         self.made_of: dict[str, list[str]] = {}
-        self.computed = _Computed(source)
+        self._made_by: dict[str, tuple[str, Callable[[], dict[str, Tensor]]]] = {}
+        self._last: tuple[object, dict[str, Tensor]] = (None, {})
 
     def converted(self) -> Converted:
         """All of them; those that are not of the module keep their names."""
@@ -140,7 +135,7 @@ class _Names:
             group.names.setdefault(pattern or name, []).append(name)
         for group in groups.values():
             self._add(group)
-        source = Source(self.source.name, self.tensors, {}, self.computed.open_file, self.source.progress)
+        source = Source(self.source.name, self.tensors, {}, self._open, self.source.progress)
         return Converted(source, self.made_of, self.problems, frozenset(ignored))
 
     def _renamed(self, name: str) -> tuple[str, str | None]:
@@ -177,11 +172,31 @@ class _Names:
             return
         tensors = _read_directly(converter, group, self.source, made)
         if tensors is None:
-            tensors = self.computed.add(made, lambda: self._convert(converter, group, self._read))
+            tensors = self._computed(made, lambda: self._convert(converter, group, self._read))
         for name, tensor in tensors.items():
             if name in self.tensors:
                 self._refuse(replace(group, name=name), f"{self.made_of.get(name, [name])[0]!r} is this parameter, too")
             self.tensors[name], self.made_of[name] = tensor, group.all_names
+
+    def _computed(self, made: Mapping[str, Tensor], make: Callable[[], dict[str, Tensor]]) -> dict[str, SourceTensor]:
+        """The parameters of a conversion, whose shapes and dtypes are those of `made`, as files in memory."""
+        found = {}
+        for name, x in made.items():
+            file, full = f"the conversion of {name}", Box((0,) * x.ndim, tuple(x.shape))
+            self._made_by[file] = name, make
+            found[name] = SourceTensor(x.dtype, full.sizes, [Extent(file, 0, full)] if full.numel else [])
+        return found
+
+    def _open(self, file: str) -> StoredFile:
+        return _InMemory(file, self._in_memory) if file in self._made_by else self.source.open_file(file)
+
+    def _in_memory(self, file: str) -> Tensor:
+        """What a file in memory has; only those of the last conversion are kept."""
+        name, make = self._made_by[file]
+        if self._last[0] is not make:
+            self._last = None, {}  # freed before the next one is made
+            self._last = make, make()
+        return self._last[1][name]
 
     def _refuse(self, group: _Group, why: str) -> None:
         names = group.all_names
@@ -276,44 +291,14 @@ def _rows(tensor: SourceTensor, counts: Sequence[int]) -> list[SourceTensor]:
     return found
 
 
-class _Computed:
-    """Parameters that transformers converts, as files in memory: the last ones only, as one conversion makes them."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._made_by: dict[str, tuple[str, Callable[[], dict[str, Tensor]]]] = {}
-        self._last: tuple[object, dict[str, Tensor]] = (None, {})
-
-    def add(self, made: Mapping[str, Tensor], make: Callable[[], dict[str, Tensor]]) -> dict[str, SourceTensor]:
-        """The parameters of a conversion, whose shapes and dtypes are those of `made`."""
-        found = {}
-        for name, x in made.items():
-            file, full = f"the conversion of {name}", Box((0,) * x.ndim, tuple(x.shape))
-            self._made_by[file] = name, make
-            found[name] = SourceTensor(x.dtype, full.sizes, [Extent(file, 0, full)] if full.numel else [])
-        return found
-
-    def open_file(self, name: str) -> StoredFile:
-        """A file of the source, or one in memory."""
-        return _InMemory(name, self) if name in self._made_by else self._source.open_file(name)
-
-    def tensor(self, file: str) -> Tensor:
-        """What a file in memory has."""
-        name, make = self._made_by[file]
-        if self._last[0] is not make:
-            self._last = None, {}  # freed before the next one is made
-            self._last = make, make()
-        return self._last[1][name]
-
-
 class _InMemory:
-    """A `StoredFile` of one tensor."""
+    """A parameter that transformers converts, as a `StoredFile`."""
 
-    def __init__(self, name: str, computed: _Computed) -> None:
-        self.name, self.size, self._computed = name, 0, computed
+    def __init__(self, name: str, tensor: Callable[[str], Tensor]) -> None:
+        self.name, self.size, self._tensor = name, 0, tensor
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        data = self._computed.tensor(self.name).contiguous().reshape(-1).view(torch.uint8)
+        data = self._tensor(self.name).contiguous().reshape(-1).view(torch.uint8)
         buffer[:] = data[offset : offset + len(buffer)].numpy().data
 
     def close(self) -> None:

@@ -12,18 +12,13 @@ NAMED = 3  # of a list of parameters, how many an error names
 class Difference:
     """One entry that differs.
 
-        Difference(("optimizer '0'", "weight", "exp_avg"), torch.Size([7]), torch.Size([2]))
-        # optimizer '0': exp_avg of weight: (7,) in the checkpoint, (2,) here
-
-    Attributes:
-        path: the optimizer or scheduler, and the keys to the entry in it.
-        stored: its value in the checkpoint; None: it is missing there.
-        here: its value in the program; None: it is only in the checkpoint.
+    Difference(("optimizer '0'", "weight", "exp_avg"), torch.Size([7]), torch.Size([2]))
+    # optimizer '0': exp_avg of weight: (7,) in the checkpoint, (2,) here
     """
 
-    path: tuple[str, ...]
-    stored: object = None
-    here: object = None
+    path: tuple[str, ...]  # the optimizer or scheduler, and the keys to the entry in it
+    stored: object = None  # its value in the checkpoint; None: it is missing there
+    here: object = None  # its value in the program; None: it is only in the checkpoint
 
 
 def compare(stored: object, here: object, path: tuple[str, ...] = ()) -> Iterator[Difference]:
@@ -65,7 +60,7 @@ def _format(value: object) -> str:
     return str(tuple(value)) if isinstance(value, torch.Size) else str(value)
 
 
-def some(names: Sequence[str]) -> str:
+def some(names: Sequence[str], most: int = NAMED) -> str:
     """The first of some names, and how many more there are."""
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,6 +1,7 @@
 """One table, or another tensor, as one file for serving: streamed to the rank that writes it, a few MiB at a time."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -12,7 +13,7 @@ from shardwise import _collectives as collectives
 from shardwise._layout import Box, checked
 from shardwise.checkpoint.collective_errors import all_ranks, digest, on_all_ranks, require_same
 from shardwise.checkpoint.files import byte_blocks, check_export_dtype, export_dtype, file_layout
-from shardwise.checkpoint.local_files import FileDraft
+from shardwise.checkpoint.local_files import naming, replaced, write_synced
 from shardwise.checkpoint.locations import local_path
 from shardwise.checkpoint.state import LocalBoxes, holders, storable_boxes
 from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection
@@ -54,29 +55,28 @@ def export_table(
     """
     what, target = f"Exporting {table} to {path}", local_path(path)
     key, tensor = _prepared(what, collection, table, target, dtype)
-    drafts: list[FileDraft] = []  # on the first rank
+    drafts: list[Path] = []  # on the first rank
+    with ExitStack() as stack:
 
-    def begin() -> None:
-        if collectives.rank() == 0:
-            drafts.append(FileDraft(target))
-            drafts[0].append([_header(key, tensor, table)])
+        def begin() -> None:
+            if collectives.rank() == 0:
+                drafts.append(stack.enter_context(replaced(target)))
+                write_synced(drafts[0], [_header(key, tensor, table)])
 
-    def write(window: Tensor) -> None:
-        for draft in drafts:
-            draft.append(byte_blocks(window))
+        def write(window: Tensor) -> None:
+            for draft in drafts:
+                with naming(draft), draft.open("ab") as file:
+                    file.writelines(byte_blocks(window))
 
-    def commit() -> None:
-        for draft in drafts:
-            draft.commit()
+        def commit() -> None:
+            for draft in drafts:
+                write_synced(draft, [], "ab")
+            stack.close()
 
-    try:
         on_all_ranks(what, begin)
         for rows in _windows(tensor):
             on_all_ranks(what, partial(write, _window(tensor, rows)))
         on_all_ranks(what, commit)
-    finally:
-        for draft in drafts:
-            draft.discard()
     return target
 
 
@@ -132,7 +132,8 @@ def _window(tensor: LocalBoxes, rows: Box) -> Tensor:
     rank, ranks, layout = collectives.rank(), all_ranks(), tensor.layout
     parts = [view[at.relative_to(box)] for box, view in tensor.views for at in _sent(tensor, rank, box, rows)]
     device = collectives.message_device(ranks)
-    sent = torch.cat([torch.empty(0, dtype=torch.uint8), *(_bytes(part.to(tensor.dtype)) for part in parts)]).to(device)
+    raw = (part.to(tensor.dtype).cpu().contiguous().reshape(-1).view(torch.uint8) for part in parts)
+    sent = torch.cat([torch.empty(0, dtype=torch.uint8), *raw]).to(device)
     boxes = [
         [at for box in layout.boxes(source) for at in _sent(tensor, source, box, rows)]
         for source in (ranks if rank == 0 else ())
@@ -148,10 +149,6 @@ def _window(tensor: LocalBoxes, rows: Box) -> Tensor:
         window[box.relative_to(rows)] = part.view(box.sizes)
         done += size
     return window
-
-
-def _bytes(part: Tensor) -> Tensor:
-    return part.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _sent(tensor: LocalBoxes, rank: int, box: Box, rows: Box) -> list[Box]:

@@ -82,11 +82,7 @@ class FileLayout:
 def file_layout(
     entries: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> FileLayout:
-    """The file that holds these keys; widest dtypes first, so that every tensor is aligned.
-
-    Args:
-        metadata: further entries of the header.
-    """
+    """The file that holds these keys; widest dtypes first, so that every tensor is aligned."""
     ordered = sorted(entries, key=lambda entry: (-entry[1].itemsize, entry[0]))
     ends = [0, *accumulate([dtype.itemsize * prod(sizes) for _, dtype, sizes in ordered])]
     about = json.dumps({METADATA_KEY: {"format": "pt"} | dict(metadata or {})}, separators=(",", ":"))
@@ -149,11 +145,7 @@ def _is_finite(block: memoryview, dtype: torch.dtype) -> bool:
 def content(
     layout: FileLayout, blocks: Callable[[str], Iterable[memoryview]], checksums: dict[str, Checksum]
 ) -> Iterator[memoryview | bytes]:
-    """The bytes of a file, block by block; the checksum of each tensor is put into `checksums` on the way.
-
-    Args:
-        blocks: the bytes of the tensor of a key, in row-major order.
-    """
+    """The bytes of a file, block by block; the checksum of each tensor is put into `checksums` on the way."""
     yield layout.header
     for key, dtype in layout.dtypes.items():
         checksums[key] = Checksum(dtype)
@@ -216,15 +208,15 @@ def read_bytes(file: StoredFile, start: int = 0, count: int | None = None) -> by
     return bytes(data)
 
 
-def check_size(file: StoredFile, layout: FileLayout) -> None:
-    """Raise CheckpointError unless `file` is as long as its chunks imply."""
-    if file.size != layout.size:
-        raise damaged(f"{file.name}: has {file.size:,} bytes, the manifest says {layout.size:,}")
+def check_size(file: StoredFile, size: int) -> None:
+    """Raise CheckpointError unless `file` is as long as the manifest says."""
+    if file.size != size:
+        raise damaged(f"{file.name}: has {file.size:,} bytes, the manifest says {size:,}")
 
 
 def check_header(file: StoredFile, layout: FileLayout) -> None:
     """Raise CheckpointError unless `file` has the size and header that its chunks imply."""
-    check_size(file, layout)
+    check_size(file, layout.size)
     if read_bytes(file, 0, len(layout.header)) != layout.header:
         raise damaged(f"{file.name}: its header is damaged: it is not the one the manifest implies")
 

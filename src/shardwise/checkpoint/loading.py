@@ -61,23 +61,14 @@ def _resize_it(name: str, stored_rows: int, rows: int) -> str:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to load from a checkpoint.
+    """What to load from a checkpoint."""
 
-    Args:
-        state: as for `load`.
-        differences: why more than that does not fit, a line each; none of it is loaded.
-        known: names in the checkpoint that `differences` are about, or that are not loaded on purpose.
-        row_fix: what to do about a tensor of that name, which has other rows in the checkpoint than here.
-        fix: of `differences`.
-        resize: rows of tensors that have others in the checkpoint, by name.
-    """
-
-    state: Mapping[str, Any]
-    differences: Sequence[str] = ()
-    known: Collection[str] = ()
-    row_fix: Callable[[str, int, int], str] = _resize_it
-    fix: str = ""
-    resize: Mapping[str, Rows] = field(default_factory=dict)
+    state: Mapping[str, Any]  # as for `load`
+    differences: Sequence[str] = ()  # why more than that does not fit, a line each; none of it is loaded
+    known: Collection[str] = ()  # names that `differences` are about, or that are not loaded on purpose
+    row_fix: Callable[[str, int, int], str] = _resize_it  # for a tensor of that name, with its rows there and here
+    fix: str = ""  # of `differences`
+    resize: Mapping[str, Rows] = field(default_factory=dict)  # rows of tensors that have others in the checkpoint
 
 
 def load_into(folder: str | PathLike[str], choose: Callable[[Manifest], Wanted], subset: bool) -> Manifest:
@@ -85,19 +76,19 @@ def load_into(folder: str | PathLike[str], choose: Callable[[Manifest], Wanted],
     finish_pending()
     what = f"Loading {folder}"
     store = store_at(folder)
-    parsed: list[Manifest] = []  # on rank 0
+    reading = _Reading(store)
 
     def find_version() -> tuple[str, str]:
-        version, manifest = find(store)
-        parsed.append(manifest)
-        return version, manifest.sha256
+        if collectives.rank():
+            return "", ""
+        version, reading.parsed = find(store)
+        return version, reading.parsed.sha256
 
-    version, sha256 = on_all_ranks(what, lambda: find_version() if collectives.rank() == 0 else ("", ""))[0]
-    reading = _Reading(store, version, parsed[0] if parsed else None)
+    version, sha256 = on_all_ranks(what, find_version)[0]
 
     def read() -> tuple[str, str]:
         try:
-            return reading.read(choose, subset)
+            return reading.read(version, choose, subset)
         except CheckpointError as error:
             if isinstance(error, UnreachableError) or is_unchanged(store, version, sha256):
                 raise
@@ -118,11 +109,10 @@ class _Reading:
     """One rank's part in loading: what it needs is read and verified, and only then put into the state."""
 
     manifest: Manifest
+    parsed: Manifest | None = None  # on rank 0
 
-    def __init__(self, store: CheckpointStore, version: str, parsed: Manifest | None) -> None:
+    def __init__(self, store: CheckpointStore) -> None:
         self.store = store
-        self.version = version
-        self.parsed = parsed
         self.leaves: dict[str, Leaf] = {}
         self.targets: dict[str, LocalBoxes] = {}
         self.found: dict[str, LocalBoxes] = {}  # new memory for each of `targets`
@@ -130,9 +120,9 @@ class _Reading:
         self.counts: Mapping[str, str] = {}  # how many rows resized tensors get, for comparison between ranks
 
     @gc_paused
-    def read(self, choose: Callable[[Manifest], Wanted], subset: bool) -> tuple[str, str]:
+    def read(self, version: str, choose: Callable[[Manifest], Wanted], subset: bool) -> tuple[str, str]:
         """Read what this rank needs; the checksum of the manifest, and a digest of the new rows."""
-        manifest = self.manifest = self.parsed or stored_manifest(self.store, self.version)
+        manifest = self.manifest = self.parsed or stored_manifest(self.store, version)
         wanted = choose(manifest)
         self.leaves, self.rows = flatten(wanted.state), wanted.resize
         self.counts = {f"resize {name}": str(rows.count) for name, rows in self.rows.items()}
@@ -145,7 +135,7 @@ class _Reading:
         if self.rows:
             try_initializers({name: self.leaves[name].value for name in self.rows}, self.rows)
         self.found, parts = new_memory(self.targets)
-        with checkpoint_source(self.store, self.version, manifest) as source:
+        with checkpoint_source(self.store, version, manifest) as source:
             source.read_all(parts)
         return manifest.sha256, digest(self.counts)
 
@@ -166,11 +156,7 @@ class _Reading:
 def _check_fit(
     manifest: Manifest, leaves: Mapping[str, Leaf], targets: Mapping[str, LocalBoxes], wanted: Wanted, subset: bool
 ) -> None:
-    """Raise CheckpointError unless the checkpoint has what is wanted, and nothing more without `subset`.
-
-    Args:
-        targets: of the leaves that are tensors and stored as such, the boxes of this rank.
-    """
+    """Raise CheckpointError unless the checkpoint has what is wanted, and nothing more without `subset`."""
     stored = (manifest.tensors.keys() | manifest.values.keys()) - (set(wanted.known) - leaves.keys())
     absent = [name for name in leaves if name not in stored]
     missing = [f"  missing in the checkpoint: {name!r}{_did_you_mean(name, stored - leaves.keys())}" for name in absent]

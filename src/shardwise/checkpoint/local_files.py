@@ -9,7 +9,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import Literal, TypeAlias
 
 from shardwise.checkpoint.remedies import UNREACHABLE, damaged, foreign
 from shardwise.errors import CheckpointError, UnreachableError
@@ -74,11 +74,7 @@ def _impossible(name: str, error: ValueError) -> CheckpointError:
 
 
 def foreign_names(path: Path) -> list[str] | None:
-    """What is in a folder that another program wrote; None if it is a file.
-
-    Raises:
-        CheckpointError: it is not there, or cannot be read.
-    """
+    """What is in a folder that another program wrote; None if it is a file."""
     try:
         return os.listdir(path)  # noqa: PTH208 - iterdir names no path in its errors
     except NotADirectoryError:
@@ -89,8 +85,8 @@ def foreign_names(path: Path) -> list[str] | None:
         raise _impossible(str(path), error) from error
 
 
-def write_synced(path: Path, content: Iterable[memoryview | bytes]) -> None:
-    with naming(path), path.open("xb", buffering=BUFFER_BYTES) as file:
+def write_synced(path: Path, content: Iterable[memoryview | bytes], mode: Literal["xb", "ab"] = "xb") -> None:
+    with naming(path), path.open(mode, buffering=BUFFER_BYTES) as file:
         for block in content:
             file.write(block)
         file.flush()
@@ -126,119 +122,47 @@ def remove(path: Path) -> None:
 
 
 @contextmanager
-def undone_on_error() -> Iterator[Callable[[Path, Path], None]]:
-    """A function that renames; if the block raises, all names are as before."""
-    done: list[tuple[Path, Path]] = []
-
-    def move(source: Path, target: Path) -> None:
-        source.rename(target)
-        done.append((source, target))
-
-    try:
-        yield move
-    except BaseException:
-        for source, target in reversed(done):
-            target.rename(source)
-        raise
-
-
-class _Draft:
-    """What appears at `path` when it is on disk, and replaces what is there."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._draft = path, path.with_name(temp_name("tmp", path.name))
-        _tidy_beside(path)
-
-    def commit(self) -> None:
-        """Let it take the place of what may be at `path`."""
-        raise NotImplementedError
-
-    def discard(self) -> None:
-        """Remove it, unless it was committed."""
-        remove(self._draft)
-
-
-class FileDraft(_Draft):
-    """A file that appears at `path` when all of it is on disk."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._file = self._draft.open("xb")
-
-    def append(self, blocks: Iterable[memoryview | bytes]) -> None:
-        """Write to its end."""
-        with naming(self._draft):
-            for block in blocks:
-                self._file.write(block)
-
-    def commit(self) -> None:
-        with naming(self._draft):
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-        old = self.path.with_name(temp_name("old", self.path.name))
-        with suppress(OSError):  # nothing is there, or it cannot have a second name: then it cannot be put back
-            os.link(self.path, old)
-        try:
-            self._draft.replace(self.path)
-            sync_folder(self.path.parent)
-        except BaseException:
-            if not self._draft.exists():
-                old.replace(self.path) if old.exists() else self.path.rename(self._draft)
-            remove(old)
-            raise
-        remove(old)
-
-    def discard(self) -> None:
-        with suppress(OSError):  # what a full disk could not take
-            self._file.close()
-        super().discard()
-
-
-class FolderDraft(_Draft):
-    """A folder that appears at `path` when all its files are on disk.
+def replaced(path: Path) -> Iterator[Path]:
+    """A path for a new file or folder, which is at `path` after the block, or is removed if that raises.
 
     There is no way to exchange two folders: one that is replaced has another name for a moment, `.old-NAME-…`.
     """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._draft.mkdir()
-
-    def write(self, file: str, content: Iterable[memoryview | bytes]) -> None:
-        """Write a new file in it."""
-        write_synced(self._draft / file, content)
-
-    def commit(self) -> None:
-        sync_folder(self._draft)
-        old = self.path.with_name(temp_name("old", self.path.name))
-        with undone_on_error() as move:
-            if os.path.lexists(self.path):
-                move(self.path, old)
-            move(self._draft, self.path)
-            sync_folder(self.path.parent)
+    _tidy_beside(path)
+    draft, old = (path.with_name(temp_name(kind, path.name)) for kind in ("tmp", "old"))
+    try:
+        yield draft
+        is_folder = draft.is_dir()
+        try:
+            if is_folder:
+                sync_folder(draft)
+                if os.path.lexists(path):
+                    path.rename(old)
+            else:
+                with suppress(OSError):  # nothing is there, or it cannot have a second name: then it cannot be put back
+                    os.link(path, old)
+            draft.replace(path)
+            sync_folder(path.parent)
+        except BaseException:
+            is_there = not draft.exists()
+            if is_there and (is_folder or not old.exists()):
+                path.rename(draft)
+            if os.path.lexists(old) and (is_folder or is_there):
+                old.replace(path)
+            remove(old)
+            raise
         remove(old)
-
-
-D = TypeVar("D", bound=_Draft)
+    finally:
+        remove(draft)
 
 
 @contextmanager
-def new_at(path: Path, kind: type[D], overwrite: bool) -> Iterator[D]:
-    """A draft that is at `path` after the block, or is not there if that raises.
-
-    Raises:
-        CheckpointError: there is something at `path` already, or it cannot be written.
-    """
+def new_at(path: Path, overwrite: bool) -> Iterator[Path]:
+    """`replaced`; CheckpointError if there is something at `path` already, or it cannot be written."""
     with reported(path):
         if os.path.lexists(path) and not overwrite:
             raise CheckpointError(f"{path} exists already. Fix: another name, or overwrite=True (--overwrite).")
-        draft = kind(path)
-        try:
+        with replaced(path) as draft:
             yield draft
-            draft.commit()
-        finally:
-            draft.discard()
 
 
 @contextmanager

@@ -21,11 +21,7 @@ _NORMALISED_URL = re.compile(r"([A-Za-z][\w+.-]+):/([^/].*)", re.DOTALL)
 
 
 def store_at(location: Location) -> CheckpointStore:
-    """The checkpoints that are there.
-
-    Raises:
-        CheckpointError: a URL that cannot be opened, or that a `Path` has changed; nothing.
-    """
+    """The checkpoints that are there; CheckpointError if it is neither a folder nor a URL that can be opened."""
     if not str(location):
         raise CheckpointError("The folder of checkpoints is an empty text. Fix: name it; '.' is the current one")
     if _is_url(location):
@@ -48,11 +44,7 @@ def _is_url(location: Location) -> bool:
 
 
 def local_path(location: Location) -> Path:
-    """The path of a file or folder of another format than that of checkpoints.
-
-    Raises:
-        CheckpointError: it is a URL.
-    """
+    """The path of a file or folder of another format than that of checkpoints; a URL is refused."""
     if _is_url(location):
         raise CheckpointError(
             f"{location} is a URL, which only a checkpoint can have. Fix: name a local path, and copy from or to there"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, wraps
 from math import prod
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
@@ -139,11 +139,7 @@ class Manifest:
 
 @gc_paused
 def as_bytes(manifest: Manifest) -> bytes:
-    """The content of `manifest.json`.
-
-    Raises:
-        CheckpointError: it is too long, or `parse` would refuse it.
-    """
+    """The content of `manifest.json`; CheckpointError if it is too long, or `parse` would refuse it."""
     _check_unicode("a name", manifest.tensors)
     for name, tensor in manifest.tensors.items():
         if _is_too_large(tensor.dtype, tensor.shape):
@@ -256,7 +252,10 @@ def _finite(text: str) -> float:
     return value
 
 
-_MANIFEST: Mapping[str, tuple[type, ...]] = {
+_Types: TypeAlias = Mapping[str, tuple[type, ...]]  # which each field may have
+_TENSOR: _Types = {"dtype": (str,), "shape": (list,), "chunks": (list,)}
+_CHUNK: _Types = {"file": (str,), "key": (str,), "offsets": (list,), "sizes": (list,), "crc32": (int, list)}
+_MANIFEST: _Types = {
     **dict.fromkeys(("versions", "metadata", "values", "tensors"), (dict,)),
     **dict.fromkeys(("sha256", "format"), (str,)),
     **dict.fromkeys(("version", "step", "world_size"), (int,)),
@@ -312,16 +311,6 @@ def _check_unicode(what: str, texts: Iterable[str]) -> None:
             text.encode()
         except UnicodeEncodeError:
             raise damaged(f"{what} must be valid Unicode, got {text!r}") from None
-
-
-_TENSOR: Mapping[str, tuple[type, ...]] = {"dtype": (str,), "shape": (list,), "chunks": (list,)}
-_CHUNK: Mapping[str, tuple[type, ...]] = {
-    "file": (str,),
-    "key": (str,),
-    "offsets": (list,),
-    "sizes": (list,),
-    "crc32": (int, list),
-}
 
 
 def _tensor(said: object) -> StoredTensor:
@@ -400,7 +389,7 @@ def rank_of(file: str) -> int:
     return int(match[1])
 
 
-def _fields(said: object, types: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
+def _fields(said: object, types: _Types) -> dict[str, Any]:
     """`said`, which must be an object of exactly these fields, each of one of its types."""
     if not isinstance(said, dict):
         raise damaged(f"expected an object, got {_short(said)}")

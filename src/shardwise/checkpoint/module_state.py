@@ -33,11 +33,7 @@ def fillable(module: nn.Module) -> dict[str, Any]:
 
 
 def load_filled(module: nn.Module, state: dict[str, Any]) -> None:
-    """Have `module` load a `fillable` state that was filled.
-
-    Raises:
-        CheckpointError: it passes over what its `state_dict` has.
-    """
+    """Have `module` load a `fillable` state that was filled."""
     if passed_over := module.load_state_dict(state, strict=False).unexpected_keys:
         raise CheckpointError(
             f"{passed_over[0]!r} is in state_dict() of the module, whose load_state_dict passes over it. "

@@ -31,9 +31,6 @@ class ObjectStore:
     """The objects below a URL, as a `Store`.
 
     An error has the reason and the URL of the object. Nothing is taken from what fsspec remembers of earlier listings.
-
-    Raises:
-        CheckpointError: fsspec, or what it needs for this protocol, is not installed.
     """
 
     renames = False

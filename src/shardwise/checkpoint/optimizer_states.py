@@ -58,11 +58,7 @@ def kept_states(
 
 
 def state_of_new_row(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, float]:
-    """What an optimizer keeps of a row of zeros that had no gradient yet: of each state the value of its elements.
-
-    Raises:
-        CheckpointError: it is not known of this optimizer.
-    """
+    """What an optimizer keeps of a row of zeros that had no gradient yet: of each state the value of its elements."""
     number = next(n for n, g in enumerate(optimizer.param_groups) if any(p is parameter for p in g["params"]))
     if isinstance(optimizer, FusedOptimizer):
         states = optimizer.kinds[number]

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,12 +40,7 @@ def by_name(given: T | Mapping[str, T] | Sequence[T] | None) -> dict[str, T]:
 
 
 def optimizer_state(module: nn.Module, optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
-    """States under the names of their parameters, and the groups as JSON.
-
-    Raises:
-        CheckpointError: a parameter that `module` lacks, or that two optimizers have, or a list of tensors as state.
-        PlanError: states of tables that have no layout.
-    """
+    """States under the names of their parameters, and the groups as JSON."""
     names = _names_in(module, optimizers)
     state: dict[str, Any] = {}
     for optimizer in optimizers.values():
@@ -98,16 +93,8 @@ def _groups(
         for number, group in enumerate(optimizer.param_groups):
             fused = f"fused {optimizer.kinds[number].__name__}" if isinstance(optimizer, FusedOptimizer) else ""
             parameters = [names[id(parameter)] for parameter in group["params"]]
-            yield (
-                optimizer,
-                number,
-                {
-                    "params": parameters,
-                    "optimizer": name,
-                    "class": fused or type(optimizer).__name__,
-                    **values_of(group),
-                },
-            )
+            entry = {"params": parameters, "optimizer": name, "class": fused or type(optimizer).__name__}
+            yield optimizer, number, entry | values_of(group)
 
 
 @dataclass(frozen=True)
@@ -169,11 +156,7 @@ def _put(existing: object, loaded: Any) -> object:
 def fit_optimizers(
     manifest: Manifest, module: nn.Module, optimizers: Mapping[str, Optimizer], subset: bool
 ) -> OptimizersFit:
-    """Compare what a checkpoint has of optimizers with those that are here; changes nothing.
-
-    Args:
-        subset: whether the checkpoint may have other optimizers and groups.
-    """
+    """Compare what a checkpoint has of optimizers with those that are here; with `subset` it may have others too."""
     names = _names_in(module, optimizers)
     if GROUPS not in manifest.values:
         name, _, key = GROUPS.partition(".")
@@ -226,9 +209,7 @@ def _fit_group(
 ) -> tuple[list[Difference], dict[str, Any], dict[str, dict[str, str]]]:
     """What differs in a group, the hyper-parameters that it gets, and the states that its parameters get.
 
-    Args:
-        saved: the group of the same parameters in the checkpoint, if there is one.
-        found: the states of each parameter in the checkpoint.
+    The checkpoint has `saved`, the group of the same parameters, and `found`, the states of each.
     """
     differences, values = list[Difference](), dict[str, Any]()
     same_class = saved is not None and saved.get("class", here["class"]) == here["class"]
@@ -271,12 +252,14 @@ def _is_mean(optimizer: Optimizer, number: int, one: Difference) -> bool:
 
 
 def _stored_groups(manifest: Manifest) -> list[dict[str, Any]]:
-    groups = manifest.values[GROUPS]
-    if not isinstance(groups, list) or not all(
-        isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
-    ):
+    if not are_groups(groups := manifest.values[GROUPS]):
         raise CheckpointError(f"{GROUPS!r} in the checkpoint is no list of groups. Fix: save with state_of")
     return groups
+
+
+def are_groups(value: object) -> TypeGuard[list[dict[str, Any]]]:
+    """Whether it is what an optimizer has as `param_groups`."""
+    return isinstance(value, list) and all(isinstance(of, dict) and isinstance(of.get("params"), list) for of in value)
 
 
 def _stored_states(

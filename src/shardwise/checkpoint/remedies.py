@@ -77,11 +77,7 @@ def _reader(readers: Mapping[str, str], names: Collection[str]) -> str:
 
 
 def extra_prefix(expected: Sequence[Collection[str]], found: Collection[str]) -> str:
-    """The prefix, up to a dot, that each expected name has in `found`; "" if there is no such prefix.
-
-    Args:
-        expected: names, each with the others of the same tensor, of which one is enough.
-    """
+    """The prefix, up to a dot, that one name of each expected tensor has in `found`; "" if there is no such prefix."""
     there = set(found)
     firsts = tuple(f".{name}" for name in expected[0]) if expected else ()
     for name in found:

@@ -45,15 +45,11 @@ class RenamedVersions(CheckpointStore):
             step = step_of(old[1] if old else name)
             if step is not None:
                 found[step] = name
-        last = self._last_step(names)
+        last = step_of(self._named_in(next(self._published(names), LATEST)))
         if last is not None and last not in found and self.files.list(step_name(last)):
             found[last] = step_name(last)  # a listing lacks what is renamed meanwhile
         first = [last] if last in found else []
         return {step: found[step] for step in [*first, *sorted(found, reverse=True)]}
-
-    def _last_step(self, names: Sequence[str]) -> int | None:
-        """The step that was saved last, as far as the folder says."""
-        return step_of(self._named_in(next(self._published(names), LATEST)))
 
     def _published(self, names: Sequence[str]) -> Iterator[str]:
         """The next `latest` of each save that was interrupted when its checkpoint was there."""

@@ -36,11 +36,7 @@ def as_rows(resize: Mapping[str, int | Rows] | None) -> dict[str, Rows]:
 
 
 def resized(manifest: Manifest, resize: Mapping[str, Rows]) -> Manifest:
-    """`manifest` with tensors of these rows; their chunks are as stored, so they have more or fewer of them.
-
-    Raises:
-        CheckpointError: a tensor that is not there or has no rows, fewer than one row, or no `init_fn` for new ones.
-    """
+    """`manifest` with tensors of these rows; their chunks are as stored, so they have more or fewer of them."""
     tensors = dict(manifest.tensors)
     for name, rows in resize.items():
         stored = tensors.get(name)
@@ -68,22 +64,14 @@ def resized(manifest: Manifest, resize: Mapping[str, Rows]) -> Manifest:
 
 
 def resize_argument(name: str, stored_rows: int, rows: int, has_init: bool = False) -> str:
-    """What to pass to load a tensor with other rows than the checkpoint has, in the words of a program.
-
-    Args:
-        has_init: whether the tensor has an `init_fn` of its own.
-    """
+    """What to pass to load a tensor with other rows, in the words of a program; it may have an `init_fn` of its own."""
     if rows > stored_rows and not has_init:
         return f"resize={{{name!r}: Rows({rows}, torch.nn.init.zeros_)}}"
     return f"resize={{{name!r}: {rows}}}"
 
 
 def try_initializers(tensors: Mapping[str, Tensor], resize: Mapping[str, Rows]) -> None:
-    """Fill one row of each tensor that has an `init_fn`, apart from the tensor: nothing has changed if one fails.
-
-    Raises:
-        CheckpointError: one fails.
-    """
+    """Fill one row of each tensor that has an `init_fn`, apart from the tensor: nothing has changed if one fails."""
     for name, rows in resize.items():
         if rows.init_fn is None:
             continue
@@ -97,11 +85,7 @@ def try_initializers(tensors: Mapping[str, Tensor], resize: Mapping[str, Rows]) 
 
 
 def fill_new_rows(name: str, tensor: LocalBoxes, before: int, rows: Rows, seed: int) -> None:
-    """Fill what this rank holds of the rows from `before` on; the same rows for every layout.
-
-    Args:
-        seed: the same on all ranks.
-    """
+    """Fill what this rank holds of the rows from `before` on; the same for every layout, by the `seed` of all ranks."""
     if rows.init_fn is None or rows.count <= before:
         return
     made = seeded_rows(rows.init_fn, tensor.layout.shape, tensor.dtype, seed ^ crc32(name.encode()))

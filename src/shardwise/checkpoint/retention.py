@@ -91,15 +91,11 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 @dataclass(frozen=True)
 class Facts:
-    """What rules need to know of a complete checkpoint.
-
-    Attributes:
-        sizes: of its files.
-    """
+    """What rules need to know of a complete checkpoint."""
 
     num_not_finite: int
     metadata: Mapping[str, Any]
-    sizes: Mapping[str, int]
+    sizes: Mapping[str, int]  # of its files
 
 
 _known: dict[str, dict[str, Facts]] = {}  # by the store, and the checksums of the manifests that it had last
@@ -109,9 +105,6 @@ def facts_of(store: CheckpointStore, version: str) -> tuple[str, Facts]:
     """The checksum of the manifest and the facts of a version, all files of which are there.
 
     A manifest is parsed once in a process: a run that keeps a hundred checkpoints would parse a hundred at each save.
-
-    Raises:
-        CheckpointError: it is not complete.
     """
     with closing(store.open(version, MANIFEST)) as file:
         known = _known.get(store.name, {}).get(sha256 := sha256_of(read_bytes(file, 0, min(file.size, SEAL_BYTES))))
@@ -123,12 +116,9 @@ def facts_of(store: CheckpointStore, version: str) -> tuple[str, Facts]:
 
 
 def keep_only(store: CheckpointStore, keep: Keep, step: int, sha256: str, facts: Facts) -> None:
-    """Remove the complete versions that do not stay.
+    """Remove the complete versions that do not stay after the new one of `step`, with these facts.
 
     What cannot be removed is warned about, because the new checkpoint is complete.
-
-    Args:
-        step, sha256, facts: of the new checkpoint.
     """
     found = {step: (sha256, facts)}
     try:

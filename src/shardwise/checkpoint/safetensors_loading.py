@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from os import PathLike
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -78,9 +79,9 @@ def load_safetensors(
             return digest(names)
 
         require_same("Loading safetensors", names, on_all_ranks(what, choose))
-        read = list[_Found]()
-        on_all_ranks(what, lambda: read.extend(_read(chosen[0])))
-    _fill(chosen[0], read)
+        read: list[tuple[dict[str, LocalBoxes], dict[str, Tensor]]] = []
+        on_all_ranks(what, lambda: read.append(_read(chosen[0])))
+    _fill(chosen[0], *read[0])
     on_all_ranks(f"{what}, in load_state_dict of the module,", lambda: load_filled(module, chosen[0].state))
     return chosen[0].keys
 
@@ -91,38 +92,27 @@ def open_on_all(what: str, source: str | PathLike[str], prefix: str) -> Source:
 
     def open_source() -> None:
         found = open_safetensors(local_path(source), "", Progress())
-        tensors = found.tensors
         if prefix:
-            tensors = {name: found.tensors[of] for name, of in select_tensors(found, None, prefix).items()}
-        opened.append(Source(found.name, tensors, {}, found.open_file, found.progress))
+            found.tensors = {name: found.tensors[of] for name, of in select_tensors(found, None, prefix).items()}
+        opened.append(found)
 
     on_all_ranks(what, open_source)
     return opened[0]
 
 
 class _Chosen(NamedTuple):
-    """The module's tensors by their first name in the source.
+    """The module's tensors by their first name in the source."""
 
-    Args:
-        state: what the module loads when it is filled.
-        stored: all names that the source has of each, more than one if it is tied.
-        on_meta: the owners of parameters that get memory first.
-    """
-
-    state: dict[str, Any]
+    state: dict[str, Any]  # what the module loads when it is filled
     tensors: Mapping[str, Tensor]
-    stored: Mapping[str, list[str]]
-    on_meta: Mapping[str, module_sharding.Owners]
+    stored: Mapping[str, list[str]]  # all names that the source has of each, more than one if it is tied
+    on_meta: Mapping[str, module_sharding.Owners]  # the owners of parameters that get memory first
     keys: LoadedKeys
     source: Source
 
 
 def _chosen(module: nn.Module, files: Converted, strict: bool, prefix: str) -> _Chosen:
-    """What to fill from which tensor.
-
-    Raises:
-        CheckpointError: names or shapes do not fit.
-    """
+    """What to fill from which tensor; CheckpointError if names or shapes do not fit."""
     source = files.source
     state = fillable(module)
     for name in filter(is_extra, state.keys() & source.tensors.keys()):
@@ -146,7 +136,9 @@ def _chosen(module: nn.Module, files: Converted, strict: bool, prefix: str) -> _
         problems += [
             f"  only in the files: {name!r}{did_you_mean(name, missing, IN_PARENTHESES)}" for name in unexpected
         ]
-    unset = [name for name, x in _tensors(module) if x.is_meta and not any(x is other for other in tensors.values())]
+    loaded = {id(x) for x in tensors.values()}
+    own = chain(module.named_parameters(), module.named_buffers())
+    unset = [name for name, x in own if x.is_meta and id(x) not in loaded]
     problems += [f"  {name!r} is on the meta device, and the files do not have it" for name in unset]
     if problems:
         names_only = strict and (missing or unexpected)
@@ -166,12 +158,7 @@ def _chosen(module: nn.Module, files: Converted, strict: bool, prefix: str) -> _
 
 
 def _other_prefix(missing: Sequence[Sequence[str]], unexpected: Sequence[str], prefix: str) -> str:
-    """What to do if the names differ by a prefix only; "" if they do not.
-
-    Args:
-        missing: all names of each tensor of the module.
-        prefix: what was removed from the names of the files.
-    """
+    """What to do if the names differ by a prefix only, beside that which the files lost; "" if they do not."""
     if extra := extra_prefix(missing, unexpected):
         example = next(name for name in unexpected if name.startswith(extra))
         return (
@@ -197,54 +184,39 @@ def _misfits(stored: SourceTensor, x: Tensor) -> Iterator[str]:
         yield f"{stored.dtype} in the files, whose scales nothing applies, {x.dtype} in the module"
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-
-
-_Found: TypeAlias = tuple[str, Tensor | None, LocalBoxes]
-"""The name of a tensor, a new one if that in the module has no memory, and what this rank holds of it."""
-
-
-def _read(chosen: _Chosen) -> list[_Found]:
-    """What this rank holds of each tensor, in new memory."""
-    found, source = list[_Found](), chosen.source
+def _read(chosen: _Chosen) -> tuple[dict[str, LocalBoxes], dict[str, Tensor]]:
+    """What this rank holds of each tensor, in new memory, and new tensors for those that have no memory."""
+    source, tensors = chosen.source, chosen.tensors
     new = {
-        name: torch.empty(x.shape, dtype=x.dtype, device="cpu")
-        for name, x in chosen.tensors.items()
-        if name in chosen.on_meta
+        name: torch.empty(x.shape, dtype=x.dtype, device="cpu") for name, x in tensors.items() if name in chosen.on_meta
     }
-    old = {name: storable_boxes(name, x) for name, x in chosen.tensors.items() if name not in new}
-    memory, parts = new_memory(old)
+    memory, parts = new_memory({name: storable_boxes(name, x) for name, x in tensors.items() if name not in new})
     for name, x in new.items():
         memory[name] = storable_boxes(name, x)
         parts += [Part(name, box, view, bytes_of(view)) for box, view in memory[name].views]
-    for name, x in chosen.tensors.items():
-        boxes = memory[name]
-        found.append((name, new.get(name), boxes))
+    for name, x in tensors.items():
         if source.tensors[name].dtype != x.dtype:
-            for view, values in _windows(boxes, source, name):
+            for view, values in _windows(memory[name], source, name):
                 view.copy_(values)
     source.read_all(part for part in parts if source.tensors[part.name].dtype == part.target.dtype)
-    for name, _, boxes in found:
+    for name in tensors:
         for other in chosen.stored[name][1:]:
-            for view, values in _windows(boxes, source, other):
+            for view, values in _windows(memory[name], source, other):
                 if not _equal(view, values.to(view)):
                     raise CheckpointError(
                         f"{name!r} and {other!r} are one parameter of the module, but have different values in "
                         f"the files. Fix: a module where they are not tied."
                     )
-    return found
+    return memory, new
 
 
-def _fill(chosen: _Chosen, read: Sequence[_Found]) -> None:
+def _fill(chosen: _Chosen, found: Mapping[str, LocalBoxes], new: Mapping[str, Tensor]) -> None:
     device = next((x.device for x in chosen.tensors.values() if not x.is_meta), torch.device("cpu"))
-    for name, new, boxes in read:
-        x = chosen.tensors[name]
-        if new is None:
-            fill([storable_boxes(name, x)], [boxes])
+    for name, x in chosen.tensors.items():
+        if name not in new:
+            fill([storable_boxes(name, x)], [found[name]])
         else:
-            parameter = nn.Parameter(new.to(device), x.requires_grad)
+            parameter = nn.Parameter(new[name].to(device), x.requires_grad)
             module_sharding.assign(chosen.on_meta[name], parameter)
             chosen.state.update(dict.fromkeys(chosen.stored[name], parameter))
 

@@ -1,8 +1,8 @@
 """Saving: every rank writes what it holds to a file of its own; one rank makes it a checkpoint."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import metadata as packages
 from os import PathLike
@@ -34,7 +34,7 @@ from shardwise.checkpoint.remedies import without_remedy
 from shardwise.checkpoint.retention import Facts, Keep, keep_only
 from shardwise.checkpoint.state import LocalBoxes, as_json, flatten, held_boxes, key_of, storable_boxes, with_replicas
 from shardwise.checkpoint.stores import CheckpointStore, check_sizes, is_damaged
-from shardwise.checkpoint.writer_lock import WriterLock, require_lock
+from shardwise.checkpoint.writer_lock import WriterLock, lock_of
 from shardwise.errors import CheckpointError, NotFiniteError, UnreachableError
 
 Report: TypeAlias = tuple[int, Sequence[Sequence[int]], Sequence[int]]
@@ -103,7 +103,7 @@ def save(
     """
     finish_pending()
     saving = Saving(folder, Contents(state, metadata), step, keep, overwrite, require_finite)
-    with saving.locked():
+    try:
         draft = saving.begin()
         try:
             version = decide(
@@ -114,6 +114,8 @@ def save(
         except BaseException:
             saving.abandon(draft)
             raise
+    finally:
+        saving.release()
     return saving.store.location(version)
 
 
@@ -168,21 +170,8 @@ class Saving:
             return False
         return begin_draft(self.store, self.step, self.overwrite) if self._lock.attempt() else None
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Release the lock at the end, if `begin` took it."""
-        try:
-            yield
-        finally:
-            self.release()
-
     def commit(self, draft: str, reports: Sequence[Report]) -> str:
-        """Make the draft a version, unless ranks hold what they must not; on rank 0, its name.
-
-        Raises:
-            CheckpointError: ranks hold different values of one box, or what they have written is not there any more.
-            NotFiniteError: for `require_finite`.
-        """
+        """Make the draft a version, unless ranks hold what they must not; on rank 0, its name."""
         manifest = self.contents.manifest(self.step, reports)
         if self.require_finite and manifest.not_finite:
             shown = listed([f"  {name}" for name in manifest.not_finite])
@@ -266,12 +255,15 @@ class Contents:
     def take_copy(self, memory: dict[str, Tensor]) -> None:
         """Go on with a copy of what this rank holds, so that the state may change.
 
-        Args:
-            memory: that of the previous copy, which is used again where shape and dtype are the same: the system takes
-                longer to provide new memory than copying takes.
+        The `memory` of the previous copy is used again where shape and dtype are the same: the system takes longer to
+        provide new memory than copying takes.
         """
         views = {f"{name}/{i}": view for name, x in self.tensors.items() for i, (_, view) in enumerate(x.views)}
-        kept = {key: x for key, x in memory.items() if key in views and _is_like(x, views[key])}
+        kept = {
+            key: x
+            for key, x in memory.items()
+            if key in views and (x.shape, x.dtype) == (views[key].shape, views[key].dtype)
+        }
         memory.clear()  # before the new one is allocated
         for key, view in views.items():
             memory[key] = kept[key] if key in kept else torch.empty(view.shape, dtype=view.dtype, device="cpu")
@@ -305,11 +297,7 @@ class Contents:
 
     @gc_paused
     def manifest(self, step: int, reports: Sequence[Report]) -> Manifest:
-        """What was written, checked: every element once.
-
-        Raises:
-            CheckpointError: ranks that hold the same box have written or compared different bytes.
-        """
+        """What was written, checked: every element once, and the same bytes on all ranks that hold them."""
         layouts, not_finite = self._layouts(), set[str]()
         chunks: dict[str, list[Chunk]] = {name: [] for name in layouts}
         copies: dict[tuple[str, Box], list[tuple[int, tuple[int, ...]]]] = {}  # that a rank holds and does not write
@@ -330,10 +318,6 @@ class Contents:
             check_chunks(name, tensors[name])
         bad_names = tuple(name for name in tensors if name in not_finite)
         return Manifest(step, len(reports), tensors, self.values, self.metadata, package_versions(), bad_names)
-
-
-def _is_like(x: Tensor, view: Tensor) -> bool:
-    return (x.shape, x.dtype) == (view.shape, view.dtype)
 
 
 def _check_equal(
@@ -371,9 +355,6 @@ def begin_draft(store: CheckpointStore, step: int, overwrite: bool) -> str:
 
     A version of that step that is not complete is replaced, as `latest` passes it over: a run that went on from an
     earlier step saves this one again.
-
-    Raises:
-        CheckpointError: the step exists, and `overwrite` is False.
     """
     found = store.tidy()
     if step in found and not overwrite and not is_damaged(store, found[step]):
@@ -385,13 +366,8 @@ def begin_draft(store: CheckpointStore, step: int, overwrite: bool) -> str:
 def commit_draft(store: CheckpointStore, draft: str, manifest: Manifest, sizes: Mapping[str, int]) -> tuple[str, str]:
     """Make the draft a version, unless this job has lost the lock or a file is missing or has another size.
 
-    If this raises, the store is as it was before, but for the draft.
-
-    Args:
-        sizes: of the files that were written.
-
-    Returns:
-        The version, and the checksum of its manifest.
+    If this raises, the store is as it was before, but for the draft. Returns the version, and the checksum of its
+    manifest.
     """
     try:
         check_sizes(store, draft, sizes)
@@ -405,7 +381,7 @@ def commit_draft(store: CheckpointStore, draft: str, manifest: Manifest, sizes: 
         ) from error
     data = as_bytes(manifest)
     store.files.write(f"{draft}/{MANIFEST}", len(data), [data])
-    require_lock(store)
+    lock_of(store).require()
     return store.publish(draft), sha256_of(data)
 
 
@@ -437,11 +413,6 @@ def forget_pending(save: Pending) -> None:
 
 
 def finish_pending() -> None:
-    """Wait for the save of this rank that goes on, if there is one; all ranks call it.
-
-    Raises:
-        CheckpointError: it failed.
-    """
-    save = _pending.get(collectives.owner())
-    if save is not None:
+    """Wait for the save of this rank that goes on, if there is one, or raise why it failed; all ranks call it."""
+    if (save := _pending.get(collectives.owner())) is not None:
         save.wait()

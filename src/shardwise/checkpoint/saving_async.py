@@ -90,21 +90,20 @@ class PendingSave:
         self.what = saving.what
         self._saving, self._draft = saving, draft
         self._rank, self._size = collectives.rank(), collectives.world_size()
-        self._error: Exception | None = None
+        self.error: Exception | None = None
         self._unwritten = ""  # why this rank could not write what it holds
         self._version = ""
         self._report: Report = (0, (), ())
         self._has_written = threading.Event()  # this rank, or it has failed
         self._reports: Sequence[Report | str] = ()  # of all ranks, by `wait`; a text says why a rank has failed
         self._has_reports = threading.Event()
-        self._is_known = False
-        self._thread = threading.Thread(target=self._run, name=saving.what)
+        self.thread = threading.Thread(target=self._run, name=saving.what)
         _unfinished.add(self)
-        self._thread.start()
+        self.thread.start()
 
     def done(self) -> bool:
         """Whether this rank has nothing left to write; `wait` says whether all have succeeded."""
-        return not self._thread.is_alive()
+        return not self.thread.is_alive()
 
     def wait(self) -> Path | str:
         """The checkpoint, when it is complete; all ranks call it.
@@ -117,8 +116,7 @@ class PendingSave:
             version = decide(self.what, self._own_report, self._outcome)
         finally:
             self._has_reports.set()
-            self._thread.join()
-            self._is_known = True
+            self.thread.join()
             _unfinished.discard(self)
             forget_pending(self)
         return self._saving.store.location(version)
@@ -131,14 +129,14 @@ class PendingSave:
         """The version, on rank 0; all ranks have written or failed."""
         self._reports = reports
         self._has_reports.set()
-        self._thread.join()
-        if self._error is None:
+        self.thread.join()
+        if self.error is None:
             return self._version
         self._saving.abandon(self._draft)
-        if isinstance(self._error, NotFiniteError):
-            raise self._error
+        if isinstance(self.error, NotFiniteError):
+            raise self.error
         failed = {rank: report for rank, report in enumerate(reports) if isinstance(report, str)}
-        raise RanksError(failed or {0: text_of(self._error)})
+        raise RanksError(failed or {0: text_of(self.error)})
 
     def _run(self) -> None:
         saving = self._saving
@@ -152,7 +150,7 @@ class PendingSave:
             if not self._rank:
                 self._version = saving.commit(self._draft, self._all_reports())
         except Exception as error:  # noqa: BLE001 - whatever it is, `wait` raises it
-            self._error = error
+            self.error = error
             if not self._has_written.is_set():
                 self._unwritten = text_of(error)
         finally:
@@ -197,16 +195,8 @@ class PendingSave:
         except (CheckpointError, ValueError):  # as above
             return None
 
-    def join(self) -> None:
-        """Wait until its thread has ended."""
-        self._thread.join()
 
-    def unknown_error(self) -> Exception | None:
-        """Why it failed, if no call has raised it; its thread has ended."""
-        return None if self._is_known else self._error
-
-
-_unfinished: set[PendingSave] = set()
+_unfinished: set[PendingSave] = set()  # no call has raised why they failed
 _program_has_ended = threading.Event()
 
 
@@ -214,7 +204,7 @@ def _join_at_exit() -> None:
     """Runs at the end of the main thread, before executors refuse work, which drivers of object stores give them."""
     _program_has_ended.set()
     for save in _unfinished:
-        save.join()
+        save.thread.join()
 
 
 # The executors of `concurrent.futures` know of the end by the same call; what is registered last runs first.
@@ -223,7 +213,7 @@ threading._register_atexit(_join_at_exit)  # type: ignore[attr-defined]
 
 @atexit.register
 def _exit_with_failure() -> None:
-    failed = [(save, error) for save in _unfinished if (error := save.unknown_error()) is not None]
+    failed = [(save, save.error) for save in _unfinished if save.error is not None]
     for save, error in failed:
         sys.stderr.write(f"{save.what} failed: {text_of(error)}\n")
     if failed:

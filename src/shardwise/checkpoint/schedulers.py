@@ -30,9 +30,7 @@ def fit_schedulers(
 ) -> tuple[dict[str, dict[str, Any]], list[Difference]]:
     """What `load_state_dict` of each scheduler that fits is to get, and the differences.
 
-    Args:
-        orders: the places that the groups of each optimizer have in the checkpoint.
-        subset: whether the checkpoint may have other schedulers.
+    `orders` are the places that the groups of each optimizer have in the checkpoint.
     """
     saved = manifest.values.get(SCHEDULERS, [])
     if not isinstance(saved, list) or not all(

@@ -79,33 +79,22 @@ def _along(box: Box, last: int, step: int) -> Iterator[Box]:
 
 
 class Extent(NamedTuple):
-    """One box of a tensor and where its bytes are.
-
-    Attributes:
-        start: the byte of `file` where they begin.
-        crcs: the crc32 of all of them, or of each CRC_BYTES; none if the format has no checksums.
-        order: the dims from the slowest to the fastest; row-major if None.
-    """
+    """One box of a tensor and where its bytes are."""
 
     file: str
-    start: int
+    start: int  # the byte of `file` where they begin
     box: Box
-    crcs: tuple[int, ...] = ()
-    order: tuple[int, ...] | None = None
+    crcs: tuple[int, ...] = ()  # the crc32 of all of them, or of each CRC_BYTES; none if the format has no checksums
+    order: tuple[int, ...] | None = None  # the dims from the slowest to the fastest; row-major if None
 
 
 class SourceTensor(NamedTuple):
-    """A tensor in files. Its extents cover `shape` exactly once; none is empty.
+    """A tensor in files. Its extents cover `shape` exactly once; none is empty."""
 
-    Attributes:
-        dtype: of the elements in the files.
-        read_as: what `Source.read` converts them to, as `Tensor.to` does; None is `dtype`.
-    """
-
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the elements in the files
     shape: tuple[int, ...]
     extents: Sequence[Extent]
-    read_as: torch.dtype | None = None
+    read_as: torch.dtype | None = None  # what `Source.read` converts them to, as `Tensor.to` does; None is `dtype`
 
     @property
     def full(self) -> Box:
@@ -185,11 +174,7 @@ class Source:
         return sum(self.tensors[name].num_bytes for name in names)
 
     def read(self, name: str, window: Box) -> Tensor:
-        """The elements of `window`.
-
-        Raises:
-            CheckpointError: damaged data; names the tensor and the file.
-        """
+        """The elements of `window`, verified."""
         tensor = self.tensors[name]
         found = torch.empty(window.sizes, dtype=tensor.dtype)
         before, self._data = self._data, {}
@@ -211,11 +196,7 @@ class Source:
                 self.progress.advance(name, len(block))
 
     def read_all(self, parts: Iterable[Part]) -> None:
-        """Fill the tensors of all parts: those of a file in their order there, small neighbors by one read.
-
-        Raises:
-            CheckpointError: damaged data; names the tensor and the file.
-        """
+        """Fill the tensors of all parts: those of a file in their order there, small neighbors by one read."""
         by_file: dict[str, list[_Wanted]] = {}
         for part in parts:
             for extent in self._touching(part.name, part.box):
@@ -356,7 +337,8 @@ class _Data:
                 return
         elif row_bytes > WINDOW_BYTES or (not self._crcs and self._run_bytes(full, common) >= EXACT_BYTES):
             # One row is too much to read, or has parts that can be read alone.
-            row_box, part = Box((0,) * (len(full.sizes) - 1), full.sizes[1:]), Box(*_tails(common, full))
+            offsets = tuple(a - b for a, b in zip(common.offsets[1:], full.offsets[1:], strict=True))
+            row_box, part = Box((0,) * (len(full.sizes) - 1), full.sizes[1:]), Box(offsets, common.sizes[1:])
             for number, row in enumerate(rows):
                 self._copy(start + row * row_bytes, row_box, destination[number], part)
             return
@@ -420,12 +402,6 @@ def _permuted(x: Any, order: Sequence[int]) -> Any:
     if isinstance(x, Tensor):
         return x.permute(*order)
     return Box(tuple(x.offsets[dim] for dim in order), tuple(x.sizes[dim] for dim in order))
-
-
-def _tails(common: Box, full: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offsets and sizes of `common` in a row of `full`."""
-    offsets = tuple(a - b for a, b in zip(common.offsets[1:], full.offsets[1:], strict=True))
-    return offsets, common.sizes[1:]
 
 
 def checkpoint_source(

@@ -45,11 +45,7 @@ class LocalBoxes(NamedTuple):
 
 
 def flatten(state: Mapping[str, Any]) -> dict[str, Leaf]:
-    """The leaves of nested mappings, sorted by name: the keys on the way there, joined by dots.
-
-    Raises:
-        CheckpointError: a key that is not a string, or two leaves of one name.
-    """
+    """The leaves of nested mappings, sorted by name: the keys on the way there, joined by dots."""
     leaves: dict[str, Leaf] = {}
     for name, leaf in _leaves(state, ""):
         if name in leaves:
@@ -82,11 +78,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def as_json(value: Any, where: str) -> Any:
-    """`value` as JSON gives it back: tuples become lists, subclasses of numbers and strings the plain kind.
-
-    Raises:
-        CheckpointError: something in it is no JSON value.
-    """
+    """`value` as JSON gives it back: tuples become lists, subclasses of numbers and strings the plain kind."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -108,11 +100,7 @@ def as_json(value: Any, where: str) -> Any:
 
 
 def storable_boxes(name: str, x: Tensor) -> LocalBoxes:
-    """This rank's boxes of `x`; a plain tensor counts as replicated on all ranks.
-
-    Raises:
-        CheckpointError: `x` has no values to store or to fill: sums not reduced yet, sparse, on no device.
-    """
+    """This rank's boxes of `x`, if it can be stored and filled; a plain tensor counts as replicated on all ranks."""
     layout = x._layout if isinstance(x, DTensor) else _replicated(tuple(x.shape), collectives.world_size())
     check_owners("save", (layout,))
     local = (plain(x) if isinstance(x, DTensor) else x).detach()

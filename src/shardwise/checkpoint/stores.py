@@ -13,7 +13,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Protocol
 
-from shardwise.checkpoint.files import StoredFile, read_bytes
+from shardwise.checkpoint.files import StoredFile, check_size, read_bytes
 from shardwise.checkpoint.manifest import MANIFEST, MANIFEST_LIMIT, Manifest, MisnamedError, NewerVersionError, parse
 from shardwise.checkpoint.remedies import DAMAGED, FROM_URL, damaged, reader_of_no_checkpoint, without_remedy
 from shardwise.errors import CheckpointError, UnreachableError
@@ -155,11 +155,7 @@ class CheckpointStore:
 
 
 def find(store: CheckpointStore) -> tuple[str, Manifest]:
-    """The version to load and its manifest: "." if the store is a checkpoint itself, else its latest.
-
-    Raises:
-        CheckpointError: none is complete.
-    """
+    """The version to load and its manifest: "." if the store is a checkpoint itself, else its latest."""
     own = store.own_version()
     if own is not None:
         try:
@@ -186,22 +182,11 @@ def none_complete(store: CheckpointStore, reasons: Iterable[str]) -> CheckpointE
     return CheckpointError("\n  ".join([*lines, DAMAGED.removeprefix(". ")]))
 
 
-def find_latest(store: CheckpointStore) -> tuple[tuple[str, Manifest] | None, list[str]]:
-    """`find_complete`, with a warning for each version that comes before the one that is found."""
-    found, reasons = find_complete(store)
-    if found is not None:
-        step = found[1].step
-        for reason in reasons:
-            text = f"{store.name}: step {step} is the latest checkpoint that is complete: {reason}"
-            warnings.warn(text, stacklevel=4)
-    return found, reasons
-
-
-def find_complete(store: CheckpointStore) -> tuple[tuple[str, Manifest] | None, list[str]]:
+def find_latest(store: CheckpointStore, warns: bool = True) -> tuple[tuple[str, Manifest] | None, list[str]]:
     """The complete version to load and its manifest, or None; and why each that comes before is not complete.
 
     The one saved last comes first. A save may remove a version between its listing and its turn, so there is none only
-    if nothing changed meanwhile.
+    if nothing changed meanwhile. If one is found, there is a warning for each that comes before.
 
     Raises:
         UnreachableError: it is not known whether the one saved last is complete.
@@ -212,11 +197,16 @@ def find_complete(store: CheckpointStore) -> tuple[tuple[str, Manifest] | None, 
         reasons, versions = list[str](), store.versions()
         for version in versions.values():
             try:
-                return (version, complete_manifest(store, version)), reasons
+                manifest = complete_manifest(store, version)
             except (UnreachableError, NewerVersionError):
                 raise
             except CheckpointError as error:
                 reasons.append(without_remedy(error))
+                continue
+            for reason in reasons if warns else ():
+                text = f"{store.name}: step {manifest.step} is the latest checkpoint that is complete: {reason}"
+                warnings.warn(text, stacklevel=4)
+            return (version, manifest), reasons
         listed = versions, store.names()
         if listed == before:
             return None, reasons
@@ -239,7 +229,6 @@ def stored_manifest(store: CheckpointStore, version: str) -> Manifest:
     Raises:
         MisnamedError: it is of another step than its folder is named after.
         NewerVersionError: its version of the format is not known yet.
-        CheckpointError: it is missing, damaged, or says something that cannot be.
     """
     location = store.location(version)
     with closing(store.open(version, MANIFEST)) as file:
@@ -265,28 +254,18 @@ def check_sizes(store: CheckpointStore, version: str, sizes: Mapping[str, int]) 
     for name, size in sizes.items():
         if listed.get(name) != size:
             with closing(store.open(version, name)) as file:
-                if file.size != size:
-                    raise damaged(f"{file.name}: has {file.size:,} bytes, the manifest says {size:,}")
+                check_size(file, size)
 
 
 def complete_manifest(store: CheckpointStore, version: str) -> Manifest:
-    """The manifest of a version all files of which are there, without reading its data.
-
-    Raises:
-        CheckpointError: it is not complete.
-    """
+    """The manifest of a version, if all its files are there; their data is not read."""
     manifest = stored_manifest(store, version)
     check_sizes(store, version, manifest.file_sizes())
     return manifest
 
 
 def is_damaged(store: CheckpointStore, version: str) -> bool:
-    """Whether nothing can be loaded from it; not so one that has the name of another step.
-
-    Raises:
-        UnreachableError: it is not known whether it is.
-        NewerVersionError: its version of the format is not known yet.
-    """
+    """Whether nothing can be loaded from it; not so one of another step. Raises if that is not known."""
     try:
         complete_manifest(store, version)
     except (UnreachableError, NewerVersionError):

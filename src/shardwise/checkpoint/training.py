@@ -123,8 +123,7 @@ def restore(
         state = _model_state(of_module)
         if both := sorted(state.keys() & given.keys()):
             raise CheckpointError(f"extra cannot hold {both[0]!r}, which is of the module. Fix: rename it")
-        manifest = resized(manifest, rows)
-        fit, of_schedulers = _fit(manifest, module, optimizers, named, subset)
+        fit, of_schedulers = _fit(manifest := resized(manifest, rows), module, optimizers, named, subset)
         state |= {**given, **fit.room(manifest)}
         here = {name: of for name, of in rows.items() if name in state or name not in fit.known}
         lines = format_lines(fit.differences) if strict else ()
@@ -137,10 +136,7 @@ def restore(
     fit.apply(state)
     for name, of_scheduler in of_schedulers.items():
         named[name].load_state_dict(of_scheduler)
-    return _restored(manifest, () if strict else tuple(format_lines(fit.differences)))
-
-
-def _restored(manifest: Manifest, dropped: tuple[str, ...]) -> Restored:
+    dropped = () if strict else tuple(format_lines(fit.differences))
     return Restored(**{field.name: getattr(manifest, field.name) for field in fields(Manifest)}, dropped=dropped)
 
 

@@ -38,23 +38,15 @@ POLL_SECONDS = 0.5  # between two looks; less than any collective waits for a ra
 
 @dataclass(frozen=True)
 class Writer:
-    """A process that holds a lock.
-
-    Attributes:
-        started: when the process did, in clock ticks since boot.
-        boot: the id of the boot of its machine.
-        namespace: of process ids; containers have their own.
-        since: when it took the lock, for people.
-        token: unlike that of any other lock.
-    """
+    """A process that holds a lock."""
 
     host: str
     pid: int
-    started: int
-    boot: str
-    namespace: str
-    since: str
-    token: str
+    started: int  # when the process did, in clock ticks since boot
+    boot: str  # the id of the boot of its machine
+    namespace: str  # of process ids; containers have their own
+    since: str  # when it took the lock, for people
+    token: str  # unlike that of any other lock
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, which took it at {self.since}"
@@ -94,11 +86,10 @@ def _start_of(pid: int) -> int | None:
 
 def _exists(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
+        with suppress(PermissionError):
+            os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
     return True
 
 
@@ -120,11 +111,7 @@ class _StoreLock:
         self._seen_at = 0.0
 
     def attempt(self) -> bool:
-        """Whether this process has the lock; else ask again: it is not known yet whether the holder lives.
-
-        Raises:
-            CheckpointError: another job writes.
-        """
+        """Whether this process has the lock; else ask again: it is not known yet whether the holder lives."""
         with self._turn:
             if self._count or self._took():
                 self._count += 1
@@ -212,20 +199,16 @@ _locks: dict[str, _StoreLock] = {}
 os.register_at_fork(after_in_child=_locks.clear)
 
 
-def _lock_of(store: CheckpointStore) -> _StoreLock:
+def lock_of(store: CheckpointStore) -> _StoreLock:
+    """The lock of a store, whatever name it has."""
     return _locks.setdefault(store.place, _StoreLock(store))
-
-
-def require_lock(store: CheckpointStore) -> None:
-    """Raise CheckpointError if another job has taken the lock from this process, which took it before."""
-    _lock_of(store).require()
 
 
 class WriterLock:
     """One use of the lock of a store, by rank 0 for all ranks."""
 
     def __init__(self, store: CheckpointStore) -> None:
-        self._lock, self._is_taken = _lock_of(store), False
+        self._lock, self._is_taken = lock_of(store), False
 
     def attempt(self) -> bool:
         """Whether this process has the lock now, as `_StoreLock.attempt`."""

@@ -81,7 +81,7 @@ def _to_verify(store: CheckpointStore) -> tuple[str, Manifest, list[str]]:
     own = store.own_version()
     if own is not None:
         return own, stores.stored_manifest(store, own), []  # if it lacks files, all of them are named
-    found, reasons = stores.find_complete(store)
+    found, reasons = stores.find_latest(store, warns=False)
     if found is None:
         raise stores.none_complete(store, reasons)
     return *found, reasons
@@ -159,16 +159,12 @@ def _difference(x: Tensor, y: Tensor) -> tuple[int, float]:
     if of_x.equal(of_y):
         return 0, 0.0
     unequal = (of_x != of_y).any(1)
-    return int(unequal.sum()), _distance(x.reshape(-1)[unequal], y.reshape(-1)[unequal])
-
-
-def _distance(x: Tensor, y: Tensor) -> float:
-    """The largest absolute difference; infinite where only one is a number."""
     wide = torch.complex128 if x.is_complex() else torch.float64
-    distance = (x.to(wide) - y.to(wide)).abs()
-    distance[x.to(wide) == y.to(wide)] = 0  # infinities
-    distance[x.to(wide).isnan() & y.to(wide).isnan()] = 0
-    return float(distance.nan_to_num(nan=float("inf"), posinf=float("inf")).max())
+    x, y = (one.reshape(-1)[unequal].to(wide) for one in (x, y))
+    distance = (x - y).abs()
+    distance[(x == y) | (x.isnan() & y.isnan())] = 0  # infinities, and bits of NaN
+    largest = distance.nan_to_num(nan=float("inf"), posinf=float("inf")).max()  # infinite where one is a number only
+    return int(unequal.sum()), float(largest)
 
 
 def open_checkpoint(
@@ -179,10 +175,6 @@ def open_checkpoint(
     Args:
         dtype: what floating-point tensors are converted to when their bytes were verified, except states of
             optimizers; None is that of each.
-
-    Raises:
-        ArgumentError: `dtype` is no floating-point dtype of safetensors.
-        CheckpointError: there is none that is complete.
     """
     check_export_dtype(dtype)
     store = store_at(folder)
@@ -196,15 +188,7 @@ def open_checkpoint(
 
 
 def select_tensors(source: Source, names: Sequence[str] | None, prefix: str) -> dict[str, str]:
-    """Which tensors are exported: the name of each in the output, and in `source`.
-
-    Args:
-        names: of tensors without `prefix`; None is all.
-        prefix: of the tensors that are exported, whose names lose it.
-
-    Raises:
-        CheckpointError: a name that is not there, or none.
-    """
+    """Which tensors are exported: the name of each in the output, and in `source`, where it has `prefix` before it."""
     found = {name.removeprefix(prefix): name for name in source.tensors if name.startswith(prefix) and name != prefix}
     if not found:
         raise CheckpointError(

@@ -76,40 +76,28 @@ def write_checkpoint(
     source.progress.begin(source.num_bytes(layouts))
     with reported(target), lock_alone(target):
         store = store_at(target)
-        return store.location(_written(source, store, layouts, world_size, step, metadata, overwrite))
-
-
-def _written(
-    source: Source,
-    store: CheckpointStore,
-    layouts: Mapping[str, Layout],
-    world_size: int,
-    step: int,
-    metadata: Mapping[str, Any],
-    overwrite: bool,
-) -> str:
-    draft = begin_draft(store, step, overwrite)
-    try:
-        chunks: dict[str, list[Chunk]] = {name: [] for name in layouts}
-        sizes: dict[str, int] = {}
-        not_finite = set()
-        for rank in range(world_size):
-            boxes = [(name, box) for name, box, writes in held_boxes(layouts, rank) if writes]
-            for name, chunk, finite in _write(store, draft, file_name(rank), source, boxes, sizes):
-                chunks[name].append(chunk)
-                if not finite:
-                    not_finite.add(name)
-        tensors = {
-            name: StoredTensor(tensor.dtype, tensor.shape, tuple(sorted(chunks[name], key=lambda chunk: chunk.box)))
-            for name, tensor in sorted(source.tensors.items())
-        }
-        values = dict(sorted(source.values.items()))
-        flagged = tuple(name for name in tensors if name in not_finite)
-        manifest = Manifest(step, world_size, tensors, values, metadata, package_versions(), flagged)
-        return commit_draft(store, draft, manifest, sizes)[0]
-    except BaseException:
-        abandon_draft(store, draft)
-        raise
+        draft = begin_draft(store, step, overwrite)
+        try:
+            chunks: dict[str, list[Chunk]] = {name: [] for name in layouts}
+            sizes: dict[str, int] = {}
+            not_finite = set()
+            for rank in range(world_size):
+                boxes = [(name, box) for name, box, writes in held_boxes(layouts, rank) if writes]
+                for name, chunk, finite in _write(store, draft, file_name(rank), source, boxes, sizes):
+                    chunks[name].append(chunk)
+                    if not finite:
+                        not_finite.add(name)
+            tensors = {
+                name: StoredTensor(tensor.dtype, tensor.shape, tuple(sorted(chunks[name], key=lambda chunk: chunk.box)))
+                for name, tensor in sorted(source.tensors.items())
+            }
+            values = dict(sorted(source.values.items()))
+            flagged = tuple(name for name in tensors if name in not_finite)
+            manifest = Manifest(step, world_size, tensors, values, metadata, package_versions(), flagged)
+            return store.location(commit_draft(store, draft, manifest, sizes)[0])
+        except BaseException:
+            abandon_draft(store, draft)
+            raise
 
 
 def _write(
@@ -134,12 +122,7 @@ def _write(
 def _layouts(tensors: Mapping[str, SourceTensor], plan: Mapping[str, Layout], world_size: int) -> dict[str, Layout]:
     """The layout of every tensor, as `save` would find it on `world_size` ranks whose parameters follow `plan`.
 
-    Args:
-        plan: layouts by the name of a parameter in its module, or of a tensor in the checkpoint. States of optimizers
-            get the layout of their parameter; what the plan does not name is replicated.
-
-    Raises:
-        PlanError: a name that no tensor has, another shape, or a rank that is not of the world.
+    Its names are those of parameters in their module, or of tensors in the checkpoint.
     """
     replicated = Mesh((world_size,))
     found = {name: Layout(replicated, [REPLICATE], tensor.shape) for name, tensor in tensors.items()}

@@ -17,16 +17,8 @@ from typing import Any
 import torch
 
 from shardwise._layout import Box, Layout, checked
-from shardwise.checkpoint.files import (
-    DTYPES,
-    METADATA_KEY,
-    FileLayout,
-    StoredFile,
-    content,
-    file_layout,
-    read_bytes,
-)
-from shardwise.checkpoint.local_files import FileDraft, FolderDraft, LocalFile, foreign_names, new_at
+from shardwise.checkpoint.files import DTYPES, METADATA_KEY, FileLayout, StoredFile, content, file_layout, read_bytes
+from shardwise.checkpoint.local_files import LocalFile, foreign_names, new_at, write_synced
 from shardwise.checkpoint.locations import local_path
 from shardwise.checkpoint.manifest import LARGEST, MANIFEST_LIMIT
 from shardwise.checkpoint.offline.reading import open_checkpoint, select_tensors
@@ -78,8 +70,8 @@ def export_file(
         exported = select_tensors(found, names, prefix)
         found.progress.begin(found.num_bytes(exported.values()))
         layout = _layout(found, exported, prefix)
-        with new_at(path, FileDraft, overwrite) as draft:
-            draft.append(_content(layout, found, exported))
+        with new_at(path, overwrite) as draft:
+            write_synced(draft, _content(layout, found, exported))
     return path
 
 
@@ -125,10 +117,11 @@ def export_hugging_face(
         of_file = {f"model-{i:05d}-of-{len(files):05d}.safetensors": part for i, part in enumerate(files, 1)}
         weight_map = {name: file for file, part in of_file.items() for name in part}
         index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-        with new_at(path, FolderDraft, overwrite) as draft:
+        with new_at(path, overwrite) as draft:
+            draft.mkdir()
             for file, part in of_file.items():
-                draft.write(file, _content(_layout(found, part, prefix), found, part))
-            draft.write(INDEX, [json.dumps(index, indent=2).encode() + b"\n"])
+                write_synced(draft / file, _content(_layout(found, part, prefix), found, part))
+            write_synced(draft / INDEX, [json.dumps(index, indent=2).encode() + b"\n"])
     return path
 
 
@@ -195,14 +188,7 @@ def import_safetensors(
 
 
 def open_safetensors(path: Path, prefix: str | None, progress: Progress) -> Source:
-    """The tensors of a file, or of a folder with or without an index, with `prefix` before their names.
-
-    Args:
-        prefix: as for `import_safetensors`.
-
-    Raises:
-        CheckpointError: a file is missing, or a header or the index says what cannot be.
-    """
+    """The tensors of a file or folder, with `prefix` before their names, as for `import_safetensors`."""
     names = foreign_names(path)
     folder, files = (path.parent, {path.name: None}) if names is None else (path, _files(path, names))
     open_file = partial(_open, folder)
@@ -258,11 +244,7 @@ def _files(folder: Path, names: Collection[str]) -> Mapping[str, set[str] | None
 
 
 def _tensors(file: StoredFile, name: str) -> tuple[dict[str, SourceTensor], str]:
-    """What a file has, from its header, which must describe every byte of it once; and the prefix that names lost.
-
-    Raises:
-        CheckpointError: it does not.
-    """
+    """What a file has, from its header, which must describe every byte of it once; and the prefix that names lost."""
     if file.size < 8:
         raise foreign(f"{file.name}: has {file.size} bytes, too few for a safetensors file")
     start = read_bytes(file, 0, 8)

@@ -21,7 +21,7 @@ import torch
 
 from shardwise._layout import Box, Layout, check_cover, checked
 from shardwise.checkpoint.files import DTYPES, StoredFile
-from shardwise.checkpoint.local_files import FolderDraft, LocalFile, foreign_names, new_at, unreadable
+from shardwise.checkpoint.local_files import LocalFile, foreign_names, new_at, unreadable, write_synced
 from shardwise.checkpoint.locations import local_path
 from shardwise.checkpoint.manifest import MANIFEST_LIMIT
 from shardwise.checkpoint.offline.reading import open_checkpoint, select_tensors
@@ -40,11 +40,10 @@ METADATA, DATA = ".metadata", "__0_0.distcp"
 
 
 class StoredItem(NamedTuple):
-    """One item of a file of a checkpoint: a box of a tensor, or a value if `box` is None."""
+    """One item of the file DATA: a box of a tensor, or a value if `box` is None."""
 
     name: str
     box: Box | None
-    file: str
     offset: int
     length: int
 
@@ -75,6 +74,8 @@ def export_torch(
     Raises:
         ArgumentError, CheckpointError: as `export_file`.
     """
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
     path = local_path(target)
     with open_checkpoint(source, progress or Progress(), dtype)[0] as found:
         exported = select_tensors(found, names, prefix)
@@ -82,37 +83,18 @@ def export_torch(
         found.progress.begin(found.num_bytes(exported.values()))
         items: list[StoredItem] = []
         tensors = {name: found.tensors[of] for name, of in exported.items()}
-        flat, paths = _flat(values if names is None else {})
-        with new_at(path, FolderDraft, overwrite) as draft:
-            draft.write(DATA, _items(found, exported, flat, items))
-            described = {name: (tensor.result, tensor.shape) for name, tensor in tensors.items()}
-            draft.write(METADATA, [_torch_metadata(described, items, paths)])
+        flat, paths = flatten_state_dict(values if names is None else {})  # {"a": [{"b": 1}]} has "a.0.b"
+        with new_at(path, overwrite) as draft:
+            draft.mkdir()
+            write_synced(draft / DATA, _items(found, exported, flat, items))
+            write_synced(draft / METADATA, [_torch_metadata(tensors, items, paths)])
     return path
 
 
-def _flat(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[str | int, ...]]]:
-    """Values under the names that `torch.distributed.checkpoint` gives them, and the path of each in `values`.
-
-    Lists of mappings are divided: {"groups": [{"lr": 0.1}]} has "groups.0.lr", at the path ("groups", 0, "lr").
-    """
-    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-
-    flat, paths = flatten_state_dict(dict(values))
-    return dict(flat), dict(paths)
-
-
 def _torch_metadata(
-    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-    items: Sequence[StoredItem],
-    paths: Mapping[str, tuple[str | int, ...]],
+    tensors: Mapping[str, SourceTensor], items: Sequence[StoredItem], paths: Mapping[str, KeyPath]
 ) -> bytes:
-    """The content of the file `.metadata`.
-
-    Args:
-        tensors: dtype and shape by name.
-        items: of all tensors and values.
-        paths: of values, as `flat_values` gives them.
-    """
+    """The content of the file `.metadata`; `paths` are those of values."""
     from torch.distributed.checkpoint import metadata as classes
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
@@ -126,12 +108,11 @@ def _torch_metadata(
         else:
             index = classes.MetadataIndex(item.name, item.box.offsets, len(boxes[item.name]))
             boxes[item.name].append(item.box)
-        storage[index] = _StorageInfo(item.file, item.offset, item.length)
-    for name, (dtype, shape) in tensors.items():
-        properties = classes.TensorProperties(dtype=dtype)
+        storage[index] = _StorageInfo(DATA, item.offset, item.length)
+    for name, tensor in tensors.items():
         described[name] = classes.TensorStorageMetadata(
-            properties,
-            torch.Size(shape),
+            classes.TensorProperties(dtype=tensor.result),
+            torch.Size(tensor.shape),
             [classes.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes[name]],
         )
     all_paths = {name: paths.get(name, (name,)) for name in described}
@@ -143,30 +124,26 @@ def _items(
 ) -> Iterator[bytes]:
     """The bytes of all items, which are added to `items`; a tensor has one for each window."""
     done = 0
-    for name, box, saved in _saved(source, exported, values):
-        yield saved
-        items.append(StoredItem(name, box, DATA, done, len(saved)))
+    for name, box, value in _windows(source, exported, values):
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        yield (saved := buffer.getvalue())
+        items.append(StoredItem(name, box, done, len(saved)))
         done += len(saved)
 
 
-def _saved(
+def _windows(
     source: Source, exported: Mapping[str, str], values: Mapping[str, object]
-) -> Iterator[tuple[str, Box | None, bytes]]:
+) -> Iterator[tuple[str, Box | None, object]]:
     for name, value in values.items():
-        yield name, None, _bytes(value)
+        yield name, None, value
     for name, of in exported.items():
         tensor = source.tensors[of]
         for window in tensor.windows(tensor.full):
-            yield name, window, _bytes(source.read(of, window))
+            yield name, window, source.read(of, window)
             source.progress.advance(name, window.numel * tensor.result.itemsize)
         if not tensor.full.numel:
-            yield name, tensor.full, _bytes(torch.empty(tensor.shape, dtype=tensor.result))
-
-
-def _bytes(value: object) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
+            yield name, tensor.full, torch.empty(tensor.shape, dtype=tensor.result)
 
 
 @checked

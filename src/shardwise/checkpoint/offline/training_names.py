@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
 
+from shardwise.checkpoint.differences import some
+from shardwise.checkpoint.optimizers import are_groups
 from shardwise.checkpoint.state import MODEL
 from shardwise.errors import CheckpointError, did_you_mean
 
@@ -56,14 +58,10 @@ def renamed(
         tensors: their names.
         values: with the groups of an optimizer as one list.
         paths: where tensors and values were in the nested state, by name.
-
-    Raises:
-        CheckpointError: several modules or optimizers that may be meant, parameters without names, states of no
-            parameter, or two tensors or values that would get one name.
     """
     values = _with_groups(values, paths)
     there = [
-        name.removesuffix(GROUPS) for name, value in values.items() if name.endswith(GROUPS) and _are_groups(value)
+        name.removesuffix(GROUPS) for name, of in values.items() if name.endswith(GROUPS) and of and are_groups(of)
     ]
     groups: dict[str, Groups] = {name: values[name + GROUPS] for name in _optimizers(there, given.optimizers)}
     new = {name: name for name in [*tensors, *values]}
@@ -95,9 +93,6 @@ def check_shapes(names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
         names: the name of each tensor by its new name.
         shapes: by name.
         parameters: the names that were given to numbered parameters.
-
-    Raises:
-        CheckpointError: a state has more elements than its parameter, or as many in another shape.
     """
     given = {one: number for number, one in enumerate(parameters) if MODEL + one in names}
     for new, name in names.items():
@@ -136,15 +131,6 @@ def _with_groups(values: Mapping[str, Any], paths: Mapping[str, KeyPath]) -> dic
             group["params"].append(parameter)
         found[optimizer + GROUPS] = [*groups.values()]
     return found
-
-
-def _are_groups(value: object) -> bool:
-    """Whether it is what an optimizer has as `param_groups`."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in value)
-    )
 
 
 def _optimizers(there: Sequence[str], given: Sequence[str] | None) -> Sequence[str]:
@@ -196,12 +182,7 @@ def _model(
 def _parameters(
     groups: Mapping[str, Groups], given: Sequence[str] | None, known: Collection[str]
 ) -> dict[str, list[str]]:
-    """The names of the parameters of each optimizer, in the order of its groups.
-
-    Args:
-        given: the names of those that have numbers.
-        known: the names of the module, if there is one.
-    """
+    """The names of the parameters of each optimizer, in the order of its groups: `given` are of those with numbers."""
     found, left = dict[str, list[str]](), list(given or ())
     numbered = [name for name, of in groups.items() if _stored_names(of) is None]
     count = sum(len(group["params"]) for name in numbered for group in groups[name])
@@ -218,7 +199,11 @@ def _parameters(
     for name, of in groups.items():
         size = sum(len(group["params"]) for group in of)
         if (stored := _stored_names(of)) is None:
-            _check_numbers(name, of)
+            if (numbers := [number for group in of for number in group["params"]]) != [*range(size)]:
+                raise CheckpointError(
+                    f"{name!r} numbers its parameters {_some(numbers)}, expected 0, 1, … over all groups. "
+                    f"Fix: save what the state_dict() of an optimizer of torch.optim returns"
+                )
             found[name], left = left[:size], left[size:]
         else:
             found[name] = stored
@@ -239,21 +224,10 @@ def _stored_names(groups: Groups) -> list[str] | None:
     found: list[str] = []
     for group in groups:
         names = group["params"] if all(isinstance(one, str) for one in group["params"]) else group.get("param_names")
-        if not isinstance(names, list) or len(names) != len(group["params"]):
-            return None
-        if not all(isinstance(name, str) for name in names):
+        if not isinstance(names, list) or [type(name) for name in names] != [str] * len(group["params"]):
             return None
         found += names
     return found
-
-
-def _check_numbers(optimizer: str, groups: Groups) -> None:
-    numbers = [number for group in groups for number in group["params"]]
-    if numbers != [*range(len(numbers))]:
-        raise CheckpointError(
-            f"{optimizer!r} numbers its parameters {_some(numbers)}, expected 0, 1, … over all groups. "
-            f"Fix: save what the state_dict() of an optimizer of torch.optim returns"
-        )
 
 
 def _check_names(names: Sequence[str], known: Collection[str]) -> None:
@@ -303,19 +277,13 @@ def _check_unique(new: Mapping[str, str]) -> None:
 
 
 def _some(names: Iterable[object]) -> str:
-    shown = [repr(name) for name in names]
-    more = f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
-    return ", ".join(shown[:SHOWN]) + more
+    return some([repr(name) for name in names], SHOWN)
 
 
 def with_lists(values: Mapping[str, Any], paths: Mapping[str, KeyPath], tensors: Collection[str]) -> dict[str, Any]:
     """`values` with lists under their own names: "groups" in place of "groups.0.lr" and "groups.1.lr".
 
     A list that is not there in full, or has tensors, stays divided; lists in it are put together.
-
-    Args:
-        paths: of values and tensors, by name.
-        tensors: their names.
     """
     lists: dict[KeyPath, list[tuple[KeyPath, str]]] = defaultdict(list)
     for name in [*values, *tensors]:
