@@ -16,9 +16,9 @@ from measure import machine, print_table
 
 from shardwise import Boxes, Layout, Mesh, Shard
 from shardwise._layout import Box
-from shardwise.checkpoint.loading import _meeting
 from shardwise.checkpoint.manifest import as_bytes, parse
 from shardwise.checkpoint.saving import Contents, Report
+from shardwise.checkpoint.sources import Source, _in_files
 from shardwise.checkpoint.state import LocalBoxes, held_boxes
 
 T = TypeVar("T")
@@ -61,13 +61,14 @@ def measure(layouts: dict[str, Layout]) -> list[float]:
     manifest = timed(seconds, lambda: contents.manifest(1, reports))
     data = timed(seconds, lambda: as_bytes(manifest))
     read = timed(seconds, lambda: parse(data))
-    timed(seconds, read.file_layouts)
+    files = timed(seconds, read.file_layouts)
 
     def find_chunks() -> None:
-        for stored in read.tensors.values():
-            target = Layout(Mesh((READERS,)), [Shard(0)], stored.shape)
-            views = tuple((box, torch.empty(0)) for box in target.boxes(0))
-            _meeting(LocalBoxes(target, stored.dtype, views), stored)
+        tensors = {name: _in_files(stored, files) for name, stored in read.tensors.items()}
+        source = Source("", tensors, {}, open_file=NotImplemented)  # nothing is read
+        for name, stored in read.tensors.items():
+            for box in Layout(Mesh((READERS,)), [Shard(0)], stored.shape).boxes(0):
+                source._touching(name, box)
 
     timed(seconds, find_chunks)
     return seconds

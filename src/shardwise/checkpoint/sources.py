@@ -37,6 +37,7 @@ OPEN_FILES = 64  # a checkpoint of thousands of ranks has more files than a proc
 WINDOW_BYTES = 1 << 22  # how much is read, verified and copied at a time
 EXACT_BYTES = 1 << 12  # a shorter part of a row is not worth a read of its own
 REQUESTS = 8  # how many a store that answers late gets at a time
+FEW = 16  # extents of a tensor: no index is made of them, if one has the box that is wanted
 
 
 class Progress:
@@ -215,9 +216,10 @@ class Source:
     def _touching(self, name: str, box: Box) -> Iterable[Extent]:
         """The extents of a tensor that have elements in `box`."""
         extents = self.tensors[name].extents
-        for extent in extents:
-            if extent.box == box:  # no other one has elements of it
-                return (extent,)
+        if len(extents) <= FEW:
+            for extent in extents:
+                if extent.box == box:  # no other one has elements of it
+                    return (extent,)
         if name not in self._indices:
             self._indices = {name: BoxIndex([[extent.box] for extent in extents])}  # of the last tensor only
         return [extents[number] for number, _ in self._indices[name].touching(box)]
