@@ -1,0 +1,155 @@
+"""The problem of choices of a graph: repeated blocks share theirs.
+
+Blocks are children of a list of modules. Two that run the same ops on the same shapes are one block that is counted
+twice: each of its nodes has one choice.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+
+from shardwise._layout import PARTIAL, REPLICATE, Shard
+from shardwise.plan.module_choices import Choice
+from shardwise.plan.module_costs import ModuleCosts
+from shardwise.plan.module_solver import Array, Problem, Solution, solve
+from shardwise.plan.module_trace import BOUNDARY, OP, PARAMETER, ModuleGraph, Node, Value
+
+REFUSED = 1e6  # seconds
+TIE = 1e-9  # seconds: of equal costs the plan that is written in the fewest words
+
+
+def shared_choices(graph: ModuleGraph) -> list[int]:
+    """For each node the first node that shares its choice."""
+    blocks: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for number, node in enumerate(graph.nodes):
+        parts = node.module.split(".")
+        for depth, part in enumerate(parts):
+            if part.isdigit():
+                blocks[".".join(parts[:depth]), part].append(number)
+    first = list(range(len(graph.nodes)))
+    known: dict[object, list[int]] = {}
+    for (parent, _), numbers in blocks.items():
+        same = known.setdefault((parent, _signature(graph, numbers)), numbers)
+        for number, model in zip(numbers, same, strict=True):
+            first[number] = min(first[number], first[model])
+    return first
+
+
+def _signature(graph: ModuleGraph, numbers: list[int]) -> object:
+    inside = {number: position for position, number in enumerate(numbers)}
+    return tuple(
+        (node.kind, node.func, tuple(node.results), repr(node.args), repr(node.kwargs), node.is_output,
+         tuple([(inside.get(x.node, -1), x.result, graph.result(x)) for x in node.operands]))
+        for node in (graph.nodes[number] for number in numbers)
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModuleProblem:
+    """The choices of a graph on one mesh, and what they cost.
+
+    Attributes:
+        first: for each node the node that shares its choice.
+        memory: bytes of each choice, of all nodes that share it.
+    """
+
+    graph: ModuleGraph
+    choices: list[list[Choice]]
+    first: list[int]
+    seconds: Problem
+    memory: list[Array]
+
+    def solve(self, price: float = 0.0) -> Solution:
+        """The cheapest choices if a byte of memory costs `price` seconds."""
+        nodes = [a + price * b for a, b in zip(self.seconds.nodes, self.memory, strict=True)]
+        return solve(Problem(nodes, self.seconds.edges))
+
+    def bytes(self, solution: Solution) -> float:
+        return sum(float(costs[k]) for costs, k in zip(self.memory, solution.choices, strict=True))
+
+    def chosen(self, solution: Solution) -> list[Choice]:
+        """The choice of each node."""
+        of = dict(zip(sorted(set(self.first)), solution.choices, strict=True))
+        return [own[of[self.first[i]]] for i, own in enumerate(self.choices)]
+
+
+def module_problem(graph: ModuleGraph, choices: list[list[Choice]], costs: ModuleCosts) -> ModuleProblem:
+    """The problem of the choices of a graph on the mesh of `costs`."""
+    first = shared_choices(graph)
+    index = {node: i for i, node in enumerate(sorted(set(first)))}
+    problem = Problem([np.zeros(len(choices[node])) for node in index])
+    memory = [np.zeros(len(choices[node])) for node in index]
+    known: dict[object, Array] = {}
+    for number, node in enumerate(graph.nodes):
+        at = index[first[number]]
+        problem.nodes[at] = problem.nodes[at] + [_own_cost(costs, number, c) for c in choices[number]]
+        memory[at] = memory[at] + [_own_memory(costs, number, c) for c in choices[number]]
+        for position, value in enumerate(node.operands):
+            source = index[first[value.node]]
+            key = source, at, position, value.result
+            if key not in known:
+                known[key] = _edge(costs, choices, number, position)
+            problem.add(source, at, known[key])
+    _results_are_replicated(graph, choices, problem, [index[i] for i in first], costs)
+    return ModuleProblem(graph, choices, first, problem, memory)
+
+
+def _own_cost(costs: ModuleCosts, number: int, choice: Choice) -> float:
+    node = costs.graph.nodes[number]
+    if node.kind == PARAMETER:
+        return costs.parameter(number, choice.outputs[0])
+    ties = TIE * (sum(p == PARTIAL for p in choice.inputs) + sum(p == Shard(0) for p in choice.outputs))
+    return costs.compute(number, choice) + costs.exchange(number, choice) + ties
+
+
+def _own_memory(costs: ModuleCosts, number: int, choice: Choice) -> float:
+    if costs.graph.nodes[number].kind == PARAMETER:
+        return costs.state_memory(number, choice.outputs[0])
+    return costs.activation_memory(number, choice)
+
+
+def _edge(costs: ModuleCosts, choices: list[list[Choice]], number: int, position: int) -> Array:
+    """Seconds from each choice of an operand to each choice of a node; `REFUSED` where no plan has both."""
+    graph, node = costs.graph, costs.graph.nodes[number]
+    value = node.operands[position]
+    penalty, may_shard = _boundary(graph, node, value)
+    stored = graph.nodes[value.node].kind == PARAMETER
+    found = np.zeros((len(choices[value.node]), len(choices[number])))
+    for i, source in enumerate(choices[value.node]):
+        for j, choice in enumerate(choices[number]):
+            src, dst = source.outputs[value.result], choice.inputs[position]
+            if src != dst:
+                refused = src == REPLICATE and isinstance(dst, Shard) and not may_shard
+                # Along the tensor axis parameters are used as they are stored; `fully_shard` gathers them.
+                refused |= src != REPLICATE if stored else dst == PARTIAL
+                found[i, j] = inf if refused else costs.redistribution(value, src, dst) + penalty
+    return np.minimum(found, REFUSED)
+
+
+def _boundary(graph: ModuleGraph, node: Node, value: Value) -> tuple[float, bool]:
+    """What a redistribution of an operand costs beside its time, and whether Replicate may become Shard there.
+
+    Plans redistribute what enters and leaves modules. Elsewhere dispatch does, which never shards an operand if all
+    are replicated.
+    """
+    source = graph.nodes[value.node]
+    if node.kind == BOUNDARY:
+        return (TIE if node.is_output else 2 * TIE), True
+    if not source.of_parameters:
+        return 0.0, True
+    if node.module in graph.leaves and source.module != node.module and source.kind != PARAMETER:
+        return 3 * TIE, True
+    of_parameters = [graph.nodes[x.node].of_parameters for x in node.operands]
+    return 100 * TIE, of_parameters.count(True) > 1 and source.kind != PARAMETER
+
+
+def _results_are_replicated(
+    graph: ModuleGraph, choices: list[list[Choice]], problem: Problem, at: list[int], costs: ModuleCosts
+) -> None:
+    """The loss is replicated, or, without one, all results."""
+    losses = [x for x in graph.outputs if not graph.result(x).shape]
+    for value in losses or graph.outputs:
+        ends = [costs.redistribution(value, c.outputs[value.result], REPLICATE) for c in choices[value.node]]
+        problem.nodes[at[value.node]] = problem.nodes[at[value.node]] + np.minimum(ends, REFUSED)

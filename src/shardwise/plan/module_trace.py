@@ -1,0 +1,234 @@
+"""The graph of a forward: its ops, and the modules that they are part of.
+
+A copy of the module without values runs once on one simulated rank, on DTensors that are Replicate. A hook of the
+dispatcher sees each op that runs by a rule, so the graph has the ops that dispatch finds rows for at run time.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
+from torch.utils import _pytree as pytree
+
+from shardwise._collectives import using
+from shardwise._layout import Mesh
+from shardwise._rules.row import Args, Kwargs, Op
+from shardwise._tensor.dispatch.hooks import Proceed, hook_calls
+from shardwise._tensor.dispatch.resolve import Slot
+from shardwise._tensor.dtensor import DTensor, name_of
+from shardwise.parallel.shard_module import shard_module
+from shardwise.simulation.memory import Memory
+from shardwise.simulation.one_rank import OneRank
+from shardwise.simulation.result import Recorded
+
+INPUT, PARAMETER, BUFFER, OP, BOUNDARY = "input", "parameter", "buffer", "op", "boundary"
+Step = Callable[[nn.Module], object]  # a forward, and the loss if there is one
+
+
+class Result(NamedTuple):
+    """A tensor that a node makes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Value(NamedTuple):
+    """A result of a node, by the numbers of both."""
+
+    node: int
+    result: int = 0
+
+
+@dataclass
+class Node:
+    """An op with its results, or a tensor that comes from elsewhere.
+
+    Attributes:
+        kind: INPUT, PARAMETER, BUFFER, OP, or BOUNDARY: a tensor that enters or leaves a module.
+        name: of a parameter; of an op, its function; of a boundary, the position or name of its argument.
+        module: the path of the module that it is made in.
+        results: what it makes.
+        operands: what it is made of.
+        args, kwargs: of the op, with a `Slot` for each operand.
+        is_output: whether a boundary leaves its module.
+        trains: whether a gradient passes it.
+        of_parameters: whether it depends on a parameter.
+    """
+
+    kind: str
+    name: str
+    module: str
+    results: tuple[Result, ...]
+    operands: tuple[Value, ...] = ()
+    func: Op | None = None
+    args: Args = ()
+    kwargs: Kwargs = field(default_factory=dict)
+    is_output: bool = False
+    trains: bool = False
+    of_parameters: bool = False
+
+
+@dataclass
+class ModuleGraph:
+    """The nodes of a step in the order of its ops.
+
+    Attributes:
+        outputs: what the step returns.
+        names: of each parameter all names, the first of which its node has.
+        leaves: paths of the modules without children.
+    """
+
+    nodes: list[Node]
+    outputs: list[Value]
+    names: dict[str, list[str]]
+    leaves: set[str]
+
+    def result(self, value: Value) -> Result:
+        return self.nodes[value.node].results[value.result]
+
+
+def without_values(module: nn.Module) -> nn.Module:
+    """A copy whose parameters and floating buffers have no values."""
+    memo: dict[int, object] = {}
+    for x in [*module.parameters(), *(x for x in module.buffers() if x.is_floating_point())]:
+        empty = torch.empty(x.shape, dtype=x.dtype)
+        memo[id(x)] = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
+    return copy.deepcopy(module, memo)
+
+
+def trace_module(module: nn.Module, step: Step) -> ModuleGraph:
+    """The graph of `step` of a copy of the module; nothing is allocated."""
+    state = torch.get_rng_state()
+    try:
+        with using(OneRank(0, 1, Recorded())), Memory(allocate=False):
+            model = shard_module(without_values(module), {}, mesh=Mesh((1,)), src_rank=None)
+            tracer = _Tracer(model)
+            tracer.follow_modules(model)
+            with hook_calls(tracer.call):
+                out = step(model)
+            outputs = [tracer.value(x) for x in pytree.tree_leaves(out) if isinstance(x, DTensor)]
+    finally:
+        torch.set_rng_state(state)
+    leaves = {path for path, part in model.named_modules() if not list(part.children())}
+    return ModuleGraph(tracer.nodes, outputs, tracer.names, leaves)
+
+
+class _Tracer:
+    """Notes nodes while the step runs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.nodes: list[Node] = []
+        self.names: dict[str, list[str]] = {}
+        self._known: dict[int, Value] = {}  # by the id of a tensor
+        self._kept: list[object] = []  # so that no id is used twice
+        self._paths = {id(part): path for path, part in model.named_modules()}
+        self._stack = [""]
+        first: dict[int, str] = {}
+        for name, p in model.named_parameters(remove_duplicate=False):
+            self.names.setdefault(first.setdefault(id(p), name), []).append(name)
+        by_name = dict(model.named_parameters())
+        for name in self.names:
+            p = by_name[name]
+            self._add(Node(PARAMETER, name, name.rpartition(".")[0], (), trains=p.requires_grad, of_parameters=True), p)
+        for name, b in model.named_buffers():
+            self._add(Node(BUFFER, name, name.rpartition(".")[0], ()), b)
+
+    def _add(self, node: Node, *results: Tensor) -> None:
+        node.results = tuple([Result(tuple(x.shape), x.dtype) for x in results])
+        for i, x in enumerate(results):
+            self._known[id(x)] = Value(len(self.nodes), i)
+        self._kept += results
+        self.nodes.append(node)
+
+    def value(self, x: Tensor) -> Value:
+        """The value of a tensor; one that no op made is an input."""
+        if id(x) not in self._known:
+            self._add(Node(INPUT, "", self._stack[-1], ()), x)
+        return self._known[id(x)]
+
+    # ---- ops --------------------------------------------------------------------------------------------------
+
+    def call(self, proceed: Proceed, func: Op, args: Args, kwargs: Kwargs) -> Any:
+        """Note a call, unless ops inside it were noted, or it returns what is known."""
+        before = len(self.nodes)
+        out = proceed()
+        results = [x for x in pytree.tree_leaves(out) if isinstance(x, DTensor)]
+        in_place = bool(results) and bool(args) and results[0] is args[0]
+        made_inside = any(node.kind == OP for node in self.nodes[before:])
+        if results and not made_inside and (not any(id(x) in self._known for x in results) or _writes(func, in_place)):
+            self._note(func, args, kwargs, results)
+        return out
+
+    def _note(self, func: Op, args: Args, kwargs: Kwargs, results: list[Any]) -> None:
+        operands: list[Value] = []
+
+        def slot(x: Any) -> Any:
+            if isinstance(x, Tensor):
+                operands.append(self.value(x))
+                return Slot(len(operands) - 1)
+            return type(x)([slot(y) for y in x]) if type(x) in (list, tuple) else x
+
+        slotted, named = tuple(map(slot, args)), {k: slot(x) for k, x in kwargs.items()}
+        sources = [self.nodes[x.node] for x in operands]
+        trains = any(x.trains for x in sources) and results[0].is_floating_point()
+        of_parameters = any(x.of_parameters for x in sources)
+        node = Node(OP, name_of(func), self._stack[-1], (), tuple(operands), func, slotted, named, False, trains,
+                    of_parameters)  # fmt: skip
+        self._add(node, *results)
+
+    # ---- modules ----------------------------------------------------------------------------------------------
+
+    def follow_modules(self, model: nn.Module) -> None:
+        """Follow which module runs, and give tensors that enter and leave modules nodes of their own."""
+        for module in model.modules():
+            module.register_forward_pre_hook(self._enter, with_kwargs=True)
+            module.register_forward_hook(self._leave)
+
+    def _enter(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
+        self._stack.append(self._paths[id(module)])
+        if not self._stack[-1] or not list(module.children()):
+            return None
+        entered = tuple([self._boundary(x, str(i), False) for i, x in enumerate(args)])
+        return entered, {name: self._boundary(x, name, False) for name, x in kwargs.items()}
+
+    def _leave(self, module: nn.Module, args: Args, out: Any) -> Any:
+        result = pytree.tree_map_only(DTensor, lambda x: self._boundary(x, "", True), out) if self._stack[-1] else out
+        self._stack.pop()
+        return result
+
+    def _boundary(self, x: Any, name: str, is_output: bool) -> Any:
+        """The same tensor as another object, whose node is a boundary."""
+        source = self.value(x) if isinstance(x, DTensor) else Value(-1)
+        node = self.nodes[source.node]
+        if source.node < 0 or not node.of_parameters or (is_output and node.kind == BOUNDARY):
+            return x
+        with DisableTorchFunctionSubclass():
+            alias = x.view_as(x)
+        alias.__class__, alias._layout = DTensor, x._layout
+        self._add(Node(BOUNDARY, name, self._stack[-1], (), (source,), None, (Slot(0),), {}, is_output, node.trains,
+                       True), alias)  # fmt: skip
+        return alias
+
+
+def _writes(func: Op, in_place: bool) -> bool:
+    return in_place and getattr(func, "__name__", "").endswith("_") and func is not Tensor.requires_grad_
+
+
+def flops_of(graph: ModuleGraph, node: Node) -> int:
+    """The floating-point operations of the forward of an op: of products; of attention, of both of its products."""
+    if node.kind != OP:
+        return 0
+    shapes = [graph.result(x).shape for x in node.operands]
+    out = prod(node.results[0].shape)
+    if node.name in ("linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm"):
+        return 2 * out * shapes[1 if node.name in ("addmm", "baddbmm") else 0][-1]
+    if node.name == "scaled_dot_product_attention":
+        return 2 * prod(shapes[0][:-1]) * shapes[1][-2] * (shapes[0][-1] + shapes[2][-1])
+    if node.name in ("conv1d", "conv2d", "conv3d"):
+        return 2 * out * prod(shapes[1][1:])
+    return 0
