@@ -26,7 +26,6 @@ class Choice:
         inputs: the placements that its operands get.
         outputs: those of its results.
         why: the reason of the row.
-        sends: whether its local implementation may communicate.
         alignment: shard offsets of operands are multiples of it.
         maps: whether a sharded dim of a result has another size than that of its operand, in proportion.
     """
@@ -34,7 +33,6 @@ class Choice:
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     why: str = ""
-    sends: bool = False
     alignment: int = 1
     maps: bool = False
 
@@ -75,8 +73,7 @@ def rows_of(graph: ModuleGraph, node: Node) -> list[Choice]:
     for row in rows:
         outputs = row.output if isinstance(row.output, tuple) else (row.output,) * len(node.results)
         if len(outputs) == len(node.results) and all(_is_usual(p) for p in (*row.inputs, *outputs)):
-            sends = row.local_impl not in (None, rule.replicated_impl)
-            found.append(Choice(row.inputs, outputs, row.why, sends, row.alignment, row.map_index is not None))
+            found.append(Choice(row.inputs, outputs, row.why, row.alignment, row.map_index is not None))
     return found
 
 

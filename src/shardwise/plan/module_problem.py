@@ -101,7 +101,7 @@ def _own_cost(costs: ModuleCosts, number: int, choice: Choice) -> float:
     if node.kind == PARAMETER:
         return costs.parameter(number, choice.outputs[0])
     ties = TIE * (sum(p == PARTIAL for p in choice.inputs) + sum(p == Shard(0) for p in choice.outputs))
-    return costs.compute(number, choice) + costs.exchange(number, choice) + ties
+    return min(costs.op(number, choice), REFUSED) + ties
 
 
 def _own_memory(costs: ModuleCosts, number: int, choice: Choice) -> float:
@@ -116,6 +116,7 @@ def _edge(costs: ModuleCosts, choices: list[list[Choice]], number: int, position
     value = node.operands[position]
     penalty, may_shard = _boundary(graph, node, value)
     stored = graph.nodes[value.node].kind == PARAMETER
+    is_result = Value(number) in plain_results(graph)
     found = np.zeros((len(choices[value.node]), len(choices[number])))
     for i, source in enumerate(choices[value.node]):
         for j, choice in enumerate(choices[number]):
@@ -124,7 +125,7 @@ def _edge(costs: ModuleCosts, choices: list[list[Choice]], number: int, position
                 refused = src == REPLICATE and isinstance(dst, Shard) and not may_shard
                 # Along the tensor axis parameters are used as they are stored; `fully_shard` gathers them.
                 refused |= src != REPLICATE if stored else dst == PARTIAL
-                found[i, j] = inf if refused else costs.redistribution(value, src, dst) + penalty
+                found[i, j] = inf if refused else costs.redistribution(value, src, dst, is_result) + penalty
     return np.minimum(found, REFUSED)
 
 
@@ -145,11 +146,21 @@ def _boundary(graph: ModuleGraph, node: Node, value: Value) -> tuple[float, bool
     return 100 * TIE, of_parameters.count(True) > 1 and source.kind != PARAMETER
 
 
+def plain_results(graph: ModuleGraph) -> list[Value]:
+    """What a step without a loss returns."""
+    return [] if _losses(graph) else graph.outputs
+
+
+def _losses(graph: ModuleGraph) -> list[Value]:
+    return [x for x in graph.outputs if not graph.result(x).shape]
+
+
 def _results_are_replicated(
     graph: ModuleGraph, choices: list[list[Choice]], problem: Problem, at: list[int], costs: ModuleCosts
 ) -> None:
     """The loss is replicated, or, without one, all results."""
-    losses = [x for x in graph.outputs if not graph.result(x).shape]
+    losses = _losses(graph)
     for value in losses or graph.outputs:
-        ends = [costs.redistribution(value, c.outputs[value.result], REPLICATE) for c in choices[value.node]]
+        placements = [c.outputs[value.result] for c in choices[value.node]]
+        ends = [costs.redistribution(value, p, REPLICATE, not losses) + TIE * (p != REPLICATE) for p in placements]
         problem.nodes[at[value.node]] = problem.nodes[at[value.node]] + np.minimum(ends, REFUSED)

@@ -7,7 +7,6 @@ dispatcher sees each op that runs by a rule, so the graph has the ops that dispa
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -218,17 +217,3 @@ class _Tracer:
 def _writes(func: Op, in_place: bool) -> bool:
     return in_place and getattr(func, "__name__", "").endswith("_") and func is not Tensor.requires_grad_
 
-
-def flops_of(graph: ModuleGraph, node: Node) -> int:
-    """The floating-point operations of the forward of an op: of products; of attention, of both of its products."""
-    if node.kind != OP:
-        return 0
-    shapes = [graph.result(x).shape for x in node.operands]
-    out = prod(node.results[0].shape)
-    if node.name in ("linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm"):
-        return 2 * out * shapes[1 if node.name in ("addmm", "baddbmm") else 0][-1]
-    if node.name == "scaled_dot_product_attention":
-        return 2 * prod(shapes[0][:-1]) * shapes[1][-2] * (shapes[0][-1] + shapes[2][-1])
-    if node.name in ("conv1d", "conv2d", "conv3d"):
-        return 2 * out * prod(shapes[1][1:])
-    return 0
