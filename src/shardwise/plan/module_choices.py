@@ -41,8 +41,16 @@ def replicated(node: Node) -> Choice:
     return Choice((REPLICATE,) * len(node.operands), (REPLICATE,) * len(node.results), "every rank has everything")
 
 
-def choices_of(graph: ModuleGraph, node: Node) -> list[Choice]:
-    """The choices of a node along the tensor axis, that of replicated operands first."""
+def all_choices(graph: ModuleGraph) -> list[list[Choice]]:
+    """The choices of each node along the tensor axis, that of replicated operands first."""
+    found: list[list[Choice]] = []
+    for number, node in enumerate(graph.nodes):
+        first = graph.first[number]
+        found.append(found[first] if first < number else _choices_of(graph, node))
+    return found
+
+
+def _choices_of(graph: ModuleGraph, node: Node) -> list[Choice]:
     found = [replicated(node)]
     if not node.of_parameters:  # made of plain tensors, which every rank has
         return found
@@ -91,7 +99,10 @@ def is_view(node: Node) -> bool:
 def data_choices(graph: ModuleGraph, rows: Collection[int]) -> list[Choice]:
     """For each node how it runs along the data axis, if inputs with so many rows are sharded."""
     found: list[Choice] = []
-    for node in graph.nodes:
+    for number, node in enumerate(graph.nodes):
+        if graph.first[number] < number:
+            found.append(found[graph.first[number]])
+            continue
         if node.kind in (PARAMETER, BUFFER, INPUT):
             shape = node.results[0].shape
             sharded = node.kind == INPUT and shape and shape[0] in rows
@@ -109,6 +120,9 @@ def data_choices(graph: ModuleGraph, rows: Collection[int]) -> list[Choice]:
 # ---- units ----------------------------------------------------------------------------------------------------------
 
 
+Dim = tuple[Value, int]
+
+
 class Units:
     """Into how many equal units each dim may be divided, such as the heads of a projection.
 
@@ -117,34 +131,46 @@ class Units:
     """
 
     def __init__(self, graph: ModuleGraph, choices: list[list[Choice]]) -> None:
-        self._above: dict[tuple[Value, int], tuple[Value, int]] = {}
-        self._count: dict[tuple[Value, int], int] = defaultdict(int)
+        self._above: dict[Dim, Dim] = {}
+        self._count: dict[Dim, int] = defaultdict(int)
         self._graph = graph
-        allowed: list[tuple[tuple[Value, int], int]] = []
-        for number, (node, own) in enumerate(zip(graph.nodes, choices, strict=True)):
-            results = [Value(number, i) for i in range(len(node.results))]
-            for choice in own:
-                dims = [(x, p.dim % len(graph.result(x).shape)) for x, p in
-                        zip((*node.operands, *results), (*choice.inputs, *choice.outputs), strict=True)
-                        if isinstance(p, Shard) and graph.result(x).shape]  # fmt: skip
-                sizes = [graph.result(x).shape[d] for x, d in dims]
-                for dim, size in zip(dims[1:], sizes[1:], strict=True):
-                    if size == sizes[0] or choice.maps or dim[0] in node.operands:
-                        self._join(dims[0], dim)
-                for (x, d) in dims:
-                    size = graph.result(x).shape[d]
-                    unit = choice.alignment if x in node.operands and size % choice.alignment == 0 else 1
-                    allowed.append(((x, d), size // unit))
+        allowed: list[tuple[Dim, int]] = []
+        for number, node in enumerate(graph.nodes):
+            if graph.first[number] == number:
+                for choice in choices[number]:
+                    allowed += self._join_dims_of(number, node, choice)
         for dim, count in allowed:
             top = self._top(dim)
             self._count[top] = gcd(self._count[top], count)
 
-    def _top(self, dim: tuple[Value, int]) -> tuple[Value, int]:
+    def _join_dims_of(self, number: int, node: Node, choice: Choice) -> list[tuple[Dim, int]]:
+        """Join the dims that a row shards; how many units each of them allows."""
+        found: list[tuple[Dim, int]] = []
+        results = [Value(number, i) for i in range(len(node.results))]
+        placements = zip((*node.operands, *results), (*choice.inputs, *choice.outputs), strict=True)
+        for position, (value, placement) in enumerate(placements):
+            shape = self._graph.result(value).shape
+            if isinstance(placement, Shard) and shape:
+                size, is_operand = shape[placement.dim], position < len(node.operands)
+                unit = choice.alignment if is_operand and size % choice.alignment == 0 else 1
+                dim = self._shared(value), placement.dim % len(shape)
+                if found and (choice.maps or is_operand or size == self._length(found[0][0])):
+                    self._join(found[0][0], dim)
+                found.append((dim, size // unit))
+        return found
+
+    def _shared(self, value: Value) -> Value:
+        return Value(self._graph.first[value.node], value.result)
+
+    def _length(self, dim: Dim) -> int:
+        return self._graph.result(dim[0]).shape[dim[1]]
+
+    def _top(self, dim: Dim) -> Dim:
         while dim in self._above:
             dim = self._above[dim]
         return dim
 
-    def _join(self, a: tuple[Value, int], b: tuple[Value, int]) -> None:
+    def _join(self, a: Dim, b: Dim) -> None:
         a, b = self._top(a), self._top(b)
         if a != b:
             self._above[a] = b
@@ -152,7 +178,7 @@ class Units:
     def size(self, value: Value, dim: int) -> int:
         """The elements of one unit along a dim."""
         length = self._graph.result(value).shape[dim]
-        count = self._count.get(self._top((value, dim)), 0)
+        count = self._count.get(self._top((self._shared(value), dim)), 0)
         return length // count if count and length % count == 0 else 1
 
     def shard(self, value: Value, dim: int, ranks: int) -> Shard:

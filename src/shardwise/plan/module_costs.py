@@ -5,7 +5,6 @@ optimizer, one after the other: nothing overlaps. A simulated rank makes each re
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import inf, prod
 
 import torch
@@ -26,27 +25,18 @@ from shardwise.plan.topology import Topology
 BUCKET = 25 << 20  # bytes of gradients, or of parameters, that are sent together
 
 
-@dataclass(frozen=True)
-class Training:
-    """How parameters are trained.
+class ModuleCosts:
+    """The costs of choices on a mesh of the data axis and the tensor axis.
 
     Args:
-        state_bytes: of the states of the optimizer, for each element; AdamW in float32 has 8.
-        fully_shard: whether parameters, gradients and states are sharded along the data axis.
+        state_bytes: of the states of the optimizer, for each element of a parameter.
     """
 
-    state_bytes: int = 8
-    fully_shard: bool = False
-
-
-class ModuleCosts:
-    """The costs of choices on a mesh of the data axis and the tensor axis."""
-
     def __init__(
-        self, graph: ModuleGraph, units: Units, data: list[Choice], mesh: Mesh, topology: Topology, training: Training
+        self, graph: ModuleGraph, units: Units, data: list[Choice], mesh: Mesh, topology: Topology, state_bytes: int
     ) -> None:
         self.graph, self.units, self.data = graph, units, data
-        self.mesh, self.topology, self.training = mesh, topology, training
+        self.mesh, self.topology, self.state_bytes = mesh, topology, state_bytes
         self.costs, self.clock = topology.costs, RankClock(mesh, topology)
         self._redistributions: dict[object, float] = {}
         self._ops: dict[object, float] = {}
@@ -133,26 +123,27 @@ class ModuleCosts:
                 torch.autograd.grad(trained, [x for x in operands if x.requires_grad], gradients, allow_unused=True)
         return forward + self.clock.seconds().total
 
+    def sum_of_gradients(self, value: Value, placement: Placement, consumers: int) -> float:
+        """Seconds of adding the gradients of the ops that take a value."""
+        return 3 * max(consumers - 1, 0) * self.local_bytes(value, placement) / self.topology.memory_bandwidth
+
     # ---- parameters -------------------------------------------------------------------------------------------
 
-    def parameter(self, number: int, placement: Placement) -> float:
+    def parameter(self, number: int, placement: Placement, fully_shard: bool) -> float:
         """Seconds of reducing the gradient of a parameter, of all-gathering it if it is fully sharded, and of AdamW."""
         node, value = self.graph.nodes[number], Value(number)
         if not node.trains:
             return 0.0
-        size, at_rest = self.local_bytes(value, placement), self.local_bytes(value, placement) * self._at_rest
+        size = self.local_bytes(value, placement)
+        at_rest = size / self.mesh.shape[0] if fully_shard else size
         elements = at_rest / node.results[0].dtype.itemsize
-        touched = 2 * at_rest + elements * self.training.state_bytes
+        touched = 2 * at_rest + elements * self.state_bytes
         found = touched / self.topology.memory_bandwidth
         axes = [0] * (self.mesh.shape[0] > 1) + [1] * (placement == REPLICATE and self.mesh.shape[1] > 1)
-        if self.training.fully_shard and 0 in axes:
+        if fully_shard and 0 in axes:
             found += 2 * self._collective("all_gather", [0], size) + self._collective("reduce_scatter", [0], size)
             size, axes = at_rest, axes[1:]
         return found + self._collective("all_reduce", axes, size)
-
-    @property
-    def _at_rest(self) -> float:
-        return 1 / self.mesh.shape[0] if self.training.fully_shard else 1.0
 
     def _collective(self, kind: str, axes: list[int], size: float) -> float:
         """Seconds of a collective along axes of `size` bytes, as a part of a bucket."""
@@ -164,10 +155,11 @@ class ModuleCosts:
 
     # ---- memory -----------------------------------------------------------------------------------------------
 
-    def state_memory(self, number: int, placement: Placement) -> float:
+    def state_memory(self, number: int, placement: Placement, fully_shard: bool) -> float:
         """Bytes of a parameter, its gradient and its optimizer states."""
-        node, size = self.graph.nodes[number], self.local_bytes(Value(number), placement) * self._at_rest
-        return size * (2 + self.training.state_bytes / node.results[0].dtype.itemsize) if node.trains else size
+        node, size = self.graph.nodes[number], self.local_bytes(Value(number), placement)
+        size /= self.mesh.shape[0] if fully_shard else 1
+        return size * (2 + self.state_bytes / node.results[0].dtype.itemsize) if node.trains else size
 
     def activation_memory(self, number: int, choice: Choice) -> float:
         """Bytes of the results of an op that are kept for backward."""

@@ -44,7 +44,7 @@ class StepPrice:
 
 
 def price_step(
-    module: nn.Module, apply: Callable[[nn.Module, Mesh], object], step: Step, mesh: Mesh, topology: Topology
+    module: nn.Module, apply: Callable[[nn.Module], object], step: Step, mesh: Mesh, topology: Topology
 ) -> StepPrice:
     """The modelled step of rank 0 of `mesh`.
 
@@ -56,7 +56,7 @@ def price_step(
     roles = Roles(clock.memory)
     with roles.watching(), clock.running():
         model = without_values(module)
-        apply(model, mesh)
+        apply(model)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         _train(model, step, optimizer)  # in which the optimizer makes its states
         gc.collect()

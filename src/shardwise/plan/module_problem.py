@@ -1,10 +1,10 @@
-"""The problem of choices of a graph: repeated blocks share theirs.
+"""The problem of the choices of a graph on one mesh, and its solution.
 
-Blocks are children of a list of modules. Two that run the same ops on the same shapes are one block that is counted
-twice: each of its nodes has one choice.
+Nodes that share a choice are one node of the problem, with the costs of all of them.
 """
 
-from collections import defaultdict
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 
@@ -20,50 +20,29 @@ REFUSED = 1e6  # seconds
 TIE = 1e-9  # seconds: of equal costs the plan that is written in the fewest words
 
 
-def shared_choices(graph: ModuleGraph) -> list[int]:
-    """For each node the first node that shares its choice."""
-    blocks: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for number, node in enumerate(graph.nodes):
-        parts = node.module.split(".")
-        for depth, part in enumerate(parts):
-            if part.isdigit():
-                blocks[".".join(parts[:depth]), part].append(number)
-    first = list(range(len(graph.nodes)))
-    known: dict[object, list[int]] = {}
-    for (parent, _), numbers in blocks.items():
-        same = known.setdefault((parent, _signature(graph, numbers)), numbers)
-        for number, model in zip(numbers, same, strict=True):
-            first[number] = min(first[number], first[model])
-    return first
-
-
-def _signature(graph: ModuleGraph, numbers: list[int]) -> object:
-    inside = {number: position for position, number in enumerate(numbers)}
-    return tuple(
-        (node.kind, node.func, tuple(node.results), repr(node.args), repr(node.kwargs), node.is_output,
-         tuple([(inside.get(x.node, -1), x.result, graph.result(x)) for x in node.operands]))
-        for node in (graph.nodes[number] for number in numbers)
-    )  # fmt: skip
-
-
 @dataclass(frozen=True)
 class ModuleProblem:
     """The choices of a graph on one mesh, and what they cost.
 
     Attributes:
-        first: for each node the node that shares its choice.
         memory: bytes of each choice, of all nodes that share it.
     """
 
     graph: ModuleGraph
     choices: list[list[Choice]]
-    first: list[int]
     seconds: Problem
     memory: list[Array]
 
-    def solve(self, price: float = 0.0) -> Solution:
-        """The cheapest choices if a byte of memory costs `price` seconds."""
+    def solve(self, price: float = 0.0, forced: tuple[int, int] | None = None) -> Solution:
+        """The cheapest choices if a byte of memory costs `price` seconds.
+
+        Args:
+            forced: a node of the problem, and the choice that it has.
+        """
         nodes = [a + price * b for a, b in zip(self.seconds.nodes, self.memory, strict=True)]
+        if forced is not None:
+            node, choice = forced
+            nodes[node] = np.where(np.arange(len(nodes[node])) == choice, nodes[node], REFUSED)
         return solve(Problem(nodes, self.seconds.edges))
 
     def bytes(self, solution: Solution) -> float:
@@ -71,21 +50,31 @@ class ModuleProblem:
 
     def chosen(self, solution: Solution) -> list[Choice]:
         """The choice of each node."""
-        of = dict(zip(sorted(set(self.first)), solution.choices, strict=True))
-        return [own[of[self.first[i]]] for i, own in enumerate(self.choices)]
+        first = self.graph.first
+        of = dict(zip(sorted(set(first)), solution.choices, strict=True))
+        return [own[of[first[i]]] for i, own in enumerate(self.choices)]
 
 
-def module_problem(graph: ModuleGraph, choices: list[list[Choice]], costs: ModuleCosts) -> ModuleProblem:
-    """The problem of the choices of a graph on the mesh of `costs`."""
-    first = shared_choices(graph)
-    index = {node: i for i, node in enumerate(sorted(set(first)))}
-    problem = Problem([np.zeros(len(choices[node])) for node in index])
-    memory = [np.zeros(len(choices[node])) for node in index]
+def module_problem(
+    choices: list[list[Choice]], costs: ModuleCosts, fully_shard: bool, limit: float = inf
+) -> ModuleProblem | float:
+    """The problem of the choices of the graph of `costs`, with or without `fully_shard` along the data axis.
+
+    Or the seconds of the cheapest choice of each node, without redistributions, if these are not below the limit.
+    """
+    graph, first = costs.graph, costs.graph.first
+    count = Counter(first)
+    index = {node: i for i, node in enumerate(sorted(count))}
+    consumers = Counter(x for node in graph.nodes if node.trains for x in dict.fromkeys(node.operands))
+    problem = Problem([count[i] * np.array([_own_cost(costs, i, c, fully_shard, consumers) for c in choices[i]])
+                       for i in index])  # fmt: skip
+    least = sum(float(own.min()) for own in problem.nodes)
+    if least >= limit:
+        return least
+    memory = [count[i] * np.array([_own_memory(costs, i, c, fully_shard) for c in choices[i]]) for i in index]
     known: dict[object, Array] = {}
     for number, node in enumerate(graph.nodes):
         at = index[first[number]]
-        problem.nodes[at] = problem.nodes[at] + [_own_cost(costs, number, c) for c in choices[number]]
-        memory[at] = memory[at] + [_own_memory(costs, number, c) for c in choices[number]]
         for position, value in enumerate(node.operands):
             source = index[first[value.node]]
             key = source, at, position, value.result
@@ -93,20 +82,24 @@ def module_problem(graph: ModuleGraph, choices: list[list[Choice]], costs: Modul
                 known[key] = _edge(costs, choices, number, position)
             problem.add(source, at, known[key])
     _results_are_replicated(graph, choices, problem, [index[i] for i in first], costs)
-    return ModuleProblem(graph, choices, first, problem, memory)
+    return ModuleProblem(graph, choices, problem, memory)
 
 
-def _own_cost(costs: ModuleCosts, number: int, choice: Choice) -> float:
+def _own_cost(
+    costs: ModuleCosts, number: int, choice: Choice, fully_shard: bool, consumers: Mapping[Value, int]
+) -> float:
     node = costs.graph.nodes[number]
     if node.kind == PARAMETER:
-        return costs.parameter(number, choice.outputs[0])
+        return costs.parameter(number, choice.outputs[0], fully_shard)
     ties = TIE * (sum(p == PARTIAL for p in choice.inputs) + sum(p == Shard(0) for p in choice.outputs))
+    for i, placement in enumerate(choice.outputs if node.trains else ()):
+        ties += costs.sum_of_gradients(Value(number, i), placement, consumers[Value(number, i)])
     return min(costs.op(number, choice), REFUSED) + ties
 
 
-def _own_memory(costs: ModuleCosts, number: int, choice: Choice) -> float:
+def _own_memory(costs: ModuleCosts, number: int, choice: Choice, fully_shard: bool) -> float:
     if costs.graph.nodes[number].kind == PARAMETER:
-        return costs.state_memory(number, choice.outputs[0])
+        return costs.state_memory(number, choice.outputs[0], fully_shard)
     return costs.activation_memory(number, choice)
 
 

@@ -16,12 +16,14 @@ from shardwise.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
+    PrepareModuleInputOutput,
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
 )
 from shardwise.parallel.styles import INPUT_FEATURES, OUTPUT_FEATURES, WEIGHT_DIMS, forward_arguments
-from shardwise.plan.module_choices import Choice, Units
+from shardwise.plan.module_choices import Choice
+from shardwise.plan.module_costs import ModuleCosts
 from shardwise.plan.module_trace import BOUNDARY, OP, PARAMETER, ModuleGraph, Node, Value
 
 Entry = ParallelStyle | Placement
@@ -29,10 +31,11 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def plan_of_choices(
-    module: nn.Module, graph: ModuleGraph, units: Units, chosen: list[Choice], data: list[Choice], ranks: int
+    module: nn.Module, costs: ModuleCosts, chosen: list[Choice]
 ) -> dict[str, Entry]:
-    """The plan that leads to these choices along a tensor axis of so many ranks."""
-    found = _Styles(module, graph, units, chosen, data, ranks).entries()
+    """The plan that leads to these choices."""
+    graph = costs.graph
+    found = _Styles(module, costs, chosen).entries()
     names = {name for names in graph.names.values() for name in names}
     return as_globs(found, [*dict(module.named_modules(remove_duplicate=False)), *names])
 
@@ -40,10 +43,10 @@ def plan_of_choices(
 class _Styles:
     """The styles of the modules of a graph."""
 
-    def __init__(
-        self, module: nn.Module, graph: ModuleGraph, units: Units, chosen: list[Choice], data: list[Choice], ranks: int
-    ) -> None:
-        self.graph, self.units, self.chosen, self.data, self.ranks = graph, units, chosen, data, ranks
+    def __init__(self, module: nn.Module, costs: ModuleCosts, chosen: list[Choice]) -> None:
+        graph = self.graph = costs.graph
+        self.units, self.data, self.chosen = costs.units, costs.data, chosen
+        self.data_ranks, self.ranks = costs.mesh.shape
         self.modules = dict(module.named_modules(remove_duplicate=False))
         by_first = {node.name: number for number, node in enumerate(graph.nodes) if node.kind == PARAMETER}
         self.parameters = {name: by_first[first] for first, names in graph.names.items() for name in names}
@@ -101,7 +104,7 @@ class _Styles:
         weight = self.parameters[f"{path}.weight" if path else "weight"]
         unit = self._unit(Value(weight), dim)
         node = next(n for n in map(self.graph.nodes.__getitem__, self.inside[path]) if n.kind == OP)
-        everywhere = (REPLICATE,) * 2 if self._is_on_each_shard(node) else None
+        everywhere = (REPLICATE,) * 2 if self.data_ranks > 1 and self._is_on_each_shard(node) else None
         is_output = any(self.graph.nodes[x.node].module == path for x in self.graph.outputs)
         options: dict[str, object] = {} if is_output else {"use_local_output": False}
         options |= {"unit": unit} if unit > 1 else {}
@@ -199,8 +202,6 @@ def as_globs(entries: Mapping[str, list[Entry]], paths: list[str]) -> dict[str, 
 
 def _joined(entries: list[Entry]) -> Entry:
     """One style for what enters a module and what leaves it."""
-    from shardwise.parallel import PrepareModuleInputOutput
-
     enter, leave = entries
     assert isinstance(enter, PrepareModuleInput) and isinstance(leave, PrepareModuleOutput)
     return PrepareModuleInputOutput(

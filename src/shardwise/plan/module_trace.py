@@ -5,6 +5,7 @@ dispatcher sees each op that runs by a rule, so the graph has the ops that dispa
 """
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -80,12 +81,14 @@ class ModuleGraph:
         outputs: what the step returns.
         names: of each parameter all names, the first of which its node has.
         leaves: paths of the modules without children.
+        first: for each node the first one that shares its choice.
     """
 
     nodes: list[Node]
     outputs: list[Value]
     names: dict[str, list[str]]
     leaves: set[str]
+    first: list[int]
 
     def result(self, value: Value) -> Result:
         return self.nodes[value.node].results[value.result]
@@ -114,7 +117,7 @@ def trace_module(module: nn.Module, step: Step) -> ModuleGraph:
     finally:
         torch.set_rng_state(state)
     leaves = {path for path, part in model.named_modules() if not list(part.children())}
-    return ModuleGraph(tracer.nodes, outputs, tracer.names, leaves)
+    return ModuleGraph(tracer.nodes, outputs, tracer.names, leaves, _shared(tracer.nodes))
 
 
 class _Tracer:
@@ -217,3 +220,35 @@ class _Tracer:
 def _writes(func: Op, in_place: bool) -> bool:
     return in_place and getattr(func, "__name__", "").endswith("_") and func is not Tensor.requires_grad_
 
+
+# ---- repeated blocks ------------------------------------------------------------------------------------------------
+
+
+def _shared(nodes: list[Node]) -> list[int]:
+    """For each node the first node that shares its choice.
+
+    Blocks are children of a list of modules. Blocks that run the same ops on the same shapes share the choices of all
+    their nodes.
+    """
+    blocks: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for number, node in enumerate(nodes):
+        parts = node.module.split(".")
+        for depth, part in enumerate(parts):
+            if part.isdigit():
+                blocks[".".join(parts[:depth]), part].append(number)
+    first = list(range(len(nodes)))
+    known: dict[object, list[int]] = {}
+    for (parent, _), numbers in blocks.items():
+        same = known.setdefault((parent, _signature(nodes, numbers)), numbers)
+        for number, model in zip(numbers, same, strict=True):
+            first[number] = min(first[number], first[model])
+    return first
+
+
+def _signature(nodes: list[Node], numbers: list[int]) -> object:
+    inside = {number: position for position, number in enumerate(numbers)}
+    return tuple(
+        (node.kind, node.func, tuple(node.results), repr(node.args), repr(node.kwargs), node.is_output,
+         tuple([(inside.get(x.node, -1), x.result, nodes[x.node].results[x.result]) for x in node.operands]))
+        for node in (nodes[number] for number in numbers)
+    )  # fmt: skip

@@ -1,0 +1,229 @@
+"""`plan_module`: the plan of `parallelize_module` and `fully_shard` for a module on a machine, with its bound and reasons."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import nn
+
+from shardwise import _collectives as collectives
+from shardwise._layout import Mesh, checked
+from shardwise._layout.parse import parse_mesh, read_toml
+from shardwise._pictures.labels import bytes_text
+from shardwise._pictures.report import Report, table_text
+from shardwise.errors import PlanError, did_you_mean
+from shardwise.parallel import fully_shard, parallelize_module
+from shardwise.plan.module_price import StepPrice, price_step
+from shardwise.plan.module_search import Inputs, Loss, Reason, Search, Tried, reasons_of, step_of
+from shardwise.plan.module_styles import Entry, plan_of_choices
+from shardwise.plan.module_text import code_of, entry_of_toml, entry_text, toml_of
+from shardwise.plan.topology import Topology
+
+FORMAT = "shardwise module plan 1"
+
+
+@dataclass(frozen=True, repr=False)
+class ModulePlan(Report):
+    """Where the parameters of a module go, and how its activations are sharded. `str()` is a text with tables.
+
+    Attributes:
+        mesh: of the axis "tp", or of "dp" and "tp"; or the one that was given.
+        styles: the plan for `parallelize_module`.
+        units: paths of the modules for `fully_shard` along the first axis; "" is the module itself.
+        seconds: of a modelled step, in which nothing overlaps.
+        bound: seconds that no plan of these choices falls below, on any shape of the mesh that was tried.
+        memory: bytes of a rank: parameters, gradients, states, results of ops.
+        reasons: for each parameter.
+        tried: shapes of the mesh.
+    """
+
+    mesh: Mesh
+    styles: Mapping[str, Entry]
+    units: tuple[str, ...] = ()
+    seconds: float = 0.0
+    bound: float = 0.0
+    memory: float = 0.0
+    reasons: tuple[Reason, ...] = field(default=(), compare=False)
+    tried: tuple[Tried, ...] = field(default=(), compare=False)
+
+    @property
+    def gap(self) -> float:
+        """How much faster a better plan may be at most, as a part of the bound."""
+        return self.seconds / self.bound - 1 if self.bound else 0.0
+
+    def apply(self, module: nn.Module, *, src_data_rank: int | None = 0) -> nn.Module:
+        """Parallelise the module in place, on all ranks of the mesh; make the optimizer afterwards.
+
+        Raises:
+            PlanError: the module has other parts than the one that was planned.
+        """
+        parallelize_module(module, self.mesh, dict(self.styles), src_data_rank=src_data_rank)
+        for path in self.units:
+            data = self.mesh.submesh((0,), collectives.rank())
+            fully_shard(module.get_submodule(path), mesh=data, src_data_rank=src_data_rank)
+        return module
+
+    def as_code(self) -> str:
+        """Python code that applies the plan to `model`."""
+        return code_of(self.mesh, self.styles, self.units)
+
+    def as_toml(self) -> str:
+        """The plan as a file, which `ModulePlan.read` reads."""
+        return toml_of(FORMAT, self.mesh, self.styles, self.units)
+
+    @classmethod
+    @checked
+    def read(cls, path: str | Path) -> "ModulePlan":
+        """The plan of a file that has the text of `as_toml`.
+
+        Raises:
+            PlanError: it cannot be read, or is no such file.
+        """
+        path = Path(path)
+        content = read_toml(path)
+        if content.get("format") != FORMAT:
+            raise PlanError(f"{path}: format is {content.get('format')!r}. Fix: a file with format = {FORMAT!r}.")
+        try:
+            styles = {key: entry_of_toml(entry) for key, entry in content.get("plan", {}).items()}
+            return cls(parse_mesh(content["mesh"]), styles, tuple(content.get("units", ())))
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(f"{path}: {error}. Fix: a plan as `as_toml` writes it.") from error
+
+    @checked
+    def explain(self, name: str) -> str:
+        """Why a parameter is placed as it is, and what the next best placement costs.
+
+        Raises:
+            PlanError: there is no such parameter.
+        """
+        known = {each: reason for reason in self.reasons for each in reason.names}
+        if name not in known:
+            raise PlanError(f"The plan has no reason for {name!r}.{did_you_mean(name, known)} Fix: a parameter's name.")
+        reason = known[name]
+        text = f"{name} is {reason.placement}" + (f": {reason.why}." if reason.why else ".")
+        if reason.next_best is not None:
+            text += f" The next best is {reason.next_best}: {_change(reason)}."
+        return text
+
+    def text(self, width: int | None = None, colour: bool = False) -> str:
+        """Tables of the plan, of its reasons, and of shapes of the mesh."""
+        lines = [
+            f"{self.mesh}: a step of {self.seconds * 1e3:.3g} ms, at most {self.gap:.1%} above the bound; "
+            f"{bytes_text(self.memory)} a rank"
+        ]
+        styles = [(key or '""', entry_text(entry)) for key, entry in self.styles.items()]
+        lines += ["", table_text([("path", "plan"), *styles], "ll", width)]
+        if self.units:
+            lines += ["", f"fully_shard along axis 0: {', '.join(unit or 'the module' for unit in self.units)}"]
+        if self.reasons:
+            rows = [(_names(r), str(r.placement), str(r.next_best or ""), _change(r)) for r in self.reasons]
+            lines += ["", table_text([("parameter", "placement", "next best", "costs"), *rows], "llll", width)]
+        if len(self.tried) > 1:
+            shapes = [(f"{a} x {b}", _seconds(t)) for t in self.tried for a, b in [t.shape]]
+            lines += ["", table_text([("dp x tp", "ms of a step"), *shapes], "lr", width)]
+        return "\n".join(lines)
+
+
+def _names(reason: Reason) -> str:
+    return reason.names[0] + (f" and {len(reason.names) - 1} more" if reason.names[1:] else "")
+
+
+def _change(reason: Reason) -> str:
+    if reason.next_best is None:
+        return ""
+    sign = "-" if reason.more_bytes < 0 else "+"
+    return f"{reason.more_seconds * 1e3:+.3g} ms, {sign}{bytes_text(abs(reason.more_bytes))} a rank"
+
+
+def _seconds(tried: Tried) -> str:
+    if tried.seconds is None:
+        return "does not fit"
+    return f"{'at least ' if tried.is_bound else ''}{tried.seconds * 1e3:.3g}"
+
+
+# ---- planning -------------------------------------------------------------------------------------------------------
+
+
+@checked
+def plan_module(
+    module: nn.Module,
+    topology: Topology,
+    inputs: Inputs,
+    *,
+    mesh: Mesh | None = None,
+    loss: Loss | None = None,
+    head_room: float = 0.1,
+    state_bytes: int = 8,
+) -> ModulePlan:
+    """The plan with the shortest modelled step that fits the memory of a rank.
+
+        plan = plan_module(model, Topology.preset("H100"), (tokens,), loss=lambda logits: cross_entropy(logits, …))
+        print(plan)
+        plan.apply(model)
+
+    One forward is traced without memory, and each op, redistribution and reduction is timed once on a simulated rank.
+    Equal blocks share their choices. Along the tensor axis parameters are used as they are stored; along the data axis
+    they are replicated or fully sharded, and activations are the rank's part of the batch.
+
+    Args:
+        module: on any device, also meta; nothing of it changes.
+        topology: the machine.
+        inputs: of the forward, of the batch of all ranks, by position or by name; meta tensors will do.
+        mesh: of one axis, the tensor axis, or of a data axis and a tensor axis; None tries all shapes.
+        loss: from the output of the forward to a number. None: the output is one, or is replicated.
+        head_room: the part of the memory that stays free.
+        state_bytes: of the states of the optimizer for each element of a parameter; AdamW in float32 has 8.
+
+    Raises:
+        PlanError: nothing fits; the message says how much is missing. Or inputs without a tensor, a mesh of other axes.
+    """
+    search = Search(module, topology, inputs, loss, topology.memory * (1 - head_room), state_bytes)
+    found = search.run(_shapes(topology, mesh, search.rows[0]))
+    shape = found.costs.mesh.shape
+    chosen = found.problem.chosen(found.solution)
+    styles = plan_of_choices(module, found.costs, chosen)
+    if mesh is None:
+        mesh = Mesh(shape, names=("dp", "tp")) if shape[0] > 1 else Mesh(shape[1:], names=("tp",))
+    units = _units(module) if found.fully_shard else ()
+    return ModulePlan(
+        mesh, styles, units, found.seconds, search.bound, found.bytes, tuple(reasons_of(found)), tuple(search.tried)
+    )
+
+
+@checked
+def price_module(
+    module: nn.Module, plan: ModulePlan, topology: Topology, inputs: Inputs, *, loss: Loss | None = None
+) -> StepPrice:
+    """The modelled step of a plan, also of one that was written by hand: the real program on one simulated rank.
+
+        by_hand = ModulePlan(Mesh((4,)), {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        price_module(model, by_hand, topology, (batch,)).seconds
+
+    Args: as of `plan_module`.
+    """
+    data_ranks = plan.mesh.shape[0] if plan.mesh.ndim > 1 else 1
+    step = step_of(inputs, loss, data_ranks)
+    return price_step(module, lambda model: plan.apply(model, src_data_rank=None), step, plan.mesh, topology)
+
+
+def _shapes(topology: Topology, mesh: Mesh | None, rows: int) -> list[tuple[int, int]]:
+    """The shapes to try: those that put few hosts on the tensor axis first."""
+    if mesh is None:
+        sizes = [n for n in range(1, topology.ranks + 1) if topology.ranks % n == 0]
+        found = [(topology.ranks // n, n) for n in sizes if topology.ranks // n <= rows]
+        return sorted(found, key=lambda shape: abs(shape[1] - topology.ranks_per_host))
+    if mesh.ndim > 2 or mesh.size() != topology.ranks:
+        raise PlanError(
+            f"plan_module takes a mesh of {topology.ranks} ranks, those of the topology, and of one or two axes, got "
+            f"{mesh}. Fix: a data axis and a tensor axis, such as Mesh((2, {topology.ranks // 2 or 1}))."
+        )
+    return [(mesh.shape[0], mesh.shape[1]) if mesh.ndim == 2 else (1, mesh.shape[0])]
+
+
+def _units(module: nn.Module) -> tuple[str, ...]:
+    """Each child of the lists of the module, then the module itself."""
+    lists = [path for path, part in module.named_modules() if isinstance(part, nn.ModuleList)]
+    outermost = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
+    blocks = [f"{path}.{name}" for path in outermost for name, part in module.get_submodule(path).named_children()
+              if any(True for _ in part.parameters())]  # fmt: skip
+    return (*blocks, "")
