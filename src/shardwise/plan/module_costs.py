@@ -129,37 +129,37 @@ class ModuleCosts:
 
     # ---- parameters -------------------------------------------------------------------------------------------
 
-    def parameter(self, number: int, placement: Placement, fully_shard: bool) -> float:
-        """Seconds of reducing the gradient of a parameter, of all-gathering it if it is fully sharded, and of AdamW."""
+    def parameter(self, number: int, placement: Placement, reshard: bool) -> float:
+        """Seconds of all-gathering a parameter along the data axis, of reducing its gradient, and of AdamW."""
         node, value = self.graph.nodes[number], Value(number)
         if not node.trains:
             return 0.0
         size = self.local_bytes(value, placement)
-        at_rest = size / self.mesh.shape[0] if fully_shard else size
+        at_rest = size / self.mesh.shape[0]
         elements = at_rest / node.results[0].dtype.itemsize
         touched = 2 * at_rest + elements * self.state_bytes
         found = touched / self.topology.memory_bandwidth
-        axes = [0] * (self.mesh.shape[0] > 1) + [1] * (placement == REPLICATE and self.mesh.shape[1] > 1)
-        if fully_shard and 0 in axes:
-            found += 2 * self._collective("all_gather", [0], size) + self._collective("reduce_scatter", [0], size)
-            size, axes = at_rest, axes[1:]
-        return found + self._collective("all_reduce", axes, size)
+        found += (1 + reshard) * self._collective("all_gather", 0, size) + self._collective("reduce_scatter", 0, size)
+        return found + (self._collective("all_reduce", 1, at_rest) if placement == REPLICATE else 0.0)
 
-    def _collective(self, kind: str, axes: list[int], size: float) -> float:
-        """Seconds of a collective along axes of `size` bytes, as a part of a bucket."""
-        if not axes or not size:
+    def _collective(self, kind: str, axis: int, size: float) -> float:
+        """Seconds of a collective of `size` bytes along an axis, as a part of a bucket."""
+        if self.mesh.shape[axis] == 1:
             return 0.0
-        group = self.mesh.sorted_ranks if len(axes) == self.mesh.ndim else tuple(sorted(self.mesh.axis_ranks(0, axes[0])))
+        group = tuple(sorted(self.mesh.axis_ranks(0, axis)))
         received = BUCKET * (len(group) - 1) / len(group) * (2 if kind == "all_reduce" else 1)
         return self.costs.seconds(kind, group, self.mesh.sorted_ranks, received) * size / BUCKET
 
     # ---- memory -----------------------------------------------------------------------------------------------
 
-    def state_memory(self, number: int, placement: Placement, fully_shard: bool) -> float:
-        """Bytes of a parameter, its gradient and its optimizer states."""
+    def state_memory(self, number: int, placement: Placement, reshard: bool) -> float:
+        """Bytes of a parameter, its gradient and its optimizer states, sharded along the data axis.
+
+        Parameters that are not resharded after forward are there in full as well.
+        """
         node, size = self.graph.nodes[number], self.local_bytes(Value(number), placement)
-        size /= self.mesh.shape[0] if fully_shard else 1
-        return size * (2 + self.state_bytes / node.results[0].dtype.itemsize) if node.trains else size
+        states = 2 + self.state_bytes / node.results[0].dtype.itemsize if node.trains else 1
+        return size * (states / self.mesh.shape[0] + (self.mesh.shape[0] > 1 and not reshard))
 
     def activation_memory(self, number: int, choice: Choice) -> float:
         """Bytes of the results of an op that are kept for backward."""

@@ -14,7 +14,7 @@ from shardwise._pictures.report import Report, table_text
 from shardwise.errors import PlanError, did_you_mean
 from shardwise.parallel import fully_shard, parallelize_module
 from shardwise.plan.module_price import StepPrice, price_step
-from shardwise.plan.module_search import Inputs, Loss, Reason, Search, Tried, reasons_of, step_of
+from shardwise.plan.module_search import Forward, Inputs, Reason, Search, Tried, reasons_of, step_of
 from shardwise.plan.module_styles import Entry, plan_of_choices
 from shardwise.plan.module_text import code_of, entry_of_toml, entry_text, toml_of
 from shardwise.plan.topology import Topology
@@ -29,7 +29,8 @@ class ModulePlan(Report):
     Attributes:
         mesh: of the axis "tp", or of "dp" and "tp"; or the one that was given.
         styles: the plan for `parallelize_module`.
-        units: paths of the modules for `fully_shard` along the first axis; "" is the module itself.
+        units: paths of the modules for `fully_shard` along the data axis; "" is the module itself.
+        reshard: whether the units free their parameters after forward, and all-gather them again for backward.
         seconds: of a modelled step, in which nothing overlaps.
         bound: seconds that no plan of these choices falls below, on any shape of the mesh that was tried.
         memory: bytes of a rank: parameters, gradients, states, results of ops.
@@ -40,6 +41,7 @@ class ModulePlan(Report):
     mesh: Mesh
     styles: Mapping[str, Entry]
     units: tuple[str, ...] = ()
+    reshard: bool = True
     seconds: float = 0.0
     bound: float = 0.0
     memory: float = 0.0
@@ -57,19 +59,28 @@ class ModulePlan(Report):
         Raises:
             PlanError: the module has other parts than the one that was planned.
         """
-        parallelize_module(module, self.mesh, dict(self.styles), src_data_rank=src_data_rank)
+        tensor, data = self._axes()
+        if self.styles:
+            parallelize_module(module, tensor, dict(self.styles), src_data_rank=src_data_rank)
         for path in self.units:
-            data = self.mesh.submesh((0,), collectives.rank())
-            fully_shard(module.get_submodule(path), mesh=data, src_data_rank=src_data_rank)
+            fully_shard(
+                module.get_submodule(path), mesh=data, reshard_after_forward=self.reshard, src_data_rank=src_data_rank
+            )
         return module
+
+    def _axes(self) -> tuple[Mesh, Mesh | None]:
+        """The meshes of the tensor axis and of the data axis through this rank."""
+        if self.mesh.ndim == 1:
+            return self.mesh, None
+        return self.mesh.submesh((1,), collectives.rank()), self.mesh.submesh((0,), collectives.rank())
 
     def as_code(self) -> str:
         """Python code that applies the plan to `model`."""
-        return code_of(self.mesh, self.styles, self.units)
+        return code_of(self.mesh, self.styles, self.units, self.reshard)
 
     def as_toml(self) -> str:
         """The plan as a file, which `ModulePlan.read` reads."""
-        return toml_of(FORMAT, self.mesh, self.styles, self.units)
+        return toml_of(FORMAT, self.mesh, self.styles, self.units, self.reshard)
 
     @classmethod
     @checked
@@ -85,7 +96,7 @@ class ModulePlan(Report):
             raise PlanError(f"{path}: format is {content.get('format')!r}. Fix: a file with format = {FORMAT!r}.")
         try:
             styles = {key: entry_of_toml(entry) for key, entry in content.get("plan", {}).items()}
-            return cls(parse_mesh(content["mesh"]), styles, tuple(content.get("units", ())))
+            return cls(parse_mesh(content["mesh"]), styles, tuple(content["units"]), content["reshard"])
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(f"{path}: {error}. Fix: a plan as `as_toml` writes it.") from error
 
@@ -114,7 +125,8 @@ class ModulePlan(Report):
         styles = [(key or '""', entry_text(entry)) for key, entry in self.styles.items()]
         lines += ["", table_text([("path", "plan"), *styles], "ll", width)]
         if self.units:
-            lines += ["", f"fully_shard along axis 0: {', '.join(unit or 'the module' for unit in self.units)}"]
+            units = ", ".join(unit or "the module" for unit in self.units)
+            lines += ["", f"fully_shard along the data axis, reshard_after_forward={self.reshard}: {units}"]
         if self.reasons:
             rows = [(_names(r), str(r.placement), str(r.next_best or ""), _change(r)) for r in self.reasons]
             lines += ["", table_text([("parameter", "placement", "next best", "costs"), *rows], "llll", width)]
@@ -151,48 +163,49 @@ def plan_module(
     inputs: Inputs,
     *,
     mesh: Mesh | None = None,
-    loss: Loss | None = None,
+    forward: Forward | None = None,
     head_room: float = 0.1,
     state_bytes: int = 8,
 ) -> ModulePlan:
     """The plan with the shortest modelled step that fits the memory of a rank.
 
-        plan = plan_module(model, Topology.preset("H100"), (tokens,), loss=lambda logits: cross_entropy(logits, …))
+        plan = plan_module(model, Topology.preset("H100"), (tokens, targets), forward=loss_of)
         print(plan)
         plan.apply(model)
 
     One forward is traced without memory, and each op, redistribution and reduction is timed once on a simulated rank.
     Equal blocks share their choices. Along the tensor axis parameters are used as they are stored; along the data axis
-    they are replicated or fully sharded, and activations are the rank's part of the batch.
+    they are fully sharded, and plain inputs are the rank's part of the batch.
 
     Args:
         module: on any device, also meta; nothing of it changes.
         topology: the machine.
         inputs: of the forward, of the batch of all ranks, by position or by name; meta tensors will do.
         mesh: of one axis, the tensor axis, or of a data axis and a tensor axis; None tries all shapes.
-        loss: from the output of the forward to a number. None: the output is one, or is replicated.
+        forward: from the module and the inputs to the loss; None calls the module. Results that are not a loss are
+            replicated.
         head_room: the part of the memory that stays free.
         state_bytes: of the states of the optimizer for each element of a parameter; AdamW in float32 has 8.
 
     Raises:
         PlanError: nothing fits; the message says how much is missing. Or inputs without a tensor, a mesh of other axes.
     """
-    search = Search(module, topology, inputs, loss, topology.memory * (1 - head_room), state_bytes)
+    search = Search(module, topology, inputs, forward, topology.memory * (1 - head_room), state_bytes)
     found = search.run(_shapes(topology, mesh, search.rows[0]))
     shape = found.costs.mesh.shape
     chosen = found.problem.chosen(found.solution)
-    styles = plan_of_choices(module, found.costs, chosen)
+    styles = plan_of_choices(module, found.costs, chosen) if shape[1] > 1 else {}
     if mesh is None:
         mesh = Mesh(shape, names=("dp", "tp")) if shape[0] > 1 else Mesh(shape[1:], names=("tp",))
-    units = _units(module) if found.fully_shard else ()
+    units = _units(module) if shape[0] > 1 else ()
     return ModulePlan(
-        mesh, styles, units, found.seconds, search.bound, found.bytes, tuple(reasons_of(found)), tuple(search.tried)
+        mesh, styles, units, found.reshard, found.seconds, search.bound, found.bytes, tuple(reasons_of(found)), tuple(search.tried)
     )
 
 
 @checked
 def price_module(
-    module: nn.Module, plan: ModulePlan, topology: Topology, inputs: Inputs, *, loss: Loss | None = None
+    module: nn.Module, plan: ModulePlan, topology: Topology, inputs: Inputs, *, forward: Forward | None = None
 ) -> StepPrice:
     """The modelled step of a plan, also of one that was written by hand: the real program on one simulated rank.
 
@@ -202,7 +215,7 @@ def price_module(
     Args: as of `plan_module`.
     """
     data_ranks = plan.mesh.shape[0] if plan.mesh.ndim > 1 else 1
-    step = step_of(inputs, loss, data_ranks)
+    step = step_of(inputs, forward, data_ranks)
     return price_step(module, lambda model: plan.apply(model, src_data_rank=None), step, plan.mesh, topology)
 
 

@@ -56,9 +56,9 @@ class ModuleProblem:
 
 
 def module_problem(
-    choices: list[list[Choice]], costs: ModuleCosts, fully_shard: bool, limit: float = inf
+    choices: list[list[Choice]], costs: ModuleCosts, reshard: bool, limit: float = inf
 ) -> ModuleProblem | float:
-    """The problem of the choices of the graph of `costs`, with or without `fully_shard` along the data axis.
+    """The problem of the choices of the graph of `costs`, whose parameters are resharded after forward or not.
 
     Or the seconds of the cheapest choice of each node, without redistributions, if these are not below the limit.
     """
@@ -66,12 +66,12 @@ def module_problem(
     count = Counter(first)
     index = {node: i for i, node in enumerate(sorted(count))}
     consumers = Counter(x for node in graph.nodes if node.trains for x in dict.fromkeys(node.operands))
-    problem = Problem([count[i] * np.array([_own_cost(costs, i, c, fully_shard, consumers) for c in choices[i]])
+    problem = Problem([count[i] * np.array([_own_cost(costs, i, c, reshard, consumers) for c in choices[i]])
                        for i in index])  # fmt: skip
     least = sum(float(own.min()) for own in problem.nodes)
     if least >= limit:
         return least
-    memory = [count[i] * np.array([_own_memory(costs, i, c, fully_shard) for c in choices[i]]) for i in index]
+    memory = [count[i] * np.array([_own_memory(costs, i, c, reshard) for c in choices[i]]) for i in index]
     known: dict[object, Array] = {}
     for number, node in enumerate(graph.nodes):
         at = index[first[number]]
@@ -86,20 +86,20 @@ def module_problem(
 
 
 def _own_cost(
-    costs: ModuleCosts, number: int, choice: Choice, fully_shard: bool, consumers: Mapping[Value, int]
+    costs: ModuleCosts, number: int, choice: Choice, reshard: bool, consumers: Mapping[Value, int]
 ) -> float:
     node = costs.graph.nodes[number]
     if node.kind == PARAMETER:
-        return costs.parameter(number, choice.outputs[0], fully_shard)
+        return costs.parameter(number, choice.outputs[0], reshard)
     ties = TIE * (sum(p == PARTIAL for p in choice.inputs) + sum(p == Shard(0) for p in choice.outputs))
     for i, placement in enumerate(choice.outputs if node.trains else ()):
         ties += costs.sum_of_gradients(Value(number, i), placement, consumers[Value(number, i)])
     return min(costs.op(number, choice), REFUSED) + ties
 
 
-def _own_memory(costs: ModuleCosts, number: int, choice: Choice, fully_shard: bool) -> float:
+def _own_memory(costs: ModuleCosts, number: int, choice: Choice, reshard: bool) -> float:
     if costs.graph.nodes[number].kind == PARAMETER:
-        return costs.state_memory(number, choice.outputs[0], fully_shard)
+        return costs.state_memory(number, choice.outputs[0], reshard)
     return costs.activation_memory(number, choice)
 
 

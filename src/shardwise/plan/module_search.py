@@ -1,4 +1,4 @@
-"""The search for the plan of a module: which mesh, which choices, and whether parameters are fully sharded.
+"""The search for the plan of a module: which mesh, which choices, and whether parameters are resharded after forward.
 
 Shapes of the mesh are tried one after the other. A shape is left out once the cheapest choices of its nodes alone, with
 no redistributions, take longer than the best plan so far. If the cheapest choices do not fit the memory, bytes get a
@@ -7,6 +7,7 @@ price that is raised until they do.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from shardwise.plan.module_trace import OP, PARAMETER, ModuleGraph, trace_module
 from shardwise.plan.topology import Topology
 
 Inputs = Sequence[Any] | Mapping[str, Any]
-Loss = Callable[[Any], Tensor]
+Forward = Callable[..., Any]
 ROUNDS = 24  # of raising and lowering the price of a byte
 
 
@@ -33,6 +34,7 @@ class Found(NamedTuple):
     """Choices on one mesh.
 
     Attributes:
+        reshard: whether parameters are all-gathered again for backward.
         bound: seconds that no choices fall below on this mesh, within the memory.
         price: of a byte, in seconds.
     """
@@ -40,7 +42,7 @@ class Found(NamedTuple):
     problem: ModuleProblem
     costs: ModuleCosts
     solution: Solution
-    fully_shard: bool
+    reshard: bool
     seconds: float
     bytes: float
     bound: float
@@ -77,8 +79,8 @@ class Reason:
 # ---- the step -------------------------------------------------------------------------------------------------------
 
 
-def step_of(inputs: Inputs, loss: Loss | None, data_ranks: int = 1) -> Callable[[nn.Module], object]:
-    """A forward of the first of so many parts of the batch, and its loss."""
+def step_of(inputs: Inputs, forward: Forward | None, data_ranks: int = 1) -> Callable[[nn.Module], object]:
+    """A forward of the first of so many parts of the batch."""
     rows = batch_rows(inputs)
 
     def part(x: Tensor) -> Tensor:
@@ -87,8 +89,8 @@ def step_of(inputs: Inputs, loss: Loss | None, data_ranks: int = 1) -> Callable[
 
     def step(model: nn.Module) -> object:
         given = pytree.tree_map_only(Tensor, part, inputs)
-        out = model(**given) if isinstance(given, Mapping) else model(*given)
-        return out if loss is None else loss(out)
+        run = model if forward is None else partial(forward, model)
+        return run(**given) if isinstance(given, Mapping) else run(*given)
 
     return step
 
@@ -111,11 +113,11 @@ class Search:
     """The best choices over shapes of the mesh."""
 
     def __init__(
-        self, module: nn.Module, topology: Topology, inputs: Inputs, loss: Loss | None, memory: float, state_bytes: int
+        self, module: nn.Module, topology: Topology, inputs: Inputs, forward: Forward | None, memory: float, state_bytes: int
     ) -> None:
         self.topology, self.memory, self.state_bytes = topology, memory, state_bytes
         self.rows = batch_rows(inputs)
-        self.graph: ModuleGraph = trace_module(module, step_of(inputs, loss))
+        self.graph: ModuleGraph = trace_module(module, step_of(inputs, forward))
         self.choices = all_choices(self.graph)
         self.units = Units(self.graph, self.choices)
         self.data: list[Choice] = data_choices(self.graph, self.rows)
@@ -145,12 +147,12 @@ class Search:
         costs = ModuleCosts(self.graph, self.units, self.data, mesh, self.topology, self.state_bytes)
         found: list[Found] = []
         least = inf
-        for fully_shard in (False, True)[: 1 + (shape[0] > 1)]:
-            problem = module_problem(self.choices, costs, fully_shard, inf if best is None else best.seconds)
+        for reshard in (False, True)[: 1 + (shape[0] > 1)]:
+            problem = module_problem(self.choices, costs, reshard, inf if best is None else best.seconds)
             if isinstance(problem, float):
                 least = min(least, problem)
             else:
-                found += self._within_memory(problem, costs, fully_shard)
+                found += self._within_memory(problem, costs, reshard)
         self.bound = min([self.bound, *(one.bound for one in found)])
         chosen = min(found, key=lambda one: one.seconds, default=None)
         if chosen is not None or least < inf:
@@ -159,7 +161,7 @@ class Search:
             self.tried.append(Tried(shape, None, False))
         return chosen
 
-    def _within_memory(self, problem: ModuleProblem, costs: ModuleCosts, fully_shard: bool) -> Iterator[Found]:
+    def _within_memory(self, problem: ModuleProblem, costs: ModuleCosts, reshard: bool) -> Iterator[Found]:
         """The cheapest choices within the memory, if any are."""
         price, low, high, bound = 0.0, 0.0, None, 0.0
         kept: Found | None = None
@@ -171,7 +173,7 @@ class Search:
             if size <= self.memory:
                 seconds = problem.seconds.cost(solution.choices)
                 if kept is None or seconds <= kept.seconds:
-                    kept = Found(problem, costs, solution, fully_shard, seconds, size, bound, price)
+                    kept = Found(problem, costs, solution, reshard, seconds, size, bound, price)
                 high = price
                 if not price:
                     break

@@ -24,7 +24,7 @@ from shardwise.parallel import (
 from shardwise.parallel.styles import INPUT_FEATURES, OUTPUT_FEATURES, WEIGHT_DIMS, forward_arguments
 from shardwise.plan.module_choices import Choice
 from shardwise.plan.module_costs import ModuleCosts
-from shardwise.plan.module_trace import BOUNDARY, OP, PARAMETER, ModuleGraph, Node, Value
+from shardwise.plan.module_trace import BOUNDARY, OP, PARAMETER, Value
 
 Entry = ParallelStyle | Placement
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -44,9 +44,8 @@ class _Styles:
     """The styles of the modules of a graph."""
 
     def __init__(self, module: nn.Module, costs: ModuleCosts, chosen: list[Choice]) -> None:
-        graph = self.graph = costs.graph
-        self.units, self.data, self.chosen = costs.units, costs.data, chosen
-        self.data_ranks, self.ranks = costs.mesh.shape
+        self.graph = graph = costs.graph
+        self.units, self.chosen, self.ranks = costs.units, chosen, costs.mesh.shape[1]
         self.modules = dict(module.named_modules(remove_duplicate=False))
         by_first = {node.name: number for number, node in enumerate(graph.nodes) if node.kind == PARAMETER}
         self.parameters = {name: by_first[first] for first, names in graph.names.items() for name in names}
@@ -103,8 +102,6 @@ class _Styles:
     def _features(self, path: str, module: nn.Module, dim: int, dims: tuple[int, int]) -> ParallelStyle:
         weight = self.parameters[f"{path}.weight" if path else "weight"]
         unit = self._unit(Value(weight), dim)
-        node = next(n for n in map(self.graph.nodes.__getitem__, self.inside[path]) if n.kind == OP)
-        everywhere = (REPLICATE,) * 2 if self.data_ranks > 1 and self._is_on_each_shard(node) else None
         is_output = any(self.graph.nodes[x.node].module == path for x in self.graph.outputs)
         options: dict[str, object] = {} if is_output else {"use_local_output": False}
         options |= {"unit": unit} if unit > 1 else {}
@@ -112,19 +109,10 @@ class _Styles:
         if dim == dims[OUTPUT_FEATURES]:
             last = Shard(len(self.graph.result(Value(self.inside[path][0])).shape) - 1)
             options |= {"output_layouts": left} if left not in (None, last) else {}
-            options |= {"input_layouts": everywhere} if everywhere else {}
             return ColwiseParallel(**options)  # type: ignore[arg-type]
         assert dim == dims[INPUT_FEATURES]
         options |= {"output_layouts": left} if left not in (None, REPLICATE) else {}
-        options |= {"input_layouts": everywhere} if everywhere else {}
         return RowwiseParallel(**options)  # type: ignore[arg-type]
-
-    def _is_on_each_shard(self, node: Node) -> bool:
-        """Whether the first operand is a plain tensor that does not depend on the batch, such as positions."""
-        value = node.operands[0]
-        return not self.graph.nodes[value.node].of_parameters and not any(
-            isinstance(p, Shard) for p in self.data[value.node].outputs
-        )
 
     def _runs_on(self, path: str) -> Placement | None:
         """The placement that the first op of a module wants of what enters it."""

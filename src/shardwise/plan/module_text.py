@@ -46,7 +46,7 @@ def entry_text(entry: Entry) -> str:
     return f"{type(entry).__name__}({options})"
 
 
-def code_of(mesh: Mesh, styles: Mapping[str, Entry], units: tuple[str, ...]) -> str:
+def code_of(mesh: Mesh, styles: Mapping[str, Entry], units: tuple[str, ...], reshard: bool) -> str:
     """Python code that applies a plan to `model`."""
     entries = {key: entry_text(entry) for key, entry in styles.items()}
     text = " ".join(entries.values())
@@ -54,32 +54,36 @@ def code_of(mesh: Mesh, styles: Mapping[str, Entry], units: tuple[str, ...]) -> 
     names = sorted({type(e).__name__ for e in styles.values() if isinstance(e, ParallelStyle)} | {"parallelize_module"}
                    | ({"fully_shard"} if units else set()))  # fmt: skip
     named = "" if mesh.names is None else f", names={mesh.names!r}"
+    tensor, data = ("mesh", "mesh") if mesh.ndim == 1 else [
+        f"mesh[{mesh.names[axis]!r}]" if mesh.names else f"mesh.submesh(({axis},), rank())" for axis in (1, 0)
+    ]  # fmt: skip
     lines = [
-        f"from shardwise import {', '.join(['Mesh', *placements])}",
+        f"from shardwise import {', '.join(['Mesh', *placements, *['rank'] * ('rank()' in data)])}",
         f"from shardwise.parallel import {', '.join(names)}",
         "",
         f"mesh = Mesh({mesh.shape!r}{named})",
         "plan = {",
         *(f"    {json.dumps(key)}: {code}," for key, code in entries.items()),
         "}",
-        "parallelize_module(model, mesh, plan)",
+        f"parallelize_module(model, {tensor}, plan)",
     ]
     if units:
-        data = repr(mesh.names[0]) if mesh.names else None
-        along = f"mesh[{data}]" if data else "mesh.submesh((0,), rank())"
-        lines[0] += "" if data else ", rank"
-        lines += [f"for path in {list(units)!r}:", f"    fully_shard(model.get_submodule(path), mesh={along})"]
+        lines += [
+            f"for path in {list(units)!r}:",
+            f"    fully_shard(model.get_submodule(path), mesh={data}, reshard_after_forward={reshard})",
+        ]
     return "\n".join(lines) + "\n"
 
 
 # ---- TOML -----------------------------------------------------------------------------------------------------------
 
 
-def toml_of(format_name: str, mesh: Mesh, styles: Mapping[str, Entry], units: tuple[str, ...]) -> str:
-    """A plan as TOML: the mesh, the units of `fully_shard`, and a line for each entry."""
+def toml_of(format_name: str, mesh: Mesh, styles: Mapping[str, Entry], units: tuple[str, ...], reshard: bool) -> str:
+    """A plan as TOML: the mesh, the units of `fully_shard` and their option, and a line for each entry."""
     axes = mesh.names or tuple(map(str, range(mesh.ndim)))
     shape = ",".join(f"{name}={n}" if mesh.names else str(n) for name, n in zip(axes, mesh.shape, strict=True))
-    lines = [f"format = {json.dumps(format_name)}", f"mesh = {json.dumps(shape)}", f"units = {json.dumps(list(units))}"]
+    lines = [f"format = {json.dumps(format_name)}", f"mesh = {json.dumps(shape)}", f"units = {json.dumps(list(units))}",
+             f"reshard = {json.dumps(reshard)}"]  # fmt: skip
     lines += ["", "[plan]", *(f"{json.dumps(key)} = {_value(_tree(entry))}" for key, entry in styles.items())]
     return "\n".join(lines) + "\n"
 
