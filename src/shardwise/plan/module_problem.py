@@ -11,7 +11,7 @@ from math import inf
 import numpy as np
 
 from shardwise._layout import PARTIAL, REPLICATE, Shard
-from shardwise.plan.module_choices import Choice
+from shardwise.plan.module_choices import Choice, replicated
 from shardwise.plan.module_costs import ModuleCosts
 from shardwise.plan.module_solver import Array, Problem, Solution, solve
 from shardwise.plan.module_trace import BOUNDARY, OP, PARAMETER, ModuleGraph, Node, Value
@@ -94,7 +94,10 @@ def _own_cost(
     ties = TIE * (sum(p == PARTIAL for p in choice.inputs) + sum(p == Shard(0) for p in choice.outputs))
     for i, placement in enumerate(choice.outputs if node.trains else ()):
         ties += costs.sum_of_gradients(Value(number, i), placement, consumers[Value(number, i)])
-    return min(costs.op(number, choice), REFUSED) + ties
+    seconds = costs.op(number, choice)
+    if seconds == inf:  # no simulated rank can run it, such as a kernel without a meta version
+        seconds = 0.0 if choice == replicated(node) else REFUSED
+    return seconds + ties
 
 
 def _own_memory(costs: ModuleCosts, number: int, choice: Choice, reshard: bool) -> float:
@@ -107,7 +110,7 @@ def _edge(costs: ModuleCosts, choices: list[list[Choice]], number: int, position
     """Seconds from each choice of an operand to each choice of a node; `REFUSED` where no plan has both."""
     graph, node = costs.graph, costs.graph.nodes[number]
     value = node.operands[position]
-    penalty, may_shard = _boundary(graph, node, value)
+    may_shard, tie = _boundary(graph, node, value)
     stored = graph.nodes[value.node].kind == PARAMETER
     is_result = Value(number) in plain_results(graph)
     found = np.zeros((len(choices[value.node]), len(choices[number])))
@@ -118,25 +121,26 @@ def _edge(costs: ModuleCosts, choices: list[list[Choice]], number: int, position
                 refused = src == REPLICATE and isinstance(dst, Shard) and not may_shard
                 # Along the tensor axis parameters are used as they are stored; `fully_shard` gathers them.
                 refused |= src != REPLICATE if stored else dst == PARTIAL
-                found[i, j] = inf if refused else costs.redistribution(value, src, dst, is_result) + penalty
+                more = TIE if node.is_output and src == PARTIAL else tie
+                found[i, j] = inf if refused else costs.redistribution(value, src, dst, is_result) + more
     return np.minimum(found, REFUSED)
 
 
-def _boundary(graph: ModuleGraph, node: Node, value: Value) -> tuple[float, bool]:
-    """What a redistribution of an operand costs beside its time, and whether Replicate may become Shard there.
+def _boundary(graph: ModuleGraph, node: Node, value: Value) -> tuple[bool, float]:
+    """Whether a redistribution of an operand may shard it if it is Replicate, and what it costs beside its time.
 
-    Plans redistribute what enters and leaves modules. Elsewhere dispatch does, which never shards an operand if all
-    are replicated.
+    Plans redistribute what enters and leaves modules: sums where they leave, else what enters. Elsewhere dispatch does,
+    which never shards an operand if all are replicated.
     """
     source = graph.nodes[value.node]
     if node.kind == BOUNDARY:
-        return (TIE if node.is_output else 2 * TIE), True
+        return True, (3 if node.is_output else 2) * TIE
     if not source.of_parameters:
-        return 0.0, True
+        return True, 0.0
     if node.module in graph.leaves and source.module != node.module and source.kind != PARAMETER:
-        return 3 * TIE, True
+        return True, 2 * TIE
     of_parameters = [graph.nodes[x.node].of_parameters for x in node.operands]
-    return 100 * TIE, of_parameters.count(True) > 1 and source.kind != PARAMETER
+    return of_parameters.count(True) > 1 and source.kind != PARAMETER, 100 * TIE
 
 
 def plain_results(graph: ModuleGraph) -> list[Value]:

@@ -124,9 +124,8 @@ class _Styles:
         return None
 
     def _leaves_as(self, path: str) -> Placement | None:
-        """The placement of what leaves a module; None if it has several results."""
-        found = [self.chosen[i].outputs[0] for i in self.inside[path] if self.graph.nodes[i].is_output]
-        return found[0] if len(found) == 1 else None
+        """The placement of the tensor that leaves a module; None if there is no such tensor."""
+        return next((self.chosen[i].outputs[0] for i in self.inside[path] if self.graph.nodes[i].is_output), None)
 
     # ---- other boundaries -------------------------------------------------------------------------------------
 
@@ -144,7 +143,7 @@ class _Styles:
                     outside = source.of_parameters and source.kind != PARAMETER and source.module != path
                     if outside and have != wanted:
                         arguments.setdefault(_argument(module, node.name if enters else "0"), (have, wanted))
-            if node.is_output and node.kind == BOUNDARY and len(self._results(path)) == 1:
+            if node.is_output:
                 (value,) = node.operands
                 have, wanted = self.chosen[value.node].outputs[value.result], self.chosen[number].outputs[0]
                 if have != wanted:
@@ -157,9 +156,6 @@ class _Styles:
                 desired_input_kwarg_layouts={name: wanted for name, (_, wanted) in arguments.items()},
             ))  # fmt: skip
         return found
-
-    def _results(self, path: str) -> list[int]:
-        return [i for i in self.inside[path] if self.graph.nodes[i].is_output]
 
     @staticmethod
     def _name(path: str, name: str) -> str:

@@ -199,7 +199,7 @@ class _Tracer:
         return entered, {name: self._boundary(x, name, False) for name, x in kwargs.items()}
 
     def _leave(self, module: nn.Module, args: Args, out: Any) -> Any:
-        result = pytree.tree_map_only(DTensor, lambda x: self._boundary(x, "", True), out) if self._stack[-1] else out
+        result = self._boundary(out, "", True) if self._stack[-1] else out
         self._stack.pop()
         return result
 
