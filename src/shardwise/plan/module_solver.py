@@ -11,6 +11,7 @@ That gives a lower bound; the choices then follow from local search.
 """
 
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from math import prod
 
 import numpy as np
@@ -61,32 +62,27 @@ Table = tuple[tuple[int, ...], Array]  # nodes, and a dim for each
 
 def solve(problem: Problem, largest: int = LARGEST) -> Solution:
     """The cheapest choices, if no table is larger than `largest` entries; else good ones, and a bound."""
-    tables: list[Table] = [((i,), costs) for i, costs in enumerate(problem.nodes)]
-    tables += list(problem.edges.items())
-    sizes = [len(costs) for costs in problem.nodes]
-    of: dict[int, list[Table]] = {i: [] for i in range(len(sizes))}
-    for table in tables:
-        for i in table[0]:
-            of[i].append(table)
-    left, bound = set(of), 0.0
+    sizes, of = [len(costs) for costs in problem.nodes], _tables(problem)
     eliminated: list[tuple[int, list[Table]]] = []
-    while left:
-        node = min(left, key=lambda i: (prod(sizes[j] for j in _scope(of[i])), i))
-        left.remove(node)
+    bound = 0.0
+    queue = [(_size(own, sizes), node) for node, own in of.items()]
+    heapify(queue)
+    while queue:
+        size, node = heappop(queue)
+        if node not in of or size != _size(of[node], sizes):  # it was eliminated, or there is a later entry
+            continue
         own = of.pop(node)
-        eliminated.append((node, own))
-        for group in _groups(own, node, sizes, largest):
+        eliminated.append((node, list(own.values())))
+        for group in _groups(list(own.values()), sizes, largest):
             scope, total = _sum(group, node, sizes)
-            best = total.min(axis=0)
-            if not scope:
-                bound += float(best)
-            for table in group:
-                for i in table[0]:
-                    if i != node:
-                        of[i] = [other for other in of[i] if other is not table]
+            table = scope, total.min(axis=0)
             for i in scope:
-                of[i].append((scope, best))  # type: ignore[arg-type]
-            _same_object(of, scope, best)
+                for other in group:
+                    of[i].pop(id(other), None)
+                of[i][id(table)] = table
+                heappush(queue, (_size(of[i], sizes), i))
+            if not scope:
+                bound += float(table[1])
     choices = _decode(eliminated, sizes)
     cost = problem.cost(choices)
     if cost > bound * (1 + 1e-9) + 1e-15:
@@ -94,19 +90,25 @@ def solve(problem: Problem, largest: int = LARGEST) -> Solution:
     return Solution(tuple(choices), cost, min(bound, cost))
 
 
-def _same_object(of: dict[int, list[Table]], scope: tuple[int, ...], best: Array) -> None:
-    """Let all nodes of a table have it as one object, by which it is removed."""
-    if scope:
-        table = (scope, best)
-        for i in scope:
-            of[i][-1] = table
+def _tables(problem: Problem) -> dict[int, dict[int, Table]]:
+    """The tables of each node, by their ids."""
+    of: dict[int, dict[int, Table]] = {i: {} for i in range(len(problem.nodes))}
+    for table in [*(((i,), costs) for i, costs in enumerate(problem.nodes)), *problem.edges.items()]:
+        for i in table[0]:
+            of[i][id(table)] = table
+    return of
+
+
+def _size(tables: dict[int, Table], sizes: list[int]) -> int:
+    """The entries of the sum of tables."""
+    return prod(sizes[i] for i in _scope(list(tables.values())))
 
 
 def _scope(tables: list[Table]) -> set[int]:
     return {i for nodes, _ in tables for i in nodes}
 
 
-def _groups(tables: list[Table], node: int, sizes: list[int], largest: int) -> list[list[Table]]:
+def _groups(tables: list[Table], sizes: list[int], largest: int) -> list[list[Table]]:
     """Tables that are added: all of them, or as many as fit."""
     groups: list[list[Table]] = []
     for table in sorted(tables, key=lambda table: -table[1].size):
