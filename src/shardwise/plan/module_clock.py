@@ -62,9 +62,11 @@ class RankClock:
         """Inside, this thread is the rank."""
         state = torch.get_rng_state()
         try:
-            with using(self._rank), torch.autograd.set_multithreading_enabled(False), self.memory, self._ops:
-                with listening_with(self._recorded):
-                    yield self
+            with (
+                using(self._rank), torch.autograd.set_multithreading_enabled(False), self.memory, self._ops,
+                listening_with(self._recorded),
+            ):  # fmt: skip
+                yield self
         finally:
             torch.set_rng_state(state)
 

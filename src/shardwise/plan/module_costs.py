@@ -26,7 +26,7 @@ BUCKET = 25 << 20  # bytes of gradients, or of parameters, that are sent togethe
 
 
 class ModuleCosts:
-    """The costs of choices on a mesh of the data axis and the tensor axis.
+    """The costs of choices on a mesh of the data axis and the tensor axis; known inside `with costs.clock.running()`.
 
     Args:
         state_bytes: of the states of the optimizer, for each element of a parameter.
@@ -66,25 +66,20 @@ class ModuleCosts:
         if src == dst:
             return 0.0
         trains = self.graph.nodes[value.node].trains and not is_result
-        shape, dtype = self.graph.result(value)
-        key = shape, dtype, self.data[value.node].outputs[value.result], trains, src, dst, self._units_of(value, src, dst)
+        dtype = self.graph.result(value).dtype
+        try:
+            a, b = self.layout(value, src), self.layout(value, dst)
+        except LayoutError:
+            return inf
+        key = a, b, dtype, trains
         if key not in self._redistributions:
-            try:
-                a, b = self.layout(value, src), self.layout(value, dst)
-                seconds = self._seconds(a, b, dtype)
-                seconds += self._seconds(b.dual(), a.dual(), dtype) if trains else 0.0
-            except LayoutError:
-                seconds = inf
-            self._redistributions[key] = seconds
+            seconds = self._seconds(a, b, dtype)
+            self._redistributions[key] = seconds + (self._seconds(b.dual(), a.dual(), dtype) if trains else 0.0)
         return self._redistributions[key]
 
-    def _units_of(self, value: Value, *placements: Placement) -> tuple[int, ...]:
-        return tuple([self.units.size(value, p.dim) for p in placements if isinstance(p, Shard)])
-
     def _seconds(self, src: Layout, dst: Layout, dtype: torch.dtype) -> float:
-        rank = self.mesh.ranks[0]
-        with self.clock.running(), torch.no_grad():
-            local = torch.zeros(src.local_shape(rank), dtype=dtype)
+        with torch.no_grad():
+            local = torch.zeros(src.local_shape(self.mesh.ranks[0]), dtype=dtype)
             self.clock.restart()
             redistribute_local(local, src, dst)
         return self.clock.seconds().total
@@ -100,8 +95,7 @@ class ModuleCosts:
             trains = tuple([self.graph.nodes[x.node].trains for x in node.operands])
             key = node.func, repr((node.args, node.kwargs)), tuple(layouts), dtypes, trains
             if key not in self._ops:
-                with self.clock.running():
-                    self._ops[key] = self._run(node, layouts, dtypes)
+                self._ops[key] = self._run(node, layouts, dtypes)
             return self._ops[key]
         except (RuntimeError, NotImplementedError, ShardwiseError):
             return inf

@@ -1,4 +1,4 @@
-"""`plan_module`: the plan of `parallelize_module` and `fully_shard` for a module on a machine, with its bound and reasons."""
+"""`plan_module`: a plan of `parallelize_module` and `fully_shard`, with its bound and its reasons."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -118,10 +118,8 @@ class ModulePlan(Report):
 
     def text(self, width: int | None = None, colour: bool = False) -> str:
         """Tables of the plan, of its reasons, and of shapes of the mesh."""
-        lines = [
-            f"{self.mesh}: a step of {self.seconds * 1e3:.3g} ms, at most {self.gap:.1%} above the bound; "
-            f"{bytes_text(self.memory)} a rank"
-        ]
+        time = f"a step of {self.seconds * 1e3:.3g} ms, at most {self.gap:.1%} above the bound"
+        lines = [f"{self.mesh}: {time}; {bytes_text(self.memory)} a rank"]
         styles = [(key or '""', entry_text(entry)) for key, entry in self.styles.items()]
         lines += ["", table_text([("path", "plan"), *styles], "ll", width)]
         if self.units:
@@ -199,7 +197,15 @@ def plan_module(
         mesh = Mesh(shape, names=("dp", "tp")) if shape[0] > 1 else Mesh(shape[1:], names=("tp",))
     units = _units(module) if shape[0] > 1 else ()
     return ModulePlan(
-        mesh, styles, units, found.reshard, found.seconds, search.bound, found.bytes, tuple(reasons_of(found)), tuple(search.tried)
+        mesh,
+        styles,
+        units,
+        found.reshard,
+        found.seconds,
+        search.bound,
+        found.bytes,
+        tuple(reasons_of(found)),
+        tuple(search.tried),
     )
 
 

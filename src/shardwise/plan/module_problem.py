@@ -14,7 +14,7 @@ from shardwise._layout import PARTIAL, REPLICATE, Shard
 from shardwise.plan.module_choices import Choice, replicated
 from shardwise.plan.module_costs import ModuleCosts
 from shardwise.plan.module_solver import Array, Problem, Solution, solve
-from shardwise.plan.module_trace import BOUNDARY, OP, PARAMETER, ModuleGraph, Node, Value
+from shardwise.plan.module_trace import BOUNDARY, PARAMETER, ModuleGraph, Node, Value
 
 REFUSED = 1e6  # seconds
 TIE = 1e-9  # seconds: of equal costs the plan that is written in the fewest words
@@ -85,9 +85,7 @@ def module_problem(
     return ModuleProblem(graph, choices, problem, memory)
 
 
-def _own_cost(
-    costs: ModuleCosts, number: int, choice: Choice, reshard: bool, consumers: Mapping[Value, int]
-) -> float:
+def _own_cost(costs: ModuleCosts, number: int, choice: Choice, reshard: bool, consumers: Mapping[Value, int]) -> float:
     node = costs.graph.nodes[number]
     if node.kind == PARAMETER:
         return costs.parameter(number, choice.outputs[0], reshard)

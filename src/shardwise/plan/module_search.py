@@ -113,7 +113,13 @@ class Search:
     """The best choices over shapes of the mesh."""
 
     def __init__(
-        self, module: nn.Module, topology: Topology, inputs: Inputs, forward: Forward | None, memory: float, state_bytes: int
+        self,
+        module: nn.Module,
+        topology: Topology,
+        inputs: Inputs,
+        forward: Forward | None,
+        memory: float,
+        state_bytes: int,
     ) -> None:
         self.topology, self.memory, self.state_bytes = topology, memory, state_bytes
         self.rows = batch_rows(inputs)
@@ -148,7 +154,8 @@ class Search:
         found: list[Found] = []
         least = inf
         for reshard in (False, True)[: 1 + (shape[0] > 1)]:
-            problem = module_problem(self.choices, costs, reshard, inf if best is None else best.seconds)
+            with costs.clock.running():
+                problem = module_problem(self.choices, costs, reshard, inf if best is None else best.seconds)
             if isinstance(problem, float):
                 least = min(least, problem)
             else:

@@ -1,8 +1,8 @@
 """From choices to a plan of `parallelize_module`: styles of modules, and placements of the other parameters.
 
 Layers of features get `ColwiseParallel` or `RowwiseParallel`, modules that run on a shard of the sequence
-`SequenceParallel`, other redistributions at boundaries `PrepareModuleInput` and `PrepareModuleOutput`. Each output stays
-a DTensor. What the plan names is in globs where blocks are alike.
+`SequenceParallel`, other redistributions at boundaries `PrepareModuleInput` and `PrepareModuleOutput`. Each output
+stays a DTensor. What the plan names is in globs where blocks are alike.
 """
 
 import re
@@ -30,9 +30,7 @@ Entry = ParallelStyle | Placement
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
-def plan_of_choices(
-    module: nn.Module, costs: ModuleCosts, chosen: list[Choice]
-) -> dict[str, Entry]:
+def plan_of_choices(module: nn.Module, costs: ModuleCosts, chosen: list[Choice]) -> dict[str, Entry]:
     """The plan that leads to these choices."""
     graph = costs.graph
     found = _Styles(module, costs, chosen).entries()
@@ -90,8 +88,9 @@ class _Styles:
         kind = next((k for k in WEIGHT_DIMS if isinstance(module, k)), None)
         own = {name: self.chosen[self.parameters[self._name(path, name)]].outputs[0] for name in module._parameters
                if self._name(path, name) in self.parameters}  # fmt: skip
-        if kind is not None and isinstance(own.get("weight"), Shard):
-            return self._features(path, module, own["weight"].dim, WEIGHT_DIMS[kind])
+        weight = own.get("weight")
+        if kind is not None and isinstance(weight, Shard):
+            return self._features(path, weight.dim, WEIGHT_DIMS[kind])
         shard = self._runs_on(path)
         if path in self.graph.leaves and own and isinstance(shard, Shard) and set(own.values()) == {REPLICATE}:
             left = self._leaves_as(path)
@@ -99,7 +98,7 @@ class _Styles:
                 return SequenceParallel(sequence_dim=shard.dim)
         return None
 
-    def _features(self, path: str, module: nn.Module, dim: int, dims: tuple[int, int]) -> ParallelStyle:
+    def _features(self, path: str, dim: int, dims: tuple[int, int]) -> ParallelStyle:
         weight = self.parameters[f"{path}.weight" if path else "weight"]
         unit = self._unit(Value(weight), dim)
         is_output = any(self.graph.nodes[x.node].module == path for x in self.graph.outputs)
@@ -187,7 +186,8 @@ def as_globs(entries: Mapping[str, list[Entry]], paths: list[str]) -> dict[str, 
 def _joined(entries: list[Entry]) -> Entry:
     """One style for what enters a module and what leaves it."""
     enter, leave = entries
-    assert isinstance(enter, PrepareModuleInput) and isinstance(leave, PrepareModuleOutput)
+    assert isinstance(enter, PrepareModuleInput)
+    assert isinstance(leave, PrepareModuleOutput)
     return PrepareModuleInputOutput(
         input_kwarg_layouts=enter.input_kwarg_layouts,
         desired_input_kwarg_layouts=enter.desired_input_kwarg_layouts,

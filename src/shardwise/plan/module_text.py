@@ -117,7 +117,9 @@ def entry_of_toml(tree: object) -> Entry:
         raise PlanError(f"{tree!r} is neither a placement nor a style. Fix: such as {{ style = 'ColwiseParallel' }}.")
     name = tree["style"]
     if name not in STYLES:
-        raise PlanError(f"There is no style {name!r}.{did_you_mean(str(name), STYLES)} Fix: one of {', '.join(STYLES)}.")
+        raise PlanError(
+            f"There is no style {name!r}.{did_you_mean(str(name), STYLES)} Fix: one of {', '.join(STYLES)}."
+        )
     known = {option.name for option in fields(STYLES[name])}
     options = {key: _option(value) for key, value in tree.items() if key != "style"}
     if unknown := sorted(set(options) - known):
@@ -132,4 +134,3 @@ def _option(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _option(x) for name, x in value.items()}
     return tuple(map(_option, value)) if isinstance(value, list) else value
-

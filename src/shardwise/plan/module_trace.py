@@ -65,7 +65,7 @@ class Node:
     module: str
     results: tuple[Result, ...]
     operands: tuple[Value, ...] = ()
-    func: Op | None = None
+    func: Any = None
     args: Args = ()
     kwargs: Kwargs = field(default_factory=dict)
     is_output: bool = False
