@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise import Mesh
 from shardwise.plan import Topology
-from shardwise.plan.module_choices import Units, all_choices, data_choices
+from shardwise.plan.module_choices import Units, all_choices
 from shardwise.plan.module_costs import ModuleCosts
 from shardwise.plan.module_problem import ModuleProblem, module_problem
 from shardwise.plan.module_solver import Array, Problem, solve
@@ -81,7 +80,7 @@ def test_a_module_on_two_axes_has_the_choices_of_brute_force(shape: tuple[int, i
     graph = trace_module(Small(), lambda model: model(torch.zeros(8, 64)))
     choices = all_choices(graph)
     machine = Topology.preset("cpu")
-    costs = ModuleCosts(graph, Units(graph, choices), data_choices(graph, [8]), Mesh(shape), machine, 8)
+    costs = ModuleCosts(graph, Units(graph, choices), shape, machine, state_bytes=8)
     with costs.clock.running():
         problem = module_problem(choices, costs, reshard=True)
     assert isinstance(problem, ModuleProblem)

@@ -1,11 +1,6 @@
-"""The choices of each node of a graph along the tensor axis: the rows of its rule, or the placements of a parameter.
-
-The data axis has no choices. Inputs are `Shard(0)` on it, parameters `Replicate`, and each op runs by the row that fits
-what its operands are.
-"""
+"""The choices of each node of a graph: the rows of its rule, or the placements of a parameter, on the tensor axis."""
 
 from collections import defaultdict
-from collections.abc import Collection
 from dataclasses import dataclass
 from math import gcd
 
@@ -13,7 +8,7 @@ from shardwise._layout import PARTIAL, REPLICATE, Layout, Mesh, Placement, Shard
 from shardwise._tensor.dispatch.dispatcher import entry_of
 from shardwise._tensor.dispatch.resolve import SlottedCall
 from shardwise.errors import ShardwiseError
-from shardwise.plan.module_trace import BOUNDARY, BUFFER, INPUT, OP, PARAMETER, ModuleGraph, Node, Value
+from shardwise.plan.module_trace import BOUNDARY, OP, PARAMETER, ModuleGraph, Node, Value
 
 ONE_RANK = Mesh((1,))
 
@@ -91,30 +86,6 @@ def _is_usual(placement: Placement) -> bool:
 
 def is_view(node: Node) -> bool:
     return node.kind == BOUNDARY or (node.kind == OP and entry_of(node.func).view)
-
-
-# ---- the data axis --------------------------------------------------------------------------------------------------
-
-
-def data_choices(graph: ModuleGraph, rows: Collection[int]) -> list[Choice]:
-    """For each node how it runs along the data axis, if inputs with so many rows are sharded."""
-    found: list[Choice] = []
-    for number, node in enumerate(graph.nodes):
-        if graph.first[number] < number:
-            found.append(found[graph.first[number]])
-            continue
-        if node.kind in (PARAMETER, BUFFER, INPUT):
-            shape = node.results[0].shape
-            sharded = node.kind == INPUT and shape and shape[0] in rows
-            found.append(Choice((), (Shard(0) if sharded else REPLICATE,)))
-            continue
-        have = [found[x.node].outputs[x.result] for x in node.operands]
-        if node.kind == BOUNDARY:
-            found.append(Choice(tuple(have), tuple(have)))
-            continue
-        ways = [replicated(node), *rows_of(graph, node)]
-        found.append(max(ways, key=lambda way: [p == q for p, q in zip(way.inputs, have, strict=True)].count(True)))
-    return found
 
 
 # ---- units ----------------------------------------------------------------------------------------------------------

@@ -26,18 +26,22 @@ BUCKET = 25 << 20  # bytes of gradients, or of parameters, that are sent togethe
 
 
 class ModuleCosts:
-    """The costs of choices on a mesh of the data axis and the tensor axis; known inside `with costs.clock.running()`.
+    """The costs of choices on a tensor axis; known inside `with costs.clock.running()`.
 
     Args:
+        graph: of a forward of the rank's part of the batch.
+        shape: the ranks of the data axis and of the tensor axis.
         state_bytes: of the states of the optimizer, for each element of a parameter.
     """
 
     def __init__(
-        self, graph: ModuleGraph, units: Units, data: list[Choice], mesh: Mesh, topology: Topology, state_bytes: int
+        self, graph: ModuleGraph, units: Units, shape: tuple[int, int], topology: Topology, state_bytes: int
     ) -> None:
-        self.graph, self.units, self.data = graph, units, data
-        self.mesh, self.topology, self.state_bytes = mesh, topology, state_bytes
-        self.costs, self.clock = topology.costs, RankClock(mesh, topology)
+        self.graph, self.units, self.shape = graph, units, shape
+        self.topology, self.state_bytes = topology, state_bytes
+        self.mesh = Mesh(shape[1:])
+        self.clock = RankClock(self.mesh, topology)
+        self._groups = [tuple(sorted(Mesh(shape).axis_ranks(0, axis))) for axis in (0, 1)]
         self._redistributions: dict[object, float] = {}
         self._ops: dict[object, float] = {}
 
@@ -45,11 +49,9 @@ class ModuleCosts:
 
     def layout(self, value: Value, placement: Placement) -> Layout:
         """The layout of a value with this placement on the tensor axis."""
-        along_data = self.data[value.node].outputs[value.result]
-        shape = self.graph.result(value).shape
-        if isinstance(placement, Shard) and along_data != placement:
-            placement = self.units.shard(value, placement.dim, self.mesh.shape[1])
-        return Layout(self.mesh, [along_data, placement], shape)
+        if isinstance(placement, Shard):
+            placement = self.units.shard(value, placement.dim, self.shape[1])
+        return Layout(self.mesh, [placement], self.graph.result(value).shape)
 
     def local_bytes(self, value: Value, placement: Placement) -> float:
         """Bytes of a value on rank 0, which has most."""
@@ -129,7 +131,7 @@ class ModuleCosts:
         if not node.trains:
             return 0.0
         size = self.local_bytes(value, placement)
-        at_rest = size / self.mesh.shape[0]
+        at_rest = size / self.shape[0]
         elements = at_rest / node.results[0].dtype.itemsize
         touched = 2 * at_rest + elements * self.state_bytes
         found = touched / self.topology.memory_bandwidth
@@ -138,11 +140,11 @@ class ModuleCosts:
 
     def _collective(self, kind: str, axis: int, size: float) -> float:
         """Seconds of a collective of `size` bytes along an axis, as a part of a bucket."""
-        if self.mesh.shape[axis] == 1:
+        group, ranks = self._groups[axis], range(self.shape[0] * self.shape[1])
+        if len(group) == 1:
             return 0.0
-        group = tuple(sorted(self.mesh.axis_ranks(0, axis)))
         received = BUCKET * (len(group) - 1) / len(group) * (2 if kind == "all_reduce" else 1)
-        return self.costs.seconds(kind, group, self.mesh.sorted_ranks, received) * size / BUCKET
+        return self.topology.costs.seconds(kind, group, ranks, received) * size / BUCKET
 
     # ---- memory -----------------------------------------------------------------------------------------------
 
@@ -153,7 +155,7 @@ class ModuleCosts:
         """
         node, size = self.graph.nodes[number], self.local_bytes(Value(number), placement)
         states = 2 + self.state_bytes / node.results[0].dtype.itemsize if node.trains else 1
-        return size * (states / self.mesh.shape[0] + (self.mesh.shape[0] > 1 and not reshard))
+        return size * (states / self.shape[0] + (self.shape[0] > 1 and not reshard))
 
     def activation_memory(self, number: int, choice: Choice) -> float:
         """Bytes of the results of an op that are kept for backward."""

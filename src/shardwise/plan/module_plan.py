@@ -14,7 +14,16 @@ from shardwise._pictures.report import Report, table_text
 from shardwise.errors import PlanError, did_you_mean
 from shardwise.parallel import fully_shard, parallelize_module
 from shardwise.plan.module_price import StepPrice, price_step
-from shardwise.plan.module_search import Forward, Inputs, Reason, Search, Tried, reasons_of, step_of
+from shardwise.plan.module_search import (
+    Forward,
+    Inputs,
+    Reason,
+    Search,
+    Tried,
+    batch_rows,
+    reasons_of,
+    step_of,
+)
 from shardwise.plan.module_styles import Entry, plan_of_choices
 from shardwise.plan.module_text import code_of, entry_of_toml, entry_text, toml_of
 from shardwise.plan.topology import Topology
@@ -32,7 +41,7 @@ class ModulePlan(Report):
         units: paths of the modules for `fully_shard` along the data axis; "" is the module itself.
         reshard: whether the units free their parameters after forward, and all-gather them again for backward.
         seconds: of a modelled step, in which nothing overlaps.
-        bound: seconds that no plan of these choices falls below, on any shape of the mesh that was tried.
+        bound: seconds that no choices fall below, on any shape of the mesh that was tried.
         memory: bytes of a rank: parameters, gradients, states, results of ops.
         reasons: for each parameter.
         tried: shapes of the mesh.
@@ -179,7 +188,8 @@ def plan_module(
         module: on any device, also meta; nothing of it changes.
         topology: the machine.
         inputs: of the forward, of the batch of all ranks, by position or by name; meta tensors will do.
-        mesh: of one axis, the tensor axis, or of a data axis and a tensor axis; None tries all shapes.
+        mesh: of one axis, the tensor axis, or of a data axis and a tensor axis; None tries all shapes whose tensor
+            axis stays in a host.
         forward: from the module and the inputs to the loss; None calls the module. Results that are not a loss are
             replicated.
         head_room: the part of the memory that stays free.
@@ -189,8 +199,8 @@ def plan_module(
         PlanError: nothing fits; the message says how much is missing. Or inputs without a tensor, a mesh of other axes.
     """
     search = Search(module, topology, inputs, forward, topology.memory * (1 - head_room), state_bytes)
-    found = search.run(_shapes(topology, mesh, search.rows[0]))
-    shape = found.costs.mesh.shape
+    found = search.run(_shapes(topology, mesh, batch_rows(inputs)))
+    shape = found.costs.shape
     chosen = found.problem.chosen(found.solution)
     styles = plan_of_choices(module, found.costs, chosen) if shape[1] > 1 else {}
     if mesh is None:
@@ -226,11 +236,11 @@ def price_module(
 
 
 def _shapes(topology: Topology, mesh: Mesh | None, rows: int) -> list[tuple[int, int]]:
-    """The shapes to try: those that put few hosts on the tensor axis first."""
+    """The shapes to try: each data rank has rows, and a tensor axis stays in a host if that leaves a shape."""
     if mesh is None:
-        sizes = [n for n in range(1, topology.ranks + 1) if topology.ranks % n == 0]
-        found = [(topology.ranks // n, n) for n in sizes if topology.ranks // n <= rows]
-        return sorted(found, key=lambda shape: abs(shape[1] - topology.ranks_per_host))
+        sizes = [n for n in range(topology.ranks, 0, -1) if topology.ranks % n == 0 and topology.ranks // n <= rows]
+        inside = [n for n in sizes if n <= topology.ranks_per_host]
+        return [(topology.ranks // n, n) for n in inside or sizes]
     if mesh.ndim > 2 or mesh.size() != topology.ranks:
         raise PlanError(
             f"plan_module takes a mesh of {topology.ranks} ranks, those of the topology, and of one or two axes, got "

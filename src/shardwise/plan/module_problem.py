@@ -108,37 +108,33 @@ def _edge(costs: ModuleCosts, choices: list[list[Choice]], number: int, position
     """Seconds from each choice of an operand to each choice of a node; `REFUSED` where no plan has both."""
     graph, node = costs.graph, costs.graph.nodes[number]
     value = node.operands[position]
-    may_shard, tie = _boundary(graph, node, value)
-    stored = graph.nodes[value.node].kind == PARAMETER
+    tie, source = _boundary(graph, node, value), graph.nodes[value.node]
     is_result = Value(number) in plain_results(graph)
     found = np.zeros((len(choices[value.node]), len(choices[number])))
-    for i, source in enumerate(choices[value.node]):
-        for j, choice in enumerate(choices[number]):
-            src, dst = source.outputs[value.result], choice.inputs[position]
+    for i, before in enumerate(choices[value.node]):
+        for j, after in enumerate(choices[number]):
+            src, dst = before.outputs[value.result], after.inputs[position]
             if src != dst:
-                refused = src == REPLICATE and isinstance(dst, Shard) and not may_shard
                 # Along the tensor axis parameters are used as they are stored; `fully_shard` gathers them.
-                refused |= src != REPLICATE if stored else dst == PARTIAL
-                more = TIE if node.is_output and src == PARTIAL else tie
+                refused = src != REPLICATE if source.kind == PARAMETER else tie is None or dst == PARTIAL
+                more = TIE if node.is_output and src == PARTIAL else tie or 0.0
                 found[i, j] = inf if refused else costs.redistribution(value, src, dst, is_result) + more
     return np.minimum(found, REFUSED)
 
 
-def _boundary(graph: ModuleGraph, node: Node, value: Value) -> tuple[bool, float]:
-    """Whether a redistribution of an operand may shard it if it is Replicate, and what it costs beside its time.
+def _boundary(graph: ModuleGraph, node: Node, value: Value) -> float | None:
+    """What a redistribution of an operand costs beside its time; None if it would be inside a module.
 
-    Plans redistribute what enters and leaves modules: sums where they leave, else what enters. Elsewhere dispatch does,
-    which never shards an operand if all are replicated.
+    Plans redistribute what enters and leaves modules: sums where they leave, else what enters. Inside a module dispatch
+    would: it takes the row that fits if operands have its placements, else another one than is planned. Plain tensors
+    become shards there.
     """
     source = graph.nodes[value.node]
     if node.kind == BOUNDARY:
-        return True, (3 if node.is_output else 2) * TIE
+        return (3 if node.is_output else 2) * TIE
     if not source.of_parameters:
-        return True, 0.0
-    if node.module in graph.leaves and source.module != node.module and source.kind != PARAMETER:
-        return True, 2 * TIE
-    of_parameters = [graph.nodes[x.node].of_parameters for x in node.operands]
-    return of_parameters.count(True) > 1 and source.kind != PARAMETER, 100 * TIE
+        return 0.0
+    return 2 * TIE if node.module in graph.leaves and source.module != node.module else None
 
 
 def plain_results(graph: ModuleGraph) -> list[Value]:

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwise._layout import Mesh, Placement
+from shardwise._layout import Placement
 from shardwise._pictures.labels import bytes_text
 from shardwise.errors import PlanError
-from shardwise.plan.module_choices import Choice, Units, all_choices, data_choices
+from shardwise.plan.module_choices import Units, all_choices
 from shardwise.plan.module_costs import ModuleCosts
 from shardwise.plan.module_problem import ModuleProblem, module_problem
 from shardwise.plan.module_solver import Solution
-from shardwise.plan.module_trace import OP, PARAMETER, ModuleGraph, trace_module
+from shardwise.plan.module_trace import OP, PARAMETER, trace_module
 from shardwise.plan.topology import Topology
 
 Inputs = Sequence[Any] | Mapping[str, Any]
@@ -85,7 +85,7 @@ def step_of(inputs: Inputs, forward: Forward | None, data_ranks: int = 1) -> Cal
 
     def part(x: Tensor) -> Tensor:
         x = torch.zeros(x.shape, dtype=x.dtype) if x.is_meta else x
-        return x.chunk(data_ranks)[0] if data_ranks > 1 and x.ndim and len(x) == rows[0] else x
+        return x.chunk(data_ranks)[0] if data_ranks > 1 and x.ndim and len(x) == rows else x
 
     def step(model: nn.Module) -> object:
         given = pytree.tree_map_only(Tensor, part, inputs)
@@ -95,15 +95,12 @@ def step_of(inputs: Inputs, forward: Forward | None, data_ranks: int = 1) -> Cal
     return step
 
 
-def batch_rows(inputs: Inputs) -> list[int]:
-    """The rows of the batch, then those of the batch with more dims flattened into it."""
-    tensors = [x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor) and x.ndim]
-    if not tensors:
-        raise PlanError("plan_module: no input is a tensor. Fix: inputs=(batch,), as the module's forward takes them.")
-    rows = [tensors[0].shape[0]]
-    for size in tensors[0].shape[1:]:
-        rows.append(rows[-1] * size)
-    return rows
+def batch_rows(inputs: Inputs) -> int:
+    """The rows of the batch: those of the first tensor."""
+    for x in pytree.tree_leaves(inputs):
+        if isinstance(x, Tensor) and x.ndim:
+            return len(x)
+    raise PlanError("plan_module: no input is a tensor. Fix: inputs=(batch,), as the module's forward takes them.")
 
 
 # ---- the search -----------------------------------------------------------------------------------------------------
@@ -113,20 +110,11 @@ class Search:
     """The best choices over shapes of the mesh."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        topology: Topology,
-        inputs: Inputs,
-        forward: Forward | None,
-        memory: float,
+        self, module: nn.Module, topology: Topology, inputs: Inputs, forward: Forward | None, memory: float,
         state_bytes: int,
-    ) -> None:
-        self.topology, self.memory, self.state_bytes = topology, memory, state_bytes
-        self.rows = batch_rows(inputs)
-        self.graph: ModuleGraph = trace_module(module, step_of(inputs, forward))
-        self.choices = all_choices(self.graph)
-        self.units = Units(self.graph, self.choices)
-        self.data: list[Choice] = data_choices(self.graph, self.rows)
+    ) -> None:  # fmt: skip
+        self.module, self.topology, self.inputs, self.forward = module, topology, inputs, forward
+        self.memory, self.state_bytes = memory, state_bytes
         self.tried: list[Tried] = []
         self.least_bytes = self.bound = inf
 
@@ -149,13 +137,14 @@ class Search:
         return best
 
     def _on(self, shape: tuple[int, int], best: Found | None) -> Found | None:
-        mesh = Mesh(shape, names=("dp", "tp"))
-        costs = ModuleCosts(self.graph, self.units, self.data, mesh, self.topology, self.state_bytes)
+        graph = trace_module(self.module, step_of(self.inputs, self.forward, shape[0]))
+        choices = all_choices(graph)
+        costs = ModuleCosts(graph, Units(graph, choices), shape, self.topology, self.state_bytes)
         found: list[Found] = []
         least = inf
         for reshard in (False, True)[: 1 + (shape[0] > 1)]:
             with costs.clock.running():
-                problem = module_problem(self.choices, costs, reshard, inf if best is None else best.seconds)
+                problem = module_problem(choices, costs, reshard, inf if best is None else best.seconds)
             if isinstance(problem, float):
                 least = min(least, problem)
             else:

@@ -43,7 +43,7 @@ class _Styles:
 
     def __init__(self, module: nn.Module, costs: ModuleCosts, chosen: list[Choice]) -> None:
         self.graph = graph = costs.graph
-        self.units, self.chosen, self.ranks = costs.units, chosen, costs.mesh.shape[1]
+        self.units, self.chosen, self.ranks = costs.units, chosen, costs.shape[1]
         self.modules = dict(module.named_modules(remove_duplicate=False))
         by_first = {node.name: number for number, node in enumerate(graph.nodes) if node.kind == PARAMETER}
         self.parameters = {name: by_first[first] for first, names in graph.names.items() for name in names}
