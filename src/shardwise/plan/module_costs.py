@@ -97,12 +97,16 @@ class ModuleCosts:
             trains = tuple([self.graph.nodes[x.node].trains for x in node.operands])
             key = node.func, repr((node.args, node.kwargs)), tuple(layouts), dtypes, trains
             if key not in self._ops:
-                self._ops[key] = self._run(node, layouts, dtypes)
+                results = [self.layout(Value(number, i), p) for i, p in enumerate(choice.outputs)]
+                self._ops[key] = self._run(node, layouts, dtypes, results)
             return self._ops[key]
         except (RuntimeError, NotImplementedError, ShardwiseError):
             return inf
 
-    def _run(self, node: Node, layouts: Sequence[Layout], dtypes: Sequence[torch.dtype]) -> float:
+    def _run(
+        self, node: Node, layouts: Sequence[Layout], dtypes: Sequence[torch.dtype], results: Sequence[Layout]
+    ) -> float:
+        """Seconds; `inf` if results have other shards, as those of a split of a sharded dim may have."""
         operands = []
         for value, layout, dtype in zip(node.operands, layouts, dtypes, strict=True):
             x = torch.zeros(layout.local_shape(self.mesh.ranks[0]), dtype=dtype)
@@ -111,7 +115,10 @@ class ModuleCosts:
         self.clock.restart()
         out = call.of(node.func, operands)
         forward = self.clock.seconds().total
-        trained = [x for x in pytree.tree_leaves(out) if isinstance(x, DTensor) and x.requires_grad]
+        found = [x for x in pytree.tree_leaves(out) if isinstance(x, DTensor)]
+        if [x._layout.row_major for x in found] != list(results):
+            return inf
+        trained = [x for x in found if x.requires_grad]
         with DisableTorchFunctionSubclass():  # gradients of local tensors, which nobody reads
             gradients: list[Tensor] = [torch.zeros_like(x) for x in trained]
             self.clock.restart()
