@@ -110,15 +110,28 @@ class Problem:
         return np.array([option.total for of_table in self.options for option in of_table])
 
     @cached_property
+    def largest(self) -> Floats:
+        """What the busiest rank of an option needs in each phase, in seconds, [options, phases]."""
+        every = [option.largest for of_table in self.options for option in of_table]
+        found: Floats = np.array(every)[:, 1:] * self.ranks.inside
+        return found
+
+    @cached_property
     def fastest(self) -> Floats:
         """The shortest time of each phase that an option allows, whatever else there is, [options, phases]."""
         every = [option for of_table in self.options for option in of_table]
-        on_rank = np.array([option.largest for option in every])[:, 1:] * self.ranks.inside
         blocks = np.array([
             option.largest_block if option.span <= self.ranks.per_host else option.total / self.ranks.hosts
             for option in every
         ])  # fmt: skip
-        found: Floats = np.maximum(on_rank, blocks[:, 1:] * self.ranks.between)
+        found: Floats = np.maximum(self.largest, blocks[:, 1:] * self.ranks.between)
+        return found
+
+    @cached_property
+    def least(self) -> Floats:
+        """What every rank of an option needs at least in each phase, in seconds, [options, phases]."""
+        every = [option.cost.min((0, 1)) for of_table in self.options for option in of_table]
+        found: Floats = np.array(every)[:, 1:] * self.ranks.inside
         return found
 
     @cached_property

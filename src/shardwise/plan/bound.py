@@ -1,7 +1,7 @@
 """How fast any assignment can be at most, by a linear program; and the best one of small problems.
 
 The program takes a share of each option of a table. It knows that the busiest rank has at least the average load, and
-at least what the largest block of a table needs, but not which blocks fit together.
+at least what the largest block of a table needs beside what all ranks have, but not which blocks fit together.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,9 @@ import numpy as np
 from shardwise.errors import ConfigError
 from shardwise.plan.assignment import MEMORY, Assignment, Floats, Ints, Problem, assignment_of
 
+MOST_BLOCKS = 300  # tables whose largest block is in the program, for each phase
+MATTERS = 0.1  # if it takes more than this share of what all tables need on average
+PRECISION = 1e-6  # the solver keeps its limits to 1e-7
 MOST_BINARIES = 600  # of a problem that is solved exactly
 SECONDS = 20.0  # after which the exact solver stops; what it has proved until then counts
 
@@ -50,60 +53,70 @@ def lower_bound(problem: Problem) -> Bound | None:
     optimize = solver()
     from scipy import sparse
 
-    ranks, total, fastest = problem.ranks, problem.total, problem.fastest
+    ranks, total = problem.ranks, problem.total
     count, phases, tables = len(total), len(ranks.inside), len(problem.options)
     of_option = np.repeat(np.arange(tables), np.diff(problem.starts))
     if not np.logical_or.reduceat(problem.fits, problem.starts[:-1]).all():
         return None
     average = np.maximum(ranks.inside / ranks.count, ranks.between / ranks.hosts)
     at_least = average * np.minimum.reduceat(total, problem.starts[:-1])[:, 1:].sum(0)
+    everywhere = np.array([option.span == ranks.count for of_table in problem.options for option in of_table])
+    base = np.where(everywhere[:, None], problem.least, 0.0)  # what a block comes on top of
+    # The columns: the shares of all options, what each phase takes, and what is on all ranks.
+    blank, one = sparse.csr_array((phases, phases)), sparse.eye_array(phases)
     rows = [
-        sparse.hstack([sparse.csr_array((total[:, 1:] * average).T), -sparse.eye_array(phases)]),
-        sparse.hstack([sparse.csr_array(total[:, MEMORY][None]), sparse.csr_array((1, phases))]),
+        sparse.hstack([sparse.csr_array((total[:, 1:] * average).T), -one, blank]),
+        sparse.hstack([sparse.csr_array(base.T), blank, -one]),
+        sparse.hstack([sparse.csr_array(total[:, MEMORY][None]), sparse.csr_array((1, 2 * phases))]),
     ]
-    # A table's largest block counts only where it exceeds what all tables together need on average.
+    blocks = [(problem.largest - base, True), *([(problem.fastest, False)] if ranks.between.any() else [])]
     for phase in range(phases):
-        slowest = np.maximum.reduceat(fastest[:, phase], problem.starts[:-1])
-        matter = np.flatnonzero(slowest > at_least[phase])
-        chosen = np.flatnonzero(np.isin(of_option, matter))
-        at = np.searchsorted(matter, of_option[chosen])
-        blocks = sparse.csr_array((fastest[chosen, phase], (at, chosen)), shape=(len(matter), count))
-        times = sparse.csr_array(
-            (-np.ones(len(matter)), (np.arange(len(matter)), np.full(len(matter), phase))), shape=(len(matter), phases)
-        )
-        rows.append(sparse.hstack([blocks, times]))
+        for seconds, on_top in blocks:
+            rows.append(_largest_blocks(problem, of_option, seconds, phase, at_least[phase], on_top))
     limits = sparse.vstack(rows, format="csr")
     right = np.zeros(limits.shape[0])
-    right[phases] = ranks.count * ranks.memory
-    once = sparse.csr_array((np.ones(count), (of_option, np.arange(count))), shape=(tables, count + phases))
-    scale = max(float(at_least.sum()), 1e-30)  # seconds are small beside the solver's tolerances
-    limits = _scaled(limits, right, scale, count, phases)
+    right[2 * phases] = ranks.count * ranks.memory
+    once = sparse.csr_array((np.ones(count), (of_option, np.arange(count))), shape=(tables, count + 2 * phases))
+    # Times in units of `scale`, and memory in that of all ranks: the solver has absolute tolerances.
+    scale = max(float(at_least.sum()), 1e-30)
+    factors = np.full(len(right), 1 / scale)
+    factors[2 * phases] = 1 / max(right[2 * phases], 1.0)
+    units = np.concatenate([np.ones(count), np.full(2 * phases, scale)])
+    most = np.concatenate([np.where(problem.fits, np.inf, 0), np.full(2 * phases, np.inf)])
     found = optimize.linprog(
-        np.concatenate([np.zeros(count), np.ones(phases)]),
-        A_ub=limits[0], b_ub=limits[1], A_eq=once, b_eq=np.ones(tables),
-        bounds=np.column_stack([np.zeros(count + phases), np.where(np.append(problem.fits, [True] * phases), np.inf, 0)]),
+        np.concatenate([np.zeros(count), np.ones(phases), np.zeros(phases)]),
+        A_ub=sparse.diags_array(factors) @ limits @ sparse.diags_array(units),
+        b_ub=right * factors,
+        A_eq=once,
+        b_eq=np.ones(tables),
+        bounds=np.column_stack([np.zeros(len(most)), most]),
         method="highs",
-    )  # fmt: skip
+    )
     if found.status == 2:
         return None
     assert found.status == 0, found.message
-    # The solver keeps its limits to 1e-7.
     return Bound(
-        float(found.fun) * scale * (1 - 1e-6),
-        np.maximum(found.x[count:] * scale, at_least),
+        float(found.fun) * scale * (1 - PRECISION),
+        np.maximum(found.x[count : count + phases] * scale, at_least),
         found.x[:count],
         np.maximum(found.lower.marginals[:count], 0) * scale,
     )
 
 
-def _scaled(limits: Any, right: Floats, scale: float, count: int, phases: int) -> tuple[Any, Floats]:
-    """The limits with times in units of `scale`, and memory in that of all ranks."""
+def _largest_blocks(
+    problem: Problem, of_option: Ints, seconds: Floats, phase: int, at_least: float, on_top: bool
+) -> Any:
+    """Rows: a phase takes at least as long as the largest block of a table; perhaps on top of what all ranks have."""
     from scipy import sparse
 
-    factors = np.full(limits.shape[0], 1 / scale)
-    factors[phases] = 1 / max(right[phases], 1.0)
-    columns = np.concatenate([np.ones(count), np.full(phases, scale)])
-    return sparse.diags_array(factors) @ limits @ sparse.diags_array(columns), right * factors
+    slowest = np.maximum.reduceat(seconds[:, phase], problem.starts[:-1])
+    matter = np.argsort(-slowest, kind="stable")[:MOST_BLOCKS]
+    matter = np.sort(matter[slowest[matter] > MATTERS * at_least])
+    chosen = np.flatnonzero(np.isin(of_option, matter))
+    at = np.searchsorted(matter, of_option[chosen])
+    blocks = sparse.csr_array((seconds[chosen, phase], (at, chosen)), shape=(len(matter), len(of_option)))
+    of_phase = np.outer(np.ones(len(matter)), np.eye(seconds.shape[1])[phase])
+    return sparse.hstack([blocks, sparse.csr_array(-of_phase), sparse.csr_array(of_phase * on_top)])
 
 
 # ---- small problems ------------------------------------------------------------------------------------------
@@ -183,7 +196,7 @@ def solve_exactly(problem: Problem) -> tuple[Assignment | None, float]:
         constraints=optimize.LinearConstraint(np.array(rows), low, high),
         options={"time_limit": SECONDS, "mip_rel_gap": 0},
     )
-    proved = float(found.mip_dual_bound or 0.0) * scale * (1 - 1e-6) if found.status in (0, 1) else 0.0
+    proved = float(found.mip_dual_bound or 0.0) * scale * (1 - PRECISION) if found.status in (0, 1) else 0.0
     if found.x is None:
         return None, proved
     return _read(problem, found.x, variables, equal, first), proved

@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 from shardwise.plan.assignment import MEMORY, Assignment, Floats, Ints, Option, Problem, assignment_of
 from shardwise.plan.bound import MOST_BINARIES, Bound, lower_bound, num_binaries, solve_exactly
 
-# Of the time of the bound, what the largest block may take: smaller blocks cost more and fit better.
-LARGEST_SHARES = (1.0, 0.5, 0.25, 0.12, 0.06, 0.03)
-IMPROVED = 2  # starts that are improved
-MOST_STEPS = 3000  # moves and swaps
+# Of the times of the bound, what the largest block may take: smaller blocks cost more and fit better.
+LARGEST_SHARES = (1.0, 0.9, 0.7, 0.5, 0.35, 0.2)
+MOST_IMPROVED = 20_000  # blocks times ranks of the starts that are improved, but at least two starts
+MOST_STEPS = 3000  # moves and swaps of a round
+MOST_ROUNDS = 12
+CLOSER = 0.7  # what the next round aims at, of the distance to the bound
 WORST_RANKS = 6  # of which blocks are moved
 MOST_PARTNERS = 600  # blocks that may be swapped with those of a rank
 MEMORY_WEIGHT = 100.0  # of memory beyond the limit, beside the time of a step
@@ -55,9 +57,10 @@ def solve(problem: Problem, below: float = np.inf) -> Found:
         if best is not None:
             return Found(bound, min(best.value, max(bound.value, proved)), best)
     starts = sorted(_starts(problem, bound), key=_Packing.rank)
-    for packing in starts[:IMPROVED]:
-        packing.improve()
-    best = min(starts[:IMPROVED], key=_Packing.rank).assignment()
+    improved = max(2, MOST_IMPROVED // (problem.ranks.count * sum(map(len, starts[0].places))))
+    best = min(
+        (packing.improve() for packing in starts[:improved]), key=lambda x: (not problem.ranks.fit(x.loads), x.value)
+    )
     return Found(bound, bound.value, best if problem.ranks.fit(best.loads) else None)
 
 
@@ -75,13 +78,13 @@ def cheapest_replacement(problem: Problem, found: Assignment, table: int, option
 def _starts(problem: Problem, bound: Bound) -> Iterator["_Packing"]:
     """Assignments of different choices of options; the last one needs the least memory."""
     seen = set()
-    seconds = problem.fastest.sum(1)
+    seconds = (problem.fastest / np.maximum(bound.times, 1e-30)).max(1)
     for share in (*LARGEST_SHARES, 0.0):
         choice = []
         for start, stop in zip(problem.starts[:-1], problem.starts[1:], strict=True):
             fits = problem.fits[start:stop]
             if share:
-                small = fits & (seconds[start:stop] <= share * bound.value)
+                small = fits & (seconds[start:stop] <= share * (1 + 1e-6))
                 shortest = np.where(fits, seconds[start:stop], np.inf)
                 small = small if small.any() else shortest <= shortest.min()
                 rank = np.where(small, bound.reduced[start:stop] - 1e-12 * bound.shares[start:stop], np.inf)
@@ -95,7 +98,7 @@ def _starts(problem: Problem, bound: Bound) -> Iterator["_Packing"]:
             packing = _Packing(problem, bound)
             by_size = [seconds[start + chosen] for start, chosen in zip(problem.starts[:-1], choice, strict=True)]
             memory = [problem.options[t][o].largest[MEMORY] / problem.ranks.memory for t, o in enumerate(choice)]
-            size = np.array(by_size) / max(bound.value, 1e-30) + np.array(memory)
+            size = np.array(by_size) + np.array(memory)
             span = np.array([problem.options[t][o].span for t, o in enumerate(choice)])
             for table in np.lexsort((-size, -span)):  # what spans all ranks has no choice, so it comes first
                 packing.place(int(table), choice[table])
@@ -112,18 +115,21 @@ class _Packing:
     def __init__(self, problem: Problem, bound: Bound) -> None:
         self.problem, self.bound, ranks = problem, bound, problem.ranks
         columns = 1 + len(ranks.inside)
-        with np.errstate(divide="ignore"):
-            self.of_rank = np.append(ranks.memory, bound.times / ranks.inside)  # what loads should not exceed
-            self.of_host = np.append(np.inf, bound.times / ranks.between)
-        self.of_rank[1:][bound.times <= 0] = np.inf
-        self.of_host[1:][bound.times <= 0] = np.inf
         self.weight = np.append(MEMORY_WEIGHT, bound.times / max(bound.times.sum(), 1e-30))
-        self.by_host = bool(ranks.hosts > 1 and np.isfinite(self.of_host).any())
+        self.by_host = bool(ranks.hosts > 1 and ranks.between.any())
+        self.aim_at(bound.times)
         self.loads = np.zeros((ranks.count, columns))
         self.hosts = np.zeros((ranks.hosts, columns))
         self.chosen = [-1] * len(problem.options)
         self.places: list[Sequence[int]] = [()] * len(problem.options)
         self.holds = np.zeros((len(problem.options), ranks.count), bool)
+
+    def aim_at(self, times: Floats) -> None:
+        """Loads that take longer than these times cost."""
+        ranks = self.problem.ranks
+        with np.errstate(divide="ignore", invalid="ignore"):
+            self.of_rank = np.append(ranks.memory, np.where(times > 0, times / ranks.inside, np.inf))
+            self.of_host = np.append(np.inf, np.where(times > 0, times / ranks.between, np.inf))
 
     def rank(self) -> tuple[bool, float]:
         """What makes one packing better than another."""
@@ -206,7 +212,19 @@ class _Packing:
 
     # ---- improving ---------------------------------------------------------------------------------------------
 
-    def improve(self) -> None:
+    def improve(self) -> Assignment:
+        """Aim at the times of the bound, then ever closer below those that were reached; returns the best."""
+        best, best_rank = self.assignment(), self.rank()
+        for _ in range(MOST_ROUNDS):
+            self._improve()
+            if self.rank() < best_rank:
+                best, best_rank = self.assignment(), self.rank()
+            elif _:
+                break
+            self.aim_at(self.bound.times + CLOSER * np.maximum(best.times - self.bound.times, 0))
+        return best
+
+    def _improve(self) -> None:
         """Move and swap blocks of the worst ranks, or take another option of their tables, while that costs less."""
         blocks = _Blocks(self)
         for _ in range(MOST_STEPS):
