@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardwise.plan.assignment import MEMORY, Assignment, Floats, Ints, Option, Problem, assignment_of
 from shardwise.plan.bound import MOST_BINARIES, Bound, lower_bound, num_binaries, solve_exactly

@@ -1,0 +1,290 @@
+"""The problem of a collection of tables: what is asked (`Request`), and what a search finds (`Planned`)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import numpy as np
+from torch import Tensor
+
+from shardwise._layout import Kind, Mesh, Placements, as_placements
+from shardwise.embedding.batch import features_of
+from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig
+from shardwise.embedding.exchange.engine import MessageDtypes
+from shardwise.embedding.optimizers import RowOptimizer
+from shardwise.errors import ConfigError, PlanError, did_you_mean
+from shardwise.plan.assignment import MEMORY, Assignment, Floats, Option, Problem, Ranks, assignment_of
+from shardwise.plan.search import solve
+from shardwise.plan.table_costs import (
+    COMPUTED,
+    PHASES,
+    BatchShape,
+    Form,
+    TableCosts,
+    check_counts,
+    check_features,
+    speeds,
+)
+from shardwise.plan.table_options import SHARDINGS, Division, Sharding, divisions, pinned
+from shardwise.plan.too_large import refusal
+from shardwise.plan.topology import Topology
+
+OBJECTIVES = ("time", "memory", "bytes")
+Objective = Annotated[str, Kind("'time', 'memory' or 'bytes'", lambda x: isinstance(x, str) and x in OBJECTIVES)]
+SECOND = 1e-3  # the weight of time beside an objective that comes first
+
+Configs = Sequence[EmbeddingConfig]
+Shardings = Sequence[Sharding] | Mapping[str, Sequence[Sharding]]
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What a plan is made of: the arguments of `plan_tables`."""
+
+    tables: Configs
+    weighted: bool
+    topology: Topology
+    batch: BatchShape
+    optimizer: RowOptimizer | None
+    pinned: Mapping[str, Placements]
+    allowed: Shardings
+    groups: Sequence[Sequence[str]]
+    counts: Mapping[str, Tensor]
+    head_room: float
+    objective: str
+    dtypes: MessageDtypes
+
+    @property
+    def names(self) -> list[str]:
+        return [config.name for config in self.tables]
+
+    @property
+    def memory(self) -> float:
+        """Bytes of a rank that tables may take."""
+        return self.topology.memory * (1 - self.head_room)
+
+    def check(self) -> None:
+        """Raise a ConfigError or PlanError if an argument does not fit the tables."""
+        names, features = self.names, set(features_of(self.tables).names)
+        check_features(self.batch, features)
+        of_tables = self.allowed if isinstance(self.allowed, Mapping) else {}
+        grouped = [name for group in self.groups for name in group]
+        for what, given in (
+            ("pinned", self.pinned), ("allowed", of_tables), ("counts", self.counts), ("groups", grouped),
+        ):  # fmt: skip
+            for name in given:
+                if name not in names:
+                    raise PlanError(
+                        f"plan_tables: {what} has {name!r}, which is not a table.{did_you_mean(name, names)} "
+                        f"Fix: names of tables, such as {names[0]!r}."
+                    )
+        if len(set(grouped)) != len(grouped):
+            raise PlanError("plan_tables: a table is in two groups. Fix: each table in one.")
+        if not 0 <= self.head_room < 1:
+            raise ConfigError(f"plan_tables: head_room is {self.head_room}, expected 0 to below 1. Fix: such as 0.1.")
+        for config in self.tables:
+            if config.name in self.counts:
+                check_counts(config, self.counts[config.name])
+
+    def allowed_for(self, name: str) -> Sequence[str]:
+        """The shardings that a table may have."""
+        return self.allowed.get(name, SHARDINGS) if isinstance(self.allowed, Mapping) else self.allowed
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """What a search found, in the terms of tables.
+
+    Attributes:
+        units: the tables of each unit, which are placed together: a group, or one table.
+        divisions: of each unit, for each option one division of each of its tables.
+        form: of messages.
+        problem: whose objective is minimized, and `in_time`, whose values are seconds.
+        assignment: of `in_time`.
+    """
+
+    request: Request
+    units: Sequence[Sequence[int]]
+    divisions: Sequence[Sequence[tuple[Division, ...]]]
+    costs: Sequence[TableCosts]
+    form: Form
+    problem: Problem
+    in_time: Problem
+    assignment: Assignment
+    bound: float
+    value: float
+
+    def placements(self) -> dict[str, Any]:
+        """Of each table, on a mesh of one axis."""
+        found, ranks = {}, self.request.topology.ranks
+        chosen = zip(self.units, self.divisions, self.assignment.choice, self.assignment.places, strict=True)
+        for tables, of_unit, choice, places in chosen:
+            for table, division in zip(tables, of_unit[choice], strict=True):
+                found[self.request.names[table]] = division.placement(places, ranks)
+        return {name: found[name] for name in self.request.names}
+
+
+def make_plan_of_tables(request: Request) -> Planned:
+    """Search the best plan.
+
+    Raises:
+        ConfigError, PlanError: arguments that do not fit; tables that do not fit in memory.
+    """
+    request.check()
+    costs = _costs(request)
+    units, options = _units(request, costs)
+    forms = _forms(request)
+    problems = {form: _problem(request, costs, units, options, form, request.objective) for form in forms}
+    best: tuple[float, Form, Assignment] | None = None
+    bounds: list[float] = []
+    for form in forms:
+        found = solve(problems[form], below=np.inf if best is None else best[0])
+        if found.bound is not None:
+            bounds.append(found.value)
+        if found.assignment is None:
+            continue
+        real = _form_of(costs, units, options, found.assignment, forms)
+        one = found.assignment
+        if real is not form:
+            one = assignment_of(problems[real], one.choice, one.places)
+        if problems[real].ranks.fit(one.loads) and (best is None or one.value < best[0]):
+            best = one.value, real, one
+    if best is None:
+        raise refusal(request, least_memory)
+    value, form, one = best
+    in_time = _problem(request, costs, units, options, form, "time")
+    return Planned(
+        request, units, options, costs, form, problems[form], in_time,
+        assignment_of(in_time, one.choice, one.places), min(bounds), value,
+    )  # fmt: skip
+
+
+def least_memory(request: Request) -> tuple[Floats, Floats]:
+    """Of each table, the bytes of its smallest sharding on all ranks together, and on its fullest rank."""
+    costs = _costs(request)
+    units, options = _units(request, costs)
+    total, fullest = np.zeros(len(costs)), np.zeros(len(costs))
+    form = _forms(request)[-1]
+    for tables, of_unit in zip(units, options, strict=True):
+        for number, table in enumerate(tables):
+            found = [one[number].option(costs[table], form) for one in of_unit]
+            total[table] = min(option.total[MEMORY] for option in found)
+            fullest[table] = min(option.largest[MEMORY] for option in found)
+    return total, fullest
+
+
+def _costs(request: Request) -> list[TableCosts]:
+    sizes = request.dtypes.forward.itemsize, request.dtypes.backward.itemsize
+    return [
+        TableCosts(
+            config, request.topology, request.batch, request.optimizer, request.weighted, sizes,
+            request.counts.get(config.name),
+        )
+        for config in request.tables
+    ]  # fmt: skip
+
+
+def _units(request: Request, costs: Sequence[TableCosts]) -> tuple[list[list[int]], list[list[tuple[Division, ...]]]]:
+    """What is placed together, and its options: those that all tables of a group have, by name."""
+    names, mesh = request.names, Mesh((request.topology.ranks,))
+    group_of = {name: number for number, group in enumerate(request.groups) for name in group}
+    units: dict[object, list[int]] = {}
+    for table, name in enumerate(names):
+        units.setdefault(group_of.get(name, name), []).append(table)
+    options = []
+    for tables in units.values():
+        of_tables = []
+        for table in tables:
+            name = names[table]
+            if name in request.pinned:
+                (placement,) = as_placements(mesh, request.pinned[name])
+                of_tables.append([pinned(placement, costs[table])])
+                continue
+            found = list(divisions(costs[table], request.allowed_for(name)))
+            if not found:
+                raise PlanError(
+                    f"Table {name}: none of the shardings {list(request.allowed_for(name))} is possible on "
+                    f"{request.topology.ranks} ranks. Fix: allow another one of {', '.join(SHARDINGS)}."
+                )
+            of_tables.append(found)
+        if len(of_tables) == 1:
+            options.append([(division,) for division in of_tables[0]])
+            continue
+        by_label = [{division.label: division for division in found} for found in of_tables]
+        common = [label for label in by_label[0] if all(label in others for others in by_label)]
+        if not common:
+            of_group = ", ".join(names[table] for table in tables)
+            raise PlanError(
+                f"The tables of a group ({of_group}) have no sharding in common. Fix: tables of equal columns, or "
+                f"allow 'table'."
+            )
+        options.append([tuple(of_table[label] for of_table in by_label) for label in common])
+    return list(units.values()), options
+
+
+def _problem(
+    request: Request,
+    costs: Sequence[TableCosts],
+    units: Sequence[Sequence[int]],
+    options: Sequence[Sequence[tuple[Division, ...]]],
+    form: Form,
+    objective: str,
+) -> Problem:
+    inside, between, _ = speeds(request.topology)
+    found = [
+        [_sum([division.option(costs[t], form) for t, division in zip(tables, one, strict=True)]) for one in of_unit]
+        for tables, of_unit in zip(units, options, strict=True)
+    ]
+    topology = request.topology
+    if objective != "time":
+        scale = SECOND / max(sum(min(float((x.total[1:] * inside).sum()) for x in of_unit) for of_unit in found), 1e-30)
+        inside, between = inside * scale, between * scale
+        sent = np.array([0.0 if phase in COMPUTED else 1.0 for phase in range(len(PHASES))])
+        if objective == "bytes":
+            most = max(sum(min(float(x.total[1:] @ sent) for x in of_unit) for of_unit in found), 1.0)
+            inside = inside + sent / most
+        else:
+            found = [[_with_memory_first(option) for option in of_unit] for of_unit in found]
+            inside, between = np.append(1 / request.memory, inside), np.append(0.0, between)
+    return Problem(found, Ranks(topology.hosts, topology.ranks_per_host, request.memory, inside, between))
+
+
+def _with_memory_first(option: Option) -> Option:
+    """The option with a further phase, whose amount is memory."""
+    return replace(option, cost=np.concatenate([option.cost[..., :1], option.cost], axis=-1))
+
+
+def _sum(options: Sequence[Option]) -> Option:
+    """Several tables with the same places."""
+    if len(options) == 1:
+        return options[0]
+    width = max(option.cost.shape[1] for option in options)
+    cost: Floats = np.sum([np.broadcast_to(x.cost, (x.cost.shape[0], width, x.cost.shape[2])) for x in options], axis=0)
+    return Option(options[0].label, options[0].span, cost)
+
+
+def _forms(request: Request) -> list[Form]:
+    """The forms of messages that the collection may use."""
+    if not isinstance(request.tables[0], EmbeddingBagConfig):
+        return [Form.ROWS]
+    return [Form.BAGS, Form.OCCUPIED, *([] if request.weighted else [Form.ROWS])]
+
+
+def _form_of(
+    costs: Sequence[TableCosts],
+    units: Sequence[Sequence[int]],
+    options: Sequence[Sequence[tuple[Division, ...]]],
+    found: Assignment,
+    forms: Sequence[Form],
+) -> Form:
+    """The form that the collection would use."""
+    chosen = [
+        (costs[table], division)
+        for tables, of_unit, choice in zip(units, options, found.choice, strict=True)
+        for table, division in zip(tables, of_unit[choice], strict=True)
+    ]
+    if forms == [Form.ROWS]:
+        return Form.ROWS
+    if Form.ROWS in forms and sum(division.condition(of, Form.ROWS) for of, division in chosen) < 0:
+        return Form.ROWS
+    return Form.BAGS if sum(division.condition(of, Form.BAGS) for of, division in chosen) <= 0 else Form.OCCUPIED
