@@ -94,10 +94,16 @@ class Ranks:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """The options of each table, and the ranks."""
+    """The options of each table, and the ranks.
+
+    Attributes:
+        limits: for all options in one list, [limits, options]: the sum over those that are chosen is not above 0. A
+            search need not keep them: who set them knows what an assignment costs that does not.
+    """
 
     options: Sequence[Sequence[Option]]
     ranks: Ranks
+    limits: Floats | None = None
 
     @cached_property
     def starts(self) -> Ints:

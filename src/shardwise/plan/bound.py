@@ -69,16 +69,22 @@ def lower_bound(problem: Problem) -> Bound | None:
         sparse.hstack([sparse.csr_array(base.T), blank, -one]),
         sparse.hstack([sparse.csr_array(total[:, MEMORY][None]), sparse.csr_array((1, 2 * phases))]),
     ]
+    # Times in units of `scale`, and memory in that of all ranks: the solver has absolute tolerances.
+    scale = max(float(at_least.sum()), 1e-30)
     blocks = [(problem.largest - base, True), *([(problem.fastest, False)] if ranks.between.any() else [])]
     for phase in range(phases):
         for seconds, on_top in blocks:
             rows.append(_largest_blocks(problem, of_option, seconds, phase, at_least[phase], on_top))
+    if problem.limits is not None:
+        rows.append(
+            sparse.hstack(
+                [sparse.csr_array(_scaled(problem.limits) * scale), sparse.csr_array((len(problem.limits), 2 * phases))]
+            )
+        )
     limits = sparse.vstack(rows, format="csr")
     right = np.zeros(limits.shape[0])
     right[2 * phases] = ranks.count * ranks.memory
     once = sparse.csr_array((np.ones(count), (of_option, np.arange(count))), shape=(tables, count + 2 * phases))
-    # Times in units of `scale`, and memory in that of all ranks: the solver has absolute tolerances.
-    scale = max(float(at_least.sum()), 1e-30)
     factors = np.full(len(right), 1 / scale)
     factors[2 * phases] = 1 / max(right[2 * phases], 1.0)
     units = np.concatenate([np.ones(count), np.full(2 * phases, scale)])
@@ -101,6 +107,12 @@ def lower_bound(problem: Problem) -> Bound | None:
         found.x[:count],
         np.maximum(found.lower.marginals[:count], 0) * scale,
     )
+
+
+def _scaled(limits: Floats) -> Floats:
+    """Limits with numbers of at most 1."""
+    found: Floats = limits / np.maximum(np.abs(limits).max(1, keepdims=True), 1e-30)
+    return found
 
 
 def _largest_blocks(
@@ -181,6 +193,8 @@ def solve_exactly(problem: Problem) -> tuple[Assignment | None, float]:
     for (number, _), row in used.items():
         row[number] = -1
         limit(row, -np.inf, 0)
+    for row in [] if problem.limits is None else _scaled(problem.limits):
+        limit(np.append(row, np.zeros(width - first)), -np.inf, 0)
     times = np.zeros((phases, width))
     times[np.arange(phases), at_time + np.arange(phases)] = 1
     of_hosts = loads.reshape(ranks.hosts, ranks.per_host, 1 + phases, width).sum(1)

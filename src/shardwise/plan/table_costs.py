@@ -39,7 +39,7 @@ Numbers = Annotated[
     float | Mapping[str, float],
     Kind(
         "a number, or a number for each feature",
-        lambda x: isinstance(x, int | float) or (isinstance(x, Mapping) and all(isinstance(n, int | float) for n in x.values())),
+        lambda x: all(isinstance(n, int | float) for n in (x.values() if isinstance(x, Mapping) else [x])),
     ),
 ]  # fmt: skip
 
@@ -165,15 +165,17 @@ class TableCosts:
         of_feature = [1 - outside ** (n / self.batch.bags) for n in self.ids]
         return self.batch.bags * np.sum(of_feature, axis=0)
 
-    def saved_by_form(self, shards: Shards, form: Form, copies: int) -> float:
-        """What decides for a form: a collection takes it if the sum over all tables is not above 0."""
-        bags, occupied = (float(self.runs(shards, x).sum()) * copies for x in (Form.BAGS, Form.OCCUPIED))
-        if form is Form.BAGS:
-            return MOST_RUNS * bags - occupied
-        if form is Form.OCCUPIED:
-            return occupied - MOST_RUNS * bags
-        fewer = np.minimum(self.runs(shards, Form.OCCUPIED), self.runs(shards, Form.BAGS)) - self.runs(shards, form)
-        return MIN_SAVED * float(self.ids.sum()) - self.message_bytes[0] * float((fewer * shards.cols).sum())
+    def choice_of_form(self, shards: Shards, copies: int) -> Floats:
+        """Numbers whose sums over all tables decide the form of messages.
+
+        Fewer than MOST_RUNS of the runs have an id if the first is above 0. Rows are requested if the second, or then
+        the third, is below 0: they save bytes of results.
+        """
+        bags, occupied, rows = (self.runs(shards, form) for form in Form)
+        saved = [float(((runs - rows) * shards.cols).sum()) for runs in (bags, occupied)]
+        worth = MIN_SAVED * float(self.ids.sum())
+        few = copies * float((MOST_RUNS * bags - occupied).sum())
+        return np.array([few, *(worth - self.message_bytes[0] * x for x in saved)])
 
     def memory(self, rows: Ints, cols: Ints) -> Floats:
         """Bytes of shards and of their gradients or optimizer states."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from shardwise._layout import Boxes, Kind, Layout, Mesh, OnRanks, Placement, Replicate, Shard, chunk
 from shardwise.embedding.balance import balanced_rows
-from shardwise.plan.assignment import Option
+from shardwise.plan.assignment import Floats, Option
 from shardwise.plan.table_costs import PHASES, Form, Shards, TableCosts
 
 SHARDINGS = ("table", "column", "row", "table_row", "table_column", "grid", "replicated")
@@ -85,12 +85,12 @@ class Division:
         blocks = len(shards.rows) // self.span
         return Option(self.label, self.span, cost.reshape(blocks, self.span, -1))
 
-    def condition(self, costs: TableCosts, form: Form) -> float:
-        """What decides for a form of messages; see `TableCosts.saved_by_form`."""
+    def choice_of_form(self, costs: TableCosts) -> Floats:
+        """What decides for a form of messages; see `TableCosts.choice_of_form`."""
         shards, ranks = self.shards(), costs.topology.ranks
         if self.replicated:
-            return costs.saved_by_form(Shards(*(x[:1] for x in shards)), form, ranks)
-        return costs.saved_by_form(shards, form, 1)
+            return costs.choice_of_form(Shards(*(x[:1] for x in shards)), ranks)
+        return costs.choice_of_form(shards, 1)
 
     def placement(self, places: Sequence[int], ranks: int) -> Placement:
         """On a mesh of one axis of all ranks."""

@@ -6,8 +6,8 @@
     "users" = { rows = 1000, columns = 64, dtype = "float32", dim = 1, ranks = [0, 3], sizes = [32, 32] }
     "items" = { rows = 90000, columns = 32, dtype = "float32", dim = 0 }
 
-Without `sizes` a dim is divided evenly over all ranks; `ranks` alone is the rank that holds the table; `boxes` are rank,
-first row, first column, rows and columns; with none of these the table is replicated.
+Without `sizes` a dim is divided evenly over all ranks; `ranks` alone is the rank that holds the table; `boxes` are
+rank, first row, first column, rows and columns; with none of these the table is replicated.
 """
 
 import json

@@ -133,21 +133,28 @@ def make_plan_of_tables(request: Request) -> Planned:
     request.check()
     costs = _costs(request)
     units, options = _units(request, costs)
-    forms = _forms(request)
-    problems = {form: _problem(request, costs, units, options, form, request.objective) for form in forms}
+    cases = _cases(request)
+    decisive = np.array([
+        np.sum([division.choice_of_form(costs[t]) for t, division in zip(tables, one, strict=True)], axis=0)
+        for tables, of_unit in zip(units, options, strict=True)
+        for one in of_unit
+    ])  # fmt: skip
+    problems = {form: _problem(request, costs, units, options, form, request.objective) for form, _ in cases}
     best: tuple[float, Form, Assignment] | None = None
     bounds: list[float] = []
-    for form in forms:
-        found = solve(problems[form], below=np.inf if best is None else best[0])
+    for form, signs in cases:
+        problem = replace(problems[form], limits=_limits(decisive, signs))
+        found = solve(problem, below=np.inf if best is None else best[0])
         if found.bound is not None:
             bounds.append(found.value)
         if found.assignment is None:
             continue
-        real = _form_of(costs, units, options, found.assignment, forms)
         one = found.assignment
+        sums = decisive[problem.starts[:-1] + one.choice].sum(0)
+        real = next((other for other, kept in cases if (np.multiply(kept, sums) <= 0).all()), form)
         if real is not form:
             one = assignment_of(problems[real], one.choice, one.places)
-        if problems[real].ranks.fit(one.loads) and (best is None or one.value < best[0]):
+        if problem.ranks.fit(one.loads) and (best is None or one.value < best[0]):
             best = one.value, real, one
     if best is None:
         raise refusal(request, least_memory)
@@ -164,7 +171,7 @@ def least_memory(request: Request) -> tuple[Floats, Floats]:
     costs = _costs(request)
     units, options = _units(request, costs)
     total, fullest = np.zeros(len(costs)), np.zeros(len(costs))
-    form = _forms(request)[-1]
+    form = _cases(request)[-1][0]
     for tables, of_unit in zip(units, options, strict=True):
         for number, table in enumerate(tables):
             found = [one[number].option(costs[table], form) for one in of_unit]
@@ -263,28 +270,18 @@ def _sum(options: Sequence[Option]) -> Option:
     return Option(options[0].label, options[0].span, cost)
 
 
-def _forms(request: Request) -> list[Form]:
-    """The forms of messages that the collection may use."""
+def _cases(request: Request) -> list[tuple[Form, tuple[int, int, int]]]:
+    """The forms of messages, and when a collection uses each: if no product of these signs and the numbers that decide
+    (`TableCosts.choice_of_form`) is above 0."""
     if not isinstance(request.tables[0], EmbeddingBagConfig):
-        return [Form.ROWS]
-    return [Form.BAGS, Form.OCCUPIED, *([] if request.weighted else [Form.ROWS])]
+        return [(Form.ROWS, (0, 0, 0))]
+    if request.weighted:
+        return [(Form.BAGS, (1, 0, 0)), (Form.OCCUPIED, (-1, 0, 0))]
+    return [
+        (Form.BAGS, (1, -1, 0)), (Form.OCCUPIED, (-1, 0, -1)), (Form.ROWS, (1, 1, 0)), (Form.ROWS, (-1, 0, 1)),
+    ]  # fmt: skip
 
 
-def _form_of(
-    costs: Sequence[TableCosts],
-    units: Sequence[Sequence[int]],
-    options: Sequence[Sequence[tuple[Division, ...]]],
-    found: Assignment,
-    forms: Sequence[Form],
-) -> Form:
-    """The form that the collection would use."""
-    chosen = [
-        (costs[table], division)
-        for tables, of_unit, choice in zip(units, options, found.choice, strict=True)
-        for table, division in zip(tables, of_unit[choice], strict=True)
-    ]
-    if forms == [Form.ROWS]:
-        return Form.ROWS
-    if Form.ROWS in forms and sum(division.condition(of, Form.ROWS) for of, division in chosen) < 0:
-        return Form.ROWS
-    return Form.BAGS if sum(division.condition(of, Form.BAGS) for of, division in chosen) <= 0 else Form.OCCUPIED
+def _limits(decisive: Floats, signs: Sequence[int]) -> Floats | None:
+    used = [sign * decisive[:, number] for number, sign in enumerate(signs) if sign]
+    return np.array(used) if used else None
