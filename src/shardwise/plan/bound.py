@@ -15,8 +15,8 @@ from shardwise.plan.assignment import MEMORY, Assignment, Floats, Ints, Problem,
 MOST_BLOCKS = 300  # tables whose largest block is in the program, for each phase
 MATTERS = 0.1  # if it takes more than this share of what all tables need on average
 PRECISION = 1e-6  # the solver keeps its limits to 1e-7
-MOST_BINARIES = 600  # of a problem that is solved exactly
-SECONDS = 20.0  # after which the exact solver stops; what it has proved until then counts
+MOST_BINARIES = 200  # of a problem that is solved exactly
+MOST_NODES = 20_000  # of its search; what it has proved until then counts
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,7 +208,7 @@ def solve_exactly(problem: Problem) -> tuple[Assignment | None, float]:
         integrality=np.append(np.ones(at_time), np.zeros(phases)),
         bounds=optimize.Bounds(0, np.append(np.ones(at_time), np.full(phases, np.inf))),
         constraints=optimize.LinearConstraint(np.array(rows), low, high),
-        options={"time_limit": SECONDS, "mip_rel_gap": 0},
+        options={"node_limit": MOST_NODES, "mip_rel_gap": 0},
     )
     proved = float(found.mip_dual_bound or 0.0) * scale * (1 - PRECISION) if found.status in (0, 1) else 0.0
     if found.x is None:

@@ -9,16 +9,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwise.plan.assignment import MEMORY, Assignment, Floats, Ints, Option, Problem, assignment_of
-from shardwise.plan.bound import MOST_BINARIES, Bound, lower_bound, num_binaries, solve_exactly
+from shardwise.plan.bound import MOST_BINARIES, Bound, num_binaries, solve_exactly
 
 # Of the times of the bound, what the largest block may take: smaller blocks cost more and fit better.
 LARGEST_SHARES = (1.0, 0.9, 0.7, 0.5, 0.35, 0.2)
-MOST_IMPROVED = 20_000  # blocks times ranks of the starts that are improved, but at least two starts
+MOST_IMPROVED = 3000  # blocks times ranks of the starts that are improved, but at least two starts
 MOST_STEPS = 3000  # moves and swaps of a round
 MOST_ROUNDS = 12
 CLOSER = 0.7  # what the next round aims at, of the distance to the bound
 WORST_RANKS = 6  # of which blocks are moved
 MOST_PARTNERS = 600  # blocks that may be swapped with those of a rank
+CLOSE = 1e-5  # what the exact solver finds is this close to what it proves
 MEMORY_WEIGHT = 100.0  # of memory beyond the limit, beside the time of a step
 
 
@@ -27,11 +28,10 @@ class Found:
     """The best assignment that was found, and what none can be below.
 
     Attributes:
-        bound: None: no assignment fits in memory.
+        value: of the bound.
         assignment: None: none was found that does.
     """
 
-    bound: Bound | None
     value: float
     assignment: Assignment | None
 
@@ -42,25 +42,19 @@ class Found:
         return max(0.0, self.assignment.value / self.value - 1) if self.value else 0.0
 
 
-def solve(problem: Problem, below: float = np.inf) -> Found:
-    """The best assignment; of small problems no other is better.
-
-    Args:
-        below: an assignment is not searched for if the bound is not below it.
-    """
-    bound = lower_bound(problem)
-    if bound is None or bound.value >= below:
-        return Found(bound, np.inf if bound is None else bound.value, None)
+def solve(problem: Problem, bound: Bound) -> Found:
+    """The best assignment; of small problems no other is better."""
+    proved, exact = bound.value, None
     if num_binaries(problem) <= MOST_BINARIES:
-        best, proved = solve_exactly(problem)
-        if best is not None:
-            return Found(bound, min(best.value, max(bound.value, proved)), best)
+        exact, proved = solve_exactly(problem)
+        proved = max(proved, bound.value)
+        if exact is not None and exact.value <= proved * (1 + CLOSE):
+            return Found(proved, exact)
     starts = sorted(_starts(problem, bound), key=_Packing.rank)
     improved = max(2, MOST_IMPROVED // (problem.ranks.count * sum(map(len, starts[0].places))))
-    best = min(
-        (packing.improve() for packing in starts[:improved]), key=lambda x: (not problem.ranks.fit(x.loads), x.value)
-    )
-    return Found(bound, bound.value, best if problem.ranks.fit(best.loads) else None)
+    found = [packing.improve() for packing in starts[:improved]] + ([exact] if exact is not None else [])
+    best = min(found, key=lambda x: (not problem.ranks.fit(x.loads), x.value))
+    return Found(proved, best if problem.ranks.fit(best.loads) else None)
 
 
 def cheapest_replacement(problem: Problem, found: Assignment, table: int, option: int) -> Assignment:

@@ -20,11 +20,12 @@ from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shardwise._layout import Kind, checked, checked_init
 from shardwise.embedding.configs import EmbeddingConfig
-from shardwise.embedding.exchange.requests import MIN_SAVED, MOST_RUNS
+from shardwise.embedding.exchange.requests import MOST_RUNS
 from shardwise.embedding.jagged import KeyedJaggedTensor
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.errors import ConfigError, did_you_mean
@@ -165,17 +166,20 @@ class TableCosts:
         of_feature = [1 - outside ** (n / self.batch.bags) for n in self.ids]
         return self.batch.bags * np.sum(of_feature, axis=0)
 
-    def choice_of_form(self, shards: Shards, copies: int) -> Floats:
-        """Numbers whose sums over all tables decide the form of messages.
+    def choice_of_form(self, shards: Shards, copies: Ints, counts: Ints) -> Floats:
+        """Numbers of each shard whose sums over all tables decide the form of messages, [shards, 3].
 
         Fewer than MOST_RUNS of the runs have an id if the first is above 0. Rows are requested if the second, or then
-        the third, is below 0: they save bytes of results.
+        the third, with MIN_SAVED for each id, is below 0: they save bytes of results.
+
+        Args:
+            copies: how many ranks are requested for each shard.
+            counts: how many shards are equal to each.
         """
         bags, occupied, rows = (self.runs(shards, form) for form in Form)
-        saved = [float(((runs - rows) * shards.cols).sum()) for runs in (bags, occupied)]
-        worth = MIN_SAVED * float(self.ids.sum())
-        few = copies * float((MOST_RUNS * bags - occupied).sum())
-        return np.array([few, *(worth - self.message_bytes[0] * x for x in saved)])
+        size = self.message_bytes[0] * shards.cols * counts
+        few = copies * (MOST_RUNS * bags - occupied)
+        return np.column_stack([few, (rows - bags) * size, (rows - occupied) * size])
 
     def memory(self, rows: Ints, cols: Ints) -> Floats:
         """Bytes of shards and of their gradients or optimizer states."""
@@ -184,18 +188,18 @@ class TableCosts:
             return 2.0 * weight
         return weight + 4.0 * rows * (cols * len(self.optimizer.of_elements) + len(self.optimizer.of_rows))
 
-    def costs(self, shards: Shards, form: Form, replicated: bool = False) -> Floats:
+    def costs(self, shards: Shards, form: Form, replicated: NDArray[np.bool_]) -> Floats:
         """Memory and the amounts of each phase on the rank of each shard, [shards, 1 + phases].
 
         Args:
-            replicated: whether each rank has such a shard. Then each answers only itself, and gets all gradients.
+            replicated: of which each rank has one. Then each answers only itself, and gets all gradients.
         """
         ranks, topology, shape = self.topology.ranks, self.topology, self.config
         runs = self.runs(shards, form)
         ids = runs if form is Form.ROWS else self.share(shards) * self.ids.sum()
         integers = ids * (2 if self.weighted else 1) + (0 if form is Form.ROWS else runs)
         id_bytes = SPARE * integers * (4 if shape.num_embeddings < 1 << 31 else 8)
-        answered = 1 if replicated else ranks
+        answered = np.where(replicated, 1, ranks)
         size, states = shape.data_type.itemsize, 1 if self.optimizer is None else len(self.optimizer.of_elements)
         read = answered * ids * shards.cols * size / topology.lookup_bandwidth
         sums = answered * runs * shards.cols * 4 / topology.memory_bandwidth
@@ -208,7 +212,7 @@ class TableCosts:
             self.memory(shards.rows, shards.cols) + buffers,
             (ranks - 1) * id_bytes,
             read + sums,
-            (0 if replicated else ranks - 1) * elements * self.message_bytes[0],
+            np.where(replicated, 0, ranks - 1) * elements * self.message_bytes[0],
             (ranks - 1) * elements * self.message_bytes[1],
             added + written,
         ])  # fmt: skip

@@ -15,11 +15,13 @@ from math import gcd
 from typing import Annotated
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwise._layout import Boxes, Kind, Layout, Mesh, OnRanks, Placement, Replicate, Shard, chunk
 from shardwise.embedding.balance import balanced_rows
+from shardwise.embedding.exchange.requests import MIN_SAVED
 from shardwise.plan.assignment import Floats, Option
-from shardwise.plan.table_costs import PHASES, Form, Shards, TableCosts
+from shardwise.plan.table_costs import Form, Shards, TableCosts
 
 SHARDINGS = ("table", "column", "row", "table_row", "table_column", "grid", "replicated")
 PINNED = "pinned"
@@ -47,12 +49,16 @@ class Division:
     pinned: Layout | None = None
 
     @property
+    def count(self) -> int:
+        """How many shards there are."""
+        return len(self.rows) * len(self.cols)
+
+    @property
     def label(self) -> str:
         """What it is called: `column 4`, `grid 2 x 8`."""
         if self.sharding == "grid":
             return f"grid {len(self.cols)} x {len(self.rows)}"
-        count = max(len(self.rows), len(self.cols))
-        return f"{self.sharding} {count}" if count > 1 else self.sharding
+        return f"{self.sharding} {self.count}" if self.count > 1 else self.sharding
 
     @property
     def replicated(self) -> bool:
@@ -67,30 +73,6 @@ class Division:
         count = len(self.cols)
         rows = np.array(self.rows, np.int64)
         return Shards(np.tile(first, count), np.tile(rows, count), np.repeat(np.array(self.cols, np.int64), len(rows)))
-
-    def option(self, costs: TableCosts, form: Form) -> Option:
-        """The option of the search."""
-        shards, ranks = self.shards(), costs.topology.ranks
-        if self.pinned is not None:
-            of_ranks = np.zeros((ranks, 1 + len(PHASES)))
-            at = [rank for rank in range(ranks) for box in self.pinned.boxes(rank) if box.numel]
-            np.add.at(of_ranks, at, costs.costs(shards, form, self.replicated))
-            return Option(self.label, ranks, of_ranks[None])
-        if costs.counts is None or self.replicated:  # shards are equal, but for the last one
-            largest = Shards(*(x[:1] for x in shards))
-            cost = costs.costs(largest, form, self.replicated)
-            blocks = 1 if self.span == ranks else len(shards.rows) // self.span
-            return Option(self.label, self.span, np.broadcast_to(cost, (blocks, 1, cost.shape[1])))
-        cost = costs.costs(shards, form)
-        blocks = len(shards.rows) // self.span
-        return Option(self.label, self.span, cost.reshape(blocks, self.span, -1))
-
-    def choice_of_form(self, costs: TableCosts) -> Floats:
-        """What decides for a form of messages; see `TableCosts.choice_of_form`."""
-        shards, ranks = self.shards(), costs.topology.ranks
-        if self.replicated:
-            return costs.choice_of_form(Shards(*(x[:1] for x in shards)), ranks)
-        return costs.choice_of_form(shards, 1)
 
     def placement(self, places: Sequence[int], ranks: int) -> Placement:
         """On a mesh of one axis of all ranks."""
@@ -111,70 +93,112 @@ class Division:
             return Shard(dim, held)
         boxes: list[list[tuple[tuple[int, int], tuple[int, int]]]] = [[] for _ in range(ranks)]
         columns, offsets = np.cumsum([0, *self.cols]).tolist(), np.cumsum([0, *self.rows]).tolist()
-        for number in range(len(self.rows) * len(self.cols)):
+        for number in range(self.count):
             col, row = divmod(number, len(self.rows))
             rank = places[number // self.span] * self.span + number % self.span
             boxes[rank].append(((offsets[row], columns[col]), (self.rows[row], self.cols[col])))
         return Boxes(boxes)
 
 
+def options_of(of_table: Sequence[Division], costs: TableCosts, form: Form) -> list[Option]:
+    """The options of the search."""
+    found: dict[int, Option] = {}
+    even, first, replicated = _even(of_table, costs)
+    every = costs.costs(first, form, replicated)
+    for number, cost in zip(even, every, strict=True):
+        one = of_table[number]
+        blocks = 1 if one.span == costs.topology.ranks else one.count // one.span
+        found[number] = Option(one.label, one.span, np.broadcast_to(cost, (blocks, 1, len(cost))))
+    for number, one in enumerate(of_table):
+        if number not in found:
+            cost = costs.costs(one.shards(), form, np.array(one.replicated))
+            if one.pinned is not None:
+                of_ranks, ranks = np.zeros((one.span, cost.shape[1])), range(one.span)
+                np.add.at(of_ranks, [rank for rank in ranks for box in one.pinned.boxes(rank) if box.numel], cost)
+                cost = of_ranks
+            found[number] = Option(one.label, one.span, cost.reshape(-1, one.span, cost.shape[1]))
+    return [found[number] for number in range(len(of_table))]
+
+
+def choices_of_form(of_table: Sequence[Division], costs: TableCosts) -> Floats:
+    """What decides for a form of messages, [options, 3]; see `TableCosts.choice_of_form`."""
+    found = np.zeros((len(of_table), 3))
+    even, first, replicated = _even(of_table, costs)
+    counts = np.array([of_table[number].count for number in even])
+    found[even] = costs.choice_of_form(first, np.where(replicated, costs.topology.ranks, counts), counts)
+    for number in set(range(len(of_table))) - set(even):
+        shards, one = of_table[number].shards(), np.ones(1)
+        if of_table[number].replicated:
+            shards, one = Shards(*(x[:1] for x in shards)), np.array([costs.topology.ranks])
+        found[number] = costs.choice_of_form(shards, one, np.ones(1)).sum(0)
+    worth = MIN_SAVED * float(costs.ids.sum())
+    return found + np.array([0.0, worth, worth])
+
+
+def _even(of_table: Sequence[Division], costs: TableCosts) -> tuple[list[int], Shards, NDArray[np.bool_]]:
+    """The divisions whose shards are equal, but for the last one; the first shard of each; and which are replicated."""
+    even = [
+        number
+        for number, one in enumerate(of_table)
+        if one.pinned is None and (costs.counts is None or one.replicated or len(one.rows) == 1)
+    ]
+    sizes = np.array([(0, of_table[n].rows[0], of_table[n].cols[0]) for n in even], np.int64).reshape(-1, 3)
+    return even, Shards(*sizes.T), np.array([of_table[n].replicated for n in even], bool)
+
+
 def divisions(costs: TableCosts, allowed: Sequence[str]) -> Iterator[Division]:
     """The ways to shard a table that are allowed."""
     topology, config = costs.topology, costs.config
-    ranks, per_host, rows, cols = topology.ranks, topology.ranks_per_host, config.num_embeddings, config.embedding_dim
-    column_counts = [n for n in range(2, cols // LEAST_COLUMNS + 1) if _is_even(cols, n)]
-    full = config.max_norm is not None  # the norm of a row needs all its columns
+    ranks, rows, cols = topology.ranks, (config.num_embeddings,), (config.embedding_dim,)
+    columns = list(_equal_columns(costs))
+    if "table" in allowed:
+        yield Division("table", 1, rows, cols)
+    if "column" in allowed:
+        yield from (Division("column", 1, rows, sizes) for sizes in columns if len(sizes) <= ranks)
+    if "row" in allowed and ranks > 1:
+        for count in [2**n for n in range(1, (ranks - 1).bit_length())]:
+            yield from (Division("row", 1, sizes, cols) for sizes in _rows(costs, count))
+        yield from (Division("row", ranks, sizes, cols) for sizes in _rows(costs, ranks))
+    if topology.hosts > 1 and topology.ranks_per_host > 1:
+        yield from _of_hosts(costs, allowed, columns)
+    if "replicated" in allowed and ranks > 1:
+        yield Division("replicated", ranks, rows, cols)
 
-    def even(count: int) -> tuple[int, ...]:
-        return tuple(n for n in chunk(rows, count))
 
-    def balanced(count: int, most: int | None = None) -> tuple[int, ...]:
-        if costs.counts is None:
-            return even(count)
+def _of_hosts(costs: TableCosts, allowed: Sequence[str], columns: Sequence[tuple[int, ...]]) -> Iterator[Division]:
+    """The ways in which all ranks of a host have a shard."""
+    topology, config = costs.topology, costs.config
+    per_host, rows, cols = topology.ranks_per_host, (config.num_embeddings,), (config.embedding_dim,)
+    if "table_row" in allowed:
+        yield from (Division("table_row", per_host, sizes, cols) for sizes in _rows(costs, per_host))
+    for of_columns in columns:
+        if "table_column" in allowed and len(of_columns) == per_host:
+            yield Division("table_column", per_host, rows, of_columns)
+        if "grid" in allowed and len(of_columns) <= topology.hosts:
+            yield from (Division("grid", per_host, sizes, of_columns) for sizes in _rows(costs, per_host))
+
+
+def _equal_columns(costs: TableCosts) -> Iterator[tuple[int, ...]]:
+    """Shards of equal columns, which are multiples of what kernels read at once."""
+    cols = costs.config.embedding_dim
+    if costs.config.max_norm is None:  # the norm of a row needs all its columns
+        for count in range(2, cols // LEAST_COLUMNS + 1):
+            if cols % count == 0 and cols // count % gcd(cols, LEAST_COLUMNS) == 0:
+                yield (cols // count,) * count
+
+
+def _rows(costs: TableCosts, count: int) -> Iterator[tuple[int, ...]]:
+    """Row-wise shards: even ones, or those of equal load, without and with a limit of their memory."""
+    rows = costs.config.num_embeddings
+    if rows < LEAST_ROWS * count:
+        return
+    if costs.counts is None:
+        yield chunk(rows, count)
+        return
+    for most in (None, min(rows, 2 * -(-rows // count))):
         sizes = balanced_rows(costs.counts, count, max_rows=most).sizes
         assert sizes is not None
-        return tuple(sizes)
-
-    def of_rows(count: int) -> Iterator[tuple[int, ...]]:
-        if rows >= LEAST_ROWS * count:
-            yield balanced(count)
-            if costs.counts is not None:  # balanced shards may need too much memory
-                yield balanced(count, min(rows, 2 * -(-rows // count)))
-
-    if "table" in allowed:
-        yield Division("table", 1, (rows,), (cols,))
-    if "column" in allowed and not full:
-        for count in column_counts:
-            if count <= ranks:
-                yield Division("column", 1, (rows,), (cols // count,) * count)
-    if "row" in allowed and ranks > 1:
-        for count in _powers(ranks):
-            yield from (Division("row", 1, sizes, (cols,)) for sizes in of_rows(count))
-        yield from (Division("row", ranks, sizes, (cols,)) for sizes in of_rows(ranks))
-    if topology.hosts > 1 and per_host > 1:
-        if "table_row" in allowed:
-            yield from (Division("table_row", per_host, sizes, (cols,)) for sizes in of_rows(per_host))
-        if "table_column" in allowed and not full and per_host in column_counts:
-            yield Division("table_column", per_host, (rows,), (cols // per_host,) * per_host)
-        if "grid" in allowed and not full:
-            for count in column_counts:
-                if count <= topology.hosts:
-                    for sizes in of_rows(per_host):
-                        yield Division("grid", per_host, sizes, (cols // count,) * count)
-    if "replicated" in allowed and ranks > 1:
-        yield Division("replicated", ranks, (rows,), (cols,))
-
-
-def _powers(ranks: int) -> Iterator[int]:
-    count = 2
-    while count < ranks:
-        yield count
-        count *= 2
-
-
-def _is_even(cols: int, count: int) -> bool:
-    """Whether columns can be divided so that shards are equal, and whole multiples of what kernels read at once."""
-    return cols % count == 0 and cols // count % gcd(cols, LEAST_COLUMNS) == 0
+        yield tuple(sizes)
 
 
 def pinned(placement: Placement, costs: TableCosts) -> Division:

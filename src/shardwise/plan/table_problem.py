@@ -14,6 +14,7 @@ from shardwise.embedding.exchange.engine import MessageDtypes
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.errors import ConfigError, PlanError, did_you_mean
 from shardwise.plan.assignment import MEMORY, Assignment, Floats, Option, Problem, Ranks, assignment_of
+from shardwise.plan.bound import MOST_BINARIES, lower_bound, num_binaries
 from shardwise.plan.search import solve
 from shardwise.plan.table_costs import (
     COMPUTED,
@@ -25,13 +26,14 @@ from shardwise.plan.table_costs import (
     check_features,
     speeds,
 )
-from shardwise.plan.table_options import SHARDINGS, Division, Sharding, divisions, pinned
+from shardwise.plan.table_options import SHARDINGS, Division, Sharding, choices_of_form, divisions, options_of, pinned
 from shardwise.plan.too_large import refusal
 from shardwise.plan.topology import Topology
 
 OBJECTIVES = ("time", "memory", "bytes")
 Objective = Annotated[str, Kind("'time', 'memory' or 'bytes'", lambda x: isinstance(x, str) and x in OBJECTIVES)]
 SECOND = 1e-3  # the weight of time beside an objective that comes first
+WORTH = 0.99  # of the best plan: other forms of messages are tried if they may be below it
 
 Configs = Sequence[EmbeddingConfig]
 Shardings = Sequence[Sharding] | Mapping[str, Sequence[Sharding]]
@@ -134,19 +136,25 @@ def make_plan_of_tables(request: Request) -> Planned:
     costs = _costs(request)
     units, options = _units(request, costs)
     cases = _cases(request)
-    decisive = np.array([
-        np.sum([division.choice_of_form(costs[t]) for t, division in zip(tables, one, strict=True)], axis=0)
+    decisive = np.concatenate([
+        np.sum([choices_of_form([one[n] for one in of_unit], costs[t]) for n, t in enumerate(tables)], axis=0)
         for tables, of_unit in zip(units, options, strict=True)
-        for one in of_unit
     ])  # fmt: skip
     problems = {form: _problem(request, costs, units, options, form, request.objective) for form, _ in cases}
-    best: tuple[float, Form, Assignment] | None = None
-    bounds: list[float] = []
+    bounded = []
     for form, signs in cases:
         problem = replace(problems[form], limits=_limits(decisive, signs))
-        found = solve(problem, below=np.inf if best is None else best[0])
-        if found.bound is not None:
-            bounds.append(found.value)
+        if (bound := lower_bound(problem)) is not None:
+            bounded.append((bound.value, form, problem, bound))
+    best: tuple[float, Form, Assignment] | None = None
+    bounds: list[float] = []
+    for value, form, problem, bound in sorted(bounded, key=lambda one: one[0]):
+        worth = 1.0 if num_binaries(problem) <= MOST_BINARIES else WORTH
+        if best is not None and value >= worth * best[0]:
+            bounds.append(value)
+            continue
+        found = solve(problem, bound)
+        bounds.append(found.value)
         if found.assignment is None:
             continue
         one = found.assignment
@@ -159,7 +167,9 @@ def make_plan_of_tables(request: Request) -> Planned:
     if best is None:
         raise refusal(request, least_memory)
     value, form, one = best
-    in_time = _problem(request, costs, units, options, form, "time")
+    in_time = problems[form]
+    if request.objective != "time":
+        in_time = _problem(request, costs, units, options, form, "time")
     return Planned(
         request, units, options, costs, form, problems[form], in_time,
         assignment_of(in_time, one.choice, one.places), min(bounds), value,
@@ -174,7 +184,7 @@ def least_memory(request: Request) -> tuple[Floats, Floats]:
     form = _cases(request)[-1][0]
     for tables, of_unit in zip(units, options, strict=True):
         for number, table in enumerate(tables):
-            found = [one[number].option(costs[table], form) for one in of_unit]
+            found = options_of([one[number] for one in of_unit], costs[table], form)
             total[table] = min(option.total[MEMORY] for option in found)
             fullest[table] = min(option.largest[MEMORY] for option in found)
     return total, fullest
@@ -238,10 +248,10 @@ def _problem(
     objective: str,
 ) -> Problem:
     inside, between, _ = speeds(request.topology)
-    found = [
-        [_sum([division.option(costs[t], form) for t, division in zip(tables, one, strict=True)]) for one in of_unit]
-        for tables, of_unit in zip(units, options, strict=True)
-    ]
+    found = []
+    for tables, of_unit in zip(units, options, strict=True):
+        of_tables = [options_of([one[n] for one in of_unit], costs[t], form) for n, t in enumerate(tables)]
+        found.append([_sum(together) for together in zip(*of_tables, strict=True)])
     topology = request.topology
     if objective != "time":
         scale = SECOND / max(sum(min(float((x.total[1:] * inside).sum()) for x in of_unit) for of_unit in found), 1e-30)

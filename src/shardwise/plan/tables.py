@@ -195,7 +195,8 @@ class TablePlan(Mapping[str, Placement]):
         if self._planned is not None:
             fullest, has = float(self.memory.max()), self._planned.request.memory
             above = f"at most {100 * self.gap:.1f} % above the best plan" if self.gap > 1e-5 else "no plan is better"
-            head += f": {bytes_text(fullest)} of {bytes_text(has)} on the fullest, {self.milliseconds:.2f} ms a step, {above}"
+            memory = f"{bytes_text(fullest)} of {bytes_text(has)} on the fullest"
+            head += f": {memory}, {self.milliseconds:.2f} ms a step, {above}"
         return f"{head}\n{table_text(rows, 'lrrll')}"
 
     __repr__ = __str__

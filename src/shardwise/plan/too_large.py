@@ -53,7 +53,7 @@ def _changes(request: "Request", total: Floats, fullest: Floats) -> Iterator[tup
     """Changes that may fit, the smallest first."""
     for full, by_row in SMALLER.items():
         if type(request.optimizer) is full:
-            options = {name: value for name, value in vars(request.optimizer).items()}
+            options = vars(request.optimizer)
             known = by_row.__dataclass_fields__
             smaller = by_row(**{name: value for name, value in options.items() if name in known})
             yield f"optimizer={by_row.__name__}(…), which has a state for each row", replace(request, optimizer=smaller)
