@@ -145,8 +145,10 @@ class _Variables:
 
 
 def num_binaries(problem: Problem) -> int:
-    """How many binary variables `solve_exactly` would have."""
+    """How many binary variables `solve_exactly` would have; of large problems, a part of them."""
     ranks = problem.ranks.count
+    if len(problem.total) > MOST_BINARIES:
+        return len(problem.total)
     return sum(
         1 + len(np.unique(option.cost, axis=0)) * (ranks // option.span) if option.span < ranks else 1
         for of_table in problem.options

@@ -13,7 +13,7 @@ from shardwise.plan.bound import MOST_BINARIES, Bound, num_binaries, solve_exact
 
 # Of the times of the bound, what the largest block may take: smaller blocks cost more and fit better.
 LARGEST_SHARES = (1.0, 0.9, 0.7, 0.5, 0.35, 0.2)
-MOST_IMPROVED = 3000  # blocks times ranks of the starts that are improved, but at least two starts
+MOST_IMPROVED = 8000  # blocks times ranks of the starts that are improved, but at least two starts
 MOST_STEPS = 3000  # moves and swaps of a round
 MOST_ROUNDS = 12
 CLOSER = 0.7  # what the next round aims at, of the distance to the bound
@@ -48,7 +48,7 @@ def solve(problem: Problem, bound: Bound) -> Found:
     if num_binaries(problem) <= MOST_BINARIES:
         exact, proved = solve_exactly(problem)
         proved = max(proved, bound.value)
-        if exact is not None and exact.value <= proved * (1 + CLOSE):
+        if exact is not None and problem.ranks.fit(exact.loads) and exact.value <= proved * (1 + CLOSE):
             return Found(proved, exact)
     starts = sorted(_starts(problem, bound), key=_Packing.rank)
     improved = max(2, MOST_IMPROVED // (problem.ranks.count * sum(map(len, starts[0].places))))

@@ -85,12 +85,10 @@ class Division:
         if self.sharding != "grid" and (self.span > 1 or len(set(self.rows)) == 1 or list(places) == sorted(places)):
             dim = 1 if len(self.cols) > 1 else 0
             sizes = self.cols if dim else self.rows
-            if self.span == ranks and sizes == chunk(sum(sizes), ranks):
-                return Shard(dim)
             held = [0] * ranks
             for number, size in enumerate(sizes):
                 held[places[number // self.span] * self.span + number % self.span] = size
-            return Shard(dim, held)
+            return Shard(dim) if tuple(held) == chunk(sum(held), ranks) else Shard(dim, held)
         boxes: list[list[tuple[tuple[int, int], tuple[int, int]]]] = [[] for _ in range(ranks)]
         columns, offsets = np.cumsum([0, *self.cols]).tolist(), np.cumsum([0, *self.rows]).tolist()
         for number in range(self.count):
