@@ -155,7 +155,7 @@ def test_a_group_is_on_the_same_ranks() -> None:
 
 
 def test_memory_is_kept_and_head_room_is_left() -> None:
-    tables = [EmbeddingBagConfig(1000, 64, f"t{i}", feature_names=[f"f{i}"]) for i in range(8)]
+    tables: list[EmbeddingConfig] = [EmbeddingBagConfig(1000, 64, f"t{i}", feature_names=[f"f{i}"]) for i in range(8)]
     least = plan(tables, objective="memory").memory.max()
     roomy = plan(tables, allowed=["table", "replicated"])
     tight = plan(tables, cpu(memory=int(least * 1.3)), head_room=0.2)
@@ -174,8 +174,8 @@ def test_rows_are_balanced_by_counts() -> None:
     counts[:10] = 1000
     placement = plan([table], allowed=["row"], counts={"t": counts})["t"]
     assert isinstance(placement, Shard)
-    assert placement.sizes is not None
-    assert placement.sizes[0] < 10 < placement.sizes[3]
+    sizes: Any = placement.sizes
+    assert sizes[0] < 10 < sizes[3]
 
 
 # ---- reasons ---------------------------------------------------------------------------------------------------------
@@ -223,7 +223,8 @@ def test_a_plan_is_a_file_with_a_line_for_each_table(tmp_path: Path) -> None:
         planned.save(tmp_path / "plan.toml")
         loaded = TablePlan.load(tmp_path / "plan.toml", TABLES)
         assert dict(loaded) == dict(planned)
-        assert (loaded.ranks, loaded.gap) == (RANKS, pytest.approx(planned.gap, abs=1e-6))
+        assert loaded.ranks == RANKS
+        assert loaded.gap == pytest.approx(planned.gap, abs=1e-6)
         loaded.save(tmp_path / "again.toml")
         lines = (tmp_path / "plan.toml").read_text().splitlines()
         assert [x for x in lines if not x.startswith("milli")] == (tmp_path / "again.toml").read_text().splitlines()
@@ -236,7 +237,7 @@ BROKEN: dict[str, tuple[Callable[[str], str], str]] = {
     "unknown table": (lambda x: x.replace('"t0"', '"u"'), "the model has no table 'u'. Fix: "),
     "other rows": (lambda x: x.replace("rows = 90,", "rows = 91,"), "table t1 has rows 91, and that of the model 90. "),
     "missing table": (lambda x: "\n".join(x.splitlines()[:-1]), "table 't2' of the model is missing. Fix: "),
-    "other format": (lambda x: x.replace("tables 1", "tables 9"), "its format is 'shardwise plan of tables 9', expected "),
+    "other format": (lambda x: x.replace("tables 1", "tables 9"), "its format is 'shardwise plan of tables 9', "),
     "no TOML": (lambda x: x + "=", "is not TOML: "),
     "rank outside": (lambda x: x.replace("ranks = [1]", "ranks = [7]"), "table t1: "),
     "text": (lambda x: x.replace("ranks = [1]", 'ranks = "1"'), "table t1: "),
@@ -302,7 +303,7 @@ WRONG: dict[str, tuple[type[Exception], Callable[[], object], str]] = {
     "head room": (ConfigError, lambda: plan(TABLES, head_room=1.0), "head_room is 1.0, expected 0 to below 1. Fix: "),
     "objective": (ArgumentError, lambda: plan(TABLES, objective="speed"), "objective must be 'time', "),
     "no table": (ConfigError, lambda: plan([]), "there is no table. Fix: "),
-    "short counts": (ConfigError, lambda: plan(TABLES, counts={"t0": torch.ones(3).long()}), "counts of table t0: expected"),
+    "short counts": (ConfigError, lambda: plan(TABLES, counts={"t0": torch.ones(3).long()}), "counts of table t0: "),
     "no bags": (ConfigError, lambda: BatchShape(0), "BatchShape: bags is 0, expected 1 or more. Fix: "),
     "negative ids": (ConfigError, lambda: BatchShape(4, {"f": -1.0}), "ids_per_bag of f is -1.0, expected 0 "),
     "feature": (
@@ -312,7 +313,7 @@ WRONG: dict[str, tuple[type[Exception], Callable[[], object], str]] = {
     ),
     "what if": (PlanError, lambda: plan(TABLES).what_if(speed=1), "what_if: no argument 'speed'. Fix: one of "),
     "name": (PlanError, lambda: plan(TABLES).runner_up("t"), "There is no table 't'. "),
-    "batches": (PlanError, lambda: plan(TABLES).sent_bytes([]), "sent_bytes: 0 batches, and the plan has 4 ranks. Fix: "),
+    "batches": (PlanError, lambda: plan(TABLES).sent_bytes([]), "sent_bytes: 0 batches, and the plan has 4 "),
 }  # fmt: skip
 
 

@@ -73,7 +73,7 @@ def _starts(problem: Problem, bound: Bound) -> Iterator["_Packing"]:
     seen = set()
     seconds = (problem.fastest / np.maximum(bound.times, 1e-30)).max(1)
     for share in (*LARGEST_SHARES, 0.0):
-        choice = []
+        choice: list[int] = []
         for start, stop in zip(problem.starts[:-1], problem.starts[1:], strict=True):
             fits = problem.fits[start:stop]
             if share:
@@ -182,12 +182,12 @@ class _Packing:
             order = np.argsort(self._score(one, one.cost[0]), kind="stable")[: len(one.cost)]
             self.put(table, option, tuple(sorted(order.tolist())))
             return
-        places: list[int] = []
+        pairs: list[tuple[int, int]] = []
         for block in np.argsort(-(one.cost.sum(1) / self.of_rank) @ self.weight, kind="stable"):
             score = self._score(one, one.cost[block])
-            score[[place for _, place in places]] = np.inf
-            places.append((int(block), int(score.argmin())))
-        self.put(table, option, tuple(place for _, place in sorted(places)))
+            score[[place for _, place in pairs]] = np.inf
+            pairs.append((int(block), int(score.argmin())))
+        self.put(table, option, tuple(place for _, place in sorted(pairs)))
 
     def _score(self, option: Option, cost: Floats) -> Floats:
         """How good each place of a block is; less is better."""
@@ -201,7 +201,8 @@ class _Packing:
             of_hosts = self.excess_of_hosts(self.hosts + here) - self.excess_of_hosts(self.hosts)
             of_hosts = of_hosts + self.hosts / self.of_host @ (self.weight * 1e-3 * here / self.of_host)
             score = score + np.repeat(of_hosts, len(score) // len(of_hosts))
-        return score
+        found: Floats = score
+        return found
 
     # ---- improving ---------------------------------------------------------------------------------------------
 
@@ -255,7 +256,8 @@ class _Blocks:
 
     def __init__(self, packing: _Packing) -> None:
         self.packing = packing
-        table, number, cost, place = [], [], [], []
+        cost: list[Floats] = []
+        table, number, place = list[int](), list[int](), list[int]()
         for t, (chosen, places) in enumerate(zip(packing.chosen, packing.places, strict=True)):
             option = packing.problem.options[t][chosen]
             if option.span == 1:

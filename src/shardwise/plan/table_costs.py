@@ -140,33 +140,40 @@ class TableCosts:
 
     def share(self, shards: Shards) -> Floats:
         """Which share of the ids of the table are in the rows of each shard."""
+        found: Floats
         if self.shares is None:
-            found: Floats = shards.rows / self.config.num_embeddings
+            found = shards.rows / self.config.num_embeddings
             return found
-        return self.shares[shards.first + shards.rows] - self.shares[shards.first]
+        found = self.shares[shards.first + shards.rows] - self.shares[shards.first]
+        return found
 
     def distinct(self, shards: Shards, ids: float) -> Floats:
         """How many distinct rows of each shard are expected among so many ids of the table."""
+        found: Floats
         if self.shares is None:
-            found: Floats = -shards.rows * np.expm1(ids * np.log1p(-1 / max(self.config.num_embeddings, 1 + 1e-9)))
+            found = -shards.rows * np.expm1(ids * np.log1p(-1 / max(self.config.num_embeddings, 1 + 1e-9)))
             return found
         if ids not in self._distinct:
             chance = -np.expm1(ids * np.log1p(-np.minimum(np.diff(self.shares), 1 - 1e-15)))
             self._distinct[ids] = np.append(0.0, chance.cumsum())
         total = self._distinct[ids]
-        return total[shards.first + shards.rows] - total[shards.first]
+        found = total[shards.first + shards.rows] - total[shards.first]
+        return found
 
     def runs(self, shards: Shards, form: Form) -> Floats:
         """The runs that a rank requests of the owner of each shard."""
+        found: Floats
         if form is Form.ROWS:
-            return np.sum([self.distinct(shards, n) for n in self.ids], axis=0)
+            found = np.sum([self.distinct(shards, n) for n in self.ids], axis=0)
+            return found
         if form is Form.BAGS:
             return np.full(len(shards.rows), float(self.batch.bags * len(self.ids)))
         outside = 1 - np.minimum(self.share(shards), 1.0)
         of_feature = [1 - outside ** (n / self.batch.bags) for n in self.ids]
-        return self.batch.bags * np.sum(of_feature, axis=0)
+        found = self.batch.bags * np.sum(of_feature, axis=0)
+        return found
 
-    def choice_of_form(self, shards: Shards, copies: Ints, counts: Ints) -> Floats:
+    def choice_of_form(self, shards: Shards, copies: Ints | Floats, counts: Ints | Floats) -> Floats:
         """Numbers of each shard whose sums over all tables decide the form of messages, [shards, 3].
 
         Fewer than MOST_RUNS of the runs have an id if the first is above 0. Rows are requested if the second, or then
@@ -183,10 +190,10 @@ class TableCosts:
 
     def memory(self, rows: Ints, cols: Ints) -> Floats:
         """Bytes of shards and of their gradients or optimizer states."""
-        weight = rows * cols * self.config.data_type.itemsize
+        found = np.asarray(rows * cols * self.config.data_type.itemsize, np.float64)
         if self.optimizer is None:
-            return 2.0 * weight
-        return weight + 4.0 * rows * (cols * len(self.optimizer.of_elements) + len(self.optimizer.of_rows))
+            return 2 * found
+        return found + 4.0 * rows * (cols * len(self.optimizer.of_elements) + len(self.optimizer.of_rows))
 
     def costs(self, shards: Shards, form: Form, replicated: NDArray[np.bool_]) -> Floats:
         """Memory and the amounts of each phase on the rank of each shard, [shards, 1 + phases].

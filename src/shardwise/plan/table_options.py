@@ -130,7 +130,8 @@ def choices_of_form(of_table: Sequence[Division], costs: TableCosts) -> Floats:
             shards, one = Shards(*(x[:1] for x in shards)), np.array([costs.topology.ranks])
         found[number] = costs.choice_of_form(shards, one, np.ones(1)).sum(0)
     worth = MIN_SAVED * float(costs.ids.sum())
-    return found + np.array([0.0, worth, worth])
+    found[:, 1:] += worth
+    return found
 
 
 def _even(of_table: Sequence[Division], costs: TableCosts) -> tuple[list[int], Shards, NDArray[np.bool_]]:
@@ -194,9 +195,9 @@ def _rows(costs: TableCosts, count: int) -> Iterator[tuple[int, ...]]:
         yield chunk(rows, count)
         return
     for most in (None, min(rows, 2 * -(-rows // count))):
-        sizes = balanced_rows(costs.counts, count, max_rows=most).sizes
-        assert sizes is not None
-        yield tuple(sizes)
+        yield tuple(
+            size for size in balanced_rows(costs.counts, count, max_rows=most).sizes or () if isinstance(size, int)
+        )
 
 
 def pinned(placement: Placement, costs: TableCosts) -> Division:

@@ -41,8 +41,9 @@ def _fields(placement: Placement) -> dict[str, Any]:
         case Shard() if placement.sizes is None:
             return {"dim": placement.dim}
         case Shard():
-            held = held_by(placement) or []
-            return {"dim": placement.dim, "ranks": held, "sizes": [placement.sizes[rank] for rank in held]}
+            sizes = list(placement.sizes or ())
+            held = [rank for rank, size in enumerate(sizes) if size]
+            return {"dim": placement.dim, "ranks": held, "sizes": [sizes[rank] for rank in held]}
         case Boxes():
             return {"boxes": [[rank, *b.offsets, *b.sizes] for rank, row in enumerate(placement.boxes) for b in row]}
     return {}

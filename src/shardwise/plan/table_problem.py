@@ -208,7 +208,7 @@ def _units(request: Request, costs: Sequence[TableCosts]) -> tuple[list[list[int
     units: dict[object, list[int]] = {}
     for table, name in enumerate(names):
         units.setdefault(group_of.get(name, name), []).append(table)
-    options = []
+    options: list[list[tuple[Division, ...]]] = []
     for tables in units.values():
         of_tables = []
         for table in tables:

@@ -1,7 +1,7 @@
 """What is said of tables that do not fit in memory: which, how much is missing, and the smallest change that fits."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -54,7 +54,7 @@ def _changes(request: "Request", total: Floats, fullest: Floats) -> Iterator[tup
     for full, by_row in SMALLER.items():
         if type(request.optimizer) is full:
             options = vars(request.optimizer)
-            known = by_row.__dataclass_fields__
+            known = {field.name for field in fields(by_row)}
             smaller = by_row(**{name: value for name, value in options.items() if name in known})
             yield f"optimizer={by_row.__name__}(…), which has a state for each row", replace(request, optimizer=smaller)
     order = np.argsort(-total, kind="stable")
