@@ -47,15 +47,21 @@ def loads_of(option: Option, ranks: int) -> Iterator[Floats]:
 
 
 def exists_below(of: Problem, value: float) -> bool:
-    """Whether any assignment that fits takes less than `value`: all are made, but for those that already take more."""
+    """Whether any assignment that fits takes less than `value`: all are made, but for those that cannot any more."""
     ranks = of.ranks
+    added = [
+        np.array([loads for option in of_table for loads in loads_of(option, ranks.count)]) for of_table in of.options
+    ]
+    least = [loads.sum(1).min(0) for loads in added]  # of all ranks, that the tables to come need
     states = np.zeros((1, ranks.count, 1 + len(ranks.inside)))
-    for of_table in of.options:
-        added = np.array([loads for option in of_table for loads in loads_of(option, ranks.count)])
-        states = (states[:, None] + added).reshape(-1, *states.shape[1:])
-        hosts = states.reshape(len(states), ranks.hosts, ranks.per_host, -1).sum(2)
-        times = np.maximum(states.max(1)[:, 1:] * ranks.inside, hosts.max(1)[:, 1:] * ranks.between).sum(1)
-        states = states[(times < value) & (states[:, :, 0].max(1) <= ranks.memory * (1 + 1e-9))]
+    for number in sorted(range(len(added)), key=lambda table: -least[table][1:].sum()):
+        states = (states[:, None] + added[number]).reshape(-1, *states.shape[1:])
+        least[number] = least[number] * 0
+        average = (states.sum(1) + np.sum(least, axis=0)) / ranks.count
+        hosts = states.reshape(len(states), ranks.hosts, ranks.per_host, -1).sum(2).max(1)
+        of_ranks, of_hosts = np.maximum(states.max(1), average), np.maximum(hosts, average * ranks.per_host)
+        times = np.maximum(of_ranks[:, 1:] * ranks.inside, of_hosts[:, 1:] * ranks.between).sum(1)
+        states = states[(times < value) & (of_ranks[:, 0] <= ranks.memory * (1 + 1e-9))]
         if not len(states):
             return False
     return True
