@@ -5,7 +5,8 @@ at least what the largest block of a table needs beside what all ranks have, but
 """
 
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
+from types import ModuleType
 
 import numpy as np
 
@@ -35,17 +36,16 @@ class Bound:
     reduced: Floats
 
 
-def solver() -> Any:
+def solver() -> ModuleType:
     """`scipy.optimize`.
 
     Raises:
         ConfigError: it is not installed.
     """
     try:
-        from scipy import optimize
+        return import_module("scipy.optimize")
     except ImportError:
         raise ConfigError("Plans need scipy, which is not installed. Fix: pip install 'shardwise[plan]'.") from None
-    return optimize
 
 
 def lower_bound(problem: Problem) -> Bound | None:
@@ -117,7 +117,7 @@ def _scaled(limits: Floats) -> Floats:
 
 def _largest_blocks(
     problem: Problem, of_option: Ints, seconds: Floats, phase: int, at_least: float, on_top: bool
-) -> Any:
+) -> object:
     """Rows: a phase takes at least as long as the largest block of a table; perhaps on top of what all ranks have."""
     from scipy import sparse
 

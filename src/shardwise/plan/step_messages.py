@@ -1,7 +1,7 @@
 """What each rank sends in a step of a sharded collection: by the functions that size its messages, nothing is sent."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,9 +18,7 @@ from shardwise.embedding.jagged import KeyedJaggedTensor
 from shardwise.embedding.kernels import Kernels
 from shardwise.embedding.plan import Table, make_plan
 from shardwise.plan.assignment import Ints
-
-if TYPE_CHECKING:
-    from shardwise.plan.table_problem import Request
+from shardwise.plan.table_request import Request
 
 
 class StepBytes(NamedTuple):
@@ -63,7 +61,7 @@ class _Rank:
 
 
 def step_messages(
-    request: "Request", placements: Mapping[str, Placement], batches: Sequence[KeyedJaggedTensor], steps: int
+    request: Request, placements: Mapping[str, Placement], batches: Sequence[KeyedJaggedTensor], steps: int
 ) -> StepBytes:
     """The bytes of the last of several equal steps."""
     mesh = Mesh((request.topology.ranks,))
@@ -84,13 +82,13 @@ def step_messages(
         for rank in plan.ranks
     ]
     for _ in range(steps):
-        asked = [one.request(batch, rules, request.weighted) for one, batch in zip(ranks, batches, strict=True)]
-        messages = [one.message(of_rank) for one, of_rank in zip(ranks, asked, strict=True)]
+        requests = [one.request(batch, rules, request.weighted) for one, batch in zip(ranks, batches, strict=True)]
+        messages = [one.message(of_rank) for one, of_rank in zip(ranks, requests, strict=True)]
         ids = _bytes_of_ids(messages)
         lengths = np.array([message.lengths for message in messages])
         for number, one in enumerate(ranks):
             one.capacities.adapt(lengths[number].tolist(), lengths[:, number].tolist())
-    received, sent = (np.array([getattr(x.results, name) for x in asked]) for name in ("received", "sent"))
+    received, sent = (np.array([getattr(x.results, name) for x in requests]) for name in ("received", "sent"))
     np.fill_diagonal(received, 0)
     np.fill_diagonal(sent, 0)
     return StepBytes(ids, received.sum(0) * sizes.forward.itemsize, sent.sum(1) * sizes.backward.itemsize)

@@ -9,7 +9,7 @@ A step of a sharded collection has five phases, and ranks wait for each other be
     update      they add up the gradients of each row, and update it with its states (seconds)
 
 A message has a run for each bag at each owner, unless many are empty, or for each distinct row. The collection decides
-that for a batch as a whole (`embedding/exchange/requests.py`), so costs are computed for each `Form` of messages.
+that for all tables together (`embedding/exchange/requests.py`), so costs are computed for each `Form` of messages.
 """
 
 from collections.abc import Mapping

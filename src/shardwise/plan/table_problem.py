@@ -1,96 +1,30 @@
-"""The problem of a collection of tables: what is asked (`Request`), and what a search finds (`Planned`)."""
+"""The search for a plan of tables: their problem for each form of messages, and what is found (`Planned`)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from shardwise._layout import Kind, Mesh, Placements, as_placements
-from shardwise.embedding.batch import features_of
-from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig
-from shardwise.embedding.exchange.engine import MessageDtypes
-from shardwise.embedding.optimizers import RowOptimizer
-from shardwise.errors import ConfigError, PlanError, did_you_mean
+from shardwise._layout import Mesh, as_placements
+from shardwise.embedding.configs import EmbeddingBagConfig
+from shardwise.errors import PlanError
 from shardwise.plan.assignment import MEMORY, Assignment, Floats, Option, Problem, Ranks, assignment_of
 from shardwise.plan.bound import MOST_BINARIES, lower_bound, num_binaries
 from shardwise.plan.search import solve
 from shardwise.plan.table_costs import (
     COMPUTED,
     PHASES,
-    BatchShape,
     Form,
     TableCosts,
-    check_counts,
-    check_features,
     speeds,
 )
-from shardwise.plan.table_options import SHARDINGS, Division, Sharding, choices_of_form, divisions, options_of, pinned
+from shardwise.plan.table_options import SHARDINGS, Division, choices_of_form, divisions, options_of, pinned
+from shardwise.plan.table_request import Request
 from shardwise.plan.too_large import refusal
-from shardwise.plan.topology import Topology
 
-OBJECTIVES = ("time", "memory", "bytes")
-Objective = Annotated[str, Kind("'time', 'memory' or 'bytes'", lambda x: isinstance(x, str) and x in OBJECTIVES)]
 SECOND = 1e-3  # the weight of time beside an objective that comes first
 WORTH = 0.99  # of the best plan: other forms of messages are tried if they may be below it
-
-Configs = Sequence[EmbeddingConfig]
-Shardings = Sequence[Sharding] | Mapping[str, Sequence[Sharding]]
-
-
-@dataclass(frozen=True, eq=False)
-class Request:
-    """What a plan is made of: the arguments of `plan_tables`."""
-
-    tables: Configs
-    weighted: bool
-    topology: Topology
-    batch: BatchShape
-    optimizer: RowOptimizer | None
-    pinned: Mapping[str, Placements]
-    allowed: Shardings
-    groups: Sequence[Sequence[str]]
-    counts: Mapping[str, Tensor]
-    head_room: float
-    objective: str
-    dtypes: MessageDtypes
-
-    @property
-    def names(self) -> list[str]:
-        return [config.name for config in self.tables]
-
-    @property
-    def memory(self) -> float:
-        """Bytes of a rank that tables may take."""
-        return self.topology.memory * (1 - self.head_room)
-
-    def check(self) -> None:
-        """Raise a ConfigError or PlanError if an argument does not fit the tables."""
-        names, features = self.names, set(features_of(self.tables).names)
-        check_features(self.batch, features)
-        of_tables = self.allowed if isinstance(self.allowed, Mapping) else {}
-        grouped = [name for group in self.groups for name in group]
-        for what, given in (
-            ("pinned", self.pinned), ("allowed", of_tables), ("counts", self.counts), ("groups", grouped),
-        ):  # fmt: skip
-            for name in given:
-                if name not in names:
-                    raise PlanError(
-                        f"plan_tables: {what} has {name!r}, which is not a table.{did_you_mean(name, names)} "
-                        f"Fix: names of tables, such as {names[0]!r}."
-                    )
-        if len(set(grouped)) != len(grouped):
-            raise PlanError("plan_tables: a table is in two groups. Fix: each table in one.")
-        if not 0 <= self.head_room < 1:
-            raise ConfigError(f"plan_tables: head_room is {self.head_room}, expected 0 to below 1. Fix: such as 0.1.")
-        for config in self.tables:
-            if config.name in self.counts:
-                check_counts(config, self.counts[config.name])
-
-    def allowed_for(self, name: str) -> Sequence[str]:
-        """The shardings that a table may have."""
-        return self.allowed.get(name, SHARDINGS) if isinstance(self.allowed, Mapping) else self.allowed
 
 
 @dataclass(frozen=True, eq=False)

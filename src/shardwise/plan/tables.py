@@ -24,7 +24,8 @@ from shardwise.plan.step_messages import StepBytes, step_messages
 from shardwise.plan.table_costs import COMPUTED, PHASES, BatchShape, speeds
 from shardwise.plan.table_options import SHARDINGS
 from shardwise.plan.table_plan_file import read_tables, write_tables
-from shardwise.plan.table_problem import Objective, Planned, Request, Shardings, make_plan_of_tables
+from shardwise.plan.table_problem import Planned, make_plan_of_tables
+from shardwise.plan.table_request import Objective, Request, Shardings
 from shardwise.plan.topology import Topology
 
 SENT = [phase for phase in range(len(PHASES)) if phase not in COMPUTED]
@@ -149,7 +150,7 @@ class TablePlan(Mapping[str, Placement]):
         return _difference(planned.divisions[unit][best[1]][number].label, planned, planned.assignment, best[2])
 
     @checked
-    def what_if(self, **changes: Any) -> tuple[PlanChange, "TablePlan"]:
+    def what_if(self, **changes: object) -> tuple[PlanChange, "TablePlan"]:
         """The best plan with other arguments of `plan_tables`, and how it differs from this one.
 
             change, other = plan.what_if(pinned={"users": Shard(0)})
@@ -161,10 +162,10 @@ class TablePlan(Mapping[str, Placement]):
         for name in changes:
             if name not in known:
                 raise PlanError(f"what_if: no argument {name!r}. Fix: one of {', '.join(sorted(known))}.")
-        for name in ("pinned", "counts"):
-            if name in changes:
-                changes[name] = {**getattr(planned.request, name), **changes[name]}
-        other = make_plan_of_tables(replace(planned.request, **changes))
+        given: dict[str, Any] = dict(changes)
+        for name in {"pinned", "counts"} & set(given):
+            given[name] = {**getattr(planned.request, name), **given[name]}
+        other = make_plan_of_tables(replace(planned.request, **given))
         label = ", ".join(f"other {name}" for name in changes)
         return _difference(label, planned, planned.assignment, other.assignment), _plan_of(other)
 
@@ -272,9 +273,8 @@ def plan_tables(
     configs = _configs(collection)
     if not configs:
         raise ConfigError("plan_tables: there is no table. Fix: a collection, or the configs of its tables.")
-    weighted = isinstance(collection, EmbeddingBagCollection) and collection.is_weighted()
+    weighted, given = isinstance(collection, EmbeddingBagCollection) and collection.is_weighted(), dict(pinned or {})
     dtypes = MessageDtypes(forward_dtype, backward_dtype)
-    given = dict(pinned or {})
     request = Request(
         configs,
         weighted,

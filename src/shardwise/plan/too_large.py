@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from math import ceil
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,18 +11,16 @@ from shardwise._pictures.labels import bytes_text
 from shardwise.embedding.optimizers import Adagrad, Adam, Lamb, RowWiseAdagrad, RowWiseAdam, RowWiseLamb
 from shardwise.errors import PlanError
 from shardwise.plan.assignment import Floats
-
-if TYPE_CHECKING:
-    from shardwise.plan.table_problem import Request
+from shardwise.plan.table_request import Request
 
 MOST_NAMED = 3  # tables
 SMALLER = {Adagrad: RowWiseAdagrad, Adam: RowWiseAdam, Lamb: RowWiseLamb}
 
-Least = Callable[["Request"], tuple[Floats, Floats]]
+Least = Callable[[Request], tuple[Floats, Floats]]
 """Of each table, the bytes that its smallest sharding takes on all ranks together, and on its fullest rank."""
 
 
-def refusal(request: "Request", least: Least) -> PlanError:
+def refusal(request: Request, least: Least) -> PlanError:
     """The error of tables that do not fit."""
     total, fullest = least(request)
     ranks, memory = request.topology.ranks, request.memory
@@ -44,12 +41,12 @@ def refusal(request: "Request", least: Least) -> PlanError:
     )
 
 
-def _fits(request: "Request", least: Least) -> bool:
+def _fits(request: Request, least: Least) -> bool:
     total, fullest = least(request)
     return float(total.sum()) <= request.memory * request.topology.ranks and float(fullest.max()) <= request.memory
 
 
-def _changes(request: "Request", total: Floats, fullest: Floats) -> Iterator[tuple[str, "Request"]]:
+def _changes(request: Request, total: Floats, fullest: Floats) -> Iterator[tuple[str, Request]]:
     """Changes that may fit, the smallest first."""
     for full, by_row in SMALLER.items():
         if type(request.optimizer) is full:
