@@ -77,8 +77,8 @@ class Topology:
     measured: Costs | None = None
 
     def __post_init__(self) -> None:
-        whole = ("hosts", "ranks_per_host", "memory")
-        _check(self, "Topology", positive=(*whole, "flops", "memory_bandwidth", "lookup_bandwidth"))
+        integers = ("hosts", "ranks_per_host", "memory")
+        _check(self, "Topology", positive=(*integers, "flops", "memory_bandwidth", "lookup_bandwidth"))
 
     @classmethod
     @checked
