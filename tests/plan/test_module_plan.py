@@ -226,9 +226,8 @@ STYLES: dict[str, Any] = {
 def test_a_plan_is_read_from_the_file_that_it_writes(mesh: Mesh, tmp_path: Path) -> None:
     styles = {key: style for key, style in STYLES.items() if key != "f"}  # TOML has no None
     plan = ModulePlan(mesh, styles, ("layers.0", ""), reshard=False)
-    file = tmp_path / "plan.toml"
-    file.write_text(plan.as_toml())
-    assert ModulePlan.read(file) == plan
+    plan.save(tmp_path / "plan.toml")
+    assert ModulePlan.load(tmp_path / "plan.toml") == plan
 
 
 @pytest.mark.parametrize(
@@ -247,7 +246,7 @@ def test_a_wrong_file_is_refused_in_a_sentence(change: Callable[[str], str], mes
     styles = {key: STYLES[key] for key in ("c", "g.weight")}
     file.write_text(change(ModulePlan(Mesh((2,)), styles).as_toml()))
     with pytest.raises((PlanError, ValueError), match=message):
-        ModulePlan.read(file)
+        ModulePlan.load(file)
 
 
 def test_the_code_of_a_plan_applies_it() -> None:

@@ -6,7 +6,7 @@ overlaps.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -100,12 +100,12 @@ class _OpSeconds(TorchDispatchMode):
     """Adds up the seconds of ops."""
 
     def __init__(self, topology: Topology) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        cast(Any, super()).__init__()  # which torch leaves without types
         self.topology, self.seconds = topology, 0.0
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
-    ) -> Any:
+    ) -> object:
         named = kwargs or {}
         out = func(*args, **named)
         if not func.is_view and func not in _FREE:

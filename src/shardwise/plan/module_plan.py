@@ -88,13 +88,18 @@ class ModulePlan(Report):
         return code_of(self.mesh, self.styles, self.units, self.reshard)
 
     def as_toml(self) -> str:
-        """The plan as a file, which `ModulePlan.read` reads."""
+        """The plan as the text of a file, which `save` writes and `load` reads."""
         return toml_of(FORMAT, self.mesh, self.styles, self.units, self.reshard)
+
+    @checked
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a TOML file: the mesh, the units, and a line for each entry."""
+        Path(path).write_text(self.as_toml(), encoding="utf-8")
 
     @classmethod
     @checked
-    def read(cls, path: str | Path) -> "ModulePlan":
-        """The plan of a file that has the text of `as_toml`.
+    def load(cls, path: str | Path) -> "ModulePlan":
+        """The plan of a file, without its times and reasons; `apply` checks it against the module.
 
         Raises:
             PlanError: it cannot be read, or is no such file.
@@ -107,7 +112,7 @@ class ModulePlan(Report):
             styles = {key: entry_of_toml(entry) for key, entry in content.get("plan", {}).items()}
             return cls(parse_mesh(content["mesh"]), styles, tuple(content["units"]), content["reshard"])
         except (KeyError, TypeError, ValueError) as error:
-            raise PlanError(f"{path}: {error}. Fix: a plan as `as_toml` writes it.") from error
+            raise PlanError(f"{path}: {error}. Fix: a plan as `save` writes it.") from error
 
     @checked
     def explain(self, name: str) -> str:

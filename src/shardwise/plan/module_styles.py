@@ -8,6 +8,7 @@ stays a DTensor. What the plan names is in globs where blocks are alike.
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -71,7 +72,7 @@ class _Styles:
         return {path: entries for path, entries in found.items() if entries}
 
     def _placement(self, value: Value, placement: Placement) -> Placement:
-        """A placement with the sizes of whole units."""
+        """A placement with sizes that are multiples of units."""
         if isinstance(placement, Shard) and self._unit(value, placement.dim) > 1:
             return self.units.shard(value, placement.dim, self.ranks)
         return placement
@@ -102,16 +103,16 @@ class _Styles:
         weight = self.parameters[f"{path}.weight" if path else "weight"]
         unit = self._unit(Value(weight), dim)
         is_output = any(self.graph.nodes[x.node].module == path for x in self.graph.outputs)
-        options: dict[str, object] = {} if is_output else {"use_local_output": False}
+        options: dict[str, Any] = {} if is_output else {"use_local_output": False}
         options |= {"unit": unit} if unit > 1 else {}
         left = self._leaves_as(path)
         if dim == dims[OUTPUT_FEATURES]:
             last = Shard(len(self.graph.result(Value(self.inside[path][0])).shape) - 1)
             options |= {"output_layouts": left} if left not in (None, last) else {}
-            return ColwiseParallel(**options)  # type: ignore[arg-type]
+            return ColwiseParallel(**options)
         assert dim == dims[INPUT_FEATURES]
         options |= {"output_layouts": left} if left not in (None, REPLICATE) else {}
-        return RowwiseParallel(**options)  # type: ignore[arg-type]
+        return RowwiseParallel(**options)
 
     def _runs_on(self, path: str) -> Placement | None:
         """The placement that the first op of a module wants of what enters it."""

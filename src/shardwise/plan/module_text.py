@@ -88,7 +88,7 @@ def toml_of(format_name: str, mesh: Mesh, styles: Mapping[str, Entry], units: tu
     return "\n".join(lines) + "\n"
 
 
-def _tree(value: Any) -> Any:
+def _tree(value: object) -> object:
     """An entry or an option in what TOML has; None is in no table."""
     if isinstance(value, Placement):
         return str(value)
@@ -99,7 +99,7 @@ def _tree(value: Any) -> Any:
     return [_tree(x) for x in value] if isinstance(value, list | tuple) else value
 
 
-def _value(tree: Any) -> str:
+def _value(tree: object) -> str:
     if isinstance(tree, dict):
         return "{ " + ", ".join(f"{json.dumps(name)} = {_value(x)}" for name, x in tree.items()) + " }"
     return "[" + ", ".join(map(_value, tree)) + "]" if isinstance(tree, list) else json.dumps(tree)
@@ -121,14 +121,14 @@ def entry_of_toml(tree: object) -> Entry:
             f"There is no style {name!r}.{did_you_mean(str(name), STYLES)} Fix: one of {', '.join(STYLES)}."
         )
     known = {option.name for option in fields(STYLES[name])}
-    options = {key: _option(value) for key, value in tree.items() if key != "style"}
+    options: dict[str, Any] = {key: _option(value) for key, value in tree.items() if key != "style"}
     if unknown := sorted(set(options) - known):
         raise PlanError(f"{name} has no option {unknown[0]!r}.{did_you_mean(unknown[0], known)} Fix: leave it out.")
     style: ParallelStyle = STYLES[name](**options)
     return style
 
 
-def _option(value: Any) -> Any:
+def _option(value: object) -> object:
     if isinstance(value, str):
         return parse_placement(value)
     if isinstance(value, dict):

@@ -17,10 +17,11 @@ from torch.utils import _pytree as pytree
 
 from shardwise._collectives import using
 from shardwise._layout import Mesh
+from shardwise._rules.registry import no_rows
 from shardwise._rules.row import Args, Kwargs, Op
 from shardwise._tensor.dispatch.hooks import Proceed, hook_calls
 from shardwise._tensor.dispatch.resolve import Slot
-from shardwise._tensor.dtensor import DTensor, name_of
+from shardwise._tensor.dtensor import DTensor, name_of, tag
 from shardwise.parallel.shard_module import shard_module
 from shardwise.simulation.memory import Memory
 from shardwise.simulation.one_rank import OneRank
@@ -65,7 +66,7 @@ class Node:
     module: str
     results: tuple[Result, ...]
     operands: tuple[Value, ...] = ()
-    func: Any = None
+    func: Op = no_rows
     args: Args = ()
     kwargs: Kwargs = field(default_factory=dict)
     is_output: bool = False
@@ -155,7 +156,7 @@ class _Tracer:
 
     # ---- ops --------------------------------------------------------------------------------------------------
 
-    def call(self, proceed: Proceed, func: Op, args: Args, kwargs: Kwargs) -> Any:
+    def call(self, proceed: Proceed, func: Op, args: Args, kwargs: Kwargs) -> object:
         """Note a call, unless ops inside it were noted, or it returns what is known."""
         before = len(self.nodes)
         out = proceed()
@@ -169,18 +170,19 @@ class _Tracer:
     def _note(self, func: Op, args: Args, kwargs: Kwargs, results: list[Any]) -> None:
         operands: list[Value] = []
 
-        def slot(x: Any) -> Any:
+        def slot(x: object) -> object:
             if isinstance(x, Tensor):
                 operands.append(self.value(x))
                 return Slot(len(operands) - 1)
-            return type(x)([slot(y) for y in x]) if type(x) in (list, tuple) else x
+            return type(x)([slot(y) for y in x]) if isinstance(x, list | tuple) else x
 
         slotted, named = tuple(map(slot, args)), {k: slot(x) for k, x in kwargs.items()}
         sources = [self.nodes[x.node] for x in operands]
         trains = any(x.trains for x in sources) and results[0].is_floating_point()
         of_parameters = any(x.of_parameters for x in sources)
-        node = Node(OP, name_of(func), self._stack[-1], (), tuple(operands), func, slotted, named, False, trains,
-                    of_parameters)  # fmt: skip
+        node = Node(
+            OP, name_of(func), self._stack[-1], (), tuple(operands), func, slotted, named, False, trains, of_parameters
+        )
         self._add(node, *results)
 
     # ---- modules ----------------------------------------------------------------------------------------------
@@ -191,29 +193,32 @@ class _Tracer:
             module.register_forward_pre_hook(self._enter, with_kwargs=True)
             module.register_forward_hook(self._leave)
 
-    def _enter(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
+    def _enter(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         self._stack.append(self._paths[id(module)])
         if not self._stack[-1] or not list(module.children()):
             return None
         entered = tuple([self._boundary(x, str(i), False) for i, x in enumerate(args)])
         return entered, {name: self._boundary(x, name, False) for name, x in kwargs.items()}
 
-    def _leave(self, module: nn.Module, args: Args, out: Any) -> Any:
+    def _leave(self, module: nn.Module, args: Args, out: object) -> object:
         result = self._boundary(out, "", True) if self._stack[-1] else out
         self._stack.pop()
         return result
 
-    def _boundary(self, x: Any, name: str, is_output: bool) -> Any:
+    def _boundary(self, x: object, name: str, is_output: bool) -> object:
         """The same tensor as another object, whose node is a boundary."""
-        source = self.value(x) if isinstance(x, DTensor) else Value(-1)
+        if not isinstance(x, DTensor):
+            return x
+        source = self.value(x)
         node = self.nodes[source.node]
-        if source.node < 0 or not node.of_parameters or (is_output and node.kind == BOUNDARY):
+        if not node.of_parameters or (is_output and node.kind == BOUNDARY):
             return x
         with DisableTorchFunctionSubclass():
             alias = x.view_as(x)
-        alias.__class__, alias._layout = DTensor, x._layout
-        self._add(Node(BOUNDARY, name, self._stack[-1], (), (source,), None, (Slot(0),), {}, is_output, node.trains,
-                       True), alias)  # fmt: skip
+        self._add(
+            Node(BOUNDARY, name, self._stack[-1], (), (source,), is_output=is_output, trains=node.trains,
+                 of_parameters=True), tag(alias, x._layout)
+        )  # fmt: skip
         return alias
 
 
