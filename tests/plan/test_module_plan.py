@@ -156,6 +156,34 @@ def test_a_step_under_the_plan_is_that_of_one_process(args: ModelArgs, mesh: Mes
         assert any(isinstance(reason.placement, Shard) for reason in plan.reasons)
 
 
+class Block(nn.Module):
+    """A residual block, which returns no output of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Perceptron(32, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.inner(x)
+        return result
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_without_a_loss_every_rank_gets_the_full_plain_result(ranks: int) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Block(), Block()).double(), torch.randn(5, 32, dtype=torch.double)
+    plan = plan_module(model, replace(SLOW, ranks_per_host=ranks), (x,), mesh=Mesh((ranks,)))
+    assert any(isinstance(reason.placement, Shard) for reason in plan.reasons)
+
+    def body() -> Tensor:
+        found: Tensor = plan.apply(copy.deepcopy(model))(x)
+        assert type(found) is Tensor
+        return found
+
+    for found in world(ranks).run(body):
+        assert_close(found, model(x))
+
+
 # ---- meshes and memory ----------------------------------------------------------------------------------------------
 
 
@@ -177,9 +205,12 @@ def test_all_shapes_of_the_mesh_are_tried_and_the_best_is_taken() -> None:
 def test_less_memory_takes_a_plan_that_fits_or_says_how_much_is_missing() -> None:
     model, batch = on_meta(SMALL), meta_batch(4, 16)
     plan = plan_module(model, SLOW, batch, forward=loss_of, head_room=0.0)
-    less = replace(SLOW, memory=int(0.8 * plan.memory))
+    assert plan.step is not None
+    less = replace(SLOW, memory=int(0.9 * plan.step.peak_bytes))
     other = plan_module(model, less, batch, forward=loss_of, head_room=0.0)
-    assert other.memory <= less.memory
+    assert other.step is not None
+    assert other.step.peak_bytes <= less.memory
+    assert other.step == price_module(model, other, less, batch, forward=loss_of)
     assert plan.seconds < other.seconds
     assert other.bound <= other.seconds
     with pytest.raises(PlanError, match=r"No plan fits: a rank needs .* of 1000 B on 4 ranks\. Fix: more ranks"):

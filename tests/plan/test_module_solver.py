@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.plan import Topology
-from shardwise.plan.module_choices import Units, all_choices
 from shardwise.plan.module_costs import ModuleCosts
 from shardwise.plan.module_problem import ModuleProblem, module_problem
 from shardwise.plan.module_solver import Array, Problem, solve
@@ -78,11 +77,9 @@ class Small(nn.Module):
 @pytest.mark.parametrize("shape", [(1, 4), (2, 2)])
 def test_a_module_on_two_axes_has_the_choices_of_brute_force(shape: tuple[int, int]) -> None:
     graph = trace_module(Small(), lambda model: model(torch.zeros(8, 64)))
-    choices = all_choices(graph)
-    machine = Topology.preset("cpu")
-    costs = ModuleCosts(graph, Units(graph, choices), shape, machine, state_bytes=8)
+    costs = ModuleCosts(graph, shape, Topology.preset("cpu"))
     with costs.clock.running():
-        problem = module_problem(choices, costs, reshard=True)
+        problem = module_problem(costs, reshard=True)
     assert isinstance(problem, ModuleProblem)
     grid = grid_of(problem.seconds)
     assert prod(grid.shape) > 1000

@@ -17,7 +17,7 @@ from shardwise._redistribute.run_plan import redistribute_local
 from shardwise._tensor.dispatch.resolve import SlottedCall
 from shardwise._tensor.dtensor import DTensor, tag
 from shardwise.errors import LayoutError, ShardwiseError
-from shardwise.plan.module_choices import Choice, Units, is_view
+from shardwise.plan.module_choices import Choice, Units, all_choices, is_view
 from shardwise.plan.module_clock import RankClock
 from shardwise.plan.module_trace import OP, ModuleGraph, Node, Value
 from shardwise.plan.topology import Topology
@@ -31,14 +31,13 @@ class ModuleCosts:
     Args:
         graph: of a forward of the rank's part of the batch.
         shape: the ranks of the data axis and of the tensor axis.
-        state_bytes: of the states of the optimizer, for each element of a parameter.
     """
 
-    def __init__(
-        self, graph: ModuleGraph, units: Units, shape: tuple[int, int], topology: Topology, state_bytes: int
-    ) -> None:
-        self.graph, self.units, self.shape = graph, units, shape
-        self.topology, self.state_bytes = topology, state_bytes
+    def __init__(self, graph: ModuleGraph, shape: tuple[int, int], topology: Topology) -> None:
+        self.graph, self.shape = graph, shape
+        self.choices = all_choices(graph)
+        self.units = Units(graph, self.choices)
+        self.topology = topology
         self.mesh = Mesh(shape[1:])
         self.clock = RankClock(self.mesh, topology)
         self._groups = [tuple(sorted(Mesh(shape).axis_ranks(0, axis))) for axis in (0, 1)]
@@ -139,8 +138,7 @@ class ModuleCosts:
             return 0.0
         size = self.local_bytes(value, placement)
         at_rest = size / self.shape[0]
-        elements = at_rest / node.results[0].dtype.itemsize
-        touched = 2 * at_rest + elements * self.state_bytes
+        touched = 4 * at_rest  # with the gradient and two states
         found = touched / self.topology.memory_bandwidth
         found += (1 + reshard) * self._collective("all_gather", 0, size) + self._collective("reduce_scatter", 0, size)
         return found + (self._collective("all_reduce", 1, at_rest) if placement == REPLICATE else 0.0)
@@ -156,13 +154,13 @@ class ModuleCosts:
     # ---- memory -----------------------------------------------------------------------------------------------
 
     def state_memory(self, number: int, placement: Placement, reshard: bool) -> float:
-        """Bytes of a parameter, its gradient and its optimizer states, sharded along the data axis.
+        """Bytes of a parameter, its gradient and two states of AdamW, sharded along the data axis.
 
         Parameters that are not resharded after forward are there in full as well.
         """
         node, size = self.graph.nodes[number], self.local_bytes(Value(number), placement)
-        states = 2 + self.state_bytes / node.results[0].dtype.itemsize if node.trains else 1
-        return size * (states / self.shape[0] + (self.shape[0] > 1 and not reshard))
+        copies = 4 if node.trains else 1
+        return size * (copies / self.shape[0] + (self.shape[0] > 1 and not reshard))
 
     def activation_memory(self, number: int, choice: Choice) -> float:
         """Bytes of the results of an op that are kept for backward."""

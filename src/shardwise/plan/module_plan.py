@@ -1,7 +1,8 @@
 """`plan_module`: a plan of `parallelize_module` and `fully_shard`, with its bound and its reasons."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 
 from torch import nn
@@ -16,6 +17,7 @@ from shardwise.parallel import fully_shard, parallelize_module
 from shardwise.plan.module_price import StepPrice, price_step
 from shardwise.plan.module_search import (
     Forward,
+    Found,
     Inputs,
     Reason,
     Search,
@@ -42,7 +44,7 @@ class ModulePlan(Report):
         reshard: whether the units free their parameters after forward, and all-gather them again for backward.
         seconds: of a modelled step, in which nothing overlaps.
         bound: seconds that no choices fall below, on any shape of the mesh that was tried.
-        memory: bytes of a rank: parameters, gradients, states, results of ops.
+        step: what rank 0 does under the plan, simulated; its `peak_bytes` fit the memory.
         reasons: for each parameter.
         tried: shapes of the mesh.
     """
@@ -53,7 +55,7 @@ class ModulePlan(Report):
     reshard: bool = True
     seconds: float = 0.0
     bound: float = 0.0
-    memory: float = 0.0
+    step: StepPrice | None = field(default=None, compare=False)
     reasons: tuple[Reason, ...] = field(default=(), compare=False)
     tried: tuple[Tried, ...] = field(default=(), compare=False)
 
@@ -133,7 +135,12 @@ class ModulePlan(Report):
     def text(self, width: int | None = None, colour: bool = False) -> str:
         """Tables of the plan, of its reasons, and of shapes of the mesh."""
         time = f"a step of {self.seconds * 1e3:.3g} ms, at most {self.gap:.1%} above the bound"
-        lines = [f"{self.mesh}: {time}; {bytes_text(self.memory)} a rank"]
+        lines = [f"{self.mesh}: {time}"]
+        if self.step is not None:
+            sent = f"{bytes_text(self.step.sent_bytes)} sent"
+            lines.append(
+                f"simulated: {self.step.seconds * 1e3:.3g} ms, {sent}, {bytes_text(self.step.peak_bytes)} at the peak"
+            )
         styles = [(key or '""', entry_text(entry)) for key, entry in self.styles.items()]
         lines += ["", table_text([("path", "plan"), *styles], "ll", width)]
         if self.units:
@@ -177,13 +184,14 @@ def plan_module(
     mesh: Mesh | None = None,
     forward: Forward | None = None,
     head_room: float = 0.1,
-    state_bytes: int = 8,
 ) -> ModulePlan:
     """The plan with the shortest modelled step that fits the memory of a rank.
 
         plan = plan_module(model, Topology.preset("H100"), (tokens, targets), forward=loss_of)
         print(plan)
         plan.apply(model)
+
+    The plan's step, with AdamW, is simulated on rank 0. If its memory does not fit, choices with less are searched.
 
     One forward is traced without memory, and each op, redistribution and reduction is timed once on a simulated rank.
     Equal blocks share their choices. Along the tensor axis parameters are used as they are stored; along the data axis
@@ -198,30 +206,35 @@ def plan_module(
         forward: from the module and the inputs to the loss; None calls the module. Results that are not a loss are
             replicated.
         head_room: the part of the memory that stays free.
-        state_bytes: of the states of the optimizer for each element of a parameter; AdamW in float32 has 8.
 
     Raises:
         PlanError: nothing fits; the message says how much is missing. Or inputs without a tensor, a mesh of other axes.
     """
-    search = Search(module, topology, inputs, forward, topology.memory * (1 - head_room), state_bytes)
-    found = search.run(_shapes(topology, mesh, batch_rows(inputs)))
+    search = Search(module, topology, inputs, forward)
+    memory, shapes = topology.memory * (1 - head_room), _shapes(topology, mesh, batch_rows(inputs))
+    budget, scale = inf, 1.0
+    while (found := search.run(shapes, budget)) is not None:
+        plan = _plan_of(module, mesh, found)
+        step = price_module(module, plan, topology, inputs, forward=forward)
+        if step.peak_bytes <= memory:
+            return replace(
+                plan, step=step, bound=search.bound, reasons=tuple(reasons_of(found)), tried=tuple(search.tried)
+            )
+        scale = step.peak_bytes / found.bytes
+        budget = found.bytes * min(memory / step.peak_bytes, 0.99)
+    raise PlanError(
+        f"No plan fits: a rank needs {bytes_text(search.least_bytes * scale)} of {bytes_text(memory)} on "
+        f"{topology.ranks} ranks. Fix: more ranks, a smaller batch, or activation checkpointing."
+    )
+
+
+def _plan_of(module: nn.Module, mesh: Mesh | None, found: Found) -> ModulePlan:
+    """The plan of choices, without its reasons."""
     shape = found.costs.shape
-    chosen = found.problem.chosen(found.solution)
-    styles = plan_of_choices(module, found.costs, chosen) if shape[1] > 1 else {}
+    styles = plan_of_choices(module, found.costs, found.problem.chosen(found.solution)) if shape[1] > 1 else {}
     if mesh is None:
         mesh = Mesh(shape, names=("dp", "tp")) if shape[0] > 1 else Mesh(shape[1:], names=("tp",))
-    units = _units(module) if shape[0] > 1 else ()
-    return ModulePlan(
-        mesh,
-        styles,
-        units,
-        found.reshard,
-        found.seconds,
-        search.bound,
-        found.bytes,
-        tuple(reasons_of(found)),
-        tuple(search.tried),
-    )
+    return ModulePlan(mesh, styles, _units(module) if shape[0] > 1 else (), found.reshard, found.seconds)
 
 
 @checked

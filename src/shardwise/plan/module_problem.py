@@ -55,14 +55,12 @@ class ModuleProblem:
         return [own[of[first[i]]] for i, own in enumerate(self.choices)]
 
 
-def module_problem(
-    choices: list[list[Choice]], costs: ModuleCosts, reshard: bool, limit: float = inf
-) -> ModuleProblem | float:
+def module_problem(costs: ModuleCosts, reshard: bool, limit: float = inf) -> ModuleProblem | float:
     """The problem of the choices of the graph of `costs`, whose parameters are resharded after forward or not.
 
     Or the seconds of the cheapest choice of each node, without redistributions, if these are not below the limit.
     """
-    graph, first = costs.graph, costs.graph.first
+    graph, first, choices = costs.graph, costs.graph.first, costs.choices
     count = Counter(first)
     index = {node: i for i, node in enumerate(sorted(count))}
     consumers = Counter(x for node in graph.nodes if node.trains for x in dict.fromkeys(node.operands))
@@ -79,9 +77,9 @@ def module_problem(
             source = index[first[value.node]]
             key = source, at, position, value.result
             if key not in known:
-                known[key] = _edge(costs, choices, number, position)
+                known[key] = _edge(costs, number, position)
             problem.add(source, at, known[key])
-    _results_are_replicated(graph, choices, problem, [index[i] for i in first], costs)
+    _results_are_replicated(costs, problem, [index[i] for i in first])
     return ModuleProblem(graph, choices, problem, memory)
 
 
@@ -104,9 +102,9 @@ def _own_memory(costs: ModuleCosts, number: int, choice: Choice, reshard: bool) 
     return costs.activation_memory(number, choice)
 
 
-def _edge(costs: ModuleCosts, choices: list[list[Choice]], number: int, position: int) -> Array:
+def _edge(costs: ModuleCosts, number: int, position: int) -> Array:
     """Seconds from each choice of an operand to each choice of a node; `REFUSED` where no plan has both."""
-    graph, node = costs.graph, costs.graph.nodes[number]
+    graph, node, choices = costs.graph, costs.graph.nodes[number], costs.choices
     value = node.operands[position]
     tie, source = _boundary(graph, node, value), graph.nodes[value.node]
     is_result = Value(number) in plain_results(graph)
@@ -146,12 +144,10 @@ def _losses(graph: ModuleGraph) -> list[Value]:
     return [x for x in graph.outputs if not graph.result(x).shape]
 
 
-def _results_are_replicated(
-    graph: ModuleGraph, choices: list[list[Choice]], problem: Problem, at: list[int], costs: ModuleCosts
-) -> None:
+def _results_are_replicated(costs: ModuleCosts, problem: Problem, at: list[int]) -> None:
     """The loss is replicated, or, without one, all results."""
-    losses = _losses(graph)
-    for value in losses or graph.outputs:
-        placements = [c.outputs[value.result] for c in choices[value.node]]
+    losses = _losses(costs.graph)
+    for value in losses or costs.graph.outputs:
+        placements = [c.outputs[value.result] for c in costs.choices[value.node]]
         ends = [costs.redistribution(value, p, REPLICATE, not losses) + TIE * (p != REPLICATE) for p in placements]
         problem.nodes[at[value.node]] = problem.nodes[at[value.node]] + np.minimum(ends, REFUSED)

@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardwise._layout import Placement
-from shardwise._pictures.labels import bytes_text
 from shardwise.errors import PlanError
-from shardwise.plan.module_choices import Units, all_choices
 from shardwise.plan.module_costs import ModuleCosts
 from shardwise.plan.module_problem import ModuleProblem, module_problem
 from shardwise.plan.module_solver import Solution
@@ -107,57 +105,62 @@ def batch_rows(inputs: Inputs) -> int:
 
 
 class Search:
-    """The best choices over shapes of the mesh."""
+    """The best choices over shapes of the mesh.
 
-    def __init__(
-        self, module: nn.Module, topology: Topology, inputs: Inputs, forward: Forward | None, memory: float,
-        state_bytes: int,
-    ) -> None:  # fmt: skip
+    Attributes:
+        tried: the shapes of the last run.
+        bound: seconds that no choices fall below on these, within the memory of that run.
+        least_bytes: the least that any choices took.
+    """
+
+    def __init__(self, module: nn.Module, topology: Topology, inputs: Inputs, forward: Forward | None) -> None:
         self.module, self.topology, self.inputs, self.forward = module, topology, inputs, forward
-        self.memory, self.state_bytes = memory, state_bytes
         self.tried: list[Tried] = []
-        self.least_bytes = self.bound = inf
+        self.bound = self.least_bytes = inf
+        self._costs: dict[tuple[int, int], ModuleCosts] = {}
+        self._problems: dict[tuple[ModuleCosts, bool], ModuleProblem | float] = {}
 
-    def run(self, shapes: Sequence[tuple[int, int]]) -> Found:
-        """The best of these shapes.
-
-        Raises:
-            PlanError: no plan fits the memory.
-        """
+    def run(self, shapes: Sequence[tuple[int, int]], memory: float) -> Found | None:
+        """The best of these shapes; None if no choices fit the memory."""
+        self.tried, self.bound = [], inf
         best: Found | None = None
         for shape in shapes:
-            found = self._on(shape, best)
+            found = self._on(shape, memory, inf if best is None else best.seconds)
             if found is not None and (best is None or found.seconds < best.seconds):
                 best = found
-        if best is None:
-            raise PlanError(
-                f"No plan fits: a rank needs {bytes_text(self.least_bytes)} of {bytes_text(self.memory)} on "
-                f"{self.topology.ranks} ranks. Fix: more ranks, a smaller batch, or activation checkpointing."
-            )
         return best
 
-    def _on(self, shape: tuple[int, int], best: Found | None) -> Found | None:
-        graph = trace_module(self.module, step_of(self.inputs, self.forward, shape[0]))
-        choices = all_choices(graph)
-        costs = ModuleCosts(graph, Units(graph, choices), shape, self.topology, self.state_bytes)
+    def _on(self, shape: tuple[int, int], memory: float, limit: float) -> Found | None:
+        """The best choices on a shape, if they may take less than `limit` seconds."""
+        if shape not in self._costs:
+            graph = trace_module(self.module, step_of(self.inputs, self.forward, shape[0]))
+            self._costs[shape] = ModuleCosts(graph, shape, self.topology)
+        costs = self._costs[shape]
         found: list[Found] = []
         least = inf
         for reshard in (False, True)[: 1 + (shape[0] > 1)]:
-            with costs.clock.running():
-                problem = module_problem(choices, costs, reshard, inf if best is None else best.seconds)
+            problem = self._problem(costs, reshard, limit)
             if isinstance(problem, float):
                 least = min(least, problem)
             else:
-                found += self._within_memory(problem, costs, reshard)
+                found += self._within_memory(problem, costs, reshard, memory)
         self.bound = min([self.bound, *(one.bound for one in found)])
         chosen = min(found, key=lambda one: one.seconds, default=None)
-        if chosen is not None or least < inf:
-            self.tried.append(Tried(shape, least if chosen is None else chosen.seconds, chosen is None))
-        else:
-            self.tried.append(Tried(shape, None, False))
+        seconds = chosen.seconds if chosen is not None else least if least < inf else None
+        self.tried.append(Tried(shape, seconds, chosen is None and seconds is not None))
         return chosen
 
-    def _within_memory(self, problem: ModuleProblem, costs: ModuleCosts, reshard: bool) -> Iterator[Found]:
+    def _problem(self, costs: ModuleCosts, reshard: bool, limit: float) -> ModuleProblem | float:
+        """The problem, or a bound that is not below the limit."""
+        known = self._problems.get((costs, reshard))
+        if known is None or (isinstance(known, float) and known < limit):
+            with costs.clock.running():
+                known = self._problems[costs, reshard] = module_problem(costs, reshard, limit)
+        return known
+
+    def _within_memory(
+        self, problem: ModuleProblem, costs: ModuleCosts, reshard: bool, memory: float
+    ) -> Iterator[Found]:
         """The cheapest choices within the memory, if any are."""
         price, low, high, bound = 0.0, 0.0, None, 0.0
         kept: Found | None = None
@@ -165,8 +168,8 @@ class Search:
             solution = problem.solve(price)
             size = problem.bytes(solution)
             self.least_bytes = min(self.least_bytes, size)
-            bound = max(bound, solution.bound - price * self.memory)
-            if size <= self.memory:
+            bound = max(bound, solution.bound - (price * memory if price else 0.0))
+            if size <= memory:
                 seconds = problem.seconds.cost(solution.choices)
                 if kept is None or seconds <= kept.seconds:
                     kept = Found(problem, costs, solution, reshard, seconds, size, bound, price)

@@ -69,7 +69,15 @@ class _Styles:
             if not any(isinstance(x, ColwiseParallel | RowwiseParallel | SequenceParallel) for x in styled):
                 placement = self._placement(Value(number), self.chosen[number].outputs[0])
                 found[name] = [placement]
+        if self.graph.returns_tensor and self.graph.result(self.graph.outputs[0]).shape:
+            (value,) = self.graph.outputs
+            if not any(isinstance(x, ColwiseParallel | RowwiseParallel) for x in found[self._module(value)]):
+                have = self.chosen[value.node].outputs[value.result]
+                found[""].append(PrepareModuleOutput(output_layouts=have, desired_output_layouts=REPLICATE))
         return {path: entries for path, entries in found.items() if entries}
+
+    def _module(self, value: Value) -> str:
+        return self.graph.nodes[value.node].module
 
     def _placement(self, value: Value, placement: Placement) -> Placement:
         """A placement with sizes that are multiples of units."""
@@ -102,7 +110,7 @@ class _Styles:
     def _features(self, path: str, dim: int, dims: tuple[int, int]) -> ParallelStyle:
         weight = self.parameters[f"{path}.weight" if path else "weight"]
         unit = self._unit(Value(weight), dim)
-        is_output = any(self.graph.nodes[x.node].module == path for x in self.graph.outputs)
+        is_output = any(self._module(x) == path for x in self.graph.outputs)
         options: dict[str, Any] = {} if is_output else {"use_local_output": False}
         options |= {"unit": unit} if unit > 1 else {}
         left = self._leaves_as(path)

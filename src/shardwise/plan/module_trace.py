@@ -80,6 +80,7 @@ class ModuleGraph:
 
     Attributes:
         outputs: what the step returns.
+        returns_tensor: whether that is the tensor that the module returns.
         names: of each parameter all names, the first of which its node has.
         leaves: paths of the modules without children.
         first: for each node the first one that shares its choice.
@@ -87,6 +88,7 @@ class ModuleGraph:
 
     nodes: list[Node]
     outputs: list[Value]
+    returns_tensor: bool
     names: dict[str, list[str]]
     leaves: set[str]
     first: list[int]
@@ -118,7 +120,8 @@ def trace_module(module: nn.Module, step: Step) -> ModuleGraph:
     finally:
         torch.set_rng_state(state)
     leaves = {path for path, part in model.named_modules() if not list(part.children())}
-    return ModuleGraph(tracer.nodes, outputs, tracer.names, leaves, _shared(tracer.nodes))
+    returns_tensor = outputs == [tracer.returned]
+    return ModuleGraph(tracer.nodes, outputs, returns_tensor, tracer.names, leaves, _shared(tracer.nodes))
 
 
 class _Tracer:
@@ -127,6 +130,7 @@ class _Tracer:
     def __init__(self, model: nn.Module) -> None:
         self.nodes: list[Node] = []
         self.names: dict[str, list[str]] = {}
+        self.returned: Value | None = None  # by the module
         self._known: dict[int, Value] = {}  # by the id of a tensor
         self._kept: list[object] = []  # so that no id is used twice
         self._paths = {id(part): path for path, part in model.named_modules()}
@@ -203,6 +207,7 @@ class _Tracer:
     def _leave(self, module: nn.Module, args: Args, out: object) -> object:
         result = self._boundary(out, "", True) if self._stack[-1] else out
         self._stack.pop()
+        self.returned = self.value(result) if isinstance(result, DTensor) else None
         return result
 
     def _boundary(self, x: object, name: str, is_output: bool) -> object:
