@@ -328,7 +328,7 @@ def test_what_is_wrong_is_one_sentence(case: str) -> None:
 
 
 def test_a_missing_solver_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     with pytest.raises(ConfigError, match=r"^Plans need scipy, .* Fix: pip install 'shardwise\[plan\]'\.$"):
         plan(TABLES)
 
