@@ -134,16 +134,6 @@ def _largest_blocks(
 # ---- small problems ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class _Variables:
-    """Binary variables: whether equal blocks of an option are at a place. They are arrays of equal length."""
-
-    option: Ints  # among all
-    table: Ints
-    blocks: Ints  # numbers of groups of equal blocks, over all options
-    place: Ints
-
-
 def num_binaries(problem: Problem) -> int:
     """How many binary variables `solve_exactly` would have; of large problems, a part of them."""
     ranks = problem.ranks.count

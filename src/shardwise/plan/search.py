@@ -29,7 +29,7 @@ class Found:
 
     Attributes:
         value: of the bound.
-        assignment: None: none was found that does.
+        assignment: None: none was found that fits in memory.
     """
 
     value: float
@@ -71,31 +71,38 @@ def cheapest_replacement(problem: Problem, found: Assignment, table: int, option
 def _starts(problem: Problem, bound: Bound) -> Iterator["_Packing"]:
     """Assignments of different choices of options; the last one needs the least memory."""
     seen = set()
-    seconds = (problem.fastest / np.maximum(bound.times, 1e-30)).max(1)
-    for share in (*LARGEST_SHARES, 0.0):
-        choice: list[int] = []
-        for start, stop in zip(problem.starts[:-1], problem.starts[1:], strict=True):
-            fits = problem.fits[start:stop]
-            if share:
-                small = fits & (seconds[start:stop] <= share * (1 + 1e-6))
-                shortest = np.where(fits, seconds[start:stop], np.inf)
-                small = small if small.any() else shortest <= shortest.min()
-                rank = np.where(small, bound.reduced[start:stop] - 1e-12 * bound.shares[start:stop], np.inf)
-            else:
-                rank = problem.total[start:stop, MEMORY] / problem.ranks.count
-                spread = np.array([problem.options[len(choice)][i].largest[MEMORY] for i in range(stop - start)])
-                rank = np.where(fits, np.maximum(rank, spread), np.inf)
-            choice.append(int(rank.argmin()))
-        if tuple(choice) not in seen:
-            seen.add(tuple(choice))
+    filled = (problem.fastest / np.maximum(bound.times, 1e-30)).max(1)  # the share of a phase that a block takes
+    for choice in [*(_cheapest(problem, bound, filled, share) for share in LARGEST_SHARES), _smallest(problem)]:
+        if choice not in seen:
+            seen.add(choice)
             packing = _Packing(problem, bound)
-            by_size = [seconds[start + chosen] for start, chosen in zip(problem.starts[:-1], choice, strict=True)]
-            memory = [problem.options[t][o].largest[MEMORY] / problem.ranks.memory for t, o in enumerate(choice)]
-            size = np.array(by_size) + np.array(memory)
-            span = np.array([problem.options[t][o].span for t, o in enumerate(choice)])
+            chosen = [of_table[option] for of_table, option in zip(problem.options, choice, strict=True)]
+            memory = np.array([option.largest[MEMORY] for option in chosen]) / problem.ranks.memory
+            size = filled[problem.starts[:-1] + choice] + memory
+            span = np.array([option.span for option in chosen])
             for table in np.lexsort((-size, -span)):  # what spans all ranks has no choice, so it comes first
                 packing.place(int(table), choice[table])
             yield packing
+
+
+def _cheapest(problem: Problem, bound: Bound, filled: Floats, share: float) -> tuple[int, ...]:
+    """Of each table the option that raises the bound least, among those whose blocks are small enough."""
+    found = []
+    for start, stop in zip(problem.starts[:-1], problem.starts[1:], strict=True):
+        fits, of_table = problem.fits[start:stop], filled[start:stop]
+        allowed = fits & (of_table <= share * (1 + 1e-6))
+        if not allowed.any():
+            allowed = fits & (of_table <= of_table[fits].min())
+        cost = bound.reduced[start:stop] - 1e-12 * bound.shares[start:stop]  # of equal cost, what the bound takes
+        found.append(int(np.where(allowed, cost, np.inf).argmin()))
+    return tuple(found)
+
+
+def _smallest(problem: Problem) -> tuple[int, ...]:
+    """Of each table the option whose fullest rank has least memory."""
+    return tuple(
+        min(range(len(of_table)), key=lambda i: float(of_table[i].largest[MEMORY])) for of_table in problem.options
+    )
 
 
 class _Packing:

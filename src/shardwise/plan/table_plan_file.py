@@ -2,6 +2,7 @@
 
     format = "shardwise plan of tables 1"
     ranks = 4
+    device_type = "cuda"
     [tables]
     "users" = { rows = 1000, columns = 64, dtype = "float32", dim = 1, ranks = [0, 3], sizes = [32, 32] }
     "items" = { rows = 90000, columns = 32, dtype = "float32", dim = 0 }
@@ -53,12 +54,15 @@ def write_tables(
     path: Path,
     tables: Sequence[EmbeddingConfig],
     placements: Mapping[str, Placement],
-    ranks: int,
+    mesh: Mesh,
     gap: float,
     milliseconds: float | None,
 ) -> None:
     """Write a plan."""
-    lines = [f"format = {json.dumps(FORMAT)}", f"ranks = {ranks}", f"gap = {gap:.6f}"]
+    lines = [
+        f"format = {json.dumps(FORMAT)}", f"ranks = {mesh.size()}", f"device_type = {json.dumps(mesh.device_type)}",
+        f"gap = {gap:.6f}",
+    ]  # fmt: skip
     if milliseconds is not None:
         lines.append(f"milliseconds = {milliseconds:.4f}")
     lines.append("[tables]")
@@ -74,8 +78,8 @@ def _of_config(config: EmbeddingConfig) -> dict[str, Any]:
     return {"rows": config.num_embeddings, "columns": config.embedding_dim, "dtype": dtype}
 
 
-def read_tables(path: Path, tables: Sequence[EmbeddingConfig]) -> tuple[int, float, dict[str, Placement]]:
-    """The ranks, the gap, and the placements of a plan of these tables.
+def read_tables(path: Path, tables: Sequence[EmbeddingConfig]) -> tuple[Mesh, float, dict[str, Placement]]:
+    """The mesh, the gap, and the placements of a plan of these tables.
 
     Raises:
         PlanError: it cannot be read, is no such file, or is of other tables.
@@ -109,7 +113,7 @@ def read_tables(path: Path, tables: Sequence[EmbeddingConfig]) -> tuple[int, flo
         except (ShardwiseError, LookupError, TypeError, ValueError) as error:
             why = without_fix(error) if isinstance(error, ShardwiseError) else "ranks, dim, sizes or boxes do not fit"
             raise PlanError(f"{path}: table {config.name}: {why}. Fix: a file of TablePlan.save.") from None
-    return ranks, float(gap), placements
+    return Mesh((ranks,), device_type=str(content.get("device_type", "cpu"))), float(gap), placements
 
 
 def _placement(row: Mapping[str, Any], ranks: int) -> Placement:

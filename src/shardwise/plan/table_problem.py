@@ -34,17 +34,14 @@ class Planned:
     Attributes:
         units: the tables of each unit, which are placed together: a group, or one table.
         divisions: of each unit, for each option one division of each of its tables.
-        form: of messages.
-        problem: whose objective is minimized, and `in_time`, whose values are seconds.
-        assignment: of `in_time`.
+        in_time: the problem whose values are seconds.
+        assignment: of this problem.
+        bound, value: of what was minimized.
     """
 
     request: Request
     units: Sequence[Sequence[int]]
     divisions: Sequence[Sequence[tuple[Division, ...]]]
-    costs: Sequence[TableCosts]
-    form: Form
-    problem: Problem
     in_time: Problem
     assignment: Assignment
     bound: float
@@ -104,10 +101,7 @@ def make_plan_of_tables(request: Request) -> Planned:
     in_time = problems[form]
     if request.objective != "time":
         in_time = _problem(request, costs, units, options, form, "time")
-    return Planned(
-        request, units, options, costs, form, problems[form], in_time,
-        assignment_of(in_time, one.choice, one.places), min(bounds), value,
-    )  # fmt: skip
+    return Planned(request, units, options, in_time, assignment_of(in_time, one.choice, one.places), min(bounds), value)
 
 
 def least_memory(request: Request) -> tuple[Floats, Floats]:

@@ -62,14 +62,20 @@ class TablePlan(Mapping[str, Placement]):
         sharded = shard_embeddings(collection, plan, plan.mesh, RowWiseAdagrad(lr=0.1))
 
     Attributes:
-        ranks: how many the plan is for.
+        mesh: all ranks.
         gap: the share of the bound by which the plan is above it, at most; 0: no plan is better.
     """
 
-    def __init__(self, tables: Sequence[EmbeddingConfig], placements: Mapping[str, Placement], ranks: int, gap: float,
-                 planned: Planned | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingConfig],
+        placements: Mapping[str, Placement],
+        mesh: Mesh,
+        gap: float,
+        planned: Planned | None = None,
+    ) -> None:
         self._tables, self._placements, self._planned = tuple(tables), dict(placements), planned
-        self.ranks, self.gap = ranks, gap
+        self.mesh, self.gap = mesh, gap
 
     def __getitem__(self, name: str) -> Placement:
         return self._placements[name]
@@ -81,9 +87,9 @@ class TablePlan(Mapping[str, Placement]):
         return len(self._placements)
 
     @property
-    def mesh(self) -> Mesh:
-        """All ranks."""
-        return Mesh((self.ranks,))
+    def ranks(self) -> int:
+        """How many the plan is for."""
+        return self.mesh.size()
 
     @property
     def _known(self) -> Planned:
@@ -206,7 +212,7 @@ class TablePlan(Mapping[str, Placement]):
     def save(self, path: str | Path) -> None:
         """Write the plan as TOML: a line for each table, in order."""
         time = None if self._planned is None else self.milliseconds
-        write_tables(Path(path), self._tables, self._placements, self.ranks, self.gap, time)
+        write_tables(Path(path), self._tables, self._placements, self.mesh, self.gap, time)
 
     @classmethod
     @checked
@@ -217,8 +223,8 @@ class TablePlan(Mapping[str, Placement]):
             PlanError: it cannot be read, or is of other tables.
         """
         configs = _configs(collection)
-        ranks, gap, placements = read_tables(Path(path), configs)
-        return cls(configs, placements, ranks, gap)
+        mesh, gap, placements = read_tables(Path(path), configs)
+        return cls(configs, placements, mesh, gap)
 
 
 Tables = EmbeddingBagCollection | EmbeddingCollection | Sequence[EmbeddingConfig]
@@ -294,8 +300,9 @@ def plan_tables(
 
 def _plan_of(planned: Planned) -> TablePlan:
     gap = max(0.0, planned.value / planned.bound - 1) if planned.bound > 0 else 0.0
-    request = planned.request
-    return TablePlan(request.tables, planned.placements(), request.topology.ranks, gap, planned)
+    topology = planned.request.topology
+    mesh = Mesh((topology.ranks,), device_type=topology.device_type)
+    return TablePlan(planned.request.tables, planned.placements(), mesh, gap, planned)
 
 
 def _difference(label: str, planned: Planned, old: Assignment, new: Assignment) -> PlanChange:
