@@ -31,6 +31,7 @@ from shardwise import (
     embedding,
     experimental,
     parallel,
+    plan,
     simulation,
     testing,
 )
@@ -43,7 +44,7 @@ from shardwise.testing import world
 
 RANKS = 2
 MESH = Mesh((RANKS,))
-NAMESPACES = (sw, embedding, parallel, st, testing, checkpoint, debug, experimental, pictures, simulation)
+NAMESPACES = (sw, embedding, parallel, st, testing, checkpoint, debug, experimental, pictures, plan, simulation)
 COLLECTIVES = ("as_mesh", "check_ranks", "init_device_mesh")  # what users call there
 
 # ---- nonsense -----------------------------------------------------------------------------------------------------
@@ -334,6 +335,17 @@ CALLS: dict[str, Callable[[], Call]] = {
     "simulation.simulate": lambda: call(lambda module,
         **kwargs: simulation.simulate(module, torch.ones(2, 4), **kwargs), module=LAYER(), mesh=MESH,
         plan={"weight": Shard(0)}, costs=None),
+    "plan.BatchShape": lambda: call(plan.BatchShape, bags=4),
+    "plan.Link": lambda: call(plan.Link, bytes_per_second=1e9, latency=1e-6),
+    "plan.Topology": lambda: call(plan.Topology, hosts=1, ranks_per_host=2, memory=1 << 30, inside=plan.Link(1e9, 1e-6),
+        between=plan.Link(1e8, 1e-5), flops=1e12, memory_bandwidth=1e12, lookup_bandwidth=1e11),
+    "plan.plan_module": lambda: call(plan.plan_module, module=LAYER(), topology=plan.Topology.preset("cpu",
+        ranks_per_host=RANKS), inputs=(torch.ones(2, 4),), mesh=MESH, forward=None, head_room=0.1),
+    "plan.price_module": lambda: call(plan.price_module, module=LAYER(),
+        plan=plan.ModulePlan(MESH, {"weight": Shard(0)}), topology=plan.Topology.preset("cpu", ranks_per_host=RANKS),
+        inputs=(torch.ones(2, 4),), forward=None),
+    "plan.plan_tables": lambda: call(plan.plan_tables, collection=[bag_config()], topology=plan.Topology.preset("cpu"),
+        batch=plan.BatchShape(4)),
     "checkpoint.export_table": lambda: call(checkpoint.export_table, collection=bags(), table="t",
         path="table.safetensors"),
     "checkpoint.latest": lambda: call(checkpoint.latest, folder="saved"),
@@ -398,7 +410,7 @@ NOT_CALLED = set(
     StoredTensor Budget Cause CollectiveSequence CommEvent RedistributeComparison Shadow Meta Row Placed Table
     PoolingType Routing RowOptimizer DTensorOpTestBase DTensorTestBase TensorAssertions DeadlockError SendError
     Collective RankClass Simulation Step FullyShardedModule skip_unless_torch_gpu with_comms
-    pre_load_state_dict_hook state_dict_hook
+    pre_load_state_dict_hook state_dict_hook PlanChange TablePlan ModulePlan
     """.split()
 )
 

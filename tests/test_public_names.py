@@ -21,9 +21,9 @@ from shardwise import DTensor, debug, experimental, parallel
 MODULES = """
     shardwise shardwise.checkpoint shardwise.checkpoint.offline shardwise.collectives shardwise.data shardwise.debug
     shardwise.embedding shardwise.errors shardwise.experimental shardwise.parallel shardwise.sharded_tensor
-    shardwise.simulation shardwise.testing
+    shardwise.plan shardwise.simulation shardwise.testing
 """.split()
-MOST = 200
+MOST = 212
 ROOT = Path(__file__).parents[1]
 
 

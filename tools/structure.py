@@ -17,6 +17,7 @@ from typing import NamedTuple
 # From the top down: a package may import the packages of the lines below its own; `testing` may import all of them.
 LAYERS = """
     _cli
+    plan
     simulation
     debug
     _pictures | _models | collectives

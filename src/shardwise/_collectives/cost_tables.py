@@ -53,12 +53,14 @@ class Costs:
         inside: of groups of ranks on one host, by collective.
         between: of groups of several hosts.
         ranks_per_host: None if all ranks are on one host.
+        bytes_per_second: of an all-to-all inside a host: what turns a cost into seconds.
     """
 
     source: str
     inside: Mapping[str, Cost]
     between: Mapping[str, Cost]
     ranks_per_host: int | None = None
+    bytes_per_second: float = 1.25e9
 
     def of(self, collective: str, group: Sequence[int], ranks: Sequence[int], num_bytes: float) -> float:
         """The cost of a collective in this group and in those beside it, in bytes.
@@ -71,6 +73,10 @@ class Costs:
         cost = self.inside[collective].of(len(group), num_bytes)
         on_link = link_bytes(collective, group, ranks, num_bytes, self.ranks_per_host)
         return max(cost, self.between[collective].of(len(group), on_link)) if on_link else cost
+
+    def seconds(self, collective: str, group: Sequence[int], ranks: Sequence[int], num_bytes: float) -> float:
+        """The time of a collective; see `of`."""
+        return self.of(collective, group, ranks, num_bytes) / self.bytes_per_second
 
     def numbers(self) -> dict[str, float]:
         """All figures by name, to compare them with those of other ranks."""
@@ -130,7 +136,7 @@ def _nccl(hop: float, speed: float) -> dict[str, Cost]:
 _NCCL, _NCCL_BETWEEN = _nccl(0.6, 87_700), _nccl(2.7, 0.22 * 87_700 * 8)
 
 GLOO = Costs("measured on one host, assumed between hosts", _GLOO, _GLOO_BETWEEN)
-NCCL = Costs("constants of torch", _NCCL, _NCCL_BETWEEN)
+NCCL = Costs("constants of torch", _NCCL, _NCCL_BETWEEN, bytes_per_second=_SPEED * 1e6)
 
 
 @lru_cache(maxsize=64)
@@ -193,10 +199,12 @@ def read_costs(path: Path) -> tuple[str, Costs]:
     between = _table(path, content, "between") if content.get("between") is not None else measured
     speed = measured["all_to_all"].megabytes_per_s  # bytes in a microsecond
     source = f"{path}: {content['source']}"
-    return content["device_type"], Costs(source, _in_bytes(measured, speed), _in_bytes(between, speed))
+    inside, outside = _in_bytes(measured, speed), _in_bytes(between, speed)
+    return content["device_type"], Costs(source, inside, outside, bytes_per_second=speed * 1e6)
 
 
 def _in_bytes(table: Mapping[str, Measured], speed: float) -> dict[str, Cost]:
+    """The costs of measured collectives, if an all-to-all sends `speed` bytes in a microsecond."""
     return {
         name: Cost(m.latency_us * speed, speed / m.megabytes_per_s, m.per_rank_us * speed) for name, m in table.items()
     }

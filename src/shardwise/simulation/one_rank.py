@@ -13,7 +13,7 @@ from shardwise._collectives.checks.calls import CallLog
 from shardwise._collectives.checks.ledger import Ledger
 from shardwise._collectives.checks.values import Note
 from shardwise._collectives.threads import ThreadGuard
-from shardwise._layout import Owner
+from shardwise._layout import Owner, ring_elements
 from shardwise._trace.user_stack import StackFrame, is_user_file
 from shardwise.simulation.result import Recorded
 
@@ -56,7 +56,7 @@ class OneRank:
         with torch.no_grad():
             match kind:
                 case "all_reduce":
-                    self._receive(collective, x.numel())
+                    self._receive(collective, ring_elements(x.numel(), count, (here - 1) % count))
                     if reduce_op == "sum" and x.dtype != torch.bool:
                         return _finished(x.mul_(count) if in_place else x * count, x)
                     return _finished(x**count if reduce_op == "product" else x.clone(), x)

@@ -1,0 +1,138 @@
+"""The seconds of what one simulated rank does: its ops by what they compute or touch, its collectives by their costs.
+
+An op takes the time of its floating-point operations, or of the bytes that it touches if that is longer; nothing
+overlaps.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from shardwise._collectives import Collective, Wait, using
+from shardwise._layout import Mesh
+from shardwise._rules.row import Args, Kwargs
+from shardwise._trace.comm_trace import listening_with
+from shardwise.plan.topology import Topology
+from shardwise.simulation.memory import Memory
+from shardwise.simulation.one_rank import OneRank
+from shardwise.simulation.result import Recorded
+
+aten = torch.ops.aten
+
+
+class Seconds(NamedTuple):
+    """Of ops, and of collectives; and the bytes that these send."""
+
+    compute: float
+    communication: float
+    sent_bytes: int
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.communication
+
+
+class RankClock:
+    """Rank 0 of a mesh, which has the largest shards. Its tensors have no values.
+
+    with RankClock(mesh, topology).running() as clock:
+        clock.restart()
+        ...
+        clock.seconds()
+
+    Attributes:
+        memory: of the rank.
+    """
+
+    def __init__(self, mesh: Mesh, topology: Topology) -> None:
+        self.mesh, self.topology, self.memory = mesh, topology, Memory(allocate=False)
+        self._recorded, self._ops = Recorded(), _OpSeconds(topology)
+        self._rank = _Rank(mesh.ranks[0], mesh.size(), self._recorded, self._ops)
+        self._rank.owner.costs[mesh.device_type] = topology.costs
+
+    @contextmanager
+    def running(self) -> Iterator["RankClock"]:
+        """Inside, this thread is the rank."""
+        state = torch.get_rng_state()
+        try:
+            with (
+                using(self._rank), torch.autograd.set_multithreading_enabled(False), self.memory, self._ops,
+                listening_with(self._recorded),
+            ):  # fmt: skip
+                yield self
+        finally:
+            torch.set_rng_state(state)
+
+    def restart(self) -> None:
+        """Count from here."""
+        self._recorded.clear()
+        self._ops.seconds = 0.0
+
+    def seconds(self) -> Seconds:
+        """What was counted since."""
+        made, ranks = self._recorded.collectives, self.mesh.sorted_ranks
+        times = [self.topology.costs.seconds(one.kind, one.ranks, ranks, one.received_bytes) for one in made]
+        return Seconds(self._ops.seconds, sum(times), sum(one.sent_bytes for one in made))
+
+
+class _Rank(OneRank):
+    """A rank whose transport computes nothing."""
+
+    def __init__(self, rank: int, world_size: int, recorded: Recorded, ops: "_OpSeconds") -> None:
+        super().__init__(rank, world_size, recorded)
+        self._ops = ops
+
+    def start(self, collective: Collective) -> Wait:
+        before = self._ops.seconds
+        wait = super().start(collective)
+        self._ops.seconds = before
+        return wait
+
+
+class _OpSeconds(TorchDispatchMode):
+    """Adds up the seconds of ops."""
+
+    def __init__(self, topology: Topology) -> None:
+        cast(Any, super()).__init__()  # which torch leaves without types
+        self.topology, self.seconds = topology, 0.0
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        named = kwargs or {}
+        out = func(*args, **named)
+        if not func.is_view and func not in _FREE:
+            tensors = {id(x): x for x in pytree.tree_leaves((args, named, out)) if isinstance(x, Tensor)}
+            touched = sum(x.numel() * x.element_size() for x in tensors.values())
+            count = _FLOPS.get(func._overloadpacket)
+            flops = count(*args, **named, out_val=out) if count else 0
+            self.seconds += max(flops / self.topology.flops, touched / self.topology.memory_bandwidth)
+        return out
+
+
+_FREE = {
+    aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default, aten.empty_strided.default,
+    aten.detach.default, aten._unsafe_view.default,
+}  # fmt: skip
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
+    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
+
+
+_FLOPS: Mapping[Any, Callable[..., int]] = {
+    **flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}

@@ -1,0 +1,170 @@
+"""What choices cost on a mesh: seconds of a step, and bytes of memory on the rank that has most.
+
+Time is compute, redistributions in forward and backward, exchanges inside ops, the reduction of gradients and the
+optimizer, one after the other: nothing overlaps. A simulated rank makes each redistribution and each exchange once.
+"""
+
+from collections.abc import Sequence
+from math import inf, prod
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+from torch.utils import _pytree as pytree
+
+from shardwise._layout import REPLICATE, Layout, Mesh, Placement, Shard
+from shardwise._redistribute.run_plan import redistribute_local
+from shardwise._tensor.dispatch.resolve import SlottedCall
+from shardwise._tensor.dtensor import DTensor, tag
+from shardwise.errors import LayoutError, ShardwiseError
+from shardwise.plan.module_choices import Choice, Units, all_choices, is_view
+from shardwise.plan.module_clock import RankClock
+from shardwise.plan.module_trace import OP, ModuleGraph, Node, Value
+from shardwise.plan.topology import Topology
+
+BUCKET = 25 << 20  # bytes of gradients, or of parameters, that are sent together
+
+
+class ModuleCosts:
+    """The costs of choices on a tensor axis; known inside `with costs.clock.running()`.
+
+    Args:
+        graph: of a forward of the rank's part of the batch.
+        shape: the ranks of the data axis and of the tensor axis.
+    """
+
+    def __init__(self, graph: ModuleGraph, shape: tuple[int, int], topology: Topology) -> None:
+        self.graph, self.shape = graph, shape
+        self.choices = all_choices(graph)
+        self.units = Units(graph, self.choices)
+        self.topology = topology
+        self.mesh = Mesh(shape[1:])
+        self.clock = RankClock(self.mesh, topology)
+        self._groups = [tuple(sorted(Mesh(shape).axis_ranks(0, axis))) for axis in (0, 1)]
+        self._redistributions: dict[object, float] = {}
+        self._ops: dict[object, float] = {}
+
+    # ---- layouts ----------------------------------------------------------------------------------------------
+
+    def layout(self, value: Value, placement: Placement) -> Layout:
+        """The layout of a value with this placement on the tensor axis."""
+        if isinstance(placement, Shard):
+            placement = self.units.shard(value, placement.dim, self.shape[1])
+        return Layout(self.mesh, [placement], self.graph.result(value).shape)
+
+    def local_bytes(self, value: Value, placement: Placement) -> float:
+        """Bytes of a value on rank 0, which has most."""
+        layout = self.layout(value, placement)
+        return prod(layout.local_shape(self.mesh.ranks[0])) * self.graph.result(value).dtype.itemsize
+
+    # ---- time -------------------------------------------------------------------------------------------------
+
+    def redistribution(self, value: Value, src: Placement, dst: Placement, is_result: bool = False) -> float:
+        """Seconds from one placement to another on the tensor axis, and of the gradient's way back.
+
+        A result of the module leaves it as a plain tensor, whose gradient every rank has.
+        """
+        if src == dst:
+            return 0.0
+        trains = self.graph.nodes[value.node].trains and not is_result
+        dtype = self.graph.result(value).dtype
+        try:
+            a, b = self.layout(value, src), self.layout(value, dst)
+        except LayoutError:
+            return inf
+        key = a, b, dtype, trains
+        if key not in self._redistributions:
+            seconds = self._seconds(a, b, dtype)
+            self._redistributions[key] = seconds + (self._seconds(b.dual(), a.dual(), dtype) if trains else 0.0)
+        return self._redistributions[key]
+
+    def _seconds(self, src: Layout, dst: Layout, dtype: torch.dtype) -> float:
+        with torch.no_grad():
+            local = torch.zeros(src.local_shape(self.mesh.ranks[0]), dtype=dtype)
+            self.clock.restart()
+            redistribute_local(local, src, dst)
+        return self.clock.seconds().total
+
+    def op(self, number: int, choice: Choice) -> float:
+        """Seconds of an op, forward and backward, with the collectives inside it; `inf` if it has no such choice."""
+        node = self.graph.nodes[number]
+        if node.kind != OP:
+            return 0.0
+        dtypes = tuple([self.graph.result(x).dtype for x in node.operands])
+        try:
+            layouts = [self.layout(x, p) for x, p in zip(node.operands, choice.inputs, strict=True)]
+            trains = tuple([self.graph.nodes[x.node].trains for x in node.operands])
+            key = node.func, repr((node.args, node.kwargs)), tuple(layouts), dtypes, trains
+            if key not in self._ops:
+                results = [self.layout(Value(number, i), p) for i, p in enumerate(choice.outputs)]
+                self._ops[key] = self._run(node, layouts, dtypes, results)
+            return self._ops[key]
+        except (RuntimeError, NotImplementedError, ShardwiseError):
+            return inf
+
+    def _run(
+        self, node: Node, layouts: Sequence[Layout], dtypes: Sequence[torch.dtype], results: Sequence[Layout]
+    ) -> float:
+        """Seconds; `inf` if results have other shards, as those of a split of a sharded dim may have."""
+        operands = []
+        for value, layout, dtype in zip(node.operands, layouts, dtypes, strict=True):
+            x = torch.zeros(layout.local_shape(self.mesh.ranks[0]), dtype=dtype)
+            operands.append(tag(x.requires_grad_(self.graph.nodes[value.node].trains), layout))
+        call = SlottedCall(node.func, node.args, node.kwargs, list(zip(layouts, dtypes, strict=True)))
+        self.clock.restart()
+        out = call.of(node.func, operands)
+        forward = self.clock.seconds().total
+        found = [x for x in pytree.tree_leaves(out) if isinstance(x, DTensor)]
+        if [x._layout.row_major for x in found] != list(results):
+            return inf
+        trained = [x for x in found if x.requires_grad]
+        with DisableTorchFunctionSubclass():  # gradients of local tensors, which nobody reads
+            gradients: list[Tensor] = [torch.zeros_like(x) for x in trained]
+            self.clock.restart()
+            if trained:
+                torch.autograd.grad(trained, [x for x in operands if x.requires_grad], gradients, allow_unused=True)
+        return forward + self.clock.seconds().total
+
+    def sum_of_gradients(self, value: Value, placement: Placement, consumers: int) -> float:
+        """Seconds of adding the gradients of the ops that take a value."""
+        return 3 * max(consumers - 1, 0) * self.local_bytes(value, placement) / self.topology.memory_bandwidth
+
+    # ---- parameters -------------------------------------------------------------------------------------------
+
+    def parameter(self, number: int, placement: Placement, reshard: bool) -> float:
+        """Seconds of all-gathering a parameter along the data axis, of reducing its gradient, and of AdamW."""
+        node, value = self.graph.nodes[number], Value(number)
+        if not node.trains:
+            return 0.0
+        size = self.local_bytes(value, placement)
+        at_rest = size / self.shape[0]
+        touched = 4 * at_rest  # with the gradient and two states
+        found = touched / self.topology.memory_bandwidth
+        found += (1 + reshard) * self._collective("all_gather", 0, size) + self._collective("reduce_scatter", 0, size)
+        return found + (self._collective("all_reduce", 1, at_rest) if placement == REPLICATE else 0.0)
+
+    def _collective(self, kind: str, axis: int, size: float) -> float:
+        """Seconds of a collective of `size` bytes along an axis, as a part of a bucket."""
+        group, ranks = self._groups[axis], range(self.shape[0] * self.shape[1])
+        if len(group) == 1:
+            return 0.0
+        received = BUCKET * (len(group) - 1) / len(group) * (2 if kind == "all_reduce" else 1)
+        return self.topology.costs.seconds(kind, group, ranks, received) * size / BUCKET
+
+    # ---- memory -----------------------------------------------------------------------------------------------
+
+    def state_memory(self, number: int, placement: Placement, reshard: bool) -> float:
+        """Bytes of a parameter, its gradient and two states of AdamW, sharded along the data axis.
+
+        Parameters that are not resharded after forward are there in full as well.
+        """
+        node, size = self.graph.nodes[number], self.local_bytes(Value(number), placement)
+        copies = 4 if node.trains else 1
+        return size * (copies / self.shape[0] + (self.shape[0] > 1 and not reshard))
+
+    def activation_memory(self, number: int, choice: Choice) -> float:
+        """Bytes of the results of an op that are kept for backward."""
+        node = self.graph.nodes[number]
+        if node.kind != OP or not node.trains or is_view(node):
+            return 0.0
+        return sum(self.local_bytes(Value(number, i), p) for i, p in enumerate(choice.outputs))

@@ -1,0 +1,276 @@
+"""`plan_module`: a plan of `parallelize_module` and `fully_shard`, with its bound and its reasons."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import inf
+from pathlib import Path
+
+from torch import nn
+
+from shardwise import _collectives as collectives
+from shardwise._layout import Mesh, checked
+from shardwise._layout.parse import parse_mesh, read_toml
+from shardwise._pictures.labels import bytes_text
+from shardwise._pictures.report import Report, table_text
+from shardwise.errors import PlanError, did_you_mean
+from shardwise.parallel import fully_shard, parallelize_module
+from shardwise.plan.module_price import StepPrice, price_step
+from shardwise.plan.module_search import (
+    Forward,
+    Found,
+    Inputs,
+    Reason,
+    Search,
+    Tried,
+    batch_rows,
+    reasons_of,
+    step_of,
+)
+from shardwise.plan.module_styles import Entry, plan_of_choices
+from shardwise.plan.module_text import code_of, entry_of_toml, entry_text, toml_of
+from shardwise.plan.topology import Topology
+
+FORMAT = "shardwise module plan 1"
+
+
+@dataclass(frozen=True, repr=False)
+class ModulePlan(Report):
+    """Where the parameters of a module go, and how its activations are sharded. `str()` is a text with tables.
+
+    Attributes:
+        mesh: of the axis "tp", or of "dp" and "tp"; or the one that was given.
+        styles: the plan for `parallelize_module`.
+        units: paths of the modules for `fully_shard` along the data axis; "" is the module itself.
+        reshard: whether the units free their parameters after forward, and all-gather them again for backward.
+        seconds: of a modelled step, in which nothing overlaps.
+        bound: seconds that no choices fall below, on any shape of the mesh that was tried.
+        step: what rank 0 does under the plan, simulated; its `peak_bytes` fit the memory.
+        reasons: for each parameter.
+        tried: shapes of the mesh.
+    """
+
+    mesh: Mesh
+    styles: Mapping[str, Entry]
+    units: tuple[str, ...] = ()
+    reshard: bool = True
+    seconds: float = 0.0
+    bound: float = 0.0
+    step: StepPrice | None = field(default=None, compare=False)
+    reasons: tuple[Reason, ...] = field(default=(), compare=False)
+    tried: tuple[Tried, ...] = field(default=(), compare=False)
+
+    @property
+    def gap(self) -> float:
+        """How much faster a better plan may be at most, as a part of the bound."""
+        return self.seconds / self.bound - 1 if self.bound else 0.0
+
+    def apply(self, module: nn.Module, *, src_data_rank: int | None = 0) -> nn.Module:
+        """Parallelise the module in place, on all ranks of the mesh; make the optimizer afterwards.
+
+        Raises:
+            PlanError: the module has other parts than the one that was planned.
+        """
+        tensor, data = self._axes()
+        if self.styles:
+            parallelize_module(module, tensor, dict(self.styles), src_data_rank=src_data_rank)
+        for path in self.units:
+            fully_shard(
+                module.get_submodule(path), mesh=data, reshard_after_forward=self.reshard, src_data_rank=src_data_rank
+            )
+        return module
+
+    def _axes(self) -> tuple[Mesh, Mesh | None]:
+        """The meshes of the tensor axis and of the data axis through this rank."""
+        if self.mesh.ndim == 1:
+            return self.mesh, None
+        return self.mesh.submesh((1,), collectives.rank()), self.mesh.submesh((0,), collectives.rank())
+
+    def as_code(self) -> str:
+        """Python code that applies the plan to `model`."""
+        return code_of(self.mesh, self.styles, self.units, self.reshard)
+
+    def as_toml(self) -> str:
+        """The plan as the text of a file, which `save` writes and `load` reads."""
+        return toml_of(FORMAT, self.mesh, self.styles, self.units, self.reshard)
+
+    @checked
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a TOML file: the mesh, the units, and a line for each entry."""
+        Path(path).write_text(self.as_toml(), encoding="utf-8")
+
+    @classmethod
+    @checked
+    def load(cls, path: str | Path) -> "ModulePlan":
+        """The plan of a file, without its times and reasons; `apply` checks it against the module.
+
+        Raises:
+            PlanError: it cannot be read, or is no such file.
+        """
+        path = Path(path)
+        content = read_toml(path)
+        if content.get("format") != FORMAT:
+            raise PlanError(f"{path}: format is {content.get('format')!r}. Fix: a file with format = {FORMAT!r}.")
+        try:
+            styles = {key: entry_of_toml(entry) for key, entry in content.get("plan", {}).items()}
+            return cls(parse_mesh(content["mesh"]), styles, tuple(content["units"]), content["reshard"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(f"{path}: {error}. Fix: a plan as `save` writes it.") from error
+
+    @checked
+    def explain(self, name: str) -> str:
+        """Why a parameter is placed as it is, and what the next best placement costs.
+
+        Raises:
+            PlanError: there is no such parameter.
+        """
+        known = {each: reason for reason in self.reasons for each in reason.names}
+        if name not in known:
+            raise PlanError(f"The plan has no reason for {name!r}.{did_you_mean(name, known)} Fix: a parameter's name.")
+        reason = known[name]
+        text = f"{name} is {reason.placement}" + (f": {reason.why}." if reason.why else ".")
+        if reason.next_best is not None:
+            text += f" The next best is {reason.next_best}: {_change(reason)}."
+        return text
+
+    def text(self, width: int | None = None, colour: bool = False) -> str:
+        """Tables of the plan, of its reasons, and of shapes of the mesh."""
+        time = f"a step of {self.seconds * 1e3:.3g} ms, at most {self.gap:.1%} above the bound"
+        lines = [f"{self.mesh}: {time}"]
+        if self.step is not None:
+            sent = f"{bytes_text(self.step.sent_bytes)} sent"
+            lines.append(
+                f"simulated: {self.step.seconds * 1e3:.3g} ms, {sent}, {bytes_text(self.step.peak_bytes)} at the peak"
+            )
+        styles = [(key or '""', entry_text(entry)) for key, entry in self.styles.items()]
+        lines += ["", table_text([("path", "plan"), *styles], "ll", width)]
+        if self.units:
+            units = ", ".join(unit or "the module" for unit in self.units)
+            lines += ["", f"fully_shard along the data axis, reshard_after_forward={self.reshard}: {units}"]
+        if self.reasons:
+            rows = [(_names(r), str(r.placement), str(r.next_best or ""), _change(r)) for r in self.reasons]
+            lines += ["", table_text([("parameter", "placement", "next best", "costs"), *rows], "llll", width)]
+        if len(self.tried) > 1:
+            shapes = [(f"{a} x {b}", _seconds(t)) for t in self.tried for a, b in [t.shape]]
+            lines += ["", table_text([("dp x tp", "ms of a step"), *shapes], "lr", width)]
+        return "\n".join(lines)
+
+
+def _names(reason: Reason) -> str:
+    return reason.names[0] + (f" and {len(reason.names) - 1} more" if reason.names[1:] else "")
+
+
+def _change(reason: Reason) -> str:
+    if reason.next_best is None:
+        return ""
+    sign = "-" if reason.more_bytes < 0 else "+"
+    return f"{reason.more_seconds * 1e3:+.3g} ms, {sign}{bytes_text(abs(reason.more_bytes))} a rank"
+
+
+def _seconds(tried: Tried) -> str:
+    if tried.seconds is None:
+        return "does not fit"
+    return f"{'at least ' if tried.is_bound else ''}{tried.seconds * 1e3:.3g}"
+
+
+# ---- planning -------------------------------------------------------------------------------------------------------
+
+
+@checked
+def plan_module(
+    module: nn.Module,
+    topology: Topology,
+    inputs: Inputs,
+    *,
+    mesh: Mesh | None = None,
+    forward: Forward | None = None,
+    head_room: float = 0.1,
+) -> ModulePlan:
+    """The plan with the shortest modelled step that fits the memory of a rank.
+
+        plan = plan_module(model, Topology.preset("H100"), (tokens, targets), forward=loss_of)
+        print(plan)
+        plan.apply(model)
+
+    The plan's step, with AdamW, is simulated on rank 0. If its memory does not fit, choices with less are searched.
+
+    One forward is traced without memory, and each op, redistribution and reduction is timed once on a simulated rank.
+    Equal blocks share their choices. Along the tensor axis parameters are used as they are stored; along the data axis
+    they are fully sharded, and plain inputs are the rank's part of the batch.
+
+    Args:
+        module: on any device, also meta; nothing of it changes.
+        topology: the machine.
+        inputs: of the forward, of the batch of all ranks, by position or by name; meta tensors will do.
+        mesh: of one axis, the tensor axis, or of a data axis and a tensor axis; None tries all shapes whose tensor
+            axis stays in a host.
+        forward: from the module and the inputs to the loss; None calls the module. Results that are not a loss are
+            replicated.
+        head_room: the part of the memory that stays free.
+
+    Raises:
+        PlanError: nothing fits; the message says how much is missing. Or inputs without a tensor, a mesh of other axes.
+    """
+    search = Search(module, topology, inputs, forward)
+    memory, shapes = topology.memory * (1 - head_room), _shapes(topology, mesh, batch_rows(inputs))
+    budget, scale = inf, 1.0
+    while (found := search.run(shapes, budget)) is not None:
+        plan = _plan_of(module, mesh, found)
+        step = price_module(module, plan, topology, inputs, forward=forward)
+        if step.peak_bytes <= memory:
+            return replace(
+                plan, step=step, bound=search.bound, reasons=tuple(reasons_of(found)), tried=tuple(search.tried)
+            )
+        scale = step.peak_bytes / found.bytes
+        budget = found.bytes * min(memory / step.peak_bytes, 0.99)
+    raise PlanError(
+        f"No plan fits: a rank needs {bytes_text(search.least_bytes * scale)} of {bytes_text(memory)} on "
+        f"{topology.ranks} ranks. Fix: more ranks, a smaller batch, or activation checkpointing."
+    )
+
+
+def _plan_of(module: nn.Module, mesh: Mesh | None, found: Found) -> ModulePlan:
+    """The plan of choices, without its reasons."""
+    shape = found.costs.shape
+    styles = plan_of_choices(module, found.costs, found.problem.chosen(found.solution)) if shape[1] > 1 else {}
+    if mesh is None:
+        mesh = Mesh(shape, names=("dp", "tp")) if shape[0] > 1 else Mesh(shape[1:], names=("tp",))
+    return ModulePlan(mesh, styles, _units(module) if shape[0] > 1 else (), found.reshard, found.seconds)
+
+
+@checked
+def price_module(
+    module: nn.Module, plan: ModulePlan, topology: Topology, inputs: Inputs, *, forward: Forward | None = None
+) -> StepPrice:
+    """The modelled step of a plan, also of one that was written by hand: the real program on one simulated rank.
+
+        by_hand = ModulePlan(Mesh((4,)), {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        price_module(model, by_hand, topology, (batch,)).seconds
+
+    Args: as of `plan_module`.
+    """
+    data_ranks = plan.mesh.shape[0] if plan.mesh.ndim > 1 else 1
+    step = step_of(inputs, forward, data_ranks)
+    return price_step(module, lambda model: plan.apply(model, src_data_rank=None), step, plan.mesh, topology)
+
+
+def _shapes(topology: Topology, mesh: Mesh | None, rows: int) -> list[tuple[int, int]]:
+    """The shapes to try: each data rank has rows, and a tensor axis stays in a host if that leaves a shape."""
+    if mesh is None:
+        sizes = [n for n in range(topology.ranks, 0, -1) if topology.ranks % n == 0 and topology.ranks // n <= rows]
+        inside = [n for n in sizes if n <= topology.ranks_per_host]
+        return [(topology.ranks // n, n) for n in inside or sizes]
+    if mesh.ndim > 2 or mesh.size() != topology.ranks:
+        raise PlanError(
+            f"plan_module takes a mesh of {topology.ranks} ranks, those of the topology, and of one or two axes, got "
+            f"{mesh}. Fix: a data axis and a tensor axis, such as Mesh((2, {topology.ranks // 2 or 1}))."
+        )
+    return [(mesh.shape[0], mesh.shape[1]) if mesh.ndim == 2 else (1, mesh.shape[0])]
+
+
+def _units(module: nn.Module) -> tuple[str, ...]:
+    """Each child of the lists of the module, then the module itself."""
+    lists = [path for path, part in module.named_modules() if isinstance(part, nn.ModuleList)]
+    outermost = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
+    blocks = [f"{path}.{name}" for path in outermost for name, part in module.get_submodule(path).named_children()
+              if any(True for _ in part.parameters())]  # fmt: skip
+    return (*blocks, "")

@@ -1,0 +1,153 @@
+"""The problem of the choices of a graph on one mesh, and its solution.
+
+Nodes that share a choice are one node of the problem, with the costs of all of them.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+
+from shardwise._layout import PARTIAL, REPLICATE, Shard
+from shardwise.plan.module_choices import Choice, replicated
+from shardwise.plan.module_costs import ModuleCosts
+from shardwise.plan.module_solver import Array, Problem, Solution, solve
+from shardwise.plan.module_trace import BOUNDARY, PARAMETER, ModuleGraph, Node, Value
+
+REFUSED = 1e6  # seconds
+TIE = 1e-9  # seconds: of equal costs the plan that is written in the fewest words
+
+
+@dataclass(frozen=True)
+class ModuleProblem:
+    """The choices of a graph on one mesh, and what they cost.
+
+    Attributes:
+        memory: bytes of each choice, of all nodes that share it.
+    """
+
+    graph: ModuleGraph
+    choices: list[list[Choice]]
+    seconds: Problem
+    memory: list[Array]
+
+    def solve(self, price: float = 0.0, forced: tuple[int, int] | None = None) -> Solution:
+        """The cheapest choices if a byte of memory costs `price` seconds.
+
+        Args:
+            forced: a node of the problem, and the choice that it has.
+        """
+        nodes = [a + price * b for a, b in zip(self.seconds.nodes, self.memory, strict=True)]
+        if forced is not None:
+            node, choice = forced
+            nodes[node] = np.where(np.arange(len(nodes[node])) == choice, nodes[node], REFUSED)
+        return solve(Problem(nodes, self.seconds.edges))
+
+    def bytes(self, solution: Solution) -> float:
+        return sum(float(costs[k]) for costs, k in zip(self.memory, solution.choices, strict=True))
+
+    def chosen(self, solution: Solution) -> list[Choice]:
+        """The choice of each node."""
+        first = self.graph.first
+        of = dict(zip(sorted(set(first)), solution.choices, strict=True))
+        return [own[of[first[i]]] for i, own in enumerate(self.choices)]
+
+
+def module_problem(costs: ModuleCosts, reshard: bool, limit: float = inf) -> ModuleProblem | float:
+    """The problem of the choices of the graph of `costs`, whose parameters are resharded after forward or not.
+
+    Or the seconds of the cheapest choice of each node, without redistributions, if these are not below the limit.
+    """
+    graph, first, choices = costs.graph, costs.graph.first, costs.choices
+    count = Counter(first)
+    index = {node: i for i, node in enumerate(sorted(count))}
+    consumers = Counter(x for node in graph.nodes if node.trains for x in dict.fromkeys(node.operands))
+    problem = Problem([count[i] * np.array([_own_cost(costs, i, c, reshard, consumers) for c in choices[i]])
+                       for i in index])  # fmt: skip
+    least = sum(float(own.min()) for own in problem.nodes)
+    if least >= limit:
+        return least
+    memory = [count[i] * np.array([_own_memory(costs, i, c, reshard) for c in choices[i]]) for i in index]
+    known: dict[object, Array] = {}
+    for number, node in enumerate(graph.nodes):
+        at = index[first[number]]
+        for position, value in enumerate(node.operands):
+            source = index[first[value.node]]
+            key = source, at, position, value.result
+            if key not in known:
+                known[key] = _edge(costs, number, position)
+            problem.add(source, at, known[key])
+    _results_are_replicated(costs, problem, [index[i] for i in first])
+    return ModuleProblem(graph, choices, problem, memory)
+
+
+def _own_cost(costs: ModuleCosts, number: int, choice: Choice, reshard: bool, consumers: Mapping[Value, int]) -> float:
+    node = costs.graph.nodes[number]
+    if node.kind == PARAMETER:
+        return costs.parameter(number, choice.outputs[0], reshard)
+    ties = TIE * (sum(p == PARTIAL for p in choice.inputs) + sum(p == Shard(0) for p in choice.outputs))
+    for i, placement in enumerate(choice.outputs if node.trains else ()):
+        ties += costs.sum_of_gradients(Value(number, i), placement, consumers[Value(number, i)])
+    seconds = costs.op(number, choice)
+    if seconds == inf:  # no simulated rank can run it, such as a kernel without a meta version
+        seconds = 0.0 if choice == replicated(node) else REFUSED
+    return seconds + ties
+
+
+def _own_memory(costs: ModuleCosts, number: int, choice: Choice, reshard: bool) -> float:
+    if costs.graph.nodes[number].kind == PARAMETER:
+        return costs.state_memory(number, choice.outputs[0], reshard)
+    return costs.activation_memory(number, choice)
+
+
+def _edge(costs: ModuleCosts, number: int, position: int) -> Array:
+    """Seconds from each choice of an operand to each choice of a node; `REFUSED` where no plan has both."""
+    graph, node, choices = costs.graph, costs.graph.nodes[number], costs.choices
+    value = node.operands[position]
+    tie, source = _boundary(graph, node, value), graph.nodes[value.node]
+    is_result = Value(number) in plain_results(graph)
+    found = np.zeros((len(choices[value.node]), len(choices[number])))
+    for i, before in enumerate(choices[value.node]):
+        for j, after in enumerate(choices[number]):
+            src, dst = before.outputs[value.result], after.inputs[position]
+            if src != dst:
+                # Along the tensor axis parameters are used as they are stored; `fully_shard` gathers them.
+                refused = src != REPLICATE if source.kind == PARAMETER else tie is None or dst == PARTIAL
+                more = TIE if node.is_output and src == PARTIAL else tie or 0.0
+                found[i, j] = inf if refused else costs.redistribution(value, src, dst, is_result) + more
+    return np.minimum(found, REFUSED)
+
+
+def _boundary(graph: ModuleGraph, node: Node, value: Value) -> float | None:
+    """What a redistribution of an operand costs beside its time; None if it would be inside a module.
+
+    Plans redistribute what enters and leaves modules: sums where they leave, else what enters. Inside a module dispatch
+    would: it takes the row that fits if operands have its placements, else another one than is planned. Plain tensors
+    become shards there.
+    """
+    source = graph.nodes[value.node]
+    if node.kind == BOUNDARY:
+        return (3 if node.is_output else 2) * TIE
+    if not source.of_parameters:
+        return 0.0
+    return 2 * TIE if node.module in graph.leaves and source.module != node.module else None
+
+
+def plain_results(graph: ModuleGraph) -> list[Value]:
+    """What a step without a loss returns."""
+    return [] if _losses(graph) else graph.outputs
+
+
+def _losses(graph: ModuleGraph) -> list[Value]:
+    return [x for x in graph.outputs if not graph.result(x).shape]
+
+
+def _results_are_replicated(costs: ModuleCosts, problem: Problem, at: list[int]) -> None:
+    """The loss is replicated, or, without one, all results."""
+    losses = _losses(costs.graph)
+    for value in losses or costs.graph.outputs:
+        placements = [c.outputs[value.result] for c in costs.choices[value.node]]
+        ends = [costs.redistribution(value, p, REPLICATE, not losses) + TIE * (p != REPLICATE) for p in placements]
+        problem.nodes[at[value.node]] = problem.nodes[at[value.node]] + np.minimum(ends, REFUSED)

@@ -1,0 +1,211 @@
+"""The search for the plan of a module: which mesh, which choices, and whether parameters are resharded after forward.
+
+Shapes of the mesh are tried one after the other. A shape is left out once the cheapest choices of its nodes alone, with
+no redistributions, take longer than the best plan so far. If the cheapest choices do not fit the memory, bytes get a
+price that is raised until they do.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shardwise._layout import Placement
+from shardwise.errors import PlanError
+from shardwise.plan.module_costs import ModuleCosts
+from shardwise.plan.module_problem import ModuleProblem, module_problem
+from shardwise.plan.module_solver import Solution
+from shardwise.plan.module_trace import OP, PARAMETER, trace_module
+from shardwise.plan.topology import Topology
+
+Inputs = Sequence[Any] | Mapping[str, Any]
+Forward = Callable[..., Any]
+ROUNDS = 24  # of raising and lowering the price of a byte
+
+
+class Found(NamedTuple):
+    """Choices on one mesh.
+
+    Attributes:
+        reshard: whether parameters are all-gathered again for backward.
+        bound: seconds that no choices fall below on this mesh, within the memory.
+        price: of a byte, in seconds.
+    """
+
+    problem: ModuleProblem
+    costs: ModuleCosts
+    solution: Solution
+    reshard: bool
+    seconds: float
+    bytes: float
+    bound: float
+    price: float
+
+
+class Tried(NamedTuple):
+    """A shape of the mesh, and the seconds of its best plan, or a bound of them; None if no plan fits."""
+
+    shape: tuple[int, int]
+    seconds: float | None
+    is_bound: bool
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a parameter is placed as it is.
+
+    Attributes:
+        names: of the parameters that share the choice.
+        why: of the row of the op that takes it.
+        next_best: the placement that costs least of the others; None if there is no other.
+        more_seconds, more_bytes: what that costs more; other choices follow it.
+    """
+
+    names: tuple[str, ...]
+    placement: Placement
+    why: str
+    next_best: Placement | None
+    more_seconds: float
+    more_bytes: float
+
+
+# ---- the step -------------------------------------------------------------------------------------------------------
+
+
+def step_of(inputs: Inputs, forward: Forward | None, data_ranks: int = 1) -> Callable[[nn.Module], object]:
+    """A forward of the first of so many parts of the batch."""
+    rows = batch_rows(inputs)
+
+    def part(x: Tensor) -> Tensor:
+        x = torch.zeros(x.shape, dtype=x.dtype) if x.is_meta else x
+        return x.chunk(data_ranks)[0] if data_ranks > 1 and x.ndim and len(x) == rows else x
+
+    def step(model: nn.Module) -> object:
+        given = pytree.tree_map_only(Tensor, part, inputs)
+        run = model if forward is None else partial(forward, model)
+        return run(**given) if isinstance(given, Mapping) else run(*given)
+
+    return step
+
+
+def batch_rows(inputs: Inputs) -> int:
+    """The rows of the batch: those of the first tensor."""
+    for x in pytree.tree_leaves(inputs):
+        if isinstance(x, Tensor) and x.ndim:
+            return len(x)
+    raise PlanError("plan_module: no input is a tensor. Fix: inputs=(batch,), as the module's forward takes them.")
+
+
+# ---- the search -----------------------------------------------------------------------------------------------------
+
+
+class Search:
+    """The best choices over shapes of the mesh.
+
+    Attributes:
+        tried: the shapes of the last run.
+        bound: seconds that no choices fall below on these, within the memory of that run.
+        least_bytes: the least that any choices took.
+    """
+
+    def __init__(self, module: nn.Module, topology: Topology, inputs: Inputs, forward: Forward | None) -> None:
+        self.module, self.topology, self.inputs, self.forward = module, topology, inputs, forward
+        self.tried: list[Tried] = []
+        self.bound = self.least_bytes = inf
+        self._costs: dict[tuple[int, int], ModuleCosts] = {}
+        self._problems: dict[tuple[ModuleCosts, bool], ModuleProblem | float] = {}
+
+    def run(self, shapes: Sequence[tuple[int, int]], memory: float) -> Found | None:
+        """The best of these shapes; None if no choices fit the memory."""
+        self.tried, self.bound = [], inf
+        best: Found | None = None
+        for shape in shapes:
+            found = self._on(shape, memory, inf if best is None else best.seconds)
+            if found is not None and (best is None or found.seconds < best.seconds):
+                best = found
+        return best
+
+    def _on(self, shape: tuple[int, int], memory: float, limit: float) -> Found | None:
+        """The best choices on a shape, if they may take less than `limit` seconds."""
+        if shape not in self._costs:
+            graph = trace_module(self.module, step_of(self.inputs, self.forward, shape[0]))
+            self._costs[shape] = ModuleCosts(graph, shape, self.topology)
+        costs = self._costs[shape]
+        found: list[Found] = []
+        least = inf
+        for reshard in (False, True)[: 1 + (shape[0] > 1)]:
+            problem = self._problem(costs, reshard, limit)
+            if isinstance(problem, float):
+                least = min(least, problem)
+            else:
+                found += self._within_memory(problem, costs, reshard, memory)
+        self.bound = min([self.bound, *(one.bound for one in found)])
+        chosen = min(found, key=lambda one: one.seconds, default=None)
+        seconds = chosen.seconds if chosen is not None else least if least < inf else None
+        self.tried.append(Tried(shape, seconds, chosen is None and seconds is not None))
+        return chosen
+
+    def _problem(self, costs: ModuleCosts, reshard: bool, limit: float) -> ModuleProblem | float:
+        """The problem, or a bound that is not below the limit."""
+        known = self._problems.get((costs, reshard))
+        if known is None or (isinstance(known, float) and known < limit):
+            with costs.clock.running():
+                known = self._problems[costs, reshard] = module_problem(costs, reshard, limit)
+        return known
+
+    def _within_memory(
+        self, problem: ModuleProblem, costs: ModuleCosts, reshard: bool, memory: float
+    ) -> Iterator[Found]:
+        """The cheapest choices within the memory, if any are."""
+        price, low, high, bound = 0.0, 0.0, None, 0.0
+        kept: Found | None = None
+        for _ in range(ROUNDS):
+            solution = problem.solve(price)
+            size = problem.bytes(solution)
+            self.least_bytes = min(self.least_bytes, size)
+            bound = max(bound, solution.bound - (price * memory if price else 0.0))
+            if size <= memory:
+                seconds = problem.seconds.cost(solution.choices)
+                if kept is None or seconds <= kept.seconds:
+                    kept = Found(problem, costs, solution, reshard, seconds, size, bound, price)
+                high = price
+                if not price:
+                    break
+            else:
+                low = price
+            price = (low + high) / 2 if high is not None else max(8 * low, 1e-14)
+        if kept is not None:
+            yield kept._replace(bound=min(bound, kept.seconds))
+
+
+def reasons_of(found: Found) -> list[Reason]:
+    """Of each parameter the choice and the next best one, with all others free to follow it."""
+    graph, problem = found.costs.graph, found.problem
+    chosen = problem.chosen(found.solution)
+    numbers = {first: i for i, first in enumerate(sorted(set(graph.first)))}
+    taken: dict[int, str] = {}
+    for number, node in enumerate(graph.nodes):
+        for value in node.operands if node.kind == OP else ():
+            taken.setdefault(value.node, chosen[number].why)
+    sharing: dict[int, list[str]] = {}
+    for number, node in enumerate(graph.nodes):
+        if node.kind == PARAMETER:
+            sharing.setdefault(graph.first[number], []).extend(graph.names[node.name])
+    found_reasons = []
+    for first, names in sharing.items():
+        at, own = numbers[first], problem.choices[first]
+        others = []
+        for k, choice in enumerate(own):
+            if k != found.solution.choices[at]:
+                forced = problem.solve(found.price, (at, k))
+                others.append((problem.seconds.cost(forced.choices) - found.seconds,
+                               problem.bytes(forced) - found.bytes, choice.outputs[0]))  # fmt: skip
+        more = min(others, key=lambda other: other[0] + found.price * other[1], default=(0.0, 0.0, None))
+        placement = own[found.solution.choices[at]].outputs[0]
+        found_reasons.append(Reason(tuple(names), placement, taken.get(first, ""), more[2], more[0], more[1]))
+    return found_reasons

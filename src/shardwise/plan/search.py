@@ -1,0 +1,354 @@
+"""The search for an assignment near its bound: choose options, place the largest first, then move and swap blocks.
+
+Deterministic: limits are numbers of tries, not seconds.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardwise.plan.assignment import MEMORY, Assignment, Floats, Ints, Option, Problem, assignment_of
+from shardwise.plan.bound import MOST_BINARIES, Bound, num_binaries, solve_exactly
+
+# Of the times of the bound, what the largest block may take: smaller blocks cost more and fit better.
+LARGEST_SHARES = (1.0, 0.9, 0.7, 0.5, 0.35, 0.2)
+MOST_IMPROVED = 8000  # blocks times ranks of the starts that are improved, but at least two starts
+MOST_STEPS = 3000  # moves and swaps of a round
+MOST_ROUNDS = 12
+CLOSER = 0.7  # what the next round aims at, of the distance to the bound
+WORST_RANKS = 6  # of which blocks are moved
+MOST_PARTNERS = 600  # blocks that may be swapped with those of a rank
+CLOSE = 1e-5  # what the exact solver finds is this close to what it proves
+MEMORY_WEIGHT = 100.0  # of memory beyond the limit, beside the time of a step
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """The best assignment that was found, and what none can be below.
+
+    Attributes:
+        value: of the bound.
+        assignment: None: none was found that fits in memory.
+    """
+
+    value: float
+    assignment: Assignment | None
+
+    @property
+    def gap(self) -> float:
+        """By what share of the bound the assignment is above it, at most."""
+        assert self.assignment is not None
+        return max(0.0, self.assignment.value / self.value - 1) if self.value else 0.0
+
+
+def solve(problem: Problem, bound: Bound) -> Found:
+    """The best assignment; of small problems no other is better."""
+    proved, exact = bound.value, None
+    if num_binaries(problem) <= MOST_BINARIES:
+        exact, proved = solve_exactly(problem)
+        proved = max(proved, bound.value)
+        if exact is not None and problem.ranks.fit(exact.loads) and exact.value <= proved * (1 + CLOSE):
+            return Found(proved, exact)
+    starts = sorted(_starts(problem, bound), key=_Packing.rank)
+    improved = max(2, MOST_IMPROVED // (problem.ranks.count * sum(map(len, starts[0].places))))
+    found = [packing.improve() for packing in starts[:improved]] + ([exact] if exact is not None else [])
+    best = min(found, key=lambda x: (not problem.ranks.fit(x.loads), x.value))
+    return Found(proved, best if problem.ranks.fit(best.loads) else None)
+
+
+def cheapest_replacement(problem: Problem, found: Assignment, table: int, option: int) -> Assignment:
+    """The assignment with another option of one table, placed as well as possible; the others stay."""
+    times = np.maximum(found.times, found.times.max() * 1e-3)
+    packing = _Packing(problem, Bound(found.value, times, np.zeros(0), np.zeros(len(problem.total))))
+    for number, (chosen, places) in enumerate(zip(found.choice, found.places, strict=True)):
+        if number != table:
+            packing.put(number, chosen, places)
+    packing.place(table, option)
+    return packing.assignment()
+
+
+def _starts(problem: Problem, bound: Bound) -> Iterator["_Packing"]:
+    """Assignments of different choices of options; the last one needs the least memory."""
+    seen = set()
+    filled = (problem.fastest / np.maximum(bound.times, 1e-30)).max(1)  # the share of a phase that a block takes
+    for choice in [*(_cheapest(problem, bound, filled, share) for share in LARGEST_SHARES), _smallest(problem)]:
+        if choice not in seen:
+            seen.add(choice)
+            packing = _Packing(problem, bound)
+            chosen = [of_table[option] for of_table, option in zip(problem.options, choice, strict=True)]
+            memory = np.array([option.largest[MEMORY] for option in chosen]) / problem.ranks.memory
+            size = filled[problem.starts[:-1] + choice] + memory
+            span = np.array([option.span for option in chosen])
+            for table in np.lexsort((-size, -span)):  # what spans all ranks has no choice, so it comes first
+                packing.place(int(table), choice[table])
+            yield packing
+
+
+def _cheapest(problem: Problem, bound: Bound, filled: Floats, share: float) -> tuple[int, ...]:
+    """Of each table the option that raises the bound least, among those whose blocks are small enough."""
+    found = []
+    for start, stop in zip(problem.starts[:-1], problem.starts[1:], strict=True):
+        fits, of_table = problem.fits[start:stop], filled[start:stop]
+        allowed = fits & (of_table <= share * (1 + 1e-6))
+        if not allowed.any():
+            allowed = fits & (of_table <= of_table[fits].min())
+        cost = bound.reduced[start:stop] - 1e-12 * bound.shares[start:stop]  # of equal cost, what the bound takes
+        found.append(int(np.where(allowed, cost, np.inf).argmin()))
+    return tuple(found)
+
+
+def _smallest(problem: Problem) -> tuple[int, ...]:
+    """Of each table the option whose fullest rank has least memory."""
+    return tuple(
+        min(range(len(of_table)), key=lambda i: float(of_table[i].largest[MEMORY])) for of_table in problem.options
+    )
+
+
+class _Packing:
+    """Tables on ranks, and by how much loads exceed those of the bound.
+
+    A load beyond that of the bound costs the square of its excess, of ranks and of hosts, so that several busy ranks
+    cost more than one. The first column is memory, which costs most.
+    """
+
+    def __init__(self, problem: Problem, bound: Bound) -> None:
+        self.problem, self.bound, ranks = problem, bound, problem.ranks
+        columns = 1 + len(ranks.inside)
+        self.weight = np.append(MEMORY_WEIGHT, bound.times / max(bound.times.sum(), 1e-30))
+        self.by_host = bool(ranks.hosts > 1 and ranks.between.any())
+        self.aim_at(bound.times)
+        self.loads = np.zeros((ranks.count, columns))
+        self.hosts = np.zeros((ranks.hosts, columns))
+        self.chosen = [-1] * len(problem.options)
+        self.places: list[Sequence[int]] = [()] * len(problem.options)
+        self.holds = np.zeros((len(problem.options), ranks.count), bool)
+
+    def aim_at(self, times: Floats) -> None:
+        """Loads that take longer than these times cost."""
+        ranks = self.problem.ranks
+        with np.errstate(divide="ignore", invalid="ignore"):
+            self.of_rank = np.append(ranks.memory, np.where(times > 0, times / ranks.inside, np.inf))
+            self.of_host = np.append(np.inf, np.where(times > 0, times / ranks.between, np.inf))
+
+    def rank(self) -> tuple[bool, float]:
+        """What makes one packing better than another."""
+        return not self.problem.ranks.fit(self.loads), float(self.problem.ranks.times(self.loads).sum())
+
+    def assignment(self) -> Assignment:
+        return assignment_of(self.problem, self.chosen, self.places)
+
+    # ---- cost ------------------------------------------------------------------------------------------------
+
+    def excess(self, loads: Floats) -> Floats:
+        """The cost of the loads of ranks, [..., 1 + phases] to [...]."""
+        over = np.maximum(loads / self.of_rank - 1, 0)
+        found: Floats = (over * over) @ self.weight
+        return found
+
+    def excess_of_hosts(self, loads: Floats) -> Floats:
+        """The cost of the loads of hosts."""
+        over = np.maximum(loads / self.of_host - 1, 0)
+        found: Floats = (over * over) @ self.weight
+        return found
+
+    def cost(self) -> float:
+        """Of all ranks and hosts."""
+        return float(self.excess(self.loads).sum()) + float(self.excess_of_hosts(self.hosts).sum())
+
+    # ---- placing -----------------------------------------------------------------------------------------------
+
+    def put(self, table: int, option: int, places: Sequence[int]) -> None:
+        """Place a table that has no place."""
+        self._add(table, option, places, 1)
+        self.chosen[table], self.places[table] = option, places
+
+    def remove(self, table: int) -> None:
+        self._add(table, self.chosen[table], self.places[table], -1)
+        self.chosen[table], self.places[table] = -1, ()
+
+    def _add(self, table: int, option: int, places: Sequence[int], sign: int) -> None:
+        one = self.problem.options[table][option]
+        at = np.asarray(places)[:, None] * one.span + np.arange(one.span)
+        self.loads[at] += sign * one.cost
+        per_host = self.problem.ranks.per_host
+        if one.span < len(self.loads):
+            blocks = np.broadcast_to(one.cost, (len(at), one.span, self.loads.shape[1])).sum(1)
+            np.add.at(self.hosts, at[:, 0] // per_host, sign * blocks)
+        else:
+            self.hosts = self.loads.reshape(len(self.hosts), per_host, -1).sum(1)
+        self.holds[table, at] = sign > 0
+
+    def place(self, table: int, option: int) -> None:
+        """Place a table, each block where it costs least; of equal cost, where it adds to other loads least."""
+        one = self.problem.options[table][option]
+        if one.span == len(self.loads):
+            self.put(table, option, (0,))
+            return
+        if one.blocks_are_equal:
+            order = np.argsort(self._score(one, one.cost[0]), kind="stable")[: len(one.cost)]
+            self.put(table, option, tuple(sorted(order.tolist())))
+            return
+        pairs: list[tuple[int, int]] = []
+        for block in np.argsort(-(one.cost.sum(1) / self.of_rank) @ self.weight, kind="stable"):
+            score = self._score(one, one.cost[block])
+            score[[place for _, place in pairs]] = np.inf
+            pairs.append((int(block), int(score.argmin())))
+        self.put(table, option, tuple(place for _, place in sorted(pairs)))
+
+    def _score(self, option: Option, cost: Floats) -> Floats:
+        """How good each place of a block is; less is better."""
+        loads = self.loads.reshape(-1, option.span, self.loads.shape[1])
+        scaled = cost / self.of_rank
+        align = loads / self.of_rank @ (self.weight * 1e-3 * scaled.mean(0))
+        score = self.excess(loads + cost).sum(1) - self.excess(loads).sum(1) + align.sum(1)
+        if self.by_host:
+            ranks_of_block = option.span if len(cost) == 1 else 1
+            here = cost.sum(0) * ranks_of_block
+            of_hosts = self.excess_of_hosts(self.hosts + here) - self.excess_of_hosts(self.hosts)
+            of_hosts = of_hosts + self.hosts / self.of_host @ (self.weight * 1e-3 * here / self.of_host)
+            score = score + np.repeat(of_hosts, len(score) // len(of_hosts))
+        found: Floats = score
+        return found
+
+    # ---- improving ---------------------------------------------------------------------------------------------
+
+    def improve(self) -> Assignment:
+        """Aim at the times of the bound, then ever closer below those that were reached; returns the best."""
+        best, best_rank = self.assignment(), self.rank()
+        for _ in range(MOST_ROUNDS):
+            self._improve()
+            if self.rank() < best_rank:
+                best, best_rank = self.assignment(), self.rank()
+            elif _:
+                break
+            self.aim_at(self.bound.times + CLOSER * np.maximum(best.times - self.bound.times, 0))
+        return best
+
+    def _improve(self) -> None:
+        """Move and swap blocks of the worst ranks, or take another option of their tables, while that costs less."""
+        blocks = _Blocks(self)
+        for _ in range(MOST_STEPS):
+            excess = self.excess(self.loads)
+            if self.by_host:
+                excess = excess + np.repeat(self.excess_of_hosts(self.hosts), self.problem.ranks.per_host)
+            worst = [int(rank) for rank in np.argsort(-excess, kind="stable")[:WORST_RANKS] if excess[rank] > 1e-12]
+            if any(blocks.improve(rank) for rank in worst):
+                continue
+            if not any(self._change_option(rank) for rank in worst):
+                return
+            blocks = _Blocks(self)
+
+    def _change_option(self, rank: int) -> bool:
+        """Take another option of a table on a rank if that costs less."""
+        slack = max(0.0, float(self.problem.ranks.times(self.loads).sum()) - self.bound.value)
+        before = self.cost()
+        for table in np.flatnonzero(self.holds[:, rank]).tolist():
+            start, chosen, places = int(self.problem.starts[table]), self.chosen[table], self.places[table]
+            for option in range(len(self.problem.options[table])):
+                number = start + option
+                if option == chosen or not self.problem.fits[number] or self.bound.reduced[number] > slack:
+                    continue
+                self.remove(table)
+                self.place(table, option)
+                if self.cost() < before - 1e-12:
+                    return True
+                self.remove(table)
+                self.put(table, chosen, places)
+        return False
+
+
+class _Blocks:
+    """The blocks of one rank each of a packing, as arrays, so that many moves are compared at once."""
+
+    def __init__(self, packing: _Packing) -> None:
+        self.packing = packing
+        cost: list[Floats] = []
+        table, number, place = list[int](), list[int](), list[int]()
+        for t, (chosen, places) in enumerate(zip(packing.chosen, packing.places, strict=True)):
+            option = packing.problem.options[t][chosen]
+            if option.span == 1:
+                table += [t] * len(places)
+                number += range(len(places))
+                place += places
+                cost.append(option.cost[:, 0])
+        columns = packing.loads.shape[1]
+        self.table, self.number, self.place = (np.array(x, np.int64) for x in (table, number, place))
+        self.cost: Floats = np.concatenate(cost) if cost else np.zeros((0, columns))
+        self.random = np.random.default_rng(0)
+
+    def improve(self, rank: int) -> bool:
+        """Make the best move or swap of a block of `rank`, if one costs less."""
+        own = np.flatnonzero(self.place == rank)
+        if not len(own):
+            return False
+        gain, block, place = self._best_move(rank, own)
+        partner = -1
+        swap = self._best_swap(rank, own)
+        if swap[0] < gain:
+            gain, block, partner = swap
+            place = int(self.place[partner])
+        if gain > -1e-12:
+            return False
+        self._move(block, place)
+        if partner >= 0:
+            self._move(partner, rank)
+        return True
+
+    def _best_move(self, rank: int, own: Ints) -> tuple[float, int, int]:
+        packing, cost = self.packing, self.cost[own]
+        loads = packing.loads
+        now = packing.excess(loads)
+        change = packing.excess(loads + cost[:, None]) - now
+        change += (packing.excess(loads[rank] - cost) - now[rank])[:, None]
+        if packing.by_host:
+            change += self._of_hosts(rank, cost, np.arange(len(loads)))
+        change[packing.holds[self.table[own]]] = np.inf
+        at = int(change.argmin())
+        return float(change.flat[at]), int(own[at // len(loads)]), at % len(loads)
+
+    def _best_swap(self, rank: int, own: Ints) -> tuple[float, int, int]:
+        packing = self.packing
+        others = np.flatnonzero(self.place != rank)
+        if not len(others):
+            return np.inf, -1, -1
+        if len(others) > MOST_PARTNERS:
+            others = np.sort(self.random.choice(others, MOST_PARTNERS, replace=False))
+        place = self.place[others]
+        difference = self.cost[own][:, None] - self.cost[others]  # that goes from `rank` to the other one
+        now = packing.excess(packing.loads)
+        change = packing.excess(packing.loads[rank] - difference) - now[rank]
+        change += packing.excess(packing.loads[place] + difference) - now[place]
+        if packing.by_host:
+            change += self._of_hosts(rank, difference, place)
+        holds = packing.holds
+        change[holds[self.table[own]][:, place] | holds[self.table[others], rank]] = np.inf
+        at = int(change.argmin())
+        return float(change.flat[at]), int(own[at // len(others)]), int(others[at % len(others)])
+
+    def _of_hosts(self, rank: int, moved: Floats, places: Ints) -> Floats:
+        """The change of the cost of hosts if `moved`, [blocks, 1 + phases] or for each place, goes to places."""
+        packing, per_host = self.packing, self.packing.problem.ranks.per_host
+        hosts, here, there = packing.hosts, rank // per_host, places // per_host
+        now = packing.excess_of_hosts(hosts)
+        if moved.ndim == 2:
+            to = (packing.excess_of_hosts(hosts + moved[:, None]) - now)[:, there]
+            away = (packing.excess_of_hosts(hosts[here] - moved) - now[here])[:, None]
+        else:
+            to = packing.excess_of_hosts(hosts[there] + moved) - now[there]
+            away = packing.excess_of_hosts(hosts[here] - moved) - now[here]
+        found: Floats = np.where(there == here, 0.0, to + away)
+        return found
+
+    def _move(self, block: int, place: int) -> None:
+        packing, table, before = self.packing, int(self.table[block]), int(self.place[block])
+        places = list(packing.places[table])
+        places[int(self.number[block])] = place
+        packing.places[table] = places
+        per_host, cost = packing.problem.ranks.per_host, self.cost[block]
+        packing.loads[before] -= cost
+        packing.loads[place] += cost
+        packing.hosts[before // per_host] -= cost
+        packing.hosts[place // per_host] += cost
+        packing.holds[table, before], packing.holds[table, place] = False, True
+        self.place[block] = place

@@ -1,0 +1,262 @@
+"""What a shard of a table costs the rank that holds it: memory, and the work of each phase of a training step.
+
+A step of a sharded collection has five phases, and ranks wait for each other between them:
+
+    ids         owners of rows receive the ids of all ranks (bytes)
+    lookup      they read the rows, and add those of each bag (seconds)
+    results     they send the sums back (bytes)
+    gradients   they receive the gradients of the sums (bytes)
+    update      they add up the gradients of each row, and update it with its states (seconds)
+
+A message has a run for each bag at each owner, unless many are empty, or for each distinct row. The collection decides
+that for all tables together (`embedding/exchange/requests.py`), so costs are computed for each `Form` of messages.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import cached_property
+from typing import Annotated, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shardwise._layout import Kind, checked, checked_init
+from shardwise.embedding.configs import EmbeddingConfig
+from shardwise.embedding.exchange.requests import MOST_RUNS
+from shardwise.embedding.jagged import KeyedJaggedTensor
+from shardwise.embedding.optimizers import RowOptimizer
+from shardwise.errors import ConfigError, did_you_mean
+from shardwise.plan.assignment import Floats, Ints
+from shardwise.plan.topology import Topology
+
+PHASES = ("ids", "lookup", "results", "gradients", "update")
+COMPUTED = (1, 4)  # phases whose amounts are seconds; those of others are bytes
+SPARE = 1.25  # the capacity of a message of ids over its length (`exchange/engine.py`)
+
+Numbers = Annotated[
+    float | Mapping[str, float],
+    Kind(
+        "a number, or a number for each feature",
+        lambda x: all(isinstance(n, int | float) for n in (x.values() if isinstance(x, Mapping) else [x])),
+    ),
+]  # fmt: skip
+
+
+@checked_init
+@dataclass(frozen=True)
+class BatchShape:
+    """How many ids a batch has.
+
+    Args:
+        bags: samples of the batch of each rank.
+        ids_per_bag: of each feature, on average; a number for all, or by name. Features that are not named have 1.
+
+    Raises:
+        ConfigError: numbers below 0, or no bag.
+    """
+
+    bags: int
+    ids_per_bag: Numbers = 1.0
+
+    def __post_init__(self) -> None:
+        if self.bags < 1:
+            raise ConfigError(f"BatchShape: bags is {self.bags}, expected 1 or more. Fix: the batch size of a rank.")
+        each = (
+            self.ids_per_bag.items() if isinstance(self.ids_per_bag, Mapping) else [("all features", self.ids_per_bag)]
+        )
+        for name, number in each:
+            if not 0 <= number < np.inf:
+                raise ConfigError(
+                    f"BatchShape: ids_per_bag of {name} is {number}, expected 0 or more. Fix: the mean of its lengths."
+                )
+
+    @classmethod
+    @checked
+    def of(cls, features: KeyedJaggedTensor) -> "BatchShape":
+        """That of a batch."""
+        bags = features.stride_per_key()
+        ids = zip(features.keys(), features.length_per_key(), bags, strict=True)
+        return cls(max(bags), {name: n / max(of_key, 1) for name, n, of_key in ids})
+
+    def of_feature(self, name: str) -> float:
+        """Ids of a bag."""
+        return self.ids_per_bag.get(name, 1.0) if isinstance(self.ids_per_bag, Mapping) else self.ids_per_bag
+
+
+class Form(Enum):
+    """What the messages of a collection have a run for."""
+
+    BAGS = auto()  # each bag at each owner
+    OCCUPIED = auto()  # each bag that has an id at the owner
+    ROWS = auto()  # each distinct row
+
+
+class Shards(NamedTuple):
+    """Shards of a table, in arrays of equal length.
+
+    Attributes:
+        first: the first row.
+        rows, cols: how many.
+    """
+
+    first: Ints
+    rows: Ints
+    cols: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class TableCosts:
+    """A table, its ids, and what its shards cost.
+
+    Args:
+        counts: how often each row is looked up, of any total; None: all equally often.
+    """
+
+    config: EmbeddingConfig
+    topology: Topology
+    batch: BatchShape
+    optimizer: RowOptimizer | None
+    weighted: bool
+    message_bytes: tuple[int, int]  # of an element of results, and of gradients
+    counts: Tensor | None = None
+    _distinct: dict[float, Floats] = field(default_factory=dict)
+
+    @cached_property
+    def ids(self) -> Floats:
+        """Ids of each feature in the batch of a rank."""
+        of_bag = [self.batch.of_feature(name) for name in self.config.feature_names]
+        return self.batch.bags * np.array(of_bag, np.float64)
+
+    @cached_property
+    def shares(self) -> Floats | None:
+        """Which share of the ids is in the first n rows, [rows + 1]."""
+        if self.counts is None:
+            return None
+        total = self.counts.double().cumsum(0)
+        return np.append(0.0, (total / total[-1].clamp(min=1)).numpy())
+
+    def share(self, shards: Shards) -> Floats:
+        """Which share of the ids of the table are in the rows of each shard."""
+        found: Floats
+        if self.shares is None:
+            found = shards.rows / self.config.num_embeddings
+            return found
+        found = self.shares[shards.first + shards.rows] - self.shares[shards.first]
+        return found
+
+    def distinct(self, shards: Shards, ids: float) -> Floats:
+        """How many distinct rows of each shard are expected among so many ids of the table."""
+        found: Floats
+        if self.shares is None:
+            found = -shards.rows * np.expm1(ids * np.log1p(-1 / max(self.config.num_embeddings, 1 + 1e-9)))
+            return found
+        if ids not in self._distinct:
+            chance = -np.expm1(ids * np.log1p(-np.minimum(np.diff(self.shares), 1 - 1e-15)))
+            self._distinct[ids] = np.append(0.0, chance.cumsum())
+        total = self._distinct[ids]
+        found = total[shards.first + shards.rows] - total[shards.first]
+        return found
+
+    def runs(self, shards: Shards, form: Form) -> Floats:
+        """The runs that a rank requests of the owner of each shard."""
+        found: Floats
+        if form is Form.ROWS:
+            found = np.sum([self.distinct(shards, n) for n in self.ids], axis=0)
+            return found
+        if form is Form.BAGS:
+            return np.full(len(shards.rows), float(self.batch.bags * len(self.ids)))
+        outside = 1 - np.minimum(self.share(shards), 1.0)
+        of_feature = [1 - outside ** (n / self.batch.bags) for n in self.ids]
+        found = self.batch.bags * np.sum(of_feature, axis=0)
+        return found
+
+    def choice_of_form(self, shards: Shards, copies: Ints | Floats, counts: Ints | Floats) -> Floats:
+        """Numbers of each shard whose sums over all tables decide the form of messages, [shards, 3].
+
+        Fewer than MOST_RUNS of the runs have an id if the first is above 0. Rows are requested if the second, or then
+        the third, with MIN_SAVED for each id, is below 0: they save bytes of results.
+
+        Args:
+            copies: how many ranks are requested for each shard.
+            counts: how many shards are equal to each.
+        """
+        bags, occupied, rows = (self.runs(shards, form) for form in Form)
+        size = self.message_bytes[0] * shards.cols * counts
+        few = copies * (MOST_RUNS * bags - occupied)
+        return np.column_stack([few, (rows - bags) * size, (rows - occupied) * size])
+
+    def memory(self, rows: Ints, cols: Ints) -> Floats:
+        """Bytes of shards and of their gradients or optimizer states."""
+        found = np.asarray(rows * cols * self.config.data_type.itemsize, np.float64)
+        if self.optimizer is None:
+            return 2 * found
+        return found + 4.0 * rows * (cols * len(self.optimizer.of_elements) + len(self.optimizer.of_rows))
+
+    def costs(self, shards: Shards, form: Form, replicated: NDArray[np.bool_]) -> Floats:
+        """Memory and the amounts of each phase on the rank of each shard, [shards, 1 + phases].
+
+        Args:
+            replicated: of which each rank has one. Then each answers only itself, and gets all gradients.
+        """
+        ranks, topology, shape = self.topology.ranks, self.topology, self.config
+        runs = self.runs(shards, form)
+        ids = runs if form is Form.ROWS else self.share(shards) * self.ids.sum()
+        integers = ids * (2 if self.weighted else 1) + (0 if form is Form.ROWS else runs)
+        id_bytes = SPARE * integers * (4 if shape.num_embeddings < 1 << 31 else 8)
+        answered = np.where(replicated, 1, ranks)
+        size, states = shape.data_type.itemsize, 1 if self.optimizer is None else len(self.optimizer.of_elements)
+        read = answered * ids * shards.cols * size / topology.lookup_bandwidth
+        sums = answered * runs * shards.cols * 4 / topology.memory_bandwidth
+        updated = np.minimum(self.distinct(shards, ranks * float(self.ids.sum())), ranks * ids)
+        added = ranks * ids * shards.cols * 4 / topology.lookup_bandwidth
+        written = updated * shards.cols * 2 * (size + 4 * states) / topology.lookup_bandwidth
+        elements = runs * shards.cols
+        buffers = ranks * id_bytes + 4 * (answered + ranks) * elements
+        return np.column_stack([
+            self.memory(shards.rows, shards.cols) + buffers,
+            (ranks - 1) * id_bytes,
+            read + sums,
+            np.where(replicated, 0, ranks - 1) * elements * self.message_bytes[0],
+            (ranks - 1) * elements * self.message_bytes[1],
+            added + written,
+        ])  # fmt: skip
+
+
+def speeds(topology: Topology) -> tuple[Floats, Floats, float]:
+    """Seconds of an amount of each phase on a rank, and on the link of a host; and of the latencies of a step."""
+    costs, ranks = topology.costs, topology.ranks
+    inside, between = np.ones(len(PHASES)), np.zeros(len(PHASES))
+    if ranks == 1:
+        return inside * [phase in COMPUTED for phase in range(len(PHASES))], between, 0.0
+    sent = [phase for phase in range(len(PHASES)) if phase not in COMPUTED]
+    inside[sent] = costs.inside["all_to_all"].per_byte / costs.bytes_per_second
+    if topology.hosts > 1:
+        leaves = (ranks - topology.ranks_per_host) / (ranks - 1)
+        between[sent] = leaves * costs.between["all_to_all"].per_byte / costs.bytes_per_second
+    everyone = range(ranks)
+    return inside, between, len(sent) * costs.seconds("all_to_all", everyone, everyone, 0)
+
+
+def check_counts(config: EmbeddingConfig, counts: Tensor) -> None:
+    """Raise a ConfigError unless there is one number of 0 or more for each row."""
+    if counts.shape != (config.num_embeddings,) or counts.dtype != torch.int64:
+        raise ConfigError(
+            f"counts of table {config.name}: expected an int64 for each of {config.num_embeddings} rows, got "
+            f"{tuple(counts.shape)} of {counts.dtype}. Fix: count_rows(config, batches)."
+        )
+    if bool((counts < 0).any()):
+        raise ConfigError(f"counts of table {config.name} has a number below 0. Fix: count_rows(config, batches).")
+
+
+def check_features(batch: BatchShape, names: set[str]) -> None:
+    """Raise a ConfigError if the batch has ids of a feature that no table has."""
+    if isinstance(batch.ids_per_bag, Mapping):
+        for name in batch.ids_per_bag:
+            if name not in names:
+                raise ConfigError(
+                    f"BatchShape: ids_per_bag has {name!r}, and no table has this feature.{did_you_mean(name, names)} "
+                    f"Fix: features of the tables."
+                )

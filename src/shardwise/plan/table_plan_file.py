@@ -1,0 +1,135 @@
+"""Plans of tables as files: TOML with a line for each table, that can be compared, edited, and is checked when read.
+
+    format = "shardwise plan of tables 1"
+    ranks = 4
+    device_type = "cuda"
+    [tables]
+    "users" = { rows = 1000, columns = 64, dtype = "float32", dim = 1, ranks = [0, 3], sizes = [32, 32] }
+    "items" = { rows = 90000, columns = 32, dtype = "float32", dim = 0 }
+
+Without `sizes` a dim is divided evenly over all ranks; `ranks` alone is the rank that holds the table; `boxes` are
+rank, first row, first column, rows and columns; with none of these the table is replicated.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwise._layout import Boxes, Layout, Mesh, OnRanks, Placement, Replicate, Shard, read_toml
+from shardwise.embedding.configs import EmbeddingConfig
+from shardwise.errors import PlanError, ShardwiseError, did_you_mean, without_fix
+
+FORMAT = "shardwise plan of tables 1"
+
+
+def held_by(placement: Placement) -> list[int] | None:
+    """The ranks that hold a part of a table; None: all."""
+    match placement:
+        case OnRanks():
+            return [placement.position]
+        case Shard() if placement.sizes is not None:
+            return [rank for rank, size in enumerate(placement.sizes) if size]
+        case Boxes():
+            return [rank for rank, row in enumerate(placement.boxes) if row]
+    return None
+
+
+def _fields(placement: Placement) -> dict[str, Any]:
+    match placement:
+        case OnRanks():
+            return {"ranks": [placement.position]}
+        case Shard() if placement.sizes is None:
+            return {"dim": placement.dim}
+        case Shard():
+            sizes = list(placement.sizes or ())
+            held = [rank for rank, size in enumerate(sizes) if size]
+            return {"dim": placement.dim, "ranks": held, "sizes": [sizes[rank] for rank in held]}
+        case Boxes():
+            return {"boxes": [[rank, *b.offsets, *b.sizes] for rank, row in enumerate(placement.boxes) for b in row]}
+    return {}
+
+
+def write_tables(
+    path: Path,
+    tables: Sequence[EmbeddingConfig],
+    placements: Mapping[str, Placement],
+    mesh: Mesh,
+    gap: float,
+    milliseconds: float | None,
+) -> None:
+    """Write a plan."""
+    lines = [
+        f"format = {json.dumps(FORMAT)}", f"ranks = {mesh.size()}", f"device_type = {json.dumps(mesh.device_type)}",
+        f"gap = {gap:.6f}",
+    ]  # fmt: skip
+    if milliseconds is not None:
+        lines.append(f"milliseconds = {milliseconds:.4f}")
+    lines.append("[tables]")
+    for config in tables:
+        fields = {**_of_config(config), **_fields(placements[config.name])}
+        content = ", ".join(f"{name} = {json.dumps(value)}" for name, value in fields.items())
+        lines.append(f"{json.dumps(config.name)} = {{ {content} }}")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _of_config(config: EmbeddingConfig) -> dict[str, Any]:
+    dtype = str(config.data_type).removeprefix("torch.")
+    return {"rows": config.num_embeddings, "columns": config.embedding_dim, "dtype": dtype}
+
+
+def read_tables(path: Path, tables: Sequence[EmbeddingConfig]) -> tuple[Mesh, float, dict[str, Placement]]:
+    """The mesh, the gap, and the placements of a plan of these tables.
+
+    Raises:
+        PlanError: it cannot be read, is no such file, or is of other tables.
+    """
+    content = read_toml(path)
+    ranks, found, gap = content.get("ranks"), content.get("tables"), content.get("gap", 0.0)
+    if content.get("format") != FORMAT:
+        raise PlanError(f"{path}: its format is {content.get('format')!r}, expected {FORMAT!r}. Fix: TablePlan.save.")
+    if not isinstance(ranks, int) or ranks < 1 or not isinstance(found, dict) or not isinstance(gap, int | float):
+        raise PlanError(f"{path}: expected ranks, a number, and tables. Fix: a file of TablePlan.save.")
+    names = [config.name for config in tables]
+    for name in found:
+        if name not in names:
+            raise PlanError(
+                f"{path}: the model has no table {name!r}.{did_you_mean(name, names)} Fix: a plan of this model."
+            )
+    placements = {}
+    for config in tables:
+        row = found.get(config.name)
+        if not isinstance(row, dict):
+            raise PlanError(f"{path}: table {config.name!r} of the model is missing. Fix: a plan of this model.")
+        for key, value in _of_config(config).items():
+            if row.get(key) != value:
+                raise PlanError(
+                    f"{path}: table {config.name} has {key} {row.get(key)!r}, and that of the model {value!r}. "
+                    f"Fix: a plan of this model."
+                )
+        try:
+            placements[config.name] = _placement(row, ranks)
+            Layout(Mesh((ranks,)), (placements[config.name],), (config.num_embeddings, config.embedding_dim))
+        except (ShardwiseError, LookupError, TypeError, ValueError) as error:
+            why = without_fix(error) if isinstance(error, ShardwiseError) else "ranks, dim, sizes or boxes do not fit"
+            raise PlanError(f"{path}: table {config.name}: {why}. Fix: a file of TablePlan.save.") from None
+    return Mesh((ranks,), device_type=str(content.get("device_type", "cpu"))), float(gap), placements
+
+
+def _placement(row: Mapping[str, Any], ranks: int) -> Placement:
+    extra = set(row) - {"rows", "columns", "dtype", "dim", "ranks", "sizes", "boxes"}
+    if extra:
+        raise PlanError(f"unknown key {min(extra)!r}. Fix: none.")
+    if "boxes" in row:
+        boxes: list[list[tuple[tuple[int, int], tuple[int, int]]]] = [[] for _ in range(ranks)]
+        for rank, first, col, rows, cols in row["boxes"]:
+            boxes[rank].append(((first, col), (rows, cols)))
+        return Boxes(boxes)
+    if "dim" in row and "sizes" in row:
+        sizes = [0] * ranks
+        for rank, size in zip(row["ranks"], row["sizes"], strict=True):
+            sizes[rank] = size
+        return Shard(row["dim"], sizes)
+    if "dim" in row:
+        return Shard(row["dim"])
+    return OnRanks(row["ranks"][0]) if "ranks" in row else Replicate()

@@ -1,0 +1,225 @@
+"""The search for a plan of tables: their problem for each form of messages, and what is found (`Planned`)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from shardwise._layout import Mesh, as_placements
+from shardwise.embedding.configs import EmbeddingBagConfig
+from shardwise.errors import PlanError
+from shardwise.plan.assignment import MEMORY, Assignment, Floats, Option, Problem, Ranks, assignment_of
+from shardwise.plan.bound import MOST_BINARIES, lower_bound, num_binaries
+from shardwise.plan.search import solve
+from shardwise.plan.table_costs import (
+    COMPUTED,
+    PHASES,
+    Form,
+    TableCosts,
+    speeds,
+)
+from shardwise.plan.table_options import SHARDINGS, Division, choices_of_form, divisions, options_of, pinned
+from shardwise.plan.table_request import Request
+from shardwise.plan.too_large import refusal
+
+SECOND = 1e-3  # the weight of time beside an objective that comes first
+WORTH = 0.99  # of the best plan: other forms of messages are tried if they may be below it
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """What a search found, in the terms of tables.
+
+    Attributes:
+        units: the tables of each unit, which are placed together: a group, or one table.
+        divisions: of each unit, for each option one division of each of its tables.
+        in_time: the problem whose values are seconds.
+        assignment: of this problem.
+        bound, value: of what was minimized.
+    """
+
+    request: Request
+    units: Sequence[Sequence[int]]
+    divisions: Sequence[Sequence[tuple[Division, ...]]]
+    in_time: Problem
+    assignment: Assignment
+    bound: float
+    value: float
+
+    def placements(self) -> dict[str, Any]:
+        """Of each table, on a mesh of one axis."""
+        found, ranks = {}, self.request.topology.ranks
+        chosen = zip(self.units, self.divisions, self.assignment.choice, self.assignment.places, strict=True)
+        for tables, of_unit, choice, places in chosen:
+            for table, division in zip(tables, of_unit[choice], strict=True):
+                found[self.request.names[table]] = division.placement(places, ranks)
+        return {name: found[name] for name in self.request.names}
+
+
+def make_plan_of_tables(request: Request) -> Planned:
+    """Search the best plan.
+
+    Raises:
+        ConfigError, PlanError: arguments that do not fit; tables that do not fit in memory.
+    """
+    request.check()
+    costs = _costs(request)
+    units, options = _units(request, costs)
+    cases = _cases(request)
+    decisive = np.concatenate([
+        np.sum([choices_of_form([one[n] for one in of_unit], costs[t]) for n, t in enumerate(tables)], axis=0)
+        for tables, of_unit in zip(units, options, strict=True)
+    ])  # fmt: skip
+    problems = {form: _problem(request, costs, units, options, form, request.objective) for form, _ in cases}
+    bounded = []
+    for form, signs in cases:
+        problem = replace(problems[form], limits=_limits(decisive, signs))
+        if (bound := lower_bound(problem)) is not None:
+            bounded.append((bound.value, form, problem, bound))
+    best: tuple[float, Form, Assignment] | None = None
+    bounds: list[float] = []
+    for value, form, problem, bound in sorted(bounded, key=lambda one: one[0]):
+        worth = 1.0 if num_binaries(problem) <= MOST_BINARIES else WORTH
+        if best is not None and value >= worth * best[0]:
+            bounds.append(value)
+            continue
+        found = solve(problem, bound)
+        bounds.append(found.value)
+        if found.assignment is None:
+            continue
+        one = found.assignment
+        sums = decisive[problem.starts[:-1] + one.choice].sum(0)
+        real = next((other for other, kept in cases if (np.multiply(kept, sums) <= 0).all()), form)
+        if real is not form:
+            one = assignment_of(problems[real], one.choice, one.places)
+        if problem.ranks.fit(one.loads) and (best is None or one.value < best[0]):
+            best = one.value, real, one
+    if best is None:
+        raise refusal(request, least_memory)
+    value, form, one = best
+    in_time = problems[form]
+    if request.objective != "time":
+        in_time = _problem(request, costs, units, options, form, "time")
+    return Planned(request, units, options, in_time, assignment_of(in_time, one.choice, one.places), min(bounds), value)
+
+
+def least_memory(request: Request) -> tuple[Floats, Floats]:
+    """Of each table, the bytes of its smallest sharding on all ranks together, and on its fullest rank."""
+    costs = _costs(request)
+    units, options = _units(request, costs)
+    total, fullest = np.zeros(len(costs)), np.zeros(len(costs))
+    form = _cases(request)[-1][0]
+    for tables, of_unit in zip(units, options, strict=True):
+        for number, table in enumerate(tables):
+            found = options_of([one[number] for one in of_unit], costs[table], form)
+            total[table] = min(option.total[MEMORY] for option in found)
+            fullest[table] = min(option.largest[MEMORY] for option in found)
+    return total, fullest
+
+
+def _costs(request: Request) -> list[TableCosts]:
+    sizes = request.dtypes.forward.itemsize, request.dtypes.backward.itemsize
+    return [
+        TableCosts(
+            config, request.topology, request.batch, request.optimizer, request.weighted, sizes,
+            request.counts.get(config.name),
+        )
+        for config in request.tables
+    ]  # fmt: skip
+
+
+def _units(request: Request, costs: Sequence[TableCosts]) -> tuple[list[list[int]], list[list[tuple[Division, ...]]]]:
+    """What is placed together, and its options: those that all tables of a group have, by name."""
+    names, mesh = request.names, Mesh((request.topology.ranks,))
+    group_of = {name: number for number, group in enumerate(request.groups) for name in group}
+    units: dict[object, list[int]] = {}
+    for table, name in enumerate(names):
+        units.setdefault(group_of.get(name, name), []).append(table)
+    options: list[list[tuple[Division, ...]]] = []
+    for tables in units.values():
+        of_tables = []
+        for table in tables:
+            name = names[table]
+            if name in request.pinned:
+                (placement,) = as_placements(mesh, request.pinned[name])
+                of_tables.append([pinned(placement, costs[table])])
+                continue
+            found = list(divisions(costs[table], request.allowed_for(name)))
+            if not found:
+                raise PlanError(
+                    f"Table {name}: none of the shardings {list(request.allowed_for(name))} is possible on "
+                    f"{request.topology.ranks} ranks. Fix: allow another one of {', '.join(SHARDINGS)}."
+                )
+            of_tables.append(found)
+        if len(of_tables) == 1:
+            options.append([(division,) for division in of_tables[0]])
+            continue
+        by_label = [{division.label: division for division in found} for found in of_tables]
+        common = [label for label in by_label[0] if all(label in others for others in by_label)]
+        if not common:
+            of_group = ", ".join(names[table] for table in tables)
+            raise PlanError(
+                f"The tables of a group ({of_group}) have no sharding in common. Fix: tables of equal columns, or "
+                f"allow 'table'."
+            )
+        options.append([tuple(of_table[label] for of_table in by_label) for label in common])
+    return list(units.values()), options
+
+
+def _problem(
+    request: Request,
+    costs: Sequence[TableCosts],
+    units: Sequence[Sequence[int]],
+    options: Sequence[Sequence[tuple[Division, ...]]],
+    form: Form,
+    objective: str,
+) -> Problem:
+    inside, between, _ = speeds(request.topology)
+    found = []
+    for tables, of_unit in zip(units, options, strict=True):
+        of_tables = [options_of([one[n] for one in of_unit], costs[t], form) for n, t in enumerate(tables)]
+        found.append([_sum(together) for together in zip(*of_tables, strict=True)])
+    topology = request.topology
+    if objective != "time":
+        scale = SECOND / max(sum(min(float((x.total[1:] * inside).sum()) for x in of_unit) for of_unit in found), 1e-30)
+        inside, between = inside * scale, between * scale
+        sent = np.array([0.0 if phase in COMPUTED else 1.0 for phase in range(len(PHASES))])
+        if objective == "bytes":
+            most = max(sum(min(float(x.total[1:] @ sent) for x in of_unit) for of_unit in found), 1.0)
+            inside = inside + sent / most
+        else:
+            found = [[_with_memory_first(option) for option in of_unit] for of_unit in found]
+            inside, between = np.append(1 / request.memory, inside), np.append(0.0, between)
+    return Problem(found, Ranks(topology.hosts, topology.ranks_per_host, request.memory, inside, between))
+
+
+def _with_memory_first(option: Option) -> Option:
+    """The option with a further phase, whose amount is memory."""
+    return replace(option, cost=np.concatenate([option.cost[..., :1], option.cost], axis=-1))
+
+
+def _sum(options: Sequence[Option]) -> Option:
+    """Several tables with the same places."""
+    if len(options) == 1:
+        return options[0]
+    width = max(option.cost.shape[1] for option in options)
+    cost: Floats = np.sum([np.broadcast_to(x.cost, (x.cost.shape[0], width, x.cost.shape[2])) for x in options], axis=0)
+    return Option(options[0].label, options[0].span, cost)
+
+
+def _cases(request: Request) -> list[tuple[Form, tuple[int, int, int]]]:
+    """The forms of messages, and when a collection uses each: if no product of these signs and the numbers that decide
+    (`TableCosts.choice_of_form`) is above 0."""
+    if not isinstance(request.tables[0], EmbeddingBagConfig):
+        return [(Form.ROWS, (0, 0, 0))]
+    if request.weighted:
+        return [(Form.BAGS, (1, 0, 0)), (Form.OCCUPIED, (-1, 0, 0))]
+    return [
+        (Form.BAGS, (1, -1, 0)), (Form.OCCUPIED, (-1, 0, -1)), (Form.ROWS, (1, 1, 0)), (Form.ROWS, (-1, 0, 1)),
+    ]  # fmt: skip
+
+
+def _limits(decisive: Floats, signs: Sequence[int]) -> Floats | None:
+    used = [sign * decisive[:, number] for number, sign in enumerate(signs) if sign]
+    return np.array(used) if used else None

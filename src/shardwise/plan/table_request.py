@@ -1,0 +1,77 @@
+"""What a plan of tables is made of (`Request`), and whether it fits the tables."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from torch import Tensor
+
+from shardwise._layout import Kind, Placements
+from shardwise.embedding.batch import features_of
+from shardwise.embedding.configs import EmbeddingConfig
+from shardwise.embedding.exchange.engine import MessageDtypes
+from shardwise.embedding.optimizers import RowOptimizer
+from shardwise.errors import ConfigError, PlanError, did_you_mean
+from shardwise.plan.table_costs import BatchShape, check_counts, check_features
+from shardwise.plan.table_options import SHARDINGS, Sharding
+from shardwise.plan.topology import Topology
+
+OBJECTIVES = ("time", "memory", "bytes")
+Objective = Annotated[str, Kind("'time', 'memory' or 'bytes'", lambda x: isinstance(x, str) and x in OBJECTIVES)]
+
+Configs = Sequence[EmbeddingConfig]
+Shardings = Sequence[Sharding] | Mapping[str, Sequence[Sharding]]
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What a plan is made of: the arguments of `plan_tables`."""
+
+    tables: Configs
+    weighted: bool
+    topology: Topology
+    batch: BatchShape
+    optimizer: RowOptimizer | None
+    pinned: Mapping[str, Placements]
+    allowed: Shardings
+    groups: Sequence[Sequence[str]]
+    counts: Mapping[str, Tensor]
+    head_room: float
+    objective: str
+    dtypes: MessageDtypes
+
+    @property
+    def names(self) -> list[str]:
+        return [config.name for config in self.tables]
+
+    @property
+    def memory(self) -> float:
+        """Bytes of a rank that tables may take."""
+        return self.topology.memory * (1 - self.head_room)
+
+    def check(self) -> None:
+        """Raise a ConfigError or PlanError if an argument does not fit the tables."""
+        names, features = self.names, set(features_of(self.tables).names)
+        check_features(self.batch, features)
+        of_tables = self.allowed if isinstance(self.allowed, Mapping) else {}
+        grouped = [name for group in self.groups for name in group]
+        for what, given in (
+            ("pinned", self.pinned), ("allowed", of_tables), ("counts", self.counts), ("groups", grouped),
+        ):  # fmt: skip
+            for name in given:
+                if name not in names:
+                    raise PlanError(
+                        f"plan_tables: {what} has {name!r}, which is not a table.{did_you_mean(name, names)} "
+                        f"Fix: names of tables, such as {names[0]!r}."
+                    )
+        if len(set(grouped)) != len(grouped):
+            raise PlanError("plan_tables: a table is in two groups. Fix: each table in one.")
+        if not 0 <= self.head_room < 1:
+            raise ConfigError(f"plan_tables: head_room is {self.head_room}, expected 0 to below 1. Fix: such as 0.1.")
+        for config in self.tables:
+            if config.name in self.counts:
+                check_counts(config, self.counts[config.name])
+
+    def allowed_for(self, name: str) -> Sequence[str]:
+        """The shardings that a table may have."""
+        return self.allowed.get(name, SHARDINGS) if isinstance(self.allowed, Mapping) else self.allowed

@@ -1,0 +1,322 @@
+"""`plan_tables`, and the plan that it returns: placements, their proof, and their reasons."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise._layout import Mesh, Placement, Placements, checked
+from shardwise._pictures.labels import bytes_text, count_text
+from shardwise._pictures.report import table_text
+from shardwise.embedding.collections import EmbeddingBagCollection, EmbeddingCollection
+from shardwise.embedding.configs import EmbeddingConfig
+from shardwise.embedding.exchange.engine import MessageDtypes
+from shardwise.embedding.jagged import KeyedJaggedTensor
+from shardwise.embedding.optimizers import RowOptimizer
+from shardwise.errors import ConfigError, PlanError, did_you_mean
+from shardwise.plan.assignment import MEMORY, Assignment, Floats
+from shardwise.plan.search import cheapest_replacement
+from shardwise.plan.step_messages import StepBytes, step_messages
+from shardwise.plan.table_costs import COMPUTED, PHASES, BatchShape, speeds
+from shardwise.plan.table_options import SHARDINGS
+from shardwise.plan.table_plan_file import read_tables, write_tables
+from shardwise.plan.table_problem import Planned, make_plan_of_tables
+from shardwise.plan.table_request import Objective, Request, Shardings
+from shardwise.plan.topology import Topology
+
+SENT = [phase for phase in range(len(PHASES)) if phase not in COMPUTED]
+
+
+class PlanChange(NamedTuple):
+    """By how much another choice differs; above 0 it needs more.
+
+    Attributes:
+        sharding: the other choice.
+        milliseconds: of a step.
+        sent_bytes: of the rank that sends and receives most in a step.
+        memory: bytes of the fullest rank.
+    """
+
+    sharding: str
+    milliseconds: float
+    sent_bytes: int
+    memory: int
+
+    def __str__(self) -> str:
+        sign = "-" if self.memory < 0 else "+"
+        sent = "-" if self.sent_bytes < 0 else "+"
+        return (
+            f"{self.sharding}: {self.milliseconds:+.3f} ms a step, {sent}{bytes_text(abs(self.sent_bytes))} sent, "
+            f"{sign}{bytes_text(abs(self.memory))} of memory"
+        )
+
+
+class TablePlan(Mapping[str, Placement]):
+    """The placement of each table on a mesh of one axis; `shard_embeddings` takes it as its plan.
+
+        plan = plan_tables(collection, Topology.preset("H100"), BatchShape(4096), optimizer=RowWiseAdagrad(lr=0.1))
+        sharded = shard_embeddings(collection, plan, plan.mesh, RowWiseAdagrad(lr=0.1))
+
+    Attributes:
+        mesh: all ranks.
+        gap: the share of the bound by which the plan is above it, at most; 0: no plan is better.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingConfig],
+        placements: Mapping[str, Placement],
+        mesh: Mesh,
+        gap: float,
+        planned: Planned | None = None,
+    ) -> None:
+        self._tables, self._placements, self._planned = tuple(tables), dict(placements), planned
+        self.mesh, self.gap = mesh, gap
+
+    def __getitem__(self, name: str) -> Placement:
+        return self._placements[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._placements)
+
+    def __len__(self) -> int:
+        return len(self._placements)
+
+    @property
+    def ranks(self) -> int:
+        """How many the plan is for."""
+        return self.mesh.size()
+
+    @property
+    def _known(self) -> Planned:
+        if self._planned is None:
+            raise PlanError(
+                "A plan that was read from a file has placements only. Fix: plan_tables(…, pinned=plan), for its times."
+            )
+        return self._planned
+
+    @property
+    def milliseconds(self) -> float:
+        """Of the embedding part of a step: forward, backward, and update."""
+        planned = self._known
+        return 1e3 * (planned.assignment.value + speeds(planned.request.topology)[2])
+
+    @property
+    def phases(self) -> dict[str, Floats]:
+        """Milliseconds of each phase on each rank, without the link between hosts."""
+        planned = self._known
+        times = 1e3 * planned.assignment.loads[:, 1:] * planned.in_time.ranks.inside
+        return {name: times[:, phase] for phase, name in enumerate(PHASES)}
+
+    @property
+    def memory(self) -> Floats:
+        """Bytes of tables, optimizer states or gradients, and messages on each rank."""
+        found: Floats = self._known.assignment.loads[:, MEMORY]
+        return found
+
+    @cached_property
+    def _unit_of(self) -> dict[str, tuple[int, int]]:
+        """The unit of each table, and its number there."""
+        planned = self._known
+        return {
+            planned.request.names[table]: (unit, number)
+            for unit, tables in enumerate(planned.units)
+            for number, table in enumerate(tables)
+        }
+
+    def sharding(self, name: str) -> str:
+        """What a table's sharding is called, such as `column 4`."""
+        planned = self._known
+        unit, number = self._unit_of[self._checked_name(name)]
+        return planned.divisions[unit][planned.assignment.choice[unit]][number].label
+
+    def _checked_name(self, name: str) -> str:
+        if name not in self._placements:
+            raise PlanError(f"There is no table {name!r}.{did_you_mean(name, self)} Fix: one of {', '.join(self)}.")
+        return name
+
+    # ---- reasons ---------------------------------------------------------------------------------------------
+
+    def runner_up(self, name: str) -> PlanChange | None:
+        """The next best sharding of a table, if all others stay as they are; None: there is no other."""
+        planned = self._known
+        unit, number = self._unit_of[self._checked_name(name)]
+        best: tuple[float, int, Assignment] | None = None
+        for option in range(len(planned.divisions[unit])):
+            if option != planned.assignment.choice[unit]:
+                found = cheapest_replacement(planned.in_time, planned.assignment, unit, option)
+                if planned.in_time.ranks.fit(found.loads) and (best is None or found.value < best[0]):
+                    best = found.value, option, found
+        if best is None:
+            return None
+        return _difference(planned.divisions[unit][best[1]][number].label, planned, planned.assignment, best[2])
+
+    @checked
+    def what_if(self, **changes: object) -> tuple[PlanChange, "TablePlan"]:
+        """The best plan with other arguments of `plan_tables`, and how it differs from this one.
+
+            change, other = plan.what_if(pinned={"users": Shard(0)})
+
+        `pinned` and `counts` are added to those of this plan.
+        """
+        planned = self._known
+        known = set(Request.__dataclass_fields__) - {"tables", "weighted"}
+        for name in changes:
+            if name not in known:
+                raise PlanError(f"what_if: no argument {name!r}. Fix: one of {', '.join(sorted(known))}.")
+        given: dict[str, Any] = dict(changes)
+        for name in {"pinned", "counts"} & set(given):
+            given[name] = {**getattr(planned.request, name), **given[name]}
+        other = make_plan_of_tables(replace(planned.request, **given))
+        label = ", ".join(f"other {name}" for name in changes)
+        return _difference(label, planned, planned.assignment, other.assignment), _plan_of(other)
+
+    def sent_bytes(self, batches: Sequence[KeyedJaggedTensor], steps: int = 1) -> StepBytes:
+        """What each rank sends to others in a step of the sharded collection with these batches: exact.
+
+        Args:
+            batches: of each rank.
+            steps: how many times they are looked up; the bytes are those of the last time. Messages of ids get the
+                size of earlier ones.
+        """
+        planned = self._known
+        if len(batches) != self.ranks:
+            raise PlanError(
+                f"sent_bytes: {len(batches)} batches, and the plan has {self.ranks} ranks. Fix: the batch of each rank."
+            )
+        return step_messages(planned.request, self._placements, batches, steps)
+
+    # ---- text and files --------------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        rows = [("table", "rows", "columns", "sharding", "ranks")]
+        for config in self._tables:
+            label = "" if self._planned is None else self.sharding(config.name)
+            held = _ranks_text(self._placements[config.name], self.ranks)
+            rows.append((config.name, f"{config.num_embeddings:,}", str(config.embedding_dim), label, held))
+        head = f"{count_text(len(self), 'table')} on {count_text(self.ranks, 'rank')}"
+        if self._planned is not None:
+            fullest, has = float(self.memory.max()), self._planned.request.memory
+            above = f"at most {100 * self.gap:.1f} % above the best plan" if self.gap > 1e-5 else "no plan is better"
+            memory = f"{bytes_text(fullest)} of {bytes_text(has)} on the fullest"
+            head += f": {memory}, {self.milliseconds:.2f} ms a step, {above}"
+        return f"{head}\n{table_text(rows, 'lrrll')}"
+
+    __repr__ = __str__
+
+    @checked
+    def save(self, path: str | Path) -> None:
+        """Write the plan as TOML: a line for each table, in order."""
+        time = None if self._planned is None else self.milliseconds
+        write_tables(Path(path), self._tables, self._placements, self.mesh, self.gap, time)
+
+    @classmethod
+    @checked
+    def load(cls, path: str | Path, collection: "Tables") -> "TablePlan":
+        """Read a plan of the tables of `collection`.
+
+        Raises:
+            PlanError: it cannot be read, or is of other tables.
+        """
+        configs = _configs(collection)
+        mesh, gap, placements = read_tables(Path(path), configs)
+        return cls(configs, placements, mesh, gap)
+
+
+Tables = EmbeddingBagCollection | EmbeddingCollection | Sequence[EmbeddingConfig]
+
+
+def _configs(collection: Tables) -> tuple[EmbeddingConfig, ...]:
+    if isinstance(collection, EmbeddingBagCollection | EmbeddingCollection):
+        return collection._configs
+    return tuple(collection)
+
+
+@checked
+def plan_tables(
+    collection: Tables,
+    topology: Topology,
+    batch: BatchShape,
+    *,
+    optimizer: RowOptimizer | None = None,
+    pinned: Mapping[str, Placements] | None = None,
+    allowed: Shardings = SHARDINGS,
+    groups: Sequence[Sequence[str]] = (),
+    counts: Mapping[str, Tensor] | None = None,
+    head_room: float = 0.1,
+    objective: Objective = "time",
+    forward_dtype: torch.dtype = torch.float32,
+    backward_dtype: torch.dtype = torch.float32,
+) -> TablePlan:
+    """Where each table goes, so that the slowest rank is as fast as possible and no rank exceeds its memory.
+
+        plan = plan_tables(collection, Topology.preset("A100", hosts=2), BatchShape(4096, {"users": 1, "items": 20}))
+
+    Args:
+        collection: or the configs of its tables.
+        topology: the machine.
+        batch: how many ids a batch has.
+        optimizer: what `shard_embeddings` gets; None: tables have dense gradients, for an optimizer of `torch.optim`,
+            whose states are not counted.
+        pinned: placements that are given, on a mesh of one axis of all ranks; a TablePlan is one.
+        allowed: shardings that tables may have: table, column, row, table_row, table_column, grid, replicated; for all,
+            or by table.
+        groups: tables that have one sharding on the same ranks.
+        counts: how often each row is looked up (`count_rows`); row-wise shards then have equal loads.
+        head_room: the share of memory that tables leave to all else.
+        objective: "time" of a step; or first "memory" of the fullest rank, or "bytes" of the busiest one.
+        forward_dtype, backward_dtype: what `shard_embeddings` gets.
+
+    Raises:
+        ConfigError: scipy is missing, or numbers that no batch has.
+        PlanError: arguments that name no table, or tables that do not fit; the text says how much is missing and the
+            smallest change that fits.
+    """
+    configs = _configs(collection)
+    if not configs:
+        raise ConfigError("plan_tables: there is no table. Fix: a collection, or the configs of its tables.")
+    weighted, given = isinstance(collection, EmbeddingBagCollection) and collection.is_weighted(), dict(pinned or {})
+    dtypes = MessageDtypes(forward_dtype, backward_dtype)
+    request = Request(
+        configs,
+        weighted,
+        topology,
+        batch,
+        optimizer,
+        given,
+        allowed,
+        groups,
+        counts or {},
+        head_room,
+        objective,
+        dtypes,
+    )
+    return _plan_of(make_plan_of_tables(request))
+
+
+def _plan_of(planned: Planned) -> TablePlan:
+    gap = max(0.0, planned.value / planned.bound - 1) if planned.bound > 0 else 0.0
+    topology = planned.request.topology
+    mesh = Mesh((topology.ranks,), device_type=topology.device_type)
+    return TablePlan(planned.request.tables, planned.placements(), mesh, gap, planned)
+
+
+def _difference(label: str, planned: Planned, old: Assignment, new: Assignment) -> PlanChange:
+    def numbers(one: Assignment) -> tuple[float, float, float]:
+        sent = one.loads[:, 1:][:, SENT].sum(1).max()
+        return 1e3 * one.value, float(sent), float(one.loads[:, MEMORY].max())
+
+    time, sent, memory = (b - a for a, b in zip(numbers(old), numbers(new), strict=True))
+    return PlanChange(label, time, round(sent), round(memory))
+
+
+def _ranks_text(placement: Placement, ranks: int) -> str:
+    from shardwise._pictures.labels import ranks_text
+    from shardwise.plan.table_plan_file import held_by
+
+    held = held_by(placement)
+    return f"all {ranks}" if held is None or len(held) == ranks else ranks_text(held)

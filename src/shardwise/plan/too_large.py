@@ -1,0 +1,80 @@
+"""What is said of tables that do not fit in memory: which, how much is missing, and the smallest change that fits."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from math import ceil
+
+import numpy as np
+import torch
+
+from shardwise._pictures.labels import bytes_text
+from shardwise.embedding.optimizers import Adagrad, Adam, Lamb, RowWiseAdagrad, RowWiseAdam, RowWiseLamb
+from shardwise.errors import PlanError
+from shardwise.plan.assignment import Floats
+from shardwise.plan.table_request import Request
+
+MOST_NAMED = 3  # tables
+SMALLER = {Adagrad: RowWiseAdagrad, Adam: RowWiseAdam, Lamb: RowWiseLamb}
+
+Least = Callable[[Request], tuple[Floats, Floats]]
+"""Of each table, the bytes that its smallest sharding takes on all ranks together, and on its fullest rank."""
+
+
+def refusal(request: Request, least: Least) -> PlanError:
+    """The error of tables that do not fit."""
+    total, fullest = least(request)
+    ranks, memory = request.topology.ranks, request.memory
+    alone = np.flatnonzero(fullest > memory)
+    each = fullest if len(alone) else total / ranks
+    need = float(fullest.max()) if len(alone) else max(float(each.sum()), float(fullest.max()))
+    order = [int(table) for table in np.argsort(-each, kind="stable")[:MOST_NAMED] if not len(alone) or table in alone]
+    names = ", ".join(f"{request.names[table]} ({bytes_text(float(each[table]))} of a rank)" for table in order)
+    what = "in the smallest sharding that is allowed for it" if len(alone) else "with those that need most"
+    fixes = [text for text, change in _changes(request, total, fullest) if _fits(change, least)]
+    if need <= memory:
+        missing = "no placement was found in which every rank has enough memory"
+    else:
+        missing = f"{bytes_text(need - memory)} are missing on a rank, which has {bytes_text(memory)} for tables"
+    return PlanError(
+        f"The tables do not fit on {ranks} ranks: {missing}; {what}: {names}. "
+        f"Fix: {fixes[0] if fixes else 'more memory, or fewer rows'}."
+    )
+
+
+def _fits(request: Request, least: Least) -> bool:
+    total, fullest = least(request)
+    return float(total.sum()) <= request.memory * request.topology.ranks and float(fullest.max()) <= request.memory
+
+
+def _changes(request: Request, total: Floats, fullest: Floats) -> Iterator[tuple[str, Request]]:
+    """Changes that may fit, the smallest first."""
+    for full, by_row in SMALLER.items():
+        if type(request.optimizer) is full:
+            options = vars(request.optimizer)
+            known = {field.name for field in fields(by_row)}
+            smaller = by_row(**{name: value for name, value in options.items() if name in known})
+            yield f"optimizer={by_row.__name__}(…), which has a state for each row", replace(request, optimizer=smaller)
+    order = np.argsort(-total, kind="stable")
+    wide = [int(table) for table in order if request.tables[table].data_type == torch.float32]
+    weight = np.array([4.0 * c.num_embeddings * c.embedding_dim for c in request.tables])
+    missing = float(total.sum()) - request.memory * request.topology.ranks
+    saved = np.cumsum(weight[wide]) / 2
+    count = int(np.searchsorted(saved, missing)) + 1
+    if wide and count <= len(wide):
+        half = {request.names[table] for table in wide[:count]}
+        tables = [replace(c, data_type=torch.bfloat16) if c.name in half else c for c in request.tables]
+        named = ", ".join(request.names[table] for table in wide[:count][:MOST_NAMED])
+        more = f" and {count - MOST_NAMED} more" if count > MOST_NAMED else ""
+        yield f"data_type=torch.bfloat16 for {named}{more}", replace(request, tables=tables)
+    per_host = request.topology.ranks_per_host
+    if not request.pinned:
+        first = max(request.topology.hosts + 1, ceil(float(total.sum()) / (per_host * request.memory)))
+        for hosts in sorted({first, first + 1, 2 * first}):
+            larger = replace(request.topology, hosts=hosts)
+            yield f"{hosts} hosts of {per_host} ranks", replace(request, topology=larger)
+    largest = float(max(total.sum() / request.topology.ranks, fullest.max()))
+    enough = ceil(largest / (1 - request.head_room)) + 1
+    yield (
+        f"ranks with {bytes_text(enough)} of memory",
+        replace(request, topology=replace(request.topology, memory=enough)),
+    )
