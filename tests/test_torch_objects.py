@@ -126,6 +126,7 @@ def outcomes(name: str) -> dict[str, tuple[object, object]]:
 REFUSED = {  # what takes ours only, and what its error says
     ("embedding_bags", "weights"): r"each a tensor, got .*Fix: DTensor\.from_torch_dtensor\(x\)",
     ("parallel.ModuleContext", "mesh"): r"mesh must be a Mesh, got a torch\.",
+    ("plan.plan_module", "mesh"): r"mesh must be a Mesh or None, got a torch\.",
     ("simulation.simulate", "mesh"): r"mesh must be a Mesh, got a torch\.",
     ("testing.check_rows", "meshes"): r"each a Mesh, got \[a torch\.",
 }

@@ -7,9 +7,10 @@ import numpy as np
 import torch
 
 from shardwise._layout import Layout, Mesh, Placement
+from shardwise._lookups.bad_ids import Verdict
 from shardwise._redistribute.transfers import Exchange
 from shardwise._rules.row_exchange import IdMessage, id_message
-from shardwise.embedding.batch import VALID, Features, IdRules, features_of
+from shardwise.embedding.batch import Features, IdRules, features_of
 from shardwise.embedding.configs import EmbeddingBagConfig
 from shardwise.embedding.exchange.engine import Capacities
 from shardwise.embedding.exchange.requests import IdRequest, PoolingChoice, make_batch_index, request_rows
@@ -41,22 +42,22 @@ class _Rank:
         self.routes, self.features, self.by_bags = routes, features, by_bags
         self.pooling, self.capacities = PoolingChoice(element_size), Capacities(len(routes.plan.ranks))
 
-    def request(self, features: KeyedJaggedTensor, rules: IdRules, weighted: bool) -> IdRequest:
+    def request(self, features: KeyedJaggedTensor, rules: IdRules, weighted: bool) -> tuple[IdRequest, Verdict]:
         given = self.features.batch(features, weighted, torch.device("cpu"))
         batch, verdict = rules.apply(given)
         rules.raise_for([verdict])
         index = make_batch_index(self.routes, batch.bags)
         if self.by_bags:
-            return self.pooling.request(index, batch)
+            return self.pooling.request(index, batch), verdict
         feature = index.feature_of_bag[batch.bag]
         dims = self.routes.dims[feature]
-        return request_rows(self.routes, batch.values, feature, dims.cumsum(0) - dims, int(dims.sum()))
+        return request_rows(self.routes, batch.values, feature, dims.cumsum(0) - dims, int(dims.sum())), verdict
 
-    def message(self, request: IdRequest) -> IdMessage:
+    def message(self, request: IdRequest, verdict: Verdict) -> IdMessage:
         """Message 1, not sent."""
         plan, capacities = self.routes.plan, self.capacities
         count = len(plan.ranks)
-        headers = [[0, *VALID, *header] for header in request.headers(count)]
+        headers = [[0, *verdict, *header] for header in request.headers(count)]
         return id_message(Exchange(plan.ranks), request.messages(count), headers, capacities.sent, capacities.received)
 
 
@@ -83,12 +84,12 @@ def step_messages(
     ]
     for _ in range(steps):
         requests = [one.request(batch, rules, request.weighted) for one, batch in zip(ranks, batches, strict=True)]
-        messages = [one.message(of_rank) for one, of_rank in zip(ranks, requests, strict=True)]
+        messages = [one.message(*of_rank) for one, of_rank in zip(ranks, requests, strict=True)]
         ids = _bytes_of_ids(messages)
         lengths = np.array([message.lengths for message in messages])
         for number, one in enumerate(ranks):
             one.capacities.adapt(lengths[number].tolist(), lengths[:, number].tolist())
-    received, sent = (np.array([getattr(x.results, name) for x in requests]) for name in ("received", "sent"))
+    received, sent = (np.array([getattr(x.results, name) for x, _ in requests]) for name in ("received", "sent"))
     np.fill_diagonal(received, 0)
     np.fill_diagonal(sent, 0)
     return StepBytes(ids, received.sum(0) * sizes.forward.itemsize, sent.sum(1) * sizes.backward.itemsize)

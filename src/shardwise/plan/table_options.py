@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise._layout import Boxes, Kind, Layout, Mesh, OnRanks, Placement, Replicate, Shard, chunk
+from shardwise._lookups.pooling import INDEXED_ID
 from shardwise.embedding.balance import balanced_rows
-from shardwise.embedding.exchange.requests import MIN_SAVED
 from shardwise.plan.assignment import Floats, Option
 from shardwise.plan.table_costs import Form, Shards, TableCosts
 
@@ -129,7 +129,7 @@ def choices_of_form(of_table: Sequence[Division], costs: TableCosts) -> Floats:
         if of_table[number].replicated:
             shards, one = Shards(*(x[:1] for x in shards)), np.array([costs.topology.ranks])
         found[number] = costs.choice_of_form(shards, one, np.ones(1)).sum(0)
-    worth = MIN_SAVED * float(costs.ids.sum())
+    worth = INDEXED_ID * float(costs.ids.sum())
     found[:, 1:] += worth
     return found
 
