@@ -82,6 +82,11 @@ W = ("tensors", "w")
 CHUNK = (*W, "chunks", 0)
 PIECE = {"file": "rank-0000.safetensors", "key": "x", "offsets": [0, 0], "sizes": [1, 1], "crc32": 0}
 
+
+def list_without_sizes(said: Any) -> None:
+    said["shape"], said["chunks"][0]["offsets"] = [5], [0]
+
+
 HOSTILE = {
     "not finite, but not there": (change("not_finite", to=["v"]), "not_finite: expected names of tensors, got 'v'"),
     "the first version with a field of the second": (change("version", to=1), "has an unknown field 'not_finite'"),
@@ -109,6 +114,7 @@ HOSTILE = {
     "a gap beside an overlap": (change(*CHUNK, "offsets", to=[1, 0]), "tensor 'w': Boxes leave a gap: "),
     "an element twice": (change(*W, "chunks", "+", to=PIECE), "tensor 'w': Boxes overlap: "),
     "an empty chunk": (change(*CHUNK, "sizes", to=[0, 3]), "'w[0:3, 0:3]' is empty"),
+    "a chunk without its dim": (lambda said: list_without_sizes(said["tensors"]["scalar"]), "its chunks hold 1 of 5"),
     "boxes of one dim": (change(*CHUNK, "sizes", to=[9]), "tensor 'w': Box offsets (0, 0), sizes (9,)"),
     "a crc32 of 33 bits": (change(*CHUNK, "crc32", to=2**32), "crc32: expected an integer from 0 to 4294967295"),
     "a list of one crc32": (change(*CHUNK, "crc32", to=[1]), "tensor 'w': 'w[0:3, 0:3]': 1 crc32 do not fit 36 bytes"),

@@ -101,6 +101,11 @@ def test_views_are_saved_by_value_and_filled_where_they_are(tmp_path: Path) -> N
     storage = torch.zeros(3, 4)
     load(tmp_path, {"x": storage[:, 1:3].t()})
     assert storage.tolist() == [[0, 0, 3, 0], [0, 1, 4, 0], [0, 2, 5, 0]]
+    save(tmp_path, {"z": numbers, "x": torch.ones(2)}, step=3)
+    storage, x = torch.zeros(3, dtype=numbers.dtype), torch.zeros(2)
+    load(tmp_path, {"z": storage.conj(), "x": x})
+    assert torch.equal(storage, numbers.conj().resolve_conj())
+    assert x.tolist() == [1, 1]
 
 
 def test_json_values_and_nested_states_come_back_in_place(tmp_path: Path) -> None:

@@ -361,8 +361,10 @@ def _is_divided(tensor: StoredTensor) -> bool:
     sizes = tensor.chunks[0].box.sizes if tensor.chunks else ()
     dim = next((dim for dim, (a, b) in enumerate(zip(sizes, shape, strict=False)) if a != b), 0)
     before, after = (0,) * dim, (0,) * len(shape[dim + 1 :])
-    for _, _, (offsets, sizes), _ in tensor.chunks:
-        if offsets != (*before, at, *after) or (*shape[:dim], *sizes[dim : dim + 1], *shape[dim + 1 :]) != sizes:
+    for _, _, (offsets, sizes), _ in tensor.chunks if shape else ():
+        if len(sizes) != len(shape) or offsets != (*before, at, *after):
+            return False
+        if (*shape[:dim], sizes[dim], *shape[dim + 1 :]) != sizes:
             return False
         at += sizes[dim]
     return bool(shape) and at == shape[dim]

@@ -144,7 +144,10 @@ def _split(memory: NDArray[np.uint8], dtype: torch.dtype, sizes: Sequence[int]) 
 def fill(targets: Iterable[LocalBoxes], found: Iterable[LocalBoxes]) -> None:
     """Copy the elements of all boxes."""
     views, values = ([view for boxes in of for _, view in boxes.views] for of in (targets, found))
-    if views:
+    if any(view.is_conj() or view.is_neg() for view in views):  # of which a list cannot be filled
+        for view, value in zip(views, values, strict=True):
+            view.copy_(value)
+    elif views:
         torch._foreach_copy_(views, values)  # views of detached memory
 
 

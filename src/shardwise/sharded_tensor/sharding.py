@@ -95,7 +95,7 @@ def shard_parameter(
         raise problem
     if isinstance(found, nn.Parameter):
         module_sharding.refuse_hooks({param_name: found}, [param_name])
-    sharded: Any = sharding_spec.shard(tensor.detach() if resharded else tensor, src_rank, process_group)
+    sharded: Any = sharding_spec.shard(tensor.detach(), src_rank, process_group)
     sharded._spec = sharding_spec
     if param_name in module._parameters:
         sharded = as_parameter(sharded.detach(), found)
