@@ -1,6 +1,6 @@
 """What saving and loading compute for many boxes, beside what they read and write; one process, no data.
 
-On saving, rank 0 compares the checksums of all ranks and makes the manifest; on loading, each rank parses it and finds
+On saving, rank 0 makes the manifest of the checksums of all ranks; on loading, each rank parses it and finds
 the chunks that it needs.
 
     python benchmarks/checkpoint_planning.py [--boxes 100000]
