@@ -103,8 +103,8 @@ class Widths(nn.Module):
         self.register_buffer("widths", torch.tensor([1, 2]))
 
     def forward(self, x: Tensor) -> Tensor:
-        pieces = x.split(self.widths.tolist(), 1)
-        return torch.cat([piece * number for number, piece in enumerate(pieces, 1)], 1)
+        parts = x.split(self.widths.tolist(), 1)
+        return torch.cat([part * number for number, part in enumerate(parts, 1)], 1)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

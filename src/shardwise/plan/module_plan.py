@@ -26,8 +26,8 @@ from shardwise.plan.module_search import (
     reasons_of,
     step_of,
 )
-from shardwise.plan.module_styles import Entry, plan_of_choices
-from shardwise.plan.module_text import code_of, entry_of_toml, entry_text, toml_of
+from shardwise.plan.module_styles import plan_of_choices
+from shardwise.plan.module_text import Entry, code_of, entry_of_toml, entry_text, toml_of
 from shardwise.plan.topology import Topology
 
 FORMAT = "shardwise module plan 1"

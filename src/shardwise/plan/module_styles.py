@@ -25,9 +25,9 @@ from shardwise.parallel import (
 from shardwise.parallel.styles import INPUT_FEATURES, OUTPUT_FEATURES, WEIGHT_DIMS, forward_arguments
 from shardwise.plan.module_choices import Choice
 from shardwise.plan.module_costs import ModuleCosts
+from shardwise.plan.module_text import Entry
 from shardwise.plan.module_trace import BOUNDARY, OP, PARAMETER, Value
 
-Entry = ParallelStyle | Placement
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
@@ -187,8 +187,7 @@ def as_globs(entries: Mapping[str, list[Entry]], paths: list[str]) -> dict[str, 
     for path, own in entries.items():
         glob = _NUMBER.sub("*", path)
         key = glob if all(entries.get(other) == own for other in forms[glob]) else path
-        for entry in own if len(own) == 1 else [_joined(own)]:
-            found[key] = entry
+        found[key] = own[0] if len(own) == 1 else _joined(own)
     return found
 
 

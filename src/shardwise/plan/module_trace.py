@@ -4,7 +4,6 @@ A copy of the module without values runs once on one simulated rank, on DTensors
 dispatcher sees each op that runs by a rule, so the graph has the ops that dispatch finds rows for at run time.
 """
 
-import copy
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from shardwise._tensor.dispatch.hooks import Proceed, hook_calls
 from shardwise._tensor.dispatch.resolve import Slot
 from shardwise._tensor.dtensor import DTensor, name_of, tag
 from shardwise.parallel.shard_module import shard_module
+from shardwise.simulation.api import without_values
 from shardwise.simulation.memory import Memory
 from shardwise.simulation.one_rank import OneRank
 from shardwise.simulation.result import Recorded
@@ -95,15 +95,6 @@ class ModuleGraph:
 
     def result(self, value: Value) -> Result:
         return self.nodes[value.node].results[value.result]
-
-
-def without_values(module: nn.Module) -> nn.Module:
-    """A copy whose parameters and floating buffers have no values."""
-    memo: dict[int, object] = {}
-    for x in [*module.parameters(), *(x for x in module.buffers() if x.is_floating_point())]:
-        empty = torch.empty(x.shape, dtype=x.dtype)
-        memo[id(x)] = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
-    return copy.deepcopy(module, memo)
 
 
 def trace_module(module: nn.Module, step: Step) -> ModuleGraph:

@@ -216,11 +216,11 @@ class _Packing:
     def improve(self) -> Assignment:
         """Aim at the times of the bound, then ever closer below those that were reached; returns the best."""
         best, best_rank = self.assignment(), self.rank()
-        for _ in range(MOST_ROUNDS):
+        for number in range(MOST_ROUNDS):
             self._improve()
             if self.rank() < best_rank:
                 best, best_rank = self.assignment(), self.rank()
-            elif _:
+            elif number > 0:
                 break
             self.aim_at(self.bound.times + CLOSER * np.maximum(best.times - self.bound.times, 0))
         return best

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise._layout import Mesh, Placement, Placements, checked
-from shardwise._pictures.labels import bytes_text, count_text
+from shardwise._pictures.labels import bytes_text, count_text, ranks_text
 from shardwise._pictures.report import table_text
 from shardwise.embedding.collections import EmbeddingBagCollection, EmbeddingCollection
 from shardwise.embedding.configs import EmbeddingConfig
@@ -23,7 +23,7 @@ from shardwise.plan.search import cheapest_replacement
 from shardwise.plan.step_messages import StepBytes, step_messages
 from shardwise.plan.table_costs import COMPUTED, PHASES, BatchShape, speeds
 from shardwise.plan.table_options import SHARDINGS
-from shardwise.plan.table_plan_file import read_tables, write_tables
+from shardwise.plan.table_plan_file import held_by, read_tables, write_tables
 from shardwise.plan.table_problem import Planned, make_plan_of_tables
 from shardwise.plan.table_request import Objective, Request, Shardings
 from shardwise.plan.topology import Topology
@@ -282,19 +282,9 @@ def plan_tables(
     weighted, given = isinstance(collection, EmbeddingBagCollection) and collection.is_weighted(), dict(pinned or {})
     dtypes = MessageDtypes(forward_dtype, backward_dtype)
     request = Request(
-        configs,
-        weighted,
-        topology,
-        batch,
-        optimizer,
-        given,
-        allowed,
-        groups,
-        counts or {},
-        head_room,
-        objective,
+        configs, weighted, topology, batch, optimizer, given, allowed, groups, counts or {}, head_room, objective,
         dtypes,
-    )
+    )  # fmt: skip
     return _plan_of(make_plan_of_tables(request))
 
 
@@ -315,8 +305,5 @@ def _difference(label: str, planned: Planned, old: Assignment, new: Assignment) 
 
 
 def _ranks_text(placement: Placement, ranks: int) -> str:
-    from shardwise._pictures.labels import ranks_text
-    from shardwise.plan.table_plan_file import held_by
-
     held = held_by(placement)
     return f"all {ranks}" if held is None or len(held) == ranks else ranks_text(held)

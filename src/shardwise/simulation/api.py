@@ -156,16 +156,20 @@ def _counterpart(part: Mesh, mesh: Mesh, rank: int) -> int:
     return counterpart if counterpart in part.ranks else rank
 
 
+def without_values(module: nn.Module) -> nn.Module:
+    """A copy whose parameters and floating buffers have no values."""
+    memo: dict[int, object] = {}
+    for x in [*module.parameters(), *(x for x in module.buffers() if x.is_floating_point())]:
+        empty = torch.empty(x.shape, dtype=x.dtype)
+        memo[id(x)] = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
+    return copy.deepcopy(module, memo)
+
+
 def _training(module: nn.Module, inputs: Sequence[object], plan: LayoutPlan) -> Callable[[Mesh], Step]:
     """A step of a copy of `module`, which has no values: forward, backward of the sum of its output, and AdamW."""
 
     def build(mesh: Mesh) -> Step:
-        known = [*module.parameters(), *(x for x in module.buffers() if x.is_floating_point())]
-        memo: dict[int, object] = {}
-        for x in known:
-            empty = torch.empty(x.shape, dtype=x.dtype)
-            memo[id(x)] = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
-        model = shard_module(copy.deepcopy(module, memo), plan, mesh=mesh)
+        model = shard_module(without_values(module), plan, mesh=mesh)
         parameters = list(model.parameters())
         optimizer = torch.optim.AdamW(parameters) if parameters else None
 
