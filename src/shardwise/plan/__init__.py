@@ -3,7 +3,7 @@
 from shardwise.plan.module_plan import ModulePlan, plan_module, price_module
 from shardwise.plan.table_costs import BatchShape
 from shardwise.plan.tables import PlanChange, TablePlan, plan_tables
-from shardwise.plan.topology import Link, Topology
+from shardwise.simulation.topology import Link, Topology
 
 __all__ = [
     "BatchShape", "Link", "ModulePlan", "PlanChange", "TablePlan", "Topology", "plan_module", "plan_tables",

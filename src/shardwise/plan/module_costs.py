@@ -18,9 +18,9 @@ from shardwise._tensor.dispatch.resolve import SlottedCall
 from shardwise._tensor.dtensor import DTensor, tag
 from shardwise.errors import LayoutError, ShardwiseError
 from shardwise.plan.module_choices import Choice, Units, all_choices, is_view
-from shardwise.plan.module_clock import RankClock
 from shardwise.plan.module_trace import OP, ModuleGraph, Node, Value
-from shardwise.plan.topology import Topology
+from shardwise.simulation.clock import RankClock
+from shardwise.simulation.topology import Topology
 
 BUCKET = 25 << 20  # bytes of gradients, or of parameters, that are sent together
 

@@ -28,7 +28,7 @@ from shardwise.plan.module_search import (
 )
 from shardwise.plan.module_styles import plan_of_choices
 from shardwise.plan.module_text import Entry, code_of, entry_of_toml, entry_text, toml_of
-from shardwise.plan.topology import Topology
+from shardwise.simulation.topology import Topology
 
 FORMAT = "shardwise module plan 1"
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardwise._layout import Mesh
-from shardwise.plan.module_clock import RankClock
 from shardwise.plan.module_trace import Step
-from shardwise.plan.topology import Topology
 from shardwise.simulation.api import without_values
+from shardwise.simulation.clock import RankClock
 from shardwise.simulation.memory import Roles
+from shardwise.simulation.topology import Topology
 
 
 @dataclass(frozen=True)

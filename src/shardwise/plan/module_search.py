@@ -21,7 +21,7 @@ from shardwise.plan.module_costs import ModuleCosts
 from shardwise.plan.module_problem import ModuleProblem, module_problem
 from shardwise.plan.module_solver import Solution
 from shardwise.plan.module_trace import OP, PARAMETER, trace_module
-from shardwise.plan.topology import Topology
+from shardwise.simulation.topology import Topology
 
 Inputs = Sequence[Any] | Mapping[str, Any]
 Forward = Callable[..., Any]

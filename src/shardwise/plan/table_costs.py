@@ -30,7 +30,7 @@ from shardwise.embedding.jagged import KeyedJaggedTensor
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.errors import ConfigError, did_you_mean
 from shardwise.plan.assignment import Floats, Ints
-from shardwise.plan.topology import Topology
+from shardwise.simulation.topology import Topology
 
 PHASES = ("ids", "lookup", "results", "gradients", "update")
 COMPUTED = (1, 4)  # phases whose amounts are seconds; those of others are bytes

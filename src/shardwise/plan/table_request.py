@@ -14,7 +14,7 @@ from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.errors import ConfigError, PlanError, did_you_mean
 from shardwise.plan.table_costs import BatchShape, check_counts, check_features
 from shardwise.plan.table_options import SHARDINGS, Sharding
-from shardwise.plan.topology import Topology
+from shardwise.simulation.topology import Topology
 
 OBJECTIVES = ("time", "memory", "bytes")
 Objective = Annotated[str, Kind("'time', 'memory' or 'bytes'", lambda x: isinstance(x, str) and x in OBJECTIVES)]

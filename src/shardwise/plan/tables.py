@@ -26,7 +26,7 @@ from shardwise.plan.table_options import SHARDINGS
 from shardwise.plan.table_plan_file import held_by, read_tables, write_tables
 from shardwise.plan.table_problem import Planned, make_plan_of_tables
 from shardwise.plan.table_request import Objective, Request, Shardings
-from shardwise.plan.topology import Topology
+from shardwise.simulation.topology import Topology
 
 SENT = [phase for phase in range(len(PHASES)) if phase not in COMPUTED]
 

@@ -19,10 +19,10 @@ from shardwise._collectives import Collective, Wait, using
 from shardwise._layout import Mesh
 from shardwise._rules.row import Args, Kwargs
 from shardwise._trace.comm_trace import listening_with
-from shardwise.plan.topology import Topology
 from shardwise.simulation.memory import Memory
 from shardwise.simulation.one_rank import OneRank
 from shardwise.simulation.result import Recorded
+from shardwise.simulation.topology import Topology
 
 aten = torch.ops.aten
 
