@@ -1,19 +1,22 @@
 """`plan_module`: a plan of `parallelize_module` and `fully_shard`, with its bound and its reasons."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from shardwise import _collectives as collectives
-from shardwise._layout import Mesh, checked
-from shardwise._layout.parse import parse_mesh, read_toml
+from shardwise._layout import Mesh, Placement, checked
+from shardwise._layout.parse import read_toml
 from shardwise._pictures.labels import bytes_text
 from shardwise._pictures.report import Report, table_text
-from shardwise.errors import PlanError, did_you_mean
+from shardwise._torch_bridge.module_sharding import resolve as match_names
+from shardwise.errors import PlanError, ShardwiseError, did_you_mean
 from shardwise.parallel import fully_shard, parallelize_module
+from shardwise.plan.comparisons import Figure, PlanChange, PlanCheck, check_of, run_steps
 from shardwise.plan.module_price import StepPrice, price_step
 from shardwise.plan.module_search import (
     Forward,
@@ -27,7 +30,7 @@ from shardwise.plan.module_search import (
     step_of,
 )
 from shardwise.plan.module_styles import plan_of_choices
-from shardwise.plan.module_text import Entry, code_of, entry_of_toml, entry_text, toml_of
+from shardwise.plan.module_text import Entry, code_of, entry_text, plan_of_toml, toml_of
 from shardwise.simulation.topology import Topology
 
 FORMAT = "shardwise module plan 1"
@@ -47,6 +50,7 @@ class ModulePlan(Report):
         step: what rank 0 does under the plan, simulated; its `peak_bytes` fit the memory.
         reasons: for each parameter.
         tried: shapes of the mesh.
+        origin: what the plan was made of.
     """
 
     mesh: Mesh
@@ -58,6 +62,7 @@ class ModulePlan(Report):
     step: StepPrice | None = field(default=None, compare=False)
     reasons: tuple[Reason, ...] = field(default=(), compare=False)
     tried: tuple[Tried, ...] = field(default=(), compare=False)
+    origin: "Origin | None" = field(default=None, compare=False)
 
     @property
     def gap(self) -> float:
@@ -71,12 +76,16 @@ class ModulePlan(Report):
             PlanError: the module has other parts than the one that was planned.
         """
         tensor, data = self._axes()
+        parts = dict(module.named_modules())
+        for path in self.units:
+            if path not in parts:
+                raise PlanError(
+                    f"The module has no part {path!r}.{did_you_mean(path, parts)} Fix: a plan of this module."
+                )
         if self.styles:
             parallelize_module(module, tensor, dict(self.styles), src_data_rank=src_data_rank)
         for path in self.units:
-            fully_shard(
-                module.get_submodule(path), mesh=data, reshard_after_forward=self.reshard, src_data_rank=src_data_rank
-            )
+            fully_shard(parts[path], mesh=data, reshard_after_forward=self.reshard, src_data_rank=src_data_rank)
         return module
 
     def _axes(self) -> tuple[Mesh, Mesh | None]:
@@ -106,15 +115,85 @@ class ModulePlan(Report):
         Raises:
             PlanError: it cannot be read, or is no such file.
         """
-        path = Path(path)
-        content = read_toml(path)
-        if content.get("format") != FORMAT:
-            raise PlanError(f"{path}: format is {content.get('format')!r}. Fix: a file with format = {FORMAT!r}.")
+        content = read_toml(Path(path))
         try:
-            styles = {key: entry_of_toml(entry) for key, entry in content.get("plan", {}).items()}
-            return cls(parse_mesh(content["mesh"]), styles, tuple(content["units"]), content["reshard"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise PlanError(f"{path}: {error}. Fix: a plan as `save` writes it.") from error
+            return cls(*plan_of_toml(FORMAT, content))
+        except ShardwiseError as error:
+            raise PlanError(f"{path}: {error}") from error
+
+    # ---- reasons -----------------------------------------------------------------------------------------------
+
+    @checked
+    def what_if(self, **changes: object) -> tuple[PlanChange, "ModulePlan"]:
+        """The plan with changes, and how its simulated step differs from that of this plan.
+
+            change, other = plan.what_if(pinned={"layers.*.attention.wq.weight": Replicate()})
+            change, other = plan.what_if(units=plan.units[1:])
+
+        `pinned` (added to that of this plan), `mesh` and `head_room` are arguments of `plan_module`: the rest of the
+        plan follows. `styles` (added to those of this plan), `units` and `reshard` are of the plan: the rest stays.
+
+        Raises:
+            PlanError: the plan is not of `plan_module`; an unknown change, or one that cannot be.
+        """
+        if self.origin is None or self.step is None:
+            raise PlanError("The plan has no module to try changes on. Fix: plan_module(…), or price_module(…).")
+        known = {"pinned", "mesh", "head_room", "styles", "units", "reshard"}
+        for name in changes:
+            if name not in known:
+                raise PlanError(f"what_if: no change {name!r}.{did_you_mean(name, known)} Fix: {', '.join(known)}.")
+        given: dict[str, Any] = dict(changes)
+        for name, own in (("pinned", self.origin.pinned), ("styles", self.styles)):
+            if name in given:
+                given[name] = {**own, **given[name]}
+        search = self.origin.search
+        again = {name: given.pop(name) for name in self.origin._fields if name in given}
+        other = _planned(self.origin._replace(**again)) if again else self
+        if given:
+            other = replace(other, **given)
+            step = price_module(search.module, other, search.topology, search.inputs, forward=search.forward)
+            other = replace(other, seconds=step.seconds, bound=0.0, step=step, reasons=(), tried=())
+        assert other.step is not None
+        return PlanChange(
+            ", ".join(f"other {name}" for name in changes),
+            1e3 * (other.step.seconds - self.step.seconds),
+            other.step.sent_bytes - self.step.sent_bytes,
+            other.step.peak_bytes - self.step.peak_bytes,
+        ), other
+
+    @checked
+    def check(self, step: Callable[[], object], price: StepPrice | None = None) -> PlanCheck:
+        """The plan beside steps that run: bytes, memory and time of rank 0. All ranks of the mesh call it together.
+
+            plan.apply(model)
+            optimizer = torch.optim.AdamW(model.parameters())
+            print(plan.check(lambda: train_step(model, optimizer, batch)))
+
+        Args:
+            step: one training step; it runs five times. Inputs are as large as those of the plan.
+            price: what `price_module` says of a plan that was read from a file or written by hand.
+
+        Raises:
+            PlanError: it is not known what the step should send.
+        """
+        price = self.step if price is None else price
+        if price is None:
+            raise PlanError("The plan has no modelled step. Fix: price=price_module(module, plan, topology, inputs).")
+        first = self.mesh.sorted_ranks[0]
+        runs = run_steps(step, self.mesh, first)
+        memory = Figure(price.peak_bytes, runs[0].memory)
+        return check_of(price.sent_by_cause, runs[0].sent, memory, price.seconds, runs, self._other_costs())
+
+    def _other_costs(self) -> str:
+        """Whether ranks plan redistributions by the costs of the plan, which decide between an all-reduce and an
+        all-to-all."""
+        of_run = collectives.costs(self.mesh.device_type)
+        if self.origin is None or self.origin.search.topology.costs.numbers() == of_run.numbers():
+            return ""
+        return (
+            f"Ranks plan redistributions by other costs ({of_run.source}) than the plan. Fix: for both a file of "
+            f"shardwise doctor --calibrate: topology.with_costs_of(file), and SHARDWISE_COSTS."
+        )
 
     @checked
     def explain(self, name: str) -> str:
@@ -183,6 +262,7 @@ def plan_module(
     *,
     mesh: Mesh | None = None,
     forward: Forward | None = None,
+    pinned: Mapping[str, Placement] | None = None,
     head_room: float = 0.1,
 ) -> ModulePlan:
     """The plan with the shortest modelled step that fits the memory of a rank.
@@ -205,21 +285,41 @@ def plan_module(
             axis stays in a host.
         forward: from the module and the inputs to the loss; None calls the module. Results that are not a loss are
             replicated.
+        pinned: placements of parameters along the tensor axis that are given, by name or glob: Shard(dim) or
+            Replicate(). Of equal blocks one decides for all.
         head_room: the part of the memory that stays free.
 
     Raises:
-        PlanError: nothing fits; the message says how much is missing. Or inputs without a tensor, a mesh of other axes.
+        PlanError: nothing fits; the message says how much is missing. Or inputs without a tensor, a mesh of other axes,
+            pinned placements that no plan has.
     """
-    search = Search(module, topology, inputs, forward)
-    memory, shapes = topology.memory * (1 - head_room), _shapes(topology, mesh, batch_rows(inputs))
+    return _planned(Origin(Search(module, topology, inputs, forward), mesh, dict(pinned or {}), head_room))
+
+
+class Origin(NamedTuple):
+    """What a plan was made of: the module with its choices and costs, and the other arguments of `plan_module`."""
+
+    search: Search
+    mesh: Mesh | None
+    pinned: Mapping[str, Placement]
+    head_room: float
+
+
+def _planned(origin: Origin) -> ModulePlan:
+    search, mesh, topology, module = origin.search, origin.mesh, origin.search.topology, origin.search.module
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    matched, problems = match_names(origin.pinned, names, "parameter", [path for path, _ in module.named_modules()])
+    if problems:
+        raise PlanError(f"plan_module: pinned: {problems[0]}")
+    pinned = {name: origin.pinned[key] for key, of_key in matched.items() for name in of_key}
+    memory, shapes = topology.memory * (1 - origin.head_room), _shapes(topology, mesh, batch_rows(search.inputs))
     budget, scale = inf, 1.0
-    while (found := search.run(shapes, budget)) is not None:
+    while (found := search.run(shapes, budget, pinned)) is not None:
         plan = _plan_of(module, mesh, found)
-        step = price_module(module, plan, topology, inputs, forward=forward)
+        step = price_module(module, plan, topology, search.inputs, forward=search.forward)
         if step.peak_bytes <= memory:
-            return replace(
-                plan, step=step, bound=search.bound, reasons=tuple(reasons_of(found)), tried=tuple(search.tried)
-            )
+            reasons, tried = tuple(reasons_of(found)), tuple(search.tried)
+            return replace(plan, step=step, bound=search.bound, reasons=reasons, tried=tried, origin=origin)
         scale = step.peak_bytes / found.bytes
         budget = found.bytes * min(memory / step.peak_bytes, 0.99)
     raise PlanError(

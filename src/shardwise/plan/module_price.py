@@ -28,12 +28,14 @@ class StepPrice:
         communication: seconds of collectives.
         sent_bytes: of the rank.
         memory: bytes at the peak, by what they are for.
+        sent_by_cause: the bytes of each cause of communication.
     """
 
     compute: float
     communication: float
     sent_bytes: int
     memory: Mapping[str, int]
+    sent_by_cause: Mapping[str, int]
 
     @property
     def seconds(self) -> float:
@@ -64,9 +66,9 @@ def price_step(
         start = len(clock.memory.log)
         clock.restart()
         _train(model, step, optimizer)
-        seconds = clock.seconds()
+        seconds, sent = clock.seconds(), clock.sent_by_cause()
         roles.find()
-    return StepPrice(*seconds, roles.at_peak(start))
+    return StepPrice(*seconds, roles.at_peak(start), sent)
 
 
 def _train(model: nn.Module, step: Step, optimizer: torch.optim.Optimizer) -> None:

@@ -81,6 +81,10 @@ class RankClock:
         times = [self.topology.costs.seconds(one.kind, one.ranks, ranks, one.received_bytes) for one in made]
         return Seconds(self._ops.seconds, sum(times), sum(one.sent_bytes for one in made))
 
+    def sent_by_cause(self) -> dict[str, int]:
+        """The bytes that were sent since, by cause."""
+        return self._recorded.sent_by_cause()
+
 
 class _Rank(OneRank):
     """A rank whose transport computes nothing."""

@@ -1,7 +1,7 @@
 """What a simulation finds: classes of equal ranks, with their memory and their collectives."""
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,6 +18,7 @@ from shardwise._trace.comm_trace import CommEvent, Listener
 
 SHOWN_CAUSES = 12
 CAUSE = 100  # characters of one
+OWN = "an exchange of the library's own"
 _NUMBER = re.compile(r"(?<=\.)\d+\b|(?<=unit )\d+")
 
 
@@ -55,7 +56,7 @@ class Recorded(Listener):
         for x in known:
             if x.src is not None and x.dst is not None:
                 self.redistributions[x.src.unowned, x.dst.unowned] = None
-        text = str(known[0].cause) if known else "an exchange of the library's own"
+        text = str(known[0].cause) if known else OWN
         backward = bool(known) and known[0].cause.backward
         self.collectives.append(Collective(kind, (), text, sent_bytes, backward=backward))
 
@@ -63,6 +64,14 @@ class Recorded(Listener):
         """Complete the last collective."""
         if self.collectives and not self.collectives[-1].ranks:  # else it was muted
             self.collectives[-1] = replace(self.collectives[-1], ranks=ranks, received_bytes=num_bytes)
+
+    def sent_by_cause(self) -> dict[str, int]:
+        """What the rank sent for each cause, layers together; without checks and other exchanges of the library."""
+        found: Counter[str] = Counter()
+        for one in self.collectives:
+            if one.cause != OWN:
+                found[one.cause_of_layers] += one.sent_bytes
+        return dict(found)
 
 
 @dataclass(frozen=True)
