@@ -119,7 +119,7 @@ def plan_of_toml(format_name: str, content: Mapping[str, Any]) -> tuple[Mesh, di
             raise PlanError(f"{key!r} is not a key of a plan.{did_you_mean(key, KEYS)} Fix: use {', '.join(KEYS)}.")
     for key, kind in KEYS.items():
         if not isinstance(content.get(key), kind):
-            raise PlanError(f"{key} is {content.get(key)!r}, expected a {kind.__name__}. Fix: a file of `save`.")
+            raise PlanError(f"{key} is {content.get(key)!r}, expected {kind.__name__}. Fix: a file of `save`.")
     if content["format"] != format_name:
         raise PlanError(f"format is {content['format']!r}. Fix: a file with format = {format_name!r}.")
     mesh, units, entries = parse_mesh(content["mesh"]), tuple(content["units"]), {}
