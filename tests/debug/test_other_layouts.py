@@ -7,79 +7,75 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise import DTensor, Mesh, Placement, Replicate, Shard, count_comms, distribute_tensor
+from shardwise import DTensor, Mesh, Replicate, Shard, count_comms, distribute_tensor, rank
 from shardwise._layout import Layout
 from shardwise.debug import explain
-from shardwise.debug.other_layouts import OtherLayout
 from shardwise.testing import world
 
 S0, S1, R = Shard(0), Shard(1), Replicate()
-MESHES = [Mesh((3,)), Mesh((2, 2), names=("dp", "tp"))]
 OPS: dict[str, tuple[Any, list[tuple[int, ...]]]] = {
     "linear": (F.linear, [(7, 24), (10, 24)]),
     "matmul": (torch.matmul, [(30, 8), (8, 5)]),
-    "mul": (torch.mul, [(7, 6), (7, 6)]),
 }
+Sent = tuple[int, Layout, bool, tuple[int, int] | None]
 
 
-def run(op: str, layouts: list[Layout], result: Layout | None) -> tuple[Any, Layout, bool]:
-    """What the op, backward and gradients of this rank send, the layout of the result, and whether work is divided."""
+def run(op: str, layouts: list[Layout], result: Layout | None = None) -> Sent:
+    """What this rank sends for an op, its backward and gradients; the layout of the result; whether ranks share the
+    work; the bytes that are said of all ranks, now and then."""
     call, _ = OPS[op]
-    full = [torch.arange(float(torch.Size(x.shape).numel())).view(x.shape) for x in layouts]
     operands: list[Any] = [
-        distribute_tensor(x, y.mesh, y.placements).requires_grad_() for x, y in zip(full, layouts, strict=True)
+        distribute_tensor(torch.ones(x.shape), x.mesh, x.placements).requires_grad_() for x in layouts
     ]
     with explain() as report, count_comms() as counts:
         out: DTensor = call(*operands)
         own = out.layout_
         if result is not None:
             out = out.redistribute(placements=result.placements)
-        with torch.no_grad():
-            grad = DTensor.from_local(torch.zeros(out.layout_.dual().local_shape(report_rank())), own.mesh,
-                                      out.layout_.dual().placements, shape=out.shape, stride=out.stride())  # fmt: skip
-        out.backward(grad)
-        for x in operands:
-            assert x.grad is not None
-    events = [e for e in report.events if e.cause.kind == "operand" and not e.cause.backward and e.cause.op == op]
-    used = [x.layout_ for x in operands] + [e.dst for e in events if e.dst is not None]
-    replicated = sum(all(p == R for p in x.placements) for x in used)
-    return (counts.total_bytes, next(iter(report._others.values()), None)), own, replicated < len(operands)
+        dual = out.layout_.dual()
+        zeros = torch.zeros(dual.local_shape(rank()))
+        out.backward(DTensor.from_local(zeros, dual.mesh, dual.placements, shape=out.shape, stride=out.stride()))
+        assert all(x.grad is not None for x in operands)
+    used = dict(enumerate(layouts))
+    for event in report.events:
+        if event.cause.kind == "operand" and not event.cause.backward and event.dst is not None:
+            used[int(event.cause.operand[-1])] = event.dst
+    shared = any(p != R for x in used.values() for p in x.placements)
+    said = next(iter(report._others.values()), None)
+    return counts.total_bytes, own, shared, said and (said.now.num_bytes, said.then.num_bytes)
 
 
-def report_rank() -> int:
-    from shardwise import rank
-
-    return rank()
-
-
-def total(
-    mesh: Mesh, op: str, layouts: list[Layout], result: Layout | None
-) -> tuple[int, Layout, OtherLayout | None, bool]:
-    found = world(mesh.size()).run(run, op, layouts, result)
-    return sum(sent for (sent, _), _, _ in found), found[0][1], found[0][0][1], found[0][2]
-
-
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("op", OPS)
-def test_another_layout_sends_what_is_said_and_no_other_sends_less(op: str, mesh: Mesh) -> None:
-    _, shapes = OPS[op]
-    placements = [*product((S0, S1, R), repeat=mesh.ndim)]
-    said = 0
-    for given in product(placements[:: mesh.ndim], repeat=2):
+def survey(op: str, mesh: Mesh, step: int) -> list[tuple[int, list[int], list[bool], tuple[int, int] | None]]:
+    """For operands in many layouts, what this rank sends; and with each other layout of one of them."""
+    found = []
+    shapes = OPS[op][1]
+    for given in [*product(product((S0, S1, R), repeat=mesh.ndim), repeat=2)][::step]:
         layouts = [Layout(mesh, p, shape) for p, shape in zip(given, shapes, strict=True)]
-        now, result, other, _ = total(mesh, op, layouts, None)
-        least = now
-        for index in (0, 1):
-            for axis, placement in product(range(mesh.ndim), (S0, S1, R)):
-                changed = [*layouts[:index], layouts[index].with_axis(axis, placement), *layouts[index + 1 :]]
-                then, _, _, divided = total(mesh, op, changed, result)
-                if divided and other is not None:
-                    least = min(least, then)
-        if other is not None:
-            said += 1
-            assert now - least == other.now.num_bytes - other.then.num_bytes
-            assert other.now.seconds > 0
-    assert said or op == "mul"
+        now, result, _, said = run(op, layouts)
+        others = []
+        for index, axis, placement in product((0, 1), range(mesh.ndim), (S0, S1, R)):
+            changed = [*layouts]
+            changed[index] = layouts[index].with_axis(axis, placement)
+            others.append(run(op, changed, result))
+        found.append((now, [other[0] for other in others], [other[2] for other in others], said))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("op", "mesh", "step"),
+    [("linear", Mesh((3,)), 1), ("matmul", Mesh((3,)), 1), ("linear", Mesh((2, 2), names=("dp", "tp")), 29)],
+)
+def test_another_layout_sends_what_is_said_and_no_other_sends_less(op: str, mesh: Mesh, step: int) -> None:
+    said_of_some = 0
+    for of_ranks in zip(*world(mesh.size()).run(survey, op, mesh, step), strict=True):
+        now = sum(one[0] for one in of_ranks)
+        shared, said = of_ranks[0][2:]
+        others = [sum(sent) for sent in zip(*(one[1] for one in of_ranks), strict=True)]
+        least = min(sent for sent, is_shared in zip(others, shared, strict=True) if is_shared)
+        if said is not None:
+            said_of_some += 1
+            assert said[0] - said[1] == now - least
+    assert said_of_some
 
 
 def test_nothing_is_said_where_the_op_sends_least_or_exchanges_data_itself() -> None:
