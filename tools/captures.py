@@ -51,10 +51,12 @@ def outcome(sample: Sample, other: Sample, layouts: Sequence[Layout]) -> str:
         return "not a case"
     step = capture(function)
     try:
-        _state(step, sample, layouts)
+        traced = _state(step, sample, layouts)
         found = _state(step, other, layouts)
     except CaptureError:
         return "refused"
+    if isinstance(traced, str):  # another rank is refused
+        return f"{traced} in the trace"
     if len(step.graphs()) != 1:
         return f"{len(step.graphs())} graphs"
     return _difference(sample, found, _state(function, other, layouts))
