@@ -57,7 +57,9 @@ def outcome(sample: Sample, other: Sample, layouts: Sequence[Layout]) -> str:
         return "refused"
     if isinstance(traced, str):  # another rank is refused
         return f"{traced} in the trace"
-    if len(step.graphs()) != 1:
+    if len(graphs := step.graphs()) == 2:  # the function reads other values of `other`
+        found = _state(step, other, layouts)
+    if len(graphs) not in (1, 2) or len(step.graphs()) != len(graphs):
         return f"{len(step.graphs())} graphs"
     return _difference(sample, found, _state(function, other, layouts))
 
