@@ -11,6 +11,7 @@ from shardwise.embedding.configs import EmbeddingBagConfig
 from shardwise.errors import PlanError
 from shardwise.plan.assignment import MEMORY, Assignment, Floats, Option, Problem, Ranks, assignment_of
 from shardwise.plan.bound import MOST_BINARIES, lower_bound, num_binaries
+from shardwise.plan.fit import refusal
 from shardwise.plan.search import solve
 from shardwise.plan.table_costs import (
     COMPUTED,
@@ -21,7 +22,6 @@ from shardwise.plan.table_costs import (
 )
 from shardwise.plan.table_options import SHARDINGS, Division, choices_of_form, divisions, options_of, pinned
 from shardwise.plan.table_request import Request
-from shardwise.plan.too_large import refusal
 
 SECOND = 1e-3  # the weight of time beside an objective that comes first
 WORTH = 0.99  # of the best plan: other forms of messages are tried if they may be below it
