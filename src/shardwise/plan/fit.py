@@ -7,7 +7,7 @@ from math import ceil
 import numpy as np
 import torch
 
-from shardwise._pictures.labels import bytes_text, count_text
+from shardwise._pictures.labels import bytes_text, count_text, milliseconds_text
 from shardwise.embedding.optimizers import Adagrad, Adam, Lamb, RowWiseAdagrad, RowWiseAdam, RowWiseLamb
 from shardwise.errors import TooLargeError
 from shardwise.plan.assignment import Floats
@@ -23,10 +23,10 @@ Least = Callable[[Request], tuple[Floats, Floats]]
 
 
 def fits_text(needed: float, memory: float, ranks: int, seconds: float, gap: float) -> str:
-    """`Fits: 31.2 GiB of 72.0 GiB on the fullest of 8 ranks, 2.40 ms a step, at most 1.6 % above the bound.`"""
+    """`Fits: 31.2 GiB of 72.0 GiB on the fullest of 8 ranks, 2.4 ms a step, at most 1.6 % above the bound.`"""
     above = f"at most {100 * gap:.1f} % above the bound" if gap > AT_BOUND else "at the bound"
     used = f"{bytes_text(needed)} of {bytes_text(memory)} on the fullest of {count_text(ranks, 'rank')}"
-    return f"Fits: {used}, {1e3 * seconds:.3g} ms a step, {above}."
+    return f"Fits: {used}, {milliseconds_text(seconds)} a step, {above}."
 
 
 def refusal(request: Request, least: Least) -> TooLargeError:

@@ -10,7 +10,7 @@ from torch import nn
 from shardwise import _collectives as collectives
 from shardwise._layout import Mesh, checked
 from shardwise._layout.parse import parse_mesh, read_toml
-from shardwise._pictures.labels import bytes_text, count_text
+from shardwise._pictures.labels import bytes_text, count_text, milliseconds_text
 from shardwise._pictures.report import Report, table_text
 from shardwise.errors import PlanError, TooLargeError, did_you_mean
 from shardwise.parallel import fully_shard, parallelize_module
@@ -138,15 +138,16 @@ class ModulePlan(Report):
 
     def text(self, width: int | None = None, colour: bool = False) -> str:
         """Tables of the plan, of its reasons, and of shapes of the mesh."""
-        lines = [f"{self.mesh}: a step of {self.seconds * 1e3:.3g} ms"]
+        lines = [f"{self.mesh}: a step of {milliseconds_text(self.seconds)}"]
         if self.step is not None:
             peak, sent = self.step.peak_bytes, bytes_text(self.step.sent_bytes)
             lines = [
                 fits_text(peak, self.memory, self.mesh.size(), self.seconds, self.gap),
-                f"{self.mesh}; simulated: {self.step.seconds * 1e3:.3g} ms, {sent} sent",
+                f"{self.mesh}; simulated: {milliseconds_text(self.step.seconds)}, {sent} sent",
             ]
-        styles = [(key or '""', entry_text(entry)) for key, entry in self.styles.items()]
-        lines += ["", table_text([("path", "plan"), *styles], "ll", width)]
+        if self.styles:
+            styles = [(key or '""', entry_text(entry)) for key, entry in self.styles.items()]
+            lines += ["", table_text([("path", "plan"), *styles], "ll", width)]
         if self.units:
             units = ", ".join(unit or "the module" for unit in globs(self.units))
             option = f"reshard_after_forward={self.reshard}"
@@ -156,7 +157,7 @@ class ModulePlan(Report):
             lines += ["", table_text([("parameter", "placement", "next best", "costs"), *rows], "llll", width)]
         if len(self.tried) > 1:
             shapes = [(f"{a} x {b}", _seconds(t)) for t in self.tried for a, b in [t.shape]]
-            lines += ["", table_text([("dp x tp", "ms of a step"), *shapes], "lr", width)]
+            lines += ["", table_text([("dp x tp", "a step"), *shapes], "lr", width)]
         return "\n".join(lines)
 
 
@@ -169,13 +170,14 @@ def _change(reason: Reason) -> str:
     if reason.next_best is None:
         return ""
     sign = "-" if reason.more_bytes < 0 else "+"
-    return f"{reason.more_seconds * 1e3:+.3f} ms, {sign}{bytes_text(abs(reason.more_bytes))} a rank"
+    more = round(reason.more_seconds * 1e3, 3) + 0.0  # not -0
+    return f"{more:+.3f} ms, {sign}{bytes_text(abs(reason.more_bytes))} a rank"
 
 
 def _seconds(tried: Tried) -> str:
     if tried.seconds is None:
         return "does not fit"
-    return f"{'at least ' if tried.is_bound else ''}{tried.seconds * 1e3:.3g}"
+    return f"{'at least ' if tried.is_bound else ''}{milliseconds_text(tried.seconds)}"
 
 
 # ---- planning -------------------------------------------------------------------------------------------------------
