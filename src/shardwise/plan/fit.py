@@ -29,8 +29,12 @@ def fits_text(needed: float, memory: float, ranks: int, seconds: float, gap: flo
     return f"Fits: {used}, {milliseconds_text(seconds)} a step, {above}."
 
 
-def refusal(request: Request, least: Least) -> TooLargeError:
-    """The error of tables that do not fit: which, how much is missing, and the smallest change that fits."""
+def refusal(request: Request, least: Least, fits: Callable[[Request], bool]) -> TooLargeError:
+    """The error of tables that do not fit: which, how much is missing, and the smallest change that fits.
+
+    Args:
+        fits: whether a search finds a plan.
+    """
     total, fullest = least(request)
     ranks, memory = request.topology.ranks, request.memory
     alone = np.flatnonzero(fullest > memory)
@@ -39,7 +43,8 @@ def refusal(request: Request, least: Least) -> TooLargeError:
     order = [int(table) for table in np.argsort(-each, kind="stable")[:MOST_NAMED] if not len(alone) or table in alone]
     names = ", ".join(f"{request.names[table]} ({bytes_text(float(each[table]))} of a rank)" for table in order)
     what = "In the smallest sharding that is allowed" if len(alone) else "Those that need most"
-    fixes = [text for text, change in _changes(request, total, fullest) if _fits(change, least)]
+    changes = _changes(request, total, fullest)
+    fix = next((text for text, change in changes if fits(change)), "more memory")
     if need <= memory:
         missing = "no placement was found in which every rank has enough memory"
     else:
@@ -47,15 +52,7 @@ def refusal(request: Request, least: Least) -> TooLargeError:
             f"a rank has {bytes_text(memory)} for tables and needs {bytes_text(need)}, "
             f"so {bytes_text(need - memory)} are missing"
         )
-    return TooLargeError(
-        f"Does not fit on {count_text(ranks, 'rank')}: {missing}. {what}: {names}. "
-        f"Fix: {fixes[0] if fixes else 'more memory, or fewer rows'}."
-    )
-
-
-def _fits(request: Request, least: Least) -> bool:
-    total, fullest = least(request)
-    return float(total.sum()) <= request.memory * request.topology.ranks and float(fullest.max()) <= request.memory
+    return TooLargeError(f"Does not fit on {count_text(ranks, 'rank')}: {missing}. {what}: {names}. Fix: {fix}.")
 
 
 def _changes(request: Request, total: Floats, fullest: Floats) -> Iterator[tuple[str, Request]]:
@@ -88,8 +85,7 @@ def _changes(request: Request, total: Floats, fullest: Floats) -> Iterator[tuple
             larger = replace(request.topology, hosts=hosts)
             yield f"{hosts} hosts of {per_host} ranks", replace(request, topology=larger)
     largest = float(max(total.sum() / request.topology.ranks, fullest.max()))
-    enough = ceil(largest / (1 - request.head_room) / MIB)
-    yield (
-        f"ranks with {enough} MiB of memory",
-        replace(request, topology=replace(request.topology, memory=enough * MIB)),
-    )
+    for share in (1.0, 1.1, 1.5):
+        enough = ceil(share * largest / (1 - request.head_room) / MIB)
+        larger = replace(request.topology, memory=enough * MIB)
+        yield f"ranks with {enough} MiB of memory", replace(request, topology=larger)
