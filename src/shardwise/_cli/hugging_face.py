@@ -4,13 +4,16 @@ import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from shardwise._cli.common import read_text
 from shardwise.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 CONTEXT = 4096  # tokens of an example, unless the model takes fewer
 OF_EXAMPLES = ("SequenceClassification", "ImageClassification")  # models with one label for each example
@@ -48,11 +51,11 @@ def read_model(what: str, batch_size: int, context: int | None) -> ConfiguredMod
 
 def _loss(module: nn.Module, **inputs: Tensor) -> object:
     """The loss; what the model returns first, if it takes no labels."""
-    result: Any = module(**inputs)
+    result = module(**inputs)
     return result.loss if "labels" in inputs else result[0]
 
 
-def _module(file: str, content: dict[str, Any]) -> tuple[nn.Module, Any]:
+def _module(file: str, content: dict[str, Any]) -> "tuple[nn.Module, PretrainedConfig]":
     try:
         import transformers
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -65,7 +68,7 @@ def _module(file: str, content: dict[str, Any]) -> tuple[nn.Module, Any]:
     if kind not in CONFIG_MAPPING:
         meant = did_you_mean(str(kind), CONFIG_MAPPING.keys())
         raise ConfigError(f"{file}: transformers has no model_type {kind!r}.{meant} Fix: one that it has.")
-    cls: Any = getattr(transformers, name, None)
+    cls = getattr(transformers, name, None)
     if cls is None:
         raise ConfigError(
             f"{file}: transformers has no architecture {name!r}. Fix: architectures with one that it has."
@@ -80,7 +83,9 @@ def _module(file: str, content: dict[str, Any]) -> tuple[nn.Module, Any]:
         raise ConfigError(f"{file}: transformers cannot make {name}: {text}. Fix: correct the config.") from error
 
 
-def _inputs(file: str, module: nn.Module, config: Any, batch_size: int, context: int | None) -> dict[str, Tensor]:
+def _inputs(
+    file: str, module: nn.Module, config: "PretrainedConfig", batch_size: int, context: int | None
+) -> dict[str, Tensor]:
     """A batch on meta; labels if the model takes them."""
     name = type(module).__name__
     if module.main_input_name == "pixel_values":

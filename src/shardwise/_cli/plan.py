@@ -1,9 +1,10 @@
 """`shardwise plan`: where tables or the parameters of a model go, and whether they fit."""
 
 import argparse
+from collections.abc import Mapping
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardwise._cli.common import (
     Exit,
@@ -20,7 +21,11 @@ from shardwise.errors import ConfigError, LayoutError, MeshError, PlanError, Too
 if TYPE_CHECKING:
     from torch import nn
 
+    from shardwise._layout import Placements
     from shardwise.plan import BatchShape, ModulePlan, TablePlan, Topology
+    from shardwise.plan.module_search import Forward, Inputs
+    from shardwise.plan.table_request import Shardings
+    from shardwise.plan.tables import Tables
 
 RETURNS = "returns tables, tables and a BatchShape, or a module, its inputs and a function to the loss"
 BAGS = 1024  # samples of a rank, of tables
@@ -116,27 +121,28 @@ def _plan(args: argparse.Namespace, topology: "Topology") -> "TablePlan | Module
 
         _refuse(args, "context")
         tables, ids, allowed, pinned = read_tables(what)
-        return _plan_tables(args, topology, tables, _batch(args, topology, ids), allowed=allowed, pinned=pinned)
+        return _plan_tables(args, topology, tables, _batch(args, topology, ids), allowed, pinned)
     if what.endswith(".json") or Path(what).is_dir():
         from shardwise._cli.hugging_face import read_model
 
         _refuse(args, *OF_TABLES)
         return _plan_module(args, topology, *read_model(what, args.batch_size or topology.ranks, args.context))
     if ":" in what:
-        return _plan_returned(args, topology, import_function(what, RETURNS)())
+        return _plan_returned(args, topology)
     raise ConfigError(
         f"{what!r} is nothing that can be planned. Fix: a .toml or .csv of tables, the config.json of a Hugging Face "
         f"model, or MODULE:FUNCTION of your own."
     )
 
 
-def _plan_returned(args: argparse.Namespace, topology: "Topology", found: object) -> "TablePlan | ModulePlan":
+def _plan_returned(args: argparse.Namespace, topology: "Topology") -> "TablePlan | ModulePlan":
     from torch import nn
 
     from shardwise._layout.arguments import shown
     from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig
     from shardwise.plan import BatchShape
 
+    found = import_function(args.what, RETURNS)()
     match found:
         case (tables, BatchShape() as batch):
             _refuse(args, *OF_BATCH)
@@ -157,20 +163,34 @@ def _batch(args: argparse.Namespace, topology: "Topology", ids: float | dict[str
 
 
 def _plan_tables(
-    args: argparse.Namespace, topology: "Topology", tables: Any, batch: "BatchShape", **options: Any
+    args: argparse.Namespace,
+    topology: "Topology",
+    tables: "Tables",
+    batch: "BatchShape",
+    allowed: "Shardings | None" = None,
+    pinned: "Mapping[str, Placements] | None" = None,
 ) -> "TablePlan":
     from shardwise import embedding
     from shardwise.plan import plan_tables
 
-    optimizer = getattr(embedding, args.optimizer or "RowWiseAdagrad")(lr=0.01)
-    objective = args.objective or "time"
     return plan_tables(
-        tables, topology, batch, optimizer=optimizer, objective=objective, head_room=args.head_room, **options
+        tables,
+        topology,
+        batch,
+        optimizer=getattr(embedding, args.optimizer or "RowWiseAdagrad")(lr=0.01),
+        pinned=pinned,
+        allowed=allowed or {},
+        head_room=args.head_room,
+        objective=args.objective or "time",
     )
 
 
 def _plan_module(
-    args: argparse.Namespace, topology: "Topology", module: "nn.Module", inputs: Any, forward: Any = None
+    args: argparse.Namespace,
+    topology: "Topology",
+    module: "nn.Module",
+    inputs: "Inputs",
+    forward: "Forward | None" = None,
 ) -> "ModulePlan":
     from shardwise.plan import plan_module
 
