@@ -46,8 +46,8 @@ class ModulePlan(Report):
         reshard: whether the units free their parameters after forward, and all-gather them again for backward.
         seconds: of a modelled step, in which nothing overlaps.
         bound: seconds that no choices fall below, on any shape of the mesh that was tried.
-        memory: bytes of a rank that the plan may take.
         step: what rank 0 does under the plan, simulated; its `peak_bytes` fit the memory.
+        memory: bytes of a rank that the plan may take.
         reasons: for each parameter.
         tried: shapes of the mesh.
     """
@@ -58,8 +58,8 @@ class ModulePlan(Report):
     reshard: bool = True
     seconds: float = 0.0
     bound: float = 0.0
-    memory: float = field(default=0.0, compare=False)
     step: StepPrice | None = field(default=None, compare=False)
+    memory: float = field(default=0.0, compare=False)
     reasons: tuple[Reason, ...] = field(default=(), compare=False)
     tried: tuple[Tried, ...] = field(default=(), compare=False)
 
@@ -149,9 +149,7 @@ class ModulePlan(Report):
             styles = [(key or '""', entry_text(entry)) for key, entry in self.styles.items()]
             lines += ["", table_text([("path", "plan"), *styles], "ll", width)]
         if self.units:
-            units = ", ".join(unit or "the module" for unit in globs(self.units))
-            option = f"reshard_after_forward={self.reshard}"
-            lines += ["", table_text([(f"fully_shard along the data axis, {option}: {units}",)], "l", width)]
+            lines += ["", table_text([(self._units_text(),)], "l", width)]
         if self.reasons:
             rows = [(_names(r), str(r.placement), str(r.next_best or ""), _change(r)) for r in self.reasons]
             lines += ["", table_text([("parameter", "placement", "next best", "costs"), *rows], "llll", width)]
@@ -159,6 +157,10 @@ class ModulePlan(Report):
             shapes = [(f"{a} x {b}", _seconds(t)) for t in self.tried for a, b in [t.shape]]
             lines += ["", table_text([("dp x tp", "a step"), *shapes], "lr", width)]
         return "\n".join(lines)
+
+    def _units_text(self) -> str:
+        units = ", ".join(unit or "the module" for unit in globs(self.units))
+        return f"fully_shard along the data axis, reshard_after_forward={self.reshard}: {units}"
 
 
 def _names(reason: Reason) -> str:
@@ -228,7 +230,7 @@ def plan_module(
         step = price_module(module, plan, topology, inputs, forward=forward)
         if step.peak_bytes <= memory:
             return replace(
-                plan, step=step, bound=search.bound, memory=memory, reasons=tuple(reasons_of(found)),
+                plan, step=step, memory=memory, bound=search.bound, reasons=tuple(reasons_of(found)),
                 tried=tuple(search.tried),
             )  # fmt: skip
         scale = step.peak_bytes / found.bytes
