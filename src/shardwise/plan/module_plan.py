@@ -28,6 +28,7 @@ from shardwise.plan.module_search import (
 )
 from shardwise.plan.module_styles import plan_of_choices
 from shardwise.plan.module_text import Entry, code_of, entry_of_toml, entry_text, toml_of
+from shardwise.plan.page import module_page
 from shardwise.simulation.topology import Topology
 
 FORMAT = "shardwise module plan 1"
@@ -45,6 +46,7 @@ class ModulePlan(Report):
         seconds: of a modelled step, in which nothing overlaps.
         bound: seconds that no choices fall below, on any shape of the mesh that was tried.
         step: what rank 0 does under the plan, simulated; its `peak_bytes` fit the memory.
+        memory: bytes of a rank that the plan may take.
         reasons: for each parameter.
         tried: shapes of the mesh.
     """
@@ -56,6 +58,7 @@ class ModulePlan(Report):
     seconds: float = 0.0
     bound: float = 0.0
     step: StepPrice | None = field(default=None, compare=False)
+    memory: float = field(default=0.0, compare=False)
     reasons: tuple[Reason, ...] = field(default=(), compare=False)
     tried: tuple[Tried, ...] = field(default=(), compare=False)
 
@@ -144,8 +147,7 @@ class ModulePlan(Report):
         styles = [(key or '""', entry_text(entry)) for key, entry in self.styles.items()]
         lines += ["", table_text([("path", "plan"), *styles], "ll", width)]
         if self.units:
-            units = ", ".join(unit or "the module" for unit in self.units)
-            lines += ["", f"fully_shard along the data axis, reshard_after_forward={self.reshard}: {units}"]
+            lines += ["", self._units_text()]
         if self.reasons:
             rows = [(_names(r), str(r.placement), str(r.next_best or ""), _change(r)) for r in self.reasons]
             lines += ["", table_text([("parameter", "placement", "next best", "costs"), *rows], "llll", width)]
@@ -153,6 +155,20 @@ class ModulePlan(Report):
             shapes = [(f"{a} x {b}", _seconds(t)) for t in self.tried for a, b in [t.shape]]
             lines += ["", table_text([("dp x tp", "ms of a step"), *shapes], "lr", width)]
         return "\n".join(lines)
+
+    def _units_text(self) -> str:
+        units = ", ".join(unit or "the module" for unit in self.units)
+        return f"fully_shard along the data axis, reshard_after_forward={self.reshard}: {units}"
+
+    def to_html(self) -> str:
+        """The plan as a page that is one file: memory and time of a rank, styles, and each parameter with its reason.
+
+        Raises:
+            PlanError: a plan that `plan_module` did not make.
+        """
+        styles = [(key or '""', entry_text(entry)) for key, entry in self.styles.items()]
+        units = self._units_text() if self.units else ""
+        return module_page(self.mesh, self.memory, self.gap, self.step, styles, units, self.reasons, self.tried)
 
 
 def _names(reason: Reason) -> str:
@@ -218,8 +234,9 @@ def plan_module(
         step = price_module(module, plan, topology, inputs, forward=forward)
         if step.peak_bytes <= memory:
             return replace(
-                plan, step=step, bound=search.bound, reasons=tuple(reasons_of(found)), tried=tuple(search.tried)
-            )
+                plan, step=step, memory=memory, bound=search.bound, reasons=tuple(reasons_of(found)),
+                tried=tuple(search.tried),
+            )  # fmt: skip
         scale = step.peak_bytes / found.bytes
         budget = found.bytes * min(memory / step.peak_bytes, 0.99)
     raise PlanError(
