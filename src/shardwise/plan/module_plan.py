@@ -29,6 +29,7 @@ from shardwise.plan.module_search import (
 )
 from shardwise.plan.module_styles import globs, plan_of_choices
 from shardwise.plan.module_text import Entry, code_of, entry_of_toml, entry_text, toml_of
+from shardwise.plan.page import module_page
 from shardwise.plan.table_request import check_head_room
 from shardwise.simulation.topology import Topology
 
@@ -161,6 +162,16 @@ class ModulePlan(Report):
     def _units_text(self) -> str:
         units = ", ".join(unit or "the module" for unit in globs(self.units))
         return f"fully_shard along the data axis, reshard_after_forward={self.reshard}: {units}"
+
+    def to_html(self) -> str:
+        """The plan as a page that is one file: memory and time of a rank, styles, and each parameter with its reason.
+
+        Raises:
+            PlanError: a plan that `plan_module` did not make.
+        """
+        styles = [(key or '""', entry_text(entry)) for key, entry in self.styles.items()]
+        units = self._units_text() if self.units else ""
+        return module_page(self.mesh, self.memory, self.gap, self.step, styles, units, self.reasons, self.tried)
 
 
 def _names(reason: Reason) -> str:

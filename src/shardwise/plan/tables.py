@@ -22,7 +22,8 @@ from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.errors import ConfigError, PlanError, did_you_mean
 from shardwise.plan.assignment import MEMORY, Assignment, Floats
 from shardwise.plan.fit import fits_text
-from shardwise.plan.search import cheapest_replacement
+from shardwise.plan.page import tables_page
+from shardwise.plan.search import replacements
 from shardwise.plan.step_messages import StepBytes, step_messages
 from shardwise.plan.table_costs import COMPUTED, PHASES, BatchShape, speeds
 from shardwise.plan.table_options import SHARDINGS
@@ -151,11 +152,9 @@ class TablePlan(Report, Mapping[str, Placement]):
         planned = self._known
         unit, number = self._unit_of[self._checked_name(name)]
         best: tuple[float, int, Assignment] | None = None
-        for option in range(len(planned.divisions[unit])):
-            if option != planned.assignment.choice[unit]:
-                found = cheapest_replacement(planned.in_time, planned.assignment, unit, option)
-                if planned.in_time.ranks.fit(found.loads) and (best is None or found.value < best[0]):
-                    best = found.value, option, found
+        for option, found in replacements(planned.in_time, planned.assignment, unit):
+            if planned.in_time.ranks.fit(found.loads) and (best is None or found.value < best[0]):
+                best = found.value, option, found
         if best is None:
             return None
         return _difference(planned.divisions[unit][best[1]][number].label, planned, planned.assignment, best[2])
@@ -229,6 +228,10 @@ class TablePlan(Report, Mapping[str, Placement]):
         """The plan as the text of a file, which `save` writes and `load` reads: a line for each table, in order."""
         time = None if self._planned is None else self.milliseconds
         return toml_of_tables(self._tables, self._placements, self.mesh, self.gap, time)
+
+    def to_html(self) -> str:
+        """The plan as a page that is one file: memory, time and traffic of ranks, and each table with its runner-up."""
+        return tables_page(self._known, self.gap, self.milliseconds, self.runner_up)
 
     @checked
     def save(self, path: str | Path) -> None:
