@@ -19,7 +19,7 @@ from tools.model_zoo import FAMILIES
 Captured = pytest.CaptureFixture[str]
 TOML = """
 [tables]
-users = { num_embeddings = 4_000, embedding_dim = 16, ids_per_bag = 20, allowed = ["row", "column"] }
+users = { num_embeddings = 4_000, embedding_dim = 16, ids_per_bag = 20, allowed = ["table", "replicated"] }
 [tables.items]
 num_embeddings = 700
 embedding_dim = 32
@@ -33,7 +33,7 @@ embedding_dim = 8
 pinned = "OnRanks(1)"
 """
 CSV = """\ufeffname, num_embeddings,embedding_dim,feature_names,ids_per_bag,data_type,pooling,allowed,pinned
-users,4000,16,,20,,,row column,
+users,4000,16,,20,,,table replicated,
 items,700,32,bought seen,1 5.5,bfloat16,MEAN
 
 shops,90,8,,,,,,OnRanks(1)
@@ -46,7 +46,7 @@ CONFIGS = [
     EmbeddingBagConfig(90, 8, "shops", feature_names=["shops"]),
 ]  # fmt: skip
 IDS = {"users": 20.0, "bought": 1.0, "seen": 5.5, "shops": 1.0}
-ALLOWED, PINNED = {"users": ("row", "column")}, {"shops": OnRanks(1)}
+ALLOWED, PINNED = {"users": ("table", "replicated")}, {"shops": OnRanks(1)}
 CPU = ["--gpus", "2", "--preset", "cpu"]
 CPUS = Topology.preset("cpu", ranks_per_host=2)
 FUNCTIONS = """
@@ -91,11 +91,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("file", ["tables.toml", "tables.csv"])
 def test_tables_of_a_file_are_planned(file: str, capsys: Captured) -> None:
     assert read_tables(file) == (CONFIGS, IDS, ALLOWED, PINNED)
-    options = ["--batch-size", "99", "--memory", "1MiB", "--head-room", "0.5", "--output", "plan.toml"]
+    options = ["--batch-size", "99", "--memory", "4MiB", "--head-room", "0.5", "--output", "plan.toml"]
     options += ["--optimizer", "Adagrad", "--objective", "memory"]
     assert cli.main(["plan", file, *CPU, *options]) == 0
     found = plan_tables(
-        CONFIGS, Topology.preset("cpu", ranks_per_host=2, memory=1 << 20), BatchShape(50, IDS),
+        CONFIGS, Topology.preset("cpu", ranks_per_host=2, memory=4 << 20), BatchShape(50, IDS),
         optimizer=Adagrad(lr=0.1), allowed=ALLOWED, pinned=PINNED, head_room=0.5, objective="memory",
     )  # fmt: skip
     assert capsys.readouterr() == (f"{found}\nWrote plan.toml.\n", "")
