@@ -102,6 +102,13 @@ def test_tables_of_a_file_are_planned(file: str, capsys: Captured) -> None:
     assert dict(TablePlan.load("plan.toml", CONFIGS)) == dict(found)
 
 
+def test_a_page_is_written(capsys: Captured) -> None:
+    assert cli.main(["plan", "my_plans:collection", *CPU, "--html", "plan.html"]) == 0
+    assert capsys.readouterr().out.endswith("\nWrote plan.html.\n")
+    found = plan_tables(CONFIGS[:1], CPUS, BatchShape(32, 2.0), optimizer=RowWiseAdagrad(lr=0.1))
+    assert Path("plan.html").read_text(encoding="utf-8") == found.to_html()
+
+
 def test_what_does_not_fit_is_the_first_line_and_exits_with_3(capsys: Captured) -> None:
     assert cli.main(["plan", "tables.toml", *CPU, "--memory", "150KiB"]) == 3
     out, err = capsys.readouterr()

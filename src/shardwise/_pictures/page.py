@@ -1,6 +1,6 @@
 """A page that is one file and loads nothing: figures, bars of ranks, a heat map, and tables that can be sorted."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ STYLE = """
 *{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--text);font:15px/1.5 system-ui,Helvetica,Arial,sans-serif}
 header{background:#3f51b5;color:#fff}
-header>h1,main{max-width:75rem;margin:auto;padding:1rem;overflow-wrap:anywhere}
+h1,main{max-width:75rem;margin:auto;padding:1rem;overflow-wrap:anywhere}
 h1{font-size:1.5rem;line-height:1.3}
 h2{font-size:1.2rem;margin:2rem 0 .25rem}
 p{margin:.25rem 0 .75rem;max-width:48rem}
@@ -38,25 +38,25 @@ rect{stroke:var(--page);vector-effect:non-scaling-stroke;fill:#9e9e9e}
 .bars>:nth-child(3n+1){grid-column:1}
 .bars>:nth-child(3n+2){grid-column:3;text-align:right}
 .bars>svg{grid-column:2;width:100%;height:1.1rem;background:var(--line)}
-.scrolls{overflow:auto;max-height:42rem;width:fit-content;max-width:100%;border:1px solid var(--line)}
+.scrolls{overflow:auto;max-height:58rem;width:fit-content;max-width:100%;border:1px solid var(--line)}
 table{border-collapse:collapse}
-td,th{padding:.3rem .5rem;text-align:left;white-space:nowrap}
+td,th,caption{padding:.3rem .5rem;text-align:left;white-space:nowrap}
 .n,.heat th,.heat td{text-align:right}
 thead th{position:sticky;top:0;z-index:2;background:var(--page);box-shadow:0 1px var(--line)}
-tbody tr{border-top:1px solid var(--line)}
+.sortable tbody tr{border-top:1px solid var(--line)}
 .sortable tr>:first-child{position:sticky;left:0;z-index:1;background:var(--page)}
-.sortable td:first-child{white-space:normal;overflow-wrap:anywhere;min-width:6rem;max-width:40vw}
 th button{all:unset;cursor:pointer}
-th button:focus-visible{outline:2px solid}
-th button::after{content:" ↕"}
-[aria-sort=ascending] button::after{content:" ↑"}
-[aria-sort=descending] button::after{content:" ↓"}
+:focus-visible{outline:2px solid!important}
+th button::after{content:" ↕"/""}
+[aria-sort=ascending] button::after{content:" ↑"/""}
+[aria-sort=descending] button::after{content:" ↓"/""}
 .heat td{background:rgb(var(--heat)/calc(var(--v)*.6))}
 .heat td:empty{padding:.3rem}
 .heat th{font-weight:400;padding:0 .5rem}
-caption{text-align:left;padding:.3rem .5rem}
+.heat:not(:has([scope=col])) th{font-size:.65rem;line-height:1.2}
 @media(max-width:40rem){.bars{grid-template-columns:1fr auto}.bars>:nth-child(n){grid-column:auto}
-.bars>svg:nth-child(3n){grid-column:1/-1;margin-bottom:.3rem}}
+.bars>svg:nth-child(3n){grid-column:1/-1;margin-bottom:.3rem}
+.sortable td:first-child{white-space:normal;overflow-wrap:anywhere;min-width:8rem}}
 """ + "".join(f".c{number}{{fill:{colour_of(number, dark=True)}}}\n" for number in range(COLOURS))
 
 # Cells without a value come last in either order.
@@ -81,24 +81,17 @@ class Column(NamedTuple):
     values: Sequence[str] | Sequence[float | None]
     text: Text | None = None
 
-    def cells(self) -> list[str]:
-        if self.text is None:
-            return [f"<td>{safe(str(value))}</td>" for value in self.values]
-        return [
-            '<td class="n" data-value=""></td>'
-            if number is None
-            else f'<td class="n" data-value="{number:.9g}">{safe(self.text(float(number)))}</td>'
-            for number in self.values
-        ]
+    def cells(self) -> Iterator[str]:
+        for value in self.values:
+            if self.text is None or isinstance(value, str):
+                yield f"<td>{safe(str(value))}</td>"
+            else:
+                number, shown = ("", "") if value is None else (f"{value:.9g}", self.text(value))
+                yield f'<td class="n" data-value="{number}">{safe(shown)}</td>'
 
 
 def page(title: str, facts: Iterable[tuple[str, str]], sections: Iterable[tuple[str, str, str]]) -> str:
-    """The text of an HTML file.
-
-    Args:
-        facts: names and values, shown first.
-        sections: headings, one paragraph each, and HTML.
-    """
+    """The text of an HTML file: facts with their names, and sections of a heading, a paragraph and HTML."""
     head = "".join(f"<div><dt>{safe(name)}</dt><dd>{safe(value)}</dd></div>" for name, value in facts)
     body = "".join(f"<h2>{safe(heading)}</h2><p>{safe(note)}</p>{html}\n" for heading, note, html in sections)
     return (
@@ -112,11 +105,10 @@ def page(title: str, facts: Iterable[tuple[str, str]], sections: Iterable[tuple[
 
 
 def shown_ranks(amounts: Floats, also: Iterable[int] = ()) -> tuple[str, list[int]]:
-    """The ranks that have a bar, and a note: of too many ranks some, from the largest sum to the smallest.
+    """The ranks that have a bar, and a note: of too many ranks some and `also`, from the largest sum to the smallest.
 
     Args:
         amounts: of each rank, [ranks, amounts].
-        also: ranks that are then shown, too.
     """
     ranks = len(amounts)
     if ranks <= MOST_BARS:
@@ -140,11 +132,9 @@ def bars(
     """
     begun = np.cumsum(amounts, 1) - amounts if starts is None else np.broadcast_to(starts, amounts.shape)
     scale = WIDTH / max(float((begun + amounts).max(initial=0)), 1e-30)
-    legend = "".join(
-        f'<li><svg viewBox="0 0 9 9" aria-hidden="true"><rect class="c{number}" width="9" height="9"/></svg>'
-        f"{safe(f'{name}: {note}')}</li>"
-        for number, (name, note) in enumerate(zip(names, notes, strict=True))
-    )
+    mark = '<li><svg viewBox="0 0 9 9" aria-hidden="true"><rect class="c{}" width="9" height="9"/></svg>'
+    pairs = enumerate(zip(names, notes, strict=True))
+    legend = "".join(f"{mark.format(n)}{safe(name)}: {safe(note)}</li>" for n, (name, note) in pairs)
     found = []
     for row, rank in enumerate(ranks):
         parts = [(n, f"{name} {text(amounts[row, n])}") for n, name in enumerate(names) if amounts[row, n]]
@@ -153,9 +143,10 @@ def bars(
             f"<title>{safe(part)}</title></rect>"
             for n, part in parts
         )
+        label = safe(", ".join(part for _, part in parts) or "nothing")
         found.append(
-            f"<span>rank {rank}</span><span>{text(amounts[row].sum())}</span><svg viewBox='0 0 {WIDTH} 9' role='img' "
-            f'preserveAspectRatio="none" aria-label="{safe(", ".join(part for _, part in parts))}">{rects}</svg>\n'
+            f"<span>rank {rank}</span><span>{safe(text(amounts[row].sum()))}</span>"
+            f'<svg viewBox="0 0 {WIDTH} 9" preserveAspectRatio="none" role="img" aria-label="{label}">{rects}</svg>\n'
         )
     return f'<ul>{legend}</ul><div class="bars">{"".join(found)}</div>'
 

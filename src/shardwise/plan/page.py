@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from shardwise._layout import Mesh
-from shardwise._pictures.labels import bytes_text, count_text, ranks_text
+from shardwise._pictures.labels import bytes_text, count_text, milliseconds_text, named_ranks
 from shardwise._pictures.page import COLOURS, Column, Text, bars, heat_map, page, shown_ranks, sortable
 from shardwise.errors import PlanError
-from shardwise.plan.assignment import MEMORY
+from shardwise.plan.assignment import MEMORY, Floats, Problem, assignment_of
 from shardwise.plan.module_price import StepPrice
 from shardwise.plan.module_search import Reason, Tried
 from shardwise.plan.table_costs import PHASES
@@ -17,26 +17,21 @@ from shardwise.plan.table_problem import Planned
 
 MOST_REASONS = 100  # tables with a runner-up: one of 1,000 tables takes 26 ms on 4,096 ranks
 MOST_CELLS = 64  # rows of the traffic matrix
+LABEL = 24  # characters of the ranks of a table
 
 Change = tuple[str, float, int, int]  # a PlanChange
 Section = tuple[str, str, str]
 
+_more_ms: Text = "{:+.3f} ms".format
 
-def _facts(fullest: float, memory: float, ranks: str, milliseconds: float, gap: float) -> list[tuple[str, str]]:
+
+def _facts(fullest: float, memory: float, ranks: str, seconds: float, gap: float) -> list[tuple[str, str]]:
     return [
         ("It fits", f"{bytes_text(fullest)} of {bytes_text(memory)} on the fullest rank"),
         ("Ranks", ranks),
-        ("Step", _ms(milliseconds)),
+        ("Step", milliseconds_text(seconds)),
         ("Above the best plan", f"at most {100 * gap:.1f} %" if gap > 1e-5 else "0 %: no plan is better"),
     ]
-
-
-def _ms(milliseconds: float) -> str:
-    return f"{milliseconds:,.2f} ms" if milliseconds >= 1 else f"{milliseconds:.3g} ms"
-
-
-def _more_ms(milliseconds: float) -> str:
-    return f"{milliseconds:+.3f} ms"
 
 
 def _more_bytes(number: float) -> str:
@@ -46,30 +41,25 @@ def _more_bytes(number: float) -> str:
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
-def tables_page(planned: Planned, gap: float, milliseconds: float, runner_up: Callable[[str], Change | None]) -> str:
-    """The page of a plan of tables.
-
-    Args:
-        milliseconds: of the embedding part of a step.
-        runner_up: of a table.
-    """
+def tables_page(planned: Planned, gap: float, seconds: float, runner_up: Callable[[str], Change | None]) -> str:
+    """The page of a plan of tables."""
     request, fullest = planned.request, float(planned.assignment.loads[:, MEMORY].max())
     ranks = request.topology.ranks
     return page(
         f"Plan of {count_text(len(request.tables), 'table')} on {count_text(ranks, 'rank')}",
-        _facts(fullest, request.memory, f"{ranks:,}", milliseconds, gap),
-        [_memory(planned), _timeline(planned, milliseconds), *_traffic(planned), _tables(planned, runner_up)],
+        _facts(fullest, request.memory, f"{ranks:,}", seconds, gap),
+        [_memory(planned), _timeline(planned, seconds), _traffic(planned), _tables(planned, runner_up)],
     )
 
 
 def _memory(planned: Planned) -> Section:
     """The largest tables have colours."""
-    held = np.zeros((planned.in_time.ranks.count, len(planned.units)))
     chosen = zip(planned.in_time.options, planned.assignment.choice, planned.assignment.places, strict=True)
-    for unit, (options, choice, places) in enumerate(chosen):
-        span = options[choice].span
-        for cost, place in zip(options[choice].cost[..., MEMORY], places, strict=True):
-            held[place * span : (place + 1) * span, unit] += cost
+    alone = [
+        assignment_of(Problem([options], planned.in_time.ranks), [choice], [places])
+        for options, choice, places in chosen
+    ]
+    held = np.column_stack([one.loads[:, MEMORY] for one in alone])
     order = np.argsort(-held.sum(0), kind="stable").tolist()
     names = [" + ".join(planned.request.names[table] for table in planned.units[unit]) for unit in order[:COLOURS]]
     amounts = held[:, order[:COLOURS]]
@@ -82,47 +72,55 @@ def _memory(planned: Planned) -> Section:
     return "Memory of each rank", text, bars(names, totals, shown, amounts[shown], bytes_text)
 
 
-def _timeline(planned: Planned, milliseconds: float) -> Section:
+def _timeline(planned: Planned, seconds: float) -> Section:
     """A phase of a rank takes as long as its host's link, too."""
     ranks, loads = planned.in_time.ranks, planned.assignment.loads[:, 1:]
     of_hosts = loads.reshape(ranks.hosts, ranks.per_host, -1).sum(1).repeat(ranks.per_host, 0)
-    times = 1e3 * np.maximum(loads * ranks.inside, of_hosts * ranks.between)
+    times = np.maximum(loads * ranks.inside, of_hosts * ranks.between)
     most, slowest = times.max(0), times.argmax(0).tolist()
     note, shown = shown_ranks(times, slowest)
-    notes = [f"{_ms(time)} on rank {rank}" for time, rank in zip(most, slowest, strict=True)]
+    notes = [f"{milliseconds_text(time)} on rank {rank}" for time, rank in zip(most, slowest, strict=True)]
     text = (
         f"A phase begins when all ranks have ended the one before; where a bar is empty, the rank waits. The legend "
-        f"has the slowest ranks. Latencies, {_ms(milliseconds - most.sum())} of the step, are not drawn.{note}"
+        f"has the slowest ranks. Latencies, {milliseconds_text(seconds - most.sum())} of the step, are not drawn.{note}"
     )
-    return "A step of each rank", text, bars(PHASES, notes, shown, times[shown], _ms, most.cumsum() - most)
+    drawn = bars(PHASES, notes, shown, times[shown], milliseconds_text, most.cumsum() - most)
+    return "A step of each rank", text, drawn
 
 
-def _traffic(planned: Planned) -> list[Section]:
-    """An owner of rows receives as many ids and gradients from each other rank, and sends as many results to each."""
+def traffic(planned: Planned, most: int = MOST_CELLS) -> tuple[list[str], Floats]:
+    """Expected bytes from ranks to ranks in a step; or, if these are too many, from hosts to hosts.
+
+    An owner of rows receives as many ids and gradients from each other rank, and sends as many results to each.
+    """
     topology, loads = planned.request.topology, planned.assignment.loads
     ranks = topology.ranks
-    if ranks == 1:
-        return []
     ids, results, gradients = (loads[:, 1 + PHASES.index(name)] for name in ("ids", "results", "gradients"))
-    size = 1 if ranks <= MOST_CELLS else topology.ranks_per_host * -(-topology.hosts // MOST_CELLS)
+    unit = topology.ranks_per_host if ranks > most and topology.hosts > 1 else 1
+    size = unit * -(-ranks // (unit * most))
     starts = np.arange(0, ranks, size)
     counts = np.diff([*starts, ranks])
-    sent, received = (np.add.reduceat(x, starts) / (ranks - 1) for x in (results, ids + gradients))
-    amounts = sent[:, None] * counts + counts[:, None] * received
+    sent, received = (np.add.reduceat(x, starts) / max(ranks - 1, 1) for x in (results, ids + gradients))
+    amounts: Floats = sent[:, None] * counts + counts[:, None] * received
     np.fill_diagonal(amounts, (sent + received) * (counts - 1))
-    names = [f"rank {ranks_text(range(a, a + n))}" for a, n in zip(starts.tolist(), counts.tolist(), strict=True)]
+    names = [named_ranks(range(a, a + n), LABEL) for a, n in zip(starts.tolist(), counts.tolist(), strict=True)]
+    return names, amounts
+
+
+def _traffic(planned: Planned) -> Section:
+    names, amounts = traffic(planned)
     src, dst = np.unravel_index(amounts.argmax(), amounts.shape)
     text = (
         f"Expected bytes of ids, results and gradients in a step, {bytes_text(amounts.sum())} in all. Most: "
         f"{bytes_text(amounts[src, dst])} from {names[src]} to {names[dst]}."
     )
-    return [("Traffic", text, heat_map(names, amounts, bytes_text, "Row: from. Column: to."))]
+    return "Traffic", text, heat_map(names, amounts, bytes_text, "Row: from. Column: to.")
 
 
 def _tables(planned: Planned, runner_up: Callable[[str], Change | None]) -> Section:
     """Tables from the slowest to the fastest."""
     choice, configs = planned.assignment.choice, planned.request.tables
-    cost = 1e3 * planned.in_time.largest[planned.in_time.starts[:-1] + choice].sum(1)
+    cost = planned.in_time.largest[planned.in_time.starts[:-1] + choice].sum(1)
     order = [
         (table, float(cost[unit]), planned.divisions[unit][choice[unit]][number].label)
         for unit in np.argsort(-cost, kind="stable").tolist()
@@ -143,8 +141,8 @@ def _tables(planned: Planned, runner_up: Callable[[str], Change | None]) -> Sect
         Column("columns", [one.embedding_dim for one in tables], "{:.0f}".format),
         Column("bytes", [x.num_embeddings * x.embedding_dim * x.data_type.itemsize for x in tables], bytes_text),
         Column("sharding", [label for *_, label in order]),
-        Column("ranks", [ranks_text(ranks) for ranks in held]),
-        Column("time on a rank", [time for _, time, _ in order], _ms),
+        Column("ranks", [named_ranks(ranks, LABEL) for ranks in held]),
+        Column("time on a rank", [time for _, time, _ in order], milliseconds_text),
         Column("runner-up", [one[0] if one else "" for one in others]),
         Column("runner-up: step", [one[1] if one else None for one in others], _more_ms),
         Column("runner-up: sent", [one[2] if one else None for one in others], _more_bytes),
@@ -159,28 +157,19 @@ def module_page(
     mesh: Mesh, memory: float, gap: float, step: StepPrice | None, styles: Sequence[tuple[str, str]], units: str,
     reasons: Sequence[Reason], tried: Sequence[Tried],
 ) -> str:  # fmt: skip
-    """The page of a plan of a module.
-
-    Args:
-        memory: bytes of a rank that the step may take.
-        styles: paths of modules, and their entries in the plan.
-        units: which modules are fully sharded.
-
-    Raises:
-        PlanError: there is no step, as in a plan of a file.
-    """
+    """The page of a plan of a module; its arguments are attributes of the plan, styles and units as text."""
     if step is None:
         raise PlanError("A plan that plan_module did not make has no times and no reasons. Fix: plan_module(…).")
-    first, sent = mesh.ranks[0], bytes_text(step.sent_bytes)
-    times = {"compute": 1e3 * step.compute, "communication": 1e3 * step.communication}
+    first, sent, ms = mesh.ranks[0], bytes_text(step.sent_bytes), milliseconds_text
+    times = {"compute": step.compute, "communication": step.communication}
     parts = f"The plan for parallelize_module along the tensor axis. {units}"
     table = sortable(Column("path", [path for path, _ in styles]), Column("plan", [text for _, text in styles]))
     return page(
         f"Plan of a module on {count_text(mesh.size(), 'rank')}",
-        _facts(step.peak_bytes, memory, f"{mesh.size():,}, {mesh}", 1e3 * step.seconds, gap),
+        _facts(step.peak_bytes, memory, f"{mesh.size():,}, {mesh}", step.seconds, gap),
         [
             ("Memory", f"Of rank {first} at the peak of a step with AdamW.", _bar(first, step.memory, bytes_text)),
-            ("A step", f"Of rank {first}, which sends {sent}. Nothing overlaps.", _bar(first, times, _ms)),
+            ("A step", f"Of rank {first}, which sends {sent}. Nothing overlaps.", _bar(first, times, ms)),
             ("Modules", parts, table), _parameters(reasons), _meshes(tried),
         ],
     )  # fmt: skip
@@ -211,6 +200,6 @@ def _parameters(reasons: Sequence[Reason]) -> Section:
 def _meshes(tried: Sequence[Tried]) -> Section:
     return "Meshes", "Modelled steps, by the ranks of the data axis and of the tensor axis.", sortable(
         Column("data x tensor", [f"{data} x {tensor}" for (data, tensor), *_ in tried]),
-        Column("step", [one.seconds and 1e3 * one.seconds for one in tried], _ms),
-        Column("", ["does not fit" if x.seconds is None else "at least" if x.is_bound else "" for x in tried]),
+        Column("step", [one.seconds for one in tried], milliseconds_text),
+        Column("note", ["does not fit" if x.seconds is None else "at least" if x.is_bound else "" for x in tried]),
     )  # fmt: skip
