@@ -190,8 +190,7 @@ class ModulePlan(Report):
         return check_of(price.sent_by_cause, runs[0].sent, memory, price.seconds, runs, self._other_costs())
 
     def _other_costs(self) -> str:
-        """Whether ranks plan redistributions by the costs of the plan, which decide between an all-reduce and an
-        all-to-all."""
+        """Says so if ranks choose between an all-reduce and an all-to-all by other costs than the plan."""
         of_run = collectives.costs(self.mesh.device_type)
         if self.origin is None or self.origin.search.topology.costs.numbers() == of_run.numbers():
             return ""
