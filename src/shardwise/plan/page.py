@@ -7,7 +7,6 @@ import numpy as np
 from shardwise._layout import Mesh
 from shardwise._pictures.labels import bytes_text, count_text, milliseconds_text, named_ranks
 from shardwise._pictures.page import COLOURS, Column, Text, bars, heat_map, page, shown_ranks, sortable
-from shardwise.errors import PlanError
 from shardwise.plan.assignment import MEMORY, Floats, Problem, assignment_of
 from shardwise.plan.module_price import StepPrice
 from shardwise.plan.module_search import Reason, Tried
@@ -25,15 +24,6 @@ Section = tuple[str, str, str]
 _more_ms: Text = "{:+.3f} ms".format
 
 
-def _facts(fullest: float, memory: float, ranks: str, seconds: float, gap: float) -> list[tuple[str, str]]:
-    return [
-        ("It fits", f"{bytes_text(fullest)} of {bytes_text(memory)} on the fullest rank"),
-        ("Ranks", ranks),
-        ("Step", milliseconds_text(seconds)),
-        ("Above the best plan", f"at most {100 * gap:.1f} %" if gap > 1e-5 else "0 %: no plan is better"),
-    ]
-
-
 def _more_bytes(number: float) -> str:
     return f"{'-' if number < 0 else '+'}{bytes_text(abs(number))}"
 
@@ -41,13 +31,14 @@ def _more_bytes(number: float) -> str:
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
-def tables_page(planned: Planned, gap: float, seconds: float, runner_up: Callable[[str], Change | None]) -> str:
-    """The page of a plan of tables."""
-    request, fullest = planned.request, float(planned.assignment.loads[:, MEMORY].max())
-    ranks = request.topology.ranks
+def tables_page(
+    heading: Sequence[str], planned: Planned, seconds: float, runner_up: Callable[[str], Change | None]
+) -> str:
+    """The page of a plan of tables, whose step takes so many seconds."""
+    tables, ranks = len(planned.request.tables), planned.request.topology.ranks
     return page(
-        f"Plan of {count_text(len(request.tables), 'table')} on {count_text(ranks, 'rank')}",
-        _facts(fullest, request.memory, f"{ranks:,}", seconds, gap),
+        f"Plan of {count_text(tables, 'table')} on {count_text(ranks, 'rank')}",
+        heading,
         [_memory(planned), _timeline(planned, seconds), _traffic(planned), _tables(planned, runner_up)],
     )
 
@@ -154,19 +145,17 @@ def _tables(planned: Planned, runner_up: Callable[[str], Change | None]) -> Sect
 
 
 def module_page(
-    mesh: Mesh, memory: float, gap: float, step: StepPrice | None, styles: Sequence[tuple[str, str]], units: str,
+    heading: Sequence[str], mesh: Mesh, step: StepPrice, styles: Sequence[tuple[str, str]], units: str,
     reasons: Sequence[Reason], tried: Sequence[Tried],
 ) -> str:  # fmt: skip
     """The page of a plan of a module; its arguments are attributes of the plan, styles and units as text."""
-    if step is None:
-        raise PlanError("A plan that plan_module did not make has no times and no reasons. Fix: plan_module(…).")
     first, sent, ms = mesh.ranks[0], bytes_text(step.sent_bytes), milliseconds_text
     times = {"compute": step.compute, "communication": step.communication}
     parts = f"The plan for parallelize_module along the tensor axis. {units}"
     table = sortable(Column("path", [path for path, _ in styles]), Column("plan", [text for _, text in styles]))
     return page(
         f"Plan of a module on {count_text(mesh.size(), 'rank')}",
-        _facts(step.peak_bytes, memory, f"{mesh.size():,}, {mesh}", step.seconds, gap),
+        heading,
         [
             ("Memory", f"Of rank {first} at the peak of a step with AdamW.", _bar(first, step.memory, bytes_text)),
             ("A step", f"Of rank {first}, which sends {sent}. Nothing overlaps.", _bar(first, times, ms)),
