@@ -18,7 +18,7 @@ WIDTH = 1000  # units that the longest bar is drawn at
 
 STYLE = """
 :root{color-scheme:light dark;--text:#212121;--dim:#5f6368;--page:#fff;--line:#0002;--heat:63 81 181}
-@media(prefers-color-scheme:dark){:root{--text:#dfe0e8;--dim:#a3a6b8;--page:#1e2029;--line:#fff2;--heat:118 137 255}}
+@media(prefers-color-scheme:dark){:root{--text:#dfe0e8;--dim:#a3a6b8;--page:#1e2029;--line:#fff2;--heat:100 118 235}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--text);font:15px/1.5 system-ui,Helvetica,Arial,sans-serif}
 header{background:#3f51b5;color:#fff}
