@@ -121,8 +121,8 @@ def _tables(planned: Planned, runner_up: Callable[[str], Change | None]) -> Sect
     held = [held_by(placements[one.name]) or range(planned.request.topology.ranks) for one in tables]
     others = [runner_up(one.name) if number < MOST_REASONS else None for number, one in enumerate(tables)]
     text = (
-        "The runner-up is the next best sharding if all other tables stay; the step, the bytes that the busiest rank "
-        "sends, and the memory of the fullest rank change by as much."
+        "The time is that of the rank that works longest for the table. The runner-up is the next best sharding if all "
+        "other tables stay; it adds as much to the step, to the bytes of the busiest rank, and to the fullest rank."
     )
     if len(tables) > MOST_REASONS:
         text += f" It was computed for the {MOST_REASONS} tables that take longest on a rank."
@@ -133,11 +133,11 @@ def _tables(planned: Planned, runner_up: Callable[[str], Change | None]) -> Sect
         Column("bytes", [x.num_embeddings * x.embedding_dim * x.data_type.itemsize for x in tables], bytes_text),
         Column("sharding", [label for *_, label in order]),
         Column("ranks", [named_ranks(ranks, LABEL) for ranks in held]),
-        Column("time on a rank", [time for _, time, _ in order], milliseconds_text),
+        Column("time", [time for _, time, _ in order], milliseconds_text),
         Column("runner-up", [one[0] if one else "" for one in others]),
-        Column("runner-up: step", [one[1] if one else None for one in others], _more_ms),
-        Column("runner-up: sent", [one[2] if one else None for one in others], _more_bytes),
-        Column("runner-up: memory", [one[3] if one else None for one in others], _more_bytes),
+        Column("more time", [one[1] if one else None for one in others], _more_ms),
+        Column("more sent", [one[2] if one else None for one in others], _more_bytes),
+        Column("more memory", [one[3] if one else None for one in others], _more_bytes),
     )  # fmt: skip
 
 
@@ -172,7 +172,7 @@ def _bar(rank: int, amounts: Mapping[str, float], text: Text) -> str:
 def _parameters(reasons: Sequence[Reason]) -> Section:
     text = (
         "A placement is along the tensor axis. Parameters of equal blocks share a choice. The runner-up is the next "
-        "best placement, which the choices of other parameters follow."
+        "best placement, which the choices of other parameters follow; it adds as much to the step, and to memory."
     )
     return "Parameters", text, sortable(
         Column("parameter", [one.names[0] for one in reasons]),
@@ -180,8 +180,8 @@ def _parameters(reasons: Sequence[Reason]) -> Section:
         Column("bytes on a rank", [one.bytes for one in reasons], bytes_text),
         Column("placement", [str(one.placement) for one in reasons]),
         Column("runner-up", [str(one.next_best or "") for one in reasons]),
-        Column("runner-up: step", [1e3 * one.more_seconds if one.next_best else None for one in reasons], _more_ms),
-        Column("runner-up: memory", [one.more_bytes if one.next_best else None for one in reasons], _more_bytes),
+        Column("more time", [1e3 * one.more_seconds if one.next_best else None for one in reasons], _more_ms),
+        Column("more memory", [one.more_bytes if one.next_best else None for one in reasons], _more_bytes),
         Column("why", [one.why for one in reasons]),
     )  # fmt: skip
 
