@@ -46,8 +46,10 @@ def kaggle(columns: int = 128, bags: int = 2048, most_rows: int = 1 << 40) -> Ta
     return _tables("kaggle", rows, [columns] * len(rows), _lognormal_ids(len(rows)), bags)
 
 
-def mlperf(ranks: int) -> Tables:
-    return _tables("mlperf", MLPERF_ROWS, [128] * len(MLPERF_ROWS), MLPERF_IDS, MLPERF_BATCH // ranks)
+def mlperf(columns: int = 128, bags: int = MLPERF_BATCH // 8, most_rows: int = 1 << 40) -> Tables:
+    """The 26 tables of MLPerf's DLRM-DCNv2, with its batch on 8 ranks."""
+    rows = [min(n, most_rows) for n in MLPERF_ROWS]
+    return _tables("mlperf", rows, [columns] * len(rows), MLPERF_IDS, bags)
 
 
 def _lognormal_ids(count: int) -> list[float]:

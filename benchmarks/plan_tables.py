@@ -5,7 +5,7 @@ those of MLPerf's DLRM-DCNv2. Times of planners are CPU times. TorchRec's planne
 Both plans are judged by both cost models: that of `shardwise.plan`, which is exact in bytes, and TorchRec's.
 
     python benchmarks/plan_tables.py [--sizes kaggle,mlperf,40x1x8,100x2x8] [--quick]    tables x hosts x GPUs
-    python benchmarks/plan_tables.py --measure [--quick]    both plans, measured on 4 gloo ranks
+    python benchmarks/plan_tables.py --measure [--costs FILE] [--quick]    both plans, measured on 4 gloo ranks
 """
 
 import argparse
@@ -23,7 +23,7 @@ from shardwise.plan import BatchShape, TablePlan, Topology, plan_tables
 from shardwise.plan.table_options import SHARDINGS
 
 RANKS = 4  # of measured steps
-ROUNDS = 15
+ROUNDS = 11
 
 
 def plan_of(tables: Tables, topology: Topology, **arguments: Any) -> TablePlan:
@@ -54,14 +54,13 @@ def beside(tables: Tables, topology: Topology, ours: TablePlan) -> list[object]:
     from plan_torchrec import Planner, placements, shards_of, without_equivalent
 
     planner = Planner(tables, topology)
-    unknown = without_equivalent(ours)
-    comparable = ours
-    if unknown:  # a second plan, in which each of these tables has another sharding
+    comparable, unknown = ours, list[str]()
+    while more := without_equivalent(comparable):  # another plan, in which these tables have another sharding
+        unknown += more
         others = tuple(one for one in SHARDINGS if one != "row")
         allowed = {c.name: others if c.name in unknown else SHARDINGS for c in tables.configs}
         comparable = plan_of(tables, topology, head_room=0.15, allowed=allowed)
-        unknown = [*unknown, *without_equivalent(comparable)]
-    mine = "-" if without_equivalent(comparable) else f"{planner.milliseconds(shards_of(comparable, tables)):.3g}"
+    mine = f"{planner.milliseconds(shards_of(comparable, tables)):.3g}"
     begun = process_time()
     try:
         theirs = planner.shards(planner.plan())
@@ -72,12 +71,11 @@ def beside(tables: Tables, topology: Topology, ours: TablePlan) -> list[object]:
     return [f"{seconds:.1f}", f"{by_us:.3g}", mine, f"{by_them:.3g}", len(unknown)]
 
 
-def measured(tables: Tables, rounds: int) -> list[list[object]]:
+def measured(tables: Tables, topology: Topology, rounds: int) -> list[list[object]]:
     """Steps of both plans in our engine, and of TorchRec's in its own."""
     from plan_measured import measure
     from plan_torchrec import Planner, placements
 
-    topology = Topology.preset("cpu", ranks_per_host=RANKS)
     planner = Planner(tables, topology)
     chosen = planner.plan()
     theirs = placements(planner.shards(chosen), RANKS)
@@ -95,6 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="kaggle,mlperf,40x1x8,100x2x8,500x8x8,1000x16x8,1000x512x8")
     parser.add_argument("--measure", action="store_true", help="steps of both plans on 4 gloo ranks")
+    parser.add_argument("--costs", help="with --measure: a file of `shardwise doctor --calibrate`")
     parser.add_argument("--quick", action="store_true", help="one small size, to show that it runs")
     chosen = parser.parse_args()
     with_torchrec = importlib.util.find_spec("torchrec") is not None
@@ -102,8 +101,11 @@ def main() -> None:
     if not with_torchrec:
         print("\nTorchRec is not installed here; docs/performance.md says how to install it.")
     if chosen.measure and with_torchrec:
-        every = [lognormal(20, 64, 1000)] if chosen.quick else [kaggle(64, 512, 200_000), lognormal(40, 512, 40_000)]
-        rows = [line for tables in every for line in measured(tables, 3 if chosen.quick else ROUNDS)]
+        every = [kaggle(64, 512, 200_000), mlperf(64, 512, 200_000), lognormal(40, 512, 40_000)]
+        every = [lognormal(20, 64, 1000)] if chosen.quick else every
+        topology = Topology.preset("cpu", ranks_per_host=RANKS)
+        topology = topology.with_costs_of(chosen.costs) if chosen.costs else topology
+        rows = [line for tables in every for line in measured(tables, topology, 3 if chosen.quick else ROUNDS)]
         columns = ["plan", "planned ms", "measured ms", "CPU ms of the busiest rank"]
         print_table(f"Steps of {RANKS} ranks, medians", columns, rows)
         return
@@ -111,7 +113,7 @@ def main() -> None:
     for size in ["20x1x4"] if chosen.quick else chosen.sizes.split(","):
         if size in ("kaggle", "mlperf"):
             topology = Topology.preset("H100")
-            tables = kaggle() if size == "kaggle" else mlperf(topology.ranks)
+            tables = kaggle() if size == "kaggle" else mlperf()
         else:
             count, hosts, per_host = map(int, size.split("x"))
             tables, topology = lognormal(count), Topology.preset("H100", hosts=hosts, ranks_per_host=per_host)

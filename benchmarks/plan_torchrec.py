@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise import Boxes, Layout, OnRanks, Placement, Replicate
 from shardwise.plan import TablePlan, Topology
-from shardwise.plan.table_costs import speeds
+from shardwise.plan.table_costs import PHASES, speeds
 
 # Its name of each sharding of `plan_tables`. It has no rows on some of the ranks, but for those of a host.
 TYPES = {
@@ -89,13 +89,13 @@ class Planner:
         from torchrec.distributed.planner.types import ParameterConstraints
 
         self.tables, self.ranks = tables, topology.ranks
-        inside, between, _ = speeds(topology)
-        of_link = 1e-3 / between[0] / topology.ranks_per_host if topology.hosts > 1 else 1.0
+        inside, between = (of_phases[PHASES.index("results")] for of_phases in speeds(topology)[:2])
+        of_link = 1e-3 / between / topology.ranks_per_host if topology.hosts > 1 else 1.0
         lookup = topology.lookup_bandwidth * 1e-3  # bytes a millisecond
         self.topology: Any = TheirTopology(
             world_size=topology.ranks, local_world_size=topology.ranks_per_host, compute_device=topology.device_type,
             hbm_cap=topology.memory, ddr_cap=topology.memory, hbm_mem_bw=lookup, ddr_mem_bw=lookup,
-            intra_host_bw=1e-3 / inside[0], inter_host_bw=of_link,
+            intra_host_bw=1e-3 / inside, inter_host_bw=of_link,
         )  # fmt: skip
         self.constraints = {
             c.name: ParameterConstraints(
