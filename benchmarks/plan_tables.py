@@ -5,7 +5,7 @@ those of MLPerf's DLRM-DCNv2. Times of planners are CPU times. TorchRec's planne
 Both plans are judged by both cost models: that of `shardwise.plan`, which is exact in bytes, and TorchRec's.
 
     python benchmarks/plan_tables.py [--sizes kaggle,mlperf,40x1x8,100x2x8] [--quick]    tables x hosts x GPUs
-    python benchmarks/plan_tables.py --measure [--costs FILE] [--quick]    both plans, measured on 4 gloo ranks
+    python benchmarks/plan_tables.py --measure [--ranks 4] [--costs FILE] [--quick]    both plans, on gloo ranks
 """
 
 import argparse
@@ -22,8 +22,7 @@ from shardwise.embedding import EmbeddingBagCollection, RowWiseAdagrad
 from shardwise.plan import BatchShape, TablePlan, Topology, plan_tables
 from shardwise.plan.table_options import SHARDINGS
 
-RANKS = 4  # of measured steps
-ROUNDS = 11
+ROUNDS = 9
 
 
 def plan_of(tables: Tables, topology: Topology, **arguments: Any) -> TablePlan:
@@ -78,10 +77,10 @@ def measured(tables: Tables, topology: Topology, rounds: int) -> list[list[objec
 
     planner = Planner(tables, topology)
     chosen = planner.plan()
-    theirs = placements(planner.shards(chosen), RANKS)
+    theirs = placements(planner.shards(chosen), topology.ranks)
     ours = plan_of(tables, topology)
     plans = {"ours": dict(ours), "TorchRec's": theirs}
-    found = measure(tables, plans, {"TorchRec's, in its engine": chosen}, RANKS, rounds)
+    found = measure(tables, plans, {"TorchRec's, in its engine": chosen}, topology.ranks, rounds)
     planned = {"ours": ours.milliseconds, "TorchRec's": judged(tables, topology, theirs)}
     return [
         [f"{tables.name}, {name}", f"{planned[name]:.1f}" if name in planned else "-", f"{wall:.1f}", f"{cpu:.1f}"]
@@ -92,7 +91,8 @@ def measured(tables: Tables, topology: Topology, rounds: int) -> list[list[objec
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="kaggle,mlperf,40x1x8,100x2x8,500x8x8,1000x16x8,1000x512x8")
-    parser.add_argument("--measure", action="store_true", help="steps of both plans on 4 gloo ranks")
+    parser.add_argument("--measure", action="store_true", help="steps of both plans on gloo ranks")
+    parser.add_argument("--ranks", type=int, default=4, help="of --measure")
     parser.add_argument("--costs", help="with --measure: a file of `shardwise doctor --calibrate`")
     parser.add_argument("--quick", action="store_true", help="one small size, to show that it runs")
     chosen = parser.parse_args()
@@ -103,11 +103,11 @@ def main() -> None:
     if chosen.measure and with_torchrec:
         every = [kaggle(64, 512, 200_000), mlperf(64, 512, 200_000), lognormal(40, 512, 40_000)]
         every = [lognormal(20, 64, 1000)] if chosen.quick else every
-        topology = Topology.preset("cpu", ranks_per_host=RANKS)
+        topology = Topology.preset("cpu", ranks_per_host=chosen.ranks)
         topology = topology.with_costs_of(chosen.costs) if chosen.costs else topology
         rows = [line for tables in every for line in measured(tables, topology, 3 if chosen.quick else ROUNDS)]
         columns = ["plan", "planned ms", "measured ms", "CPU ms of the busiest rank"]
-        print_table(f"Steps of {RANKS} ranks, medians", columns, rows)
+        print_table(f"Steps of {chosen.ranks} ranks, medians", columns, rows)
         return
     rows = []
     for size in ["20x1x4"] if chosen.quick else chosen.sizes.split(","):
