@@ -136,6 +136,20 @@ def test_large_problems_are_near_their_bound_and_the_same_again(
     assert (again.assignment.choice, again.assignment.places) == (one.choice, one.places)
 
 
+def test_blocks_above_the_times_of_the_bound_are_tried() -> None:
+    """Fewer tables than ranks: the bound takes a part of a table whole, and it is much dearer to split all of it."""
+    g, options = np.random.default_rng(0), []
+    for ids in g.lognormal(0, 1.2, 60):
+        split = [("column", n, np.tile([0.0, 0.1 * ids, ids / n, 1 / n], (n, 1, 1))) for n in (1, 2, 4, 8)]
+        split += [("row", n, np.tile([0.0, 0.1 * ids / n, ids / n, 1.0], (n, 1, 1))) for n in (8, 16, 32)]
+        options.append([Option(f"{name} {n}", 1, cost) for name, n, cost in split])
+    of = Problem(options, Ranks(16, 8, 1.0, np.ones(3), np.array([0.5, 0.0, 0.5])))
+    found = solved(of)
+    assert check(of, found) is not None
+    assert found is not None
+    assert found.gap <= 0.12
+
+
 def test_a_replacement_is_an_assignment_that_differs_in_one_table() -> None:
     of = large(20, 1, 4)
     one = check(of, solved(of))
