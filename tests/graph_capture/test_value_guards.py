@@ -209,9 +209,9 @@ def _constant_written(x: Tensor) -> Tensor:
 
 
 def _tolist_twice(x: Tensor) -> Tensor:
-    y = x * (1 + x.tolist()[0])
+    y = x * (1 + float(x.tolist()[0]))
     x.add_(1)
-    return y * x.tolist()[0]
+    return y * float(x.tolist()[0])
 
 
 OUTSIDE = torch.tensor([2.0, 1.0, 3.0])
@@ -236,7 +236,7 @@ def test_values_that_no_guard_can_compute_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("read", [Tensor.item, Tensor.tolist], ids=lambda f: f.__name__)
-def test_values_read_in_backward_are_refused(read: Callable[[Tensor], Any]) -> None:
+def test_values_read_in_backward_are_refused(read: Callable[[Tensor], float]) -> None:
     def function(x: Tensor) -> Tensor:
         y = x * 1
         y.register_hook(lambda g: g * read(g.sum()))
