@@ -17,7 +17,7 @@ from shardwise._redistribute.run_plan import redistribute_local
 from shardwise._tensor.dispatch.resolve import SlottedCall
 from shardwise._tensor.dtensor import DTensor, tag
 from shardwise.errors import LayoutError, ShardwiseError
-from shardwise.plan.module_choices import Choice, Units, all_choices, is_view
+from shardwise.plan.module_choices import Choice, Units, all_choices, is_view, replicated
 from shardwise.plan.module_trace import OP, ModuleGraph, Node, Value
 from shardwise.simulation.clock import RankClock
 from shardwise.simulation.topology import Topology
@@ -35,7 +35,7 @@ class ModuleCosts:
 
     def __init__(self, graph: ModuleGraph, shape: tuple[int, int], topology: Topology) -> None:
         self.graph, self.shape = graph, shape
-        self.choices = all_choices(graph)
+        self.choices = all_choices(graph) if shape[1] > 1 else [[replicated(node)] for node in graph.nodes]
         self.units = Units(graph, self.choices)
         self.topology = topology
         self.mesh = Mesh(shape[1:])
