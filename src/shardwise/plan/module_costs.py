@@ -113,6 +113,8 @@ class ModuleCosts:
         operands = []
         for value, layout, dtype in zip(node.operands, layouts, dtypes, strict=True):
             x = torch.zeros(layout.local_shape(self.mesh.ranks[0]), dtype=dtype)
+            if self.graph.nodes[value.node].of_parameters:
+                x = torch.zeros(x.shape).to(dtype)  # without values, such as the indices of a topk
             operands.append(tag(x.requires_grad_(self._trains(value)), layout))
         call = SlottedCall(node.func, node.args, node.kwargs, list(zip(layouts, dtypes, strict=True)))
         self.clock.restart()

@@ -1,0 +1,98 @@
+"""Plans of models of Hugging Face: a step under the plan is that of one process, with uneven heads and vocabularies."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from shardwise import Mesh, Shard
+from shardwise import _collectives as collectives
+from shardwise.parallel.experts import MixtureOfExperts
+from shardwise.plan import Link, Topology, plan_module
+from shardwise.testing import world
+from tests.parallel.one_process import full
+from tools.model_zoo import FAMILIES
+
+LINK = Link(1e9, 1e-7)
+# So slow that sharding pays for tiny modules.
+SLOW = Topology(1, 4, 1 << 30, LINK, LINK, flops=1e9, memory_bandwidth=1e10, lookup_bandwidth=1e9, device_type="cpu")
+UNEVEN: dict[str, Mapping[str, Any]] = {  # three heads or key heads; the vocabulary has 37 entries
+    "Llama": {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 3},
+    "GPT-2": {"n_head": 3, "n_embd": 30},
+    "Qwen3-MoE": {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "num_experts": 5,
+        "experts_implementation": "batched_mm",
+    },
+    "BERT": {"num_attention_heads": 3, "hidden_size": 30},
+    "T5": {"num_heads": 3},
+    "ViT": {"num_attention_heads": 3, "hidden_size": 30},
+}
+MESHES = [Mesh((4,)), Mesh((2, 2), names=("dp", "tp"))]
+QUICK = [("GPT-2", MESHES[0]), ("BERT", MESHES[0]), ("Llama", MESHES[1])]
+CASES = [pytest.param(name, mesh, marks=[] if (name, mesh) in QUICK else pytest.mark.slow, id=f"{name}-{mesh.ndim}")
+         for name in UNEVEN for mesh in MESHES]  # fmt: skip
+
+
+def tiny(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model of one family, and a batch."""
+    family = FAMILIES[name]
+    family = replace(family, config={**family.config, **UNEVEN[name]})
+    return family.build(), family.inputs()
+
+
+def loss_of(model: nn.Module, **inputs: Tensor) -> Tensor:
+    loss: Tensor = model(**inputs).loss
+    return loss
+
+
+def learnt(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = loss_of(model, **inputs)
+    loss.backward()
+    return full(loss.detach()), {n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(("name", "mesh"), CASES)
+def test_a_step_under_the_plan_is_that_of_one_process(name: str, mesh: Mesh) -> None:
+    model, inputs = tiny(name)
+    plan = plan_module(model, SLOW, inputs, mesh=mesh, forward=loss_of)
+    assert any(isinstance(reason.placement, Shard) for reason in plan.reasons)
+    parts = mesh.shape[0] if mesh.ndim > 1 else 1
+
+    def body() -> tuple[Tensor, dict[str, Tensor]]:
+        part = collectives.rank() // (mesh.size() // parts)
+        return learnt(plan.apply(copy.deepcopy(model)), {n: x.chunk(parts)[part] for n, x in inputs.items()})
+
+    found = world(mesh.size(), timeout=500).run(body)
+    loss, gradients = learnt(copy.deepcopy(model), inputs)
+    assert_close(torch.stack([one[0] for one in found]).mean(), loss)
+    for _, own in found:
+        assert_close(own, gradients, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("experts", [4, 5])
+def test_experts_are_sharded_by_experts_or_their_features(experts: int, mesh: Mesh) -> None:
+    torch.manual_seed(0)
+    model, x = MixtureOfExperts(8, 16, experts).double(), torch.randn(4, 9, 8, dtype=torch.double)
+    plan = plan_module(model, SLOW, (x,), mesh=mesh)
+    assert plan.styles["w1"] in ((Shard(0),) if experts == 4 else (Shard(0), Shard(1)))
+    parts = mesh.shape[0] if mesh.ndim > 1 else 1
+
+    def body() -> tuple[Tensor, dict[str, Tensor]]:
+        applied = plan.apply(copy.deepcopy(model))
+        out = applied(x.chunk(parts)[collectives.rank() // (mesh.size() // parts)])
+        out.sum().backward()
+        return out.detach(), {name: parts * full(p.grad) for name, p in applied.named_parameters()}
+
+    model(x).sum().backward()
+    expected = {name: full(p.grad) for name, p in model.named_parameters()}
+    for rank, (out, gradients) in enumerate(world(mesh.size()).run(body)):
+        assert_close(out, model(x).chunk(parts)[rank // (mesh.size() // parts)])
+        assert_close(gradients, expected)
