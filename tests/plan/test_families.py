@@ -7,15 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from shardwise import Mesh, Shard
 from shardwise import _collectives as collectives
+from shardwise.errors import MismatchError
+from shardwise.parallel import ColwiseParallel, RowwiseParallel
 from shardwise.parallel.experts import MixtureOfExperts
-from shardwise.plan import Link, Topology, plan_module
+from shardwise.plan import Link, ModulePlan, Topology, plan_module
 from shardwise.testing import world
-from tests.parallel.one_process import full
+from tests.parallel.one_process import full, raised
 from tools.model_zoo import FAMILIES
 
 LINK = Link(1e9, 1e-7)
@@ -96,3 +99,37 @@ def test_experts_are_sharded_by_experts_or_their_features(experts: int, mesh: Me
     for rank, (out, gradients) in enumerate(world(mesh.size()).run(body)):
         assert_close(out, model(x).chunk(parts)[rank // (mesh.size() // parts)])
         assert_close(gradients, expected)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_a_module_that_differs_on_one_rank_is_one_error_on_all(mesh: Mesh) -> None:
+    units = ("1", "") if mesh.ndim > 1 else ()
+    plan = ModulePlan(mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()}, units)
+
+    def apply() -> None:
+        missing = collectives.rank() == 2
+        plan.apply(nn.Sequential(nn.Linear(8, 8), *[nn.Linear(8, 8)][missing:]))
+
+    text = raised(MismatchError, apply, 4)
+    assert "Ranks disagree on the sharding plan" in text
+    assert 'rank 2: {"parameter 1.bias": null' in text
+
+
+def loss_of_ids(model: nn.Module, ids: Tensor) -> Tensor:
+    return F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+
+def loss_under(plan: ModulePlan, model: nn.Module, ids: Tensor) -> Tensor:
+    """The loss of this rank's half of the batch."""
+    return full(loss_of_ids(plan.apply(model), ids.chunk(2)[collectives.rank() // 2]).detach())
+
+
+@pytest.mark.processes
+def test_process_ranks_compute_what_one_process_does() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(37, 12), nn.Linear(12, 30), nn.ReLU(), nn.Linear(30, 37))
+    ids = torch.randint(37, (4, 9))
+    plan = plan_module(model, SLOW, (ids,), mesh=MESHES[1], forward=loss_of_ids)
+    assert any(isinstance(reason.placement, Shard) for reason in plan.reasons)
+    losses = world(4, real=True).run(loss_under, plan, model, ids)
+    assert_close(torch.stack(losses).mean(), loss_of_ids(model, ids).detach())
