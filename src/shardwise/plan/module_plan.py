@@ -12,6 +12,7 @@ from shardwise._layout import Mesh, checked
 from shardwise._layout.parse import parse_mesh, read_toml
 from shardwise._pictures.labels import bytes_text, count_text, milliseconds_text
 from shardwise._pictures.report import Report, table_text
+from shardwise._torch_bridge import module_sharding
 from shardwise.errors import PlanError, TooLargeError, did_you_mean
 from shardwise.parallel import fully_shard, parallelize_module
 from shardwise.plan.fit import fits_text
@@ -74,7 +75,11 @@ class ModulePlan(Report):
 
         Raises:
             PlanError: the module has other parts than the one that was planned.
+            MismatchError: modules or plans of ranks differ; on all ranks.
         """
+        named = module_sharding.named_parameters(module)
+        facts = {"mesh": str(self.mesh), "units": self.units, "reshard": self.reshard, "src_data_rank": src_data_rank}
+        module_sharding.agree_on_plan(self.styles.items(), named, self.mesh.ranks, **facts)
         tensor, data = self._axes()
         if self.styles:
             parallelize_module(module, tensor, dict(self.styles), src_data_rank=src_data_rank)
