@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -64,9 +64,14 @@ class Capacities:
         self.received = list(map(_next_capacity, self.received, received))
 
 
+def grown(length: Any) -> Any:
+    """The capacity for a message of this length: a quarter more, as lengths vary."""
+    return length + length // 4
+
+
 def _next_capacity(capacity: int, length: int) -> int:
-    """A quarter more than the last length; a larger capacity shrinks by an eighth, as lengths vary."""
-    return max(length + length // 4, capacity - capacity // 8)
+    """That of the last length; a larger capacity shrinks by an eighth."""
+    return max(grown(length), capacity - capacity // 8)
 
 
 class Engine:
