@@ -195,7 +195,7 @@ def read_costs(path: Path) -> tuple[str, Costs]:
     return content["device_type"], Costs(source, inside, outside, bytes_per_second=speed * 1e6)
 
 
-def read_speeds(path: Path) -> dict[str, float]:
+def read_speeds(path: Path) -> dict[str, Any]:
     """The speeds of ranks in a file, which are arguments of `Topology`; none in a file of costs alone.
 
     Raises:
@@ -211,7 +211,6 @@ def read_speeds(path: Path) -> dict[str, float]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The content of a file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

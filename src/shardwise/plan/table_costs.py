@@ -25,7 +25,7 @@ from torch import Tensor
 
 from shardwise._layout import Kind, checked, checked_init
 from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig
-from shardwise.embedding.exchange.engine import grown
+from shardwise.embedding.exchange.engine import SPARE
 from shardwise.embedding.exchange.requests import MOST_RUNS
 from shardwise.embedding.jagged import KeyedJaggedTensor
 from shardwise.embedding.optimizers import RowOptimizer
@@ -234,7 +234,7 @@ class TableCosts:
         return np.column_stack([
             self.memory(shards.rows, shards.cols) + buffers,
             np.zeros(len(runs)),
-            (ranks - 1) * grown(id_bytes),
+            (ranks - 1) * id_bytes * (1 + 1 / SPARE),
             read + sums,
             np.where(replicated, 0, ranks - 1) * elements * self.message_bytes[0],
             (ranks - 1) * elements * self.message_bytes[1],

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ Gradients = list[tuple[RowRequests, Tensor]]  # for each stack, runs and the gra
 
 SENT = (torch.float32, torch.bfloat16, torch.float16)
 FIRST_CAPACITY = 1024  # integers of a message of ids, before lengths are known
+SPARE = 4  # the capacity for later messages is longer than a message by a part of so many
 MOST_FREE = 4  # buffers that are kept for the next messages
 MOST_BATCH_SIZES = 64  # of which the index is kept
 
@@ -64,14 +65,9 @@ class Capacities:
         self.received = list(map(_next_capacity, self.received, received))
 
 
-def grown(length: Any) -> Any:
-    """The capacity for a message of this length: a quarter more, as lengths vary."""
-    return length + length // 4
-
-
 def _next_capacity(capacity: int, length: int) -> int:
-    """That of the last length; a larger capacity shrinks by an eighth."""
-    return max(grown(length), capacity - capacity // 8)
+    """A quarter more than the last length; a larger capacity shrinks by an eighth, as lengths vary."""
+    return max(length + length // SPARE, capacity - capacity // 8)
 
 
 class Engine:
