@@ -1,15 +1,17 @@
 """What a shard of a table costs the rank that holds it: memory, and the work of each phase of a training step.
 
-A step of a sharded collection has five phases, and ranks wait for each other between them:
+A step of a sharded collection has six phases, and ranks wait for each other between them; nothing overlaps:
 
+    requests    all ranks make messages of ids, add up the sums that they receive, and spread gradients (seconds)
     ids         owners of rows receive the ids of all ranks (bytes)
     lookup      they read the rows, and add those of each bag (seconds)
     results     they send the sums back (bytes)
     gradients   they receive the gradients of the sums (bytes)
     update      they add up the gradients of each row, and update it with its states (seconds)
 
-A message has a run for each bag at each owner, unless many are empty, or for each distinct row. The collection decides
-that for all tables together (`embedding/exchange/requests.py`), so costs are computed for each `Form` of messages.
+Requests take the same time on all ranks, so they are one phase, though messages are in between. A message has a run for
+each bag at each owner, unless many are empty, or for each distinct row. The collection decides that for all tables
+together (`embedding/exchange/requests.py`), so costs are computed for each `Form` of messages.
 """
 
 from collections.abc import Mapping
@@ -219,23 +221,25 @@ class TableCosts:
         Args:
             replicated: of which each rank has one. Then each answers only itself, and gets all gradients.
         """
-        ranks, topology, shape = self.topology.ranks, self.topology, self.config
+        ranks, topology, config = self.topology.ranks, self.topology, self.config
         runs, id_bytes = self.runs(shards, form), self.id_bytes(shards, form)
         ids = runs if form is Form.ROWS else self.share(shards) * self.ids.sum()
         answered = np.where(replicated, 1, ranks)
-        size, states = shape.data_type.itemsize, 1 if self.optimizer is None else len(self.optimizer.of_elements)
+        size, states = config.data_type.itemsize, 0 if self.optimizer is None else len(self.optimizer.of_elements)
         elements = runs * shards.cols
-        read = answered * ids * shards.cols * size / topology.lookup_bandwidth
-        sums = 2 * answered * elements * 4 / self.message_bandwidth
+        lookup = answered * ids * shards.cols * size / topology.lookup_bandwidth
+        lookup = lookup + answered * elements * 2 * 4 / self.message_bandwidth  # sums are made, and copied
         updated = np.minimum(self.distinct(shards, ranks * float(self.ids.sum())), ranks * ids)
         update = update_bytes(ranks * ids, updated, shards.cols, size, states) / self.update_bandwidth
         update = update + ranks * elements * 4 / self.message_bandwidth
+        if self.optimizer is None:  # a dense gradient is filled with zeros
+            update = update + shards.rows * shards.cols * size / topology.memory_bandwidth
         buffers = 2 * ranks * id_bytes + 4 * (answered + 2 * ranks) * elements
         return np.column_stack([
             self.memory(shards.rows, shards.cols) + buffers,
             np.zeros(len(runs)),
             (ranks - 1) * id_bytes * (1 + 1 / SPARE),
-            read + sums,
+            lookup,
             np.where(replicated, 0, ranks - 1) * elements * self.message_bytes[0],
             (ranks - 1) * elements * self.message_bytes[1],
             update,
@@ -248,20 +252,17 @@ class TableCosts:
             answers: how many shards like it send sums to a rank.
             gradients: how many get gradients of a rank.
         """
-        elements = self.runs(shards, form) * shards.cols
+        elements, unit = self.runs(shards, form) * shards.cols, np.gcd(self.unit, shards.cols)
         output = answers * self.num_outputs * shards.rows * shards.cols / self.config.num_embeddings
-        received, sent = answers * elements, gradients * elements
-        id_bytes = gradients * self.id_bytes(shards, form)
-        unit = np.gcd(self.unit, shards.cols)
-        units = (received + sent) / unit
-        indexed = units
-        if form is Form.BAGS:  # whose index is kept
-            indexed = np.zeros(len(units))
-        elif form is Form.OCCUPIED:  # chosen from that of all bags
-            indexed = (answers + gradients) * self.runs(shards, Form.BAGS) * shards.cols / unit
-        moved = 4 * (received + output + 2 * sent) + 2 * id_bytes + INDEX_BYTES * indexed
+        received, sent, id_bytes = answers * elements, gradients * elements, gradients * self.id_bytes(shards, form)
+        indexed = {  # elements whose places are computed in each step
+            Form.BAGS: np.zeros(len(elements)),
+            Form.OCCUPIED: (answers + gradients) * self.runs(shards, Form.BAGS) * shards.cols,
+            Form.ROWS: received + sent,
+        }[form]
+        moved = 4 * (received + output + 2 * sent) + 2 * id_bytes + INDEX_BYTES * indexed / unit
         found = np.zeros((len(elements), 1 + len(PHASES)))
-        found[:, 0] = 4 * (2 * output + sent) + 8 * units + id_bytes
+        found[:, 0] = 4 * (2 * output + sent) + 8 * (received + sent) / unit + id_bytes  # 2: with its gradient
         found[:, 1] = moved / self.message_bandwidth
         return found
 

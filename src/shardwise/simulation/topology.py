@@ -189,9 +189,11 @@ _CPU = Topology(
     between=Link(1.25e9, 210e-6),
     flops=5e10,
     memory_bandwidth=8e9,
-    lookup_bandwidth=2e9,
+    lookup_bandwidth=8e9,
     device_type="cpu",
     measured=GLOO,
+    message_bandwidth=2.5e9,
+    update_bandwidth=6e9,
 )
 PRESETS: Mapping[str, Topology] = MappingProxyType({
     "A100": _gpu(80 * 10**9, 312e12, 2.039e12, 300e9, 8 * 25e9),
