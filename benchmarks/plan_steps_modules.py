@@ -21,9 +21,10 @@ BATCH = 8
 COLUMN, ROW, GATHERED = ColwiseParallel(use_local_output=False), RowwiseParallel(), ColwiseParallel(
     output_layouts=Replicate()
 )  # fmt: skip
+LOCAL_ROW = RowwiseParallel(input_layouts=Replicate())
 PERCEPTRON: Styles = {"layers.*.feed_forward.w1": COLUMN, "layers.*.feed_forward.w2": ROW}
 ATTENTION: Styles = {"layers.*.attention.w[qkv]": COLUMN, "layers.*.attention.wo": ROW}
-VOCABULARY: Styles = {"tok_embeddings": RowwiseParallel(input_layouts=Replicate()), "output": GATHERED}
+VOCABULARY: Styles = {"tok_embeddings": LOCAL_ROW, "output": GATHERED}
 TENSOR: Mapping[str, Styles] = {
     "all": {**ATTENTION, **PERCEPTRON, **VOCABULARY},
     "layers": {**ATTENTION, **PERCEPTRON},
@@ -31,7 +32,7 @@ TENSOR: Mapping[str, Styles] = {
     "perceptron": PERCEPTRON,
     "vocabulary": VOCABULARY,
     "gathered columns": {"layers.*.feed_forward.w[12]": GATHERED, "layers.*.attention.w[qkvo]": GATHERED},
-    "rows": {"layers.*.feed_forward.w[12]": ROW, "layers.*.attention.wo": ROW},
+    "rows": {"layers.*.feed_forward.w[12]": LOCAL_ROW, "layers.*.attention.wo": LOCAL_ROW},
     "nothing": {},
 }
 
