@@ -158,8 +158,7 @@ def solve_exactly(problem: Problem) -> tuple[Assignment | None, float]:
             equal[number, members[0]] = members
             variables += [(number, members[0], place) for place in range(ranks.count // option.span)]
     first, at_time = len(every), len(every) + len(variables)
-    width = at_time + phases
-    scale = max(float(problem.fastest.max()), 1e-30)
+    width, scale = at_time + phases, max(float(problem.fastest.max()), 1e-30)
     rows, low, high = [], [], []
 
     def limit(row: Floats, at_least: float, at_most: float) -> None:
@@ -168,10 +167,9 @@ def solve_exactly(problem: Problem) -> tuple[Assignment | None, float]:
         high.append(at_most)
 
     loads = np.zeros((ranks.count, 1 + phases, width))
+    loads[:, :, :first] = np.array([np.zeros(1 + phases) + option.everywhere for _, option in every]).T
     placed = {key: np.zeros(width) for key in equal}
     used: dict[tuple[int, int], Floats] = {}
-    for number, (_, option) in enumerate(every):
-        loads[:, :, number] = option.everywhere
     for column, (number, block, place) in enumerate(variables, first):
         option = every[number][1]
         loads[place * option.span : (place + 1) * option.span, :, column] = option.cost[block]
