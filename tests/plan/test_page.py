@@ -106,7 +106,7 @@ def test_a_page_is_one_file_that_loads_nothing(make: Any) -> None:
     assert not {tag for tag, _ in page.seen} & {"link", "img", "iframe", "object", "embed", "base", "form"}
     assert not {name for _, attributes in page.seen for name in attributes} & {"src", "href", "srcset", "onclick"}
     assert "url(" not in text
-    assert "import" not in text
+    assert "@import" not in text
     for tag, attributes in page.seen:
         assert tag != "svg" or attributes.get("aria-label") or attributes.get("aria-hidden")
     assert sum(tag == "h1" for tag, _ in page.seen) == 1
