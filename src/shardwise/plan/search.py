@@ -177,8 +177,10 @@ class _Packing:
         one = self.problem.options[table][option]
         at = np.asarray(places)[:, None] * one.span + np.arange(one.span)
         self.loads[at] += sign * one.cost
+        self.loads += sign * one.everywhere
         per_host = self.problem.ranks.per_host
         if one.span < len(self.loads):
+            self.hosts += sign * per_host * one.everywhere
             blocks = np.broadcast_to(one.cost, (len(at), one.span, self.loads.shape[1])).sum(1)
             np.add.at(self.hosts, at[:, 0] // per_host, sign * blocks)
         else:
