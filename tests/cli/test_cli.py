@@ -18,9 +18,10 @@ from shardwise import _cli as cli
 from shardwise import _collectives as collectives
 from shardwise import errors
 from shardwise._cli import calibration, doctor
+from shardwise._cli.common import parse_bytes
 from shardwise._cli.completion import every_parser
 from shardwise._collectives.cost_tables import read_costs
-from shardwise.errors import RankFailedError
+from shardwise.errors import ConfigError, RankFailedError
 from shardwise.testing import world
 
 Captured = pytest.CaptureFixture[str]
@@ -46,6 +47,22 @@ def raising(error: BaseException) -> Callable[[argparse.Namespace], int]:
 def test_wrong_usage_exits_with_2(argv: list[str], capsys: Captured) -> None:
     assert cli.main(argv) == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("80GB", 80 * 10**9), (" 79.5 GiB ", 79.5 * 2**30), ("1B", 1), ("7kb", 7000), ("1TiB", 2**40), ("0.5KiB", 512)],
+)
+def test_sizes_have_decimal_and_binary_units(text: str, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "80", "GB", "80XB", "0GB", "-1GB", "nanGB", "1e3GB", "0.1B", "8 0GB", "80GB/s", "9" * 400 + "B"]
+)
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(repr(text))} is no size, expected .* Fix: such as 80GB"):
+        parse_bytes(text)
 
 
 CODES = [

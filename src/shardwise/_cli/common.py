@@ -1,6 +1,7 @@
 """Shared by the commands: exit codes, files that they read and write, progress, versions of packages."""
 
 import argparse
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -55,6 +56,28 @@ def exit_code(error: errors.ShardwiseError) -> Exit:
     if issubclass(kind, RankFailedError | RemoteRankError):
         return Exit.RANK
     return Exit.DATA
+
+
+UNITS = {
+    **{unit: 1000**power for power, unit in enumerate(("B", "KB", "MB", "GB", "TB"))},
+    **{unit: 1024**power for power, unit in enumerate(("KiB", "MiB", "GiB", "TiB"), 1)},
+}
+
+
+def parse_bytes(text: str) -> int:
+    """The bytes of a size such as `80GB` (80 * 10**9) or `79.5 GiB` (79.5 * 2**30); units in any case.
+
+    Raises:
+        ConfigError: it is no number above 0 with a unit.
+    """
+    sizes = {unit.lower(): size for unit, size in UNITS.items()}
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?) ?([a-z]+)", text.strip().lower(), re.ASCII)
+    size = round(float(found[1]) * sizes.get(found[2], 0)) if found else 0
+    if not size:
+        raise ConfigError(
+            f"{text!r} is no size, expected a number above 0 and a unit of {', '.join(UNITS)}. Fix: such as 80GB."
+        )
+    return size
 
 
 def lines_of(file: str) -> list[str]:
