@@ -133,6 +133,11 @@ class Memory(TorchDispatchMode):
         block.size = size
         return not block.has_values and not self.allocate
 
+    def has_values(self, x: Tensor) -> bool:
+        """Whether the values of a tensor are those of a run; `_rules.local_tensors.has_values` asks."""
+        block = self.block_of(x)
+        return self.allocate or block is None or block.has_values
+
     # ---- ops --------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(
