@@ -16,6 +16,12 @@ def bytes_text(number: float) -> str:
     return f"{number / size:.{digits}f} {unit}"
 
 
+def milliseconds_text(seconds: float) -> str:
+    """`2.41 ms`, `1,234 ms`: with three digits or more."""
+    number = 1e3 * seconds
+    return f"{number:,.0f} ms" if number >= 100 else f"{number:.3g} ms"
+
+
 def count_text(number: int, noun: str) -> str:
     """`1 rank`, `1,000 ranks`."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")

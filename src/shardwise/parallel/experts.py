@@ -13,6 +13,7 @@ from shardwise._layout import PARTIAL, REPLICATE, Count, Placement, Shard, check
 from shardwise._lookups.bad_ids import id_axes, raise_bad_ids, refuse_bad_ids, verdict_on
 from shardwise._rules import Meta, OpRule, Row
 from shardwise._rules.local_context import LocalContext
+from shardwise._rules.local_tensors import has_values
 from shardwise._rules.registry import register
 from shardwise._rules.row_exchange import route_rows
 from shardwise.errors import ConfigError, IdError, IdTypeError, LayoutError, PlanError
@@ -165,6 +166,8 @@ def _exchanged(
     bits = torch.cat(experts).to(IDS_OF_WIDTH[tokens.element_size()]).view(tokens.dtype)
     received = route.send(torch.cat([tokens[senders], weights[senders].to(tokens.dtype), bits], 1))
     experts_here = received[:, dim + k :].detach().contiguous().view(IDS_OF_WIDTH[tokens.element_size()]).long()
+    if not has_values(received):  # on a simulated rank, to which every rank sends what it sends to itself
+        experts_here = experts[ranks.index(ctx.rank)].repeat(len(ranks), 1)
     mixed = _mixed(experts_here, w1, w2, received[:, :dim], received[:, dim : dim + k])
     return tokens.new_zeros(num, dim).index_add(0, senders, route.answer(mixed))
 

@@ -10,7 +10,7 @@ from textwrap import shorten
 
 from shardwise._collectives import Ranks
 from shardwise._layout import Layout, Mesh
-from shardwise._pictures.labels import bytes_text, count_text, named_ranks
+from shardwise._pictures.labels import bytes_text, count_text, milliseconds_text, named_ranks
 from shardwise._pictures.report import Report, table_text
 from shardwise._trace import comm_trace
 from shardwise._trace.comm_trace import CommEvent, Listener
@@ -154,13 +154,14 @@ class Simulation(Report):
         lines = [f"{self.mesh}: {count_text(self.mesh.size(), 'rank')}", self._fit(by_peak)]
         if self.topology is not None:
             slowest = max(self.classes, key=lambda one: one.seconds)
-            parts = f"{_ms(slowest.compute)} ms of ops, {_ms(slowest.communication)} ms of collectives"
-            lines.append(f"A step takes {_ms(self.seconds)} ms if nothing overlaps: {parts}.")
+            times = slowest.seconds, slowest.compute, slowest.communication
+            step, compute, communication = map(milliseconds_text, times)
+            lines.append(f"A step takes {step} if nothing overlaps: {compute} of ops, {communication} of collectives.")
         if by_peak[1:]:
             hidden = len(by_peak) - SHOWN_CLASSES
             rows = [self._row(one) for one in by_peak[:SHOWN_CLASSES]]
             rows += [(f"and {hidden} other classes", "", "", "", "")] * (hidden > 0)
-            head = "ranks of equal shards", "peak", "sent", "ms of ops", "ms of collectives"
+            head = "ranks of equal shards", "peak", "sent", "ops", "collectives"
             lines += ["", table_text([head, *rows], "lrrrr", width)]
         fullest = by_peak[0]
         memory = [(role, bytes_text(n)) for role, n in (*fullest.memory.items(), ("all", fullest.peak_bytes)) if n]
@@ -177,24 +178,21 @@ class Simulation(Report):
 
     def _fit(self, by_peak: Sequence[RankClass]) -> str:
         """Whether all ranks have the memory that they need."""
-        most, memory = by_peak[0].peak_bytes, self.topology.memory if self.topology else None
-        at_most = " at most" if by_peak[1:] else ""
-        if memory is None:
-            return f"All ranks peak at{at_most} {bytes_text(most)}."
-        if not self.missing_bytes:
-            return f"All ranks peak at{at_most} {bytes_text(most)} of {bytes_text(memory)}: it fits."
-        full = [one for one in by_peak if one.peak_bytes > memory]
+        memory = self.topology.memory if self.topology else None
+        full = by_peak if not self.missing_bytes else [x for x in by_peak if memory and x.peak_bytes > memory]
         ranks = sorted(rank for one in full for rank in one.ranks)
-        who = (
-            "All ranks peak" if len(ranks) == self.mesh.size() else f"Of {named_ranks(ranks, NAMED)}, the fullest peaks"
-        )
-        much = f"{bytes_text(self.missing_bytes)} too much"
-        return f"{who} at{at_most if len(full) > 1 else ''} {bytes_text(most)} of {bytes_text(memory)}: {much}."
+        who = "all ranks" if len(ranks) == self.mesh.size() else named_ranks(ranks, NAMED)
+        text = f"{who.capitalize()} {'peak' if len(ranks) > 1 else 'peaks'} at {bytes_text(self.peak_bytes)}"
+        text += " or less" if len(full) > 1 else ""
+        if memory is None:
+            return f"{text}."
+        answer = f"{bytes_text(self.missing_bytes)} too much" if self.missing_bytes else "it fits"
+        return f"{text} of {bytes_text(memory)}: {answer}."
 
     def _row(self, one: RankClass) -> tuple[str, ...]:
-        compute = _ms(one.compute) if self.topology else ""
-        figures = bytes_text(one.peak_bytes), bytes_text(one.sent_bytes), compute, _ms(one.communication)
-        return named_ranks(one.ranks, NAMED), *figures
+        compute = milliseconds_text(one.compute) if self.topology else ""
+        sizes = bytes_text(one.peak_bytes), bytes_text(one.sent_bytes)
+        return named_ranks(one.ranks, NAMED), *sizes, compute, milliseconds_text(one.communication)
 
     def _traffic(self, one: RankClass, width: int | None) -> str:
         sums: dict[tuple[str, ...], tuple[float, ...]] = defaultdict(lambda: (0, 0, 0.0))
@@ -207,11 +205,7 @@ class Simulation(Report):
         hidden = len(sums) - SHOWN_CAUSES
         lines = sorted(sums.items(), key=lambda item: -item[1][2])[:SHOWN_CAUSES]
         lines.append(((f"all, also {hidden} more" if hidden > 0 else "all", "", ""), total))
-        rows = [(*words, f"{n:,.0f}", bytes_text(sent), _ms(seconds)) for words, (n, sent, seconds) in lines]
-        return table_text([("axes", "collective", "cause", "calls", "sent", "ms"), *rows], "lllrrr", width)
-
-
-def _ms(seconds: float) -> str:
-    """Milliseconds, with three digits or more."""
-    number = seconds * 1e3
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+        rows = [
+            (*words, f"{n:,.0f}", bytes_text(sent), milliseconds_text(seconds)) for words, (n, sent, seconds) in lines
+        ]
+        return table_text([("axes", "collective", "cause", "calls", "sent", "time"), *rows], "lllrrr", width)
