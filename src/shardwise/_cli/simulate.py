@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _topology(args: argparse.Namespace, ranks: int) -> "Topology":
-    """As many hosts as the ranks take, with the measured costs that the environment names if they are of such devices."""
+    """As many hosts as the ranks take, with measured costs that the environment names for such devices."""
     from shardwise._collectives.cost_tables import path_of_environment, read_costs
     from shardwise.simulation.topology import Topology
 
