@@ -51,11 +51,15 @@ def outcome(sample: Sample, other: Sample, layouts: Sequence[Layout]) -> str:
         return "not a case"
     step = capture(function)
     try:
-        _state(step, sample, layouts)
+        traced = _state(step, sample, layouts)
         found = _state(step, other, layouts)
     except CaptureError:
         return "refused"
-    if len(step.graphs()) != 1:
+    if isinstance(traced, str):  # another rank is refused
+        return f"{traced} in the trace"
+    if len(graphs := step.graphs()) == 2:  # the function reads other values of `other`
+        found = _state(step, other, layouts)
+    if len(graphs) not in (1, 2) or len(step.graphs()) != len(graphs):
         return f"{len(step.graphs())} graphs"
     return _difference(sample, found, _state(function, other, layouts))
 

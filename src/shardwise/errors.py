@@ -84,6 +84,10 @@ class PlanError(ShardwiseError, ValueError):
     """A sharding plan that does not fit the module."""
 
 
+class TooLargeError(PlanError):
+    """Tables or a module that do not fit in the memory of the ranks, however they are sharded."""
+
+
 class MissingError(PlanError, AttributeError):
     """A plan for an attribute that the module does not have."""
 

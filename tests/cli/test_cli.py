@@ -197,7 +197,7 @@ while read -r line; do
 done
 """
 COMPLETED = {
-    "shardwise .": "checkpoint show simulate doctor completion",
+    "shardwise .": "checkpoint show plan simulate doctor completion",
     "shardwise ch": "checkpoint",
     "shardwise checkpoint ex": "export",
     "shardwise checkpoint export --format .": "file hugging-face torch",

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -16,6 +17,7 @@ from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 
 NAN = float("nan")
+SCORES = torch.tensor([0.5, -1.0, 2.0, 0.25])
 ROWS = torch.tensor([[1.0, -2, 3], [1, 2, 3], [-1, -2, 3], [-1, -2, -3], [1, 2, 3], [0.0, -0.0, 5], [-0.0, 0.0, 5]])
 
 
@@ -169,6 +171,21 @@ def test_the_value_of_a_replicated_tensor_may_be_read() -> None:
         return len(step.graphs())
 
     assert world(2).run(body) == [2, 2]
+
+
+@pytest.mark.parametrize("loss", [F.nll_loss, F.cross_entropy], ids=lambda f: f.__name__)
+def test_the_loss_of_one_example_has_one_graph_for_all_targets_on_every_rank(loss: Callable[..., Tensor]) -> None:
+    def body() -> tuple[list[Tensor], int]:
+        mesh = sw.Mesh((3,))
+        scores, weight = (sw.distribute_tensor(x, mesh, [sw.Shard(0, sizes=(3, 0, 1))]) for x in (SCORES, SCORES.abs()))
+        step = sw.capture(lambda x, target: loss(x, target, weight))
+        targets = [sw.distribute_tensor(torch.tensor(i), mesh, [sw.OnRanks(2)]) for i in range(4)]
+        return [as_dtensor(step(scores, i)).full_tensor() for i in targets], len(step.graphs())
+
+    expected = [loss(SCORES, torch.tensor(i), SCORES.abs()) for i in range(4)]
+    for found, graphs in world(3).run(body):
+        assert_close(found, expected)
+        assert graphs == 1
 
 
 # ---- what no guard can compute before the replay ------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 from shardwise.plan import search
 from shardwise.plan.assignment import Assignment, Floats, Option, Problem, Ranks, assignment_of
 from shardwise.plan.bound import lower_bound
-from shardwise.plan.search import Found, cheapest_replacement, solve
+from shardwise.plan.search import Found, replacements, solve
 
 
 def problem(seed: int, most_tables: int = 6) -> Problem:
@@ -140,8 +140,12 @@ def test_a_replacement_is_an_assignment_that_differs_in_one_table() -> None:
     of = large(20, 1, 4)
     one = check(of, solved(of))
     assert one is not None
-    for option in range(4):
-        other = cheapest_replacement(of, one, 3, option)
+    found = dict(replacements(of, one, 3))
+    assert sorted([one.choice[3], *found]) == list(range(len(of.options[3])))
+    for option, other in found.items():
+        again = assignment_of(of, other.choice, other.places)
+        assert np.allclose(other.loads, again.loads, rtol=1e-12, atol=1e-9 * again.loads.max(0))
+        assert np.allclose(other.times, again.times)
         assert other.choice == (*one.choice[:3], option, *one.choice[4:])
         assert all(a == b for t, (a, b) in enumerate(zip(one.places, other.places, strict=True)) if t != 3)
 

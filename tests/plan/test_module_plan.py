@@ -215,7 +215,7 @@ def test_less_memory_takes_a_plan_that_fits_or_says_how_much_is_missing() -> Non
     assert other.step == price_module(model, other, less, batch, forward=loss_of)
     assert plan.seconds < other.seconds
     assert other.bound <= other.seconds
-    with pytest.raises(PlanError, match=r"No plan fits: a rank needs .* of 1000 B on 4 ranks\. Fix: more ranks"):
+    with pytest.raises(PlanError, match=r"Does not fit on 4 ranks: a rank has 1000 B and needs .*\. Fix: more ranks"):
         plan_module(model, replace(SLOW, memory=1000), batch, forward=loss_of, head_room=0.0)
 
 

@@ -12,6 +12,8 @@ import pytest
 from playwright.sync_api import Browser, Page, Request, ViewportSize, sync_playwright
 
 from shardwise._layout import Layout, Mesh, Shard
+from shardwise.embedding import EmbeddingBagConfig
+from shardwise.plan import BatchShape, Topology, plan_tables
 from tests.browser import BROWSER
 from tests.timeouts import PATIENCE_SECONDS
 
@@ -41,6 +43,25 @@ LUMINANCE = """() => {
     let behind = heading
     while (behind && of(getComputedStyle(behind).backgroundColor) === null) behind = behind.parentElement
     return [of(getComputedStyle(heading).color), behind ? of(getComputedStyle(behind).backgroundColor) : 1]
+}"""
+
+
+# The least contrast of a text with what is behind it, and the texts that are not seen in full.
+TEXTS = """() => {
+    const of = text => [...text.matchAll(/[\\d.]+/g)].map(Number)
+    const over = ([r, g, b, a = 1], below) => [r, g, b].map((x, i) => a * x + (1 - a) * below[i])
+    const linear = x => (x /= 255) <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4
+    const luminance = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b)
+    const behind = x => x ? over(of(getComputedStyle(x).backgroundColor), behind(x.parentElement)) : [255, 255, 255]
+    const every = document.querySelectorAll("h1, h2, p, dt, dd, li, span, td, th, caption")
+    const texts = [...every].filter(x => x.textContent)
+    const contrasts = texts.map(each => {
+        const below = behind(each), pair = [below, over(of(getComputedStyle(each).color), below)].map(luminance)
+        return (Math.max(...pair) + 0.05) / (Math.min(...pair) + 0.05)
+    })
+    const edge = each => each.closest("table") ? each.clientWidth : innerWidth
+    const hidden = texts.filter(x => x.scrollWidth > Math.min(edge(x), x.clientWidth || Infinity) + 1)
+    return [Math.min(...contrasts), hidden.map(x => x.textContent)]
 }"""
 
 
@@ -162,3 +183,36 @@ def test_notebook_drawings_can_be_read(browser: Browser, tmp_path: Path, size: t
     with window(browser, size, scheme, f"{tmp_path.as_uri()}/") as page:
         page.goto(file.as_uri())
         assert check(page) == len(layouts)
+
+
+@pytest.mark.parametrize(("size", "scheme"), LOOKS)
+def test_the_page_of_a_plan_can_be_read_and_sorted(
+    browser: Browser, tmp_path: Path, size: tuple[int, int], scheme: Scheme
+) -> None:
+    names = ["<script>", "t2", "t10", "users of the last year, and what each of them has bought" * 3]
+    rows = dict(zip(names, (700, 90, 4000, 1_000_000), strict=True))
+    tables = [EmbeddingBagConfig(n, 16, name, feature_names=[name]) for name, n in rows.items()]
+    plan = plan_tables(tables, Topology.preset("cpu"), BatchShape(64), allowed={"t2": ["table"]})
+    file = tmp_path / "plan.html"
+    file.write_text(plan.to_html(), "utf-8")
+
+    with window(browser, size, scheme, file.as_uri()) as page:
+        page.goto(file.as_uri())
+        assert check(page) > 2 * plan.ranks
+        contrast, hidden = page.evaluate(TEXTS)
+        assert contrast >= 4.5
+        assert hidden == []
+        brightness = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0] > 127")
+        assert brightness == (scheme == "light")
+
+        def sorted_by(column: str) -> list[str]:
+            page.get_by_role("button", name=column, exact=True).click()
+            return page.locator(".sortable tbody td:first-child").all_text_contents()
+
+        falling = sorted(rows, key=lambda name: -rows[name])
+        assert sorted_by("rows") == falling
+        assert page.get_by_role("columnheader", name="rows").get_attribute("aria-sort") == "descending"
+        assert sorted_by("rows") == falling[::-1]
+        assert sorted_by("table") == ["<script>", "t2", "t10", names[3]]
+        for _ in range(2):  # it has no runner-up, so it is last in either order
+            assert sorted_by("runner-up: step")[-1] == "t2"

@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-from shardwise._cli import checkpoint, completion, doctor, show, simulate
+from shardwise._cli import checkpoint, completion, doctor, plan, show, simulate
 from shardwise._cli.common import Exit, exit_code, installed
 from shardwise.errors import ShardwiseError, printable
 
 __all__ = ["build_parser", "main"]
 
-COMMANDS = (checkpoint, show, simulate, doctor, completion)
+COMMANDS = (checkpoint, show, plan, simulate, doctor, completion)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

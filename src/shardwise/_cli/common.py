@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -9,7 +10,8 @@ from functools import partial
 from importlib import metadata
 from inspect import cleandoc
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shardwise import errors
 from shardwise.errors import ArgumentError, CheckpointError, ConfigError, LaunchError, RankFailedError, RemoteRankError
@@ -80,14 +82,25 @@ def parse_bytes(text: str) -> int:
     return size
 
 
-def lines_of(file: str) -> list[str]:
-    """The lines of a text file that are not empty, without spaces around them."""
+def read_text(file: str) -> str:
+    """The content of a text file."""
     try:
-        text = Path(file).read_text(encoding="utf-8")
+        return Path(file).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{file} cannot be read: {reason}. Fix: name a text file, in UTF-8.") from error
-    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def lines_of(file: str) -> list[str]:
+    """The lines of a text file that are not empty, without spaces around them."""
+    return [line.strip() for line in read_text(file).splitlines() if line.strip()]
+
+
+def check_folder(file: str) -> None:
+    """Raise a ConfigError unless a file could be written there, before the work for its content."""
+    path = Path(file)
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(f"{file} cannot be written. Fix: name a file in a folder that exists.")
 
 
 def write(file: str, content: str) -> None:
@@ -99,6 +112,26 @@ def write(file: str, content: str) -> None:
             f"{file} cannot be written: {error.strerror}. Fix: name a file in a folder that exists."
         ) from error
     print(f"Wrote {file}.")
+
+
+def import_function(what: str, does: str) -> Callable[..., Any]:
+    """The function `MODULE:FUNCTION`, from a module that Python finds, or in the current folder.
+
+    Args:
+        does: what such a function does, for the error: "returns a step".
+    """
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        found = resolve_name(what)
+    except (ImportError, ValueError, AttributeError) as error:  # a module may also lack another one
+        raise ConfigError(
+            f"{what!r} cannot be imported: {error}. Fix: name a function in a module of this folder or installed."
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"{what!r} is no function. Fix: name one that {does}.")
+    function: Callable[..., Any] = found
+    return function
 
 
 @contextmanager

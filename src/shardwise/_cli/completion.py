@@ -7,7 +7,16 @@ from shardwise._cli.common import Exit, SubParsers, add_command
 from shardwise.errors import ConfigError
 
 SHELLS = ("bash", "zsh")
-FILES = ("FILE", "PLAN", "PLAN.toml", "PLACEMENTS | PLAN.toml", "CHECKPOINT", "SOURCE", "TARGET")  # metavars
+FILES = (
+    "FILE",
+    "PLAN",
+    "PLAN.toml",
+    "PLACEMENTS | PLAN.toml",
+    "TABLES | CONFIG | MODULE:FUNCTION",
+    "CHECKPOINT",
+    "SOURCE",
+    "TARGET",
+)  # metavars
 FOLDERS = ("DIR", "FOLDER")
 
 

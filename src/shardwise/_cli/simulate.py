@@ -1,15 +1,13 @@
 """`shardwise simulate`: whether a training step fits the ranks of a mesh, how long it takes, and what it sends."""
 
 import argparse
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, TypeAlias
 
-from shardwise._cli.common import Exit, SubParsers, add_command, parse_bytes, progress_bar
+from shardwise._cli.common import Exit, SubParsers, add_command, import_function, parse_bytes, progress_bar
 from shardwise.errors import ConfigError, PlanError, did_you_mean
 
 if TYPE_CHECKING:
@@ -101,22 +99,7 @@ def _step_of(args: argparse.Namespace, mesh: "Mesh") -> Build:
     if unknown:
         raise ConfigError(f"{args.what} has no options {', '.join(unknown)}. Fix: leave them out.")
     if shape is None:
-        return _function(args.what)
+        return import_function(args.what, "takes the mesh and returns a step")
     options = shapes.Options(**given)
     options.check(mesh, shape.axes)
     return lambda mesh: shape.build(options, mesh)
-
-
-def _function(what: str) -> Build:
-    """The function of that name, from a module that Python finds, or in the current folder."""
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        found: Build = resolve_name(what)
-    except (ImportError, ValueError, AttributeError) as error:  # a module may also lack another one
-        raise ConfigError(
-            f"{what!r} cannot be imported: {error}. Fix: name a function in a module of this folder or installed."
-        ) from error
-    if not callable(found):
-        raise ConfigError(f"{what!r} is no function. Fix: name one that takes the mesh and returns a step.")
-    return found

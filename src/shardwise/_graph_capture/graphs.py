@@ -21,8 +21,8 @@ RESHAPES = (aten.view.default, aten._unsafe_view.default)
 VIEWS = (*RESHAPES, aten.t.default, aten.transpose.int, aten.expand.default)
 
 # Python bindings with the same arguments as the op; they cost half of a call by schema.
-BINDINGS: dict[Any, Callable[..., Any]] = {aten._unsafe_view.default: _methods.view} | {
-    op: getattr(owner, op.overloadpacket.__name__)
+BINDINGS: dict[Any, Callable[..., Any]] = {
+    op: getattr(owner, op.overloadpacket.__name__.removeprefix("_unsafe_"))
     for owner, ops in (
         (_methods, (*VIEWS, aten.unsqueeze.default, aten.permute.default, aten.add_.Tensor, aten.copy_.default)),
         (_functions, (
@@ -32,7 +32,6 @@ BINDINGS: dict[Any, Callable[..., Any]] = {aten._unsafe_view.default: _methods.v
         )),
     )
     for op in ops
-    if op is not aten._unsafe_view.default
 }  # fmt: skip
 
 

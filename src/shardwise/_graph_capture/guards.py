@@ -340,11 +340,10 @@ class Guards:
         elif isinstance(x, ModuleType):
             self._modules.append(vars(x))
             self._visit_globals(vars(x), self._names, self._texts)
-        elif isinstance(x, nn.Module) or module.startswith(LOOKED_INTO) or _package(module) not in LIBRARIES:
-            self._visit_contents(x, name)
-            self._visit_attributes(x, name)
         else:
             self._visit_contents(x, name)
+            if isinstance(x, nn.Module) or module.startswith(LOOKED_INTO) or _package(module) not in LIBRARIES:
+                self._visit_attributes(x, name)
 
     def _visit_contents(self, x: Any, name: str) -> None:
         """Guard what an object has elsewhere than in attributes."""

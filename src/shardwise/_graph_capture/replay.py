@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardwise._graph_capture.graphs import Backend, Graphs, partition
 from shardwise._graph_capture.guards import Guards
-from shardwise._graph_capture.structure import RETURNED, flatten, jagged_leaves, unflatten
+from shardwise._graph_capture.structure import RETURNED, flatten, jagged_leaves
 from shardwise._graph_capture.tracer import Tracer, ValueRead, apply_to_locals, refusal
 from shardwise._layout import Layout
 from shardwise._tensor.dtensor import DTensor, plain, tag
@@ -66,7 +66,7 @@ class CapturedCall:
             for i, x in enumerate(inner):
                 if isinstance(x, Tensor):
                     tracer.add_input(x, varies=i in jagged and type(x) is not DTensor)
-            args, kwargs = (inner, {}) if spec is None else unflatten(inner, spec)
+            args, kwargs = (inner, {}) if spec is None else spec.unflatten(inner)
             with self.guards.recording():
                 result = function(*args, **kwargs)
         torch.clear_autocast_cache()
@@ -147,7 +147,7 @@ class CapturedCall:
     def _unflatten(self, found: Sequence[Any], arguments: Sequence[Tensor]) -> object:
         tensors = iter(found)
         flat = [out.rebuild(next(tensors) if out.is_tensor else None, arguments) for out in self.outputs]
-        return unflatten(flat, self.spec)
+        return self.spec.unflatten(flat)
 
 
 def _detached(x: Tensor) -> Tensor:

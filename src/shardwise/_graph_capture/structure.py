@@ -42,7 +42,7 @@ pytree.register_pytree_node(
 
 
 def flatten(value: object) -> tuple[list[Any], TreeSpec]:
-    """The leaves of nested containers and dataclasses, and what `unflatten` makes the same of."""
+    """The leaves of nested containers and dataclasses, and the spec whose `unflatten` makes the same of others."""
     return pytree.tree_flatten(_with_fields(value), is_leaf=_is_size)
 
 
@@ -57,11 +57,6 @@ def jagged_leaves(spec: TreeSpec) -> frozenset[int]:
         found.update(at + i for i in jagged_leaves(child))
         at += child.num_leaves
     return frozenset(found)
-
-
-def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
-    """The containers with other leaves."""
-    return leaves[0] if spec.is_leaf() else pytree.tree_unflatten(leaves, spec)
 
 
 def _with_fields(value: object) -> object:

@@ -277,7 +277,7 @@ class Tracer:
         draws = _draws(func, args, kwargs)
         constant = is_literal or (not draws and all(map(self._is_constant, tensors)))
         repeatable = not draws and not func._schema.is_mutable and all(map(self._is_repeatable, tensors))
-        if reads and not (repeatable and not self.in_backward):
+        if reads and (self.in_backward or not repeatable):
             self.refuse(
                 _named(func) if func is ITEM else f"{_named(func)}, whose result or its shape depends on values"
             )

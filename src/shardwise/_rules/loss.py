@@ -219,7 +219,7 @@ def _class_sharded(
         local = counts & (target >= start) & (target < start + length)
         index = torch.where(local, target - start, 0)
         picked = scores.gather(classes, index.unsqueeze(classes)).squeeze(classes) if length else scores.sum(classes)
-        own = torch.where(local, by_class[index], 0) if length else torch.zeros_like(picked)
+        own = torch.where(local, by_class.take(index), 0) if length else torch.zeros_like(picked)
         sent = {"score": torch.where(local, picked, 0) * own, "share": own}
         if smoothing:
             sent["score"] = sent["score"] * (1 - smoothing) + (column * scores).sum(classes) * share

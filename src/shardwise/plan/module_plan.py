@@ -10,10 +10,11 @@ from torch import nn
 from shardwise import _collectives as collectives
 from shardwise._layout import Mesh, checked
 from shardwise._layout.parse import parse_mesh, read_toml
-from shardwise._pictures.labels import bytes_text
+from shardwise._pictures.labels import bytes_text, count_text, milliseconds_text
 from shardwise._pictures.report import Report, table_text
-from shardwise.errors import PlanError, did_you_mean
+from shardwise.errors import PlanError, TooLargeError, did_you_mean
 from shardwise.parallel import fully_shard, parallelize_module
+from shardwise.plan.fit import fits_text
 from shardwise.plan.module_price import StepPrice, price_step
 from shardwise.plan.module_search import (
     Forward,
@@ -26,8 +27,10 @@ from shardwise.plan.module_search import (
     reasons_of,
     step_of,
 )
-from shardwise.plan.module_styles import plan_of_choices
+from shardwise.plan.module_styles import globs, plan_of_choices
 from shardwise.plan.module_text import Entry, code_of, entry_of_toml, entry_text, toml_of
+from shardwise.plan.page import module_page
+from shardwise.plan.table_request import check_head_room
 from shardwise.simulation.topology import Topology
 
 FORMAT = "shardwise module plan 1"
@@ -45,6 +48,7 @@ class ModulePlan(Report):
         seconds: of a modelled step, in which nothing overlaps.
         bound: seconds that no choices fall below, on any shape of the mesh that was tried.
         step: what rank 0 does under the plan, simulated; its `peak_bytes` fit the memory.
+        memory: bytes of a rank that the plan may take.
         reasons: for each parameter.
         tried: shapes of the mesh.
     """
@@ -56,6 +60,7 @@ class ModulePlan(Report):
     seconds: float = 0.0
     bound: float = 0.0
     step: StepPrice | None = field(default=None, compare=False)
+    memory: float = field(default=0.0, compare=False)
     reasons: tuple[Reason, ...] = field(default=(), compare=False)
     tried: tuple[Tried, ...] = field(default=(), compare=False)
 
@@ -134,42 +139,58 @@ class ModulePlan(Report):
 
     def text(self, width: int | None = None, colour: bool = False) -> str:
         """Tables of the plan, of its reasons, and of shapes of the mesh."""
-        time = f"a step of {self.seconds * 1e3:.3g} ms, at most {self.gap:.1%} above the bound"
-        lines = [f"{self.mesh}: {time}"]
+        lines = [f"{self.mesh}: a step of {milliseconds_text(self.seconds)}"]
         if self.step is not None:
-            sent = f"{bytes_text(self.step.sent_bytes)} sent"
-            lines.append(
-                f"simulated: {self.step.seconds * 1e3:.3g} ms, {sent}, {bytes_text(self.step.peak_bytes)} at the peak"
-            )
-        styles = [(key or '""', entry_text(entry)) for key, entry in self.styles.items()]
-        lines += ["", table_text([("path", "plan"), *styles], "ll", width)]
+            peak, sent = self.step.peak_bytes, bytes_text(self.step.sent_bytes)
+            lines = [
+                fits_text(peak, self.memory, self.mesh.size(), self.seconds, self.gap),
+                f"{self.mesh}; simulated: {milliseconds_text(self.step.seconds)}, {sent} sent",
+            ]
+        if self.styles:
+            styles = [(key or '""', entry_text(entry)) for key, entry in self.styles.items()]
+            lines += ["", table_text([("path", "plan"), *styles], "ll", width)]
         if self.units:
-            units = ", ".join(unit or "the module" for unit in self.units)
-            lines += ["", f"fully_shard along the data axis, reshard_after_forward={self.reshard}: {units}"]
+            lines += ["", table_text([(self._units_text(),)], "l", width)]
         if self.reasons:
             rows = [(_names(r), str(r.placement), str(r.next_best or ""), _change(r)) for r in self.reasons]
             lines += ["", table_text([("parameter", "placement", "next best", "costs"), *rows], "llll", width)]
         if len(self.tried) > 1:
             shapes = [(f"{a} x {b}", _seconds(t)) for t in self.tried for a, b in [t.shape]]
-            lines += ["", table_text([("dp x tp", "ms of a step"), *shapes], "lr", width)]
+            lines += ["", table_text([("dp x tp", "a step"), *shapes], "lr", width)]
         return "\n".join(lines)
+
+    def _units_text(self) -> str:
+        units = ", ".join(unit or "the module" for unit in globs(self.units))
+        return f"fully_shard along the data axis, reshard_after_forward={self.reshard}: {units}"
+
+    def to_html(self) -> str:
+        """The plan as a page that is one file: memory and time of a rank, styles, and each parameter with its reason.
+
+        Raises:
+            PlanError: a plan that `plan_module` did not make.
+        """
+        styles = [(key or '""', entry_text(entry)) for key, entry in self.styles.items()]
+        units = self._units_text() if self.units else ""
+        return module_page(self.mesh, self.memory, self.gap, self.step, styles, units, self.reasons, self.tried)
 
 
 def _names(reason: Reason) -> str:
-    return reason.names[0] + (f" and {len(reason.names) - 1} more" if reason.names[1:] else "")
+    names = globs(reason.names) if reason.names[1:] else reason.names
+    return names[0] + (f" and {len(names) - 1} more" if names[1:] else "")
 
 
 def _change(reason: Reason) -> str:
     if reason.next_best is None:
         return ""
     sign = "-" if reason.more_bytes < 0 else "+"
-    return f"{reason.more_seconds * 1e3:+.3g} ms, {sign}{bytes_text(abs(reason.more_bytes))} a rank"
+    more = round(reason.more_seconds * 1e3, 3) + 0.0  # not -0
+    return f"{more:+.3f} ms, {sign}{bytes_text(abs(reason.more_bytes))} a rank"
 
 
 def _seconds(tried: Tried) -> str:
     if tried.seconds is None:
         return "does not fit"
-    return f"{'at least ' if tried.is_bound else ''}{tried.seconds * 1e3:.3g}"
+    return f"{'at least ' if tried.is_bound else ''}{milliseconds_text(tried.seconds)}"
 
 
 # ---- planning -------------------------------------------------------------------------------------------------------
@@ -208,8 +229,10 @@ def plan_module(
         head_room: the part of the memory that stays free.
 
     Raises:
-        PlanError: nothing fits; the message says how much is missing. Or inputs without a tensor, a mesh of other axes.
+        TooLargeError: nothing fits; the text says how much is missing.
+        PlanError: inputs without a tensor, or a mesh of other axes.
     """
+    check_head_room(head_room)
     search = Search(module, topology, inputs, forward)
     memory, shapes = topology.memory * (1 - head_room), _shapes(topology, mesh, batch_rows(inputs))
     budget, scale = inf, 1.0
@@ -218,13 +241,16 @@ def plan_module(
         step = price_module(module, plan, topology, inputs, forward=forward)
         if step.peak_bytes <= memory:
             return replace(
-                plan, step=step, bound=search.bound, reasons=tuple(reasons_of(found)), tried=tuple(search.tried)
-            )
+                plan, step=step, memory=memory, bound=search.bound, reasons=tuple(reasons_of(found)),
+                tried=tuple(search.tried),
+            )  # fmt: skip
         scale = step.peak_bytes / found.bytes
         budget = found.bytes * min(memory / step.peak_bytes, 0.99)
-    raise PlanError(
-        f"No plan fits: a rank needs {bytes_text(search.least_bytes * scale)} of {bytes_text(memory)} on "
-        f"{topology.ranks} ranks. Fix: more ranks, a smaller batch, or activation checkpointing."
+    need = max(search.least_bytes * scale, memory)
+    raise TooLargeError(
+        f"Does not fit on {count_text(topology.ranks, 'rank')}: a rank has {bytes_text(memory)} and needs "
+        f"{bytes_text(need)}, so {bytes_text(need - memory)} are missing. "
+        f"Fix: more ranks, a smaller batch, or activation checkpointing."
     )
 
 

@@ -20,7 +20,7 @@ from shardwise.errors import PlanError
 from shardwise.plan.module_costs import ModuleCosts
 from shardwise.plan.module_problem import ModuleProblem, module_problem
 from shardwise.plan.module_solver import Solution
-from shardwise.plan.module_trace import OP, PARAMETER, trace_module
+from shardwise.plan.module_trace import OP, PARAMETER, Value, trace_module
 from shardwise.simulation.topology import Topology
 
 Inputs = Sequence[Any] | Mapping[str, Any]
@@ -61,12 +61,14 @@ class Reason:
 
     Attributes:
         names: of the parameters that share the choice.
+        bytes: of these on a rank.
         why: of the row of the op that takes it.
         next_best: the placement that costs least of the others; None if there is no other.
         more_seconds, more_bytes: what that costs more; other choices follow it.
     """
 
     names: tuple[str, ...]
+    bytes: float
     placement: Placement
     why: str
     next_best: Placement | None
@@ -192,12 +194,12 @@ def reasons_of(found: Found) -> list[Reason]:
     for number, node in enumerate(graph.nodes):
         for value in node.operands if node.kind == OP else ():
             taken.setdefault(value.node, chosen[number].why)
-    sharing: dict[int, list[str]] = {}
+    sharing: dict[int, list[int]] = {}
     for number, node in enumerate(graph.nodes):
         if node.kind == PARAMETER:
-            sharing.setdefault(graph.first[number], []).extend(graph.names[node.name])
+            sharing.setdefault(graph.first[number], []).append(number)
     found_reasons = []
-    for first, names in sharing.items():
+    for first, parameters in sharing.items():
         at, own = numbers[first], problem.choices[first]
         others = []
         for k, choice in enumerate(own):
@@ -207,5 +209,7 @@ def reasons_of(found: Found) -> list[Reason]:
                                problem.bytes(forced) - found.bytes, choice.outputs[0]))  # fmt: skip
         more = min(others, key=lambda other: other[0] + found.price * other[1], default=(0.0, 0.0, None))
         placement = own[found.solution.choices[at]].outputs[0]
-        found_reasons.append(Reason(tuple(names), placement, taken.get(first, ""), more[2], more[0], more[1]))
+        names = [name for number in parameters for name in graph.names[graph.nodes[number].name]]
+        size = sum(found.costs.local_bytes(Value(number), placement) for number in parameters) / found.costs.shape[0]
+        found_reasons.append(Reason(tuple(names), size, placement, taken.get(first, ""), more[2], more[0], more[1]))
     return found_reasons

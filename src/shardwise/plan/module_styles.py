@@ -7,7 +7,7 @@ stays a DTensor. What the plan names is in globs where blocks are alike.
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -189,6 +189,11 @@ def as_globs(entries: Mapping[str, list[Entry]], paths: list[str]) -> dict[str, 
         key = glob if all(entries.get(other) == own for other in forms[glob]) else path
         found[key] = own[0] if len(own) == 1 else _joined(own)
     return found
+
+
+def globs(paths: Iterable[str]) -> list[str]:
+    """The paths with `*` for numbers, each once."""
+    return list(dict.fromkeys(_NUMBER.sub("*", path) for path in paths))
 
 
 def _joined(entries: list[Entry]) -> Entry:

@@ -57,15 +57,20 @@ def solve(problem: Problem, bound: Bound) -> Found:
     return Found(proved, best if problem.ranks.fit(best.loads) else None)
 
 
-def cheapest_replacement(problem: Problem, found: Assignment, table: int, option: int) -> Assignment:
-    """The assignment with another option of one table, placed as well as possible; the others stay."""
+def replacements(problem: Problem, found: Assignment, table: int) -> Iterator[tuple[int, Assignment]]:
+    """Each other option of one table with its assignment, placed as well as possible; the other tables stay."""
     times = np.maximum(found.times, found.times.max() * 1e-3)
     packing = _Packing(problem, Bound(found.value, times, np.zeros(0), np.zeros(len(problem.total))))
-    for number, (chosen, places) in enumerate(zip(found.choice, found.places, strict=True)):
-        if number != table:
-            packing.put(number, chosen, places)
-    packing.place(table, option)
-    return packing.assignment()
+    packing.loads += found.loads
+    packing.hosts += found.loads.reshape(problem.ranks.hosts, problem.ranks.per_host, -1).sum(1)
+    packing.chosen, packing.places = list(found.choice), list(found.places)
+    packing.remove(table)
+    for option in range(len(problem.options[table])):
+        if option != found.choice[table]:
+            packing.place(table, option)
+            places, loads = tuple(map(tuple, packing.places)), packing.loads.copy()
+            yield option, Assignment(tuple(packing.chosen), places, loads, problem.ranks.times(loads))
+            packing.remove(table)
 
 
 def _starts(problem: Problem, bound: Bound) -> Iterator["_Packing"]:

@@ -50,15 +50,14 @@ def _fields(placement: Placement) -> dict[str, Any]:
     return {}
 
 
-def write_tables(
-    path: Path,
+def toml_of_tables(
     tables: Sequence[EmbeddingConfig],
     placements: Mapping[str, Placement],
     mesh: Mesh,
     gap: float,
     milliseconds: float | None,
-) -> None:
-    """Write a plan."""
+) -> str:
+    """A plan as TOML."""
     lines = [
         f"format = {json.dumps(FORMAT)}", f"ranks = {mesh.size()}", f"device_type = {json.dumps(mesh.device_type)}",
         f"gap = {gap:.6f}",
@@ -70,7 +69,7 @@ def write_tables(
         fields = {**_of_config(config), **_fields(placements[config.name])}
         content = ", ".join(f"{name} = {json.dumps(value)}" for name, value in fields.items())
         lines.append(f"{json.dumps(config.name)} = {{ {content} }}")
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return "\n".join(lines) + "\n"
 
 
 def _of_config(config: EmbeddingConfig) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from shardwise.embedding.configs import EmbeddingBagConfig
 from shardwise.errors import PlanError
 from shardwise.plan.assignment import MEMORY, Assignment, Floats, Option, Problem, Ranks, assignment_of
 from shardwise.plan.bound import MOST_BINARIES, lower_bound, num_binaries
+from shardwise.plan.fit import refusal
 from shardwise.plan.search import solve
 from shardwise.plan.table_costs import (
     COMPUTED,
@@ -21,7 +22,6 @@ from shardwise.plan.table_costs import (
 )
 from shardwise.plan.table_options import SHARDINGS, Division, choices_of_form, divisions, options_of, pinned
 from shardwise.plan.table_request import Request
-from shardwise.plan.too_large import refusal
 
 SECOND = 1e-3  # the weight of time beside an objective that comes first
 WORTH = 0.99  # of the best plan: other forms of messages are tried if they may be below it
@@ -61,9 +61,17 @@ def make_plan_of_tables(request: Request) -> Planned:
     """Search the best plan.
 
     Raises:
-        ConfigError, PlanError: arguments that do not fit; tables that do not fit in memory.
+        ConfigError, PlanError: arguments that do not fit; TooLargeError: tables that do not fit in memory.
     """
     request.check()
+    planned = _search(request)
+    if planned is None:
+        raise refusal(request, least_memory, lambda change: _search(change) is not None)
+    return planned
+
+
+def _search(request: Request) -> Planned | None:
+    """The best plan; None: none was found that fits."""
     costs = _costs(request)
     units, options = _units(request, costs)
     cases = _cases(request)
@@ -96,7 +104,7 @@ def make_plan_of_tables(request: Request) -> Planned:
         if problem.ranks.fit(one.loads) and (best is None or one.value < best[0]):
             best = one.value, real, one
     if best is None:
-        raise refusal(request, least_memory)
+        return None
     value, form, one = best
     in_time = problems[form]
     if request.objective != "time":

@@ -66,8 +66,7 @@ class Request:
                     )
         if len(set(grouped)) != len(grouped):
             raise PlanError("plan_tables: a table is in two groups. Fix: each table in one.")
-        if not 0 <= self.head_room < 1:
-            raise ConfigError(f"plan_tables: head_room is {self.head_room}, expected 0 to below 1. Fix: such as 0.1.")
+        check_head_room(self.head_room)
         for config in self.tables:
             if config.name in self.counts:
                 check_counts(config, self.counts[config.name])
@@ -75,3 +74,9 @@ class Request:
     def allowed_for(self, name: str) -> Sequence[str]:
         """The shardings that a table may have."""
         return self.allowed.get(name, SHARDINGS) if isinstance(self.allowed, Mapping) else self.allowed
+
+
+def check_head_room(share: float) -> None:
+    """Raise a ConfigError if it is no share of the memory that leaves some."""
+    if not 0 <= share < 1:
+        raise ConfigError(f"head_room is {share}, expected 0 to below 1. Fix: such as 0.1.")

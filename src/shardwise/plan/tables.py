@@ -1,17 +1,19 @@
 """`plan_tables`, and the plan that it returns: placements, their proof, and their reasons."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from shardwise._layout import Mesh, Placement, Placements, checked
-from shardwise._pictures.labels import bytes_text, count_text, ranks_text
-from shardwise._pictures.report import table_text
+from shardwise._pictures.labels import bytes_text, count_text, named_ranks
+from shardwise._pictures.report import Report, table_text
 from shardwise.embedding.collections import EmbeddingBagCollection, EmbeddingCollection
 from shardwise.embedding.configs import EmbeddingConfig
 from shardwise.embedding.exchange.engine import MessageDtypes
@@ -19,15 +21,19 @@ from shardwise.embedding.jagged import KeyedJaggedTensor
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.errors import ConfigError, PlanError, did_you_mean
 from shardwise.plan.assignment import MEMORY, Assignment, Floats
-from shardwise.plan.search import cheapest_replacement
+from shardwise.plan.fit import fits_text
+from shardwise.plan.page import tables_page
+from shardwise.plan.search import replacements
 from shardwise.plan.step_messages import StepBytes, step_messages
 from shardwise.plan.table_costs import COMPUTED, PHASES, BatchShape, speeds
 from shardwise.plan.table_options import SHARDINGS
-from shardwise.plan.table_plan_file import held_by, read_tables, write_tables
+from shardwise.plan.table_plan_file import held_by, read_tables, toml_of_tables
 from shardwise.plan.table_problem import Planned, make_plan_of_tables
 from shardwise.plan.table_request import Objective, Request, Shardings
 from shardwise.simulation.topology import Topology
 
+SHOWN = 40  # tables, the largest; of others the numbers
+RANKS_WIDTH = 20  # characters of ranks; of more their number
 SENT = [phase for phase in range(len(PHASES)) if phase not in COMPUTED]
 
 
@@ -55,7 +61,7 @@ class PlanChange(NamedTuple):
         )
 
 
-class TablePlan(Mapping[str, Placement]):
+class TablePlan(Report, Mapping[str, Placement]):
     """The placement of each table on a mesh of one axis; `shard_embeddings` takes it as its plan.
 
         plan = plan_tables(collection, Topology.preset("H100"), BatchShape(4096), optimizer=RowWiseAdagrad(lr=0.1))
@@ -146,11 +152,9 @@ class TablePlan(Mapping[str, Placement]):
         planned = self._known
         unit, number = self._unit_of[self._checked_name(name)]
         best: tuple[float, int, Assignment] | None = None
-        for option in range(len(planned.divisions[unit])):
-            if option != planned.assignment.choice[unit]:
-                found = cheapest_replacement(planned.in_time, planned.assignment, unit, option)
-                if planned.in_time.ranks.fit(found.loads) and (best is None or found.value < best[0]):
-                    best = found.value, option, found
+        for option, found in replacements(planned.in_time, planned.assignment, unit):
+            if planned.in_time.ranks.fit(found.loads) and (best is None or found.value < best[0]):
+                best = found.value, option, found
         if best is None:
             return None
         return _difference(planned.divisions[unit][best[1]][number].label, planned, planned.assignment, best[2])
@@ -192,27 +196,47 @@ class TablePlan(Mapping[str, Placement]):
 
     # ---- text and files --------------------------------------------------------------------------------------
 
-    def __str__(self) -> str:
-        rows = [("table", "rows", "columns", "sharding", "ranks")]
-        for config in self._tables:
+    def text(self, width: int | None = None, colour: bool = False) -> str:
+        """Whether it fits, the memory of ranks, and a table of the largest tables; `save` writes all of them."""
+        by_size = sorted(self._tables, key=_size, reverse=True)
+        rows = [("table", "rows", "columns", "bytes", "sharding", "ranks")]
+        for config in by_size[:SHOWN]:
             label = "" if self._planned is None else self.sharding(config.name)
             held = _ranks_text(self._placements[config.name], self.ranks)
-            rows.append((config.name, f"{config.num_embeddings:,}", str(config.embedding_dim), label, held))
-        head = f"{count_text(len(self), 'table')} on {count_text(self.ranks, 'rank')}"
-        if self._planned is not None:
-            fullest, has = float(self.memory.max()), self._planned.request.memory
-            above = f"at most {100 * self.gap:.1f} % above the best plan" if self.gap > 1e-5 else "no plan is better"
-            memory = f"{bytes_text(fullest)} of {bytes_text(has)} on the fullest"
-            head += f": {memory}, {self.milliseconds:.2f} ms a step, {above}"
-        return f"{head}\n{table_text(rows, 'lrrll')}"
+            rows.append((
+                config.name, f"{config.num_embeddings:,}", str(config.embedding_dim), bytes_text(_size(config)), label,
+                held,
+            ))  # fmt: skip
+        lines = [*self._heading(), "", table_text(rows, "lrrrll", width)]
+        if rest := by_size[SHOWN:]:
+            kinds = Counter("" if self._planned is None else self.sharding(c.name).split()[0] for c in rest)
+            named = ", ".join(f"{number:,} {kind}".strip() for kind, number in kinds.most_common())
+            lines.append(f"and {len(rest):,} more of {bytes_text(sum(map(_size, rest)))}: {named}")
+        return "\n".join(lines)
 
-    __repr__ = __str__
+    def _heading(self) -> list[str]:
+        if self._planned is None:
+            return [f"{count_text(len(self), 'table')} on {count_text(self.ranks, 'rank')}"]
+        memory, has = self.memory, self._planned.request.memory
+        least, median, most = (bytes_text(float(f(memory))) for f in (np.min, np.median, np.max))
+        return [
+            fits_text(float(memory.max()), has, self.ranks, self.milliseconds / 1e3, self.gap),
+            f"{count_text(len(self), 'table')}; memory of a rank: {least} at least, {median} median, {most} at most",
+        ]
+
+    def as_toml(self) -> str:
+        """The plan as the text of a file, which `save` writes and `load` reads: a line for each table, in order."""
+        time = None if self._planned is None else self.milliseconds
+        return toml_of_tables(self._tables, self._placements, self.mesh, self.gap, time)
+
+    def to_html(self) -> str:
+        """The plan as a page that is one file: memory, time and traffic of ranks, and each table with its runner-up."""
+        return tables_page(self._known, self.gap, 1e-3 * self.milliseconds, self.runner_up)
 
     @checked
     def save(self, path: str | Path) -> None:
-        """Write the plan as TOML: a line for each table, in order."""
-        time = None if self._planned is None else self.milliseconds
-        write_tables(Path(path), self._tables, self._placements, self.mesh, self.gap, time)
+        """Write the plan to a TOML file."""
+        Path(path).write_text(self.as_toml(), encoding="utf-8")
 
     @classmethod
     @checked
@@ -273,8 +297,8 @@ def plan_tables(
 
     Raises:
         ConfigError: scipy is missing, or numbers that no batch has.
-        PlanError: arguments that name no table, or tables that do not fit; the text says how much is missing and the
-            smallest change that fits.
+        TooLargeError: the tables do not fit; the text says how much is missing and the smallest change that fits.
+        PlanError: arguments that name no table.
     """
     configs = _configs(collection)
     if not configs:
@@ -304,6 +328,12 @@ def _difference(label: str, planned: Planned, old: Assignment, new: Assignment) 
     return PlanChange(label, time, round(sent), round(memory))
 
 
+def _size(config: EmbeddingConfig) -> int:
+    return config.num_embeddings * config.embedding_dim * config.data_type.itemsize
+
+
 def _ranks_text(placement: Placement, ranks: int) -> str:
     held = held_by(placement)
-    return f"all {ranks}" if held is None or len(held) == ranks else ranks_text(held)
+    return (
+        f"all {ranks}" if held is None or len(held) == ranks else named_ranks(held, RANKS_WIDTH).removeprefix("rank ")
+    )

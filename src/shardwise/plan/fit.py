@@ -1,4 +1,4 @@
-"""What is said of tables that do not fit in memory: which, how much is missing, and the smallest change that fits."""
+"""Whether a plan fits: the first line of its text, and the error of what does not fit."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
@@ -7,12 +7,14 @@ from math import ceil
 import numpy as np
 import torch
 
-from shardwise._pictures.labels import bytes_text
+from shardwise._pictures.labels import bytes_text, count_text, milliseconds_text
 from shardwise.embedding.optimizers import Adagrad, Adam, Lamb, RowWiseAdagrad, RowWiseAdam, RowWiseLamb
-from shardwise.errors import PlanError
+from shardwise.errors import TooLargeError
 from shardwise.plan.assignment import Floats
 from shardwise.plan.table_request import Request
 
+AT_BOUND = 1e-5  # a smaller gap is one of rounding
+MIB = 1 << 20
 MOST_NAMED = 3  # tables
 SMALLER = {Adagrad: RowWiseAdagrad, Adam: RowWiseAdam, Lamb: RowWiseLamb}
 
@@ -20,8 +22,19 @@ Least = Callable[[Request], tuple[Floats, Floats]]
 """Of each table, the bytes that its smallest sharding takes on all ranks together, and on its fullest rank."""
 
 
-def refusal(request: Request, least: Least) -> PlanError:
-    """The error of tables that do not fit."""
+def fits_text(needed: float, memory: float, ranks: int, seconds: float, gap: float) -> str:
+    """`Fits: 31.2 GiB of 72.0 GiB on the fullest of 8 ranks, 2.4 ms a step, at most 1.6 % above the bound.`"""
+    above = f"at most {100 * gap:.1f} % above the bound" if gap > AT_BOUND else "at the bound"
+    used = f"{bytes_text(needed)} of {bytes_text(memory)} on the fullest of {count_text(ranks, 'rank')}"
+    return f"Fits: {used}, {milliseconds_text(seconds)} a step, {above}."
+
+
+def refusal(request: Request, least: Least, fits: Callable[[Request], bool]) -> TooLargeError:
+    """The error of tables that do not fit: which, how much is missing, and the smallest change that fits.
+
+    Args:
+        fits: whether a search finds a plan.
+    """
     total, fullest = least(request)
     ranks, memory = request.topology.ranks, request.memory
     alone = np.flatnonzero(fullest > memory)
@@ -29,21 +42,17 @@ def refusal(request: Request, least: Least) -> PlanError:
     need = float(fullest.max()) if len(alone) else max(float(each.sum()), float(fullest.max()))
     order = [int(table) for table in np.argsort(-each, kind="stable")[:MOST_NAMED] if not len(alone) or table in alone]
     names = ", ".join(f"{request.names[table]} ({bytes_text(float(each[table]))} of a rank)" for table in order)
-    what = "in the smallest sharding that is allowed for it" if len(alone) else "with those that need most"
-    fixes = [text for text, change in _changes(request, total, fullest) if _fits(change, least)]
+    what = "In the smallest sharding that is allowed" if len(alone) else "Those that need most"
+    changes = _changes(request, total, fullest)
+    fix = next((text for text, change in changes if fits(change)), "more memory")
     if need <= memory:
         missing = "no placement was found in which every rank has enough memory"
     else:
-        missing = f"{bytes_text(need - memory)} are missing on a rank, which has {bytes_text(memory)} for tables"
-    return PlanError(
-        f"The tables do not fit on {ranks} ranks: {missing}; {what}: {names}. "
-        f"Fix: {fixes[0] if fixes else 'more memory, or fewer rows'}."
-    )
-
-
-def _fits(request: Request, least: Least) -> bool:
-    total, fullest = least(request)
-    return float(total.sum()) <= request.memory * request.topology.ranks and float(fullest.max()) <= request.memory
+        missing = (
+            f"a rank has {bytes_text(memory)} for tables and needs {bytes_text(need)}, "
+            f"so {bytes_text(need - memory)} are missing"
+        )
+    return TooLargeError(f"Does not fit on {count_text(ranks, 'rank')}: {missing}. {what}: {names}. Fix: {fix}.")
 
 
 def _changes(request: Request, total: Floats, fullest: Floats) -> Iterator[tuple[str, Request]]:
@@ -53,7 +62,10 @@ def _changes(request: Request, total: Floats, fullest: Floats) -> Iterator[tuple
             options = vars(request.optimizer)
             known = {field.name for field in fields(by_row)}
             smaller = by_row(**{name: value for name, value in options.items() if name in known})
-            yield f"optimizer={by_row.__name__}(…), which has a state for each row", replace(request, optimizer=smaller)
+            yield (
+                f"the optimizer {by_row.__name__}, which has a state for each row",
+                replace(request, optimizer=smaller),
+            )
     order = np.argsort(-total, kind="stable")
     wide = [int(table) for table in order if request.tables[table].data_type == torch.float32]
     weight = np.array([4.0 * c.num_embeddings * c.embedding_dim for c in request.tables])
@@ -65,7 +77,7 @@ def _changes(request: Request, total: Floats, fullest: Floats) -> Iterator[tuple
         tables = [replace(c, data_type=torch.bfloat16) if c.name in half else c for c in request.tables]
         named = ", ".join(request.names[table] for table in wide[:count][:MOST_NAMED])
         more = f" and {count - MOST_NAMED} more" if count > MOST_NAMED else ""
-        yield f"data_type=torch.bfloat16 for {named}{more}", replace(request, tables=tables)
+        yield f"data_type bfloat16 for {named}{more}", replace(request, tables=tables)
     per_host = request.topology.ranks_per_host
     if not request.pinned:
         first = max(request.topology.hosts + 1, ceil(float(total.sum()) / (per_host * request.memory)))
@@ -73,8 +85,7 @@ def _changes(request: Request, total: Floats, fullest: Floats) -> Iterator[tuple
             larger = replace(request.topology, hosts=hosts)
             yield f"{hosts} hosts of {per_host} ranks", replace(request, topology=larger)
     largest = float(max(total.sum() / request.topology.ranks, fullest.max()))
-    enough = ceil(largest / (1 - request.head_room)) + 1
-    yield (
-        f"ranks with {bytes_text(enough)} of memory",
-        replace(request, topology=replace(request.topology, memory=enough)),
-    )
+    for share in (1.0, 1.1, 1.5):
+        enough = ceil(share * largest / (1 - request.head_room) / MIB)
+        larger = replace(request.topology, memory=enough * MIB)
+        yield f"ranks with {enough} MiB of memory", replace(request, topology=larger)
