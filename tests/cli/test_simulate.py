@@ -16,13 +16,16 @@ from shardwise.simulation.shapes import SHAPES, Options
 Captured = pytest.CaptureFixture[str]
 STEPS = """
 import torch
-from shardwise import shard_module, Shard
+from shardwise import Shard, distribute_tensor, shard_module
 
 number = 3
 
 def train(mesh):
     model = shard_module(torch.nn.Linear(4, 9), {"weight": Shard(0)}, mesh=mesh)
     return lambda: model(torch.ones(2, 4)).sum().backward()
+
+def gather(mesh):
+    return distribute_tensor(torch.ones(9), mesh, [Shard(0)]).full_tensor
 
 def nothing(mesh):
     return None
@@ -91,7 +94,7 @@ def test_measured_costs_are_used_for_their_devices(
     write_costs(tmp_path / "costs.json", "cpu", "here", {name: Measured(1e6, 0, 500) for name in COLLECTIVES}, None)
     monkeypatch.setenv("SHARDWISE_COSTS", str(tmp_path / "costs.json"))
     for device, slow in (("cpu", True), ("cuda", False)):
-        assert cli.main(["simulate", "my_steps:train", "--mesh", "tp=3", "--device", device]) == 0
+        assert cli.main(["simulate", "my_steps:gather", "--mesh", "tp=3", "--device", device]) == 0
         assert (" 1,000 ms" in capsys.readouterr().out) is slow
 
 
@@ -103,9 +106,9 @@ def test_measured_costs_are_used_for_their_devices(
         (["llama-70b", "--mesh", "2,2"], "A shape needs a mesh with axis names, got Mesh(0=2, 1=2). Fix: "),
         (["llama-70b", "--mesh", "dp=2", "--sequence-parallel"], "sequence_parallel needs an axis tp in the mesh"),
         (["llama-70b", "--mesh", "tp=2", "--fully-shard"], "fully_shard needs an axis of dp, fs in the mesh, got"),
-        (["llama-70b", "--mesh", "dp=2,to=2"], "has no axis 'to'. Did you mean 'tp'? Fix: a mesh of dp, fs, tp."),
-        (["llama-70b", "--mesh", "dp=2,ep=2"], "has no axis 'ep'. Did you mean 'dp'? Fix: a mesh of dp, fs, tp."),
-        (["dlrm", "--mesh", "dp=2,tp=2"], "has no axis 'tp'. Did you mean 'dp'? Fix: a mesh of dp."),
+        (["llama-70b", "--mesh", "dp=2,tpp=2"], "has no axis 'tpp'. Did you mean 'tp'? Fix: a mesh of dp, fs, tp."),
+        (["llama-70b", "--mesh", "dp=2,ep=2"], "has no axis 'ep'. Fix: a mesh of dp, fs, tp."),
+        (["dlrm", "--mesh", "dp=2,tp=2"], "has no axis 'tp'. Fix: a mesh of dp."),
         (["my_steps:train", "--mesh", "2", "--memory", "80XB"], "'80XB' is no size, "),
         (["my_steps:train", "--mesh", "2", "--preset", "H10"], "There is no preset 'H10'. Did you mean 'H100'? Fix: "),
         (["my_steps:train", "--mesh", "2", "--preset", "cpu", "--device", "cpu"], "not allowed with argument --preset"),

@@ -362,7 +362,9 @@ CPUS, GPUS = Topology.preset("cpu"), Topology.preset("H100", ranks_per_host=4)
 
 def of_products(mesh: Mesh) -> Step:
     def step() -> None:
-        x, y = (distribute_tensor(torch.ones(512, 512), mesh, [Shard(dim)]) for dim in (1, 0))
+        x, y = (
+            DTensor.from_local(torch.ones(n, m), mesh, [Shard(dim)]) for n, m, dim in ((512, 128, 1), (128, 512, 0))
+        )
         torch.mm(x, y).redistribute(mesh, [Replicate()])
 
     return step
@@ -370,9 +372,9 @@ def of_products(mesh: Mesh) -> Step:
 
 def test_times_are_those_of_the_topology() -> None:
     mesh = Mesh((4,), device_type="cuda")
-    (one,) = simulate(of_products, mesh=mesh, topology=GPUS).classes
-    (half,) = simulate(of_products, mesh=mesh, topology=replace(GPUS, flops=GPUS.flops / 2)).classes
-    assert half.compute - one.compute == pytest.approx(2 * 512 * 128 * 512 / GPUS.flops)
+    (one,) = simulate(of_products, mesh=mesh, topology=replace(GPUS, flops=1e12)).classes
+    (half,) = simulate(of_products, mesh=mesh, topology=replace(GPUS, flops=5e11)).classes
+    assert half.compute - one.compute == pytest.approx(2 * 512 * 128 * 512 / 1e12)
     assert one.communication == sum(
         GPUS.costs.seconds(x.kind, x.ranks, x.ranks, x.received_bytes) for x in one.collectives
     )
@@ -396,11 +398,7 @@ def test_the_first_lines_say_whether_it_fits() -> None:
     assert found(255)[1] == "Rank 0-2 peak at 256 B of 255 B: 1 B too much."
     assert found(99)[1] == "All ranks peak at 256 B or less of 99 B: 157 B too much."
     assert found(255)[2].startswith("A step takes ")
-    assert found(255)[4:7] == [
-        "ranks of equal shards   peak  sent          ops  collectives",
-        "rank 0-2               256 B   0 B  5.7e-05 ms         0 ms",
-        "rank 3                 112 B   0 B  2.5e-05 ms         0 ms",
-    ]
+    assert [line.split()[:4] for line in found(255)[5:7]] == [["rank", "0-2", "256", "B"], ["rank", "3", "112", "B"]]
     even = simulate(nn.Linear(3, 8), torch.ones(2, 3), mesh=Mesh((4,)))
     assert str(even).splitlines()[1] == f"All ranks peak at {even.peak_bytes} B."
     assert even.missing_bytes == 0
