@@ -168,6 +168,8 @@ def _exchanged(
     bits = torch.cat(experts).to(IDS_OF_WIDTH[tokens.element_size()]).view(tokens.dtype)
     received = route.send(torch.cat([tokens[senders], weights[senders].to(tokens.dtype), bits], 1))
     experts_here = received[:, dim + k :].detach().contiguous().view(IDS_OF_WIDTH[tokens.element_size()]).long()
+    if not has_values(received):  # on a simulated rank, to which every rank sends what it sends to itself
+        experts_here = experts[ranks.index(ctx.rank)].repeat(len(ranks), 1)
     mixed = _mixed(experts_here, w1, w2, received[:, :dim], received[:, dim : dim + k])
     return tokens.new_zeros(num, dim).index_add(0, senders, route.answer(mixed))
 
