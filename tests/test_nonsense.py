@@ -334,7 +334,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     "testing.Transformer": lambda: call(testing.Transformer, args=testing.ModelArgs()),
     "simulation.simulate": lambda: call(lambda module,
         **kwargs: simulation.simulate(module, torch.ones(2, 4), **kwargs), module=LAYER(), mesh=MESH,
-        plan={"weight": Shard(0)}, costs=None),
+        plan={"weight": Shard(0)}, topology=None),
     "plan.BatchShape": lambda: call(plan.BatchShape, bags=4),
     "plan.Link": lambda: call(plan.Link, bytes_per_second=1e9, latency=1e-6),
     "plan.Topology": lambda: call(plan.Topology, hosts=1, ranks_per_host=2, memory=1 << 30, inside=plan.Link(1e9, 1e-6),

@@ -240,7 +240,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         "up.weight of shape (256, 64) is pinned to Shard(2). Fix: one of Replicate(), Shard(0), Shard(1).",
     ),
     "change": (lambda: perceptron_plan().what_if(units=(), pined={}), "no change 'pined'. Did you mean 'pinned'?"),
-    "unit": (lambda: perceptron_plan().what_if(units=("up.x",)), "The module has no part 'up.x'. "),
+    "unit": (lambda: perceptron_plan().what_if(units=("up.x",)), "units: 'up.x' matches no module. "),
     "by hand": (lambda: ModulePlan(Mesh((4,)), {}).what_if(reshard=False), "has no module to try changes on. "),
     "no reason": (lambda: ModulePlan(Mesh((4,)), {}).explain("up"), "no reason for 'up'. "),
     "table": (lambda: TablePlan(TABLES, {}, Mesh((4,)), 0.0).check(lambda: None, batch(TABLES, 0)), "placements only"),
@@ -268,7 +268,7 @@ def applied(planned: ModulePlan) -> str:
 def test_a_plan_of_another_model_or_world_changes_nothing() -> None:
     planned = ModulePlan(Mesh((2, 2)), {"up": ColwiseParallel(), "down": RowwiseParallel()}, ("",))
     for other, ranks, text in (
-        (replace(planned, units=("layers.0", "")), 4, "The module has no part 'layers.0'. Fix: a plan of this module."),
+        (replace(planned, units=("layers.0", "")), 4, "units: 'layers.0' matches no module. "),
         (replace(planned, styles={"upp": ColwiseParallel()}), 4, "'upp' matches no module. Did you mean 'up'?"),
         (replace(planned, styles={"up.weight": Shard(0, (3, 4))}), 4, "sizes (3, 4) add up to 7, but dim 0 has 8 "),
         (planned, 2, "but this world has 2 ranks. Fix: "),

@@ -33,10 +33,12 @@ from shardwise._layout import Placement
 from shardwise._models import ModelArgs, Transformer
 from shardwise._tensor.dispatch.dispatcher import forget
 from shardwise.embedding import Adam, EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, shard_embeddings
-from shardwise.errors import ArgumentError, ShardwiseError
+from shardwise.errors import ArgumentError, MeshError, ShardwiseError
 from shardwise.parallel import fully_shard
+from shardwise.plan import Topology
 from shardwise.simulation import shapes, simulate
 from shardwise.simulation.api import Step
+from shardwise.simulation.clock import RankClock
 from shardwise.simulation.memory import Memory, Roles
 from shardwise.simulation.shapes import LLAMA_70B, MIXTRAL_8X7B, SHAPES, BalancedExperts, Options, recommender
 from shardwise.testing import world
@@ -343,6 +345,7 @@ def test_a_limit_of_addresses_is_named() -> None:
 import resource, torch
 from torch import nn
 from shardwise import Mesh
+from shardwise.plan import Topology
 from shardwise.simulation import shapes, simulate
 resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))
 simulate(nn.Linear(2, 2), torch.ones(1, 2), mesh=Mesh((2,)))
@@ -351,6 +354,112 @@ simulate(nn.Linear(2, 2), torch.ones(1, 2), mesh=Mesh((2,)))
     assert "A simulation reserves 16 TiB of addresses, no memory, which the system refuses" in ran.stderr
     assert "Fix: lift the limit of this process: ulimit -v unlimited." in ran.stderr
 
+
+# ---- the machine ----------------------------------------------------------------------------------------------------
+
+CPUS, GPUS = Topology.preset("cpu"), Topology.preset("H100", ranks_per_host=4)
+
+
+def of_products(mesh: Mesh) -> Step:
+    def step() -> None:
+        x, y = (
+            DTensor.from_local(torch.ones(n, m), mesh, [Shard(dim)]) for n, m, dim in ((512, 128, 1), (128, 512, 0))
+        )
+        torch.mm(x, y).redistribute(mesh, [Replicate()])
+
+    return step
+
+
+def test_times_are_those_of_the_topology() -> None:
+    mesh = Mesh((4,), device_type="cuda")
+    (one,) = simulate(of_products, mesh=mesh, topology=replace(GPUS, flops=1e12)).classes
+    (half,) = simulate(of_products, mesh=mesh, topology=replace(GPUS, flops=5e11)).classes
+    assert half.compute - one.compute == pytest.approx(2 * 512 * 128 * 512 / 1e12)
+    assert one.communication == sum(
+        GPUS.costs.seconds(x.kind, x.ranks, x.ranks, x.received_bytes) for x in one.collectives
+    )
+    assert one.communication
+    assert one.seconds == one.compute + one.communication
+    assert {x.kind for x in one.collectives} >= {"all_reduce"}  # gloo's costs prefer two other collectives
+    (untimed,) = simulate(of_products, mesh=mesh).classes
+    assert untimed.compute == 0
+    assert untimed.communication
+
+
+def test_the_first_lines_say_whether_it_fits() -> None:
+    def found(memory: int) -> list[str]:
+        topology = replace(CPUS, memory=memory)
+        plan = {"weight": Shard(0), "bias": Shard(0)}
+        return str(
+            simulate(nn.Linear(3, 10), torch.ones(2, 3), mesh=Mesh((4,)), plan=plan, topology=topology)
+        ).splitlines()
+
+    assert found(256)[:2] == ["Mesh(0=4): 4 ranks", "All ranks peak at 256 B or less of 256 B: it fits."]
+    assert found(255)[1] == "Rank 0-2 peak at 256 B of 255 B: 1 B too much."
+    assert found(99)[1] == "All ranks peak at 256 B or less of 99 B: 157 B too much."
+    assert found(255)[2].startswith("A step takes ")
+    assert [line.split()[:4] for line in found(255)[5:7]] == [["rank", "0-2", "256", "B"], ["rank", "3", "112", "B"]]
+    even = simulate(nn.Linear(3, 8), torch.ones(2, 3), mesh=Mesh((4,)))
+    assert str(even).splitlines()[1] == f"All ranks peak at {even.peak_bytes} B."
+    assert even.missing_bytes == 0
+
+
+def test_many_classes_are_a_few_lines() -> None:
+    sizes = tuple(range(1, 13))
+    module, plan = nn.Linear(3, sum(sizes)), {"weight": Shard(0, sizes), "bias": Shard(0, sizes)}
+    found = simulate(module, torch.ones(2, 3), mesh=Mesh((12,)), plan=plan)
+    assert len(found.classes) == 12
+    assert "and 4 other classes" in str(found)
+    assert "rank 11, at the peak" in str(found)
+    assert len(str(found).splitlines()) < 40
+
+
+def test_a_mesh_of_gpus_needs_none() -> None:
+    def build(mesh: Mesh) -> Step:
+        model = nn.Linear(64, 64, device="cuda").to(mesh.device_type)
+        fully_shard(model, mesh=mesh)
+        where = torch.tensor([1, 2], device="cuda:0")
+
+        def step() -> None:
+            model(torch.ones(2, 64).cuda() + torch.randn(64, device=torch.device("cuda"))).sum().backward()
+            assert where.tolist() == [1, 2]
+
+        return step
+
+    gpus = simulate(build, mesh=Mesh((4,), device_type="cuda"), topology=GPUS).classes[0]
+    assert gpus.memory["parameters"] == 65 * 64 * 4 // 4
+    assert not torch.cuda.is_initialized()
+    assert torch.ones(1).to is not torch.Tensor.to
+    assert torch.Tensor.to.__name__ == "to"  # what is replaced inside is back
+
+
+def test_ranks_and_devices_are_those_of_the_topology() -> None:
+    with pytest.raises(MeshError, match="has 5 ranks on cuda, and the topology 4 on cuda"):
+        simulate(of_products, mesh=Mesh((5,), device_type="cuda"), topology=GPUS)
+    with pytest.raises(MeshError, match=r"4 ranks on cpu, and the topology 4 on cuda. Fix: .*device_type='cuda'"):
+        simulate(of_products, mesh=Mesh((4,)), topology=GPUS)
+
+
+@pytest.mark.parametrize("shape", [(1 << 15,), (1 << 18, 3)])
+def test_dropout_takes_the_time_of_its_ops_and_computes_nothing(shape: tuple[int, ...]) -> None:
+    mesh = Mesh((2,))
+
+    def seconds(with_values: bool) -> float:
+        clock = RankClock(mesh, CPUS)
+        with clock.running():
+            if with_values:
+                cast(Any, clock.memory).has_values = lambda _: True
+            x = distribute_tensor(torch.ones(shape), mesh, [Shard(0)], src_data_rank=None)
+            before = len(clock.memory.log)
+            clock.restart()
+            F.dropout(x, 0.1)
+            assert with_values or len(clock.memory.log) - before < 20  # else each chunk has its temporary tensors
+            return clock.seconds().compute
+
+    assert seconds(with_values=False) == pytest.approx(seconds(with_values=True), rel=0.1)
+
+
+# ---- shapes ---------------------------------------------------------------------------------------------------------
 
 MESH = Mesh((2, 2), names=("dp", "tp"))
 SMALL = ModelArgs(n_layers=1, vocab_size=32, dim=16, n_heads=4, dropout_p=0.0, weight_tying=False)
@@ -382,9 +491,37 @@ def test_transformers_are_sharded(args: ModelArgs, fully_shard: bool) -> None:
     assert one.memory["parameters"] < full_bytes / (3 if fully_shard else 1.2)
 
 
-def test_tables_of_a_recommender_are_sharded_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one thread a collection would take compiled kernels, which read values."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+MESHES_OF_SHAPES = [
+    (SMALL, Mesh((3,), names=("dp",))),
+    (SMALL, Mesh((2,), names=("tp",))),
+    (EXPERTS, Mesh((2, 2), names=("dp", "ep"))),
+    (EXPERTS, Mesh((2, 2, 2), names=("dp", "ep", "tp"))),
+]
+
+
+@pytest.mark.parametrize(("args", "mesh"), MESHES_OF_SHAPES, ids=lambda x: str(x) if isinstance(x, Mesh) else "")
+def test_a_shape_sends_what_a_world_sends(args: ModelArgs, mesh: Mesh) -> None:
+    options = Options(context=8, batch_size=2, fully_shard="dp" in (mesh.names or ()))
+    assert_same_collectives(lambda mesh: shapes.transformer(args, options, mesh), mesh)
+
+
+def test_experts_are_sharded_on_their_axis_and_by_features() -> None:
+    def parameters(mesh: Mesh) -> int:
+        found = simulate(lambda mesh: shapes.transformer(EXPERTS, Options(context=8), mesh), mesh=mesh)
+        return found.classes[0].memory["parameters"]
+
+    layer = BalancedExperts(16, EXPERTS.ffn_dim, 4)
+    of_experts = EXPERTS.n_layers * (layer.w1.nbytes + layer.w2.nbytes)
+    one, of_four = parameters(Mesh((4,), names=("dp",))), parameters(Mesh((4,), names=("ep",)))
+    assert one - of_four == of_experts * 3 // 4
+    both, of_features = (parameters(Mesh((2, 2), names=(name, "tp"))) for name in ("ep", "dp"))
+    assert of_features - both == of_experts // 4
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_tables_of_a_recommender_are_sharded_over_all_ranks(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside a simulation, one thread takes compiled kernels if numba is installed; they read values."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
 
     def build(tables: int) -> Callable[[Mesh], Step]:
         return lambda mesh: recommender(Options(batch_size=2), mesh, tables=tables, rows=64, dim=8)
@@ -416,5 +553,5 @@ def test_costs_of_a_simulation_choose_for_it_alone() -> None:
     expected = world(4).run(product)
     forget()
     free = dict.fromkeys(COLLECTIVES, Cost(0.0, 0.0))
-    simulate(lambda _: product, mesh=Mesh((4,)), costs=Costs("free", free, free))
+    simulate(lambda _: product, mesh=Mesh((4,)), topology=replace(CPUS, measured=Costs("free", free, free)))
     assert world(4).run(product) == expected

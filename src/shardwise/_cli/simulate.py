@@ -1,27 +1,38 @@
-"""`shardwise simulate`: memory and communication of a training step on a mesh of thousands of ranks."""
+"""`shardwise simulate`: whether a training step fits the ranks of a mesh, how long it takes, and what it sends."""
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
+from math import ceil
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from shardwise._cli.common import Exit, SubParsers, add_command, import_function, progress_bar
+from shardwise._cli.common import Exit, SubParsers, add_command, import_function, parse_bytes, progress_bar
 from shardwise.errors import ConfigError, PlanError, did_you_mean
 
 if TYPE_CHECKING:
     from shardwise._layout import Mesh
     from shardwise.simulation.api import Step
+    from shardwise.simulation.topology import Topology
 
 Build: TypeAlias = "Callable[[Mesh], Step]"
 SHAPES = ("llama-70b", "mixtral-8x7b", "dlrm")
+DEVICES = {"cuda": "H100", "cpu": "cpu"}  # and their presets
 OPTIONS = ("layers", "batch_size", "context", "sequence_parallel", "fully_shard")
 
 
 def add_parser(subparsers: SubParsers) -> None:
     """Describe `simulate` to argparse."""
-    text = "memory and communication of a training step on thousands of ranks, which are not there"
+    text = "memory and time of a training step on thousands of ranks, which are not there"
     parser = add_command(subparsers, "simulate", text, run)
     parser.add_argument("what", metavar="SHAPE | MODULE:FUNCTION", help=f"one of {', '.join(SHAPES)}, or a function")
     parser.add_argument("--mesh", required=True, metavar="AXES", help="such as dp=512,tp=8")
+    machine = parser.add_argument_group("the machine").add_mutually_exclusive_group()
+    machine.add_argument("--preset", metavar="NAME", help="A100, H100, H200 or cpu")
+    text = "as --preset H100 or --preset cpu (default: cuda)"
+    machine.add_argument("--device", choices=tuple(DEVICES), default="cuda", help=text)
+    text = "memory of a rank, such as 80GB or 40GiB (default: that of the preset)"
+    parser.add_argument("--memory", metavar="SIZE", help=text)
     own = parser.add_argument_group("options of shapes")
     own.add_argument("--layers", type=int, metavar="N", help="(default: as many as the model has)")
     own.add_argument("--batch-size", type=int, metavar="N", help="examples of each shard of the batch (default: 1)")
@@ -33,30 +44,44 @@ def add_parser(subparsers: SubParsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the peak memory of each class of equal ranks and the collectives of a step, such as: shardwise simulate
-    llama-70b --mesh dp=512,tp=8 --sequence-parallel --fully-shard. Nothing is allocated or sent. For a model of your
-    own: a function that takes the mesh, makes the model, and returns a function of one step; see 'A training step on
-    thousands of ranks' in the documentation."""
+    """Print whether a training step fits, how long it takes, and its collectives, such as: shardwise simulate llama-70b
+    --mesh dp=512,tp=8 --sequence-parallel --fully-shard. Nothing is allocated or sent. Exits with 3 if it does not fit.
+    For a model of your own: a function that takes the mesh, makes the model, and returns a function of one step; see
+    'A training step on thousands of ranks' in the documentation."""
     from rich.progress import SpinnerColumn, TimeElapsedColumn
 
     from shardwise import _collectives as collectives
-    from shardwise._layout import parse_mesh
+    from shardwise._layout import Mesh, parse_mesh
     from shardwise.simulation import simulate
 
     try:
         mesh = parse_mesh(args.mesh)
     except PlanError as error:
         raise ConfigError(str(error)) from error
+    topology = _topology(args, mesh.size())
+    mesh = Mesh(mesh.shape, names=mesh.names, device_type=topology.device_type)
     make = _step_of(args, mesh)
     with progress_bar(SpinnerColumn(), TimeElapsedColumn()) as update:
 
-        def build(mesh: "Mesh") -> "Step":
+        def build(mesh: Mesh) -> "Step":
             update(description=f"rank {collectives.rank()}, the first of its class")
             return make(mesh)
 
-        simulation = simulate(build, mesh=mesh)
+        simulation = simulate(build, mesh=mesh, topology=topology)
     simulation.show()
-    return Exit.OK
+    return Exit.DATA if simulation.missing_bytes else Exit.OK
+
+
+def _topology(args: argparse.Namespace, ranks: int) -> "Topology":
+    """As many hosts as the ranks take, with measured costs that the environment names for such devices."""
+    from shardwise._collectives.cost_tables import path_of_environment, read_costs
+    from shardwise.simulation.topology import Topology
+
+    memory = None if args.memory is None else parse_bytes(args.memory)
+    one = Topology.preset(args.preset or DEVICES[args.device], memory=memory)
+    found = replace(one, hosts=ceil(ranks / one.ranks_per_host))
+    path = path_of_environment()
+    return found.with_costs_of(path) if path and read_costs(Path(path))[0] == one.device_type else found
 
 
 def _step_of(args: argparse.Namespace, mesh: "Mesh") -> Build:
@@ -76,5 +101,5 @@ def _step_of(args: argparse.Namespace, mesh: "Mesh") -> Build:
     if shape is None:
         return import_function(args.what, "takes the mesh and returns a step")
     options = shapes.Options(**given)
-    options.check(mesh)
+    options.check(mesh, shape.axes)
     return lambda mesh: shape.build(options, mesh)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwise._layout import Box, contiguous_strides, split_by_boxes
+from shardwise._rules.local_tensors import has_values
 from shardwise._trace.capture_hooks import allow_in_graph
 
 Sampler = Callable[[Tensor, int, torch.dtype], Tensor]
@@ -39,6 +40,10 @@ def fill(local: Tensor, boxes: Sequence[Box], shape: Sequence[int], seed: int, s
 
 
 def _fill_box(out: Tensor, box: Box, shape: Sequence[int], seed: int, sampler: Sampler) -> None:
+    if not has_values(out):
+        # The same ops on the meta device, once for all elements: what simulates the step sees what they would take.
+        sampler(_index(box.offsets, box.sizes, contiguous_strides(shape), torch.device("meta")), seed, out.dtype)
+        return
     at_once = _IN_CACHE * torch.get_num_threads() if out.device.type == "cpu" else _ON_ACCELERATOR
     strides = contiguous_strides(shape)
     for slices in _chunks(box.sizes, at_once) if box.numel else ():

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from shardwise._rules.local_context import LocalContext
 
@@ -49,6 +50,15 @@ def emptied(out: Tensor, shape: Sequence[int]) -> Tensor:
     for dim, n in enumerate(shape):
         out = out if n else out.narrow(dim, 0, 0)
     return out
+
+
+# ---- values -------------------------------------------------------------------------------------------------------
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether a tensor has values: not one on the meta device, nor one that a mode has no values of (`simulation`)."""
+    modes = _get_current_dispatch_mode_stack()
+    return not x.is_meta and all(mode.has_values(x) for mode in modes if hasattr(mode, "has_values"))
 
 
 # ---- dtypes -------------------------------------------------------------------------------------------------------

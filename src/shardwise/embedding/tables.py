@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shardwise import _collectives as collectives
 from shardwise._collectives import stable_digest
+from shardwise._rules.local_tensors import has_values
 from shardwise._tensor import DTensor
 from shardwise._tensor.handlers.attributes import replace_value
 from shardwise.embedding.configs import EmbeddingConfig
@@ -169,7 +170,7 @@ def seed_of_first(ranks: Sequence[int]) -> int:
 
 def fill(into: Tensor, block: Block, rows: RowsBetween) -> None:
     """Copy a block of a table, some rows at a time."""
-    for part in by_chunk(block.rows):
+    for part in by_chunk(block.rows) if has_values(into) else ():
         found = rows(part.start, part.stop)[:, block.cols.start : block.cols.stop]
         into[part.start - block.rows.start : part.stop - block.rows.start].copy_(found)
 

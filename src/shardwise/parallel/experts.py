@@ -13,6 +13,7 @@ from shardwise._layout import PARTIAL, REPLICATE, Count, Placement, Shard, check
 from shardwise._lookups.bad_ids import id_axes, raise_bad_ids, refuse_bad_ids, verdict_on
 from shardwise._rules import Meta, OpRule, Row
 from shardwise._rules.local_context import LocalContext
+from shardwise._rules.local_tensors import has_values
 from shardwise._rules.registry import register
 from shardwise._rules.row_exchange import route_rows
 from shardwise.errors import ConfigError, IdError, IdTypeError, LayoutError, PlanError
@@ -125,6 +126,8 @@ def _rows(chosen: Meta, w1: Meta, w2: Meta, tokens: Meta, weights: Meta) -> list
 def _on_locals(ctx: LocalContext, chosen: Tensor, w1: Tensor, w2: Tensor, tokens: Tensor, weights: Tensor) -> Tensor:
     _check(chosen, w1, w2, tokens, weights)
     ids, table = ctx.layouts[:2]
+    if not has_values(chosen):  # as in a simulation, where tokens choose all experts equally often
+        chosen = torch.arange(chosen.numel(), device=chosen.device).view(chosen.shape) % table.shape[0]
     axes = tuple(
         axis
         for axis, (a, b) in enumerate(zip(ids.placements, table.placements, strict=True))
@@ -165,6 +168,8 @@ def _exchanged(
     bits = torch.cat(experts).to(IDS_OF_WIDTH[tokens.element_size()]).view(tokens.dtype)
     received = route.send(torch.cat([tokens[senders], weights[senders].to(tokens.dtype), bits], 1))
     experts_here = received[:, dim + k :].detach().contiguous().view(IDS_OF_WIDTH[tokens.element_size()]).long()
+    if not has_values(received):  # on a simulated rank, to which every rank sends what it sends to itself
+        experts_here = experts[ranks.index(ctx.rank)].repeat(len(ranks), 1)
     mixed = _mixed(experts_here, w1, w2, received[:, :dim], received[:, dim : dim + k])
     return tokens.new_zeros(num, dim).index_add(0, senders, route.answer(mixed))
 

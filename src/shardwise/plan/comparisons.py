@@ -17,7 +17,8 @@ from shardwise._pictures.labels import bytes_text
 from shardwise._pictures.report import Report, table_text
 from shardwise._trace.comm_trace import listening_with
 from shardwise.simulation.memory import Memory, Roles
-from shardwise.simulation.result import Recorded
+from shardwise.simulation.result import Recorded, sent_by_cause
+from shardwise.simulation.topology import Topology
 
 STEPS = 3  # that are timed
 
@@ -133,7 +134,7 @@ def run_steps(step: Callable[[], object], mesh: Mesh, fullest: int) -> list[Step
         with listening_with(recorded):
             step()
     seconds = median([_seconds(step, ranks, mesh.device_type) for _ in range(STEPS)])
-    run = StepRun(seconds, recorded.sent_by_cause(), sum(Roles(memory).at_peak(start).values()))
+    run = StepRun(seconds, sent_by_cause(recorded.collectives), sum(Roles(memory).at_peak(start).values()))
     return [StepRun(*of_rank) for of_rank in collectives.gather_json(run, ranks)]
 
 
@@ -154,3 +155,14 @@ def check_of(
     causes = {cause: Figure(predicted.get(cause, 0), sent.get(cause, 0)) for cause in {**predicted, **sent}}
     slowest = max(run.seconds for run in runs)
     return PlanCheck(causes, memory, Figure(1e3 * seconds, 1e3 * slowest), note)
+
+
+def other_costs(topology: Topology, device_type: str) -> str:
+    """Says so if ranks choose between an all-reduce and an all-to-all by other costs than those of a plan."""
+    of_run = collectives.costs(device_type)
+    if topology.costs.numbers() == of_run.numbers():
+        return ""
+    return (
+        f"Ranks plan redistributions by other costs ({of_run.source}) than the plan. Fix: for both a file of "
+        f"shardwise doctor --calibrate: topology.with_costs_of(file), and SHARDWISE_COSTS."
+    )

@@ -13,10 +13,10 @@ from shardwise._layout import Mesh, Placement, checked
 from shardwise._layout.parse import read_toml
 from shardwise._pictures.labels import bytes_text, count_text, milliseconds_text
 from shardwise._pictures.report import Report, table_text
-from shardwise._torch_bridge.module_sharding import resolve as match_names
+from shardwise._torch_bridge import module_sharding
 from shardwise.errors import PlanError, ShardwiseError, TooLargeError, did_you_mean
 from shardwise.parallel import fully_shard, parallelize_module
-from shardwise.plan.comparisons import Figure, PlanChange, PlanCheck, check_of, run_steps
+from shardwise.plan.comparisons import Figure, PlanChange, PlanCheck, check_of, other_costs, run_steps
 from shardwise.plan.fit import fits_text
 from shardwise.plan.module_price import StepPrice, price_step
 from shardwise.plan.module_search import (
@@ -79,14 +79,15 @@ class ModulePlan(Report):
 
         Raises:
             PlanError: the module has other parts than the one that was planned.
+            MismatchError: modules or plans of ranks differ; on all ranks.
         """
+        named = module_sharding.named_parameters(module)
+        facts = {"mesh": str(self.mesh), "units": self.units, "reshard": self.reshard, "src_data_rank": src_data_rank}
+        module_sharding.agree_on_plan(self.styles.items(), named, self.mesh.ranks, **facts)
         tensor, data = self._axes()
         parts = dict(module.named_modules())
-        for path in self.units:
-            if path not in parts:
-                raise PlanError(
-                    f"The module has no part {path!r}.{did_you_mean(path, parts)} Fix: a plan of this module."
-                )
+        if problems := module_sharding.resolve(self.units, list(parts), "module")[1]:
+            raise PlanError(f"units: {problems[0]}")
         if self.styles:
             parallelize_module(module, tensor, dict(self.styles), src_data_rank=src_data_rank)
         for path in self.units:
@@ -187,17 +188,8 @@ class ModulePlan(Report):
         first = self.mesh.sorted_ranks[0]
         runs = run_steps(step, self.mesh, first)
         memory = Figure(price.peak_bytes, runs[0].memory)
-        return check_of(price.sent_by_cause, runs[0].sent, memory, price.seconds, runs, self._other_costs())
-
-    def _other_costs(self) -> str:
-        """Says so if ranks choose between an all-reduce and an all-to-all by other costs than the plan."""
-        of_run = collectives.costs(self.mesh.device_type)
-        if self.origin is None or self.origin.search.topology.costs.numbers() == of_run.numbers():
-            return ""
-        return (
-            f"Ranks plan redistributions by other costs ({of_run.source}) than the plan. Fix: for both a file of "
-            f"shardwise doctor --calibrate: topology.with_costs_of(file), and SHARDWISE_COSTS."
-        )
+        note = other_costs(self.origin.search.topology, self.mesh.device_type) if self.origin is not None else ""
+        return check_of(price.sent_by_cause, runs[0].sent, memory, price.seconds, runs, note)
 
     @checked
     def explain(self, name: str) -> str:
@@ -217,13 +209,7 @@ class ModulePlan(Report):
 
     def text(self, width: int | None = None, colour: bool = False) -> str:
         """Tables of the plan, of its reasons, and of shapes of the mesh."""
-        lines = [f"{self.mesh}: a step of {milliseconds_text(self.seconds)}"]
-        if self.step is not None:
-            peak, sent = self.step.peak_bytes, bytes_text(self.step.sent_bytes)
-            lines = [
-                fits_text(peak, self.memory, self.mesh.size(), self.seconds, self.gap),
-                f"{self.mesh}; simulated: {milliseconds_text(self.step.seconds)}, {sent} sent",
-            ]
+        lines = self._heading()
         if self.styles:
             styles = [(key or '""', entry_text(entry)) for key, entry in self.styles.items()]
             lines += ["", table_text([("path", "plan"), *styles], "ll", width)]
@@ -237,6 +223,15 @@ class ModulePlan(Report):
             lines += ["", table_text([("dp x tp", "a step"), *shapes], "lr", width)]
         return "\n".join(lines)
 
+    def _heading(self) -> list[str]:
+        if self.step is None:
+            return [f"{self.mesh}: a step of {milliseconds_text(self.seconds)}"]
+        peak, sent = self.step.peak_bytes, bytes_text(self.step.sent_bytes)
+        return [
+            fits_text(peak, self.memory, self.mesh.size(), self.seconds, self.gap),
+            f"{self.mesh}; simulated: {milliseconds_text(self.step.seconds)}, {sent} sent",
+        ]
+
     def _units_text(self) -> str:
         units = ", ".join(unit or "the module" for unit in globs(self.units))
         return f"fully_shard along the data axis, reshard_after_forward={self.reshard}: {units}"
@@ -247,9 +242,11 @@ class ModulePlan(Report):
         Raises:
             PlanError: a plan that `plan_module` did not make.
         """
+        if self.step is None:
+            raise PlanError("A plan that plan_module did not make has no times and no reasons. Fix: plan_module(…).")
         styles = [(key or '""', entry_text(entry)) for key, entry in self.styles.items()]
         units = self._units_text() if self.units else ""
-        return module_page(self.mesh, self.memory, self.gap, self.step, styles, units, self.reasons, self.tried)
+        return module_page(self._heading(), self.mesh, self.step, styles, units, self.reasons, self.tried)
 
 
 def _names(reason: Reason) -> str:
@@ -329,7 +326,8 @@ def _planned(origin: Origin) -> ModulePlan:
     check_head_room(origin.head_room)
     search, mesh, topology, module = origin.search, origin.mesh, origin.search.topology, origin.search.module
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    matched, problems = match_names(origin.pinned, names, "parameter", [path for path, _ in module.named_modules()])
+    paths = [path for path, _ in module.named_modules()]
+    matched, problems = module_sharding.resolve(origin.pinned, names, "parameter", paths)
     if problems:
         raise PlanError(f"plan_module: pinned: {problems[0]}")
     pinned = {name: origin.pinned[key] for key, of_key in matched.items() for name in of_key}

@@ -3,19 +3,15 @@
 The program is the real one, on one simulated rank: `parallelize_module`, `fully_shard`, forward, backward, AdamW.
 """
 
-import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from shardwise._layout import Mesh
 from shardwise.plan.module_trace import Step
-from shardwise.simulation.api import without_values
-from shardwise.simulation.clock import RankClock
-from shardwise.simulation.memory import Roles
+from shardwise.simulation.api import simulate_rank, training
+from shardwise.simulation.result import sent_by_cause
 from shardwise.simulation.topology import Topology
 
 
@@ -55,25 +51,6 @@ def price_step(
         apply: parallelises a copy of the module in place.
         step: runs the forward on this rank's part of the batch, and the loss if there is one.
     """
-    clock = RankClock(mesh, topology)
-    roles = Roles(clock.memory)
-    with roles.watching(), clock.running():
-        model = without_values(module)
-        apply(model)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        _train(model, step, optimizer)  # in which the optimizer makes its states
-        gc.collect()
-        start = len(clock.memory.log)
-        clock.restart()
-        _train(model, step, optimizer)
-        seconds, sent = clock.seconds(), clock.sent_by_cause()
-        roles.find()
-    return StepPrice(*seconds, roles.at_peak(start), sent)
-
-
-def _train(model: nn.Module, step: Step, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.zero_grad()
-    trained = [x for x in pytree.tree_leaves(step(model)) if isinstance(x, Tensor) and x.requires_grad]
-    losses = [x for x in trained if not x.ndim][:1]
-    torch.autograd.backward(losses or [x.sum() for x in trained])
-    optimizer.step()
+    build = training(module, lambda model, _: apply(model), step)
+    one, _ = simulate_rank(build, mesh, topology, mesh.ranks[0])
+    return StepPrice(one.compute, one.communication, one.sent_bytes, one.memory, sent_by_cause(one.collectives))

@@ -177,14 +177,15 @@ class Search:
         kept: Found | None = None
         for _ in range(ROUNDS):
             solution = problem.solve(price, forced)
-            if problem.seconds.cost(solution.choices) >= REFUSED:
-                raise PlanError("plan_module: no op takes the placements that are pinned. Fix: pin fewer, or others.")
-            size = problem.bytes(solution)
-            self.least_bytes = min(self.least_bytes, size)
+            size, seconds = problem.bytes(solution), problem.seconds.cost(solution.choices)
             bound = max(bound, solution.bound - (price * memory if price else 0.0))
-            if size <= memory:
-                seconds = problem.seconds.cost(solution.choices)
-                if kept is None or seconds <= kept.seconds:
+            possible = seconds < REFUSED
+            if not possible and not price:
+                raise PlanError("plan_module: no op takes the placements that are pinned. Fix: pin fewer, or others.")
+            if possible:
+                self.least_bytes = min(self.least_bytes, size)
+            if size <= memory or not possible:  # so dear are bytes that choices which no plan has seem cheaper
+                if possible and (kept is None or seconds <= kept.seconds):
                     kept = Found(problem, costs, solution, reshard, seconds, size, bound, price, forced)
                 high = price
                 if not price:

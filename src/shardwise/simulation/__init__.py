@@ -1,4 +1,4 @@
-"""Memory and communication of a training step on thousands of ranks, in one process that allocates nothing."""
+"""Memory and time of a training step on thousands of ranks, in one process that allocates nothing."""
 
 from shardwise.simulation.api import simulate
 from shardwise.simulation.result import Simulation

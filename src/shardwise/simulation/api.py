@@ -10,16 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwise._collectives import Ranks, using
-from shardwise._collectives.cost_tables import Costs, costs_of
+from shardwise._collectives import Ranks
 from shardwise._layout import Boxes, Layout, Mesh, OnRanks, checked
 from shardwise._redistribute.plan import planned
-from shardwise._trace.comm_trace import listening_with
 from shardwise.errors import ArgumentError, MeshError
 from shardwise.parallel.shard_module import LayoutPlan, shard_module
-from shardwise.simulation.memory import Memory, Roles
-from shardwise.simulation.one_rank import OneRank
-from shardwise.simulation.result import RankClass, Recorded, Simulation
+from shardwise.simulation.clock import RankClock
+from shardwise.simulation.memory import Roles
+from shardwise.simulation.result import RankClass, Simulation
+from shardwise.simulation.topology import Topology
 
 Step = Callable[[], object]
 """One training step: forward, backward, optimizer."""
@@ -31,16 +30,21 @@ def simulate(
     *inputs: object,
     mesh: Mesh,
     plan: LayoutPlan | None = None,
-    costs: Costs | None = None,
+    topology: Topology | None = None,
 ) -> Simulation:
-    """Memory and communication of a training step on each class of equal ranks of `mesh`; nothing is allocated or sent.
+    """Memory and time of a training step on each class of equal ranks of `mesh`; nothing is allocated or sent.
 
-        print(simulate(train, mesh=Mesh((512, 8))))  # docs/pictures.md has such a function
+        mesh = Mesh((512, 8), device_type="cuda")
+        print(simulate(train, mesh=mesh, topology=Topology.preset("H100", hosts=512)))  # docs/pictures.md has a `train`
 
     The function runs once for each class, as one rank of the class. Tensors of floating dtype with dims have no values,
     nor what is computed from them; integers have, up to 4 Mi elements of a tensor. A condition on values that are not
-    there is False (`if bad.any()`), which the result says. Shapes, dtypes, devices and strides are those of a run on
-    CPUs. The first step is not counted, because in it optimizers make their states.
+    there is False (`if bad.any()`), which the result says. Shapes, dtypes and strides are those of a run; devices are
+    CPUs, also where the program asks for others. The first step is not counted, because in it optimizers make their
+    states.
+
+    An op takes the time of its floating-point operations, or of the bytes that it touches if that is longer. A
+    collective takes that of the cost tables. Nothing overlaps.
 
     Other ranks are taken to send what this one sends to itself. So where sizes depend on data (ids of a lookup), each
     rank receives from every rank as many as it keeps; plain batches of ranks have equal shapes.
@@ -49,11 +53,13 @@ def simulate(
 
     Args:
         fn_or_module: a function of the mesh that makes a model and returns a function of one training step; or a
-            module, for which a step is forward, backward of the sum of its outputs, and AdamW.
+            module, for which a step is forward, backward of its loss, and AdamW. The loss is the first result without
+            dims, else the sum of all results.
         inputs: of a module.
         mesh: of ranks 0, 1, ….
         plan: of a module: what `shard_module` takes.
-        costs: by which plans are made and time is modelled; None is those of the device type of the mesh.
+        topology: the machine: its collectives, by which redistributions are planned as well, speeds and memory. None:
+            collectives of the mesh's type of devices on one host; ops have no time, and no memory is too little.
 
     Returns:
         The classes. Ranks are equal if, of all layouts of the program, they have local tensors of the same shapes, and
@@ -62,7 +68,7 @@ def simulate(
 
     Raises:
         ShardwiseError: the program reads values that a simulation does not have.
-        MeshError: the mesh has other ranks.
+        MeshError: the mesh has other ranks, or more than the topology, or other devices.
         ArgumentError: inputs or a plan beside a function, or a function that returns no function.
     """
     if mesh.sorted_ranks != tuple(range(mesh.size())):
@@ -70,63 +76,64 @@ def simulate(
             f"simulate takes a mesh of the ranks 0 to {mesh.size() - 1}, got {mesh}. "
             f"Fix: Mesh({mesh.shape}), without ranks=."
         )
+    if topology is not None and (mesh.size() > topology.ranks or mesh.device_type != topology.device_type):
+        raise MeshError(
+            f"simulate: {mesh} has {mesh.size()} ranks on {mesh.device_type}, and the topology {topology.ranks} on "
+            f"{topology.device_type}. Fix: more hosts, and Mesh(…, device_type={topology.device_type!r})."
+        )
     if not isinstance(fn_or_module, nn.Module) and (inputs or plan is not None):
         raise ArgumentError("simulate: inputs and plan are those of a module. Fix: use them in the function.")
-    build = _training(fn_or_module, inputs, plan or {}) if isinstance(fn_or_module, nn.Module) else fn_or_module
-    costs = costs or costs_of(mesh.device_type, None, None)
+    build = fn_or_module
+    if isinstance(fn_or_module, nn.Module):
+        sharding = plan or {}
+        build = training(
+            fn_or_module, lambda copy, mesh: shard_module(copy, sharding, mesh=mesh), lambda copy: copy(*inputs)
+        )
     classes: list[RankClass] = []
     assumed: dict[str, None] = {}
     left = list(mesh.sorted_ranks)
     while left:
-        one, layouts, redistributions = _run(build, mesh, left[0], costs, assumed)
-        equal = _equal_ranks(layouts, redistributions, mesh, left, costs)
+        one, clock = simulate_rank(build, mesh, topology, left[0])
+        equal = _equal_ranks(clock, mesh, left)
         classes.append(replace(one, ranks=equal))
+        assumed |= dict.fromkeys(_assumptions(clock))
         left = sorted({*left}.difference(equal))
-    return Simulation(mesh, tuple(classes), costs, tuple(assumed))
+    return Simulation(mesh, tuple(classes), topology, tuple(assumed))
 
 
-def _run(
-    build: Callable[[Mesh], Step], mesh: Mesh, rank: int, costs: Costs, assumed: dict[str, None]
-) -> tuple[RankClass, list[Layout], list[tuple[Layout, Layout]]]:
-    """One rank, the layouts of its tensors, and between which layouts it redistributes."""
-    recorded, memory = Recorded(), Memory(allocate=False)
-    roles = Roles(memory)
-    here = OneRank(rank, mesh.size(), recorded)
-    here.owner.costs[mesh.device_type] = costs
-    state = torch.get_rng_state()
-    try:
-        with (
-            using(here), torch.autograd.set_multithreading_enabled(False), roles.watching(),
-            memory, listening_with(recorded),
-        ):  # fmt: skip
-            step = build(mesh)
-            if not callable(step):
-                what = f"a function of one step, got {type(step).__name__}"
-                raise ArgumentError(f"simulate: the function must return {what}. Fix: return it.")
-            step()
-            recorded.clear()
-            gc.collect()  # else what is in reference cycles of the first step is counted
-            start = len(memory.log)
-            step()
-            roles.find()
-        layouts = list(here.owner._layouts.values())
-    finally:
-        torch.set_rng_state(state)
-    assumptions = [(where, "a condition on values that are not there is False") for where in memory.conditions]
-    assumptions += [
-        (where, "rank() is the lowest of each class, whose other ranks do the same") for where in here.rank_reads
-    ]
-    assumed |= {f"{where}: {what}": None for where, what in assumptions}
-    found = RankClass((rank,), roles.at_peak(start), tuple(recorded.collectives))
-    return found, layouts, list(recorded.redistributions)
+def simulate_rank(
+    build: Callable[[Mesh], Step], mesh: Mesh, topology: Topology | None, rank: int
+) -> tuple[RankClass, RankClock]:
+    """What one rank does in its second step, and its clock, which has run it."""
+    clock = RankClock(mesh, topology, rank)
+    roles = Roles(clock.memory)
+    with roles.watching(), clock.running():
+        step = build(mesh)
+        if not callable(step):
+            what = f"a function of one step, got {type(step).__name__}"
+            raise ArgumentError(f"simulate: the function must return {what}. Fix: return it.")
+        step()  # in which optimizers make their states
+        gc.collect()  # else what is in reference cycles of the first step is counted
+        start = len(clock.memory.log)
+        clock.restart()
+        step()
+        compute = clock.seconds().compute
+        roles.find()
+    return RankClass((rank,), roles.at_peak(start), clock.collectives(), compute), clock
 
 
-def _equal_ranks(
-    layouts: Sequence[Layout], moves: Sequence[tuple[Layout, Layout]], mesh: Mesh, ranks: Sequence[int], costs: Costs
-) -> Ranks:
+def _assumptions(clock: RankClock) -> Iterator[str]:
+    for where in clock.memory.conditions:
+        yield f"{where}: a condition on values that are not there is False"
+    for where in clock.transport.rank_reads:
+        yield f"{where}: rank() is the lowest of each class, whose other ranks do the same"
+
+
+def _equal_ranks(clock: RankClock, mesh: Mesh, ranks: Sequence[int]) -> Ranks:
     """The ranks that hold tensors of the same shapes as the first one, and send as much in each redistribution."""
-    uneven = [x for x in layouts if not x.is_even]
-    plans = [planned(src, dst, costs) for src, dst in moves if not _is_even(src, dst)]
+    uneven = [x for x in clock.transport.owner._layouts.values() if not x.is_even]
+    moves = clock.recorded.redistributions
+    plans = [planned(src, dst, clock.costs) for src, dst in moves if not _is_even(src, dst)]
 
     def traits(rank: int) -> Iterator[object]:
         for x in uneven:
@@ -165,19 +172,29 @@ def without_values(module: nn.Module, device: torch.device | None = None) -> nn.
     return copy.deepcopy(module, memo)
 
 
-def _training(module: nn.Module, inputs: Sequence[object], plan: LayoutPlan) -> Callable[[Mesh], Step]:
-    """A step of a copy of `module`, which has no values: forward, backward of the sum of its output, and AdamW."""
+def training(
+    module: nn.Module, shard: Callable[[nn.Module, Mesh], object], forward: Callable[[nn.Module], object]
+) -> Callable[[Mesh], Step]:
+    """A function that makes a step of a copy of `module`, which has no values: forward, backward of the loss, AdamW.
+
+    The loss is the first result without dims, else the sum of all results.
+
+    Args:
+        shard: shards the copy in place.
+    """
 
     def build(mesh: Mesh) -> Step:
-        model = shard_module(without_values(module), plan, mesh=mesh)
-        parameters = list(model.parameters())
-        optimizer = torch.optim.AdamW(parameters) if parameters else None
+        model = without_values(module)
+        shard(model, mesh)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, fused=True) if parameters else None
 
         def step() -> None:
             model.zero_grad()
-            outputs = [x for x in pytree.tree_leaves(model(*inputs)) if isinstance(x, Tensor) and x.requires_grad]
-            if outputs:
-                torch.autograd.backward([x.sum() for x in outputs])
+            results = [x for x in pytree.tree_leaves(forward(model)) if isinstance(x, Tensor) and x.requires_grad]
+            losses = [x for x in results if not x.ndim][:1] or [x.sum() for x in results]
+            if losses:
+                torch.autograd.backward(losses)
             if optimizer is not None:
                 optimizer.step()
 

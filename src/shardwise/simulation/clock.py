@@ -5,7 +5,9 @@ overlaps.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from math import inf
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,11 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from shardwise._collectives import Collective, Wait, using
+from shardwise._collectives.cost_tables import costs_of
 from shardwise._layout import Mesh
 from shardwise._rules.row import Args, Kwargs
+from shardwise._tensor.dispatch.fallback import Wrapper
 from shardwise._trace.comm_trace import listening_with
 from shardwise.simulation.memory import Memory
 from shardwise.simulation.one_rank import OneRank
+from shardwise.simulation.result import Collective as Timed
 from shardwise.simulation.result import Recorded
 from shardwise.simulation.topology import Topology
 
@@ -40,22 +45,31 @@ class Seconds(NamedTuple):
 
 
 class RankClock:
-    """Rank 0 of a mesh, which has the largest shards. Its tensors have no values.
+    """One rank of a mesh, whose tensors have no values.
 
     with RankClock(mesh, topology).running() as clock:
         clock.restart()
         ...
         clock.seconds()
 
+    Args:
+        topology: None: ops take no time, and collectives that of the mesh's type of devices, on one host.
+        rank: 0 has the largest shards.
+
     Attributes:
         memory: of the rank.
+        transport: the rank itself.
+        recorded: what it sends.
+        costs: of collectives.
     """
 
-    def __init__(self, mesh: Mesh, topology: Topology) -> None:
-        self.mesh, self.topology, self.memory = mesh, topology, Memory(allocate=False)
-        self._recorded, self._ops = Recorded(), _OpSeconds(topology)
-        self._rank = _Rank(mesh.ranks[0], mesh.size(), self._recorded, self._ops)
-        self._rank.owner.costs[mesh.device_type] = topology.costs
+    def __init__(self, mesh: Mesh, topology: Topology | None, rank: int = 0) -> None:
+        self.mesh, self.memory = mesh, Memory(allocate=False)
+        self.recorded, self._ops = Recorded(), _OpSeconds(topology)
+        self._timed = nullcontext() if topology is None else self._ops
+        self.costs = costs_of(mesh.device_type, None, None) if topology is None else topology.costs
+        self.transport = _Rank(rank, mesh.size(), self.recorded, self._ops)
+        self.transport.owner.costs[mesh.device_type] = self.costs
 
     @contextmanager
     def running(self) -> Iterator["RankClock"]:
@@ -63,8 +77,8 @@ class RankClock:
         state = torch.get_rng_state()
         try:
             with (
-                using(self._rank), torch.autograd.set_multithreading_enabled(False), self.memory, self._ops,
-                listening_with(self._recorded),
+                using(self.transport), torch.autograd.set_multithreading_enabled(False), self.memory,
+                self._timed, listening_with(self.recorded),
             ):  # fmt: skip
                 yield self
         finally:
@@ -72,18 +86,21 @@ class RankClock:
 
     def restart(self) -> None:
         """Count from here."""
-        self._recorded.clear()
+        self.recorded.clear()
         self._ops.seconds = 0.0
+
+    def collectives(self) -> tuple[Timed, ...]:
+        """Those since, with their times."""
+        ranks = self.mesh.sorted_ranks
+        return tuple([
+            replace(one, seconds=self.costs.seconds(one.kind, one.ranks, ranks, one.received_bytes))
+            for one in self.recorded.collectives
+        ])  # fmt: skip
 
     def seconds(self) -> Seconds:
         """What was counted since."""
-        made, ranks = self._recorded.collectives, self.mesh.sorted_ranks
-        times = [self.topology.costs.seconds(one.kind, one.ranks, ranks, one.received_bytes) for one in made]
-        return Seconds(self._ops.seconds, sum(times), sum(one.sent_bytes for one in made))
-
-    def sent_by_cause(self) -> dict[str, int]:
-        """The bytes that were sent since, by cause."""
-        return self._recorded.sent_by_cause()
+        made = self.collectives()
+        return Seconds(self._ops.seconds, sum(one.seconds for one in made), sum(one.sent_bytes for one in made))
 
 
 class _Rank(OneRank):
@@ -103,21 +120,26 @@ class _Rank(OneRank):
 class _OpSeconds(TorchDispatchMode):
     """Adds up the seconds of ops."""
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: Topology | None) -> None:
         cast(Any, super()).__init__()  # which torch leaves without types
-        self.topology, self.seconds = topology, 0.0
+        self.flops, self.bandwidth = (topology.flops, topology.memory_bandwidth) if topology else (inf, inf)
+        self.seconds = 0.0
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
+        if any(issubclass(kind, Wrapper) for kind in types):
+            return NotImplemented  # decomposed first; its local ops come here
         named = kwargs or {}
         out = func(*args, **named)
         if not func.is_view and func not in _FREE:
             tensors = {id(x): x for x in pytree.tree_leaves((args, named, out)) if isinstance(x, Tensor)}
+            if func._overloadpacket in _GATHERS:  # which reads as much of its first operand as it returns
+                tensors[id(args[0])] = out
             touched = sum(x.numel() * x.element_size() for x in tensors.values())
             count = _FLOPS.get(func._overloadpacket)
             flops = count(*args, **named, out_val=out) if count else 0
-            self.seconds += max(flops / self.topology.flops, touched / self.topology.memory_bandwidth)
+            self.seconds += max(flops / self.flops, touched / self.bandwidth)
         return out
 
 
@@ -125,6 +147,8 @@ _FREE = {
     aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default, aten.empty_strided.default,
     aten.detach.default, aten._unsafe_view.default,
 }  # fmt: skip
+
+_GATHERS = {aten.embedding, aten.gather, aten.index, aten.index_select}
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:

@@ -4,8 +4,9 @@
         x = torch.zeros(1 << 20, 1 << 20)   # 4 TiB, of which nothing is allocated
     memory.log                               # [(0, 1 << 42)]
 
-A tensor without values is an ordinary tensor on the CPU, so everything that depends on devices, dtypes and shapes is
-as in a run. Its storage is address space that is never touched: ops that would read or write it run on the meta device.
+A tensor without values is an ordinary tensor on the CPU, also where the program asks for another device, so everything
+that depends on dtypes and shapes is as in a run. Its storage is address space that is never touched: ops that would
+read or write it run on the meta device.
 """
 
 import mmap
@@ -42,6 +43,7 @@ aten = torch.ops.aten
 # Of the local tensor, also of a DTensor.
 _size = torch._C.TensorBase.size
 _stride = torch._C.TensorBase.stride
+CPU = torch.device("cpu")
 LIBRARY = str(Path(__file__).parents[1]) + os.sep
 LARGE = 1 << 22  # elements: a tensor of integers with more has no values
 _RESERVED = 1 << 44  # bytes of address space
@@ -87,6 +89,11 @@ class Memory(TorchDispatchMode):
     def __enter__(self) -> Self:
         _entered.memory = self
         self._patches.enter_context(patch.object(torch.UntypedStorage, "resize_", _resize))
+        if not self.allocate:  # so that a mesh of GPUs needs none
+            self._patches.enter_context(patch.object(torch.cuda, "_lazy_init", lambda: None))
+            self._patches.enter_context(patch.object(Tensor, "cuda", lambda x, *_, **__: x))
+            for owner, name in ((Tensor, "to"), (torch, "tensor"), (torch, "as_tensor")):
+                self._patches.enter_context(patch.object(owner, name, _on_cpu(getattr(owner, name))))
         for name in ("tolist", "numpy"):
             self._patches.enter_context(patch.object(Tensor, name, _reading(name)))
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -133,6 +140,11 @@ class Memory(TorchDispatchMode):
         block.size = size
         return not block.has_values and not self.allocate
 
+    def has_values(self, x: Tensor) -> bool:
+        """Whether the values of a tensor are those of a run; `_rules.local_tensors.has_values` asks."""
+        block = self.block_of(x)
+        return self.allocate or block is None or block.has_values
+
     # ---- ops --------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(
@@ -142,6 +154,8 @@ class Memory(TorchDispatchMode):
             return NotImplemented  # decomposed first; its local ops come here
         kwargs = kwargs or {}
         traits = _traits(func)
+        if not self.allocate and traits.takes_device and (device := kwargs.get("device")) is not None:
+            kwargs = {**kwargs, "device": _stand_in(device)}
         with DisableTorchFunctionSubclass():
             if traits.is_view and args and isinstance(args[0], Tensor):
                 self.block_of(args[0])
@@ -364,6 +378,21 @@ def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
     if memory is None or not memory.resize(storage, size):
         _true_resize(storage, size)
     return storage
+
+
+def _on_cpu(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function with the CPU for the device that it names: torch without CUDA refuses others before any op."""
+
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        return function(*map(_stand_in, args), **{name: _stand_in(value) for name, value in kwargs.items()})
+
+    return call
+
+
+def _stand_in(value: Any) -> Any:
+    """The CPU for another device, which tensors without values are on; other values as they are."""
+    is_device = isinstance(value, str | torch.device)
+    return CPU if is_device and torch.device(value).type != "meta" else value
 
 
 def _reading(name: str) -> Callable[..., Any]:

@@ -2,21 +2,23 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import add
 from textwrap import shorten
 
 from shardwise._collectives import Ranks
-from shardwise._collectives.cost_tables import Costs
 from shardwise._layout import Layout, Mesh
-from shardwise._pictures.labels import bytes_text, count_text, ranks_text
+from shardwise._pictures.labels import bytes_text, count_text, milliseconds_text, named_ranks
 from shardwise._pictures.report import Report, table_text
 from shardwise._trace import comm_trace
 from shardwise._trace.comm_trace import CommEvent, Listener
+from shardwise.simulation.topology import Topology
 
 SHOWN_CAUSES = 12
+SHOWN_CLASSES = 8
+NAMED = 30  # characters of ranks
 CAUSE = 100  # characters of one
 OWN = "an exchange of the library's own"
 _NUMBER = re.compile(r"(?<=\.)\d+\b|(?<=unit )\d+")
@@ -32,6 +34,7 @@ class Collective:
     sent_bytes: int  # by this rank, as `count_comms` counts it
     received_bytes: int = 0  # of other ranks
     backward: bool = False  # whether backward called it
+    seconds: float = 0.0  # that it takes, modelled
 
     @property
     def cause_of_layers(self) -> str:
@@ -65,22 +68,31 @@ class Recorded(Listener):
         if self.collectives and not self.collectives[-1].ranks:  # else it was muted
             self.collectives[-1] = replace(self.collectives[-1], ranks=ranks, received_bytes=num_bytes)
 
-    def sent_by_cause(self) -> dict[str, int]:
-        """What the rank sent for each cause, layers together; without checks and other exchanges of the library."""
-        found: Counter[str] = Counter()
-        for one in self.collectives:
-            if one.cause != OWN:
-                found[one.cause_of_layers] += one.sent_bytes
-        return dict(found)
+
+def sent_by_cause(collectives: Iterable[Collective]) -> dict[str, int]:
+    """What a rank sends for each cause, layers together; without checks and other exchanges of the library."""
+    found: Counter[str] = Counter()
+    for one in collectives:
+        if one.cause != OWN:
+            found[one.cause_of_layers] += one.sent_bytes
+    return dict(found)
 
 
 @dataclass(frozen=True)
 class RankClass:
-    """Ranks that hold shards of the same shapes."""
+    """Ranks that hold shards of the same shapes.
 
-    ranks: Ranks  # ascending; the first one was simulated
-    memory: Mapping[str, int]  # bytes at the peak of a step, by what they are for
-    collectives: tuple[Collective, ...]  # of one step, in order, as the first rank makes them
+    Attributes:
+        ranks: ascending; the first one was simulated.
+        memory: bytes at the peak of a step, by what they are for.
+        collectives: of one step, in order, as the first rank makes them.
+        compute: seconds of the ops of a step; 0 without a topology.
+    """
+
+    ranks: Ranks
+    memory: Mapping[str, int]
+    collectives: tuple[Collective, ...]
+    compute: float = 0.0
 
     @property
     def peak_bytes(self) -> int:
@@ -92,6 +104,16 @@ class RankClass:
         """The bytes that a rank of this class sends in a step."""
         return sum(one.sent_bytes for one in self.collectives)
 
+    @property
+    def communication(self) -> float:
+        """Seconds of the collectives of a step."""
+        return sum(one.seconds for one in self.collectives)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step in which nothing overlaps."""
+        return self.compute + self.communication
+
 
 @dataclass(frozen=True, repr=False)
 class Simulation(Report):
@@ -99,14 +121,29 @@ class Simulation(Report):
 
     Attributes:
         classes: each rank is in one of them.
-        costs: by which time is modelled.
+        topology: the machine, if one was given.
         assumptions: about code whose behaviour depends on values or ranks that are not simulated.
     """
 
     mesh: Mesh
     classes: tuple[RankClass, ...]
-    costs: Costs
+    topology: Topology | None = None
     assumptions: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step of the slowest class."""
+        return max(one.seconds for one in self.classes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The bytes that a rank of the fullest class holds at the peak of the step."""
+        return max(one.peak_bytes for one in self.classes)
+
+    @property
+    def missing_bytes(self) -> int:
+        """The bytes that the fullest rank needs beyond its memory; 0 if it fits, or without a topology."""
+        return 0 if self.topology is None else max(0, self.peak_bytes - self.topology.memory)
 
     def axes(self, collective: Collective) -> str:
         """The axes of the mesh along which a collective runs, such as "dp" or "dp, tp"."""
@@ -121,32 +158,64 @@ class Simulation(Report):
             found[ranks] = ", ".join(label for label, at in zip(labels, positions, strict=True) if len(set(at)) > 1)
         return found
 
-    def cost(self, collective: Collective) -> float:
-        """The modelled time of a collective that nothing overlaps, in bytes of an all-to-all; see `cost_tables`."""
-        ranks = collective.ranks
-        return self.costs.of(collective.kind, ranks, self.mesh.sorted_ranks, collective.received_bytes)
-
     def text(self, width: int | None = None, colour: bool = False) -> str:
-        """Tables of the memory and of the collectives of each class."""
-        lines = [f"{self.mesh}: {count_text(self.mesh.size(), 'rank')}, {len(self.classes)} of different shards"]
-        for one in self.classes:
-            memory = [(role, bytes_text(n)) for role, n in (*one.memory.items(), ("all", one.peak_bytes)) if n]
-            lines += ["", f"{count_text(len(one.ranks), 'rank')}: {ranks_text(one.ranks)}"]
-            lines += [table_text([("memory at the peak", ""), *memory], "lr", width), "", self._traffic(one, width)]
+        """Whether the step fits and how long it takes; a line for each class; tables of the fullest class."""
+        by_peak = sorted(self.classes, key=lambda one: -one.peak_bytes)
+        lines = [f"{self.mesh}: {count_text(self.mesh.size(), 'rank')}", self._fit(by_peak)]
+        if self.topology is not None:
+            slowest = max(self.classes, key=lambda one: one.seconds)
+            times = slowest.seconds, slowest.compute, slowest.communication
+            step, compute, communication = map(milliseconds_text, times)
+            lines.append(f"A step takes {step} if nothing overlaps: {compute} of ops, {communication} of collectives.")
+        if by_peak[1:]:
+            hidden = len(by_peak) - SHOWN_CLASSES
+            rows = [self._row(one) for one in by_peak[:SHOWN_CLASSES]]
+            rows += [(f"and {hidden} other classes", "", "", "", "")] * (hidden > 0)
+            head = "ranks of equal shards", "peak", "sent", "ops", "collectives"
+            lines += ["", table_text([head, *rows], "lrrrr", width)]
+        fullest = by_peak[0]
+        memory = [(role, bytes_text(n)) for role, n in (*fullest.memory.items(), ("all", fullest.peak_bytes)) if n]
+        head = named_ranks(fullest.ranks, NAMED) if by_peak[1:] else "each rank"
+        lines += [
+            "",
+            table_text([(f"{head}, at the peak", ""), *memory], "lr", width),
+            "",
+            self._traffic(fullest, width),
+        ]
         if self.assumptions:
             lines += ["", "Assumed:", *self.assumptions]
         return "\n".join(lines)
+
+    def _fit(self, by_peak: Sequence[RankClass]) -> str:
+        """Whether all ranks have the memory that they need."""
+        memory = self.topology.memory if self.topology else None
+        full = by_peak if not self.missing_bytes else [x for x in by_peak if memory and x.peak_bytes > memory]
+        ranks = sorted(rank for one in full for rank in one.ranks)
+        who = "all ranks" if len(ranks) == self.mesh.size() else named_ranks(ranks, NAMED)
+        text = f"{who.capitalize()} {'peak' if len(ranks) > 1 else 'peaks'} at {bytes_text(self.peak_bytes)}"
+        text += " or less" if len(full) > 1 else ""
+        if memory is None:
+            return f"{text}."
+        answer = f"{bytes_text(self.missing_bytes)} too much" if self.missing_bytes else "it fits"
+        return f"{text} of {bytes_text(memory)}: {answer}."
+
+    def _row(self, one: RankClass) -> tuple[str, ...]:
+        compute = milliseconds_text(one.compute) if self.topology else ""
+        sizes = bytes_text(one.peak_bytes), bytes_text(one.sent_bytes)
+        return named_ranks(one.ranks, NAMED), *sizes, compute, milliseconds_text(one.communication)
 
     def _traffic(self, one: RankClass, width: int | None) -> str:
         sums: dict[tuple[str, ...], tuple[float, ...]] = defaultdict(lambda: (0, 0, 0.0))
         for collective in one.collectives:
             cause = shorten(collective.cause_of_layers, CAUSE, placeholder=" …")
-            figures = 1, collective.sent_bytes, self.cost(collective)
+            figures = 1, collective.sent_bytes, collective.seconds
             for key in ((self.axes(collective), collective.kind, cause), ()):  # the latter of all
                 sums[key] = tuple(map(add, sums[key], figures))
         total = sums.pop((), (0, 0, 0.0))
         hidden = len(sums) - SHOWN_CAUSES
         lines = sorted(sums.items(), key=lambda item: -item[1][2])[:SHOWN_CAUSES]
         lines.append(((f"all, also {hidden} more" if hidden > 0 else "all", "", ""), total))
-        rows = [(*words, f"{n:,.0f}", bytes_text(sent), bytes_text(cost)) for words, (n, sent, cost) in lines]
-        return table_text([("axes", "collective", "cause", "calls", "sent", "modelled cost"), *rows], "lllrrr", width)
+        rows = [
+            (*words, f"{n:,.0f}", bytes_text(sent), milliseconds_text(seconds)) for words, (n, sent, seconds) in lines
+        ]
+        return table_text([("axes", "collective", "cause", "calls", "sent", "time"), *rows], "lllrrr", width)

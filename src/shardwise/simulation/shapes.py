@@ -1,6 +1,7 @@
 """Training steps of models of well-known sizes, which `shardwise simulate` knows by name."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
@@ -20,13 +21,15 @@ from shardwise.embedding import (
     RowWiseAdagrad,
     shard_embeddings,
 )
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, did_you_mean
 from shardwise.parallel import fully_shard, loss_parallel
 from shardwise.parallel.experts import MixtureOfExperts, Routing
 from shardwise.parallel.shard_module import shard_module
 from shardwise.simulation.api import Step
 
 TENSOR_AXIS = "tp"  # shards the model; every other axis of the mesh shards the batch
+EXPERT_AXIS = "ep"  # shards the experts as well
+DATA_AXES = ("dp", "fs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,16 +48,20 @@ class Options:
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}, expected 1 or more. Fix: give a positive number.")
 
-    def check(self, mesh: Mesh) -> None:
-        """Raise ConfigError if a mesh lacks the axes for this."""
+    def check(self, mesh: Mesh, axes: Sequence[str]) -> None:
+        """Raise ConfigError if a mesh has other axes than these, or lacks those for an option."""
         names = mesh.names or ()
         wrong = None
+        for name in names:
+            if name not in axes:
+                meant = did_you_mean(name, axes)
+                raise ConfigError(f"The shape has no axis {name!r}.{meant} Fix: a mesh of {', '.join(axes)}.")
         if not names:
             wrong = "A shape needs a mesh with axis names"
         elif self.sequence_parallel and TENSOR_AXIS not in names:
             wrong = f"sequence_parallel needs an axis {TENSOR_AXIS} in the mesh"
-        elif self.fully_shard and len({*names} - {TENSOR_AXIS}) not in (1, 2):
-            wrong = f"fully_shard needs one or two axes besides {TENSOR_AXIS} in the mesh"
+        elif self.fully_shard and not {*names}.intersection(DATA_AXES):
+            wrong = f"fully_shard needs an axis of {', '.join(DATA_AXES)} in the mesh"
         if wrong:
             raise ConfigError(f"{wrong}, got {mesh}. Fix: give one such as dp=2,{TENSOR_AXIS}=2.")
 
@@ -74,18 +81,20 @@ class BalancedExperts(MixtureOfExperts):
 def transformer(args: ModelArgs, options: Options, mesh: Mesh) -> Step:
     """AdamW on a Transformer that is tensor-parallel on the axis tp; other axes shard the batch.
 
-    With `num_experts`, each token chooses 2 experts, which tp shards along their hidden features.
+    With `num_experts`, each token chooses 2 experts, which ep shards, and tp along their hidden features.
     """
     layers = args.n_layers if options.layers is None else options.layers
     model = Transformer(replace(args, n_layers=layers, max_seq_len=options.context))
     if args.num_experts:
-        by_features = {
-            name: [Shard(dim) if axis == TENSOR_AXIS else REPLICATE for axis in mesh.names or ()]
-            for name, dim in (("w1", 1), ("w2", 2))
+        by_axis = {
+            name: [
+                {EXPERT_AXIS: Shard(0), TENSOR_AXIS: Shard(features)}.get(axis, REPLICATE) for axis in mesh.names or ()
+            ]
+            for name, features in (("w1", 1), ("w2", 2))
         }
         for block in model.layers:
             experts = BalancedExperts(args.dim, args.ffn_dim, args.num_experts)
-            block.expert_layer = shard_module(experts, by_features, mesh=mesh, src_rank=None)
+            block.expert_layer = shard_module(experts, by_axis, mesh=mesh, src_rank=None)
             if options.fully_shard:  # by dim 0, most ranks would have no expert
                 fully_shard(experts, mesh=_data_mesh(mesh), shard_placement_fn=_longest_dim)
     _shard(model, mesh, options)
@@ -95,7 +104,7 @@ def transformer(args: ModelArgs, options: Options, mesh: Mesh) -> Step:
         optimizer.zero_grad()
         size = options.batch_size, options.context
         tokens, targets = (_distributed(torch.randint(args.vocab_size, size), mesh) for _ in range(2))
-        with loss_parallel():
+        with loss_parallel() if TENSOR_AXIS in (mesh.names or ()) else nullcontext():  # tp shards the vocabulary
             F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
         optimizer.step()
 
@@ -114,8 +123,8 @@ def _shard(model: Transformer, mesh: Mesh, options: Options) -> None:
 
 
 def _data_mesh(mesh: Mesh) -> Mesh:
-    """The axes of `mesh` but tp, of the ranks with which this one shares its position on that."""
-    return mesh.submesh([name for name in mesh.names or () if name != TENSOR_AXIS], collectives.rank())
+    """The axes dp and fs of `mesh`, of the ranks with which this one shares its position on the others."""
+    return mesh.submesh([name for name in mesh.names or () if name in DATA_AXES], collectives.rank())
 
 
 def _longest_dim(parameter: nn.Parameter) -> Shard:
@@ -192,13 +201,17 @@ class Shape(NamedTuple):
 
     build: Callable[[Options, Mesh], Step]
     options: tuple[str, ...]  # that change it
+    axes: tuple[str, ...]  # of the mesh
 
 
-_OF_EXPERTS = ("layers", "batch_size", "context", "fully_shard")
+_OPTIONS = ("layers", "batch_size", "context", "fully_shard")
 SHAPES: Mapping[str, Shape] = {
     "llama-70b": Shape(
-        lambda options, mesh: transformer(LLAMA_70B, options, mesh), (*_OF_EXPERTS, "sequence_parallel")
+        lambda options, mesh: transformer(LLAMA_70B, options, mesh), (*_OPTIONS, "sequence_parallel"),
+        (*DATA_AXES, TENSOR_AXIS),
     ),
-    "mixtral-8x7b": Shape(lambda options, mesh: transformer(MIXTRAL_8X7B, options, mesh), _OF_EXPERTS),
-    "dlrm": Shape(recommender, ("batch_size",)),
-}
+    "mixtral-8x7b": Shape(
+        lambda options, mesh: transformer(MIXTRAL_8X7B, options, mesh), _OPTIONS, (*DATA_AXES, EXPERT_AXIS, TENSOR_AXIS)
+    ),
+    "dlrm": Shape(recommender, ("batch_size",), ("dp",)),
+}  # fmt: skip

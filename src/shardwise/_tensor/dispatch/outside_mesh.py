@@ -33,10 +33,12 @@ from shardwise._tensor.dtensor import DTensor, dtensors_in, name_of, plain, tag
 from shardwise._trace.autograd_function import TensorFunction
 from shardwise.errors import RuleError
 
+_TO = Tensor.to  # which a simulation wraps
+
 
 def _run_on_meta(func: Op, args: Args, kwargs: Kwargs, device_type: str, in_place: bool = False) -> OnMeta | None:
     """Run a call without memory; None if the results depend on data."""
-    if func is Tensor.to and len(args) > 1 and isinstance(args[1], str | int | torch.device):
+    if func is _TO and len(args) > 1 and isinstance(args[1], str | int | torch.device):
         args = (args[0], "meta", *args[2:])
     try:
         return run_on_meta(func, args, kwargs, Autocast.of(device_type), in_place)
@@ -136,7 +138,7 @@ def empty_results(func: Op, layouts: Layouts, mesh: Mesh, args: Args, kwargs: Kw
 
 def _device(func: Op, args: Args, kwargs: Kwargs) -> torch.device | str | int | None:
     """The device that a call names; the meta device does not say where its results are."""
-    given = args[1] if func is Tensor.to and len(args) > 1 else kwargs.get("device")
+    given = args[1] if func is _TO and len(args) > 1 else kwargs.get("device")
     named = given if isinstance(given, torch.device | str | int) else None
     return "cpu" if func is Tensor.cpu else named
 
