@@ -81,6 +81,8 @@ class ModulePlan(Report):
             PlanError: the module has other parts than the one that was planned.
             MismatchError: modules or plans of ranks differ; on all ranks.
         """
+        if self.mesh.size() > (ranks := collectives.world_size()):
+            raise PlanError(f"The plan is for {self.mesh}, but this world has {ranks} ranks. Fix: a plan for these.")
         named = module_sharding.named_parameters(module)
         facts = {"mesh": str(self.mesh), "units": self.units, "reshard": self.reshard, "src_data_rank": src_data_rank}
         module_sharding.agree_on_plan(self.styles.items(), named, self.mesh.ranks, **facts)
@@ -159,13 +161,9 @@ class ModulePlan(Report):
             other = replace(other, **given)
             step = price_module(search.module, other, search.topology, search.inputs, forward=search.forward)
             other = replace(other, seconds=step.seconds, bound=0.0, step=step, reasons=(), tried=())
-        assert other.step is not None
-        return PlanChange(
-            ", ".join(f"other {name}" for name in changes),
-            1e3 * (other.step.seconds - self.step.seconds),
-            other.step.sent_bytes - self.step.sent_bytes,
-            other.step.peak_bytes - self.step.peak_bytes,
-        ), other
+        new, old = other.step or self.step, self.step
+        label, time = ", ".join(f"other {name}" for name in changes), 1e3 * (new.seconds - old.seconds)
+        return PlanChange(label, time, new.sent_bytes - old.sent_bytes, new.peak_bytes - old.peak_bytes), other
 
     @checked
     def check(self, step: Callable[[], object], price: StepPrice | None = None) -> PlanCheck:
