@@ -45,7 +45,7 @@ class Explanation(Listener, Report, Generic[R]):
         self._events: list[CommEvent] = []
         self.sent_bytes = self.other_bytes = self.other_calls = 0
         self._entered = ExitStack()
-        self._others: dict[int, OtherLayout] = {}  # by the id of an event
+        self._others: dict[CommEvent, OtherLayout] = {}
 
     def record(self, event: CommEvent) -> None:
         self._events.append(event)
@@ -78,23 +78,19 @@ class Explanation(Listener, Report, Generic[R]):
         """Find the layout with which an op that redistributed operands would send less."""
         before = len(self._events)
         out = proceed()
-        causes = [(id(event), event.cause) for event in self._events[before:]]
-        own = [key for key, x in causes if x.kind == "operand" and x.op == name_of(func) and not x.backward]
+        causes = [(event, event.cause) for event in self._events[before:]]
+        own = [event for event, x in causes if x.kind == "operand" and x.op == name_of(func) and not x.backward]
         if own and (other := cheapest_layout(func, args, kwargs, out)) is not None:
             self._others |= dict.fromkeys(own, other)
         return out
 
-    def _entry(self, event: CommEvent) -> object:
-        """Equal for events of one entry: equal but for the index of a repeated module."""
-        return _cause(event), event.src, event.dst, event.total_bytes is None, self._others.get(id(event))
-
     def _described(self, events: "Events") -> str:
-        other = self._others.get(id(events[0]))
+        other = self._others.get(events[0])
         return _described(events) + (f"\nless: {other}" if other is not None else "")
 
     def text(self, width: int | None = None, colour: bool = False) -> str:
         """A table for each kind of cause; if there are many entries, the largest, after the lines that send most."""
-        entries = _grouped(self._events, self._entry)
+        entries = _grouped(self._events, _entry)
         sending = [events for events in entries if events[0].total_bytes != 0]
         least = sum(map(_most, sending)) / 100 if len(sending) > FEW else 0
         sent = f"{self.sent_bytes:,} bytes, {self.implicit_bytes:,} of them implicitly"
@@ -130,6 +126,11 @@ def _grouped(events: Sequence[CommEvent], key: Callable[[CommEvent], object]) ->
 
 def _line(event: CommEvent) -> str:
     return str(event.cause.call_site or "elsewhere")
+
+
+def _entry(event: CommEvent) -> object:
+    """Equal for events of one entry: equal but for the index of a repeated module."""
+    return _cause(event), event.src, event.dst, event.total_bytes is None
 
 
 def _cause(event: CommEvent) -> Cause:
